@@ -1,6 +1,6 @@
-"""What a training script may say to hegmd; every call is safe where there is no hegmd at all.
+"""Functions that a training script may call. Each is safe without hegmd.
 
-Nothing here is needed for a job to be moved or restarted. It is for loops that no hook can see, for the script's own
+A job can be moved and restarted without them. They are for loops that no hook can see, for the script's own
 variables, and for scripts that were written for HeGM, whose functions are here with the same meaning.
 
 Owns no state: under `hegmctl run` the agent of this process answers, elsewhere the same code of the installed package
@@ -31,7 +31,7 @@ __all__ = [
 
 _Batch = TypeVar("_Batch")
 
-# The agent is mounted under a private name; a second copy of it in this process would know of nothing.
+# The agent is mounted under a private name; a second copy in this process would have no state.
 _package = "_hegm" if "_hegm" in sys.modules else "hegmd"
 _interface: Any = importlib.import_module(f"{_package}.agent.state.values.script_api")
 _said: Any = _interface.said
@@ -100,7 +100,7 @@ def global_step(optimizer: Any = None) -> int:
 
 
 def resumable(loader: Iterable[_Batch], optimizer: Any = None, *, replay: bool = False) -> Iterator[tuple[int, _Batch]]:
-    """`enumerate(loader)`, which goes on at its batch and its number after a restart.
+    """`enumerate(loader)`, which continues at its batch and its number after a restart.
 
     An ordinary `enumerate` of a DataLoader does so as well. `replay` is for data that has no place of its own, as an
     iterable dataset: it gives the same items in the same order each time, so that those already seen may be asked for
@@ -117,17 +117,18 @@ def start_epoch() -> int:
 
 
 def set_steps_per_epoch(steps: int) -> None:
-    """How many batches an epoch has, where `start_epoch` has to be told."""
+    """The number of batches of an epoch, if `start_epoch` needs it."""
     _said.set_steps_per_epoch(steps)
 
 
 def set_gradient_accumulation_steps(steps: int) -> None:
-    """How many batches an optimizer's step is made of, where `start_epoch` has to be told."""
+    """The number of batches for each optimizer step, if `start_epoch` needs it."""
     _said.set_gradient_accumulation_steps(steps)
 
 
 def find_training_loop_sites(source_or_path: Any) -> list[Any]:
-    """Where a script has a loop over `range` with one over `enumerate` in it: `lineno`, `col_offset`, `loop_var`.
+    """The places where a script has a loop over `range` with one over `enumerate` inside: `lineno`, `col_offset`,
+    `loop_var`.
 
     Takes the text of the script, or a path. It is here for HeGM's sake: no loop is patched by it.
     """

@@ -20,7 +20,7 @@ __all__ = [
 
 
 def _control() -> Any:
-    """What answers, by the variables of now. Raises HegmError for a value that cannot be."""
+    """The object that answers, by the current environment variables. Raises HegmError for a value that cannot be."""
     surroundings: Any = importlib.import_module("hegmcompat.surroundings")
     return importlib.import_module("hegmcompat.control").Control(surroundings.read_surroundings(os.environ))
 

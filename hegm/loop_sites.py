@@ -1,4 +1,6 @@
-"""Where a script has epochs over an enumerated loader, as HeGM's `find_training_loop_sites` says it. Runs nothing."""
+"""The places where a script has epochs over an enumerated loader, in the form of HeGM's `find_training_loop_sites`.
+Runs nothing.
+"""
 
 from __future__ import annotations
 

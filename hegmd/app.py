@@ -315,7 +315,7 @@ class App:
         except TimeoutError:
             raise HegmError(
                 TIMEOUT,
-                f"the configuration could not be read within {READ_CONFIG_S:g} s; the one before stays in force",
+                f"the configuration could not be read within {READ_CONFIG_S:g} s; the previous one stays in effect",
                 f"see whether its disk answers: ls -l {self._config.path or '/etc/hegm'}",
             ) from None
 

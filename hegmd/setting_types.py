@@ -27,7 +27,7 @@ class Unfit(Exception):
 
 
 class Kind(Protocol):
-    """What values a setting takes. `form` describes them in a few words."""
+    """The values that a setting takes. `form` describes them in a few words."""
 
     @property
     def form(self) -> str: ...

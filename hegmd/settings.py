@@ -55,7 +55,7 @@ def setting(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonSettings:
-    """Where the daemon is found, and where it keeps things."""
+    """The socket and the directories of the daemon."""
 
     socket: Path = setting(
         PathName(most_bytes=SOCKET_PATH_BYTES),
@@ -125,7 +125,7 @@ class InventorySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitSettings:
-    """What one caller may cost, so that no caller costs the others anything."""
+    """Limits for each caller, so that no caller slows down the others."""
 
     frame_bytes: int = setting(
         Amount(4096, 16777216), 262144, "The largest frame that is accepted, in bytes.", reloads=False
@@ -153,7 +153,7 @@ class LimitSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSettings:
-    """What is logged, and how it is written."""
+    """The log, and its form."""
 
     level: str = setting(
         OneOf(("debug", "info", "warning", "error")),
@@ -175,7 +175,7 @@ class LogSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditSettings:
-    """Who changed what."""
+    """The audit record of changes."""
 
     file: Path | None = setting(
         PathName(optional=True),
@@ -208,14 +208,14 @@ class MetricsSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventsSettings:
-    """What `hegmctl events` can look back on."""
+    """The history for `hegmctl events`."""
 
     remembered: int = setting(Amount(1, 100000), 1000, "Events that are kept in memory.", reloads=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorSettings:
-    """What `hegmctl doctor` looks at."""
+    """The subjects of `hegmctl doctor`."""
 
     image_dir: Path | None = setting(
         PathName(optional=True),
@@ -268,7 +268,7 @@ class PoolSettings:
     verify: str = setting(
         OneOf(("rest", "off")),
         "rest",
-        "Whether bytes that rest in memory have checksums, which are compared before a job gets them back; or off.",
+        "Whether suspended bytes in memory have checksums, compared before a job gets its bytes back; or off.",
         reloads=False,
     )
 
@@ -367,7 +367,7 @@ class SharingSettings:
     normal: int = setting(
         Amount(0, 100),
         50,
-        "The number of the priority `normal`, that of a job of which nothing is said.",
+        "The number of the priority `normal`, which a job has by default.",
         reloads=False,
     )
     best_effort: int = setting(Amount(0, 100), 20, "The number of the priority `best-effort`.", reloads=False)

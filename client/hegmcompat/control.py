@@ -45,7 +45,7 @@ class _Awaited:
     lock_before: tuple[int, int, int, int] | None
 
     def close(self) -> None:
-        """Wait for it no more."""
+        """Stop waiting for it."""
         os.close(self.pidfd)
         os.close(self.worker_fd)
 

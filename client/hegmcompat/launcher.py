@@ -20,7 +20,7 @@ from hegmcompat import held_state, private_files, workers
 from hegmcompat.surroundings import COMMAND, REFUSED, Surroundings
 from hegmcompat.terminal import warn
 from hegmctl import claim_notes
-from hegmctl.agentless import HINT, Lookout
+from hegmctl.agentless import HINT, AgentlessWatch
 from hegmctl.endpoint import find_endpoint
 from hegmctl.isolation import leaves_out
 from hegmctl.prestart import LOCK_FD
@@ -58,7 +58,7 @@ class Launcher:
         #: The file in which a restarted worker notes that it has restored the state.
         self._claim: int | None = None
         #: Finds processes that started again from the beginning; and the last finding.
-        self._lookout = Lookout()
+        self._lookout = AgentlessWatch()
         self._found = ""
         #: The environment of a worker, without the variables of its state.
         self.environ = self._prepared(environ)
@@ -74,7 +74,7 @@ class Launcher:
             if private_files.read(command_path, _COMMAND_BYTES) != own:
                 aside = self._state.with_name(self._state.name + _OTHERS)
                 self._put_aside(aside)
-                warn(f"{self._state} is of another command: it is kept as {aside}, and the training begins anew")
+                warn(f"{self._state} belongs to another command: it is kept as {aside}, and the training starts over")
             else:
                 self._require_agent()
                 warn(f"the training continues from {self._state}")
@@ -155,7 +155,7 @@ class Launcher:
             if now is not None:
                 warn(f"the worker ended with {status}; its last saved state stays in {self._state}")
         elif not self.has_new_state():
-            warn(f"the worker ended with {status} by itself and saved no state: that is taken for its own end")
+            warn(f"the worker ended with {status} and saved no state, so its training counts as finished")
         elif told is not None:
             warn(f"ended by signal {told}; the saved state stays in {self._state}")
         else:
@@ -200,7 +200,7 @@ class Launcher:
     def _require_agent(self) -> None:
         if (word := leaves_out(self.command)) is not None:
             hint = f"remove it from the command; {self._state} is unchanged"
-            raise Refused(f"`{word}` keeps hegmd's agent out of {self.command[0]}: it would begin anew", hint)
+            raise Refused(f"`{word}` keeps hegmd's agent out of {self.command[0]}: it would start over", hint)
 
     def _look_at_state(self) -> None:
         try:
@@ -212,7 +212,7 @@ class Launcher:
         if begins == _ZIP:
             raise Refused(
                 f"{self._state} is a file of torch.save, as HeGM writes it: to load it would run code from it",
-                "let HeGM finish that training, or move the file away and begin anew",
+                "let HeGM finish that training, or move the file away and start over",
             )
 
     def _clear(self) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hegmcompat.launcher import Launcher
-    from hegmctl.supervisor import Desk, GiveUp, Start
+    from hegmctl.supervisor import GiveUp, RestartAuthority, Start
 
 
 SUMMARY = "run a training that can save its state, exit, and continue"
@@ -26,18 +26,18 @@ USAGE = (
 )
 
 
-class BothDesks:
-    """The launcher's files and the daemon as one desk: decides which of them an exit of the command concerns.
+class CombinedAuthority:
+    """The launcher's files and the daemon as one authority: decides which of them an exit of the command concerns.
 
     A state in the launcher's file is the launcher's, whatever the daemon expected. Otherwise the daemon is asked first.
     `meet` connects to the daemon, again after each lock: while the launcher waits behind a lock it has no connection,
     because a CRIU image of the waiting launcher must not contain one.
     """
 
-    def __init__(self, files: Launcher, meet: Callable[[], Desk]) -> None:
+    def __init__(self, files: Launcher, meet: Callable[[], RestartAuthority]) -> None:
         self._files = files
         self._meet = meet
-        self._daemon: Desk | None = None
+        self._daemon: RestartAuthority | None = None
         self._lent: Start | None = None  # the start that the daemon asked for
 
     def turn(self, now: float, pid: int | None) -> float | None:
@@ -64,7 +64,7 @@ class BothDesks:
         self._daemon.started(pid)
 
     def not_started(self, why: str) -> None:
-        """Tell the desk that asked for the start why the command could not be started."""
+        """Tell the authority that asked for the start why the command could not be started."""
         self._lent = None
         if self._daemon is not None and self._files.wanted() is None:
             self._daemon.not_started(why)
@@ -128,7 +128,7 @@ def _launch(command: Sequence[str], *, is_debug: bool) -> int:
     from hegmcompat.launcher import Launcher
     from hegmcompat.rest import serve_beside
     from hegmctl.exec_command import require
-    from hegmctl.restart_client import DaemonDesk
+    from hegmctl.restart_client import DaemonAuthority
     from hegmctl.supervisor import Supervisor
 
     surroundings = read_surroundings(os.environ)
@@ -137,8 +137,10 @@ def _launch(command: Sequence[str], *, is_debug: bool) -> int:
     require(launcher.command)
     socket_path = launcher.environ["HEGM_SOCKET"]
 
-    def meet_daemon() -> Desk:
-        return DaemonDesk(socket_path, launcher.command, launcher.environ, say=warn, gpu=os.environ.get("HEGM_GPU"))
+    def meet_daemon() -> RestartAuthority:
+        return DaemonAuthority(
+            socket_path, launcher.command, launcher.environ, say=warn, gpu=os.environ.get("HEGM_GPU")
+        )
 
     # The main thread waits for the signals. The HTTP interface's threads start with all signals blocked.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -148,7 +150,7 @@ def _launch(command: Sequence[str], *, is_debug: bool) -> int:
     # Workers start with SIGUSR1 blocked: it would end a worker whose agent has no handler yet.
     signal.pthread_sigmask(signal.SIG_SETMASK, mask | {signal.SIGUSR1})
     try:
-        return Supervisor(BothDesks(launcher, meet_daemon), warn).run(launcher.first())
+        return Supervisor(CombinedAuthority(launcher, meet_daemon), warn).run(launcher.first())
     finally:
         if server is not None:
             server.close()

@@ -273,7 +273,7 @@ def _whole_numbers(given: Sequence[Any]) -> list[int]:
 # server's own user and root are accepted.
 _TABLES = {socket.AF_INET: "/proc/net/tcp", socket.AF_INET6: "/proc/net/tcp6"}
 _LOCAL, _REMOTE, _STATE, _UID, _INODE = 1, 2, 3, 7, 9
-# The peer's end is open, or the peer has said that it sends no more and still reads: FIN_WAIT1 and FIN_WAIT2.
+# The peer's end is open, or the peer has shut down its side for writing and still reads: FIN_WAIT1 and FIN_WAIT2.
 _HOLDS = ("01", "04", "05")
 # Once a process has closed its end, the table has no inode of it, and may have 0 in the place of its user.
 _NO_INODE = "0"

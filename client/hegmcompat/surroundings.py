@@ -27,7 +27,7 @@ VARIABLES = {
     "HEGM_CHECKPOINT_DIR": "The folder of all launchers, each with one of its pid in it; `/checkpoint` if not set.",
     "HEGM_CHECKPOINT_PATH": "The file for the state; by default, its name has the launcher's pid. `lock` is beside it.",
     "HEGM_EXIT_CODE": "The exit status of a worker that has saved its state; 99 if not set.",
-    "HEGM_POLL_INTERVAL": "How often locks are looked at, in seconds; 1 if not set, 0.01 at the least.",
+    "HEGM_POLL_INTERVAL": "How often locks are checked, in seconds; 1 if not set, at least 0.01.",
     "HEGM_CTRL_CHECKPOINT_TIMEOUT": "How long hegm-ctrl waits for locks, in seconds; 300 if not set, 0 for not at all.",
     "HEGM_CTRL_HOST": "The address of the REST interface; 127.0.0.1 if not set.",
     "HEGM_CTRL_PORT": "Its port; 8298 if not set.",

@@ -1,4 +1,6 @@
-"""What both programs say, in the form of HeGM's own lines, and the one place that writes to the standard streams."""
+"""The output of both programs, in the form of HeGM's own lines, and the one place that writes to the standard
+streams.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Finds processes below a command that train without hegmd's agent, although the command continues from a saved state.
 
-Such a process would begin anew. It is detected from /proc: it has PyTorch mapped and can have no agent, because a
+Such a process would start over. It is detected from /proc: it has PyTorch mapped and can have no agent, because a
 Python option or its environment excludes the agent. PyTorch is mapped at the start of its import, so the process is
 ended before its first step. Processes without PyTorch and those that cannot be read are left alone. Only children of
 this process and their descendants are checked.
@@ -20,7 +20,7 @@ from time import monotonic
 from hegmctl.isolation import PATHS, begins_with_python, leads_to_agent, option_that_leaves_out
 
 LOOK_EVERY_S = 0.25
-# Below a launcher of many ranks a look takes longer, and is to take no more than so small a part of a processor.
+# A check below a launcher of many ranks takes longer. This is the largest share of a processor that it may use.
 PAUSE = 20.0
 _TORCH = b"/libtorch"
 _MAX_WORDS = 200
@@ -29,7 +29,7 @@ _START_TICKS = 19
 HINT = "start it without -E, -I and -S, with the PYTHONPATH that it is given"
 
 
-class Lookout:
+class AgentlessWatch:
     """Checks at intervals, and ends all processes below a command in which it has found one."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ def _why_not_ours(pid: int) -> str | None:
         return None
     why = f"the option {option}" if option is not None else f"its {PATHS}"
     shown = " ".join(words)[:_MAX_WORDS]
-    return f"process {pid} ({shown}) has begun anew: {why} leaves hegmd's agent out; it was ended"
+    return f"process {pid} ({shown}) has started over: {why} leaves hegmd's agent out; it was ended"
 
 
 def _is_on_its_way(pid: int, right: int) -> bool:

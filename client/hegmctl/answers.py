@@ -20,7 +20,7 @@ class DaemonVersion(Record):
     capabilities: tuple[str, ...] = field("optional abilities of the daemon")
     limits: Limits = field("limits on the connection")
     you: Caller = field("the caller's identity")
-    run: str = field("identifies this start of the daemon; each start counts events anew", default="")
+    run: str = field("identifies this start of the daemon; each start numbers events from 1 again", default="")
 
 
 class VersionAnswer(Record):

@@ -152,7 +152,7 @@ class Connection(SyncCalls):
             except Stopping as stopping:
                 if self._has_changed_state or fds or self._waiting:
                     raise
-                self._turn_to_the_next(stopping, deadline)
+                self._connect_to_next_daemon(stopping, deadline)
                 self.greet(deadline)
 
     def stream(
@@ -175,7 +175,7 @@ class Connection(SyncCalls):
         request_id = self._ask(request, fds, self._deadline())
         try:
             while True:
-                said, descriptors = self._hear(request_id, None if patient else self._deadline(), request.op)
+                said, descriptors = self._next_message(request_id, None if patient else self._deadline(), request.op)
                 if take is None or not isinstance(said, Progress):
                     descriptors.close()
                 else:
@@ -222,10 +222,10 @@ class Connection(SyncCalls):
         while True:
             try:
                 request_id = self._ask(hello, (), deadline)
-                said, descriptors = self._hear(request_id, deadline, "hello")
+                said, descriptors = self._next_message(request_id, deadline, "hello")
             except Stopping as stopping:
                 self._waiting.clear()
-                self._turn_to_the_next(stopping, deadline)
+                self._connect_to_next_daemon(stopping, deadline)
                 continue
             descriptors.close()
             if isinstance(said, Failure):
@@ -246,7 +246,7 @@ class Connection(SyncCalls):
     def __exit__(self, *_exc: object) -> None:
         self.close()
 
-    def _turn_to_the_next(self, stopping: Stopping, deadline: float | None) -> None:
+    def _connect_to_next_daemon(self, stopping: Stopping, deadline: float | None) -> None:
         """Connect to the daemon that follows a stopping one. Without one, raise the error of the stopping one."""
         try:
             self._wire = _open(self.endpoint, self.timeout_s, deadline)
@@ -260,7 +260,7 @@ class Connection(SyncCalls):
         request_id = self._ask(request, fds, deadline)
         try:
             while True:
-                said, descriptors = self._hear(request_id, deadline, request.op)
+                said, descriptors = self._next_message(request_id, deadline, request.op)
                 if not isinstance(said, Progress):
                     return self._answer(said, reply), descriptors
                 descriptors.close()
@@ -319,7 +319,7 @@ class Connection(SyncCalls):
             raise self._explained(said.error)
         return of_kind(said.reply, reply)
 
-    def _hear(self, request_id: int, deadline: float | None, what: str) -> Said:
+    def _next_message(self, request_id: int, deadline: float | None, what: str) -> Said:
         """Return the next message for that request. Messages for others are kept for them, or dropped."""
         heard = self._waiting[request_id]
         while not heard:
@@ -379,7 +379,7 @@ class Connection(SyncCalls):
             self._wire.send(frame, (), monotonic() + CANCEL_LIMIT_S)
             if leave is not None:
                 self._waiting[request_id] = heard
-                leave(lambda: self._hear_last(request_id))
+                leave(lambda: self._drain_messages(request_id))
         except OSError:
             self.close()  # the daemon has ended, so there is nothing to cancel
         finally:
@@ -387,8 +387,8 @@ class Connection(SyncCalls):
             for _said, descriptors in heard:
                 descriptors.close()
 
-    def _hear_last(self, request_id: int) -> Answer | Failure | Progress:
-        said, descriptors = self._hear(request_id, None, "its cancellation")
+    def _drain_messages(self, request_id: int) -> Answer | Failure | Progress:
+        said, descriptors = self._next_message(request_id, None, "its cancellation")
         descriptors.close()
         return said
 

@@ -3,8 +3,8 @@
 All programs use the same order: the given path, HEGM_SOCKET, the node's socket if it exists and the caller may use it,
 and the socket of the user's own daemon. The node's daemon comes first because it knows more. It is skipped for callers
 without permission, who could otherwise use their own daemon only by naming it each time. If a user has no runtime
-directory, such as after `su` on a node without logind, `hegmctl run` starts a daemon in a directory of /tmp. That one
-is found too, as long as no other user could have put a socket into it.
+directory, such as after `su` on a node without logind, `hegmctl run` starts a daemon in a directory of /tmp. It finds
+that one too, unless another user could have put a socket into it.
 """
 
 from __future__ import annotations
@@ -263,7 +263,8 @@ def require_no_stopped_unit(
 def require_no_others_socket(path: str, folder: str) -> None:
     """Raise NO_DAEMON if a daemon on another state directory than `folder` has left its socket there.
 
-    Its jobs wait for that daemon. Another one in its place would give them new ids, and know none of their operations.
+    Its jobs wait for that daemon. Another daemon in its place would give them new ids, and would not know their
+    operations.
     """
     try:
         found = os.lstat(path)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
             ...
 
         def note(self, attempt: Attempt) -> None:
-            """A recovery has begun, or has come on."""
+            """A recovery has begun or progressed."""
             ...
 
         def give_up(self, why: str, rank: int | None) -> None:
@@ -148,7 +148,7 @@ class Generations:
         #: The slot to write next, and snapshots that could not be used, by slot and number.
         self._following = 0
         self._bad: set[tuple[int, int]] = set()
-        #: That with which the block has begun.
+        #: The one with which the block began.
         self._first_generation = 1
         self._since = 0.0
         self._asked_at: float | None = None

@@ -33,7 +33,7 @@ class HeldState:
 
     def take(self, ranks: Sequence[int], fds: Descriptors) -> None:
         """Replace the state and the right. Raises OSError if descriptors are missing: without its state the job would
-        begin anew.
+        start over.
         """
         self.close()
         awaited = len(ranks or (0,)) + 1

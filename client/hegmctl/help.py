@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 SOCKET_ORDER = (
-    "The daemon is looked for at the path given with --socket; else at the one in HEGM_SOCKET; else at "
+    "hegmctl looks for the daemon at the path given with --socket; else at the one in HEGM_SOCKET; else at "
     "/run/hegm/hegmd.sock, the node's own daemon, if it exists and the caller may use it; else at "
     "$XDG_RUNTIME_DIR/hegm/hegmd.sock, where `hegmd --user` listens; else at /tmp/hegm-UID/hegmd.sock, where "
     "`hegmctl run` starts a daemon for a user who has no such directory."

@@ -131,7 +131,7 @@ def newest_of(folder: str) -> str:
     images = catalogue.look_into(folder)
     whole = [seen for seen in images if seen.state == "whole" and seen.made_utc is not None]
     if not whole:
-        why = f"{len(images)} images, none of them whole" if images else "no image"
+        why = f"{len(images)} images, none of them complete" if images else "no image"
         raise HegmError(NOT_FOUND, f"there is {why} in {folder}", f"run: hegmctl images ls {folder}", {"path": folder})
     return max(whole, key=lambda seen: (seen.made_utc or 0.0, seen.path)).path
 

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 class Interrupted(BaseException):
-    """A signal asks the process to end. Not an Exception, so that no handler takes it for a failure."""
+    """A signal asks the process to end. No subclass of Exception, so that no handler treats it as a failure."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

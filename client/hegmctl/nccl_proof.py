@@ -1,8 +1,8 @@
 """`hegmctl doctor --nccl`: moves a throwaway job of two ranks, so that no real job is the first to try a combination.
 
 The job goes through the whole cycle: its ranks exchange their GPUs, are suspended and resumed, and every loss has to be
-that of an undisturbed run, bit for bit. The daemon keeps the verdict. What keeps the job from running at all, such as a
-missing PyTorch, is an error and no verdict. Every wait has a limit, and nothing of the job is left at the end.
+that of an undisturbed run, bit for bit. The daemon keeps the verdict. If the job cannot run at all, for example
+without PyTorch, that is an error and no verdict. Every wait has a limit, and nothing of the job is left at the end.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class _Trial:
             job.pids = self._find_ranks(environ["HEGM_RUN"])
             begun = self._connection.call(BeginProof(pid=job.pids[0]), Proof)
             try:
-                self._go_round(job)
+                self._run_cycle(job)
             except MoveFailed as failure:
                 proof = begun.replace(verdict=FAILED, detail=str(failure))
             else:
@@ -229,7 +229,7 @@ class _Trial:
             select.poll().poll(_POLL_INTERVAL_MS)
         raise HegmError(EXTERNAL, f"the daemon saw no agent in the job within {READY_WITHIN_S:g} s", "hegmctl doctor")
 
-    def _go_round(self, job: Ranks) -> None:
+    def _run_cycle(self, job: Ranks) -> None:
         """Run the whole cycle. Raises MoveFailed for a wrong result, and HegmError for a refusal."""
         first, (one, other) = job.pids[0], self._gpus
         if self._places(job) != [one, other]:  # simulated GPUs do not follow the variables of a driver

@@ -128,7 +128,7 @@ def _figures(operation: Operation) -> str:
     # Only images take much time while the job runs.
     is_telling = operation.kind in ("checkpoint", "restore") and operation.took_s is not None
     took = f"{operation.took_s:.1f} s in all" if is_telling else ""
-    where = _journeys(operation)
+    where = _routes(operation)
     told = (where, binary_size(operation.size_bytes), _kept(operation), downtime, took)
     parts = [part for part in told if part not in ("", operation.phase)]
     return f" ({', '.join(parts)})"
@@ -143,13 +143,13 @@ def _kept(operation: Operation) -> str:
     return f"{binary_size(sum(process.stays_bytes or 0 for process in kept))} stays on {places}"
 
 
-def _journeys(operation: Operation) -> str:
+def _routes(operation: Operation) -> str:
     """Return the sources and targets of the processes, or what became of them; each pair once."""
-    found = dict.fromkeys(_journey(operation, process) for process in operation.processes)
+    found = dict.fromkeys(_route(operation, process) for process in operation.processes)
     return printable(", ".join(found))
 
 
-def _journey(operation: Operation, process: OperationProcess) -> str:
+def _route(operation: Operation, process: OperationProcess) -> str:
     """Return source and target. The pool is the place of a process that is on no GPU."""
     if process.state in ("gone", "lost"):
         return "ended" if process.state == "gone" else "lost"
@@ -232,7 +232,7 @@ def drained_text(reply: Drained, style: Style) -> list[str]:
         return [*lines, f"{count} could be moved, {len(reply.left)} not", _ONLY_A_PLAN]
     moved, under_way, failed = _counts(reply)
     if not under_way and not failed and not reply.left:
-        return [f"{moved} moved ({_which(reply)}): {', '.join(_journeys_of(reply))}"]
+        return [f"{moved} moved ({_which(reply)}): {', '.join(_routes_of(reply))}"]
     begun = f", {under_way} under way" if under_way else ""
     return [*lines, f"{moved} moved{begun}, {failed + len(reply.left)} not"]
 
@@ -271,10 +271,9 @@ def _which(reply: Drained) -> str:
     return f"operation {ids[0]}" if len(ids) == 1 else f"operations {', '.join(ids)}"
 
 
-def _journeys_of(reply: Drained) -> list[str]:
+def _routes_of(reply: Drained) -> list[str]:
     return [
-        f"{printable(', '.join(job_names(operation.processes)))} {_journeys(operation)}"
-        for operation in reply.operations
+        f"{printable(', '.join(job_names(operation.processes)))} {_routes(operation)}" for operation in reply.operations
     ]
 
 
@@ -344,7 +343,7 @@ def _row(operation: Operation, *, of_jobs: bool) -> list[Cell]:
         ),
         *([_job(operation)] if of_jobs else []),
         ",".join(str(process.pid) for process in operation.processes),
-        _journeys(operation),
+        _routes(operation),
         binary_size(operation.size_bytes),
         UNKNOWN if operation.downtime_s is None else f"{operation.downtime_s:.3f} s",
         strftime("%Y-%m-%d %H:%M:%S", localtime(operation.created_utc)),
@@ -362,7 +361,7 @@ def _process(operation: Operation, process: OperationProcess) -> str:
     rank = "" if process.rank is None else f" (rank {process.rank})"
     state = _STATES.get(process.state, process.state)
     return printable(
-        f"{process.pid}{rank}: {_journey(operation, process)}, {binary_size(process.size_bytes)}; it {state}"
+        f"{process.pid}{rank}: {_route(operation, process)}, {binary_size(process.size_bytes)}; it {state}"
     )
 
 

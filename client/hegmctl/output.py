@@ -114,14 +114,14 @@ class TextSink(Sink):
     def progress(self, progress: R, view: Callable[[R, Style], list[str]], *, at_once: bool = False) -> None:
         columns = self._error_style.columns
         if columns is None:
-            self._tell_now_and_then(progress, view, at_once=at_once)
+            self._report_periodically(progress, view, at_once=at_once)
         elif not self.quiet:  # only a terminal can overwrite it
             text = " ".join(view(progress, self._error_style))
             self._in_progress = True  # before the write: Ctrl-C can come at any moment
             fitting = text if "\x1b" in text else shortened(text, columns - 1, "")
             _write_error(f"\r{fitting}\x1b[K", end="")
 
-    def _tell_now_and_then(self, progress: R, view: Callable[[R, Style], list[str]], *, at_once: bool) -> None:
+    def _report_periodically(self, progress: R, view: Callable[[R, Style], list[str]], *, at_once: bool) -> None:
         now = self._clock()
         if self._told_at is None:
             self._told_at = now

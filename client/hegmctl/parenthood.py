@@ -71,7 +71,7 @@ class Signals:
             found: signal.struct_siginfo | None = self._waited_for(0.0 if within_s is None else max(within_s, _MIN_S))
         else:
             found = signal.sigtimedwait(self._taken, 0)
-        # By kill, sigqueue and the like the code is not positive (sigaction(2), SI_USER and others).
+        # For kill, sigqueue and similar calls the code is not positive (sigaction(2), SI_USER and others).
         came = None if found is None else Signal(found.si_signo, was_sent=found.si_code <= 0)
         return None if came is not None and came.number == signal.SIGALRM and not came.was_sent else came
 
@@ -143,7 +143,7 @@ def reap(child: Child | None, ended: Callable[[int], object]) -> None:
             ended(os.waitstatus_to_exitcode(status))
 
 
-def stop_as_told(number: int) -> None:
+def perform_default_stop(number: int) -> None:
     """Perform the signal's default action: stop, for a shell to notice; or nothing, if no shell would continue it."""
     os.kill(os.getpid(), number)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 READY_FD = "HEGM_READY_FD"
 TELL_UNREAD = "HEGM_READY_TELL"
 IMPORTS, PATH, READY, GO = b"imports", b"path", b"ready", b"go"
-# What differs from one start to the next with the same surroundings.
+# The variables that differ between starts in the same environment.
 STATE, STATE_FD, LOCK_FD = "HEGM_STATE", "HEGM_STATE_FD", "HEGM_STATE_LOCK_FD"
 OPERATION = "HEGM_RESTART"
 # A rank's connection to its launcher; see hegmd/agent/ranks/line.py.
@@ -137,7 +137,7 @@ class Readied:
         is_it = self._line is not None and not self._is_ready and self._fits(command, environ)
         return self._deadline if is_it and monotonic() < self._deadline else None
 
-    def go_on_as(self, command: Sequence[str], environ: Mapping[str, str]) -> int | None:
+    def activate_as(self, command: Sequence[str], environ: Mapping[str, str]) -> int | None:
         """Give it its turn as that start. Returns its pid, or None if it cannot; then it is ended."""
         self.look()
         line, self._line = self._line, None

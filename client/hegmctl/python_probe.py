@@ -42,7 +42,7 @@ class NoPython(Exception):
 
 
 class Said:
-    """What came of asking: which Python it is, such as «cpython 3.12.4», or why it is none."""
+    """The answer: which Python it is, such as «cpython 3.12.4», or why it is none."""
 
     __slots__ = ("is_python", "text")
 
@@ -52,7 +52,7 @@ class Said:
 
 
 class Probe:
-    """One program that is asked. `number` identifies the order that needs the answer."""
+    """A program that is asked for its Python. `number` identifies the order that needs the answer."""
 
     def __init__(self, number: int, python: str, environ: Mapping[str, str], now: float) -> None:
         """Raises NoPython if it cannot be started."""

@@ -2,8 +2,8 @@
 
 A launcher such as torchrun starts its ranks without the descriptors that it inherited. So a supervisor listens at one
 abstract address for each rank as long as the launcher lives. A process of this user that connects gets that rank's
-state and the right to continue from it. Once the operation is over, or all ranks have trained on without a daemon, it
-is told that there is none: if the launcher restarts its ranks later by itself, they begin as they would without hegmd.
+state and the right to continue from it. Once the operation has ended, or all ranks continue without a daemon, it
+replies that there is none: if the launcher restarts its ranks later by itself, they begin as they would without hegmd.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RankStates:
             connected.sendmsg([STATE], rights, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 
     def end(self) -> None:
-        """Close the states; ranks that ask are told that there are none."""
+        """Close the states. Ranks that ask get the reply that there are none."""
         held, self._states = list(self._states.values()), {}
         held += [] if self._lock is None else [self._lock]
         self._lock = None

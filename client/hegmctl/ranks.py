@@ -19,7 +19,7 @@ from json import dumps, loads
 from time import monotonic, time
 
 from hegmctl.generations import OVER, RUNNING, Generations
-from hegmctl.parenthood import ENDS, STOPS, Signals, end_like, start, stop_as_told
+from hegmctl.parenthood import ENDS, STOPS, Signals, end_like, perform_default_stop, start
 from hegmctl.prestart import LINE_FD, Beforehand, make_ready
 from hegmd.errors import HegmError
 from hegmd.protocol.agents import Noted
@@ -119,7 +119,7 @@ class Launcher:
                 for rank in range(self._ranks):
                     self._start(rank)
                 while self._processes or self._awaits_spare is not None:
-                    self._hear(signals.next(self._tick()))
+                    self._on_signal(signals.next(self._tick()))
                     self._read_all()
             finally:
                 self._close()
@@ -164,7 +164,7 @@ class Launcher:
             pid: int | None = None
             if self._spare is not None and not self._spare_is_coming():
                 spare, self._spare = self._spare, None
-                pid = spare.go_on_as(self._command, environ)
+                pid = spare.activate_as(self._command, environ)
             if pid is None:
                 pid = start(self._command, environ, mask=self._mask, keep=(theirs.fileno(),)).pid
         self._processes[rank] = Process(pid, ours)
@@ -188,7 +188,7 @@ class Launcher:
         """Whether the spare process is still importing: it began before any other that could be started now."""
         return self._spare is not None and self._spare.awaited_until(self._command, self._environ) is not None
 
-    def _hear(self, came: Signal | None) -> None:
+    def _on_signal(self, came: Signal | None) -> None:
         if came is None or (came.number == signal.SIGIO and not came.was_sent):
             return
         if came.number == signal.SIGCHLD:
@@ -200,7 +200,7 @@ class Launcher:
             for process in self._processes.values():
                 _send_signal(process.pid, came.number)
         if came.number in STOPS:
-            stop_as_told(came.number)
+            perform_default_stop(came.number)
 
     def _reap(self) -> None:
         while True:
@@ -233,7 +233,7 @@ class Launcher:
             self._end_all()
 
     def _end_all(self) -> None:
-        """End the remaining ranks, except those that end by themselves."""
+        """End the remaining ranks, except those that are already ending."""
         if self._kill_at is None:
             self._kill_at = monotonic() + END_WITHIN_S
             for process in self._processes.values():
@@ -429,7 +429,7 @@ class Launcher:
 
 
 def _surroundings(ranks: int, folder: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """What all ranks have in their environment besides that of the command."""
+    """The variables that all ranks have in addition to the command's environment."""
     found = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),

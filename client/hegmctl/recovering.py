@@ -25,7 +25,8 @@ SIGNAL, ERROR = "signal", "error"
 CAUSES = (SIGNAL, ERROR)
 AUTO, OFF = "auto", "off"
 _MIN_INTERVAL_S = 0.1
-# Who ends a job so wants its end. A shell or a launcher that was ended so reports it as 128 and the signal's number.
+# These signals mean that the user wants the job to end. A shell or a launcher that was ended so reports it as 128 and
+# the signal's number.
 _WANTED = frozenset((signal.SIGINT, signal.SIGTERM))
 _BY_SHELL = 128
 

@@ -60,7 +60,7 @@ def _job(job: JobRecovery, now_utc: float, style: Style) -> Iterator[str]:
             f"the time){beside}; {binary_size(job.held_bytes)} of host memory"
         )
     if job.begins_anew:
-        yield f"  begin anew after a recovery: {printable(', '.join(job.begins_anew))}"
+        yield f"  start over after a recovery: {printable(', '.join(job.begins_anew))}"
     if job.slots:
         yield from ("  " + line for line in table(_SLOTS, [_slot(slot, now_utc) for slot in job.slots], style))
     if job.recoveries:

@@ -1,4 +1,4 @@
-"""Another process's CPython, and how to have it run a script: the protocol of PEP 768, written from outside.
+"""The CPython of another process, and how to make it run a script: the protocol of PEP 768, written from outside.
 
 `sys.remote_exec` does the same, but only from a Python of the same version. hegmctl often runs an older one. The
 target's own interpreter could do it, but root would then run a program that another user chose. So this module reads

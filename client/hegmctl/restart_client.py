@@ -1,8 +1,8 @@
 """Asks the daemon whether a supervised command has to be started again, on a connection that is reestablished.
 
 Keeps what is expected of the command, and how often it was started; `held_state` has the state. Restarts are limited: a
-start that ends before the training has passed a boundary has failed. After a few failures the daemon is told, which
-lets the job continue where it was, or gives up and keeps its state. Longer than 400 lines because each exit of the
+start that ends before the training has passed a boundary has failed. After a few failures it reports to the daemon,
+which resumes the job where it was, or gives up and keeps its state. Longer than 400 lines because each exit of the
 command is judged by all earlier orders of the daemon.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from time import monotonic
 
-from hegmctl.agentless import HINT, Lookout
+from hegmctl.agentless import HINT, AgentlessWatch
 from hegmctl.held_state import HeldState
 from hegmctl.isolation import PATHS, begins_with_python
 from hegmctl.prestart import OPERATION, Beforehand
@@ -42,7 +42,7 @@ TRIES = 2
 DAEMON_WITHIN_S = 600.0
 
 
-class DaemonDesk:
+class DaemonAuthority:
     """The daemon's wishes for one command. `say` writes a line for the user."""
 
     def __init__(  # noqa: PLR0913 - each option is named
@@ -78,7 +78,7 @@ class DaemonDesk:
         self._key = ""
         self._held = HeldState()
         #: Finds processes that would start from the beginning; and the last finding.
-        self._lookout = Lookout()
+        self._lookout = AgentlessWatch()
         self._found = ""
         self._tells_at: float | None = None
         #: How the command ended last, and whether it launches ranks.
@@ -109,7 +109,7 @@ class DaemonDesk:
         self._held.serve()
         if self._line is not None:
             try:
-                self._line.read(self._hear)
+                self._line.read(self._on_order)
             except (OSError, HegmError) as error:
                 self._hang_up(error)
         looks = [self._look_at_probes(now), self._look_for_agentless(now), self._look_for_daemon(now)]
@@ -222,7 +222,7 @@ class DaemonDesk:
 
     # ---- orders of the daemon ----------------------------------------------------------------------------------------
 
-    def _hear(self, order: SupervisorOrder, fds: Descriptors) -> None:
+    def _on_order(self, order: SupervisorOrder, fds: Descriptors) -> None:
         """Carry out the order, now or at the next turn."""
         is_over = order.do in ("unready", "forget")
         if is_over and self._expected is not None and self._expected[0] == order.operation:
@@ -297,7 +297,7 @@ class DaemonDesk:
         return command, {**kept, **order.set, **self._way_of_agent(order)}
 
     def _way_of_agent(self, order: SupervisorOrder) -> dict[str, str]:
-        """Return PYTHONPATH if the order changes it: without the agent's directory the script would begin anew."""
+        """Return PYTHONPATH if the order changes it: without the agent's directory the script would start over."""
         folder = self._environ.get(PATHS, "").partition(os.pathsep)[0]
         if not folder or (PATHS not in order.set and PATHS not in order.unset):
             return {}
@@ -407,7 +407,7 @@ class DaemonDesk:
     def _hang_up(self, error: Exception, now: float | None = None) -> None:
         """Close the connection, and reconnect later.
 
-        A prestarted process stays for the next daemon, which is told of it and can end it.
+        A prestarted process stays for the next daemon, which gets a report of it and can end it.
         """
         line, self._line = self._line, None
         if line is not None:

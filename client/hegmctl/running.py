@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from hegmctl.cli import Session
     from hegmctl.connection import Connection
     from hegmctl.recovering import Recovery
-    from hegmctl.restart_client import DaemonDesk
+    from hegmctl.restart_client import DaemonAuthority
     from hegmd.protocol.snapshots import Gpu
 
 # `--gpu cpu` starts a job without a GPU; `--gpu auto` waits until hegmd has chosen one.
@@ -121,8 +121,8 @@ def run(session: Session) -> int:
         if grace_s is None:
             become(command)
     path = os.path.abspath(endpoint.path)
-    desk = _desk(session, path, command, seen.gpus, recovery) if restarts else None
-    return _stay_with(session, desk, command, None if grace_s is None else (seen.job, path, own, grace_s))
+    authority = _authority(session, path, command, seen.gpus, recovery) if restarts else None
+    return _stay_with(session, authority, command, None if grace_s is None else (seen.job, path, own, grace_s))
 
 
 def _kind_of_parent(arguments: Arguments) -> tuple[int | None, bool, float | None]:
@@ -180,17 +180,17 @@ def _require_agent(session: Session, command: Sequence[str]) -> None:
     session.sink.note(f"`{word}` keeps hegmd's agent out of {command[0]}: the job runs, but cannot be restarted")
 
 
-def _desk(
+def _authority(
     session: Session, path: str, command: Sequence[str], gpus: Sequence[str], recovery: Recovery | None
-) -> DaemonDesk:
-    """Return the desk that decides about restarts: the daemon's."""
-    from hegmctl.restart_client import TRIES, DaemonDesk
+) -> DaemonAuthority:
+    """Return the authority that decides about restarts: the daemon's."""
+    from hegmctl.restart_client import TRIES, DaemonAuthority
 
     arguments = session.arguments
     os.environ[ALLOW_RESTART] = "1"
     if arguments.flag("truncate-outputs"):
         os.environ[TRUNCATE_OUTPUTS] = str(os.getpid())
-    return DaemonDesk(
+    return DaemonAuthority(
         path,
         command,
         os.environ,
@@ -205,19 +205,19 @@ def _desk(
 
 def _stay_with(
     session: Session,
-    desk: DaemonDesk | None,
+    authority: DaemonAuthority | None,
     command: Sequence[str],
     slurm: tuple[str | None, str, Mapping[str, str], float] | None,
 ) -> int:
-    """Be the parent of the command, which is only restarted with a desk. Return its exit status."""
+    """Be the parent of the command, which is only restarted with an authority. Return its exit status."""
     from hegmctl.output import flush
-    from hegmctl.slurm import OneStart, SlurmSignals
+    from hegmctl.slurm import NeverRestarted, SlurmSignals
     from hegmctl.supervisor import Start, Supervisor
 
     flush()
     first = None if session.arguments.text("resume") is not None else Start(command, os.environ)
     signals = None if slurm is None else SlurmSignals(*slurm, session.sink.note)
-    return Supervisor(desk or OneStart(), session.sink.note, signals).run(first)
+    return Supervisor(authority or NeverRestarted(), session.sink.note, signals).run(first)
 
 
 def _launch(session: Session, path: str, command: Sequence[str], ranks: int) -> int:

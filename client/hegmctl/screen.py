@@ -102,14 +102,14 @@ class Screen:
     def _attend(self) -> None:
         if self._stopped:
             self._stopped = False
-            self._step_aside()
+            self._suspend_to_shell()
             self._resized = True
         if self._resized:
             self._resized = False
             self._style = style_of(self._terminal, self._style.colour, quiet=not self._style.remarks)
             self._draw()
 
-    def _step_aside(self) -> None:
+    def _suspend_to_shell(self) -> None:
         """Stop the process on the normal screen, as Ctrl-Z asks; SIGCONT continues it."""
         self._write(_LEAVE)
         ours = signal.signal(signal.SIGTSTP, signal.SIG_DFL)

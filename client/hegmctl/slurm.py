@@ -1,8 +1,8 @@
-"""What `hegmctl run --slurm` does at Slurm's signals: SIGTSTP suspends the job, SIGCONT resumes it.
+"""How `hegmctl run --slurm` handles Slurm's signals: SIGTSTP suspends the job, SIGCONT resumes it.
 
 Slurm sends SIGTSTP to all processes of a step, and SIGSTOP once its grace time is over: 2 s before Slurm 23.11, then
 `suspend_grace_time`. The parent of the command
-takes both signals here. Nothing of hegmd handles a signal in the command: it ignores SIGTSTP, which it inherits, and a
+takes both signals here. hegmd handles no signal in the command: it ignores SIGTSTP, which it inherits, and a
 handler that the script installs runs as ever. The daemon is asked by a process of its own, so that the parent never
 waits: that is this module as a program. It is ended as soon as the other signal comes.
 """
@@ -95,7 +95,7 @@ class SlurmSignals:
     def _ask(self, mask: set[signal.Signals], *, is_first: bool = True) -> None:
         isolated = ["-I"] if sys.flags.isolated else []
         argv = [self._python, *isolated, "-m", "hegmctl.slurm", *self._words]
-        # Of the job's output only standard error is ours.
+        # Of the job's output, hegmctl writes to standard error only.
         output = [(os.POSIX_SPAWN_DUP2, 2, 1)]
         try:
             asking = os.posix_spawn(argv[0], argv, self._environ, file_actions=output, setsigmask=mask)
@@ -130,8 +130,8 @@ class SlurmSignals:
                 os.close(asking)
 
 
-class OneStart:
-    """The desk of a command that is never started again."""
+class NeverRestarted:
+    """The authority of a command that is never started again."""
 
     def turn(self, now: float, pid: int | None) -> None:
         """Nothing comes."""
@@ -160,7 +160,7 @@ class OneStart:
 
 
 def suspend(connect: Callable[[], Connection], job: str, limit_s: float) -> str:
-    """Suspend the job; what came of it, in words. Raises HegmError.
+    """Suspend the job. Return the result in words. Raises HegmError.
 
     Sharing may be suspending it already, for the lease of Slurm's Prolog: then this waits, and asks again, so that only
     SIGCONT resumes the job. A daemon that restarts is waited for as well, and its agents.

@@ -1,12 +1,12 @@
 """Stays with a command that can be restarted: starts it, waits for it, and starts it again if that is wanted.
 
-Handles events, and decides what an exit of the command means. A desk knows whether a restart is wanted, and from which
-state: the daemon's (`restart_client`), or the files of a launcher without a daemon. A command that exits otherwise ends
-this process in the same way. A state that no process can start from is never dropped here: its owner keeps it, and this
-process prints where it is.
+Handles events, and decides what an exit of the command means. An authority knows whether a restart is wanted, and from
+which state: the daemon's (`restart_client`), or the files of a launcher without a daemon. A command that exits
+otherwise ends this process in the same way. A state that no process can start from is never dropped here: its owner
+keeps it, and this process prints where it is.
 
 Light, because it lives as long as the job: one thread, no framework, and it sleeps until a signal comes; events of the
-desk come as a signal too (SIGIO).
+authority come as a signal too (SIGIO).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 from signal import SIGCHLD, SIGCONT, SIGIO, SIGTSTP
 from time import monotonic
 
-from hegmctl.parenthood import ENDS, STOPS, Child, Signals, end_like, reap, start, stop_as_told
+from hegmctl.parenthood import ENDS, STOPS, Child, Signals, end_like, perform_default_stop, reap, start
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hegmctl.prestart import Beforehand, Readied
     from hegmctl.slurm import SlurmSignals
 
-    class Desk(Protocol):
+    class RestartAuthority(Protocol):
         """Who says whether the command is to be started again, where, and from what."""
 
         def turn(self, now: float, pid: int | None) -> float | None:
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 # HeGM's own, for a worker that has written its state and left; and ours, for giving up with the state held elsewhere.
 LEFT_STATUS = 99
 GAVE_UP_STATUS = 98
-# Of a process that was made ready, and had its turn and could not take it: no line of the script has run.
+# For a prestarted process that was activated and could not start: no line of the script has run.
 NOT_ITS_TURN_STATUS = 97
 # The exit status of a worker that has saved its state, if the job chose another one.
 EXIT_CODE = "HEGM_EXIT_CODE"
@@ -111,10 +111,12 @@ class GiveUp:
 
 
 class Supervisor:
-    """One command and its desk. `say` writes a line for the user; `slurm` handles SIGTSTP and SIGCONT."""
+    """One command and its authority. `say` writes a line for the user; `slurm` handles SIGTSTP and SIGCONT."""
 
-    def __init__(self, desk: Desk, say: Callable[[str], object], slurm: SlurmSignals | None = None) -> None:
-        self._desk = desk
+    def __init__(
+        self, authority: RestartAuthority, say: Callable[[str], object], slurm: SlurmSignals | None = None
+    ) -> None:
+        self._authority = authority
         self._say = say
         self._slurm = slurm
         self._child: Child | None = None
@@ -125,7 +127,7 @@ class Supervisor:
         self._readied: Readied | None = None
 
     def run(self, first: Start | None) -> int:
-        """Start the command, or wait for what the desk wants first. Returns its exit status once it is over.
+        """Start the command, or wait for what the authority wants first. Returns its exit status once it is over.
 
         Raises HegmError if it cannot be started at all. If a signal ended the command, this process dies of the same
         one, and the call does not return.
@@ -135,25 +137,25 @@ class Supervisor:
                 self._start(first, signals)
             try:
                 while self._over is None:
-                    look_at = self._desk.turn(monotonic(), None if self._child is None else self._child.pid)
+                    look_at = self._authority.turn(monotonic(), None if self._child is None else self._child.pid)
                     self._make_ready(signals)
                     if self._slurm is not None:
                         self._slurm.retry(signals.before)
                     if self._child is None and not self._do_what_is_wanted(signals):
-                        self._hear(signals.next(_within_s(look_at, self._awaited_until())), signals)
+                        self._on_signal(signals.next(_within_s(look_at, self._awaited_until())), signals)
                     elif self._child is not None and self._over is None:
                         retry_at = None if self._slurm is None else self._slurm.retry_at
-                        self._hear(signals.next(_within_s(look_at, retry_at)), signals)
+                        self._on_signal(signals.next(_within_s(look_at, retry_at)), signals)
             finally:
                 self._unready()
                 if self._slurm is not None:
                     self._slurm.close()
-            self._desk.close()
+            self._authority.close()
         return end_like(self._over)
 
     def _make_ready(self, signals: Signals) -> None:
         """Have a process wait for the start that is expected, and none for any other."""
-        expected = self._desk.expected()
+        expected = self._authority.expected()
         if self._expected is not expected:
             self._expected = expected
             readied = self._readied
@@ -165,7 +167,7 @@ class Supervisor:
         if readied.is_kept and not readied.waits:
             self._ready_anew(expected, signals)  # its modules have changed on disk since
         else:
-            self._desk.is_ready(readied.pid if readied.waits else None)
+            self._authority.is_ready(readied.pid if readied.waits else None)
 
     def _ready_anew(self, expected: Beforehand | None, signals: Signals) -> None:
         self._unready()
@@ -174,7 +176,7 @@ class Supervisor:
 
             self._readied = make_ready(expected, signals.before)
             if self._readied is None:
-                self._desk.is_ready(None)
+                self._authority.is_ready(None)
 
     def _unready(self) -> None:
         readied, self._readied = self._readied, None
@@ -182,28 +184,28 @@ class Supervisor:
             readied.end()
 
     def _awaited_until(self) -> float | None:
-        wanted = self._desk.wanted()
+        wanted = self._authority.wanted()
         if self._readied is None or not isinstance(wanted, Start):
             return None
         return self._readied.awaited_until(wanted.command, wanted.environ)
 
     def _start(self, wanted: Start, signals: Signals) -> None:
         readied, self._readied = self._readied, None
-        pid = None if readied is None else readied.go_on_as(wanted.command, wanted.environ)
+        pid = None if readied is None else readied.activate_as(wanted.command, wanted.environ)
         if pid is None:
             self._child = start(wanted.command, wanted.environ, mask=signals.before, keep=wanted.keep)
         else:
             self._child = Child(pid)
         self._told = None
-        self._desk.started(self._child.pid, was_ready=pid is not None)
+        self._authority.started(self._child.pid, was_ready=pid is not None)
 
     def _do_what_is_wanted(self, signals: Signals) -> bool:
-        """Do what the desk wants, unless it has to wait for the prestarted process. Returns True if
+        """Do what the authority wants, unless it has to wait for the prestarted process. Returns True if
         something was done.
         """
         from hegmd.errors import HegmError
 
-        wanted = self._desk.wanted()
+        wanted = self._authority.wanted()
         if self._awaited_until() is not None:
             return False
         if isinstance(wanted, GiveUp):
@@ -213,10 +215,12 @@ class Supervisor:
             try:
                 self._start(wanted, signals)
             except (HegmError, OSError) as error:
-                self._desk.not_started(error.message if isinstance(error, HegmError) else os.strerror(error.errno or 0))
+                self._authority.not_started(
+                    error.message if isinstance(error, HegmError) else os.strerror(error.errno or 0)
+                )
         return wanted is not None
 
-    def _hear(self, came: Signal | None, signals: Signals) -> None:
+    def _on_signal(self, came: Signal | None, signals: Signals) -> None:
         if came is None:
             return
         if came.number == SIGCHLD:
@@ -225,7 +229,7 @@ class Supervisor:
             if self._child is not None:
                 self._slurm.take(came.number, self._child.pid, signals.before)
         elif came.number == SIGIO and not came.was_sent:
-            pass  # something has come for the desk
+            pass  # something has come for the authority
         elif came.number in ENDS and self._child is None:
             self._say(f"ended by signal {came.number} while waiting to be started again")
             self._over = -came.number
@@ -238,11 +242,11 @@ class Supervisor:
         if came.was_sent and self._child is not None:
             self._child.pass_on(came.number)
         if came.number in STOPS:
-            stop_as_told(came.number)
+            perform_default_stop(came.number)
 
     def _ended(self, status: int) -> None:
         self._child = None
-        if not self._desk.ended(status, told=self._told):
+        if not self._authority.ended(status, told=self._told):
             self._over = status
 
 

@@ -1,6 +1,6 @@
 """An operation's timeline as a drawing: an SVG for light and dark, and a page of it that needs no network.
 
-What came from a process (names, messages) is escaped, and the page forbids scripts and every fetch.
+Text from processes (names, messages) is escaped, and the page forbids scripts and every fetch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HEADS = [
     f'<th class="n">{name}</th>' if name in ("at", "took", "size", "speed") else f"<th>{name}</th>"
     for name in ("at", "took", "lane", "step", "size", "speed", "process")
 ]
-# Of the page around the drawing.
+# The style of the page around the drawing.
 _PAGE_STYLE = """
 body { background: var(--page); color: var(--text); font: 15px system-ui, sans-serif; margin: 24px auto;
   max-width: 1100px; padding: 0 16px; }

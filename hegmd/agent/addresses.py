@@ -63,7 +63,7 @@ def numbers() -> list[int]:
     try:
         found.update(_numbers())
     except Exception as error:  # noqa: BLE001 - the script's own variables, of any kind
-        note(f"the script's variables cannot be looked at: {error!r}")
+        note(f"the script's variables cannot be inspected: {error!r}")
     return sorted(found)
 
 

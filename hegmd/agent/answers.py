@@ -38,7 +38,7 @@ class Answers:
         return lambda so_far_bytes: self._tell(order=order, result="progress", size_bytes=so_far_bytes)
 
     def view(self, order: Order, shown: Shown, view: View) -> None:
-        """Return storages as another process can reach them; in an older form for a daemon that knows no other."""
+        """Return storages as another process can reach them; in an older form for an older daemon."""
         places: tuple[Place, ...] = ()
         if not order.packed:
             places = tuple([Place(handle=spot[0], offset=spot[1], size_bytes=spot[2]) for spot in view.spots])
@@ -74,7 +74,7 @@ class Answers:
             spent_ms=found.laps.spent_ms,
         )
 
-    def weight(self, order: int, weighed: departing.Weight | HegmError) -> None:
+    def weight(self, order: int, weighed: departing.RestartCost | HegmError) -> None:
         """Return what a restart would save, or why that is unknown."""
         if isinstance(weighed, HegmError):
             self.failed(order, weighed)

@@ -5,8 +5,8 @@ The text runs in the training's main thread, between two instructions of the scr
 it imports only modules that every Python has loaded, and takes microseconds: an exception that a signal handler raises
 here would be lost. The thread does all slow work and all work that can fail. Raises nothing, prints nothing.
 
-hegmctl creates the folder. The file `asked` in it is the permission: whoever renames it first, this script or hegmctl,
-has decided. A script that runs too late, or after hegmctl has ended, removes its folder and does nothing else.
+hegmctl creates the folder. The file `asked` in it is the permission: the first to rename it, this script or
+hegmctl, decides. A script that runs too late, or after hegmctl has ended, removes its folder and does nothing else.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def arrive(folder: str, root: str, until: float, environ: Mapping[str, str], msg
 def _work(folder: str, root: str, environ: Mapping[str, str], msgpack: str, end: object) -> None:
     said: list[tuple[str, str]]
     try:
-        said = _bring_in(root, environ, msgpack)
+        said = _start_agent(root, environ, msgpack)
     except BaseException as error:  # noqa: BLE001 - the edge: nothing of this may reach the script
         said = [("failed", f"{type(error).__name__}: {error}")]
     end()  # type: ignore[operator] # a lock's release
@@ -62,7 +62,7 @@ def _work(folder: str, root: str, environ: Mapping[str, str], msgpack: str, end:
         pass  # hegmctl has ended and removed the folder
 
 
-def _bring_in(root: str, environ: Mapping[str, str], msgpack: str) -> list[tuple[str, str]]:
+def _start_agent(root: str, environ: Mapping[str, str], msgpack: str) -> list[tuple[str, str]]:
     """Start the agent. Return what to report of it, or why it did not start."""
     if "_hegm" in sys.modules:
         return [("refused", "agent")]

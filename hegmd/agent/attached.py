@@ -28,7 +28,7 @@ def begin(environ: Mapping[str, str], msgpack: str) -> list[tuple[str, str]]:
 
     Raises what prevents the start, and KeyError for a PyTorch without the hooked functions. Then no hook is left.
     """
-    _lend_msgpack(msgpack)
+    _provide_msgpack(msgpack)
     from . import boundary, lifecycle, torch_state
 
     loaders, optimizers = (sys.modules[name] for name in _HOOKED)
@@ -40,7 +40,7 @@ def begin(environ: Mapping[str, str], msgpack: str) -> list[tuple[str, str]]:
     return [("framework_version", framework[1] if framework else ""), *[("unknown", phrase) for phrase in unknown]]
 
 
-def _lend_msgpack(folder: str) -> None:
+def _provide_msgpack(folder: str) -> None:
     """Let `protocol.codec` find the msgpack of hegmctl, which a variable of the environment names elsewhere."""
     package = type(sys)(_MSGPACK)
     package.__path__ = [folder]

@@ -1,4 +1,5 @@
-"""Where a batch ends, by framework: hooks that call the gate. One function for each framework; decides nothing.
+"""The functions where a batch ends, by framework: hooks that call the gate. One function for each framework; decides
+nothing.
 
 PyTorch's data loader is hooked at the class of its iterators, which all loaders share, also those of accelerate,
 Lightning and the Hugging Face Trainer. Its optimizers are hooked by PyTorch's global hooks. `builtins` and all objects
@@ -50,7 +51,7 @@ def _passing(gate: Gate, original: Callable[[Any], Any]) -> Callable[[Any], Any]
             del own  # it holds this frame, which would hold it, and the iterator with its workers, until a collection
             raise
 
-    # Where a compiled function reads a loader, TorchDynamo calls this as it is and does not look into it.
+    # When a compiled function reads a loader, TorchDynamo calls this function without tracing it.
     __next__._torchdynamo_disable = True  # type: ignore[attr-defined] # what torch.compiler.disable sets
     __next__.__qualname__ = original.__qualname__
     __next__.__module__ = original.__module__

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from ..protocol.messages import Order
     from .answers import Answers
     from .group_step import Step
-    from .order_state import Standing
+    from .order_state import OrderState
 
 
 class ByteOrders:
     """Obeys those orders."""
 
-    def __init__(self, standing: Standing, answers: Answers) -> None:
+    def __init__(self, standing: OrderState, answers: Answers) -> None:
         self._standing = standing
         self._carrying = standing.carrying
         self._answers = answers
@@ -51,7 +51,7 @@ class ByteOrders:
         }
 
     def _offload(self, order: Order, fd: int | None) -> None:
-        found = self._standing.found_at_rest("offload")
+        found = self._standing.storages_while_parked("offload")
         storages = self._carrying.offload(fd, found, self._progress_of(order))
         size_bytes = self._carrying.held_bytes
         self._answers.done(order.order, storages=storages, size_bytes=size_bytes, left_alone=counted(found))
@@ -68,7 +68,7 @@ class ByteOrders:
         self._answers.done(order.order, **counts, short_bytes=offloaded.short_bytes)
 
     def _export(self, order: Order, _fd: int | None) -> None:
-        found = self._standing.found_at_rest("export")
+        found = self._standing.storages_while_parked("export")
         self._answers.view(order, *self._carrying.show(found, partly=order.partly))
 
     def _free(self, order: Order, _fd: int | None) -> None:
@@ -107,7 +107,7 @@ class ByteOrders:
         self._answers.done(order.order)
 
     def _save(self, order: Order, fd: int | None) -> None:
-        self._standing.found_at_rest("save")  # no thread uses the storages to save
+        self._standing.storages_while_parked("save")  # no thread uses the storages to save
         if fd is None:
             raise refusal("the order has no memory", "send a descriptor with it")
         self._standing.gate.let_others_go()  # one of them may have a lock that the script's own code needs here

@@ -8,8 +8,9 @@ storages, while the reservation is the process's own.
 
 Records how much memory that was, and in which runs: the space between the storages, by stream. Each run is allocated as
 one piece. All pieces are held until the last storage is allocated, and are then freed into the allocator's cache. So
-whatever fitted there before fits again. Memory that cannot be had is counted and is no error: the storages are there,
-and the GPU may have free memory in time. The allocator's statistics count these pieces as memory in use for a moment.
+whatever fitted there before fits again. Memory that cannot be allocated is counted and is no error: the storages are
+there, and the GPU may have free memory in time. The allocator's statistics count these pieces as memory in use for a
+moment.
 
 If the allocator reports no segments (cudaMallocAsync), all is one run. Private pools of CUDA graphs stay.
 """

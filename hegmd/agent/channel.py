@@ -1,8 +1,8 @@
 """The agent's connection: a blocking socket in a thread that outlives every daemon.
 
-Connects, says hello, attends, passes orders to `orders` and sends back their reports. When the connection ends it
-starts again, without end, with the same token. The thread is a raw one: no list of `threading` shows it, and the
-interpreter's exit does not wait for it. Nothing is raised out of here, and nothing of the script is touched.
+Connects, says hello, attends, passes orders to `orders` and sends back their reports. When the connection ends, it
+reconnects with the same token, and never gives up. The thread is a raw one: no list of `threading` shows it, and the
+interpreter's exit does not wait for it. It raises nothing, and does not touch the script.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Channel:
                 note(f"the connection failed: {error!r}")
             was_of_use = self._orders.changed_by_itself or self._orders.obeyed > obeyed
             self.hang_up()
-            self._stay_aside()
+            self._stay_disconnected()
             pause_s = next_pause_s(pause_s, monotonic() - began, was_of_use=was_of_use)
             self._pause(pause_s)
 
@@ -166,7 +166,7 @@ class Channel:
             if connected is not None:
                 connected.close()
 
-    def _stay_aside(self) -> None:
+    def _stay_disconnected(self) -> None:
         """Stay without a connection after the order `aside`, until there is a daemon to reconnect to."""
         aside, self._orders.aside = self._orders.aside, None
         if aside is not None:

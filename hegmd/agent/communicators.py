@@ -1,8 +1,8 @@
 """The communicator groups of this process: disconnected before the driver's checkpoint, connected again after it.
 
 The driver loses a process that has live communicators with other processes. With the training thread parked, and all
-ranks at the same boundary, every rank takes its groups down and later brings them up, in the same order. Where CUDA is
-in use the groups on GPUs are meant. Elsewhere gloo's groups play NCCL's, on simulated GPUs.
+ranks at the same boundary, every rank takes its groups down and later brings them up, in the same order. If CUDA is
+in use, these are the groups on GPUs. Elsewhere gloo's groups play NCCL's, on simulated GPUs.
 
 Both steps begin and end with an agreement of all ranks. A rank that cannot take part says so before any rank has
 changed anything. After a failure in between, each rank states how its groups are, and groups that are not in the same
@@ -92,8 +92,8 @@ class ProcessGroups:
             library = _library()
             return self._tell(self._groups(_torch(), world), library)
         except Exception as error:  # noqa: BLE001 - another release may have other names; then nothing is disconnected
-            note(f"the groups cannot be looked at: {error!r}")
-            return Communicators(mechanism=NONE, uncovered=(f"the groups cannot be looked at: {error!r}",))
+            note(f"the groups cannot be inspected: {error!r}")
+            return Communicators(mechanism=NONE, uncovered=(f"the groups cannot be inspected: {error!r}",))
 
     def _tell(self, groups: list[GroupBackend], library: Library | None) -> Communicators:
         torch = _torch()

@@ -1,4 +1,4 @@
-"""What this process does with CUDA through PyTorch: facts for the plan, and reasons to leave a storage alone.
+"""The use of CUDA by this process through PyTorch: facts for the plan, and reasons to leave a storage alone.
 
 Reads `sys.modules`, never imports torch and never initialises CUDA. If the process uses CUDA, its GPU memory is what is
 migrated, and CPU storages stay, uncounted. Each survey asks the allocator once for its segments: they tell to whom the
@@ -65,7 +65,7 @@ class Segment:
         return found
 
 
-class Showable:
+class ExportableSegments:
     """Segments that CUDA IPC can export, by address and size. The driver is asked once for each.
 
     A restore changes that, and a restored process was parked. So letting the training thread continue forgets all of
@@ -140,7 +140,7 @@ class Segments:
             return NOT_THE_ALLOCATORS
         return None
 
-    def own(self, torch: Any, showable: Showable, storages: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    def own(self, torch: Any, showable: ExportableSegments, storages: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the segments whose storages this process copies itself, as start and size.
 
         CUDA IPC cannot export them; or something in them stays here while the storages are offloaded. Then the driver

@@ -1,4 +1,4 @@
-"""What this process does for a restart: it weighs its state, saves it, and exits. Runs in the agent's thread.
+"""The agent's part of a restart: it weighs its state, saves it, and exits. Runs in the agent's thread.
 
 Connects the daemon's orders to the package `state`, which knows what a training's state is. It is loaded on the first
 such order only: a job that is never restarted pays nothing for it.
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 OPERATION = "HEGM_RESTART"
 # Set by a supervisor; without one the process would not be started again.
 ALLOWED = "HEGM_ALLOW_RESTART"
-# Limits of the list of variables that begin anew.
+# Limits of the list of variables that start over.
 _MAX_NAMES = 16
 _MAX_NAME = 200
 _MAX_REFUSAL = 500
 
 
-class Weight:
-    """What a restart would carry, what prevents one, which variables begin anew, and what a prestarted process can
+class RestartCost:
+    """What a restart would carry, what prevents one, which variables start over, and what a prestarted process can
     import.
     """
 
@@ -46,12 +46,12 @@ class Weight:
         self.beforehand = beforehand
 
 
-def weigh() -> Weight:
+def weigh() -> RestartCost:
     """Weigh the state now, at a boundary. Raises HegmError if this process cannot be restarted at all."""
     size_bytes, refusals, anew = _part("save_and_exit").weigh()
     bounded = [str(name)[:_MAX_NAME] for name in anew[:_MAX_NAMES]]
     refused = tuple([str(found) for found in refusals])
-    return Weight(int(size_bytes), refused, tuple(bounded), _part("prestart").beforehand())
+    return RestartCost(int(size_bytes), refused, tuple(bounded), _part("prestart").beforehand())
 
 
 def beforehand() -> Beforehand:
@@ -66,7 +66,7 @@ def fits_of(gate: Gate) -> Callable[[], bool]:
     return found
 
 
-def stands_well() -> bool:
+def can_restart_here() -> bool:
     """Return True if a restart can continue from where the training is parked. Raises HegmError."""
     return not any(found.passes for found in _part("capture").capture()[1])
 
@@ -79,7 +79,7 @@ def save(fd: int, progress: Callable[[int], None]) -> int:
 def snapshot(fd: int | None, most_bytes: int, begin: Callable[[], object]) -> tuple[int, tuple[str, ...], Rest | None]:
     """Write the state of the parked training to the descriptor.
 
-    Returns its size, what begins anew after a start from it, and what is still to be written while the training
+    Returns its size, what starts over after a start from it, and what is still to be written while the training
     continues. Calls `begin` before the first byte is written. Raises HegmError, whose facts have the needed size or
     what prevents it.
     """

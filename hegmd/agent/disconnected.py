@@ -25,8 +25,8 @@ _MAX_BYTES = 4096
 _KIND, _REGULAR = 0o170000, 0o100000
 
 
-class Aside:
-    """One time of being disconnected: `path` is the rendezvous, `limit_s` the longest wait."""
+class RendezvousWait:
+    """A period without a connection: `path` is the rendezvous, `limit_s` the longest wait."""
 
     def __init__(self, path: str, limit_s: float | None) -> None:
         self._path = path

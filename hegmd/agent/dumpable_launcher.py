@@ -2,8 +2,8 @@
 
 The store where its ranks meet uses libuv, which uses io_uring. PyTorch has another server, and the variable USE_LIBUV
 to choose it, but torchrun's own stores ignore it: here they do not. `hegmctl run` sets it to 0 unless the user has set
-it. The launcher also asks for the number of GPUs, and for their NUMA nodes, which opens the driver's devices for good:
-here a child process asks. Other processes are not changed.
+it. The launcher also asks for the number of GPUs, and for their NUMA nodes, which opens the driver's devices
+permanently: here a child process asks. Other processes are not changed.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ def ask_in_children() -> None:
 
 def _in_child(cuda: Any, question: Callable[..., Any]) -> Callable[..., Any]:
     def ask(*args: Any, **named: Any) -> Any:
-        told = None if cuda.is_initialized() else _told_by_child(lambda: question(*args, **named))
+        told = None if cuda.is_initialized() else _child_answer(lambda: question(*args, **named))
         if told is None:
             return question(*args, **named)
-        return _Told(told) if hasattr(told, "items") else told
+        return _ReportedObject(told) if hasattr(told, "items") else told
 
     return ask
 
 
-def _told_by_child(question: Callable[[], Any]) -> Any:
+def _child_answer(question: Callable[[], Any]) -> Any:
     """Return the child's answer; None if no child answers in time."""
     reader, writer = os.pipe()
     try:
@@ -97,7 +97,7 @@ def _told_by_child(question: Callable[[], Any]) -> Any:
     return decode(told)["told"] if told else None
 
 
-class _Told:
+class _ReportedObject:
     """One of PyTorch's objects, with the attributes that a child process reported."""
 
     def __init__(self, attributes: dict[str, Any]) -> None:

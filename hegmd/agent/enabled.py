@@ -2,7 +2,7 @@
 
 This is HeGM's form of use. Does what a launcher does otherwise: names the state, records its command, and removes it at
 the end of the training. Does nothing in a Python that imports no PyTorch, or that a training has started. A state of
-another command stays where it is: the training then begins anew, and cannot save its own.
+another command stays where it is: the training then starts over, and cannot save its own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def mount() -> None:
 def begin() -> None:
     """Take the place of a worker of a launcher, with the state that this command has left.
 
-    Not in a Python that belongs to a training which takes part already.
+    Not in a Python that belongs to a training which is already registered.
     """
     from .hegm_signal import ENABLED, LAUNCHER, STATE_PATH
 
@@ -62,7 +62,7 @@ def begin() -> None:
     elif os.path.lexists(path):
         hint = hegm_launcher.hint_of(path)
         hegm_launcher.say(
-            f"{path} is of another command: this training begins anew, and SIGUSR1 does not save it; {hint}"
+            f"{path} belongs to another command: this training starts over, and SIGUSR1 does not save it; {hint}"
         )
     mounting.mount()
     # Not by a statement: the agent does without it where no training ends with its own state.

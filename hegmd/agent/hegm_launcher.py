@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from .quiesce import Gate
 
     class Way(Protocol):
-        """What the package `state` does for a departure."""
+        """The interface of the package `state` for saving and exiting."""
 
-        #: What begins anew after a restart from the last saved state.
+        #: The variables that start over after a restart from the last saved state.
         begins_anew: list[str]
 
         def is_due(self) -> bool:
@@ -131,7 +131,7 @@ class Departure:
         elif self._gate.declined is not None:
             self._stay(not_parked(None, None, self._gate.declined))
         else:
-            self._go_once_at_rest(self._attempts)
+            self._leave_once_parked(self._attempts)
 
     def _ask(self) -> None:
         """Ask the training thread to park, unless an order of the daemon is under way: then after it."""
@@ -150,7 +150,7 @@ class Departure:
             self._attempts = Attempts(self._gate, Asked(PARK, fits=self._restarts.fits()), busy=self._busy)
             self._attempts.begin()
 
-    def _go_once_at_rest(self, attempts: Attempts) -> None:
+    def _leave_once_parked(self, attempts: Attempts) -> None:
         if attempts.look():
             self._go()
             return
@@ -173,7 +173,7 @@ class Departure:
         else:
             note("the state is saved; leaving")
             if self._restarts.begins_anew:
-                say(f"begins anew after the restart: {'; '.join(self._restarts.begins_anew)}; hegm.keep keeps it")
+                say(f"starts over after the restart: {'; '.join(self._restarts.begins_anew)}; hegm.keep keeps it")
             self._restarts.leave()
 
     def _stay(self, why: HegmError) -> None:

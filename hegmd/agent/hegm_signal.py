@@ -30,7 +30,7 @@ def _ignore() -> None:
 
 
 class Request:
-    """Whether the state is wanted. One a process."""
+    """Whether the state is wanted. One for each process."""
 
     __slots__ = ("_pid", "is_wanted", "on_change")
 

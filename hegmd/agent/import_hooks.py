@@ -23,10 +23,10 @@ FACE = "hegm"
 def mount() -> None:
     """Take the agent's place in this Python."""
     wanted = {
-        "torch.utils.data.dataloader": _meet_loader,
-        "torch.optim.optimizer": _meet_optimizer,
-        "torch.distributed.elastic.rendezvous.registry": _meet_launcher,
-        "torch.nn.parallel.distributed": _meet_data_parallel,
+        "torch.utils.data.dataloader": _on_loader_import,
+        "torch.optim.optimizer": _on_optimizer_import,
+        "torch.distributed.elastic.rendezvous.registry": _on_launcher_import,
+        "torch.nn.parallel.distributed": _on_data_parallel_import,
     }
     finder = FrameworkFinder(wanted)
     sys.meta_path.insert(0, finder)
@@ -54,11 +54,11 @@ class FrameworkFinder:
         self._held: list[tuple[Callable[[ModuleType], None], ModuleType]] | None = None
 
     def hold(self) -> None:
-        """Call no action before `let_go`: the script has imported none of these."""
+        """Call no action before `run_deferred`: the script has imported none of these."""
         self._held = []
 
-    def let_go(self) -> None:
-        """Call the deferred actions in the order of their imports, and defer no more."""
+    def run_deferred(self) -> None:
+        """Call the deferred actions in the order of their imports, and defer none from now on."""
         held, self._held = self._held or [], None
         for action, module in held:
             _guarded(action, module)
@@ -120,30 +120,30 @@ class FaceFinder:
         return found
 
 
-def _meet_loader(module: ModuleType) -> None:
+def _on_loader_import(module: ModuleType) -> None:
     from . import boundary, lifecycle
     from .state import session
 
     boundary.watch_loaders(module, lifecycle.start())
-    session.meet_loader(module)
+    session.on_loader_import(module)
 
 
-def _meet_optimizer(module: ModuleType) -> None:
+def _on_optimizer_import(module: ModuleType) -> None:
     from . import boundary, lifecycle
     from .state import session
 
     boundary.watch_optimizers(module, lifecycle.gate())
-    session.meet_optimizer(module)
+    session.on_optimizer_import(module)
 
 
-def _meet_launcher(module: ModuleType) -> None:
+def _on_launcher_import(module: ModuleType) -> None:
     from . import dumpable_launcher
 
     dumpable_launcher.choose_stores(module)
     dumpable_launcher.ask_in_children()
 
 
-def _meet_data_parallel(module: ModuleType) -> None:
+def _on_data_parallel_import(module: ModuleType) -> None:
     from . import reducer_buckets
 
     reducer_buckets.watch(module)
@@ -158,5 +158,5 @@ def _guarded(action: Callable[[ModuleType], None], module: ModuleType) -> None:
         from .state.values import inherited
 
         note(f"no hooks in {module.__name__}: {error!r}")
-        if inherited.is_there():  # without them the script would begin anew unnoticed
+        if inherited.is_there():  # without them the script would start over unnoticed
             save_and_exit.end_unrestored([f"{module.__name__} is not one that the agent can follow: {error!r}"])

@@ -22,7 +22,7 @@ from .copying import round_up
 from .cuda_driver import USUAL_STACK_BYTES, Driver
 from .notes import note
 from .refusals import not_made, refusal
-from .torch_state import Laps
+from .torch_state import LapTimer
 from .video_memory import VideoMemory
 
 TYPE_CHECKING = False
@@ -76,7 +76,7 @@ class View:
         self.at_bytes = at_bytes
         self.left = left
         self.handles: list[bytes] = []
-        #: Of each storage which handle it is behind, how far, and its bytes.
+        #: For each storage: its handle, its offset behind it, and its bytes.
         self.spots: list[tuple[int, int, int]] = []
         #: If they are on several GPUs: the UUIDs of these, in the order of the devices, and the device of each storage.
         self.gpus: list[str] = []
@@ -109,7 +109,7 @@ class Shown:
         self._stacks: dict[int, int] = {}
         self._is_noted = True
         #: How long the parts of the last step took.
-        self.laps = Laps()
+        self.laps = LapTimer()
         self.out = False
 
     def __len__(self) -> int:
@@ -142,16 +142,16 @@ class Shown:
         """
         if self.out:
             raise refusal("its storages are already freed and cannot be exported", "allocate them first")
-        self.laps = Laps()
+        self.laps = LapTimer()
         self._wait_for_streams()
         return self._view(0, len(self._storages), self._own if partly else None)
 
     def free(self) -> None:
         """Free them. They are out from now on, also when this fails half way. Fine when they are out already.
 
-        What that leaves with the allocator is still to be noted: `note_freed`.
+        The allocator's remaining memory must still be recorded: `note_freed`.
         """
-        self.laps = Laps()
+        self.laps = LapTimer()
         if not self.out:
             self._wait_for_streams()
         self.out = True
@@ -184,7 +184,7 @@ class Shown:
         Storages that were allocated and not filled are exported again. Raises HegmError if there is no memory for them;
         then none of these is allocated.
         """
-        self.laps = Laps()
+        self.laps = LapTimer()
         self.note_freed()
         first, last = self._filled, self._made
         if first == last:
@@ -339,4 +339,4 @@ class Shown:
         for device in sorted(set(self._devices)):
             self._torch.cuda.synchronize(device)
         self.laps.end("streams")
-        note(f"streams of {len(set(self._devices))} GPUs are at rest")
+        note(f"streams of {len(set(self._devices))} GPUs are idle")

@@ -56,7 +56,7 @@ class Lending:
         self._send: Send | None = None
         self._asked: int | None = None
         self._asked_to_lend = False  # what that request is; it may be about the block before this one
-        #: True from the request to lend until the daemon has said that nothing is lent.
+        #: True from the request to lend until the daemon reports that nothing is lent.
         self._owed = False
         self._again_at = monotonic()
         self._pause_s = FIRST_PAUSE_S
@@ -149,7 +149,7 @@ class Lending:
         if self._asked is not None:
             return
         if self._send is None:
-            self._go_on_alone(alone=alone)
+            self._continue_without_daemon(alone=alone)
         elif monotonic() >= self._again_at:
             self._ask(self._send)
 
@@ -161,7 +161,7 @@ class Lending:
             self._asked_to_lend = False
             self._asked = send(AgentReclaim())
 
-    def _go_on_alone(self, *, alone: bool) -> None:
+    def _continue_without_daemon(self, *, alone: bool) -> None:
         """Continue without a daemon: run the block with its storages in place, or let the agent reload them."""
         if self._stage == WAITING and (alone or self._owed):
             if not self._stop_waiting(NO_DAEMON):

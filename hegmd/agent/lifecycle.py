@@ -18,7 +18,7 @@ from time import sleep
 
 from .notes import note
 from .quiesce import Gate
-from .signals import let_go_in_child
+from .signals import release_in_child
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ def lending() -> Lending | None:
 
 
 def begin(environ: Mapping[str, str], unknown: Sequence[str] | None = None) -> Gate:
-    """Start the agent's thread with those variables. `unknown` lists what it does not know of a process that it was
-    attached to.
+    """Start the agent's thread with those variables. `unknown` lists what it cannot know about a process that it
+    was attached to.
 
     Raises what prevents the start.
     """
@@ -134,7 +134,7 @@ def _orphan() -> None:
     """Disable the agent in a forked child."""
     if _gate is not None:
         _gate.make_inert()
-    let_go_in_child()
+    release_in_child()
     if _channel is not None:
         _channel.close_in_child()
     leave_gpu()

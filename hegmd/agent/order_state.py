@@ -1,6 +1,6 @@
 """The state of this process between two orders: what is pending, what was surveyed, and whether it stays parked.
 
-Orders are judged by this state as a whole: a parked training thread is at rest only while nothing else is pending, and
+Orders are judged by this state as a whole: a parked training thread is idle only while nothing else is pending, and
 a survey of its storages is valid only until it continues. Called in the agent's thread. `orders` and `byte_orders`
 carry out orders.
 """
@@ -36,7 +36,7 @@ class Pending:
         self.deadline = None if limit_s is None else monotonic() + limit_s
 
 
-class Standing:
+class OrderState:
     """The state that is valid until the next order."""
 
     def __init__(self, gate: Gate) -> None:
@@ -77,7 +77,7 @@ class Standing:
         if self.groups.is_down:
             raise refusal("the communicator groups of this process are disconnected", "reconnect them first")
 
-    def found_at_rest(self, what: str) -> torch_state.Found:
+    def storages_while_parked(self, what: str) -> torch_state.Found:
         """Return the storages to offload, while no thread uses them. Raises HegmError."""
         if self.carrying.out is not None:
             raise refusal(

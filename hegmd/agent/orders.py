@@ -19,9 +19,9 @@ from ..errors import HegmError
 from . import departing
 from .answers import Answers
 from .byte_orders import ByteOrders
-from .disconnected import Aside
+from .disconnected import RendezvousWait
 from .notes import note
-from .order_state import Pending, Standing
+from .order_state import OrderState, Pending
 from .other_threads import Attempts
 from .quiesce import CALL, PARK, Asked, Gate
 from .refusals import DEBUG_HINT, no_boundary, not_parked, refusal
@@ -39,7 +39,7 @@ SURVEY_LIMIT_S = 5.0
 PARK_LIMIT_S = 300.0
 _POLL_INTERVAL_S = 0.002
 _TRY_AGAIN_S = 5.0
-# How long to wait for the other ranks, which bring their groups back by themselves too. Longer than the pause above.
+# How long to wait for the other ranks, which reconnect their groups without an order too. Longer than the pause above.
 _ALONE_LIMIT_S = 20.0
 # Orders that change nothing. Another order drops one that is not answered yet.
 _QUESTIONS = frozenset(("survey", "weigh"))
@@ -53,13 +53,13 @@ class Orders:
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self._answers = Answers(gate)
-        self._standing = Standing(gate)
+        self._standing = OrderState(gate)
         self._carrying = self._standing.carrying
         self._bytes = ByteOrders(self._standing, self._answers)
         self.snapshots = Snapshots(self._standing, self._answers)
         self._alone_deadline: float | None = None
         self._signal: int | None = None
-        self._weighed: departing.Weight | HegmError | None = None
+        self._weighed: departing.RestartCost | HegmError | None = None
         #: A survey that is answered while a snapshot waits for its boundary, and its result.
         self._beside: Pending | None = None
         self._found_beside: Found | None = None
@@ -67,18 +67,18 @@ class Orders:
         self.known_bytes = self.obeyed = 0
         self.changed_by_itself = False
         #: Set by the order to disconnect: the connection ends, and this says where to reconnect.
-        self.aside: Aside | None = None
+        self.aside: RendezvousWait | None = None
         self._do: dict[str, Callable[[Order, int | None], None]] = {
             "count": lambda order, _fd: self._answers.done(order.order),  # every report has the count
             "stacks": lambda order, _fd: self._answers.done(order.order, stacks=thread_stacks(gate.home)),
             "survey": self._survey,
             "park": self._park,
             "withdraw": self._withdraw,
-            "rest": self._rest,
-            "aside": self._step_aside,
+            "rest": self._stay_parked_alone,
+            "aside": self._disconnect_for_image,
             "release": self._release,
             "weigh": self._weigh,
-            "beforehand": self._tell_beforehand,
+            "beforehand": self._report_prestart,
             "leave": self._leave,
             SNAPSHOT: self._snapshot,
             **self._bytes.table(),
@@ -179,14 +179,14 @@ class Orders:
             self._answers.done(order.order, parked=True, communicators=self._standing.groups.inventory(), **told)
         elif self._gate.parked:
             self._standing.found = self._standing.look()
-            self._tell_found(order.order, self._standing.found)
+            self._report_storages(order.order, self._standing.found)
         elif (pending := self._standing.pending) is not None and pending.do == SNAPSHOT:
             self._end_survey_beside("a later survey was asked for")
             self._beside = Pending(order, order.limit_s or SURVEY_LIMIT_S)
             self._gate.call_beside(self._look_beside)
         else:
             self._wait_for(order, order.limit_s or SURVEY_LIMIT_S)
-            self._gate.ask(Asked(CALL, call=self._look_in_passing))
+            self._gate.ask(Asked(CALL, call=self._survey_at_boundary))
 
     def _end_survey_beside(self, why: str) -> None:
         survey, self._beside, self._found_beside = self._beside, None, None
@@ -197,7 +197,7 @@ class Orders:
         """Park at a boundary. The last order counts; it may name another boundary while an earlier one is pending."""
         at = order.at or 0
         fits = departing.fits_of(self._gate) if order.leaving else None
-        goes_on = fits is not None and self._gate.parked and not departing.stands_well()
+        goes_on = fits is not None and self._gate.parked and not departing.can_restart_here()
         stands = self._gate.parked and not goes_on and self._standing.pending is None
         if stands and (not order.exact or self._gate.count == at):
             self._answers.done(order.order)
@@ -249,13 +249,13 @@ class Orders:
             self._answers.failed(pending.order, refusal(f"{pending.do} was withdrawn", "nothing needs to be done"))
         self._answers.done(order.order, parked_s=parked_s)
 
-    def _rest(self, order: Order, _fd: int | None) -> None:
+    def _stay_parked_alone(self, order: Order, _fd: int | None) -> None:
         """Keep this process parked without a daemon too: its operation is suspended."""
         self._standing.require_parked("rest")
         self._standing.resting = True
         self._answers.done(order.order)
 
-    def _step_aside(self, order: Order, _fd: int | None) -> None:
+    def _disconnect_for_image(self, order: Order, _fd: int | None) -> None:
         """Disconnect for an image: the image must contain neither a socket nor a descriptor of its bytes.
 
         A process that never reached a boundary, such as a launcher of ranks, need not be parked.
@@ -264,7 +264,7 @@ class Orders:
             self._standing.require_parked("aside")
         if order.path is None:
             raise refusal("the order has no place to reconnect", "name the file that says when to reconnect")
-        aside = Aside(order.path, order.limit_s)
+        aside = RendezvousWait(order.path, order.limit_s)
         if self._carrying.out is not None:
             self._carrying.entrust()
         self._standing.resting = self._gate.parked
@@ -292,9 +292,9 @@ class Orders:
         else:
             self._weighed = None
             self._wait_for(order, order.limit_s or SURVEY_LIMIT_S)
-            self._gate.ask(Asked(CALL, call=self._weigh_in_passing))
+            self._gate.ask(Asked(CALL, call=self._weigh_at_boundary))
 
-    def _tell_beforehand(self, order: Order, _fd: int | None) -> None:
+    def _report_prestart(self, order: Order, _fd: int | None) -> None:
         """Report what a prestarted process can import. This needs no boundary."""
         what = departing.beforehand()
         self._answers.done(order.order, imports=what.modules, path=what.path)
@@ -344,7 +344,7 @@ class Orders:
                 self._answers.weight(pending.order, weighed)
             elif pending.do == "survey" and self._standing.found is not None:
                 found, self._standing.found = self._standing.found, None
-                self._tell_found(pending.order, found)
+                self._report_storages(pending.order, found)
             else:
                 self._answers.done(pending.order, boundary=self._gate.passed)
         elif is_late:
@@ -366,13 +366,13 @@ class Orders:
             found = self._standing.look()
         if found is not None:
             self._beside = self._found_beside = None
-            self._tell_found(survey.order, found)
+            self._report_storages(survey.order, found)
         elif survey.deadline is not None and now >= survey.deadline:
             self._beside = None
             self._answers.done(survey.order, parked=False, held_bytes=0)  # the count is known, the bytes are not
         elif self._standing.pending is None and not self._gate.requested:
             self._standing.pending, self._beside = survey, None
-            self._gate.ask(Asked(CALL, call=self._look_in_passing))
+            self._gate.ask(Asked(CALL, call=self._survey_at_boundary))
 
     def _look_after_park(self, pending: Pending, attempts: Attempts, *, is_late: bool) -> None:
         """Answer a park as soon as it succeeds or fails: other ranks that are parked may have to continue to a later
@@ -403,7 +403,7 @@ class Orders:
 
     def come_back(self, why: str) -> None:
         """Reload everything without an order and let the training continue. Repeated until it succeeds."""
-        note(f"coming back by itself: {why}")
+        note(f"reconnecting without a request: {why}")
         if self._carrying.entrusted:  # it stays parked until they are reloaded
             self._alone_deadline = None
             return
@@ -431,7 +431,7 @@ class Orders:
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
-    def _look_in_passing(self) -> None:
+    def _survey_at_boundary(self) -> None:
         """Survey the storages, in the training thread at a boundary."""
         try:
             self._standing.found = self._standing.look()
@@ -445,16 +445,16 @@ class Orders:
         except Exception as error:  # noqa: BLE001 - the edge to the script
             note(f"no survey: {error!r}")
 
-    def _weigh_in_passing(self) -> None:
+    def _weigh_at_boundary(self) -> None:
         """Weigh the state, in the training thread at a boundary."""
         try:
             self._weighed = departing.weigh()
         except HegmError as error:
             self._weighed = error
         except Exception as error:  # noqa: BLE001 - the edge to the script
-            self._weighed = refusal(f"its state cannot be looked at: {error!r}", DEBUG_HINT)
+            self._weighed = refusal(f"its state cannot be inspected: {error!r}", DEBUG_HINT)
 
-    def _tell_found(self, order: int, found: Found) -> None:
+    def _report_storages(self, order: int, found: Found) -> None:
         self.known_bytes = self._carrying.required_bytes(found)
         self._answers.found(order, found, self.known_bytes, self._standing.communicators)
 

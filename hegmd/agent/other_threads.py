@@ -1,9 +1,9 @@
-"""Decides whether all other threads of the process are at rest, so that their storages can be offloaded.
+"""Decides whether all other threads of the process are idle, so that their storages can be offloaded.
 
 PyTorch works on a storage without the interpreter lock, so a thread inside an operation cannot be seen from outside;
-only the position of its Python code can. A thread is at rest if it is parked at the gate, stopped by the trap, or waits
+only the position of its Python code can. A thread is idle if it is parked at the gate, stopped by the trap, or waits
 in one of the standard library's waiting functions. A thread that trains has to be parked, and one inside a loader's
-iterator is about to get a batch: neither is at rest in a wait. Threads of PyTorch's compiler are known: they exchange
+iterator is about to get a batch: neither is idle in a wait. Threads of PyTorch's compiler are known: they exchange
 source code with worker processes, never storages.
 
 A thread that the trap holds runs no more Python code of the script, so what follows its wait does not matter: it is at
@@ -37,7 +37,7 @@ _WAITING_FOLDERS = ("asyncio/", "concurrent/futures/", "multiprocessing/")
 _POOL_FILE = "concurrent/futures/thread.py"
 _ITERATOR_FILE = "/torch/utils/data/dataloader.py"
 _COMPILER_FOLDER = "/torch/_inductor/compile_worker/"
-# Packages whose threads wait in functions of their own, none of which uses tensors.
+# Packages whose threads wait in their own functions, which use no tensors.
 _HELPER_FOLDERS = ("/grpc/", "/rich/", "/tensorboard/", "/tqdm/", "/wandb/")
 # Functions that wait, and touch nothing before they return.
 _WAITS = frozenset(
@@ -53,7 +53,7 @@ _FIRST_PAUSE, _MAX_PAUSE = 2, 16
 
 
 class Attempts:
-    """Parks the training thread briefly until all others are at rest, and again later if they are not.
+    """Parks the training thread briefly until all others are idle, and again later if they are not.
 
     Between two attempts the training continues, longer each time.
     """
@@ -96,7 +96,7 @@ class Attempts:
         self._gate.ask_on(self._asked)
 
     def look(self) -> bool:
-        """Return True if the training thread is parked and all others are at rest; parks it again when that is due."""
+        """Return True if the training thread is parked and all others are idle. Parks it again when that is due."""
         if self._gate.parked:
             self.busy = self._busy(self._gate)
             return self.busy is None
@@ -114,7 +114,7 @@ class Attempts:
 
 
 def busy_soon(gate: Gate) -> str | None:
-    """Return one thread that is not at rest. Threads that have just reached the gate, or were just stopped, get the
+    """Return one thread that is not idle. Threads that have just reached the gate, or were just stopped, get the
     time for their last steps, which they cannot make while this thread has the interpreter.
     """
     busy = busy_thread(gate)
@@ -127,7 +127,7 @@ def busy_soon(gate: Gate) -> str | None:
 
 
 def busy_thread(gate: Gate) -> str | None:
-    """Return one thread that is not at rest, as text, or None.
+    """Return one thread that is not idle, as text, or None.
 
     While the training thread is parked, all others are stopped as soon as they run Python code of the script.
     """
@@ -137,7 +137,7 @@ def busy_thread(gate: Gate) -> str | None:
 
 
 def busy_threads(parked: frozenset[int], trainers: frozenset[int], held: frozenset[int] = frozenset()) -> Iterator[str]:
-    """Yield every thread that is not at rest, in words. `held` threads run no more Python code of the script."""
+    """Yield every thread that is not idle, as text. `held` threads run no more Python code of the script."""
     for ident, frame in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage] - documented all the same
         if ident in parked:
             if frame.f_code is not stand.__code__:  # the handler of a signal may still run in it

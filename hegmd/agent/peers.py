@@ -59,7 +59,7 @@ class Peers:
             access = PeerAccess()
             answers = [access.begin(*pair) for pair in parted]
         except (HegmError, OSError) as error:
-            note(f"access from GPU to GPU is not had again: {error!r}")
+            note(f"peer access between GPUs was not restored: {error!r}")
             return
         note(f"access of {len(parted)} pairs of GPUs: {answers}")
 

@@ -61,7 +61,7 @@ class _Ahead:
     def work(self) -> None:
         try:
             self.ground = Ground()
-        except Exception as error:  # noqa: BLE001 - whoever needs one tries again, and says why not
+        except Exception as error:  # noqa: BLE001 - the code that needs one tries again, and reports the reason
             note(f"no memory was taken ahead of the copies: {error!r}")
         finally:
             self.lock.release()

@@ -39,7 +39,7 @@ CALL = "call"
 
 
 class Asked:
-    """What the training thread has to do at its next boundary with that count or a higher one."""
+    """The order for the training thread at its next boundary with that count or a higher one."""
 
     __slots__ = ("at", "call", "fits", "what")
 
@@ -104,7 +104,7 @@ class Gate:
         self._streak = 0
         self._taken: Asked | None = None  # what the training thread is doing, unless there is a newer request
         self._trainers: set[int] = set()
-        self._trap = Trap(self._stop_beside)
+        self._trap = Trap(self._park_trapped)
 
     # ---- from the agent's thread ------------------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class Gate:
         if self._by_hand or self._inert:
             return
         if _is_alive(self.thread):
-            self._wait_aside()
+            self._wait_for_park_request()
             return
         self._adopt(STEPS_WITHOUT_LOADER)
         self.count += 1
@@ -287,7 +287,7 @@ class Gate:
             return
         if self._by_hand or (self._stepped and _is_alive(self.thread)):
             self._trainers.add(get_ident())
-            self._wait_aside()
+            self._wait_for_park_request()
             return
         if not self._stepped:  # only read ahead so far, by a thread that does not train: its batches do not count
             self.count = 0
@@ -295,7 +295,7 @@ class Gate:
         self._count_at_step = self.count
         self.step()
 
-    def boundary_by_hand(self) -> None:
+    def explicit_boundary(self) -> None:
         """Handle a boundary that the script marks. From the first one on only those count."""
         if self._inert:
             return
@@ -306,7 +306,7 @@ class Gate:
             self._home = ident
         if self._home != ident and _is_alive(self._home):
             self._trainers.add(ident)
-            self._wait_aside()
+            self._wait_for_park_request()
             return
         self._home = ident
         self._trainers.add(ident)
@@ -356,7 +356,7 @@ class Gate:
             self._streak = 0
             self._patience = patience
 
-    def _wait_aside(self) -> None:
+    def _wait_for_park_request(self) -> None:
         """Let another thread wait while the training thread is asked to park. It is not counted."""
         asked = self._asked
         if not self.requested or asked is None or asked.what != PARK:
@@ -364,7 +364,7 @@ class Gate:
         if self.parked or (asked.fits is None and self.count + 1 >= asked.at):
             self._wait(asked)
 
-    def _stop_beside(self) -> None:
+    def _park_trapped(self) -> None:
         """Park a thread that the trap has stopped."""
         asked = self._asked
         if self.parked and asked is not None and asked.what == PARK:

@@ -28,7 +28,7 @@ _NO_DESCRIPTOR = -1
 _held: HeldSignals | None = None
 
 
-def let_go_in_child() -> None:
+def release_in_child() -> None:
     """Release the signals in a forked child, whose only thread is its main one. Never raises."""
     global _held
     held, _held = _held, None
@@ -69,7 +69,8 @@ class HeldSignals:
             self._hold()
         except BaseException as error:
             self._undo()
-            # What other threads raise in this one has no errno (it may be a TimeoutError), and is the script's.
+            # An error that another thread raises in this one has no errno (it may be a TimeoutError), and belongs to
+            # the script.
             if isinstance(error, OSError) and error.errno is not None:
                 raise CannotHold(str(error)) from error
             raise

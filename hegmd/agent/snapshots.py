@@ -28,7 +28,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ..protocol.messages import Order
     from .answers import Answers
-    from .order_state import Pending, Standing
+    from .order_state import OrderState, Pending
     from .state.storage.state_file import Rest
 
 SNAPSHOT = "snapshot"
@@ -86,7 +86,7 @@ class Fetching:
             pass
 
     def close(self) -> None:
-        """Once it has ended: let go of the slot."""
+        """Once it has ended: release the slot."""
         os.close(self._slot)
 
     def close_in_child(self) -> None:
@@ -100,7 +100,7 @@ class Fetching:
 class Snapshots:
     """Takes them. Runs in the agent's thread only."""
 
-    def __init__(self, standing: Standing, answers: Answers) -> None:
+    def __init__(self, standing: OrderState, answers: Answers) -> None:
         self._standing = standing
         self._answers = answers
         self._slot = _NONE

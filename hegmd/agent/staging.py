@@ -151,7 +151,7 @@ class Ring:
         self._free += [slot.address for slot in slots]
 
     def _note_stays(self, error: HegmError) -> None:
-        note(f"memory that copies went through stays: {error.message}")
+        note(f"staging memory was not freed: {error.message}")
         self._is_at_rest = False
 
 

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
         """The agent's hooks at PyTorch's imports."""
 
         def hold(self) -> None:
-            """Defer the work of all imports until `let_go`."""
+            """Defer the work of all imports until `run_deferred`."""
             ...
 
-        def let_go(self) -> None:
+        def run_deferred(self) -> None:
             """Do the deferred work now."""
             ...
 
@@ -59,7 +59,7 @@ _MAX_DESCRIPTORS = 4
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
 # This status tells the supervisor that the process never had its turn. See client/hegmctl/supervisor.py.
 _NOT_ITS_TURN = 97
-#: The variables that came with the turn; None for one that was removed. The script began with these, but the kernel
+#: The variables that the activation set; None for one that it removed. The script began with these, but the kernel
 #: keeps reporting the environment at the process's start.
 by_turn: dict[bytes, bytes | None] = {}
 
@@ -174,7 +174,7 @@ def _wait(hooks: Hooks, fd: int, *, tells: bool) -> None:
 
 
 class _Waiting:
-    """What the process has imported so far, and from where."""
+    """The modules that the process has imported so far, and their files."""
 
     def __init__(self, hooks: Hooks, *, tells: bool) -> None:
         self._hooks, self._tells = hooks, tells
@@ -182,7 +182,7 @@ class _Waiting:
         self._finders = set(sys.path_importer_cache)
         self._path: Sequence[str] = ()
         self._sources = Sources()
-        self._hidden: OutOfSight | None = None
+        self._hidden: HiddenTorch | None = None
 
     def get_ready(self, supervisor: Any, wanted: Iterable[str]) -> None:
         """Import what is missing, check that the script would import the same, and report readiness."""
@@ -196,8 +196,8 @@ class _Waiting:
         self.look()
         _check_devices()
         names = unread() if self._tells else []
-        note(f"ready: {len(sys.modules) - len(self._before)} modules are imported before its turn")
-        self._hidden = self._hidden or OutOfSight(self._hooks)
+        note(f"ready: {len(sys.modules) - len(self._before)} modules are imported in advance")
+        self._hidden = self._hidden or HiddenTorch(self._hooks)
         self._hidden.hide()
         for name in set(sys.path_importer_cache) - self._finders - set(sys.path):
             del sys.path_importer_cache[name]
@@ -223,7 +223,7 @@ class _Expendable:
                 file.write(self._FIRST)
         except OSError as error:  # as where /proc may not be written to
             self._before = None
-            note(f"it is not the first to go: {error}")
+            note(f"the kernel does not end this process first: {error}")
 
     def __exit__(self, *_exc: object) -> None:
         """Raises OSError: a training must not keep this setting."""
@@ -252,7 +252,7 @@ def _heard_with_descriptors(supervisor: Any, socket: Any) -> tuple[bytes, list[i
         _MAX_BYTES, socket.CMSG_SPACE(_MAX_DESCRIPTORS * int_bytes), socket.MSG_CMSG_CLOEXEC
     )
     if flags & socket.MSG_CTRUNC:
-        raise OSError("not all descriptors of its state have come: it may have no more (ulimit -n)")
+        raise OSError("some descriptors of its state are missing: the process may have reached its limit (ulimit -n)")
     fds = [
         int.from_bytes(numbers[at : at + int_bytes], sys.byteorder)
         for _, _, numbers in ancillary
@@ -262,12 +262,12 @@ def _heard_with_descriptors(supervisor: Any, socket: Any) -> tuple[bytes, list[i
 
 
 def _take_turn(data: bytes, fds: list[int]) -> None:
-    """Set the rest of the environment. Words without a value name the descriptors that came along, in order; values
+    """Set the rest of the environment. Words without a value name the received descriptors, in order; values
     without a name are variables to remove. Raises EOFError for another message.
     """
     words = data.split(b"\0")
     if words[0] != GO:
-        raise EOFError("it was not given its turn")
+        raise EOFError("it was not activated")
     for word in words[1:]:
         name, has_value, value = word.partition(b"=")
         if not name:
@@ -296,7 +296,7 @@ def _import(wanted: Iterable[str]) -> None:
                 try:
                     __import__(name)
                 except Exception as error:  # noqa: BLE001 - of whatever kind
-                    note(f"{name} is not imported before its turn: {error!r}")
+                    note(f"{name} is not imported in advance: {error!r}")
         for name in _ITS_OWN:
             __import__(f"{__package__}.{name}")
     finally:
@@ -344,7 +344,7 @@ def _opened() -> list[str]:
     return found
 
 
-class OutOfSight:
+class HiddenTorch:
     """Hides the imported PyTorch until the script imports it; then it is there at once, and the agent starts."""
 
     def __init__(self, hooks: Hooks) -> None:
@@ -361,7 +361,7 @@ class OutOfSight:
     def hide(self) -> None:
         """Take it out of sight, if it was imported at all."""
         if self._spec is None:
-            self._hooks.let_go()
+            self._hooks.run_deferred()
             return
         for name in [name for name in sys.modules if name == _TORCH or name.startswith(_TORCH + ".")]:
             self.modules[name] = sys.modules.pop(name)
@@ -391,10 +391,10 @@ class OutOfSight:
         sys.meta_path.remove(self)
         for name, module in self.modules.items():
             sys.modules.setdefault(name, module)
-        self._hooks.let_go()
+        self._hooks.run_deferred()
 
 
 def _end(why: str) -> NoReturn:
     """End quietly: the supervisor starts another process."""
-    note(f"ended before its turn: {why}")
+    note(f"ended before it was activated: {why}")
     os._exit(_NOT_ITS_TURN)

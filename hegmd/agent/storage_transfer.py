@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 class Carrying:
-    """What is offloaded, and how it is offloaded and reloaded."""
+    """The storages to offload, and how they are offloaded and reloaded."""
 
     def __init__(self) -> None:
         self._offloaded: Offloaded | None = None
         self._shown: Shown | None = None
-        self._showable = cuda_state.Showable()
+        self._showable = cuda_state.ExportableSegments()
         self._peers: Peers | None = None
 
     @property
@@ -137,7 +137,7 @@ class Carrying:
         if offloaded is None:
             raise refusal("no bytes of this process are offloaded", "offload it first")
         if fd is None and offloaded.fd < 0:
-            raise refusal("only hegmd has its bytes, and the order brought none", "run: hegmctl adopt")
+            raise refusal("only hegmd has its bytes, and the order did not include them", "run: hegmctl adopt")
         offloaded.bring_back(offloaded.fd if fd is None else fd, progress)
         offloaded.close()
         self._offloaded = None

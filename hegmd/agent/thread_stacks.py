@@ -1,4 +1,4 @@
-"""Where the threads of this process are, as text, for a training that makes no progress.
+"""The stacks of this process's threads as text, for a training that makes no progress.
 
 Runs in the agent's own thread, so that it works while the training thread waits in the kernel or in C code. A C call
 that keeps the interpreter lock prevents this answer too.

@@ -40,10 +40,10 @@ OLD_TORCH = "this PyTorch is too old to report the references to a storage"
 UNREADABLE = "they cannot be inspected"
 OUT_OF_MEMORY = "there is no memory for them where the others are copied"
 NO_STORAGE = "they have no storage, like sparse tensors"
-ADDRESS_KEPT = "the script has their address outside of PyTorch, such as from data_ptr(), and it has to stay"
+ADDRESS_KEPT = "the script has their address outside of PyTorch, such as from data_ptr(), so it must not change"
 
 
-class Laps:
+class LapTimer:
     """Starts when it is created; each lap starts at the end of the one before."""
 
     __slots__ = ("_last", "spent_ms")
@@ -91,7 +91,7 @@ class Found:
         #: The memory whose storages this process copies itself: start and size of each part.
         self.own: list[tuple[int, int]] = []
         #: How long the parts of the search took.
-        self.laps = Laps()
+        self.laps = LapTimer()
 
     def take(self, storage: Any, size_bytes: int) -> None:
         """Add a storage that can be offloaded."""
@@ -131,7 +131,7 @@ class Found:
                 self.leave(OUT_OF_MEMORY, size_bytes)
 
 
-def find(showable: cuda_state.Showable | None = None) -> Found:
+def find(showable: cuda_state.ExportableSegments | None = None) -> Found:
     """Find every storage of this process. Takes a few milliseconds for each 100,000 objects that the collector knows.
 
     `showable` is what is known about the memory on its GPUs.
@@ -152,7 +152,7 @@ def find(showable: cuda_state.Showable | None = None) -> Found:
             sizes.setdefault(int(storage.device.index), []).append(size_bytes)
         shares = cuda_state.SHARED_IPC in found.left_alone
         places = [(int(storage.data_ptr()), size) for storage, size in zip(found.storages, found.sizes)]
-        found.own = segments.own(torch, showable or cuda_state.Showable(), places)
+        found.own = segments.own(torch, showable or cuda_state.ExportableSegments(), places)
         own_bytes = sum(size_bytes for address, size_bytes in places if cuda_state.within(found.own, address))
         found.cuda = cuda_state.facts(torch, segments, sizes, own_bytes, shares=shares)
         found.laps.end("facts")
@@ -237,7 +237,7 @@ def _judge_all(
             why = _reason_against(torch, storage, owners, segments)
             address = storage.data_ptr() if why is None else 0
         except Exception as error:  # noqa: BLE001 - storages of any class and make; this one is left alone
-            note(f"a storage cannot be looked at: {error!r}")
+            note(f"a storage cannot be inspected: {error!r}")
             found.leave(UNREADABLE, 0)
             continue
         if why is None and address == 0:

@@ -139,7 +139,7 @@ def _give_back(medium: HostMemory | VideoMemory) -> None:
     try:
         medium.give_back()
     except Exception as error:  # noqa: BLE001 - memory that is kept is wasted, but no bytes are lost
-        note(f"what is kept beside the storages stays with the process: {error!r}")
+        note(f"cached memory besides the storages stays in the process: {error!r}")
 
 
 def _stay_out_or_undo(offloaded: Offloaded, error: Exception) -> Offloaded:
@@ -148,7 +148,7 @@ def _stay_out_or_undo(offloaded: Offloaded, error: Exception) -> Offloaded:
     try:
         offloaded.bring_back(offloaded.fd, copying.ignore)
     except HegmError as undoing:
-        note(f"{undoing.message}; the process stays with its bytes out")
+        note(f"{undoing.message}; the bytes of the process stay offloaded")
         return offloaded
     raise HegmError(
         REFUSED,

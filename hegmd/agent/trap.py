@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 LIBRARY = os.path.dirname(os.__file__) + "/"
 OURS = os.path.dirname(os.path.abspath(__file__)) + "/"
 _FOREIGN = ("site-packages/", "dist-packages/")
-# Where the standard library calls what others wrote, or the C function that was given to it, and has no lock.
+# Functions of the standard library that call code of others, or a given C function, without holding a lock.
 _CALLERS = frozenset(
     (
         ("asyncio/events.py", "_run"),
@@ -88,8 +88,8 @@ class Trap:
         self._pid = 0
 
     def set(self, spared: frozenset[int]) -> frozenset[int]:
-        """Catch every thread except those in `spared` and the agent's. Returns the threads that run no more code of the
-        script.
+        """Catch every thread except those in `spared` and the agent's. Returns the threads that run no code of the
+        script until it is lifted.
 
         Can be called again for new threads.
         """
@@ -124,7 +124,7 @@ class Trap:
         return self._hook
 
     def lift(self) -> None:
-        """Catch no more threads. Caught ones stay until `stop` returns."""
+        """Stop catching threads. Caught ones stay until `stop` returns."""
         if self._is_set and self._hook is not None:
             self._is_set = False
             self._hook.end()

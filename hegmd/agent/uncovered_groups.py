@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _MAPS = "/proc/self/maps"
 _NCCL_FILE = "libnccl.so"
 _WRAPPER = "_ProcessGroupWrapper"
-# Libraries that connect GPUs by themselves, and their products. PyTorch maps libnvshmem_host without using it.
+# Libraries that connect GPUs on their own, and their products. PyTorch maps libnvshmem_host without using it.
 _FOREIGN_FILES = {"deep_ep": "DeepEP", "libmscclpp": "MSCCL++"}
 # Classes that hold communicators of their own, by the module that has them.
 _FOREIGN_CLASSES = {

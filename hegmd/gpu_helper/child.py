@@ -2,7 +2,7 @@
 
     python -m hegmd.gpu_helper.child DESCRIPTOR   (0, where the daemon starts it)
 
-A driver call blocks a thread for seconds, or without end. The daemon kills the process if a call exceeds its deadline.
+A driver call blocks a thread for seconds, or forever. The daemon kills the process if a call exceeds its deadline.
 So the process holds the only copy of nothing: the daemon holds descriptors of the memory that it fills. The process
 ends with its socket and does not wait for threads in the driver. The kernel kills it when the daemon ends.
 
@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hegmd.errors import INTERNAL, HegmError
-from hegmd.gpu_helper.wire import BEAT_S, Channel, Handler, Request, senseless, told
+from hegmd.gpu_helper.wire import BEAT_S, Channel, Handler, Request, error_to_wire, senseless
 from hegmd.system.descriptors import Descriptors
 
 _PR_SET_PDEATHSIG = 1
@@ -57,7 +57,7 @@ class Child:
                 raise senseless(f"a message that is no request: {error!r}") from error
             with self._guard:
                 self._under_way[number] = time.monotonic()
-            threading.Thread(target=self._see_through, args=(number, op, args, fds), name=op, daemon=True).start()
+            threading.Thread(target=self._run_to_end, args=(number, op, args, fds), name=op, daemon=True).start()
 
     def _beat(self, beat_s: float) -> None:
         """Report the running requests periodically, as long as the process lives."""
@@ -69,7 +69,7 @@ class Child:
             if under_way:
                 self._say({"beat": under_way})
 
-    def _see_through(self, number: int, op: str, args: Mapping[str, Any], fds: Descriptors) -> None:
+    def _run_to_end(self, number: int, op: str, args: Mapping[str, Any], fds: Descriptors) -> None:
         try:
             self._answer(number, op, args, fds)
         finally:
@@ -84,11 +84,11 @@ class Child:
             try:
                 answer = self._handler(op)(Request(args, fds, tell))
             except HegmError as error:
-                self._say({"id": number, "err": told(error), "held": self._held()})
+                self._say({"id": number, "err": error_to_wire(error), "held": self._held()})
                 return
             except Exception as error:  # noqa: BLE001 - the edge where whatever went wrong becomes a reply
                 traceback.print_exc()
-                self._say({"id": number, "err": told(_unexpected(op, error)), "held": self._held()})
+                self._say({"id": number, "err": error_to_wire(_unexpected(op, error)), "held": self._held()})
                 return
         with answer.fds:
             sent = answer.fds.view()
@@ -118,7 +118,7 @@ def run(requests: Callable[[], tuple[Mapping[str, Handler], Callable[[], int], M
         Child(channel, table, held).serve(hello)
         status = 0
     except HegmError as error:
-        channel.send({"err": told(error)})
+        channel.send({"err": error_to_wire(error)})
     except Exception:  # noqa: BLE001 - written to the log of the daemon; the closed socket reports the end
         traceback.print_exc()
     finally:

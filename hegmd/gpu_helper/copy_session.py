@@ -1,4 +1,4 @@
-"""What one operation has in the helper: contexts on its GPUs, and the address spaces of its bytes.
+"""The objects of one operation in the helper: contexts on its GPUs, and the address spaces of its bytes.
 
 One space is GPU memory, the other a segment of the host pool. With both, bytes are also copied between them.
 

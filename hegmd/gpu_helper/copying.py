@@ -135,7 +135,7 @@ class Copy:
     def _queue(self, piece: Place, stream: Any) -> None:
         there = self._allocations.address(piece)
         here = self._space.address(piece.at, piece.size_bytes)
-        self._settle_who(there)
+        self._choose_copier(there)
         target, source = (here, there) if self._direction == OUT else (there, here)
         if self._is_copied_by_processors(target, source, piece.size_bytes, stream):
             return
@@ -154,7 +154,7 @@ class Copy:
             self._processors = None
         return self._processors is not None
 
-    def _settle_who(self, there: int) -> None:
+    def _choose_copier(self, there: int) -> None:
         """Choose kernel copies for memory that counts as another GPU's. The first address decides: a process has one
         GPU."""
         if self._is_settled:

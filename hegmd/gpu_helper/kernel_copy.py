@@ -1,8 +1,8 @@
 """Copies within one GPU by its processors, of memory that the driver takes for another GPU's.
 
-What a process has that was moved counts as its first GPU's for good. A copy between that and memory beside it is left
-to the copy engines then, at 450 GB/s where the driver otherwise has the processors do it at 2,000 (H200, 580.159). The
-program that they run here is this one, built for chips of compute capability 9.0 by `nvcc -O3 -arch=sm_90 -cubin`
+The memory of a process that was moved always counts as its first GPU's. A copy between that and memory beside it is
+left to the copy engines then, at 450 GB/s where the driver otherwise has the processors do it at 2,000 (H200, 580.159).
+The program that they run here is this one, built for chips of compute capability 9.0 by `nvcc -O3 -arch=sm_90 -cubin`
 (CUDA 13.0.88; tests/unit/gpu_helper/test_kernel_copy.py builds it again); other chips, and a driver that does not take
 or not run it, have the copy engines:
 

@@ -1,4 +1,4 @@
-"""What copies need from the driver besides their target memory, allocated before a job is quiesced: streams and a
+"""The driver objects that copies need besides their target memory, allocated before a job is quiesced: streams and a
 reserve.
 
 Between offload and reload another process may fill the GPU. The driver then cannot create streams or page tables, and

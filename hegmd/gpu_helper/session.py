@@ -30,7 +30,7 @@ from hegmd.gpu_helper.wire import (
     RUINOUS,
     Answer,
     DriverFailed,
-    error_told,
+    error_from_wire,
     mapping,
     packed,
     senseless,
@@ -103,10 +103,10 @@ class Session:
         self._companion = Companion([*program, "0"], env=environment, stdin=number, rights=rights)
         try:
             async with anyio.create_task_group() as self._tasks:
-                self._tasks.start_soon(self._accompany, self._companion)
+                self._tasks.start_soon(self._watch_companion, self._companion)
                 self._tasks.start_soon(self._read, self._stream)
                 self._tasks.start_soon(self._limit_start, start_within_s)
-                self._tasks.start_soon(self._rest)
+                self._tasks.start_soon(self._end_when_idle)
                 self._tasks.start_soon(self._listen)
         finally:
             self.lose("was stopped with hegmd")
@@ -132,7 +132,7 @@ class Session:
     def require(self) -> None:
         """Raise the reason if the helper cannot be called."""
         if self._refused is not None:
-            raise error_told(self._refused)
+            raise error_from_wire(self._refused)
         if self.lost is not None:
             raise self._loss([])
 
@@ -140,7 +140,7 @@ class Session:
         tail = "" if self._companion is None else self._companion.output_tail
         return HelperLost(self.lost or "is there", in_flight, self.pid, tail, self._role)
 
-    async def _accompany(self, companion: Companion) -> None:
+    async def _watch_companion(self, companion: Companion) -> None:
         try:
             status = await companion.live()
         except HegmError as error:
@@ -178,7 +178,7 @@ class Session:
             return
         self.lose(f"was not ready within {within_s:g} s and was stopped")
 
-    async def _rest(self) -> None:
+    async def _end_when_idle(self) -> None:
         """End a helper that was idle for a while and holds nothing."""
         await self.settled.wait()
         while True:
@@ -218,7 +218,7 @@ class Session:
         if "beat" in message:
             return
         if "id" not in message and "err" in message:
-            refusal = error_told(message["err"])
+            refusal = error_from_wire(message["err"])
             self._refused = message["err"]
             self.lose(f"cannot work: {refusal.message}")
             return
@@ -256,7 +256,7 @@ class Session:
 
     def _end(self, call: Call, message: Mapping[str, Any], stream: PeerStream) -> None:
         if "err" in message:
-            error = error_told(message["err"])
+            error = error_from_wire(message["err"])
             call.end(None, error)
             if isinstance(error, DriverFailed) and error.number in RUINOUS:
                 self.lose(f"was stopped: after {error.message}, every call in that context fails")

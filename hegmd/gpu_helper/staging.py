@@ -32,7 +32,7 @@ from hegmd.system.thread_pool import share_out
 _POPULATED_BYTES = 1 << 28
 # Reporting every slot would cost a fifth of the speed.
 _TOLD_BYTES = 1 << 30
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap of Python knows no name for it
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
 
 
 class Pace(NamedTuple):

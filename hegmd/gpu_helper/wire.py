@@ -99,7 +99,7 @@ def packed(message: Mapping[str, object]) -> bytes:
     return frame(encode(message))
 
 
-def told(error: HegmError) -> dict[str, object]:
+def error_to_wire(error: HegmError) -> dict[str, object]:
     """Return an error in its wire form."""
     driver = [error.call, error.number, error.name] if isinstance(error, DriverFailed) else None
     return {
@@ -111,7 +111,7 @@ def told(error: HegmError) -> dict[str, object]:
     }
 
 
-def error_told(failure: Any) -> HegmError:
+def error_from_wire(failure: Any) -> HegmError:
     """Return the error of a message. Raises PeerError if it is not valid."""
     try:
         facts: dict[str, object] = dict(failure["facts"])

@@ -22,7 +22,7 @@ from hegmd.system.threads import run_detached
 from hegmd.workers.agent_orders import AgentAway
 from hegmd.workers.workers import AgentConnection, Workers
 
-# An agent hangs up as soon as it has said that it will, and looks about thirty times a second whether to come back.
+# An agent disconnects as soon as it has announced that, and checks about thirty times a second whether to reconnect.
 HANGS_UP_WITHIN_S = 10.0
 COMES_BACK_WITHIN_S = 30.0
 # After this time an agent reconnects by itself, whether or not its daemon runs.
@@ -51,10 +51,10 @@ class DumpAgents:
     async def disconnect(self, op: Operation, wish: Wish) -> None:
         """Have every agent of the job hang up and stay. Raises HegmError; some may have, and are to be called back.
 
-        Those of launchers and other processes of its tree too, which are on no GPU and in no operation.
+        Also those of launchers and other processes of its tree, which are on no GPU and in no operation.
         """
         workers = [self._attending(op, member) for member in op.live]
-        workers += [worker for worker in await self.bystanders(op, wish) if worker.connected]
+        workers += [worker for worker in await self.unmoved_agents(op, wish) if worker.connected]
         for worker in workers:
             place = self._places.hold(worker.token)
             await worker.order("aside", path=place, limit_s=ASIDE_LIMIT_S)
@@ -66,7 +66,7 @@ class DumpAgents:
             TIMEOUT, f"the agent of process {left} did not disconnect", "read the output of the job, then try again"
         )
 
-    async def bystanders(self, op: Operation, wish: Wish) -> list[AgentConnection]:
+    async def unmoved_agents(self, op: Operation, wish: Wish) -> list[AgentConnection]:
         """Return the agents of processes in its tree that the operation does not move."""
         pids = await run_detached(lambda _: pids_below(wish.root_pid), name="hegmd-tree")
         members = {member.pid for member in op.live}
@@ -82,7 +82,7 @@ class DumpAgents:
     async def leave_places(self, op: Operation, wish: Wish) -> None:
         """Have every agent of the job come to its usual socket."""
         tokens = [member.token for member in op.live]
-        for token in (*tokens, *(worker.token for worker in await self.bystanders(op, wish))):
+        for token in (*tokens, *(worker.token for worker in await self.unmoved_agents(op, wish))):
             if token:
                 self._places.leave(token)
 

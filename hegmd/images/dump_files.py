@@ -37,8 +37,8 @@ from hegmd.node.processes.process_tree import Tree, read_tree
 from hegmd.protocol.images import Manifest
 from hegmd.protocol.operations import HOST
 from hegmd.system.programs import Rights
-from hegmd.system.task_group import Progress, in_concert, parts_of
-from hegmd.system.threads import Looks, run_detached
+from hegmd.system.task_group import Progress, parts_of, run_concurrently
+from hegmd.system.threads import BoundedReads, run_detached
 
 _POLL_INTERVAL_S = 0.05
 # The number of operations whose dumped processes are remembered.
@@ -57,7 +57,7 @@ class Dumping:
         pool: Pool,
         *,
         look: Callable[[], Awaitable[NodeSnapshot]],
-        looks: Looks,
+        looks: BoundedReads,
         in_unit: bool,
         notes: DumpRecords,
     ) -> None:
@@ -84,7 +84,7 @@ class Dumping:
                 self._remember(op, noted)
         return self._dumped.get(op.id)
 
-    async def none_stands(self, op: Operation) -> None:
+    async def forget_stopped(self, op: Operation) -> None:
         """Forget the processes that CRIU has stopped: they run or have exited.
 
         Raises HegmError for lack of a descriptor or thread.
@@ -113,7 +113,7 @@ class Dumping:
 
         The agents have disconnected, so the tree's present needs are those for CRIU.
         """
-        tree, needs = await self._look_once_hung_up(op, wish)
+        tree, needs = await self._inspect_without_agents(op, wish)
         theirs = self._looks.at(lambda _: not_theirs(tree, needs, rights_of(wish)), name="hegmd-theirs")
         against = [*needs.reasons, *await theirs]
         if against:
@@ -139,7 +139,7 @@ class Dumping:
             criu_version=criu.version,
             meeting=self._agents.meeting,
             attending=attending,
-            bystanders=[worker.token for worker in await self._agents.bystanders(op, wish)],
+            unmoved_agents=[worker.token for worker in await self._agents.unmoved_agents(op, wish)],
             as_user=guise is not None,
             node=node,
         )
@@ -158,7 +158,7 @@ class Dumping:
             raise HegmError(NOT_FOUND, f"process {wish.root_pid} has ended", "read the output of the job")
         return tree, needs_of(tree, gpu_pids=[member.pid for member in op.live], agent_sockets=sockets)
 
-    async def _look_once_hung_up(self, op: Operation, wish: Wish) -> tuple[Tree, Needs]:
+    async def _inspect_without_agents(self, op: Operation, wish: Wish) -> tuple[Tree, Needs]:
         """Return the tree without its agents' connections, which can stay visible for a moment."""
         gpu_pids = [member.pid for member in op.live]
         with anyio.move_on_after(self._agents.hangs_up_within_s):
@@ -210,7 +210,7 @@ class Dumping:
                 out.append(partial(self._bytes_of, op, member))
             elif member.offloaded:
                 out.append(partial(self.write_bytes, op, member, lent, progress_of(member.name)))
-        await in_concert(*out, take, look)
+        await run_concurrently(*out, take, look)
         return node
 
     async def _bytes_of(self, op: Operation, member: Member) -> Memory:

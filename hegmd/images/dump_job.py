@@ -30,9 +30,9 @@ from hegmd.images.dump_tree import (
     anonymous_bytes_of,
     end_tree,
     guise_for,
-    let_all_go,
     not_theirs,
-    told_of_kin,
+    outside_relatives,
+    resume_all,
     tree_of,
 )
 from hegmd.images.files.catalogue import size_of
@@ -53,8 +53,8 @@ from hegmd.node.processes.process_tree import Tree
 from hegmd.protocol.images import Manifest
 from hegmd.protocol.operations import Reason
 from hegmd.system.programs import Rights
-from hegmd.system.task_group import Progress, in_concert, parts_of
-from hegmd.system.threads import Looks, run_detached
+from hegmd.system.task_group import Progress, parts_of, run_concurrently
+from hegmd.system.threads import BoundedReads, run_detached
 from hegmd.workers.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class InspectedTree:
     """A process tree: its root, the memory for an image, and reasons against a dump or a restore."""
 
     root_pid: int
@@ -120,7 +120,7 @@ class JobDumper:
         self._criu = criu
         self._in_unit = in_unit
         self._is_stopping = False
-        self._looks = Looks()
+        self._looks = BoundedReads()
         self._agents = DumpAgents(places, workers, pool, hangs_up_within_s=hangs_up_within_s)
         self._dumping = Dumping(self._agents, pool, look=look, looks=self._looks, in_unit=in_unit, notes=notes)
 
@@ -132,7 +132,7 @@ class JobDumper:
 
     # -- before anything is begun --------------------------------------------------------------------------------------
 
-    async def against(self, pids: Sequence[int], path: str, size_bytes: int, rights: Rights) -> Looked:
+    async def against(self, pids: Sequence[int], path: str, size_bytes: int, rights: Rights) -> InspectedTree:
         """Return the tree to be dumped with these processes, and every reason against it.
 
         `size_bytes` is their GPU memory, for which the path needs free space. The processes run meanwhile, so the
@@ -156,8 +156,8 @@ class JobDumper:
             )
         except HegmError as error:
             reasons.append(Reason(code=error.code.name, message=error.message, hint=error.hint))
-        notes = await self._looks.at(lambda _: tuple(told_of_kin(tree)), name="hegmd-tree")
-        return Looked(root, tree.member(root).start_ticks, criu_bytes, tuple(reasons), notes)
+        notes = await self._looks.at(lambda _: tuple(outside_relatives(tree)), name="hegmd-tree")
+        return InspectedTree(root, tree.member(root).start_ticks, criu_bytes, tuple(reasons), notes)
 
     def _lacking(self, tree: Tree, guise: CriuPrivileges | None) -> Iterator[Reason]:
         uids = frozenset(member.uid for member in tree.members)
@@ -218,7 +218,7 @@ class JobDumper:
         try:
             progress_of = parts_of(on_progress)
             out = [partial(self._dumping.write_bytes, op, each, left.lent, progress_of(each.name)) for each in left.out]
-            await in_concert(*out, left.lent.collect_criu_files)
+            await run_concurrently(*out, left.lent.collect_criu_files)
             what = f"the image for {wish.path} was not finished; its files are removed"
             manifest = await left.lent.finish(left.manifest, on_progress)
         except BaseException as error:
@@ -256,8 +256,8 @@ class JobDumper:
 
     async def _let_go(self, op: Operation, wish: Wish) -> None:
         dumped = await self._dumping.dumped(op) or ProcessSet({})
-        await run_detached(lambda _: let_all_go(wish, dumped), name="hegmd-let-go")
-        await self._dumping.none_stands(op)
+        await run_detached(lambda _: resume_all(wish, dumped), name="hegmd-let-go")
+        await self._dumping.forget_stopped(op)
         await self._agents.call_back(op, wish)
 
     async def abandon(self, op: Operation) -> None:
@@ -326,7 +326,7 @@ class JobDumper:
         await self._agents.leave_places(op, wish)  # they are stopped, and no longer use the rendezvous
         dumped = await self._dumped(op, wish)
         await run_detached(lambda _: end_tree(wish, member, dumped), name="hegmd-end")
-        await self._dumping.none_stands(op)
+        await self._dumping.forget_stopped(op)
 
     async def _dumped(self, op: Operation, wish: Wish) -> ProcessSet:
         """Return the dumped processes. For a dump of another daemon the image names them, if it can be read."""

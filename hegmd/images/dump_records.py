@@ -1,4 +1,4 @@
-"""Which processes a dump has stopped: a record of each dump is on disk from before CRIU until its job runs or has
+"""The processes that a dump has stopped: a record of each dump is on disk from before CRIU until its job runs or has
 ended.
 
 Owns these records. An orphaned process is no longer in the job's tree, so after a daemon and a job were killed, the

@@ -16,7 +16,7 @@ from pathlib import Path
 from hegmd.errors import DENIED, NOT_FOUND, REFUSED, HegmError, Refused
 from hegmd.images.criu.dumped import strangers
 from hegmd.images.criu.needs import Needs
-from hegmd.images.criu.privileges import CriuPrivileges, closed_to, to_dump, worn_by_root
+from hegmd.images.criu.privileges import CriuPrivileges, closed_to, privileges_for_root, to_dump
 from hegmd.memory.pool_names import parse_name
 from hegmd.migration.machine.operation import ImageRequest as Wish
 from hegmd.migration.machine.operation import JobProcess as Member
@@ -45,7 +45,7 @@ def tree_of(pids: Sequence[int], tell: Tell) -> tuple[int, Tree]:
         raise HegmError(NOT_FOUND, f"a process of the job has ended: {error}", "read the output of the job") from error
 
 
-def told_of_kin(tree: Tree) -> Iterator[str]:
+def outside_relatives(tree: Tree) -> Iterator[str]:
     """Yield notes about processes outside the tree whose group or session is in it: they cannot be restored with it.
 
     A process that it started as a daemon is one, for example.
@@ -78,7 +78,7 @@ def anonymous_bytes_of(pid: int) -> int:
 
 def guise_for(tree: Tree, needs: Needs, rights: Rights) -> CriuPrivileges | None:
     """Return the rights of CRIU; None for root's. Blocks."""
-    return worn_by_root(_without_pieces(tree), needs) if rights.uid == 0 else to_dump(tree, rights.groups)
+    return privileges_for_root(_without_pieces(tree), needs) if rights.uid == 0 else to_dump(tree, rights.groups)
 
 
 def _without_pieces(tree: Tree) -> Tree:
@@ -129,7 +129,7 @@ def require_no_more(dumped: Mapping[int, bool], tree: Tree, rights: Rights) -> N
         )
 
 
-def let_all_go(wish: Wish, dumped: ProcessSet) -> None:
+def resume_all(wish: Wish, dumped: ProcessSet) -> None:
     """Resume every process of the tree, and those in `dumped`, which includes orphaned ones.
 
     A process that was stopped by a signal before stays stopped.

@@ -1,4 +1,4 @@
-"""What an image says about its job: composed from a suspended operation, and read into one again.
+"""The contents of an image's manifest: composed from a suspended operation, and read into one again.
 
 Owns which facts are stored and which are trusted. A restored job becomes a suspended operation, as adoption makes them:
 its processes have other start times, and its GPUs may be others. Pure.
@@ -42,13 +42,13 @@ def composed(  # noqa: PLR0913 - each source is named
     criu_version: str,
     meeting: str,
     attending: Mapping[int, ImageWorker],
-    bystanders: Sequence[str] = (),
+    unmoved_agents: Sequence[str] = (),
     as_user: bool = False,
     node: Mapping[str, object] | None = None,
 ) -> Manifest:
     """Return the manifest, without what the writer of images fills in.
 
-    `attending`: the reports of agents, by pid. `bystanders`: the tokens of agents in processes without bytes on GPUs.
+    `attending`: the reports of agents, by pid. `unmoved_agents`: the tokens of agents in processes without GPU bytes.
     """
     known = {gpu.id: gpu for gpu in gpus}
     used = [known[name] for name in dict.fromkeys(w.previous_gpu or w.first_gpu for w in op.live) if name in known]
@@ -78,7 +78,7 @@ def composed(  # noqa: PLR0913 - each source is named
             "asked_utc": op.created_utc,
             "lockstep": op.is_distributed,
             "meeting": meeting,
-            "bystanders": list(bystanders),
+            "bystanders": list(unmoved_agents),
             "as_user": as_user,
             "needs": needs.plain(),
             "start_ticks": [[member.pid, member.start_ticks] for member in tree.members],

@@ -2,7 +2,7 @@
 
 Output into a former pipe or terminal is lost after a restore, so it goes to /dev/null unless a descriptor is given for
 it. Owns which ends these are and which descriptors are accepted. A descriptor is reopened for the job with the daemon's
-rights, so it grants no more than its sender had.
+rights, so it grants only the rights of its sender.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def named_streams(names: Sequence[str], fds: Sequence[int]) -> dict[str, int]:
     return dict(zip(names, fds, strict=True))
 
 
-def led_elsewhere(outlets: Sequence[Outlet], streams: Mapping[str, int]) -> dict[str, int]:
+def redirected_streams(outlets: Sequence[Outlet], streams: Mapping[str, int]) -> dict[str, int]:
     """Return the descriptors by the ends that they replace. Raises Refused for a stream without such an end.
 
     If both streams of a job had one end, as with 2>&1, standard output's descriptor serves both.

@@ -28,7 +28,7 @@ from hegmd.node.processes.process_tree import Tell
 from hegmd.protocol.images import Manifest
 from hegmd.protocol.operations import Reason
 from hegmd.system.programs import Rights
-from hegmd.system.threads import Looks, run_detached
+from hegmd.system.threads import BoundedReads, run_detached
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class RestoreCheck:
         self._root = Path("/proc/1/root") if in_unit else Path("/")
         self._simulated = simulated
         self._by_owner = by_owner
-        self._looks = Looks()
+        self._looks = BoundedReads()
 
     async def run(self, manifest: Manifest, rights: Rights, *, as_then: bool) -> RestoreProblems:
         """Return every reason against a restore here and now, except those about GPUs. Raises HegmError.
@@ -152,13 +152,13 @@ def _taken(needs: Needs) -> Iterator[Reason]:
         if not holder.is_zombie:
             yield Reason(
                 code=REFUSED.name,
-                message=_told_holder(holder),
+                message=_holder_text(holder),
                 hint="end that process, or restore in a new pid namespace: unshare --pid --fork --mount-proc",
                 pid=holder.number,
             )
 
 
-def _told_holder(holder: DescriptorHolder) -> str:
+def _holder_text(holder: DescriptorHolder) -> str:
     if holder.pid == holder.number:
         return f"the job needs the number of process {holder.pid}, which runs: it is the job itself or another process"
     return f"the job needs the number {holder.number}, which is the {holder.what} of process {holder.pid}"

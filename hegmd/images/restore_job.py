@@ -24,7 +24,7 @@ from hegmd.images.criu import run
 from hegmd.images.criu.command_line import unit_name_for
 from hegmd.images.criu.credentials import beyond, credentials_in
 from hegmd.images.criu.privileges import CriuPrivileges, to_restore
-from hegmd.images.criu.run import Revived
+from hegmd.images.criu.run import RestoredTree
 from hegmd.images.files.images import Images, is_of_user
 from hegmd.images.files.open_image import Image
 from hegmd.images.manifests import candidates_in, meeting_in, needs_in, pool_bytes_in, revived, tokens_in
@@ -41,7 +41,7 @@ from hegmd.node.processes.procfs import start_ticks_of
 from hegmd.protocol.images import ImageWorker, Manifest
 from hegmd.protocol.operations import HOST
 from hegmd.system.programs import Rights
-from hegmd.system.task_group import Progress, in_concert, parts_of
+from hegmd.system.task_group import Progress, parts_of, run_concurrently
 from hegmd.system.threads import run_detached
 from hegmd.workers.workers import AgentConnection, Workers
 
@@ -82,7 +82,7 @@ class JobRestorer:
         by_whom = {"simulated": simulated, "by_owner": by_owner}
         self._scrutiny = RestoreCheck(places.folder, pool, criu=criu, in_unit=in_unit, **by_whom)
         self._coming: set[int] = set()
-        self._back: dict[str, Revived] = {}
+        self._back: dict[str, RestoredTree] = {}
 
     def is_coming(self, pid: int) -> bool:
         """True while that process is being restored and belongs to no operation yet."""
@@ -139,7 +139,7 @@ class JobRestorer:
             return revived(manifest, op_id, back.start_ticks, gpus, asked_utc)
         except BaseException as error:
             with anyio.CancelScope(shield=True):
-                if isinstance(error, run.LeftBehind):
+                if isinstance(error, run.ProcessesLeft):
                     await self._notes.end_left(op_id)
                 await self.undo(manifest, op_id)
             raise
@@ -153,7 +153,7 @@ class JobRestorer:
             await run_detached(lambda _: self._leave_places(manifest), name="hegmd-places")
 
     async def undo(self, manifest: Manifest, op_id: str) -> None:
-        """End what came back for an operation that did not begin, and give its bytes back. Raises nothing."""
+        """End the restored processes of an operation that did not begin, and release their bytes. Raises nothing."""
         if (back := self._back.pop(op_id, None)) is not None:
             await run.end(back)
         for worker in manifest.workers:
@@ -178,11 +178,11 @@ class JobRestorer:
 
     async def _read_and_restore(
         self, image: Image, op_id: str, rights: Rights, on_progress: Progress, outlets: Mapping[str, int]
-    ) -> Revived:
+    ) -> RestoredTree:
         """Read bytes and restore processes concurrently. The first failure cancels the others, and restored processes
         are ended.
         """
-        came: list[Revived] = []
+        came: list[RestoredTree] = []
         progress_of = parts_of(on_progress)
 
         async def restore() -> None:
@@ -194,7 +194,7 @@ class JobRestorer:
             for name in worker.bytes
         ]
         try:
-            await in_concert(*parts, restore)
+            await run_concurrently(*parts, restore)
         except BaseException:
             for one in came:
                 await run.end(one)
@@ -207,7 +207,7 @@ class JobRestorer:
         if worker.carrier == HOST:
             forget_mark(memory)
 
-    async def _restore(self, image: Image, rights: Rights, outlets: Mapping[str, int]) -> Revived:
+    async def _restore(self, image: Image, rights: Rights, outlets: Mapping[str, int]) -> RestoredTree:
         criu = await self._criu()
         manifest = image.manifest
         dir_fd, guise = await self._examined(image, rights)
@@ -247,7 +247,7 @@ class JobRestorer:
         command = "" if root is None or root.command is None else os.path.basename(root.command.split(" ", 1)[0])
         return unit_name_for([str(manifest.root_pid), command])
 
-    async def _attend(self, manifest: Manifest, back: Revived) -> None:
+    async def _attend(self, manifest: Manifest, back: RestoredTree) -> None:
         """Call the agents, and wait until all attend, parked. Raises HegmError."""
         await run_detached(lambda _: self._call_to_places(manifest), name="hegmd-places")
         await until_there(self._workers, manifest.workers, back.start_ticks)

@@ -125,7 +125,7 @@ class RestoreRecords:
         )
         if isinstance(note.get("unit"), str):
             await stop_unit(str(note["unit"]))
-        await run_detached(lambda _: _end(came, attendants_of(note)), name="hegmd-end")
+        await run_detached(lambda _: _end(came, parents_of(note)), name="hegmd-end")
 
     def _found(self) -> Iterator[tuple[str, Mapping[str, object]]]:
         with suppress(FileNotFoundError):
@@ -144,7 +144,7 @@ def _end(came: Mapping[int, int], attendants: Mapping[int, int]) -> None:
     end_all(ProcessSet(came))
 
 
-def attendants_of(note: Mapping[str, object]) -> Mapping[int, int]:
+def parents_of(note: Mapping[str, object]) -> Mapping[int, int]:
     """Return the parent programs of that restore with their start times: by their command lines, of the daemon's user,
     and started after the record. Blocks.
     """

@@ -6,7 +6,7 @@ segment outlives the daemon, however that ends: it is a file in memory (`pool_pl
 descriptor (`descriptor_store`). While its job is suspended it can be on disk instead (`spill_file`), and then needs no
 budget. Callers need not know which of these it is: they use `take`, `fetch` and `release`.
 
-What is found at the start and belongs to no operation is kept apart, and only touched by name (`drop_unclaimed`,
+Segments found at the start that belong to no operation are kept apart, and only touched by name (`drop_unclaimed`,
 `claim`): another operation may get the same number. The pool knows only names of operations and workers, and releases
 what it is told to: the machine decides what is no longer needed. Longer than 400 lines because all paths of a segment
 share one lock and one budget.
@@ -31,7 +31,7 @@ from hegmd.memory.pool_piece import MemoryKeeping, Piece
 from hegmd.memory.ready_memory import LOOK_S, RETRY_S, ReadyMemory
 from hegmd.memory.sizes import MIB, whole_size, with_margin
 from hegmd.memory.spill_file import SpillFolder
-from hegmd.memory.spilling import Progress, read_into, say_nothing, with_memory, write_out
+from hegmd.memory.spilling import Progress, ignore_progress, read_into, with_memory, write_out
 from hegmd.telemetry.log import fields
 
 __all__ = ["Key", "MemoryKeeping", "Memory", "Piece", "Pool", "Source", "read_available_bytes"]
@@ -147,8 +147,8 @@ class Pool:
         enough.
 
         `source` is the process that the bytes are from; without it a segment belongs to no process if its operation is
-        lost. Raises Refused over the budget or if the pages cannot be had; then the former segment stays. If cancelled,
-        it finishes first and releases what it took.
+        lost. Raises Refused over the budget or if the pages cannot be allocated; then the former segment stays. If
+        cancelled, it finishes first and releases what it took.
         """
         await self.fetch(key)
         known = self._held.get(key)
@@ -221,7 +221,7 @@ class Pool:
 
     # -- on disk -------------------------------------------------------------------------------------------------------
 
-    async def spill(self, key: Key, progress: Progress = say_nothing) -> None:
+    async def spill(self, key: Key, progress: Progress = ignore_progress) -> None:
         """Have the owner's bytes on disk as well, synced and read back. Fine when they are. Raises HegmError."""
         folder = self._folder()
         piece = self._held.get(key)
@@ -240,7 +240,7 @@ class Pool:
             if piece.spilled and piece.memory is not None:
                 await self._forget_memory(piece)
 
-    async def fetch(self, key: Key, progress: Progress = say_nothing) -> None:
+    async def fetch(self, key: Key, progress: Progress = ignore_progress) -> None:
         """Load the owner's bytes into memory, every chunk verified; the file on disk stays. Does nothing if they are
         loaded.
 

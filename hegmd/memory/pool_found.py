@@ -1,4 +1,4 @@
-"""What an earlier daemon left of the pool: files in memory, descriptors in a store, files on disk.
+"""The segments that an earlier daemon left in the pool: files in memory, descriptors in a store, files on disk.
 
 Trusts only what is whole: the name gives owner and size, and the kernel has to confirm the size. Returns segments for
 the pool, and a message for everything else. Deletes only what was still being created when the daemon ended.
@@ -46,7 +46,7 @@ class Findings:
 async def find_pieces(keep: MemoryKeeping, adopt: Callable[[str, int], bool] = lambda _name, _fd: False) -> Findings:
     """Search everywhere. Raises nothing: an unreadable place is reported, and the daemon serves.
 
-    What is in the store and does not belong to the pool is passed to `adopt`, which returns True if it took it.
+    Descriptors in the store that do not belong to the pool are passed to `adopt`, which returns True if it took them.
     """
     search = _Search()
     await anyio.to_thread.run_sync(search.look_at_files, keep)
@@ -88,7 +88,7 @@ class _Search:
                 name = parse_name(spilled.name)
                 known = self.pieces.get(spilled.name)
                 if spilled.why_not or name is None:
-                    why = spilled.why_not or "its name is none of ours"
+                    why = spilled.why_not or "its name is not one that hegmd uses"
                     self.distrust(spilled.name, str(keep.spill.folder), spilled.size_bytes, why)
                 elif known is not None:
                     known.spilled = known.may_have_file = True
@@ -107,7 +107,7 @@ class _Search:
         name = parse_name(text)
         why = ""
         if name is None:
-            why = "its name is none of ours"
+            why = "its name is not one that hegmd uses"
         elif memory.size_bytes < name.usable_bytes:
             why = f"it has {memory.size_bytes} bytes and was made for {name.usable_bytes}"
         if why or name is None:

@@ -45,9 +45,9 @@ _SLICE_BYTES = 64 << 20
 
 _PROT_NONE, _PROT_READ_WRITE = 0, 3
 _MAP_SHARED, _MAP_FIXED, _MAP_RESERVED = 0x01, 0x10, 0x4022  # the last: private, of nothing, taking nothing
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap of Python knows no name for either
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for either
 _MADV_COLLAPSE = 25
-# After these it is not asked again: the kernel knows no such advice, or the node has no huge page left.
+# After these it is not asked again: the kernel lacks this advice, or the node has no huge page left.
 _NO_USE = (errno.EINVAL, errno.ENOMEM)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -95,7 +95,7 @@ class Memory:
 
     def zero(self, at: int, size_bytes: int) -> None:
         """Have nothing in that part. Only before a job has a descriptor of it, who could cut it. Raises OSError."""
-        if self.huge:  # such pages know no write
+        if self.huge:  # such pages cannot be written with write()
             with mmap.mmap(self.fd, self.size_bytes) as mapped:
                 mapped[at : at + size_bytes] = bytes(size_bytes)
         else:
@@ -173,7 +173,7 @@ def make_memory(
             logger.debug("%s: %s", name, refusal)
     raise Refused(
         f"the node has no {whole_bytes // MIB} MiB for {name.key.worker}: {error.strerror or error}",
-        "free memory, or look at the memory limit of hegmd's own control group (MemoryMax=)",
+        "free memory, or check the memory limit of hegmd's own control group (MemoryMax=)",
         {"needed_bytes": whole_bytes, "errno": error.errno},
     )
 

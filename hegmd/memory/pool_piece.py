@@ -17,7 +17,7 @@ from hegmd.memory.spill_file import SpillFolder
 
 @dataclass(frozen=True, slots=True)
 class MemoryKeeping:
-    """Where segments can be: named memory, a store for nameless memory, a directory on disk. Also where checksums
+    """The places of segments: named memory, a store for nameless memory, a directory on disk. Also where checksums
     are.
     """
 

@@ -33,7 +33,7 @@ MAX_PIECES = 128
 # contexts, modules and cuBLAS. The driver's fixed times include it.
 NEXT_TO_NOTHING_BYTES = 768 * MIB
 # The memory that must be free in addition while a reservation passes to a job, if another process on the GPU cannot be
-# paused. One allocation of that process then does no harm: a context takes 0.5 GiB, and framework allocators grow by
+# paused. Then one allocation of that process is harmless: a context takes 0.5 GiB, and framework allocators grow by
 # less than the rest.
 CALM_BYTES = 2048 * MIB
 # How much further than their sizes storages can reach in the flat space: each begins at a multiple of 512 bytes, and a

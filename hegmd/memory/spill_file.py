@@ -222,7 +222,7 @@ class SpillFolder:
         message, facts = f"{what}: {error.strerror or error}", {"errno": error.errno}
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return Refused(message, _FREE_OF.format(folder=self.folder), facts)
-        return HegmError(UNAVAILABLE, message, f"look at the disk of {self.folder}: dmesg, df -h", facts)
+        return HegmError(UNAVAILABLE, message, f"check the disk of {self.folder}: dmesg, df -h", facts)
 
 
 # ---- layout ----------------------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def _damaged(path: Path, why: str) -> HegmError:
     return HegmError(
         UNAVAILABLE,
         f"{path} is damaged: {why}",
-        "the job stays parked; look at the disk, and put the file back from a copy if there is one",
+        "the job stays parked; check the disk, and put the file back from a copy if there is one",
         {"path": str(path)},
     )
 
@@ -330,7 +330,7 @@ def _copy_out(
 
 def _compare(file: int, size_bytes: int, sums: list[int], unwanted: Callable[[], bool]) -> None:
     """Raise HegmError if the disk returns other bytes than were written."""
-    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # for a file system that goes by the page cache after all
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # for a file system that uses the page cache anyway
 
     def compare(number: int, view: memoryview, length: int) -> None:
         if unwanted():

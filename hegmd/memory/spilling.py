@@ -33,7 +33,7 @@ Progress = Callable[[int], object]
 T = TypeVar("T")
 
 
-def say_nothing(_so_far_bytes: int) -> None:
+def ignore_progress(_so_far_bytes: int) -> None:
     """Progress that is not reported."""
 
 
@@ -73,7 +73,7 @@ async def with_memory(fd: int, work: Callable[[int, Callable[[], bool]], T], *, 
 
     def run(waiting: socket.socket) -> T | None:
         def is_over() -> bool:
-            poll = select.poll()  # each of several threads asks, and `select` knows no descriptor past 1023
+            poll = select.poll()  # each of several threads asks, and `select` cannot handle descriptors above 1023
             poll.register(waiting, select.POLLIN)
             return bool(poll.poll(0))
 
@@ -111,7 +111,7 @@ def _fill(folder: SpillFolder, name: str, size_bytes: int, memory: Memory, tell:
     if not memory.huge:
         folder.read(name, size_bytes, lambda place, view: _write_whole(memory.fd, view, place), tell)
         return
-    with mmap.mmap(memory.fd, memory.size_bytes) as mapped:  # huge pages know no write
+    with mmap.mmap(memory.fd, memory.size_bytes) as mapped:  # huge pages cannot be written with write()
 
         def copy(place: int, view: memoryview) -> None:
             mapped[place : place + len(view)] = bytes(view)

@@ -218,14 +218,16 @@ class VideoMemory:
         async with self._taking:
             holding = self._held.get((who, gpu))
             if holding is None or (to, gpu) in self._held:
-                raise Bug("video memory is handed on that nobody has, or to who has some", facts={"who": who, "to": to})
+                raise Bug(
+                    "video memory of an owner that has none, or for one that has some", facts={"who": who, "to": to}
+                )
             pieces = tuple(holding.pieces)
             if holding.kept:
                 await self._keep(to, gpu, pieces)
             if self._held.get((who, gpu)) is not holding:
                 if holding.kept and self.store is not None:
                     await self.store.drop(*[_store_name(to, gpu, piece) for piece in pieces])
-                raise Refused(f"the video memory of {who} was given back meanwhile", "run: hegmctl adopt")
+                raise Refused(f"the video memory of {who} was released meanwhile", "run: hegmctl adopt")
             self._held[to, gpu] = self._held.pop((who, gpu))
             if holding.kept and self.store is not None:
                 with anyio.CancelScope(shield=True):

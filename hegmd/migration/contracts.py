@@ -1,4 +1,4 @@
-"""What methods and carriers are, as the executor calls them.
+"""The interfaces of methods and carriers, as the executor calls them.
 
 A **method** takes a process off its GPU and restores it: the driver's checkpoint, or records for simulated GPUs. It
 also makes the reservations for this, since they differ: allocated GPU memory, or an entry in a table. A **carrier**
@@ -55,7 +55,7 @@ class GrewBeyondPlan(Refused):
 
 @dataclass(frozen=True, slots=True)
 class Respawn:
-    """What differs for a process that a restart starts."""
+    """The differences for a process that a restart starts."""
 
     set: Mapping[str, str] = field(default_factory=dict[str, str])
     unset: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ class MigratedProcess:
     driver_bytes_by_gpu: tuple[int, ...] = ()
     #: Reservations for its storages on each of several GPUs, in their order, if a carrier moves them.
     storage_bytes_by_gpu: tuple[int, ...] = ()
-    #: Which of the devices of a process on several GPUs a copy session serves; None for the whole process.
+    #: The devices of a process on several GPUs that a copy session serves; None for the whole process.
     device: int | None = None
     #: True if the process keeps its CUDA context on its GPU. Also the GPU memory that should remain there, None if
     #: unknown.
@@ -209,7 +209,7 @@ class ProcessState:
     gpu: str | None
     #: Whether something is being done to it this moment, so that none of this lasts.
     busy: bool = False
-    #: Of a rank with communicators: whether the driver holds it locked.
+    #: For a rank with communicators: whether the driver holds it locked.
     locked: bool = False
     #: Why it can never be restored; empty if it can.
     failed: str = ""
@@ -224,7 +224,7 @@ class OverlappedCopy:
 
 
 class Method(Protocol):
-    """One way of taking a process off its GPU and of bringing it back."""
+    """A way to take a process off its GPU and to restore it."""
 
     name: str
 
@@ -285,7 +285,7 @@ class Method(Protocol):
 
 
 class Carrier(Protocol):
-    """One way for the bytes of an agent's storages out of its process and back."""
+    """A way for the bytes of an agent's storages out of the process and back."""
 
     name: str
 

@@ -71,11 +71,11 @@ class AgentSurvey(Record):
     """The latest report of a process's agent."""
 
     token: str = field("what it calls itself")
-    framework_version: str | None = field("version of what trains there; nil if none is there yet", default=None)
+    framework_version: str | None = field("version of the training framework; nil if none is loaded yet", default=None)
     size_bytes: int | None = field(
         "bytes of the storages that it vouches for; nil before its first survey", default=None
     )
-    left_alone: tuple[LeftAlone, ...] = field("what it does not vouch for", default=())
+    left_alone: tuple[LeftAlone, ...] = field("the storages that it does not vouch for", default=())
     boundary: int | None = field("batch boundaries that it has passed", default=None)
     rank: int | None = field("its rank in a distributed job", default=None)
     world_size: int | None = field("how many ranks the job has", default=None)
@@ -97,7 +97,7 @@ class AgentSurvey(Record):
 
 
 class Surroundings(Record):
-    """What is seen of a process from outside and the driver would report too late."""
+    """The visible state of a process that the driver would report too late."""
 
     stopped: bool = field("whether a signal or a debugger has stopped it", default=False)
     nccl_shared: bool | None = field("whether it maps memory that NCCL shares between ranks", default=None)
@@ -119,16 +119,16 @@ class Candidate(Record):
     gpus: tuple[str, ...] = field("the GPUs that it is on; empty for a rank that is on none yet")
     on_cpu: bool = field("whether it trains without a GPU, as far as it says", default=False)
     kinds: tuple[str, ...] = field("how it uses each of them: compute, graphics or mps", default=())
-    vram_bytes: int | None = field("what it holds on them by the driver's word; nil if that is not known", default=None)
+    vram_bytes: int | None = field("its memory on them as the driver reports it; nil if unknown", default=None)
     driver_bytes_by_gpu: Mapping[str, int] = field(
         "what of that it holds on each, by GPU, as far as it is known", default={}
     )
     parent: int | None = field("the nearest of its ancestors that is a candidate too", default=None)
     around: Surroundings = field("what is seen of it from outside", default=Surroundings())
-    stopped: bool = field("whether a signal or a debugger has stopped it, and it comes to no boundary", default=False)
+    stopped: bool = field("whether a signal or a debugger has stopped it: it reaches no boundary", default=False)
     supervisor: int | None = field("the process that would start it again after a restart", default=None)
     launched: bool = field("whether that has started a launcher, which started this rank", default=False)
-    apart: bool = field("whether that is not its parent: who is would take its leaving for its end", default=False)
+    apart: bool = field("whether that is not its parent: the parent would take its exit for its end", default=False)
     ranks: bool = field("whether that can start several ranks from a state of each", default=False)
     python: bool = field("whether that would take another Python for it", default=False)
     other_python: str = field("the version that the requested Python reports; empty if unknown", default="")
@@ -141,7 +141,7 @@ class PoolMemory(Record):
 
     budget_bytes: int = field("the most that it may hold")
     free_bytes: int = field("what of that is not taken")
-    ready_bytes: int = field("what of that has its pages present", default=0)
+    ready_bytes: int = field("the part of that whose pages are present", default=0)
 
 
 class Rates(Record):
@@ -151,7 +151,7 @@ class Rates(Record):
     in_bytes_per_s: float = field("into a worker by its own hands", default=2.0e9)
     fixed_s: float = field("what a move takes without any bytes", default=0.05)
     peer_out_bytes_per_s: float = field("from GPU to GPU over NVLink", default=3.9e11)
-    peer_in_bytes_per_s: float = field("within the GPU that a process has come to", default=4.5e11)
+    peer_in_bytes_per_s: float = field("within the target GPU of a process", default=4.5e11)
     host_out_bytes_per_s: float = field("from a GPU to the pool by the helper's hands", default=4.9e10)
     host_in_bytes_per_s: float = field("from the pool to a GPU by the helper's hands", default=4.5e10)
     cuda_out_bytes_per_s: float = field("from a GPU to the pool by the worker's own hands", default=9.2e9)
@@ -160,8 +160,8 @@ class Rates(Record):
     driver_in_bytes_per_s: float = field("by the driver's restore", default=6.5e9)
     driver_out_s: float = field("a checkpoint with next to nothing to carry", default=0.33)
     driver_in_s: float = field("a restore with next to nothing to carry", default=0.25)
-    beside_s: float = field("how much longer the driver's checkpoint or restore is beside copies", default=0.1)
-    within_bytes_per_s: float = field("within the GPU, where copies are beside those of the driver", default=1.0e12)
+    beside_s: float = field("how much longer the driver's checkpoint or restore takes while copies run", default=0.1)
+    within_bytes_per_s: float = field("within the GPU, while the driver copies too", default=1.0e12)
     exchange_s: float = field("opening and freeing the storages, and opening them again, without any", default=0.04)
     make_bytes_per_s: float = field("making storages on a GPU that has just been left", default=4.3e11)
     round_s: float = field("each round but one of those in which storages are made", default=0.005)
@@ -180,7 +180,7 @@ class Unreachable(Record):
 
     pid: int = field("process id, by the driver's word")
     gpus: tuple[str, ...] = field("the GPUs on which the driver lists it")
-    vram_bytes: int | None = field("what it holds there by the driver's word; nil if that is not known", default=None)
+    vram_bytes: int | None = field("its memory there as the driver reports it; nil if unknown", default=None)
     ended: bool = field("whether it has ended", default=False)
     why: str = field("why it cannot be seen", default="")
 
@@ -191,7 +191,7 @@ class NodeSnapshotForPlan(Record):
     gpus: tuple[GpuMemory, ...] = field("all of them")
     candidates: tuple[Candidate, ...] = field("the processes on them, and the ranks of their jobs that are on none yet")
     unreachable: tuple[Unreachable, ...] = field("the processes on them that are no candidates", default=())
-    beginning: tuple[int, ...] = field("of those that were named, who has not come to a first batch yet", default=())
+    beginning: tuple[int, ...] = field("the named processes that have not reached a first batch yet", default=())
     ended: tuple[int, ...] = field("the named pids that no process has", default=())
     pool: PoolMemory = field("the pool")
     running: tuple[Operation, ...] = field("operations that are not over", default=())
@@ -200,7 +200,7 @@ class NodeSnapshotForPlan(Record):
     available_bytes: int | None = field("memory of the node that can still be taken", default=None)
     outlived: bool = field("whether a store keeps the bytes when hegmd ends", default=True)
     proofs: tuple[Proof, ...] = field("the tried combinations of driver, NCCL, PyTorch, chip and links", default=())
-    proving: tuple[int, ...] = field("ranks whose jobs try their combination: no verdict is against them", default=())
+    proving: tuple[int, ...] = field("ranks whose jobs try their combination: verdicts are ignored", default=())
 
 
 class PlanRequest(Record):
@@ -212,7 +212,7 @@ class PlanRequest(Record):
         "the GPU for all of them, the GPUs of one on several, or cpu; for resume nil is where they were", default=None
     )
     placement: Mapping[str, str] = field("the same for single ones, by pid; before `to`", default={})
-    carrier: str | None = field("peer, host, worker or driver, where it is not to be chosen", default=None)
+    carrier: str | None = field("peer, host, worker or driver; nil to choose one", default=None)
     keep_context: bool = field("whether the processes keep their CUDA contexts on their GPUs", default=False)
     via: str | None = field("restart, where nothing else is to be thought of", default=None)
     allow_restart: bool = field("whether it may be a restart where there is no better way", default=False)
@@ -220,7 +220,7 @@ class PlanRequest(Record):
 
 
 class MigrationPlan(Record):
-    """What an operation would do."""
+    """The actions of an operation."""
 
     kind: str = field("migrate, suspend, resume, checkpoint, restore or quiesce")
     way: str = field("agent, or driver for processes without one")
@@ -239,7 +239,7 @@ class MigrationPlan(Record):
     ends: bool = field("whether the job ends with it", default=False)
     pool_ready_bytes: int = field("of the free bytes of the pool, those that take no time to get", default=0)
     reserves_late: bool = field(
-        "whether ranks take memory on their targets only when all have left: one has it from another", default=False
+        "whether ranks reserve their targets only once all have left, because they exchange GPUs", default=False
     )
 
     def operation(
@@ -270,12 +270,12 @@ class MigrationPlan(Record):
 
     @property
     def place(self) -> str | None:
-        """Where its processes go, as `--to` names it; None where one of them goes nowhere."""
+        """The targets of its processes, as `--to` names them; None if a process has no target."""
         return place_of_all([worker.to for worker in self.workers])
 
     @property
     def source(self) -> str | None:
-        """Where its processes are, in the same words."""
+        """The places of its processes, in the same form."""
         return place_of_all([worker.gpu for worker in self.workers])
 
     @property

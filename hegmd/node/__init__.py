@@ -1,1 +1,1 @@
-"""What this node is: devices, processes, inventory, possible migration methods, and the doctor's checks."""
+"""The facts about this node: devices, processes, inventory, possible migration methods, and the doctor's checks."""

@@ -1,4 +1,4 @@
-"""Where CRIU is, which version it is, and whether this daemon may use it.
+"""The place and version of CRIU, and whether this daemon may use it.
 
 A CRIU on the node's search path is preferred if it is new enough, then the one that contrib/criu/install.sh unpacks.
 `hegmd.system.programs` starts it. Also knows which lines of CRIU's log are errors: the doctor reads the output of `criu

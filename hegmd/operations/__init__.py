@@ -1,1 +1,1 @@
-"""What can be requested: the services behind the request handlers, and the recovery of orphans."""
+"""The services behind requests: the services behind the request handlers, and the recovery of orphans."""

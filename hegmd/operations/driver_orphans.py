@@ -23,7 +23,7 @@ import anyio.abc
 
 from hegmd.errors import NOT_FOUND, TIMEOUT, HegmError, Refused
 from hegmd.gpu_helper.link import DriverFailed, HelperLost, Link
-from hegmd.migration.machine.adoption import Driven, driver_bytes_bound
+from hegmd.migration.machine.adoption import DriverProcess, driver_bytes_bound
 from hegmd.migration.methods.driver_calls import CHECKPOINTED, FAILED, LOCKED
 from hegmd.migration.methods.other_processes import OtherProcesses
 from hegmd.migration.methods.progress_probe import is_stopped
@@ -200,7 +200,7 @@ class DriverOrphans:
 
     # -- one of them ---------------------------------------------------------------------------------------------------
 
-    async def stands(self, pid: int) -> Driven:
+    async def stands(self, pid: int) -> DriverProcess:
         """Return the driver's state of that process and what its restore needs. Raises HegmError if it cannot be
         adopted.
 
@@ -237,7 +237,7 @@ class DriverOrphans:
             )
         return await self._driven(user, state)
 
-    async def _driven(self, user: CudaUser, state: str) -> Driven:
+    async def _driven(self, user: CudaUser, state: str) -> DriverProcess:
         node = await self._node()
         here = [process for process in node.processes if process.pid == user.pid]
         gpus = [use.gpu for process in here for use in process.gpus if use.kind == "compute"]
@@ -248,7 +248,7 @@ class DriverOrphans:
                 "retry in a few seconds; see hegmctl ps",
                 {"pid": user.pid},
             )
-        return Driven(
+        return DriverProcess(
             pid=user.pid,
             start_ticks=user.start_ticks,
             uid=user.uid,

@@ -70,7 +70,7 @@ class Evacuation(BackgroundTasks):
     async def _drain_once(self, name: str, told: Sequence[str]) -> Sequence[str]:
         """Drain it once. `told` is the last report about the jobs that stay; return the new report."""
         why = self._gpus[name].health.reason
-        asked = RequestContext(by=BY, may=lambda _uid: True, emit=_to_nobody)
+        asked = RequestContext(by=BY, may=lambda _uid: True, emit=_discard_progress)
         try:
             outcome = await self._drain(name, (), asked)
         except HegmError as error:
@@ -92,5 +92,5 @@ class Evacuation(BackgroundTasks):
         logger.log(logging.WARNING if severity == "warning" else logging.INFO, "%s", message)
 
 
-async def _to_nobody(_progress: OperationProgress) -> None:
+async def _discard_progress(_progress: OperationProgress) -> None:
     """Discard progress: no client follows."""

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 import anyio
 
 from hegmd.errors import BAD_REQUEST, CANCELLED, DENIED, INTERNAL, REFUSED, TIMEOUT, HegmError, Refused
-from hegmd.images.dump_job import JobDumper, Looked
+from hegmd.images.dump_job import InspectedTree, JobDumper
 from hegmd.images.files.catalogue import size_of
 from hegmd.images.files.open_image import Image
 from hegmd.images.manifests import needs_in, unrevived
-from hegmd.images.output_redirection import led_elsewhere, lost_streams, named_streams
+from hegmd.images.output_redirection import lost_streams, named_streams, redirected_streams
 from hegmd.images.restore_checks import GrownFile
 from hegmd.images.restore_job import JobRestorer
 from hegmd.migration.machine import communicators
@@ -100,7 +100,7 @@ class Checkpoints:
         size_bytes = looked.criu_bytes + with_it_bytes
         whole_bytes = looked.criu_bytes + plan.size_bytes
         plan = with_image(plan, snapshot.rates, size_bytes=size_bytes, leave_running=leave_running)
-        plan = plan.replace(hazards=(*plan.hazards, *looked.notes, _told_size(whole_bytes, path)))
+        plan = plan.replace(hazards=(*plan.hazards, *looked.notes, _size_text(whole_bytes, path)))
         wish = _wish(path, rights, looked, leave_running=leave_running)
         return await self._operations.carry_out(plan, snapshot, asked, handoff=wish)
 
@@ -130,7 +130,7 @@ class Checkpoints:
             raise refusal(reasons)
         size_bytes = plan.size_bytes + looked.criu_bytes
         plan = with_image(plan, self._paces.rates(), size_bytes=size_bytes, leave_running=False)
-        plan = plan.replace(hazards=(*plan.hazards, *looked.notes, _told_size(size_bytes, path)))
+        plan = plan.replace(hazards=(*plan.hazards, *looked.notes, _size_text(size_bytes, path)))
         return await self._operations.hand_over(op, _wish(path, rights, looked), plan, asked)
 
     async def restore(self, wish: Wished, rights: Rights, asked: RequestContext) -> OperationResult:
@@ -163,7 +163,7 @@ class Checkpoints:
                 {"path": wish.path},
             )
         left_s = None if limit_s is None else max(MIN_LEFT_S, due - anyio.current_time())
-        return await self._operations.go_on_with(op, plan, replace(asked, dry_run=False, limit_s=left_s))
+        return await self._operations.resume_by_plan(op, plan, replace(asked, dry_run=False, limit_s=left_s))
 
     async def _plan(
         self, image: Image, wish: Wished, rights: Rights, streams: Mapping[str, int], *, dry_run: bool = False
@@ -177,7 +177,7 @@ class Checkpoints:
         reasons += objections.reasons
         ends = needs_in(manifest).outlets
         try:
-            led_elsewhere(ends, streams)
+            redirected_streams(ends, streams)
         except HegmError as error:
             reasons.append(Reason(code=error.code.name, message=error.message, hint=error.hint))
         grown = to_cut_back(reasons, objections.grown)
@@ -187,7 +187,7 @@ class Checkpoints:
             named = [[file.path, file.size_bytes] for file in grown]
             raise HegmError(refused.code, refused.message, refused.hint, {**refused.facts, "grown": named})
         cut = [f"{file.reason.message}: hegmctl truncates it to that size" for file in would_be_cut]
-        notes = [*cut, *objections.notes, *_told_lost(lost_streams(ends, streams)), *_told_foreign(image)]
+        notes = [*cut, *objections.notes, *_lost_text(lost_streams(ends, streams)), *_foreign_text(image)]
         plan = from_image(found, snapshot.rates, size_bytes=size_of(manifest))
         return plan.replace(hazards=(*plan.hazards, *notes))
 
@@ -197,7 +197,7 @@ class Checkpoints:
         """Return the restored job as a suspended operation. Raises HegmError; then nothing of it is left."""
         runner = self._operations.runner
         manifest = image.manifest
-        outlets = led_elsewhere(needs_in(manifest).outlets, streams)
+        outlets = redirected_streams(needs_in(manifest).outlets, streams)
         began, began_utc = anyio.current_time(), time.time()
         op_id = runner.reserve_id()
         op: Operation | None = None
@@ -292,7 +292,7 @@ async def reading(op_id: str, size_bytes: int, emit: Emit) -> AsyncGenerator[Cal
         raise failure
 
 
-def _told_size(size_bytes: int, path: str) -> str:
+def _size_text(size_bytes: int, path: str) -> str:
     return f"the image takes about {math.ceil(size_bytes / (1 << 20))} MiB in {path}, without its zeros"
 
 
@@ -300,17 +300,17 @@ def _driven_bytes(plan: MigrationPlan) -> int:
     return sum(worker.size_bytes for worker in plan.workers if worker.carrier == BY_DRIVER)
 
 
-def _told_lost(names: Sequence[str]) -> Iterator[str]:
+def _lost_text(names: Sequence[str]) -> Iterator[str]:
     for name in names:
         yield f"its {name} is not connected: its former reader has exited; redirect it with --{name} FILE"
 
 
-def _told_foreign(image: Image) -> Iterator[str]:
+def _foreign_text(image: Image) -> Iterator[str]:
     if image.foreign:
         yield f"{image.path} holds {', '.join(image.foreign[:3])}, which is not part of the image and is ignored"
 
 
-def _wish(path: str, rights: Rights, looked: Looked, *, leave_running: bool = False) -> Wish:
+def _wish(path: str, rights: Rights, looked: InspectedTree, *, leave_running: bool = False) -> Wish:
     return Wish(
         path=path,
         uid=rights.uid,

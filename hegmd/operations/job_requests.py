@@ -145,8 +145,10 @@ class JobRequests:
 
     async def _processes_of(self, text: str, may: May) -> tuple[int, ...]:
         job = self._allowed(self._jobs.named(text, may), may)
-        if not job.lives:
-            raise HegmError(NOT_FOUND, f"job {job} {self._jobs.told_end(job)}", "run: hegmctl jobs", {"job": job.id})
+        if not job.is_alive:
+            raise HegmError(
+                NOT_FOUND, f"job {job} {self._jobs.describe_end(job)}", "run: hegmctl jobs", {"job": job.id}
+            )
         workers = [worker for worker in self._jobs.workers_of(job) if trains(worker)]
         if not workers:  # it may have come to its first batch since an agent last said anything
             await self._sample([worker for worker in self._jobs.workers_of(job) if worker.connected])
@@ -175,7 +177,7 @@ class JobRequests:
             numbers = {(await self._one(one, may)).number for one in dict.fromkeys(wanted)}
             records = [job for job in self._jobs if job.number in numbers]
         else:
-            records = [job for job in self._jobs if ended or job.lives]
+            records = [job for job in self._jobs if ended or job.is_alive]
         return await self._views(sorted(records, key=lambda job: job.number), may)
 
     async def one(self, wanted: int | str, may: May) -> told.Job:
@@ -193,7 +195,7 @@ class JobRequests:
             if record is None:
                 raise HegmError(NOT_FOUND, f"job j{number} has ended and is no longer remembered", "run: hegmctl jobs")
             view = (await self._views([record], may))[0]
-            if not record.lives:
+            if not record.is_alive:
                 return view
             if view.state != state:
                 state = view.state
@@ -297,7 +299,7 @@ class JobRequests:
     # ----------------------------------------------------------------------------------------------------------
 
     async def _views(self, records: Sequence[JobRecord], may: May) -> tuple[told.Job, ...]:
-        numbers = {job.number for job in records if job.lives}
+        numbers = {job.number for job in records if job.is_alive}
         workers: dict[int, list[AgentConnection]] = {}
         for worker in self._workers:
             job = self._jobs.of_worker(worker)
@@ -312,13 +314,13 @@ class JobRequests:
 
     def _view(self, job: JobRecord, seen: _Seen) -> told.Job:
         workers = sorted(seen.workers.get(job.number, ()), key=_rank)
-        op = self._operations.of(job) if job.lives else None
+        op = self._operations.of(job) if job.is_alive else None
         processes = tuple(self._processes(job, workers, op, seen))
         listed = [seen.processes[process.pid] for process in processes if process.pid in seen.processes]
         gpus = tuple(dict.fromkeys(gpu for process in processes for gpu in process.gpus))
         on_cpu = any(worker.on_cpu and worker.gpu is None for worker in workers)
         described = None if op is None else self._runner.describe(op.id).waits
-        shared = self.waits_for(job) if job.lives else None
+        shared = self.waits_for(job) if job.is_alive else None
         orphan = any(worker.parked or worker.held_bytes for worker in workers) and op is None
         boundaries = [worker.boundary for worker in workers if worker.boundary]
         if boundaries:
@@ -343,8 +345,8 @@ class JobRequests:
             command=job.command,
             started_utc=job.started_utc,
             ended_utc=job.ended_utc,
-            status=None if job.lives else job.status,
-            end=None if job.lives else self._jobs.told_end(job),
+            status=None if job.is_alive else job.status,
+            end=None if job.is_alive else self._jobs.describe_end(job),
             pid=None if job.is_gone else job.pid,
             processes=processes,
             priority=job.priority,
@@ -435,10 +437,10 @@ def _rank(worker: AgentConnection) -> tuple[bool, int, int]:
 
 
 def _state(job: JobRecord, op: Operation | None, *, is_waiting: bool, has_trained: bool) -> str:
-    if not job.lives:
+    if not job.is_alive:
         return told.ENDED
     if op is not None and op.phase not in TERMINAL:
-        # A suspended job whose agents have not come back to a daemon that was restarted is suspended all the same.
+        # A suspended job stays suspended if its agents have not reconnected to a restarted daemon.
         is_off = op.phase == SETTLING.phase and all(one.gpu is None and one.target_gpu is None for one in op.live)
         at_rest = {HOLDING: told.QUIESCED, SUSPENDED: told.SUSPENDED}
         phase = SUSPENDED if is_off else op.phase
@@ -459,7 +461,7 @@ def _notes(worker: AgentConnection) -> Iterable[str]:
     if worker.unweighed is not None:
         yield worker.unweighed[0]
     if worker.begin_anew:
-        yield f"a restart begins these variables anew: {', '.join(worker.begin_anew)}"
+        yield f"a restart does not keep these variables: {', '.join(worker.begin_anew)}"
     if worker.image_missed:
         yield worker.image_missed
 

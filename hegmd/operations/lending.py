@@ -1,4 +1,4 @@
-"""Jobs that lend their GPU memory: the suspend at the start of a `hegm.released()` block, and the resume at its end.
+"""Lending the GPU memory of a job: the suspend at the start of a `hegm.released()` block, and the resume at its end.
 
 Combines the requests of one job: each rank sends its own, and the first starts the operation. The operation records
 that the memory is lent, so that a restarted daemon knows which operation a job may end.
@@ -42,8 +42,8 @@ class Lending:
                 raise HegmError(BUSY, message, "ask again when it has ended", {"pid": pid, "operation": op.id})
             if op.phase == SUSPENDED:
                 return op.id
-            await self._until_at_rest(op)
-        # The process keeps a descriptor of its bytes with this carrier, so it can come back without a daemon.
+            await self._until_suspended(op)
+        # The process keeps a descriptor of its bytes with this carrier, so it can reload them without a daemon.
         asked = replace(asked, carrier=WORKER, lent=True)
         is_new = self._is_new(pid)
         try:
@@ -71,7 +71,7 @@ class Lending:
             message = f"no operation lends the GPU memory of process {pid}"
             raise HegmError(NOT_FOUND, message, "run: hegmctl ops", {"pid": pid})
         if op.phase != SUSPENDED:  # the job is still being suspended, or another rank has asked
-            await self._until_at_rest(op)
+            await self._until_suspended(op)
             op = self._runner.of_process(pid)
         if op is None or not op.lent:
             return
@@ -84,7 +84,7 @@ class Lending:
         if answer.operation is not None and answer.operation.phase == SUSPENDED:
             raise _failed(pid, answer.operation, "get its GPU memory back")
 
-    async def _until_at_rest(self, op: Operation) -> None:
+    async def _until_suspended(self, op: Operation) -> None:
         async for _ in self._runner.follow(op.id):
             pass
 

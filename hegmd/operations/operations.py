@@ -18,7 +18,7 @@ from hegmd.errors import BAD_REQUEST, BUSY, DENIED, NOT_FOUND, REFUSED, HegmErro
 from hegmd.memory.pool import Key
 from hegmd.migration.machine import events
 from hegmd.migration.machine.adoption import adopted, adopted_of_driver
-from hegmd.migration.machine.describe import in_hand
+from hegmd.migration.machine.describe import busy_message
 from hegmd.migration.machine.machine import HOLDING, handle
 from hegmd.migration.machine.next_effects import SETTLING, SUSPENDED
 from hegmd.migration.machine.operation import (
@@ -64,7 +64,7 @@ SETTLES_WITHIN_S = 5.0
 
 
 class Operations:
-    """The desk at which operations are asked for."""
+    """Creates and resumes operations on request."""
 
     def __init__(  # noqa: PLR0913 - the parts that it asks, each named
         self,
@@ -275,7 +275,7 @@ class Operations:
         await self._claim_for(op)
         return await self._resume(op.id, plan, asked)
 
-    async def go_on_with(self, op: Operation, plan: MigrationPlan, asked: RequestContext) -> OperationResult:
+    async def resume_by_plan(self, op: Operation, plan: MigrationPlan, asked: RequestContext) -> OperationResult:
         """Have a suspended operation resumed by a plan that was made before it began. Raises HegmError."""
         return await self._resume(op.id, plan, asked)
 
@@ -346,7 +346,7 @@ class Operations:
         """Have a plan of anything but a resume carried out that was just made from that snapshot."""
         self.check(asked, [worker.pid for worker in plan.workers])
         owners = {candidate.pid: candidate.uid for candidate in snapshot.candidates}
-        for worker in plan.workers:  # it may be listed no more
+        for worker in plan.workers:  # it may no longer be listed
             self._check_owner(asked, owners.get(worker.pid), f"process {worker.pid}")
         if asked.dry_run:
             return OperationResult(None, plan_record(plan))
@@ -361,7 +361,7 @@ class Operations:
         if holder is None:
             await self.runner.begin(op)
         else:
-            await self.runner.ask(op_id, events.TakenUp(cause=asked.by, into=op))
+            await self.runner.ask(op_id, events.Repurposed(cause=asked.by, into=op))
         self._resting.start_spilling_when_idle(op_id)
         return await self._outcome(op_id, plan, asked)
 
@@ -373,7 +373,7 @@ class Operations:
     def _refuse_if_taken(self, pid: int, but_for: Operation | None = None) -> None:
         op = self.runner.of_process(pid)
         if op is not None and (but_for is None or op.id != but_for.id):
-            raise HegmError(BUSY, *in_hand(op, pid), {"pid": pid, "operation": op.id})
+            raise HegmError(BUSY, *busy_message(op, pid), {"pid": pid, "operation": op.id})
 
     async def _outcome(self, op_id: str, plan: MigrationPlan, asked: RequestContext) -> OperationResult:
         if asked.wait:

@@ -13,7 +13,7 @@ from typing import Protocol
 from hegmd.errors import DENIED, NOT_FOUND, HegmError, Refused
 from hegmd.memory.pool import Pool
 from hegmd.memory.pool_found import Distrusted
-from hegmd.migration.machine.adoption import Driven, Standing, on_real_gpu
+from hegmd.migration.machine.adoption import DriverProcess, ParkedProcess, on_real_gpu
 from hegmd.migration.machine.wording import no_such_process
 from hegmd.node.processes.procfs import start_ticks_of
 from hegmd.operations.orphaned_memory import OrphanedMemory
@@ -42,10 +42,10 @@ class Source(Protocol):
 class ByDriver(Protocol):
     """Asks a real GPU's driver about a process: `driver_orphans`."""
 
-    async def stands(self, pid: int) -> Driven: ...
+    async def stands(self, pid: int) -> DriverProcess: ...
 
 
-class Looker(Protocol):
+class SearchingSource(Protocol):
     """A source that has to be asked to look."""
 
     async def look(self, *, thorough: bool, within_s: float) -> None: ...
@@ -129,7 +129,7 @@ class ParkedOrphans:
         """Return True if this process is an orphan."""
         return worker.connected and (worker.parked or worker.held_bytes > 0) and not self._in_hand(worker.pid)
 
-    async def job_of(self, pid: int) -> tuple[Standing, ...]:
+    async def job_of(self, pid: int) -> tuple[ParkedProcess, ...]:
         """Return that process and the other parked ones of its job, each surveyed. Raises HegmError."""
         worker = self._workers.find(pid)
         if worker is None or not worker.connected:
@@ -142,9 +142,9 @@ class ParkedOrphans:
             raise Refused(f"process {pid} is not parked: there is nothing to adopt", "run: hegmctl ps", {"pid": pid})
         return tuple(found)
 
-    async def _asked(self, worker: AgentConnection) -> Standing:
+    async def _asked(self, worker: AgentConnection) -> ParkedProcess:
         await worker.order("survey", limit_s=SURVEY_LIMIT_S)
-        standing = Standing(
+        standing = ParkedProcess(
             pid=worker.pid,
             start_ticks=worker.identity.start_ticks,
             uid=worker.identity.uid,
@@ -200,7 +200,7 @@ def _is_same_job(one: AgentConnection, other: AgentConnection) -> bool:
 class Orphans:
     """All orphans. Listens to the workers, and reports each orphan once, as an event and in the log."""
 
-    def __init__(self, sources: Sequence[Source], events: EventLog, looker: Looker | None = None) -> None:
+    def __init__(self, sources: Sequence[Source], events: EventLog, looker: SearchingSource | None = None) -> None:
         self._sources = sources
         self._looker = looker
         self._events = events

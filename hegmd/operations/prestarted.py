@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import anyio
 
 from hegmd.errors import DISCONNECTED, TIMEOUT, HegmError
-from hegmd.migration.carriers.prestart import ALWAYS, Readying
+from hegmd.migration.carriers.prestart import ALWAYS, PrestartService
 from hegmd.system.condition import Condition
 from hegmd.telemetry.events import EventLog
 from hegmd.workers.supervisors import Supervisor, Supervisors
@@ -45,7 +45,7 @@ class Patience:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _PrestartRequest:
     """The latest request to a supervisor: for which process, on which connection, when, and the failures in a row."""
 
     asked: tuple[str, int]
@@ -64,14 +64,14 @@ class _Kept:
         return wait_s
 
 
-class KeptReady:
+class PrestartedJobs:
     """Keeps successors prestarted. `in_hand` returns whether an operation has a process now."""
 
     def __init__(
         self,
         supervisors: Supervisors,
         workers: Workers,
-        readying: Readying,
+        readying: PrestartService,
         events: EventLog,
         *,
         in_hand: Callable[[int], bool],
@@ -84,7 +84,7 @@ class KeptReady:
         self._readying = readying
         self._events = events
         self._in_hand = in_hand
-        self._kept: dict[tuple[int, str], _Kept] = {}
+        self._kept: dict[tuple[int, str], _PrestartRequest] = {}
         self._news = Condition()
         supervisors.listen(lambda _supervisor: self._news.notify_all())
         workers.listen(lambda _news, _worker: self._news.notify_all())
@@ -138,10 +138,10 @@ class KeptReady:
             kept.again_at = kept.at + self._patience.longest_s
         if supervisor.lacks_kept and kept.again_at is not None:
             supervisor.lacks_kept = False
-            self._note_fallen(kept, worker)
+            self._note_exited(kept, worker)
         return float("inf") if kept.again_at is None else kept.again_at
 
-    def _note_asked(self, supervisor: Supervisor, worker: AgentConnection) -> _Kept:
+    def _note_asked(self, supervisor: Supervisor, worker: AgentConnection) -> _PrestartRequest:
         """Record a request.
 
         Failures for the same process keep counting, unless the last prestarted process survived.
@@ -149,10 +149,10 @@ class KeptReady:
         asked, before = (worker.name, supervisor.connection), self._kept.get(_whose(supervisor))
         counts = before is not None and before.asked == asked and before.has_fallen
         fallen = before.fallen if before is not None and counts else 0
-        kept = self._kept[_whose(supervisor)] = _Kept(asked, anyio.current_time(), fallen)
+        kept = self._kept[_whose(supervisor)] = _PrestartRequest(asked, anyio.current_time(), fallen)
         return kept
 
-    def _note_fallen(self, kept: _Kept, worker: AgentConnection) -> None:
+    def _note_exited(self, kept: _PrestartRequest, worker: AgentConnection) -> None:
         """Record that a prestarted process has exited, or could not be started."""
         wait_s = kept.fall(anyio.current_time(), self._patience)
         message = f"no Python is prestarted for process {worker.pid}: hegmd retries in {wait_s:g} s"
@@ -164,7 +164,7 @@ class KeptReady:
         is_busy = self._in_hand(worker.pid) or supervisor.offer.operation is not None
         return not is_busy and worker.connected and worker.boundary > 0
 
-    async def _ask(self, supervisor: Supervisor, worker: AgentConnection, kept: _Kept) -> None:
+    async def _ask(self, supervisor: Supervisor, worker: AgentConnection, kept: _PrestartRequest) -> None:
         """Ask the supervisor, and again after a while if it did not answer. Raises nothing."""
         with anyio.move_on_after(self._answers_within_s):
             try:
@@ -173,7 +173,7 @@ class KeptReady:
                 elif await self._readying.keep(supervisor, worker):
                     kept.again_at = kept.at + self._patience.longest_s
                 else:
-                    self._note_fallen(kept, worker)
+                    self._note_exited(kept, worker)
             except HegmError as error:
                 logger.debug("no Python is prestarted for process %d: %s", worker.pid, error.message)
                 if error.code not in (DISCONNECTED, TIMEOUT):  # the agent refuses it, as one of an earlier release

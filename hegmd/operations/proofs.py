@@ -55,8 +55,10 @@ class Proofs:
 
     def proving(self) -> tuple[int, ...]:
         """The ranks whose jobs try their combination now."""
-        lives = {pid: start is not None and start_ticks_of(pid) == start for pid, (start, _) in self._proving.items()}
-        self._proving = {pid: tried for pid, tried in self._proving.items() if lives[pid]}
+        is_alive = {
+            pid: start is not None and start_ticks_of(pid) == start for pid, (start, _) in self._proving.items()
+        }
+        self._proving = {pid: tried for pid, tried in self._proving.items() if is_alive[pid]}
         return tuple(self._proving)
 
     def _read(self) -> tuple[Proof, ...]:
@@ -80,7 +82,7 @@ class Proofs:
 
 
 class Proving:
-    """What clients ask while they try a combination."""
+    """The requests of clients while they try a combination."""
 
     def __init__(self, survey: PlanSurvey, proofs: Proofs) -> None:
         self._survey = survey

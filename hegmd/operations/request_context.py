@@ -1,4 +1,4 @@
-"""Who asks for an operation, within which limits, and how it is answered or refused.
+"""The caller of an operation, its limits, and how it is answered or refused.
 
 Defines the values that clients' requests pass to `operations`, `sequences` and `image_requests`, and turns invalid
 limits and refusals into errors. Reads nothing itself.

@@ -63,7 +63,7 @@ class Restarts(BackgroundTasks):
         self._operations = operations
         self._watched: set[str] = set()
         supervisors.listen(self._look)
-        workers.listen(self._hear)
+        workers.listen(self._on_worker_event)
 
     def take_over(self) -> None:
         """Follow the operations that an earlier daemon started. Called once, when this runs."""
@@ -123,7 +123,7 @@ class Restarts(BackgroundTasks):
             self._watched.add(op_id)
             self._tasks.start_soon(self._watch, op_id)
         elif supervisor.connected:
-            self._tasks.start_soon(self._tell_of, op_id)
+            self._tasks.start_soon(self._send_state, op_id)
 
     def _note_progress(self, op_id: str) -> None:
         """Report the progress of the operation's successor."""
@@ -136,7 +136,7 @@ class Restarts(BackgroundTasks):
         doing = LOADING if attends else READIED if supervisor.was_ready else IMPORTING
         if absent[0].successor_activity != doing:
             self._tasks.start_soon(
-                self._ask, op_id, events.CameOn(worker=absent[0].name, doing=doing, cause="the start")
+                self._ask, op_id, events.SuccessorProgress(worker=absent[0].name, doing=doing, cause="the start")
             )
 
     async def _ask(self, op_id: str, event: events.Event) -> None:
@@ -158,7 +158,7 @@ class Restarts(BackgroundTasks):
     async def _watch(self, op_id: str) -> None:
         """Follow an operation, and notify its supervisor when it ends or its job is suspended."""
         try:
-            while not await self._tell_of(op_id):
+            while not await self._send_state(op_id):
                 await self._runner.changed(op_id)
                 async for _ in self._runner.follow(op_id):
                     pass
@@ -168,7 +168,7 @@ class Restarts(BackgroundTasks):
         finally:
             self._watched.discard(op_id)
 
-    async def _tell_of(self, op_id: str) -> bool:
+    async def _send_state(self, op_id: str) -> bool:
         """Send the operation's state to its supervisor, if it changed. Return True if the operation has ended."""
         op = self._runner.history(op_id).operation
         if op.phase in TERMINAL:
@@ -190,14 +190,12 @@ class Restarts(BackgroundTasks):
                     await supervisor.tell(do, op_id)
                 else:
                     why = "" if op.failure is None else f": {op.failure.message}"
-                    hint = (
-                        f"continue with: {go_on_command(op_id)}; or discard it for good: hegmctl cancel {op_id} --drop"
-                    )
+                    hint = f"continue with: {go_on_command(op_id)}; or discard it: hegmctl cancel {op_id} --drop"
                     await supervisor.tell(do, op_id, message=f"operation {op_id} keeps its state{why}", hint=hint)
             except SupervisorAway as error:
                 logger.debug("%s", error.message)
 
-    def _hear(self, news: str, worker: AgentConnection) -> None:
+    def _on_worker_event(self, news: str, worker: AgentConnection) -> None:
         """Handle news of the workers: one may have continued from a saved state after its supervisor exited."""
         if news == CAME:
             for supervisor in self._supervisors:
@@ -215,7 +213,7 @@ class Restarts(BackgroundTasks):
             absent = [member for member in op.live if member.is_absent]
             if op.phase != SUSPENDED or op.owner_uid != worker.identity.uid or len(absent) != len(list(op.live)):
                 return
-            there = self._gone_on(op)
+            there = self._successors(op)
             found = [(member, there.get(member.rank) if op.restarts_together else worker) for member in absent]
             to = {
                 member.name: one.about.gpu or member.kept_gpu or member.previous_gpu
@@ -229,7 +227,7 @@ class Restarts(BackgroundTasks):
         except HegmError as error:
             logger.warning("operation %s does not accept process %d: %s", op_id, worker.pid, error.message)
 
-    def _gone_on(self, op: Operation) -> dict[int | None, AgentConnection]:
+    def _successors(self, op: Operation) -> dict[int | None, AgentConnection]:
         """Return the processes that continue from the states of its ranks, by rank."""
         return {
             one.about.rank: one

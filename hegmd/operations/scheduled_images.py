@@ -48,7 +48,7 @@ Note = Callable[[AgentConnection, str, str], Awaitable[object]]
 Whose = tuple[int, str | None]
 
 
-async def _to_nobody(_worker: AgentConnection, _message: str, _hint: str) -> None:
+async def _discard_progress(_worker: AgentConnection, _message: str, _hint: str) -> None:
     """Discard the message: no client follows."""
 
 
@@ -67,7 +67,7 @@ class ScheduledImages(BackgroundTasks):
         *,
         take: Take,
         trim: Trim,
-        note: Note = _to_nobody,
+        note: Note = _discard_progress,
         utc: Callable[[], float] = time.time,
         sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
     ) -> None:
@@ -212,10 +212,10 @@ def _against(wish: PeriodicImages) -> str | None:
 
 
 def _asked(rights: Rights) -> RequestContext:
-    async def to_nobody(_: OperationProgress) -> None:
+    async def discard_progress(_: OperationProgress) -> None:
         """Discard progress: no client follows."""
 
-    return RequestContext(by=BY, may=lambda uid: rights.uid in (0, uid), emit=to_nobody)
+    return RequestContext(by=BY, may=lambda uid: rights.uid in (0, uid), emit=discard_progress)
 
 
 def _rights_of(worker: AgentConnection) -> Rights:

@@ -55,7 +55,7 @@ class _Exchange:
 
 
 class MultiStepOperations(BackgroundTasks):
-    """The desk for these. `run` has to be running before a swap is asked for."""
+    """Runs these. `run` has to be running before a swap is asked for."""
 
     def __init__(self, lookout: PlanSurvey, operations: Operations) -> None:
         self._lookout = lookout
@@ -105,7 +105,7 @@ class MultiStepOperations(BackgroundTasks):
     async def swap(self, first: int, second: int, asked: RequestContext) -> Outcome:
         """Let two jobs change places, or two processes of one. Raises HegmError with every reason why not.
 
-        Without `wait` it answers when the first step has begun; the others follow by themselves.
+        Without `wait` it answers when the first step has begun; the others follow without a request.
         """
         first, second = [await self._operations.named_one(pid) for pid in (first, second)]
         snapshot = await self._operations.look(asked, [first, second])
@@ -117,7 +117,7 @@ class MultiStepOperations(BackgroundTasks):
         for step in steps:
             self._operations.check(asked, [worker.pid for worker in step.workers])
         exchange = _Exchange()
-        alone = RequestContext(by=asked.by, may=asked.may, emit=_to_nobody, wait=False, limit_s=asked.limit_s)
+        alone = RequestContext(by=asked.by, may=asked.may, emit=_discard_progress, wait=False, limit_s=asked.limit_s)
         self._tasks.start_soon(self._carry_out, exchange, steps, snapshot, alone, name=f"swap of {first} and {second}")
         await self._watch(exchange, asked)
         if exchange.failure is not None and not exchange.begun:
@@ -252,7 +252,7 @@ class MultiStepOperations(BackgroundTasks):
         op_id = answer.operation.id
         exchange.begun.append(op_id)
         exchange.news.notify_all()
-        await self._operations.follow(op_id, _to_nobody)
+        await self._operations.follow(op_id, _discard_progress)
         return self._operations.runner.describe(op_id)
 
 
@@ -288,5 +288,5 @@ def _operation(answer: OperationResult) -> list[told.Operation]:
     return [] if answer.operation is None else [answer.operation]
 
 
-async def _to_nobody(_progress: told.OperationProgress) -> None:
+async def _discard_progress(_progress: told.OperationProgress) -> None:
     """Discard progress: the swap continues without a client."""

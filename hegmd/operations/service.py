@@ -37,7 +37,7 @@ from hegmd.memory.video_memory import VideoMemory
 from hegmd.migration.carriers.driver import DriverCarrier
 from hegmd.migration.carriers.host import HostCarrier
 from hegmd.migration.carriers.peer import PeerCarrier
-from hegmd.migration.carriers.prestart import Ready, Readying
+from hegmd.migration.carriers.prestart import PrestartService, Ready
 from hegmd.migration.carriers.state import StateCarrier
 from hegmd.migration.carriers.worker import WorkerCarrier
 from hegmd.migration.contracts import Carrier, Method
@@ -50,7 +50,7 @@ from hegmd.migration.methods.keep_context import KeepContextMethod, SimulatedKee
 from hegmd.migration.methods.other_processes import MAX_PAUSE_S, OtherProcesses
 from hegmd.migration.methods.progress_probe import is_stopped
 from hegmd.migration.methods.restart import RestartMethod
-from hegmd.migration.methods.restore_lock import forget_claims, has_come_to_its_end, lock_path
+from hegmd.migration.methods.restore_lock import forget_claims, has_finished, lock_path
 from hegmd.migration.methods.simulated import SimulatedMethod
 from hegmd.migration.methods.simulated_memory import SimulatedMemory
 from hegmd.migration.plan.throughput import Paces
@@ -67,7 +67,7 @@ from hegmd.operations.job_requests import JobOperationsOf, JobRequests
 from hegmd.operations.operations import Operations
 from hegmd.operations.orphaned_memory import OrphanedMemory, VideoOrphans
 from hegmd.operations.orphans import Orphans, ParkedOrphans, PoolOrphans, Source, UntrustedFiles
-from hegmd.operations.prestarted import KeptReady
+from hegmd.operations.prestarted import PrestartedJobs
 from hegmd.operations.proofs import Proofs, Proving
 from hegmd.operations.request_context import OperationResult, RequestContext, refusal
 from hegmd.operations.restart_requests import Restarts
@@ -88,7 +88,7 @@ from hegmd.workers.workers import AgentConnection, Workers
 
 @dataclass(frozen=True, slots=True)
 class ImageMeans:
-    """What images are written with: the socket directory of agents, and a CRIU and a key if not the default ones."""
+    """The settings for writing images: the socket directory of agents, and a CRIU and a key if not the default ones."""
 
     socket_path: Path
     #: Whether the service manager can be asked for units, outside of the daemon's own.
@@ -143,7 +143,7 @@ class Moving:
         self.attendance = SimulatedPlacement(
             workers,
             self.simulated_memory,
-            in_hand=self._is_in_hand,
+            in_hand=self._is_busy,
             last_place=self.runner.last_place,
             out_bytes=self.runner.held_bytes,
             changed=inventory.expire,
@@ -152,12 +152,12 @@ class Moving:
         self._by_driver = None if simulated else self._driver_orphans()
         self.orphans = self._make_orphans(events)
         self.resting = SuspendedOperations(workers, pool, self.runner, events, when=spill)
-        self.survey = self._make_lookout()
-        self._make_desks(self.survey, handoff, restart_always=restart_always, max_park_s=max_park_s)
+        self.survey = self._make_survey()
+        self._make_authorities(self.survey, handoff, restart_always=restart_always, max_park_s=max_park_s)
         for part in (self.attendance, self.runner, self.resting, self.orphans, self.periodic):
             workers.listen(part.hear)
 
-    def _make_lookout(self) -> PlanSurvey:
+    def _make_survey(self) -> PlanSurvey:
         """Create what plans look at, and the service that proves combinations with NCCL."""
         proofs = Proofs(self._state_dir)
         lookout = PlanSurvey(
@@ -187,7 +187,7 @@ class Moving:
             self.jobs, self._names, operations, self._inventory, workers, supervisors, self.runner
         )
 
-    def _make_desks(
+    def _make_authorities(
         self, lookout: PlanSurvey, handoff: JobDumper, *, restart_always: bool, max_park_s: float | None
     ) -> None:
         """Create the services that accept requests."""
@@ -217,7 +217,7 @@ class Moving:
             gpus=self._gpus,
             look=self._look,
             variables=self._restart.variables_for,
-            is_in_hand=self._is_in_hand,
+            is_in_hand=self._is_busy,
         )
         self.restarts = Restarts(
             self.supervisors,
@@ -225,7 +225,7 @@ class Moving:
             self.runner,
             self.operations,
             forget=self._forget_claim,
-            is_over=partial(has_come_to_its_end, self._state_dir),
+            is_over=partial(has_finished, self._state_dir),
             require_kept=self.recoveries.require_kept,
         )
         self.sequences = MultiStepOperations(lookout, self.operations)
@@ -256,8 +256,8 @@ class Moving:
         workers, supervisors, pool = self._workers, self.supervisors, self.pool
         method = RestartMethod(workers, supervisors, pool, by=by, gpus=self._gpus, folder=self._state_dir)
         self._restart = method
-        readying = Readying(supervisors, method.surroundings_of, self._ready)
-        self._kept_ready = KeptReady(supervisors, workers, readying, self._events, in_hand=self._is_in_hand)
+        readying = PrestartService(supervisors, method.surroundings_of, self._ready)
+        self._kept_ready = PrestartedJobs(supervisors, workers, readying, self._events, in_hand=self._is_busy)
         return method, StateCarrier(pool, supervisors, readying)
 
     def _forget_claim(self, op_id: str) -> None:
@@ -277,7 +277,7 @@ class Moving:
         """Create the list of orphans of all kinds."""
         self._in_video = VideoOrphans(self.memory, self._is_claimed, self._why_orphan, self._gpu_named, self._workers)
         self._found = OrphanedMemory(self.pool, self.memory, self._in_video)
-        self._standing = ParkedOrphans(self._workers, self._is_in_hand, self._by_driver, self._found)
+        self._standing = ParkedOrphans(self._workers, self._is_busy, self._by_driver, self._found)
         self._distrusted = UntrustedFiles()
         pieces = PoolOrphans(self.pool, self._why_orphan)
         sources: list[Source] = [pieces, self._in_video, self._distrusted, self._standing]
@@ -325,12 +325,12 @@ class Moving:
 
     def _make_periodic(self, events: EventLog) -> ScheduledImages:
         take, trim = self._take_image, self._trim_images
-        return ScheduledImages(self._workers, self.runner, events, take=take, trim=trim, note=self._note_to_watcher)
+        return ScheduledImages(self._workers, self.runner, events, take=take, trim=trim, note=self._notify_supervisor)
 
     async def _take_image(self, pid: int, path: str, rights: Rights, asked: RequestContext) -> OperationResult:
         return await self.checkpoints.checkpoint(pid, path, rights, asked, leave_running=True)
 
-    async def _note_to_watcher(self, worker: AgentConnection, message: str, hint: str) -> None:
+    async def _notify_supervisor(self, worker: AgentConnection, message: str, hint: str) -> None:
         """Have the `hegmctl run` that stays with that job say it, where one does."""
         supervisor = self.supervisors.find(worker.identity.uid, worker.about.run)
         if supervisor is not None:
@@ -356,7 +356,7 @@ class Moving:
         names = {use.gpu for process in latest.processes if process.pid in pids for use in process.gpus}
         return [gpu.uuid for gpu in latest.gpus if gpu.id in names]
 
-    def _is_in_hand(self, pid: int) -> bool:
+    def _is_busy(self, pid: int) -> bool:
         """Whether an operation has that process, or is about to."""
         return self.runner.of_process(pid) is not None or self._reviving.is_coming(pid)
 

@@ -38,7 +38,7 @@ from hegmd.node.processes.roll import has_ended
 from hegmd.node.processes.surroundings import nearest_ancestor, parent_of, read_outside
 from hegmd.protocol.proofs import Proof
 from hegmd.protocol.snapshots import Gpu, GpuProcess, GpuUse, Way
-from hegmd.system.threads import Looks, run_detached
+from hegmd.system.threads import BoundedReads, run_detached
 from hegmd.workers.job_names import run_of
 from hegmd.workers.supervisors import Supervisor, SupervisorAway, Supervisors
 from hegmd.workers.workers import AgentConnection, Workers
@@ -61,11 +61,11 @@ NVIDIA = "nvidia"
 May = Callable[[int | None], bool]
 Leased = Callable[[Sequence[int], Sequence[Candidate]], Mapping[str, int]]
 # The processes inspected from outside, by pid: the nearest ancestor among them, and the surroundings.
-Looked = dict[int, tuple[int | None, Surroundings]]
-Look = Callable[[Sequence[int], Looked], Coroutine[object, object, None]]
+InspectedTree = dict[int, tuple[int | None, Surroundings]]
+Look = Callable[[Sequence[int], InspectedTree], Coroutine[object, object, None]]
 
 
-def nobody(_uid: int | None) -> bool:
+def deny_all(_uid: int | None) -> bool:
     """The default `may`: no agent or supervisor is asked if the caller acts on no process."""
     return False
 
@@ -112,13 +112,13 @@ class PlanSurvey:
         self._own_pids = own_pids
         #: How much memory of each GPU leases keep for others than these processes, by GPU; sharing sets it.
         self.leased: Leased = lambda _pids, _candidates: {}
-        self._looks = Looks(OUTSIDE_S, MAX_LOOKS)
+        self._looks = BoundedReads(OUTSIDE_S, MAX_LOOKS)
 
     async def snapshot(
         self,
         pids: Collection[int],
         *,
-        may: May = nobody,
+        may: May = deny_all,
         weighed_within_s: float | None = None,
         respawn: Respawn | None = None,
     ) -> NodeSnapshotForPlan:
@@ -137,7 +137,7 @@ class PlanSurvey:
         return await self._snapshot_of(await self._inventory.settled(), pids, pythons, look_outside)
 
     async def ways(
-        self, node: NodeSnapshot, processes: Sequence[GpuProcess], may: May = nobody
+        self, node: NodeSnapshot, processes: Sequence[GpuProcess], may: May = deny_all
     ) -> Mapping[int, tuple[Way, ...]]:
         """Return the ways in which each of those processes could be moved, by pid.
 
@@ -149,8 +149,8 @@ class PlanSurvey:
         snapshot = await self._snapshot_of(node, [process.pid for process in processes], {}, self._look_outside)
         return ways_of(snapshot, processes, usable_path(self._criu))
 
-    async def _look_outside(self, pids: Sequence[int], looked: Looked) -> None:
-        """As `look_outside`; a client that asks again and again has no more than a few threads hang at a process."""
+    async def _look_outside(self, pids: Sequence[int], looked: InspectedTree) -> None:
+        """As `look_outside`; a client that asks repeatedly blocks only a few threads on a hanging process."""
         with contextlib.suppress(HegmError):
             await self._looks.at(lambda _: _look_at(pids, looked), name="hegmd-outside")
 
@@ -224,7 +224,7 @@ class PlanSurvey:
         worker = self._workers.find(pid)
         if worker is not None:
             return worker.connected and not worker.boundary
-        return any(one.offer.pid and pid in (one.pid, one.offer.pid) and one.lives for one in self._supervisors)
+        return any(one.offer.pid and pid in (one.pid, one.offer.pid) and one.is_alive for one in self._supervisors)
 
     def _supervised(self, worker: AgentConnection) -> Supervisor | None:
         return self._supervisors.find(worker.identity.uid, worker.about.run)
@@ -287,9 +287,9 @@ class PlanSurvey:
         for worker in self._standing():  # off its GPU, and in no operation that would have it shown there
             if worker.pid not in attending:
                 attending.add(worker.pid)
-                yield _nowhere(worker)
+                yield _candidate_without_gpu(worker)
         for worker in self._missing_ranks(attending):
-            yield _nowhere(worker)
+            yield _candidate_without_gpu(worker)
 
     def _missing_ranks(self, there: Collection[int]) -> Iterator[AgentConnection]:
         """Yield ranks that no pid in `there` belongs to: they have not reached their first batch, and are on no GPU
@@ -334,7 +334,7 @@ def _job(worker: AgentConnection) -> tuple[int, str] | None:
     return None if run is None else (worker.identity.uid, run)
 
 
-def _nowhere(worker: AgentConnection) -> Candidate:
+def _candidate_without_gpu(worker: AgentConnection) -> Candidate:
     """As a candidate that is on no GPU."""
     return Candidate(
         pid=worker.pid,
@@ -430,19 +430,19 @@ async def _seen_from_outside(
     pids = [candidate.pid for candidate in candidates if driven.intersection(candidate.gpus)]
     if not pids:
         return candidates
-    looked: Looked = {}
+    looked: InspectedTree = {}
     await look(pids, looked)
     found = dict(looked)  # the thread may still be running
     return tuple([_with(candidate, found) for candidate in candidates])
 
 
-async def look_outside(pids: Sequence[int], looked: Looked) -> None:
+async def look_outside(pids: Sequence[int], looked: InspectedTree) -> None:
     """Fill `looked` with what could be inspected of each of those processes in time."""
     with anyio.move_on_after(OUTSIDE_S):
         await run_detached(lambda _: _look_at(pids, looked), name="hegmd-outside")
 
 
-def _look_at(pids: Sequence[int], looked: Looked) -> None:
+def _look_at(pids: Sequence[int], looked: InspectedTree) -> None:
     """Fills `looked`, one after the other, so that what hangs leaves the others known. Blocks."""
     for pid in pids:
         looked[pid] = (nearest_ancestor(pid, pids), Surroundings(**asdict(read_outside(pid))))

@@ -2,8 +2,8 @@
 
 Compares the present state with the wanted one and does what is missing, whenever it is called: when an operation begins
 or resumes, when an agent reconnects, and after a start. So a daemon killed at any point needs no special case. The
-order keeps the bytes: first they are on disk, synced and verified; then the agent is told to rely on that, and closes
-its descriptor; only then is their memory freed.
+order keeps the bytes: first they are on disk, synced and verified; then the agent gets the order to rely on that, and
+closes its descriptor; only then is their memory freed.
 
 The journal only has the wish; where the bytes are is found by looking. `stop_spilling` waits for an operation that is
 to resume, so that nothing is spilled meanwhile.
@@ -202,7 +202,7 @@ class SuspendedOperations:
         if member.offloaded and piece is not None and piece.spilled:
             await self._entrust(key, member, in_memory=piece.memory is not None)
         else:
-            with contextlib.suppress(OrderFailed):  # an agent of an older release goes by the clock, as it did
+            with contextlib.suppress(OrderFailed):  # an agent of an older release relies on the clock
                 await self._order(member, "rest")
             if member.offloaded and piece is not None and not _is_elsewhere(member, piece):
                 await self._sum_up(key, member)

@@ -26,7 +26,7 @@ NO_HANDLE = (1 << 64) - 1
 
 
 class Order(Record):
-    """What the daemon wants of an agent. The agent answers each order with `agent.report`, except `leave`.
+    """An order of the daemon to an agent. The agent answers each order with `agent.report`, except `leave`.
 
     | `do` | what the agent does |
     |---|---|
@@ -114,7 +114,7 @@ class Order(Record):
 
 
 class AgentDismissed(Record):
-    """The daemon has no more orders on this connection."""
+    """The daemon sends no further orders on this connection."""
 
 
 class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order):
@@ -218,7 +218,7 @@ class CudaDevice(Record):
 
 
 class CudaFacts(Record):
-    """What an agent knows about CUDA in its process, and what prevents a checkpoint."""
+    """An agent's facts about CUDA in its process, and the reasons that prevent a checkpoint."""
 
     gpus: tuple[str, ...] = field("UUIDs of the GPUs that its storages are on, as `nvidia-smi -L` lists them")
     allocator: str = field("native or cudaMallocAsync")
@@ -264,7 +264,7 @@ class Communicators(Record):
 
 
 class Place(Record):
-    """Where a storage is, for another process that opens the handle."""
+    """The location of a storage, for another process that opens the handle."""
 
     handle: int = field("number of the handle, counted from 0")
     offset: int = field("offset from that handle's address")
@@ -307,7 +307,7 @@ class Noted(Record):
 
 
 class AgentReport(Request, op="agent.report", reply=Noted):
-    """What became of an order."""
+    """The result of an order."""
 
     order: int = field("number of the order")
     result: str = field("done, failed, or progress while it is under way")
@@ -319,7 +319,7 @@ class AgentReport(Request, op="agent.report", reply=Noted):
         default=None,
     )
     copied_s: float | None = field(
-        "snapshot: how long the state was copied to the host while the training went on; nil if it stood meanwhile",
+        "snapshot: how long the state was copied to the host while the training continued; nil if it was paused",
         default=None,
     )
     parked: bool | None = field("survey: whether the training thread is parked now", default=None)

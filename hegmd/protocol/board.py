@@ -2,7 +2,7 @@
 
 Each rank has a region: when it last made progress, and two records with its random state and its `extra`, labelled
 with the step that they are for. Ranks differ by one step at most, so two are enough. A record has a checksum: one
-that was being written when its rank was killed does not count. Pure: whoever has the memory passes it in.
+that was being written when its rank was killed does not count. Pure: the owner of the memory passes it in.
 """
 
 from __future__ import annotations

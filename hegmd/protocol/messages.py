@@ -55,7 +55,7 @@ class Caller(Record):
 
 
 class Limits(Record):
-    """What the daemon allows on this connection."""
+    """The limits of this connection."""
 
     frame_bytes: int = field("largest frame that the daemon accepts")
     requests_in_flight: int = field("number of requests that may be unanswered at a time")
@@ -71,7 +71,7 @@ class Welcome(Record):
     capabilities: tuple[str, ...] = field("optional abilities of this daemon; ignore unknown names")
     limits: Limits = field("limits on this connection")
     you: Caller = field("the caller's identity")
-    run: str = field("identifies this start of the daemon; each start counts events anew", default="")
+    run: str = field("identifies this start of the daemon; each start numbers events from 1 again", default="")
 
 
 class Hello(Request, op="hello", reply=Welcome):
@@ -187,7 +187,7 @@ class ShowConfig(Request, op="config", reply=ConfigReply):
 
 
 class ReloadReply(Record):
-    """What a reload changed."""
+    """The changes of a reload."""
 
     changed: tuple[str, ...] = field("keys whose value has changed")
     after_restart: tuple[str, ...] = field("keys that differ in the file, but need a restart of the daemon")

@@ -116,7 +116,7 @@ PHASES_IN_ORDER = (
 
 # The steps of a restart, in order: those of the process that exits, then those of the new process.
 SAVING, LEAVING, KEPT = "its state is saved", "it leaves", "its state is kept"
-IMPORTING, READIED = "Python starts and imports", "Python was ready, and goes on"
+IMPORTING, READIED = "Python starts and imports", "the prestarted Python continues"
 LOADING, FIRST_BATCH = "it loads", "it makes its first batch"
 RESTART_STEPS = (SAVING, LEAVING, KEPT, IMPORTING, READIED, LOADING, FIRST_BATCH)
 
@@ -142,7 +142,7 @@ class OperationProcess(Record):
 
 
 class Wait(Record):
-    """What an operation that is not over waits for."""
+    """The condition that an unfinished operation waits for."""
 
     why: str = field("what it waits for, or what blocks it")
     next: str = field("the next step, a command if there is one")

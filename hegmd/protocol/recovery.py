@@ -58,7 +58,7 @@ class JobRecovery(Record):
     interval_s: float | None = field("time between two snapshots now; nil before the first", default=None)
     cost_s: float | None = field("how long the training stood for the last snapshot", default=None)
     copied_s: float | None = field(
-        "how long that was copied to the host while the training went on; nil if it stood meanwhile", default=None
+        "how long that was copied to the host while the training continued; nil if it was paused", default=None
     )
     snapshots: int = field("how many were taken since this daemon began", default=0)
     held_bytes: int = field("host memory that its slots take")
@@ -120,6 +120,6 @@ class ReportRecovery(Request, op="recovery.report", reply=Noted, changes_state=T
 
     run: str = field("which `hegmctl run` it is")
     recovery: RecoveryAttempt | None = field(
-        "a recovery that has begun or come on, with the time of its failure as its name", default=None
+        "a recovery that has begun or progressed, with the time of its failure as its name", default=None
     )
     unprotected: str | None = field("what prevents snapshots; nil once there is one", default=None)

@@ -10,14 +10,14 @@ from .jobs import JobReply
 from .record import Record, field
 from .requests import Request
 
-# What `gpu` says when hegmd chooses one.
+# The value of `gpu` when hegmd chooses one.
 AUTO = "auto"
 # The priorities that have a name, as a user writes them. The setting of each gives its number.
 PRODUCTION, NORMAL, BEST_EFFORT = "production", "normal", "best-effort"
 MIN_PRIORITY, MAX_PRIORITY = 0, 100
 # A lease waits until its memory is free, and is held from then on.
 PENDING, HELD = "pending", "held"
-# What a job of the queue does.
+# The state of a job in the queue.
 RUNNING, STARTING, MOVING, SUSPENDED, QUEUED = "running", "starting", "moving", "suspended", "waiting"
 
 
@@ -77,14 +77,14 @@ class MakeRoom(Request, op="room.make", reply=RoomReply, event=RoomProgress, cha
     Jobs of lower priority are suspended, or migrated to another GPU with room, fewest bytes first. The lease ends with
     the process, after the time, or with a release; with neither process nor time, after the longest time that the
     daemon allows. With `until_free` the reply comes once the memory is free; if that fails, or takes longer than
-    `limit_s`, the lease is dropped and the reply is an error. Whoever leaves before drops the lease.
+    `limit_s`, the lease is dropped and the reply is an error. A client that disconnects before that drops the lease.
     """
 
     gpu: str = field("the GPU, or auto for the one where the fewest bytes have to leave", default=AUTO)
     size_bytes: int = field("how much to free and keep")
     pid: int | None = field("the process with whose end the lease ends", default=None)
     hold_s: float | None = field("how many seconds it lasts once its memory is free", default=None)
-    name: str | None = field("what to call it besides its id", default=None)
+    name: str | None = field("a name for it besides its id", default=None)
     priority: int | str | None = field(
         "0 to 100, or the name of a priority; nil for production, or the highest that the caller may use", default=None
     )
@@ -116,7 +116,7 @@ class Released(Record):
 
 
 class Release(Request, op="room.release", reply=Released, changes_state=True):
-    """End a lease. The jobs that were suspended for it resume by themselves."""
+    """End a lease. The jobs that were suspended for it resume automatically."""
 
     lease: str = field("its id or its name")
 
@@ -140,7 +140,7 @@ class QueuedJob(Record):
 
 
 class QueueReply(Record):
-    """Who runs, who waits, and for what."""
+    """The running and the waiting jobs, and what they wait for."""
 
     taken_utc: float = field("when, in seconds since 1970")
     jobs: tuple[QueuedJob, ...] = field("the highest priority first")
@@ -173,7 +173,7 @@ class JobPlaced(Record):
 
 
 class PlaceJob(Request, op="job.place", reply=JobPlaced, event=PlaceProgress, changes_state=True):
-    """What `hegmctl run --gpu auto` asks before it becomes its command: wait for a GPU with room.
+    """The request of `hegmctl run --gpu auto` before it becomes its command: wait for a GPU with room.
 
     The job has its place in the queue until it is started or the calling process ends. The same run that asks again
     has the same place. The reply keeps the memory for the job until it trains.

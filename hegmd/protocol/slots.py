@@ -2,7 +2,7 @@
 
 A slot is a segment of the host pool: the state of one process from its beginning, and this record in its last page. The
 agent clears the record before it writes and sets it after the state, so a write that was cut short leaves none. The
-state has checksums of its own, which the process that starts from it verifies. Pure: whoever has the descriptor reads
+state has checksums of its own, which the process that starts from it verifies. Pure: the holder of the descriptor reads
 and writes the bytes.
 """
 

@@ -1,4 +1,4 @@
-"""What the daemon knows about its node, as frozen records: GPUs, processes, vendor libraries, checks and events.
+"""The daemon's view of its node, as frozen records: GPUs, processes, vendor libraries, checks and events.
 
 The providers, the inventory and the wire use the same records. Unknown is None and never 0: a GPU that fell off the bus
 has unknown memory use, not 0 bytes in use.
@@ -39,7 +39,7 @@ class Health(Record):
     last_xid: int | None = field("the latest XID error that the driver reported since hegmd started", default=None)
     xid_count: int | None = field("number of XID errors since then; None before the first one", default=None)
     condition: str = field(
-        "healthy; failing: it works, and is no place for a job any more; or gone: no job can go on there",
+        "healthy; failing: it works, but no job is placed on it; or gone: no job can continue there",
         default=HEALTHY,
     )
     causes: tuple[str, ...] = field(
@@ -114,7 +114,7 @@ class GpuUse(Record):
 
 
 class Workload(Record):
-    """What a process belongs to, from its control group."""
+    """The unit, container or job of a process, from its control group."""
 
     kind: str = field("kubernetes, slurm, container or systemd")
     id: str = field("pod UID, Slurm job, container id or unit name")

@@ -25,7 +25,7 @@ ALONE = "alone"
 
 
 class SupervisorOrder(Record):
-    """What the daemon wants of a supervisor. The supervisor answers each order with `supervise.report`.
+    """An order of the daemon to a supervisor. The supervisor answers each order with `supervise.report`.
 
     | `do` | what the supervisor does |
     |---|---|
@@ -79,7 +79,7 @@ class RecoveryWish(Record):
 
 
 class SupervisionEnded(Record):
-    """The daemon has no more orders on this connection."""
+    """The daemon sends no further orders on this connection."""
 
 
 class Supervise(Request, op="supervise", reply=SupervisionEnded, event=SupervisorOrder):
@@ -131,7 +131,7 @@ class Supervise(Request, op="supervise", reply=SupervisionEnded, event=Superviso
 
 
 class SuperviseReport(Request, op="supervise.report", reply=Noted):
-    """What became of an order, or of the command.
+    """The result of an order, or the end of the command.
 
     | `result` | meaning |
     |---|---|

@@ -41,7 +41,7 @@ STACKS_S, MAX_STACKS_CHARS = 5.0, 20_000
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What a protection uses of the daemon. `gpus` are those seen last, `look` sees them anew.
+    """What a protection uses of the daemon. `gpus` are those seen last, `look` reads them again.
 
     `variables` returns what a start needs in its environment for GPUs, `workers_of` the processes of all runs of a job.
     """
@@ -119,7 +119,7 @@ class ProtectedJob:
             with anyio.move_on_after(COUNT_S):
                 try:
                     await worker.order("count", limit_s=COUNT_S)
-                except HegmError as error:  # it is seen to have ended, or comes back
+                except HegmError as error:  # it is seen to have ended, or returns
                     logger.debug("%s", error.message)
 
         async with anyio.create_task_group() as tasks:
@@ -154,7 +154,7 @@ async def stacks_of(own: Sequence[AgentConnection]) -> str:
 
 
 async def _stacks_of(worker: AgentConnection) -> str:
-    """Where its threads are; a C call that keeps the interpreter keeps its agent from saying so."""
+    """The stacks of its threads. A C call that holds the interpreter keeps its agent from reporting them."""
     with anyio.move_on_after(STACKS_S):
         try:
             report = await worker.order("stacks", limit_s=STACKS_S)

@@ -17,7 +17,7 @@ from hegmd.node.processes.procfs import TICKS_PER_S
 from hegmd.protocol.recovery import UNDER_WAY
 from hegmd.recovery.job import ProtectedJob, stacks_of
 from hegmd.recovery.policy import HangWatch, gone_of, gpus_to_start_on, interval_s, raised
-from hegmd.recovery.snapshots import FIRST_BATCH_S, MAX_RANKS, NotNow, SnapshotRounds, Unprotected
+from hegmd.recovery.snapshots import FIRST_BATCH_S, MAX_RANKS, SnapshotPostponed, SnapshotRounds, Unprotected
 from hegmd.recovery.starts import Starts
 from hegmd.workers.supervisors import SupervisorAway
 from hegmd.workers.workers import AgentConnection
@@ -62,7 +62,7 @@ class Protection:
     def returns_to(self) -> tuple[str, ...]:
         """The GPUs of the job while no process of it trains and its command will be started again; none otherwise."""
         job, attempts = self.job, self.job.record.attempts
-        if job.newest is None or not job.supervisor.lives or not (self.is_recovering or not job.own_workers()):
+        if job.newest is None or not job.supervisor.is_alive or not (self.is_recovering or not job.own_workers()):
             return ()
         chosen = attempts[-1].gpus if attempts and attempts[-1].result == UNDER_WAY else ()
         return chosen or job.record.gpus
@@ -91,7 +91,7 @@ class Protection:
         await self._find_newest()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._watch)
-            while self.job.supervisor.lives:
+            while self.job.supervisor.is_alive:
                 try:
                     await self._turn()
                 except SupervisorAway as error:
@@ -220,7 +220,7 @@ class Protection:
             ranks, launched = await self._processes()
             generation = self.job.record.generation + 1
             taken = await self._rounds.take(ranks, generation, self.job.record.bad)
-        except NotNow as error:
+        except SnapshotPostponed as error:
             logger.debug("%s: no snapshot now: %s", self.job, error)
             if anyio.current_time() - self._since > error.patience_s and self.job.newest is None:
                 await self._unprotect(f"{error}", "see docs/recovery.md for what can be protected")
@@ -266,12 +266,14 @@ class Protection:
         return tuple(dict.fromkeys(known))
 
     async def _processes(self) -> tuple[list[AgentConnection], bool]:
-        """The processes of the training by rank, and whether a launcher starts them. Raises NotNow, Unprotected."""
+        """The processes of the training by rank, and whether a launcher starts them. Raises SnapshotPostponed,
+        Unprotected.
+        """
         own = [worker for worker in self.job.own_workers() if worker.connected]
         await self.job.count(own)
         training = [worker for worker in own if worker.boundary]
         if not training or self.job.supervisor.offer.pid is None:
-            raise NotNow("it has not reached its first batch", FIRST_BATCH_S)
+            raise SnapshotPostponed("it has not reached its first batch", FIRST_BATCH_S)
         ranked = [worker for worker in training if worker.about.rank is not None]
         if not ranked or (len(training) == 1 and (training[0].about.world_size or 1) == 1 and self._is_child(training)):
             if len(training) > 1:
@@ -290,7 +292,7 @@ class Protection:
             )
         by_number = {worker.about.rank: worker for worker in ranked}
         if sorted(rank for rank in by_number if rank is not None) != list(range(world)):
-            raise NotNow(f"{len(by_number)} of {world} ranks are on this node")
+            raise SnapshotPostponed(f"{len(by_number)} of {world} ranks are on this node")
         return [by_number[rank] for rank in range(world)], True
 
     def _is_child(self, training: Sequence[AgentConnection]) -> bool:

@@ -42,7 +42,7 @@ class JobSnapshots(Record):
     attempts: tuple[RecoveryAttempt, ...] = field("its recoveries, the oldest first", default=())
     recoveries: int = field("how many recoveries there were", default=0)
     fruitless: int = field("how many of the last ones brought the training no further", default=0)
-    furthest_step: int | None = field("the last step that the training is known to have come to", default=None)
+    furthest_step: int | None = field("the last step that the training is known to have reached", default=None)
     longest_start_s: float = field("the longest time that it has taken from its start to a step", default=0.0)
     launcher_pid: int | None = field("the launcher whose ranks recover in process; nil without one", default=None)
     launcher_start_ticks: int | None = field("when that was started", default=None)

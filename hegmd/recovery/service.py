@@ -1,4 +1,4 @@
-"""All protected jobs of the node: which there are, what is told of them, and the states that are kept.
+"""All protected jobs of the node: which there are, what is reported of them, and the states that are kept.
 
 A job is protected from the moment at which the `hegmctl run --recover` of it connects. When that has ended, the slots
 are given back, unless it was killed or the job was given up: then the state is kept for a day.
@@ -92,9 +92,9 @@ class Recoveries(BackgroundTasks):
             news=self._news,
             utc=utc,
         )
-        #: Jobs whose ranks recover by themselves.
+        #: Jobs whose ranks recover in process.
         self.in_process = InProcess(jobs, self._node, self._records.get)
-        supervisors.listen(self._hear)
+        supervisors.listen(self._on_supervisor_change)
         workers.listen(lambda _news, _worker: self._news.notify_all())
 
     # -- the life of the part ------------------------------------------------------------------------------------------
@@ -154,10 +154,10 @@ class Recoveries(BackgroundTasks):
 
     # -- who comes and goes --------------------------------------------------------------------------------------------
 
-    def _hear(self, supervisor: Supervisor) -> None:
+    def _on_supervisor_change(self, supervisor: Supervisor) -> None:
         """Handle a change of a supervisor. Called from the event loop; must not wait."""
         self._news.notify_all()
-        if supervisor.offer.recover is None or self._tasks is None or not supervisor.lives:
+        if supervisor.offer.recover is None or self._tasks is None or not supervisor.is_alive:
             return
         job = self._jobs.of_run(supervisor.uid, supervisor.run)
         if job is not None and job.id not in self._running:
@@ -172,14 +172,14 @@ class Recoveries(BackgroundTasks):
         self._save(protection.job.record)
         try:
             await self._files.until_saved()  # without the record, the next daemon would free the slots
-            while protection.job.supervisor.lives:
+            while protection.job.supervisor.is_alive:
                 await run_once(protection)
             await self._keep_or_drop(protection)
         finally:
             del self._running[job]
             self._taken += protection.taken
         for supervisor in self._supervisors:  # one may have come meanwhile that continues from the state
-            self._hear(supervisor)
+            self._on_supervisor_change(supervisor)
 
     async def _keep_or_drop(self, protection: Protection) -> None:
         """Keep the state of a job whose `hegmctl run` was killed; release the slots of one that has ended."""
@@ -213,7 +213,7 @@ class Recoveries(BackgroundTasks):
         """Check that this user may continue from the kept state of that job in this process. Raises HegmError."""
         record, running = self._records.get(job), self._running.get(job)
         by = None if running is None else running.job.supervisor
-        if record is not None and record.uid == uid and by is not None and by.lives and by.pid != pid:
+        if record is not None and record.uid == uid and by is not None and by.is_alive and by.pid != pid:
             raise Refused(f"process {by.pid} runs job {job} already", f"run: hegmctl recovery {job}")
         if record is None or record.kept is None:
             raise Refused(f"no state of job {job} is kept", "run: hegmctl recovery")
@@ -295,10 +295,10 @@ class Recoveries(BackgroundTasks):
 
 
 async def run_once(protection: Protection, pause_s: float = FAILED_S) -> None:
-    """Protect a job until its supervisor has ended. What fails for one job does not end the daemon."""
+    """Protect a job until its supervisor has ended. A failure of one job does not end the daemon."""
     try:
         await protection.run()
-    except Exception:  # the edge: a full disk, no more descriptors; the protection begins anew
+    except Exception:  # the edge: a full disk, no more descriptors; the protection starts over
         logger.exception("the protection of %s failed, and starts again", protection.job)
         await anyio.sleep(pause_s)
 

@@ -1,7 +1,7 @@
 """The slots of a job in the pool: two for each of its processes, used in turn.
 
-A slot is named by job, rank and number, so that a later daemon finds it. What is in it is told by its own record, which
-is read anew each time: the agent that writes it may be killed at any moment.
+A slot is named by job, rank and number, so that a later daemon finds it. Its own record describes its contents, and
+is read each time: the agent that writes it may be killed at any moment.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from hegmd.workers.workers import AgentConnection, OrderFailed
 FIRST_AHEAD, MAX_AHEAD = 2, 64
 # A state may have grown between the look at its size and its snapshot.
 MAX_ROUNDS = 10
-# A rank that is told of a boundary that never comes gives up by itself.
+# A rank that waits for a boundary that never comes gives up on its own.
 LIMIT_S = 600.0
 MAX_RANKS = 15
 
@@ -39,14 +39,14 @@ class Unprotected(Exception):
         self.hint = hint
 
 
-# A snapshot is to come of it within this time, or the job counts as unprotected.
+# If no snapshot is written within this time, the job counts as unprotected.
 PATIENCE_S = 60.0
 # Before its first batch a script may prepare its data for long.
 FIRST_BATCH_S = 600.0
 
 
-class NotNow(Exception):
-    """No snapshot came of it, which says nothing about the next one. `patience_s` is how long nobody is told."""
+class SnapshotPostponed(Exception):
+    """No snapshot was taken, which tells nothing about the next one. `patience_s` is how long it is not reported."""
 
     def __init__(self, why: str, patience_s: float = PATIENCE_S) -> None:
         super().__init__(why)
@@ -65,11 +65,11 @@ class SnapshotRounds:
         self.begins_anew: tuple[str, ...] = ()
         #: How long the training stood for the last snapshot.
         self.cost_s = 0.0
-        #: How long it was copied to the host while the training went on; None if it stood meanwhile.
+        #: How long it was copied to the host while the training continued; None if it was paused.
         self.copied_s: float | None = None
 
     async def take(self, ranks: Sequence[AgentConnection], generation: int, bad: Sequence[int] = ()) -> SlotRecord:
-        """Take a snapshot of these processes, in the order of their ranks. Raises NotNow, Unprotected.
+        """Take a snapshot of these processes, in the order of their ranks. Raises SnapshotPostponed, Unprotected.
 
         `generation` is its number at least. Each round has a number of its own that no slot has yet: a daemon that was
         killed has not always written down the last one.
@@ -78,7 +78,7 @@ class SnapshotRounds:
         generation = max([generation, *(number + 1 for number in held)])
         for number in range(MAX_ROUNDS):
             if any(self._job.node.is_in_hand(worker.pid) for worker in ranks):
-                raise NotNow("an operation has the job")
+                raise SnapshotPostponed("an operation has the job")
             slot = await self._next_slot(len(ranks), bad)
             orders = await self._round(ranks, slot, generation + number)
             if orders is None:
@@ -90,7 +90,7 @@ class SnapshotRounds:
                 self.copied_s = max([one.copied_s for one in orders if one.copied_s is not None], default=None)
                 self.begins_anew = tuple(dict.fromkeys(name for one in orders for name in one.begin_anew or ()))
                 return newest[0]
-        raise NotNow("its ranks did not reach one boundary together")
+        raise SnapshotPostponed("its ranks did not reach one boundary together")
 
     async def _next_slot(self, ranks: int, bad: Sequence[int]) -> int:
         """The slot that does not have the newest snapshot that can be started from."""
@@ -102,7 +102,7 @@ class SnapshotRounds:
         return (held + 1) % SLOTS
 
     async def _round(self, ranks: Sequence[AgentConnection], slot: int, generation: int) -> list[AgentReport] | None:
-        """One snapshot of each rank; None where another round is worth while. Raises NotNow, Unprotected."""
+        """One snapshot of each rank; None if another round is worthwhile. Raises SnapshotPostponed, Unprotected."""
         where: dict[str, Any] = {}
         if len(ranks) > 1:
             await self._job.count(ranks)
@@ -133,7 +133,7 @@ class SnapshotRounds:
         if is_late and self._ahead < MAX_AHEAD:
             self._ahead *= 2
         elif not _is_short(first):
-            raise NotNow(str(first))
+            raise SnapshotPostponed(str(first))
         return None
 
     async def _order(

@@ -26,7 +26,7 @@ from hegmd.workers.workers import AgentConnection
 
 # How often it is seen whether a start has come to its next step.
 SOON_S, LOOK_S = 0.1, 1.0
-# Of a process in which its state could not be restored.
+# Of a process that could not restore its state.
 UNRESTORED_STATUS = 98
 MAX_BAD = 8
 # The boundary at which a state is restored: that batch is requested, and then the next.
@@ -122,7 +122,7 @@ class Starts:
         return attempt
 
     def _with_failed(self, before: RecoveryAttempt, fell: int | None) -> JobSnapshots:
-        """The record after a start that came to no step: a snapshot that could not be restored is not used again."""
+        """The record after a start that reached no step: a snapshot that could not be restored is not used again."""
         record = self._job.record.with_attempt(before.replace(result=FAILED))
         unrestored = [one for one in record.attempts if one.generation == before.generation and one.restored_s is None]
         is_restored = before.restored_s is not None or was_restored(self._job.node.state_dir, self._job.record.job)
@@ -136,7 +136,7 @@ class Starts:
 
         A rank that was still importing connects later, and is ended then.
         """
-        while self._job.supervisor.lives and (rest := self._job.rest()):
+        while self._job.supervisor.is_alive and (rest := self._job.rest()):
             following = self._job.node.news.next
             for worker in rest:
                 await anyio.to_thread.run_sync(launchers.end_one, worker.pid, worker.identity.start_ticks)
@@ -175,7 +175,7 @@ class Starts:
         began, since = attempt.fell_utc, anyio.current_time()
         longest_s = self._job.record.longest_start_s
         limit_s = start_limit_s(self._job.wish.hang_limit_s, longest_s, self._hung, self._least_start_s)
-        while self._job.supervisor.lives and self.is_under_way():
+        while self._job.supervisor.is_alive and self.is_under_way():
             back = [worker for worker in self._job.own_workers() if worker.about.restarted == self._job.record.job]
             if len(back) >= max(1, self._job.record.ranks):
                 if attempt.restored_s is None:

@@ -19,7 +19,7 @@ from hegmd.operations.orphans import Orphans
 from hegmd.operations.proofs import Proving
 from hegmd.operations.restart_requests import Restarts
 from hegmd.operations.sequences import MultiStepOperations
-from hegmd.operations.survey import May, nobody
+from hegmd.operations.survey import May, deny_all
 from hegmd.protocol import messages as m
 from hegmd.protocol.names import gpu_named, place_named
 from hegmd.protocol.snapshots import AgentInfo, Check, Gpu, GpuProcess, Way
@@ -151,7 +151,7 @@ class Handlers:
         pids = frozenset(await self._s.jobs.pids(request.pids, partial(self._s.policy.may_act_on, call.peer)))
         _check_known(pids, snapshot)
         wanted = [process for process in snapshot.processes if _is_wanted(process, pids, gpus)]
-        may = partial(self._s.policy.may_act_on, call.peer) if request.ways else nobody
+        may = partial(self._s.policy.may_act_on, call.peer) if request.ways else deny_all
         ways = await self._s.ways(snapshot, wanted, may)
         wanted = [process.replace(ways=ways[process.pid]) for process in wanted]
         return m.ProcessesReply(

@@ -234,14 +234,14 @@ class Listener:
         except OSError as error:
             if error.errno not in _PRESSED:
                 raise
-            self._note_pressure(error)
+            self._log_shortage(error)
             await anyio.sleep(_PRESSED_PAUSE_S)
             return
-        self._note_relief()
+        self._log_recovery()
         self._admit(connection, tasks)
         await anyio.lowlevel.checkpoint()  # many new connections must not starve the others
 
-    def _note_pressure(self, error: OSError) -> None:
+    def _log_shortage(self, error: OSError) -> None:
         """Log the lack of resources once while it lasts: accepting is tried ten times a second."""
         if not self._pressed:
             self._pressed = True
@@ -249,7 +249,7 @@ class Listener:
             why = f"{error.strerror}; hegmd may have {limit} open, raise LimitNOFILE= of hegmd.service"
             limited(logger, "accept", logging.ERROR, "cannot accept connections: %s", why)
 
-    def _note_relief(self) -> None:
+    def _log_recovery(self) -> None:
         if self._pressed:
             self._pressed = False
             limited(logger, "accept-again", logging.INFO, "connections are accepted again")

@@ -179,19 +179,19 @@ class OperationHandlers:
         return m.Dropped(name=request.name, size_bytes=freed_bytes)
 
     async def lend(self, call: Call, _: m.AgentLend) -> m.Lent:
-        return m.Lent(operation=await self._lending.lend(call.peer.pid, self._silently(call)))
+        return m.Lent(operation=await self._lending.lend(call.peer.pid, self._without_progress(call)))
 
     async def reclaim(self, call: Call, _: m.AgentReclaim) -> m.Reclaimed:
-        await self._lending.reclaim(call.peer.pid, self._silently(call))
+        await self._lending.reclaim(call.peer.pid, self._without_progress(call))
         return m.Reclaimed()
 
-    def _silently(self, call: Call) -> RequestContext:
+    def _without_progress(self, call: Call) -> RequestContext:
         """Return the context of a request that has no progress reports."""
 
-        async def say_nothing(_progress: OperationProgress) -> None:
+        async def ignore_progress(_progress: OperationProgress) -> None:
             pass
 
-        return replace(self._asked(call), emit=say_nothing)
+        return replace(self._asked(call), emit=ignore_progress)
 
     def _reply(self, answer: OperationResult) -> m.OperationReply:
         operation, plan = answer.operation, answer.plan

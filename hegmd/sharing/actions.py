@@ -167,7 +167,7 @@ class SharingActions(BackgroundTasks):
         return await self._leave(action, seen, lambda: self._operations.migrate(seen.pids, to, _context()))
 
     async def _end_of(self, op_id: str) -> Operation:
-        await self._operations.follow(op_id, _to_nobody)
+        await self._operations.follow(op_id, _discard_progress)
         return self._operations.runner.describe(op_id)
 
     def _cost_s(self, operation: Operation, took_s: float) -> float:
@@ -237,7 +237,7 @@ def is_enough(action: Action, stays_bytes: Mapping[str, int], snapshot: model.Sn
 
 
 def _context() -> RequestContext:
-    return RequestContext(by=BY, may=lambda _uid: True, emit=_to_nobody, wait=False)
+    return RequestContext(by=BY, may=lambda _uid: True, emit=_discard_progress, wait=False)
 
 
 def _begun(answer: OperationResult) -> Operation:
@@ -253,5 +253,5 @@ def _failure_of(operation: Operation) -> HegmError:
     return HegmError(code_named(why.code), why.message, why.hint)
 
 
-async def _to_nobody(_progress: OperationProgress) -> None:
+async def _discard_progress(_progress: OperationProgress) -> None:
     """Discard progress: no client watches."""

@@ -1,6 +1,6 @@
 """What the policy has to know of the past: since when a job runs or waits, how long its turn was, what a switch costs.
 
-Also after which failures it is left alone for how long. Lives in memory: a new daemon begins anew, so a job gets a
+Also after which failures it is left alone for how long. Lives in memory: a new daemon starts over, so a job gets a
 whole turn after it. Owns these figures; decides nothing.
 """
 

@@ -88,7 +88,7 @@ class _Decider:
             if wanted.id not in self._displaced:
                 self._serve(wanted)
             elif wanted.job is not None:
-                self._see_off(wanted, wanted.job)
+                self._migrate_or_suspend(wanted, wanted.job)
         again_at_s = None if math.isinf(self._again_at_s) else self._again_at_s
         return Decision(tuple(self._actions), tuple(self._waiting), again_at_s)
 
@@ -265,7 +265,7 @@ class _Decider:
         migrating: dict[str, Rooms] = {}
         if sum(map(moved_bytes, jobs)) > self._pool_bytes:
             for job in jobs:
-                if chosen := self._refuge(job):
+                if chosen := self._other_gpus(job):
                     migrating[job.id] = chosen
                     self._take(wanted_by(job, self._now), chosen, at_once=True)
         suspended = [job for job in jobs if job.id not in migrating]
@@ -294,14 +294,14 @@ class _Decider:
             if (room := self._rooms.get(gpu_id)) is not None:
                 room.leave(job)
 
-    def _refuge(self, job: Job) -> Rooms:
+    def _other_gpus(self, job: Job) -> Rooms:
         """Return other GPUs that have room for a job that has to leave its own; none if there are none."""
         leaver = wanted_by(job, self._now)
         return self._fit(leaver, [room for room in self._suitable(leaver) if room.gpu.id not in job.gpus], at_once=True)
 
-    def _see_off(self, wanted: Wanted, job: Job) -> None:
+    def _migrate_or_suspend(self, wanted: Wanted, job: Job) -> None:
         """Migrate a job that has to leave, if another GPU has room for it by now; otherwise suspend it."""
-        chosen = self._refuge(job)
+        chosen = self._other_gpus(job)
         if chosen:
             self._pool_bytes += moved_bytes(job)
             self._take(wanted, chosen, at_once=True)

@@ -272,8 +272,8 @@ class SharingRequests:
         """Change the priority of a job. Raises HegmError."""
         record = await self._job_requests.record(asked.job, caller.may)
         number = self._sharing.rules.priority(asked.priority, is_admin=caller.is_admin)
-        if not record.lives:
-            raise Refused(f"job {record} {self._jobs.told_end(record)}", "run: hegmctl jobs", {"job": record.id})
+        if not record.is_alive:
+            raise Refused(f"job {record} {self._jobs.describe_end(record)}", "run: hegmctl jobs", {"job": record.id})
         await self._jobs.set_priority(record.number, number)
         self._sharing.note_priority(record, number)
         return await self._job_requests.one(record.id, caller.may)

@@ -165,7 +165,7 @@ class Sharing:
             return False
         for job in self._moving.jobs:
             is_stopped_job = job.pid is not None and not job.is_gone and is_stopped(job.pid)
-            if job.lives and job.members and not is_stopped_job:
+            if job.is_alive and job.members and not is_stopped_job:
                 workers = [worker for worker in self._moving.jobs.workers_of(job) if worker.connected]
                 if not workers or any(self._is_unplaced(worker) for worker in workers):
                     return True
@@ -204,7 +204,7 @@ class Sharing:
 
     def _forget_what_is_over(self) -> None:
         """Drop the notes of jobs that have ended, that run again, or that their users have suspended."""
-        jobs = {job.number: job for job in self._moving.jobs if job.lives}
+        jobs = {job.number: job for job in self._moving.jobs if job.is_alive}
         for number, queued in tuple(self.memory.queue.items()):
             job = jobs.get(number)
             # Who waits for its start is `hegmctl run` itself; without it nobody would be started.

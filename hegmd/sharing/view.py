@@ -132,7 +132,7 @@ class SharingView:
         candidates = self._candidates_of(node.candidates)
         self._lent = self._lent_priorities(candidates)
         for record in self._jobs:
-            if record.lives:
+            if record.is_alive:
                 found = self._job(record, candidates.get(record.number, ()), node, now)
                 if found is not None:
                     jobs.append(found[0])
@@ -178,7 +178,7 @@ class SharingView:
         found: dict[int, list[AgentConnection]] = {}
         for worker in self._workers:
             job = self._jobs.of_worker(worker)
-            if job is not None and job.lives:
+            if job is not None and job.is_alive:
                 found.setdefault(job.number, []).append(worker)
         return found
 
@@ -188,7 +188,7 @@ class SharingView:
         for number, workers in self._workers_by_job().items():
             owners.update({worker.pid: number for worker in workers})
         for job in self._jobs:
-            if job.lives and job.pid is not None and not job.is_gone:
+            if job.is_alive and job.pid is not None and not job.is_gone:
                 owners.setdefault(job.pid, job.number)
         found: dict[int, list[Candidate]] = {}
         for candidate in candidates:
@@ -303,7 +303,7 @@ class SharingView:
                 needs=_with_stated(tuple(former.values()), self._memory.queue.get(record.number)),
                 allowed=tuple(former) if stays_here else self._pinned_in_queue(record, former),
                 chip=chip,
-                hindrance=self._hindrance_of_return(members),
+                hindrance=self._return_obstacle(members),
                 since_utc=suspended.since_utc if suspended is not None and is_ours else op.created_utc,
             )
         if op.phase != HOLDING and op.direction == FORWARD and op.kind == SUSPEND:
@@ -318,7 +318,7 @@ class SharingView:
             )
         return self._told(*(record, model.BUSY, now, seen), gpus=tuple(held), held=held, chip=chip)
 
-    def _hindrance_of_return(self, members: Sequence[JobProcess]) -> str:
+    def _return_obstacle(self, members: Sequence[JobProcess]) -> str:
         for member in members:
             worker = self._workers.find(member.pid)
             if member.has_agent and not member.is_absent and (worker is None or not worker.connected):

@@ -1,1 +1,1 @@
-"""What the daemon needs of the operating system: programs, threads, descriptors, sockets, systemd, files."""
+"""The daemon's interface to the operating system: programs, threads, descriptors, sockets, systemd, files."""

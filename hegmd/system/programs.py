@@ -219,7 +219,7 @@ class _Child:
             on_started()
             pidfd = self._hold(process)
             held.callback(os.close, pidfd)
-            self.status = _see_through(process, _Watch(pidfd, tails), unwanted, self._grace_s)
+            self.status = _run_to_end(process, _Watch(pidfd, tails), unwanted, self._grace_s)
         return self.status
 
     def _start(self, held: ExitStack) -> tuple[subprocess.Popen[bytes], dict[int, _Tail]]:
@@ -284,7 +284,7 @@ class _Child:
         return ExternalError(message, hint, argv=self.argv, status=None, output_tail="")
 
 
-def _see_through(process: subprocess.Popen[bytes], watch: _Watch, unwanted: socket.socket, grace_s: float) -> int:
+def _run_to_end(process: subprocess.Popen[bytes], watch: _Watch, unwanted: socket.socket, grace_s: float) -> int:
     if not watch.until_exit(cut_by=unwanted) and grace_s:
         _signal_group(process.pid, signal.SIGTERM)
         watch.until_exit(limit_s=grace_s)

@@ -316,13 +316,13 @@ class ServiceManager:
 
     def _send(self, lines: Sequence[str], descriptors: Sequence[int], to: socket.socket, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
-        while not self._sent_at_once(lines, descriptors, to):
+        while not self._sent_without_wait(lines, descriptors, to):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise OSError(errno.EAGAIN, "its queue is full")
             _wait_writable(self._address, left_s)
 
-    def _sent_at_once(self, lines: Sequence[str], descriptors: Sequence[int], to: socket.socket) -> bool:
+    def _sent_without_wait(self, lines: Sequence[str], descriptors: Sequence[int], to: socket.socket) -> bool:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         try:
             to.sendmsg(["\n".join(lines).encode()], ancillary, socket.MSG_NOSIGNAL, self._address)

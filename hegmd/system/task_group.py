@@ -17,7 +17,7 @@ Progress = Callable[[int], object]
 Work = Callable[[], Awaitable[object]]
 
 
-async def in_concert(*works: Work) -> None:
+async def run_concurrently(*works: Work) -> None:
     """Run all of it concurrently. Raises the first HegmError once all others have ended."""
     failures: list[HegmError] = []
 
@@ -40,11 +40,11 @@ async def accompanied(work: Callable[[], Awaitable[T]], company: Work) -> T:
     outcome: list[T] = []
     failures: list[HegmError] = []
 
-    async def keep_company() -> None:
+    async def run_company() -> None:
         await company()
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(keep_company)
+        tasks.start_soon(run_company)
         try:
             outcome.append(await work())
         except HegmError as error:

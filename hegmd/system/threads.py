@@ -1,6 +1,6 @@
 """Blocking work in a thread that can be abandoned.
 
-Some calls can hang without end: a program on a dead network disk, a process that the kernel cannot end, a statvfs. They
+Some calls can hang forever: a program on a dead network disk, a process that the kernel cannot end, a statvfs. They
 run in a daemon thread. When the loop stops waiting, the thread blocks neither the loop nor the end of the process.
 anyio's worker threads are not used, because the interpreter waits for them at exit.
 
@@ -76,7 +76,7 @@ async def run_detached(work: Callable[[socket.socket], T], *, name: str, linger_
     return outcome.unwrap()
 
 
-class Looks:
+class BoundedReads:
     """Reads of files that others name, such as those of a job: limited in time, and in the number that may hang.
 
     A read that hangs keeps its thread; repeated requests must not start one each.

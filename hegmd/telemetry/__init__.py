@@ -1,1 +1,1 @@
-"""What is visible from outside: the log, events, the audit record and metrics."""
+"""The outputs of the daemon: the log, events, the audit record and metrics."""

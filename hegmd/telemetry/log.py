@@ -43,7 +43,7 @@ _GRACE_MS = 20
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What the daemon does for a caller: its id, the request, and the caller."""
+    """The daemon's work for a caller: its id, the request, and the caller."""
 
     id: str
     op: str
@@ -143,7 +143,7 @@ def limited(
 
 
 class Sink(Protocol):
-    """Where finished records go. `write` never waits long, and returns False if the record was lost."""
+    """The target of finished records. `write` never waits long, and returns False if the record was lost."""
 
     def write(self, record: bytes) -> bool: ...
 

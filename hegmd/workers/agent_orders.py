@@ -3,7 +3,7 @@
 Owns how long an order may take, and its two failures: the agent reports one, or disconnects. `workers` knows which
 connection is current and what a report says about the worker.
 
-An order delays later ones, but not without end: its caller may have left, and an agent may lose it. After its own limit
+An order delays later ones, but not forever: its caller may have left, and an agent may lose it. After its own limit
 and a margin it is overdue, and only remembered.
 """
 
@@ -71,7 +71,7 @@ class OrderFailed(HegmError):
         self.parked_s = report.parked_s or 0.0
         #: How many bytes the state has that its slot is too small for.
         self.state_bytes = report.state_bytes
-        #: What prevents the job's state from being saved, now and later.
+        #: The reasons that prevent saving the job's state, now and later.
         self.refusals = report.refusals
 
 
@@ -84,7 +84,7 @@ def answered_within_s(do: str, limit_s: float | None) -> float:
     return _AT_ONCE_S
 
 
-class Given(Awaited[AgentReport]):
+class SentOrder(Awaited[AgentReport]):
     """An order that was sent. `report` waits for its result; `deadline` is when the answer is due."""
 
     def __init__(self, pid: int, do: str, on_progress: Progress | None, deadline: float = math.inf) -> None:
@@ -112,10 +112,10 @@ class Given(Awaited[AgentReport]):
         return True
 
 
-class Link(OrderLink[Order, Given]):
+class Link(OrderLink[Order, SentOrder]):
     """One connection of an agent."""
 
-    def enter(self, given: Given) -> int:
+    def enter(self, given: SentOrder) -> int:
         """Return the order's number. Overdue orders that an agent answers itself no longer count."""
         now = anyio.current_time()
         late = [number for number, old in self.given.items() if old.do in LIMITED and old.deadline <= now]
@@ -123,7 +123,7 @@ class Link(OrderLink[Order, Given]):
             self.given.pop(number).end()
         return super().enter(given)
 
-    def in_the_way(self, do: str) -> Iterator[Given]:
+    def in_the_way(self, do: str) -> Iterator[SentOrder]:
         """Return the orders that run and are not overdue, oldest first."""
         now = anyio.current_time()
         if do in (COUNT, STACKS):

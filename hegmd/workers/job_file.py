@@ -35,7 +35,7 @@ class JobRecord(Record):
     number: int = field("the number in its id; counted up from 1 and never used again")
     name: str = field("its name")
     uid: int = field("whose it is")
-    runs: tuple[str, ...] = field("each `hegmctl run` of it, the latest last: what its agents say as their run")
+    runs: tuple[str, ...] = field("each `hegmctl run` of it, the latest last: the run that its agents report")
     command: str = field("its script and arguments, as they are shown")
     started_utc: float = field("when it was started")
     boot: str = field("the boot of the kernel in which its process was started")
@@ -44,7 +44,7 @@ class JobRecord(Record):
     is_gone: bool = field("whether that process has ended", default=True)
     status: int | None = field("its exit status, or minus its signal; nil if it is not known", default=None)
     members: tuple[str, ...] = field("its processes with an agent by the names that operations have", default=())
-    has_trained: bool = field("whether it was seen to come to a batch", default=False)
+    has_trained: bool = field("whether it was seen to reach a batch", default=False)
     ended_utc: float | None = field("when the job ended; nil before", default=None)
     end: str | None = field("how it ended, where that is more than a status", default=None)
     priority: int = field("its priority when GPUs are shared, 0 to 100", default=DEFAULT_PRIORITY)
@@ -55,7 +55,7 @@ class JobRecord(Record):
         return f"j{self.number}"
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """True until the job has ended."""
         return self.ended_utc is None
 

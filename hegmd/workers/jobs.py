@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 # How many ended jobs are kept, for how long, and how many of each user.
 MAX_ENDED, MAX_ENDED_OF_USER, MAX_ENDED_S = 500, 100, 30 * 86400.0
 MAX_RUNS = 8
-# Ranks and their loaders' workers; those that came last, as a restart's.
+# Ranks and their loaders' workers; the latest ones, such as those of a restart.
 MAX_MEMBERS = 256
 # After a start of the daemon: agents and supervisors of jobs whose first process is gone have so long to connect.
 RETURN_WITHIN_S = 15.0
@@ -51,7 +51,7 @@ May = Callable[[int | None], bool]
 
 
 class JobOperations(Protocol):
-    """What operations know of jobs."""
+    """The view of operations on jobs."""
 
     def holds(self, job: JobRecord) -> bool:
         """Whether an operation that is not over has the job, its processes gone or not."""
@@ -83,16 +83,16 @@ class Jobs(BackgroundTasks):
         self._saving = JobSaving()
         self._boot = ""
         self._next = 1
-        #: The priority of a job of which nothing is said.
+        #: The priority of a job without a given one.
         self.default_priority = DEFAULT_PRIORITY
         self._jobs: dict[int, JobRecord] = {}
         self._by_run: dict[tuple[int, str], int] = {}
-        #: Jobs of before whose first process was gone when this daemon started, until they had time to come back.
+        #: Earlier jobs whose first process was gone when this daemon started, until they had time to reconnect.
         self._awaited: set[int] = set()
         #: Told when a job comes, goes or changes.
         self.news = Condition()
-        workers.listen(self._hear)
-        supervisors.listen(self._hear_supervisor)
+        workers.listen(self._on_worker_event)
+        supervisors.listen(self._on_supervisor_event)
 
     # -- the life of the part ------------------------------------------------------------------------------------------
 
@@ -119,9 +119,9 @@ class Jobs(BackgroundTasks):
     def _take_over(self) -> None:
         for job in tuple(self._jobs.values()):
             is_there = job.pid is not None and job.boot == self._boot and self._is_there(job.pid, job.start_ticks)
-            if job.lives and not job.is_gone and is_there:
+            if job.is_alive and not job.is_gone and is_there:
                 self._watch_soon(job)
-            elif job.lives:
+            elif job.is_alive:
                 self._awaited.add(job.number)
                 self._put(job.replace(is_gone=True))
 
@@ -172,12 +172,12 @@ class Jobs(BackgroundTasks):
         number = job_number(text)
         found = [job for job in self._jobs.values() if job.number == number or job.name == text]
         found = [job for job in found if may(job.uid)] or found
-        chosen = [job for job in found if job.lives] or found
+        chosen = [job for job in found if job.is_alive] or found
         if not chosen:
             raise self._not_found(text, may)
         if len(chosen) == 1:
             return chosen[0]
-        ends = {job.id: self.told_end(job) if may(job.uid) else "ended" for job in chosen[-10:] if not job.lives}
+        ends = {job.id: self.describe_end(job) if may(job.uid) else "ended" for job in chosen[-10:] if not job.is_alive}
         listed = ", ".join(f"{job.id} ({ends.get(job.id, 'lives')})" for job in chosen[-10:])
         raise HegmError(
             BAD_REQUEST,
@@ -188,12 +188,12 @@ class Jobs(BackgroundTasks):
 
     def _not_found(self, text: str, may: May) -> HegmError:
         own = [job for job in self._jobs.values() if may(job.uid)]
-        living = [job.name for job in own if job.lives]
+        living = [job.name for job in own if job.is_alive]
         close = closest(text, living) or closest(text, [job.name for job in own])
         hint = f"did you mean {close}? run: hegmctl jobs" if close else "run: hegmctl jobs --all"
         return HegmError(NOT_FOUND, f"there is no job {text[:60]!r}", hint, {"job": text[:60]})
 
-    def told_end(self, job: JobRecord) -> str:
+    def describe_end(self, job: JobRecord) -> str:
         """Describe how and when a job ended."""
         how = job.end or ("its exit status is not known" if job.status is None else status_text(job.status))
         return f"ended {ago(self._utc() - (job.ended_utc or 0.0))} ago, {how}"
@@ -211,10 +211,10 @@ class Jobs(BackgroundTasks):
     ) -> JobRecord:
         """Enter the job of a process; its id and name are on disk when this returns. Raises BAD_REQUEST.
 
-        `goes_on` is the job from whose state it goes on. Without a priority it keeps the one that it has.
+        `goes_on` is the job from whose state it continues. Without a priority it keeps the one that it has.
         """
         if not 0 < len(asked.run) <= MAX_RUN_CHARS:
-            raise HegmError(BAD_REQUEST, "a job needs the id of its run", "HEGM_RUN is what its processes have it from")
+            raise HegmError(BAD_REQUEST, "a job needs the id of its run", "its processes get it from HEGM_RUN")
         why = None if asked.name is None else why_no_name(asked.name)
         if why is not None:
             raise HegmError(
@@ -262,7 +262,9 @@ class Jobs(BackgroundTasks):
     def _unique(self, name: str, but_for: JobRecord | None) -> str:
         """That name, with a number where a job that has not ended has it."""
         taken = {
-            job.name for job in self._jobs.values() if job.lives and (but_for is None or job.number != but_for.number)
+            job.name
+            for job in self._jobs.values()
+            if job.is_alive and (but_for is None or job.number != but_for.number)
         }
         number, made = 1, name
         while made in taken:
@@ -272,11 +274,11 @@ class Jobs(BackgroundTasks):
 
     def _back(self, job: JobRecord) -> JobRecord:
         """Reopen the record of a job that is running again after it had ended. Another job may have its name by now."""
-        if job.lives:
+        if job.is_alive:
             return job
         return job.replace(ended_utc=None, status=None, end=None, name=self._unique(job.name, job))
 
-    def _hear(self, news: str, worker: AgentConnection) -> None:
+    def _on_worker_event(self, news: str, worker: AgentConnection) -> None:
         """An agent came or left, or its process ended. Told from the event loop, must not wait."""
         job = self.of_worker(worker)
         if news == ENDED:
@@ -287,15 +289,15 @@ class Jobs(BackgroundTasks):
         elif job is not None and news != LEFT:
             self._take_in(job, worker)
 
-    def _hear_supervisor(self, supervisor: Supervisor) -> None:
+    def _on_supervisor_event(self, supervisor: Supervisor) -> None:
         job = self.of_run(supervisor.uid, supervisor.run)
-        if job is not None and supervisor.lives:
-            self._come_back(job, supervisor.pid, supervisor.start_ticks)
+        if job is not None and supervisor.is_alive:
+            self._mark_returned(job, supervisor.pid, supervisor.start_ticks)
         elif job is not None:
             self._end_if_over(job.number)
 
     def _take_in(self, job: JobRecord, worker: AgentConnection) -> None:
-        self._come_back(job, worker.pid, worker.identity.start_ticks)
+        self._mark_returned(job, worker.pid, worker.identity.start_ticks)
         job = self._jobs[job.number]
         if worker.name not in job.members:
             self._put(job.replace(members=(*job.members, worker.name)[-MAX_MEMBERS:]))
@@ -312,20 +314,20 @@ class Jobs(BackgroundTasks):
         if not job.has_trained:
             self._put(job.replace(has_trained=True))
 
-    def _come_back(self, job: JobRecord, pid: int, ticks: int) -> None:
+    def _mark_returned(self, job: JobRecord, pid: int, ticks: int) -> None:
         """A process of it is there: it has not ended, and one without a first process has that one.
 
         An exit status that is known is the job's and is kept, unless an operation ended the process.
         """
         self._awaited.discard(job.number)
-        if not job.lives:
+        if not job.is_alive:
             job = self._back(job)
             self._put(job)
         if job.is_gone and (job.status is None or self._operations.end_of(job) is not None):
             self._take_first(job, pid, ticks)
 
     async def _enter_worker(self, worker: AgentConnection) -> None:
-        """Enter the job of a worker that nobody registered: its `hegmctl run` found no daemon, or an older one."""
+        """Add the job of a worker that was not registered: its `hegmctl run` found no daemon, or an older one."""
         words: Sequence[str] = ()
         with anyio.move_on_after(_COMMAND_WITHIN_S):
             try:
@@ -354,7 +356,7 @@ class Jobs(BackgroundTasks):
             self._tasks.start_soon(self._watch, job.number, job.pid, job.start_ticks)
 
     def _is_there(self, pid: int, ticks: int | None) -> bool:
-        """Whether that process has not ended. One that cannot be looked at now has not."""
+        """Whether that process has not ended. One that cannot be inspected now has not."""
         try:
             return self._start_ticks(pid) == ticks
         except HegmError as error:
@@ -369,7 +371,7 @@ class Jobs(BackgroundTasks):
                 pidfd = os.pidfd_open(pid)
             except ProcessLookupError:
                 break
-            except OSError:  # no descriptor is to be had now
+            except OSError:  # no descriptor is free now
                 await anyio.sleep(_LOOK_INTERVAL_S)
         if pidfd is not None:
             try:
@@ -386,7 +388,7 @@ class Jobs(BackgroundTasks):
 
     def _end_if_over(self, number: int) -> None:
         job = self._jobs.get(number)
-        if job is None or not job.lives or not job.is_gone or number in self._awaited:
+        if job is None or not job.is_alive or not job.is_gone or number in self._awaited:
             return
         has_supervisor = any(self._supervisors.find(job.uid, run) is not None for run in job.runs)
         if any(True for _ in self.workers_of(job)) or has_supervisor or self._operations.holds(job):
@@ -398,7 +400,9 @@ class Jobs(BackgroundTasks):
 
     def _trim(self) -> None:
         """Forget the oldest jobs that have ended, beyond what is remembered."""
-        ended = sorted((job for job in self._jobs.values() if not job.lives), key=lambda job: -(job.ended_utc or 0.0))
+        ended = sorted(
+            (job for job in self._jobs.values() if not job.is_alive), key=lambda job: -(job.ended_utc or 0.0)
+        )
         of_user: dict[int, int] = {}
         for place, job in enumerate(ended):
             of_user[job.uid] = of_user.get(job.uid, 0) + 1

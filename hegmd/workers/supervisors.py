@@ -112,7 +112,7 @@ class Supervisor:
         return self._link is not None
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Return True while its process has not ended. A zombie counts as ended."""
         poll = select.poll()
         poll.register(max(self._pidfd, 0), select.POLLIN)
@@ -229,7 +229,7 @@ class Supervisor:
             self.offer = self.offer.replace(pid=None, started=False, fell=report.status)
         given = None if report.order is None else link.given.get(report.order)
         if given is not None and given.do == ASK:
-            pass  # says nothing about its command
+            pass  # tells nothing about its command
         elif report.result == FAILED:
             self.failure = report.message
             self.offer = self.offer.replace(pid=None, started=False, left=True)
@@ -273,11 +273,11 @@ class Supervisors:
     def find(self, uid: int | None, run: str | None) -> Supervisor | None:
         """Return the supervisor of that run, if its process lives."""
         known = None if uid is None or run is None else self._known.get((uid, run))
-        return known if known is not None and known.lives else None
+        return known if known is not None and known.is_alive else None
 
     def has_ended(self, uid: int | None, run: str | None) -> bool:
         """Return True if that run had a supervisor whose process has ended."""
-        return (uid, run) in self._ended or any((one.uid, one.run) == (uid, run) and not one.lives for one in self)
+        return (uid, run) in self._ended or any((one.uid, one.run) == (uid, run) and not one.is_alive for one in self)
 
     async def come(self, uid: int | None, run: str | None, known: Callable[[], Supervisor | None]) -> Supervisor | None:
         """Return the supervisor that `known` finds, once connected. None if it has ended or does not connect for a
@@ -310,12 +310,12 @@ class Supervisors:
 
     def of_operation(self, uid: int | None, operation: str) -> Supervisor | None:
         """Return the supervisor that waits for that operation or continued from it; connected ones first."""
-        serving = [one for one in self if one.uid == uid and one.serves(operation) and one.lives]
+        serving = [one for one in self if one.uid == uid and one.serves(operation) and one.is_alive]
         return min(serving, key=lambda one: not one.connected, default=None)
 
     def of_pid(self, pid: int) -> Supervisor | None:
         """Return the supervisor with this pid."""
-        return next((known for known in self if known.pid == pid and known.lives), None)
+        return next((known for known in self if known.pid == pid and known.is_alive), None)
 
     async def attend(self, key: object, pid: int, uid: int, offer: Supervise, send: Send) -> None:
         """Serve a supervisor on the connection `key`, until a newer one replaces it or this is cancelled."""
@@ -328,7 +328,7 @@ class Supervisors:
         finally:
             self._links.pop(key, None)
             supervisor.disconnect(link)
-            if not supervisor.lives:
+            if not supervisor.is_alive:
                 self._forget(supervisor)
                 self._ended[supervisor.uid, supervisor.run] = supervisor.status
                 for oldest in tuple(self._ended)[:-MAX_ENDED]:

@@ -35,15 +35,15 @@ from hegmd.workers.agent_orders import (
     LIMITED,
     MOVING,
     AgentAway,
-    Given,
     Link,
     OrderFailed,
     Progress,
     Send,
+    SentOrder,
     answered_within_s,
 )
 
-__all__ = ["AgentAway", "Given", "Identity", "OrderFailed", "AgentConnection", "Workers"]
+__all__ = ["AgentAway", "SentOrder", "Identity", "OrderFailed", "AgentConnection", "Workers"]
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,9 @@ class AgentConnection:
             {"pid": self.pid, "do": do},
         )
 
-    async def give(self, do: str, *, fds: Sequence[int] = (), on_progress: Progress | None = None, **how: Any) -> Given:
+    async def give(
+        self, do: str, *, fds: Sequence[int] = (), on_progress: Progress | None = None, **how: Any
+    ) -> SentOrder:
         """Send an order without waiting for its end. The descriptors stay the caller's. Raises AgentAway.
 
         An agent waits for one boundary at a time. So an order waits for earlier ones, except `withdraw`, which ends
@@ -167,7 +169,7 @@ class AgentConnection:
         if link is None or self._link is not link:
             raise AgentAway(self.pid, f"it cannot get the order {do}")
         within_s = answered_within_s(do, how.get("limit_s"))
-        given = Given(self.pid, do, on_progress, anyio.current_time() + within_s)
+        given = SentOrder(self.pid, do, on_progress, anyio.current_time() + within_s)
         number = link.enter(given)
         try:
             await link.send(Order(order=number, do=do, **how), fds)
@@ -188,7 +190,7 @@ class AgentConnection:
             await self.order("count", limit_s=within_s)
         return not waiting.cancelled_caught
 
-    def _under_way(self, do: str) -> Given | None:
+    def _under_way(self, do: str) -> SentOrder | None:
         return None if self._link is None else next(self._link.in_the_way(do), None)
 
     def take(self, link: object, report: AgentReport) -> None:

@@ -37,7 +37,7 @@ QUESTIONS = 20
 
 
 @dataclass
-class Driven:
+class DriverProcess:
     """What carriers and methods are made of."""
 
     node: CudaNode
@@ -60,7 +60,9 @@ def in_force(node: CudaNode, folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @asynccontextmanager
-async def driven(node: CudaNode, scenario: NvmlScenario, patience: Patience | None = None) -> AsyncIterator[Driven]:
+async def driven(
+    node: CudaNode, scenario: NvmlScenario, patience: Patience | None = None
+) -> AsyncIterator[DriverProcess]:
     """In the test's own task, since a task group ends where it began. Nothing may be held at the end."""
     folder = node.folder.parent
     nvml = NvidiaNode(node.folder, scenario, node.folder / "libnvidia-ml.so.1")
@@ -81,7 +83,7 @@ async def driven(node: CudaNode, scenario: NvmlScenario, patience: Patience | No
 
         gpus = Gpus(look, inventory.expire)
         method = DriverMethod(Steps(link, gpus, other_processes, patience), memory, gpus, other_processes)
-        yield Driven(node, link, gpus, memory, other_processes, method, inventory, looks)
+        yield DriverProcess(node, link, gpus, memory, other_processes, method, inventory, looks)
         memory.close()
     nvml.close()
 

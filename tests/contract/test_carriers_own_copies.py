@@ -1,4 +1,4 @@
-"""What the helper cannot copy, the process copies itself: every carrier brings every storage back, whatever fails.
+"""The process copies itself what the helper cannot copy: every carrier brings every storage back, whatever fails.
 
 Over the stub driver, which lets nobody open memory that it has restored, as the real one does (800, 580.159.04).
 """

@@ -68,7 +68,7 @@ async def test_a_lane_whose_helper_was_replaced_is_lost_and_not_taken_for_unknow
 
 @pytest.mark.thorough
 async def test_a_lane_that_somebody_left_over_is_closed_first(node: CudaNode, owner: Owner) -> None:
-    """An operation that was cancelled while its copy went on begins anew under the same name."""
+    """An operation that was cancelled while its copy went on starts over under the same name."""
     here = node.uuids[0]
     async with linked(node) as link:
         memory = VideoMemory(link)

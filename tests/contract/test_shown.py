@@ -206,7 +206,7 @@ def says_nothing_of_room_where_something_else_failed(state: Path) -> None:
 
 def asks_of_each_segment_once_until_the_thread_has_stood(state: Path) -> None:
     job = Job()
-    showable = cuda_state.Showable()
+    showable = cuda_state.ExportableSegments()
 
     def asked() -> int:
         return (state / "log").read_text().count("cuIpcGetMemHandle")
@@ -227,7 +227,7 @@ def asks_of_each_segment_once_until_the_thread_has_stood(state: Path) -> None:
 def knows_that_what_the_driver_has_brought_back_cannot_be_shown_though_it_gives_handles(state: Path) -> None:
     """On two H200 a handle was given, and opening it answered 800."""
     job = Job()
-    showable = cuda_state.Showable()
+    showable = cuda_state.ExportableSegments()
     assert not showable.hidden(job.torch, job.segments.all)
     showable.note_restored([(segment.address, segment.size_bytes) for segment in job.segments.all])
     showable.forget()
@@ -416,7 +416,7 @@ def copies_itself_what_lies_beside_memory_that_stays(state: Path) -> None:
     """Issue 14, row 1: cuDNN keeps something in a segment, so storages come back into memory that nobody can open."""
     job = Job()
     unseen = job.torch.cuda.caching_allocator_alloc(3 * MIB, device=0, stream=14)
-    segments, showable = cuda_state.Segments(job.torch), cuda_state.Showable()
+    segments, showable = cuda_state.Segments(job.torch), cuda_state.ExportableSegments()
     places = [(storage.data_ptr(), storage.nbytes()) for storage in job.storages]
     own = segments.own(job.torch, showable, places)
     assert [cuda_state.within(own, address) for address, _ in places] == [False, False, True]

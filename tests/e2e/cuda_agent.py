@@ -22,7 +22,7 @@ from typing import Any
 from hegmctl.connection import Connection, connect
 from hegmctl.wire import Descriptors
 from hegmd.agent.cuda_driver import Driver, PeerAccess
-from hegmd.agent.disconnected import Aside
+from hegmd.agent.disconnected import RendezvousWait
 from hegmd.protocol.agents import unpacked_spans
 from hegmd.protocol.messages import AgentAttend, AgentDismissed, AgentReport, CudaDevice, CudaFacts, Noted, Order, Place
 from tests.stubs.cuda.program import MIB, Address, Handle, Program, call, cuda
@@ -44,7 +44,7 @@ class Agent:
         self.facts: dict[str, Any] = {}
         self.refuses: dict[str, str] = {}
         self.token = secrets.token_hex(16)
-        self.stays: Aside | None = None
+        self.stays: RendezvousWait | None = None
         self.parted: list[tuple[int, int]] = []
         self.tells_devices = False
         self.own_fd = -1  # of the memory that it has copied to by itself
@@ -172,7 +172,7 @@ class Agent:
     def aside(self, order: Order) -> dict[str, Any]:
         assert self.parked
         assert order.path is not None
-        self.stays = Aside(order.path, order.limit_s)
+        self.stays = RendezvousWait(order.path, order.limit_s)
         return {}
 
     def export(self, _: Order) -> dict[str, Any]:

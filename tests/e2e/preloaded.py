@@ -192,8 +192,8 @@ def mount(wanted: dict, recorder: Any) -> None:
     mounting, life = import_module("_hegm.agent.import_hooks"), import_module("_hegm.agent.lifecycle")
     places = import_module("_hegm.agent.state.code.position")
     places.FILES_LOOKED_THROUGH.update((__file__, recorded.__file__))
-    mounting._meet_optimizer(sys.modules["torch.optim.optimizer"])
-    mounting._meet_loader(sys.modules["torch.utils.data.dataloader"])
+    mounting._on_optimizer_import(sys.modules["torch.optim.optimizer"])
+    mounting._on_loader_import(sys.modules["torch.utils.data.dataloader"])
     if wanted["at"] is None:
         return
     quiesce, readiness = import_module("_hegm.agent.quiesce"), import_module("_hegm.agent.state.script.capture_points")

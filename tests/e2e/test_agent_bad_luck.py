@@ -203,7 +203,7 @@ def test_what_it_has_entrusted_it_holds_no_descriptor_of_and_takes_from_another(
         assert not has_descriptor()
         agent.done("entrust")
         assert agent.done("survey").held_bytes == size_bytes
-        assert "only hegmd has its bytes, and the order brought none" in agent.order("reload").message
+        assert "only hegmd has its bytes, and the order did not include them" in agent.order("reload").message
         elsewhere = os.memfd_create("elsewhere", os.MFD_CLOEXEC)
         whole_bytes = os.fstat(pool).st_size
         os.pwrite(elsewhere, os.pread(pool, whole_bytes, 0), 0)

@@ -482,7 +482,7 @@ def test_a_python_that_shuts_us_out_runs_without_an_agent_and_is_shown_so(
                 text=True,
                 check=True,
             )
-            # With -S the path is not looked at, and so it is not put back either.
+            # With -S the path is not searched, and so it is not put back either.
             assert shown.replace(f"{str(INJECT)!r}, ", "" if option == "-S" else "?") == alone.stdout
             assert shown.startswith("[] ")
         with connect(str(daemon.socket_path)) as hegmd:

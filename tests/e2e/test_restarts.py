@@ -43,7 +43,7 @@ def test_training_goes_on_bit_for_bit(restarts: Restarts, tmp_path: Path, script
 def test_a_stream_without_a_place_is_refused_and_said(restarts: Restarts) -> None:
     _output, ends = restarts.restarted(str(SCRIPTS / "iterable.py"), at=(20,))
     assert [ended.status for ended in ends] == [REFUSED_STATUS]
-    assert "an iterable dataset that cannot say where it is" in ends[0].errors
+    assert "an iterable dataset that does not report its position" in ends[0].errors
 
 
 TRAINING = """
@@ -195,12 +195,12 @@ def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
     [
         (
             {"after": "globals().setdefault('late', torch.nn.Linear(1, 1))"},
-            "late, a Linear, was made after the first",
+            "late, a Linear, was created after the first",
         ),
         ({"body": "train(1)\ntrain(3)"}, "has trained before the one at line"),
         ({"body": "list(map(train, (1, 3)))"}, "has trained before, in an earlier call"),
         ({"body": "train(1), train(3)"}, "has trained before the one at line"),
-        ({"epochs": "['a', 'b', 'c']"}, "goes over a tuple_iterator, whose place cannot be set"),
+        ({"epochs": "['a', 'b', 'c']"}, "goes over a tuple_iterator, whose position cannot be set"),
         (
             {"body": "turns = iter(range(9))\nwhile next(turns, start) < 8:\n    train(3)"},
             "the while loop at line 29 of __main__ goes by variables",
@@ -218,7 +218,7 @@ def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
             "a pass over a loader that began at line 34 of __main__, within the loop at line 31",
         ),
         ({"body": WORKED.format(made="self.turned.rng = random.Random(6)")}, "draw from a random generator that"),
-        ({"body": WORKED.format(made="pass")}, "has not said what its random generators are at"),
+        ({"body": WORKED.format(made="pass")}, "did not report the state of its random generators"),
         ({"after": "optimizer.state[model.weight]['f'] = print"}, "__main__.optimizer.states[0].f is a function"),
     ],
     ids=[
@@ -262,8 +262,8 @@ def test_a_batch_taken_once_above_all_loops_was_another_one_after_a_restart(rest
         ({"width": "2 + start"}, "weight has the shape (3, 4) and had (2, 4)"),
         ({"body": "train(4 - start * 2)"}, "a loop that had range(1, 4) left goes over range(0, 2)"),
         ({"body": "loader = DataLoader(loader.dataset, batch_size=4 - start)\ntrain(4)"}, "batch_size was 4 and is 3"),
-        ({"body": "loader.dataset.tensors[0].add_(start)\ntrain(4)"}, "has other data than it had"),
-        ({"body": "if start == 0:\n    train(4)"}, "the script ended before it came to where it was"),
+        ({"body": "loader.dataset.tensors[0].add_(start)\ntrain(4)"}, "has different data than before"),
+        ({"body": "if start == 0:\n    train(4)"}, "the script ended before it reached its saved position"),
         ({"body": "if start:\n    optimizer.step()\ntrain(4)"}, "an optimizer was about to step before"),
         ({"body": "if start:\n    del model\ntrain(4)"}, "model"),
     ],
@@ -301,7 +301,7 @@ def test_variables_that_begin_anew_are_named(restarts: Restarts) -> None:
     """The counter goes along; the file that the loop opens now and then does not, and is said with its line."""
     _output, ends = restarts.restarted(str(SCRIPTS / "begun_anew.py"), at=(9,))
     assert [ended.status for ended in ends] == [LEFT_STATUS, 0], [ended.errors for ended in ends]
-    assert "begins anew after the restart: part (TextIOWrapper) at begun_anew.py:18. hegm.keep" in ends[1].errors
+    assert "starts over after the restart: part (TextIOWrapper) at begun_anew.py:18. hegm.keep" in ends[1].errors
 
 
 def test_what_was_not_looked_at_was_told_in_the_plan_only(restarts: Restarts, tmp_path: Path) -> None:
@@ -319,9 +319,7 @@ for turn in range(4):
 """
     _output, ends = restarts.restarted(*written(tmp_path, body=body), at=(5,))
     assert [ended.status for ended in ends] == [LEFT_STATUS, 0], [ended.errors for ended in ends]
-    assert (
-        "not looked at, and so begins anew after the restart: the 1,200 objects of __main__.players" in ends[1].errors
-    )
+    assert "not searched, and so starts over after the restart: the 1,200 objects of __main__.players" in ends[1].errors
 
 
 #: What a state of each form looks like. A row that was released is never changed.

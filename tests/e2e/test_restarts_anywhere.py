@@ -50,7 +50,7 @@ def counted_anew(places: list[tuple[int, str]]) -> list[Spot]:
 
 
 def _compared(output: str) -> list[str]:
-    """Its lines, but for counts of the changes of tensors in place, which PyTorch begins anew with the process."""
+    """Its lines, but for counts of the changes of tensors in place, which PyTorch starts over with the process."""
     return [line.split(" True [")[0] for line in output.splitlines()]
 
 

@@ -6,7 +6,7 @@ A row as in driver.py, in the same table, of which this is the door.
 from __future__ import annotations
 
 from hegmd.gpu_helper import cuda
-from hegmd.migration.methods.progress_probe import Patience, Sight, has_moved, look_at
+from hegmd.migration.methods.progress_probe import Patience, ProgressSample, has_moved, look_at
 from tests.kit.driver import MIB, Rig, begin, eventually, goes_on, must, row
 from tests.kit.several_gpus import ROWS
 
@@ -17,7 +17,7 @@ LONG_MIB = 1024
 LOOK_S = 0.05
 
 
-def sight_of(rig: Rig, pid: int) -> Sight:
+def sight_of(rig: Rig, pid: int) -> ProgressSample:
     """As the daemon looks at a call that lasts."""
     return look_at(pid, -sum(rig.look().used_bytes.values()))
 
@@ -40,7 +40,7 @@ def what_a_step_carries_is_seen_to_move_while_it_lasts(rig: Rig) -> None:
     goes_on(target, digest)
 
 
-def _must_have_moved(rig: Rig, pid: int, before: Sight, least_bytes: int, step: str) -> None:
+def _must_have_moved(rig: Rig, pid: int, before: ProgressSample, least_bytes: int, step: str) -> None:
     eventually(
         lambda: has_moved(before, sight_of(rig, pid), least_bytes),
         f"neither the process's memory nor any GPU has changed by its {step}",

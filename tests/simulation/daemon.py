@@ -318,7 +318,7 @@ class Daemon:
         self.ops, self.durable_seq = {}, {}
 
     def _lose_everybody(self) -> None:
-        """After a power cut no process is there any more, nothing is held, and the clock begins anew."""
+        """After a power cut no process is there any more, nothing is held, and the clock starts over."""
         self.disk.cut_power()
         for name, process in self.node.processes.items():
             self.node.die(name)

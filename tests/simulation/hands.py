@@ -226,7 +226,7 @@ class Hands:
         return events.Ended(effect=running.effect.number, worker=process.name)
 
     def dump(self, running: Running) -> Event | None:
-        """An image that is whole stays whole; one that is not is begun anew by nobody who only looks for it.
+        """An image that is whole stays whole; one that is not is started over by nobody who only looks for it.
 
         One that was dropped is undone before anything else is done to the job.
         """
@@ -252,7 +252,7 @@ class Hands:
         ends: dict[str, Any] = {"effect": effect.number, "worker": effect.worker}
         if effect.tag == "scrap":
             node.scrap(running.op_id)
-            return events.Scrapped(**ends)
+            return events.ImageFilesRemoved(**ends)
         if daemon.ops[running.op_id].pending_numbered(effect.number) is None:
             daemon.finish(running, None)
             return None
@@ -280,7 +280,7 @@ class Hands:
         if process.parked and (effect.at is None or process.boundary >= effect.at):
             return events.Parked(**ends, boundary=process.boundary)
         if effect.at is not None and process.boundary >= effect.at and process.asked_at is None:
-            return events.Overran(**ends, boundary=process.boundary)
+            return events.PassedBoundary(**ends, boundary=process.boundary)
         process.asked_at = effect.at if effect.at is not None else process.asked_at or process.boundary + 1
         process.parked = False
         return None

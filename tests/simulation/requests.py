@@ -7,7 +7,7 @@ from random import Random
 
 from hegmd.memory.sizes import RESTORE_MARGIN_BYTES
 from hegmd.migration.machine import events
-from hegmd.migration.machine.adoption import Standing, adopted
+from hegmd.migration.machine.adoption import ParkedProcess, adopted
 from hegmd.migration.machine.machine import HOLDING
 from hegmd.migration.machine.operation import (
     BY_STATE,
@@ -78,7 +78,7 @@ def _go_on_from(daemon: Daemon, random: Random, op: Operation) -> None:
         return
     workers = [_worker(daemon.node.processes[worker.name], None) for worker in op.workers]
     into = _operation(daemon, SUSPEND, workers, is_distributed=op.is_distributed)
-    daemon.take(op.id, events.TakenUp(into=into))
+    daemon.take(op.id, events.Repurposed(into=into))
 
 
 def begin(daemon: Daemon, random: Random, members: list[Process]) -> None:
@@ -134,8 +134,8 @@ def adopt(daemon: Daemon, members: list[Process]) -> None:
         daemon.take(op.id, events.ResumeRequested(to=place(daemon, standing)))
 
 
-def _standing(daemon: Daemon, process: Process) -> Standing:
-    return Standing(
+def _standing(daemon: Daemon, process: Process) -> ParkedProcess:
+    return ParkedProcess(
         pid=process.pid,
         start_ticks=7,
         uid=1000,

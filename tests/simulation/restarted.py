@@ -169,7 +169,7 @@ class RestartedHands(Hands):
         if process.alive:
             raise Violation(f"two processes of {name} at once")
         if name not in node.copies:
-            raise Violation(f"{name} was started anew, and its state is nowhere")
+            raise Violation(f"{name} was started again, and its state is nowhere")
         process.pid += _NEXT
         process.token = f"agent of {process.pid}"
         process.alive = process.connected = process.has_bytes = True

@@ -184,7 +184,7 @@ def _strike_disk(daemon: Daemon) -> None:
 def forget_everything(daemon: Daemon) -> None:
     """The state directory is gone with the daemon: whoever stands is nobody's until somebody adopts it."""
     daemon.tell("the journal is lost")
-    daemon.ghosts.clear()  # numbers of operations begin anew
+    daemon.ghosts.clear()  # numbers of operations start over
     daemon.disk.names.clear()
     daemon.disk.durable_names.clear()
     daemon.crash(b"")

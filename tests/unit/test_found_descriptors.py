@@ -16,7 +16,7 @@ WHO = "7.4711.bytes"
 
 
 async def test_video_memory_beside_pieces_of_the_pool_was_closed_as_unknown() -> None:
-    """A daemon that is started anew would have freed the bytes of a job on its way from GPU to GPU."""
+    """A daemon that is started again would have freed the bytes of a job on its way from GPU to GPU."""
     store = DescriptorStore()
     for name in (f"hegm-vram-{WHO}-{GPU}-0-{GIB}", "hegm-pool-7-4711-7.00c0ffee", "hegm-other"):
         fd = os.memfd_create(name)
@@ -79,5 +79,5 @@ async def test_a_spill_file_is_distrusted_with_its_own_fault(tmp_path: Path) -> 
     findings = await find_pieces(MemoryKeeping(spill=folder), VideoMemory(Gpus(), store).adopt)
     assert {one.name.removesuffix(ENDING): one.why for one in findings.distrusted} == {
         "hegm-pool-7-4711-4096.00c0ffee": "it is cut short",
-        "hegm-other": "its name is none of ours",
+        "hegm-other": "its name is not one that hegmd uses",
     }

@@ -32,7 +32,7 @@ def reference() -> str:
 
 
 def insert(page: str) -> str:
-    """The page with its generated part made anew."""
+    """The page with its generated part created again."""
     before, _, rest = page.partition(BEGIN)
     _, found, after = rest.partition(END)
     if not found:

@@ -140,7 +140,7 @@ LOOKING = (
                 "--interval",
                 kind=SECONDS,
                 metavar="SECONDS",
-                doc="time between two looks while nothing happens; default: 5",
+                doc="time between two reads of the node while nothing changes; default: 5",
             ),
         ),
         examples=(("hegmctl top", "watch this node"), ("ssh -t node1 hegmctl top --no-color", "watch another one")),

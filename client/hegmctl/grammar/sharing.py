@@ -64,7 +64,7 @@ SHARING = (
     Command(
         "release",
         "end a lease",
-        "The jobs that were suspended for it resume by themselves.",
+        "The jobs that were suspended for it resume automatically.",
         request="room.release",
         forms=(Form(request="room.release", render="sharing_text:released_text", call="release"),),
         arguments=(Of("lease", name="LEASE", doc="its id or its name"),),

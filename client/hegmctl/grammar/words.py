@@ -57,7 +57,7 @@ class Option:
         "splits",
     )
 
-    def __init__(  # noqa: PLR0913 - what can be said of an option, each named
+    def __init__(  # noqa: PLR0913 - the properties of an option, each named
         self,
         *names: str,
         doc: str,

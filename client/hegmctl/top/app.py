@@ -33,7 +33,7 @@ o                      order the jobs by another column
 /                      show only jobs that have a word
 t, Enter               the timeline of the operation, or of the job's newest
 ?                      this page
-q                      quit; what was begun goes on
+q                      quit; operations continue
 
 The small bars beside a GPU are its utilisation and its memory over the last minutes."""
 

@@ -46,7 +46,7 @@ def _run_next():
     spec.loader.exec_module(module)
 
 
-def _end_before_its_turn():
+def _end_unless_agent_waits():
     # type: () -> None
     """Exit if this process was prestarted, but its agent cannot wait for its turn: the script must not run."""
     os = sys.modules["os"]
@@ -66,7 +66,7 @@ try:
         _mount_agent(_here.rpartition("/")[0].rpartition("/")[0])
 except Exception:  # noqa: BLE001 - whatever is wrong with the agent, the job's Python starts as it would without
     sys.modules.pop("_hegm", None)
-_end_before_its_turn()
+_end_unless_agent_waits()
 if sys.version_info >= (3, 4):
     _run_next()
 else:

@@ -36,7 +36,7 @@ _NO_LAUNCHER = "no launcher recovers this block: it runs once; start it with: he
 
 
 class Recovery:
-    """What `hegm.recovery` returns. See there."""
+    """The object that `hegm.recovery` returns. See there."""
 
     def __init__(  # noqa: PLR0913 - each option of a script is named
         self,
@@ -175,7 +175,7 @@ class Generations:
             raise error
 
     def _clean_up(self) -> None:
-        """Be ready for the next generation. What is raised here ends the process, which is replaced."""
+        """Be ready for the next generation. An error here ends the process, which is then replaced."""
         self._line.leave()
         self._step = self._run.whole_step
         self._groups.leave()

@@ -1,8 +1,8 @@
-"""The communicator groups of a generation: connected anew for each, and ended from another thread if one fails.
+"""The communicator groups of a generation: connected again for each, and ended from another thread if one fails.
 
 gloo's own abort ends no wait (torch 2.13), so the sockets that gloo opened in this process are shut down, which ends
 each wait within a millisecond. NCCL's communicators are aborted by their backends. Ranks that joined later have other
-ProcessGroups than those that lived on, so each generation makes new ones, and wraps the model anew.
+ProcessGroups than those that lived on, so each generation makes new ones, and wraps the model again.
 
 DDP puts gradients into buckets, in another order after its first step. With three ranks or more that order decides how
 sums are rounded, so a generation that begins later is given the final buckets at once.
@@ -98,7 +98,7 @@ class Groups:
             if hasattr(reducer, "_remove_autograd_hooks"):
                 reducer._remove_autograd_hooks()
         self.forget()
-        # A thread of gloo may still let go of a tensor, for which it needs the interpreter. The end of a ProcessGroup
+        # A thread of gloo may still release a tensor, for which it needs the interpreter. The end of a ProcessGroup
         # waits for that thread and keeps the interpreter: it comes a generation later, when the thread is idle.
         c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
         self._former = [] if c10d is None else list(c10d._world.pg_map)

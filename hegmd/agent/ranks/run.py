@@ -62,7 +62,7 @@ class RankProcess:
         self.line, self.board = line, board
         self.rank, self.ranks = rank, ranks
         self.groups = groups
-        #: What ends the waits of the script's own communication.
+        #: Ends the waits of the script's own communication.
         self.abort: Callable[[], object] | None = None
 
 

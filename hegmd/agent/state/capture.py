@@ -38,7 +38,7 @@ FORM = 3
 #: Names that call `range` and `enumerate` for the script.
 _ALSO = {"range": {"trange", "tnrange"}, "enumerate": {"resumable", "tenumerate"}}
 _WHILE = "write it as a for loop over range() or over the loader, or keep its variables with hegm.keep(name, get, set)"
-# So many of the variables that begin anew are named.
+# So many of the variables that start over are named.
 _MAX_NAMED = 3
 _INSTEAD = {
     "count": "write `for n in range(most):` in place of itertools.count(), and break as before",
@@ -46,7 +46,7 @@ _INSTEAD = {
     "list_iterator": "write `for n in range(len(items)):` in place of the loop over it, and take items[n] in it",
     "tuple_iterator": "write `for n in range(len(items)):` in place of the loop over it, and take items[n] in it",
 }
-_BY_HAND = "write it as a for loop over range() or a loader, or keep what it goes by with hegm.keep(name, get, set)"
+_BY_HAND = "write a for loop over range() or a loader, or keep the condition's variables with hegm.keep(name, get, set)"
 _GENERATOR = "write its loops in the script in place of the generator, or go over the loader itself"
 
 
@@ -93,7 +93,7 @@ class _Taking:
 
     def _placed(self, place: Place, frame: FrameType | None) -> dict[str, Any]:
         driver = capture_points.asked_iterator(frame)
-        theirs = accelerate_hf.Taking(place.frames)
+        theirs = accelerate_hf.FrameworkCapture(place.frames)
         self.state[accelerate_hf.KEY] = theirs.state
         self.refusals += [Refusal(what, hint) for what, hint in theirs.against]
         if theirs.read is not None:
@@ -137,7 +137,7 @@ class _Taking:
         for name in {name for name, _value, line in needs if line is None} - loop.names:
             if not loop.names & _ALSO[name]:
                 where = said((*step[:3], loop.line))
-                what = f"the loop at {where} goes over what was made before it, whose place cannot be set"
+                what = f"the loop at {where} iterates over an object created before it, whose position cannot be set"
                 self._refuse(what, f"write {name}(...) in the head of the loop")
 
     def _check_asked(self, look: dict[str, Any], driver: Any, head: Any) -> None:
@@ -173,7 +173,7 @@ class _Taking:
             yield "range", look["rest"], None
         elif look["kind"] == "other":
             where = said((*step[:3], line))
-            what = f"the loop at {where} goes over a {look['name']}, whose place cannot be set"
+            what = f"the loop at {where} goes over a {look['name']}, whose position cannot be set"
             self._refuse(what, instead_of(str(look["name"])))
         for inner in _inner_of(look):
             yield from self._needs(inner, step, line)
@@ -261,7 +261,7 @@ class _Taking:
         if own["anew"] and not said_by_script.keeps:
             anew = "; ".join(own["anew"][:_MAX_NAMED])
             for step in place.whiles():
-                what = f"the while loop at {said(step)} goes by variables of the script's own, of which some begin anew"
+                what = f"the while loop at {said(step)} depends on variables that start over"
                 self._refuse(f"{what}: {anew}", _WHILE)
 
 

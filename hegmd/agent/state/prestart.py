@@ -26,7 +26,7 @@ _BY_THEMSELVES = frozenset(
 _OURS = b"HEGM_"
 _ALSO = "numpy"
 _TORCH = "torch"
-# Which bring in packages that are not PyTorch's own, or do something as they are imported: before PyTorch 2.4 the
+# Modules that import packages other than PyTorch's own, or that act on import: before PyTorch 2.4 the
 # inductor's forked off processes that compile.
 _LEFT_OUT = ("torch.utils.tensorboard", "torch.testing", "torch._inductor")
 # PyTorch has about 1,100 modules once an optimizer is made.
@@ -84,7 +84,7 @@ def _has_changed(environ: Mapping[bytes, bytes]) -> bool:
 
 
 def _given_by_turn() -> Mapping[bytes, bytes | None]:
-    """Return the variables that this process was given, or lost, when its turn came."""
+    """Return the variables that were set or removed when this process was activated."""
     standby: Any = sys.modules.get(__name__.rsplit(".", 2)[0] + ".standby")
     given: Mapping[bytes, bytes | None] = {} if standby is None else standby.by_turn
     return given

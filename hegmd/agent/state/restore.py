@@ -68,9 +68,9 @@ def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
 
     from_cpu = devices.left_cpu(_tensors_in(pairs))
     missing = restore_variables.put_back(state[variables.KEY], frames, held, from_cpu=from_cpu)
-    _say_anew([*state[variables.KEY]["anew"], *missing])
-    _say_unseen(state[variables.KEY]["unseen"])
-    _say_otherwise(told)
+    _print_reset_variables([*state[variables.KEY]["anew"], *missing])
+    _print_unsearched(state[variables.KEY]["unseen"])
+    _print_device_differences(told)
     said_by_script.put_back(state[KEY], _optimizers_in(pairs))
     accelerate_hf.resuming.put_back(state[accelerate_hf.KEY])
     rng.set_shared(state["shared"])
@@ -89,21 +89,21 @@ def _optimizers_in(pairs: dict[int, tuple[Any, Holding]]) -> list[Any]:
     return [found.thing for _saved, found in pairs.values() if found.kind == OPTIMIZER]
 
 
-def _say_anew(names: list[str]) -> None:
-    """Write to stderr which of the script's variables begin anew; standard output belongs to the script."""
+def _print_reset_variables(names: list[str]) -> None:
+    """Write to stderr which of the script's variables start over; standard output belongs to the script."""
     if names:
-        text = f"hegm: begins anew after the restart: {'; '.join(names)}. hegm.keep keeps such things.\n"
+        text = f"hegm: starts over after the restart: {'; '.join(names)}. hegm.keep keeps such things.\n"
         os.write(2, text.encode(errors="replace"))
 
 
-def _say_unseen(names: list[str]) -> None:
-    """Write to stderr what may begin anew because it was not searched."""
+def _print_unsearched(names: list[str]) -> None:
+    """Write to stderr what may start over because it was not searched."""
     if names:
-        text = f"hegm: not looked at, and so begins anew after the restart: {'; '.join(names)}. hegm.keep keeps it.\n"
+        text = f"hegm: not searched, and so starts over after the restart: {'; '.join(names)}. hegm.keep keeps it.\n"
         os.write(2, text.encode(errors="replace"))
 
 
-def _say_otherwise(told: list[str]) -> None:
+def _print_device_differences(told: list[str]) -> None:
     """Write to stderr what differs on another type of device."""
     if told:
         os.write(2, f"hegm: after the restart: {'; '.join(told)}.\n".encode(errors="replace"))

@@ -32,9 +32,9 @@ UNRESTORED_STATUS = 98
 
 
 def weigh() -> tuple[int, list[Refusal], list[str]]:
-    """Return the size of the state, what prevents a restart, and what begins anew after one.
+    """Return the size of the state, what prevents a restart, and what starts over after one.
 
-    Reasons that pass by themselves are left out. The training thread is at a boundary.
+    Temporary reasons are left out. The training thread is at a boundary.
     """
     from .capture import capture
     from .code import source_check
@@ -58,7 +58,7 @@ class TooLarge(Exception):
 
 
 class Prevented(Exception):
-    """Reasons that prevent saving the state; `passes` is True if all of them pass by themselves."""
+    """Reasons that prevent saving the state; `passes` is True if all of them are temporary."""
 
     def __init__(self, refusals: list[Refusal]) -> None:
         super().__init__("; ".join([found.what for found in refusals]))
@@ -69,7 +69,7 @@ class Prevented(Exception):
 def snapshot(fd: int | None, most_bytes: int, begin: Callable[[], object]) -> tuple[int, list[str], Rest | None]:
     """Write the state of the parked training to the start of a descriptor. The training then continues.
 
-    Returns the size, what begins anew in a process that starts from it, and what is still to be written while the
+    Returns the size, what starts over in a process that starts from it, and what is still to be written while the
     training continues. Calls `begin` before the first byte is written. Flushes the script's output first. Raises
     TooLarge, Prevented, OSError and HegmError.
     """
@@ -122,7 +122,7 @@ def save(
 ) -> int:
     """Write the state of the parked training to the descriptor, and return its size. Raises HegmError, OSError.
 
-    Once it is written, `tell` gets what begins anew after a restart from it.
+    Once it is written, `tell` gets what starts over after a restart from it.
     """
     from .. import pinned_buffers
 

@@ -2,7 +2,7 @@
 one.
 
 Owns the hooks, and the moment at which the state is restored: when the script reaches the place where it was saved.
-Before that, an optimizer's step or the end of the script is an error, because a restarted script must never begin anew
+Before that, an optimizer's step or the end of the script is an error, because a restarted script must never start over
 unnoticed. After that only the record of each pass over a loader remains.
 """
 
@@ -19,7 +19,7 @@ from .code.position import said as said_step
 from .code.value_stack import caller
 from .frameworks import accelerate_hf, lightning
 from .loaders import passes, stateful_loader
-from .loaders.rebuild import PassAgain
+from .loaders.rebuild import RebuiltPass
 from .save_and_exit import end_unrestored, flush_all, tell_waiting
 from .script import capture_points, output_files
 from .script.baseline import note_place
@@ -48,7 +48,7 @@ def is_due() -> bool:
     return _due is not None
 
 
-def meet_loader(module: Any) -> None:
+def on_loader_import(module: Any) -> None:
     """`module` is torch.utils.data.dataloader: follow each pass over a loader, and wait for the place if one is due."""
     if is_wanted():
         _watch_passes(module.DataLoader)
@@ -56,12 +56,12 @@ def meet_loader(module: Any) -> None:
         expect(module)
 
 
-def meet_optimizer(module: Any) -> None:
+def on_optimizer_import(module: Any) -> None:
     """`module` is torch.optim.optimizer: no step before the state is back."""
     if is_wanted():
         _watch_steps(module)
     if inherited.is_for_ranks() and not inherited.is_there():
-        _forbid_steps_of_nobody(module)
+        _forbid_steps_without_rank(module)
     if not inherited.is_there() and _due is None:
         return
     expect(None)
@@ -126,7 +126,7 @@ class Due:
 
         def before_step(*_args: object) -> None:
             end_unrestored(
-                ["an optimizer was about to step before the script came to where it was", *self.not_entered()]
+                ["an optimizer was about to step before the script reached its saved position", *self.not_entered()]
             )
 
         self._undo.append(register(before_step).remove)
@@ -137,7 +137,7 @@ class Due:
         for index, taken in enumerate(self._passes):
             if [tuple(step) for step in taken["path"]] == list(path):
                 del self._passes[index]
-                return self._made_again(loader, taken, PassAgain(number, path, loader), state, make)
+                return self._made_again(loader, taken, RebuiltPass(number, path, loader), state, make)
         return None
 
     def _made_again(self, loader: Any, taken: Any, made: Any, state: Any, make: Callable[[Any], Any]) -> Any:
@@ -263,7 +263,7 @@ def _watch_steps(module: Any) -> None:
     register(after_step)
 
 
-def _forbid_steps_of_nobody(module: Any) -> None:
+def _forbid_steps_without_rank(module: Any) -> None:
     """Have no step in a process that does not say which rank it is: a launcher makes none, and a rank would be lost."""
 
     def before_step(*_args: object) -> None:
@@ -302,4 +302,4 @@ def _end_of_script() -> None:
     if not _passes and is_of_another_script(_due.place()[0]):
         tell_waiting()
     else:
-        end_unrestored(["the script ended before it came to where it was", *_due.not_entered()])
+        end_unrestored(["the script ended before it reached its saved position", *_due.not_entered()])

@@ -1,4 +1,4 @@
-"""Which users may own an image, according to what CRIU has written of each process.
+"""The users that may own an image, according to CRIU's record of each process.
 
 A process tree can change until CRIU stops it: a process may be added, or start a program with other rights. So the dump
 is checked once more, in CRIU's own files. `mm-PID.img` says whether the kernel let the process's user read its memory.

@@ -1,7 +1,7 @@
 """Decides what CRIU needs for a process tree, and what prevents its dump, from what was read of the tree.
 
-An option is given because the tree needs it, never as a precaution: an unneeded option does harm. What CRIU would
-refuse after the job was stopped is found before, as far as it can be seen from outside; `error_messages` explains the
+An option is given because the tree needs it, never as a precaution: an unneeded option does harm. It finds in advance
+what CRIU would refuse after the job was stopped, as far as that is visible from outside; `error_messages` explains the
 rest. Pure.
 
 The needs are stored in an image's manifest, since the restore needs the same options: they have a plain form.

@@ -1,4 +1,4 @@
-"""What a node must share with the node of the dump, for the job to continue there.
+"""The properties that a node must share with the node of the dump, so that the job can continue there.
 
 A restored process continues with the same instructions and addresses: every program and library that it has mapped must
 be the same build, and the processor needs the features that the job has detected. All differences are found before

@@ -98,7 +98,7 @@ def start(words: list[str], parent: int | None = None) -> NoReturn:
     os.execv(words[at + 1], words[at + 1 :])
 
 
-def see_through(pid_file: str, root: int, words: list[str]) -> int:
+def run_to_end(pid_file: str, root: int, words: list[str]) -> int:
     """See the program to its end, and name the process that is to be looked after; the program's status."""
     program = os.fork()
     if program == 0:
@@ -413,5 +413,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "tend":
         sys.exit(tend(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))
     if sys.argv[1] == "unit":
-        sys.exit(see_through(sys.argv[2], int(sys.argv[3]), sys.argv[4:]))
+        sys.exit(run_to_end(sys.argv[2], int(sys.argv[3]), sys.argv[4:]))
     start(sys.argv[2:])

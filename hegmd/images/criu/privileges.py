@@ -9,9 +9,9 @@ which no check before or after can do. Only CRIU's code runs with these rights; 
 job's own code runs, and no one may trace a process that has them.
 
 Rejected: to keep root's CRIU stopped (--action-script post-restore) until every open file is found to be the named one.
-By then root has opened devices, created and unlinked files and changed owners by paths of the user.
+Before that, root has opened devices, created and unlinked files and changed owners by paths of the user.
 
-What the kernel only lets root do cannot be restored this way: see `needs`.
+State that only root may restore cannot be restored this way: see `needs`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CriuPrivileges:
         return f"{self.uid}:{self.gid}:{groups}:{capabilities}"
 
 
-def worn_by_root(tree: Tree, needs: Needs) -> CriuPrivileges | None:
+def privileges_for_root(tree: Tree, needs: Needs) -> CriuPrivileges | None:
     """Return the job's own user for a request of root, if that suffices for the whole job; None if CRIU needs root."""
     root = tree.member(tree.root)
     is_whole = all((each.uid, each.gid, each.groups) == (root.uid, root.gid, root.groups) for each in tree.members)

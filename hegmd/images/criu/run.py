@@ -83,7 +83,7 @@ class Dumped:
 
 
 @dataclass(frozen=True, slots=True)
-class Revived:
+class RestoredTree:
     """A restored tree: its processes with their new start times, and what holds all its descendants.
 
     That is a unit of the service manager, or parent.py, by pid and start time.
@@ -96,7 +96,7 @@ class Revived:
     attendant: ProcessSet = field(default_factory=lambda: ProcessSet({}))
 
 
-class LeftBehind(HegmError):
+class ProcessesLeft(HegmError):
     """A restore failed because parent.py was killed: nothing has killed the processes that CRIU had created."""
 
 
@@ -121,13 +121,13 @@ async def dump(
     started = time.monotonic()
     before = await run_detached(lambda _: population_of(needs.pids), name="look at the job")
     order = dump_order(criu.path, root_pid, needs, leave_stopped=leave_stopped, as_user=guise is not None)
-    wishes = ["--spare", *folder(IMAGES_FD, images_dir_fd), *_worn(guise)]
+    wishes = ["--spare", *folder(IMAGES_FD, images_dir_fd), *_privilege_options(guise)]
     order = [*_PYTHON, "start", *wishes, "--", *order]
     with anyio.CancelScope(shield=True):
         try:
             done = await accompanied(
                 lambda: (systemd_run if in_unit else run)(order, deadline_s=math.inf),
-                lambda: _tell_of_long(root_pid, is_long_s),
+                lambda: _warn_of_long_dump(root_pid, is_long_s),
             )
             if done.status != 0:
                 raise _failed("dump", _log(images_dir_fd, DUMP_LOG), done.output_tail, done.status)
@@ -151,7 +151,7 @@ async def restore(  # noqa: PLR0913 - each parameter is named
     outlets: Mapping[str, int] | None = None,
     guise: CriuPrivileges | None = None,
     deadline_s: float = RESTORE_DEADLINE_S,
-) -> Revived:
+) -> RestoredTree:
     """Restore the tree, running, in a unit of that name, or without a service manager if it is None.
 
     `outlets` maps keys of outlets to descriptors of this process; the others lead to /dev/null. The log goes to
@@ -162,7 +162,12 @@ async def restore(  # noqa: PLR0913 - each parameter is named
     before CRIU needed it.
     """
     files = {key: place_of(fd) for key, fd in (outlets or {}).items()}
-    words = [*folder(IMAGES_FD, images_dir_fd), *folder(LOGS_FD, log_dir_fd), *_worn(guise), *opened(needs, files)]
+    words = [
+        *folder(IMAGES_FD, images_dir_fd),
+        *folder(LOGS_FD, log_dir_fd),
+        *_privilege_options(guise),
+        *opened(needs, files),
+    ]
     words += ["--", *restore_order(criu.path, needs, as_user=guise is not None)]
     thread_numbers = await run_detached(lambda _: _threads_in(images_dir_fd, needs.pids), name="look at the image")
     once = partial(_restore_once, words, needs, thread_numbers, log_dir_fd, unit_name, description, deadline_s)
@@ -184,7 +189,7 @@ async def _restore_once(
     unit_name: str | None,
     description: str,
     deadline_s: float,
-) -> Revived:
+) -> RestoredTree:
     started = time.monotonic()
     await _take_numbers(needs, thread_numbers)
     root = str(needs.pids[0])
@@ -201,28 +206,28 @@ async def _restore_once(
         if not begun.word:
             error = _failed("restore", _log(log_dir_fd, RESTORE_LOG), "", begun.status)
             is_killed = begun.status is None or begun.status < 0
-            raise LeftBehind(error.code, error.message, error.hint, error.facts) if is_killed else error
+            raise ProcessesLeft(error.code, error.message, error.hint, error.facts) if is_killed else error
         attendant = begun.pid
     with anyio.CancelScope(shield=True):  # they exist now, and only this code can find them
         try:
-            came, attended = await run_detached(lambda _: _came(needs, attendant), name="look at the job")
+            came, attended = await run_detached(lambda _: _restored_sets(needs, attendant), name="look at the job")
             if needs.pids[0] not in came.start_ticks:
                 raise _logged(not_there(needs.pids[0]), _log(log_dir_fd, RESTORE_LOG), "")
         except BaseException:
-            await _end_unseen(unit_name, attendant)
+            await _end_unit_or_parent(unit_name, attendant)
             raise
     took_s = time.monotonic() - started
     note_step(HELPER, "criu restore", started)
     logger.debug("CRIU restored process %d in %.1f ms", needs.pids[0], took_s * 1e3)
-    return Revived(needs.pids[0], came.start_ticks, unit_name, took_s, attended)
+    return RestoredTree(needs.pids[0], came.start_ticks, unit_name, took_s, attended)
 
 
-def _came(needs: Needs, attendant: int | None) -> tuple[ProcessSet, ProcessSet]:
+def _restored_sets(needs: Needs, attendant: int | None) -> tuple[ProcessSet, ProcessSet]:
     """Return the job's processes, and the parent program."""
     return population_of(needs.pids), population_of([] if attendant is None else [attendant])
 
 
-async def _end_unseen(unit: str | None, attendant: int | None) -> None:
+async def _end_unit_or_parent(unit: str | None, attendant: int | None) -> None:
     """End all restored processes through the unit or the parent program, which is our child. Reads nothing of them."""
     if unit is not None:
         await stop_unit(unit)
@@ -231,7 +236,7 @@ async def _end_unseen(unit: str | None, attendant: int | None) -> None:
             os.kill(attendant, signal.SIGUSR1)
 
 
-async def end(back: Revived) -> None:
+async def end(back: RestoredTree) -> None:
     """Kill all restored processes and their descendants. Raises nothing; cannot be cancelled."""
     with anyio.CancelScope(shield=True):
         if back.unit is not None:
@@ -245,11 +250,11 @@ def _ask_to_end(pid: int, start_ticks: int, _: object) -> None:
     ask(pid, start_ticks, signal.SIGUSR1)
 
 
-def _worn(guise: CriuPrivileges | None) -> list[str]:
+def _privilege_options(guise: CriuPrivileges | None) -> list[str]:
     return [] if guise is None else ["--as", guise.word]
 
 
-async def _tell_of_long(root_pid: int, is_long_s: float) -> None:
+async def _warn_of_long_dump(root_pid: int, is_long_s: float) -> None:
     """Log how long a dump takes, repeatedly."""
     began = anyio.current_time()
     while True:

@@ -152,7 +152,7 @@ class ByteFile:
         """See from the disk that every chunk is right. Raises HegmError and OSError."""
         with opened(self.name, os.O_RDONLY, dir_fd=self.dir_fd) as file:
             table = self._table(file, size_bytes, table_sum)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # for a file system that knows no O_DIRECT
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # for a file system without O_DIRECT
 
             def look(number: int, buffer: memoryview, length: int) -> None:
                 self._fetch(file, table, number, buffer, length)
@@ -291,7 +291,7 @@ def _flushed(file: int, written: SimpleQueue[int | None]) -> Iterator[int]:
                 batch.append(number)
         if batch:
             os.fdatasync(file)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # for a file system that knows no O_DIRECT
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # for a file system without O_DIRECT
             yield from batch
 
 

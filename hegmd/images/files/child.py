@@ -134,7 +134,7 @@ class Work:
         return Answer({"name": self._folder.name}, Descriptors([os.dup(self._folder.criu_fd)]))
 
     def write(self, request: Request) -> Answer:
-        """Write bytes from the memory that came along, and read them back."""
+        """Write bytes from the memory that came with the request, and read them back."""
         (memory_fd,) = request.fds.view()
         name, size_bytes = str(request.args["name"]), int(request.args["size_bytes"])
         with self._busy(), told(self.folder.path, "written"):
@@ -212,7 +212,7 @@ class Work:
         return Answer({})
 
     def read(self, request: Request) -> Answer:
-        """Read bytes into the memory that came along."""
+        """Read bytes into the memory that came with the request."""
         (memory_fd,) = request.fds.view()
         file = self.folder.byte_file(str(request.args["name"]), str(request.args["id"]))
         with told(self.folder.path, "read"):
@@ -245,7 +245,7 @@ class Work:
     # -- with the daemon's own rights ----------------------------------------------------------------------------------
 
     def keep(self, request: Request) -> Answer:
-        """Copy files into the private directory that came along first."""
+        """Copy files into the private directory that came first with the request."""
         dir_fd, *files = request.fds.view()
         with told("the daemon's private folder", "written"):
             return _copied(request, dir_fd, tuple(files), progress_of(request))

@@ -6,7 +6,7 @@ the agent has recorded that it has its own. The agent decides where the bytes ar
 what is filled. So nothing is remembered here, and a new daemon continues where the last one stopped. A helper that is
 lost costs the copy in progress and nothing else: the next helper repeats it, from memory that is held by descriptor.
 
-What the helper cannot copy, the process copies itself, storage by storage and in both directions: storages without an
+The process copies itself what the helper cannot copy, storage by storage and in both directions: storages without an
 IPC handle, those that the driver lets no other process open, and everything if the helper fails. A process reaches only
 host memory, so a carrier says which memory that is (`own_copies`).
 
@@ -30,10 +30,10 @@ from hegmd.gpu_helper.link import DriverFailed, HelperLost, Link
 from hegmd.memory.sizes import MIB, round_bytes
 from hegmd.migration.contracts import DriverOutOfMemory, Making, MigratedProcess, Progress
 from hegmd.migration.methods.gpus import Gpus
-from hegmd.migration.methods.immediate import AtOnce
+from hegmd.migration.methods.immediate import NoCopy
 from hegmd.node.gpu_sets import gpus_of
 from hegmd.protocol.agents import NO_HANDLE, AgentReport, packed, unpacked
-from hegmd.system.task_group import in_concert, parts_of
+from hegmd.system.task_group import parts_of, run_concurrently
 from hegmd.telemetry.log import fields
 from hegmd.workers.workers import AgentAway, OrderFailed
 
@@ -66,7 +66,7 @@ class Share:
     numbers: tuple[int, ...]
 
 
-class CopyingCarrier(AtOnce):
+class CopyingCarrier(NoCopy):
     """Base class of those carriers. A subclass says which memory holds the copies, and which GPUs the helper must
     reach.
     """
@@ -151,9 +151,9 @@ class CopyingCarrier(AtOnce):
         self, subject: MigratedProcess, ready: Callable[[MigratedProcess, CopyClient], Awaitable[None]]
     ) -> None:
         """Open a copy session for each of its devices, and have each one `ready`."""
-        await in_concert(*[partial(self.with_route, one, partial(ready, one)) for one in by_device(subject)])
+        await run_concurrently(*[partial(self.with_route, one, partial(ready, one)) for one in by_device(subject)])
 
-    async def arm_or_give(self, subject: MigratedProcess) -> None:
+    async def prepare_or_release(self, subject: MigratedProcess) -> None:
         """Prepare the copies; release everything if that fails, so that a caller that gets an error holds nothing."""
         try:
             await self.prepare(subject)
@@ -253,7 +253,7 @@ class CopyingCarrier(AtOnce):
         async def copy(share: Share, tell: Progress) -> None:
             left[share.gpu] = await self._copy_share(share, direction, report.handles, tell)
 
-        await in_concert(*[partial(copy, share, progress_of(share.gpu)) for share in shares])
+        await run_concurrently(*[partial(copy, share, progress_of(share.gpu)) for share in shares])
         for share in shares:
             spans, subject = left[share.gpu], share.subject
             if not spans:

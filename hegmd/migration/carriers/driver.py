@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from hegmd.migration.contracts import Making, MigratedProcess, Progress
 from hegmd.migration.methods.driver import NAME
-from hegmd.migration.methods.immediate import AtOnce
+from hegmd.migration.methods.immediate import NoCopy
 
 
-class DriverCarrier(AtOnce):
+class DriverCarrier(NoCopy):
     """Reserves nothing and copies nothing."""
 
     name = NAME

@@ -16,7 +16,7 @@ bytes. The job can write to its segment, and so could the writer of an image: a 
 the process itself. A copy staged on the target is never the only one. Only this daemon reads it, by the copy client
 that wrote it.
 
-Of a process on several GPUs, nothing is staged: every GPU's link copies its part at the same time.
+Nothing is staged for a process on several GPUs: every GPU's link copies its part at the same time.
 
 Longer than 400 lines because every path out and back exists with and without staging memory, and each has to match what
 the other leaves.
@@ -38,7 +38,7 @@ from hegmd.memory.pool import Pool
 from hegmd.memory.sizes import FLAT_BYTES, staging_in_needed_bytes, staging_out_needed_bytes
 from hegmd.migration.carriers.copying import IN, CopyingCarrier, Span, lane_of
 from hegmd.migration.carriers.gpu_staging import Ahead, Beside, Near
-from hegmd.migration.carriers.location_record import Marks
+from hegmd.migration.carriers.location_record import LocationRecords
 from hegmd.migration.contracts import Making, MigratedProcess, OverlappedCopy, Progress
 from hegmd.migration.methods.concurrently import beside
 from hegmd.migration.methods.gpus import Gpus, VideoMemory, staging_in_owner, staging_out_owner
@@ -49,7 +49,7 @@ from hegmd.workers.workers import OrderFailed
 
 logger = logging.getLogger(__name__)
 
-# Time for the last request of a cancelled operation. What it leaves ends with the helper, and with the daemon.
+# Time for the last request of a cancelled operation. Its remains end with the helper, and with the daemon.
 _LAST_WORD_S = 5.0
 
 
@@ -63,7 +63,7 @@ class HostCarrier(CopyingCarrier):
         super().__init__(helper, gpus)
         self._pool = pool
         self._near = Near(gpus, memory)
-        self._marks = Marks(pool)
+        self._marks = LocationRecords(pool)
         # By copy session: processes that may have staging memory, and whether it is in use.
         self._beside: dict[str, Beside] = {}
         # By copy session: the copy from the pool into its staging memory, in progress or finished.
@@ -80,7 +80,7 @@ class HostCarrier(CopyingCarrier):
             await self._take_passing(
                 subject, size_bytes + FLAT_BYTES, staging_out_needed_bytes(size_bytes, at_rest=False)
             )
-        await self.arm_or_give(subject)
+        await self.prepare_or_release(subject)
 
     async def release(self, subject: MigratedProcess) -> None:
         await self.abandon(subject)
@@ -162,7 +162,7 @@ class HostCarrier(CopyingCarrier):
                 )
         if self._marks.of(subject) is not None:
             await self.with_route(subject, lambda route: route.mark(None))
-        await self._give_near(subject)
+        await self._release_staging(subject)
 
     async def _take_passing(self, subject: MigratedProcess, size_bytes: int, needed_bytes: int) -> bool:
         """Reserve that much staging memory for the way out; True if it is reserved. Never while the bytes are in it."""
@@ -173,9 +173,9 @@ class HostCarrier(CopyingCarrier):
             # other processes may have taken memory since it was reserved
             if await self._near.fits(owner, gpu, needed_bytes):
                 return True
-            await self._give_near(subject)
+            await self._release_staging(subject)
             return False
-        await self._give_near(subject)
+        await self._release_staging(subject)
         async with self.gpus.turn(gpu):
             return await self._near.take(owner, gpu, size_bytes, needed_bytes, keep=True)
 
@@ -202,12 +202,12 @@ class HostCarrier(CopyingCarrier):
         async def drain(route: CopyClient) -> None:
             await self._have_near(route, subject, mark.owner)
             copied = await route.copy_regions("out", mark.size_bytes)
-            logger.info("copied out beside: %s", copied)
+            logger.info("copied out during the checkpoint: %s", copied)
 
         await self.with_route(subject, drain)
         done.size_bytes, done.took_s = mark.size_bytes, anyio.current_time() - began
         await self.with_route(subject, lambda route: route.mark(None))
-        await self._give_near(subject, *self._marks.owners(subject))
+        await self._release_staging(subject, *self._marks.owners(subject))
         if (
             subject.target_gpu is None and not subject.keeps_reservation
         ):  # nothing is kept for a rollback, as for an image
@@ -222,12 +222,12 @@ class HostCarrier(CopyingCarrier):
 
     # -- and back ------------------------------------------------------------------------------------------------------
 
-    def _may_go_ahead(self, subject: MigratedProcess) -> bool:
+    def _may_copy_early(self, subject: MigratedProcess) -> bool:
         """Whether the bytes are in the pool, and it is known where they go."""
         is_to_come = subject.gpu is None and subject.target_gpu is not None and not subject.gpu_unknown
         return is_to_come and not subject.keeps_context and subject.size_bytes > 0 and self._marks.of(subject) is None
 
-    async def _take_ahead(self, subject: MigratedProcess, gpu: str) -> bool:
+    async def _take_early_copy(self, subject: MigratedProcess, gpu: str) -> bool:
         size_bytes = self._reach_bytes(subject)
         async with self.gpus.turn(gpu):
             is_held = await self._near.take(
@@ -236,7 +236,7 @@ class HostCarrier(CopyingCarrier):
         if not is_held and self._near.held_bytes(
             staging_in_owner(subject)
         ):  # left by an earlier attempt, when more memory was free
-            await self._give_near(subject)
+            await self._release_staging(subject)
         return is_held
 
     def _reach_bytes(self, subject: MigratedProcess) -> int:
@@ -257,20 +257,20 @@ class HostCarrier(CopyingCarrier):
         """
         done = OverlappedCopy()
         gpu, route = subject.target_gpu, self.routes.get(lane_of(subject))
-        if gpu is None or route is None or not self._may_go_ahead(subject):
+        if gpu is None or route is None or not self._may_copy_early(subject):
             yield done
             return
         try:
             async with self._using(subject):
-                if await self._take_ahead(subject, gpu):
-                    await self._go_ahead(subject, route, done)
+                if await self._take_early_copy(subject, gpu):
+                    await self._start_early_copy(subject, route, done)
             yield done
         except HegmError:  # staging memory may have taken what was missing
             with anyio.CancelScope(shield=True), anyio.move_on_after(_LAST_WORD_S), suppress(HegmError):
                 await self.abandon(subject)
             raise
 
-    async def _go_ahead(self, subject: MigratedProcess, route: CopyClient, done: OverlappedCopy) -> None:
+    async def _start_early_copy(self, subject: MigratedProcess, route: CopyClient, done: OverlappedCopy) -> None:
         """Start copying into GPU staging memory while the driver restores.
 
         Uses the open copy session; a new one would wait for the GPU lock that the restore holds. The copy continues
@@ -289,7 +289,7 @@ class HostCarrier(CopyingCarrier):
         done.size_bytes = size_bytes
         self._ahead[lane_of(subject)] = Ahead(route, route.attached, size_bytes, done)
 
-    async def _has_gone_ahead(self, subject: MigratedProcess, route: CopyClient, end_bytes: int) -> bool:
+    async def _has_early_copy(self, subject: MigratedProcess, route: CopyClient, end_bytes: int) -> bool:
         """Whether video memory of this route has those bytes, once that is certain."""
         ahead = self._ahead.get(lane_of(subject))
         if ahead is None or not ahead.is_in(route) or ahead.size_bytes < end_bytes:
@@ -302,7 +302,7 @@ class HostCarrier(CopyingCarrier):
             logger.warning("the staging copy for process %d failed: %s", subject.pid, error.message)
             del self._ahead[lane_of(subject)]
             return False
-        logger.info("copied in beside: %s", copied)
+        logger.info("copied in during the restore: %s", copied)
         ahead.done.took_s = copied.copy_s
         return True
 
@@ -321,7 +321,7 @@ class HostCarrier(CopyingCarrier):
                 logger.warning(
                     "the staging copy for process %d is dropped to free memory: %s", subject.pid, error.message
                 )
-                await self._give_near(subject)
+                await self._release_staging(subject)
                 return await super().reload(subject, on_progress, making)
 
     async def returned(self, subject: MigratedProcess, *, has_spare_memory: bool) -> None:
@@ -342,7 +342,7 @@ class HostCarrier(CopyingCarrier):
             mark = self._marks.of(subject)
             if mark is not None:
                 await self.with_route(subject, lambda route: route.mark(None))
-            await self._give_near(subject, None if mark is None else mark.owner)
+            await self._release_staging(subject, None if mark is None else mark.owner)
         except HegmError as error:  # it is given back with the rest
             logger.warning("the staging memory of process %d is still reserved: %s", subject.pid, error.message)
 
@@ -377,7 +377,7 @@ class HostCarrier(CopyingCarrier):
                 if ahead is not None and ahead.route is route:  # released once no copy writes to it
                     with suppress(DriverFailed):
                         await ahead.route.finish_copy(ahead.size_bytes)
-                await self._give_near(subject)
+                await self._release_staging(subject)
             except HegmError as error:
                 logger.warning("the staging memory of process %d is still reserved: %s", subject.pid, error.message)
                 return False
@@ -389,7 +389,7 @@ class HostCarrier(CopyingCarrier):
         if mark is not None:
             await self._have_near(route, subject, mark.owner)
             return VIDEO
-        return VIDEO if await self._has_gone_ahead(subject, route, end_bytes) else HOST
+        return VIDEO if await self._has_early_copy(subject, route, end_bytes) else HOST
 
     async def prepare_own_copies(self, subject: MigratedProcess, direction: str) -> None:
         """Do nothing: the process can reach the pool, and no bytes are in GPU memory."""
@@ -404,7 +404,7 @@ class HostCarrier(CopyingCarrier):
             await route.mark(None)
 
         await self.with_route(subject, drain)
-        await self._give_near(subject, mark.owner)
+        await self._release_staging(subject, mark.owner)
 
     async def own_copies(
         self, subject: MigratedProcess, direction: str, spans: list[Span], on_progress: Progress
@@ -447,7 +447,7 @@ class HostCarrier(CopyingCarrier):
         await route.attach_video(where, self._near.pieces(owner))
         route.attached = version
 
-    async def _give_near(self, subject: MigratedProcess, *others: str | None) -> None:
+    async def _release_staging(self, subject: MigratedProcess, *others: str | None) -> None:
         """Release staging memory, whose bytes also exist elsewhere. Raises HegmError."""
         self._ahead.pop(lane_of(subject), None)
         route = self.routes.get(lane_of(subject))

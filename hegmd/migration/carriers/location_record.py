@@ -17,7 +17,7 @@ from hegmd.migration.methods.gpus import passing_name
 from hegmd.migration.methods.pool_keys import key_of
 
 
-class Marks:
+class LocationRecords:
     """The marks in the segments of the pool."""
 
     def __init__(self, pool: Pool) -> None:

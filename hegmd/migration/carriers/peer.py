@@ -104,7 +104,7 @@ class PeerCarrier(CopyingCarrier):
                 for gpu in taken:
                     await self._memory.release(self._owner(subject), gpu)
                 raise
-        await self.arm_or_give(subject)
+        await self.prepare_or_release(subject)
 
     async def _reserve_on(self, where: str, part: MigratedProcess, size_bytes: int) -> None:
         owner = self._owner(part)
@@ -235,7 +235,7 @@ def _base_of(subject: MigratedProcess) -> int:
 
 
 def _share_bytes(part: MigratedProcess, size_bytes: int) -> int:
-    """Return how much of that is to be held for its device. What it has grown by may be on any of them."""
+    """Return how much of that is to be held for its device. Its growth may be on any of them."""
     if part.device is None:
         return size_bytes
     shares = part.storage_bytes_by_gpu

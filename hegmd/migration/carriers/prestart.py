@@ -51,7 +51,7 @@ class _Asked:
     is_awaited: bool = False
 
 
-class Readying:
+class PrestartService:
     """Asked while reserving. `surroundings` is what differs for a process that is started in the place of that one."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Readying:
             return False
         if worker.imports:
             await supervisor.tell("ready", "", imports=worker.imports, path=worker.path)
-            logger.debug("process %d has its next one kept ready: %d modules", worker.pid, len(worker.imports))
+            logger.debug("the successor of process %d is prestarted: %d modules", worker.pid, len(worker.imports))
         return True
 
     async def until_ready(self, subject: MigratedProcess, on_progress: Progress) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hegmd.errors import HegmError, Refused
 from hegmd.memory.pool import Pool
-from hegmd.migration.carriers.prestart import Readying
+from hegmd.migration.carriers.prestart import PrestartService
 from hegmd.migration.contracts import Making, MigratedProcess, Progress
 from hegmd.migration.methods.pool_keys import Pooled, key_of
 from hegmd.workers.supervisors import Supervisor, Supervisors
@@ -21,7 +21,7 @@ class StateCarrier(Pooled):
 
     name = NAME
 
-    def __init__(self, pool: Pool, supervisors: Supervisors, readying: Readying) -> None:
+    def __init__(self, pool: Pool, supervisors: Supervisors, readying: PrestartService) -> None:
         super().__init__(pool)
         self._supervisors = supervisors
         self._readying = readying

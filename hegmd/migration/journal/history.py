@@ -61,7 +61,7 @@ class Ledger:
         self.forget_oldest()
         if reading.torn:
             logger.warning("the journal ends within a record: the daemon was stopped while it wrote that")
-        self._tell_of_trouble()
+        self._log_trouble()
 
     def close(self) -> None:
         """Twice is fine."""
@@ -112,7 +112,7 @@ class Ledger:
             self._opening.discard(op_id)
             raise
         finally:
-            self._tell_of_trouble()
+            self._log_trouble()
 
     async def write(self, history: History, record: bytes) -> None:
         """Write the record that leads to this history, however long that takes."""
@@ -121,10 +121,10 @@ class Ledger:
                 await self._append(history, record)
             except HegmError as error:
                 limited(logger, "journal", logging.ERROR, "operations are stopped: %s", error.message)
-                self._tell_of_trouble()
+                self._log_trouble()
                 await anyio.sleep(self._retry_s)
             else:
-                self._tell_of_trouble()
+                self._log_trouble()
                 return
 
     async def _append(self, history: History, record: bytes, *, ahead_bytes: int = 0) -> None:
@@ -139,7 +139,7 @@ class Ledger:
         for old in records.forgotten(self._histories.values(), self._utc()):
             del self._histories[old]
 
-    def _tell_of_trouble(self) -> None:
+    def _log_trouble(self) -> None:
         trouble = self.trouble
         if trouble is not None and not self._told_of_trouble:
             message = f"operations are stopped: {trouble.message}; {trouble.hint}"

@@ -8,8 +8,8 @@ journal.
 Layout: 8 bytes of magic with the version; then records. A record is a head of 12 bytes (length of the payload, CRC-32
 of the payload and CRC-32 of these two, all big-endian), the payload in msgpack, and an end mark that is not zero. The
 head has its own checksum, since a flipped bit in a length would otherwise look like an incomplete end and silently drop
-everything after it. What an interrupted write leaves, a record truncated anywhere or continued by zeros, ends the
-journal there. Anything else that does not match is refused, never read.
+everything after it. An interrupted write leaves a record that is truncated or continued by zeros; the journal
+ends there. Anything else that does not match is refused, never read.
 """
 
 from __future__ import annotations

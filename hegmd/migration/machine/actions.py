@@ -1,4 +1,5 @@
-"""What requests and other events change in an operation: one function per event, named in the machine's table.
+"""The changes that requests and other events make to an operation: one function per event, named in the machine's
+table.
 
 Records facts and never requests an effect: next_effects.py derives the effects from the facts. A function that refuses
 raises and has changed nothing. results.py has the results of effects; reversal.py and worker_exit.py have what several
@@ -22,7 +23,7 @@ from hegmd.migration.machine.operation import (
     Operation,
     Pending,
 )
-from hegmd.migration.machine.stages import is_past_return, limit_s
+from hegmd.migration.machine.stages import is_quicker_to_finish, limit_s
 
 # Phases in which a missed deadline rolls a forward operation back, if no bytes are offloaded.
 _TURN_WHEN_LATE = frozenset(
@@ -42,7 +43,7 @@ def cancel(op: Operation, event: events.CancelRequested, now: float) -> Operatio
     """Roll back, unless the operation is already rolling back, or finishing takes less time."""
     if op.direction != FORWARD:
         raise Refused(f"operation {op.id} is already being rolled back", f"watch it with: hegmctl op {op.id}")
-    if is_past_return(op):
+    if is_quicker_to_finish(op):
         raise Refused(
             f"operation {op.id} can no longer be rolled back: finishing it takes less time",
             "let it finish, then migrate the job back",
@@ -111,7 +112,7 @@ def let_go(op: Operation, event: events.ResumeRequested, now: float) -> Operatio
     return reversal.let_go(op)
 
 
-def take_up(op: Operation, event: events.TakenUp, now: float) -> Operation:
+def take_up(op: Operation, event: events.Repurposed, now: float) -> Operation:
     """Become the operation that was requested now, and keep what is known about the parked workers."""
     planned = {worker.name: worker for worker in event.into.workers}
     if planned.keys() != {worker.name for worker in op.workers}:
@@ -161,7 +162,7 @@ def worker_exited(op: Operation, event: events.WorkerExited, now: float) -> Oper
     return worker_exit.gone(op, event.worker, event.why, finished=event.finished)
 
 
-def came_on(op: Operation, event: events.CameOn, now: float) -> Operation:
+def record_progress(op: Operation, event: events.SuccessorProgress, now: float) -> Operation:
     """Record the progress of a restart, for clients and the story. No decision depends on it."""
     worker = worker_exit.living(op, event.worker)
     if worker is None or not worker.is_absent or worker.successor_activity == event.doing:
@@ -186,7 +187,7 @@ def training_ended(op: Operation, event: events.TrainingEnded, now: float) -> Op
 def agent_lost(op: Operation, event: events.AgentLost, now: float) -> Operation:
     """Record that the agent disconnected. Whether it obeys running orders is unknown until it reconnects."""
     worker = worker_exit.living(op, event.worker)
-    if worker is None or (op.hands_over and any(pending.effect == effects.Dump.tag for pending in op.pending)):
+    if worker is None or (op.needs_image and any(pending.effect == effects.Dump.tag for pending in op.pending)):
         return op  # agents disconnect while an image is written
     return op.with_worker(worker.replace(needs_inspection=True, waits=FOR_AGENT))
 
@@ -205,7 +206,7 @@ def agent_back(op: Operation, event: events.AgentBack, now: float) -> Operation:
 
 
 def deadline_passed(op: Operation, event: events.DeadlinePassed, now: float) -> Operation:
-    """Turn back where that is still open; elsewhere look for oneself and try again."""
+    """Roll back if that is still possible; otherwise inspect and try again."""
     if op.deadline is None or now < op.deadline:
         return op  # an alarm that was set for an earlier phase
     if op.phase == "sealing" and op.image is not None and not op.image.unwanted:
@@ -283,4 +284,6 @@ def _forgotten(op: Operation, pending: Pending) -> Operation:
 
 
 # Requesting these again shows whether they were done.
-_ON_WHOLE = frozenset((effects.Hold.tag, effects.Dump.tag, effects.Seal.tag, effects.Scrap.tag, effects.End.tag))
+_ON_WHOLE = frozenset(
+    (effects.Hold.tag, effects.Dump.tag, effects.Seal.tag, effects.RemoveImageFiles.tag, effects.End.tag)
+)

@@ -18,20 +18,20 @@ from hegmd.protocol.record import Record, field
 DRIVER = "driver"
 
 
-class Standing(Record):
+class ParkedProcess(Record):
     """A parked process, as its agent reports it."""
 
     pid: int = field("process id")
     start_ticks: int = field("start time in clock ticks since boot")
     uid: int = field("its owner")
-    token: str = field("what its agent calls itself")
+    token: str = field("the name that its agent reports")
     rank: int | None = field("its rank in a distributed job", default=None)
     world_size: int | None = field("how many ranks the job has", default=None)
     gpu: str | None = field("the GPU that it was on or was started for, if anybody knows", default=None)
     boundary: int = field("batch boundaries that it has passed")
     size_bytes: int = field("bytes of the storages that its agent vouches for")
     held_bytes: int = field("bytes of these that are out of the process")
-    method: str = field("how it left its GPU and comes back", default=SIMULATED)
+    method: str = field("the method by which it left its GPU and returns", default=SIMULATED)
     carrier: str = field("by which way its bytes went out", default=WORKER)
     at: str | None = field("the GPU that it is on; nil for none, or a simulated one", default=None)
     driver_bytes: int = field("what it may need on a GPU besides its storages", default=0)
@@ -39,7 +39,7 @@ class Standing(Record):
     communicators: str = field("how its agent disconnects its communicators; empty without any", default="")
 
 
-class Driven(Record):
+class DriverProcess(Record):
     """A process on a real GPU, or off it, by the driver."""
 
     pid: int = field("process id")
@@ -62,7 +62,9 @@ def driver_bytes_bound(own_bytes: int, whole_bytes: Iterable[int | None]) -> int
     return min(bound_bytes, max(known) - LAST_BYTES) if known else bound_bytes
 
 
-def on_real_gpu(standing: Standing, driven: Driven, mark: str | None, *, in_video: bool = False) -> Standing:
+def on_real_gpu(
+    standing: ParkedProcess, driven: DriverProcess, mark: str | None, *, in_video: bool = False
+) -> ParkedProcess:
     """Return the process on a real GPU. `mark` is its agent's record of the carrier that offloaded its bytes.
 
     `in_video` is True if GPU memory with the bytes was found: then they were offloaded by peer.
@@ -72,7 +74,7 @@ def on_real_gpu(standing: Standing, driven: Driven, mark: str | None, *, in_vide
     """
     if standing.held_bytes and mark is None:
         raise Refused(
-            f"the agent of process {standing.pid} is of an older release that does not report how its tensors were "
+            f"the agent of process {standing.pid} is from an older release that does not report how its tensors were "
             "offloaded",
             "restore operations.journal in the state directory from a copy, then start hegmd",
             {"pid": standing.pid},
@@ -89,7 +91,7 @@ def on_real_gpu(standing: Standing, driven: Driven, mark: str | None, *, in_vide
     )
 
 
-def adopted(op_id: str, standing: Iterable[Standing], *, utc: float) -> Operation:
+def adopted(op_id: str, standing: Iterable[ParkedProcess], *, utc: float) -> Operation:
     """A suspended operation on these processes, which are those of one job."""
     found = tuple(standing)
     # A group that has lost a rank is never connected again.
@@ -105,7 +107,7 @@ def adopted(op_id: str, standing: Iterable[Standing], *, utc: float) -> Operatio
     )
 
 
-def adopted_of_driver(op_id: str, driven: Driven, *, utc: float) -> Operation:
+def adopted_of_driver(op_id: str, driven: DriverProcess, *, utc: float) -> Operation:
     """Make a suspended operation of a process that only the driver reports as locked or checkpointed."""
     worker = JobProcess(
         name=str(driven.pid),
@@ -129,7 +131,7 @@ def adopted_of_driver(op_id: str, driven: Driven, *, utc: float) -> Operation:
     return Operation(id=op_id, kind=SUSPEND, phase=RESTING, workers=(worker,), owner_uid=driven.uid, created_utc=utc)
 
 
-def _worker(one: Standing) -> JobProcess:
+def _worker(one: ParkedProcess) -> JobProcess:
     return JobProcess(
         name=str(one.pid),
         pid=one.pid,

@@ -109,7 +109,7 @@ def waiting(
         return None
     if trouble is not None:
         return told.Wait(why=f"the operation is stopped: {trouble.message}", next=trouble.hint)
-    if stopped and not _stands_for_image(op):
+    if stopped and not _is_stopped_for_image(op):
         pids = " ".join(str(pid) for pid in stopped)
         are = f"processes {pids} are" if len(stopped) > 1 else f"process {pids} is"
         return told.Wait(why=f"{are} stopped by a signal or a debugger", next=f"kill -CONT {pids}")
@@ -152,12 +152,12 @@ def _waiting_for(op: Operation, member: Member) -> told.Wait:
     )
 
 
-def _stands_for_image(op: Operation) -> bool:
+def _is_stopped_for_image(op: Operation) -> bool:
     """True while CRIU keeps its processes stopped, so that they match their image."""
     return op.image is not None and op.image.begun and op.phase in (SETTLING.phase, "handing", "ending")
 
 
-def in_hand(op: Operation, pid: int, kind: str | None = None) -> tuple[str, str]:
+def busy_message(op: Operation, pid: int, kind: str | None = None) -> tuple[str, str]:
     """Return the message and the hint for a client that wants `pid`, which this operation has."""
     if op.phase == "sealing":
         message = f"the image of process {pid} is being written by operation {op.id} while it trains"

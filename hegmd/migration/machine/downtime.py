@@ -11,7 +11,7 @@ from hegmd.migration.machine.events import Event
 from hegmd.migration.machine.operation import QUIESCE, Operation
 
 # Events that end a failed attempt to park the job. Each says how long the thread was parked.
-_ATTEMPTED = events.Overran | events.Withdrawn | events.Failed
+_ATTEMPTED = events.PassedBoundary | events.Withdrawn | events.Failed
 
 
 def timed(event: Event, after: Operation, now: float) -> Operation:
@@ -39,9 +39,11 @@ def timed(event: Event, after: Operation, now: float) -> Operation:
     return after
 
 
-def _attempted(event: events.Overran | events.Withdrawn | events.Failed, after: Operation, now: float) -> Operation:
+def _attempted(
+    event: events.PassedBoundary | events.Withdrawn | events.Failed, after: Operation, now: float
+) -> Operation:
     """Add the time of a failed attempt to park. Ranks that were parked with it run on to another boundary."""
-    if isinstance(event, events.Overran) and after.parked_since is not None:
+    if isinstance(event, events.PassedBoundary) and after.parked_since is not None:
         return after.replace(downtime_s=now - after.parked_since, parked_since=None)
     if event.parked_s and after.parked_since is None:
         return after.replace(downtime_s=(after.downtime_s or 0.0) + event.parked_s)

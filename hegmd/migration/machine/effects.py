@@ -1,4 +1,4 @@
-"""What an operation wants done, as data: the machine emits effects, and the runner performs them.
+"""The effects of an operation, as data: the machine emits effects, and the runner performs them.
 
 Owns the names, the fields, the events that end each effect, and what happens to one that is cancelled:
 - cut: it only reads; drop it, no event is needed;
@@ -89,7 +89,7 @@ class Park(Effect, tag="park", ends=("parked", "overran"), on_cancel=UNDO):
     """
 
     at: int | None = field("at the boundary of this count, for ranks that have to stop together; nil for the next")
-    limit_s: float = field("how long it may take; over it the agent withdraws by itself and this has failed")
+    limit_s: float = field("the time limit; after it the agent withdraws the order itself, and this effect has failed")
 
 
 class Withdraw(Effect, tag="withdraw", ends=("withdrawn",), on_cancel=FINISH):
@@ -138,7 +138,7 @@ class Dump(Effect, tag="dump", ends=("dumped",), on_cancel=UNDO, in_worker=False
     When dropped, it leaves no image, and the processes as they were: parked, with their agents reconnecting.
     """
 
-    find: bool = field("only see whether the image that was begun is whole, and let go of what is left of it if not")
+    find: bool = field("only check whether the image is complete, and release what is left of it if not")
 
 
 class Seal(Effect, tag="seal", ends=("sealed",), on_cancel=UNDO, in_worker=False):
@@ -148,7 +148,7 @@ class Seal(Effect, tag="seal", ends=("sealed",), on_cancel=UNDO, in_worker=False
     """
 
 
-class Scrap(Effect, tag="scrap", ends=("scrapped",), on_cancel=FINISH, in_worker=False):
+class RemoveImageFiles(Effect, tag="scrap", ends=("scrapped",), on_cancel=FINISH, in_worker=False):
     """Remove the incomplete files of an image that is no longer needed."""
 
 

@@ -1,4 +1,4 @@
-"""What can happen to an operation, as data: requests, reports of workers, results of effects, deadlines.
+"""The events of an operation, as data: requests, reports of workers, results of effects, deadlines.
 
 Owns the names and fields of the events; machine.py decides what follows from one. A result carries the number of its
 effect, so a result that arrives twice, late or after a restart is recognised as obsolete. Progress in bytes is not an
@@ -48,23 +48,23 @@ class ResumeRequested(Event, tag="resume-requested"):
     """A client resumes a suspended job."""
 
     to: Mapping[str, str] = field("the target GPU of each worker, by its name; none if it only waits")
-    limit_s: float | None = field("how long that may take in all; nil for as long as its steps may", default=None)
+    limit_s: float | None = field("the time limit of all steps together; nil for the limits of the steps", default=None)
 
 
-class TakenUp(Event, tag="taken-up"):
+class Repurposed(Event, tag="taken-up"):
     """A client requested another operation on a quiesced job: the operation becomes that one, and the job stays parked.
 
     This is one step, so that the parked job belongs to an operation at every moment.
     """
 
-    into: Operation = field("what it becomes, as it was planned")
+    into: Operation = field("the operation that it becomes, as planned")
 
 
 class ImageRequested(Event, tag="image-requested"):
     """A client requested an image of a suspended job."""
 
     handoff: ImageRequest = field("where to, and for whom")
-    limit_s: float | None = field("how long that may take; nil for as long as images may", default=None)
+    limit_s: float | None = field("its time limit; nil for the limit of images", default=None)
 
 
 # ---- what happens by itself ------------------------------------------------------------------------------------------
@@ -75,10 +75,8 @@ class WorkerExited(Event, tag="worker-exited"):
 
     worker: str = field("name of the worker")
     why: str = field("how it ended, as far as is known", default="it ended")
-    finished: bool = field(
-        "of a restart: whether it came to the end of its training, by the word of its supervisor", default=False
-    )
-    stateless: bool = field("of a restart: whether its state is nowhere any more, as after a reboot", default=False)
+    finished: bool = field("of a restart: whether it finished its training, as its supervisor reports", default=False)
+    stateless: bool = field("of a restart: whether its state no longer exists, as after a reboot", default=False)
 
 
 class TrainingEnded(Event, tag="training-ended"):
@@ -89,7 +87,7 @@ class TrainingEnded(Event, tag="training-ended"):
     worker: str = field("name of the worker")
 
 
-class CameOn(Event, tag="came-on"):
+class SuccessorProgress(Event, tag="came-on"):
     """For a restart: the supervisor or the agent reports the successor's progress."""
 
     worker: str = field("name of the worker")
@@ -176,7 +174,7 @@ class Parked(Ending, tag="parked"):
     parked_s: float = field("how long it stood until now, in all attempts", default=0.0)
 
 
-class Overran(Ending, tag="overran"):
+class PassedBoundary(Ending, tag="overran"):
     """The worker passed the boundary that the order to park named, and runs; no order is pending.
 
     Either the order came too late, or another of its threads was busy.
@@ -184,7 +182,7 @@ class Overran(Ending, tag="overran"):
 
     boundary: int = field("batch boundaries that it has passed")
     parked_s: float = field("how long its training thread stood there", default=0.0)
-    why: str = field("what kept it from coming to rest; empty where the order came too late", default="")
+    why: str = field("what kept it from being parked; empty if the order came too late", default="")
 
 
 class Withdrawn(Ending, tag="withdrawn"):
@@ -221,7 +219,7 @@ class Checkpointed(Ending, tag="checkpointed"):
         "what it had there besides its storages, with a margin; nil if it was not measured", default=None
     )
     driver_bytes_by_gpu: tuple[int, ...] = field(
-        "of one on several GPUs: the part of that on each, in order", default=()
+        "of a process on several GPUs: the part of that on each, in order", default=()
     )
     stays_bytes: int | None = field(
         "if it keeps its CUDA context: what it has on its GPU; nil if unknown", default=None
@@ -236,7 +234,7 @@ class GrewBeyondPlan(Ending, tag="grew"):
 
     driver_bytes: int = field("what it has there besides its storages, with a margin")
     driver_bytes_by_gpu: tuple[int, ...] = field(
-        "of one on several GPUs: the part of that on each, in order", default=()
+        "of a process on several GPUs: the part of that on each, in order", default=()
     )
 
 
@@ -252,7 +250,7 @@ class Sealed(Ending, tag="sealed"):
     """The image of a job that trained on is complete, verified and named."""
 
 
-class Scrapped(Ending, tag="scrapped"):
+class ImageFilesRemoved(Ending, tag="scrapped"):
     """Nothing is left of the image."""
 
 
@@ -266,7 +264,7 @@ class Restored(Ending, tag="restored"):
     landed: str | None = field("its GPU, if it could only be restored on its former one", default=None)
     pid: int | None = field("of a restart: the process that replaces it", default=None)
     start_ticks: int = field("of a restart: its start time in clock ticks since boot", default=0)
-    token: str = field("of a restart: what its agent calls itself", default="")
+    token: str = field("of a restart: the name that its agent reports", default="")
     run: str | None = field("of a restart: the `hegmctl run` that started it", default=None)
     boundary: int = field("of a restart: batch boundaries that it has passed", default=0)
     is_earlier: bool = field(
@@ -302,5 +300,5 @@ class Inspected(Ending, tag="inspected"):
     reservations: Mapping[str, int] = field("memory reserved for it now, by GPU, its own included")
     pool_bytes: int = field("bytes of the pool that are held for it now")
     busy: bool = field("whether an order is still under way in it", default=False)
-    failed: str = field("why it can never be brought back; empty as long as it can", default="")
+    failed: str = field("why it can never be restored; empty if it can", default="")
     locked: bool = field("of a rank with communicators: whether the driver holds it locked", default=False)

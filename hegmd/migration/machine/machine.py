@@ -51,7 +51,7 @@ image-requested(handoff, limit_s), worker-exited(worker, why, finished), trainin
 agent-lost(worker), agent-back(worker, token), deadline-passed, recovered. `failed` has a fault: refused, disconnected
 (the connection ended, so its outcome is unknown) or broken.
 
-Cancelling: until the workers have left their GPUs (`is_past_return`), the job is rolled back. After that a cancel is
+Cancelling: until the workers have left their GPUs (`is_quicker_to_finish`), a cancel rolls it back. After that it is
 refused, because finishing takes less time, and the refusal says so. A resume that fails or is cancelled ends in
 `suspended` again. If the operation can neither finish nor roll back, the job is held: it is suspended with its bytes in
 the pool, and can be resumed.
@@ -210,7 +210,7 @@ def _put_happenings(put: Put) -> None:
     put("worker-exited", [PLANNED, *ACTIVE, SUSPENDED], Row(MOVE, "without it", actions.worker_exited))
     put("training-ended", [*ACTIVE, SUSPENDED], Row(MOVE, "its state is no longer needed", actions.training_ended))
     put("training-ended", [PLANNED], Row(IGNORE, "no process has continued from a state yet"))
-    put("came-on", ACTIVE, Row(MOVE, "it is told of", actions.came_on))
+    put("came-on", ACTIVE, Row(MOVE, "it is told of", actions.record_progress))
     put("came-on", [PLANNED, SUSPENDED], Row(IGNORE, "no process is started here"))
     put("agent-lost", ACTIVE, Row(MOVE, "it waits for the agent", actions.agent_lost))
     put("agent-lost", [PLANNED], Row(IGNORE, "the agent has no order yet"))
@@ -219,7 +219,7 @@ def _put_happenings(put: Put) -> None:
     put("agent-back", [PLANNED], Row(IGNORE, "the agent has no order yet"))
     put("deadline-passed", ACTIVE, Row(MOVE, "back where that is open, else another attempt", actions.deadline_passed))
     put("deadline-passed", [PLANNED, SUSPENDED], Row(IGNORE, "it has no deadline here: an alarm from an earlier phase"))
-    put("recovered", [PLANNED], Row(MOVE, "it had not begun, and does not begin by itself", actions.recovered))
+    put("recovered", [PLANNED], Row(MOVE, "it had not begun, and does not begin without a request", actions.recovered))
     put("recovered", [*ACTIVE, SUSPENDED], Row(MOVE, "all are inspected", actions.recovered))
     for event in (
         "worker-exited",

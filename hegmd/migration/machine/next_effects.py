@@ -150,7 +150,7 @@ def _resting_phase(op: Operation) -> str:
         return LOST
     if not live and (op.ends_workers or any(worker.finished for worker in op.workers)):
         return DONE
-    if not live and op.is_handed and op.direction == FORWARD:
+    if not live and op.is_image_complete and op.direction == FORWARD:
         return DONE
     if not live or op.direction != FORWARD:
         return ROLLED_BACK
@@ -185,14 +185,14 @@ def later(op: Operation, now: float) -> Operation:
     return op.replace(attempts=tries, deadline=now + wait_s)
 
 
-def turned_back(op: Operation) -> Operation:
+def reversed_operation(op: Operation) -> Operation:
     """Return the operation on its rollback. Running parks are left to `withdraw`.
 
     A running dump is dropped, and its executor undoes it. So is the start of ranks.
     """
-    workers = tuple([worker.replace(target_gpu=_way_back(worker), must_exit=False) for worker in op.workers])
+    workers = tuple([worker.replace(target_gpu=_rollback_target(worker), must_exit=False) for worker in op.workers])
     dropped = [effects.AwaitSuccessor.tag, effects.Park.tag, effects.Survey.tag, effects.Hold.tag, effects.Dump.tag]
-    if op.restarts_together:  # another start takes its place, and who came of it passes no boundary without the others
+    if op.restarts_together:  # another start replaces it, and its processes pass no boundary without the others
         dropped += [effects.Restore.tag, effects.Verify.tag]
     pending = tuple([pending for pending in op.pending if pending.effect not in dropped])
     return together(op.replace(direction=BACK, workers=workers, pending=pending, attempts=0))
@@ -215,7 +215,7 @@ def _following(op: Operation, worker: JobProcess) -> JobProcess:
     return worker.replace(target_gpu=goal, must_exit=True, offloaded=True)
 
 
-def _way_back(worker: JobProcess) -> str | None:
+def _rollback_target(worker: JobProcess) -> str | None:
     """Return where a rollback takes the worker: its origin or, if it runs with its bytes, its present GPU."""
     runs = not worker.is_parked and not worker.offloaded and worker.gpu is not None
     return worker.gpu if runs else worker.origin_gpu

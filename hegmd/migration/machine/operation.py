@@ -27,7 +27,7 @@ SIMULATED = "simulated"
 # Method and carrier of a restart: the process exits with its state saved, and a new one continues from it.
 RESTART, BY_STATE = "restart", "state"
 
-# What a worker waits for before the next attempt.
+# The condition that a worker waits for before the next attempt.
 FOR_AGENT, FOR_RETRY = "agent", "retry"
 
 
@@ -39,7 +39,7 @@ class Limits(Record):
     )
     park_s: float = field("stopping at a boundary", default=60.0)
     max_park_s: float = field(
-        "parked at a boundary while other threads are not at rest, before it continues to another one", default=0.5
+        "parked at a boundary while other threads are busy, before it continues to another one", default=0.5
     )
     hold_s: float = field("of a quiesce: parked at the boundary, before the job resumes by itself", default=60.0)
     connect_s: float = field("taking the communicators of all ranks down, or connecting them again", default=60.0)
@@ -78,7 +78,7 @@ class ImageRequest(Record):
     """The image to write of a job: where, with whose rights, and how far it is."""
 
     path: str = field("the directory that the image is to have, absolute")
-    uid: int = field("with whose rights it is written")
+    uid: int = field("the user whose rights write it")
     gid: int = field("the group of these rights")
     groups: tuple[int, ...] = field("the other groups", default=())
     root_pid: int = field("the process that is taken with all that descend from it", default=0)
@@ -89,12 +89,12 @@ class ImageRequest(Record):
         "if the job continues: whether its processes are written, so that only bytes of the pool are missing",
         default=False,
     )
-    unwanted: bool = field("whether what is written is to go", default=False)
+    unwanted: bool = field("whether the written files are to be removed", default=False)
     whole: bool = field("whether the image has its name, and was read back", default=False)
 
 
 class Respawn(Record):
-    """What differs for the process that a restart starts, while the operation heads forward."""
+    """The differences for the process that a restart starts, while the operation heads forward."""
 
     set: Mapping[str, str] = field("variables of its environment", default={})
     unset: tuple[str, ...] = field("variables that it is to be without", default=())
@@ -107,9 +107,9 @@ class JobProcess(Record):
     name: str = field("what events and effects call it; unique in the operation")
     pid: int = field("process id")
     start_ticks: int = field("start time in clock ticks since boot: with the pid, its identity")
-    token: str = field("what its agent calls itself; empty for a process without one")
+    token: str = field("the name that its agent reports; empty for a process without one")
     method: str = field(
-        "how it leaves its GPU and comes back: simulated, driver, keep-context or restart", default="simulated"
+        "how it leaves its GPU and returns: simulated, driver, keep-context or restart", default="simulated"
     )
     carrier: str = field(
         "how the bytes of its storages go: peer, host, worker, driver with the rest, or state with a restart",
@@ -145,7 +145,7 @@ class JobProcess(Record):
     )
     reservations: Mapping[str, int] = field("memory reserved for it, by GPU, its own included; 0: unknown")
     pool_bytes: int = field("bytes of the pool that are held for it", default=0)
-    boundary: int | None = field("batch boundaries that it had passed when it was last heard of", default=None)
+    boundary: int | None = field("batch boundaries that it had passed at its last report", default=None)
     park_requested: bool = field("whether it was asked to park and that was not taken back", default=False)
     is_parked: bool = field("whether its training thread is parked", default=False)
     measured: bool = field("whether its bytes were counted while it stood", default=False)
@@ -153,7 +153,7 @@ class JobProcess(Record):
     was_offloaded: bool = field(
         "whether its bytes were ever taken, so that it has to prove that it has them", default=False
     )
-    verified: bool = field("whether it passed a boundary after it had its bytes back", default=False)
+    verified: bool = field("whether it passed a boundary after its bytes were reloaded", default=False)
     needs_inspection: bool = field("whether it has to be inspected first", default=False)
     recount_memory: bool = field(
         "whether GPU and pool memory have to be counted again, as after a start of hegmd", default=False
@@ -184,9 +184,7 @@ class JobProcess(Record):
     successor_activity: str = field(
         "of a restart, while there is no process: what the next one does; empty before it", default=""
     )
-    finished: bool = field(
-        "of a restart: whether it came to the end of its training, before it had left or after it", default=False
-    )
+    finished: bool = field("of a restart: whether it finished its training, before or after it left", default=False)
     has_exited: bool = field("whether the process has ended", default=False)
     lost: bool = field("whether it ended while its bytes were out", default=False)
 
@@ -260,7 +258,7 @@ class Operation(Record):
         "whether memory on a target is reserved only when all workers have left their GPUs, because they exchange them",
         default=False,
     )
-    reconnects: int = field("how often its ranks were to connect their communicators anew", default=0)
+    reconnects: int = field("how often its ranks were to connect their communicators again", default=0)
     failed_reconnects: int = field("how many of these failed one after the other", default=0)
     failure: Failure | None = field("why it does not get to what was asked", default=None)
     waiting_for: Failure | None = field("what it waits for now, such as memory on a GPU", default=None)
@@ -293,19 +291,24 @@ class Operation(Record):
         return self.kind == QUIESCE and self.direction == FORWARD and not self.hold_expired
 
     @property
-    def hands_over(self) -> bool:
+    def needs_image(self) -> bool:
         """Whether it is to have an image, and has none yet."""
-        return self.kind == CHECKPOINT and self.direction == FORWARD and self.image is not None and not self.is_handed
+        return (
+            self.kind == CHECKPOINT
+            and self.direction == FORWARD
+            and self.image is not None
+            and not self.is_image_complete
+        )
 
     @property
-    def is_handed(self) -> bool:
+    def is_image_complete(self) -> bool:
         """True if the image needs nothing more of the job, which then exits or trains on."""
         return self.kind == CHECKPOINT and self.image is not None and (self.image.whole or self.image.written)
 
     @property
     def ends_workers(self) -> bool:
         """Whether the processes are to end now: they are in an image that is whole."""
-        return self.is_handed and self.image is not None and not self.image.leave_running
+        return self.is_image_complete and self.image is not None and not self.image.leave_running
 
     def worker(self, name: str) -> JobProcess | None:
         """The worker of that name."""

@@ -1,4 +1,4 @@
-"""What the end of an effect changes in an operation: one function per event, named in the machine's table.
+"""The changes that the result of an effect makes to an operation: one function per event, named in the machine's table.
 
 Owns what is known about a worker after something was done to it, failed, or was inspected. Records facts and never
 requests an effect: next_effects.py derives the effects from the facts.
@@ -67,19 +67,19 @@ def surveyed(op: Operation, worker: JobProcess, pending: Pending, event: events.
 
 def parked(op: Operation, worker: JobProcess, pending: Pending, event: events.Parked) -> Operation:
     op = op.with_worker(worker.replace(is_parked=True, boundary=event.boundary, measured=False))
-    return _meeting_at(op, event.boundary)
+    return _park_together(op, event.boundary)
 
 
-def overran(op: Operation, worker: JobProcess, pending: Pending, event: events.Overran) -> Operation:
+def overran(op: Operation, worker: JobProcess, pending: Pending, event: events.PassedBoundary) -> Operation:
     """Choose a later boundary.
 
     Each round doubles the distance, so that an order arrives before very short batches end.
     """
     op = op.with_worker(worker.replace(boundary=event.boundary, park_requested=False))
-    return _meeting_at(op, event.boundary + (1 << op.rounds), event.why)
+    return _park_together(op, event.boundary + (1 << op.rounds), event.why)
 
 
-def _meeting_at(op: Operation, boundary: int, why: str = "") -> Operation:
+def _park_together(op: Operation, boundary: int, why: str = "") -> Operation:
     """Park all ranks at the boundary of the rank that is furthest, so that no collective is left incomplete.
 
     A rank that was parked earlier is asked again. That counts as a round too, so the number of attempts is limited.
@@ -144,7 +144,7 @@ def sealed(op: Operation, worker: JobProcess, pending: Pending, event: events.Se
     return op if op.image is None else op.replace(image=op.image.replace(written=False, whole=True))
 
 
-def scrapped(op: Operation, worker: JobProcess, pending: Pending, event: events.Scrapped) -> Operation:
+def scrapped(op: Operation, worker: JobProcess, pending: Pending, event: events.ImageFilesRemoved) -> Operation:
     return reversal.without_image(op)
 
 
@@ -205,7 +205,7 @@ def inspected(op: Operation, worker: JobProcess, pending: Pending, event: events
     if event.busy:
         return op.with_worker(worker.replace(waits=FOR_RETRY))
     if event.failed:
-        return _ruined(op, worker, event.failed)
+        return _mark_lost(op, worker, event.failed)
     was_standing = worker.is_parked and (op.direction == HOLD or op.holds or is_away(op))
     whole = event.gpu is not None and not event.out_bytes
     passed = not event.parked and whole and worker.boundary is not None and event.boundary > worker.boundary
@@ -258,12 +258,12 @@ def failed(op: Operation, worker: JobProcess, pending: Pending, event: events.Fa
     ):
         return _waiting_for_memory(op, worker, pending, event)
     if pending.effect == effects.Dump.tag:
-        return _astray(reversal.without_image(op), event)
+        return _change_direction(reversal.without_image(op), event)
     if pending.effect == effects.Seal.tag:
         return reversal.image_dropped(op, event.code, event.message, event.hint)
     if pending.effect in _HARMLESS:
         changed = {"park_requested": False} if pending.effect == effects.Park.tag else {}
-        return _astray(op.with_worker(worker.replace(**changed)), event)
+        return _change_direction(op.with_worker(worker.replace(**changed)), event)
     if pending.effect == effects.Reconnect.tag:
         return communicators.not_reconnected(op, worker, pending, event)
     if pending.effect in _UNCERTAIN:
@@ -272,7 +272,7 @@ def failed(op: Operation, worker: JobProcess, pending: Pending, event: events.Fa
         op = op.with_worker(worker.replace(needs_inspection=True, recount_memory=recount))
         if pending.effect in _OUTWARD and op.direction == BACK:
             return _split(op, worker.name, event)
-        return _astray(op, event)
+        return _change_direction(op, event)
     return op.with_worker(worker.replace(needs_inspection=worker.needs_inspection or in_worker, waits=FOR_RETRY))
 
 
@@ -281,7 +281,7 @@ _OUTWARD = frozenset((effects.Disconnect.tag, effects.Offload.tag, effects.LockR
 _UNCERTAIN = frozenset((*_OUTWARD, effects.Restore.tag, effects.Reload.tag))
 
 
-def _astray(op: Operation, event: events.Failed) -> Operation:
+def _change_direction(op: Operation, event: events.Failed) -> Operation:
     """Change direction after a failure: from forward to a rollback, and from a rollback to held."""
     if op.direction == FORWARD:
         return reversal.back(op, event.code, event.message, event.hint)
@@ -293,7 +293,7 @@ def _split(op: Operation, name: str, event: events.Failed) -> Operation:
     """A worker that cannot leave again stays where it has arrived, rather than be put at risk for the others' sake."""
     worker = op.worker(name)
     if worker is None or worker.gpu is None:
-        return _astray(op, event)
+        return _change_direction(op, event)
     return reversal.because(
         op.with_worker(worker.replace(target_gpu=worker.gpu)), event.code, event.message, event.hint
     )
@@ -315,10 +315,10 @@ def _waiting_for_memory(op: Operation, worker: JobProcess, pending: Pending, eve
     )
 
 
-def _ruined(op: Operation, worker: JobProcess, why: str) -> Operation:
+def _mark_lost(op: Operation, worker: JobProcess, why: str) -> Operation:
     """Record that the driver can never restore the worker. Its reservations and bytes are useless."""
     op = worker_exit.without_orders(op, worker.name).with_worker(worker_exit.departed(worker, lost=True))
     op = reversal.because(
         op, REFUSED.name, f"process {worker.pid} cannot be restored: {why}", "kill it and start it again"
     )
-    return next_effects.turned_back(op) if op.direction == FORWARD and is_away(op) else op
+    return next_effects.reversed_operation(op) if op.direction == FORWARD and is_away(op) else op

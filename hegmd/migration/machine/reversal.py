@@ -12,7 +12,7 @@ from hegmd.migration.machine.operation import BACK, FORWARD, Failure, Operation
 def back(op: Operation, code: str, message: str, hint: str) -> Operation:
     """Start a rollback, unless one is running."""
     op = because(op, code, message, hint)
-    return next_effects.turned_back(op) if op.direction == FORWARD else op
+    return next_effects.reversed_operation(op) if op.direction == FORWARD else op
 
 
 def on_again(op: Operation) -> Operation:
@@ -43,5 +43,5 @@ def let_go(op: Operation) -> Operation:
 
 
 def without_image(op: Operation) -> Operation:
-    """None is written, and none begun."""
+    """No image is written, and none has been begun."""
     return op if op.image is None else op.replace(image=op.image.replace(written=False, begun=False))

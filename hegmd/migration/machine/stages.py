@@ -49,7 +49,7 @@ def is_away(op: Operation) -> bool:
 def _settling(op: Operation, worker: JobProcess) -> Iterator[Want]:
     # While an image is written, no worker can be asked: the agents are disconnected, and the processes may be stopped.
     begun = op.image is not None and op.image.begun
-    if worker.needs_inspection and not worker.has_exited and not (op.hands_over and begun) and not op.ends_workers:
+    if worker.needs_inspection and not worker.has_exited and not (op.needs_image and begun) and not op.ends_workers:
         yield effects.Inspect, {}
 
 
@@ -188,8 +188,8 @@ def _leaving(op: Operation, worker: JobProcess) -> Iterator[Want]:
                 yield effects.ReleaseReservation, {"gpu": gpu}
 
 
-def _handing(op: Operation, worker: JobProcess) -> Iterator[Want]:
-    if op.image is not None and op.hands_over and worker is next(op.live, None):
+def _needs_image(op: Operation, worker: JobProcess) -> Iterator[Want]:
+    if op.image is not None and op.needs_image and worker is next(op.live, None):
         yield effects.Dump, {"find": op.image.begun}
 
 
@@ -203,7 +203,7 @@ def _sealing(op: Operation, worker: JobProcess) -> Iterator[Want]:
     if image.written and not image.unwanted:
         yield effects.Seal, {}
     elif image.written or is_dropped:
-        yield effects.Scrap, {}
+        yield effects.RemoveImageFiles, {}
 
 
 def _ending(op: Operation, worker: JobProcess) -> Iterator[Want]:
@@ -301,7 +301,7 @@ STAGES: tuple[Stage, ...] = (
         _disconnecting,
         ("disconnect", "offload"),
         "connect_s",
-        "the ranks of a job take their communicators down, all of them; meanwhile their bytes leave",
+        "all ranks of a job disconnect their communicators; meanwhile their bytes are offloaded",
     ),
     Stage("offloading", _offloading, ("offload",), "move_s", "the bytes go to the pool and leave the process"),
     Stage(
@@ -316,25 +316,25 @@ STAGES: tuple[Stage, ...] = (
         _checkpointing,
         ("checkpoint",),
         "move_s",
-        "the driver takes the rest of the process off its GPU",
+        "the driver checkpoints the rest of the process",
     ),
     Stage("leaving", _leaving, ("release-reservation",), "retry_s", "the GPU memory of a suspended job is released"),
     Stage(
         "handing",
-        _handing,
+        _needs_image,
         ("dump",),
         "hand_s",
         "the processes of a job that is to be in an image are written; all of it, and read back, if the job is to end",
     ),
     Stage("ending", _ending, ("end",), "retry_s", "the processes that are in an image that is whole end"),
-    Stage("restoring", _restoring, ("restore",), "move_s", "the driver brings the process back, where it is to be"),
+    Stage("restoring", _restoring, ("restore",), "move_s", "the driver restores the process on its target GPU"),
     Stage("unlocking", _unlocking, ("unlock",), "retry_s", "ranks that the driver locked and left where they were run"),
     Stage(
         "reloading",
         _reloading,
         ("reload", "reconnect"),
         "move_s",
-        "the bytes go back into the process, and stay in the pool; meanwhile ranks connect their communicators",
+        "the bytes are reloaded into the process, and stay in the pool; meanwhile ranks connect their communicators",
     ),
     Stage(
         "reconnecting",
@@ -369,7 +369,7 @@ def limit_s(limits: Limits, phase: str) -> float | None:
     return None if stage is None else getattr(limits, stage.limit)
 
 
-def is_past_return(op: Operation) -> bool:
+def is_quicker_to_finish(op: Operation) -> bool:
     """True if finishing takes less time than a rollback.
 
     With an image, this is when it needs nothing more of the job. For a migration or a suspension, when every worker has
@@ -378,7 +378,7 @@ def is_past_return(op: Operation) -> bool:
     if op.direction != FORWARD:
         return False
     if op.kind == CHECKPOINT:
-        return op.is_handed
+        return op.is_image_complete
     if op.kind == QUIESCE:  # a quiesce is rolled back by resuming the job
         return False
     if any(worker.origin_gpu is not None for worker in op.live):

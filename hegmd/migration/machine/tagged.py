@@ -1,6 +1,6 @@
 """Records that are stored with the name of their class: events and effects.
 
-Owns the tag in the plain form, and knows no meaning of names. Each family has its own register. An unknown name is
+Owns the tag in the plain form, and gives names no meaning. Each family has its own register. An unknown name is
 refused.
 """
 

@@ -1,4 +1,4 @@
-"""How sizes, lists and processes are put into words in plans and refusals. Pure text; knows no rule of moving."""
+"""How sizes, lists and processes are put into words in plans and refusals. Pure text, without any rule of moving."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def no_such_process(pid: int) -> tuple[str, str]:
 
 def otherwise(op: Operation) -> str:
     """Return what a user can do with a suspended operation, as a hint."""
-    drop = f"; or discard its state for good: hegmctl cancel {op.id} --drop"
+    drop = f"; or discard its state permanently: hegmctl cancel {op.id} --drop"
     return f"resume it with: {resuming(op)}{drop if next(op.live, op.workers[0]).is_absent else ''}"
 
 

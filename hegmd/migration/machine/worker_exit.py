@@ -18,11 +18,13 @@ def gone(op: Operation, name: str, why: str, *, finished: bool = False) -> Opera
     worker = op.worker(name)
     if worker is None or worker.has_exited:
         return op
-    if worker.restarts and _is_to_be_gone_on_from(op, worker):
+    if worker.restarts and _may_have_successor(op, worker):
         return absent(op, worker, why)
     if worker.restarts and finished and not worker.state_saved and op.direction == FORWARD:
         return without_orders(op, name).with_worker(departed(worker, lost=False).replace(finished=True))
-    if op.ends_workers or _has_gone_on(op):  # it is in an image and was to end, or has trained on and ended by itself
+    if op.ends_workers or _has_trained_after_image(
+        op
+    ):  # it is in an image and was to end, or has trained on and ended by itself
         return without_orders(op, name).with_worker(departed(worker, lost=False))
     away = is_away(op) or op.holds
     lost = worker.was_offloaded and not worker.verified and (worker.offloaded or worker.gpu is None or worker.is_parked)
@@ -30,7 +32,7 @@ def gone(op: Operation, name: str, why: str, *, finished: bool = False) -> Opera
     op = without_orders(op, name).with_worker(departed(worker, lost=lost))
     state = " while its state was offloaded" if lost else ""
     op = reversal.because(op, NOT_FOUND.name, f"process {worker.pid} exited{state}: {why}", "read the log of the job")
-    return next_effects.turned_back(op) if op.direction == FORWARD and away else op
+    return next_effects.reversed_operation(op) if op.direction == FORWARD and away else op
 
 
 def without_state(op: Operation, name: str) -> Operation:
@@ -44,15 +46,15 @@ def without_state(op: Operation, name: str) -> Operation:
     message = f"process {worker.pid} has exited and no copy of its state is left"
     hint = "start the training again, or resume it from its own checkpoint file: a reboot discards saved states"
     op = op.replace(failure=Failure(code=NOT_FOUND.name, message=message, hint=hint))  # whatever was said of it before
-    return next_effects.turned_back(op) if op.direction == FORWARD else op
+    return next_effects.reversed_operation(op) if op.direction == FORWARD else op
 
 
-def _has_gone_on(op: Operation) -> bool:
+def _has_trained_after_image(op: Operation) -> bool:
     """Whether all of a job that has an image were seen to train after it."""
-    return op.is_handed and all(worker.verified or worker.has_exited for worker in op.workers)
+    return op.is_image_complete and all(worker.verified or worker.has_exited for worker in op.workers)
 
 
-def _is_to_be_gone_on_from(op: Operation, worker: JobProcess) -> bool:
+def _may_have_successor(op: Operation, worker: JobProcess) -> bool:
     """True if a successor may continue from its state and none has certainly done so; for ranks, of all or none."""
     crew = [other for other in op.workers if other.restarts] if op.restarts_together else [worker]
     return all(one.state_saved and not one.has_exited for one in crew) and not all(one.verified for one in crew)
@@ -61,7 +63,7 @@ def _is_to_be_gone_on_from(op: Operation, worker: JobProcess) -> bool:
 def absent(op: Operation, worker: JobProcess, why: str) -> Operation:
     """Record that the process has exited with its state in the pool, as a restart intends.
 
-    A successor that exits before its first boundary is not replaced without end: the job continues where it was, and if
+    A successor that exits before its first boundary is not replaced endlessly: the job continues where it was, and if
     that fails too, it is held.
     """
     if worker.gpu is None and worker.offloaded and not worker.needs_inspection:
@@ -85,7 +87,7 @@ def absent(op: Operation, worker: JobProcess, why: str) -> Operation:
         return next_effects.together(op)
     message = f"process {worker.pid} continued from the saved state but exited before its first boundary: {why}"
     op = reversal.because(op, REFUSED.name, message, f"read its output, and run: hegmctl op {op.id}")
-    return next_effects.turned_back(op) if op.direction == FORWARD else next_effects.held(op)
+    return next_effects.reversed_operation(op) if op.direction == FORWARD else next_effects.held(op)
 
 
 def departed(worker: JobProcess, *, lost: bool) -> JobProcess:

@@ -14,7 +14,7 @@ from hegmd.gpu_helper.link import Stuck
 from hegmd.migration.methods.progress_probe import Patience, Work, look_at
 
 
-async def nothing_to_see() -> int | None:
+async def no_progress_expected() -> int | None:
     """For calls in which no bytes move."""
     return None
 
@@ -25,7 +25,7 @@ async def watch(
     patience: Patience,
     *,
     expected_s: float = 0.0,
-    free_bytes: Callable[[], Awaitable[int | None]] = nothing_to_see,
+    free_bytes: Callable[[], Awaitable[int | None]] = no_progress_expected,
 ) -> Stuck:
     """Wait until the call is stuck and return the reason. The caller cancels this when it has an answer."""
     work = Work(op, pid, expected_s, patience, anyio.current_time())

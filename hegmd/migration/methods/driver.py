@@ -201,12 +201,12 @@ class DriverMethod:
             kept.append(await self._reservations.reserve_for_rollback(subject))
 
         async with beside(keep):
-            await self._see_it_listed_no_more(subject)
+            await self._wait_until_unlisted(subject)
         return kept[0] or await self._reservations.reserve_for_rollback(
             subject
         )  # memory that did not show as free yet may not have been free
 
-    async def _see_it_listed_no_more(self, subject: MigratedProcess) -> None:
+    async def _wait_until_unlisted(self, subject: MigratedProcess) -> None:
         with anyio.move_on_after(DRIVER_CALL_TIMEOUT_S):
             await self._until_shown(subject, there=False)
             return
@@ -348,7 +348,7 @@ class DriverMethod:
         await self._until_shown(subject, there=True)
 
     async def note_resumed(self, subject: MigratedProcess) -> None:
-        """Nothing rests on it."""
+        """Nothing depends on it."""
 
     async def inspect(self, subject: MigratedProcess) -> ProcessState:
         if subject.owner_key in self._in_hand:

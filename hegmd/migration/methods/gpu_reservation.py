@@ -125,7 +125,7 @@ class GpuReservation:
         needed = {gpu: times * held.get(await self._gpus.uuid_of(gpu), 0) + spare_bytes for gpu in gpus_of(place)}
         return all((free.get(gpu) or 0) >= size_bytes for gpu, size_bytes in needed.items())
 
-    async def let_go_for_storages(self, subject: MigratedProcess, place: str) -> None:
+    async def release_for_storages(self, subject: MigratedProcess, place: str) -> None:
         """Release the reservation for its storages, which it is about to allocate. Fine if already released."""
         for gpu in gpus_of(place):
             await self._memory.release(storage_owner(subject), await self._gpus.uuid_of(gpu))
@@ -181,7 +181,7 @@ def _by_place(subject: MigratedProcess, held: Mapping[str, int]) -> Mapping[str,
 def out_of_memory(
     subject: MigratedProcess, gpu: str, needed_bytes: int, there_bytes: int | None, what: str
 ) -> OutOfMemory:
-    """Return the error for too little memory; `what` says of which kind: held, or free."""
+    """Return the error for too little memory; `what` names its kind: held, or free."""
     there = "an unknown amount is" if there_bytes is None else f"{there_bytes // MIB} MiB are"
     return OutOfMemory(
         f"process {subject.pid} needs {needed_bytes // MIB} MiB on {gpu} and {there} {what} for it",

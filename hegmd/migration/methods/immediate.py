@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from hegmd.migration.contracts import MigratedProcess, OverlappedCopy, Progress
 
 
-class AtOnce:
+class NoCopy:
     """A carrier that copies nothing while the driver checkpoints or restores."""
 
     async def await_successor(self, subject: MigratedProcess, on_progress: Progress) -> bool:
@@ -24,7 +24,7 @@ class AtOnce:
         return None
 
     async def resumed(self, subject: MigratedProcess) -> None:
-        """Nothing is held beside it."""
+        """Nothing is held besides it."""
 
     def overlap_checkpoint(self, subject: MigratedProcess) -> AbstractAsyncContextManager[OverlappedCopy]:
         """They are where they may stay."""

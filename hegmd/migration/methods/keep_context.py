@@ -105,7 +105,7 @@ class KeepContextMethod:
         return CheckpointResult(stays_bytes=stays_bytes)
 
     async def _freed(self, subject: MigratedProcess) -> int | None:
-        """What stays, once it is no more than was planned. Raises HegmError if it is more."""
+        """The memory that stays, once it is at most what was planned. Raises HegmError if it is more."""
         used_bytes = 0
         limit_bytes = (subject.stays_bytes or 0) + max(RESTORE_MARGIN_BYTES, subject.size_bytes // _MAX_KEPT_SHARE)
         for pause_s in _SHOWN_AFTER_S:
@@ -117,7 +117,7 @@ class KeepContextMethod:
         raise _still_used(subject, used_bytes, limit_bytes)
 
     async def _unplanned_bytes(self, subject: MigratedProcess) -> int | None:
-        """What stays where the plan could not say how much: no amount is too much then."""
+        """The memory that stays, if the plan had no figure: no amount is too much then."""
         await anyio.sleep(_UNPLANNED_AFTER_S)
         return await self._used_bytes(subject)
 
@@ -148,7 +148,7 @@ class KeepContextMethod:
         self._gpus.changed()
 
     async def note_resumed(self, subject: MigratedProcess) -> None:
-        """Nothing rests on it."""
+        """Nothing depends on it."""
 
     async def inspect(self, subject: MigratedProcess) -> ProcessState:
         """It has left if its operation has recorded that and its bytes are out; otherwise it is where it was."""

@@ -16,7 +16,7 @@ from hegmd.node.processes.procfs import start_ticks_of
 from hegmd.node.processes.surroundings import parent_of
 
 
-def hold_launchers_still(rank: int, supervisor: int) -> None:
+def stop_launchers(rank: int, supervisor: int) -> None:
     """Stop every process between that rank and its supervisor; none if the rank is not below it."""
     stop_all(population_of(_between(rank, supervisor)))
 

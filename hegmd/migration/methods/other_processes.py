@@ -40,7 +40,7 @@ LOCK_S = 0.3
 # Storages of 32 GiB are made in some milliseconds.
 MAX_PAUSE_S = 2.0
 _DEADLINE_S = 10.0
-# None of these calls moves any bytes, and each is over within milliseconds of its limit.
+# None of these calls moves any bytes, and each ends within milliseconds of its limit.
 _PATIENCE = Patience(look_s=0.5, stopped_s=0.5, floor_s=5.0, times=0.0, quiet_s=5.0)
 _UNLOCK_WITHIN_S = 30.0
 _AGAIN_S = 1.0

@@ -1,13 +1,13 @@
-"""What carriers with bytes in the pool share: one pool segment per process, under the operation's name."""
+"""The common part of carriers with bytes in the pool: one pool segment per process, under the operation's name."""
 
 from __future__ import annotations
 
 from hegmd.memory.pool import Key, Pool, Source
 from hegmd.migration.contracts import MigratedProcess, Progress
-from hegmd.migration.methods.immediate import AtOnce
+from hegmd.migration.methods.immediate import NoCopy
 
 
-class Pooled(AtOnce):
+class Pooled(NoCopy):
     """Memory of the pool, and nothing that has to be ready beside it."""
 
     def __init__(self, pool: Pool) -> None:

@@ -1,4 +1,4 @@
-"""What is seen from outside of a process during a driver call, and whether that call makes progress.
+"""The visible state of a process during a driver call, and whether that call makes progress.
 
 A call waits for a driver thread inside the process. If a signal or a debugger has stopped the process, the call never
 returns. Otherwise it returns when all bytes are copied, and these are seen to move: into the process's memory, and off
@@ -28,10 +28,10 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class ProgressSample:
     """One look: bytes in the process's memory, bytes that are free on all GPUs, and its threads by their state.
 
-    None is what cannot be seen. The letters of the states are those of proc(5).
+    None means unknown. The letters of the states are those of proc(5).
     """
 
     resident_bytes: int | None = None
@@ -67,9 +67,9 @@ class Work:
         self._op, self._pid, self._expected_s, self._patience = op, pid, expected_s, patience
         self._began = self._moved = now
         self._stopped_since: float | None = None
-        self._last: Sight | None = None
+        self._last: ProgressSample | None = None
 
-    def judge(self, seen: Sight, now: float) -> Stuck | None:
+    def judge(self, seen: ProgressSample, now: float) -> Stuck | None:
         """Why it is not to be waited for any longer, if so."""
         if self._last is None or has_moved(self._last, seen, self._patience.moved_bytes):
             self._last, self._moved = seen, now
@@ -82,7 +82,7 @@ class Work:
         overdue = now - self._began >= self._patience.floor_s + self._patience.times * self._expected_s
         return self._of_quiet(seen, now) if overdue and now - self._moved >= self._patience.quiet_s else None
 
-    def _of_stopped(self, seen: Sight, now: float) -> Stuck:
+    def _of_stopped(self, seen: ProgressSample, now: float) -> Stuck:
         whole = sum(seen.threads.values())
         return Stuck(
             f"`{self._op}` of process {self._pid} is blocked: {seen.stopped} of the {whole} threads of the process "
@@ -92,7 +92,7 @@ class Work:
             self._facts(seen, now),
         )
 
-    def _of_quiet(self, seen: Sight, now: float) -> Stuck:
+    def _of_quiet(self, seen: ProgressSample, now: float) -> Stuck:
         threads = ", ".join(f"{count} {state}" for state, count in sorted(seen.threads.items())) or "none to be seen"
         memory = "" if seen.resident_bytes is None else f", {seen.resident_bytes / GIB:.1f} GiB in its memory"
         return Stuck(
@@ -104,7 +104,7 @@ class Work:
             self._facts(seen, now),
         )
 
-    def _facts(self, seen: Sight, now: float) -> dict[str, object]:
+    def _facts(self, seen: ProgressSample, now: float) -> dict[str, object]:
         return {
             "pid": self._pid,
             "waited_s": round(now - self._began, 1),
@@ -114,13 +114,13 @@ class Work:
         }
 
 
-def has_moved(before: Sight, after: Sight, least_bytes: int) -> bool:
+def has_moved(before: ProgressSample, after: ProgressSample, least_bytes: int) -> bool:
     """True if at least that many bytes appeared or disappeared between two samples, in the process or on the GPUs."""
     pairs = ((before.resident_bytes, after.resident_bytes), (before.free_bytes, after.free_bytes))
     return any(one is not None and other is not None and abs(other - one) >= least_bytes for one, other in pairs)
 
 
-def look_at(pid: int, free_bytes: int | None, proc: Path = Path("/proc")) -> Sight:
+def look_at(pid: int, free_bytes: int | None, proc: Path = Path("/proc")) -> ProgressSample:
     """Return a sample of the process; an empty one if it has exited."""
     threads: Counter[str] = Counter()
     resident_bytes: int | None = None
@@ -131,7 +131,7 @@ def look_at(pid: int, free_bytes: int | None, proc: Path = Path("/proc")) -> Sig
     except (OSError, ValueError, IndexError):
         pass  # it has ended, between two of these or before
     del threads["gone"]
-    return Sight(resident_bytes, free_bytes, threads)
+    return ProgressSample(resident_bytes, free_bytes, threads)
 
 
 def is_stopped(pid: int) -> bool:

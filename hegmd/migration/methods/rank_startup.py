@@ -40,13 +40,13 @@ class Line:
     command: Who
 
 
-class RankOnItsWay:
-    """One rank of one start, with the processes that claim to be it. `lives` returns whether that very process
+class StartingRank:
+    """One rank of one start, with the processes that claim to be it. `is_alive` returns whether that very process
     exists.
     """
 
-    def __init__(self, lives: Callable[[Who], bool] | None = None) -> None:
-        self._lives = _lives if lives is None else lives
+    def __init__(self, is_alive: Callable[[Who], bool] | None = None) -> None:
+        self._is_alive = _is_alive if is_alive is None else is_alive
         self._known: set[Who] = set()
         self._line: Line | None = None
         self._is_replaced = False
@@ -64,7 +64,7 @@ class RankOnItsWay:
         known = self._line
         if known is None or known.rank == NOBODY or known.command != line.command:  # it was started again, as a whole
             self._line, self._is_replaced, self._ended_at = line, False, None
-        elif known.rank != line.rank and not self._lives(known.rank):
+        elif known.rank != line.rank and not self._is_alive(known.rank):
             self._is_replaced = True
 
     def note_below(self, command: Who, ranks: Mapping[int, Who], number: int) -> None:
@@ -81,9 +81,9 @@ class RankOnItsWay:
     def fallen(self, now: float) -> Line | None:
         """Return the rank's position if it has exited while its command runs on; otherwise None."""
         line = self._line
-        if line is None or self._lives(line.rank):
+        if line is None or self._is_alive(line.rank):
             return None
-        if not self._lives(line.command):
+        if not self._is_alive(line.command):
             self._line = None
             return None
         if self._ended_at is None:
@@ -137,7 +137,7 @@ def _who(pid: int) -> Who | None:
     return None if ticks is None else (pid, ticks)
 
 
-def _lives(who: Who) -> bool:
+def _is_alive(who: Who) -> bool:
     try:
         return start_ticks_of(who[0]) == who[1]
     except HegmError:  # /proc cannot be read now

@@ -41,8 +41,8 @@ from hegmd.migration.contracts import (
 )
 from hegmd.migration.methods import launchers
 from hegmd.migration.methods.pool_keys import key_of
-from hegmd.migration.methods.rank_startup import NOBODY, Line, RankOnItsWay, Who, line_of, ranks_below
-from hegmd.migration.methods.restore_lock import claimed, has_come_to_its_end, has_passed, note_passed
+from hegmd.migration.methods.rank_startup import NOBODY, Line, StartingRank, Who, line_of, ranks_below
+from hegmd.migration.methods.restore_lock import claimed, has_finished, has_passed, note_passed
 from hegmd.node.gpu_sets import CPU
 from hegmd.protocol.snapshots import Gpu
 from hegmd.system.condition import Condition
@@ -161,7 +161,7 @@ class RestartMethod:
         supervisor = self._supervisors.find(subject.uid, subject.run)
         if supervisor is not None:
             await supervisor.order("expect", subject.operation, launches=True)
-            await anyio.to_thread.run_sync(launchers.hold_launchers_still, worker.pid, supervisor.pid)
+            await anyio.to_thread.run_sync(launchers.stop_launchers, worker.pid, supervisor.pid)
         if worker.parked:
             with anyio.move_on_after(LEAVES_WITHIN_S):
                 try:
@@ -188,7 +188,7 @@ class RestartMethod:
             return TrainingFinished()
         for held in tuple(self._by.reservations(subject)):
             await self.release(subject, held)
-        rank = RankOnItsWay()
+        rank = StartingRank()
         with self._start_of(subject) as start:
             while self._starts.get(subject.operation) is start:
                 reborn = self._reborn(subject, gpu)
@@ -207,7 +207,7 @@ class RestartMethod:
                     if subject.ranks:
                         await self._look_after(rank, start, supervisor, subject)
                     if self._reborn(subject, gpu) is not None:
-                        continue  # it came while its supervisor was waited for, and will not come again
+                        continue  # it arrived during the wait for its supervisor, and will not come again
                 elif start.asked is supervisor:
                     why = supervisor.failure or "its supervisor reports that it is not running"
                     message = f"the job was not restarted on {gpu}: {'; '.join(filter(None, (start.fallen, why)))}"
@@ -252,7 +252,7 @@ class RestartMethod:
                 raise
 
     async def _look_after(
-        self, rank: RankOnItsWay, start: _Start, supervisor: Supervisor, subject: MigratedProcess
+        self, rank: StartingRank, start: _Start, supervisor: Supervisor, subject: MigratedProcess
     ) -> None:
         """End the launcher of a rank that failed; its supervisor then handles the job like any that has exited."""
         for worker in self._workers:
@@ -287,7 +287,7 @@ class RestartMethod:
             await self._something()
 
     async def _is_over(self, subject: MigratedProcess) -> bool:
-        return await anyio.to_thread.run_sync(has_come_to_its_end, self._folder, subject.operation)
+        return await anyio.to_thread.run_sync(has_finished, self._folder, subject.operation)
 
     async def _start(self, supervisor: Supervisor, subject: MigratedProcess, gpu: str) -> None:
         """Have the command started from the state, or from those of all ranks. Raises OrderFailed, SupervisorAway."""

@@ -35,7 +35,7 @@ def claimed(folder: Path, operation: str) -> int:
     return own
 
 
-def has_come_to_its_end(folder: Path, operation: str) -> bool:
+def has_finished(folder: Path, operation: str) -> bool:
     """Whether a process has put the state of that operation back and then ended well. Blocks for a moment.
 
     Its supervisor has said so where the lock is: that outlives supervisor and daemon.

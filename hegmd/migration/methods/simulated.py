@@ -57,7 +57,7 @@ class SimulatedMethod:
         """Do nothing: the next boundary, which the agent reports, is the proof."""
 
     async def note_resumed(self, subject: MigratedProcess) -> None:
-        """Nothing rests on it."""
+        """Nothing depends on it."""
 
     async def inspect(self, subject: MigratedProcess) -> ProcessState:
         return ProcessState(gpu=subject.worker.gpu)

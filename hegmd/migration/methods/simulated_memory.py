@@ -1,4 +1,4 @@
-"""Which worker holds how much on which simulated GPU; updated by the methods and reported to the simulated driver.
+"""The memory of each worker on each simulated GPU; updated by the methods and reported to the simulated driver.
 
 On simulated GPUs nothing else holds memory for a worker, so these records are its reservations: its own share, as its
 agent counts it, and what an operation reserves elsewhere. On real GPUs reservations are real allocations; this class

@@ -67,10 +67,10 @@ class StorageHandover:
         failure: HegmError | None = None
         async with anyio.create_task_group() as tasks:
             try:
-                has_spare_memory = await tasks.start(self._make_way, subject, subject.gpu, made)
+                has_spare_memory = await tasks.start(self._pause_others, subject, subject.gpu, made)
                 yield note_made
                 if not has_spare_memory:
-                    await self._reservations.let_go_for_storages(subject, subject.gpu)
+                    await self._reservations.release_for_storages(subject, subject.gpu)
                 self._crowded.discard(subject.owner_key)
             except HegmError as error:  # past the group, which would put it into another
                 self._crowded.add(subject.owner_key)
@@ -80,7 +80,7 @@ class StorageHandover:
         if failure is not None:
             raise failure
 
-    async def _make_way(
+    async def _pause_others(
         self,
         subject: MigratedProcess,
         gpu: str,
@@ -104,7 +104,7 @@ class StorageHandover:
                 free = free_bytes_of(node)
                 fits = await self._reservations.fits_beside(subject, gpu, CALM_BYTES, free)
                 if subject.owner_key in self._crowded or not fits:
-                    await self._reservations.let_go_for_storages(subject, gpu)
+                    await self._reservations.release_for_storages(subject, gpu)
                 # Not after a release: then no reservation is left that could fit twice.
                 has_spare_memory = await self._reservations.fits_beside(subject, gpu, CALM_BYTES, free, times=2)
                 task_status.started(has_spare_memory and subject.goes_on)

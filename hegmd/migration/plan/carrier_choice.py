@@ -1,4 +1,4 @@
-"""Which carrier takes the bytes of a job with an agent, and how long the whole will take. Pure.
+"""The choice of the carrier for a job with an agent, and the expected duration. Pure.
 
 The fastest possible one is chosen: `peer`, directly to the other GPU; `host`, to the pool, copied by the helper;
 `worker`, to the pool, copied by the process. Everything that these may not or cannot take is left to the driver, so a
@@ -49,7 +49,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a process has on one of its GPUs, and where that goes."""
+    """The memory of a process on one of its GPUs, and its target."""
 
     source: GpuMemory
     to: GpuMemory | None

@@ -1,4 +1,4 @@
-"""What a job's communicators mean for a plan: how they are disconnected, at what cost, and the reasons against it.
+"""The effect of a job's communicators on a plan: how they are disconnected, at what cost, and the reasons against it.
 
 The driver loses a job that it checkpoints with live communicators. So the agents disconnect them on all ranks, or the
 job is refused with every reason by name, before anything stops. Owns these rules and their messages. Pure.
@@ -33,7 +33,7 @@ _RESTART = "use a restart instead: hegmctl run --allow-restart, then hegmctl mig
 
 
 def told(candidate: Candidate) -> Communicators | None:
-    """What its agent says of its groups with other ranks; None where it has none, or does not know."""
+    """Return the agent's report of its groups with other ranks; None if it has none, or does not know."""
     groups = None if candidate.agent is None else candidate.agent.communicators
     return None if groups is None or (groups.mechanism == NONE and not groups.uncovered) else groups
 
@@ -79,7 +79,7 @@ def judge(draft: Draft, members: Sequence[Candidate]) -> None:
 def combination_of(
     snapshot: NodeSnapshotForPlan, members: Sequence[Candidate], to: Sequence[str | None] = ()
 ) -> Combination | None:
-    """What decides whether the communicators of that job survive a move; None for a job without any."""
+    """Return the facts that decide whether the communicators of that job survive a move; None for a job without any."""
     groups = [found for candidate in members if (found := told(candidate)) is not None and candidate.gpus]
     if not groups:
         return None
@@ -197,7 +197,7 @@ def without_memory_of_leavers(
 
 
 def seconds(members: Sequence[Candidate], kind: str) -> float:
-    """What disconnecting and connecting again adds to the time that the job is parked; ranks do it side by side."""
+    """Return how much disconnecting and reconnecting adds to the parked time; ranks do it concurrently."""
     groups = [found for candidate in members if (found := told(candidate)) is not None and NCCL in found.backends]
     if not groups:
         return 0.0

@@ -165,7 +165,7 @@ def beside_of(candidate: Candidate, own: GpuMemory) -> int:
     if len(candidate.gpus) > 1:
         return cuda.padding_bytes
     cached_bytes = _cached(candidate, cuda.reserved_bytes, size_bytes)
-    return max(cuda.padding_bytes, min(cached_bytes, _most_beside(own, rest_of(candidate) + size_bytes)))
+    return max(cuda.padding_bytes, min(cached_bytes, _max_free_in_addition(own, rest_of(candidate) + size_bytes)))
 
 
 def storage_bytes_with_cache(
@@ -176,7 +176,7 @@ def storage_bytes_with_cache(
     sizes: list[int] = []
     for device, gpu, driver_bytes in zip(devices, own, rests_bytes, strict=True):
         cached_bytes = _cached(candidate, device.reserved_bytes, device.size_bytes)
-        most_bytes = _most_beside(gpu, driver_bytes + device.size_bytes)
+        most_bytes = _max_free_in_addition(gpu, driver_bytes + device.size_bytes)
         sizes.append(device.size_bytes + max(device.padding_bytes, min(cached_bytes, most_bytes)))
     return tuple(sizes)
 
@@ -188,7 +188,7 @@ def _cached(candidate: Candidate, reserved_bytes: int, size_bytes: int) -> int:
     return cached_bytes + SEGMENT_BYTES if cached_bytes > 0 else 0
 
 
-def _most_beside(gpu: GpuMemory, others_bytes: int) -> int:
+def _max_free_in_addition(gpu: GpuMemory, others_bytes: int) -> int:
     """Return the most that could ever be free on such a GPU in addition: a process alone there may cache all of its
     memory.
     """

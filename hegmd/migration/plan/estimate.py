@@ -143,7 +143,7 @@ def hazards(draft: Draft, members: tuple[Candidate, ...], world: int) -> tuple[s
     if _is_restart(draft.moving):
         return (*stopped, *restart_rules.not_kept(members, draft.request))
     own = tuple(_own_copies(draft))
-    return (*stopped, *_hazards(members, world), *_slow_ways(draft), *own, *_unknown_places(draft))
+    return (*stopped, *_hazards(members, world), *_closed_carriers(draft), *own, *_unknown_places(draft))
 
 
 def _stopped(members: tuple[Candidate, ...]) -> Iterator[str]:
@@ -154,7 +154,7 @@ def _stopped(members: tuple[Candidate, ...]) -> Iterator[str]:
         yield f"{are} stopped by a signal or a debugger, which hegmd would wait for; run: kill -CONT {pids}"
 
 
-def _slow_ways(draft: Draft) -> Iterator[str]:
+def _closed_carriers(draft: Draft) -> Iterator[str]:
     """Name what closed a faster carrier, for users who can change it."""
     for worker in draft.moving:
         why = draft.choices[worker.pid].why if worker.pid in draft.choices else ""

@@ -1,7 +1,7 @@
 """The node as it will be: what running operations will still take, and the state after a plan.
 
-Owns this arithmetic, which lets several operations be planned before any of them has reserved anything. Pure; knows no
-rule of moving.
+Owns this arithmetic, which lets several operations be planned before any of them has reserved anything. Pure, without
+any rule of moving.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a suspend that keeps CUDA contexts needs, what stays on the GPU, and where such a job can resume. Pure."""
+"""The needs of a suspend that keeps CUDA contexts, the memory that stays, and where such a job can resume. Pure."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _choice(draft: Draft, candidate: Candidate, own: tuple[GpuMemory, ...]) -> C
 
 
 def _stays_bytes(candidate: Candidate, own: GpuMemory, carrier: str) -> int | None:
-    """What the vendor's library shows of the process beyond its allocator's memory; None if it shows nothing.
+    """Return the memory of the process that the vendor's library shows beyond its allocator's; None if unknown.
 
     A simulated process has no context.
     """
@@ -100,7 +100,7 @@ def _stays_bytes(candidate: Candidate, own: GpuMemory, carrier: str) -> int | No
 
 
 def notes(draft: Draft, kind: str) -> Iterator[str]:
-    """What to know before saying yes."""
+    """Notes for the user before the operation."""
     for worker in draft.moving:
         if worker.method != KEEP_CONTEXT:
             continue

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from hegmd.errors import BUSY, NOT_FOUND, REFUSED, Code
-from hegmd.migration.machine.describe import in_hand
+from hegmd.migration.machine.describe import busy_message
 from hegmd.migration.machine.machine import HOLDING
 from hegmd.migration.machine.next_effects import SUSPENDED
 from hegmd.migration.machine.operation import CHECKPOINT, QUIESCE, RESTART
@@ -22,12 +22,12 @@ NVIDIA = "nvidia"
 
 
 def members_of(snapshot: NodeSnapshotForPlan, candidate: Candidate) -> tuple[Candidate, ...]:
-    """Return the processes that move together with it, including itself: those of its job, and its kin."""
+    """Return the processes that move together with it, including itself: those of its job, and related processes."""
     return tuple(
         [
             other
             for other in snapshot.candidates
-            if other.pid == candidate.pid or _is_same_job(other, candidate) or _are_kin(snapshot, other, candidate)
+            if other.pid == candidate.pid or _is_same_job(other, candidate) or _are_related(snapshot, other, candidate)
         ]
     )
 
@@ -96,7 +96,7 @@ def _is_same_job(one: Candidate, other: Candidate) -> bool:
     return one.job is not None and one.job == other.job and one.uid == other.uid
 
 
-def _are_kin(snapshot: NodeSnapshotForPlan, one: Candidate, other: Candidate) -> bool:
+def _are_related(snapshot: NodeSnapshotForPlan, one: Candidate, other: Candidate) -> bool:
     """True if one process started the other, or a process on a GPU started both: they may share what the driver
     restores.
     """
@@ -122,7 +122,7 @@ def can_be_stopped(draft: Draft, candidate: Candidate) -> bool:
         if op.phase == HOLDING and draft.request.kind != QUIESCE:
             continue  # a quiesced job can become another operation
         if any(worker.pid == candidate.pid for worker in op.live):
-            draft.against(BUSY, *in_hand(op, candidate.pid, draft.request.kind), pid=candidate.pid)
+            draft.against(BUSY, *busy_message(op, candidate.pid, draft.request.kind), pid=candidate.pid)
             return False  # its GPU and memory depend on that operation, so they are no reasons of their own
         is_its = candidate.job is not None and candidate.uid == op.owner_uid
         if is_its and any(worker.restarts and worker.run == candidate.job for worker in op.live):
@@ -159,8 +159,8 @@ def can_be_stopped(draft: Draft, candidate: Candidate) -> bool:
 
 
 def _judge_several(draft: Draft, candidate: Candidate, who_is: str) -> None:
-    """One on several GPUs that reach into one another's memory is lost by the driver's restore, and that is seen and
-    undone from inside the process alone."""
+    """The driver's restore loses a process on several GPUs with peer access. Only code inside the
+    process can see and undo that."""
     if not are_of(draft, candidate, NVIDIA):
         hint = "use one GPU per process: several are supported on NVIDIA GPUs only"
         draft.against(REFUSED, who_is, hint, pid=candidate.pid)

@@ -247,7 +247,7 @@ def _place_simulated(draft: Draft, candidate: Candidate, to: str | None) -> None
 
 
 def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuMemory, ...], to: str | None) -> None:
-    """One whose context only NVIDIA's driver can take off; its storages go by the fastest carrier that can."""
+    """A process whose context only NVIDIA's driver can checkpoint; the fastest possible carrier moves its storages."""
     source = place_of(candidate.gpus)
     stays = to == source
     for gpu in () if stays else own:

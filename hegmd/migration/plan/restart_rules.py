@@ -1,4 +1,4 @@
-"""What a restart needs of a process, the reasons against it, and what it does not keep. Pure.
+"""The requirements of a restart, the reasons against it, and what it does not keep. Pure.
 
 A restart is for moves where no memory of the process can go along: to a GPU of another vendor or chip, between CPU and
 GPU, or to another environment or Python. The agent reports the size of the state and what could not be found again; the
@@ -29,7 +29,7 @@ STEPS = (
 # The time until a Python that imports PyTorch reaches its first batch, without what the script loads.
 START_S = 8.0
 # The start of an agent's report about objects that it has not inspected.
-UNSEEN = "not looked at: "
+UNSEEN = "not searched: "
 # A message carries 16 descriptors, and one of them is the restore lock.
 MAX_RANKS = 15
 # The agent, and what finds a script's loops.

@@ -96,8 +96,8 @@ def _others(snapshot: NodeSnapshotForPlan, gpu: str) -> list[str]:
 def planned_swap(snapshot: NodeSnapshotForPlan, first: int, second: int) -> Outcome:
     """Return the steps by which two jobs, or two processes of one, change places, or every reason why they cannot.
 
-    If one fits beside the other, these are two moves. If not, both go to the pool at the same time and come back
-    crosswise, each over its own GPU's link. If the pool cannot hold both, the first alone waits there. The second goes
+    If one fits beside the other, these are two moves. If not, both go to the pool at the same time and return to the
+    other GPU, each over its own GPU's link. If the pool cannot hold both, the first alone waits there. The second goes
     straight from GPU to GPU if that is faster than the pool. The same applies if one fits beside the other but without
     a context for the helper: copies by the process itself take several times as long.
     """
@@ -135,16 +135,16 @@ def _exchange(snapshot: NodeSnapshotForPlan, first: tuple[int, str], second: tup
     for order in ((first, second), (second, first)):
         found = _in_a_row(snapshot, order)
         if all(isinstance(step, MigrationPlan) for step in found):
-            if not _goes_by(WORKER, found):
+            if not _is_carried_by(WORKER, found):
                 return found
             by_hand = by_hand or found
         refused = refused or tuple(step for step in found if isinstance(step, Reason))
     by_one = _past_one_in_the_pool(snapshot, first, second)
-    if _goes_by(PEER, [step for step in by_one if isinstance(step, MigrationPlan) and step.kind == MIGRATE]):
+    if _is_carried_by(PEER, [step for step in by_one if isinstance(step, MigrationPlan) and step.kind == MIGRATE]):
         return by_one
     by_both = _past_both_in_the_pool(snapshot, first, second)
     is_open = all(isinstance(step, MigrationPlan) for step in by_both)
-    if by_hand and (not is_open or _goes_by(WORKER, by_both)):
+    if by_hand and (not is_open or _is_carried_by(WORKER, by_both)):
         return by_hand
     return by_both if is_open else by_one
 
@@ -180,7 +180,7 @@ def _past_both_in_the_pool(snapshot: NodeSnapshotForPlan, first: tuple[int, str]
     return (*leave, *come)
 
 
-def _goes_by(carrier: str, steps: Iterable[MigrationPlan | Reason]) -> bool:
+def _is_carried_by(carrier: str, steps: Iterable[MigrationPlan | Reason]) -> bool:
     """Whether any of those has its bytes carried so in one of these steps."""
     return any(
         worker.carrier == carrier for step in steps if isinstance(step, MigrationPlan) for worker in step.workers

@@ -39,7 +39,7 @@ def destination(draft: Draft, pid: int, source: str | None, asked: str, *, anew:
     if len(there) != max(1, len(here)) and not (anew and len(there) == 1):
         _against_count(draft, pid, here, there)
         return None
-    return _of_its_own(draft, pid, there)
+    return _require_distinct_gpus(draft, pid, there)
 
 
 def place_ranks(draft: Draft, ranks: Sequence[tuple[int, str | None]]) -> bool:
@@ -111,10 +111,10 @@ def _exchanged(draft: Draft, pid: int, here: tuple[str, ...], asked: str) -> str
         hint = f"give a GPU that it uses before the {_TO}; see hegmctl ps"
         draft.against(REFUSED, f"process {pid} is on {where}, not on {listed(tuple(strange))}", hint, pid=pid)
         return None
-    return _of_its_own(draft, pid, tuple([to.get(gpu, gpu) for gpu in here]))
+    return _require_distinct_gpus(draft, pid, tuple([to.get(gpu, gpu) for gpu in here]))
 
 
-def _of_its_own(draft: Draft, pid: int, there: tuple[str, ...]) -> str | None:
+def _require_distinct_gpus(draft: Draft, pid: int, there: tuple[str, ...]) -> str | None:
     """Check that each device has a GPU of its own: the driver's map is a permutation."""
     if len(set(there)) == len(there):
         return place_of(there)

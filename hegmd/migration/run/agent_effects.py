@@ -16,7 +16,7 @@ from hegmd.migration.machine.operation import SIMULATED, Operation
 from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.run.participants import Participants
 from hegmd.protocol.operations import BY_DRIVER
-from hegmd.workers.workers import AgentConnection, Given, OrderFailed
+from hegmd.workers.workers import AgentConnection, OrderFailed, SentOrder
 
 # The agent answers a survey at its next boundary; without a boundary in this time it reports only its count.
 SURVEY_LIMIT_S = 5.0
@@ -28,7 +28,7 @@ class AgentEffects:
 
     def __init__(self, cast: Participants) -> None:
         self._cast = cast
-        self._released: dict[tuple[int, int], Given] = {}
+        self._released: dict[tuple[int, int], SentOrder] = {}
 
     async def survey(self, op: Operation, member: Member, effect: effects.Survey, _: Progress) -> Event:
         worker = self._cast.worker(member)
@@ -44,7 +44,7 @@ class AgentEffects:
     async def park(self, op: Operation, member: Member, effect: effects.Park, _: Progress) -> Event:
         worker = self._cast.worker(member)
         if effect.at is not None and worker.parked and worker.boundary > effect.at:
-            return events.Overran(**effect.ending(), boundary=worker.boundary)
+            return events.PassedBoundary(**effect.ending(), boundary=worker.boundary)
         # The agent's limit passes first, so that it withdraws by itself and reports what it waited for.
         limit_s = effect.limit_s * AGENT_SHARE
         began = anyio.current_time()
@@ -59,7 +59,9 @@ class AgentEffects:
         except OrderFailed as error:
             if effect.at is not None and worker.boundary >= effect.at:
                 why = error.message if error.parked_s else ""
-                return events.Overran(**effect.ending(), boundary=worker.boundary, parked_s=error.parked_s, why=why)
+                return events.PassedBoundary(
+                    **effect.ending(), boundary=worker.boundary, parked_s=error.parked_s, why=why
+                )
             is_late = anyio.current_time() - began >= limit_s
             return events.Failed(
                 **effect.ending(),

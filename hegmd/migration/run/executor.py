@@ -91,7 +91,7 @@ class EffectExecutor:
             effects.Hold.tag: self._hold,
             effects.Dump.tag: images.dump,
             effects.Seal.tag: images.seal,
-            effects.Scrap.tag: images.scrap,
+            effects.RemoveImageFiles.tag: images.scrap,
             effects.End.tag: images.end,
             effects.Restore.tag: self._restore,
             effects.Reload.tag: self._reload,
@@ -101,16 +101,18 @@ class EffectExecutor:
             effects.Inspect.tag: self._inspect,
         }
 
-    def lives(self, member: Member) -> bool:
+    def is_alive(self, member: Member) -> bool:
         """Whether the process is there still, and no other one under its pid."""
-        return self._cast.lives(member)
+        return self._cast.is_alive(member)
 
     def connection(self, member: Member) -> int | None:
         """Return the number of its agent's connection; None while there is none."""
         return self._cast.connection(member)
 
     def stopped(self, op: Operation) -> tuple[int, ...]:
-        """Those of its processes that a signal or a debugger has stopped: no step of the driver in them comes on."""
+        """Return its processes that a signal or a debugger has stopped: no step of the driver in them makes
+        progress.
+        """
         return tuple([member.pid for member in op.live if self._is_stopped(member.pid) and self._is_there(member)])
 
     def ending(self, op: Operation) -> tuple[int, ...]:
@@ -119,7 +121,7 @@ class EffectExecutor:
 
     def _is_there(self, member: Member) -> bool:
         try:
-            return self._cast.lives(member)
+            return self._cast.is_alive(member)
         except HegmError:  # it cannot be seen now
             return False
 
@@ -347,7 +349,7 @@ class EffectExecutor:
 
     async def _inspect(self, op: Operation, member: Member, effect: effects.Inspect, _: Progress) -> Event:
         subject = self._cast.subject(op, member)
-        if not self._cast.lives(member):
+        if not self._cast.is_alive(member):
             is_stateless = (
                 member.state_saved and not member.verified and not self._cast.carrier(member).held_bytes(subject)
             )
@@ -410,7 +412,7 @@ class EffectExecutor:
     def _note_step(
         self, member: Member, direction: str, driver_bytes: int, took_s: float, copied: OverlappedCopy
     ) -> None:
-        """A step of the driver, and the copy beside it. A step that had one says nothing of those without."""
+        """A step of the driver, and the copy beside it. A step with a copy tells nothing about steps without."""
         if member.method in (SIMULATED, RESTART, KEEP_CONTEXT):
             return
         if copied.size_bytes:

@@ -37,7 +37,7 @@ class ImageEffects:
         image then.
         """
         image = op.image
-        if image is not None and image.begun and not (op.hands_over or image.written or image.whole):
+        if image is not None and image.begun and not (op.needs_image or image.written or image.whole):
             await self._cast.imager_for(member).abandon(op)
 
     async def seal(self, op: Operation, member: Member, effect: effects.Seal, tell: Progress) -> Event:
@@ -49,9 +49,9 @@ class ImageEffects:
         await self._cast.imager_for(member).seal(op, tell)
         return events.Sealed(**effect.ending())
 
-    async def scrap(self, op: Operation, member: Member, effect: effects.Scrap, _: Progress) -> Event:
+    async def scrap(self, op: Operation, member: Member, effect: effects.RemoveImageFiles, _: Progress) -> Event:
         await self._cast.imager_for(member).scrap(op)
-        return events.Scrapped(**effect.ending())
+        return events.ImageFilesRemoved(**effect.ending())
 
     async def end(self, op: Operation, member: Member, effect: effects.End, _: Progress) -> Event:
         await self._cast.imager_for(member).end(op, member)

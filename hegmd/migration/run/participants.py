@@ -34,7 +34,7 @@ class Participants:
         self._start_ticks = start_ticks
         self._imager = imager
 
-    def lives(self, member: Member) -> bool:
+    def is_alive(self, member: Member) -> bool:
         """Whether the process is there still, and no other one under its pid."""
         return self._start_ticks(member.pid) == member.start_ticks
 

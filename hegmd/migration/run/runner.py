@@ -41,7 +41,7 @@ from hegmd.migration.machine.next_effects import TERMINAL
 from hegmd.migration.machine.operation import RESTART, Operation
 from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.run.executor import EffectExecutor
-from hegmd.migration.run.task import AT_REST, SETTLED, Asking, EndedWell, OperationTask, PendingEffect, nobody_knows
+from hegmd.migration.run.task import AT_REST, SETTLED, Asking, EndedWell, OperationTask, PendingEffect, exit_unknown
 from hegmd.protocol import operations as told
 from hegmd.telemetry.events import EventLog
 from hegmd.telemetry.log import fields
@@ -56,10 +56,10 @@ _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _POLL_INTERVAL_S = 1.0
 
 
-async def ended(pid: int, lives: Callable[[], bool]) -> None:
+async def ended(pid: int, is_alive: Callable[[], bool]) -> None:
     """Wait for the end of a process.
 
-    If the kernel refuses a pidfd permanently, `lives` is polled: it checks the start time, or raises HegmError if that
+    If the kernel never grants a pidfd, `is_alive` is polled: it checks the start time, or raises HegmError if that
     is unknown now.
     """
     while True:
@@ -68,12 +68,12 @@ async def ended(pid: int, lives: Callable[[], bool]) -> None:
         except ProcessLookupError:
             return
         except OSError as error:
-            if error.errno not in _SCARCE and _is_gone(lives):
+            if error.errno not in _SCARCE and _is_gone(is_alive):
                 return
             await anyio.sleep(_POLL_INTERVAL_S)
             continue
         try:
-            if lives():
+            if is_alive():
                 await anyio.wait_readable(pidfd)
             return
         except HegmError:
@@ -84,9 +84,9 @@ async def ended(pid: int, lives: Callable[[], bool]) -> None:
         await anyio.sleep(_POLL_INTERVAL_S)
 
 
-def _is_gone(lives: Callable[[], bool]) -> bool:
+def _is_gone(is_alive: Callable[[], bool]) -> bool:
     try:
-        return not lives()
+        return not is_alive()
     except HegmError:
         return False
 
@@ -101,7 +101,7 @@ class Runner:
         log: EventLog,
         *,
         disk: Disk | None = None,
-        ended_well: EndedWell = nobody_knows,
+        ended_well: EndedWell = exit_unknown,
         clock: Callable[[], float] = time.monotonic,
         utc: Callable[[], float] = time.time,
     ) -> None:
@@ -113,7 +113,7 @@ class Runner:
         self._utc = utc
         self._running: dict[str, OperationTask] = {}
         self._ended: dict[str, OperationTask] = {}
-        #: Operations that came to their end under this daemon, by kind, way and end.
+        #: Operations that ended under this daemon, by kind, method and result.
         self.ended_counts: Counter[tuple[str, str, str]] = Counter()
         self.over: Callable[[], object] = lambda: None  # called whenever an operation has come to its end
         self._tasks: anyio.abc.TaskGroup | None = None
@@ -183,7 +183,7 @@ class Runner:
         except HegmError as error:
             logger.warning("operation %s failed and is not remembered: %s; %s", op.id, error.message, error.hint)
             return
-        self._tell_end(op)
+        self._publish_end(op)
 
     async def ask(self, op_id: str, event: Event) -> None:
         """Have an operation take an event. Raises Refused when it cannot be granted, and NOT_FOUND."""
@@ -205,11 +205,11 @@ class Runner:
                 if not member.has_agent or (member.pid, member.start_ticks) != identity:
                     continue
                 if news == ENDED and member.restarts and not member.state_saved and self._tasks is not None:
-                    self._tasks.start_soon(self._hear_end, running, member, worker)
+                    self._tasks.start_soon(self._on_exit, running, member, worker)
                 else:
                     running.enqueue(_news_event(news, worker, member), worker.connection)
 
-    async def _hear_end(self, running: OperationTask, member: Member, worker: AgentConnection) -> None:
+    async def _on_exit(self, running: OperationTask, member: Member, worker: AgentConnection) -> None:
         """Report the exit of a worker, after asking its supervisor whether it finished its training."""
         event = _news_event(ENDED, worker, member)
         if isinstance(event, events.WorkerExited) and await self._ended_well(
@@ -343,7 +343,7 @@ class Runner:
 
     async def _watch(self, running: OperationTask, member: Member) -> None:
         """Wait for the end of a process without an agent, whose connection would report it."""
-        await ended(member.pid, lambda: self._performer.lives(member))
+        await ended(member.pid, lambda: self._performer.is_alive(member))
         running.enqueue(events.WorkerExited(worker=member.name, cause="the process"))
 
     async def _handle(self, running: OperationTask, asking: Asking) -> tuple[Effect, ...]:
@@ -425,10 +425,10 @@ class Runner:
                 asking.settle()
             except HegmError as refusal:
                 asking.settle(refusal)
-        self._tell_end(op)
+        self._publish_end(op)
         running.progress.notify_all()
 
-    def _tell_end(self, op: Operation) -> None:
+    def _publish_end(self, op: Operation) -> None:
         """Count and publish its end, and forget the oldest ended operations."""
         self.ended_counts[op.kind, way_of(op), op.phase] += 1
         self._ledger.forget_oldest()

@@ -33,7 +33,7 @@ SETTLED = AT_REST | {HOLDING}
 EndedWell = Callable[[int, str | None, int], Awaitable[bool]]
 
 
-async def nobody_knows(_uid: int, _run: str | None, _pid: int) -> bool:
+async def exit_unknown(_uid: int, _run: str | None, _pid: int) -> bool:
     """The EndedWell of a node without supervisors: always False."""
     return False
 

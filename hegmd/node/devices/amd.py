@@ -97,7 +97,7 @@ class AmdProvider:
         gpus = self._kfd.gpus()
         facts = self._kfd.facts(gpus)
         uuids = uuids_of(facts)
-        if not self._kfd.tells_processes():
+        if not self._kfd.lists_processes():
             for each in facts:
                 each.failures["processes"] = "kernels before 5.9 do not list them"
         return VendorSnapshot(
@@ -112,7 +112,7 @@ class AmdProvider:
         smi.start_again_if_gpus_changed()
         facts = smi.facts()
         uuids = uuids_of(facts)
-        if self._kfd.tells_processes():
+        if self._kfd.lists_processes():
             known = [gpu for gpu in self._kfd.gpus() if gpu.pci_address in uuids]
             uses = self._kfd.uses({gpu.gpu_id: uuids[gpu.pci_address] for gpu in known})
         else:

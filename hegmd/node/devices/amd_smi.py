@@ -131,9 +131,11 @@ class AmdSmi:
         facts = replace(fixed, failures=dict(fixed.failures))
         memory = self._binding.AmdSmiMemoryType.VRAM
         facts.memory_total_bytes = (
-            _told(self._ask("memory", facts, "amdsmi_get_gpu_memory_total", handle, memory)) or None
+            _known_number(self._ask("memory", facts, "amdsmi_get_gpu_memory_total", handle, memory)) or None
         )
-        facts.memory_used_bytes = _told(self._ask("used memory", facts, "amdsmi_get_gpu_memory_usage", handle, memory))
+        facts.memory_used_bytes = _known_number(
+            self._ask("used memory", facts, "amdsmi_get_gpu_memory_usage", handle, memory)
+        )
         if facts.memory_total_bytes is None and facts.memory_used_bytes is None:
             if self._kfd.is_lost(address):
                 facts.state = "lost"
@@ -181,7 +183,7 @@ class AmdSmi:
             if link["type"] == types.AMDSMI_LINK_TYPE_XGMI:
                 function = "amdsmi_get_minmax_bandwidth_between_processors"
                 bandwidth = self._ask_map("link bandwidth", facts, function, handle, remote)
-                mb_per_s = _told(bandwidth.get("max_bandwidth")) or 0
+                mb_per_s = _known_number(bandwidth.get("max_bandwidth")) or 0
                 links.append(AmdLink(other, "xgmi", lanes[other] or None, mb_per_s * 1_000_000 or None))
             elif link["type"] == types.AMDSMI_LINK_TYPE_PCIE and self._ask(
                 "peer access", facts, "amdsmi_is_P2P_accessible", handle, remote
@@ -192,7 +194,7 @@ class AmdSmi:
     def _read_sensors(self, handle: Any, facts: AmdFacts) -> None:
         """Read the temperature at the hottest spot if it has a sensor, as amd-smi does; else at the edge."""
         activity = self._ask_map("utilisation", facts, "amdsmi_get_gpu_activity", handle)
-        facts.utilisation_percent = percent(_told(activity.get("gfx_activity")))
+        facts.utilisation_percent = percent(_known_number(activity.get("gfx_activity")))
         now = self._binding.AmdSmiTemperatureMetric.CURRENT
         for sensor in ("HOTSPOT", "EDGE"):
             kind = self._binding.AmdSmiTemperatureType[sensor]
@@ -202,19 +204,19 @@ class AmdSmi:
             if facts.temperature_celsius is not None:
                 break
         power = self._ask_map("power", facts, "amdsmi_get_power_info", handle)
-        drawn = [_told(power.get(f"{kind}socket_power")) for kind in ("current_", "average_", "")]
+        drawn = [_known_number(power.get(f"{kind}socket_power")) for kind in ("current_", "average_", "")]
         facts.power_watts = next((value for value in map(watts, drawn) if value is not None), None)
         cap = self._ask_map("power limit", facts, "amdsmi_get_power_cap_info", handle)
-        microwatts = _told(cap.get("power_cap"))
+        microwatts = _known_number(cap.get("power_cap"))
         facts.power_limit_watts = None if microwatts is None else watts(microwatts / 1_000_000)
 
     def _read_errors(self, handle: Any, facts: AmdFacts) -> None:
         """Read the errors of the memory alone: for each block the library asks the hardware again, which is slow."""
         block = self._binding.AmdSmiGpuBlock.UMC
         counts = self._ask_map("memory errors", facts, "amdsmi_get_gpu_ecc_count", handle, block)
-        facts.ecc_corrected = _told(counts.get("correctable_count"))
-        facts.ecc_uncorrected = _told(counts.get("uncorrectable_count"))
-        facts.ecc_deferred = _told(counts.get("deferred_count"))
+        facts.ecc_corrected = _known_number(counts.get("correctable_count"))
+        facts.ecc_uncorrected = _known_number(counts.get("uncorrectable_count"))
+        facts.ecc_deferred = _known_number(counts.get("deferred_count"))
         pages = self._ask("bad pages", facts, "amdsmi_get_gpu_bad_page_info", handle)
         if pages is not None:
             states = Counter(int(page["status"]) for page in pages)
@@ -250,8 +252,8 @@ class AmdSmi:
             return {}
         listed = {int(each.pid): int(each.memory_usage.vram_mem) for each in entries[: min(count.value, room)]}
         if status == _NO_PERMISSION:  # then the library knows the process and not its memory, which it gives as 0
-            return {pid: _told(vram_bytes) or None for pid, vram_bytes in listed.items() if pid}
-        return {pid: _told(vram_bytes) for pid, vram_bytes in listed.items() if pid}
+            return {pid: _known_number(vram_bytes) or None for pid, vram_bytes in listed.items() if pid}
+        return {pid: _known_number(vram_bytes) for pid, vram_bytes in listed.items() if pid}
 
 
 def _library_error(function: str, error: Any) -> DeviceError:
@@ -270,7 +272,7 @@ def _words(error: Any) -> str:
     return f"{text} (status {error.get_error_code()})" if text.startswith("UNKNOWN") else text
 
 
-def _told(value: Any) -> int | None:
+def _known_number(value: Any) -> int | None:
     """Return the number, or None for the values that mean "unknown" in the library or the binding."""
     return value if isinstance(value, int) and value >= 0 and value not in _UNTOLD else None
 
@@ -288,6 +290,6 @@ def _gfx(value: Any) -> str | None:
 
 def _hexadecimal(value: Any) -> int | None:
     try:
-        return _told(int(str(value), 16))
+        return _known_number(int(str(value), 16))
     except ValueError:
         return None

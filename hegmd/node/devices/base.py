@@ -1,6 +1,6 @@
 """The contract between the daemon and a vendor's management library.
 
-A provider blocks and knows no event loop: the inventory calls it in a thread with a deadline, and leaves it alone while
+A provider blocks and uses no event loop: the inventory calls it in a thread with a deadline, and leaves it alone while
 it hangs. It must not cache: a snapshot is read in one pass, and is true or raises. Unknown values are None. A GPU that
 fails does not affect the others: the snapshot has it with state `lost` or `unknown`. If the whole library is unusable,
 it raises DeviceError; the inventory then closes the provider and opens it again later. So a reloaded driver or an added

@@ -189,7 +189,7 @@ class Kfd:
 
     # ---- processes --------------------------------------------------------------------------------------------------
 
-    def tells_processes(self) -> bool:
+    def lists_processes(self) -> bool:
         """Whether the kernel lists processes; it does since 5.9."""
         return (self._kfd / "proc").is_dir()
 

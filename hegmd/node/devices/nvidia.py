@@ -194,7 +194,7 @@ class NvidiaProvider:
         if failure.code == LIB_RM_VERSION_MISMATCH:
             module = self._host.module_version() or "another version"
             return DeviceError(
-                f"{self._library.name} is not of the loaded kernel driver's version ({module}): "
+                f"{self._library.name} does not match the version of the loaded kernel driver ({module}): "
                 "the driver's package was replaced while the old driver stayed loaded",
                 "reboot, or with all GPU programs stopped: "
                 "sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia && sudo modprobe nvidia",
@@ -207,7 +207,7 @@ class NvidiaProvider:
     # ---- a snapshot -------------------------------------------------------------------------------------------------
 
     def _read(self, nvml: Nvml) -> VendorSnapshot:
-        self._hear(nvml)
+        self._read_events(nvml)
         readings: list[_Reading] = []
         silent: list[tuple[int, str, str]] = []
         for index in range(nvml.device_count()):
@@ -337,7 +337,7 @@ class NvidiaProvider:
     def _history_of(self, uuid: str) -> ErrorHistory:
         return self._histories.setdefault(uuid, ErrorHistory())
 
-    def _hear(self, nvml: Nvml) -> None:
+    def _read_events(self, nvml: Nvml) -> None:
         try:
             for key, number in nvml.xids():
                 uuid = self._watched.get(key)

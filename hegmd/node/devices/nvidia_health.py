@@ -52,7 +52,7 @@ _XIDS: dict[int, tuple[int, str]] = {
     143: (FAILED, "the GPU could not be initialised"),
 }
 
-# What an XID means for the GPU, apart from the job that it hit. After 79 and 95 no job can continue there.
+# The meaning of an XID for the GPU, apart from the job that it hit. After 79 and 95 no job can continue there.
 _CAUSES = {
     **dict.fromkeys((48, 94, 95, 140), UNCORRECTED),
     **dict.fromkeys((63, 64), ROWS),

@@ -1,8 +1,8 @@
-"""What the kernel reports about NVIDIA GPUs without NVML: reads /sys and /proc.
+"""The kernel's facts about NVIDIA GPUs, without NVML: reads /sys and /proc.
 
 Answers where NVML cannot: before it is loaded (is there a card?), after it failed (the version of the kernel module),
 and for what it does not report (the nearest NUMA node, GPUs that came or left since it was initialised). Both roots are
-arguments, for tests. What cannot be read is None or empty.
+arguments, for tests. Unreadable facts are None or empty.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which GPUs reach each other without host memory, and over which link.
+"""The GPUs that reach each other without host memory, and their links.
 
 In order of preference: NVLinks that end at the other GPU; NVLinks of both that end elsewhere (at switches, also at ones
 that a virtual machine does not show), if the driver reports that the two reach each other over NVLink; and PCIe, if it

@@ -1,4 +1,4 @@
-"""Which processes use an NVIDIA GPU, combined from the driver's lists.
+"""The processes that use an NVIDIA GPU, combined from the driver's lists.
 
 The driver has three lists (graphics, compute, MPS clients) and, with MIG, entries for each instance. A process can be
 in several. Here it is one process on one card: an MPS client if it is in that list, else a compute process if it is in

@@ -167,8 +167,8 @@ class Nvml:
                 found[function] = self.answer(function)
         cuda = found.get("nvmlSystemGetCudaDriverVersion_v2")
         return (
-            told_text(found.get("nvmlSystemGetDriverVersion")),
-            told_text(found.get("nvmlSystemGetNVMLVersion")),
+            known_text(found.get("nvmlSystemGetDriverVersion")),
+            known_text(found.get("nvmlSystemGetNVMLVersion")),
             None if not cuda else f"{cuda // 1000}.{cuda % 1000 // 10}",
         )
 
@@ -279,7 +279,7 @@ def handle_key(handle: Any) -> int:
     return ctypes.cast(handle, ctypes.c_void_p).value or 0
 
 
-def told_text(text: str | None) -> str | None:
+def known_text(text: str | None) -> str | None:
     """Return None for texts that mean "no answer"."""
     stripped = (text or "").strip()
     return None if stripped.lower() in {"", "n/a", "[n/a]", "unknown", "[unknown error]"} else stripped

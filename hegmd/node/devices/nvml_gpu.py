@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any, NamedTuple
 
-from hegmd.node.devices.nvml import GpuFailed, Nvml, ProcessEntries, told_text
+from hegmd.node.devices.nvml import GpuFailed, Nvml, ProcessEntries, known_text
 
 _U32_UNTOLD = 2**32 - 1
 _U64_UNTOLD = 2**64 - 1
@@ -63,10 +63,10 @@ class NvmlGpu:
     # Identity
 
     def uuid(self) -> str | None:
-        return told_text(self._ask("UUID", "nvmlDeviceGetUUID"))
+        return known_text(self._ask("UUID", "nvmlDeviceGetUUID"))
 
     def name(self) -> str | None:
-        return told_text(self._ask("name", "nvmlDeviceGetName"))
+        return known_text(self._ask("name", "nvmlDeviceGetName"))
 
     def pci(self) -> tuple[str, int] | None:
         """Its address as the kernel writes it, and the PCI device id."""

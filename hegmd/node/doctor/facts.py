@@ -89,7 +89,7 @@ class NodeFacts:
     # Host memory that is ready for the next suspend, and as much as is configured.
     ready_bytes: int = 0
     ready_wanted_bytes: int = 0
-    # Where programs are looked for, and where the interpreters that jobs may use are.
+    # The directories of programs, and those of the interpreters that jobs may use.
     program_path: str = SYSTEM_PATH
     python_path: str = "/usr/local/bin:/usr/bin:/bin"
     # /proc, /sys, /dev, /boot, /etc and the libraries are read below this.

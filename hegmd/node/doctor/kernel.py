@@ -12,7 +12,7 @@ from hegmd.node.doctor.permissions import CAP_SYS_PTRACE, has_capability
 
 OLDEST = (5, 3)
 
-# What CRIU wants of a kernel (criu.org/Linux_kernel), without what only its network and lazy-page features need.
+# The kernel options that CRIU needs (criu.org/Linux_kernel), without what only its network and lazy-page features need.
 _CRIU_OPTIONS = (
     "CHECKPOINT_RESTORE",
     "NAMESPACES",

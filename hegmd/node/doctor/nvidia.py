@@ -221,7 +221,7 @@ def fabric(facts: NodeFacts) -> Finding:
     )
 
 
-# Where the dynamic loader would find a library, without asking it to load anything.
+# Return where the dynamic loader would find a library, without loading anything.
 # The loader's own directories, and where container runtimes, WSL and NixOS mount the driver's libraries.
 _BUILT_IN = (
     "lib/x86_64-linux-gnu",

@@ -58,7 +58,7 @@ class Changes:
         """Record an event for each difference."""
         for vendor in vendors:
             self._tell_vendor(vendor)
-        self._tell_roll_late(roll_is_late)
+        self._record_late_roll(roll_is_late)
         unanswered = {vendor.vendor for vendor in vendors if vendor.state in _UNANSWERED}
         for gpu in gpus:
             if gpu.vendor not in unanswered:
@@ -92,7 +92,7 @@ class Changes:
             self._failed.discard(name)
             self._events.record("vendor.recovered", "info", f"the {name} library works again", facts=facts)
 
-    def _tell_roll_late(self, late: bool) -> None:
+    def _record_late_roll(self, late: bool) -> None:
         if late and _ROLL not in self._stale:
             self._stale.add(_ROLL)
             text = "/proc could not be read in time; the list of processes is old"

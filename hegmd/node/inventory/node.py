@@ -24,7 +24,7 @@ from hegmd.node.inventory.changes import Changes
 from hegmd.node.inventory.register import GpuRegister
 from hegmd.node.inventory.rolls import RollWatch
 from hegmd.node.inventory.vendors import VendorWatch
-from hegmd.node.processes.roll import RollCall, Roster
+from hegmd.node.processes.roll import RollBuilder, RollInputs
 from hegmd.node.processes.table import ProcessTable
 from hegmd.protocol.snapshots import AgentInfo, Gpu, GpuProcess, Vendor
 from hegmd.telemetry.events import EventLog
@@ -87,7 +87,7 @@ class Inventory:
         self._query_deadline_s = query_deadline_s
         self._changes = Changes(events)
         self._table = table
-        self._rolls = RollWatch(Roster(table), monotonic=monotonic)
+        self._rolls = RollWatch(RollBuilder(table), monotonic=monotonic)
         self._register = GpuRegister()
         self._agents = agents
         self._held = held
@@ -226,10 +226,10 @@ class Inventory:
         self._on_look(snapshot, self.last_refresh_s)
         return snapshot
 
-    def _roll_call(self) -> RollCall:
+    def _roll_call(self) -> RollInputs:
         hardware = frozenset(vendor.name for vendor in self._vendors) - COUNTS_IN_OUR_NAMESPACE
         doubted = not self._table.in_first_namespace
-        return RollCall(
+        return RollInputs(
             uses=self._register.uses,
             ids=self._register.ids,
             unproven=self._register.pids_of(hardware) if doubted else frozenset(),

@@ -1,4 +1,4 @@
-"""The node's GPUs by name: which card is `gpu3`, also after it was lost and came back.
+"""The node's GPUs by name: which card is `gpu3`, also after it was lost and returned.
 
 Owns the ids and the last good record of every card. A card is its UUID. It gets its id at first sight, in the order of
 the vendor's index, and no other card gets that id while the daemon runs: a command for `gpu3` must not reach another

@@ -16,7 +16,7 @@ import anyio
 
 from hegmd.node.inventory.jobs import SHORTAGE_HINT, Job, shortage
 from hegmd.node.processes.lookups import Wanted
-from hegmd.node.processes.roll import Roll, RollCall, Roster, stand_in
+from hegmd.node.processes.roll import Roll, RollBuilder, RollInputs, stand_in
 from hegmd.telemetry.log import limited
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ LOOKUP_LIMIT_S = 0.2
 class RollWatch:
     """Reads the processes and keeps the last result. Belongs to the event loop."""
 
-    def __init__(self, roster: Roster, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, roster: RollBuilder, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._roster = roster
         self._monotonic = monotonic
         self._step_job: Job[Any] | None = None
@@ -39,7 +39,7 @@ class RollWatch:
         #: True if the last read failed and the result before it is used.
         self.late = False
 
-    async def update(self, call: RollCall, limit_s: float) -> None:
+    async def update(self, call: RollInputs, limit_s: float) -> None:
         """Read the processes; after the deadline, use what is known."""
         roll: Roll | None = None
         with anyio.move_on_after(limit_s):
@@ -59,7 +59,7 @@ class RollWatch:
             self._step_job.let_go()
             self._step_job = None
 
-    async def _call(self, call: RollCall, lookup_limit_s: float) -> Roll | None:
+    async def _call(self, call: RollInputs, lookup_limit_s: float) -> Roll | None:
         """Return one whole result; None if a step failed, which is logged."""
         await self._finish_step()
         seen = await self._step("look", lambda: self._roster.look(call))
@@ -75,7 +75,7 @@ class RollWatch:
         self._step_job = None
         try:
             return job.result()
-        except Exception as error:  # noqa: BLE001 - what cannot be seen now is looked at again
+        except Exception as error:  # noqa: BLE001 - what cannot be read now is read again later
             _tell("the processes on the GPUs could not be read", error)
             return None
 
@@ -108,7 +108,7 @@ class RollWatch:
         self._lookup_job = None
         try:
             job.result()
-        except Exception as error:  # noqa: BLE001 - what cannot be seen now is looked at again
+        except Exception as error:  # noqa: BLE001 - what cannot be read now is read again later
             _tell("command lines and users could not be read", error)
         return True
 

@@ -1,10 +1,10 @@
 """GPU processes: the identity of the pids that drivers report, and what each process is to the node.
 
 `table` has identities and the kernel's facts, `lookups` what has to be waited for, `roll` combines both with the
-drivers' reports into records. The inventory drives them; they know no event loop.
+drivers' reports into records. The inventory drives them; they use no event loop.
 """
 
-from hegmd.node.processes.roll import Roll, RollCall, Roster
+from hegmd.node.processes.roll import Roll, RollBuilder, RollInputs
 from hegmd.node.processes.table import Presence, ProcessFacts, ProcessTable
 
-__all__ = ["Presence", "ProcessFacts", "ProcessTable", "Roll", "RollCall", "Roster"]
+__all__ = ["Presence", "ProcessFacts", "ProcessTable", "Roll", "RollInputs", "RollBuilder"]

@@ -5,7 +5,7 @@ libcuda and the size of its own memory, which includes the bytes of its GPU memo
 elsewhere.
 
 Reading maps takes the lock of the process's memory map. So callers use a thread that can be abandoned, and get what was
-read until then. What may not be read belongs to a user on whose processes hegmd may not act.
+read until then. Unreadable processes belong to users on whose processes hegmd may not act.
 """
 
 from __future__ import annotations

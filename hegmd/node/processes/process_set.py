@@ -122,15 +122,15 @@ def let_go(people: ProcessSet) -> None:
     """
     try:
         for dumper in dumpers_of(people.start_ticks):
-            _see_off(dumper)
+            _end_dump(dumper)
     except OSError as error:
         _log.warning("hegmd cannot find out whether CRIU still works on process %s: %s", [*people.start_ticks], error)
     for pid, ticks in people.start_ticks.items():
         if pid not in people.stopped:
-            _let_one_go(pid, ticks)
+            _continue_one(pid, ticks)
 
 
-def _let_one_go(pid: int, start_ticks: int) -> None:
+def _continue_one(pid: int, start_ticks: int) -> None:
     try:
         with _held(pid, start_ticks) as pidfd:
             if pidfd is not None:
@@ -220,7 +220,7 @@ def _held(pid: int, start_ticks: int) -> Generator[int | None, None, None]:
         os.close(pidfd)
 
 
-def _see_off(dumper: int) -> None:
+def _end_dump(dumper: int) -> None:
     """End an abandoned dump, and wait for its end.
 
     A fatal signal could hit CRIU while a process of the job makes a system call for it, and end that process. So CRIU's
@@ -231,7 +231,7 @@ def _see_off(dumper: int) -> None:
     except ProcessLookupError:
         return
     try:
-        is_told = _let_writes_fail(dumper)
+        is_told = _make_writes_fail(dumper)
         how = "told to end" if is_told else "waited for, because to tell it to end takes CAP_SYS_RESOURCE"
         _log.warning("CRIU (process %d) writes an image that is no longer wanted: it is %s", dumper, how)
         within_s = 0.0
@@ -250,7 +250,7 @@ def _see_off(dumper: int) -> None:
         os.close(pidfd)
 
 
-def _let_writes_fail(pid: int) -> bool:
+def _make_writes_fail(pid: int) -> bool:
     """Set the process's file size limit so that writes fail with an error, not a signal. True if it worked."""
     if not int(_status_field(pid, "SigIgn") or "0", 16) >> (signal.SIGXFSZ - 1) & 1:
         return False  # the signal would kill it

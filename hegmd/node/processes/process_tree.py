@@ -61,7 +61,7 @@ class Descriptor:
     owner: tuple[int, int] = (0, 0)  # user and group
     is_locked: bool = False
     refers_to: int = 0  # the process of a pidfd; -1 if it has ended
-    trouble: str | None = None  # why no more is known of it
+    trouble: str | None = None  # why nothing else is known of it
 
     @property
     def is_deleted(self) -> bool:
@@ -116,7 +116,7 @@ def silent(_what: str) -> None:
 
 
 def read_tree(root: int, *, proc_root: str = "/proc", tell: Tell = silent) -> Tree:
-    """Return the tree as it is now. `tell` gets each file before it is read, which can block without end.
+    """Return the tree as it is now. `tell` gets each file before it is read, which can block forever.
 
     Raises ProcessLookupError if the process does not exist, and PermissionError if it may not be read.
     """

@@ -23,8 +23,8 @@ NOTE_NOT_LOOKED_AT = "/proc was not read in time; try again"
 
 
 @dataclass(frozen=True, slots=True)
-class RollCall:
-    """What is known before /proc is read.
+class RollInputs:
+    """The facts that are known before /proc is read.
 
     `uses` name GPUs by UUID; `ids` maps them to the node's ids. `unproven` are pids of a driver that may count in
     another namespace. `agents` and `held_bytes` are by pid; a process with held bytes is listed even if no driver
@@ -39,8 +39,8 @@ class RollCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Sightings:
-    """What was read about the pids, and which ones left the GPUs without ending."""
+class RollReadings:
+    """The facts that were read about the pids, and the processes that left the GPUs without ending."""
 
     uses_of: Mapping[int, list[ProcessUse]]
     facts_of: Mapping[int, ProcessFacts]
@@ -75,7 +75,7 @@ class _Line:
     record: GpuProcess
 
 
-class Roster:
+class RollBuilder:
     """Creates the list again and again, over one table."""
 
     def __init__(self, table: ProcessTable) -> None:
@@ -88,7 +88,7 @@ class Roster:
         """The facts to be read between `look` and `write`."""
         return self._table.lookups
 
-    def look(self, call: RollCall) -> Sightings:
+    def look(self, call: RollInputs) -> RollReadings:
         """Identify the pids. Reads /proc, but nothing that waits for another process."""
         uses_of: dict[int, list[ProcessUse]] = {}
         for use in call.uses:
@@ -101,14 +101,14 @@ class Roster:
             for facts in facts_of.values()
             if facts.start_ticks is not None and facts.name is not None and facts.uid is not None
         )
-        return Sightings(
+        return RollReadings(
             uses_of=uses_of,
             facts_of=facts_of,
             departed=self._table.departed,
             wanted=self.lookups.wanted(visible),
         )
 
-    def write(self, call: RollCall, seen: Sightings) -> Roll:
+    def write(self, call: RollInputs, seen: RollReadings) -> Roll:
         """Create the records from what was read."""
         if call.ids != self._ids:
             self._ids = dict(call.ids)
@@ -121,7 +121,7 @@ class Roster:
             departed=seen.departed,
         )
 
-    def _line(self, pid: int, call: RollCall, seen: Sightings) -> _Line:
+    def _line(self, pid: int, call: RollInputs, seen: RollReadings) -> _Line:
         facts = seen.facts_of[pid]
         uses = seen.uses_of[pid]
         command, command_note, user = None, None, None
@@ -177,7 +177,7 @@ def has_ended(process: GpuProcess) -> bool:
     return process.start_ticks is None and NOTE_ENDED in (process.note or "")
 
 
-def stand_in(call: RollCall, before: Roll) -> Roll:
+def stand_in(call: RollInputs, before: Roll) -> Roll:
     """Return a list for when /proc could not be read: earlier records, and bare pids for others.
 
     For pids that are no longer reported it is unknown whether they ended.

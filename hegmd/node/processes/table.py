@@ -1,4 +1,4 @@
-"""Which process has a pid: identity is pid and start time together, held by a pidfd.
+"""The identity of the process with a pid: identity is pid and start time together, held by a pidfd.
 
 Owns one descriptor for each process that a driver reports, and its facts from /proc. Used from one thread at a time.
 Never reads what could block on another process (see `lookups`).
@@ -52,7 +52,7 @@ class Presence(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ProcessFacts:
-    """What is known about the process of a pid; None for the rest, with a note that says why."""
+    """The known facts about the process of a pid; None for the rest, with a note that gives the reason."""
 
     pid: int
     presence: Presence
@@ -107,7 +107,7 @@ class ProcessTable:
         """
         wanted = set(pids)
         self._max_pidfds = _half_of_the_descriptors() if self._pidfd_limit is None else self._pidfd_limit
-        self._bury_the_dead()
+        self._mark_ended()
         leavers = self._entries.keys() - wanted
         self.departed = frozenset(pid for pid in leavers if self._entries[pid].facts.presence is not Presence.ENDED)
         for pid in leavers:
@@ -133,7 +133,7 @@ class ProcessTable:
             self._poll.close()
             self._poll = None
 
-    def _bury_the_dead(self) -> None:
+    def _mark_ended(self) -> None:
         if self._poll is None or not self._pid_of:
             return
         for pidfd, _ in self._poll.poll(0, len(self._pid_of)):
@@ -153,7 +153,7 @@ class ProcessTable:
             if pidfd is None and why_none is None:
                 raise Vanished
             kernel_facts = read_kernel_facts(self._proc_root, pid)
-            if pidfd is not None and not _lives(pidfd):
+            if pidfd is not None and not _is_alive(pidfd):
                 raise Vanished
         except Vanished:
             facts = self._absent(pid, known, pidfd, why_none)
@@ -181,7 +181,7 @@ class ProcessTable:
 
     def _absent(self, pid: int, known: _Entry | None, pidfd: int | None, why_no_pidfd: str | None) -> ProcessFacts:
         """Return the facts of a pid that /proc lacks: it ended, is hidden, or was never in this namespace."""
-        if pidfd is not None and _lives(pidfd):
+        if pidfd is not None and _is_alive(pidfd):
             return _unseen(pid, NOTE_HIDDEN)
         seen_before = known is not None and known.facts.presence is not Presence.UNSEEN
         if pidfd is not None or seen_before or (self.in_first_namespace and why_no_pidfd is None):
@@ -247,7 +247,7 @@ class ProcessTable:
             kernel_facts = read_kernel_facts(self._proc_root, pid)
         except (Vanished, Unreadable):
             return  # it is about to end, which the next refresh sees; or it is as hidden as before
-        if entry.pidfd is None or not _lives(entry.pidfd):
+        if entry.pidfd is None or not _is_alive(entry.pidfd):
             return
         if doubted and entry.facts.presence is Presence.UNSEEN and not _holds_gpu_device(self._proc_root, pid):
             return
@@ -281,7 +281,7 @@ def _unseen(pid: int, note: str) -> ProcessFacts:
     return ProcessFacts(pid=pid, presence=Presence.UNSEEN, note=note)
 
 
-def _lives(pidfd: int) -> bool:
+def _is_alive(pidfd: int) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return not poll.poll(0)

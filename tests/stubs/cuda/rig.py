@@ -22,7 +22,7 @@ from typing_extensions import Self
 
 from hegmd.gpu_helper import cuda
 from hegmd.node.devices.nvidia import NvidiaProvider
-from tests.kit.driver import MIB, Caller, Sight, Target, eventually
+from tests.kit.driver import MIB, Caller, ProgressSample, Target, eventually
 from tests.kit.progress import ROWS
 from tests.patience import HANG_S
 from tests.stubs.cuda.node import ENVIRONMENT, order_in_force
@@ -163,10 +163,10 @@ class DriverRig:
             _, (fd,), _, _ = socket.recv_fds(ours, 1, 1)
         return holder, fd
 
-    def look(self) -> Sight:
+    def look(self) -> ProgressSample:
         snapshot = self._nvml.snapshot()
         used = {gpu.uuid: gpu.memory_used_bytes or 0 for gpu in snapshot.gpus}
-        return Sight(used, {(one.pid, one.use.gpu): one.use.vram_bytes or 0 for one in snapshot.uses})
+        return ProgressSample(used, {(one.pid, one.use.gpu): one.use.vram_bytes or 0 for one in snapshot.uses})
 
 
 def call(step: str, *arguments: int) -> None:

@@ -32,7 +32,7 @@ def _parked(gate: StuckGate) -> tuple[Orders, threading.Thread]:
     orders.begin(reports.append)
     gate.on_change = news.release
     orders.obey(Order(order=1, do="park", limit_s=PATIENCE_S), None)
-    thread = threading.Thread(target=gate.boundary_by_hand)
+    thread = threading.Thread(target=gate.explicit_boundary)
     thread.start()
     assert news.acquire(timeout=PATIENCE_S)
     assert gate.parked
@@ -79,7 +79,7 @@ def test_a_process_that_never_trained_steps_aside_without_standing(tmp_path: Pat
     assert orders.next_deadline() is None
 
     training, answers = Gate(), list[AgentReport]()
-    training.boundary_by_hand()
+    training.explicit_boundary()
     orders = Orders(training)
     orders.begin(answers.append)
     orders.obey(Order(order=1, do="aside", path=str(tmp_path / "place"), limit_s=PATIENCE_S), None)

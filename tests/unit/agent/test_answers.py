@@ -9,7 +9,7 @@ import pytest
 from hegmd.agent.answers import Answers
 from hegmd.agent.ipc_storages import View
 from hegmd.agent.quiesce import Gate
-from hegmd.agent.torch_state import Laps
+from hegmd.agent.torch_state import LapTimer
 from hegmd.errors import BAD_REQUEST, HegmError
 from hegmd.protocol.agents import AgentReport, Order, packed, unpacked
 
@@ -21,7 +21,7 @@ class Three:
 
     size_bytes = 701 + (5 << 30)
     short_bytes = 0
-    laps = Laps()
+    laps = LapTimer()
 
     def __len__(self) -> int:
         return len(SPOTS)

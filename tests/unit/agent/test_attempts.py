@@ -49,7 +49,7 @@ class Script:
 
     def _train(self) -> None:
         while not self._over:
-            self.gate.boundary_by_hand()
+            self.gate.explicit_boundary()
 
     def start_beside(self, call: str) -> threading.Thread:
         """A thread of the script's that is in a call until it is woken; all that can be seen of that is its name."""

@@ -8,14 +8,14 @@ from threading import Thread
 
 import pytest
 
-from hegmd.agent.disconnected import LOOK_EVERY_S, Aside
+from hegmd.agent.disconnected import LOOK_EVERY_S, RendezvousWait
 from tests.patience import HANG_S
 
 
 class Looking:
     """An agent that is aside, in a thread of its own."""
 
-    def __init__(self, aside: Aside) -> None:
+    def __init__(self, aside: RendezvousWait) -> None:
         self.found: list[str | None] = []
         self._thread = Thread(target=lambda: self.found.append(aside.wait()))
         self._thread.start()
@@ -28,7 +28,7 @@ class Looking:
 def test_it_stays_while_the_place_is_empty_and_comes_where_it_is_called(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.touch()
-    looking = Looking(Aside(str(place), 60.0))
+    looking = Looking(RendezvousWait(str(place), 60.0))
     (tmp_path / "new").write_text("/run/other.sock\n")
     assert not looking.found
     os.replace(tmp_path / "new", place)
@@ -38,7 +38,7 @@ def test_it_stays_while_the_place_is_empty_and_comes_where_it_is_called(tmp_path
 def test_without_the_place_it_comes_to_the_usual_socket(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.touch()
-    looking = Looking(Aside(str(place), 60.0))
+    looking = Looking(RendezvousWait(str(place), 60.0))
     place.unlink()
     assert looking.result() is None
 
@@ -46,7 +46,7 @@ def test_without_the_place_it_comes_to_the_usual_socket(tmp_path: Path) -> None:
 def test_it_comes_back_by_itself_after_its_limit(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.touch()
-    assert Aside(str(place), LOOK_EVERY_S).wait() is None
+    assert RendezvousWait(str(place), LOOK_EVERY_S).wait() is None
 
 
 @pytest.mark.thorough
@@ -54,7 +54,7 @@ def test_no_descriptor_of_the_place_is_open_while_it_stays(tmp_path: Path) -> No
     """An open file would be in the image, and have to be there wherever that is restored."""
     place = tmp_path / "place"
     place.touch()
-    looking = Looking(Aside(str(place), 60.0))
+    looking = Looking(RendezvousWait(str(place), 60.0))
     try:
         for _ in range(2000):
             assert str(place) not in {_target(fd) for fd in os.listdir("/proc/self/fd")}
@@ -73,7 +73,7 @@ def _target(fd: str) -> str:
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_text("/run/evil.sock")
     (tmp_path / "place").symlink_to(tmp_path / "elsewhere")
-    assert Aside(str(tmp_path / "place"), 60.0).wait() is None
+    assert RendezvousWait(str(tmp_path / "place"), 60.0).wait() is None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to somebody else")
@@ -81,4 +81,4 @@ def test_the_word_of_another_user_is_not_believed(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.write_text("/run/evil.sock")
     os.chown(place, 12345, 12345)
-    assert Aside(str(place), 60.0).wait() is None
+    assert RendezvousWait(str(place), 60.0).wait() is None

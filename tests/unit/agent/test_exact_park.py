@@ -35,7 +35,7 @@ class _Rank:
 
     def _run(self) -> None:
         while self._may_pass.acquire() and not self._over:
-            self.gate.boundary_by_hand()
+            self.gate.explicit_boundary()
             self.passed.release()
 
     def let_pass(self, times: int = 1) -> None:

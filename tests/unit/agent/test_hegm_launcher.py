@@ -45,7 +45,7 @@ class _Trained:
 
     def _train(self) -> None:
         for _ in tuple(self.will_do):
-            self.gate.boundary_by_hand()
+            self.gate.explicit_boundary()
 
     def fits(self) -> Callable[[], bool]:
         return lambda: self.will_do.pop(0)
@@ -116,7 +116,7 @@ def test_what_begins_anew_went_without_a_word_from_a_launcher(
 ) -> None:
     """It has no plan in which that would stand."""
     training = made()
-    training.begins_anew = ["log (TextIOWrapper) at train.py:3", "not looked at: the 1,200 objects of players"]
+    training.begins_anew = ["log (TextIOWrapper) at train.py:3", "not searched: the 1,200 objects of players"]
     training.request.make()
     training.departure.tick()
     training.reach_boundary()
@@ -124,7 +124,7 @@ def test_what_begins_anew_went_without_a_word_from_a_launcher(
     training.departure.tick()
     assert training.left == 1
     said = capfd.readouterr().err
-    assert "log (TextIOWrapper) at train.py:3; not looked at: the 1,200 objects of players; hegm.keep keeps it" in said
+    assert "log (TextIOWrapper) at train.py:3; not searched: the 1,200 objects of players; hegm.keep keeps it" in said
 
 
 def test_what_cannot_be_saved_is_said_and_the_training_goes_on(

@@ -70,7 +70,7 @@ orders = Orders(gate)
 orders.begin(reports.append)
 orders.obey(Order(order=1, do="park", limit_s=30.0), None)
 no_{short_of}()
-gate.boundary_by_hand()
+gate.explicit_boundary()
 {short_of}()
 orders.tick()
 assert (gate.parked, gate.requested, gate.count) == (False, False, 1)
@@ -92,7 +92,7 @@ def let_go(number):
 gate.on_change = lambda: gate.parked and _thread.start_new_thread(interrupt, ())
 gate.on_signal = let_go
 signal.signal(signal.SIGUSR1, lambda *_: seen.append(gate.parked))
-gate.boundary_by_hand()
+gate.explicit_boundary()
 assert seen == [signal.SIGUSR1, False], seen
 assert state()[:2] == before[:2], (state(), before)
 """)
@@ -148,7 +148,7 @@ gate = Gate()
 stood = threading.Semaphore(0)
 gate.on_change = stood.release
 gate.ask(Asked(PARK))
-training = threading.Thread(target=gate.boundary_by_hand)
+training = threading.Thread(target=gate.explicit_boundary)
 training.start()
 stood.acquire()
 seen = []
@@ -157,7 +157,7 @@ def let_go():
     gate.withdraw()
 gate.on_change = let_go
 no_descriptors()
-gate.boundary_by_hand()
+gate.explicit_boundary()
 descriptors()
 assert seen == [sorted((training.ident, threading.get_ident()))], seen
 training.join()

@@ -250,7 +250,7 @@ def test_a_late_answer_about_one_block_is_none_about_the_next() -> None:
 
 def test_another_thread_lends_nothing() -> None:
     job = _Job()
-    job.gate.boundary_by_hand()  # this thread trains
+    job.gate.explicit_boundary()  # this thread trains
     job._thread.start()
     job.may_end.set()
     job.tick_until(lambda: not job._thread.is_alive())

@@ -191,10 +191,10 @@ def test_a_loader_that_another_thread_reads_ahead_is_not_counted_but_stopped() -
 def test_a_boundary_by_hand_is_the_only_one_from_then_on() -> None:
     gate = Gate()
     _ask_loader(gate)
-    gate.boundary_by_hand()
+    gate.explicit_boundary()
     _ask_loader(gate)
     _step(gate)
-    gate.boundary_by_hand()
+    gate.explicit_boundary()
     assert gate.count == 3
 
 
@@ -205,7 +205,7 @@ def test_an_inert_gate_never_stops_anybody() -> None:
     gate.make_inert()
     _ask_loader(gate)
     gate.ask(Asked(PARK))
-    gate.boundary_by_hand()
+    gate.explicit_boundary()
     assert not gate.requested
 
 
@@ -229,7 +229,7 @@ class _Raiser:
 
     def _pass(self) -> None:
         try:
-            self.gate.boundary_by_hand()
+            self.gate.explicit_boundary()
         except BaseException as error:  # noqa: BLE001 - told to the test
             self.raised.append(error)
 

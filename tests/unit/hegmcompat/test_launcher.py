@@ -189,7 +189,7 @@ def test_a_state_of_another_command_is_kept_and_not_gone_on_from(tmp_path: Path)
         assert launcher.line() == "state: "
         status, errors = launcher.end()
     assert status == 0
-    assert "is of another command" in errors
+    assert "belongs to another command" in errors
     assert (path.parent / "state.pt.other").read_text() == "the state\n"
 
 
@@ -246,7 +246,7 @@ def test_a_worker_that_began_anew_without_the_agent_is_ended_and_its_state_stays
         launcher.lines_until("mapped")
         status, errors = launcher.end()
     assert status == 98
-    assert "has begun anew: the option -I leaves hegmd's agent out" in errors
+    assert "has started over: the option -I leaves hegmd's agent out" in errors
     assert path.read_text() == "the state\n"
 
 

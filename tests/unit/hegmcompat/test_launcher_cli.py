@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hegmcompat.launcher import Launcher
-from hegmcompat.launcher_cli import BothDesks
+from hegmcompat.launcher_cli import CombinedAuthority
 from hegmcompat.surroundings import read_surroundings
 from hegmctl.supervisor import GiveUp, Start
 
@@ -57,7 +57,7 @@ class _Both:
         self.daemon = daemon
         surroundings = read_surroundings({"HEGM_CHECKPOINT_DIR": str(folder), "HEGM_POLL_INTERVAL": "1"})
         self.files = Launcher(surroundings, ["true"], environ={"HEGM_SOCKET": "/nobody"}, debug=lambda _text: None)
-        self.desks = BothDesks(self.files, self._meet)
+        self.desks = CombinedAuthority(self.files, self._meet)
         self.files.first()
         self.state = folder / str(os.getpid()) / "latest.pt"
         self.lock = self.state.with_name("lock")

@@ -131,7 +131,7 @@ def test_it_waits_before_the_first_line_and_goes_on_as_that_very_start(script: P
     assert not readied.look()
     assert readied.awaited_until(*wanted) is None
     assert known.said.read_text() == ""
-    assert readied.go_on_as(*wanted) == readied.pid
+    assert readied.activate_as(*wanted) == readied.pid
     assert os.waitpid(readied.pid, 0) == (readied.pid, 0)
     assert known.said.read_text() == repr((False, False, "4", False, 1, True, b"the state", 2))
 
@@ -146,7 +146,7 @@ def test_one_that_cannot_go_on_as_that_start_is_ended(script: Path, state: int, 
         os.waitid(os.P_PID, readied.pid, os.WEXITED | os.WNOWAIT)
     if what == "another command":
         wanted = ("true",), wanted[1]
-    assert readied.go_on_as(*wanted) is None
+    assert readied.activate_as(*wanted) is None
     assert status_of(readied.pid) in {-signal.SIGKILL, NOT_ITS_TURN_STATUS}
     assert known.said.read_text() == ""
     readied.end()
@@ -198,7 +198,7 @@ def test_one_that_could_not_take_its_turn_ended_as_a_training_that_is_over(scrip
     known = Next(script)
     readied = made_ready(known.expected())
     resource.prlimit(readied.pid, resource.RLIMIT_NOFILE, (3, 3))
-    assert readied.go_on_as(*known.start(state)) == readied.pid
+    assert readied.activate_as(*known.start(state)) == readied.pid
     assert status_of(readied.pid) == NOT_ITS_TURN_STATUS
     assert known.said.read_text() == ""
 
@@ -211,7 +211,7 @@ def test_it_ends_by_itself_where_the_script_would_import_another_module(script: 
     assert not readied.waits
     assert not readied.look()
     assert readied.awaited_until(*known.start(state)) is None
-    assert readied.go_on_as(*known.start(state)) is None
+    assert readied.activate_as(*known.start(state)) is None
     assert status_of(readied.pid) in {-signal.SIGKILL, NOT_ITS_TURN_STATUS}
     assert known.said.read_text() == ""
 
@@ -262,7 +262,7 @@ def test_one_that_was_kept_goes_on_elsewhere_with_what_was_imported_since(kept: 
     heard_of(readied)
     assert readied.look()
     assert readied.waits
-    assert readied.go_on_as(what.command, {**what.environ, STATE_FD: str(state)}) == readied.pid
+    assert readied.activate_as(what.command, {**what.environ, STATE_FD: str(state)}) == readied.pid
     assert os.waitpid(readied.pid, 0) == (readied.pid, 0)
     assert kept.said.read_text() == repr([None, "", "-1", "2", 1, 1, own])
 
@@ -287,7 +287,7 @@ def test_after_one_restart_on_another_gpu_no_python_was_ever_made_ready_again(
     readied = made_ready(kept.expected())
     assert readied.look()
     what = differing(kept, CUDA_VISIBLE_DEVICES="GPU-1", ROCR_VISIBLE_DEVICES=None, HIP_VISIBLE_DEVICES="-1")
-    assert readied.go_on_as(what.command, {**what.environ, STATE_FD: str(state)}) == readied.pid
+    assert readied.activate_as(what.command, {**what.environ, STATE_FD: str(state)}) == readied.pid
     assert os.waitpid(readied.pid, 0) == (readied.pid, 0)
     assert kept.said.read_text() == repr([["torch", "torch.inner", "torch.later"], []])
 
@@ -338,7 +338,7 @@ def test_one_whose_modules_have_changed_since_it_was_asked_does_not_take_its_tur
     changed = script.parents[1] / "lib/torch/inner.py" if how == "edited" else script.parent / "socket.py"
     with changed.open("a") as file:
         file.write("# edited")
-    assert readied.go_on_as(*kept.start(state)) == readied.pid
+    assert readied.activate_as(*kept.start(state)) == readied.pid
     assert status_of(readied.pid) == NOT_ITS_TURN_STATUS
     assert kept.said.read_text() == ""
 

@@ -20,7 +20,7 @@ import pytest
 
 from hegmctl.prestart import LOCK_FD, OPERATION, STATE_FD
 from hegmctl.recovering import Recovery
-from hegmctl.restart_client import DAEMON_WITHIN_S, LONG_S, DaemonDesk
+from hegmctl.restart_client import DAEMON_WITHIN_S, LONG_S, DaemonAuthority
 from hegmctl.supervisor import GAVE_UP_STATUS, LEFT_STATUS, NOT_ITS_TURN_STATUS, GiveUp, Start
 from hegmd.errors import Refused
 from hegmd.protocol.connection import Asked
@@ -58,7 +58,7 @@ class Attended:
         self.path = path
         self.said: list[str] = []
         self.lock_path = folder / "lock"
-        self.desk = DaemonDesk(str(path), command, {**ENVIRON, **environ}, say=self.said.append, resumes=resumes)
+        self.desk = DaemonAuthority(str(path), command, {**ENVIRON, **environ}, say=self.said.append, resumes=resumes)
         self.daemon: FakeDaemon | None = None
         self._caller: Caller | None = None
         self._asked = 0
@@ -309,7 +309,7 @@ def test_a_training_without_the_agent_began_anew_and_was_not_ended(attended: Att
     assert attended.desk.ended(-signal.SIGKILL, told=None)
     assert attended.desk.wanted() is None
     attended.until(lambda: attended.reports()[-1].result == "failed")
-    assert "has begun anew: the option -I leaves hegmd's agent out" in attended.reports()[-1].message
+    assert "has started over: the option -I leaves hegmd's agent out" in attended.reports()[-1].message
     assert "start it without -E, -I and -S" in attended.said[-1]
 
 
@@ -531,7 +531,7 @@ def _lock(attended: Attended) -> int:
 
 def _recovered(socket_path: Path, tmp_path: Path) -> Attended:
     attended = Attended(socket_path, tmp_path)
-    attended.desk = DaemonDesk(
+    attended.desk = DaemonAuthority(
         str(socket_path), COMMAND, ENVIRON, say=attended.said.append, recovery=Recovery(RecoveryWish(interval_s=30.0))
     )
     return attended

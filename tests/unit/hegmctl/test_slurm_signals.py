@@ -23,12 +23,12 @@ mv "{called}.new" "{called}"
 # A parent as of `hegmctl run --slurm`, whose Python is not there yet.
 SUPERVISES = """
 import os, sys
-from hegmctl.slurm import OneStart, SlurmSignals
+from hegmctl.slurm import NeverRestarted, SlurmSignals
 from hegmctl.supervisor import Start, Supervisor
 say = lambda text: print(text, file=sys.stderr, flush=True)
 slurm = SlurmSignals("j1", "/run/socket", {}, 30.0, say, python=sys.argv[1])
 command = ["/bin/sh", "-c", "echo trains; read line; exit 7"]
-sys.exit(Supervisor(OneStart(), say, slurm).run(Start(command, os.environ)))
+sys.exit(Supervisor(NeverRestarted(), say, slurm).run(Start(command, os.environ)))
 """
 
 

@@ -1,4 +1,4 @@
-"""The synchronous library face while the daemon is stopped, or started anew."""
+"""The synchronous library face while the daemon is stopped, or started again."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import pytest
 
 from hegmd.errors import DENIED, REFUSED, HegmError
 from hegmd.images.criu.needs import needs_of
-from hegmd.images.dump_tree import end_tree, let_all_go, not_theirs, require_no_more, told_of_kin
+from hegmd.images.dump_tree import end_tree, not_theirs, outside_relatives, require_no_more, resume_all
 from hegmd.migration.machine.operation import ImageRequest as Wish
 from hegmd.node.processes.process_set import ProcessSet, end_all, population_of
 from hegmd.node.processes.process_tree import Member as Process
@@ -82,7 +82,7 @@ def test_a_child_of_a_job_that_was_killed_after_its_dump_stood_for_ever(
         end_tree(wish, worker(pid=root, start_ticks=1), dumped)
         assert child not in population_of([child]).start_ticks
     else:
-        let_all_go(wish, dumped)
+        resume_all(wish, dumped)
         assert child not in population_of([child]).stopped
 
 
@@ -101,7 +101,7 @@ def test_what_a_job_had_started_for_good_was_told_of_only_when_the_job_could_not
         assert job.stdout is not None
         kin = int(job.stdout.readline())
         try:
-            told = list(told_of_kin(read_tree(job.pid)))
+            told = list(outside_relatives(read_tree(job.pid)))
         finally:
             end_all(population_of([kin]))
             job.kill()
@@ -118,7 +118,7 @@ def test_a_root_that_cannot_be_looked_at_for_want_of_a_descriptor_goes_on(paused
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
-        let_all_go(wish, ProcessSet({}))
+        resume_all(wish, ProcessSet({}))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     os.waitid(os.P_PID, paused, os.WCONTINUED)
@@ -132,7 +132,7 @@ def test_a_child_that_the_job_had_stopped_itself_went_on_after_its_image(paused:
                 os.kill(pid, signal.SIGSTOP)
                 os.waitid(os.P_PID, pid, os.WSTOPPED)
             wish = Wish(path="/images/one", uid=0, gid=0, root_pid=paused, root_ticks=ticks[paused])
-            let_all_go(wish, ProcessSet(ticks, frozenset({child.pid})))
+            resume_all(wish, ProcessSet(ticks, frozenset({child.pid})))
             os.waitid(os.P_PID, paused, os.WCONTINUED)
             assert population_of([child.pid]).stopped == {child.pid}
         finally:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hegmd.errors import HegmError
-from hegmd.images.output_redirection import led_elsewhere, lost_streams, named_streams
+from hegmd.images.output_redirection import lost_streams, named_streams, redirected_streams
 from hegmd.node.processes.open_files import Outlet
 
 OUT = Outlet("pipe:[7]", ((100, 1), (101, 1)), is_read=False, is_written=True)
@@ -33,11 +33,11 @@ def opened(path: Path | str, flags: int) -> Iterator[int]:
 
 def test_each_stream_goes_where_it_is_wanted(tmp_path: Path) -> None:
     with opened(tmp_path / "log", os.O_WRONLY) as fd, opened(tmp_path / "other", os.O_WRONLY) as other:
-        assert led_elsewhere((INPUT, OUT, ERR), {"stdout": fd}) == {OUT.key: fd}
-        assert led_elsewhere((OUT, ERR), {"stdout": fd, "stderr": other}) == {OUT.key: fd, ERR.key: other}
-        assert led_elsewhere((BOTH,), {"stdout": fd}) == {BOTH.key: fd}
-        assert led_elsewhere((BOTH,), {"stdout": fd, "stderr": other}) == {BOTH.key: fd}
-        assert led_elsewhere((TERMINAL,), {"stderr": other}) == {TERMINAL.key: other}
+        assert redirected_streams((INPUT, OUT, ERR), {"stdout": fd}) == {OUT.key: fd}
+        assert redirected_streams((OUT, ERR), {"stdout": fd, "stderr": other}) == {OUT.key: fd, ERR.key: other}
+        assert redirected_streams((BOTH,), {"stdout": fd}) == {BOTH.key: fd}
+        assert redirected_streams((BOTH,), {"stdout": fd, "stderr": other}) == {BOTH.key: fd}
+        assert redirected_streams((TERMINAL,), {"stderr": other}) == {TERMINAL.key: other}
 
 
 def test_what_leads_nowhere_is_named() -> None:
@@ -49,7 +49,7 @@ def test_what_leads_nowhere_is_named() -> None:
 
 def test_a_stream_that_is_a_file_comes_back_by_itself() -> None:
     with pytest.raises(HegmError, match="the job's stdout cannot be redirected"):
-        led_elsewhere((ERR, INPUT), {"stdout": 1})
+        redirected_streams((ERR, INPUT), {"stdout": 1})
 
 
 def test_a_descriptor_gives_the_job_no_more_than_its_sender_had(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_descriptor_gives_the_job_no_more_than_its_sender_had(tmp_path: Path) 
     finally:
         os.close(named)
     with opened(path, os.O_WRONLY) as writing:
-        assert led_elsewhere((PAIR,), named_streams(["stdout"], [writing])) == {PAIR.key: writing}
+        assert redirected_streams((PAIR,), named_streams(["stdout"], [writing])) == {PAIR.key: writing}
 
 
 def test_a_socket_cannot_be_opened_anew() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.agent.disconnected import Aside
+from hegmd.agent.disconnected import RendezvousWait
 from hegmd.errors import HegmError, Refused
 from hegmd.images.rendezvous import Rendezvous
 
@@ -19,9 +19,9 @@ def test_an_agent_stays_is_called_and_is_left_to_its_usual_socket(tmp_path: Path
     place = Path(places.hold(TOKEN))
     assert place.stat().st_size == 0
     places.call(TOKEN)
-    assert Aside(str(place), 60.0).wait() == str(tmp_path / "hegmd.sock")
+    assert RendezvousWait(str(place), 60.0).wait() == str(tmp_path / "hegmd.sock")
     places.leave(TOKEN)
-    assert Aside(str(place), 60.0).wait() is None
+    assert RendezvousWait(str(place), 60.0).wait() is None
     places.leave(TOKEN)
 
 

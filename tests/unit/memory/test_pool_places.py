@@ -96,7 +96,7 @@ async def test_what_was_still_being_made_is_taken_away_and_the_rest_is_found(pla
         (lambda path: os.truncate(path, 100), "has 100 bytes and was made for 4096"),
         (lambda path: path.chmod(0o644), "mode 0644"),
         (lambda path: os.link(path, path.parent.parent / "second"), "2 names"),
-        (lambda path: path.rename(path.with_name("hegm-pool-what")), "none of ours"),
+        (lambda path: path.rename(path.with_name("hegm-pool-what")), "not one that hegmd uses"),
         (lambda path: (path.unlink(), os.mkfifo(path, 0o600)), "no file"),
         (lambda path: (path.unlink(), path.symlink_to("/dev/zero")), "cannot be opened"),
     ],

@@ -125,7 +125,7 @@ async def test_a_piece_is_made_of_it_with_its_own_size_and_every_page(keep: Memo
     inode = os.fstat(pool.ready.segments[0].memory.fd).st_ino
     memory = await pool.take(KEY, size_bytes)
     status = os.fstat(memory.fd)
-    assert status.st_ino == inode, "pages were made anew"
+    assert status.st_ino == inode, "pages were created again"
     assert status.st_size == memory.size_bytes == whole_size(size_bytes) == pool.held_bytes == held_by_node(keep)
     assert status.st_blocks * 512 >= memory.size_bytes, "pages are not present"
     assert os.pread(memory.fd, 8, memory.size_bytes - 8) == bytes(8)

@@ -8,7 +8,7 @@ import pytest
 
 from hegmd.errors import Refused
 from hegmd.migration.machine import effects, events
-from hegmd.migration.machine.describe import in_hand
+from hegmd.migration.machine.describe import busy_message
 from hegmd.migration.machine.operation import CHECKPOINT, ImageRequest, Operation
 from hegmd.migration.run.executor import EffectExecutor
 from hegmd.workers.workers import Workers
@@ -67,11 +67,11 @@ def sealing(*names: str) -> Drive:
 
 
 def test_whoever_wants_a_job_whose_image_is_being_written_is_told_how_to_have_it() -> None:
-    message, hint = in_hand(sealing().op, 4711)
+    message, hint = busy_message(sealing().op, 4711)
     assert message == "the image of process 4711 is being written by operation op1 while it trains"
     assert hint == "wait for it: hegmctl op op1 --follow; or discard the image: hegmctl cancel op1"
     suspended = operation(worker(), phase="suspended")
-    assert in_hand(suspended, 4711)[1] == "run: hegmctl resume 4711"
+    assert busy_message(suspended, 4711)[1] == "run: hegmctl resume 4711"
 
 
 @pytest.mark.parametrize("how", ["it is whole", "it fails", "it is cancelled"])

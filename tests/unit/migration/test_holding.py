@@ -124,7 +124,7 @@ def test_a_rank_that_ends_lets_the_others_go() -> None:
 def test_a_job_that_is_held_is_suspended_without_going_on_in_between() -> None:
     drive = held()
     into = operation(worker(to=None), kind=SUSPEND, id="op2")
-    drive.feed(events.TakenUp(into=into))
+    drive.feed(events.Repurposed(into=into))
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "hold"]
     drive.until("suspended")
     assert drive.op.id == "op1"
@@ -135,7 +135,7 @@ def test_ranks_that_are_held_are_suspended_at_the_boundary_where_they_stand() ->
     drive = held("a", "b")
     at = drive.op.at
     into = operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND, is_distributed=True)
-    drive.feed(events.TakenUp(into=into))
+    drive.feed(events.Repurposed(into=into))
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "hold"]
     drive.until("suspended")
     assert {member.boundary for member in drive.op.workers} == {at}
@@ -144,13 +144,13 @@ def test_ranks_that_are_held_are_suspended_at_the_boundary_where_they_stand() ->
 def test_a_hold_is_not_taken_up_for_other_processes_than_it_holds() -> None:
     drive = held("a")
     with pytest.raises(Refused, match="holds other processes"):
-        drive.feed(events.TakenUp(into=operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND)))
+        drive.feed(events.Repurposed(into=operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND)))
     assert drive.op.phase == "holding"
 
 
 def test_what_a_hold_became_goes_back_to_training_when_it_fails() -> None:
     drive = held()
-    drive.feed(events.TakenUp(into=operation(worker(to=None), kind=SUSPEND)))
+    drive.feed(events.Repurposed(into=operation(worker(to=None), kind=SUSPEND)))
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "hold"]
     drive.until("offloading")
     drive.fail("refused")

@@ -18,7 +18,7 @@ def test_an_operation_that_had_not_begun_does_not_begin_with_the_next_daemon() -
 
 
 def test_after_a_reboot_the_deadline_is_one_of_the_new_clock() -> None:
-    """Issue 4: the clock begins anew, and a deadline of the old one was days away."""
+    """Issue 4: the clock starts over, and a deadline of the old one was days away."""
     drive = Drive(operation(), now=1e6).until("offloading")
     drive.feed(events.AgentLost(worker="a"))
     assert drive.op.phase == "settling"

@@ -11,7 +11,7 @@ import pytest
 
 from hegmd.errors import Refused
 from hegmd.memory.pool import Key, Pool
-from hegmd.migration.carriers.prestart import Readying
+from hegmd.migration.carriers.prestart import PrestartService
 from hegmd.migration.carriers.state import StateCarrier
 from hegmd.migration.journal import records
 from hegmd.migration.machine import events
@@ -302,10 +302,10 @@ def test_it_is_told_what_the_next_process_does_while_there_is_none(begins: str, 
     drive.wanted = [effect for effect in drive.wanted if isinstance(effect, Restore)]
     said.append(doing(drive.op))
     for news in (begins, told.LOADING):
-        drive.feed(events.CameOn(worker="a", doing=news))
+        drive.feed(events.SuccessorProgress(worker="a", doing=news))
         said.append(doing(drive.op))
     before = drive.op
-    drive.feed(events.CameOn(worker="a", doing=told.LOADING))
+    drive.feed(events.SuccessorProgress(worker="a", doing=told.LOADING))
     assert drive.op is before  # nothing that is known is written down again
     reborn(drive)
     said.append(doing(drive.op))
@@ -392,7 +392,7 @@ def test_a_state_that_a_reboot_took_along_was_waited_for_for_ever() -> None:
 async def test_whoever_looks_for_a_process_that_has_left_sees_whether_its_state_is_there() -> None:
     pool = Pool(64 << 20)
     supervisors = Supervisors(lambda _pid: None)
-    carrier = StateCarrier(pool, supervisors, Readying(supervisors, lambda _subject, _gpu: {}))
+    carrier = StateCarrier(pool, supervisors, PrestartService(supervisors, lambda _subject, _gpu: {}))
     performer = EffectExecutor(Workers(), {}, {BY_STATE: carrier}, start_ticks=lambda _pid: None)
     op = left().op
     look = Inspect(number=1, worker="a", cause=1)

@@ -74,12 +74,12 @@ def test_another_chip_or_vendor_is_reached_by_a_restart_that_is_allowed() -> Non
 
 
 def test_variables_that_begin_anew_are_in_the_plan_by_name() -> None:
-    """That the script's variables begin anew, as was said of every script, told nobody whether it mattered."""
+    """That the script's variables start over, as was said of every script, told nobody whether it mattered."""
     told = "log (TextIOWrapper) in main() at train.py:31"
     named = plan_of(planned(node({"begin_anew": (told,)}), ask("gpu2", allow_restart=True)))
     assert named.hazards[2] == f"process 7: starts from the beginning: {told}; call hegm.keep to keep it"
     none = plan_of(planned(node({"begin_anew": ()}), ask("gpu2", allow_restart=True)))
-    assert not any("anew" in hazard for hazard in none.hazards)
+    assert not any("starts from the beginning" in hazard for hazard in none.hazards)
 
 
 def test_one_that_a_shell_has_started_left_and_the_shell_went_on() -> None:
@@ -91,7 +91,7 @@ def test_one_that_a_shell_has_started_left_and_the_shell_went_on() -> None:
 
 def test_what_an_agent_has_not_looked_at_is_in_the_plan() -> None:
     """Searches of variables that came to their limits ended without a word, and what they left out was lost."""
-    unseen = "not looked at: the 4,000 objects of __main__.players"
+    unseen = "not searched: the 4,000 objects of __main__.players"
     plan = plan_of(planned(node({"begin_anew": (unseen,)}), ask("gpu2", allow_restart=True)))
     assert plan.hazards[2] == f"process 7: {unseen}; call hegm.keep to keep changes there"
 

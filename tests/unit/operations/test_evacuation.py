@@ -103,7 +103,7 @@ async def test_a_gpu_is_drained_again_while_it_is_failing_and_news_are_told_once
 
 async def test_a_drain_that_fails_is_told_once_and_tried_again() -> None:
     """It was in the log each minute, and in no event."""
-    drains = Drains(*[HegmError(REFUSED, "the node cannot be looked at", "try again")] * 2)
+    drains = Drains(*[HegmError(REFUSED, "the node cannot be inspected", "try again")] * 2)
     async with evacuating(drains, "rows") as (evacuation, events):
         evacuation.see([gpu("failing", "rows")])
         await anyio.wait_all_tasks_blocked()

@@ -15,7 +15,7 @@ from hegmd.memory.pool_memory import Memory
 from hegmd.memory.pool_names import PieceName
 from hegmd.memory.spill_file import SpillFolder
 from hegmd.memory.video_memory import DEVICE_BYTES, VideoMemory
-from hegmd.migration.machine.adoption import Driven, adopted
+from hegmd.migration.machine.adoption import DriverProcess, adopted
 from hegmd.operations.orphaned_memory import OrphanedMemory, VideoOrphans, found_for
 from hegmd.operations.orphans import ParkedOrphans
 from hegmd.protocol.messages import AgentAttend
@@ -251,9 +251,9 @@ class ByDriver:
         self.gpu = gpu
         self.driver_bytes = driver_bytes
 
-    async def stands(self, pid: int) -> Driven:
+    async def stands(self, pid: int) -> DriverProcess:
         state = "checkpointed" if self.gpu is None else "running"
-        return Driven(
+        return DriverProcess(
             pid=pid, start_ticks=1, uid=0, name="x", state=state, gpu=self.gpu, driver_bytes=self.driver_bytes
         )
 

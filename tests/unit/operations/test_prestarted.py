@@ -13,8 +13,8 @@ import anyio
 import pytest
 
 from hegmd.errors import TIMEOUT, HegmError
-from hegmd.migration.carriers.prestart import ALWAYS, BEFOREHAND, MIN_AVAILABLE_BYTES, Ready, Readying
-from hegmd.operations.prestarted import ANSWERS_WITHIN_S, KeptReady, Patience
+from hegmd.migration.carriers.prestart import ALWAYS, BEFOREHAND, MIN_AVAILABLE_BYTES, PrestartService, Ready
+from hegmd.operations.prestarted import ANSWERS_WITHIN_S, Patience, PrestartedJobs
 from hegmd.protocol.agents import AgentAttend
 from hegmd.protocol.messages import AgentReport, Order, Supervise, SuperviseReport, SupervisorOrder
 from hegmd.protocol.snapshots import AgentInfo
@@ -27,7 +27,7 @@ from hegmd.workers.workers import AgentConnection, Workers
 PID = os.getpid()
 
 
-class Deaf(Readying):
+class Deaf(PrestartService):
     """Whose agents do not answer for so many times, for that reason."""
 
     deaf_times = 0
@@ -64,7 +64,7 @@ class Node:
         )
         readying.deaf_times, readying.why = deaf_times, why
         self.in_hand = False
-        self.kept = KeptReady(
+        self.kept = PrestartedJobs(
             self.supervisors,
             self.workers,
             readying,

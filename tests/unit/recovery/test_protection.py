@@ -63,7 +63,7 @@ class Rig:
             utc=lambda: 1.0,
         )
         offer = Supervise(run="now", pid=7, python=True)
-        self.supervisor = cast("Any", SimpleNamespace(uid=1000, run="now", offer=offer, lives=True))
+        self.supervisor = cast("Any", SimpleNamespace(uid=1000, run="now", offer=offer, is_alive=True))
         record = JobSnapshots(job="j1", uid=1000, ranks=1, gpus=("gpu0",))
         self.job = Unkillable(cast("Node", self.node), record, "train", self.supervisor)
 

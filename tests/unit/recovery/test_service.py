@@ -101,9 +101,9 @@ class Connected(tuple[Any, ...]):
         pass
 
 
-def supervisor(run: str = "now", *, lives: bool = True, **offer: Any) -> Any:
+def supervisor(run: str = "now", *, is_alive: bool = True, **offer: Any) -> Any:
     asked = Supervise(run=run, python=True, recover=RecoveryWish(), **offer)
-    return SimpleNamespace(uid=ANOTHER_UID, run=run, offer=asked, lives=lives, connected=False, pid=os.getpid())
+    return SimpleNamespace(uid=ANOTHER_UID, run=run, offer=asked, is_alive=is_alive, connected=False, pid=os.getpid())
 
 
 async def held_slots(pool: Pool) -> JobSlots:
@@ -162,7 +162,7 @@ async def test_a_kept_state_is_kept_if_the_run_that_continues_from_it_ends_befor
     job = ProtectedJob(made._node, record, "train", supervisor(resumes="j1"))
     Starts(job)._begun_attempt()
     made.require_kept("j1", ANOTHER_UID, os.getpid())  # it connects again if the daemon is restarted now
-    job.supervisor = supervisor(resumes="j1", lives=False)
+    job.supervisor = supervisor(resumes="j1", is_alive=False)
     made._running["j1"] = protection = Protection(job)
     async with anyio.create_task_group() as tasks:
         await tasks.start(made.run)
@@ -185,7 +185,7 @@ async def test_of_two_runs_that_continue_from_one_state_the_second_is_refused(po
             made.require_kept("j1", ANOTHER_UID, job.supervisor.pid + 1)
         job.put(record.replace(kept=None))  # it has been started from its state meanwhile
     job.put(record)
-    job.supervisor = supervisor(lives=False)
+    job.supervisor = supervisor(is_alive=False)
     made.require_kept("j1", ANOTHER_UID, os.getpid() + 1)
 
 
@@ -198,7 +198,7 @@ async def test_a_job_that_is_back_after_its_state_was_kept_is_protected_as_any_o
     made = recoveries(pool, tmp_path)
     async with anyio.create_task_group() as tasks:
         await tasks.start(made.run)
-        made._hear(supervisor(pid=7))
+        made._on_supervisor_change(supervisor(pid=7))
         assert made._running["j1"].job.record.kept is None
         tasks.cancel_scope.cancel()
 
@@ -207,7 +207,7 @@ async def test_a_run_that_comes_as_another_one_ends_keeps_its_protection(pool: P
     """The slots of the former run were released after the protection of the new one had begun."""
     await held_slots(pool)
     made = recoveries(pool, tmp_path, supervisor("new", pid=8))
-    ended = ProtectedJob(made._node, JobSnapshots(job="j1", uid=ANOTHER_UID), "train", supervisor(lives=False))
+    ended = ProtectedJob(made._node, JobSnapshots(job="j1", uid=ANOTHER_UID), "train", supervisor(is_alive=False))
     async with anyio.create_task_group() as tasks:
         await tasks.start(made.run)
         made._running["j1"] = protection = Protection(ended)

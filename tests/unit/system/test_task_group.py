@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from hegmd.errors import HegmError, Refused
-from hegmd.system.task_group import accompanied, in_concert, parts_of
+from hegmd.system.task_group import accompanied, parts_of, run_concurrently
 
 
 async def test_the_first_failure_ends_the_others_and_is_told_as_it_is() -> None:
@@ -25,7 +25,7 @@ async def test_the_first_failure_ends_the_others_and_is_told_as_it_is() -> None:
         raise Refused("no", "ask again")
 
     with pytest.raises(Refused, match="no"):
-        await in_concert(waits, fails)
+        await run_concurrently(waits, fails)
     assert ended == ["waits"]
 
 

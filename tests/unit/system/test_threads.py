@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from hegmd.errors import HegmError
-from hegmd.system.threads import Looks, run_detached
+from hegmd.system.threads import BoundedReads, run_detached
 from tests.patience import HANG_S
 
 
@@ -114,7 +114,7 @@ async def test_a_file_on_a_dead_disk_kept_whoever_asked_waiting_for_good() -> No
         tell("/mnt/dead/file")
         answers.wait()
 
-    looks = Looks(limit_s=0.01, most=2)
+    looks = BoundedReads(limit_s=0.01, most=2)
     try:
         for _ in range(2):
             with pytest.raises(HegmError, match="/mnt/dead/file does not answer within"):
@@ -126,7 +126,7 @@ async def test_a_file_on_a_dead_disk_kept_whoever_asked_waiting_for_good() -> No
 
 
 async def test_a_look_that_comes_to_its_end_is_not_counted() -> None:
-    looks = Looks(most=1)
+    looks = BoundedReads(most=1)
     assert await looks.at(lambda _: 1, name="look") == 1
     with pytest.raises(LookupError):
         await looks.at(lambda _: dict[int, int]()[1], name="look")

@@ -60,7 +60,7 @@ def waiting_to_exit(status: int) -> Child:
 
 
 def has_ended(node: Node, job_id: str) -> bool:
-    return any(job.id == job_id and not job.lives for job in node.moving.jobs)
+    return any(job.id == job_id and not job.is_alive for job in node.moving.jobs)
 
 
 async def ended_job(node: Node, run: str, status: int, *, killed: bool = False) -> str:
@@ -409,7 +409,7 @@ async def test_a_known_exit_status_is_not_replaced_by_that_of_another_process(
             await until(node, lambda: any(job.is_gone for job in node.moving.jobs))
         await node.attend(other.pid, token="b" * 32, run="one")
         await until(node, lambda: any(len(job.members) == 2 for job in node.moving.jobs))
-        assert [(job.pid, job.status, job.lives) for job in node.moving.jobs] == [(child.pid, 7, True)]
+        assert [(job.pid, job.status, job.is_alive) for job in node.moving.jobs] == [(child.pid, 7, True)]
 
 
 async def test_how_jobs_of_others_ended_is_not_told(tmp_path: Path) -> None:

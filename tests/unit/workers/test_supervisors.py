@@ -13,7 +13,7 @@ import pytest
 
 from hegmd.errors import HegmError, Refused
 from hegmd.memory.pool import Pool
-from hegmd.migration.carriers.prestart import Readying
+from hegmd.migration.carriers.prestart import PrestartService
 from hegmd.migration.carriers.state import StateCarrier
 from hegmd.migration.contracts import MigratedProcess
 from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
@@ -213,7 +213,7 @@ async def test_a_second_process_is_no_supervisor_of_a_run_that_has_one(
 async def test_a_supervisor_that_came_back_after_its_agent_was_taken_for_gone(supervisors: Supervisors) -> None:
     """hegmd was killed before a job was stopped; the next one stopped it, and undid the restart at once."""
     line, pool = Line(), Pool(1 << 20)
-    carrier = StateCarrier(pool, supervisors, Readying(supervisors, lambda _subject, _gpu: {}))
+    carrier = StateCarrier(pool, supervisors, PrestartService(supervisors, lambda _subject, _gpu: {}))
     subject = MigratedProcess("4", "a", 1, 1, gpu="gpu0", target_gpu="gpu1", previous_gpu="gpu0", uid=0, run="run")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(carrier.offload, subject, lambda _done: None)
@@ -231,7 +231,7 @@ async def test_a_supervisor_that_nobody_has_reaped_counts_as_gone(
     """By its start time it was there still, and whoever waited for it waited in vain."""
     assert other.stdin is not None
     async with attending(supervisors, Line(), pid=other.pid) as supervisor:
-        assert supervisor.lives
+        assert supervisor.is_alive
         other.stdin.close()
         await anyio.to_thread.run_sync(os.waitid, os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
         assert supervisors.find(0, "run") is None

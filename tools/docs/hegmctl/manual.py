@@ -125,7 +125,7 @@ def daemon_page(day: str) -> str:
     page.section("SIGNALS")
     page.item("SIGTERM, SIGINT", "End in order: callers are told, and nothing that a job needs is lost.")
     page.item(
-        "SIGHUP", "Read the configuration again. A bad one is refused as a whole, and the one before stays in force."
+        "SIGHUP", "Read the configuration again. A bad one is refused as a whole, and the previous one stays in effect."
     )
     page.section("FILES")
     page.item("`/etc/hegm/hegmd.toml`", "The configuration; see `hegmd.toml`(5).")

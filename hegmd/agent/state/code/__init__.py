@@ -1,1 +1,1 @@
-"""Where a script is in its own code, and what its loops and names mean there."""
+"""The position of a script in its own code, and the meaning of its loops and names there."""

@@ -87,7 +87,7 @@ class Changes:
         chosen = None if offsets is None else set(offsets)
         return {name for offset, name in self.mentioned if chosen is None or offset in chosen}
 
-    def alters_what_it_is_given(self) -> bool:
+    def alters_argument(self) -> bool:
         """Return True if it alters a container that was passed to it, directly or by a call."""
         alters = any(
             found.kind == LOCAL and not found.is_stored and found.name in self._parameters for found in self.found

@@ -50,7 +50,8 @@ class TooLarge(NotKept):
 
 
 class Forms:
-    """The form of a value. `refer` gives a reference, in a tuple, to what comes back by itself, and None for all else.
+    """The form of a value. `refer` gives a reference, in a tuple, to an object that is recreated anyway, and None for
+    all others.
 
     `known` has the forms of one moment by the addresses of their values, each with its value, which keeps the address.
     """
@@ -145,14 +146,14 @@ def _is_shared(form: Any) -> bool:
     return class_of(form) is tuple and form[0] in _SHARED
 
 
-class Settling:
+class Decoding:
     """Values on their way back. `missing` gathers what should have been there and is not.
 
     Each form becomes one value, and each container that is here takes one form. All of them are looked through before
     any is filled, by `fill`.
     """
 
-    def __init__(self, find: Callable[[Any, Settling], Any] | None = None, *, from_cpu: bool = False) -> None:
+    def __init__(self, find: Callable[[Any, Decoding], Any] | None = None, *, from_cpu: bool = False) -> None:
         """`find` returns the target of a reference, or None if it has none."""
         self._find = find
         self.missing: list[str] = []

@@ -121,7 +121,7 @@ class Flow:
 
 
 def _after_suppressed(instructions: Iterable[Any]) -> Iterator[int]:
-    """Yield where the code goes on after an exception that a `with` has suppressed."""
+    """Yield where the code continues after an exception that a `with` has suppressed."""
     is_asked = False
     for found in instructions:
         is_asked = is_asked or found.opname == "WITH_EXCEPT_START"

@@ -1,4 +1,4 @@
-"""Where in a script a pass over a loader is first asked for batches; a restarted script is brought to that place.
+"""The place in a script where a pass over a loader is first asked for batches. A restarted script is run to that place.
 
 A restarted script starts at the top and makes each pass again at its place. The first caller then has to be the one
 that continues with the pass: a batch that is taken above the loop, for example to read its shape, would be a different
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from .position import Place
 
 _NOTED = 2
-_LATER = "ask again; it is over by itself"
+_LATER = "try again shortly; nothing has to change"
 _ASIDE = "go over both loaders in the head of the loop, with zip(), or begin the pass above the loop"
-_PROBE = "take such a batch of an iterator of its own, as in next(iter(loader)), and let the loop make another"
+_PROBE = "take such a batch from a separate iterator, as in next(iter(loader))"
 
 
 class Asked:

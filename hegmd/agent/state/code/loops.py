@@ -1,4 +1,4 @@
-"""Which loops a place in a code object is in, and where their iterators are on its frame's stack. Pure.
+"""The loops around a place in a code object, and the positions of their iterators on its frame's stack. Pure.
 
 A `for` loop keeps its iterator on the value stack from GET_ITER until it ends, so the depth of the stack at its head
 gives the slot. The depths are computed as the compiler does, by following every path through the code with
@@ -79,7 +79,7 @@ class Loops:
             found = self._list[self._skip_prefix(self._at[target])]
         return bool(found.opname == "FOR_ITER")
 
-    def is_handing_on(self, offset: int) -> bool:
+    def is_delegating(self, offset: int) -> bool:
         """Return True if the instruction delegates to another iterator: `yield from`."""
         return self._instruction(offset).opname in ("SEND", "YIELD_FROM")
 
@@ -141,7 +141,7 @@ class Loops:
     def ways(self) -> dict[int, tuple[int, ...]]:
         """Return the successors of each reachable instruction, exception handlers included."""
         return {
-            offset: tuple([way for way, _depth, _active in self._ways_from(offset, depth, ())])
+            offset: tuple([way for way, _depth, _active in self._successors_from(offset, depth, ())])
             for offset, depth in self._depths.items()
         }
 
@@ -170,13 +170,13 @@ class Loops:
             kept = tuple(head for head in active if head.slot < depth)
             self._depths[offset] = depth
             self._active[offset] = kept
-            left.extend(self._ways_from(offset, depth, kept))
+            left.extend(self._successors_from(offset, depth, kept))
 
     def _first_depth(self) -> int:
         """Python 3.11 starts a generator with the None that is sent into it, and does not count it as pushed."""
         return int(bool(self._code.co_flags & _GENERATORS) and _VERSION == (3, 11))
 
-    def _ways_from(self, offset: int, depth: int, active: tuple[Head, ...]) -> Iterator[tuple[int, int, Any]]:
+    def _successors_from(self, offset: int, depth: int, active: tuple[Head, ...]) -> Iterator[tuple[int, int, Any]]:
         index = self._at[offset]
         found = self._list[index]
         argument = found.arg if found.opcode >= _have_argument() else None

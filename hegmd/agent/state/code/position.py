@@ -1,4 +1,5 @@
-"""Where the training thread is, in words that are valid in another process: frames by function and line, loops by line.
+"""The position of the training thread, in a form that is valid in another process: frames by function and line, loops
+by line.
 
 Offsets in bytecode differ between Pythons and addresses between processes, so a place contains neither. Frames of the
 standard library, of PyTorch, of progress bars and of the agent are skipped: the script's own frames call each other
@@ -235,7 +236,7 @@ def _look_into_generator(generator: Any, given: int, loader_of: Any) -> dict[str
         if ahead is not None:
             number = loader_of(ahead[0])
             if number is None:
-                return {"kind": "other", "name": "loader of accelerate's of a kind that is not known"}
+                return {"kind": "other", "name": "loader of accelerate of an unknown kind"}
             return {"kind": "loader", "number": number, "given": given + ahead[1]}
         held = gc.get_referents(generator)
         if generator.gi_running:
@@ -243,7 +244,7 @@ def _look_into_generator(generator: Any, given: int, loader_of: Any) -> dict[str
             loops = iterators_of(frame)
             if loops:
                 return {"kind": "through", "of": look_into(loops[-1][1], given, loader_of)}
-            if not loops_of(frame.f_code).is_handing_on(frame.f_lasti):
+            if not loops_of(frame.f_code).is_delegating(frame.f_lasti):
                 return {"kind": "through", "of": {"kind": "first"}}
             held = list(frame.f_locals.values())  # `yield from`, as of a bar that is switched off
         inner = {id(found): found for found in held if _is_known(found, loader_of)}

@@ -72,7 +72,7 @@ class Spot:
     def kind(self) -> str:
         return GLOBAL if self.is_module else LOCAL
 
-    def set_on_its_way(self) -> set[str]:
+    def set_before_resume(self) -> set[str]:
         """Return its variables that a restarted script sets on its way to the place; for a call, all of
         its variables.
         """
@@ -82,7 +82,7 @@ class Spot:
         stored = (found for found in self.changes.found if found.is_stored and found.kind == self.kind)
         return {found.name for found in stored if found.offset in early}
 
-    def draws_on_its_way(self) -> bool:
+    def draws_before_resume(self) -> bool:
         """Return True if random numbers may be drawn between the heads of its loops, on the way to the place."""
         return bool(self.changes.mentions(self.loop - self.late) & _DRAWING)
 
@@ -105,12 +105,14 @@ def spots_of(frames: list[FrameType]) -> Iterator[Spot]:
         yield spot
 
 
-def set_on_their_way(spots: list[Spot]) -> frozenset[str]:
+def all_set_before_resume(spots: list[Spot]) -> frozenset[str]:
     """Return the variables of all spots, as `script_objects` names them."""
     functions = {id(frame): name for name, frame in named_frames(spot.frame for spot in spots)}
     looked_at = (spot for spot in spots if spot.is_looked_at)
     return frozenset(
-        f"{functions.get(id(spot.frame), spot.module)}.{name}" for spot in looked_at for name in spot.set_on_its_way()
+        f"{functions.get(id(spot.frame), spot.module)}.{name}"
+        for spot in looked_at
+        for name in spot.set_before_resume()
     )
 
 

@@ -48,7 +48,7 @@ class Instances:
         #: The script's functions, and objects of other people's classes that are near, each by its nearest name.
         self.functions: list[tuple[Any, str]] = []
         self.others: list[tuple[Any, str]] = []
-        #: What was not searched, in words.
+        #: The names of what was not searched.
         self.unseen: list[str] = []
         self._names: dict[int, list[str]] = {}
         self._seen: dict[int, Any] = {}

@@ -39,7 +39,7 @@ _KNOWN_METHODS = ("_init_training_state", _EPOCH, _BATCHES, "_load_rng_state")
 
 
 def look_ahead(generator: Any) -> tuple[Any, int] | None:
-    """Return what a generator of accelerate reads, and its batches in hand; None for other generators.
+    """Return the loader that a generator of accelerate reads, and its fetched batches; None for other generators.
 
     The iterator is None for a generator of accelerate whose position is unknown.
     """
@@ -105,7 +105,7 @@ def against(frames: list[FrameType]) -> list[tuple[str, str, bool]] | None:
     if not any(is_own(frame) for frame in frames):
         return None
     if any(_package_of(frame) != "transformers" for frame in frames if is_own(frame)):
-        return list(lightning.Standing(frames).against())
+        return list(lightning.OrderState(frames).against())
     by_name = _trainers_frames(frames)
     if _TRAINING not in by_name:
         return None
@@ -114,10 +114,10 @@ def against(frames: list[FrameType]) -> list[tuple[str, str, bool]] | None:
         version = getattr(sys.modules.get("transformers"), "__version__", "?")
         return [(f"the Trainer of transformers {version} is not known here", "use transformers 5", False)]
     if _EPOCH not in by_name or frames[-1] is not by_name.get(_BATCHES):
-        return [("the Trainer is evaluating or saving", "ask again; it is over by itself", True)]
+        return [("the Trainer is evaluating or saving", "try again shortly; nothing has to change", True)]
     ahead = look_ahead(frames[-1].f_locals["epoch_iterator"])
     if ahead is None or ahead[0] is None:
-        return [("the Trainer reads a loader whose place is not known", "let it make its own loader", False)]
+        return [("the Trainer reads a loader whose position is unknown", "let it make its own loader", False)]
     mine = by_name[_EPOCH].f_locals["self"]
     others = [found for found in gc.get_objects() if issubclass(type(found), kind) and found is not mine]
     if any(found.state.global_step for found in others):
@@ -131,7 +131,7 @@ def _trainers_frames(frames: list[FrameType]) -> dict[str, FrameType]:
     return {frame.f_code.co_name: frame for frame in frames if frame.f_globals.get("__name__") == TRAINER}
 
 
-class Taking:
+class FrameworkCapture:
     """What is saved of the frameworks for a thread in these frames, and what prevents it."""
 
     def __init__(self, frames: list[FrameType]) -> None:
@@ -145,7 +145,7 @@ class Taking:
         elif accelerators:
             self.state["accelerate"] = _taken_of_accelerate()
         if any(lightning.is_of(frame) for frame in frames):
-            standing = lightning.Standing(frames)
+            standing = lightning.OrderState(frames)
             if standing.trainer is not None and not list(standing.against()):
                 self.read = standing.reads(), 0
                 self.state[lightning.KEY] = standing.taken(_plain_among)

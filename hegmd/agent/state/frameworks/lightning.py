@@ -58,7 +58,7 @@ def _part_of(module_name: str) -> str | None:
     return None
 
 
-def sees_to(thing: Any) -> bool:
+def is_part(thing: Any) -> bool:
     """Return True for a part of its loops, whose `state_dict` is not the script's."""
     return any((_part_of(kind.__module__) or "").startswith(_SEEN_TO) for kind in class_of(thing).__mro__)
 
@@ -78,7 +78,7 @@ def path_of_pass(path: Any) -> Any:
     return (*path[:index], (module_name, function, first, 0))
 
 
-class Standing:
+class OrderState:
     """A thread in these frames, which are Lightning's and the script's."""
 
     def __init__(self, frames: list[FrameType]) -> None:
@@ -94,7 +94,11 @@ class Standing:
     def against(self) -> Iterator[tuple[str, str, bool]]:
         """Yield why the training could not continue from here: the reason, a hint, and whether it passes by itself."""
         if self.trainer is None or self._evaluates or not self._is_asking:
-            yield "Lightning is not about to fetch a batch for its training", "ask again; it is over by itself", True
+            yield (
+                "Lightning is not about to fetch a batch for its training",
+                "try again shortly; nothing has to change",
+                True,
+            )
             return
         fit: Any = self.trainer.fit_loop
         if not all(hasattr(class_of(fit), name) for name in _KNOWN):
@@ -103,7 +107,7 @@ class Standing:
             return
         iterators: Any = getattr(fit._combined_loader._iterator, "iterators", ())
         if len(iterators) != 1 or self._fetcher.length is None or "Iter" in type(self._fetcher).__name__:
-            hint = "let it have one loader whose length is known, and training_step(batch)"
+            hint = "use one loader of known length, and training_step(batch)"
             yield "Lightning reads several loaders, or ahead, or lets the script read", hint, False
         if self.trainer.reload_dataloaders_every_n_epochs:
             yield (

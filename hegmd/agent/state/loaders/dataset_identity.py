@@ -59,7 +59,7 @@ def counts(dataset: Any) -> bool:
     return code is not None and any(found.kind == ATTRIBUTE for found in changes_of(code).found)
 
 
-class Makings:
+class DatasetSources:
     """The objects that a dataset's rows come from, without keeping them alive: addresses are reused."""
 
     def __init__(self, dataset: Any) -> None:

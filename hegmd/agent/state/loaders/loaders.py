@@ -1,4 +1,4 @@
-"""What a loader consists of (samplers, datasets, generators), and whether another loader is the same.
+"""The parts of a loader (samplers, datasets, generators), and whether another loader is the same.
 
 Nothing here asks a loader for a batch, draws a number or changes it.
 """

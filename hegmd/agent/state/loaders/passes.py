@@ -62,7 +62,7 @@ class Stream:
         name = type(self._dataset).__qualname__
         if self._workers:
             return [Refusal(f"workers read {name}, an iterable dataset, and cannot say where they are in it", _HINT)]
-        return [Refusal(f"a loader reads {name}, an iterable dataset that cannot say where it is", _HINT)]
+        return [Refusal(f"a loader reads {name}, an iterable dataset that does not report its position", _HINT)]
 
     def taken(self, iterator: Any) -> dict[str, Any]:
         """Return its position, if it reports one."""
@@ -143,14 +143,14 @@ class Iteration:
         self._creation: Any = None
         self._first: Any = None
         self._seeds: Seeds | None = None
-        self._own = stateful_loader.Own(loader) if stateful_loader.goes_by_state(loader) else None
+        self._own = stateful_loader.Own(loader) if stateful_loader.restores_by_own_state(loader) else None
         self._stream = None if self._own is not None else stream_of(loader)
         self._data = data_of(loader, path)
         before = _read_at.get(path)
         self._sums = dataset_identity.sums_of(loader.dataset) if self._stream is None else {}
         self._first_sums = _sums_at.setdefault(path, self._sums)
         self._is_remade = before is not None and not before.are_of(loader.dataset)
-        _read_at[path] = dataset_identity.Makings(loader.dataset)
+        _read_at[path] = dataset_identity.DatasetSources(loader.dataset)
 
     # ---- as it begins -----------------------------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ class Iteration:
         if self.sent and not getattr(iterator, "_in_order", True):
             found.append(Refusal("a loader gives batches in the order in which its workers finish them", _IN_ORDER))
         if self.sent and None in self._workers_states(iterator._num_yielded - given):
-            found.append(Refusal("a loader's worker has not said what its random generators are at", "ask again"))
+            found.append(Refusal("a worker of a loader did not report the state of its random generators", "ask again"))
         if given and not self.sent and self._draws(iterator):
             found.append(Refusal(*_OUTER_DRAWS))
         return found
@@ -326,7 +326,7 @@ class Starting:
 
 
 _followed: dict[int, Iteration] = {}
-_read_at: dict[Any, dataset_identity.Makings] = {}
+_read_at: dict[Any, dataset_identity.DatasetSources] = {}
 _sums_at: dict[Any, dict[str, int]] = {}
 _REMADE = "make the dataset before the loop, so that a restarted script has the same data"
 #: Workers that waited between two passes when the state was saved, and were not asked for the next one yet.
@@ -342,7 +342,7 @@ _NOT_WHOLE = (
 )
 _OUTER_DRAWS = (
     "a batch of an outer loop is in use, and its dataset draws random numbers, so that it cannot be loaded again",
-    "let the outer loader have workers, whose random states are kept",
+    "use workers in the outer loader: their random states are kept",
 )
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-class PassAgain(Iteration):
+class RebuiltPass(Iteration):
     """The saved pass, made again at the place where it started."""
 
     __slots__ = ()
@@ -33,7 +33,7 @@ class PassAgain(Iteration):
         if dict(taken["signature"]) != self.signature:
             raise DoesNotFit([unlike(taken, self.signature)])
         if any(self._sums.get(name) != found for name, found in taken["sums"].items()):
-            raise DoesNotFit([f"the loader at {said(taken['path'][-1])} has other data than it had"])
+            raise DoesNotFit([f"the loader at {said(taken['path'][-1])} has different data than before"])
         self._before, self._creation, self._first = taken["before"], taken["creation"], taken["first"]
         self._set_data(loader, taken)
         set_beginning(self.gathered, loader, self._creation or self._before)

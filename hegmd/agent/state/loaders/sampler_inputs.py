@@ -1,4 +1,4 @@
-"""What a script changes of a sampler's inputs, such as weights that follow the losses or lists of indices, and of the
+"""A script's changes to a sampler's inputs, such as weights that follow the losses or lists of indices, and of the
 data that workers get at the start of a pass.
 
 A pass is made again before anything else of a state is restored, and its order depends on the sampler's inputs at the
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 from ..code.drift import print_of
-from ..code.encoding import Forms, NotKept, Settling
+from ..code.encoding import Decoding, Forms, NotKept
 from ..values.duck_types import is_a
 
 TYPE_CHECKING = False
@@ -45,7 +45,7 @@ def not_kept(changed: list[list[tuple[str, Any]]]) -> list[str]:
 
 def set_back(sampler: Any, changed: list[Any]) -> None:
     """Have the sampler hold that again."""
-    settling = Settling(lambda _reference, _settling: None)
+    settling = Decoding(lambda _reference, _settling: None)
     for name, form in changed:
         setattr(sampler, name, settling.settle(form, getattr(sampler, name, None), name))
     settling.fill()

@@ -38,7 +38,7 @@ def is_stateful(loader: Any) -> bool:
     return any(kind.__module__ == MODULE for kind in type(loader).__mro__)
 
 
-def sees_to(thing: Any) -> bool:
+def is_part(thing: Any) -> bool:
     """Return True for its iterators and those of its samplers: their `state_dict` is not the script's."""
     kind = class_of(thing)
     return str(kind.__module__).startswith(_PACKAGE) and hasattr(kind, "__next__")
@@ -46,7 +46,7 @@ def sees_to(thing: Any) -> bool:
 
 def is_left(iterator: Any) -> bool:
     """Return True if only its loader refers to it, which keeps its last iterator."""
-    if not sees_to(iterator):
+    if not is_part(iterator):
         return False
     return bool(iterator._finished) or not any(_is_holder(found) for found in gc.get_referrers(iterator))
 
@@ -59,7 +59,7 @@ def _is_holder(found: Any) -> bool:
     return not is_stateful(found) and not hasattr(found, "gi_frame")
 
 
-def goes_by_state(loader: Any) -> bool:
+def restores_by_own_state(loader: Any) -> bool:
     """Return True if only its own state restores it: workers read it."""
     return is_stateful(loader) and loader.num_workers > 0
 

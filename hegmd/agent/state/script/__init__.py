@@ -1,1 +1,1 @@
-"""Which of a script's variables belong to its state, and how they get their values back."""
+"""The variables of a script that belong to its state, and how their values are restored."""

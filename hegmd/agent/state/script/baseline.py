@@ -121,7 +121,7 @@ def baseline_of(path: Any) -> Baseline | None:
 
 
 class Baseline:
-    """One place, the first time; or the first step there, where nothing was seen to come to it."""
+    """The first time at a place; or the first step there, if its start was not seen."""
 
     def __init__(self, frames: list[FrameType], *, is_late: bool = False) -> None:
         self._is_late = is_late
@@ -178,12 +178,12 @@ class Baseline:
 
 
 def refusal_of(found: Holding) -> Refusal:
-    """Return the refusal of an object that was made since the script first came here."""
+    """Return the refusal of an object that was created since the script first reached this place."""
     name = found.names[0]
     return Refusal(
         f"{name}, a {type(found.thing).__qualname__}, was made after the first batch, and a restarted script would not "
         "have it where it continues",
-        "make it before the loop, or keep what is in it with hegm.keep(name, get, set)",
+        "create it before the loop, or keep its contents with hegm.keep(name, get, set)",
     )
 
 

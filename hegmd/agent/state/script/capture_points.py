@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any
 
-_LATER = "ask again; it is over by itself"
-_ONE_EACH = "give each a script of its own, or put them in one loop"
+_LATER = "try again shortly; nothing has to change"
+_ONE_EACH = "use a separate script for each, or one loop"
 #: Set when a pass over a loader begins: at the next step the loops are found.
 is_news = True
 _trained: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -145,7 +145,7 @@ def refusals_of(place: Place, driver: Any) -> Iterator[Refusal]:
         return
     if not any(trained[: len(chain)] == chain for trained in _trained):
         yield Refusal(
-            f"the loop at {said(chain[-1][1])} does not train, and is within one that does", _LATER, passes=True
+            f"the loop at {said(chain[-1][1])} does not train, but is inside one that does", _LATER, passes=True
         )
         return
     before, entry = _entered.get(chain[0]), _entry_of(place)
@@ -200,10 +200,10 @@ class Approach:
         if not any(found.passes for found in refused):
             return True
         if not place.at_head and place.loops and sys.gettrace() is None and not accelerate_hf.is_own(place.frames[-1]):
-            self._go_to_head(place)
+            self._run_to_loop_head(place)
         return False
 
-    def _go_to_head(self, place: Place) -> None:
+    def _run_to_loop_head(self, place: Place) -> None:
         loop = place.loops[-1]
         frame = place.frames[loop.depth]
         loops = loops_of(frame.f_code)

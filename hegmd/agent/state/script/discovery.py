@@ -63,7 +63,7 @@ class Holdings:
     def __init__(self, frames: list[FrameType]) -> None:
         self.list: list[Holding] = []
         self.is_whole = True
-        #: What was not searched, in words: the script may write to models or tensors there.
+        #: The names of what was not searched: the script may write to models or tensors there.
         self.unseen: list[str] = []
         self._kinds = _Kinds()
         self._seen: dict[int, Any] = {}
@@ -102,7 +102,7 @@ class Holdings:
     def _look(self, name: str, thing: Any, depth: int) -> None:
         if is_a(thing, *_LEAVES) or (is_a(thing, *_COLLECTIONS) and len(thing) == 0):
             return
-        if lightning.sees_to(thing) or stateful_loader.sees_to(thing):
+        if lightning.is_part(thing) or stateful_loader.is_part(thing):
             return
         known = self._held.get(id(thing))
         if known is not None:
@@ -154,7 +154,7 @@ def _within(modules: Any) -> set[int]:
 
 
 class _Kinds:
-    """What counts as what, by the classes that are loaded."""
+    """The kind of each object, by the loaded classes."""
 
     def __init__(self) -> None:
         torch = sys.modules.get("torch")

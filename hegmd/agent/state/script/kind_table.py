@@ -1,4 +1,4 @@
-"""What each kind of object contributes to a state: read, compared and set.
+"""The contribution of each kind of object to a state: read, compared and set.
 
 Chooses between `agent/state/values/contents` and `agent/state/values/rng`; other objects use their `state_dict`.
 """
@@ -40,9 +40,9 @@ def put(found: Holding, content: Any) -> list[str]:
     if found.kind == OPTIMIZER:
         return contents.put_optimizer(found.thing, content)
     if found.kind == GENERATOR and not rng.fits(found.thing, content):
-        return ["its numbers are those of a generator that has just been made: it was on another kind of device"]
+        return ["its numbers are those of a new generator: it was on another kind of device"]
     if found.kind == SCALER and not content:  # a scaler that was not in use, such as on the CPU
-        return [] if not found.thing.is_enabled() else ["it begins at its first scale: before it scaled nothing"]
+        return [] if not found.thing.is_enabled() else ["it starts at its initial scale: it scaled nothing before"]
     if found.kind == MODULE:
         contents.put_module(found.thing, content)
     elif found.kind == GENERATOR:

@@ -74,7 +74,7 @@ def _open_paths() -> Iterator[str]:
     for name in os.listdir("/proc/self/fd"):
         try:
             path = os.readlink("/proc/self/fd/" + name)
-            flags, at = _told_of("self", name)
+            flags, at = _open_flags("self", name)
             if _writes_at_end(flags, at, os.stat(int(name)).st_size) and not _is_of_ranks(int(name)):
                 yield path
         except (OSError, ValueError):  # the folder's own
@@ -92,7 +92,7 @@ def _writes_at_end(flags: int, at: int, size_bytes: int) -> bool:
     return flags & os.O_ACCMODE == os.O_WRONLY and at == size_bytes
 
 
-def _told_of(pid: str, fd: str) -> tuple[int, int]:
+def _open_flags(pid: str, fd: str) -> tuple[int, int]:
     """With which flags a descriptor was opened, and its place in the file. Raises OSError, ValueError."""
     with open(f"/proc/{pid}/fdinfo/{fd}", "rb") as info:
         lines = dict([line.split(b":", 1) for line in info.read().splitlines() if b":" in line])
@@ -165,7 +165,7 @@ def _cut(saved: Length) -> None:
         found = os.fstat(fd)
         is_same = (found.st_dev, found.st_ino) == (device, inode) and _is_own(found)
         if not is_same or _sum_before(fd, size_bytes) != total:
-            note(f"{path} is another file than it was, and stays as it is")
+            note(f"{path} was replaced, and is left unchanged")
             return
         _keep_rest(path + CUT, fd, size_bytes, found.st_mode & 0o666)
         os.ftruncate(fd, size_bytes)
@@ -174,7 +174,7 @@ def _cut(saved: Length) -> None:
     for name in os.listdir("/proc/self/fd"):
         try:
             found = os.stat(int(name))
-            if (found.st_dev, found.st_ino) == (device, inode) and _told_of("self", name)[1] > size_bytes:
+            if (found.st_dev, found.st_ino) == (device, inode) and _open_flags("self", name)[1] > size_bytes:
                 os.lseek(int(name), size_bytes, os.SEEK_SET)
         except (OSError, ValueError):
             continue
@@ -239,7 +239,7 @@ def _written_by(pid: str) -> Iterator[tuple[int, int]]:
         return
     for name in names:
         try:
-            if _told_of(pid, name)[0] & os.O_ACCMODE:
+            if _open_flags(pid, name)[0] & os.O_ACCMODE:
                 found = os.stat(f"/proc/{pid}/fd/{name}")
                 yield found.st_dev, found.st_ino
         except (OSError, ValueError, KeyError):

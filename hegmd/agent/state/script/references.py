@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from typing import Any
 
     from ..code.drift import Drift
-    from ..code.encoding import Forms, Settling
+    from ..code.encoding import Decoding, Forms
     from ..code.script_objects import Instances
 
 HELD = "held"
 OWN = "own"
 
 
-class Referring:
+class CapturedReferences:
     """References of one capture. `held` maps the address of each object with a state of its own to its reference.
 
     `on_the_way` names variables that a restarted script sets before it reaches the place. It does not have what they
@@ -73,7 +73,7 @@ class Referring:
             return known
         kind = class_of(thing)
         before = [] if self._drift is None else self._drift.names_of(thing)
-        lasting = [name for name in before if not self._is_on_the_way(name)]
+        lasting = [name for name in before if not self._is_set_before_resume(name)]
         is_later = not self._was_there(thing) or bool(before and not lasting)
         entry: dict[str, Any] = {
             # Its first names, since variables may have been set to other objects meanwhile.
@@ -93,12 +93,12 @@ class Referring:
             try:
                 entry["whole"] = self._whole(thing, kind, forms)
             except NotKept:
-                if not self._is_made_on_the_way(entry):
+                if not self._may_be_recreated(entry):
                     del self._numbers[id(thing)]
                     raise
         return number
 
-    def _is_on_the_way(self, name: str) -> bool:
+    def _is_set_before_resume(self, name: str) -> bool:
         """Return True if the path of this name starts at such a variable."""
         ends = [at for at, sign in enumerate(name) if sign in ".[<"]
         return name in self._on_the_way or any(name[:end] in self._on_the_way for end in ends)
@@ -112,13 +112,13 @@ class Referring:
             raise NotKept(f"{kind.__qualname__}, which holds {error}") from None
 
     @staticmethod
-    def _is_made_on_the_way(entry: dict[str, Any]) -> bool:
+    def _may_be_recreated(entry: dict[str, Any]) -> bool:
         """Return True if a restarted script may have one of its own: it has a name that is in no container."""
         return any("[" not in name for name in entry["names"])
 
 
-class Referred:
-    """What references lead to in the script that has been started again."""
+class RestoredReferences:
+    """The targets of references in the restarted script."""
 
     def __init__(self, entries: list[dict[str, Any]], instances: Instances, held: Callable[[Any], Any]) -> None:
         """`held` finds what has a state of its own."""
@@ -139,7 +139,7 @@ class Referred:
             )
             self._found.update({numbers[mine]: left[yours][0] for mine, yours in pairs.items()})
 
-    def thing(self, reference: Any, settling: Settling) -> Any:
+    def thing(self, reference: Any, settling: Decoding) -> Any:
         """Return the object of the reference; None if there is none."""
         if reference[0] == HELD:
             return self._held(reference)
@@ -148,7 +148,7 @@ class Referred:
             self._make(number, settling)
         return self._found.get(number)
 
-    def _make(self, number: int, settling: Settling) -> None:
+    def _make(self, number: int, settling: Decoding) -> None:
         entry = self._entries[number]
         kind = class_named(entry["module"], entry["class"])
         if entry["whole"] is None or kind is None:

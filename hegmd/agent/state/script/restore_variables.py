@@ -10,12 +10,12 @@ import sys
 from functools import partial
 
 from ..code.drift import holders_in
-from ..code.encoding import Place, Settling
+from ..code.encoding import Decoding, Place
 from ..code.reentry import known_by
 from ..code.script_objects import Instances, held_by_several
 from ..frameworks.accelerate_hf import is_own
 from ..values.duck_types import is_a
-from .references import Referred
+from .references import RestoredReferences
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def put_back(taken: Any, frames: list[FrameType], held: Callable[[Any], Any], *,
     reference.
     """
     instances = Instances(frames)
-    referred = Referred(taken["instances"], instances, held)
-    settling = Settling(referred.thing, from_cpu=from_cpu)
+    referred = RestoredReferences(taken["instances"], instances, held)
+    settling = Decoding(referred.thing, from_cpu=from_cpu)
     missing = settling.missing
     places = [*_places_of_drift(taken["slots"], instances, missing), *_places_of_globals(taken["globals"], missing)]
     of_frames = list(_places_of_frames(taken["frames"], frames))

@@ -13,11 +13,11 @@ import sys
 from ..code.assignments import ATTRIBUTE, GLOBAL, MAX_CODES, Functions, changes_of, nested_in
 from ..code.drift import OTHERS, OWN
 from ..code.encoding import MUTABLE, SAME, SHARED, Forms, NotKept, TooLarge
-from ..code.reentry import Spot, known_by, set_on_their_way, spots_of
+from ..code.reentry import Spot, all_set_before_resume, known_by, spots_of
 from ..code.script_objects import Instances, held_by_several, users_modules, values_of
 from ..loaders import passes
 from ..values.duck_types import FUNCTION, class_of, is_a, members_of
-from .references import Referring
+from .references import CapturedReferences
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 #: Under which the state has them.
 KEY = "own"
 #: The start of a plan's note that the changes of an object are unknown.
-UNSEEN = "not looked at: "
+UNSEEN = "not searched: "
 _MAX_NOTES = 32
 _OF_LOADERS = frozenset(("DataLoader", "DataLoaderShard", "StatefulDataLoader"))
 _OPTIMIZED = 0x1
@@ -46,7 +46,7 @@ def capture(
     changed: Collection[tuple[int, str]] = (),
     drift: Drift | None = None,
 ) -> dict[str, Any]:
-    """Return the plain values; under "anew" what begins anew, and under "unseen" what was too large to search.
+    """Return the plain values; under "anew" what starts over, and under "unseen" what was too large to search.
 
     `held` maps the address of each object with a state of its own to a reference. `kept` are names under which the
     script keeps objects itself. `changed` are variables that `baseline` has seen to change. `drift` has all other
@@ -56,7 +56,7 @@ def capture(
 
 
 def begin_anew(state: Any) -> list[str]:
-    """Return the variables in a state that begin anew, and what was not searched."""
+    """Return the variables in a state that start over, and what was not searched."""
     own = state.get(KEY, {})
     return [*own.get("anew", ()), *[f"{UNSEEN}{what}" for what in own.get("unseen", ())]]
 
@@ -84,14 +84,14 @@ class _Taking:
         self._instances = Instances(frames)
         self._unseen.update(dict.fromkeys(self._instances.unseen))
         self._spots = list(spots_of(frames))
-        on_the_way = set_on_their_way(self._spots)
+        on_the_way = all_set_before_resume(self._spots)
         was_there = self._was_there if drift is None else drift.had
-        self._referring = Referring(self._instances, held, was_there, drift, on_the_way)
+        self._referring = CapturedReferences(self._instances, held, was_there, drift, on_the_way)
         reached = self._reach()
         looked_at = [spot.changes for spot in self._spots if spot.is_looked_at]
         looked_at += [changes_of(found.code) for found in reached]
         #: True if functions alter containers that are passed to them, so that any mentioned one may be altered.
-        self._is_given = any(found.alters_what_it_is_given() for found in looked_at)
+        self._is_given = any(found.alters_argument() for found in looked_at)
         self._mentioned: set[str] = set()
         if self._is_given:
             self._mentioned.update(*[found.mentions(None) for found in looked_at])
@@ -136,7 +136,7 @@ class _Taking:
         if spot.is_module:
             live |= self._read_elsewhere
         chosen: dict[str, Any] = {}
-        is_drawn = spot.draws_on_its_way()
+        is_drawn = spot.draws_before_resume()
         for found, is_in_loop, is_late in spot.local_changes():
             value = values.get(found.name)
             if found.name not in values or (found.is_stored and found.name not in live):
@@ -187,10 +187,10 @@ class _Taking:
                 form = self._form(value, said, is_named=False, is_altered=False)
                 if form is not None:
                     chosen[name] = (form[0], False)
-            elif name in mentioned and hasattr(class_of(value), "__next__") and not self._comes_back(value):
+            elif name in mentioned and hasattr(class_of(value), "__next__") and not self._is_restored_elsewhere(value):
                 self._note(said)
 
-    def _comes_back(self, iterator: Any) -> bool:
+    def _is_restored_elsewhere(self, iterator: Any) -> bool:
         """Return True for files, which the script opens, and for passes over loaders, which restore themselves."""
         return (
             id(iterator) in self._held
@@ -244,9 +244,9 @@ class _Taking:
         return id(thing) not in self._made
 
     def _note(self, what: str) -> None:
-        """Note that it begins anew. An object that hegm.keep keeps under that name may be the same or another one."""
+        """Note that it starts over. An object that hegm.keep keeps under that name may be the same or another one."""
         name = what.partition(" (")[0].rpartition(".")[2]
-        self._anew[f"{what}, but for what hegm.keep({name!r}) keeps" if name in self._kept else what] = None
+        self._anew[f"{what}, except what hegm.keep({name!r}) keeps" if name in self._kept else what] = None
 
     def _globals(self, reached: list[Any]) -> list[Any]:
         found: dict[str, dict[str, Any]] = {}

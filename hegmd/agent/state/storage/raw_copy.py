@@ -166,7 +166,7 @@ def _sum_up(pairs: list[tuple[Raw, int]], found: dict[int, int]) -> set[int]:
 def _by_memory(
     raws: list[Raw], places: list[int], driver: Copies | None
 ) -> tuple[list[Span], dict[str, list[tuple[Raw, int]]], list[Any]]:
-    """What lies in host memory, what lies on each GPU, and what PyTorch has fetched, which has to stay."""
+    """The parts in host memory, those on each GPU, and those that PyTorch has fetched, which have to stay."""
     here: list[Span] = []
     there: dict[str, list[tuple[Raw, int]]] = {}
     fetched: list[Any] = []
@@ -185,7 +185,7 @@ def _by_memory(
 def _copy_video_out(
     driver: Copies, where: str, pairs: list[tuple[Raw, int]], write: Copy, found: dict[int, int], done: _Done
 ) -> None:
-    """Copy all tensors of one GPU. What the GPU could not sum is summed on the CPU after the copy."""
+    """Copy all tensors of one GPU. Parts that the GPU could not sum are summed on the CPU after the copy."""
     spans = [(raw[1], place, raw[2]) for raw, place in pairs]
     with _Video(driver, where) as ring:
         added = VideoSums([raw for raw, _place in pairs], [place for _raw, place in pairs])

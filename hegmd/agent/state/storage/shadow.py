@@ -68,7 +68,7 @@ class _Ending:
             os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        """In a forked child, which has not the thread that would let go of the lock."""
+        """In a forked child, which lacks the thread that would release the lock."""
         self.under_way = allocate_lock()
 
     def _come(self) -> None:

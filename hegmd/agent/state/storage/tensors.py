@@ -11,7 +11,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    #: What holds the bytes, their address, their size, and the torch device they are on.
+    #: The owner of the bytes, their address, their size, and their torch device.
     Raw = tuple[Any, int, int, str]
 
 CPU = "cpu"
@@ -97,7 +97,7 @@ def _bare(tensor: Any, path: str) -> Any:
     """Return the tensor as ordinary memory. Raises NotPlain for a tensor without."""
     torch = module("torch")
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise NotPlain(path, f"is a {type(tensor).__name__}, a kind of tensor that has more to it than its elements")
+        raise NotPlain(path, f"is a {type(tensor).__name__}, a tensor class with data besides its elements")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise NotPlain(path, f"is a tensor without ordinary memory ({tensor.layout}, on {tensor.device})")
     bare = tensor.detach().resolve_conj().resolve_neg()

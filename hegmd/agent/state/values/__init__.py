@@ -1,1 +1,1 @@
-"""What single values of a training are, and which of them a saved state can hold."""
+"""The single values of a training, and which of them a saved state can hold."""

@@ -1,4 +1,4 @@
-"""What a restart cannot do: a Refusal before it, and DoesNotFit in the new process after it."""
+"""The limits of a restart: a Refusal before it, and DoesNotFit in the new process after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script has registered through `hegm`, and which of it a restart keeps.
+"""The objects that a script has registered through `hegm`, and which of them a restart keeps.
 
 Owns the counts of optimizers' steps, the values that are kept, and the loaders that may be replayed. Works without an
 agent as well: then it counts, and keeps nothing beyond this process.
@@ -31,7 +31,7 @@ def make_boundary() -> Callable[[], None]:
         return _no_boundary
     from ... import lifecycle
 
-    return lifecycle.start().boundary_by_hand
+    return lifecycle.start().explicit_boundary
 
 
 def _no_boundary() -> None:
@@ -81,7 +81,9 @@ def meet(name: str, action: Callable[[Any], object]) -> None:
 
 
 class Said:
-    """What one script has registered. `state` returns the state that it was restarted with, until that is restored."""
+    """The objects that one script has registered. `state` returns the state that it was restarted with, until that is
+    restored.
+    """
 
     def __init__(self, state: Callable[[], Any]) -> None:
         self._state = state
@@ -181,7 +183,7 @@ class Said:
             except state_file.NotPlain as error:
                 against.append((f"what hegm.keep({name!r}) keeps cannot be written: {error}", _HINT))
             except Exception as error:  # noqa: BLE001 - the script's own function
-                against.append((f"what hegm.keep({name!r}) keeps cannot be had: {error!r}", _HINT))
+                against.append((f"what hegm.keep({name!r}) keeps cannot be read: {error!r}", _HINT))
         steps = [int(getattr(optimizer, _STEPS, 0)) for optimizer in optimizers]
         first = next((index for index, found in enumerate(optimizers) if found is self._first_optimizer), None)
         return {"kept": kept, "steps": steps, "first": first, "epoch": self._epoch_now()}, against

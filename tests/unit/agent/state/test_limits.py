@@ -65,7 +65,7 @@ def train():
 
 
 def test_objects_in_a_list_that_is_too_long_went_without_a_word(script: types.ModuleType) -> None:
-    assert told(script, COUNTING.format(players=1001)) == [f"not looked at: the 1,001 objects of {NAME}.players"]
+    assert told(script, COUNTING.format(players=1001)) == [f"not searched: the 1,001 objects of {NAME}.players"]
 
 
 def test_what_is_within_the_limits_is_not_said(script: types.ModuleType) -> None:
@@ -75,14 +75,14 @@ def test_what_is_within_the_limits_is_not_said(script: types.ModuleType) -> None
 def test_functions_beyond_the_limit_went_without_a_word(script: types.ModuleType) -> None:
     calls = [f"def step_{number}():\n    step_{number + 1}()\n" for number in range(assignments.MAX_CODES + 1)]
     text = "".join(calls) + "def train():\n    for turn in range(1):\n        take()\n        turn and step_0()\n"
-    assert told(script, text) == ["not looked at: functions beyond the first 600 that the loop may call"]
+    assert told(script, text) == ["not searched: functions beyond the first 600 that the loop may call"]
 
 
 def test_a_list_with_too_many_parts_was_left_as_a_new_script_has_it(script: types.ModuleType) -> None:
     body = "    for turn in range(1):\n        take()\n        seen.append([turn])\n"
     text = f"def train():\n    seen = [[0]] * 200_001\n{body}"
     assert told(script, text) == [
-        f"not looked at: seen (list) in train() at {NAME}.py:5, which has more than 200,000 parts"
+        f"not searched: seen (list) in train() at {NAME}.py:5, which has more than 200,000 parts"
     ]
 
 

@@ -12,7 +12,14 @@ import pytest
 from hegmd.errors import HegmError
 from hegmd.images.criu.credentials import Credentials
 from hegmd.images.criu.needs import needs_of
-from hegmd.images.criu.privileges import CriuPrivileges, closed_to, rights_missing, to_dump, to_restore, worn_by_root
+from hegmd.images.criu.privileges import (
+    CriuPrivileges,
+    closed_to,
+    privileges_for_root,
+    rights_missing,
+    to_dump,
+    to_restore,
+)
 from hegmd.node.processes.process_tree import Descriptor, Member, Tree, read_tree
 
 BOB, HIS = 1000, frozenset({1000, 100})
@@ -100,7 +107,7 @@ def test_roots_criu_had_roots_rights_among_the_files_of_a_users_job() -> None:
     (member,) = plain.members
     alike = replace(member, pid=5, parent=4)
     both = replace(plain, members=(member, alike))
-    assert worn_by_root(both, needs_of(both)) == to_dump(both, ())
+    assert privileges_for_root(both, needs_of(both)) == to_dump(both, ())
     for other in (
         replace(alike, uid=0),
         replace(alike, gid=0),
@@ -109,6 +116,6 @@ def test_roots_criu_had_roots_rights_among_the_files_of_a_users_job() -> None:
         replace(alike, is_confined=True),  # CRIU cannot take a filter of system calls with a user's rights
     ):
         mixed = replace(plain, members=(member, other))
-        assert worn_by_root(mixed, needs_of(mixed)) is None
+        assert privileges_for_root(mixed, needs_of(mixed)) is None
     roots = replace(plain, members=(replace(member, uid=0),))
-    assert worn_by_root(roots, needs_of(roots)) is None
+    assert privileges_for_root(roots, needs_of(roots)) is None

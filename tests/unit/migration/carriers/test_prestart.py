@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import pytest
 
-from hegmd.migration.carriers.prestart import BEFOREHAND, IN_TURN, MIN_AVAILABLE_BYTES, Ready, Readying
+from hegmd.migration.carriers.prestart import BEFOREHAND, IN_TURN, MIN_AVAILABLE_BYTES, PrestartService, Ready
 from hegmd.migration.contracts import MigratedProcess, Rank, Respawn
 from hegmd.protocol.agents import AgentAttend
 from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
@@ -67,7 +67,7 @@ async def test_it_is_asked_for_once_with_the_surroundings_of_its_start_and_let_g
     orders: list[SupervisorOrder] = []
     known = subject(respawn=Respawn({"EXTRA": "1"}))
     async with supervised(orders) as supervisors:
-        readying = Readying(supervisors, surroundings, available_bytes=lambda: MIN_AVAILABLE_BYTES + STATE_BYTES)
+        readying = PrestartService(supervisors, surroundings, available_bytes=lambda: MIN_AVAILABLE_BYTES + STATE_BYTES)
         for _ in range(2):
             await readying.begin(known, STATE_BYTES)
         for _ in range(2):
@@ -81,7 +81,7 @@ async def test_it_is_asked_for_once_with_the_surroundings_of_its_start_and_let_g
 async def test_the_job_trains_on_until_it_is_ready_or_known_not_to_become_so(pid: int | None) -> None:
     """It stood for the 4 s that another process imported PyTorch in."""
     async with supervised([]) as supervisors:
-        readying = Readying(supervisors, surroundings, available_bytes=lambda: None)
+        readying = PrestartService(supervisors, surroundings, available_bytes=lambda: None)
         await readying.begin(subject(), STATE_BYTES)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(readying.until_ready, subject(), ignore)
@@ -94,7 +94,7 @@ async def test_the_job_trains_on_until_it_is_ready_or_known_not_to_become_so(pid
 
 async def test_one_whose_supervisor_has_gone_is_not_waited_for() -> None:
     async with supervised([]) as supervisors:
-        readying = Readying(supervisors, surroundings, available_bytes=lambda: None)
+        readying = PrestartService(supervisors, surroundings, available_bytes=lambda: None)
         assert not await readying.until_ready(subject(), ignore)
         await readying.begin(subject(), STATE_BYTES)
     assert not await readying.until_ready(subject(), ignore)
@@ -102,7 +102,7 @@ async def test_one_whose_supervisor_has_gone_is_not_waited_for() -> None:
 
 async def test_one_that_does_not_become_ready_is_not_waited_for_for_ever() -> None:
     async with supervised([]) as supervisors:
-        readying = Readying(supervisors, surroundings, Ready(within_s=0.0), available_bytes=lambda: None)
+        readying = PrestartService(supervisors, surroundings, Ready(within_s=0.0), available_bytes=lambda: None)
         await readying.begin(subject(), STATE_BYTES)
         assert not await readying.until_ready(subject(), ignore)
 
@@ -125,7 +125,7 @@ async def test_whoever_might_run_another_python_or_see_a_difference_is_started_i
 ) -> None:
     orders: list[SupervisorOrder] = []
     async with supervised(orders) as supervisors:
-        await Readying(supervisors, surroundings, available_bytes=lambda: None).begin(known, STATE_BYTES)
+        await PrestartService(supervisors, surroundings, available_bytes=lambda: None).begin(known, STATE_BYTES)
     assert orders == []
 
 
@@ -143,7 +143,7 @@ async def test_nothing_is_made_ready_behind_a_launcher_against_the_settings_or_w
 ) -> None:
     orders: list[SupervisorOrder] = []
     async with supervised(orders, **offer) as supervisors:
-        readying = Readying(supervisors, surroundings, Ready(when), available_bytes=lambda: available_bytes)
+        readying = PrestartService(supervisors, surroundings, Ready(when), available_bytes=lambda: available_bytes)
         await readying.begin(subject(), STATE_BYTES)
         await readying.end(subject())
     assert orders == []

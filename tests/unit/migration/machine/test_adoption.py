@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hegmd.memory.sizes import LAST_BYTES, UNSEEN_BYTES
 from hegmd.migration.machine import events
-from hegmd.migration.machine.adoption import Driven, adopted_of_driver, driver_bytes_bound
+from hegmd.migration.machine.adoption import DriverProcess, adopted_of_driver, driver_bytes_bound
 from tests.unit.migration.operations import Drive, tags
 
 GIB = 1 << 30
@@ -13,7 +13,7 @@ GIB = 1 << 30
 def driven(gpu: str | None) -> Drive:
     state = "checkpointed" if gpu is None else "locked"
     driver_bytes = 3 * GIB if gpu is None else 0
-    found = Driven(pid=7, start_ticks=1, uid=0, name="x", state=state, gpu=gpu, driver_bytes=driver_bytes)
+    found = DriverProcess(pid=7, start_ticks=1, uid=0, name="x", state=state, gpu=gpu, driver_bytes=driver_bytes)
     return Drive(adopted_of_driver("1", found, utc=0.0), phases=["suspended"])
 
 

@@ -159,7 +159,7 @@ def test_ranks_whose_communicators_were_aborted_go_into_an_image() -> None:
     workers = tuple([one.replace(communicators="replace") for one in suspended.workers])
     drive = Drive(suspended.replace(workers=workers)).until("suspended")
     drive.feed(events.ImageRequested(handoff=ImageRequest(path="/images/one", uid=0, gid=0)))
-    assert drive.until("done").op.is_handed
+    assert drive.until("done").op.is_image_complete
 
 
 def test_ranks_that_exchange_gpus_reserve_them_when_all_have_left_and_give_up_their_own_first() -> None:

@@ -6,7 +6,15 @@ from pathlib import Path
 
 from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.migration.machine import events
-from hegmd.migration.machine.describe import HAPPENINGS, Happening, description, happenings, in_hand, state_of, waiting
+from hegmd.migration.machine.describe import (
+    HAPPENINGS,
+    Happening,
+    busy_message,
+    description,
+    happenings,
+    state_of,
+    waiting,
+)
 from hegmd.migration.machine.operation import CHECKPOINT, RESTART, SUSPEND, Failure, ImageRequest
 from tests.unit.migration.operations import Drive, operation, tags, worker
 
@@ -140,11 +148,11 @@ def test_a_suspended_job_names_the_command_that_brings_it_back() -> None:
 
 def test_a_suspended_job_was_to_be_resumed_and_stopped_again_for_an_image() -> None:
     op = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended").op
-    assert in_hand(op, 197, CHECKPOINT)[1].startswith("write it into an image: hegmctl handoff 197 DIR")
-    assert in_hand(op, 197)[1] == "run: hegmctl resume 197"
+    assert busy_message(op, 197, CHECKPOINT)[1].startswith("write it into an image: hegmctl handoff 197 DIR")
+    assert busy_message(op, 197)[1] == "run: hegmctl resume 197"
     saved = op.workers[0].replace(method=RESTART, state_saved=True, gpu=None)
     for kind in (CHECKPOINT, None):  # «hegmctl resume» of one that has left found nobody to start it
-        hint = in_hand(op.replace(workers=(saved,)), 197, kind)[1]
+        hint = busy_message(op.replace(workers=(saved,)), 197, kind)[1]
         assert hint == f"run: hegmctl run --allow-restart --resume {op.id} -- COMMAND"
 
 

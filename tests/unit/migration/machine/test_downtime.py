@@ -57,7 +57,7 @@ def test_ranks_that_run_on_to_another_boundary_do_not_stand_on_the_way() -> None
     """Issue 14, row 4."""
     op = operation(worker("a", is_parked=True), worker("b"))
     op = timed(events.Parked(effect=1, worker="a", boundary=4), op, 10.0)
-    op = timed(events.Overran(effect=2, worker="b", boundary=4, parked_s=0.5), op, 10.5)
+    op = timed(events.PassedBoundary(effect=2, worker="b", boundary=4, parked_s=0.5), op, 10.5)
     assert (op.parked_since, op.downtime_s) == (None, 0.5)
     op = timed(events.Parked(effect=3, worker="a", boundary=6), op, 50.0)
     op = timed(events.Parked(effect=4, worker="b", boundary=6), op, 50.25)

@@ -211,7 +211,7 @@ def test_a_rank_that_has_passed_the_boundary_moves_it_for_all() -> None:
     drive.end(boundary=7)
     assert drive.end(boundary=8) == ()
     overrun = drive.wanted.pop(0)
-    again: Any = drive.feed(events.Overran(effect=overrun.number, worker="b", boundary=9))
+    again: Any = drive.feed(events.PassedBoundary(effect=overrun.number, worker="b", boundary=9))
     assert [(effect.worker, effect.at) for effect in again] == [("a", 10), ("b", 10)]
     drive.end(boundary=10)
     assert drive.op.phase == "quiescing"

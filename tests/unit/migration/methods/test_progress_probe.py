@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from hegmd.gpu_helper.link import Stuck
-from hegmd.migration.methods.progress_probe import Patience, Sight, Work, is_stopped, look_at
+from hegmd.migration.methods.progress_probe import Patience, ProgressSample, Work, is_stopped, look_at
 from tests.patience import HANG_S
 
 MIB = 1 << 20
@@ -19,14 +19,14 @@ PLAIN = Patience(look_s=1, stopped_s=2, floor_s=15, times=4, quiet_s=10, moved_b
 RUNNING = {"S": 30, "D": 1}
 
 
-def judged(*sights: Sight, expected_s: float = 1.0) -> list[int]:
+def judged(*sights: ProgressSample, expected_s: float = 1.0) -> list[int]:
     """At which of these looks, one a second, it is given up."""
     work = Work("checkpoint", 4711, expected_s, PLAIN, 0.0)
     return [number for number, sight in enumerate(sights) if work.judge(sight, float(number)) is not None]
 
 
-def quiet(count: int, resident_bytes: int = 0) -> list[Sight]:
-    return [Sight(resident_bytes, 0, RUNNING)] * count
+def quiet(count: int, resident_bytes: int = 0) -> list[ProgressSample]:
+    return [ProgressSample(resident_bytes, 0, RUNNING)] * count
 
 
 def test_a_call_in_which_nothing_moves_is_given_up_when_it_takes_far_longer_than_its_bytes() -> None:
@@ -37,30 +37,30 @@ def test_a_call_in_which_nothing_moves_is_given_up_when_it_takes_far_longer_than
 @pytest.mark.parametrize("what", ["resident_bytes", "free_bytes"])
 def test_a_call_that_goes_slowly_is_waited_for_as_long_as_something_moves(what: str) -> None:
     """16 MiB in ten seconds are a thousandth of what was measured, and still something."""
-    moving = [Sight(**{what: number // 9 * 16 * MIB}, threads=RUNNING) for number in range(300)]
+    moving = [ProgressSample(**{what: number // 9 * 16 * MIB}, threads=RUNNING) for number in range(300)]
     assert not judged(*moving)
     stands = [*moving, *[moving[-1]] * 20]
     assert judged(*stands)[0] > 300
 
 
 def test_what_other_threads_of_it_take_now_and_then_is_no_progress() -> None:
-    assert judged(*[Sight(number % 2 * MIB, 0, RUNNING) for number in range(25)])[0] == 19
+    assert judged(*[ProgressSample(number % 2 * MIB, 0, RUNNING) for number in range(25)])[0] == 19
 
 
 def test_what_cannot_be_seen_is_neither_progress_nor_a_reason_to_wait_for_ever() -> None:
-    assert judged(*[Sight()] * 25)[0] == 19
+    assert judged(*[ProgressSample()] * 25)[0] == 19
 
 
 def test_one_that_is_stopped_is_given_up_at_once_and_one_that_a_debugger_looks_at_is_not() -> None:
-    one_stopped = Sight(0, 0, {"S": 30, "t": 1})
+    one_stopped = ProgressSample(0, 0, {"S": 30, "t": 1})
     assert judged(*quiet(1), *[one_stopped] * 3) == [3]
     assert not judged(*[one_stopped, *quiet(1)] * 7)
 
 
 def test_what_is_said_of_a_call_that_is_given_up_has_the_figures_and_the_next_step() -> None:
     work = Work("restore", 4711, 2.0, PLAIN, 100.0)
-    assert work.judge(Sight(2 << 30, 0, RUNNING), 101.0) is None
-    stuck = work.judge(Sight(2 << 30, 0, RUNNING), 130.0)
+    assert work.judge(ProgressSample(2 << 30, 0, RUNNING), 101.0) is None
+    stuck = work.judge(ProgressSample(2 << 30, 0, RUNNING), 130.0)
     assert isinstance(stuck, Stuck)
     assert "of process 4711 for 30 s, where 2.0 s were expected, and made no progress for 29 s" in stuck.message
     assert "1 D, 30 S, 2.0 GiB" in stuck.message
@@ -101,5 +101,5 @@ def test_a_process_that_grows_and_one_that_is_stopped_are_seen(child: subprocess
 
 
 def test_of_one_that_is_gone_nothing_is_seen() -> None:
-    assert look_at(2**22 + 1, None) == Sight(None, None, {})
+    assert look_at(2**22 + 1, None) == ProgressSample(None, None, {})
     assert not is_stopped(2**22 + 1)

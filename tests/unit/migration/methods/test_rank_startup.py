@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from typing_extensions import Self
 
-from hegmd.migration.methods.rank_startup import LEFT_BEHIND_S, Line, RankOnItsWay, Who, line_of, ranks_below
+from hegmd.migration.methods.rank_startup import LEFT_BEHIND_S, Line, StartingRank, Who, line_of, ranks_below
 from hegmd.node.processes.procfs import start_ticks_of
 from tests.patience import HANG_S
 
@@ -23,7 +23,7 @@ class Started:
 
     def __init__(self, *living: Who) -> None:
         self.living = set(living)
-        self.rank = RankOnItsWay(self.living.__contains__)
+        self.rank = StartingRank(self.living.__contains__)
         self.rank.note(RANK, Line(RANK, COMMAND))
 
     def failed(self, now: float) -> bool:
@@ -131,7 +131,7 @@ def test_a_process_below_another_supervisor_is_no_rank_of_this_one(wrapped: Tree
 
 def test_a_rank_that_fell_before_the_daemon_was_started_was_waited_for_in_vain() -> None:
     """Nobody told the daemon that it was that rank; the others are there, and wait for it."""
-    rank = RankOnItsWay({COMMAND, OTHER}.__contains__)
+    rank = StartingRank({COMMAND, OTHER}.__contains__)
     rank.note_below(COMMAND, {}, 1)
     assert rank.fallen(0.0) is None, "its launcher may have started none yet"
     rank.note_below(COMMAND, {0: OTHER}, 1)
@@ -142,7 +142,7 @@ def test_a_rank_that_fell_before_the_daemon_was_started_was_waited_for_in_vain()
 
 
 def test_a_rank_that_its_launcher_starts_after_the_others_has_not_fallen() -> None:
-    rank = RankOnItsWay({COMMAND, RANK, OTHER}.__contains__)
+    rank = StartingRank({COMMAND, RANK, OTHER}.__contains__)
     rank.note_below(COMMAND, {0: OTHER}, 1)
     assert rank.fallen(0.0) is not None
     rank.note_below(COMMAND, {0: OTHER, 1: RANK}, 1)

@@ -16,9 +16,9 @@ import pytest
 from hegmd.errors import Refused
 from hegmd.memory.pool import MemoryKeeping, Pool
 from hegmd.migration.contracts import MigratedProcess, Rank, ReplacedBy, TrainingFinished, start_key
-from hegmd.migration.methods.rank_startup import Line, RankOnItsWay, Who, line_of, ranks_below
+from hegmd.migration.methods.rank_startup import Line, StartingRank, Who, line_of, ranks_below
 from hegmd.migration.methods.restart import RestartMethod
-from hegmd.migration.methods.restore_lock import has_come_to_its_end, has_passed, lock_path
+from hegmd.migration.methods.restore_lock import has_finished, has_passed, lock_path
 from hegmd.migration.methods.simulated import SimulatedMethod
 from hegmd.migration.methods.simulated_memory import SimulatedMemory
 from hegmd.node.processes.procfs import start_ticks_of
@@ -154,13 +154,13 @@ async def test_nobody_is_started_from_the_state_of_a_training_that_came_to_its_e
 
 @pytest.mark.parametrize("notes", [b"", BACK, bytes(len(BACK)) + OVER])
 def test_both_words_are_the_end_of_a_training_and_neither_alone_is(tmp_path: Path, notes: bytes) -> None:
-    assert not has_come_to_its_end(tmp_path, "4")
+    assert not has_finished(tmp_path, "4")
     noted(tmp_path, notes)
-    assert not has_come_to_its_end(tmp_path, "4")
+    assert not has_finished(tmp_path, "4")
     with lock_path(tmp_path, "4").open("r+b") as lock:
         os.pwrite(lock.fileno(), BACK, 0)
         os.pwrite(lock.fileno(), OVER, len(BACK))
-    assert has_come_to_its_end(tmp_path, "4")
+    assert has_finished(tmp_path, "4")
 
 
 async def test_who_has_gone_on_is_noted_for_its_supervisor_and_who_has_ended_by_then_is_not(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ async def test_the_launcher_that_this_daemon_started_is_not_searched_for_ranks(t
 
     supervisors = Supervisors(lambda _: TICKS)
     restart = method(tmp_path, supervisors=supervisors, ranks_below=ranks_below)
-    rank = RankOnItsWay(lambda _: True)
+    rank = StartingRank(lambda _: True)
     offer = Supervise(run="run-1", python=False, pid=BEFORE, started=True, operation="4", ranks=True)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(supervisors.attend, object(), os.getpid(), UID, offer, _send_to_supervisor)

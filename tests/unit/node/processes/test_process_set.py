@@ -200,7 +200,7 @@ WRITER += "try:\n    while True: os.pwrite(file, b'x', 0)\nexcept OSError as err
 
 
 def test_a_dump_that_nobody_wanted_any_more_was_waited_for_to_its_end(tmp_path: Path) -> None:
-    """A daemon that was started anew waited for up to 15 minutes, the job standing, for an image that it threw away."""
+    """A restarted daemon waited up to 15 minutes, with the job stopped, for an image that it then discarded."""
     people = population_of([ROOT])
     with sleeper("dump", "--tree", str(ROOT), "--images-dir", str(tmp_path / "pages"), text=WRITER) as dumper:
         let_go(people)

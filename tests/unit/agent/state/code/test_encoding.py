@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hegmd.agent.state.code.encoding import SAME, Settling
+from hegmd.agent.state.code.encoding import SAME, Decoding
 
 
 class Model:
@@ -15,18 +15,18 @@ def test_a_value_that_comes_back_by_itself_is_found_by_its_reference_and_else_st
     asked: list[Any] = []
     here, referred_to = Model(), Model()
 
-    def find(reference: Any, _: Settling) -> Model:
+    def find(reference: Any, _: Decoding) -> Model:
         asked.append(reference)
         return referred_to
 
-    settling = Settling(find)
+    settling = Decoding(find)
     assert settling.settle((SAME, "Model", ("layers", 0)), here, "model") is referred_to
     assert settling.settle((SAME, "Model", None), here, "model") is here
     assert (asked, settling.missing) == ([("layers", 0)], [])
 
 
 def test_a_value_of_another_type_is_missing() -> None:
-    settling = Settling(lambda _reference, _settling: None)
+    settling = Decoding(lambda _reference, _settling: None)
     here = Model()
     assert settling.settle((SAME, "Model", ("layers", 0)), here, "model") is here
     assert settling.missing == ["model (Model)"]

@@ -20,7 +20,7 @@ def _frame_in(module: str, call: Callable[[], Any] | None = None) -> FrameType:
 
 def test_a_script_of_its_own_is_nobodys_business_here() -> None:
     assert accelerate_hf.against([_frame_in("__main__"), _frame_in("timm.models")]) is None
-    taking = accelerate_hf.Taking([_frame_in("__main__")])
+    taking = accelerate_hf.FrameworkCapture([_frame_in("__main__")])
     assert (taking.against, taking.read) == ([], None)
 
 
@@ -28,7 +28,7 @@ def test_lightning_that_fetches_no_batch_is_asked_again() -> None:
     for module in ("lightning.pytorch.loops.fit_loop", "pytorch_lightning.loops.fit_loop"):
         ((what, hint, passes),) = accelerate_hf.against([_frame_in("__main__"), _frame_in(module)]) or []
         assert "Lightning" in what
-        assert "ask again" in hint
+        assert "try again" in hint
         assert passes
 
 
@@ -77,7 +77,7 @@ def test_the_batches_that_a_trainer_has_in_hand_are_given_again() -> None:
         "    return get_batch_samples(epoch_iterator, batch_samples)",
         script,
     )
-    taking = accelerate_hf.Taking([*script["_run_epoch"](trainer, 2, 7, generator, ["one", "other"])])
+    taking = accelerate_hf.FrameworkCapture([*script["_run_epoch"](trainer, 2, 7, generator, ["one", "other"])])
     assert taking.read == (iterator, 3)
     taken = taking.state["trainer"]
     assert (taken["epoch"], taken["batches"], taken["state"]) == (2, 8, {"global_step": 3})

@@ -48,10 +48,10 @@ def test_passes_of_others_are_never_taken_for_left() -> None:
 
 def test_its_loader_is_the_scripts_and_its_iterators_are_not() -> None:
     loader = _Loader()
-    assert stateful_loader.goes_by_state(loader)
-    assert not stateful_loader.sees_to(loader)
-    assert stateful_loader.sees_to(loader._iterator)
-    assert not stateful_loader.goes_by_state(types.SimpleNamespace(num_workers=2))
+    assert stateful_loader.restores_by_own_state(loader)
+    assert not stateful_loader.is_part(loader)
+    assert stateful_loader.is_part(loader._iterator)
+    assert not stateful_loader.restores_by_own_state(types.SimpleNamespace(num_workers=2))
 
 
 @pytest.mark.parametrize("given", [0, 1])

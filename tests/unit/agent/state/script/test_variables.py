@@ -1,4 +1,4 @@
-"""Variables of a script over a restart, by running it twice in one process: as it was left, and as it begins anew."""
+"""Variables of a script over a restart, by running it twice in one process: as it was left, and as it starts over."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def train():
 def test_what_cannot_go_along_was_not_named_if_something_is_kept_by_its_name(scripts: Scripts) -> None:
     where = f"view (memoryview) in train() at {NAME}.py:6"
     assert scripts.restarted(OPENED, 2, first=1)[1] == [where]
-    assert scripts.restarted(OPENED, 2, ("view",), first=1)[1] == [f"{where}, but for what hegm.keep('view') keeps"]
+    assert scripts.restarted(OPENED, 2, ("view",), first=1)[1] == [f"{where}, except what hegm.keep('view') keeps"]
 
 
 BEGUN_AGAIN = """

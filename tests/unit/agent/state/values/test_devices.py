@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hegmd.agent.state.code.encoding import Settling
+from hegmd.agent.state.code.encoding import Decoding
 from hegmd.agent.state.storage import tensors
 from hegmd.agent.state.values import devices, rng
 
@@ -20,7 +20,7 @@ def saved_on(device: torch.device) -> torch.Tensor:
 
 
 def settled(saved: torch.Tensor, here: Any) -> Any:
-    return Settling().settle(("tensor", saved, False), here, "mean")
+    return Decoding().settle(("tensor", saved, False), here, "mean")
 
 
 def test_a_tensor_of_a_gpu_could_not_be_put_back_where_there_is_none() -> None:

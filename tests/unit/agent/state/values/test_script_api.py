@@ -98,7 +98,7 @@ def test_a_value_that_cannot_be_kept_is_a_reason_with_its_place_and_a_hint(said:
     _state, against = said.capture([])
     assert [what for what, _hint in against] == [
         "what hegm.keep('history') keeps cannot be written: log[0] is a function",
-        "what hegm.keep('best') keeps cannot be had: KeyError('best')",
+        "what hegm.keep('best') keeps cannot be read: KeyError('best')",
     ]
 
 
@@ -204,4 +204,4 @@ def test_under_the_agent_hegm_is_found_beside_it_and_no_step_is_made_before_the_
     path = f"{inject}:{tmp_path}"
     done = _run(TRAINING, PYTHONPATH=path, HEGM_STATE=str(tmp_path / "state"), HEGM_SOCKET=str(tmp_path / "none"))
     assert (done.returncode, done.stdout) == (UNRESTORED_STATUS, "3 41 [7]\n")
-    assert "an optimizer was about to step before the script came to where it was" in done.stderr
+    assert "an optimizer was about to step before the script reached its saved position" in done.stderr
