@@ -10,7 +10,11 @@ from pathlib import Path
 
 def children() -> set[int]:
     """Those that there are now, of any of its threads, and those that have ended and were not taken up."""
-    return {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+    found: set[int] = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        with suppress(FileNotFoundError):  # a thread that has ended since it was listed
+            found.update(map(int, path.read_text().split()))
+    return found
 
 
 def reap(pids: Iterable[int]) -> None:
