@@ -2,11 +2,9 @@
 
 A worker is identified by pid and start time, which the kernel reports, and by the token that its agent drew. The end of
 a connection keeps the handle: running orders fail as `AgentAway`, and an agent that reconnects with the same token gets
-its handle back. Only the pidfd shows the end of the process, so a reused pid is never mistaken. Another token from the
-same process means that it runs another program.
+its handle back. Only the pidfd shows the end of the process. Another token from the same process means a new program.
 
-Owns the orders in flight and the last reports of the agents. Decides nothing about operations: listeners learn that a
-worker `came`, was `left` by its agent, has it `back`, or has `ended`.
+Owns orders in flight and agents' last reports. Tells listeners that a worker `came`, was `left`, is `back` or `ended`.
 """
 
 from __future__ import annotations
