@@ -195,7 +195,7 @@ def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
     [
         (
             {"after": "globals().setdefault('late', torch.nn.Linear(1, 1))"},
-            "late, a Linear, was created after the first",
+            "late, a Linear, was made after the first",
         ),
         ({"body": "train(1)\ntrain(3)"}, "has trained before the one at line"),
         ({"body": "list(map(train, (1, 3)))"}, "has trained before, in an earlier call"),
@@ -203,7 +203,7 @@ def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
         ({"epochs": "['a', 'b', 'c']"}, "goes over a tuple_iterator, whose position cannot be set"),
         (
             {"body": "turns = iter(range(9))\nwhile next(turns, start) < 8:\n    train(3)"},
-            "the while loop at line 29 of __main__ goes by variables",
+            "the while loop at line 29 of __main__ depends on variables",
         ),
         ({"body": READ_AHEAD}, "another thread reads the loader at line 30 of __main__ in read() ahead"),
         ({"body": REMADE}, "the loader at line 33 of __main__ is over newly created data"),

@@ -330,7 +330,7 @@ def test_what_is_not_clear_or_would_lose_it_is_refused(tmp_path: Path) -> None:
             return f"{error.value.message}; {error.value.hint}"
 
         pid = program.pid
-        assert f"hegmctl migrate {pid} --to gpu0=gpu2" in refused(pid, "gpu2")
+        assert "hegmctl migrate tests.e2e.cuda_agent --to gpu0=gpu2" in refused(pid, "gpu2")
         assert "cannot both move to gpu2" in refused(pid, "gpu2,gpu2")
         assert "cannot both move to gpu1" in refused(pid, "gpu0=gpu1")
         assert "not on gpu2" in refused(pid, "gpu2=gpu1")

@@ -85,7 +85,7 @@ def test_a_journal_of_a_newer_version_is_refused_with_the_way_out_and_left_as_it
     try:
         cursor = node.journal_cursor()
         assert node.run("systemctl", "start", SERVICE, check=False).returncode != 0
-        refused = node.wait_for_journal("the journal of operations has version", after=cursor, unit=SERVICE)
+        refused = node.wait_for_journal(f"the journal of operations /{JOURNAL} has version", after=cursor, unit=SERVICE)
         assert f"version {records.VERSION + 1}; this hegmd reads versions up to {records.VERSION}" in refused["MESSAGE"]
         node.wait_for_journal("install the newer hegmd that wrote it again", after=cursor, unit=SERVICE)
         assert path.read_bytes() == newer

@@ -65,8 +65,8 @@ def against_leaving(snapshot: NodeSnapshotForPlan, request: PlanRequest) -> tupl
 def _place_members(draft: Draft) -> tuple[Candidate, ...]:
     members = in_rank_order(members_named(draft))
     places = [(candidate.pid, place_of(candidate.gpus)) for candidate in members]
-    jobs = {(candidate.uid, candidate.job) for candidate in members if candidate.job is not None}
-    for job in jobs:
+    ranks = [one for one in members if one.agent is not None and one.agent.rank is not None]
+    for job in {(rank.uid, rank.job) for rank in ranks if rank.job is not None}:
         own = [place for place, one in zip(places, members, strict=True) if (one.uid, one.job) == job]
         if targets.against_one_gpu(draft, own):
             return members

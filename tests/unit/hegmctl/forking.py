@@ -65,7 +65,9 @@ class Forking:
 
     def run(self, words: Sequence[str], environ: Mapping[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
         """Run hegmctl to its end with both outputs in files."""
-        wanted = json.dumps({"words": words, "environ": environ, "cwd": str(cwd)}).encode()
+        ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as under nohup
+        asked = {"words": words, "environ": environ, "cwd": str(cwd), "ignores_hangup": ignores_hangup}
+        wanted = json.dumps(asked).encode()
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
             socket.send_fds(self._line, [wanted], [out.fileno(), errors.fileno()])
             status = int(self._line.recv(MESSAGE_BYTES))
@@ -123,6 +125,7 @@ def become(wanted: dict[str, Any], fds: list[int], line: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(wanted["environ"])
     os.chdir(wanted["cwd"])
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if wanted["ignores_hangup"] else signal.SIG_DFL)
     sys.argv = ["hegmctl", *wanted["words"]]
     hegmctl_main()
 

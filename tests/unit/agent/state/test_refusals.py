@@ -15,7 +15,7 @@ from hegmd.agent.state.storage.errors import NotPlain
 from hegmd.agent.state.values.refusals import Refusal
 
 PACKAGE = Path(__file__).parents[4] / "hegmd/agent/state"
-VERBS = frozenset("ask create draw give go hold keep let make put read set start take use write".split())
+VERBS = frozenset("ask create draw give go hold keep let make put read set start take try use write".split())
 #: What is said of a reason is in two values side by side: in calls of these, and where `against` collects them.
 _CALLED = {"Refusal", "_refuse"}
 #: Reasons that another function found: their hints are walked where that function makes them.
