@@ -90,15 +90,27 @@ class SnapshotFiles(StateSaving[Mapping[str, JobSnapshots]]):
                     path.unlink()
 
     def save(self, records: Mapping[str, JobSnapshots]) -> None:
-        """Write what has changed. Raises OSError; what was written until then is not written again. Blocks."""
-        for job in self._on_disk.keys() - records.keys():
-            (self._folder / f"{job}.json").unlink(missing_ok=True)
+        """Write what has changed. Raises OSError; what was written is not written again. Blocks."""
+        errors: list[OSError] = []
+        for job in {*self._on_disk, *records}:
+            if self._on_disk.get(job) == records.get(job):
+                continue
+            try:
+                self._save_one(job, records.get(job))
+            except OSError as error:  # the files of other jobs may be writable
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _save_one(self, job: str, record: JobSnapshots | None) -> None:
+        path = self._folder / f"{job}.json"
+        if record is None:
+            path.unlink(missing_ok=True)
             del self._on_disk[job]
-        for job, record in records.items():
-            if self._on_disk.get(job) != record:
-                self._folder.mkdir(mode=0o700, exist_ok=True)
-                replace_file(self._folder / f"{job}.json", json.dumps(record.to_plain()).encode())
-                self._on_disk[job] = record
+        else:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            replace_file(path, json.dumps(record.to_plain()).encode())
+            self._on_disk[job] = record
 
 
 def _report(why: str) -> None:

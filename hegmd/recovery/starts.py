@@ -14,6 +14,7 @@ import anyio.to_thread
 
 from hegmd.errors import HegmError
 from hegmd.migration.methods import launchers
+from hegmd.migration.methods.progress_probe import is_stopped
 from hegmd.migration.methods.restore_lock import claimed, lock_path, was_restored
 from hegmd.protocol.recovery import FAILED, GIVEN_UP, RECOVERED, UNDER_WAY, RecoveryAttempt
 from hegmd.protocol.slots import SlotRecord
@@ -186,12 +187,20 @@ class Starts:
                     self._hung = 0
                     await self._note_recovered(attempt, back)
                     return
+            if self._is_paused():
+                since = anyio.current_time()
             if limit_s is not None and anyio.current_time() - since > limit_s:
                 self._hung += 1
                 await self._end_start(limit_s)
                 return
             with anyio.move_on_after(SOON_S if back else LOOK_S):
                 await self._job.node.news.wait()
+
+    def _is_paused(self) -> bool:
+        """Whether the job is stopped, as by Ctrl-Z or Slurm, or an operation has it: then no step can come."""
+        pids = [worker.pid for worker in self._job.own_workers()]
+        is_held = any(self._job.node.is_in_hand(pid) for pid in pids)
+        return is_held or any(is_stopped(pid) for pid in (self._job.supervisor.pid, *pids))
 
     async def _end_start(self, limit_s: float) -> None:
         """Kill a start that came to no step, its command first: its end is a failure like any other."""

@@ -84,9 +84,11 @@ class OperationHandlers:
             except HegmError as error:
                 error.hint = self._jobs.by_name(error.hint)
                 reasons = [as_map(reason) or {} for reason in as_list(error.facts.get("reasons")) or ()]
+                for reason in reasons:
+                    if "hint" in reason:
+                        reason["hint"] = self._jobs.by_name(str(reason["hint"]))
                 if reasons:
-                    renamed = [{**one, "hint": self._jobs.by_name(str(one.get("hint", "")))} for one in reasons]
-                    error.facts["reasons"] = renamed
+                    error.facts["reasons"] = reasons
                 raise
 
         return handle

@@ -219,6 +219,7 @@ def test_a_process_that_is_stopped_by_a_signal_is_refused_before_the_driver_wait
     with node.program(0) as program, node.connect() as connection:
         watched = Watched(program)
         os.kill(watched.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, watched.pid, os.WSTOPPED | os.WNOWAIT)  # on a busy machine that takes a moment
         with pytest.raises(HegmError, match=r"is stopped \(SIGSTOP\)"):
             connection.migrate(watched.pid, "gpu1")
         os.kill(watched.pid, signal.SIGCONT)

@@ -67,7 +67,7 @@ def _place_members(draft: Draft) -> tuple[Candidate, ...]:
     places = [(candidate.pid, place_of(candidate.gpus)) for candidate in members]
     ranks = [one for one in members if one.agent is not None and one.agent.rank is not None]
     for job in {(rank.uid, rank.job) for rank in ranks if rank.job is not None}:
-        own = [place for place, one in zip(places, members, strict=True) if (one.uid, one.job) == job]
+        own = [(rank.pid, place_of(rank.gpus)) for rank in ranks if (rank.uid, rank.job) == job]
         if targets.against_one_gpu(draft, own):
             return members
     if not targets.place_ranks(draft, places):
@@ -115,7 +115,8 @@ def planned_resume(
     members: list[Candidate] = []
     ranks = sorted(op.live, key=lambda worker: (sys.maxsize if worker.rank is None else worker.rank, worker.pid))
     places = [(worker.pid, worker.previous_gpu or worker.first_gpu) for worker in ranks]
-    if op.is_distributed and targets.against_one_gpu(draft, places):
+    of_ranks = [place for place, worker in zip(places, ranks, strict=True) if worker.rank is not None]
+    if targets.against_one_gpu(draft, of_ranks):
         return tuple(draft.reasons)
     if not targets.place_ranks(draft, places):
         return tuple(draft.reasons)

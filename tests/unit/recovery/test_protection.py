@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from types import SimpleNamespace
 from typing import Any, cast
@@ -228,6 +229,17 @@ async def test_a_start_that_hangs_before_its_first_step_is_killed_with_its_comma
         await Hanging(rig.job, least_start_s=0.0)._await_start(RecoveryAttempt(fell_utc=0.0, why=""))
     assert await anyio.to_thread.run_sync(other.wait) == -9
     assert rig.job.killed_for == ("job.hung: came to no step within 0 s of its start from a snapshot, and was killed")
+
+
+def test_the_time_in_which_a_job_is_stopped_is_none_of_its_start(other: subprocess.Popen[bytes]) -> None:
+    """Ten minutes of Ctrl-Z, or of Slurm, ended it."""
+    rig = Rig()
+    rig.supervisor.pid = other.pid
+    starts = Starts(rig.job)
+    assert not starts._is_paused()
+    other.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, other.pid, os.WSTOPPED)
+    assert starts._is_paused()
 
 
 def test_no_process_of_anybody_else_is_ended_in_the_place_of_a_command(other: subprocess.Popen[bytes]) -> None:

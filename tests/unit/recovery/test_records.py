@@ -8,6 +8,7 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
+import pytest
 
 from hegmd.protocol.recovery import RECOVERED, RecoveryAttempt
 from hegmd.recovery.policy import Budget
@@ -39,6 +40,15 @@ def test_only_a_record_that_has_changed_is_written_again(tmp_path: Path) -> None
     files.save({"j1": first, "j2": second.replace(generation=5)})
     assert (tmp_path / "recovery" / "j1.json").stat().st_ino == before
     assert [record.generation for record in SnapshotFiles(tmp_path).load()] == [0, 5]
+
+
+def test_a_record_that_cannot_be_written_keeps_no_other_from_the_disk(tmp_path: Path) -> None:
+    files, first, second = SnapshotFiles(tmp_path), JobSnapshots(job="j1", uid=0), JobSnapshots(job="j2", uid=0)
+    (tmp_path / "recovery" / "j1.json").mkdir(parents=True)
+    with pytest.raises(OSError, match=r"j1\.json"):
+        files.save({"j1": first, "j2": second})
+    (tmp_path / "recovery" / "j1.json").rmdir()
+    assert SnapshotFiles(tmp_path).load() == [second]
 
 
 async def test_a_disk_that_does_not_answer_stops_nothing_of_the_daemon(tmp_path: Path) -> None:

@@ -187,11 +187,16 @@ def _keep_rest(path: str, fd: int, start: int, mode: int) -> None:
     try:
         if not _is_own(os.fstat(kept)):
             raise OSError(f"{path} is no file of this user's")
-        os.lseek(kept, 0, os.SEEK_END)
-        while piece := os.pread(fd, _PIECE_BYTES, start):
-            start += len(piece)
-            while piece:
-                piece = piece[os.write(kept, piece) :]
+        end = os.lseek(kept, 0, os.SEEK_END)
+        try:
+            while piece := os.pread(fd, _PIECE_BYTES, start):
+                start += len(piece)
+                while piece:
+                    piece = piece[os.write(kept, piece) :]
+            os.fsync(kept)
+        except OSError:
+            os.ftruncate(kept, end)  # the next recovery appends it again
+            raise
     finally:
         os.close(kept)
 
