@@ -27,6 +27,7 @@ from tests.patience import HANG_S
 from tests.stubs.build import build_stub
 
 PATIENCE_S = HANG_S
+AT_REST = frozenset({"suspended", "done", "rolled-back", "lost"})
 
 
 def asked(node: SystemdNode, *words: str) -> dict[str, Any]:
@@ -107,9 +108,17 @@ def trains_at(node: SystemdNode, *, beside: int = 0) -> tuple[int, str]:
 
 
 def settled(node: SystemdNode, op: str) -> str:
-    """Where the operation has come to rest, under whatever daemon there is by then."""
-    while "operation" not in (said := asked(node, "op", op, "--follow")):
-        assert said["error"]["code"] in {"no-daemon", "disconnected", "unavailable"}, said
-        pause(COMMAND_MS)
-    phase: str = said["operation"]["phase"]
+    """Where the operation has come to rest, under whatever daemon there is by then.
+
+    While it waits for an agent that has yet to connect, `op --follow` ends before that.
+    """
+    phase = ""
+    while phase not in AT_REST:
+        said = asked(node, "op", op, "--follow")
+        if "operation" in said:
+            phase = said["operation"]["phase"]
+        else:
+            assert said["error"]["code"] in {"no-daemon", "disconnected", "unavailable"}, said
+        if phase not in AT_REST:
+            pause(COMMAND_MS)
     return phase
