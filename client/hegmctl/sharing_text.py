@@ -71,7 +71,7 @@ def priority_text(reply: JobReply, style: Style) -> list[str]:
 
 
 def queue_text(reply: QueueReply, style: Style) -> list[str]:
-    """The table of `hegmctl queue`. Where reasons do not fit into it, they are below it in full."""
+    """Return the table of `hegmctl queue`. Reasons that do not fit into it follow in full."""
     lines = _jobs(reply, style) if reply.jobs else ["No job has or wants a GPU."] if style.remarks else []
     if reply.leases:
         lines += ["", *_leases(reply, style)]

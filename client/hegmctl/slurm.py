@@ -1,10 +1,10 @@
 """How `hegmctl run --slurm` handles Slurm's signals: SIGTSTP suspends the job, SIGCONT resumes it.
 
 Slurm sends SIGTSTP to all processes of a step, and SIGSTOP once its grace time is over: 2 s before Slurm 23.11, then
-`suspend_grace_time`. The parent of the command
-takes both signals here. hegmd handles no signal in the command: it ignores SIGTSTP, which it inherits, and a
-handler that the script installs runs as ever. The daemon is asked by a process of its own, so that the parent never
-waits: that is this module as a program. It is ended as soon as the other signal comes.
+`suspend_grace_time`. The parent of the command takes both signals here. hegmd handles no signal in the command: the
+command inherits that SIGTSTP is ignored, and a handler that the script installs runs as before. A separate process,
+this module as a program, asks the daemon, so that the parent never waits. The parent ends that process as soon as the
+other signal comes.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class SlurmSignals:
             self._failed(error, is_first=is_first)
             return
         try:
-            self._asking = os.pidfd_open(asking)  # it is not reaped yet
+            self._asking = os.pidfd_open(asking)  # the number cannot be reused: the parent has not reaped it
         except OSError as error:
             os.kill(asking, signal.SIGKILL)  # nothing could end it at the next signal
             self._failed(error, is_first=is_first)

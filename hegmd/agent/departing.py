@@ -31,8 +31,8 @@ _MAX_REFUSAL = 500
 
 
 class RestartCost:
-    """What a restart would carry, what prevents one, which variables start over, and what a prestarted process can
-    import.
+    """The size of the state that a restart carries, the reasons against one, the variables that start over, and the
+    modules that a prestarted process can import.
     """
 
     __slots__ = ("beforehand", "begin_anew", "refusals", "size_bytes")

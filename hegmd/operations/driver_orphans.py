@@ -29,6 +29,7 @@ from hegmd.migration.methods.other_processes import OtherProcesses
 from hegmd.migration.methods.progress_probe import is_stopped
 from hegmd.node.gpu_sets import place_of
 from hegmd.node.processes.cuda_users import CudaUser, find_cuda_users, read_cuda_user
+from hegmd.node.processes.procfs import ProcessKey
 from hegmd.protocol.operations import Orphan
 from hegmd.protocol.snapshots import Gpu, GpuProcess
 from hegmd.system.threads import run_detached
@@ -44,8 +45,6 @@ PASSING_S = 5.0
 # How long to skip a process that did not answer: each such process costs a helper.
 LET_BE_S = 600.0
 MIB = 1 << 20
-
-Who = tuple[int, int]
 
 
 class Node(Protocol):
@@ -89,8 +88,8 @@ class DriverOrphans:
         self._node = node
         self._is_taken = is_taken
         self._own_pids = own_pids
-        self._found: dict[Who, Found] = {}
-        self._silent: dict[Who, float] = {}
+        self._found: dict[ProcessKey, Found] = {}
+        self._silent: dict[ProcessKey, float] = {}
         self._wanted = anyio.Event()
         self._looked = anyio.Event()
         self._thorough = True
@@ -148,7 +147,7 @@ class DriverOrphans:
         now = anyio.current_time()
         self._silent = {who: until for who, until in self._silent.items() if until > now}
         own = set(self._own_pids())
-        found: dict[Who, Found] = {}
+        found: dict[ProcessKey, Found] = {}
         # Forked processes last: a call begun in their parent is not theirs, and no thread of theirs may answer.
         for user in sorted(users, key=lambda user: user.forked):
             is_one = not user.has_devices or user.who in self._found or (thorough and user.pid in listed)
@@ -200,7 +199,7 @@ class DriverOrphans:
 
     # -- one of them ---------------------------------------------------------------------------------------------------
 
-    async def stands(self, pid: int) -> DriverProcess:
+    async def inspect(self, pid: int) -> DriverProcess:
         """Return the driver's state of that process and what its restore needs. Raises HegmError if it cannot be
         adopted.
 

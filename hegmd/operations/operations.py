@@ -255,7 +255,7 @@ class Operations:
         """Adopt a process that the driver has locked, which is only unlocked, or checkpointed, which is restored where
         it was.
         """
-        driven = await orphans.stands(pid)
+        driven = await orphans.inspect(pid)
         self._check_owner(asked, driven.uid, f"process {pid}")  # it may be listed nowhere
         if driven.state == "running":
             raise Refused(f"process {pid} is not parked: there is nothing to adopt", "run: hegmctl ps", {"pid": pid})

@@ -42,7 +42,7 @@ class Source(Protocol):
 class ByDriver(Protocol):
     """Asks a real GPU's driver about a process: `driver_orphans`."""
 
-    async def stands(self, pid: int) -> DriverProcess: ...
+    async def inspect(self, pid: int) -> DriverProcess: ...
 
 
 class SearchingSource(Protocol):
@@ -160,7 +160,7 @@ class ParkedOrphans:
         if self.by_driver is None:
             return standing
         in_video = self._bytes is not None and bool(await self._bytes.in_video(worker, str(worker.pid)))
-        driven = await self.by_driver.stands(worker.pid)
+        driven = await self.by_driver.inspect(worker.pid)
         return on_real_gpu(standing, driven, worker.about.mark, in_video=in_video)
 
     def orphans(self) -> Iterable[Orphan]:

@@ -41,7 +41,7 @@ STACKS_S, MAX_STACKS_CHARS = 5.0, 20_000
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What a protection uses of the daemon. `gpus` are those seen last, `look` reads them again.
+    """The parts of the daemon that a protection uses. `gpus` returns those of the last look; `look` reads them again.
 
     `variables` returns what a start needs in its environment for GPUs, `workers_of` the processes of all runs of a job.
     """

@@ -90,15 +90,15 @@ class Leases(BackgroundTasks):
         raise HegmError(NOT_FOUND, f"there is no lease {text[:60]!r}", hint, {"lease": text[:60]})
 
     def age_s(self, lease: LeaseRecord) -> float:
-        """How long ago it was asked for."""
+        """Return how long ago the lease was requested."""
         return max(0.0, self._clock() - lease.made_ticks / os.sysconf("SC_CLK_TCK"))
 
     def until_utc(self, lease: LeaseRecord) -> float | None:
-        """When it ends at the latest, by the clock as it is set now. None if it has no such time."""
+        """Return the latest end of the lease by the present wall clock; None if it has no time limit."""
         return None if lease.until_s is None else self._utc() + lease.until_s - self._clock()
 
     def stamped(self, lease: LeaseRecord, limit_s: float | None) -> LeaseRecord:
-        """The lease as asked for now, to end after that time at the latest."""
+        """Return the lease as requested now, to end after that time at the latest."""
         now = self._clock()
         return lease.replace(made_ticks=_ticks(now), until_s=None if limit_s is None else now + limit_s)
 

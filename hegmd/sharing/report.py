@@ -21,7 +21,7 @@ _BY_USER = "its user: run hegmctl resume"
 def lease_view(
     lease: LeaseRecord, until_utc: float | None, view: View | None, waiting: model.Waiting | None
 ) -> told.Lease:
-    """A lease as it is told. `until_utc` is when it ends at the latest."""
+    """Return the public record of a lease. `until_utc` is its latest end."""
     seen = () if view is None else view.snapshot.leases
     used_bytes = next((one.used_bytes for one in seen if one.id == lease.id), 0)
     gpu = lease.gpu or (waiting.gpus[0] if waiting is not None and waiting.gpus else None)

@@ -144,15 +144,13 @@ class SharingView:
         return View(now, snapshot, seen)
 
     async def _learn_who_trains(self, candidates: Sequence[Candidate], now: float) -> bool:
-        """Ask each process on a GPU that was not seen to train how many batches it has had: it tells nobody unasked.
+        """Ask each process on a GPU that was not seen to train for its count of batches: it sends none unasked.
 
         Return whether one of them trains.
         """
-        self._counted_at = {pid: at for pid, at in self._counted_at.items() if now - at < COUNT_AGAIN_S}
         workers = [self._workers.find(candidate.pid) for candidate in candidates if candidate.gpus]
-        asked = [worker for worker in workers if worker is not None and worker.connected and not trains(worker)]
-        asked = [worker for worker in asked if worker.pid not in self._counted_at]
-        self._counted_at.update({worker.pid: now for worker in asked})
+        found = [worker for worker in workers if worker is not None and worker.connected and not trains(worker)]
+        asked = _due(found, self._counted_at, COUNT_AGAIN_S, now)
         async with anyio.create_task_group() as tasks:
             for worker in asked:
                 tasks.start_soon(worker.count_boundaries, COUNT_S)
@@ -160,11 +158,8 @@ class SharingView:
 
     def _uncounted(self, now: float) -> tuple[int, ...]:
         """The processes that train and have not said yet what they hold. Each is asked rarely: it may not answer."""
-        self._asked_at = {pid: at for pid, at in self._asked_at.items() if now - at < ASK_AGAIN_S}
-        found = [worker.pid for worker in self._workers if worker.boundary and worker.size_bytes is None]
-        asked = tuple([pid for pid in found if pid not in self._asked_at])
-        self._asked_at.update(dict.fromkeys(asked, now))
-        return asked
+        found = [worker for worker in self._workers if worker.boundary and worker.size_bytes is None]
+        return tuple([worker.pid for worker in _due(found, self._asked_at, ASK_AGAIN_S, now)])
 
     def is_ours(self, op: Operation, record: SuspendedRecord | None) -> bool:
         """Whether a suspended operation is one that sharing began."""
@@ -439,6 +434,17 @@ class SharingView:
         """How much of a lease is in use by those that it is for."""
         placed = {job.pid for job in self._jobs if job.number in self._memory.queue}
         return used_of_lease(lease, candidates, placed)
+
+
+def _due(
+    workers: Sequence[AgentConnection], asked_at: dict[int, float], again_s: float, now: float
+) -> list[AgentConnection]:
+    """Return those that were not asked for `again_s`, and note in `asked_at`, by pid, that they are asked now."""
+    for pid in [pid for pid, at in asked_at.items() if now - at >= again_s]:
+        del asked_at[pid]
+    due = [worker for worker in workers if worker.pid not in asked_at]
+    asked_at.update({worker.pid: now for worker in due})
+    return due
 
 
 def _with_stated(needs: tuple[int, ...], queued: QueuedRecord | None) -> tuple[int, ...]:

@@ -104,7 +104,7 @@ async def test_a_process_that_ended_is_no_orphan_any_more_and_its_number_is_nobo
         owner.close()
         assert owner.pid not in [orphan.pid for orphan in orphans.orphans()]
         with pytest.raises(HegmError) as refused:
-            await orphans.stands(owner.pid)
+            await orphans.inspect(owner.pid)
         assert refused.value.code is NOT_FOUND
 
 
@@ -123,7 +123,7 @@ async def test_one_that_the_driver_has_given_up_is_told_of_and_not_adopted(
         assert orphan.next == f"kill it and start it again: kill {owner.pid}"
         assert orphan.size_bytes is None, "nobody gets it back"
         with pytest.raises(Refused, match=f"process {owner.pid} has failed permanently") as refused:
-            await orphans.stands(owner.pid)
+            await orphans.inspect(owner.pid)
         assert f"kill {owner.pid}" in refused.value.hint
 
 
@@ -144,7 +144,7 @@ async def test_who_is_held_still_for_a_moment_is_no_orphan(node: CudaNode, owner
         ticks = start_ticks(owner.pid)
         assert ticks is not None
         async with anyio.create_task_group() as tasks, other_processes.paused([(owner.pid, ticks)]):
-            tasks.start_soon(orphans.stands, owner.pid)
+            tasks.start_soon(orphans.inspect, owner.pid)
             await anyio.wait_all_tasks_blocked()
             assert (await ask(link, "state", pid=owner.pid))["state"] == "locked"
             tasks.cancel_scope.cancel()

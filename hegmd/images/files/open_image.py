@@ -5,7 +5,7 @@ could not do. CRIU must neither write into a directory that a caller could put l
 could change. So if the caller is not the daemon's user, or CRIU lacks the caller's rights, CRIU gets a folder of the
 daemon's own. The daemon's process sums CRIU's files there before the caller's process copies them, or copies what CRIU
 will read and sums the copy. The manifest is composed here, from these checksums, and signed. This costs a copy of
-CRIU's files, which contain no GPU memory. Rejected: to use a directory of the caller as root. That fails on file
+CRIU's files, which contain no GPU memory. Rejected: to use a directory of the caller as root. It fails on file
 systems where root has no rights (NFS) or that the caller runs (FUSE), and it would have to be undone after every crash.
 
 Belongs to the event loop. The caller that gets an ImageWriter or an Image from `Images` must end it.

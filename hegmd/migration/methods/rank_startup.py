@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from hegmd.errors import HegmError
 from hegmd.node.processes.process_tree import pids_below
-from hegmd.node.processes.procfs import start_ticks_of
+from hegmd.node.processes.procfs import ProcessKey, start_ticks_of
 from hegmd.node.processes.surroundings import parent_of, variables_of
 
 # torchrun checks its ranks ten times a second, and restarts them at once.
@@ -26,18 +26,16 @@ LEFT_BEHIND_S = 10.0
 POLL_INTERVAL_S = 0.5
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
-#: A process by its pid and its start.
-Who = tuple[int, int]
 #: The entry of a rank whose process has ended without ever being seen.
-NOBODY: Who = (0, 0)
+NO_PROCESS: ProcessKey = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class RankPosition:
     """The position of a process: the process started as its rank, and the command of its supervisor above it."""
 
-    rank: Who
-    command: Who
+    rank: ProcessKey
+    command: ProcessKey
 
 
 class StartingRank:
@@ -45,40 +43,42 @@ class StartingRank:
     exists.
     """
 
-    def __init__(self, is_alive: Callable[[Who], bool] | None = None) -> None:
+    def __init__(self, is_alive: Callable[[ProcessKey], bool] | None = None) -> None:
         self._is_alive = _is_alive if is_alive is None else is_alive
-        self._known: set[Who] = set()
-        self._line: Line | None = None
+        self._known: set[ProcessKey] = set()
+        self._line: RankPosition | None = None
         self._is_replaced = False
         self._ended_at: float | None = None
 
-    def knows(self, who: Who) -> bool:
+    def knows(self, who: ProcessKey) -> bool:
         """Whether it was noted already."""
         return who in self._known
 
-    def note(self, who: Who, line: Line | None) -> None:
+    def note(self, who: ProcessKey, line: RankPosition | None) -> None:
         """Record that a process reports this rank; `line` is its position, None if it is not below the supervisor."""
         self._known.add(who)
         if line is None:
             return
         known = self._line
-        if known is None or known.rank == NOBODY or known.command != line.command:  # it was started again, as a whole
+        if (
+            known is None or known.rank == NO_PROCESS or known.command != line.command
+        ):  # it was started again, as a whole
             self._line, self._is_replaced, self._ended_at = line, False, None
         elif known.rank != line.rank and not self._is_alive(known.rank):
             self._is_replaced = True
 
-    def note_below(self, command: Who, ranks: Mapping[int, Who], number: int) -> None:
+    def note_below(self, command: ProcessKey, ranks: Mapping[int, ProcessKey], number: int) -> None:
         """Record the ranks found below the command, by a daemon that was not running at the start.
 
         Without any, the command may have started none yet; it starts them together.
         """
         there = ranks.get(number)
         if there is not None:
-            self.note(there, Line(there, command))
+            self.note(there, RankPosition(there, command))
         elif ranks and self._line is None:
-            self._line = Line(NOBODY, command)
+            self._line = RankPosition(NO_PROCESS, command)
 
-    def fallen(self, now: float) -> Line | None:
+    def fallen(self, now: float) -> RankPosition | None:
         """Return the rank's position if it has exited while its command runs on; otherwise None."""
         line = self._line
         if line is None or self._is_alive(line.rank):
@@ -100,7 +100,7 @@ class StartingRank:
         return None if self._line is None else POLL_INTERVAL_S
 
 
-def line_of(pid: int, supervisor: int) -> Line | None:
+def position_of(pid: int, supervisor: int) -> RankPosition | None:
     """Return the position of a process that reports a rank; None if it is not below that supervisor. Blocks."""
     own = variables_of(pid, _OF_A_RANK)
     line, parent = [pid], parent_of(pid)
@@ -109,13 +109,13 @@ def line_of(pid: int, supervisor: int) -> Line | None:
         parent = parent_of(parent)
     ranks = [one for one in line if one == pid or variables_of(one, _OF_A_RANK) == own]
     rank, command = _who(ranks[-1]), _who(line[-1])
-    return Line(rank, command) if parent == supervisor and rank is not None and command is not None else None
+    return RankPosition(rank, command) if parent == supervisor and rank is not None and command is not None else None
 
 
-def ranks_below(command: int) -> tuple[Who | None, dict[int, Who]]:
+def ranks_below(command: int) -> tuple[ProcessKey | None, dict[int, ProcessKey]]:
     """Return that command, and the processes below it by rank; none if it is a rank itself. Blocks."""
     root, *below = pids_below(command)
-    found: dict[int, Who] = {}
+    found: dict[int, ProcessKey] = {}
     if _rank_of(root) is None:
         for pid in below:  # parents come before their children
             rank, who = _rank_of(pid), _who(pid)
@@ -129,7 +129,7 @@ def _rank_of(pid: int) -> int | None:
     return int(said) if said.isdecimal() else None
 
 
-def _who(pid: int) -> Who | None:
+def _who(pid: int) -> ProcessKey | None:
     try:
         ticks = start_ticks_of(pid)
     except HegmError:
@@ -137,7 +137,7 @@ def _who(pid: int) -> Who | None:
     return None if ticks is None else (pid, ticks)
 
 
-def _is_alive(who: Who) -> bool:
+def _is_alive(who: ProcessKey) -> bool:
     try:
         return start_ticks_of(who[0]) == who[1]
     except HegmError:  # /proc cannot be read now

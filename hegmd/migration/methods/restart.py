@@ -41,9 +41,10 @@ from hegmd.migration.contracts import (
 )
 from hegmd.migration.methods import launchers
 from hegmd.migration.methods.pool_keys import key_of
-from hegmd.migration.methods.rank_startup import NOBODY, Line, StartingRank, Who, line_of, ranks_below
+from hegmd.migration.methods.rank_startup import NO_PROCESS, RankPosition, StartingRank, position_of, ranks_below
 from hegmd.migration.methods.restore_lock import claimed, has_finished, has_passed, note_passed
 from hegmd.node.gpu_sets import CPU
+from hegmd.node.processes.procfs import ProcessKey
 from hegmd.protocol.snapshots import Gpu
 from hegmd.system.condition import Condition
 from hegmd.workers.agent_orders import AgentAway
@@ -83,7 +84,7 @@ class RestartMethod:
     """Ends processes and has new ones started.
 
     `by` makes reservations, `gpus` returns the latest snapshot of the GPUs, and `folder`, the daemon's own, has the
-    locks. `line_of` finds a rank's position below its supervisor, `ranks_below` lists the ranks there; both block.
+    locks. `position_of` finds a rank's position below its supervisor, `ranks_below` lists the ranks there; both block.
     """
 
     name = NAME
@@ -97,11 +98,11 @@ class RestartMethod:
         by: Method,
         gpus: Callable[[], Sequence[Gpu]],
         folder: Path,
-        line_of: Callable[[int, int], Line | None] = line_of,
-        ranks_below: Callable[[int], tuple[Who | None, Mapping[int, Who]]] = ranks_below,
+        position_of: Callable[[int, int], RankPosition | None] = position_of,
+        ranks_below: Callable[[int], tuple[ProcessKey | None, Mapping[int, ProcessKey]]] = ranks_below,
     ) -> None:
         self._folder = folder
-        self._line_of = line_of
+        self._line_of = position_of
         self._ranks_below = ranks_below
         self._workers = workers
         self._supervisors = supervisors
@@ -272,7 +273,7 @@ class RestartMethod:
         if fallen is None:
             return
         if not start.fallen:
-            said = "seen by no hegmd that runs" if fallen.rank == NOBODY else f"process {fallen.rank[0]}"
+            said = "seen by no hegmd that runs" if fallen.rank == NO_PROCESS else f"process {fallen.rank[0]}"
             start.fallen = f"rank {subject.rank} ({said}) ended before its first boundary"
             logger.warning("operation %s: %s", subject.operation, start.fallen)
         if rank.is_left_behind(anyio.current_time()):

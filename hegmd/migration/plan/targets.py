@@ -79,7 +79,7 @@ def place_ranks(draft: Draft, ranks: Sequence[tuple[int, str | None]]) -> bool:
 def against_one_gpu(draft: Draft, ranks: Sequence[tuple[int, str | None]]) -> bool:
     """Return True, with the reason in the draft, if `--to` names one GPU for ranks of a job that are on several.
 
-    Putting them on one GPU makes the job much slower, and NCCL does not allow it. Who wants it writes `gpu3,gpu3`.
+    Putting them on one GPU makes the job much slower, and NCCL does not allow it. A user can ask for it: `gpu3,gpu3`.
     """
     asked = draft.request.to
     sources = tuple(dict.fromkeys(source for pid, source in ranks if str(pid) not in draft.request.placement))

@@ -116,7 +116,7 @@ def silent(_what: str) -> None:
 
 
 def read_tree(root: int, *, proc_root: str = "/proc", tell: Tell = silent) -> Tree:
-    """Return the tree as it is now. `tell` gets each file before it is read, which can block forever.
+    """Return the current tree. `tell` is called with the name of each file before the read, which can block forever.
 
     Raises ProcessLookupError if the process does not exist, and PermissionError if it may not be read.
     """

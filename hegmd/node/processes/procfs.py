@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from hegmd.errors import UNAVAILABLE, HegmError
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+#: A process by its pid and its start time.
+ProcessKey = tuple[int, int]
 COMMAND_MAX_CHARS = 2048
 
 _STAT_MAX_BYTES = 4096

@@ -251,7 +251,7 @@ class ByDriver:
         self.gpu = gpu
         self.driver_bytes = driver_bytes
 
-    async def stands(self, pid: int) -> DriverProcess:
+    async def inspect(self, pid: int) -> DriverProcess:
         state = "checkpointed" if self.gpu is None else "running"
         return DriverProcess(
             pid=pid, start_ticks=1, uid=0, name="x", state=state, gpu=self.gpu, driver_bytes=self.driver_bytes

@@ -1,7 +1,7 @@
 """Files that the script appends to: their sizes at a snapshot, to which a recovered process truncates them.
 
-Only with `hegmctl run --recover --truncate-outputs`. What is cut off is kept in a file beside it: another job may have
-opened the file, appended to it and closed it again, and nothing tells its lines from those of this one. A file is
+Only with `hegmctl run --recover --truncate-outputs`. The agent keeps the rest of the file in another file beside it: a
+second job may have opened the file, appended to it and closed it, and its lines cannot be recognised. A file is
 truncated only if all of this holds: at the snapshot the process had it open for writing at its end, or had opened it
 for appending before; it belongs to the user; it is still the same regular file, longer than it was, and the last bytes
 before the cut are unchanged; and no process outside the job has it open for writing. So files that are changed in the
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 #: In a state: the files, of a job that asked for it. And where it did: the process of its supervisor.
 KEY, WISH = "outputs", "HEGM_TRUNCATE_OUTPUTS"
 _TAIL_BYTES = 4096
-#: What was cut off of FILE is in FILE.cut, each time after what was there.
+#: FILE.cut has the rest of FILE; each recovery appends to it.
 CUT = ".cut"
 _PIECE_BYTES = 1 << 20
 _NOWHERE = ("/dev/", "/proc/", "/sys/")

@@ -10,21 +10,21 @@ from collections.abc import Iterator
 import pytest
 from typing_extensions import Self
 
-from hegmd.migration.methods.rank_startup import LEFT_BEHIND_S, Line, StartingRank, Who, line_of, ranks_below
-from hegmd.node.processes.procfs import start_ticks_of
+from hegmd.migration.methods.rank_startup import LEFT_BEHIND_S, RankPosition, StartingRank, position_of, ranks_below
+from hegmd.node.processes.procfs import ProcessKey, start_ticks_of
 from tests.patience import HANG_S
 
 COMMAND, RANK, OTHER = (10, 1), (11, 1), (12, 1)
-AGAIN = Line((21, 1), (20, 1))
+AGAIN = RankPosition((21, 1), (20, 1))
 
 
 class Started:
     """A rank of which those live that are named."""
 
-    def __init__(self, *living: Who) -> None:
+    def __init__(self, *living: ProcessKey) -> None:
         self.living = set(living)
         self.rank = StartingRank(self.living.__contains__)
-        self.rank.note(RANK, Line(RANK, COMMAND))
+        self.rank.note(RANK, RankPosition(RANK, COMMAND))
 
     def failed(self, now: float) -> bool:
         return self.rank.fallen(now) is not None and self.rank.is_left_behind(now)
@@ -32,7 +32,7 @@ class Started:
 
 def test_a_rank_that_lives_has_not_fallen() -> None:
     started = Started(RANK, COMMAND)
-    started.rank.note(OTHER, Line(OTHER, COMMAND))
+    started.rank.note(OTHER, RankPosition(OTHER, COMMAND))
     assert not started.failed(0.0)
     assert not started.failed(LEFT_BEHIND_S)
 
@@ -41,7 +41,7 @@ def test_a_rank_that_its_launcher_starts_anew_has_fallen_at_once() -> None:
     """torchrun did, and the operation waited for ranks that waited for one another."""
     started = Started(COMMAND, OTHER)
     assert not started.failed(0.0)
-    started.rank.note(OTHER, Line(OTHER, COMMAND))
+    started.rank.note(OTHER, RankPosition(OTHER, COMMAND))
     assert started.failed(0.0)
 
 
@@ -73,7 +73,7 @@ def test_a_command_that_was_started_again_has_not_failed_by_what_fell_before() -
 def test_what_a_rank_has_run_itself_is_not_taken_for_it() -> None:
     """A script that prepares its data says that it is that rank as well, and ends before the training begins."""
     started = Started(COMMAND, RANK)
-    started.rank.note(OTHER, Line(RANK, COMMAND))
+    started.rank.note(OTHER, RankPosition(RANK, COMMAND))
     assert not started.failed(LEFT_BEHIND_S)
     assert started.rank.knows(OTHER)
 
@@ -94,16 +94,16 @@ class Tree:
         self._process.communicate(timeout=HANG_S)
 
     @property
-    def command(self) -> Who:
+    def command(self) -> ProcessKey:
         return _who(self._process.pid)
 
-    def told(self) -> Who:
+    def told(self) -> ProcessKey:
         """The pid that was told next."""
         assert self._process.stdout is not None
         return _who(int(self._process.stdout.readline()))
 
 
-def _who(pid: int) -> Who:
+def _who(pid: int) -> ProcessKey:
     ticks = start_ticks_of(pid)
     assert ticks is not None
     return pid, ticks
@@ -119,14 +119,14 @@ def wrapped() -> Iterator[Tree]:
 
 def test_a_rank_is_the_topmost_process_with_its_variables(wrapped: Tree) -> None:
     shell, rank = wrapped.told(), wrapped.told()
-    assert line_of(rank[0], os.getpid()) == Line(shell, wrapped.command)
+    assert position_of(rank[0], os.getpid()) == RankPosition(shell, wrapped.command)
 
 
 def test_a_process_below_another_supervisor_is_no_rank_of_this_one(wrapped: Tree) -> None:
     wrapped.told()
     rank = wrapped.told()
-    assert line_of(rank[0], rank[0]) is None
-    assert line_of(os.getpid(), wrapped.command[0]) is None
+    assert position_of(rank[0], rank[0]) is None
+    assert position_of(os.getpid(), wrapped.command[0]) is None
 
 
 def test_a_rank_that_fell_before_the_daemon_was_started_was_waited_for_in_vain() -> None:

@@ -16,12 +16,12 @@ import pytest
 from hegmd.errors import Refused
 from hegmd.memory.pool import MemoryKeeping, Pool
 from hegmd.migration.contracts import MigratedProcess, Rank, ReplacedBy, TrainingFinished, start_key
-from hegmd.migration.methods.rank_startup import Line, StartingRank, Who, line_of, ranks_below
+from hegmd.migration.methods.rank_startup import RankPosition, StartingRank, position_of, ranks_below
 from hegmd.migration.methods.restart import RestartMethod
 from hegmd.migration.methods.restore_lock import has_finished, has_passed, lock_path
 from hegmd.migration.methods.simulated import SimulatedMethod
 from hegmd.migration.methods.simulated_memory import SimulatedMemory
-from hegmd.node.processes.procfs import start_ticks_of
+from hegmd.node.processes.procfs import ProcessKey, start_ticks_of
 from hegmd.protocol.agents import AgentAttend, Order
 from hegmd.protocol.snapshots import AgentInfo, Gpu
 from hegmd.protocol.supervision import BACK, OVER, Supervise, SuperviseReport, SupervisorOrder
@@ -92,14 +92,16 @@ def method(
     *pids: int,
     workers: Workers | None = None,
     supervisors: Supervisors | None = None,
-    line_of: Callable[[int, int], Line | None] = line_of,
-    ranks_below: Callable[[int], tuple[Who | None, Mapping[int, Who]]] = ranks_below,
+    position_of: Callable[[int, int], RankPosition | None] = position_of,
+    ranks_below: Callable[[int], tuple[ProcessKey | None, Mapping[int, ProcessKey]]] = ranks_below,
 ) -> RestartMethod:
     gpus = [Gpu(id=name, index=index, uuid=name, vendor="simulated") for index, name in enumerate(("gpu0", "gpu1"))]
     by = SimulatedMethod(SimulatedMemory(None))
     pool = Pool(1 << 20, keep=MemoryKeeping())
     parts = workers or Attending(*pids), supervisors or Gone(lambda _: TICKS), pool
-    return RestartMethod(*parts, by=by, gpus=lambda: gpus, folder=folder, line_of=line_of, ranks_below=ranks_below)
+    return RestartMethod(
+        *parts, by=by, gpus=lambda: gpus, folder=folder, position_of=position_of, ranks_below=ranks_below
+    )
 
 
 def subject(pid: int = BEFORE) -> MigratedProcess:
@@ -204,8 +206,8 @@ class Launched:
         #: Set once it was seen where a rank stands.
         self.seen = anyio.Event()
 
-    def line_of(self, pid: int, supervisor: int) -> Line | None:
-        found = line_of(pid, supervisor)
+    def position_of(self, pid: int, supervisor: int) -> RankPosition | None:
+        found = position_of(pid, supervisor)
         anyio.from_thread.run_sync(self.seen.set)
         return found
 
@@ -219,7 +221,7 @@ class Launched:
             self._process.communicate()
             self._supervisors.close()
 
-    def ranks_below(self, command: int) -> tuple[Who | None, Mapping[int, Who]]:
+    def ranks_below(self, command: int) -> tuple[ProcessKey | None, Mapping[int, ProcessKey]]:
         found = ranks_below(command)
         if found[1]:
             anyio.from_thread.run_sync(self.seen.set)
@@ -254,7 +256,7 @@ async def test_a_rank_that_fell_before_it_was_seen_left_the_operation_waiting(tm
     """Its launcher had started it anew by itself, where it waited for ranks that were gone, and nobody ended them."""
     workers, supervisors = Attending(), Supervisors(start_ticks_of)
     launched = Launched(workers, supervisors)
-    parts = method(tmp_path, workers=workers, supervisors=supervisors, line_of=launched.line_of)
+    parts = method(tmp_path, workers=workers, supervisors=supervisors, position_of=launched.position_of)
     failures: list[Refused] = []
 
     async def restore() -> None:
@@ -307,7 +309,7 @@ async def test_the_launcher_that_this_daemon_started_is_not_searched_for_ranks(t
     """It may have started only some of its ranks yet, and the others would be taken for ranks that have ended."""
     searched: list[int] = []
 
-    def ranks_below(command: int) -> tuple[Who, Mapping[int, Who]]:
+    def ranks_below(command: int) -> tuple[ProcessKey, Mapping[int, ProcessKey]]:
         searched.append(command)
         return (command, TICKS), {1: (command, TICKS)}
 
