@@ -16,11 +16,11 @@ class DaemonVersion(Record):
     version: str = field("version of hegmd")
     protocol: int = field("protocol version in use")
     node: str = field("host name of the node")
-    simulated: bool = field("whether the GPUs are simulated")
+    simulated: bool = field("the GPUs are simulated")
     capabilities: tuple[str, ...] = field("optional abilities of the daemon")
     limits: Limits = field("limits on the connection")
     you: Caller = field("the caller's identity")
-    run: str = field("identifies this start of the daemon; each start numbers events from 1 again", default="")
+    run: str = field("id of this start of the daemon", default="")
 
 
 class VersionAnswer(Record):
@@ -29,7 +29,7 @@ class VersionAnswer(Record):
     version: str = field("version of hegmctl")
     protocols: tuple[int, ...] = field("protocol versions that hegmctl speaks")
     socket: str = field("path of the daemon's socket")
-    daemon: DaemonVersion | None = field("the daemon; null when none answered")
+    daemon: DaemonVersion | None = field("the daemon, if one answered")
     error: ErrorInfo | None = field("why none answered")
 
 
@@ -37,7 +37,7 @@ class HegmAnswer(Record):
     """The answer of `hegmctl hegm enable`, `disable` and `status`."""
 
     venv: str = field("the environment")
-    is_enabled: bool = field("whether its Pythons take SIGUSR1 as HeGM's do")
+    is_enabled: bool = field("its Pythons handle SIGUSR1 as HeGM's do")
     agent: str | None = field("the directory of the hegmd whose agent they load")
 
 
@@ -45,10 +45,10 @@ class RecoveryPlan(Record):
     """The answer of `hegmctl run --recover --dry-run`."""
 
     command: tuple[str, ...] = field("what would be started")
-    interval_s: float | None = field("time between two snapshots; null for 100 times what the last one cost")
-    truncates: bool = field("whether output files are cut back to their length at the snapshot")
-    causes: tuple[str, ...] = field("ends of the command that are recovered from: signal, error")
-    against: tuple[str, ...] = field("what prevents its protection, as far as its command shows")
+    interval_s: float | None = field("time between two snapshots; null: 100 times the last one's cost")
+    truncates: bool = field("output files are cut back to their length at the snapshot")
+    causes: tuple[str, ...] = field("ends that are recovered from: signal, error")
+    against: tuple[str, ...] = field("what prevents its protection")
 
 
 class PingAnswer(Record):
@@ -63,7 +63,7 @@ class PingAnswer(Record):
 class DoctorAnswer(Record):
     """The answer of `hegmctl doctor`."""
 
-    checks: tuple[Check, ...] = field("the checks, in order; the first one is about the daemon")
+    checks: tuple[Check, ...] = field("in order, the daemon's first")
     ok: int = field("number of checks that are ok")
     warn: int = field("number of warnings")
     fail: int = field("number of failures")
@@ -76,14 +76,14 @@ class AttachedProcess(Record):
     pid: int = field("process id")
     python_version: str = field("version of its Python, such as 3.14")
     framework_version: str = field("version of its PyTorch")
-    job: str | None = field("the name of its job; null if the agent has not reached the daemon in time")
-    unknown: tuple[str, ...] = field("what the agent cannot know, which prevents restarts but not migrations")
+    job: str | None = field("name of its job; null: the agent has not reached the daemon yet")
+    unknown: tuple[str, ...] = field("unknown facts that prevent restarts but not migrations")
 
 
 class AttachAnswer(Record):
     """The answer of `hegmctl attach`."""
 
-    processes: tuple[AttachedProcess, ...] = field("in the order of the arguments; for a launcher its ranks")
+    processes: tuple[AttachedProcess, ...] = field("in the order of the arguments; a launcher's ranks")
     socket: str = field("the socket that their agents connect to")
 
 

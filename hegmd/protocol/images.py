@@ -39,7 +39,7 @@ class ImageWorker(Record):
 
     pid: int = field("its process id")
     gpus: tuple[str, ...] = field("the GPUs that it was on, by UUID")
-    carrier: str | None = field("the carrier that transferred its bytes; null if the driver transferred all")
+    carrier: str | None = field("the carrier of its bytes; null: the driver transferred all")
     size_bytes: int = field("bytes of its storages, in the folder `bytes`")
     rest_bytes: int = field("bytes that the driver transferred, in the process's memory")
     bytes: tuple[str, ...] = field("names of its byte files, in order")
@@ -55,8 +55,8 @@ class ImageFile(Record):
 
     name: str = field("its name in its folder")
     size_bytes: int = field("bytes of memory in it")
-    stored_bytes: int = field("bytes that are written of it; the others are zeros or saved by compression")
-    sum: str = field("in `criu`: SHA-256 of the SHA-256 of each 8 MiB; in `bytes`: SHA-256 of its table of checksums")
+    stored_bytes: int = field("bytes on disk, without zeros and compression")
+    sum: str = field("in `criu`: SHA-256 over the SHA-256 of each 8 MiB; in `bytes`: SHA-256 of its checksum table")
 
 
 class Manifest(Record):
@@ -75,15 +75,13 @@ class Manifest(Record):
     vendor: str | None = field("vendor of the GPUs; null without GPUs", default=None)
     driver_version: str | None = field("version of the GPU driver", default=None)
     gpus: tuple[ImageGpu, ...] = field("the GPUs that the job used", default=())
-    criu_version: str = field("version of CRIU that dumped the processes", default="")
+    criu_version: str = field("version of CRIU that wrote it", default="")
     criu_options: tuple[str, ...] = field("additional options of CRIU", default=())
     root_pid: int = field("root of the dumped process tree", default=0)
     processes: tuple[ImageProcess, ...] = field("the processes of the tree", default=())
     workers: tuple[ImageWorker, ...] = field("the processes with bytes on GPUs", default=())
-    leave_running: bool = field("whether the job continued after the checkpoint", default=False)
-    node: Mapping[str, object] | None = field(
-        "what a node needs to have in common with the one that wrote the image", default=None
-    )
+    leave_running: bool = field("the job continued after the checkpoint", default=False)
+    node: Mapping[str, object] | None = field("what a node needs to have in common with the writer's", default=None)
     more: Mapping[str, object] | None = field("other data that the restore needs", default=None)
     criu_files: tuple[ImageFile, ...] = field("files in `criu`", default=())
     byte_files: tuple[ImageFile, ...] = field("files in `bytes`", default=())
@@ -93,15 +91,13 @@ class ImageSeen(Record):
     """A directory that is an image, or the rest of one."""
 
     path: str = field("its path")
-    state: str = field(
-        "whole; in-use: being restored, written or removed; left-over: its writer ended early; or broken"
-    )
-    why: str | None = field("the problem; null if none is known")
-    size_bytes: int | None = field("bytes of memory in the image; null if unknown")
-    stored_bytes: int | None = field("bytes that it takes on disk; null if unknown")
-    made_utc: float | None = field("when it was completed; null if unknown")
-    host: str | None = field("the node that wrote it; null if unknown")
-    command: str | None = field("the command line of its root process; null if unknown")
+    state: str = field("whole; in-use; left-over: its writer ended early; broken")
+    why: str | None = field("the problem")
+    size_bytes: int | None = field("bytes of memory in the image")
+    stored_bytes: int | None = field("bytes on disk")
+    made_utc: float | None = field("when it was completed")
+    host: str | None = field("the node that wrote it")
+    command: str | None = field("command line of its root process")
 
 
 class ImagesSeen(Record):

@@ -39,7 +39,7 @@ HELLO_VERSION = 1
 class ErrorInfo(Record):
     """Why a request failed: for people, and for programs."""
 
-    code: str = field("one of the codes in the table of errors; an unknown code is a failure too")
+    code: str = field("one of the [error codes](#error-codes), or a later one")
     message: str = field("what failed, on which process or device, with numbers")
     hint: str = field("the next step")
     facts: Mapping[str, object] = field("plain values for programs", default={})
@@ -51,14 +51,14 @@ class Caller(Record):
     uid: int = field("user id")
     gid: int = field("primary group id")
     pid: int = field("process id at the time of connecting")
-    may_act_on_all: bool = field("whether the caller may act on every process, or on those of its own user only")
+    may_act_on_all: bool = field("the caller may act on other users' processes")
 
 
 class Limits(Record):
     """The limits of this connection."""
 
     frame_bytes: int = field("largest frame that the daemon accepts")
-    requests_in_flight: int = field("number of requests that may be unanswered at a time")
+    requests_in_flight: int = field("most requests without an answer")
 
 
 class Welcome(Record):
@@ -67,11 +67,11 @@ class Welcome(Record):
     version: int = field("protocol version from here on")
     daemon_version: str = field("version of hegmd")
     node: str = field("host name of the node")
-    simulated: bool = field("whether the GPUs are simulated")
-    capabilities: tuple[str, ...] = field("optional abilities of this daemon; ignore unknown names")
+    simulated: bool = field("the GPUs are simulated")
+    capabilities: tuple[str, ...] = field("optional abilities of the daemon; ignore unknown names")
     limits: Limits = field("limits on this connection")
     you: Caller = field("the caller's identity")
-    run: str = field("identifies this start of the daemon; each start numbers events from 1 again", default="")
+    run: str = field("id of this start of the daemon", default="")
 
 
 class Hello(Request, op="hello", reply=Welcome):
@@ -106,9 +106,9 @@ class Cancel(Request, op="cancel", reply=CancelReply):
 class GpusReply(Record):
     """The node's GPUs at one moment."""
 
-    taken_utc: float = field("when, in seconds since 1970")
+    taken_utc: float = field("when the reply was made")
     gpus: tuple[Gpu, ...] = field("ordered by id")
-    vendors: tuple[Vendor, ...] = field("the state of each vendor's library")
+    vendors: tuple[Vendor, ...] = field("state of each vendor's library")
 
 
 class Gpus(Request, op="gpus", reply=GpusReply):
@@ -118,19 +118,18 @@ class Gpus(Request, op="gpus", reply=GpusReply):
 class ProcessesReply(Record):
     """The processes on the node's GPUs at one moment."""
 
-    taken_utc: float = field("when, in seconds since 1970")
+    taken_utc: float = field("when the reply was made")
     processes: tuple[GpuProcess, ...] = field("ordered by pid")
-    vendors: tuple[Vendor, ...] = field("the state of each vendor's library")
+    vendors: tuple[Vendor, ...] = field("state of each vendor's library")
 
 
 class Processes(Request, op="processes", reply=ProcessesReply):
     """List the processes on the node's GPUs. A requested pid that is on no GPU is the error `not-found`."""
 
-    pids: tuple[int | str, ...] = field("only these, or those of these jobs; empty for all", default=())
-    gpus: tuple[str, ...] = field("only those on these GPUs; empty for all", default=())
+    pids: tuple[int | str, ...] = field("only these pids or jobs", default=())
+    gpus: tuple[str, ...] = field("only those on these GPUs", default=())
     ways: bool = field(
-        "whether to ask the agents of the caller's processes first what they hold now, within a second. Without it "
-        "their last reports decide which methods are possible",
+        "first ask the caller's agents for their state, for at most a second",
         default=False,
     )
 
@@ -138,7 +137,7 @@ class Processes(Request, op="processes", reply=ProcessesReply):
 class EventsReply(Record):
     """The end of a stream of events."""
 
-    next_seq: int = field("pass this number as `since` to continue without a gap")
+    next_seq: int = field("the `since` that continues without a gap")
 
 
 class Events(Request, op="events", reply=EventsReply, event=Event):
@@ -150,16 +149,16 @@ class Events(Request, op="events", reply=EventsReply, event=Event):
     `bad-request`.
     """
 
-    since: int = field("only events with this number or a higher one; 0 for all", default=0)
-    follow: bool = field("whether to wait for new events", default=False)
-    kinds: tuple[str, ...] = field("only these kinds; `gpu` means all that begin with `gpu.`", default=())
-    run: str | None = field("the run that `since` is from, as `welcome` named it; nil for this run", default=None)
+    since: int = field("lowest event number", default=0)
+    follow: bool = field("wait for new events", default=False)
+    kinds: tuple[str, ...] = field("only these kinds; `gpu` means all `gpu.…` kinds", default=())
+    run: str | None = field("the daemon's `run` that `since` is from; nil: the current one", default=None)
 
 
 class DoctorReply(Record):
     """The result of all checks."""
 
-    checks: tuple[Check, ...] = field("the checks, in the order in which they were made")
+    checks: tuple[Check, ...] = field("in the order in which they were made")
 
 
 class Doctor(Request, op="doctor", reply=DoctorReply, event=Check):
@@ -170,7 +169,7 @@ class Setting(Record):
     """One setting with its current value."""
 
     key: str = field("section.key")
-    value: object = field("the value; unknown keys and bad values never get this far")
+    value: object = field("its current value")
     source: str = field("default, file, environment or argument")
     doc: str = field("its meaning")
 
@@ -178,7 +177,7 @@ class Setting(Record):
 class ConfigReply(Record):
     """The current configuration."""
 
-    path: str | None = field("the file that it was read from; None without one")
+    path: str | None = field("the file that it was read from")
     settings: tuple[Setting, ...] = field("all settings")
 
 
@@ -190,7 +189,7 @@ class ReloadReply(Record):
     """The changes of a reload."""
 
     changed: tuple[str, ...] = field("keys whose value has changed")
-    after_restart: tuple[str, ...] = field("keys that differ in the file, but need a restart of the daemon")
+    after_restart: tuple[str, ...] = field("changed keys that need a restart of the daemon")
 
 
 class Reload(Request, op="reload", reply=ReloadReply, changes_state=True):
@@ -211,24 +210,24 @@ class HoldReply(Record):
     """The calling process holds simulated GPU memory until this connection ends."""
 
     gpu: str = field("id of the GPU")
-    vram_bytes: int = field("bytes that this connection holds on it now")
+    vram_bytes: int = field("bytes that this connection holds")
 
 
 class SimulateHold(Request, op="simulate.hold", reply=HoldReply, changes_state=True, capability="simulate"):
     """Hold memory of a simulated GPU for the calling process until the connection ends, as a driver would."""
 
     gpu: str = field("id of the GPU")
-    vram_bytes: int = field("bytes that this connection holds from now on; 0 releases all")
+    vram_bytes: int = field("bytes to hold from now on; 0 releases all")
 
 
 class FaultReply(Record):
     """The simulated faults."""
 
-    faults: Mapping[str, str] = field("every current fault, by GPU id, or `vendor` for the library")
+    faults: Mapping[str, str] = field("current faults, by GPU id or `vendor`")
 
 
 class SimulateFault(Request, op="simulate.fault", reply=FaultReply, changes_state=True, capability="simulate"):
     """Make a simulated GPU or the simulated vendor library fail, or end its fault."""
 
     target: str = field("id of a GPU, or `vendor` for the library")
-    fault: str = field("lost, error, hang, unknown-memory, ecc, xid, xid79, or none to end the fault")
+    fault: str = field("lost, error, hang, unknown-memory, ecc, xid or xid79; none ends the fault")

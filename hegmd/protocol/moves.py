@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class OperationReply(Record):
     """An operation in its current state, or its plan."""
 
-    operation: Operation | None = field("nil for a dry run", default=None)
-    plan: Plan | None = field("the plan; nil if nothing was planned", default=None)
+    operation: Operation | None = field("the operation, except for a dry run", default=None)
+    plan: Plan | None = field("the plan, if one was made", default=None)
 
 
 class Migrate(Request, op="migrate", reply=OperationReply, event=OperationProgress, changes_state=True):
@@ -30,22 +30,21 @@ class Migrate(Request, op="migrate", reply=OperationReply, event=OperationProgre
 
     pids: tuple[int | str, ...] = field("the jobs: for each its id, its name, or the pid of one of its processes")
     to: str | None = field(
-        "the target GPU. For a process on several GPUs one for each, `gpu2,gpu3`, or for some, `gpu0=gpu2`. nil only "
-        "for a restart on the same GPU",
+        "target GPU; for several `gpu2,gpu3` or `gpu0=gpu2`; nil: restart on the same GPU",
         default=None,
     )
-    limit_s: float | None = field("how long to wait for a boundary; nil for the daemon's setting", default=None)
-    wait: bool = field("whether to wait until the operation has ended", default=True)
-    dry_run: bool = field("whether to return the plan only", default=False)
-    carrier: str | None = field("peer, host, worker or driver; nil if hegmd chooses the carrier", default=None)
+    limit_s: float | None = field("longest wait for a boundary; nil: the daemon's setting", default=None)
+    wait: bool = field("wait until the operation ends", default=True)
+    dry_run: bool = field("return the plan only", default=False)
+    carrier: str | None = field("peer, host, worker or driver; nil: hegmd chooses", default=None)
     via: str | None = field(
-        "restart: end the job and start it again from its state; nil for the best method",
+        "restart: end the job and start it again from its state; nil: the best method",
         default=None,
     )
-    allow_restart: bool = field("whether to restart the job if no better method is possible", default=False)
-    set: Mapping[str, str] = field("with a restart: environment variables to set", default={})
-    unset: tuple[str, ...] = field("with a restart: environment variables to remove", default=())
-    python: str | None = field("with a restart: the interpreter to use instead of the job's own", default=None)
+    allow_restart: bool = field("restart the job if no better method is possible", default=False)
+    set: Mapping[str, str] = field("restart: environment variables to set", default={})
+    unset: tuple[str, ...] = field("restart: environment variables to remove", default=())
+    python: str | None = field("restart: the interpreter to use", default=None)
 
     def audited(self) -> dict[str, object]:
         """Return the request with the names of the variables only: their values are often secrets."""
@@ -60,10 +59,10 @@ class Quiesce(Request, op="quiesce", reply=OperationReply, event=OperationProgre
     """
 
     pids: tuple[int | str, ...] = field("the jobs: for each its id, its name, or the pid of one of its processes")
-    hold_s: float | None = field("how long they stay parked at most; nil for the daemon's setting", default=None)
-    limit_s: float | None = field("how long to wait for a boundary; nil for the daemon's setting", default=None)
-    wait: bool = field("whether to wait until they are parked", default=True)
-    dry_run: bool = field("whether to return the plan only", default=False)
+    hold_s: float | None = field("longest time parked; nil: the daemon's setting", default=None)
+    limit_s: float | None = field("longest wait for a boundary; nil: the daemon's setting", default=None)
+    wait: bool = field("wait until they are parked", default=True)
+    dry_run: bool = field("return the plan only", default=False)
 
 
 class Suspend(Request, op="suspend", reply=OperationReply, event=OperationProgress, changes_state=True):
@@ -71,17 +70,18 @@ class Suspend(Request, op="suspend", reply=OperationReply, event=OperationProgre
 
     With `spill` the bytes are written to disk and take no memory meanwhile; this works for suspended jobs too. If the
     disk cannot take them, the jobs are suspended with their bytes in memory, and the reply is an error that says why.
+
+    With `keep_context` the daemon makes no driver call, and communicators stay connected.
     """
 
     pids: tuple[int | str, ...] = field("the jobs: for each its id, its name, or the pid of one of its processes")
-    limit_s: float | None = field("how long to wait for a boundary; nil for the daemon's setting", default=None)
-    wait: bool = field("whether to wait until the operation has ended", default=True)
-    dry_run: bool = field("whether to return the plan only", default=False)
-    carrier: str | None = field("peer, host, worker or driver; nil if hegmd chooses the carrier", default=None)
-    spill: bool = field("whether to write the bytes to disk", default=False)
+    limit_s: float | None = field("longest wait for a boundary; nil: the daemon's setting", default=None)
+    wait: bool = field("wait until the operation ends", default=True)
+    dry_run: bool = field("return the plan only", default=False)
+    carrier: str | None = field("peer, host, worker or driver; nil: hegmd chooses", default=None)
+    spill: bool = field("write the bytes to disk", default=False)
     keep_context: bool = field(
-        "whether the processes keep their CUDA contexts on their GPUs. The daemon then makes no driver call, "
-        "communicators stay connected, and the jobs can resume on the same GPUs only",
+        "keep the CUDA contexts; the jobs can then resume on the same GPUs only",
         default=False,
     )
 
@@ -97,12 +97,12 @@ class Checkpoint(Request, op="checkpoint", reply=OperationReply, event=Operation
     """
 
     pid: int | str = field("the job: its id, its name, or the pid of one of its processes")
-    path: str = field("the directory to create for the image, absolute; written with the caller's rights")
-    leave_running: bool = field("whether the job continues after its checkpoint", default=False)
-    limit_s: float | None = field("how long to wait for a boundary; nil for the daemon's setting", default=None)
-    wait: bool = field("whether to wait until the operation has ended", default=True)
-    dry_run: bool = field("whether to return the plan only", default=False)
-    carrier: str | None = field("host, worker or driver; nil if hegmd chooses the carrier", default=None)
+    path: str = field("absolute path of the image to create; written with the caller's rights")
+    leave_running: bool = field("the job continues after its checkpoint", default=False)
+    limit_s: float | None = field("longest wait for a boundary; nil: the daemon's setting", default=None)
+    wait: bool = field("wait until the operation ends", default=True)
+    dry_run: bool = field("return the plan only", default=False)
+    carrier: str | None = field("host, worker or driver; nil: hegmd chooses", default=None)
 
 
 class Handoff(Request, op="handoff", reply=OperationReply, event=OperationProgress, changes_state=True):
@@ -112,10 +112,10 @@ class Handoff(Request, op="handoff", reply=OperationReply, event=OperationProgre
     """
 
     pid: int | str = field("the job: its id, its name, or the pid of one of its processes")
-    path: str = field("the directory to create for the image, absolute; written with the caller's rights")
-    limit_s: float | None = field("how long that may take; nil for the daemon's setting", default=None)
-    wait: bool = field("whether to wait until the operation has ended", default=True)
-    dry_run: bool = field("whether to return the plan only", default=False)
+    path: str = field("absolute path of the image to create; written with the caller's rights")
+    limit_s: float | None = field("longest time for the image; nil: the daemon's setting", default=None)
+    wait: bool = field("wait until the operation ends", default=True)
+    dry_run: bool = field("return the plan only", default=False)
 
 
 class Restore(Request, op="restore", reply=OperationReply, event=OperationProgress, changes_state=True):
@@ -127,35 +127,33 @@ class Restore(Request, op="restore", reply=OperationReply, event=OperationProgre
     to something outside of it is discarded, except for what `outlets` names.
     """
 
-    path: str = field("the image's directory, absolute; read with the caller's rights")
-    to: str | None = field("the GPU to continue on; nil for the former one", default=None)
-    as_then: bool = field(
-        "whether to refuse the restore also if files to which the job only appends have grown", default=False
+    path: str = field("absolute path of the image; read with the caller's rights")
+    to: str | None = field("target GPU; nil: the former one", default=None)
+    as_then: bool = field("refuse the restore also if the job's append-only files have grown", default=False)
+    outlets: tuple[str, ...] = field(
+        "of stdout and stderr, those to connect to the descriptors that come along", default=()
     )
-    outlets: tuple[str, ...] = field("stdout, stderr or both: connected to the descriptors that come along", default=())
-    limit_s: float | None = field("when to give up the restore; nil for no limit", default=None)
-    wait: bool = field("whether to wait until the operation has ended", default=True)
-    dry_run: bool = field("whether to return the plan only", default=False)
+    limit_s: float | None = field("time after which the operation is rolled back; nil: none", default=None)
+    wait: bool = field("wait until the operation ends", default=True)
+    dry_run: bool = field("return the plan only", default=False)
 
 
 class Resume(Request, op="resume", reply=OperationReply, event=OperationProgress, changes_state=True):
     """Resume a suspended job, or a job that is parked at a boundary."""
 
     pid: int | str = field("the job: its id, its name, or the pid of one of its processes")
-    to: str | None = field("the GPU to continue on; nil for the former one", default=None)
-    limit_s: float | None = field(
-        "when to suspend the job again if its bytes are not back; nil for no limit", default=None
-    )
-    wait: bool = field("whether to wait until the operation has ended", default=True)
-    dry_run: bool = field("whether to return the plan only", default=False)
+    to: str | None = field("target GPU; nil: the former one", default=None)
+    limit_s: float | None = field("time after which the operation is rolled back; nil: none", default=None)
+    wait: bool = field("wait until the operation ends", default=True)
+    dry_run: bool = field("return the plan only", default=False)
 
 
 class Drained(Record):
     """The operations of a drain or a swap."""
 
-    operations: tuple[Operation, ...] = field("the operations that were started, one for each job")
-    plans: tuple[Plan, ...] = field("for a dry run, the plans in their order", default=())
-    left: tuple[Reason, ...] = field("why other jobs were not migrated, one reason for each job", default=())
+    operations: tuple[Operation, ...] = field("one for each job")
+    plans: tuple[Plan, ...] = field("the plans of a dry run, in order", default=())
+    left: tuple[Reason, ...] = field("why other jobs were not migrated, one for each", default=())
 
 
 class Drain(Request, op="drain", reply=Drained, event=OperationProgress, changes_state=True):
@@ -164,10 +162,10 @@ class Drain(Request, op="drain", reply=Drained, event=OperationProgress, changes
     """
 
     gpu: str = field("the GPU to empty")
-    to: tuple[str, ...] = field("the target GPUs; empty for any with enough free memory", default=())
-    limit_s: float | None = field("how long to wait for each boundary", default=None)
-    wait: bool = field("whether to wait until all operations have ended", default=True)
-    dry_run: bool = field("whether to return the plans only", default=False)
+    to: tuple[str, ...] = field("allowed target GPUs", default=())
+    limit_s: float | None = field("longest wait for a boundary; nil: the daemon's setting", default=None)
+    wait: bool = field("wait until the operation ends", default=True)
+    dry_run: bool = field("return the plan only", default=False)
 
 
 class Swap(Request, op="swap", reply=Drained, event=OperationProgress, changes_state=True):
@@ -178,16 +176,16 @@ class Swap(Request, op="swap", reply=Drained, event=OperationProgress, changes_s
 
     first: int | str = field("one job: its id, its name, or the pid of one of its processes")
     second: int | str = field("the other job")
-    limit_s: float | None = field("how long to wait for each boundary", default=None)
-    wait: bool = field("whether to wait until the swap has ended", default=True)
-    dry_run: bool = field("whether to return the plans only", default=False)
+    limit_s: float | None = field("longest wait for a boundary; nil: the daemon's setting", default=None)
+    wait: bool = field("wait until the operation ends", default=True)
+    dry_run: bool = field("return the plan only", default=False)
 
 
 class OperationsReply(Record):
     """The operations that the daemon remembers, and the orphans."""
 
     operations: tuple[Operation, ...] = field("oldest first")
-    orphans: tuple[Orphan, ...] = field("the orphans; a person has to decide about them", default=())
+    orphans: tuple[Orphan, ...] = field("a person has to decide about them", default=())
 
 
 class Operations(Request, op="operations", reply=OperationsReply):
@@ -199,14 +197,14 @@ class StoryReply(Record):
 
     operation: Operation = field("its current state")
     story: tuple[StoryLine, ...] = field("the events, oldest first")
-    untold: int = field("number of older events that the daemon has forgotten", default=0)
+    untold: int = field("number of forgotten older events", default=0)
 
 
 class Story(Request, op="operation", reply=StoryReply, event=OperationProgress):
     """Return one operation and its history. With `follow` the reply comes when it has ended."""
 
     id: str = field("id of the operation")
-    follow: bool = field("whether to wait until it has ended", default=False)
+    follow: bool = field("wait until it ends", default=False)
 
 
 class CancelOperation(Request, op="operation.cancel", reply=OperationReply, changes_state=True):
@@ -214,8 +212,7 @@ class CancelOperation(Request, op="operation.cancel", reply=OperationReply, chan
 
     id: str = field("id of the operation")
     drop: bool = field(
-        "whether to drop the state that a suspended operation keeps of a process that has exited. Any other operation"
-        " is then refused. The reply comes once the memory is freed",
+        "delete the saved state of an exited process; other operations are refused",
         default=False,
     )
 
@@ -234,9 +231,9 @@ class Adopt(Request, op="adopt", reply=OperationReply, event=OperationProgress, 
     """Make an operation of a parked process that belongs to none, and resume its job."""
 
     pid: int | str = field("the job: its id, its name, or the pid of one of its processes")
-    to: str | None = field("the GPU to continue on; nil for the one that the process was started for", default=None)
-    wait: bool = field("whether to wait until the operation has ended", default=True)
-    dry_run: bool = field("whether to return the plan only", default=False)
+    to: str | None = field("target GPU; nil: the GPU that the process was started for", default=None)
+    wait: bool = field("wait until the operation ends", default=True)
+    dry_run: bool = field("return the plan only", default=False)
 
 
 class Dropped(Record):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Reason(Record):
     """Why an operation was refused or failed."""
 
-    code: str = field("one of the codes in the table of errors")
+    code: str = field("one of the [error codes](#error-codes)")
     message: str = field("what is wrong, with numbers")
     hint: str = field("the next step")
     pid: int | None = field("the process concerned", default=None)
@@ -34,46 +34,34 @@ class PlannedProcess(Record):
 
     pid: int = field("process id")
     name: str = field("its name")
-    gpu: str | None = field("the GPU that it is on, or several with commas between them; nil if it is suspended")
-    to: str | None = field("its target, one GPU for each of its GPUs, in the same order; nil to suspend it")
+    gpu: str | None = field("its GPUs, separated by commas")
+    to: str | None = field("its target GPUs in the same order; nil: suspend it")
     size_bytes: int = field("bytes to transfer")
     left_alone_bytes: int = field("bytes that stay in the process", default=0)
-    carrier: str = field(f"how the bytes go: {', '.join(CARRIER_NAMES)}, or none for a process that only waits")
-    method: str = field(
-        "how it leaves its GPU and returns: simulated, driver, restart, or keep-context", default="simulated"
-    )
+    carrier: str = field(f"{', '.join(CARRIER_NAMES)}, or none if the process only waits")
+    method: str = field("simulated, driver, restart or keep-context", default="simulated")
     stays_bytes: int | None = field(
-        "with keep-context, bytes that stay on its GPU: its CUDA context, and memory that its agent does not offload;"
-        " nil if unknown",
+        "keep-context: bytes that stay on its GPU",
         default=None,
     )
-    driver_bytes: int = field(
-        "GPU memory that the driver needs for the process besides its storages, with a margin", default=0
-    )
+    driver_bytes: int = field("GPU memory for the driver besides the storages, with a margin", default=0)
     agent_overhead_bytes: int = field(
-        "GPU memory that the agent needs besides its storages when it allocates them again", default=0
+        "GPU memory that the agent needs besides the storages to allocate them again", default=0
     )
-    driver_bytes_by_gpu: tuple[int, ...] = field(
-        "on several GPUs: the part of `driver_bytes` on each of them, in their order", default=()
-    )
+    driver_bytes_by_gpu: tuple[int, ...] = field("the part of `driver_bytes` on each of several GPUs", default=())
     storage_bytes_by_gpu: tuple[int, ...] = field(
-        "on several GPUs: memory for the offloaded storages on each of its devices, in their order",
+        "bytes for the offloaded storages on each of several GPUs",
         default=(),
     )
-    overlap_bytes: int = field(
-        "the part of the memory for its storages that the carrier's own memory on the GPU frees step by step", default=0
-    )
+    overlap_bytes: int = field("storage memory that the carrier frees step by step on the GPU", default=0)
 
     own_bytes: int = field(
-        "the part of `size_bytes` that the process copies itself, whatever the carrier: CUDA IPC cannot export it, or"
-        " it shares memory with what stays in the process",
+        "the part of `size_bytes` that the process copies itself",
         default=0,
     )
-    communicators: str = field(
-        "how its communicators with other ranks are disconnected: suspend or replace; empty if it has none", default=""
-    )
-    job: str | None = field("the id of its job; nil if it belongs to none, or the job is forgotten", default=None)
-    job_name: str | None = field("the name of that job", default=None)
+    communicators: str = field("how it disconnects from other ranks: suspend or replace", default="")
+    job: str | None = field("id of its job", default=None)
+    job_name: str | None = field("name of that job", default=None)
 
     @property
     def reservation_bytes(self) -> int:
@@ -88,22 +76,18 @@ class Plan(Record):
     kind: str = field("migrate, suspend, resume, checkpoint, restore or quiesce")
     way: str = field("agent, or driver for processes without one")
     workers: tuple[PlannedProcess, ...] = field("one for each process of the job")
-    size_bytes: int = field("bytes to transfer, in all")
+    size_bytes: int = field("bytes to transfer in all")
     reservation_bytes: Mapping[str, int] = field("memory to reserve, by GPU")
     gpu_free_bytes: Mapping[str, int] = field("free memory on these GPUs")
     pool_needed_bytes: int = field("bytes of the pool that it needs")
     pool_free_bytes: int = field("free bytes of the pool")
-    estimate_s: float = field(
-        "estimated downtime after the wait for its boundary; if the job ends, the time until its end"
-    )
-    is_distributed: bool = field("whether all processes have to stop at the same boundary")
+    estimate_s: float = field("estimated downtime, without the wait for the boundary")
+    is_distributed: bool = field("all processes stop at the same boundary")
     hazards: tuple[str, ...] = field("what to consider before confirming", default=())
     steps: tuple[str, ...] = field("the steps, in order", default=())
-    image_s: float | None = field(
-        "the part of `estimate_s` for writing or reading the image; nil without an image", default=None
-    )
-    ends: bool = field("whether the job ends with the operation", default=False)
-    pool_ready_bytes: int = field("the part of the pool's free bytes that is already allocated", default=0)
+    image_s: float | None = field("the part of `estimate_s` for the image", default=None)
+    ends: bool = field("the job ends with the operation", default=False)
+    pool_ready_bytes: int = field("the allocated part of the pool's free bytes", default=0)
 
 
 # The phases of an operation that is under way, in the order of the machine's stages. A restore starts with `reading`,
@@ -125,73 +109,65 @@ class OperationProcess(Record):
     """The state of one process of an operation."""
 
     pid: int = field("process id")
-    rank: int | None = field("its rank in a distributed job", default=None)
-    began_on: str | None = field("the GPU that it was on when the operation began", default=None)
-    gpu: str | None = field("the GPU that it is on; nil if it is on none", default=None)
-    to: str | None = field("its target GPU; nil without one", default=None)
+    rank: int | None = field("rank in a distributed job", default=None)
+    began_on: str | None = field("its GPU when the operation began", default=None)
+    gpu: str | None = field("its current GPU", default=None)
+    to: str | None = field("its target GPU", default=None)
     size_bytes: int = field("bytes to transfer")
-    state: str = field(
-        "running; parked at a boundary; out: its bytes are in the pool; off: the driver has checkpointed it; gone; lost"
-    )
+    state: str = field("running; parked; out: its bytes are in the pool; off: checkpointed by the driver; gone; lost")
     stays_bytes: int | None = field(
-        "GPU memory of a suspended process that keeps its CUDA context; nil if unknown",
+        "GPU memory of a suspended process that keeps its CUDA context",
         default=None,
     )
-    job: str | None = field("the id of its job; nil if it belongs to none, or the job is forgotten", default=None)
-    job_name: str | None = field("the name of that job", default=None)
+    job: str | None = field("id of its job", default=None)
+    job_name: str | None = field("name of that job", default=None)
 
 
 class Wait(Record):
     """The condition that an unfinished operation waits for."""
 
     why: str = field("what it waits for, or what blocks it")
-    next: str = field("the next step, a command if there is one")
+    next: str = field("the next step, a command if possible")
 
 
 class Operation(Record):
     """The state of an operation."""
 
-    id: str = field("its id in commands")
+    id: str = field("id in commands")
     kind: str = field("migrate, suspend, resume, checkpoint, restore or quiesce")
-    phase: str = field(
-        "what it does now; at the end done, rolled-back or lost; suspended lasts until a resume, or until the hold ends"
-    )
+    phase: str = field("current phase; at the end done, rolled-back or lost")
     processes: tuple[OperationProcess, ...] = field("the processes of the job")
-    job: str | None = field(
-        "the id of the job; nil if the processes belong to none, or the job is forgotten", default=None
-    )
-    owner_uid: int | None = field("the user id of the processes", default=None)
-    created_utc: float = field("when it was requested, in seconds since 1970")
-    size_bytes: int = field("bytes to transfer, in all")
+    job: str | None = field("id of the job", default=None)
+    owner_uid: int | None = field("user id of the processes", default=None)
+    created_utc: float = field("when it was requested")
+    size_bytes: int = field("bytes to transfer in all")
     moved_bytes: int = field("bytes that the current step has transferred", default=0)
-    downtime_s: float | None = field(
-        "how long the training threads were parked; nil until they run again", default=None
-    )
+    downtime_s: float | None = field("how long the training threads were parked, once they run again", default=None)
     took_s: float | None = field(
-        "from the request to the end; nil until the operation ends. Includes writing an image after `downtime_s`",
+        "from the request to the end, with writing an image",
         default=None,
     )
-    failure: Reason | None = field("why it has not reached, or will not reach, its goal", default=None)
-    waits: Wait | None = field("what it waits for; nil while it makes progress and once it has ended", default=None)
-    way: str = field("agent; driver for processes without one; or restart", default="agent")
-    doing: str | None = field("the current step of a running restart, in words", default=None)
-    note: str | None = field("a note about the result, in words", default=None)
+    failure: Reason | None = field("why it does not reach its goal", default=None)
+    waits: Wait | None = field("what it waits for, if it makes no progress", default=None)
+    way: str = field("agent; driver: processes without an agent; restart", default="agent")
+    doing: str | None = field("current step of a restart, in words", default=None)
+    note: str | None = field("a note about the result", default=None)
 
 
 class Timing(Record):
     """One step of an event: who did it, when, how long it took, and how many bytes it moved."""
 
-    lane: str = field("who did it: agent, helper (the GPU helper), driver (through the helper) or copies")
-    name: str = field("the order to the agent, the request to the helper, or out or in for a copy")
-    began_utc: float = field("when it started, in seconds since 1970")
+    lane: str = field("agent, helper (the GPU helper), driver (through the helper) or copies")
+    name: str = field("order to the agent, request to the helper, or out or in for a copy")
+    began_utc: float = field("when it started")
     took_s: float = field("how long it took")
-    size_bytes: int = field("bytes that it moved; 0 for none", default=0)
+    size_bytes: int = field("bytes that it moved", default=0)
 
 
 class StoryLine(Record):
     """One event in the history of an operation."""
 
-    utc: float = field("when, in seconds since 1970")
+    utc: float = field("time of the event")
     event: str = field("name of the event; empty for the start")
     cause: str = field("the origin of the event", default="")
     detail: str = field("the event's content", default="")
@@ -204,24 +180,24 @@ class OperationProgress(Record):
     """An operation has made progress."""
 
     id: str = field("id of the operation")
-    phase: str = field("what it does now; reading: the image is read before the operation starts")
+    phase: str = field("current phase; reading: of an image, before the operation starts")
     moved_bytes: int = field("bytes that the current step has transferred", default=0)
-    size_bytes: int = field("bytes to transfer, in all", default=0)
-    doing: str | None = field("the current step of a restart, in words; nil if the phase says it", default=None)
-    waits: Wait | None = field("what it waits for; nil while it makes progress", default=None)
+    size_bytes: int = field("bytes to transfer in all", default=0)
+    doing: str | None = field("current step of a restart, in words", default=None)
+    waits: Wait | None = field("what it waits for, if it makes no progress", default=None)
 
 
 class Orphan(Record):
     """Bytes or a process on the node that belong to no operation. The daemon does nothing to them unasked."""
 
-    name: str = field("its name in commands: the name of the bytes, or the pid")
-    kind: str = field("bytes, process, or unknown: data that looks like the daemon's and cannot be trusted")
-    pid: int | None = field("the process, or the process that the bytes belonged to", default=None)
+    name: str = field("name in commands: of the bytes, or the pid")
+    kind: str = field("bytes, process, or unknown: data that cannot be trusted")
+    pid: int | None = field("the process, or the former owner of the bytes", default=None)
     size_bytes: int | None = field("size of the bytes", default=None)
     where: str = field("where it is")
     why: str = field("why no operation owns it")
     next: str = field("the command that resolves it")
-    uid: int | None = field("its owner, if known: the owner can drop it, and so can an administrator", default=None)
+    uid: int | None = field("its owner, who can drop it", default=None)
 
 
 class PeriodicImages(Record):

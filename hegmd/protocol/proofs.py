@@ -16,11 +16,11 @@ class Combination(Record):
     equal one.
     """
 
-    driver: str = field("version of the GPUs' kernel driver, or the vendor if it has none")
-    library: str = field("version of NCCL; the names of the backends if NCCL is not used")
+    driver: str = field("version of the kernel driver, or the vendor")
+    library: str = field("version of NCCL, or the names of other backends")
     framework_version: str = field("version of PyTorch")
     chip: str = field("identity of the GPUs' chips")
-    links: str = field("the links between the GPUs of the job: nvlink, pcie, simulated, or several; `none` for one GPU")
+    links: str = field("nvlink, pcie, simulated, or several; `none` for one GPU")
 
 
 class Proof(Record):
@@ -29,7 +29,7 @@ class Proof(Record):
     combination: Combination = field("the combination that was tried")
     verdict: str = field("proven, failed or unproven")
     detail: str = field("failed: the step that failed, and why", default="")
-    proved_utc: float | None = field("when it was tried, in seconds since 1970", default=None)
+    proved_utc: float | None = field("when it was tried", default=None)
 
 
 class BeginProof(Request, op="nccl.begin-proof", reply=Proof, changes_state=True):

@@ -17,31 +17,29 @@ class Snapshot(Record):
 
     rank: int = field("the rank; 0 for a job of one process")
     slot: int = field("which of its two slots, 0 or 1")
-    generation: int | None = field("counts the snapshots; nil for a slot without a whole one", default=None)
-    step: int | None = field(
-        "batch boundaries that the training had passed, those before a recovery included", default=None
-    )
+    generation: int | None = field("number of the snapshot; nil: no complete one", default=None)
+    step: int | None = field("batch boundaries passed, with those before a recovery", default=None)
     size_bytes: int | None = field("bytes of the state", default=None)
-    taken_utc: float | None = field("when it was taken, in seconds since 1970", default=None)
-    damaged: bool = field("whether a start from it has failed", default=False)
+    taken_utc: float | None = field("when it was taken", default=None)
+    damaged: bool = field("a start from it has failed", default=False)
 
 
 class RecoveryAttempt(Record):
     """One recovery of a job."""
 
-    fell_utc: float = field("when its command had failed, in seconds since 1970")
+    fell_utc: float = field("when its command had failed")
     why: str = field("how it ended")
-    step: int | None = field("the last step that was known of", default=None)
-    from_step: int | None = field("the step that it was started again from; nil if it was not", default=None)
-    generation: int | None = field("the number of that snapshot", default=None)
-    gpus: tuple[str, ...] = field("the GPUs that it was started on; none if they are not known", default=())
+    step: int | None = field("the last known step", default=None)
+    from_step: int | None = field("the step from which it was started again", default=None)
+    generation: int | None = field("number of the snapshot", default=None)
+    gpus: tuple[str, ...] = field("the GPUs that it was started on", default=())
     started_s: float | None = field(
-        "from the failure until it was started; in process, until all ranks had stopped or were started", default=None
+        "from the failure until it was started; in process, until all ranks were started", default=None
     )
-    restored_s: float | None = field("from the failure until all of its processes had their state back", default=None)
+    restored_s: float | None = field("from the failure until all processes had their state back", default=None)
     trained_s: float | None = field("from the failure until the next step was made", default=None)
     result: str = field("under way, recovered, failed, or given up", default=UNDER_WAY)
-    stacks: str | None = field("of a job that hung: where its threads were", default=None)
+    stacks: str | None = field("where the threads of a hung job were", default=None)
 
 
 class JobRecovery(Record):
@@ -49,35 +47,30 @@ class JobRecovery(Record):
 
     id: str = field("the job's id")
     name: str = field("its name")
-    uid: int = field("whose it is")
-    state: str = field(
-        "starting: no snapshot yet; protected; unprotected: `why` says what prevents snapshots; recovering; or kept: "
-        "the job has ended, and its state is kept"
-    )
+    uid: int = field("user id of its owner")
+    state: str = field("starting: no snapshot yet; protected; unprotected; recovering; kept: the job has ended")
     why: str | None = field("what prevents a snapshot, or why its state is kept", default=None)
-    interval_s: float | None = field("time between two snapshots now; nil before the first", default=None)
-    cost_s: float | None = field("how long the training stood for the last snapshot", default=None)
-    copied_s: float | None = field(
-        "how long that was copied to the host while the training continued; nil if it was paused", default=None
-    )
-    snapshots: int = field("how many were taken since this daemon began", default=0)
-    held_bytes: int = field("host memory that its slots take")
+    interval_s: float | None = field("current time between two snapshots", default=None)
+    cost_s: float | None = field("how long the last snapshot parked the training", default=None)
+    copied_s: float | None = field("how long its copy took while the training continued", default=None)
+    snapshots: int = field("number taken since the daemon started", default=0)
+    held_bytes: int = field("host memory of its slots")
     slots: tuple[Snapshot, ...] = field("by rank and slot", default=())
-    begins_anew: tuple[str, ...] = field("variables of the script's that a recovery does not keep", default=())
-    recoveries: tuple[RecoveryAttempt, ...] = field("the oldest first; the last 20", default=())
+    begins_anew: tuple[str, ...] = field("variables of the script that a recovery does not keep", default=())
+    recoveries: tuple[RecoveryAttempt, ...] = field("the last 20, oldest first", default=())
 
 
 class RecoveryReply(Record):
     """Jobs that are protected, or whose state is kept."""
 
-    taken_utc: float = field("when, in seconds since 1970")
+    taken_utc: float = field("when the reply was made")
     jobs: tuple[JobRecovery, ...] = field("ordered by id")
 
 
 class Recovery(Request, op="recovery", reply=RecoveryReply):
     """How jobs are protected by snapshots and were recovered. For jobs of other users only the state is shown."""
 
-    jobs: tuple[int | str, ...] = field("only these, by id, name or pid; empty for all", default=())
+    jobs: tuple[int | str, ...] = field("only these, by id, name or pid", default=())
 
 
 class RecoveryDropped(Record):
@@ -89,7 +82,7 @@ class RecoveryDropped(Record):
 class DropRecovery(Request, op="recovery.drop", reply=RecoveryDropped, changes_state=True):
     """Delete the kept state of a job that has ended. Refused for a job that lives."""
 
-    job: int | str = field("the job, by its id or its name")
+    job: int | str = field("the job: its id or its name")
 
 
 class SlotMemory(Record):

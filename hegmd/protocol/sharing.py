@@ -24,22 +24,22 @@ RUNNING, STARTING, MOVING, SUSPENDED, QUEUED = "running", "starting", "moving", 
 class Lease(Record):
     """Memory of a GPU that is kept for one user."""
 
-    id: str = field("what to call it in commands, such as l3")
-    name: str | None = field("the same, as its user named it", default=None)
-    gpu: str | None = field("the GPU; nil while none is chosen yet", default=None)
-    size_bytes: int = field("how much is kept")
-    used_bytes: int = field("how much of it the processes that it is for have taken", default=0)
-    state: str = field("pending: its memory is not free yet; or held")
+    id: str = field("id in commands, such as l3")
+    name: str | None = field("its user's name for it", default=None)
+    gpu: str | None = field("the GPU, once chosen", default=None)
+    size_bytes: int = field("memory that is kept")
+    used_bytes: int = field("the part that its processes have allocated", default=0)
+    state: str = field("pending: its memory is not free yet; held")
     priority: int = field("jobs of lower priority are suspended for it")
-    uid: int = field("whose it is")
-    pid: int | None = field("the process with which it ends; nil for none", default=None)
+    uid: int = field("user id of its owner")
+    pid: int | None = field("the process with which it ends", default=None)
     until_utc: float | None = field(
-        "when it ends at the latest, in seconds since 1970; nil for never, and for a pending one with `hold_s`",
+        "when it ends at the latest",
         default=None,
     )
-    hold_s: float | None = field("how long it lasts once its memory is free; nil if that was not said", default=None)
-    since_utc: float = field("when it was asked for")
-    waits: str | None = field("what a pending one waits for", default=None)
+    hold_s: float | None = field("requested duration once its memory is free", default=None)
+    since_utc: float = field("when it was requested")
+    waits: str | None = field("what a pending lease waits for", default=None)
 
 
 class RoomStep(Record):
@@ -49,25 +49,25 @@ class RoomStep(Record):
     name: str = field("its name")
     action: str = field("suspend or migrate")
     gpu: str | None = field("the GPU that it leaves", default=None)
-    to: str | None = field("the GPU that it goes to; nil when it is suspended", default=None)
+    to: str | None = field("its target GPU; nil: it is suspended", default=None)
     size_bytes: int | None = field("the memory that it frees", default=None)
 
 
 class RoomProgress(Record):
     """How far a lease is from being held."""
 
-    lease: str = field("its id")
-    gpu: str | None = field("the GPU; nil while none is chosen", default=None)
-    free_bytes: int | None = field("how much of its memory is free now; nil if unknown", default=None)
-    size_bytes: int = field("how much it needs")
+    lease: str = field("id of the lease")
+    gpu: str | None = field("the GPU, once chosen", default=None)
+    free_bytes: int | None = field("current free memory there", default=None)
+    size_bytes: int = field("memory that the lease needs")
     waits: str = field("what it waits for")
 
 
 class RoomReply(Record):
     """The lease, or what would be done for it."""
 
-    lease: Lease | None = field("nil when only the plan was asked for", default=None)
-    gpu: str | None = field("the GPU; nil while none is chosen", default=None)
+    lease: Lease | None = field("the lease, except for a dry run", default=None)
+    gpu: str | None = field("the GPU, once chosen", default=None)
     steps: tuple[RoomStep, ...] = field("the jobs that have to leave, in order", default=())
 
 
@@ -80,21 +80,21 @@ class MakeRoom(Request, op="room.make", reply=RoomReply, event=RoomProgress, cha
     `limit_s`, the lease is dropped and the reply is an error. A client that disconnects before that drops the lease.
     """
 
-    gpu: str = field("the GPU, or auto for the one where the fewest bytes have to leave", default=AUTO)
-    size_bytes: int = field("how much to free and keep")
-    pid: int | None = field("the process with whose end the lease ends", default=None)
-    hold_s: float | None = field("how many seconds it lasts once its memory is free", default=None)
-    name: str | None = field("a name for it besides its id", default=None)
+    gpu: str = field("the GPU; auto: the one where the fewest bytes have to leave", default=AUTO)
+    size_bytes: int = field("memory to free and keep")
+    pid: int | None = field("the lease ends with this process", default=None)
+    hold_s: float | None = field("duration of the lease once its memory is free", default=None)
+    name: str | None = field("a name for the lease, besides its id", default=None)
     priority: int | str | None = field(
-        "0 to 100, or the name of a priority; nil for production, or the highest that the caller may use", default=None
+        "0 to 100, or a priority's name; nil: production, or the caller's highest", default=None
     )
-    until_free: bool = field("whether to wait until the memory is free", default=False)
-    limit_s: float | None = field("with `until_free`: how long to wait at most; nil for no limit", default=None)
+    until_free: bool = field("wait until the memory is free", default=False)
+    limit_s: float | None = field("longest wait for the memory; nil: no limit", default=None)
     keep_context: bool = field(
-        "whether jobs leave with their CUDA contexts kept where that frees enough: faster, and about 0.5 GiB stays",
+        "keep CUDA contexts where that frees enough: faster, but about 0.5 GiB stays",
         default=False,
     )
-    dry_run: bool = field("whether only the plan is wanted", default=False)
+    dry_run: bool = field("return the plan only", default=False)
 
 
 class WaitForRoom(Request, op="room.wait", reply=RoomReply, event=RoomProgress):
@@ -103,8 +103,8 @@ class WaitForRoom(Request, op="room.wait", reply=RoomReply, event=RoomProgress):
     The lease is dropped if that fails, and if the caller that asked for it leaves.
     """
 
-    lease: str = field("its id or its name")
-    limit_s: float | None = field("how long to wait at most; nil for no limit", default=None)
+    lease: str = field("the lease: its id or its name")
+    limit_s: float | None = field("longest wait for the memory; nil: no limit", default=None)
 
 
 class Released(Record):
@@ -118,7 +118,7 @@ class Released(Record):
 class Release(Request, op="room.release", reply=Released, changes_state=True):
     """End a lease. The jobs that were suspended for it resume automatically."""
 
-    lease: str = field("its id or its name")
+    lease: str = field("the lease: its id or its name")
 
 
 class QueuedJob(Record):
@@ -126,15 +126,12 @@ class QueuedJob(Record):
 
     job: str = field("its id")
     name: str = field("its name")
-    uid: int = field("whose it is")
+    uid: int = field("user id of its owner")
     priority: int = field("0 to 100")
-    state: str = field(
-        "running; starting: it was given a GPU and has not trained yet; moving: an operation is under way; suspended; "
-        "or waiting: it is not started yet"
-    )
-    gpu: str | None = field("the GPU that it is on, or was on when it was suspended", default=None)
-    size_bytes: int | None = field("the memory that it has or needs; nil if unknown", default=None)
-    since_utc: float = field("since when it does that, in seconds since 1970")
+    state: str = field("running; starting: not training yet; moving; suspended; waiting: not started yet")
+    gpu: str | None = field("its GPU, or the former one of a suspended job", default=None)
+    size_bytes: int | None = field("memory that it has or needs", default=None)
+    since_utc: float = field("when this state began")
     why: str | None = field("what it waits for", default=None)
     next: str | None = field("what happens next", default=None)
 
@@ -142,10 +139,10 @@ class QueuedJob(Record):
 class QueueReply(Record):
     """The running and the waiting jobs, and what they wait for."""
 
-    taken_utc: float = field("when, in seconds since 1970")
+    taken_utc: float = field("when the reply was made")
     jobs: tuple[QueuedJob, ...] = field("the highest priority first")
     leases: tuple[Lease, ...] = field("oldest first")
-    slices: bool = field("whether jobs of equal priority that do not fit together take turns")
+    slices: bool = field("jobs of equal priority that do not fit together take turns")
 
 
 class Queue(Request, op="queue", reply=QueueReply):
@@ -155,21 +152,21 @@ class Queue(Request, op="queue", reply=QueueReply):
 class SetPriority(Request, op="job.priority", reply=JobReply, changes_state=True):
     """Change the priority of a job. It is kept with the job."""
 
-    job: int | str = field("the job, by its id, its name, or the pid of one of its processes")
-    priority: int | str = field("0 to 100, or the name of a priority")
+    job: int | str = field("the job: its id, its name, or the pid of one of its processes")
+    priority: int | str = field("0 to 100, or a priority's name")
 
 
 class PlaceProgress(Record):
     """A job waits for a GPU."""
 
     waits: str = field("what it waits for")
-    ahead: int = field("how many jobs are before it in the queue")
+    ahead: int = field("number of jobs before it in the queue")
 
 
 class JobPlaced(Record):
     """A job may start."""
 
-    gpu: str = field("the GPU on which it is to start")
+    gpu: str = field("the GPU to start on")
 
 
 class PlaceJob(Request, op="job.place", reply=JobPlaced, event=PlaceProgress, changes_state=True):
@@ -179,8 +176,6 @@ class PlaceJob(Request, op="job.place", reply=JobPlaced, event=PlaceProgress, ch
     has the same place. The reply keeps the memory for the job until it trains.
     """
 
-    run: str = field("which `hegmctl run` it is")
+    run: str = field("id of the `hegmctl run`")
     gpu: str = field("the GPU, or auto for any", default=AUTO)
-    size_bytes: int | None = field(
-        "the memory that it will need; nil if that is not known: then it gets a GPU without other jobs", default=None
-    )
+    size_bytes: int | None = field("memory that it needs; nil: it gets a GPU without other jobs", default=None)

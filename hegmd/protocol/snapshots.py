@@ -19,7 +19,7 @@ class PeerLink(Record):
     to_uuid: str = field("UUID of the GPU at the other end")
     kind: str = field("nvlink, xgmi, pcie or simulated")
     lanes: int | None = field("number of parallel links", default=None)
-    bytes_per_s: int | None = field("their bandwidth together in one direction, as the vendor states it", default=None)
+    bytes_per_s: int | None = field("nominal bandwidth in one direction", default=None)
 
 
 # Whether a job is to be on that GPU.
@@ -31,60 +31,57 @@ UNCORRECTED, CORRECTED, ROWS, LINK, DRIVER, LOST = "uncorrected", "corrected", "
 class Health(Record):
     """Whether a GPU can be trusted with a job."""
 
-    state: str = field("ok, warn, failed, or unknown if the driver does not report it")
+    state: str = field("ok, warn, failed or unknown")
     notes: tuple[str, ...] = field("the problems, one sentence each", default=())
     ecc_corrected: int | None = field("corrected memory errors since the driver was loaded", default=None)
     ecc_uncorrected: int | None = field("uncorrected memory errors since the driver was loaded", default=None)
     retired_pages: int | None = field("retired memory pages or rows", default=None)
-    last_xid: int | None = field("the latest XID error that the driver reported since hegmd started", default=None)
-    xid_count: int | None = field("number of XID errors since then; None before the first one", default=None)
+    last_xid: int | None = field("latest XID error since hegmd started", default=None)
+    xid_count: int | None = field("number of XID errors since then", default=None)
     condition: str = field(
-        "healthy; failing: it works, but no job is placed on it; or gone: no job can continue there",
+        "healthy; failing: no job is placed on it; gone: no job can continue there",
         default=HEALTHY,
     )
     causes: tuple[str, ...] = field(
-        "of a GPU that is failing or gone, the worst first: uncorrected or corrected (memory errors), rows (of memory "
-        "that have to be replaced), link, driver, lost",
+        "worst first: uncorrected, corrected (memory errors), rows (to replace), link, driver, lost",
         default=(),
     )
-    reason: str | None = field("of such a GPU: the note that says why", default=None)
+    reason: str | None = field("the note that explains a bad condition", default=None)
 
 
 class Gpu(Record):
     """One GPU at one moment."""
 
-    id: str = field("its name in commands, such as gpu0; constant while the daemon runs")
+    id: str = field("name in commands, such as gpu0; constant while the daemon runs")
     index: int = field("the vendor library's index")
-    uuid: str = field("the vendor's UUID; the identity of the card (or of the MIG slice's parent)")
+    uuid: str = field("the vendor's UUID of the card, or of a MIG slice's parent")
     pci_address: str | None = field("domain:bus:device.function", default=None)
     name: str | None = field("the product's name", default=None)
     vendor: str = field("nvidia, amd or simulated")
-    chip: str | None = field(
-        "identity of the chip: a process image can only be restored on a GPU with an equal one", default=None
-    )
+    chip: str | None = field("identity of the chip; images need an equal one", default=None)
     state: str = field("ok; lost: it fell off the bus; unknown: the vendor's library does not answer", default="ok")
     memory_total_bytes: int | None = field("video memory", default=None)
     memory_used_bytes: int | None = field(
-        "memory in use by processes and the driver, without the driver's fixed reserve, as nvidia-smi shows it",
+        "as nvidia-smi shows it, without the driver's fixed reserve",
         default=None,
     )
     memory_free_bytes: int | None = field(
-        "memory that can be allocated; less than total minus used, by the driver's reserve",
+        "memory that can be allocated, without the driver's fixed reserve",
         default=None,
     )
-    utilisation_percent: float | None = field("share of the last sample period in which a kernel ran", default=None)
+    utilisation_percent: float | None = field("share of the last sample period with a running kernel", default=None)
     temperature_celsius: float | None = field("core temperature", default=None)
     power_watts: float | None = field("current power draw", default=None)
     power_limit_watts: float | None = field("power limit", default=None)
-    numa_node: int | None = field("the nearest NUMA node of the host", default=None)
-    links: tuple[PeerLink, ...] = field("links to the other GPUs of the node", default=())
-    mig: bool | None = field("whether it is in MIG mode", default=None)
-    mps: bool | None = field("whether processes share it through MPS", default=None)
-    persistence: bool | None = field("whether the driver stays loaded while no process uses it", default=None)
+    numa_node: int | None = field("nearest NUMA node of the host", default=None)
+    links: tuple[PeerLink, ...] = field("links to other GPUs of the node", default=())
+    mig: bool | None = field("MIG mode is on", default=None)
+    mps: bool | None = field("processes share it through MPS", default=None)
+    persistence: bool | None = field("the driver stays loaded while no process uses it", default=None)
     driver_version: str | None = field("version of the kernel driver", default=None)
     health: Health = field("errors and other reasons for distrust", default=Health(state="unknown"))
     plays: str | None = field(
-        "for a simulated GPU: the vendor whose environment variables select it, nvidia or amd; nil for neither",
+        "nvidia or amd, if a simulated GPU imitates one",
         default=None,
     )
 
@@ -94,22 +91,22 @@ class Vendor(Record):
 
     vendor: str = field("nvidia, amd or simulated")
     state: str = field(
-        "ok; absent: no library or no such GPU; off: by configuration; stale: the library does not answer and the "
-        "data is old; failed: it answers with an error"
+        "ok; absent: no library or GPU; off: by configuration; stale: it does not "
+        "answer; failed: it answers with an error"
     )
     message: str = field("the state in one sentence", default="")
-    hint: str = field("the next step; empty if there is none", default="")
+    hint: str = field("the next step", default="")
     driver_version: str | None = field("version of the kernel driver", default=None)
     library_version: str | None = field("version of the management library", default=None)
-    compute_version: str | None = field("highest CUDA or ROCm version that the driver offers", default=None)
-    age_s: float | None = field("age of the data; None if nothing was ever read", default=None)
+    compute_version: str | None = field("highest CUDA or ROCm version of the driver", default=None)
+    age_s: float | None = field("age of the data", default=None)
 
 
 class GpuUse(Record):
     """The memory of one process on one GPU."""
 
     gpu: str = field("id of the GPU, such as gpu0")
-    vram_bytes: int | None = field("its GPU memory there; None if the driver does not report it", default=None)
+    vram_bytes: int | None = field("its GPU memory there", default=None)
     kind: str = field("compute, graphics or mps", default="compute")
 
 
@@ -118,7 +115,7 @@ class Workload(Record):
 
     kind: str = field("kubernetes, slurm, container or systemd")
     id: str = field("pod UID, Slurm job, container id or unit name")
-    detail: Mapping[str, str] = field("more from the control group: container, step, slice", default={})
+    detail: Mapping[str, str] = field("container, step and slice, if known", default={})
 
 
 class AgentInfo(Record):
@@ -126,32 +123,23 @@ class AgentInfo(Record):
 
     name: str = field("the program's name for itself")
     version: str = field("its version")
-    framework: str | None = field(
-        "its training framework, such as torch; None if it has not reported one", default=None
-    )
+    framework: str | None = field("training framework, such as torch", default=None)
     framework_version: str | None = field("version of the framework", default=None)
-    job: str | None = field("the name of its `hegmctl run`; None without one", default=None)
-    run: str | None = field("the id of its `hegmctl run`; the processes of one are migrated together", default=None)
-    rank: int | None = field("its rank, in a distributed job", default=None)
-    boundary: int | None = field("batch boundaries that it had passed at its last report", default=None)
-    parked: bool = field("whether its training thread is parked at a boundary", default=False)
-    held_bytes: int = field("bytes of its storages that are offloaded", default=0)
-    supervised: bool = field(
-        "whether its parent is a `hegmctl run --allow-restart`, which can restart it", default=False
-    )
-    kept: bool = field(
-        "whether a process is prestarted that would continue from its state after a restart", default=False
-    )
+    job: str | None = field("name of its `hegmctl run`", default=None)
+    run: str | None = field("id of its `hegmctl run`, whose processes migrate together", default=None)
+    rank: int | None = field("rank in a distributed job", default=None)
+    boundary: int | None = field("batch boundaries passed at its last report", default=None)
+    parked: bool = field("its training thread is parked at a boundary", default=False)
+    held_bytes: int = field("bytes of its offloaded storages", default=0)
+    supervised: bool = field("a `hegmctl run --allow-restart` can restart it", default=False)
+    kept: bool = field("a prestarted process can continue from its state", default=False)
     image_missed: str | None = field(
-        "why its last scheduled image was not made; None if it was, or none are scheduled",
+        "why its last scheduled image was not made",
         default=None,
     )
-    on_cpu: bool = field(
-        "whether it trains without a GPU, as far as it reports: it can be restarted on one", default=False
-    )
+    on_cpu: bool = field("it reports that it trains without a GPU", default=False)
     unknown: tuple[str, ...] | None = field(
-        "for an agent that `hegmctl attach` loaded into a running process: what it cannot know, which prevents "
-        "restarts but not migrations; None for an agent that started with its process",
+        "after `hegmctl attach`: unknown facts that prevent restarts but not migrations",
         default=None,
     )
 
@@ -160,7 +148,7 @@ class Way(Record):
     """One method of moving a process, and whether it is possible."""
 
     way: str = field("driver, agent, criu or restart")
-    possible: bool = field("whether the node and the process allow it now")
+    possible: bool = field("the node and the process allow it now")
     reason: str = field("why it is possible or not")
 
 
@@ -168,30 +156,28 @@ class GpuProcess(Record):
     """One process that uses at least one GPU. The pid and the start time together identify it."""
 
     pid: int = field("process id, in the driver's pid namespace")
-    start_ticks: int | None = field(
-        "start time in clock ticks since boot; None if it is not visible here", default=None
-    )
-    started_utc: float | None = field("start time in seconds since 1970", default=None)
+    start_ticks: int | None = field("start time in clock ticks since boot", default=None)
+    started_utc: float | None = field("start time", default=None)
     uid: int | None = field("owner", default=None)
     user: str | None = field("owner's name", default=None)
     name: str | None = field("short name of the program", default=None)
-    command: str | None = field("command line; None when the caller may not see it", default=None)
-    job: str | None = field("the id of its job, as `hegmctl jobs` shows it; nil if it belongs to none", default=None)
-    workload: Workload | None = field("the container, pod, Slurm job or unit that it belongs to", default=None)
+    command: str | None = field("command line, if the caller may see it", default=None)
+    job: str | None = field("id of its job", default=None)
+    workload: Workload | None = field("its container, pod, Slurm job or unit", default=None)
     gpus: tuple[GpuUse, ...] = field("its use of each GPU")
     held_bytes: int = field("bytes of the process that hegmd holds", default=0)
     agent: AgentInfo | None = field("its agent, if connected", default=None)
-    ways: tuple[Way, ...] = field("the methods of moving it, and why others are not possible", default=())
-    note: str | None = field("why something about it is unknown, or that a signal has stopped it", default=None)
+    ways: tuple[Way, ...] = field("the methods of moving it", default=())
+    note: str | None = field("why something is unknown, or that a signal has stopped it", default=None)
 
 
 class Check(Record):
     """One line of `hegmctl doctor`."""
 
     id: str = field("stable name of the check, such as nvidia.driver")
-    status: str = field("ok, warn, fail, or skip if it does not apply to this node")
+    status: str = field("ok, warn, fail, or skip if not applicable")
     summary: str = field("what was found")
-    fix: str | None = field("the command or the step that fixes it", default=None)
+    fix: str | None = field("the command or step that fixes it", default=None)
 
 
 # All kinds of events, by family. A family can be requested as a whole.
@@ -224,8 +210,8 @@ EVENT_KINDS: Mapping[str, tuple[str, ...]] = {
 class Event(Record):
     """An event on the node, in the order in which the daemon noticed it."""
 
-    seq: int = field("counts up from 1 at the daemon's start; `run` in `welcome` identifies the start")
-    time_utc: float = field("seconds since 1970")
+    seq: int = field("counts from 1 in each `run` of the daemon")
+    time_utc: float = field("time of the event")
     kind: str = field("stable name, such as gpu.lost or process.started")
     severity: str = field("info, warning or error")
     message: str = field("one sentence")

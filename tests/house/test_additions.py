@@ -143,6 +143,7 @@ from tools.docs.hegmctl.completions import completions
 from tools.docs.hegmctl.json_reference import reference
 from tools.docs.hegmctl.library_stub import stub
 from tools.docs.hegmctl.manual import client_page
+from tools.docs.reference import reference as protocol_reference
 
 
 class Node(SyncCalls):
@@ -183,7 +184,8 @@ assert "--strength SECONDS" in command_help(COMMANDS["shake"], 80)
 assert "shake it for so long" in command_help(COMMANDS["shake"], 80)
 assert all("shake" in text and "strength" in text for text in completions().values())
 assert ".SS hegmctl shake [OPTION]... JOB" in client_page("2026-11-21")
-assert "| `hegmctl shake --json` | [Shaken](#shaken) | one document |" in reference()
+assert "| `shake` | [Shaken](protocol.md#shaken) |" in reference()
+assert all(part in protocol_reference() for part in ("#### `shake`", "* `strength_s` float?: shake it", "#### Shaken"))
 signature = "def shake(self, pid: int, *, strength_s: float | None = ..., dry_run: bool = ...) -> m.Shaken: ..."
 assert stub().count(signature) == 2
 """

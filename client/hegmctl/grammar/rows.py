@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # What a form of a command prints as JSON.
 ONE = "one document"
 LINES = "one document a line"
-AFTER_PROGRESS = "lines of [OperationProgress](#operationprogress), then one document"
+AFTER_PROGRESS = "lines of progress, then one document"
 
 
 class Form:

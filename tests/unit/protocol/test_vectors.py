@@ -48,4 +48,4 @@ def test_the_worked_migrate_has_fields_that_exist() -> None:
     example = page.partition("## Example: a migrate")[2].partition("## Versions")[0]
     used = set(re.findall(r'"(\w+)": ', example)) - {"v", "id", "op", "args", "ok", "err", "event"}
     assert len(used) > 20
-    assert used <= set(re.findall(r"(?m)^\| `(\w+)` \|", page.partition("## Reference")[2]))
+    assert used <= set(re.findall(r"(?m)^\* `(\w+)` ", page.partition("## Reference")[2]))
