@@ -1,7 +1,8 @@
 """Write the tables of docs/benchmarks.md from docs/measurements: `python -m tools.pictures.tables`.
 
 A comment in the page says what a table shows: `<!-- table RECORD: COLUMN[=HEADER]... [| FIELD=VALUE...] -->`. Columns
-are fields of the record's rows. The words after the bar select rows. Each table ends with a line that names its source.
+are fields of the record's rows. The words after the bar select rows by a field and its allowed values, separated by
+commas. Each table ends with a line that names its source.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ def _shown(value: object) -> str:
 def table(name: str, columns: str, wanted: str = "") -> str:
     """One table as Markdown, and the line that names its source. Raises LookupError for an unknown field."""
     headers = {word.partition("=")[0]: word.partition("=")[2] for word in shlex.split(columns)}
-    wishes = dict(word.split("=", 1) for word in shlex.split(wanted))
+    wishes = {word.partition("=")[0]: word.partition("=")[2].split(",") for word in shlex.split(wanted)}
     record = records.record(name)
     unknown = [field for field in (*headers, *wishes) if not any(field in row for row in record["rows"])]
     if unknown:
         raise LookupError(f"{name}.json has no field {', '.join(unknown)}")
-    rows = [row for row in record["rows"] if all(str(row.get(field)) == value for field, value in wishes.items())]
+    rows = [row for row in record["rows"] if all(str(row.get(field)) in values for field, values in wishes.items())]
     lines = [
         "| " + " | ".join(header or field.replace("_", " ") for field, header in headers.items()) + " |",
         "|" + "|".join(_alignment(record, field) for field in headers) + "|",
