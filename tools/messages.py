@@ -2,18 +2,22 @@
 
 Reads the code and runs none of it. A message is each text of several words that is no docstring: given to an error, to
 a parameter such as `hint=` or `help=`, returned, or in a table. What is filled in when it is shown appears as `{name}`.
-With WORDS, only messages that have all of them are listed. A test holds docs/troubleshooting.md against this list.
+With WORDS, only messages that have all of them are listed. If none has, WORDS are taken for a message as a user saw it,
+and the messages that can read so are listed. A test holds docs/troubleshooting.md against this list.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# A shown text has its message and perhaps the parts of it that other functions wrote.
+_MAX_SEEN = 5
 SHIPPED = ("hegm", "hegmd", "client")
 
 
@@ -89,10 +93,26 @@ def messages() -> list[Message]:
     )
 
 
+def with_words(found: list[Message], words: list[str]) -> list[Message]:
+    """The messages that have all of these words, or else those that a user may have seen as these words."""
+    some = [message for message in found if all(word.lower() in message.text.lower() for word in words)]
+    return some or seen_as(found, " ".join(words))
+
+
+def seen_as(found: list[Message], shown: str) -> list[Message]:
+    """The messages that a shown text contains, with anything for each `{name}`. The longest one comes first."""
+    fixed = {message: [part.strip() for part in re.split(r"\{[^{}]*\}", message.text)] for message in found}
+    able = [
+        message
+        for message, parts in fixed.items()
+        if any(" " in part for part in parts) and re.search(".*".join(map(re.escape, parts)), shown, re.IGNORECASE)
+    ]
+    return sorted(able, key=lambda message: -sum(map(len, fixed[message])))[:_MAX_SEEN]
+
+
 def main() -> None:
-    for message in messages():
-        if all(word.lower() in message.text.lower() for word in sys.argv[1:]):
-            print(f"{message.place}: {message.kind}: {message.text}")
+    for message in with_words(messages(), sys.argv[1:]):
+        print(f"{message.place}: {message.kind}: {message.text}")
 
 
 if __name__ == "__main__":

@@ -196,3 +196,15 @@ def test_messages_are_found_with_what_is_filled_in() -> None:
     source = f'"""A docstring with words."""\n{raised}\n'
     found = {(message.kind, message.text) for message in messages.in_source("a.py", source)}
     assert found == {("Refused", "gpu {name} has no room"), ("hint", "end a job")}
+
+
+def test_a_message_is_found_by_what_a_user_saw_of_it() -> None:
+    """Issue 15: a search for a whole message found nothing, because names and numbers in it are filled in."""
+    found = [
+        messages.Message(f"a.py:{line}", "Refused", text) for line, text in enumerate(("no room", "{who} has no agent"))
+    ]
+    assert [one.text for one in messages.with_words(found, ["agent", "has"])] == ["{who} has no agent"]
+    assert [one.text for one in messages.with_words(found, ["process 4711 has no agent"])] == ["{who} has no agent"]
+    assert messages.with_words(found, ["process 4711 has an agent"]) == []
+    real = messages.with_words(messages.messages(), "process 4711 (train.py) has no agent".split())
+    assert real[0].place.startswith("hegmd/migration/plan/members.py:")

@@ -8,6 +8,7 @@ the machine does not do.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -61,13 +62,13 @@ class World:
     @property
     def words(self) -> str:
         if self.finished:
-            return "its process has come to the end of its training"
+            return "its training has finished"
         if not self.alive:
             return "its process has ended"
         where = f"on {PLACES[self.gpu]}"
         if not self.parked and not self.out:
             return f"it trains {where}"
-        return f"it stands {where}, its bytes {'out' if self.out else 'in it'}"
+        return f"it is parked {where}, its bytes {'offloaded' if self.out else 'in it'}"
 
 
 @dataclass
@@ -185,13 +186,15 @@ FINDINGS = (
     *(Finding(world.words, world) for world in (World(parked=True), World(parked=True, gpu=NEW))),
     *(Finding(world.words, world) for world in (World(parked=True, gpu=None), World(parked=True, out=True))),
     *(Finding(world.words, world) for world in (World(True, True, None), World(True, True, NEW))),
-    Finding("its image is whole, and it stands on no GPU, its bytes out", World(True, True, None, image=True)),
-    Finding("an order is still under way in it", event="busy"),
-    Finding("its agent is not there yet", event="away"),
+    Finding(
+        "its image is complete, and it is parked on no GPU, its bytes offloaded", World(True, True, None, image=True)
+    ),
+    Finding("its agent still executes an order", event="busy"),
+    Finding("its agent has not connected yet", event="away"),
     Finding("another program runs in its process", event="agent-back"),
     Finding("its process has ended", event="worker-exited"),
-    Finding("its process has exited and no copy of its state is left", event="stateless"),
-    Finding("the process that went on has come to the end of its training", event="training-ended"),
+    Finding("its process has ended, and no copy of its state is left", event="stateless"),
+    Finding("the process that continued has finished its training", event="training-ended"),
 )
 
 
@@ -208,7 +211,7 @@ def situations() -> Iterator[tuple[str, Play]]:
         yield f"{kind}, {phase}", forward
         back = _turned_back(kind, phase)
         if back is not None and back.op.phase not in TERMINAL:
-            yield f"{kind} turned back, {back.op.phase}", back
+            yield f"{kind} (rolling back), {back.op.phase}", back
 
 
 def _driven(kind: str, phase: str) -> Play | None:
@@ -265,7 +268,7 @@ def outcome(situation: Play, finding: Finding) -> tuple[str, str]:
     play = Play(situation.op, finding.world or replace(situation.world, written=False), [], [])
     play.feed(events.Recovered())
     if not play.wanted:
-        return "—", f"`{play.op.phase}`: nothing had been asked of it"
+        return "—", f"`{play.op.phase}`: the job was not touched"
     if play.wanted[0].tag != "inspect":
         return _unasked(play, finding)
     inspect = play.wanted.pop(0)
@@ -273,10 +276,10 @@ def outcome(situation: Play, finding: Finding) -> tuple[str, str]:
     if finding.event == "busy":
         seen: dict[str, Any] = {**play.seen(), "busy": True}
         play.feed(events.Inspected(**ends, **seen))
-        return "—", "it is looked at again when that has ended"
+        return "—", "it is inspected again when that has ended"
     if finding.event == "away":
         play.feed(events.Failed(**ends, fault=events.DISCONNECTED, message="it is not there", hint="wait"))
-        return "—", "it is looked at as soon as the agent is back; hegmctl ops says that it waits"
+        return "—", "it is inspected once the agent connects; `hegmctl ops` shows that it waits"
     if finding.event == "agent-back":
         play.world = replace(play.world, alive=False)
         play.feed(events.AgentBack(worker=NAME, token=f"not {AGENT}"))
@@ -298,7 +301,7 @@ def outcome(situation: Play, finding: Finding) -> tuple[str, str]:
 def _unasked(play: Play, finding: Finding) -> tuple[str, str]:
     """The same where its image is looked for before anybody is asked; who has ended may be in it."""
     if finding.world is None and finding.event != "worker-exited":
-        return "—", "its image is looked for first, and what is found then counts"
+        return "—", "the daemon looks for its image first, and the result decides"
     if finding.event == "worker-exited":
         play.world = replace(play.world, alive=False)
         play.feed(events.WorkerExited(worker=NAME))
@@ -309,50 +312,51 @@ def _unasked(play: Play, finding: Finding) -> tuple[str, str]:
 def _end(play: Play) -> str:
     worker = play.op.workers[0]
     if play.op.phase == "lost":
-        return "`lost`: it ended while its bytes were out of it"
+        return "`lost`: it ended while its bytes were offloaded"
     if worker.has_exited and play.op.ends_workers:
-        return f"`{play.op.phase}`: it is in its image, which is whole, and has ended"
+        return f"`{play.op.phase}`: it is in a complete image, and has ended"
     if worker.finished:
-        return f"`{play.op.phase}`: it has done what it was for, and what was held for it is given back"
+        return f"`{play.op.phase}`: its training has finished, and everything held for it is released"
     if worker.has_exited:
-        return f"`{play.op.phase}`: what was held for it is given back"
+        return f"`{play.op.phase}`: everything held for it is released"
     return f"`{play.op.phase}`: {play.world.words}"
 
 
 _INTRO = """\
-# What a start does with what it finds
+# What a start does with each operation in the journal
 
 <!-- Written by `make docs` from tools/docs/recovery.py, by playing the machine. Change that, or the machine. -->
 
-A daemon that starts reads the journal and believes nothing of it but what is held for whom: each worker of an
-operation that is not over is inspected first. What an inspection finds decides, with where the operation was heading;
-the order of the stages does the rest (see [STATES.md](STATES.md)). Below, every effect after the inspection ends
-well. One that fails leads back where that is open, and else to a job that stands with its bytes held: `suspended`,
-and `hegmctl resume` works.
+A daemon that starts reads the journal, and inspects each worker of every unfinished operation before it does anything
+else. The result of the inspection and the direction of the operation decide what follows, in the order of the stages
+([STATES.md](STATES.md)). The tables below show each phase and each result, if every later effect succeeds. If one
+fails, the operation rolls back where possible. Otherwise it is `suspended` with the bytes held, and `hegmctl resume`
+works.
 
-With a driver, an inspection asks it too. A process that it has locked, by a caller that was killed, is unlocked: that
-changes nothing for anybody. One that it has checkpointed stands on no GPU, and is restored only while room is held
-for it. A call that is still under way in the driver ends by itself, and the inspection waits for it. Bytes of such a
-process that were on their way to the pool through video memory are brought there by the inspection; where that fails
-they stay where they are, which a mark in the pool names, and come back from there.
+For example, the daemon was killed between a migration's checkpoint and its restore. The phase is `restoring`, and the
+inspection finds a process that is parked on no GPU with its bytes offloaded: the table is
+[here](#{example}). The reserved GPU memory and the pool are still held by
+descriptor, so the next daemon restores the process on the new GPU, reloads its bytes, and the operation ends `done`.
 
-Where an image may have been begun it is looked for before anything else. One that has its name is whole and was read
-back; without one, what there is of it is removed and the job goes back. Once the processes of a job that goes on are
-written, the job comes home first, and the image is looked for then. A process that has ended while its image was being
-made, and is not in one that is whole, is lost.
-
-**restart** is a migration by restart. Its process ends on purpose once its state is saved; one that has ended before
-that has ended as any program does. While there is none, the operation waits for one that says it has the state.
-
-`settling` and `counting` are not among the phases below: whoever is inspected is in `settling`, and ranks that are
-counted run and have nothing to lose. Ranks go back, on or to rest together; what is said of one holds for each.
+* The inspection asks the driver too. It unlocks a process that a killed daemon had locked. A process that the driver
+  has checkpointed is on no GPU; it is restored only while GPU memory is reserved for it.
+* The inspection waits for a driver call that is still under way. Bytes that were on their way to the pool through GPU
+  memory are copied to the pool. If that fails, they stay there, under a mark in the pool that names the place.
+* If an image may have been started, the daemon looks for it first. An image with its final name is complete. Anything
+  else is removed, and the operation rolls back. For a job that is left running, the job resumes first.
+* A process that ended while its image was made, and is not in a complete image, is lost.
+* **restart** is a migration by restart. Its process ends on purpose once its state is saved. Until the next process
+  reports that it has the state, the operation waits.
+* `settling` (a worker is inspected) and `counting` (of running ranks) are not in the tables. What is said of one rank
+  holds for all.
 """
 
 
 def page() -> str:
     """The whole page, as Markdown."""
     found = list(situations())
-    parts = [_INTRO]
+    example = next(finding.words for finding in FINDINGS if finding.world == World(True, True, None))
+    parts = [_INTRO.format(example=re.sub(r"[^\w -]", "", f"found {example}").replace(" ", "-").lower())]
     for finding in FINDINGS:
         parts.append(f"## Found: {finding.words}\n")
         parts.append("| an operation that was | does | and ends |\n|---|---|---|")

@@ -25,10 +25,10 @@ _INTRO = """\
 
 <!-- Written by `make docs` from machine.py, stages.py, events.py and effects.py in hegmd/migration/machine. -->
 
-An operation is in the first stage that still wants something of its workers. Where it heads decides what is wanted:
-**forward** to what was asked, **back** to how everything was, or **hold** where neither way is open and the job stands
-with its bytes. So the way back is not a path of its own: with every worker to be where it came from, a worker that was
-only asked to stop wants to be released, and one whose bytes are out wants them back first.
+An operation is in the first stage that needs something of its workers. Its direction decides what is needed:
+**forward** to the requested state, **back** to the state before the request, or **hold**: neither is possible, and the
+job is parked with its bytes. A rollback is no separate path: each worker's target is its first GPU, a worker that was
+only parked is released, and an offloaded one is reloaded first.
 """
 
 
@@ -52,9 +52,8 @@ def _diagram() -> Iterator[str]:
     for phase in TERMINAL:
         yield f"    {home[-1]} --> {phase}\n    {phase} --> [*]"
     yield "```\n"
-    yield "A stage that wants nothing is passed over. From every stage the way leads to `settling` when what is"
-    yield "under way is not what is wanted now, or when it is not known how a worker stands, and from there to the"
-    yield "first stage that wants something.\n"
+    yield "A stage that needs nothing is skipped. If the effects under way are not the needed ones, or the state of"
+    yield "a worker is unknown, the operation goes to `settling`, and then to the first stage that needs something.\n"
 
 
 def _stages() -> Iterator[str]:

@@ -11,7 +11,7 @@ from tools.docs.recovery import FINDINGS, Finding, Play, outcome, situations
 SITUATIONS = dict(situations())
 SEEN = [finding for finding in FINDINGS if finding.world is not None]
 POSSIBLE = [(name, seen) for name, play in SITUATIONS.items() for seen in SEEN if seen.can_be(play)]
-IN_IMAGE = "`done`: it is in its image, which is whole, and has ended"
+IN_IMAGE = "`done`: it is in a complete image, and has ended"
 
 
 def test_the_page_is_fresh() -> None:
@@ -52,7 +52,7 @@ def test_bytes_that_were_found_outside_are_kept_until_a_boundary_was_seen(name: 
 
 def test_a_process_ends_only_when_its_image_was_found_whole_or_has_been_made() -> None:
     image = next(finding for finding in FINDINGS if finding.world and finding.world.image)
-    bare = next(finding for finding in FINDINGS if finding.words == "it stands on no GPU, its bytes out")
+    bare = next(finding for finding in FINDINGS if finding.words == "it is parked on no GPU, its bytes offloaded")
     handing = SITUATIONS["checkpoint, handing"]
     assert outcome(handing, image) == ("dump, end, release-reservation, release-pool", IN_IMAGE)
     effects, end = outcome(handing, bare)
@@ -63,7 +63,7 @@ def test_a_process_ends_only_when_its_image_was_found_whole_or_has_been_made() -
 def test_the_page_would_say_otherwise_if_the_machine_did() -> None:
     play = SITUATIONS["suspend, suspended"]
     gone = next(finding for finding in FINDINGS if finding.event == "worker-exited")
-    assert outcome(play, gone) == ("release-pool", "`lost`: it ended while its bytes were out of it")
+    assert outcome(play, gone) == ("release-pool", "`lost`: it ended while its bytes were offloaded")
     untouched = Play(
         play.op.with_worker(play.op.workers[0].replace(was_offloaded=False, offloaded=False)), play.world, [], []
     )
