@@ -64,7 +64,9 @@ class Canvas:
     def bar(self, x: float, y: float, width: float, colour: str, words: str) -> None:
         """A filled bar with its words inside, for spans of time."""
         self._shapes.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="24" rx="4" fill="{colour}"/>')
-        self.text(x + width / 2, y + 16, words, colour=self.theme.page, size="11", anchor="middle", weight="600")
+        # The grey of the theme lies between page and text: words in the page's colour are hard to read on it.
+        written = self.theme.text if colour == self.theme.theirs else self.theme.page
+        self.text(x + width / 2, y + 16, words, colour=written, size="11", anchor="middle", weight="600")
 
     def strip(self, x: float, y: float, width: float, colour: str) -> None:
         """A filled bar of a chart."""
@@ -200,7 +202,7 @@ def _held(canvas: Canvas, y: float, label: str, spans: list[tuple[float, float, 
 def holders(theme: Theme) -> str:
     """Who holds a job's tensor bytes in each part of a migration, a suspension and an image."""
     canvas = Canvas(theme, 545, "Who holds the tensor bytes, and when")
-    phases = ("trains", "out", "checkpoint", "restore", "in", "trains")
+    phases = ("trains", "offload", "checkpoint", "restore", "reload", "trains")
     job, pool, video, disk = theme.good, theme.ours, theme.violet, theme.warm
 
     def section(y: float, title: str, names: tuple[str, ...]) -> None:
@@ -215,11 +217,11 @@ def holders(theme: Theme) -> str:
     _held(canvas, 147, "the job", [(0, 2, "its own GPU memory", job), (4, 6, "its own GPU memory", job)])
     _held(canvas, 177, "GPU memory, by descriptor", [(1, 3, "staging copy", video), (3, 5, "staging copy", video)])
     _held(canvas, 207, "host pool", [(2, 5, "hegmd; a file with a name, or the store", pool)])
-    section(270, "suspend, then resume", ("trains", "out", "suspended", "suspended", "in", "trains"))
+    section(270, "suspend, then resume", ("trains", "offload", "suspended", "suspended", "reload", "trains"))
     _held(canvas, 282, "the job", [(0, 2, "its own GPU memory", job), (4, 6, "its own GPU memory", job)])
     _held(canvas, 312, "host pool", [(1, 5, "hegmd; the agent has a descriptor too", pool)])
     _held(canvas, 342, "disk, with --spill", [(2.6, 5, "in place of the pool", disk)])
-    section(405, "checkpoint, then restore", ("trains", "out", "image only", "image only", "in", "trains"))
+    section(405, "checkpoint, then restore", ("trains", "offload", "image only", "image only", "reload", "trains"))
     _held(canvas, 417, "the job", [(0, 2, "its own GPU memory", job), (4, 6, "its own GPU memory", job)])
     _held(canvas, 447, "host pool", [(1, 2, "hegmd", pool), (4, 5, "hegmd", pool)])
     _held(canvas, 477, "image directory", [(1.5, 6, "bytes/ and criu/, read back before the job ends", disk)])
