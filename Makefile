@@ -57,6 +57,7 @@ test: ## all tests but those that need a GPU; end to end ones and a real systemd
 test-wide: ## what `make test` leaves out: cells that go the same ways by the same code once more
 	@tools/setup.sh full
 	@tools/pythons.sh --torch || echo "make: going on without PyTorch for CPython 3.14"
+	@tools/torches.sh 2.4.1 2.8.0 || echo "make: going on without other releases of PyTorch"
 	$(PYTEST) -m "wide and not gpu and not bench" -ra $(WORKERS)
 
 mutants: ## change one small thing of the product at a time, and look whether a test notices (MUTANTS="--seed 7 --count 50 --only pool")

@@ -1,8 +1,8 @@
 """`python -m tests.chaos`: every kill there is, with the bytes in flight held by a keeper and then by files.
 
 First trainings that are restarted, and one that goes into images and comes back; then, on simulated GPUs, trainings
-that are moved; then CUDA programs with and without an agent, on GPUs behind the stub driver. Prints each kill and how
-the operation ended, and in the end the figures.
+that are moved, and two ranks that are moved together; then CUDA programs with and without an agent, on GPUs behind the
+stub driver. Prints each kill and how the operation ended, and in the end the figures.
 `--gpus`, `--memory`, `--command`, `--victim` and `--state` choose some.
 """
 
@@ -37,6 +37,9 @@ from tests.chaos.image_cells import STATES as IMAGE_STATES
 from tests.chaos.image_cells import ImageCell, every_image_cell
 from tests.chaos.image_node import ImageNode
 from tests.chaos.node import Node
+from tests.chaos.rank_campaign import RankCampaign
+from tests.chaos.rank_cells import STATES as RANK_STATES
+from tests.chaos.rank_cells import RankCell, every_rank_cell
 from tests.chaos.restart_campaign import RestartCampaign, RestartTally
 from tests.chaos.restart_cells import RestartCell, every_restart_cell
 from tests.e2e.real_criu import find_criu
@@ -44,6 +47,7 @@ from tests.e2e.real_criu import find_criu
 SIMULATED, DRIVEN = "simulated", "driven"
 NAMELESS, NAMED = "nameless", "named"
 RESTART = "restart"
+AnyCell = RestartCell | ImageCell | RankCell
 #: Those that end daemons first: the others then find, in one daemon, whatever is left behind each time. What a driver
 #: has copied out is held by daemon and keeper alone, so both at once are no victims there.
 VICTIMS_OF = {
@@ -58,12 +62,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     restarts = tuple(every_restart_cell())
     images = tuple(every_image_cell())
-    others: tuple[RestartCell | ImageCell, ...] = (*restarts, *images)
+    ranks = tuple(every_rank_cell())
+    others: tuple[AnyCell, ...] = (*restarts, *images, *ranks)
     known_states = {state for states in STATES.values() for state in states} | {cell.state for cell in others}
     known_victims = dict.fromkeys((*VICTIMS, *FAULTS, *OF_THE_HELPER, *(cell.victim for cell in others)))
     parser.add_argument("--victim", choices=tuple(known_victims), action="append")
     parser.add_argument("--state", choices=sorted(known_states), action="append")
-    parser.add_argument("--command", choices=(*STATES, RESTART, *IMAGE_STATES), action="append")
+    parser.add_argument("--command", choices=(*STATES, RESTART, *IMAGE_STATES, *RANK_STATES), action="append")
     parser.add_argument("--memory", choices=(NAMELESS, NAMED), action="append")
     parser.add_argument("--gpus", choices=(SIMULATED, DRIVEN), action="append")
     asked = parser.parse_args()
@@ -77,6 +82,8 @@ def main() -> int:
             _play_images(
                 [cell for cell in images if _is_wanted(cell, cell.command, asked)], nameless=memory == NAMELESS
             )
+    if SIMULATED in (asked.gpus or [SIMULATED]) and NAMELESS in (asked.memory or [NAMELESS]):
+        _play_ranks([cell for cell in ranks if _is_wanted(cell, cell.command, asked)])
     for (gpus, memory), all_victims in VICTIMS_OF.items():
         victims = [victim for victim in all_victims if not asked.victim or victim in asked.victim]
         if gpus not in (asked.gpus or [gpus]) or memory not in (asked.memory or [memory]):
@@ -92,7 +99,7 @@ def main() -> int:
     return 0
 
 
-def _is_wanted(cell: Cell | ImageCell | RestartCell, command: str, asked: argparse.Namespace) -> bool:
+def _is_wanted(cell: Cell | AnyCell, command: str, asked: argparse.Namespace) -> bool:
     """By what was asked for, where anything was."""
     return (
         cell.victim in (asked.victim or [cell.victim])
@@ -133,6 +140,16 @@ def _play_restarts(cells: Sequence[RestartCell]) -> None:
     began = monotonic()
     with _folder() as folder, Node(Path(folder), nameless=True) as node:
         print(summary(RestartCampaign(node, say=print).run(cells), monotonic() - began))
+
+
+def _play_ranks(cells: Sequence[RankCell]) -> None:
+    began = monotonic()
+    if not cells:
+        return
+    with _folder() as folder, Node(Path(folder), nameless=True) as node:
+        tally = RankCampaign(node, say=partial(print, flush=True)).run(cells)
+    what = _in_all(tally, "killed or stopped", monotonic() - began)
+    print(f"ranks: {what}; {tally.ended_jobs} jobs ended; {tally.steps} steps, each as in an undisturbed run")
 
 
 def summary(tally: RestartTally, took_s: float) -> str:

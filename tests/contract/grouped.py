@@ -26,6 +26,8 @@ from hegmd.errors import HegmError
 
 STEPS, EVERY = 9, 2
 LIMIT_S, SHORT_S = 120.0, 1.0
+# PyTorch before 2.6 has FSDP2 for GPUs only.
+HAS_FSDP2 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
 Between = Callable[[int], None]
 
 
@@ -167,10 +169,13 @@ def main(folder: Path) -> None:
     ends = distributed.new_group([0, size - 1])
     pair = ends if rank in (0, size - 1) else None
     mesh = init_device_mesh("cpu", (size,))
-    kinds: dict[str, Callable[[], Iterator[str]]] = {"ddp": lambda: ddp(pair), "fsdp": lambda: fsdp(mesh)}
+    kinds: dict[str, Callable[[], Iterator[str]]] = {"ddp": lambda: ddp(pair)}
+    if HAS_FSDP2:
+        kinds["fsdp"] = lambda: fsdp(mesh)
     wanted = {name: run(begin(), lambda _step: None) for name, begin in kinds.items()}
     of_ddp = Disturber()
-    betweens: list[tuple[str, Between]] = [("ddp", of_ddp), ("fsdp", Disturber())]
+    betweens: list[tuple[str, Between]] = [("ddp", of_ddp)]
+    betweens += [("fsdp", Disturber())] if HAS_FSDP2 else []
     betweens += [("ddp", partial(one_rank_is_missing, groups=ProcessGroups(), missing=size - 1))]
     betweens += [("ddp", partial(one_rank_has_pending_work, groups=ProcessGroups()))]
     for name, between in betweens:

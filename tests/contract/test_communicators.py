@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgpack
 import pytest
 
 from tests.patience import HANG_S
@@ -36,6 +37,36 @@ def test_a_training_whose_groups_were_replaced_has_the_losses_of_an_undisturbed_
         check=False,
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == [str(rank) for rank in range(ranks)], ran.stderr[-4000:]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("version", ["2.4.1", "2.8.0", "newest"])
+def test_the_same_holds_for_other_releases_of_pytorch(version: str, tmp_path: Path) -> None:
+    """Issue 16, outcome 7: the private calls that replace a backend, in the oldest release, one between, Debian's."""
+    of_release = ROOT / "build" / "torches" / version / "bin" / "python"
+    python = of_release if version != "newest" else ROOT / "build" / "pythons" / "bin" / "python3.14-torch"
+    if not python.exists():
+        fetches = "tools/pythons.sh --torch" if version == "newest" else f"tools/torches.sh {version}"
+        pytest.skip(f"PyTorch {version} is not here; {fetches} fetches it")
+    packages, ended = tmp_path / "packages", tmp_path / "ended"
+    packages.mkdir()
+    ended.mkdir()
+    (packages / "msgpack").symlink_to(Path(msgpack.__file__).parent)
+    ran = subprocess.run(
+        [str(python), str(ROOT / "tests/e2e/ranks_alone.py"), "2", str(ROOT / "tests/contract/grouped.py"), str(ended)],
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{packages}",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+            "USE_LIBUV": "0",  # which Debian's build does not have
+        },
+        capture_output=True,
+        text=True,
+        timeout=4 * HANG_S,
+        check=False,
+    )
+    assert sorted(path.name for path in ended.iterdir()) == ["0", "1"], ran.stderr[-4000:]
 
 
 def test_nccls_communicators_are_suspended_and_replaced_on_all_ranks_after_one_has_failed(tmp_path: Path) -> None:

@@ -36,6 +36,11 @@ from tests.chaos.image_cells import VICTIMS as OF_IMAGES
 from tests.chaos.image_cells import every_image_cell, few_image_cells
 from tests.chaos.image_node import ImageNode
 from tests.chaos.node import Node
+from tests.chaos.rank_campaign import RankCampaign
+from tests.chaos.rank_cells import STATES as RANK_STATES
+from tests.chaos.rank_cells import TELLING as TELLING_OF_RANKS
+from tests.chaos.rank_cells import VICTIMS as OF_RANKS
+from tests.chaos.rank_cells import every_rank_cell
 from tests.chaos.restart_campaign import RestartCampaign
 from tests.chaos.restart_cells import TELLING as TELLING_OF_RESTARTS
 from tests.chaos.restart_cells import VICTIMS as OF_RESTARTS
@@ -96,6 +101,23 @@ def test_no_kill_around_an_image_leaves_half_of_one_or_half_a_job(socket_dir: Pa
     assert tally.ends["checkpoint rolled-back"] > 0, tally
     assert tally.ends["checkpoint done, restored"] > 0, tally
     assert tally.ended_jobs <= 1, tally
+
+
+@pytest.mark.xdist_group("ranks")
+def test_no_kill_around_ranks_changes_a_loss_or_leaves_a_rank_waiting(socket_dir: Path) -> None:
+    """Issue 16, outcome 3: a choice that needs one job of ranks; the last kill ends it. `make test-chaos` is all."""
+    with Node(socket_dir, nameless=True) as node:
+        tally = RankCampaign(node, say=print).run(TELLING_OF_RANKS)
+    assert (tally.rounds, tally.ended_jobs) == (len(TELLING_OF_RANKS), 1), tally
+
+
+def test_the_whole_run_kills_everybody_in_each_state_of_ranks() -> None:
+    cells = list(every_rank_cell())
+    assert len(cells) == len(set(cells)) > 700
+    assert set(TELLING_OF_RANKS) < set(cells)
+    states = {(command, state) for command, states in RANK_STATES.items() for state in states}
+    for victim in OF_RANKS[:-1]:
+        assert states == {(cell.command, cell.state) for cell in cells if cell.victim == victim}
 
 
 def test_the_whole_run_kills_everybody_in_each_state_of_an_image() -> None:

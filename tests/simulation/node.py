@@ -54,10 +54,11 @@ class Process:
     owed: bool = False
     supervised: bool = True
     finished: bool = False
-    # Of a rank: how its communicators with the others of its job are taken down, whether they are up and since which
-    # generation, and what it waits for the others with. See ranks.py.
+    # Of a rank: how its communicators with the others of its job are taken down, how many groups have one, how many of
+    # these are up and since which generation, and what it waits for the others with. See ranks.py.
     communicators: str = ""
-    linked: bool = True
+    groups: int = 1
+    live_groups: int = 1
     generation: int = 0
     joining: tuple[str, int] | None = None
     # Of one whose last suspension keeps its CUDA context. See kept.py.
@@ -66,6 +67,11 @@ class Process:
     @property
     def has_agent(self) -> bool:
         return bool(self.token)
+
+    @property
+    def linked(self) -> bool:
+        """Whether any communicator of that rank is up."""
+        return self.live_groups > 0
 
     @property
     def runs(self) -> bool:

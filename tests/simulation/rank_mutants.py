@@ -5,8 +5,9 @@ from __future__ import annotations
 from hegmd.migration.machine import effects, events, machine
 from hegmd.migration.machine.effects import Effect
 from hegmd.migration.machine.events import Event
-from hegmd.migration.machine.operation import JobProcess, Operation
+from hegmd.migration.machine.operation import BACK, JobProcess, Operation
 from tests.simulation.daemon import Parts
+from tests.simulation.hands import Running
 from tests.simulation.mutants import Mutant
 from tests.simulation.node import Process
 from tests.simulation.ranks import RankHands
@@ -73,6 +74,28 @@ def lets_go_one_by_one(op: Operation, event: Event, now: float) -> Result:
     return after, wanted
 
 
+class ForgetsOneGroup(RankHands):
+    """An agent disconnects all groups of its rank but one."""
+
+    def do(self, running: Running, process: Process) -> Event | None:
+        done = super().do(running, process)
+        if isinstance(done, events.Disconnected):
+            process.live_groups = process.groups - 1
+        return done
+
+
+class UndoesItOnOneRankOnly(RankHands):
+    """On the way back the first rank connects without the others, which only say that they did."""
+
+    def do(self, running: Running, process: Process) -> Event | None:
+        effect = running.effect
+        if effect.tag != "reconnect" or self.daemon.ops[running.op_id].direction != BACK:
+            return super().do(running, process)
+        if process is self.node.crew(process.name)[0]:
+            process.live_groups, process.generation = process.groups, effect.generation
+        return events.Reconnected(effect=effect.number, worker=effect.worker)
+
+
 class LeavesRestoredRanksLocked(RankHands):
     """The restore of a rank ends locked, and nobody unlocks it before it is told to connect."""
 
@@ -100,5 +123,7 @@ RANK_MUTANTS = {
     "believes_in_what_was_cut_off": Mutant(
         Parts(hands=RankHands, handle=believes_in_what_was_cut_off), {"crash": 0.03}, found_by=185
     ),
+    "forgets_one_group": Mutant(Parts(hands=ForgetsOneGroup)),
+    "undoes_it_on_one_rank_only": Mutant(Parts(hands=UndoesItOnOneRankOnly), _FAILING),
     "leaves_restored_ranks_locked": Mutant(Parts(hands=LeavesRestoredRanksLocked)),
 }

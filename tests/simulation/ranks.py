@@ -32,7 +32,9 @@ def drawn_node(random: Random) -> Node:
         for rank in range(random.choice((2, 2, 3))):
             pid, size = 100 + len(processes), random.randrange(1, 16)
             gpu = f"gpu{rank}"
-            processes[str(pid)] = Process(str(pid), pid, f"agent of {pid}", job, gpu, size, communicators=mechanism)
+            process = Process(str(pid), pid, f"agent of {pid}", job, gpu, size, communicators=mechanism)
+            process.groups = process.live_groups = 1 + job
+            processes[str(pid)] = process
             holds[gpu][str(pid)] = size
     capacity = random.choice((20, 90)) if jobs == 1 else 90
     driven = random.random() < 0.7
@@ -78,7 +80,7 @@ class RankNode(Node):
         )
         if waits and not is_met:
             return False
-        process.joining, process.linked = None, what == UP
+        process.joining, process.live_groups = None, process.groups if what == UP else 0
         if what == UP:
             process.generation = generation
         return True
@@ -123,7 +125,7 @@ class RankNode(Node):
             return False
         generation = 1 + max(process.generation for process in crew)
         for process in crew:
-            process.joining, process.linked, process.generation = None, True, generation
+            process.joining, process.live_groups, process.generation = None, process.groups, generation
             super().come_back_alone(process.name)
             if process.name != name:
                 self.unclaimed.discard(process.name)

@@ -48,7 +48,7 @@ def train(path: str, steps: int, halts_at: str = "") -> None:
     model = torch.nn.parallel.DistributedDataParallel(layers)
     optimizer = torch.optim.Adam(model.parameters())
     done = 0
-    with Path(f"{path}.{distributed.get_rank()}").open("w") as losses:
+    with Path(f"{path}.{distributed.get_rank()}").open("w", buffering=1) as losses:
         while done != steps:
             for batch, target in loader:
                 if done == steps or (steps < 0 and is_over(path)):
