@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import anyio
 import anyio.to_thread
 
 from hegmd.errors import BUSY, CANCELLED, NOT_FOUND, UNAVAILABLE, HegmError, Refused
-from hegmd.memory.pool_checksums import compare, sums_of
+from hegmd.memory.pool_checksums import COMPARED_FOR_S, COMPARING_THREADS, SUMMING_THREADS, compare, sums_of
 from hegmd.memory.pool_memory import Memory, make_memory, read_available_bytes, read_huge_free_bytes
 from hegmd.memory.pool_names import NONCE_BYTES, Key, PieceName, Source
 from hegmd.memory.pool_piece import MemoryKeeping, Piece
@@ -57,6 +59,7 @@ class Pool:
         ready: ReadyMemory | None = None,
         available_bytes: Callable[[], int | None] = read_available_bytes,
         huge_free_bytes: Callable[[], int] = read_huge_free_bytes,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.keep = keep or MemoryKeeping()
         self.ready = ready or ReadyMemory()
@@ -64,6 +67,7 @@ class Pool:
         self._given_budget_bytes = budget_bytes
         self._available_bytes = available_bytes
         self._huge_free_bytes = huge_free_bytes
+        self._clock = clock
         self._held: dict[Key, Piece] = {}
         self._unclaimed: dict[str, Piece] = {}
         self._coming: dict[Key, int] = {}  # taken from the budget, pages not there yet
@@ -254,7 +258,7 @@ class Pool:
             piece.spilling.cancel()
         async with piece.lock:
             if piece.memory is not None:
-                await self._compare(piece, piece.memory)
+                await self._compare(piece, piece.memory, COMPARING_THREADS)
             elif self._held.get(key) is piece:
                 folder, name = self._folder(), str(piece.name)
                 piece.memory = await read_into(
@@ -265,6 +269,22 @@ class Pool:
                     progress,
                 )
 
+    async def compare_ahead(self, key: Key) -> None:
+        """Compare the owner's bytes with their checksums before they are used: a `fetch` soon after need not.
+
+        Ends early if the bytes are needed. Raises HegmError if they have changed, or cannot be read.
+        """
+        piece = self._held.get(key)
+        if piece is None:
+            return
+        async with piece.lock:
+            if piece.memory is not None:
+                try:
+                    with anyio.CancelScope() as piece.spilling:
+                        await self._compare(piece, piece.memory, SUMMING_THREADS)
+                finally:
+                    piece.spilling = None
+
     async def sum_up(self, key: Key) -> None:
         """Compute checksums of the owner's bytes while its job is suspended. Does nothing if it has them.
 
@@ -274,7 +294,7 @@ class Pool:
         if piece is None or sums is None or not piece.mark:
             return
         async with piece.lock:
-            memory, piece.compared = piece.memory, False
+            memory, piece.compared_at = piece.memory, -math.inf
             if memory is None or piece.sums is not None:
                 return
             name, size_bytes = str(piece.name), piece.size_bytes
@@ -434,26 +454,27 @@ class Pool:
             )
         logger.info("%s is on disk", name, extra=fields(size_bytes=piece.size_bytes))
 
-    async def _compare(self, piece: Piece, memory: Memory) -> None:
-        """Raise HegmError unless the bytes equal those that were summed when the job was suspended. Compares once for
-        each suspension.
+    async def _compare(self, piece: Piece, memory: Memory, threads: int) -> None:
+        """Raise HegmError unless the bytes equal those that were summed when the job was suspended. Does nothing if
+        they were compared a moment ago.
         """
         known, worker = piece.sums, piece.name.key.worker
-        if known is None or self.keep.sums is None or piece.compared:
+        if known is None or self.keep.sums is None or self._clock() - piece.compared_at < COMPARED_FOR_S:
             return
         size_bytes, whose = piece.size_bytes, f"the bytes of process {worker}"
-        await with_memory(
+        is_equal = await with_memory(
             memory.fd,
-            lambda fd, is_over: compare(fd, size_bytes, known, is_over, whose),
+            lambda fd, is_over: compare(fd, size_bytes, known, is_over, whose, threads),
             name=str(piece.name),
             unwanted="is not compared any further",
         )
-        piece.compared = True
+        if is_equal:
+            piece.compared_at = self._clock()
 
     async def _forget_sums(self, piece: Piece) -> None:
         if piece.sums is not None and self.keep.sums is not None:
             await anyio.to_thread.run_sync(self.keep.sums.drop, piece.mark)
-        piece.sums, piece.compared = None, False
+        piece.sums, piece.compared_at = None, -math.inf
 
     async def _give_back(self, piece: Piece) -> None:
         """Drop a segment that has no owner yet, cancelled or not."""

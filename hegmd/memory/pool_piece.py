@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,10 +44,10 @@ class Piece:
         #: The task that reads the memory while the job is suspended: a copy to disk or the checksums. It is cancelled
         #: when the job resumes.
         self.spilling: anyio.CancelScope | None = None
-        #: The checksums of the chunks in memory, if they were computed since the last write, and whether they were
+        #: The checksums of the chunks in memory, if they were computed since the last write, and when they were last
         #: compared since the job was suspended.
         self.sums: tuple[int, ...] | None = None
-        self.compared = False
+        self.compared_at = -math.inf
 
     @property
     def mark(self) -> str:

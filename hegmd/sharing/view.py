@@ -263,8 +263,11 @@ class SharingView:
         whole = planned(node, PlanRequest(kind=SUSPEND, pids=pids))
         kept = planned(node, PlanRequest(kind=SUSPEND, pids=pids, keep_context=True))
         stays = stays_by_gpu(kept) if isinstance(kept, MigrationPlan) else None
+        if self._rules.method == AUTO and isinstance(whole, MigrationPlan) and isinstance(kept, MigrationPlan):
+            # At the end of a turn it keeps its contexts if it can, so the faster way says how long a turn is.
+            return Leaving("", 2 * min(whole.estimate_s, kept.estimate_s), stays)
         if self._rules.method != KEEP_CONTEXT and isinstance(whole, MigrationPlan):
-            return Leaving("", 2 * whole.estimate_s, stays if self._rules.method == AUTO else None)
+            return Leaving("", 2 * whole.estimate_s)
         if self._rules.method != WHOLE and isinstance(kept, MigrationPlan):
             return Leaving("", 2 * kept.estimate_s, stays, keeps_context=True)
         against = kept if self._rules.method == KEEP_CONTEXT else whole

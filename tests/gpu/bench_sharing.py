@@ -22,7 +22,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +32,7 @@ from typing import Any
 from hegmd.errors import HegmError
 from hegmd.memory.sizes import whole_size
 from hegmd.protocol.messages import Events, EventsReply, MakeRoom, Queue, QueueReply, Release, RoomReply
-from hegmd.protocol.moves import Operations, OperationsReply
+from hegmd.protocol.moves import Operations, OperationsReply, StoryReply
 from hegmd.protocol.operations import Operation
 from hegmd.protocol.sharing import Released
 from hegmd.protocol.snapshots import Event
@@ -184,13 +185,18 @@ def room_once(node: Node, training: Training, *, keeps: bool) -> dict[str, float
     back_s = training.times[steps] - released_at
     training.trains(UNDISTURBED_LINES)
     story = node.story(operation.id)
-    spent = phases_s(story, operation.created_utc)
-    parts = ", ".join(f"{name} {value:.3f}" for name, value in spent.items() if value > 0.001)
-    print(f"  began {story.story[0].utc - asked_utc:.3f} s after the request; {parts}", flush=True)
-    for step in [step for line in story.story for step in line.timings]:
-        if step.took_s > LONG_STEP_S:
-            print(f"    {step.began_utc - asked_utc:.3f} {step.lane} {step.name}: {step.took_s:.3f} s", flush=True)
+    tell_story(story, operation.created_utc, asked_utc)
     return {"free_s": free_s, "boundary_s": boundary_s, "replied_s": replied_s, "back_s": back_s}
+
+
+def tell_story(story: StoryReply, since_utc: float, zero_utc: float) -> None:
+    """Print the phases of an operation since then and its long steps, in seconds after `zero_utc`."""
+    parts = ", ".join(f"{name} {value:.3f}" for name, value in phases_s(story, since_utc).items() if value > 0.001)
+    began_s = max(story.story[0].utc, since_utc) - zero_utc
+    print(f"  operation {story.operation.id} from {began_s:.3f} s on: {parts}")
+    for step in [step for line in story.story for step in line.timings]:
+        if step.began_utc >= since_utc and step.took_s > LONG_STEP_S:
+            print(f"    {step.began_utc - zero_utc:.3f} {step.lane} {step.name}: {step.took_s:.3f} s", flush=True)
 
 
 def _last_operation(node: Node, pid: int) -> Operation:
@@ -207,7 +213,7 @@ def _waited_for_boundary(node: Node, operation: Operation) -> float:
 # -- turns -------------------------------------------------------------------------------------------------------------
 
 
-def turns(size_gib: int, within: Callable[[float, list[float]], bool], quantum_s: float) -> dict[str, Any]:
+def turns(size_gib: int, within: Callable[[float, int], bool], quantum_s: float) -> dict[str, Any]:
     """Two trainings take turns until `within` says that it is enough, of the seconds and of the switches."""
     settings = f'slices = "on"\nmin_quantum_s = {quantum_s}\n'
     with sharing_node(size_gib, settings) as (node, folder), ExitStack() as held:
@@ -215,51 +221,70 @@ def turns(size_gib: int, within: Callable[[float, list[float]], bool], quantum_s
         held.enter_context(lease(node, filler))
         first = held.enter_context(closing(Training(node, "first", size_gib, folder)))
         first.trains()
+        print(f"  {size_gib} GiB: the first trains", flush=True)
         alone_began = time.monotonic()
         count = len(first.step_times())
         first.wait_for(lambda: len(first.step_times()) >= count + 300, "it does not train", TURN_WITHIN_S)
         alone = (len(first.step_times()) - count) / (time.monotonic() - alone_began)
         second = held.enter_context(closing(Training(node, "second", size_gib, folder)))
         second.trains()
+        print(f"  {size_gib} GiB: the second trains", flush=True)
         began, done = time.monotonic(), len(first.step_times()) + len(second.step_times())
         told = 0
-        while within(time.monotonic() - began, gaps := switches(first, second)):
+        while within(time.monotonic() - began, len(gaps := switches(first, second))):
             for gap in gaps[told:]:  # what is known when the machine's time ends is not lost
-                print(f"  {size_gib} GiB: a switch took {gap:.3f} s", flush=True)
+                print(f"  {size_gib} GiB: a switch took {gap.took_s:.3f} s", flush=True)
+                for training in (first, second):
+                    tell_switch(node, training, gap)
             told = len(gaps)
             time.sleep(0.2)  # a program that watches
             if not (first.alive and second.alive):
                 raise WentWrongError(f"a training ended: {first.error_text()} {second.error_text()}\n{queue(node)}")
         took_s = time.monotonic() - began
         done = len(first.step_times()) + len(second.step_times()) - done
-        gaps = switches(first, second)
+        took = [gap.took_s for gap in switches(first, second)]
         first.end()
         second.end()
         compare(node, [first, second])
         print(events(node), flush=True)
-        if not gaps:
+        if not took:
             raise WentWrongError(f"no turn ended\n{queue(node)}\n{events(node)}")
-        if min(gaps) < LEAST_SWITCH_S:
-            raise WentWrongError(f"both train at the same time: {min(gaps):.3f} s between their steps")
+        if min(took) < LEAST_SWITCH_S:
+            raise WentWrongError(f"both train at the same time: {min(took):.3f} s between their steps")
     return {
         "what": "turns",
         "size_gib": size_gib,
         "quantum_s": quantum_s,
         "seconds": round(took_s, 1),
-        "switches": len(gaps),
-        "switch_s": round(statistics.median(gaps), 3),
-        "longest_switch_s": round(max(gaps), 3),
+        "switches": len(took),
+        "switch_s": round(statistics.median(took), 3),
+        "longest_switch_s": round(max(took), 3),
         "steps": done,
         "alone_steps_per_s": round(alone, 3),
         "throughput": round(done / took_s / alone, 4),
     }
 
 
-def switches(first: Training, second: Training) -> list[float]:
-    """From the last step of one training to the first step of the other, for each change, without the first one."""
+@dataclass(frozen=True)
+class Switch:
+    """The last step of one training, and the first step of the other after it."""
+
+    began: float
+    took_s: float
+
+
+def switches(first: Training, second: Training) -> list[Switch]:
+    """Each change from one training to the other, without the first one: it has the start of the second in it."""
     steps = sorted([(at, 0) for at in first.step_times()] + [(at, 1) for at in second.step_times()])
-    gaps = [later[0] - earlier[0] for earlier, later in pairwise(steps) if earlier[1] != later[1]]
-    return gaps[1:]  # the first one has the start of the second training in it
+    found = [Switch(earlier[0], later[0] - earlier[0]) for earlier, later in pairwise(steps) if earlier[1] != later[1]]
+    return found[1:]
+
+
+def tell_switch(node: Node, training: Training, switch: Switch) -> None:
+    """Print what the last operation of a training did in that time."""
+    began_utc = time.time() - time.monotonic() + switch.began
+    with suppress(IndexError):  # it had none yet
+        tell_story(node.story(_last_operation(node, training.pid).id), began_utc - 1, began_utc)
 
 
 def queue(node: Node) -> str:
@@ -294,7 +319,7 @@ def main() -> int:
     if "room" in parts:
         runs += [partial(room, size, how, asked.repeat) for size in sizes for how in METHODS]
     if "turns" in parts:
-        runs += [partial(turns, size, lambda _, gaps: len(gaps) < asked.repeat, asked.quantum_s) for size in sizes]
+        runs += [partial(turns, size, lambda _, count: count < asked.repeat, asked.quantum_s) for size in sizes]
     if "shared" in parts:
         runs += [lambda: turns(sizes[0], lambda seconds, _: seconds < asked.shared_s, asked.shared_quantum_s)]
     rows, wrong = [], False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from hegmd.memory.pool import Key, MemoryKeeping, Pool
@@ -27,8 +29,8 @@ def keep_in(folder: Path, store: DescriptorStore | None = None) -> MemoryKeeping
     )
 
 
-def opened(keep: MemoryKeeping, ready: ReadyMemory | None = None) -> Pool:
-    return Pool(64 * MIB, keep=keep, ready=ready, huge_free_bytes=lambda: 0)
+def opened(keep: MemoryKeeping, ready: ReadyMemory | None = None, clock: Callable[[], float] = time.monotonic) -> Pool:
+    return Pool(64 * MIB, keep=keep, ready=ready, huge_free_bytes=lambda: 0, clock=clock)
 
 
 async def found_again(keep: MemoryKeeping, *owned: Key, ready: ReadyMemory | None = None) -> Pool:

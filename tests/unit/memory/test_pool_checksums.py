@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from hegmd.errors import REFUSED, UNAVAILABLE, HegmError
 from hegmd.memory.pool import Pool
-from hegmd.memory.pool_checksums import SumFolder, compare, sums_of
+from hegmd.memory.pool_checksums import COMPARED_FOR_S, SumFolder, compare, sums_of
 from hegmd.memory.pool_piece import MemoryKeeping
 from hegmd.memory.spill_file import Unwanted
 from hegmd.system.direct_io import CHUNK_BYTES
@@ -34,9 +35,9 @@ def never() -> bool:
     return False
 
 
-async def rested(keep: MemoryKeeping) -> Pool:
-    """A pool with bytes that have come to rest."""
-    pool = opened(keep)
+async def rested(keep: MemoryKeeping, clock: Callable[[], float] = time.monotonic) -> Pool:
+    """A pool with the bytes of a suspended job."""
+    pool = opened(keep, clock=clock)
     memory = await pool.take(KEY, SIZE_BYTES)
     os.pwrite(memory.fd, os.urandom(SIZE_BYTES), 0)
     await pool.sum_up(KEY)
@@ -121,13 +122,27 @@ async def test_bytes_that_are_written_anew_are_not_compared_with_what_was_there_
 
 @pytest.mark.thorough
 async def test_a_piece_is_compared_again_after_each_rest_and_once_for_one(tmp_path: Path) -> None:
-    """A resume asks for the bytes three times, and a job stands meanwhile."""
+    """A resume asks for the bytes three times, and a job is parked meanwhile."""
     pool = await rested(keep_in(tmp_path))
     await pool.fetch(KEY)
     flip(pool.memory(KEY).fd)
     await pool.fetch(KEY)
     await pool.sum_up(KEY)  # the resume came to nothing, and the job rests again
     assert "has changed" in (await refusal(pool)).message
+    pool.close()
+
+
+async def test_a_resume_soon_after_a_comparison_does_not_wait_for_another(tmp_path: Path) -> None:
+    """With 32 GiB it waited for two seconds between two turns."""
+    now = 100.0
+    pool = await rested(keep_in(tmp_path), lambda: now)
+    await pool.compare_ahead(KEY)
+    flip(pool.memory(KEY).fd)
+    await pool.fetch(KEY)
+    now += COMPARED_FOR_S
+    assert "has changed" in (await refusal(pool)).message, "the comparison was too long ago"
+    with pytest.raises(HegmError, match="has changed"):
+        await pool.compare_ahead(KEY)
     pool.close()
 
 
@@ -200,7 +215,7 @@ def test_memory_that_the_kernel_does_not_give_is_told_and_kills_nobody() -> None
             sums_of(broken.fileno(), CHUNK_BYTES, never)
         assert "dmesg" in refused.value.hint
         with pytest.raises(HegmError, match=r"the bytes of process 7: the memory with the job's bytes cannot be read"):
-            compare(broken.fileno(), CHUNK_BYTES, (0,), never, "the bytes of process 7")
+            compare(broken.fileno(), CHUNK_BYTES, (0,), never, "the bytes of process 7", 1)
 
 
 def test_memory_that_was_shortened_is_told_and_kills_nobody() -> None:
@@ -216,7 +231,7 @@ def test_sums_of_another_number_of_chunks_are_of_another_piece(tmp_path: Path) -
     fd = os.memfd_create("piece")
     os.truncate(fd, SIZE_BYTES)
     with pytest.raises(HegmError, match="chunk 1 of 1"):
-        compare(fd, SIZE_BYTES, sums_of(fd, CHUNK_BYTES, never), never, "it")
+        compare(fd, SIZE_BYTES, sums_of(fd, CHUNK_BYTES, never), never, "it", 1)
     folder = SumFolder(tmp_path / "sums")
     folder.keep("7.ab", (1, 2, 3))
     assert folder.load("7.ab") == (1, 2, 3)
