@@ -112,10 +112,9 @@ class JobRegistered(Record):
 
 
 class RegisterJob(Request, op="job.register", reply=JobRegistered):
-    """`hegmctl run` registers its process, and all that this process starts, as a job before it becomes its command.
+    """Register the calling process, and all that it will start, as a job, as `hegmctl run` does.
 
-    A second request with the same run returns the same job. So does a run that continues from the state of an
-    operation.
+    The same run, or one that continues from the state of an operation, gets the same job again.
     """
 
     run: str = field("id of this `hegmctl run`; its agents send it as HEGM_RUN")

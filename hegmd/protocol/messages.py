@@ -141,12 +141,10 @@ class EventsReply(Record):
 
 
 class Events(Request, op="events", reply=EventsReply, event=Event):
-    """Return the events that the daemon remembers and, with `follow`, new ones until the request is cancelled.
+    """Return the remembered events and, with `follow`, new ones until the request is cancelled.
 
-    Each one comes as an event of this request. The event `events.missed` tells a consumer that is too slow, or that
-    asks for older events than the daemon remembers, that it has missed some. A consumer whose `since` is from another
-    run of the daemon gets it too, followed by all events that this run remembers. An unknown kind is the error
-    `bad-request`.
+    Each one is an event of this request. `events.missed` says that some are missing: the consumer is too slow, or
+    `since` is older than the memory of the daemon or from another run. Then all events of this run follow.
     """
 
     since: int = field("lowest event number", default=0)

@@ -24,8 +24,8 @@ class OperationReply(Record):
 class Migrate(Request, op="migrate", reply=OperationReply, event=OperationProgress, changes_state=True):
     """Migrate running jobs to another GPU, between two batches. All processes of a job are migrated together.
 
-    With `wait` the reply comes when the operation has ended. If the caller disconnects or cancels the request before
-    that, the operation continues. An operation that was rolled back is a reply too: its `phase` and `failure` say so.
+    If the caller disconnects or cancels the request, the operation continues. An operation that was rolled back is a
+    reply too: its `phase` and `failure` say so.
     """
 
     pids: tuple[int | str, ...] = field("the jobs: for each its id, its name, or the pid of one of its processes")
@@ -54,8 +54,8 @@ class Migrate(Request, op="migrate", reply=OperationReply, event=OperationProgre
 class Quiesce(Request, op="quiesce", reply=OperationReply, event=OperationProgress, changes_state=True):
     """Park running jobs between two batches. Their memory stays where it is.
 
-    With `wait` the reply comes when they are parked, in phase `holding`. They resume automatically after `hold_s`, or
-    with `resume`. A `suspend`, `migrate` or `checkpoint` meanwhile starts from there, under the same operation.
+    With `wait` the reply comes in phase `holding`. They resume after `hold_s`, or with `resume`. A `suspend`, `migrate`
+    or `checkpoint` meanwhile continues the same operation.
     """
 
     pids: tuple[int | str, ...] = field("the jobs: for each its id, its name, or the pid of one of its processes")
@@ -68,10 +68,9 @@ class Quiesce(Request, op="quiesce", reply=OperationReply, event=OperationProgre
 class Suspend(Request, op="suspend", reply=OperationReply, event=OperationProgress, changes_state=True):
     """Take running jobs off their GPUs between two batches, and hold their bytes until they are resumed.
 
-    With `spill` the bytes are written to disk and take no memory meanwhile; this works for suspended jobs too. If the
-    disk cannot take them, the jobs are suspended with their bytes in memory, and the reply is an error that says why.
-
-    With `keep_context` the daemon makes no driver call, and communicators stay connected.
+    With `spill` the bytes are on disk and take no memory; this works for suspended jobs too. If the disk fails, the
+    jobs are suspended with their bytes in memory, and the reply is an error. With `keep_context` the daemon makes no
+    driver call, and communicators stay connected.
     """
 
     pids: tuple[int | str, ...] = field("the jobs: for each its id, its name, or the pid of one of its processes")
@@ -87,13 +86,11 @@ class Suspend(Request, op="suspend", reply=OperationReply, event=OperationProgre
 
 
 class Checkpoint(Request, op="checkpoint", reply=OperationReply, event=OperationProgress, changes_state=True):
-    """Write an image of a running job between two batches: its processes and the bytes that it has on GPUs.
+    """Write an image of a running job between two batches: its processes and their bytes on GPUs.
 
-    The daemon reads the image back, then ends the job. With `leave_running` the job continues as soon as its processes
-    are written; the daemon writes the bytes of its GPUs from the pool, and reads all of the image back, while the job
-    trains. After a failure there is no image, and the job continues.
-
-    Only the owner of all its processes and root can ask for it, because an image contains their memory.
+    The daemon reads the image back, then ends the job. With `leave_running` the job continues once its processes are
+    written, and the rest happens while it trains. After a failure there is no image, and the job continues. Only the
+    owner of all its processes and root can request it, because an image contains their memory.
     """
 
     pid: int | str = field("the job: its id, its name, or the pid of one of its processes")
@@ -121,10 +118,9 @@ class Handoff(Request, op="handoff", reply=OperationReply, event=OperationProgre
 class Restore(Request, op="restore", reply=OperationReply, event=OperationProgress, changes_state=True):
     """Restore a job from an image, with its process ids, and resume it at its next batch.
 
-    The image has to be from this node, or signed with this node's key, and only its owner and root can restore it. A
-    failure before the processes are restored leaves the image only; a later one leaves a suspended job. The facts of a
-    refusal name files that have grown since, with their former sizes, as `grown`. Output of the job that was connected
-    to something outside of it is discarded, except for what `outlets` names.
+    The image has to be from this node or signed with its key; only its owner and root can restore it. A failure before
+    the processes exist leaves the image only, a later one a suspended job. The facts of a refusal name files that have
+    grown, with their former sizes, as `grown`. Output that led outside of the job is discarded, except to `outlets`.
     """
 
     path: str = field("absolute path of the image; read with the caller's rights")
@@ -157,8 +153,8 @@ class Drained(Record):
 
 
 class Drain(Request, op="drain", reply=Drained, event=OperationProgress, changes_state=True):
-    """Migrate all jobs off a GPU, one after another. If the caller disconnects before the end, the job under way is
-    still migrated and the jobs after it stay. Without `wait`, all operations start at once.
+    """Migrate all jobs off a GPU, one after another; without `wait` all at once. If the caller disconnects, the
+    current job is still migrated and later ones stay.
     """
 
     gpu: str = field("the GPU to empty")
@@ -169,9 +165,8 @@ class Drain(Request, op="drain", reply=Drained, event=OperationProgress, changes
 
 
 class Swap(Request, op="swap", reply=Drained, event=OperationProgress, changes_state=True):
-    """Let two jobs, or two processes of one job, exchange their GPUs. If there is not enough memory for both, one of
-    them is suspended meanwhile. A swap that has started continues without the caller. Without `wait`, the reply has its
-    first step.
+    """Let two jobs, or two processes of one job, exchange their GPUs, one of them suspended if memory is short. A swap
+    that has started continues without the caller. Without `wait`, the reply has its first step.
     """
 
     first: int | str = field("one job: its id, its name, or the pid of one of its processes")

@@ -74,10 +74,10 @@ class RoomReply(Record):
 class MakeRoom(Request, op="room.make", reply=RoomReply, event=RoomProgress, changes_state=True):
     """Free memory of a GPU, and keep it free as a lease.
 
-    Jobs of lower priority are suspended, or migrated to another GPU with room, fewest bytes first. The lease ends with
-    the process, after the time, or with a release; with neither process nor time, after the longest time that the
-    daemon allows. With `until_free` the reply comes once the memory is free; if that fails, or takes longer than
-    `limit_s`, the lease is dropped and the reply is an error. A client that disconnects before that drops the lease.
+    Jobs of lower priority are suspended or migrated, fewest bytes first. The lease ends with the process, after the
+    time, with a release, or else after the longest time that the daemon allows. With `until_free` the reply comes once
+    the memory is free. After a failure or `limit_s` it is an error, and the lease is dropped; so it is when the client
+    disconnects before the reply.
     """
 
     gpu: str = field("the GPU; auto: the one where the fewest bytes have to leave", default=AUTO)
@@ -98,9 +98,9 @@ class MakeRoom(Request, op="room.make", reply=RoomReply, event=RoomProgress, cha
 
 
 class WaitForRoom(Request, op="room.wait", reply=RoomReply, event=RoomProgress):
-    """Wait until a lease is held, as `room.make` does with `until_free`, for a caller whose connection has ended.
+    """Wait until a lease is held, as `room.make` with `until_free` does, after a connection has ended.
 
-    The lease is dropped if that fails, and if the caller that asked for it leaves.
+    A failure, or the caller's disconnection, drops the lease.
     """
 
     lease: str = field("the lease: its id or its name")
@@ -170,10 +170,10 @@ class JobPlaced(Record):
 
 
 class PlaceJob(Request, op="job.place", reply=JobPlaced, event=PlaceProgress, changes_state=True):
-    """The request of `hegmctl run --gpu auto` before it becomes its command: wait for a GPU with room.
+    """Wait for a GPU with room, as `hegmctl run --gpu auto` does before it becomes its command.
 
-    The job has its place in the queue until it is started or the calling process ends. The same run that asks again
-    has the same place. The reply keeps the memory for the job until it trains.
+    The job keeps its place in the queue until it starts or the calling process ends. The reply reserves the memory for
+    the job until it trains.
     """
 
     run: str = field("id of the `hegmctl run`")
