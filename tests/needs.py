@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 
+# pytest asks everything in a test module for these, to find the fixtures in it.
+_ASKED_WHILE_COLLECTING = {"__wrapped__", "__pytest_wrapped__"}
+
 
 class ImportedWhenUsed:
     """Stands for a module of that name, which is imported when the first of its attributes is asked for."""
@@ -24,6 +27,8 @@ class ImportedWhenUsed:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute in _ASKED_WHILE_COLLECTING:
+            raise AttributeError(attribute)
         module = sys.modules.get(self._name) or self._imported()
         return getattr(module, attribute)
 

@@ -25,6 +25,7 @@ from hegmd.migration.methods.driver_calls import Steps
 from hegmd.migration.methods.gpus import Gpus, driver_owner, pairs_from, storage_owner
 from hegmd.migration.methods.other_processes import FILE_NAME
 from hegmd.node.inventory import NodeSnapshot
+from tests.cells import in_one_test
 from tests.contract.driven import REST_BYTES, Parts, Rig, rigged, standing_in
 from tests.contract.helped import GIB, MIB, Owner, ask
 from tests.patience import HANG_S
@@ -238,7 +239,7 @@ async def test_one_of_another_node_comes_back_on_the_gpu_that_is_wanted_by_a_map
         rig.moved.close()
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("elsewhere", "here", "pairs"),
     [
         ("ab", "cd", ["ad", "bc"]),

@@ -22,6 +22,7 @@ from hegmd.agent.cuda_driver import Driver
 from hegmd.agent.video_memory import VideoMemory
 from hegmd.errors import HegmError
 from hegmd.protocol.agents import NO_HANDLE
+from tests.cells import in_one_test
 from tests.stubs.cuda.node import CudaNode, order_in_force
 
 ROOT = Path(__file__).parents[2]
@@ -490,7 +491,7 @@ CASES: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("sizes", "taken_mib"),
     [
         ([], 0),

@@ -13,7 +13,7 @@ import re
 import tokenize
 from collections.abc import Iterator
 
-from tests.house.source import Module, is_within
+from tests.house.source import Module, dotted, is_within
 
 MODULE_LINES = 600
 MODULE_LINES_WITHOUT_REASON = 400
@@ -45,8 +45,6 @@ IMPURE = {
     "time",
 }
 
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-
 # Spelled in parts, so that this file does not match itself.
 _OPEN_ENDS = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK")) + r")\b")
 
@@ -59,9 +57,7 @@ def module_size(module: Module) -> Iterator[str]:
 
     An import counts as one line, on however many the formatter puts its names: a longer path splits no module.
     """
-    wrapped = sum(
-        (node.end_lineno or node.lineno) - node.lineno for node in module.nodes if isinstance(node, ast.ImportFrom)
-    )
+    wrapped = sum((node.end_lineno or node.lineno) - node.lineno for node in module.nodes(ast.ImportFrom))
     lines = module.lines - wrapped
     if lines > MODULE_LINES:
         yield f"{lines} lines; {MODULE_LINES} is the end: split it"
@@ -70,11 +66,11 @@ def module_size(module: Module) -> Iterator[str]:
 
 
 def function_size(module: Module) -> Iterator[str]:
-    for node in module.nodes:
-        if isinstance(node, _FUNCTIONS):
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
-            if lines > FUNCTION_LINES:
-                yield f"{node.lineno}: {node.name} has {lines} lines; {FUNCTION_LINES} is the end"
+    functions: list[ast.FunctionDef | ast.AsyncFunctionDef] = module.nodes(ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in functions:
+        lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        if lines > FUNCTION_LINES:
+            yield f"{node.lineno}: {node.name} has {lines} lines; {FUNCTION_LINES} is the end"
 
 
 def docstring(module: Module) -> Iterator[str]:
@@ -108,12 +104,7 @@ def purity(module: Module) -> Iterator[str]:
 @functools.cache
 def _called(node: ast.Call) -> str:
     """The dotted name of what is called, as it is written."""
-    parts: list[str] = []
-    owner = node.func
-    while isinstance(owner, ast.Attribute):
-        parts.insert(0, owner.attr)
-        owner = owner.value
-    return ".".join([owner.id, *parts]) if isinstance(owner, ast.Name) else ast.unparse(node.func)
+    return dotted(node.func) or ast.unparse(node.func)
 
 
 def sleep(module: Module) -> Iterator[str]:
@@ -121,17 +112,16 @@ def sleep(module: Module) -> Iterator[str]:
     slept = {"time", "anyio", "asyncio", "trio"}
     direct = {
         alias.asname or alias.name
-        for node in module.nodes
-        if isinstance(node, ast.ImportFrom) and node.module in slept
+        for node in module.nodes(ast.ImportFrom)
+        if node.module in slept
         for alias in node.names
         if alias.name in {"sleep", "sleep_until"}
     }
-    for node in module.nodes:
-        if isinstance(node, ast.Call):
-            called = _called(node)
-            owner, _, last = called.rpartition(".")
-            if called in direct or (owner in slept and last in {"sleep", "sleep_until"}):
-                yield f"{node.lineno}: {called}() to synchronise"
+    for node in module.nodes(ast.Call):
+        called = _called(node)
+        owner, _, last = called.rpartition(".")
+        if called in direct or (owner in slept and last in {"sleep", "sleep_until"}):
+            yield f"{node.lineno}: {called}() to synchronise"
 
 
 def impatience(module: Module) -> Iterator[str]:
@@ -139,9 +129,7 @@ def impatience(module: Module) -> Iterator[str]:
 
     Less than a second is a time that a test gives, to see it pass.
     """
-    for node in module.nodes:
-        if not isinstance(node, ast.Call):
-            continue
+    for node in module.nodes(ast.Call):
         given = [word.value for word in node.keywords if word.arg == "timeout"]
         if _called(node).rpartition(".")[2] in {"fail_after", "timeout"}:
             given += node.args[:1]
@@ -159,27 +147,26 @@ def impatience(module: Module) -> Iterator[str]:
 def patching(module: Module) -> Iterator[str]:
     """No mocks and no replaced attributes: our code is given its parts, bindings run against stub libraries."""
     ours: set[str] = set()
-    for node in module.nodes:
-        if isinstance(node, ast.Import):
-            ours |= {(alias.asname or alias.name).split(".")[0] for alias in node.names if _is_product(alias.name)}
-        elif isinstance(node, ast.ImportFrom) and _is_product(node.module or ""):
-            ours |= {alias.asname or alias.name for alias in node.names}
+    for imported in module.nodes(ast.Import):
+        ours |= {(alias.asname or alias.name).split(".")[0] for alias in imported.names if _is_product(alias.name)}
+    for from_one in module.nodes(ast.ImportFrom):
+        if _is_product(from_one.module or ""):
+            ours |= {alias.asname or alias.name for alias in from_one.names}
     for found in module.imports():
         if is_within(found.target, "unittest.mock") or found.target == "mock":
             yield f"{found.line}: {found.target}"
-    for node in module.nodes:
-        if isinstance(node, ast.Call) and re.search(
-            r"(?i)monkeypatch\.(setattr|delattr|setitem|delitem)$", _called(node)
-        ):
-            yield f"{node.lineno}: {_called(node)}()"
-        elif isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for target in targets:
-                root = target
-                while isinstance(root, ast.Attribute):
-                    root = root.value
-                if isinstance(target, ast.Attribute) and isinstance(root, ast.Name) and root.id in ours:
-                    yield f"{node.lineno}: assigns to {ast.unparse(target)}"
+    for call in module.nodes(ast.Call):
+        if re.search(r"(?i)monkeypatch\.(setattr|delattr|setitem|delitem)$", _called(call)):
+            yield f"{call.lineno}: {_called(call)}()"
+    assigned: list[ast.Assign | ast.AugAssign | ast.AnnAssign]
+    assigned = module.nodes(ast.Assign, ast.AugAssign, ast.AnnAssign)
+    for node in assigned:
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            root = target
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(target, ast.Attribute) and isinstance(root, ast.Name) and root.id in ours:
+                yield f"{node.lineno}: assigns to {ast.unparse(target)}"
 
 
 def _is_product(dotted: str) -> bool:
@@ -188,23 +175,27 @@ def _is_product(dotted: str) -> bool:
 
 def output(module: Module) -> Iterator[str]:
     """Nothing but the sinks writes to the standard streams."""
-    for node in module.nodes:
-        if isinstance(node, ast.Call) and _called(node) == "print":
-            yield f"{node.lineno}: print()"
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) in {"sys.stdout", "sys.stderr"}:
-            yield f"{node.lineno}: {ast.unparse(node)}"
+    for call in module.nodes(ast.Call):
+        if _called(call) == "print":
+            yield f"{call.lineno}: print()"
+    for node in module.nodes(ast.Attribute):
+        if dotted(node) in {"sys.stdout", "sys.stderr"}:
+            yield f"{node.lineno}: {dotted(node)}"
 
 
 def leaving(module: Module) -> Iterator[str]:
     """Only the doors exit; everything else raises."""
-    for node in module.nodes:
-        if isinstance(node, ast.Call) and _called(node) in {"sys.exit", "exit", "quit", "os._exit", "os.abort"}:
-            yield f"{node.lineno}: {_called(node)}()"
-        elif isinstance(node, ast.Raise) and node.exc is not None and "SystemExit" in ast.unparse(node.exc):
+    for call in module.nodes(ast.Call):
+        if _called(call) in {"sys.exit", "exit", "quit", "os._exit", "os.abort"}:
+            yield f"{call.lineno}: {_called(call)}()"
+    for node in module.nodes(ast.Raise):
+        if node.exc is not None and "SystemExit" in ast.unparse(node.exc):
             yield f"{node.lineno}: raises SystemExit"
 
 
 def open_ends(module: Module) -> Iterator[str]:
+    if not _OPEN_ENDS.search(module.text):
+        return
     for number, line in enumerate(module.text.splitlines(), 1):
         if found := _OPEN_ENDS.search(line):
             yield f"{number}: {found[0]}: do it, or write it where work is planned"
@@ -230,8 +221,8 @@ def ignores(module: Module) -> Iterator[str]:
 def hints(module: Module) -> Iterator[str]:
     """Every error made here says what failed and what to do next, and the two are not the same words."""
     arguments = {"HegmError": (1, 2), "PeerError": (1, 2), "Refused": (0, 1), "ExternalError": (0, 1)}
-    for node in module.nodes:
-        if not isinstance(node, ast.Call) or (kind := _called(node).rpartition(".")[2]) not in arguments:
+    for node in module.nodes(ast.Call):
+        if (kind := _called(node).rpartition(".")[2]) not in arguments:
             continue
         if any(isinstance(argument, ast.Starred) for argument in node.args) or None in {k.arg for k in node.keywords}:
             continue  # made from another error's parts
@@ -249,6 +240,6 @@ def hints(module: Module) -> Iterator[str]:
 
 def bare_tasks(module: Module) -> Iterator[str]:
     """A task belongs to a group and a thread to whoever limits it; nothing is started and forgotten."""
-    for node in module.nodes:
-        if isinstance(node, ast.Call) and _called(node).rpartition(".")[2] in {"create_task", "ensure_future"}:
+    for node in module.nodes(ast.Call):
+        if _called(node).rpartition(".")[2] in {"create_task", "ensure_future"}:
             yield f"{node.lineno}: {_called(node)}(): a task outside of a task group"

@@ -10,9 +10,11 @@ import ast
 import functools
 import gc
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,6 +25,13 @@ PACKAGES = {
     "hegmctl": ROOT / "client" / "hegmctl",
     "hegmcompat": ROOT / "client" / "hegmcompat",
 }
+
+Node = TypeVar("Node", bound=ast.AST)
+
+# Fields of nodes in which no rule looks for another node: names, contexts, operators.
+_NOT_SEARCHED = frozenset(
+    "arg asname attr conversion ctx id is_async kind level module name op ops simple type_comment type_ignores".split()
+)
 
 # Built or fetched, or belonging to a tool: none of it is ours to judge.
 _SKIPPED = {".git", ".venv", "build", "dist", "node_modules", "__pycache__"}
@@ -51,17 +60,24 @@ class Module:
         return cls(name, path, text, ast.parse(text, filename=str(path)))
 
     @functools.cached_property
-    def nodes(self) -> tuple[ast.AST, ...]:
-        """All of the tree but contexts, outer nodes first: many rules look through it."""
+    def _nodes(self) -> dict[type[ast.AST], list[ast.AST]]:
+        """All of the tree by kind, outer nodes first: each rule looks at a few kinds of them."""
         found: list[ast.AST] = [self.tree]
+        by_kind: dict[type[ast.AST], list[ast.AST]] = defaultdict(list)
         for node in found:  # which grows meanwhile
-            for name in node._fields:
+            kind = type(node)
+            by_kind[kind].append(node)
+            for name in _searched(kind._fields):
                 inner = getattr(node, name, None)
                 if isinstance(inner, list):
                     found += [one for one in inner if isinstance(one, ast.AST)]
-                elif isinstance(inner, ast.AST) and name != "ctx":
+                elif isinstance(inner, ast.AST):
                     found.append(inner)
-        return tuple(found)
+        return by_kind
+
+    def nodes(self, *kinds: type[Node]) -> list[Node]:
+        """The nodes of these kinds, one kind after the other."""
+        return [node for kind in kinds for node in self._nodes.get(kind, ())]  # type: ignore[misc]  # each is of its kind
 
     @property
     def where(self) -> str:
@@ -91,14 +107,13 @@ class Module:
         """Every statement that imports, and whether it is for type checkers only."""
         for_types = {
             inner
-            for node in self.nodes
-            if isinstance(node, ast.If)
-            and isinstance(node.test, ast.Name | ast.Attribute)
-            and ast.unparse(node.test).endswith("TYPE_CHECKING")
+            for node in self.nodes(ast.If)
+            if isinstance(node.test, ast.Name | ast.Attribute) and dotted(node.test).endswith("TYPE_CHECKING")
             for statement in node.body
             for inner in ast.walk(statement)
         }
-        return tuple((node, node in for_types) for node in self.nodes if isinstance(node, ast.Import | ast.ImportFrom))
+        found: list[ast.Import | ast.ImportFrom] = self.nodes(ast.Import, ast.ImportFrom)
+        return tuple((node, node in for_types) for node in found)
 
     def _absolute(self, node: ast.ImportFrom) -> str:
         if not node.level:
@@ -107,6 +122,20 @@ class Module:
         if self.path.name == "__init__.py":
             parts.append("__init__")
         return ".".join([*parts[: len(parts) - node.level], *([node.module] if node.module else [])])
+
+
+@functools.cache
+def _searched(fields: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in fields if name not in _NOT_SEARCHED)
+
+
+def dotted(node: ast.expr) -> str:
+    """A name with its attributes, as it is written; nothing for any other expression."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
 
 
 def files(*suffixes: str) -> list[Path]:

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.source import Module, is_within, module, names
+from tests.cells import in_one_test
+from tests.house.source import Module, dotted, is_within, module, modules
+
+pytestmark = [pytest.mark.xdist_group("source")]  # as in test_shape
 
 # The standard library as far as the agent may use it. `mount` and `sitecustomize` run in every Python of a job.
 ALLOWED = {
@@ -23,6 +26,7 @@ FOR_STILLNESS = {"dis"}
 FOR_TRAP = {"_operator", "itertools"}
 # What a block of `hegm.recovery` takes: only scripts that ask for it by name load this part.
 FOR_RANKS = set("functools json pickle random stat tempfile threading warnings".split())
+BUILTINS = {"builtins", "__builtins__"}
 AT_EVERY_START = {"hegmd.agent.import_hooks": {"__future__", "sys"}, "hegmd.agent.inject.sitecustomize": {"sys"}}
 
 
@@ -52,19 +56,24 @@ def imports_at_start(module: Module) -> set[str]:
 
 
 def touches_builtins(module: Module) -> Iterator[str]:
-    for node in module.nodes:
-        text = ast.unparse(node) if isinstance(node, ast.expr | ast.Import | ast.ImportFrom) else ""
-        named = isinstance(node, ast.Name | ast.Attribute) and text.split(".")[0] in {"builtins", "__builtins__"}
-        imported = isinstance(node, ast.Import | ast.ImportFrom) and "builtins" in text
-        stored = isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
-        if named or imported or (stored and text.startswith("os.environ")):
-            yield text
+    named = [node for node in module.nodes(ast.Name, ast.Attribute) if dotted(node).split(".")[0] in BUILTINS]
+    imported = [node for node in module.nodes(ast.Import, ast.ImportFrom) if "builtins" in ast.unparse(node)]
+    parts: list[ast.Subscript | ast.Attribute] = module.nodes(ast.Subscript, ast.Attribute)
+    stored = [
+        node
+        for node in parts
+        if isinstance(node.ctx, ast.Store | ast.Del) and ast.unparse(node).startswith("os.environ")
+    ]
+    yield from map(ast.unparse, [*named, *imported, *stored])
 
 
-@pytest.mark.parametrize("name", names("hegmd.agent"))
-def test_the_agent_keeps_to_its_allowance(name: str) -> None:
-    assert list(foreign_imports(module(name))) == []
-    assert list(touches_builtins(module(name))) == []
+def test_the_agent_keeps_to_its_allowance() -> None:
+    offences = [
+        f"{judged.where}: {offence}"
+        for judged in modules("hegmd.agent")
+        for offence in (*foreign_imports(judged), *touches_builtins(judged))
+    ]
+    assert not offences
 
 
 @pytest.mark.parametrize("name", AT_EVERY_START)
@@ -72,7 +81,7 @@ def test_what_runs_at_every_start_imports_nothing_more(name: str) -> None:
     assert imports_at_start(module(name)) <= AT_EVERY_START[name]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "text",
     [
         "import torch",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hegmd import errors
+from tests.cells import in_one_test
 from tests.house.source import ROOT
 
 
@@ -23,7 +24,7 @@ def test_names_and_exit_statuses_are_distinct() -> None:
     assert all(code.exit_status == status for code, status in of_the_shell.items())
 
 
-@pytest.mark.parametrize("code", errors.CODES, ids=lambda code: code.name)
+@in_one_test("code", errors.CODES, ids=lambda code: code.name)
 def test_a_code_says_what_it_means(code: errors.Code) -> None:
     assert len(code.meaning.split()) >= 3
     assert not code.meaning.endswith(".")
@@ -35,7 +36,7 @@ def test_an_error_without_a_message_or_a_hint_is_a_bug(message: str, hint: str) 
         errors.Refused(message, hint)
 
 
-@pytest.mark.parametrize("code", errors.CODES, ids=lambda code: code.name)
+@in_one_test("code", errors.CODES, ids=lambda code: code.name)
 def test_a_code_is_documented(code: errors.Code) -> None:
     text = (ROOT / "docs" / "protocol.md").read_text()
     assert f"`{code.name}`" in text

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cells import in_one_test
 from tests.house import rules
 from tests.house.source import PACKAGES, Module, is_within, modules
 
@@ -245,7 +246,7 @@ KNOWN = frozenset(
 )
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "text"),
     [
         ("hegmd.protocol.frames", "from hegmd.server import listener"),
@@ -262,7 +263,7 @@ def test_an_import_against_the_table_is_found(name: str, text: str) -> None:
     assert list(layer_violations(Module.parse(name, Path("x.py"), text), KNOWN))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "text"),
     [
         ("hegmd.protocol.frames", "from hegmd.errors import Bug\nfrom hegmd.protocol import codec\nimport os"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hegmd.migration.machine.machine import PHASES
+from tests.cells import in_one_test
 from tests.house.source import ROOT
 from tools.pictures import drawings, records, tables, terminal
 from tools.pictures.gallery import GALLERY, PICTURES, Picture
@@ -19,7 +20,7 @@ FILES = [(picture, theme) for picture in GALLERY for theme in THEMES]
 REQUIRED = {"title", "machine", "date", "revision", "command", "rows"}
 
 
-@pytest.mark.parametrize(("picture", "theme"), FILES, ids=lambda part: part.name)
+@in_one_test(("picture", "theme"), FILES, ids=lambda part: part.name)
 def test_a_picture_is_fresh(picture: Picture, theme: Theme) -> None:
     assert picture.is_fresh(theme), f"{picture.path(theme).name} is stale: run `make pictures`"
     ET.fromstring(picture.path(theme).read_text())
@@ -76,7 +77,7 @@ def test_a_terminal_wraps_what_is_longer_than_a_line() -> None:
     assert [len(line.cells) for line in terminal.play([(0.0, "x" * 25)], 10)] == [10, 10, 5]
 
 
-@pytest.mark.parametrize("path", sorted(records.MEASUREMENTS.glob("*.json")), ids=lambda path: path.stem)
+@in_one_test("path", sorted(records.MEASUREMENTS.glob("*.json")), ids=lambda path: path.stem)
 def test_a_record_says_where_when_and_by_what_it_was_measured(path: Path) -> None:
     record = records.record(path.stem)
     assert record.keys() >= REQUIRED

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from hegmd import __version__
+from tests.cells import in_one_test
 from tests.house.source import ROOT, files
 
 if sys.version_info >= (3, 11):
@@ -59,20 +58,20 @@ def test_make_help_lists_every_target() -> None:
     assert {line.split()[0] for line in done.stdout.splitlines()} == _make_targets().keys()
 
 
-@pytest.mark.parametrize("target", sorted(PROMISED_TARGETS))
+@in_one_test("target", sorted(PROMISED_TARGETS))
 def test_a_promised_target_is_documented(target: str) -> None:
     text = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
     assert re.search(rf"make {target}(?![\w-])", text)
 
 
-@pytest.mark.parametrize("path", BASH, ids=lambda path: str(path.relative_to(ROOT)))
+@in_one_test("path", BASH, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_script_parses(path: Path) -> None:
     done = subprocess.run(["bash", "-n", path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 # A stand-in for a program ends as that program would, so it decides about every status itself.
-@pytest.mark.parametrize(
+@in_one_test(
     "path",
     [path for path in BASH if not path.is_relative_to(ROOT / "tests" / "stubs")],
     ids=lambda path: str(path.relative_to(ROOT)),
@@ -81,7 +80,7 @@ def test_a_script_stops_at_the_first_error(path: Path) -> None:
     assert re.search(r"(?m)^\s*set -e", path.read_text()), f"{path.name} goes on after a failure"
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+@in_one_test("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_has_a_shebang_can_be_started(path: Path) -> None:
     assert path.stat().st_mode & 0o111
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pytest
-
+from tests.cells import in_one_test
 from tests.house import rules, test_shape
 from tests.house.source import Module
 
@@ -94,12 +93,12 @@ def _module(name: str, text: str) -> Module:
     return Module.parse(f"hegmd.{Path(name).stem}", Path(name), text)
 
 
-@pytest.mark.parametrize(("rule", "name", "text"), BAD)
+@in_one_test(("rule", "name", "text"), BAD)
 def test_the_rule_finds_it(rule: Rule, name: str, text: str) -> None:
     assert list(rule(_module(name, text)))
 
 
-@pytest.mark.parametrize(("rule", "name", "text"), GOOD)
+@in_one_test(("rule", "name", "text"), GOOD)
 def test_the_rule_leaves_it_alone(rule: Rule, name: str, text: str) -> None:
     assert not list(rule(_module(name, text)))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cells import in_one_test
 from tests.house.source import ROOT, files
 from tools import messages
 
@@ -54,9 +55,7 @@ def test_a_place_of_this_machine_would_be_seen() -> None:
     assert mentions("docs/checkouts/x, /checkoutsmore, $HOME/checkouts, ${X}/checkouts", places) == []
 
 
-@pytest.mark.parametrize(
-    "folder", ["/home/ada", "/opt", "/root", "/tmp", "/usr/local/src", "/var/lib", "/var/tmp", "/srv/a b"]
-)
+@in_one_test("folder", ["/home/ada", "/opt", "/root", "/tmp", "/usr/local/src", "/var/lib", "/var/tmp", "/srv/a b"])
 def test_a_clone_below_a_folder_of_every_system_took_that_folder_for_a_place_of_its_own(folder: str) -> None:
     """Issue 14, row 22: below /var/tmp, each text that names /var/tmp was an offence."""
     root = Path(folder, "hegmd")
@@ -91,7 +90,7 @@ def broken_links(path: Path, text: str) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=_relative)
+@in_one_test("path", DOCUMENTS, ids=_relative)
 def test_links_lead_somewhere(path: Path) -> None:
     assert broken_links(path, path.read_text()) == []
 
@@ -134,7 +133,7 @@ def missing_paths(text: str) -> list[str]:
     return [word for word in ends if not any([*base.glob(word), *base.glob(f"{word}.py")] for base in _packages())]
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=_relative)
+@in_one_test("path", DOCUMENTS, ids=_relative)
 def test_a_document_names_files_that_exist(path: Path) -> None:
     """Issue 15: the table of packages named folders that had been moved."""
     assert missing_paths(path.read_text()) == []

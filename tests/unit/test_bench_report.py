@@ -14,6 +14,7 @@ import pytest
 from tests.bench import __main__ as program
 from tests.bench.gauges import MIB, Memory, cpu_s, percentile, slope
 from tests.bench.report import Machine, Row, as_json, as_markdown, as_text, is_within
+from tests.cells import in_one_test
 
 MACHINE = Machine(
     cpu="A CPU",
@@ -31,7 +32,7 @@ RESULTS = {
 }
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("value", "budget", "verdict"),
     [(1.0, 1.0, "ok"), (1.01, 1.0, "over"), (5.0, None, ""), (math.nan, 1.0, "over"), (-1.0, 0.0, "ok")],
 )
@@ -80,7 +81,7 @@ def test_json_has_the_figures_as_they_were_measured() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("value", "shown"),
     [(0.0, "0"), (0.0182, "0.0182"), (0.114, "0.114"), (9.81, "9.81"), (39.84, "39.8"), (1e6, "1,000,000")],
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hegmd.protocol.operations import StoryLine
+from tests.cells import in_one_test
 from tests.gpu import bench_record, bench_restart, recovery_jobs, restarts_run
 from tests.gpu.in_turn import PARTS
 from tests.gpu.moves_node import WentWrongError
@@ -28,7 +29,7 @@ def changed(number: int, place: int, word: str) -> list[str]:
     return [" ".join(line) for line in lines]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("said", "wrong"),
     [
         (changed(1, 1, "2"), "step 2 came where step 1 was due"),

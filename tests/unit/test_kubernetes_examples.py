@@ -22,6 +22,7 @@ from hegmcompat.surroundings import read_surroundings, require_token_off_loopbac
 from hegmctl.arguments import parse
 from hegmd.__main__ import ARGUMENTS
 from hegmd.config import load
+from tests.cells import in_one_test
 
 SHARES = {"production": 80, "normal": 50, "best-effort": 20}
 FOLDER = Path(__file__).parents[2] / "contrib" / "kubernetes"
@@ -63,8 +64,8 @@ def environment(container: dict[str, Any]) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("document", [document for _file, document in DOCUMENTS], ids=NAMES)
+@in_one_test("version", VERSIONS)
+@in_one_test("document", [document for _file, document in DOCUMENTS], ids=NAMES)
 def test_kubernetes_knows_every_field(document: dict[str, Any], version: str) -> None:
     kubernetes_validate.validate(document, version, strict=True)
 
@@ -84,7 +85,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("mistake", PLANTED)
+@in_one_test("mistake", PLANTED)
 def test_a_mistake_would_be_found(mistake: str) -> None:
     kind, name, path, value = PLANTED[mistake]
     document = copy.deepcopy(found(kind)[name])
@@ -99,7 +100,7 @@ def test_a_mistake_would_be_found(mistake: str) -> None:
         kubernetes_validate.validate(document, VERSIONS[0], strict=True)
 
 
-@pytest.mark.parametrize(("name", "spec"), pod_specs().items(), ids=list(pod_specs()))
+@in_one_test(("name", "spec"), pod_specs().items(), ids=list(pod_specs()))
 def test_what_a_pod_names_is_there(name: str, spec: dict[str, Any]) -> None:
     del name
     for claim in spec.get("resourceClaims", ()):
@@ -120,7 +121,7 @@ def test_what_a_pod_names_is_there(name: str, spec: dict[str, Any]) -> None:
     assert claimed == {claim["name"] for claim in spec.get("resourceClaims", ())}
 
 
-@pytest.mark.parametrize(("name", "spec", "container"), containers(), ids=[name for name, *_ in containers()])
+@in_one_test(("name", "spec", "container"), containers(), ids=[name for name, *_ in containers()])
 def test_every_command_is_one_of_ours_and_its_variables_are_known(
     name: str, spec: dict[str, Any], container: dict[str, Any]
 ) -> None:

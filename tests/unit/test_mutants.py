@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cells import in_one_test
 from tools.equivalent_mutants import EQUIVALENT
 from tools.forked_tests import ForkedTests, changed_functions
 from tools.mutant_tests import AreaTests
@@ -72,7 +73,7 @@ def test_each_mutant_that_is_called_equivalent_can_be_made() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("area", AREAS)
+@in_one_test("area", AREAS)
 def test_an_area_has_code_and_tests_of_its_own(area: str) -> None:
     """A package or a folder of tests that got another name would be left out unnoticed."""
     assert sample(ROOT, [area], 1, 0)

@@ -20,6 +20,7 @@ from hegmd.memory.sizes import HUGE_PAGE_BYTES, MIB, TABLE_BYTES, storages_in, w
 from hegmd.protocol.images import ImageFile, ImageWorker, Manifest
 from hegmd.protocol.operations import HOST, WORKER
 from hegmd.workers.workers import Workers
+from tests.cells import in_one_test
 from tests.unit.images.files.directory import MANIFEST, built, ignore
 from tests.unit.migration.operations import worker
 from tests.unit.moving_node import running
@@ -30,7 +31,7 @@ from tests.wide import quick_first
 SIZES = [(8_388_608, 6_410_240), (6_410_240, 8_388_608), (1, 9 * MIB), (9 * MIB, 1), (3 * MIB, 3 * MIB)]
 
 
-@pytest.mark.parametrize("whole_bytes", [0, 1, TABLE_BYTES, 5 * MIB + 1, 6 * MIB, 12 * MIB, 14 * MIB, 32 << 30])
+@in_one_test("whole_bytes", [0, 1, TABLE_BYTES, 5 * MIB + 1, 6 * MIB, 12 * MIB, 14 * MIB, 32 << 30])
 def test_a_piece_for_what_a_piece_is_made_for_has_its_size(whole_bytes: int) -> None:
     found = whole_size(storages_in(whole_bytes))
     assert found >= whole_bytes

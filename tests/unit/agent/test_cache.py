@@ -6,10 +6,9 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from hegmd.agent.cache import MAX_RUNS, Cache, Run, most_runs, runs_between
 from hegmd.agent.cuda_state import Segment
+from tests.cells import in_one_test
 
 MIB = 1 << 20
 
@@ -68,7 +67,7 @@ def test_small_ones_are_made_by_the_mib_after_the_large_ones() -> None:
     ]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@in_one_test("seed", range(20))
 def test_runs_and_holes_are_all_there_is(seed: int) -> None:
     chance = Random(seed)
     held, holes, at = list[Segment](), list[tuple[int, int]](), 0

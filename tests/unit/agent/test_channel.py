@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 
-import pytest
-
 from hegmd.agent.channel import (
     BATCH_LOOK_S,
     FIRST_PAUSE_S,
@@ -23,6 +21,7 @@ from hegmd.agent.channel import (
     periodic_images,
 )
 from hegmd.agent.quiesce import Gate
+from tests.cells import in_one_test
 from tests.patience import HANG_S
 
 ROOT = Path(__file__).parents[3]
@@ -86,7 +85,7 @@ def test_that_a_restarted_training_goes_on_was_noted_only_after_the_whole_of_a_p
     assert look_within_s(MAX_PAUSE_S, awaits_batch=False) == MAX_PAUSE_S
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("text", "wish"),
     [
         ("600:3:/images", (600.0, 3, "/images")),

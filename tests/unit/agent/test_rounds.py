@@ -6,6 +6,7 @@ import pytest
 
 from hegmd.agent.ipc_storages import BORDER_BYTES, round_of
 from hegmd.memory.sizes import PIECE_BYTES, ROUND_BYTES, piece_bytes, round_bytes, rounds_of
+from tests.cells import in_one_test
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -25,7 +26,7 @@ def test_a_last_round_of_one_storage_had_all_others_given_back_before_it() -> No
     assert rounds_made([1600 * MIB] * 64, 35581 * MIB) == [22, 21, 21]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("sizes", "most", "counts"),
     [
         ([3, 3, 3], 100, [3]),

@@ -12,6 +12,7 @@ from hegmd.errors import HegmError
 from hegmd.gpu_helper.allocations import Place, joined
 from hegmd.gpu_helper.copying import batches, chunks
 from hegmd.gpu_helper.staging import loads
+from tests.cells import in_one_test
 
 UNIT = 512
 
@@ -39,7 +40,7 @@ def test_empty_storages_cost_nothing() -> None:
     assert joined([[0, 0, 0, 0], [0, 0, 0, 512]], 1) == []
 
 
-@pytest.mark.parametrize("place", [[1, 0, 1, 0], [-1, 0, 1, 0], [0, -1, 1, 0], [0, 0, -1, 0], [0, 0, 1, -1]])
+@in_one_test("place", [[1, 0, 1, 0], [-1, 0, 1, 0], [0, -1, 1, 0], [0, 0, -1, 0], [0, 0, 1, -1]])
 def test_what_is_no_place_is_refused(place: list[int]) -> None:
     with pytest.raises(HegmError, match="is outside of"):
         joined([place], 1)

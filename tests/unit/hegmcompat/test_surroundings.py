@@ -8,6 +8,7 @@ import pytest
 
 from hegmcompat.surroundings import MIN_POLL_S, is_loopback, read_surroundings, require_token_off_loopback
 from hegmd.errors import HegmError
+from tests.cells import in_one_test
 
 TOKEN = "0123456789abcdef"
 
@@ -51,7 +52,7 @@ def test_a_named_path_is_everybodys() -> None:
     assert found.lock_of(7) == Path("/data/lock")
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "text"),
     [
         ("HEGM_EXIT_CODE", "0"),
@@ -77,7 +78,7 @@ def test_on_loopback_no_token_is_needed(host: str) -> None:
     require_token_off_loopback(host, None)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "", "node7.example"])
+@in_one_test("host", ["0.0.0.0", "::", "10.0.0.7", "", "node7.example"])
 def test_elsewhere_it_does_not_start_without_a_token(host: str) -> None:
     with pytest.raises(HegmError, match="HEGM_CTRL_TOKEN"):
         require_token_off_loopback(host, None)

@@ -10,6 +10,7 @@ from hegmctl.arguments import parse
 from hegmctl.grammar import COMMANDS, GLOBAL_OPTIONS
 from hegmd.errors import USAGE, HegmError
 from hegmd.protocol.names import closest, distance
+from tests.cells import in_one_test
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ def test_options_may_stand_anywhere_and_be_written_in_two_ways(line: str) -> Non
     assert arguments.wholes("JOB") == (4711, 12)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("line", "seconds"),
     [("ps", None), ("ps -w", 2.0), ("ps --watch", 2.0), ("ps -w5", 5.0), ("ps --watch=0.5", 0.5), ("ps -qw=3", 3.0)],
 )
@@ -82,7 +83,7 @@ def test_help_is_given_without_what_the_command_needs() -> None:
     assert parse(["-h"]).row is None
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("line", "message", "hint"),
     [
         ("gpsu", "there is no command 'gpsu'", "did you mean `gpus`?"),
@@ -161,7 +162,7 @@ def test_any_words_are_read_or_refused_with_a_usage_error(words: list[str]) -> N
     assert command is None or command.name in COMMANDS
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("first", "second", "edits"),
     [("", "", 0), ("a", "", 1), ("gpus", "gpsu", 1), ("watch", "wacth", 1), ("ps", "gpus", 2), ("abc", "abc", 0)],
 )

@@ -17,13 +17,14 @@ from hegmctl.generations import (
     Generations,
     choose,
 )
+from tests.cells import in_one_test
 
 
 def _recorded(ranks: int, *steps: int) -> list[frozenset[int]]:
     return [frozenset(steps)] * ranks
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("offers", "recorded", "slots", "expected"),
     [
         # All are at one step.

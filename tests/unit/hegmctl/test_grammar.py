@@ -9,11 +9,12 @@ from hegmctl.grammar.rows import Command, load
 from hegmctl.grammar.words import FLAG
 from hegmctl.help import command_help, program_help, shown_commands
 from hegmctl.tables import width
+from tests.cells import in_one_test
 
 ALL = list(COMMANDS.values())
 
 
-@pytest.mark.parametrize("command", ALL, ids=lambda command: command.name)
+@in_one_test("command", ALL, ids=lambda command: command.name)
 def test_what_a_row_names_is_there(command: Command) -> None:
     assert callable(load(command.handler))
     assert all(callable(load(form.render)) for form in command.forms if form.render)
@@ -21,7 +22,7 @@ def test_what_a_row_names_is_there(command: Command) -> None:
         assert command.name == "help" or all(form.request and form.render for form in command.forms)
 
 
-@pytest.mark.parametrize("command", ALL, ids=lambda command: command.name)
+@in_one_test("command", ALL, ids=lambda command: command.name)
 def test_options_of_a_command_do_not_clash(command: Command) -> None:
     names = [name for option in (*GLOBAL_OPTIONS, *command.options) for name in option.names]
     keys = [option.key for option in (*GLOBAL_OPTIONS, *command.options)] + [one.name for one in command.arguments]
@@ -29,7 +30,7 @@ def test_options_of_a_command_do_not_clash(command: Command) -> None:
     assert len(keys) == len(set(keys))
 
 
-@pytest.mark.parametrize("command", ALL, ids=lambda command: command.name)
+@in_one_test("command", ALL, ids=lambda command: command.name)
 def test_a_command_is_explained_in_the_house_manner(command: Command) -> None:
     texts = [command.summary, *(one.doc for one in command.options), *(one.doc for one in command.arguments)]
     for text in texts:

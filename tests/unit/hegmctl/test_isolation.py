@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from hegmctl.isolation import leads_to_agent, leaves_out
+from tests.cells import in_one_test
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("command", "word"),
     [
         ("python3 -I t.py", "-I"),

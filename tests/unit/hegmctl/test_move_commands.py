@@ -20,6 +20,7 @@ from hegmd.protocol.operations import (
     StoryLine,
 )
 from hegmd.protocol.record import Record
+from tests.cells import in_one_test
 from tests.unit.hegmctl.fake_daemon import Answerer, Asked, Caller, FakeDaemon, failing, saying
 from tests.unit.hegmctl.running import hegmctl
 from tests.unit.hegmctl.terminal import Terminal
@@ -165,7 +166,7 @@ def test_what_is_missing_is_said_and_nothing_is_asked(daemon: FakeDaemon, line: 
     assert not daemon.asked
 
 
-@pytest.mark.parametrize("verb", "run migrate quiesce suspend offload handoff resume drain swap ops op cancel".split())
+@in_one_test("verb", "run migrate quiesce suspend offload handoff resume drain swap ops op cancel".split())
 def test_each_command_explains_itself(verb: str) -> None:
     ran = hegmctl(verb, "--help", socket="/nowhere")
     assert ran.returncode == 0

@@ -14,6 +14,7 @@ import pytest
 
 from hegmctl.nccl_proof import MoveFailed, Ranks, compare, operation_of
 from hegmd.errors import BUSY, DISCONNECTED, EXTERNAL, REFUSED, TIMEOUT, Code, HegmError
+from tests.cells import in_one_test
 from tests.patience import HANG_S
 
 # Stands for a Python with torchrun: two ranks that print as many losses as are asked for. Its last two words say that.
@@ -84,7 +85,7 @@ def test_a_rank_that_hangs_before_its_first_step_is_ended_too(tmp_path: Path) ->
         os.close(pidfd)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("code", "has_begun", "is_verdict"),
     [
         (REFUSED, False, False),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from hegmctl.operating_text import (
     cancelled_text,
     drained_text,
@@ -28,6 +26,7 @@ from hegmd.protocol.operations import (
     StoryLine,
     Wait,
 )
+from tests.cells import in_one_test
 
 PIPE = Style()
 GIB = 1 << 30
@@ -54,7 +53,7 @@ def where(*operations: Operation) -> list[str]:
     return [row[start:].rsplit("  2.0 GiB", 1)[0].strip() for row in rows] if end else []
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("shown", "expected"),
     [
         (operation("done"), "gpu0 -> gpu1"),
@@ -82,7 +81,7 @@ def test_a_lost_job_was_shown_on_its_way_to_a_gpu() -> None:
     assert operation_text(m.OperationReply(operation=lost), PIPE)[0] == "operation 7: migrate of 4711: lost (2.0 GiB)"
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@in_one_test("phase", PHASES)
 def test_no_phase_reads_as_from_or_to_nowhere(phase: str) -> None:
     for here in ("gpu0", None):
         for to in ("gpu1", None):

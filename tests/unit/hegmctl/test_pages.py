@@ -16,6 +16,7 @@ from hegmctl.help import shown_commands
 from hegmd.__main__ import ARGUMENTS
 from hegmd.errors import CODES
 from hegmd.settings import ROWS
+from tests.cells import in_one_test
 from tests.unit.hegmctl.running import ROOT, environment
 from tools.docs.hegmctl.json_reference import BEGIN, _reachable, printed, reference, refreshed
 from tools.docs.hegmctl.library_stub import stub
@@ -54,7 +55,7 @@ def test_the_pages_name_everything() -> None:
         assert prose(row.doc)[0] in PAGES["hegmd.toml.5"]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("text", "lines"),
     [
         ("plain", ["plain"]),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from hegmctl.quantities import binary_size, duration, parse_size, used_of_total
+from tests.cells import in_one_test
 
 GIB = 1024**3
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("size_bytes", "text"),
     [
         (0, "0 B"),
@@ -26,7 +27,7 @@ def test_sizes_are_shown_in_binary_units(size_bytes: int, text: str) -> None:
     assert binary_size(size_bytes) == text
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("text", "size_bytes"),
     [
         ("0", 0),
@@ -44,9 +45,7 @@ def test_sizes_are_read_in_binary_and_decimal_units(text: str, size_bytes: int) 
     assert parse_size(text) == size_bytes
 
 
-@pytest.mark.parametrize(
-    "text", ["", "GiB", "-1GiB", "1..5GiB", "1e3", "2 apples", "0x10", "١GiB", ".", "1,5GiB", "nan"]
-)
+@in_one_test("text", ["", "GiB", "-1GiB", "1..5GiB", "1e3", "2 apples", "0x10", "١GiB", ".", "1,5GiB", "nan"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r".*"):
         parse_size(text)
@@ -65,7 +64,7 @@ def test_unknown_memory_is_not_shown_as_none_in_use(used_bytes: int | None, tota
     assert used_of_total(used_bytes, total_bytes) == text
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("seconds", "text"),
     [
         (0.25, "250 ms"),

@@ -15,13 +15,14 @@ from hegmctl.tables import Style
 from hegmd.errors import HegmError
 from hegmd.protocol.messages import RecoveryWish
 from hegmd.protocol.recovery import JobRecovery, RecoveryAttempt, RecoveryReply, Snapshot
+from tests.cells import in_one_test
 
 
 def _asked(*words: str) -> Recovery | None:
     return recovery_asked(parse(["run", *words, "--", "python3", "train.py"]))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("status", "told", "words", "expected"),
     [
         (-9, None, (), True),
@@ -59,7 +60,7 @@ def test_the_interval_is_chosen_unless_it_is_given() -> None:
     assert given.wish == RecoveryWish(interval_s=120.0, max_recoveries=5, hang_limit_s=0.0)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "words",
     [
         ("--recover=soon",),

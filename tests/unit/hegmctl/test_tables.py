@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hegmctl.tables import Column, Style, fitted, printable, shortened, table, width, wrapped
+from tests.cells import in_one_test
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("text", "shown"),
     [
         ("plain", "plain"),
@@ -33,7 +34,7 @@ def test_what_is_printable_can_be_written_anywhere(text: str) -> None:
     shown.encode()
 
 
-@pytest.mark.parametrize(("text", "columns"), [("abc", 3), ("漢字", 4), ("e\u0301", 1), ("ümlaut", 6), ("", 0)])
+@in_one_test(("text", "columns"), [("abc", 3), ("漢字", 4), ("e\u0301", 1), ("ümlaut", 6), ("", 0)])
 def test_width_is_counted_in_columns_of_the_terminal(text: str, columns: int) -> None:
     assert width(text) == columns
 

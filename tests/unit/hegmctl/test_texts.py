@@ -11,6 +11,7 @@ from hegmctl.tables import Style, width
 from hegmd.protocol import messages as m
 from hegmd.protocol.record import Record
 from hegmd.protocol.snapshots import AgentInfo, Check, Event, Gpu, GpuProcess, GpuUse, Vendor, Way, Workload
+from tests.cells import in_one_test
 from tests.unit.hegmctl import node
 
 PIPE = Style()
@@ -126,7 +127,7 @@ def _on(*names: str) -> GpuProcess:
     return node.TRAINING.replace(gpus=uses)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("names", "shown"),
     [
         (("gpu0",), "gpu0"),
@@ -290,7 +291,7 @@ def _poisoned(record: Record) -> Record:
     return record.replace(**{name: poison(value) for name, value in vars(record).items()})
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("view", "record"),
     [
         (gpus_text, node.GPUS),
@@ -325,7 +326,7 @@ def _poisoned(record: Record) -> Record:
         ),
     ],
 )
-@pytest.mark.parametrize("style", [Style(), Style(columns=80, ellipsis="…")])
+@in_one_test("style", [Style(), Style(columns=80, ellipsis="…")])
 def test_no_text_from_outside_reaches_a_terminal_raw(view: object, record: Record, style: Style) -> None:
     """A process chooses its own name, and can put in it what makes a terminal do things."""
     assert callable(view)

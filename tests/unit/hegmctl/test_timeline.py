@@ -13,6 +13,7 @@ from hegmctl.timeline_svg import html_of, svg_of
 from hegmctl.timeline_text import timeline_text
 from hegmd.protocol import messages as m
 from hegmd.protocol.operations import Operation, OperationProcess, StoryLine, Timing
+from tests.cells import in_one_test
 from tests.unit.hegmctl.fake_daemon import FakeDaemon, saying
 from tests.unit.hegmctl.running import hegmctl
 
@@ -119,8 +120,8 @@ def test_an_hour_of_suspension_leaves_the_move_readable() -> None:
         assert timeline.place(timeline.instant(place)) == pytest.approx(place)
 
 
-@pytest.mark.parametrize("columns", [60, 80, 120])
-@pytest.mark.parametrize("ellipsis", ["…", "~"])
+@in_one_test("columns", [60, 80, 120])
+@in_one_test("ellipsis", ["…", "~"])
 def test_the_bars_fit_the_terminal(columns: int, ellipsis: str) -> None:
     lines = timeline_text(REPLY, Style(columns=columns, ellipsis=ellipsis))
     assert max(width(each) for each in lines[1:]) <= columns  # the first is a sentence, which the terminal wraps

@@ -16,6 +16,7 @@ from hegmctl.top.picture import HISTORY, ORDERS, JobRow, Listener, Picture, Seen
 from hegmd.errors import REFUSED, HegmError
 from hegmd.protocol.operations import Operation, OperationProcess
 from hegmd.protocol.snapshots import Event, Gpu, Health
+from tests.cells import in_one_test
 
 GIB = 1 << 30
 SNAPSHOT = Path(__file__).with_name("top_80x24.txt")
@@ -93,8 +94,8 @@ def shown(picture: Picture) -> list[str]:
     return [line[2:].split()[0] for line in text(picture, 80, 24) if line[2:3] == "j"]
 
 
-@pytest.mark.parametrize(("columns", "rows"), [(60, 20), (80, 24), (120, 40), (200, 60)])
-@pytest.mark.parametrize("unicode", [True, False])
+@in_one_test(("columns", "rows"), [(60, 20), (80, 24), (120, 40), (200, 60)])
+@in_one_test("unicode", [True, False])
 def test_the_screen_is_filled_and_never_overrun(columns: int, rows: int, unicode: bool) -> None:
     picture = Picture(unicode=unicode)
     picture.take(large())
@@ -212,7 +213,7 @@ def test_the_cursor_stays_on_its_job_and_on_the_screen() -> None:
     assert picture.job() is picture.jobs[0]
 
 
-@pytest.mark.parametrize("columns", range(26, 130))
+@in_one_test("columns", range(26, 130))
 def test_the_line_of_keys_is_never_cut(columns: int) -> None:
     """Issue 19: at 80 columns it ended with `Tab operations  ~`, and `? help` was not seen."""
     line = text(Picture(), columns, 24)[-1]

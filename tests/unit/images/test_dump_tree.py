@@ -21,10 +21,11 @@ from hegmd.node.processes.process_set import ProcessSet, end_all, population_of
 from hegmd.node.processes.process_tree import Member as Process
 from hegmd.node.processes.process_tree import Tree, read_tree
 from hegmd.system.programs import Rights
+from tests.cells import in_one_test
 from tests.unit.migration.operations import worker
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("uid", "changes", "why"),
     [
         (1000, {}, None),

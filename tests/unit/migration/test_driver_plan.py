@@ -12,6 +12,7 @@ from hegmd.migration.model import Candidate, GpuMemory, PlanRequest, Surrounding
 from hegmd.migration.plan.forecast import after, expected
 from hegmd.migration.plan.planner import planned, planned_resume
 from hegmd.protocol.messages import CudaDevice, LeftAlone
+from tests.cells import in_one_test
 from tests.unit.migration.nvidia_nodes import (
     GIB,
     MIB,
@@ -122,7 +123,7 @@ def test_a_plan_says_what_goes_by_the_process_s_own_copies_from_the_start() -> N
     assert plan.estimate_s > plain.estimate_s + 0.3
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("candidate", "snapshot", "carrier", "why"),
     [
         (a_process(an_agent(cuda_facts(expandable=True))), {}, "worker", "expandable segments"),
@@ -155,7 +156,7 @@ def test_the_carrier_that_is_asked_for_is_taken_or_refused() -> None:
     assert "pigeon" in reason.message
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("candidate", "snapshot", "message", "hint"),
     [
         (a_process(), {"gpus": (a_gpu("gpu0", driver_version="565.1"), a_gpu("gpu1"))}, "no checkpoint calls", "570"),

@@ -9,6 +9,7 @@ from hegmd.migration.model import CARRIERS, PlanRequest, Rates
 from hegmd.migration.plan.carrier_choice import Beside, estimate_s
 from hegmd.migration.plan.planner import planned, planned_resume
 from hegmd.migration.plan.throughput import IN, OUT, Paces
+from tests.cells import in_one_test
 from tests.unit.migration.nvidia_nodes import GIB, MIB, SUSPENSION, a_gpu, a_process, a_snapshot, an_agent, the_plan, to
 from tests.unit.migration.operations import Drive
 
@@ -52,7 +53,7 @@ GIB_AND_CARRIER = [
 REST_BYTES = {"peer": 756 * MIB, "host": 756 * MIB, "worker": 1020 * MIB, "driver": 33 * GIB}
 
 
-@pytest.mark.parametrize(("size_gib", "kind", "carrier", "took_s"), GIB_AND_CARRIER)
+@in_one_test(("size_gib", "kind", "carrier", "took_s"), GIB_AND_CARRIER)
 def test_what_is_estimated_is_what_was_measured(size_gib: int, kind: str, carrier: str, took_s: float) -> None:
     """The worker's was a third of that, and 100 GiB in rounds of 1 GiB had the rounds for nothing."""
     size_bytes = size_gib * GIB

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hegmd.migration.machine.machine import PHASES
+from tests.cells import in_one_test
 from tools.docs import recovery
 from tools.docs.recovery import FINDINGS, Finding, Play, outcome, situations
 
@@ -23,13 +24,13 @@ def test_every_phase_that_lasts_is_among_the_situations() -> None:
     assert named == set(PHASES) - {"settling", "counting", "done", "rolled-back", "lost"}
 
 
-@pytest.mark.parametrize("name", SITUATIONS)
+@in_one_test("name", SITUATIONS)
 def test_a_situation_is_one_that_the_machine_was_driven_to(name: str) -> None:
     assert SITUATIONS[name].op.phase == name.rpartition(", ")[2]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "finding"), POSSIBLE, ids=lambda one: getattr(one, "words", one))
+@in_one_test(("name", "finding"), POSSIBLE, ids=lambda one: getattr(one, "words", one))
 def test_whatever_is_found_it_comes_to_rest_and_a_living_job_is_not_lost(name: str, finding: Finding) -> None:
     effects, end = outcome(SITUATIONS[name], finding)
     assert end.partition(":")[0] in {"`done`", "`rolled-back`", "`suspended`"}
@@ -41,7 +42,7 @@ def test_whatever_is_found_it_comes_to_rest_and_a_living_job_is_not_lost(name: s
     assert "release" not in effects.split(", ") or "trains" in end
 
 
-@pytest.mark.parametrize(("name", "finding"), [(n, f) for n, f in POSSIBLE if f.world and f.world.out], ids=str)
+@in_one_test(("name", "finding"), [(n, f) for n, f in POSSIBLE if f.world and f.world.out], ids=str)
 def test_bytes_that_were_found_outside_are_kept_until_a_boundary_was_seen(name: str, finding: Finding) -> None:
     """Issue 4: an operation that had not taken them itself gave the memory back as soon as they were in the process."""
     effects, end = outcome(SITUATIONS[name], finding)

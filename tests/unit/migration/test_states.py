@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from hegmd.migration.machine.effects import CUT, FINISH, UNDO, Effect
 from hegmd.migration.machine.events import Ending, Event
 from hegmd.migration.machine.machine import EVENTS, IGNORE, MOVE, PHASES, REFUSE, TABLE
 from hegmd.migration.machine.stages import STAGES
+from tests.cells import in_one_test
 from tools.docs import states
 
 
@@ -15,7 +14,7 @@ def test_the_page_is_fresh() -> None:
     assert states.PAGE.read_text() == states.page(), "STATES.md is stale: run `make docs`"
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@in_one_test("phase", PHASES)
 def test_every_event_has_one_row_in_the_phase(phase: str) -> None:
     for event in EVENTS:
         row = TABLE[phase, event]
@@ -29,7 +28,7 @@ def test_the_table_has_no_row_for_what_there_is_not() -> None:
     assert TABLE.keys() == {(phase, event) for phase in PHASES for event in EVENTS}
 
 
-@pytest.mark.parametrize("name", sorted(Effect.register))
+@in_one_test("name", sorted(Effect.register))
 def test_an_effect_names_its_endings_and_what_cancelling_does(name: str) -> None:
     effect = Effect.register[name]
     assert effect.ends[-1] == "failed"

@@ -11,6 +11,7 @@ from hegmd.migration.machine.effects import Effect
 from hegmd.migration.machine.events import Ending, Event
 from hegmd.migration.machine.machine import EVENTS, IGNORE, MOVE, REFUSE, TABLE, handle
 from hegmd.migration.machine.operation import ImageRequest, Operation
+from tests.cells import in_one_test
 from tests.unit.migration.operations import Drive, operation
 
 
@@ -44,7 +45,7 @@ def _in_phase(phase: str) -> Operation:
     return operation(phase=phase)
 
 
-@pytest.mark.parametrize("phase", sorted({phase for phase, _ in TABLE}))
+@in_one_test("phase", sorted({phase for phase, _ in TABLE}))
 def test_what_is_ignored_or_refused_changes_nothing(phase: str) -> None:
     op = _in_phase(phase)
     plain = op.to_plain()
@@ -63,7 +64,7 @@ def test_what_is_ignored_or_refused_changes_nothing(phase: str) -> None:
     assert op.to_plain() == plain
 
 
-@pytest.mark.parametrize("tag", EVENTS)
+@in_one_test("tag", EVENTS)
 def test_an_event_is_the_same_from_plain_data(tag: str) -> None:
     event = _some(tag)
     assert Event.untagged(event.to_plain(), "test") == event

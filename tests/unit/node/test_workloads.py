@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hegmd.node.workloads import workload_of
 from hegmd.protocol.snapshots import Workload
+from tests.cells import in_one_test
 
 ID = "679f3691f7f1b20198548be43b86f265f9fff9be0ac4c973638f5ee89decbca9"
 OTHER_ID = "d4e8e05a546c86b6443f101966c618e47753ed01fa9929cae00d3b692f7a9f80"
@@ -161,12 +161,12 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(("text", "detail"), KUBERNETES.values(), ids=KUBERNETES.keys())
+@in_one_test(("text", "detail"), KUBERNETES.values(), ids=KUBERNETES.keys())
 def test_pods(text: str, detail: dict[str, str]) -> None:
     assert workload_of(text) == Workload(kind="kubernetes", id=POD, detail=detail)
 
 
-@pytest.mark.parametrize(("text", "expected"), OTHERS.values(), ids=OTHERS.keys())
+@in_one_test(("text", "expected"), OTHERS.values(), ids=OTHERS.keys())
 def test_everything_but_pods(text: str, expected: Workload) -> None:
     assert workload_of(text) == expected
 
@@ -179,9 +179,7 @@ def test_static_pod_has_the_kubelets_hash_for_a_uid() -> None:
     assert (found.kind, found.id) == ("kubernetes", "d2c0d1f0d7a1b3c4d5e6f708192a3b4c")
 
 
-@pytest.mark.parametrize(
-    "text", ["", "0::/\n", "4:memory:/\n1:name=systemd:/\n", "nonsense", "0::", ":::", "0::/batch/7\n"]
-)
+@in_one_test("text", ["", "0::/\n", "4:memory:/\n1:name=systemd:/\n", "nonsense", "0::", ":::", "0::/batch/7\n"])
 def test_no_owner(text: str) -> None:
     assert workload_of(text) is None
 

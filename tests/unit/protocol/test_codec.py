@@ -9,6 +9,7 @@ from hegmd.errors import BAD_REQUEST, PeerError
 from hegmd.protocol import codec
 from hegmd.protocol.messages import GpusReply
 from hegmd.protocol.snapshots import Gpu, Health
+from tests.cells import in_one_test
 
 scalars = (
     st.none()
@@ -47,7 +48,7 @@ def nested(depth: int) -> bytes:
     return b"\x81\xa1a" + b"\x91" * depth + b"\xc0"
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("payload", "says"),
     [
         (b"\x93\x01\x02\x03", "list"),

@@ -36,6 +36,7 @@ from hegmd.protocol.messages import (
     Welcome,
 )
 from hegmd.protocol.snapshots import Event
+from tests.cells import in_one_test
 
 EVENT = Event(seq=1, time_utc=1.0, kind="gpu.lost", severity="error", message="gone")
 
@@ -138,7 +139,7 @@ def test_one_byte_at_a_time_gives_the_same_conversation(step: int) -> None:
     assert not daemon.mid_frame
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("envelope", "says"),
     [
         ({"v": 2, "id": 1, "op": "ping", "args": {}}, "hello"),
@@ -168,7 +169,7 @@ def test_versions_are_negotiated_down_to_the_highest_in_common() -> None:
     assert daemon.version == 2
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("envelope", "code"),
     [
         ({"v": 2, "id": 5, "op": "no.such", "args": {}}, INCOMPATIBLE),
@@ -296,7 +297,7 @@ def test_bytes_that_are_no_utf8_are_escaped_by_the_daemon_and_refused_in_a_reque
         client.request(Processes(gpus=("\udcff",)))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "envelope",
     [
         {"id": 77, "ok": {}},

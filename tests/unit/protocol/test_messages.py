@@ -5,6 +5,7 @@ import pytest
 from hegmd.protocol import jobs, messages, operations, snapshots
 from hegmd.protocol.codec import decode, encode
 from hegmd.protocol.record import REQUIRED, BadValue, Record
+from tests.cells import in_one_test
 
 EVERY_RECORD = sorted(
     {
@@ -43,20 +44,20 @@ def full(record: type[Record]) -> Record:
     return record(**{f.name: sample(f.type_text) for f in record.fields})
 
 
-@pytest.mark.parametrize("record", EVERY_RECORD)
+@in_one_test("record", EVERY_RECORD)
 def test_a_full_record_survives_the_wire(record: type[Record]) -> None:
     before = full(record)
     assert record.from_plain(decode(encode(before.to_plain())), record.__name__) == before
 
 
-@pytest.mark.parametrize("record", EVERY_RECORD)
+@in_one_test("record", EVERY_RECORD)
 def test_a_record_with_nothing_but_what_is_required_survives(record: type[Record]) -> None:
     plain = {f.name: full(record).to_plain()[f.name] for f in record.fields if f.default is REQUIRED}
     rebuilt = record.from_plain(plain, record.__name__)
     assert record.from_plain(rebuilt.to_plain(), record.__name__) == rebuilt
 
 
-@pytest.mark.parametrize("record", EVERY_RECORD)
+@in_one_test("record", EVERY_RECORD)
 def test_no_field_takes_a_value_of_another_kind(record: type[Record]) -> None:
     plain = full(record).to_plain()
     for f in record.fields:
@@ -67,7 +68,7 @@ def test_no_field_takes_a_value_of_another_kind(record: type[Record]) -> None:
             record.from_plain({**plain, f.name: wrong}, record.__name__)
 
 
-@pytest.mark.parametrize("record", EVERY_RECORD)
+@in_one_test("record", EVERY_RECORD)
 def test_every_record_and_field_says_what_it_means(record: type[Record]) -> None:
     assert record.__doc__
     assert all(f.doc for f in record.fields)
@@ -83,7 +84,7 @@ def test_every_request_has_an_operation_and_a_reply() -> None:
 SECRET = "a-key-to-something"
 
 
-@pytest.mark.parametrize("op", sorted(messages.REQUESTS))
+@in_one_test("op", sorted(messages.REQUESTS))
 def test_an_audit_record_has_all_of_a_request_but_the_values_of_an_environment(op: str) -> None:
     """Issue 14, row 20: no test noticed a record without a request's fields, or with the values of variables."""
     request = full(messages.REQUESTS[op])

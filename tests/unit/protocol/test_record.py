@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from hegmd.protocol.record import BadValue, Record, field
+from tests.cells import in_one_test
 
 
 class Inner(Record):
@@ -35,7 +36,7 @@ def test_fields_with_a_default_may_be_missing_and_unknown_ones_are_ignored() -> 
     assert Outer.from_plain({"name": "x", "from_the_future": [1]}, "outer") == Outer(name="x")
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("plain", "where"),
     [
         ({}, "outer.name: is missing"),

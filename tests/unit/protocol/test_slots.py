@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hegmd.protocol.slots import RECORD_BYTES, SlotRecord, packed, slot_bytes, unpacked
+from tests.cells import in_one_test
 
 RECORD = SlotRecord(generation=7, step=1200, rank=3, ranks=8, size_bytes=12_900_000_000, taken_utc=1.5e9, took_s=0.7)
 
@@ -15,7 +16,7 @@ def test_what_was_packed_is_read_again() -> None:
     assert unpacked(data.ljust(RECORD_BYTES, b"\0")) == RECORD
 
 
-@pytest.mark.parametrize("place", range(len(packed(RECORD))))
+@in_one_test("place", range(len(packed(RECORD))))
 def test_a_record_with_a_flipped_bit_is_none(place: int) -> None:
     data = bytearray(packed(RECORD))
     data[place] ^= 4

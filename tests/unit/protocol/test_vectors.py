@@ -5,10 +5,9 @@ import re
 import runpy
 from pathlib import Path
 
-import pytest
-
 from hegmd.protocol import codec
 from hegmd.protocol.frames import FrameReader
+from tests.cells import in_one_test
 
 REPO = Path(__file__).parents[3]
 VECTORS = REPO / "docs" / "protocol-vectors"
@@ -27,7 +26,7 @@ def test_the_reference_is_fresh() -> None:
     assert insert(page) == page, "docs/protocol.md is stale: run `make docs`"
 
 
-@pytest.mark.parametrize("vector", json.loads((VECTORS / "messages.json").read_text()), ids=lambda v: v["name"])
+@in_one_test("vector", json.loads((VECTORS / "messages.json").read_text()), ids=lambda v: v["name"])
 def test_messages_decode_to_their_envelope(vector: dict[str, str]) -> None:
     reader = FrameReader(100_000)
     reader.feed(bytes.fromhex(vector["frame"]))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from hegmd.recovery.policy import LEARNED_TIMES, LEAST_HANG_S, LEAST_START_S, HangWatch, start_limit_s
+from tests.cells import in_one_test
 
 
 def test_the_limit_is_learned_from_the_longest_time_between_two_boundaries() -> None:
@@ -52,7 +51,7 @@ def test_a_limit_of_nothing_is_none() -> None:
     assert watch.see(1, 1e6) is None
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("wished_s", "longest_s", "hung", "expected_s"),
     [
         (None, 3.0, 0, LEAST_START_S),

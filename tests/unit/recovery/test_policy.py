@@ -7,6 +7,7 @@ import pytest
 from hegmd.protocol.slots import SlotRecord
 from hegmd.protocol.snapshots import Gpu, Health
 from hegmd.recovery.policy import MAX_FRUITLESS, Budget, complete_generations, gpus_to_start_on, interval_s, raised
+from tests.cells import in_one_test
 
 
 def _record(generation: int, step: int, rank: int = 0, ranks: int = 1) -> SlotRecord:
@@ -15,7 +16,7 @@ def _record(generation: int, step: int, rank: int = 0, ranks: int = 1) -> SlotRe
     )
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("wished_s", "cost_s", "expected_s"),
     [
         (None, 0.5, 50.0),

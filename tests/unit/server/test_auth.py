@@ -18,6 +18,7 @@ from hegmd.protocol.messages import (
 )
 from hegmd.protocol.snapshots import GpuProcess
 from hegmd.server.auth import Peer, Policy
+from tests.cells import in_one_test
 
 ADMIN_GID = 990
 ROOT = Peer(pid=1, uid=0, gid=0)
@@ -53,7 +54,7 @@ def test_what_changes_the_node_is_refused_to_anybody_else(request_class: type[Re
     assert caught.value.code is DENIED
 
 
-@pytest.mark.parametrize("request_class", [Hello, Cancel, Ping, Gpus, Processes])
+@in_one_test("request_class", [Hello, Cancel, Ping, Gpus, Processes])
 def test_looking_is_free(request_class: type[Request]) -> None:
     SYSTEM.check(ANYBODY, request_class)
 

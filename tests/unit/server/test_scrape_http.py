@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hegmd.server.scrape_http import Refusal, Response, method_of
+from tests.cells import in_one_test
 
 HOST = b"Host: localhost:9469"
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("head", "method"),
     [
         (b"GET /metrics HTTP/1.1\r\n" + HOST, "GET"),
@@ -28,7 +29,7 @@ def test_these_are_requests_for_metrics(head: bytes, method: str) -> None:
     assert method_of(head) == method
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("head", "status"),
     [
         (b"", "400"),

@@ -9,6 +9,7 @@ import pytest
 
 from hegmd.sharing.model import ARRIVING, BUSY, LEAVING, RUNNING, USER_SUSPENDED, Gpu, Job, Rules
 from hegmd.sharing.policy import decide, explain
+from tests.cells import in_one_test
 from tests.unit.sharing.nodes import (
     GIB,
     NOW,
@@ -117,7 +118,7 @@ def test_a_job_that_was_suspended_a_moment_ago_comes_back_a_moment_later() -> No
     assert kinds(decide(snapshot, NOW + 1.5).actions) == [("resume", "j1", ("gpu0",))]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "change",
     [
         {"is_preemptible": False},

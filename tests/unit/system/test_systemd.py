@@ -17,6 +17,7 @@ import pytest
 from hegmd.errors import Bug, HegmError
 from hegmd.system import systemd
 from hegmd.system.systemd import Offer, PassedDescriptors, ServiceManager, take_offer, under_systemd
+from tests.cells import in_one_test
 from tests.patience import HANG_S
 
 
@@ -98,7 +99,7 @@ def test_no_descriptors_with_empty_names() -> None:
     assert take_offer({"LISTEN_PID": "77", "LISTEN_FDS": "0", "LISTEN_FDNAMES": ""}, 77).descriptor_names == ()
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("variable", "others"),
     [
         ({"WATCHDOG_USEC": "soon"}, {}),
@@ -337,7 +338,7 @@ def test_barrier_opens_when_the_manager_has_come_to_it(manager: Manager, reports
     assert opened == [True]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("environ", "kept"),
     [
         ({"NOTIFY_SOCKET": "/run/n", "FDSTORE": "1024"}, True),

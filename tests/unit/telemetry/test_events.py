@@ -16,6 +16,7 @@ from hegmd.migration.machine.describe import HAPPENINGS
 from hegmd.migration.machine.next_effects import TERMINAL
 from hegmd.protocol.snapshots import EVENT_KINDS, Event
 from hegmd.telemetry.events import MISSED, EventLog, require_kinds
+from tests.cells import in_one_test
 
 
 def log_with(count: int, capacity: int = 1000) -> EventLog:
@@ -88,7 +89,7 @@ def test_a_number_of_another_run_was_taken_for_one_of_this() -> None:
     assert EventLog().run != EventLog().run
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("kinds", "says", "hints"),
     [
         (("gpu", "gup"), "'gup'", "config, events, gpu,"),

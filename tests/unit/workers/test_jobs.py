@@ -22,6 +22,7 @@ from hegmd.protocol.snapshots import GpuProcess
 from hegmd.workers.job_file import DAMAGED_NAME, NAME, JobFile, JobRecord
 from hegmd.workers.job_names import MAX_COMMAND_CHARS, MAX_RUN_CHARS, name_of, script_of, shown_command
 from hegmd.workers.jobs import MAX_ENDED_OF_USER, MAX_RUNS
+from tests.cells import in_one_test
 from tests.patience import HANG_S
 from tests.unit.moving_node import Node, running, start_ticks
 
@@ -75,7 +76,7 @@ async def ended_job(node: Node, run: str, status: int, *, killed: bool = False) 
         return job_id
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("command", "shown", "name"),
     [
         ("python train.py --epochs 5", "train.py --epochs 5", "train"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hegmd.agent.ranks.faults import inject, parse
+from tests.cells import in_one_test
 
 
 def test_a_fault_happens_in_its_rank_at_its_step_and_phase_of_its_generation() -> None:
@@ -27,7 +28,7 @@ def test_faults_that_are_exceptions_are_raised() -> None:
         inject(parse("step=1,kind=interrupt"), 0, 1, "forward", 1)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("text", "why"),
     [
         ("rank=1,step=20", "needs step= and kind="),

@@ -13,6 +13,7 @@ from hegmd.agent.state.capture import instead_of
 from hegmd.agent.state.save_and_exit import hints_of, not_plain
 from hegmd.agent.state.storage.errors import NotPlain
 from hegmd.agent.state.values.refusals import Refusal
+from tests.cells import in_one_test
 
 PACKAGE = Path(__file__).parents[4] / "hegmd/agent/state"
 VERBS = frozenset("ask create draw give go hold keep let make put read set start take try use write".split())
@@ -83,7 +84,7 @@ def test_a_refusal_did_not_say_what_to_change() -> None:
     assert not lacking
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "named"),
     [
         ("count", "range("),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from hegmd.images.criu.error_messages import failure, had_numbers_taken
 from hegmd.node.criu_program import first_error
+from tests.cells import in_one_test
 
 NOISE = """\
 (00.000116) Version: 4.2.1 (gitid 0)
@@ -14,7 +13,7 @@ NOISE = """\
 AFTER = "(00.072246) Error (criu/cr-restore.c:2331): Restoring FAILED.\n"
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("line", "sentence", "hint"),
     [
         (

@@ -7,11 +7,10 @@ import socket
 import stat
 from dataclasses import replace
 
-import pytest
-
 from hegmd.images.criu.needs import Needs, needs_of
 from hegmd.node.processes.process_tree import Descriptor, Mapping, Member, Tree
 from hegmd.node.processes.socket_peers import TcpEnd, UnixEnd
+from tests.cells import in_one_test
 
 HERE = (("mnt", "mnt:[1]"), ("net", "net:[1]"), ("pid", "pid:[1]"))
 ROOT = Member(pid=100, parent=1, start_ticks=5, state="S", group=100, session=100, namespaces=HERE)
@@ -135,7 +134,7 @@ def test_a_controlling_terminal_of_its_own_is_refused() -> None:
     assert needs_of(tree(members=(replace(ROOT, has_terminal=True, session=50),))).reasons == ()
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("target", "refused"),
     [
         ("anon_inode:[eventfd]", False),

@@ -15,6 +15,7 @@ from hegmd.images.files import catalogue
 from hegmd.images.files.folder import LOCK, find, free_bytes_at, make
 from hegmd.images.files.refusals import told
 from hegmd.images.files.signature import MAX_BYTES, written
+from tests.cells import in_one_test
 from tests.unit.images.files.directory import BLOCK_BYTES, MANIFEST, built, ignore
 
 
@@ -49,7 +50,7 @@ def test_a_manifest_that_is_too_large_is_neither_read_nor_written(tmp_path: Path
     assert len(written(MANIFEST.replace(host="x" * room))) == MAX_BYTES
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("number", "code", "words"),
     [
         (errno.ENOSPC, REFUSED, "free space or quota there"),

@@ -15,6 +15,7 @@ from hegmd.migration.journal import records as journal_records
 from hegmd.migration.machine import events
 from hegmd.migration.machine.operation import Operation
 from hegmd.protocol import codec
+from tests.cells import in_one_test
 from tests.unit.migration.operations import Drive, operation, worker
 
 
@@ -117,7 +118,7 @@ def test_a_writer_goes_on_after_what_is_sound() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("place", Random(2).sample(range(len(BOOK.data)), 400))
+@in_one_test("place", Random(2).sample(range(len(BOOK.data)), 400))
 def test_a_flipped_bit_is_refused_or_is_in_the_unfinished_end(place: int) -> None:
     flipped = bytearray(BOOK.data)
     flipped[place] ^= 1 << place % 8

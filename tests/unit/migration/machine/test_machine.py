@@ -10,6 +10,7 @@ from hegmd.errors import Refused
 from hegmd.migration.machine import events
 from hegmd.migration.machine.machine import TERMINAL, handle
 from hegmd.migration.machine.operation import SUSPEND
+from tests.cells import in_one_test
 from tests.unit.migration.operations import Drive, ending, operation, tags, worker
 
 FORWARD = "reserving quiescing measuring offloading checkpointing restoring reloading releasing verifying tidying done"
@@ -96,7 +97,7 @@ def test_a_resume_names_a_gpu_for_every_process() -> None:
         handle(drive.op, events.ResumeRequested(to={"a": "gpu1"}), 0.0)
 
 
-@pytest.mark.parametrize("phase", TURNING)
+@in_one_test("phase", TURNING)
 def test_cancelling_before_the_job_has_left_brings_everything_back(phase: str) -> None:
     drive = Drive(operation()).until(phase)
     drive.feed(events.CancelRequested(by="ada"))
@@ -115,7 +116,7 @@ def test_cancelling_before_the_job_has_left_brings_everything_back(phase: str) -
     assert back.verified == back.was_offloaded
 
 
-@pytest.mark.parametrize("phase", PAST_RETURN)
+@in_one_test("phase", PAST_RETURN)
 def test_cancelling_after_the_job_has_left_is_refused_and_it_goes_on(phase: str) -> None:
     drive = Drive(operation()).until(phase)
     with pytest.raises(Refused) as refused:
@@ -124,7 +125,7 @@ def test_cancelling_after_the_job_has_left_is_refused_and_it_goes_on(phase: str)
     assert drive.until("done").op.failure is None
 
 
-@pytest.mark.parametrize("phase", FORWARD.split()[:7])
+@in_one_test("phase", FORWARD.split()[:7])
 def test_a_failure_on_the_way_leads_back(phase: str) -> None:
     drive = Drive(operation()).until(phase)
     failed = drive.wanted[0]
@@ -234,7 +235,7 @@ def test_no_rank_goes_on_before_all_have_their_bytes() -> None:
     assert tags(drive.end()) == ["release", "release"]
 
 
-@pytest.mark.parametrize("phase", FORWARD.split()[:-1])
+@in_one_test("phase", FORWARD.split()[:-1])
 def test_a_worker_that_ends_takes_nothing_with_it(phase: str) -> None:
     drive = Drive(operation()).until(phase)
     drive.feed(events.WorkerExited(worker="a", why="killed by signal 9"))
@@ -264,7 +265,7 @@ def test_another_agent_under_the_same_pid_is_another_program() -> None:
     assert drive.op.workers[0].has_exited
 
 
-@pytest.mark.parametrize("phase", FORWARD.split()[:-1])
+@in_one_test("phase", FORWARD.split()[:-1])
 def test_a_restart_of_the_daemon_asks_and_goes_on(phase: str) -> None:
     drive = Drive(operation()).until(phase)
     drive.wanted.clear()

@@ -10,6 +10,7 @@ from hegmd.migration.machine.operation import Limits
 from hegmd.migration.model import Candidate, MigrationPlan, NodeSnapshotForPlan, PlanRequest, PoolMemory
 from hegmd.migration.plan.planner import planned, planned_resume
 from hegmd.protocol.messages import Combination, Communicators, Proof
+from tests.cells import in_one_test
 from tests.unit.migration.nvidia_nodes import (
     GIB,
     SUSPENSION,
@@ -78,7 +79,7 @@ def test_ranks_whose_groups_have_no_peers_are_planned_as_any_processes() -> None
     assert "disconnect" not in " ".join(plan.hazards)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("counts", "told", "together"),
     [
         ((4450, 2530), [None, None], False),
@@ -102,7 +103,7 @@ def test_ranks_that_train_alone_do_not_wait_for_one_boundary(
     assert found.is_distributed == together
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("snapshot", "message", "hint"),
     [
         (a_job(groups(uncovered=("group 1 uses symmetric memory",))), "group 1 uses symmetric memory", "--via restart"),
@@ -136,7 +137,7 @@ def test_communicators_that_go_into_an_image_are_replaced_even_if_the_library_ca
 FOUR = tuple(a_gpu(f"gpu{number}", nvlinks=tuple(f"gpu{other}" for other in range(4))) for number in range(4))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("asked", "places"),
     [
         ("gpu2,gpu3", ["gpu2", "gpu3"]),
@@ -251,7 +252,7 @@ def test_a_plan_says_whether_a_throwaway_job_was_moved_with_the_same_combination
     assert "run: hegmctl doctor --nccl" in unknown
 
 
-@pytest.mark.parametrize("field", ["driver", "library", "framework_version", "chip", "links"])
+@in_one_test("field", ["driver", "library", "framework_version", "chip", "links"])
 def test_a_proof_holds_for_the_combination_that_was_tried_only(field: str) -> None:
     for verdict in ("proven", "failed"):
         plan = the_plan(planned(linked(proofs=tried(verdict, **{field: "another"})), SUSPENSION))

@@ -14,6 +14,7 @@ from hegmd.migration.plan import driver_rules
 from hegmd.migration.plan.migration_options import ways_of
 from hegmd.migration.plan.planner import planned
 from hegmd.protocol.snapshots import AgentInfo, GpuProcess, GpuUse, Way
+from tests.cells import in_one_test
 from tests.unit.migration.nvidia_nodes import (
     GIB,
     SUSPENSION,
@@ -126,7 +127,7 @@ REFUSALS: dict[str, Made] = {
 }
 
 
-@pytest.mark.parametrize("made", REFUSALS.values(), ids=[name.replace(" ", "-") for name in REFUSALS])
+@in_one_test("made", REFUSALS.values(), ids=[name.replace(" ", "-") for name in REFUSALS])
 def test_ps_and_suspend_refuse_a_process_in_the_same_words(made: Made) -> None:
     """Issue 14, row 9: `ps --ways` called ranks with live NCCL communicators movable, and `suspend` refused them."""
     snapshot = made()
@@ -210,7 +211,7 @@ TARGETS: dict[str, tuple[Made, str]] = {
 }
 
 
-@pytest.mark.parametrize(("made", "words"), TARGETS.values(), ids=[name.replace(" ", "-") for name in TARGETS])
+@in_one_test(("made", "words"), TARGETS.values(), ids=[name.replace(" ", "-") for name in TARGETS])
 def test_without_another_gpu_a_process_can_be_suspended_and_not_moved(made: Made, words: str) -> None:
     snapshot = made()
     the_plan(planned(snapshot, SUSPENSION))

@@ -24,6 +24,7 @@ from hegmd.migration.plan.planner import planned, planned_resume
 from hegmd.migration.plan.throughput import IN, OUT, Paces, image_s
 from hegmd.protocol.messages import LeftAlone
 from hegmd.protocol.operations import Reason
+from tests.cells import in_one_test
 from tests.unit.migration.operations import Drive, operation, worker
 
 GIB = 2**30
@@ -166,7 +167,7 @@ def _op(phase: str = "reloading") -> Operation:
     return operation(worker(pid=4711), id="op7", phase=phase)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("snapshot", "request_", "code", "says", "hints"),
     [
         (_snapshot(_process(agent=None)), _to(), "refused", "4711 has no agent", "hegmctl run"),
@@ -297,7 +298,7 @@ def test_a_resume_goes_where_it_was_unless_told_otherwise() -> None:
         assert plan.pool_needed_bytes == 0
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("snapshot", "says"),
     [
         (_snapshot(_process(gpus=(), agent=None)), "not connected"),

@@ -14,6 +14,7 @@ from hegmd.node.devices.base import DeviceAbsent, DeviceError, ProcessUse, Vendo
 from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.node.devices.topology import parse_topology
 from hegmd.protocol.snapshots import GpuUse, Health, PeerLink
+from tests.cells import in_one_test
 from tests.kit.contracts import ContractBroken, check_absent, check_provider, check_snapshot
 
 UUID = "SIM-00000000-0000-4000-8000-000000000000"
@@ -49,7 +50,7 @@ def test_a_good_snapshot_passes() -> None:
     check_snapshot(with_gpu(memory_free_bytes=(7 << 30) - 606), "simulated")  # what the driver keeps is neither
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("snapshot", "said"),
     [
         (with_gpu(memory_used_bytes=9 << 30), "memory_used_bytes"),
@@ -185,7 +186,7 @@ def belongs_to_a_thread(provider: Broken) -> None:
     provider.on_snapshot = snapshot
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("break_", "error", "said"),
     [
         (never_shuts, ContractBroken, "before it was opened"),

@@ -17,6 +17,7 @@ from hegmd.node.devices.node_spec import (
     write_size,
 )
 from hegmd.node.devices.topology import parse_topology
+from tests.cells import in_one_test
 
 EXAMPLES = Path(__file__).resolve().parents[4] / "contrib" / "simulation"
 
@@ -64,7 +65,7 @@ def refused(spec: str) -> HegmError:
     return caught.value
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("text", "size_bytes"),
     [
         ("8GiB", 8 << 30),
@@ -86,7 +87,7 @@ def test_sizes_are_exact_and_need_a_unit(text: str, size_bytes: int | None) -> N
     assert parse_size(text) == size_bytes
 
 
-@pytest.mark.parametrize("text", ["0 B", "1 B", "1023 B", "1 KiB", "1536 MiB", "8 GiB", "8589934593 B", "3 TiB"])
+@in_one_test("text", ["0 B", "1 B", "1023 B", "1 KiB", "1536 MiB", "8 GiB", "8589934593 B", "3 TiB"])
 def test_sizes_are_written_as_they_are_read(text: str) -> None:
     size_bytes = parse_size(text)
     assert size_bytes is not None
@@ -106,7 +107,7 @@ def test_identities_are_the_same_in_every_run_and_never_twice() -> None:
     assert node.gpus[255].uuid == parse_topology("256x2GiB").gpus[255].uuid
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("spec", "said"),
     [
         ("0x8GiB", "cannot simulate 0 GPUs"),

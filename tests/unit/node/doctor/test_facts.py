@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hegmd.node.doctor.facts import NodeFacts, clipped, counted, listed, size_text, version_numbers
+from tests.cells import in_one_test
 from tests.unit.node.doctor.node import FileNode, gpu
 
 
@@ -48,7 +49,7 @@ def test_the_largest_gpu_is_of_those_that_are_known(node: FileNode) -> None:
     assert node.facts(gpus=(gpu(0, memory_total_bytes=None),)).largest_gpu() is None
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("size_bytes", "text"),
     [
         (0, "0 bytes"),
@@ -63,7 +64,7 @@ def test_sizes_read_well(size_bytes: int, text: str) -> None:
     assert size_text(size_bytes) == text
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("text", "numbers"),
     [
         ("6.8.0-45-generic", (6, 8, 0)),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hegmd.telemetry.metrics import Histogram
 from hegmd.telemetry.metrics.exposition import Exposition
+from tests.cells import in_one_test
 from tests.unit.telemetry.metrics.exposition_parser import parse
 
 
@@ -61,7 +62,7 @@ def test_a_histogram_counts_each_duration_in_every_bin_that_it_fits(durations: l
     parse(out.text())
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "wrong",
     [
         "# HELP hegmd_x X.\n# TYPE hegmd_x gauge\nhegmd_x 1",

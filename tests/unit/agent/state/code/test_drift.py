@@ -17,13 +17,14 @@ from torch.utils.data import Dataset
 from hegmd.agent.state.code import named_values
 from hegmd.agent.state.code.drift import print_of
 from hegmd.agent.state.loaders.dataset_identity import sums_of
+from tests.cells import in_one_test
 
 
 def grown(value: list[object]) -> list[object]:
     return [*value, None]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("before", "after"),
     [
         (1, True),
@@ -68,7 +69,7 @@ def test_prints_keep_nothing_alive() -> None:
     assert prints
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "value",
     [Fraction(1, 3), PurePosixPath("/a"), bytearray(b"x"), torch.bfloat16, torch.Size([2, 3])],
     ids=lambda value: type(value).__name__,

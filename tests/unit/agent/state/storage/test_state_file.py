@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from hegmd.agent.state.storage import raw_copy, state_file, tags, tensors
+from tests.cells import in_one_test
 from tests.huge import huge_memory
 from tests.unit.agent.state.drawn_values import Drawn, exact
 
@@ -277,7 +278,7 @@ TENSOR = b"\x01\x07float32\x01"  # slot 0 from its start, one dimension
 SMALL_TENSOR = b"\x01\x00\x07float32"
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "data",
     [
         pytest.param(_forged(b""), id="no tree at all"),
