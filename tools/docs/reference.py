@@ -7,11 +7,12 @@ agents and supervisors are listed only: their fields are described in the module
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from hegmd.errors import CODES
@@ -74,15 +75,26 @@ def inside(record: type[Record]) -> list[type[Record]]:
     return [one for one in found if one is not None]
 
 
-def linked(record: type[Record]) -> str:
+def linked(record: type[Record], page: str = "") -> str:
     """The name of a record as a link to its description on the page of the protocol."""
-    return f"[{record.__name__}](#{record.__name__.lower()})"
+    op = own_replies().get(record, record.__name__)
+    return f"[{record.__name__}]({page}#{op.replace('.', '').lower()})"
+
+
+@functools.cache
+def own_replies() -> Mapping[type[Record], str]:
+    """The replies that nothing else refers to, each with its request: they are described there."""
+    requests = public_requests()
+    uses = Counter(message.reply for message in requests.values())
+    uses.update(message.event for message in requests.values() if message.event)
+    uses.update(named for record in public_records() for named in inside(record))
+    return {message.reply: op for op, message in requests.items() if uses[message.reply] == 1}
 
 
 def _line(field: Field, owner: type[Record], linked: Callable[[type[Record]], str], *, argument: bool = False) -> str:
     default = ""
     if argument and field.default is not REQUIRED and field.default is not None:
-        default = f" = {_shown(field.default)}"
+        default = f"={_shown(field.default)}"
     named = {record.__name__: linked(record) for record in inside(owner)}
     type_text = _WORD.sub(lambda found: named.get(found[0], found[0]), _short_type(field.type_text))
     return f"* `{field.name}` {type_text}{default}: {field.doc}"
@@ -145,22 +157,29 @@ def _requests() -> Iterator[str]:
             yield f"* {', '.join(others)}: [shared](#arguments-of-several-requests)"
         if message.fields:
             yield ""
-        yield f"{'; '.join(_facts(message))}.\n"
+        answer = own_replies().get(message.reply) is not None and message.reply.fields
+        yield f"{'. '.join(_facts(message))}{':' if answer else '.'}\n"
+        if answer:
+            yield from [*fields(message.reply, linked), ""]
 
 
 def _facts(message: type[messages.Request]) -> Iterable[str]:
-    yield f"Reply: {linked(message.reply)}"
-    if message.event:
-        yield f"events: {linked(message.event)}"
-    if message.changes_state:
-        yield "audited"
     if message.capability:
-        yield f"needs the capability `{message.capability}`"
+        yield f"Needs the capability `{message.capability}`"
+    if message.changes_state:
+        yield "Audited"
+    if message.event:
+        yield f"Events: {linked(message.event)}"
+    yield (
+        f"Reply: {linked(message.reply)}" if message.reply not in own_replies() else f"Reply, {message.reply.__name__}"
+    )
 
 
 def _records() -> Iterator[str]:
     yield "### Records\n"
     for record in public_records():
+        if record in own_replies():
+            continue
         yield f"#### {record.__name__}\n"
         yield f"{inspect.getdoc(record)}\n"
         if record.fields:

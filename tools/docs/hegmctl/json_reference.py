@@ -14,7 +14,7 @@ from hegmctl.library import is_operation
 from hegmd.protocol.messages import REQUESTS, ErrorInfo, RoomProgress
 from hegmd.protocol.operations import OperationProgress
 from hegmd.protocol.record import Record
-from tools.docs.reference import fields, inside, public_records
+from tools.docs.reference import fields, inside, linked, public_records
 
 BEGIN = "<!-- Below this line: written by `python3 -m tools.docs.hegmctl json docs/json.md`. -->"
 
@@ -61,8 +61,7 @@ def reference() -> str:
 
 
 def _linked(record: type[Record]) -> str:
-    page = "protocol.md" if record in public_records() else ""
-    return f"[{record.__name__}]({page}#{record.__name__.lower()})"
+    return linked(record, "protocol.md") if record in public_records() else linked(record)
 
 
 def _reachable() -> list[type[Record]]:
