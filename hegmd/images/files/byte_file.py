@@ -9,7 +9,8 @@ starts from its number, which detects exchanged chunks. The manifest has the tab
 another image.
 
 CRC-32 guards against damage. It runs at 6.4 GB/s per core here, SHA-256 (with the CPU's own instructions) at 1.1,
-BLAKE2b at 0.9, and a disk at 1.9. A forger of these bytes changes only the GPU memory of their own job.
+BLAKE2b at 0.9, and a disk at 1.9. A forger of these bytes changes only the GPU memory of their own job. Nothing is
+compressed: weights and AdamW states shrink by 8 to 11 %, at 0.3 to 0.5 GB/s per core.
 
 The memory is copied to buffers that are reused. Mapping it was three times as slow with small pages, each of which is a
 page fault, and no faster than a disk with huge ones. Only hugetlbfs files must be mapped to be written to. Truncating
