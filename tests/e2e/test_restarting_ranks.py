@@ -56,6 +56,14 @@ class RankedJob(MovedJob):
                 self._read_on(SLOWLY_MS)
             return phase
 
+    def gpus_by_rank(self) -> list[str]:
+        """The GPU of each rank in their order, once all are on one."""
+        self.places(2)
+        with connect(str(self._daemon.socket_path)) as hegmd:
+            agents = [process for process in hegmd.processes().processes if process.agent and process.gpus]
+        found = {process.agent.rank: process.gpus[0].gpu for process in agents if process.agent}
+        return [found[rank] for rank in range(2)]
+
     def starts(self) -> list[tuple[str, ...]]:
         """Of each start: its rank, its GPU, and what EXTRA was."""
         lines = (self.folder / "starts").read_text().splitlines()
@@ -77,15 +85,16 @@ def test_two_ranks_are_started_again_twice_and_neither_differs(
         assert moved["phase"] == "done"
         assert {process["gpu"] for process in moved["processes"]} == {"gpu1"}
         job.read_steps(70)
-        back = job.operation("migrate", str(job.process.pid), "--via", "restart", "--to", "gpu0", "--no-wait")
+        back = job.operation("migrate", str(job.process.pid), "--via", "restart", "--to", "gpu1,gpu0", "--no-wait")
         op_id = str(back["id"])
         job.read_until_phase(op_id, "restoring")
         daemon.stop(signal.SIGKILL)
         daemon.start()
         assert job.read_until_phase(op_id, "done", "rolled-back", "suspended") == "done"
+        assert job.gpus_by_rank() == ["gpu1", "gpu0"]
         assert by_rank(job.steps()) == undisturbed_ranks
         assert job.starts() == sorted(
-            (rank, *told) for rank in "01" for told in (("gpu0", "-"), ("gpu1", "1"), ("gpu0", "1"))
+            (rank, *told) for rank in "01" for told in (("gpu0", "-"), ("gpu1", "1"), ("gpu1,gpu0", "1"))
         )
     assert not list((daemon.folder / "state").glob("restart-*.lock"))
 

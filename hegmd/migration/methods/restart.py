@@ -43,8 +43,9 @@ from hegmd.migration.methods import launchers
 from hegmd.migration.methods.pool_keys import key_of
 from hegmd.migration.methods.rank_startup import NO_PROCESS, RankPosition, StartingRank, position_of, ranks_below
 from hegmd.migration.methods.restore_lock import claimed, has_finished, has_passed, note_passed
-from hegmd.node.gpu_sets import CPU
+from hegmd.node.gpu_sets import CPU, gpus_of
 from hegmd.node.processes.procfs import ProcessKey
+from hegmd.protocol.messages import AgentAttend
 from hegmd.protocol.snapshots import Gpu
 from hegmd.system.condition import Condition
 from hegmd.workers.agent_orders import AgentAway
@@ -123,7 +124,7 @@ class RestartMethod:
             await self._by.release(subject, gpu)
 
     def _has_reservation(self, place: str) -> bool:
-        return place != CPU and self._gpu(place).vendor in _HELD
+        return place != CPU and self._gpu(gpus_of(place)[0]).vendor in _HELD
 
     def reservations(self, subject: MigratedProcess) -> Mapping[str, int]:
         return self._by.reservations(subject)
@@ -314,7 +315,7 @@ class RestartMethod:
         """Return what differs for the process to be started: variables, and the Python."""
         places = [rank.target_gpu or gpu for rank in subject.ranks] or [gpu]
         respawn = subject.respawn
-        variables = {**self._surroundings(tuple(dict.fromkeys(places))), **respawn.set}
+        variables = {**self._surroundings(places), **respawn.set}
         unset = tuple([name for name in (*_OTHERS, *respawn.unset) if name not in variables])
         return {"set": variables, "unset": unset, "python": respawn.python}
 
@@ -323,16 +324,22 @@ class RestartMethod:
         variables = self._surroundings(gpus)
         return {"set": variables, "unset": tuple([name for name in _OTHERS if name not in variables])}
 
-    def _surroundings(self, gpus: Sequence[str]) -> dict[str, str]:
-        """Return the variables that select that GPU or none for a process, or these GPUs, in their order, for ranks."""
-        if CPU in gpus:
+    def _surroundings(self, places: Sequence[str]) -> dict[str, str]:
+        """Return the variables that select the place of a process, or those of ranks, in their order.
+
+        A simulated GPU is named once for each rank. CUDA and HIP take no GPU twice: ranks on one share its number.
+        """
+        if CPU in places:
             return dict(_NOWHERE)
-        known = [self._gpu(gpu) for gpu in gpus]
+        if all(place == places[0] for place in places):
+            places = places[:1]
+        known = [self._gpu(gpu) for place in places for gpu in gpus_of(place)]
         vendor, played = known[0].vendor, known[0].plays
+        uuids = ",".join(dict.fromkeys([gpu.uuid for gpu in known]))
         if vendor != SIMULATED:
-            return {_VISIBLE[vendor]: ",".join([gpu.uuid for gpu in known])}
+            return {_VISIBLE[vendor]: uuids}
         found = {_VISIBLE[SIMULATED]: ",".join([gpu.id for gpu in known])}
-        return found if played is None else {**found, _VISIBLE[played]: ",".join([gpu.uuid for gpu in known])}
+        return found if played is None else {**found, _VISIBLE[played]: uuids}
 
     def _reborn(self, subject: MigratedProcess, gpu: str) -> ReplacedBy | None:
         """Return the process that has loaded the operation's state, if there is one.
@@ -352,13 +359,14 @@ class RestartMethod:
             is_it = is_it and worker.connected and not worker.ended and about.restarted == subject.operation
             is_it = is_it and (worker.pid, worker.identity.start_ticks) != subject.owner_key
             if is_it and worker.identity.uid == subject.uid:
-                place = worker.gpu or about.gpu or gpu
+                own = _own_gpu(about)
+                place = worker.gpu or own or gpu
                 worker.gpu, worker.on_cpu = None if place == CPU else place, place == CPU
                 ticks = worker.identity.start_ticks
                 new = replace(subject, pid=worker.pid, start_ticks=ticks, gpu=place, agent=worker)
                 self._by.note_size(new, worker.size_bytes or subject.size_bytes)
                 return ReplacedBy(
-                    gpu=gpu if about.gpu is None else about.gpu,
+                    gpu=gpu if own is None else own,
                     pid=worker.pid,
                     start_ticks=ticks,
                     token=worker.token,
@@ -429,6 +437,12 @@ class RestartMethod:
         if known is None:
             raise Refused(f"there is no GPU {name}", "run: hegmctl gpus")
         return known
+
+
+def _own_gpu(about: AgentAttend) -> str | None:
+    """Return the GPU that a simulated process was started for: of several, a rank takes its own in their order."""
+    names = gpus_of(about.gpu)
+    return about.gpu if about.rank is None or len(names) < 2 else names[about.rank % len(names)]
 
 
 def _has_started(supervisor: Supervisor, subject: MigratedProcess) -> bool:

@@ -104,7 +104,7 @@ class SimulatedMemory:
                     "a job was started for %s, which cannot be used",
                     wanted,
                 )
-            if rank is not None and len(gpus) == len(names) > 1:
+            if rank is not None and len(gpus) == len(set(names)) > 1:
                 own = names[rank % len(names)]
                 return next(gpu.id for gpu in gpus if own in (gpu.id, gpu.uuid))
         return max(gpus, key=lambda gpu: (self._free_bytes(gpu), -gpu.index)).id if gpus else None

@@ -71,7 +71,7 @@ def judge(draft: Draft, members: Sequence[Candidate]) -> None:
         message = f"process {ranks[0].pid} has {described(proof.combination)}: with these a throwaway job failed"
         hint = f"{_PROVE} to try them again; or {_RESTART}"
         draft.against(REFUSED, f"{message} ({proof.detail})", hint, pid=ranks[0].pid)
-    reasons = (*_against_groups(ranks), *_against_missing(ranks, members), *_against_one_gpu(draft, ranks))
+    reasons = (*_against_groups(ranks), *_against_missing(ranks, members), *against_one_gpu(draft, ranks))
     for message, hint, pid in reasons:
         draft.against(REFUSED, message, hint, pid=pid)
 
@@ -139,7 +139,7 @@ def _against_groups(ranks: Sequence[Candidate]) -> Iterator[tuple[str, str, int]
             yield message, hint, candidate.pid
 
 
-def _against_one_gpu(draft: Draft, ranks: Sequence[Candidate]) -> Iterator[tuple[str, str, int]]:
+def against_one_gpu(draft: Draft, ranks: Sequence[Candidate]) -> Iterator[tuple[str, str, int]]:
     """NCCL connects no two ranks of a group on one GPU."""
     by_nccl: set[int] = set()
     for candidate in ranks:

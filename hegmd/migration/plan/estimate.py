@@ -141,7 +141,8 @@ def hazards(draft: Draft, members: tuple[Candidate, ...], world: int) -> tuple[s
     """Return what a user should know before agreeing to the plan."""
     stopped = tuple(_stopped(members))
     if _is_restart(draft.moving):
-        return (*stopped, *restart_rules.not_kept(members, draft.request))
+        shared = restart_rules.share_gpus(members, draft.workers)
+        return (*stopped, *shared, *restart_rules.not_kept(members, draft.request))
     own = tuple(_own_copies(draft))
     return (*stopped, *_hazards(members, world), *_closed_carriers(draft), *own, *_unknown_places(draft))
 

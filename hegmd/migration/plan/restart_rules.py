@@ -15,7 +15,7 @@ from hegmd.memory.sizes import NEXT_TO_NOTHING_BYTES, whole_size
 from hegmd.migration.machine.operation import BY_STATE, RESTART, SIMULATED
 from hegmd.migration.machine.wording import gigabytes, listed, named
 from hegmd.migration.model import AgentSurvey, Candidate, PlanRequest
-from hegmd.migration.plan import targets
+from hegmd.migration.plan import communicator_rules, targets
 from hegmd.migration.plan.carrier_choice import Choice
 from hegmd.migration.plan.draft import Draft
 from hegmd.node.gpu_sets import CPU, gpus_of, place_of
@@ -189,8 +189,10 @@ def judge_ranks(draft: Draft, members: Sequence[Candidate]) -> None:
     elif any(member.supervisor is not None and not member.ranks for member in members):
         message = f"the hegmctl run that started processes {pids} is of an older release that cannot restart ranks"
         draft.against(REFUSED, message, "start the job with this release of hegmctl")
-    else:
+    elif not draft.reasons:
         _judge_places(draft)
+        for message, next_step, pid in communicator_rules.against_one_gpu(draft, members):
+            draft.against(REFUSED, message, next_step, pid=pid)
 
 
 def are_launched(draft: Draft, members: Sequence[Candidate]) -> bool:
@@ -203,24 +205,38 @@ def _world(member: Candidate) -> int | None:
 
 
 def _judge_places(draft: Draft) -> None:
-    """Ranks find their GPUs by the order in which a variable names them: it has to name as many as before, and of one
-    vendor."""
-    pairs = {(worker.gpu, worker.to) for worker in draft.workers}
-    sources, goals = {gpu for gpu, _ in pairs}, {to for _, to in pairs}
-    vendors = {gpu.vendor for to in goals if (gpu := draft.gpu(to or "")) is not None}
-    if len(pairs) != len(sources) or len(pairs) != len(goals):
-        where = f"{len(sources)} GPUs would be on {len(goals)}"
-        hint = "omit --to to restart them where they are; name another GPU only if all are on one GPU"
-        draft.against(REFUSED, f"hegmd cannot place ranks that are on {where} there", hint)
-    elif len(vendors) > 1:
+    """Check that the started ranks can find their GPUs: by the order in which one variable names these."""
+    places = [str(worker.to) for worker in draft.workers]
+    goals = tuple(dict.fromkeys(places))
+    vendors = {gpu.vendor for to in goals if (gpu := draft.gpu(to)) is not None}
+    if len(vendors) > 1:
         message = f"the ranks would be on GPUs of {listed(tuple(sorted(vendors)))}"
         draft.against(REFUSED, message, "name GPUs of one vendor")
     elif CPU in goals and len(goals) > 1:
-        message = f"the ranks would be on {listed(tuple(sorted(str(to) for to in goals)))}"
+        message = f"the ranks would be on {listed(tuple(sorted(goals)))}"
         draft.against(REFUSED, message, "choose GPUs for all ranks, or the CPU for all")
-    elif "simulated" in vendors and len(goals) > 1:
-        message = f"the ranks would be on {listed(tuple(sorted(str(to) for to in goals)))}"
-        draft.against(REFUSED, message, "give one GPU: simulated ranks share one")
+    elif SIMULATED not in vendors and not _keep_order(draft, places, goals):
+        message = f"hegmd cannot place the ranks on {','.join(places)}: each finds its GPU by its number"
+        each = ",".join([goals[number % len(goals)] for number in range(len(places))])
+        draft.against(REFUSED, message, f"name the GPUs in turn, such as --to {each}; or omit --to")
+
+
+def _keep_order(draft: Draft, places: Sequence[str], goals: Sequence[str]) -> bool:
+    """Return True if each rank's number leads to its target: GPUs replace one another, or ranks take them in turn."""
+    replaced = {(worker.gpu, worker.to) for worker in draft.workers}
+    is_exchange = len(replaced) == len(goals) == len({gpu for gpu, _ in replaced})
+    return is_exchange or all(place == goals[number % len(goals)] for number, place in enumerate(places))
+
+
+def share_gpus(members: Sequence[Candidate], workers: Sequence[PlannedProcess]) -> Iterator[str]:
+    """Yield what the script has to do if ranks that had a GPU each share one after a restart."""
+    sources = {worker.gpu for worker in workers}
+    goals = {worker.to for worker in workers}
+    if len(members) > 1 and CPU not in goals and len(goals) < len(sources):
+        yield (
+            f"{len(workers)} ranks share {len(goals)} GPU{'s' * (len(goals) != 1)}, so the script has to take its GPU "
+            "by LOCAL_RANK modulo the number of visible GPUs"
+        )
 
 
 def not_kept(members: Sequence[Candidate], request: PlanRequest) -> Iterator[str]:

@@ -18,6 +18,7 @@ from hegmd.migration.model import (
     PoolMemory,
 )
 from hegmd.migration.plan.planner import planned, planned_resume
+from hegmd.protocol.messages import Communicators
 from hegmd.protocol.operations import Reason
 from tests.unit.migration.operations import operation, worker
 
@@ -278,6 +279,44 @@ def test_ranks_keep_apart_and_together_as_they_were() -> None:
     )
     crossed = ask(None, via=RESTART, placement={"7": "gpu2", "8": "gpu3"})
     assert "GPUs of amd and simulated" in said(planned(apart, crossed))
+    exchanged = plan_of(planned(apart, ask("gpu1,gpu0", via=RESTART)))
+    assert [worker.to for worker in exchanged.workers] == ["gpu1", "gpu0"]
+    one_moves = plan_of(planned(apart, ask("gpu1=gpu2", via=RESTART)))
+    assert [worker.to for worker in one_moves.workers] == ["gpu0", "gpu2"]
+
+
+def of_nvidia(snapshot: NodeSnapshotForPlan) -> NodeSnapshotForPlan:
+    return snapshot.replace(gpus=tuple([gpu.replace(vendor="nvidia") for gpu in snapshot.gpus]))
+
+
+def test_ranks_share_gpus_after_a_restart_where_they_fit_and_their_numbers_lead_there() -> None:
+    """Issue 16, outcome 6. A GPU is named once in the variable, so ranks can only take the GPUs in turn."""
+    four = of_nvidia(ranked(0, 1, 2, 3, world=4, gpus=("gpu0", "gpu1", "gpu2", "gpu3")))
+    plan = plan_of(planned(four, ask("gpu2,gpu3,gpu2,gpu3", via=RESTART)))
+    assert [worker.to for worker in plan.workers] == ["gpu2", "gpu3", "gpu2", "gpu3"]
+    assert "4 ranks share 2 GPUs, so the script has to take its GPU by LOCAL_RANK modulo" in plan.hazards[0]
+    refused = said(planned(four, ask("gpu2,gpu2,gpu3,gpu3", via=RESTART)))
+    assert "hegmd cannot place the ranks on gpu2,gpu2,gpu3,gpu3: each finds its GPU by its number" in refused
+    assert "name the GPUs in turn, such as --to gpu2,gpu3,gpu2,gpu3" in refused
+    halves = of_nvidia(ranked(0, 1, 2, 3, world=4, gpus=("gpu0", "gpu0", "gpu1", "gpu1")))
+    plan = plan_of(planned(halves, ask("gpu0=gpu2,gpu1=gpu3", via=RESTART)))
+    assert [worker.to for worker in plan.workers] == ["gpu2", "gpu2", "gpu3", "gpu3"]
+    simulated = ranked(0, 1, 2, world=3, gpus=("gpu0", "gpu1", "gpu2"))
+    plan = plan_of(planned(simulated, ask("gpu2,gpu2,gpu1", via=RESTART)))
+    assert [worker.to for worker in plan.workers] == ["gpu2", "gpu2", "gpu1"]
+
+
+def test_ranks_that_do_not_fit_on_a_gpu_together_are_not_restarted_there() -> None:
+    apart = ranked(0, 1, gpus=("gpu0", "gpu1"), vram_bytes=GIB * 3 // 4)
+    refused = said(planned(apart, ask("gpu2,gpu2", via=RESTART)))
+    assert "gpu2 has 1.0 GiB free, but 1.5 GiB are needed" in refused, refused
+
+
+def test_ranks_with_nccl_were_restarted_on_one_gpu_where_they_cannot_connect() -> None:
+    groups = Communicators(mechanism="replace", groups=1, backends=("nccl",))
+    apart = of_nvidia(ranked(0, 1, gpus=("gpu0", "gpu1"), agent={"communicators": groups}))
+    refused = said(planned(apart, ask("gpu2,gpu2", via=RESTART)))
+    assert "NCCL cannot connect ranks on one GPU, and 7 and 8 would be on gpu2" in refused, refused
 
 
 def test_a_single_rank_of_a_launcher_is_started_with_it() -> None:
