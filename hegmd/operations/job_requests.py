@@ -216,28 +216,34 @@ class JobRequests:
         if not jobs:
             return operation
         failure, waits = operation.failure, operation.waits
+
+        def is_owner(uid: int | None) -> bool:
+            return uid == op.owner_uid
+
         processes = [_of_job(process, jobs.get(process.pid)) for process in operation.processes]
         return operation.replace(
             job=next(iter(jobs.values())).id,
             processes=tuple(processes),
-            failure=None if failure is None else failure.replace(hint=self.by_name(failure.hint)),
-            waits=None if waits is None else waits.replace(next=self.by_name(waits.next)),
+            failure=None if failure is None else failure.replace(hint=self.by_name(failure.hint, is_owner)),
+            waits=None if waits is None else waits.replace(next=self.by_name(waits.next, is_owner)),
         )
 
-    def plan_with_jobs(self, plan: told_operations.Plan) -> told_operations.Plan:
-        """Return the plan with the jobs of its processes."""
+    def plan_with_jobs(self, plan: told_operations.Plan, may: May) -> told_operations.Plan:
+        """Return the plan with the jobs of its processes. `may` is as for `by_name`."""
         workers = [_of_job(worker, self._jobs.of_pid(worker.pid)) for worker in plan.workers]
-        return plan.replace(workers=tuple(workers), hazards=tuple([self.by_name(hazard) for hazard in plan.hazards]))
+        hazards = tuple([self.by_name(hazard, may) for hazard in plan.hazards])
+        return plan.replace(workers=tuple(workers), hazards=hazards)
 
-    def by_name(self, hint: str) -> str:
+    def by_name(self, hint: str, may: May) -> str:
         """Return the hint with the name of a job in commands that have the pid of one of its processes.
 
-        The planner and the machine know processes and not jobs.
+        `may` tells whether the reader may act on processes of a user: the names of others' jobs are not told. The
+        planner and the machine know processes and not jobs.
         """
 
         def renamed(found: re.Match[str]) -> str:
             job = self._jobs.of_pid(int(found[2]))
-            return found[0] if job is None else f"{found[1]}{job.name}"
+            return found[0] if job is None or not may(job.uid) else f"{found[1]}{job.name}"
 
         return _COMMAND_WITH_PID.sub(renamed, hint)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from hegmd.errors import HegmError
 from hegmd.node.inventory import Inventory
@@ -14,6 +15,7 @@ from hegmd.operations.operations import Operations
 from hegmd.operations.orphans import Orphans
 from hegmd.operations.request_context import OperationResult, RequestContext, Restarting
 from hegmd.operations.sequences import MultiStepOperations, Outcome
+from hegmd.operations.survey import May
 from hegmd.protocol import messages as m
 from hegmd.protocol.names import place_named
 from hegmd.protocol.operations import OperationProgress, StoryLine
@@ -82,11 +84,12 @@ class OperationHandlers:
             try:
                 return await handler(call, request)
             except HegmError as error:
-                error.hint = self._jobs.by_name(error.hint)
+                may = self._may(call)
+                error.hint = self._jobs.by_name(error.hint, may)
                 reasons = [as_map(reason) or {} for reason in as_list(error.facts.get("reasons")) or ()]
                 for reason in reasons:
                     if "hint" in reason:
-                        reason["hint"] = self._jobs.by_name(str(reason["hint"]))
+                        reason["hint"] = self._jobs.by_name(str(reason["hint"]), may)
                 if reasons:
                     error.facts["reasons"] = reasons
                 raise
@@ -98,23 +101,24 @@ class OperationHandlers:
         asked = replace(asked, carrier=request.carrier)
         restart = Restarting(request.via, request.allow_restart, request.set, request.unset, request.python)
         pids, to = await self._jobs.pids(request.pids, asked.may), await self._place(request.to)
-        return self._reply(await self._operations.migrate(pids, to, asked, restart))
+        return self._reply(await self._operations.migrate(pids, to, asked, restart), call)
 
     async def quiesce(self, call: Call, request: m.Quiesce) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         pids = await self._jobs.pids(request.pids, asked.may)
-        return self._reply(await self._operations.quiesce(pids, request.hold_s, asked))
+        return self._reply(await self._operations.quiesce(pids, request.hold_s, asked), call)
 
     async def suspend(self, call: Call, request: m.Suspend) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         asked = replace(asked, carrier=request.carrier)
         pids, keep_context = await self._jobs.pids(request.pids, asked.may), request.keep_context
-        return self._reply(await self._operations.suspend(pids, asked, spill=request.spill, keep_context=keep_context))
+        answer = await self._operations.suspend(pids, asked, spill=request.spill, keep_context=keep_context)
+        return self._reply(answer, call)
 
     async def resume(self, call: Call, request: m.Resume) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         pid, to = await self._jobs.pid(request.pid, asked.may), await self._place(request.to)
-        return self._reply(await self._operations.resume(pid, to, asked))
+        return self._reply(await self._operations.resume(pid, to, asked), call)
 
     async def checkpoint(self, call: Call, request: m.Checkpoint) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
@@ -123,29 +127,29 @@ class OperationHandlers:
         answer = await self._checkpoints.checkpoint(
             pid, request.path, rights, asked, leave_running=request.leave_running
         )
-        return self._reply(answer)
+        return self._reply(answer, call)
 
     async def handoff(self, call: Call, request: m.Handoff) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         pid = await self._jobs.pid(request.pid, asked.may)
-        return self._reply(await self._checkpoints.handoff(pid, request.path, _rights(call), asked))
+        return self._reply(await self._checkpoints.handoff(pid, request.path, _rights(call), asked), call)
 
     async def restore(self, call: Call, request: m.Restore) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         outlets, fds = request.outlets, tuple(call.fds.view())
         to = await self._place(request.to)
         wish = Wished(request.path, to, as_then=request.as_then, outlets=outlets, fds=fds)
-        return self._reply(await self._checkpoints.restore(wish, _rights(call), asked))
+        return self._reply(await self._checkpoints.restore(wish, _rights(call), asked), call)
 
     async def drain(self, call: Call, request: m.Drain) -> m.Drained:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         gpu, *to = [str(await self._place(name)) for name in (request.gpu, *request.to)]
-        return self._drained(await self._sequences.drain(gpu, tuple(to), asked))
+        return self._drained(await self._sequences.drain(gpu, tuple(to), asked), call)
 
     async def swap(self, call: Call, request: m.Swap) -> m.Drained:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         first, second = [await self._jobs.pid(one, asked.may) for one in (request.first, request.second)]
-        return self._drained(await self._sequences.swap(first, second, asked))
+        return self._drained(await self._sequences.swap(first, second, asked), call)
 
     async def operations(self, call: Call, _: m.Operations) -> m.OperationsReply:
         await self._orphans.look(thorough=False, within_s=OPERATIONS_S)
@@ -174,7 +178,7 @@ class OperationHandlers:
     async def adopt(self, call: Call, request: m.Adopt) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run)
         pid, to = await self._jobs.pid(request.pid, asked.may), await self._place(request.to)
-        return self._reply(await self._operations.adopt(pid, to, asked))
+        return self._reply(await self._operations.adopt(pid, to, asked), call)
 
     async def drop_orphan(self, call: Call, request: m.DropOrphan) -> m.Dropped:
         freed_bytes = await self._orphans.drop(request.name, self._asked(call).may)
@@ -195,19 +199,24 @@ class OperationHandlers:
 
         return replace(self._asked(call), emit=ignore_progress)
 
-    def _reply(self, answer: OperationResult) -> m.OperationReply:
+    def _reply(self, answer: OperationResult, call: Call) -> m.OperationReply:
         operation, plan = answer.operation, answer.plan
         return m.OperationReply(
             operation=None if operation is None else self._jobs.with_job(operation),
-            plan=None if plan is None else self._jobs.plan_with_jobs(plan),
+            plan=None if plan is None else self._jobs.plan_with_jobs(plan, self._may(call)),
         )
 
-    def _drained(self, outcome: Outcome) -> m.Drained:
+    def _drained(self, outcome: Outcome, call: Call) -> m.Drained:
+        may = self._may(call)
         return m.Drained(
             operations=tuple([self._jobs.with_job(operation) for operation in outcome.operations]),
-            plans=tuple([self._jobs.plan_with_jobs(plan) for plan in outcome.plans]),
-            left=tuple([reason.replace(hint=self._jobs.by_name(reason.hint)) for reason in outcome.left]),
+            plans=tuple([self._jobs.plan_with_jobs(plan, may) for plan in outcome.plans]),
+            left=tuple([reason.replace(hint=self._jobs.by_name(reason.hint, may)) for reason in outcome.left]),
         )
+
+    def _may(self, call: Call) -> May:
+        """Return whether the caller may act on processes of a user."""
+        return partial(self._policy.may_act_on, call.peer)
 
     async def _place(self, text: str | None) -> str | None:
         """Return a target with the ids of its GPUs, however they were named."""
@@ -219,13 +228,12 @@ class OperationHandlers:
     def _asked(
         self, call: Call, *, wait: bool = True, dry_run: bool = False, limit_s: float | None = None
     ) -> RequestContext:
-        def may(uid: int | None) -> bool:
-            return self._policy.may_act_on(call.peer, uid)
+        may = self._may(call)
 
         async def emit(progress: OperationProgress) -> None:
             waits = progress.waits
             if waits is not None:
-                progress = progress.replace(waits=waits.replace(next=self._jobs.by_name(waits.next)))
+                progress = progress.replace(waits=waits.replace(next=self._jobs.by_name(waits.next, may)))
             await call.emit(progress)
 
         by = f"uid {call.peer.uid} (pid {call.peer.pid})"

@@ -191,7 +191,7 @@ async def test_a_hint_names_the_job_and_not_its_pid(tmp_path: Path, process: Chi
         await registered(node, process.pid, "run-1", name="bert")
         rest = f"or: hegmctl migrate {other.pid} --to gpu1; see hegmctl op {process.pid}"
         hint = f"run: hegmctl resume {process.pid}; {rest}"
-        assert node.moving.job_requests.by_name(hint) == f"run: hegmctl resume bert; {rest}"
+        assert node.moving.job_requests.by_name(hint, mine) == f"run: hegmctl resume bert; {rest}"
 
 
 async def test_an_operation_and_a_plan_name_the_jobs_of_their_processes(tmp_path: Path, process: Child) -> None:
@@ -201,7 +201,7 @@ async def test_an_operation_and_a_plan_name_the_jobs_of_their_processes(tmp_path
         requests = node.moving.job_requests
         planned = (await node.operations.suspend([process.pid], node.asked(dry_run=True))).plan
         assert planned is not None
-        assert [(one.job, one.job_name) for one in requests.plan_with_jobs(planned).workers] == [("j1", "bert")]
+        assert [(one.job, one.job_name) for one in requests.plan_with_jobs(planned, mine).workers] == [("j1", "bert")]
         operation = (await node.operations.suspend([process.pid], node.asked())).operation
         assert operation is not None
         described = requests.with_job(operation)
@@ -419,3 +419,12 @@ async def test_how_jobs_of_others_ended_is_not_told(tmp_path: Path) -> None:
             await ended_job(node, run, 3)
         with pytest.raises(HegmError, match=r"j1 \(ended\), j2 \(ended\) "):
             await node.moving.job_requests.one("train", nobodys)
+
+
+async def test_a_hint_named_the_job_of_another_user(tmp_path: Path, process: Child) -> None:
+    """A name of another user's job leads its reader to a job of his own, or to a refusal; the pid is what he saw."""
+    async with running(tmp_path) as node:
+        await registered(node, process.pid, "run-1", name="train")
+        requests, hint = node.moving.job_requests, f"run: hegmctl suspend {process.pid}"
+        assert requests.by_name(hint, mine) == "run: hegmctl suspend train"
+        assert requests.by_name(hint, nobodys) == hint
