@@ -77,6 +77,11 @@ class AgentSurvey(Record):
     )
     left_alone: tuple[LeftAlone, ...] = field("the storages that it does not vouch for", default=())
     boundary: int | None = field("batch boundaries that it has passed", default=None)
+    counts: tuple[int, int] | None = field(
+        "how many it had passed before and after one instant, which is the same for all ranks of its job; nil if "
+        "unknown",
+        default=None,
+    )
     rank: int | None = field("its rank in a distributed job", default=None)
     world_size: int | None = field("how many ranks the job has", default=None)
     cuda: CudaFacts | None = field("its use of CUDA; nil if it uses none, or the agent does not know", default=None)

@@ -56,10 +56,14 @@ ASK_S = 6.0
 # Time limit to inspect processes from outside; one that cannot be inspected in time stays unknown.
 OUTSIDE_S = 2.0
 MAX_LOOKS = 4
+# Time limit of a count, which the agent's own thread answers.
+COUNT_S = 0.3
 NVIDIA = "nvidia"
 
 May = Callable[[int | None], bool]
 Leased = Callable[[Sequence[int], Sequence[Candidate]], Mapping[str, int]]
+# Of ranks, by pid: how many boundaries they had passed before and after one instant.
+Counts = Mapping[int, tuple[int, int]]
 # The processes inspected from outside, by pid: the nearest ancestor among them, and the surroundings.
 InspectedTree = dict[int, tuple[int | None, Surroundings]]
 Look = Callable[[Sequence[int], InspectedTree], Coroutine[object, object, None]]
@@ -130,11 +134,11 @@ class PlanSurvey:
         With `weighed_within_s`, they also report what a restart would carry. With another Python in `respawn`, that
         Python is asked for its version.
         """
-        await self._survey(pids, may)
+        counts = await self._survey(pids, may)
         if weighed_within_s is not None:
             await self._weigh(pids, may, weighed_within_s)
         pythons = {} if respawn is None or respawn.python is None else await self._ask_python(pids, may, respawn)
-        return await self._snapshot_of(await self._inventory.settled(), pids, pythons, look_outside)
+        return await self._snapshot_of(await self._inventory.settled(), pids, pythons, counts, look_outside)
 
     async def ways(
         self, node: NodeSnapshot, processes: Sequence[GpuProcess], may: May = deny_all
@@ -145,8 +149,9 @@ class PlanSurvey:
         """
         if not processes:
             return {}
-        await self._survey([process.pid for process in processes], may)
-        snapshot = await self._snapshot_of(node, [process.pid for process in processes], {}, self._look_outside)
+        pids = [process.pid for process in processes]
+        counts = await self._survey(pids, may)
+        snapshot = await self._snapshot_of(node, pids, {}, counts, self._look_outside)
         return ways_of(snapshot, processes, usable_path(self._criu))
 
     async def _look_outside(self, pids: Sequence[int], looked: InspectedTree) -> None:
@@ -155,10 +160,15 @@ class PlanSurvey:
             await self._looks.at(lambda _: _look_at(pids, looked), name="hegmd-outside")
 
     async def _snapshot_of(
-        self, node: NodeSnapshot, pids: Collection[int], pythons: Mapping[int, tuple[str, bool]], look: Look
+        self,
+        node: NodeSnapshot,
+        pids: Collection[int],
+        pythons: Mapping[int, tuple[str, bool]],
+        counts: Counts,
+        look: Look,
     ) -> NodeSnapshotForPlan:
         running, pool = self._running(), self._pool()  # before anything is waited for: of the same moment
-        candidates = await _seen_from_outside(_without_idle(tuple(self._candidates(node, pythons))), node, look)
+        candidates = await _seen_from_outside(_without_idle(tuple(self._candidates(node, pythons, counts))), node, look)
         candidates = _with_stopped(candidates, pids)
         leased = self.leased(tuple(pids), candidates)
         gpus = [_gpu_memory(gpu, node.gpus) for gpu in node.gpus]
@@ -189,12 +199,15 @@ class PlanSurvey:
             raise HegmError(NOT_FOUND, f"there is no GPU {gpu[:40]!r}", f"the GPUs here: {', '.join(names) or 'none'}")
         return await self.snapshot([p.pid for p in node.processes if any(use.gpu == gpu for use in p.gpus)], may=may)
 
-    async def _survey(self, pids: Collection[int], may: May) -> None:
+    async def _survey(self, pids: Collection[int], may: May) -> Counts:
         """Survey the named processes and the others of their jobs concurrently.
 
         A process that reaches no boundary in time keeps its latest report. One that has never reached one is only asked
         if it was named or is a missing rank: launchers and loader workers would never answer.
+
+        Return the counts of ranks that may train without one another.
         """
+        asked: list[AgentConnection] = []
         jobs = self._jobs(pids)
         missing = set(self._missing_ranks({worker.pid for worker in self._workers if worker.boundary}))
         with anyio.move_on_after(SURVEY_S):
@@ -202,7 +215,9 @@ class PlanSurvey:
                 for worker in self._workers:
                     is_one = _job(worker) in jobs and (worker.boundary or worker in missing)
                     if worker.connected and (worker.pid in pids or is_one) and may(worker.identity.uid):
+                        asked.append(worker)
                         tasks.start_soon(self._count, worker, SURVEY_S * AGENT_SHARE)
+        return await _counts_of([worker for worker in asked if _may_be_alone(worker)])
 
     async def _weigh(self, pids: Collection[int], may: May, within_s: float) -> None:
         """Ask the supervised processes among them, and the other ranks of their jobs, how much a restart would carry,
@@ -250,7 +265,9 @@ class PlanSurvey:
                     tasks.start_soon(ask, one, respawn.python or "")
         return found
 
-    def _candidates(self, node: NodeSnapshot, pythons: Mapping[int, tuple[str, bool]]) -> Iterable[Candidate]:
+    def _candidates(
+        self, node: NodeSnapshot, pythons: Mapping[int, tuple[str, bool]], counts: Counts
+    ) -> Iterable[Candidate]:
         attending: set[int] = set()
         own_pids = self._own_pids()
         for process in node.processes:
@@ -282,7 +299,7 @@ class PlanSurvey:
                 python=supervisor is not None and supervisor.offer.python,
                 other_python=said if is_python else "",
                 no_python="" if is_python else said,
-                agent=None if worker is None else _told(worker),
+                agent=None if worker is None else _told(worker, counts.get(worker.pid)),
             )
         for worker in self._standing():  # off its GPU, and in no operation that would have it shown there
             if worker.pid not in attending:
@@ -350,13 +367,14 @@ def _is_launched(pid: int, worker: AgentConnection | None, supervisor: Superviso
     return worker is not None and worker.about.rank is not None and supervisor.offer.pid != pid
 
 
-def _told(worker: AgentConnection) -> AgentSurvey:
+def _told(worker: AgentConnection, counts: tuple[int, int] | None = None) -> AgentSurvey:
     return AgentSurvey(
         token=worker.token,
         framework_version=worker.about.framework_version,
         size_bytes=worker.size_bytes,
         left_alone=worker.left_alone,
         boundary=worker.boundary,
+        counts=counts,
         rank=worker.about.rank,
         world_size=worker.about.world_size,
         cuda=worker.cuda,
@@ -367,6 +385,30 @@ def _told(worker: AgentConnection) -> AgentSurvey:
         begin_anew=worker.begin_anew,
         unknown=worker.about.unknown,
     )
+
+
+def _may_be_alone(worker: AgentConnection) -> bool:
+    """Whether it is one of several ranks, and has reported no group that connects them."""
+    groups = worker.communicators
+    return (worker.about.world_size or 1) > 1 and (groups is None or not groups.groups)
+
+
+async def _counts_of(ranks: Sequence[AgentConnection]) -> Counts:
+    """Return of each rank, by pid, how many boundaries it had passed before and after an instant of all of them.
+
+    One that does not answer in time is missing.
+    """
+    before = {worker.pid: worker.boundary for worker in ranks}
+    counts: dict[int, tuple[int, int]] = {}
+
+    async def one(worker: AgentConnection) -> None:
+        if await worker.count_boundaries(COUNT_S):
+            counts[worker.pid] = (before[worker.pid], worker.boundary)
+
+    async with anyio.create_task_group() as tasks:
+        for worker in ranks if len(ranks) > 1 else ():
+            tasks.start_soon(one, worker)
+    return counts
 
 
 async def _weigh_one(worker: AgentConnection, within_s: float) -> None:

@@ -50,14 +50,17 @@ def are_independent(members: Sequence[Candidate]) -> bool:
     """Return True if the ranks train without one another: no group connects them, and their batch counts are far apart.
 
     They would wait long for one another at a common boundary. Counts that are close are not enough: ranks can be
-    connected by something else than torch.distributed.
+    connected by something else than torch.distributed. Two single counts are of different moments, between which ranks
+    with short steps make many. So each rank has two, and at one instant between them all ranks are compared.
     """
-    counts: list[int] = []
+    counts: list[tuple[int, int]] = []
     for candidate in members:
-        if told(candidate) is not None or candidate.agent is None or candidate.agent.boundary is None:
+        if told(candidate) is not None or candidate.agent is None or candidate.agent.counts is None:
             return False
-        counts.append(candidate.agent.boundary)
-    return len(counts) > 1 and max(counts) - min(counts) > CONNECTED_WITHIN
+        counts.append(candidate.agent.counts)
+    if len(counts) < 2:
+        return False
+    return max(before for before, _ in counts) - min(after for _, after in counts) > CONNECTED_WITHIN
 
 
 def judge(draft: Draft, members: Sequence[Candidate]) -> None:

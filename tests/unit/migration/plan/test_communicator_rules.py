@@ -82,22 +82,24 @@ def test_ranks_whose_groups_have_no_peers_are_planned_as_any_processes() -> None
 @in_one_test(
     ("counts", "told", "together"),
     [
-        ((4450, 2530), [None, None], False),
-        ((4450, 2530), [groups(mechanism="none", groups=0)] * 2, False),
-        ((4450, 4440), [groups(mechanism="none", groups=0)] * 2, True),
-        ((4450, 2530), GLOO, True),
-        ((4450, 2530), [groups(mechanism="none", groups=0, uncovered=("cupy",))] * 2, True),
+        (((4450, 4460), (2530, 2540)), [None, None], False),
+        (((4450, 4460), (2530, 2540)), [groups(mechanism="none", groups=0)] * 2, False),
+        (((4450, 4460), (2530, 4440)), [None, None], True),
+        (((4450, 4460), None), [None, None], True),
+        (((4450, 4460), (4440, 4440)), [groups(mechanism="none", groups=0)] * 2, True),
+        (((4450, 4460), (2530, 2540)), GLOO, True),
+        (((4450, 4460), (2530, 2540)), [groups(mechanism="none", groups=0, uncovered=("cupy",))] * 2, True),
     ],
 )
 def test_ranks_that_train_alone_do_not_wait_for_one_boundary(
-    counts: tuple[int, int], told: list[Communicators | None], together: bool
+    counts: tuple[tuple[int, int] | None, ...], told: list[Communicators | None], together: bool
 ) -> None:
     """Two ranks without a process group drifted apart by 2,000 batches; a move waited 54 s for the slower one."""
     ranks: list[Candidate] = []
     for number, count in enumerate(counts):
         rank = a_rank(number, told[number])
         assert rank.agent is not None
-        ranks.append(rank.replace(agent=rank.agent.replace(boundary=count, communicators=told[number])))
+        ranks.append(rank.replace(agent=rank.agent.replace(counts=count, communicators=told[number])))
     found = planned(a_snapshot(*ranks, **ROOMY), SUSPENSION.replace(kind="quiesce"))
     assert isinstance(found, MigrationPlan), found
     assert found.is_distributed == together
