@@ -87,6 +87,11 @@ class SlurmSignals:
         self._words = [SUSPEND if is_suspension else RESUME, job, self._path, *limit]
         self._ask(mask)
 
+    def ended(self) -> None:
+        """The command has ended, and its operation with it: nothing is to be asked for it any more."""
+        self.close()
+        self._has_suspended = False
+
     def retry(self, mask: set[signal.Signals]) -> None:
         """Start the process that asks the daemon, if that failed before and is due again."""
         if self.retry_at is not None and monotonic() >= self.retry_at:
@@ -118,8 +123,8 @@ class SlurmSignals:
             self._say(f"Slurm {verb} this job, but no process can be started that tells hegmd: {why}; trying again")
 
     def close(self) -> None:
-        """End the process that asks the daemon, if there is one."""
-        self.retry_at = None
+        """End the process that asks the daemon, if there is one, and ask for nothing more."""
+        self.retry_at, self._words = None, []
         asking, self._asking = self._asking, None
         if asking is not None:
             try:

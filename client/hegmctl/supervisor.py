@@ -246,6 +246,8 @@ class Supervisor:
 
     def _ended(self, status: int) -> None:
         self._child = None
+        if self._slurm is not None:
+            self._slurm.ended()
         if not self._authority.ended(status, told=self._told):
             self._over = status
 

@@ -59,6 +59,7 @@ class GpuMemory(Record):
     why: str | None = field("of one that is failing or gone: what says so", default=None)
     free_bytes: int | None = field("free memory; nil if unknown")
     total_bytes: int | None = field("memory in all; nil if not known", default=None)
+    kept_bytes: int = field("what the driver and hegmd's own processes keep for themselves", default=0)
     leased_bytes: int = field("what of the free memory is kept for others, as leases", default=0)
     mig: bool | None = field("whether it is cut into MIG instances", default=None)
     mps: bool | None = field("whether processes share it through MPS", default=None)

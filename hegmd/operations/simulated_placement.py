@@ -130,7 +130,8 @@ class SimulatedPlacement:
         except HegmError as error:
             logger.debug("worker %d was not counted: %s", worker.pid, error.message)
             return
-        if not (worker.size_bytes or worker.boundary):
+        # A worker that reached no boundary in time has said how many it had passed, and not what it holds.
+        if worker.size_bytes is None or not (worker.size_bytes or worker.boundary):
             self._due[worker.pid] = anyio.current_time() + EAGER_S
             self._news.set()
         elif not self._in_hand(worker.pid) and not worker.ended:

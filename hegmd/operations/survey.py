@@ -171,7 +171,8 @@ class PlanSurvey:
         candidates = await _seen_from_outside(_without_idle(tuple(self._candidates(node, pythons, counts))), node, look)
         candidates = _with_stopped(candidates, pids)
         leased = self.leased(tuple(pids), candidates)
-        gpus = [_gpu_memory(gpu, node.gpus) for gpu in node.gpus]
+        kept = self.kept_bytes(node)
+        gpus = [_gpu_memory(gpu, node.gpus, kept.get(gpu.id, 0)) for gpu in node.gpus]
         return NodeSnapshotForPlan(
             gpus=tuple([gpu.replace(leased_bytes=leased.get(gpu.id, 0)) for gpu in gpus]),
             candidates=candidates,
@@ -187,6 +188,18 @@ class PlanSurvey:
             uid=os.geteuid(),
             available_bytes=read_available_bytes(),
         )
+
+    def kept_bytes(self, node: NodeSnapshot) -> dict[str, int]:
+        """Return what the driver and hegmd's own processes keep for themselves, by GPU."""
+        own_pids, kept = self._own_pids(), dict[str, int]()
+        for gpu in node.gpus:
+            parts = gpu.memory_total_bytes, gpu.memory_used_bytes, gpu.memory_free_bytes
+            known = [size_bytes for size_bytes in parts if size_bytes is not None]
+            kept[gpu.id] = max(0, known[0] - known[1] - known[2]) if len(known) == len(parts) else 0
+        for process in node.processes:
+            for use in process.gpus if process.pid in own_pids else ():
+                kept[use.gpu] = kept.get(use.gpu, 0) + (use.vram_bytes or 0)
+        return kept
 
     async def snapshot_for(self, gpu: str, *, may: May) -> NodeSnapshotForPlan:
         """Return the node for plans on every process of that GPU. Raises NOT_FOUND if there is no such GPU.
@@ -509,7 +522,7 @@ def _unreachable(node: NodeSnapshot) -> Iterator[Unreachable]:
             )
 
 
-def _gpu_memory(gpu: Gpu, gpus: Sequence[Gpu]) -> GpuMemory:
+def _gpu_memory(gpu: Gpu, gpus: Sequence[Gpu], kept_bytes: int) -> GpuMemory:
     known = gpu.memory_total_bytes is not None and gpu.memory_used_bytes is not None
     left_bytes = (gpu.memory_total_bytes or 0) - (gpu.memory_used_bytes or 0) if known else None
     reached = {link.to_uuid for link in gpu.links if link.kind == "nvlink"}
@@ -522,6 +535,7 @@ def _gpu_memory(gpu: Gpu, gpus: Sequence[Gpu]) -> GpuMemory:
         why=gpu.health.reason,
         free_bytes=gpu.memory_free_bytes if gpu.memory_free_bytes is not None else left_bytes,
         total_bytes=gpu.memory_total_bytes,
+        kept_bytes=kept_bytes,
         mig=gpu.mig,
         mps=gpu.mps,
         uuid=gpu.uuid,

@@ -55,9 +55,11 @@ class Node:
     variables: Callable[[Sequence[str]], dict[str, Any]]
     is_in_hand: Callable[[int], bool]
     save: Callable[[JobSnapshots], object]
-    until_saved: Callable[[], Awaitable[None]]
+    until_saved: Callable[[], Awaitable[object]]
     workers_of: Callable[[str], Sequence[AgentConnection]]
     news: Condition
+    #: Whether the job, by its id, was off its GPUs for others when it failed: then it waits until they have room again.
+    must_wait: Callable[[str], bool] = lambda _job: False
     utc: Callable[[], float] = time.time
 
 

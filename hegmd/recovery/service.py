@@ -90,8 +90,11 @@ class Recoveries(BackgroundTasks):
             until_saved=self._files.until_saved,
             workers_of=self._workers_of,
             news=self._news,
+            must_wait=self._must_wait,
             utc=utc,
         )
+        #: Whether a job waits for its turn before it is started again; sharing sets it.
+        self.must_wait: Callable[[str], bool] = lambda _job: False
         #: Jobs whose ranks recover in process.
         self.in_process = InProcess(jobs, self._node, self._records.get)
         supervisors.listen(self._on_supervisor_change)
@@ -122,6 +125,13 @@ class Recoveries(BackgroundTasks):
         """Return the GPUs on which that job will be started again, or is being started; none for any other job."""
         running = self._running.get(job)
         return () if running is None else running.returns_to
+
+    def _must_wait(self, job: str) -> bool:
+        return self.must_wait(job)
+
+    def look_again(self) -> None:
+        """What the starts of jobs wait for may have changed."""
+        self._news.notify_all()
 
     async def keep_looking(self) -> None:
         """Free states that were kept for too long, and slots whose job did not return. Runs until cancelled."""

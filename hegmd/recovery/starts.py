@@ -79,6 +79,8 @@ class Starts:
         await self._end_rest()
         whole = await self._job.whole()
         exhausted = self._job.record.budget.exhausted(self._job.wish.max_recoveries) if fell is not None else None
+        if exhausted is None and whole:
+            await self._await_room()
         seen = await self._job.node.look()  # what ended it may be its GPU
         gpus = gpus_to_start_on(self._job.record.gpus, seen.gpus)
         if exhausted is not None or not whole:
@@ -143,6 +145,20 @@ class Starts:
                 await anyio.to_thread.run_sync(launchers.end_one, worker.pid, worker.identity.start_ticks)
             with anyio.move_on_after(LOOK_S):
                 await following.wait()
+
+    async def _await_room(self) -> None:
+        """Wait until there is room again for a job that failed while it was suspended for others. Raises
+        SupervisorAway.
+        """
+        job, has_told = self._job, False
+        while job.supervisor.is_alive and job.node.must_wait(job.record.job):
+            if not has_told:
+                has_told = True
+                await job.note(f"{job} failed while it was suspended for others, and waits for room", "hegmctl queue")
+            with anyio.move_on_after(LOOK_S):
+                await job.node.news.wait()
+        if not job.supervisor.is_alive:
+            raise SupervisorAway(job.supervisor.run, job.record.job, "it has ended while its job waited for room")
 
     async def _start(self, snapshot: SlotRecord, gpus: Sequence[str]) -> None:
         """Have the command started from that snapshot. Raises OrderFailed, SupervisorAway, Refused."""

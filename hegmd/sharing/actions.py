@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from hegmd.errors import INTERNAL, Bug, HegmError, code_named
 from hegmd.migration.machine.next_effects import DONE, SUSPENDED
@@ -36,7 +36,7 @@ BY = "sharing"
 class SharingActions(BackgroundTasks):
     """`run` has to be running. `changed` is called when an action has ended."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that it uses, each named
         self,
         operations: Operations,
         memory: SharingMemory,
@@ -45,6 +45,7 @@ class SharingActions(BackgroundTasks):
         rules: SharingRules,
         changed: Callable[[], object],
         *,
+        returns_to: Callable[[str], Sequence[str]],
         clock: Callable[[], float] = time.monotonic,
         utc: Callable[[], float] = time.time,
     ) -> None:
@@ -55,6 +56,7 @@ class SharingActions(BackgroundTasks):
         self._events = events
         self._rules = rules
         self._changed = changed
+        self._returns_to = returns_to
         self._clock = clock
         self._utc = utc
         #: Actions that are under way, by the job.
@@ -72,6 +74,8 @@ class SharingActions(BackgroundTasks):
             self._grant(action)
         elif action.kind == model.START:
             self._start(action, view)
+        elif action.kind == model.RESUME and not view.jobs[action.subject].pids:
+            self._let_start(action, view.jobs[action.subject])
         elif action.subject not in self.acting and action.subject in view.jobs:
             self.acting[action.subject] = action
             self._tasks.start_soon(self._carry_out, action, view, name=f"{action.kind} of {action.subject}")
@@ -91,6 +95,12 @@ class SharingActions(BackgroundTasks):
         if queued is not None and queued.placed is None:
             self._memory.put_queued(queued.replace(placed=action.gpus[0], placed_utc=self._utc()))
             self._record("sharing.placed", f"job {job} starts on {action.gpus[0]}", gpu=action.gpus[0], job=job.id)
+
+    def _let_start(self, action: Action, seen: SeenJob) -> None:
+        """A job whose processes have ended while it was suspended: it is started again, which waited for this."""
+        self._memory.forget_suspended(seen.record.number)
+        where = ",".join(action.gpus)
+        self._record("sharing.resumed", f"job {seen.record} is started again on {where}", gpu=where, job=seen.record.id)
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
@@ -132,8 +142,9 @@ class SharingActions(BackgroundTasks):
             why=action.reason,
         )
         self._memory.put_suspended(note)
-        await self._memory.until_saved()
         try:
+            what = f"that job {seen.record} is to resume by itself"
+            await self._memory.require_saved(what, "no job is suspended for others")
             answer = await begin()
         except Exception:  # nothing has begun; of a cancelled task that is not known
             self._memory.forget_suspended(seen.record.number)
@@ -141,7 +152,8 @@ class SharingActions(BackgroundTasks):
         operation = _begun(answer)
         self._memory.put_suspended(note.replace(operation=operation.id))
         operation = await self._end_of(operation.id)
-        if operation.phase != SUSPENDED:
+        # A job that failed meanwhile, and is started again, waits for its turn as if it had been suspended.
+        if operation.phase != SUSPENDED and not self._returns_to(seen.record.id):
             self._memory.forget_suspended(seen.record.number)
         return operation
 

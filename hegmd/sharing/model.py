@@ -39,6 +39,8 @@ class Gpu:
     #: What the driver says is free, less what operations have reserved. None if unknown: nothing is placed there.
     free_bytes: int | None
     chip: str | None = None
+    #: What no job and no lease can ever have: the driver and hegmd keep it for themselves.
+    kept_bytes: int = 0
     #: False: nothing is placed there. Jobs that run there are left alone.
     is_healthy: bool = True
 

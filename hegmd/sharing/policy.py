@@ -102,7 +102,9 @@ class _Decider:
         elif self._served_by_leaving >= MAX_SERVED_BY_LEAVING:
             self._wait(wanted, "others are before it", "its turn, after theirs")
         elif not (rooms := self._suitable(wanted)):
-            self._wait(wanted, wording.unsuitable(wanted, self._gpus.values()), "nothing, until a GPU can have it")
+            self._wait(
+                wanted, wording.unsuitable(wanted, self._gpus.values(), self._rooms), "nothing, until a GPU can have it"
+            )
         elif self._is_blocked(wanted):
             self._wait(wanted, "others are before it", "its turn, after theirs")
         elif chosen := self._fit(wanted, rooms, at_once=True):

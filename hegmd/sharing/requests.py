@@ -16,7 +16,7 @@ import anyio
 from hegmd.errors import BAD_REQUEST, CANCELLED, DENIED, NOT_FOUND, TIMEOUT, HegmError, Refused
 from hegmd.migration.machine.machine import HOLDING
 from hegmd.migration.machine.wording import gigabytes
-from hegmd.node.inventory import Inventory
+from hegmd.node.inventory import Inventory, NodeSnapshot
 from hegmd.operations.job_requests import JobRequests
 from hegmd.operations.request_context import MAX_LIMIT_S
 from hegmd.operations.survey import May
@@ -98,7 +98,7 @@ class SharingRequests:
         if asked.until_free:
             return await self._held_or_dropped(lease, asked.limit_s, emit)
         with self._dropping_if_left(lease):
-            await self._sharing.memory.until_saved()
+            await self._require_saved(lease)
         lease = leases.find(lease.id) or lease
         return told.RoomReply(lease=self._view(lease), gpu=lease.gpu)
 
@@ -116,10 +116,10 @@ class SharingRequests:
         with self._dropping_if_left(lease):
             self._awaited.add(lease.number)
             try:
-                await self._sharing.memory.until_saved()
+                await self._require_saved(lease)
                 reply = await self._until_held(lease, limit_s, emit)
                 answered = self._sharing.memory.leases.answer(lease.number)
-                await self._sharing.memory.until_saved()
+                await self._require_saved(lease)
                 return reply if answered is None else reply.replace(lease=self._view(answered))
             finally:
                 self._awaited.discard(lease.number)
@@ -142,7 +142,7 @@ class SharingRequests:
         gpu = None if asked.gpu == told.AUTO else gpu_named(asked.gpu, snapshot.gpus)
         if not 0 < asked.size_bytes <= MAX_SIZE_BYTES:
             raise HegmError(BAD_REQUEST, f"{asked.size_bytes} bytes are not a size", "give one such as --bytes 60GiB")
-        _require_room([one for one in snapshot.gpus if gpu in (None, one.id)], asked.size_bytes)
+        self._require_room(snapshot, gpu, asked.size_bytes)
         for seconds, what in ((asked.hold_s, "--seconds"), (asked.limit_s, "--timeout")):
             if seconds is not None and not 0 < seconds <= MAX_LIMIT_S:
                 hint = f"give more than 0 and at most {MAX_LIMIT_S:,.0f} seconds"
@@ -254,8 +254,31 @@ class SharingRequests:
             raise _denied(lease)
         self._sharing.memory.leases.drop(lease.number)
         self._sharing.note_end(lease, "it was released")
-        await self._sharing.memory.until_saved()
+        what = f"lease {lease} was released, but its end"
+        await self._sharing.memory.require_saved(what, f"a new daemon would hold {lease.id} again")
         return told.Released(lease=lease.id, gpu=lease.gpu, size_bytes=lease.size_bytes)
+
+    def _require_room(self, node: NodeSnapshot, gpu_id: str | None, size_bytes: int) -> None:
+        """See that a GPU can ever have that much free. Raises REFUSED; a GPU whose memory is not known may have it."""
+        kept = self._sharing.kept_bytes(node)
+        most: list[tuple[int, Gpu]] = []
+        for gpu in node.gpus:
+            if gpu_id in (None, gpu.id):
+                if gpu.memory_total_bytes is None:
+                    return
+                most.append((gpu.memory_total_bytes - kept.get(gpu.id, 0), gpu))
+        if not most:
+            raise Refused("this node has no GPU", "see hegmctl doctor", FINAL)
+        most_bytes, largest = max(most, key=lambda one: one[0])
+        if size_bytes > most_bytes:
+            kept_bytes = kept.get(largest.id, 0)
+            rest = f"; the driver and hegmd keep {gigabytes(kept_bytes)} of it" if kept_bytes else ""
+            most_text = f"{largest.id} has at most {gigabytes(most_bytes)}{rest}"
+            hint = f"ask for {most_bytes >> 20}MiB or less; see hegmctl gpus"
+            raise Refused(f"{gigabytes(size_bytes)} can never be free: {most_text}", hint, FINAL)
+
+    async def _require_saved(self, lease: LeaseRecord) -> None:
+        await self._sharing.memory.require_saved(f"lease {lease}", "there are no leases, since a crash would end them")
 
     def _view(self, lease: LeaseRecord) -> told.Lease:
         latest = self._sharing.latest
@@ -288,7 +311,7 @@ class SharingRequests:
         if asked.size_bytes is not None and not 0 < asked.size_bytes <= MAX_SIZE_BYTES:
             message = f"{asked.size_bytes} bytes are not a size"
             raise HegmError(BAD_REQUEST, message, "give one such as --bytes 60GiB", FINAL)
-        _require_room([one for one in snapshot.gpus if gpu in (None, one.id)], asked.size_bytes or 0)
+        self._require_room(snapshot, gpu, asked.size_bytes or 0)
         memory = self._sharing.memory
         if job.number not in memory.queue:
             record = QueuedRecord(job=job.number, gpu=gpu, size_bytes=asked.size_bytes, since_utc=self._utc())
@@ -360,14 +383,6 @@ def _is_passing(job: model.Job, view: View, priority: int) -> bool:
         is_starting = view.now - job.since_s < STARTS_WITHIN_S
         return is_starting and job.is_preemptible and job.priority < priority
     return op is not None and op.phase != HOLDING and job.state in (model.ARRIVING, model.BUSY)
-
-
-def _require_room(gpus: list[Gpu], size_bytes: int) -> None:
-    largest_bytes = max([gpu.memory_total_bytes or 0 for gpu in gpus], default=0)
-    if largest_bytes < size_bytes:
-        which = gpus[0].id if len(gpus) == 1 else "the largest GPU"
-        message = f"{gigabytes(size_bytes)} are more than {which} has: {gigabytes(largest_bytes)}"
-        raise Refused(message, "ask for less, or on another GPU; see hegmctl gpus")
 
 
 def _no_room(lease: LeaseRecord, why: str) -> Refused:

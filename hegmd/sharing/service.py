@@ -22,6 +22,7 @@ from hegmd.migration.machine.wording import gigabytes
 from hegmd.migration.methods.progress_probe import is_stopped
 from hegmd.migration.model import Candidate
 from hegmd.node.gpu_sets import CPU
+from hegmd.node.inventory import NodeSnapshot
 from hegmd.operations.job_requests import JobOperationsOf
 from hegmd.operations.service import Moving
 from hegmd.protocol.sharing import NORMAL
@@ -76,7 +77,10 @@ class Sharing:
         self.history = History()
         self._operations_of = JobOperationsOf(moving.runner)
         self.actions = SharingActions(
-            moving.operations, self.memory, self.history, events, rules, self._changed.notify_all, clock=clock, utc=utc
+            *(moving.operations, self.memory, self.history, events, rules, self._changed.notify_all),
+            returns_to=moving.recoveries.returns_to,
+            clock=clock,
+            utc=utc,
         )
         self._view = SharingView(
             *(moving.jobs, moving.workers, self._operations_of, moving.survey, self.memory, self.history, rules),
@@ -95,6 +99,7 @@ class Sharing:
         moving.survey.leased = self.leased_bytes
         moving.job_requests.waits_for = self.waits_for
         moving.operations.keep_suspended = self.keep_suspended
+        moving.recoveries.must_wait = self.must_wait
 
     # -- the life of the part ------------------------------------------------------------------------------------------
 
@@ -109,6 +114,7 @@ class Sharing:
             await tasks.start(self.actions.run)
             for news in (self.memory.news, self._moving.jobs.news, self._moving.supervisors.news):
                 tasks.start_soon(self._pass_on, news)
+            tasks.start_soon(self._tell_recoveries)
             tasks.start_soon(self._keep_deciding)
             task_status.started()
 
@@ -125,12 +131,18 @@ class Sharing:
             await news.wait()
             self._changed.notify_all()
 
+    async def _tell_recoveries(self) -> None:
+        """Jobs that are to be started again wait until the list of suspended jobs no longer has them."""
+        while True:
+            await self.memory.news.wait()
+            self._moving.recoveries.look_again()
+
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     async def _keep_deciding(self) -> None:
         await self._settle()
         while True:
-            changed, began = self._changed.next, anyio.current_time()
+            changed, began, computed_s = self._changed.next, anyio.current_time(), time.thread_time()
             wait_s: float | None = LOOK_INTERVAL_S
             try:
                 self._forget_what_is_over()
@@ -139,12 +151,13 @@ class Sharing:
                 limited(logger, "sharing", logging.ERROR, "GPUs cannot be shared now: %s", error.message)
             except Exception:  # the edge of one decision: what is wrong here is not to end the daemon
                 logger.exception("a decision about sharing GPUs failed")
+            next_at = next_look_at(began, anyio.current_time(), time.thread_time() - computed_s)
             if wait_s is None:
                 await changed.wait()
             else:
                 with anyio.move_on_after(wait_s):
                     await changed.wait()
-                await anyio.sleep(max(0.0, began + MIN_INTERVAL_S - anyio.current_time()))
+                await anyio.sleep_until(next_at)
 
     async def _settle(self) -> None:
         """After a start on simulated GPUs, wait for the agents of jobs of before: only they know what their jobs hold.
@@ -226,10 +239,23 @@ class Sharing:
             if job is not None and self.actions.of(job.id) is not None:
                 continue
             op = None if job is None else self._operations_of.of(job)
+            if job is not None and op is None and self._may_be_started_again(job):
+                continue
             is_others = op is not None and op.phase in (SUSPENDED, HOLDING) and not self._view.is_ours(op, note)
             if op is None or is_others:
                 self.memory.forget_suspended(number)
         self.history.keep_only({job.id for job in jobs.values()} | {lease.id for lease in self.memory.leases})
+
+    def _may_be_started_again(self, job: JobRecord) -> bool:
+        """Whether a suspended job that has no process any more will be started again, or may be: its supervisor has
+        yet to return to this daemon.
+        """
+        is_new = self._clock() - self._began < SETTLED_AFTER_S
+        return bool(self._moving.recoveries.returns_to(job.id)) or is_new
+
+    def must_wait(self, job_id: str) -> bool:
+        """Whether a job that is to be started again has left its GPUs for others, and they have no room for it yet."""
+        return any(job.id == job_id and job.number in self.memory.suspended for job in self._moving.jobs)
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -286,6 +312,10 @@ class Sharing:
                     return True
         return False
 
+    def kept_bytes(self, node: NodeSnapshot) -> Mapping[str, int]:
+        """How much of each GPU no job and no lease can ever have, by GPU."""
+        return self._moving.survey.kept_bytes(node)
+
     def figures(self) -> Mapping[str, int]:
         """How many jobs wait and are suspended, and how many leases there are, for the metrics."""
         held = [lease.is_held for lease in self.memory.leases]
@@ -312,3 +342,11 @@ class Sharing:
     def waiting_of(self, subject: str) -> model.Waiting | None:
         """What the policy says that a job or lease waits for."""
         return None if self.latest is None else self.latest[1].waiting_of(subject)
+
+
+def next_look_at(began: float, ended: float, computed_s: float) -> float:
+    """Return when the node is looked at again at the earliest.
+
+    A look that took long on the processor is followed by as long a pause, so that others have half of the event loop.
+    """
+    return max(began + MIN_INTERVAL_S, ended + computed_s)

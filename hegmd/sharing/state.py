@@ -13,6 +13,7 @@ from pathlib import Path
 import anyio
 import anyio.abc
 
+from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.sharing import state_file
 from hegmd.sharing.leases import Leases, StartTicks
 from hegmd.sharing.records import LeaseRecord, QueuedRecord, SharingState, SuspendedRecord
@@ -37,7 +38,9 @@ class SharingMemory:
         #: Told of each change.
         self.news = Condition()
         self._folder: Path | None = None
-        self._saving = StateSaving(self._save, _report, name="hegmd-sharing")
+        self._saving = StateSaving(self._save, self._note_trouble, name="hegmd-sharing")
+        #: Why the last write failed.
+        self._trouble = ""
 
     def open(self, folder: Path) -> None:
         """Read what the daemon before has left. Blocks. Raises HegmError if it cannot be trusted."""
@@ -57,6 +60,16 @@ class SharingMemory:
     async def until_saved(self) -> None:
         """Wait until all changes are on disk, for a few seconds at most."""
         await self._saving.until_saved()
+
+    async def require_saved(self, what: str, otherwise: str) -> None:
+        """The same. Raises UNAVAILABLE, which says that `what` is not on disk and what follows, if it is not in time.
+
+        It is written later, as soon as that succeeds.
+        """
+        if not await self._saving.until_saved():
+            why = self._trouble or "the disk is too slow"
+            hint = f"free space in {self._folder}; hegmd writes it as soon as it can. Until then {otherwise}"
+            raise HegmError(UNAVAILABLE, f"{what} cannot be written to disk: {why}", hint)
 
     def put_queued(self, record: QueuedRecord) -> None:
         """Enter or change a job that asked for a GPU."""
@@ -92,7 +105,8 @@ class SharingMemory:
     def _save(self, state: SharingState) -> None:
         if self._folder is not None:
             state_file.save(self._folder, state)
+            self._trouble = ""
 
-
-def _report(why: str) -> None:
-    limited(logger, "sharing", logging.ERROR, "leases and queue cannot be written down: %s", why)
+    def _note_trouble(self, why: str) -> None:
+        self._trouble = why.partition(";")[0]
+        limited(logger, "sharing", logging.ERROR, "leases and queue cannot be written to disk: %s", why)

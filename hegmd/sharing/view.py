@@ -122,7 +122,7 @@ class SharingView:
             node = await self._survey.snapshot(self._uncounted(now), may=lambda _uid: True)
         free = {gpu.id: gpu.free_bytes for gpu in expected(node).gpus}
         gpus = [
-            model.Gpu(gpu.id, gpu.total_bytes, free.get(gpu.id), gpu.chip, is_healthy=_is_healthy(gpu))
+            model.Gpu(gpu.id, gpu.total_bytes, free.get(gpu.id), gpu.chip, gpu.kept_bytes, is_healthy=_is_healthy(gpu))
             for gpu in node.gpus
             if gpu.total_bytes is not None
         ]
@@ -206,7 +206,8 @@ class SharingView:
         if queued is not None and not queued.has_trained:
             return self._starting(record, queued, held, now)
         if returns_to := tuple(self._returns_to(record.id)):
-            return self._recovering(record, returns_to, held, now)
+            note = self._memory.suspended.get(record.number)
+            return self._recovering(record, returns_to, held, now, note, node)
         if not held:
             return None
         if not workers:
@@ -214,11 +215,31 @@ class SharingView:
         return self._running(record, workers, held, queued, node, now)
 
     def _recovering(
-        self, record: JobRecord, gpus: tuple[str, ...], held: Mapping[str, int], now: float
+        self,
+        record: JobRecord,
+        gpus: tuple[str, ...],
+        held: Mapping[str, int],
+        now: float,
+        note: SuspendedRecord | None,
+        node: NodeSnapshotForPlan,
     ) -> tuple[model.Job, SeenJob]:
-        """A job that is started again from a snapshot: its memory is free meanwhile, and not for others."""
+        """A job that is started again from a snapshot: its memory is free meanwhile, and not for others.
+
+        One that has failed while it was suspended for others waits for room, as if it were suspended still.
+        """
         last = self._history.of(record.id).held_bytes
         needs = tuple([max(held.get(gpu, 0), last.get(gpu, max(last.values()))) for gpu in gpus]) if last else None
+        if note is not None:
+            if needs is None and len(gpus) == 1 and note.size_bytes:
+                needs = (note.size_bytes,)
+            are_healthy = all(_is_healthy(gpu) for gpu in node.gpus if gpu.id in gpus)
+            return self._told(
+                *(record, model.SUSPENDED, now, SeenJob(record, (), None)),
+                gpus=gpus,
+                needs=needs,
+                allowed=gpus if are_healthy else None,
+                since_utc=note.since_utc,
+            )
         return self._told(*(record, model.ARRIVING, now, SeenJob(record, (), None)), gpus=gpus, needs=needs, held=held)
 
     def _running(

@@ -5,8 +5,9 @@ Owns the words of reasons and of `hegmctl queue`. Decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from hegmd.migration.machine.wording import gigabytes
 from hegmd.node.doctor.facts import size_text
 from hegmd.sharing.model import GRANT, RESUME, Gpu
 from hegmd.sharing.room import Room
@@ -62,16 +63,27 @@ def full_pool(free_bytes: float) -> str:
     return f"room of the pool's memory for the jobs that would be suspended: {size_text(int(free_bytes))} is free"
 
 
-def unsuitable(wanted: Wanted, gpus: Iterable[Gpu]) -> str:
+def unsuitable(wanted: Wanted, gpus: Iterable[Gpu], rooms: Mapping[str, Room]) -> str:
     """Return that no GPU can ever have it."""
     known = [gpu for gpu in gpus if wanted.allowed_gpus is None or gpu.id in wanted.allowed_gpus]
-    usable = [gpu for gpu in known if gpu.is_healthy and gpu.free_bytes is not None]
+    usable = [gpu for gpu in known if gpu.is_healthy and gpu.free_bytes is not None and wanted.chip in (None, gpu.chip)]
     where = " or ".join(wanted.allowed_gpus) if wanted.allowed_gpus else "this node"
-    if not usable:
-        return f"a healthy GPU: {where} has none"
-    largest_bytes = max(gpu.total_bytes for gpu in usable)
     kind = f" of type {wanted.chip}" if wanted.chip else ""
-    return f"{_needed(wanted)} on {wanted.gpu_count} GPU{kind}; the largest on {where} has {size_text(largest_bytes)}"
+    if len(usable) < wanted.gpu_count:
+        count = f"{wanted.gpu_count} healthy GPUs" if wanted.gpu_count > 1 else "a healthy GPU"
+        return f"{count}{kind}: {where} has {len(usable) or 'none'}"
+    largest = max(usable, key=lambda gpu: (rooms[gpu.id].capacity_bytes, gpu.id))
+    place = f"{wanted.gpu_count} GPUs" if wanted.gpu_count > 1 else "a GPU"
+    return f"{_exactly(wanted)} on {place}{kind}: {most_of(largest, rooms[largest.id].capacity_bytes)}"
+
+
+def most_of(gpu: Gpu, capacity_bytes: int) -> str:
+    """Return how much of a GPU jobs and leases can have at most, and who has the rest."""
+    others_bytes = gpu.total_bytes - gpu.kept_bytes - capacity_bytes
+    rest = [f"the driver and hegmd keep {gigabytes(gpu.kept_bytes)}"] if gpu.kept_bytes else []
+    rest += [f"other programs use {gigabytes(others_bytes)}"] if others_bytes > 0 else []
+    of = f" of its {gigabytes(gpu.total_bytes)}: {' and '.join(rest)}" if rest else ""
+    return f"{gpu.id} has at most {gigabytes(capacity_bytes)} for jobs{of}"
 
 
 def displaced(beneficiary: Wanted, gpus: Sequence[str], ran_s: float | None) -> str:
@@ -92,6 +104,11 @@ def _then(wanted: Wanted) -> str:
 
 def _needed(wanted: Wanted) -> str:
     return "a whole GPU" if wanted.needs_bytes is None else size_text(max(wanted.needs_bytes))
+
+
+def _exactly(wanted: Wanted) -> str:
+    """The same with a decimal: the difference to what a GPU has may be small."""
+    return "a whole GPU" if wanted.needs_bytes is None else gigabytes(max(wanted.needs_bytes))
 
 
 def _places(rooms: Iterable[Room]) -> str:

@@ -74,12 +74,13 @@ class StateSaving(Generic[State]):
             if self._version > self._saved:
                 self._write(self._version, self._newest)
 
-    async def until_saved(self) -> None:
-        """Wait until every change is on disk, but not for long: a slow or full disk stops nothing."""
+    async def until_saved(self) -> bool:
+        """Wait until every change is on disk, but not for long: a slow or full disk stops nothing. Whether it is."""
         version = self._version
         with anyio.move_on_after(SAVED_WITHIN_S):
             while self._tried < version:
                 await self._news.wait()
+        return self._saved >= version
 
     async def _write_detached(self) -> bool:
         version, newest = self._version, self._newest

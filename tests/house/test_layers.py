@@ -97,7 +97,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.sharing.wanted": ("hegmd.sharing.model",),
     "hegmd.sharing.room": ("hegmd.sharing.model", "hegmd.sharing.wanted"),
     "hegmd.sharing.clearing": ("hegmd.sharing.model", "hegmd.sharing.wanted", "hegmd.sharing.room"),
-    "hegmd.sharing.wording": ("hegmd.node", "hegmd.sharing.model", "hegmd.sharing.wanted", "hegmd.sharing.room"),
+    "hegmd.sharing.wording": (
+        *("hegmd.node", "hegmd.migration.machine.wording"),
+        *("hegmd.sharing.model", "hegmd.sharing.wanted", "hegmd.sharing.room"),
+    ),
     "hegmd.sharing.policy": (
         *("hegmd.sharing.model", "hegmd.sharing.wanted", "hegmd.sharing.room"),
         *("hegmd.sharing.clearing", "hegmd.sharing.wording"),

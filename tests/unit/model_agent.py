@@ -44,6 +44,8 @@ class ModelAgent:
         self.refuses: dict[str, str] = {}
         #: Orders that it does not answer before `go_on` is set.
         self.slow: set[str] = set()
+        #: Whether it reaches no boundary within the limit of a survey, and so does not say what it holds.
+        self.is_late = False
         self.go_on = anyio.Event()
         self.waiting = anyio.Event()
         #: What its storages hold from the boundary on at which it is parked; None for what they held before.
@@ -100,8 +102,9 @@ class ModelAgent:
                 return
             self._do(order, fds)
             standing = {"parked": self.parked, "held_bytes": self.size_bytes if self.data is None else 0}
+            sizes = {} if order.do == "survey" and self.is_late else {"size_bytes": self.size_bytes, "storages": 1}
             more = standing if order.do == "survey" else {}
-            self._report(key, order, "done", size_bytes=self.size_bytes, storages=1, **more)
+            self._report(key, order, "done", **sizes, **more)
         finally:
             for fd in fds:
                 os.close(fd)

@@ -65,6 +65,8 @@ class Node:
         self.events = EventLog()
         self.tasks = tasks
         self.phases: list[str] = []
+        #: The agents that attended, by pid.
+        self.agents: dict[int, ModelAgent] = {}
         self.inventory = Inventory(
             [self.simulator],
             query_deadline_s=5,
@@ -108,6 +110,7 @@ class Node:
     async def attend(self, pid: int, data: bytes = b"weights", token: str = "a" * 32, **about: object) -> ModelAgent:
         agent = ModelAgent(self.workers, pid, data, token)
         agent.about = about
+        self.agents[pid] = agent
         await agent.attend(self.tasks)
         await self.until_placed(pid)
         return agent

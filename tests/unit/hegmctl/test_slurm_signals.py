@@ -31,6 +31,20 @@ command = ["/bin/sh", "-c", "echo trains; read line; exit 7"]
 sys.exit(Supervisor(NeverRestarted(), say, slurm).run(Start(command, os.environ)))
 """
 
+# The same, whose command is started once more.
+STARTED_AGAIN = SUPERVISES.replace(
+    "sys.exit(Supervisor(NeverRestarted()",
+    """
+class Once(NeverRestarted):
+    starts = 0
+    def ended(self, status, *, told):
+        self.starts += 1
+        return self.starts < 2
+    def wanted(self):
+        return Start(command, os.environ)
+sys.exit(Supervisor(Once()""",
+)
+
 
 def _stand_in(path: Path, called: Path) -> None:
     new = path.with_suffix(".new")
@@ -112,3 +126,45 @@ def test_a_signal_drops_the_retry_of_the_one_before(tmp_path: Path) -> None:
     assert slurm.retry_at is None
     assert _await(called) == "-m hegmctl.slurm resume j1 /run/socket"
     slurm.close()
+
+
+def test_nothing_is_asked_for_a_command_that_has_ended(tmp_path: Path) -> None:
+    """A suspension that was to be tried again came after SIGCONT, and the command that was started next stayed
+    suspended.
+    """
+    said: list[str] = []
+    slurm = SlurmSignals(None, "/run/socket", {}, 30.0, said.append, python=str(tmp_path / "python"))
+    slurm.take(signal.SIGTSTP, os.getpid(), set())
+    assert slurm.retry_at is not None
+    slurm.ended()
+    assert slurm.retry_at is None
+    called = tmp_path / "called"
+    _stand_in(tmp_path / "python", called)
+    slurm.retry(set())
+    slurm.take(signal.SIGCONT, os.getpid(), set())
+    assert slurm.retry_at is None
+    assert not called.exists()
+
+
+def test_a_command_that_is_started_again_is_not_suspended_by_a_signal_to_the_one_before(tmp_path: Path) -> None:
+    python, called = tmp_path / "python", tmp_path / "called"
+    environ = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "client")))}
+    words = [sys.executable, "-c", STARTED_AGAIN, str(python)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, env=environ, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        assert parent.stderr is not None
+        assert parent.stdout.readline() == "trains\n"
+        parent.send_signal(signal.SIGTSTP)
+        assert "trying again" in parent.stderr.readline()
+        parent.stdin.write("\n")
+        parent.stdin.flush()
+        assert parent.stdout.readline() == "trains\n"
+        _stand_in(python, called)
+        parent.send_signal(signal.SIGCONT)
+        parent.stdin.write("\n")
+        parent.stdin.flush()
+        assert parent.stderr.read() == ""
+    assert parent.returncode == 7
+    assert not called.exists()

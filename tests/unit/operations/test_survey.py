@@ -15,7 +15,7 @@ import anyio
 import pytest
 
 from hegmd.errors import DENIED, HegmError
-from hegmd.operations.request_context import OperationResult, Restarting
+from hegmd.operations.request_context import Restarting
 from hegmd.operations.survey import PlanSurvey
 from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
 from hegmd.workers.workers import Workers
@@ -367,32 +367,3 @@ async def test_hegmds_own_helper_was_a_job_that_a_drain_would_move(tmp_path: Pat
 
 async def _uncounted(_worker: object, _limit_s: float) -> None:
     pytest.fail("no agent is asked")
-
-
-async def test_ranks_with_short_steps_that_answered_at_different_moments_were_taken_for_independent(
-    tmp_path: Path, process: Child, other: Child
-) -> None:
-    """They were quiesced one by one: each waited for another that was parked already."""
-    async with running(tmp_path) as node:
-        first = await node.attend(process.pid, run="1", rank=0, world_size=2)
-        second = await node.attend(other.pid, token="b" * 32, run="1", rank=1, world_size=2)
-        second.slow.add("survey")
-        plans: list[OperationResult] = []
-
-        async def plan() -> None:
-            plans.append(await node.operations.suspend([process.pid], node.asked(dry_run=True)))
-
-        node.tasks.start_soon(plan)
-        with anyio.fail_after(HANG_S):
-            await second.waiting.wait()
-            while "survey" not in first.seen:
-                await anyio.lowlevel.checkpoint()
-            await anyio.wait_all_tasks_blocked()
-            first.boundary += 1000
-            second.boundary += 1000
-            second.go_on.set()
-            while not plans:
-                await anyio.wait_all_tasks_blocked()
-                await anyio.lowlevel.checkpoint()
-        assert plans[0].plan is not None
-        assert plans[0].plan.is_distributed

@@ -235,8 +235,22 @@ def test_every_waiting_job_is_told_what_happens_next() -> None:
     told = {waiting.subject: waiting for waiting in explain(node(gpu("gpu0", 20), *jobs, pending(10)), NOW)}
     assert told["l1"].next == "its memory is kept on gpu0, which had 10 GiB free for it"
     assert (told["j2"].waits, told["j2"].next) == ("until the turn of j1 ends in 20 s", "it resumes on gpu0")
-    assert told["j3"].waits == "200 GiB on 1 GPU; the largest on this node has 80 GiB"
+    assert told["j3"].waits == "200.0 GiB on a GPU: gpu0 has at most 80.0 GiB for jobs"
     assert told["j4"].waits == "its agent is not connected"
+
+
+def test_what_can_never_fit_is_told_with_who_has_the_rest() -> None:
+    """It waited for "139 GiB on 1 GPU; the largest on this node has 140 GiB"."""
+    small = replace(gpu("gpu0", 78), kept_bytes=GIB)
+    waits = explain(node(small, queued("j1", 79)), NOW)[0].waits
+    assert waits == (
+        "79.0 GiB on a GPU: gpu0 has at most 78.0 GiB for jobs of its 80.0 GiB: "
+        "the driver and hegmd keep 1.0 GiB and other programs use 1.0 GiB"
+    )
+    other_chip = replace(queued("j1", 10), chip="H100")
+    assert explain(node(small, other_chip), NOW)[0].waits == "a healthy GPU of type H100: this node has none"
+    on_two = replace(queued("j1"), needs_bytes=(GIB, GIB))
+    assert explain(node(small, on_two), NOW)[0].waits == "2 healthy GPUs: this node has 1"
 
 
 def test_a_job_that_waits_for_memory_of_a_lease_is_told_which_lease_keeps_it() -> None:

@@ -99,7 +99,7 @@ async def test_room_that_cannot_be_made_is_refused_with_the_reason_and_leaves_no
         with pytest.raises(HegmError, match="were not free within") as late:
             await shared.make_room(7 * MIB, until_free=True, limit_s=0.05)
         assert late.value.code is TIMEOUT
-        with pytest.raises(HegmError, match=r"9\.0 MiB are more than gpu0 has: 8\.0 MiB"):
+        with pytest.raises(HegmError, match=r"9\.0 MiB can never be free: gpu0 has at most 8\.0 MiB"):
             await shared.make_room(9 * MIB, gpu="gpu0")
         assert list(shared.sharing.memory.leases) == []
         assert await shared.states() == {"j1": "running"}

@@ -6,26 +6,57 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
+import pytest
 
+from hegmd.errors import HegmError
 from hegmd.memory.pool import Source
 from hegmd.protocol import sharing as told
 from hegmd.protocol.messages import RegisterJob, Supervise, SuperviseReport, SupervisorOrder
 from hegmd.protocol.supervision import RecoveryWish
 from hegmd.recovery.records import JobSnapshots, SnapshotFiles
 from hegmd.recovery.slots import JobSlots
-from hegmd.sharing import model
+from hegmd.sharing import model, state_file
 from hegmd.sharing.leases import seconds_since_boot
+from hegmd.sharing.service import MIN_INTERVAL_S, next_look_at
 from tests.patience import HANG_S
 from tests.unit.recovery.test_snapshots import write
-from tests.unit.sharing.shared_node import ADMIN, MIB, UID, sharing_on
+from tests.unit.sharing.shared_node import ADMIN, MIB, UID, SharedNode, sharing_on
 
 Child = subprocess.Popen[bytes]
 BYTES = b"1" * (6 * MIB)
+
+
+@asynccontextmanager
+async def a_protected_job(
+    tmp_path: Path, process: Child, other: Child
+) -> AsyncIterator[tuple[SharedNode, list[SupervisorOrder]]]:
+    """Job j1 trains and has a snapshot; `other` is its supervisor, which gets the orders."""
+    SnapshotFiles(tmp_path).save({"j1": JobSnapshots(job="j1", uid=UID, ranks=1, gpus=("gpu0",), generation=1)})
+    orders: list[SupervisorOrder] = []
+
+    async def send(order: SupervisorOrder, _fds: object) -> None:
+        orders.append(order)
+
+    async with sharing_on(tmp_path) as shared:
+        moving = shared.node.moving
+        await moving.job_requests.register(other.pid, UID, RegisterJob(run="first", command=("train",)))
+        write((await JobSlots(moving.pool, "j1").take(0, 0, 8192, Source(UID, 1))).fd, generation=1, step=7)
+        await shared.node.attend(process.pid, BYTES, run="first")
+        offer = Supervise(run="first", python=True, pid=process.pid, recover=RecoveryWish())
+        shared.node.tasks.start_soon(moving.supervisors.attend, "line", other.pid, UID, offer, send)
+        await shared.until_states(j1="running")
+        await shared.until(lambda: any(order.do == "protect" for order in orders))
+        yield shared, orders
+        other.kill()
+        other.wait()
+        await shared.until(lambda: not any(one.is_alive for one in moving.supervisors))
 
 
 async def test_a_stopped_job_keeps_a_new_daemon_from_no_decision(tmp_path: Path, process: Child) -> None:
@@ -115,21 +146,8 @@ async def test_the_memory_of_a_job_that_is_started_again_is_given_to_nobody_else
     tmp_path: Path, process: Child, other: Child
 ) -> None:
     """Whoever waited got it, and the job was given up: none of its starts had room."""
-    SnapshotFiles(tmp_path).save({"j1": JobSnapshots(job="j1", uid=UID, ranks=1, gpus=("gpu0",), generation=1)})
-    orders: list[SupervisorOrder] = []
-
-    async def send(order: SupervisorOrder, _fds: object) -> None:
-        orders.append(order)
-
-    async with sharing_on(tmp_path) as shared:
+    async with a_protected_job(tmp_path, process, other) as (shared, orders):
         moving = shared.node.moving
-        await moving.job_requests.register(other.pid, UID, RegisterJob(run="first", command=("train",)))
-        write((await JobSlots(moving.pool, "j1").take(0, 0, 8192, Source(UID, 1))).fd, generation=1, step=7)
-        await shared.node.attend(process.pid, BYTES, run="first")
-        offer = Supervise(run="first", python=True, pid=process.pid, recover=RecoveryWish())
-        shared.node.tasks.start_soon(moving.supervisors.attend, "line", other.pid, UID, offer, send)
-        await shared.until_states(j1="running")
-        await shared.until(lambda: any(order.do == "protect" for order in orders))
         process.kill()
         process.wait()
         moving.supervisors.report("line", SuperviseReport(result="fell", status=-9))
@@ -143,6 +161,87 @@ async def test_the_memory_of_a_job_that_is_started_again_is_given_to_nobody_else
         other.kill()
         other.wait()
         await shared.until(lambda: all(lease.is_held for lease in shared.sharing.memory.leases))
+
+
+async def test_a_job_that_failed_while_it_was_suspended_for_a_lease_is_started_again_once_that_has_ended(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    """It was started at once, beside the job or the server that had its memory."""
+    async with a_protected_job(tmp_path, process, other) as (shared, orders):
+        made = await shared.make_room(6 * MIB, until_free=True, limit_s=HANG_S)
+        assert made.lease is not None
+        process.kill()
+        process.wait()
+        shared.node.moving.supervisors.report("line", SuperviseReport(result="fell", status=-9))
+        await shared.until(lambda: any("waits for room" in order.message for order in orders))
+        for _ in range(3):
+            shared.sharing.look_again()
+            await shared.sharing.decided.wait()
+            assert await shared.states() == {"j1": "suspended"}
+        assert not any(order.do == "start" for order in orders)
+        await shared.requests.release(told.Release(lease=made.lease.id), ADMIN)
+        await shared.until(lambda: any(order.do == "start" for order in orders))
+        assert await shared.states() == {"j1": "starting"}
+        assert not shared.sharing.memory.suspended
+
+
+async def test_a_job_that_failed_while_it_was_being_suspended_waits_for_its_turn(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    async with a_protected_job(tmp_path, process, other) as (shared, orders), anyio.create_task_group() as tasks:
+        agent = shared.node.agents[process.pid]
+        agent.slow.add("park")
+        tasks.start_soon(partial(shared.make_room, 6 * MIB, until_free=True, limit_s=HANG_S))
+        with anyio.fail_after(HANG_S):
+            await agent.waiting.wait()
+        process.kill()
+        process.wait()
+        shared.node.moving.supervisors.report("line", SuperviseReport(result="fell", status=-9))
+        await shared.until(lambda: all(lease.is_held for lease in shared.sharing.memory.leases))
+        assert await shared.states() == {"j1": "suspended"}
+        assert not any(order.do == "start" for order in orders)
+        await shared.requests.release(told.Release(lease="l1"), ADMIN)
+        await shared.until(lambda: any(order.do == "start" for order in orders))
+
+
+async def test_a_job_is_not_suspended_for_others_while_the_disk_is_full(tmp_path: Path, process: Child) -> None:
+    """A daemon killed after it would not have known that the job is to resume by itself."""
+    async with sharing_on(tmp_path) as shared:
+        agent = await shared.node.attend(process.pid, BYTES)
+        await shared.until_states(j1="running")
+        await agent.leave()
+        await shared.make_room(6 * MIB)
+        blocked = tmp_path / f".{state_file.NAME}.new"
+        blocked.mkdir()
+        await agent.attend(shared.node.tasks)
+        await shared.until(lambda: "failed" in shared.events)
+        assert "park" not in agent.seen
+        assert not shared.sharing.memory.suspended
+        with pytest.raises(HegmError, match=r"lease l2 cannot be written to disk: .*Is a directory"):
+            await shared.make_room(MIB)
+        assert [lease.id for lease in shared.sharing.memory.leases] == ["l1"]
+        blocked.rmdir()
+
+
+async def test_a_release_that_is_not_on_disk_is_no_success(tmp_path: Path) -> None:
+    """The lease was back after a kill of the daemon, and nobody knew."""
+    async with sharing_on(tmp_path) as shared:
+        await shared.make_room(6 * MIB, until_free=True)
+        blocked = tmp_path / f".{state_file.NAME}.new"
+        blocked.mkdir()
+        with pytest.raises(HegmError, match=r"lease l1 was released, but its end cannot be written to disk") as raised:
+            await shared.requests.release(told.Release(lease="l1"), ADMIN)
+        assert "a new daemon would hold l1 again" in raised.value.hint
+        assert not list(shared.sharing.memory.leases)
+        blocked.rmdir()
+    assert state_file.load(tmp_path).leases == ()
+
+
+def test_a_look_that_took_long_is_followed_by_as_long_a_pause() -> None:
+    """With a thousand jobs the daemon did nothing else."""
+    assert next_look_at(100.0, 100.001, 0.001) == pytest.approx(100.0 + MIN_INTERVAL_S)
+    assert next_look_at(100.0, 101.5, 1.5) == pytest.approx(103.0)
+    assert next_look_at(100.0, 101.5, 0.1) == pytest.approx(101.6)
 
 
 async def test_a_job_that_is_about_to_leave_still_needs_what_it_said(tmp_path: Path, process: Child) -> None:

@@ -1,0 +1,87 @@
+"""What a plan is made from when agents answer late or at different moments, and what no job can have of a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import anyio
+
+from hegmd.migration.model import PoolMemory
+from hegmd.operations.request_context import OperationResult
+from hegmd.operations.survey import PlanSurvey
+from tests.patience import HANG_S
+from tests.unit.model_agent import ModelAgent
+from tests.unit.moving_node import running
+
+Child = subprocess.Popen[bytes]
+
+
+async def test_ranks_with_short_steps_that_answered_at_different_moments_were_taken_for_independent(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    """They were quiesced one by one: each waited for another that was parked already."""
+    async with running(tmp_path) as node:
+        first = await node.attend(process.pid, run="1", rank=0, world_size=2)
+        second = await node.attend(other.pid, token="b" * 32, run="1", rank=1, world_size=2)
+        second.slow.add("survey")
+        plans: list[OperationResult] = []
+
+        async def plan() -> None:
+            plans.append(await node.operations.suspend([process.pid], node.asked(dry_run=True)))
+
+        node.tasks.start_soon(plan)
+        with anyio.fail_after(HANG_S):
+            await second.waiting.wait()
+            while "survey" not in first.seen:
+                await anyio.lowlevel.checkpoint()
+            await anyio.wait_all_tasks_blocked()
+            first.boundary += 1000
+            second.boundary += 1000
+            second.go_on.set()
+            while not plans:
+                await anyio.wait_all_tasks_blocked()
+                await anyio.lowlevel.checkpoint()
+        assert plans[0].plan is not None
+        assert plans[0].plan.is_distributed
+
+
+async def test_a_job_whose_first_survey_was_late_was_placed_as_if_it_held_nothing(
+    tmp_path: Path, process: Child
+) -> None:
+    """Others were placed beside it, in memory that it had."""
+    async with running(tmp_path, "1x8MiB") as node:
+        agent = ModelAgent(node.workers, process.pid, b"1" * (6 << 20))
+        agent.about, agent.is_late = {"size_bytes": 0}, True
+        await agent.attend(node.tasks)
+        with anyio.fail_after(HANG_S):
+            while agent.seen.count("survey") < 2:
+                await anyio.lowlevel.checkpoint()
+        worker = node.workers.find(process.pid)
+        assert worker is not None
+        assert (worker.gpu, node.reservations(process.pid)) == (None, {})
+        agent.is_late = False
+        await node.until_placed(process.pid)
+        assert node.reservations(process.pid) == {"gpu0": 6 << 20}
+
+
+async def test_what_the_driver_and_hegmd_keep_of_a_gpu_is_no_memory_for_jobs(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    """A request for nearly a whole GPU waited until its time limit, since no job can ever have that much."""
+    async with running(tmp_path, "1x8MiB") as node:
+        await node.attend(process.pid, b"1" * 100)
+        await node.attend(other.pid, b"1" * 20, token="b" * 32)
+        seen = await node.inventory.fresh(0.0)
+        real = replace(seen, gpus=tuple([gpu.replace(memory_free_bytes=8 << 20) for gpu in seen.gpus]))
+        real = replace(real, gpus=tuple([gpu.replace(memory_total_bytes=9 << 20) for gpu in real.gpus]))
+        own = PlanSurvey(
+            *(node.inventory, node.workers, lambda: PoolMemory(budget_bytes=0, free_bytes=0)),
+            count=node.moving.attendance.count,
+            running=tuple,
+            supervisors=node.moving.supervisors,
+            own_pids=lambda: (other.pid,),
+        )
+        assert own.kept_bytes(seen) == {"gpu0": 20}
+        assert own.kept_bytes(real) == {"gpu0": (1 << 20) - 120 + 20}
