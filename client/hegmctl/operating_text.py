@@ -143,23 +143,30 @@ def _kept(operation: Operation) -> str:
     return f"{binary_size(sum(process.stays_bytes or 0 for process in kept))} stays on {places}"
 
 
+_TO = " -> "
+_ENDED = ("ended", "lost")
+
+
 def _routes(operation: Operation) -> str:
-    """Return the sources and targets of the processes, or what became of them; each pair once."""
+    """Return the sources and targets of the processes, or what became of them; each pair once, and who stays last."""
     found = dict.fromkeys(_route(operation, process) for process in operation.processes)
-    return printable(", ".join(found))
+    moves = [route for route in found if _TO in route]
+    others = [route for route in found if route not in moves]
+    stays = [f"stays on {route}" if moves and route not in _ENDED else route for route in others]
+    return printable(", ".join([*moves, *stays]))
 
 
 def _route(operation: Operation, process: OperationProcess) -> str:
     """Return source and target. The pool is the place of a process that is on no GPU."""
     if process.state in ("gone", "lost"):
-        return "ended" if process.state == "gone" else "lost"
+        return _ENDED[process.state == "lost"]
     here, began = process.gpu or "pool", process.began_on
     if operation.phase == "rolled-back":
         return here
     if operation.phase in ("done", "suspended"):
-        return here if began in (None, here) else f"{began} -> {here}"
+        return here if began in (None, here) else f"{began}{_TO}{here}"
     to = process.to or "pool"
-    return here if here == to else f"{here} -> {to}"
+    return here if here == to else f"{here}{_TO}{to}"
 
 
 def plan_text(reply: OperationReply, style: Style) -> list[str]:

@@ -61,7 +61,7 @@ class RankCell:
 #: Three kills that one job can have: while its ranks wait for one another, and on the way off their GPUs.
 TELLING = (
     RankCell(PART, "unlocking", RECORDED, DAEMON),
-    RankCell(EXCHANGE, "reconnecting", BEGUN, DAEMON),
+    RankCell(SWAP, "reconnecting", BEGUN, DAEMON),
     RankCell(EXCHANGE, "locking", RECORDED, RANK),
 )
 

@@ -172,6 +172,8 @@ def test_ranks_stop_at_one_boundary_and_move_as_one(daemon: RunningDaemon, tmp_p
         assert _gpus_by_rank(exchanged) == ["gpu1", "gpu0"]
         steps = {"disconnecting", "locking", "checkpointing", "reloading", "releasing"}  # bytes move beside
         assert steps <= _phases(job, exchanged["id"])
+        drained = job.command("drain", "gpu0")[-1]
+        assert [_gpus_by_rank(operation) for operation in drained["operations"]] == [["gpu1", "gpu1"]]
         (tmp_path / "moved.stop").touch()
         job.output()
     moved_losses = [(tmp_path / f"moved.{rank}").read_text() for rank in range(2)]

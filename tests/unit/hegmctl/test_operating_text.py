@@ -68,6 +68,7 @@ def where(*operations: Operation) -> list[str]:
         (operation("rolled-back", process("gpu0", "gpu1", "gone")), "ended"),
         (operation("done", process(), process(pid=4712)), "gpu0 -> gpu1"),
         (operation("done", process(), process("gpu2", "gpu2", pid=4712)), "gpu0 -> gpu1, gpu0 -> gpu2"),
+        (operation("done", process("gpu0", "gpu0"), process(pid=4712)), "gpu0 -> gpu1, stays on gpu0"),
     ],
 )
 def test_where_a_job_is_and_goes(shown: Operation, expected: str) -> None:
