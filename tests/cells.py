@@ -1,22 +1,23 @@
-"""A table of cells in one test, for tests that take nothing but a cell.
+"""A table of cells in one test, for tests that leave nothing behind.
 
 `@pytest.mark.parametrize` makes a test of each cell. For a pure function that costs more than the cell itself: each is
 collected by every worker, set up, reported three times and sent through a pipe, 8 ms of the processor for some
 microseconds. `@in_one_test` takes the same arguments, runs all cells in one test, and says which of them failed.
 
-Not for cells that need fixtures, or that leave something behind which the next cell would see.
+All cells share the fixtures of the test. Not for cells that leave something behind which the next would see.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
-Test = Callable[..., None]
+Test = Callable[..., Any]
 
 
 def in_one_test(
@@ -32,26 +33,51 @@ def in_one_test(
     assert table, "no cells: such a test can never fail"
 
     def decorate(test: Test) -> Test:
-        signature = inspect.signature(test)
+        failed = _Failed(len(table))
 
         @functools.wraps(test)
         def all_cells(**others: Any) -> None:
-            failures: list[tuple[str, BaseException]] = []
             for name, values in table:
-                try:
+                with failed.noted(name or repr(values)):
                     test(**others, **dict(zip(columns, values, strict=True)))
-                except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001  # all that a test may fail with
-                    failures.append((name or repr(values), error))
-            if failures:
-                named = "".join(f"\n  {name}" for name, _ in failures)
-                raise AssertionError(f"{len(failures)} of {len(table)} cells failed:{named}") from failures[0][1]
+            failed.tell()
 
+        @functools.wraps(test)
+        async def all_cells_async(**others: Any) -> None:
+            for name, values in table:
+                with failed.noted(name or repr(values)):
+                    await test(**others, **dict(zip(columns, values, strict=True)))
+            failed.tell()
+
+        made: Any = all_cells_async if inspect.iscoroutinefunction(test) else all_cells
         # What is left are the columns of a second table, and fixtures.
+        signature = inspect.signature(test)
         left = [parameter for parameter in signature.parameters.values() if parameter.name not in columns]
-        all_cells.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]  # inspect reads it
-        return all_cells
+        made.__signature__ = signature.replace(parameters=left)
+        return made  # type: ignore[no-any-return]  # inspect reads the signature from it
 
     return decorate
+
+
+class _Failed:
+    """The cells of one table that have failed."""
+
+    def __init__(self, cells: int) -> None:
+        self._cells = cells
+        self._failures: list[tuple[str, BaseException]] = []
+
+    @contextlib.contextmanager
+    def noted(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001  # all that a test may fail with
+            self._failures.append((name, error))
+
+    def tell(self) -> None:
+        failures, self._failures = self._failures, []
+        if failures:
+            names = "".join(f"\n  {name}" for name, _ in failures)
+            raise AssertionError(f"{len(failures)} of {self._cells} cells failed:{names}") from failures[0][1]
 
 
 def _cell(cell: Any, columns: int, ids: object) -> tuple[str | None, Sequence[Any]]:

@@ -107,6 +107,7 @@ def test_a_gpu_that_tells_nothing_is_unknown(look: Look, scenario: Scenario) -> 
     assert look().gpus[0].state == "ok"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("calls", range(10))
 def test_a_gpu_lost_in_the_middle_of_a_snapshot_is_told_lost_by_the_next(
     amd: AmdProvider, look: Look, scenario: Scenario, kernel: FakeSys, calls: int

@@ -67,6 +67,7 @@ def shares(snapshot: VendorSnapshot) -> dict[tuple[int, int], int | None]:
     return {(use.pid, index_of[use.use.gpu]): use.use.vram_bytes for use in snapshot.uses}
 
 
+@pytest.mark.thorough
 @pytest.mark.contract
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_the_contract_is_kept(tmp_path: Path, rocm: Path, count: int) -> None:

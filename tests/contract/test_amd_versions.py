@@ -66,6 +66,7 @@ def own_rocm(tmp_path: Path) -> Path:
     return tmp_path / "rocm"
 
 
+@pytest.mark.thorough
 def test_a_library_that_is_missing_leaves_the_kernels_files(
     own_rocm: Path, scenario: Scenario, kernel: FakeSys
 ) -> None:
@@ -74,6 +75,7 @@ def test_a_library_that_is_missing_leaves_the_kernels_files(
     assert said.count("the library of AMD SMI, libamd_smi.so, is not installed") == 1
 
 
+@pytest.mark.thorough
 def test_a_library_that_is_there_is_used(own_rocm: Path, scenario: Scenario, kernel: FakeSys) -> None:
     build_stub("amdsmi", own_rocm / "lib")
     told, said = in_a_process(kernel, own_rocm, scenario)
@@ -109,6 +111,7 @@ def test_a_library_older_than_the_binding_leaves_the_kernels_files(
     assert "amdsmi_get_afids_from_cper" in said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("version", ["24 6 3", "25 5 1", "27 0 0"])
 def test_a_library_of_another_layout_is_not_asked_for_anything(
     own_rocm: Path, scenario: Scenario, kernel: FakeSys, version: str
@@ -152,6 +155,7 @@ def test_a_node_without_the_driver_never_loads_the_library(own_rocm: Path, scena
     assert not scenario.log.exists()
 
 
+@pytest.mark.thorough
 def test_a_library_that_does_not_tell_its_version_is_not_used(
     own_rocm: Path, scenario: Scenario, kernel: FakeSys
 ) -> None:
@@ -162,6 +166,7 @@ def test_a_library_that_does_not_tell_its_version_is_not_used(
     assert "does not report its version (status 7)" in said
 
 
+@pytest.mark.thorough
 def test_without_a_library_and_without_kfd_there_is_nothing(
     own_rocm: Path, scenario: Scenario, kernel: FakeSys
 ) -> None:

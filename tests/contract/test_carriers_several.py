@@ -134,6 +134,7 @@ async def test_an_agent_that_does_not_tell_which_storage_is_where_keeps_its_byte
         await carrier.release(subject)
 
 
+@pytest.mark.thorough
 async def test_devices_in_another_order_than_was_reserved_for_keep_their_bytes(
     tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +160,7 @@ async def test_a_share_that_has_grown_is_refused_by_its_gpu(
         await carrier.release(subject)
 
 
+@pytest.mark.thorough
 async def test_without_room_on_one_of_its_targets_none_is_taken_on_the_others(
     tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
 ) -> None:

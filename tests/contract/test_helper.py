@@ -18,6 +18,8 @@ from hegmd.system.descriptors import Descriptors
 from tests.contract.helped import GIB, MIB, SIZE_BYTES, SOON_S, Owner, ask, carry, hold, linked, move, places
 from tests.stubs.cuda.node import CudaNode
 
+pytestmark = pytest.mark.thorough
+
 # -- the node ------------------------------------------------------------------------------------------------------
 
 
@@ -30,7 +32,6 @@ async def test_the_gpus_are_those_of_the_driver_whatever_is_visible_to_the_daemo
         assert [gpu["total_bytes"] for gpu in told["devices"]] == [node.gpu_bytes] * 2
 
 
-@pytest.mark.thorough
 async def test_a_helper_without_a_driver_says_so(tmp_path: Path) -> None:
     node = CudaNode.make(tmp_path)
     node.order("error cuInit 100")
@@ -66,7 +67,6 @@ async def test_a_process_goes_through_all_states_and_comes_back(node: CudaNode, 
         assert gone.value.number == 304
 
 
-@pytest.mark.thorough
 async def test_a_helper_killed_in_the_middle_of_a_checkpoint_leaves_the_process_to_finish_it(
     node: CudaNode, owner: Owner, tmp_path: Path
 ) -> None:
@@ -97,7 +97,6 @@ async def test_a_helper_killed_in_the_middle_of_a_checkpoint_leaves_the_process_
 # -- video memory by descriptor ------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
 async def test_held_memory_is_taken_at_once_outlives_the_helper_and_goes_with_the_descriptors(
     node: CudaNode, watcher: Owner
 ) -> None:
@@ -145,7 +144,6 @@ async def test_an_unknown_gpu_is_refused(node: CudaNode) -> None:
 # -- out and back --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("other", [1, 0], ids=["peer", "same-gpu"])
 async def test_bytes_go_to_held_video_memory_and_come_back_after_the_helper_was_killed(
     node: CudaNode, owner: Owner, other: int
@@ -169,7 +167,6 @@ async def test_bytes_go_to_held_video_memory_and_come_back_after_the_helper_was_
             assert owner.ask("digest") == owner.digest
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("way", ["memfd", "hugetlb-sized"])
 async def test_bytes_go_to_host_memory_and_come_back(node: CudaNode, owner: Owner, way: str) -> None:
     gpu = node.uuids[0]
@@ -187,7 +184,6 @@ async def test_bytes_go_to_host_memory_and_come_back(node: CudaNode, owner: Owne
             assert owner.ask("digest") == owner.digest
 
 
-@pytest.mark.thorough
 async def test_more_bytes_than_the_ring_has_slots_for_go_to_host_memory_and_come_back(node: CudaNode) -> None:
     """And small places beside large ones: they share a slot, and a slot is used again as soon as it is empty."""
     gpu, sizes_mib = node.uuids[0], (1, *[3] * 5, PACE.strands * 32 + 3, 1)
@@ -206,7 +202,6 @@ async def test_more_bytes_than_the_ring_has_slots_for_go_to_host_memory_and_come
         owner.close()
 
 
-@pytest.mark.thorough
 async def test_the_pool_is_not_pinned_only_the_ring_is(node: CudaNode, owner: Owner) -> None:
     """Pinning 32 GiB took a second, and made the driver's own restore beside it twice as long."""
     with Descriptors([os.memfd_create("pool")]) as pool:
@@ -217,7 +212,6 @@ async def test_the_pool_is_not_pinned_only_the_ring_is(node: CudaNode, owner: Ow
     assert [len(node.calls(f"cuMemHost{what}")) for what in ("Register_v2", "Unregister")] == [1, 1]
 
 
-@pytest.mark.thorough
 async def test_memory_of_a_moved_process_is_opened_where_it_counts_as_being(node: CudaNode, owner: Owner) -> None:
     """Opened on the GPU that it is on, it was read from the other at 90 GB/s of the link's 394."""
     here, there = node.uuids
@@ -236,7 +230,6 @@ async def test_memory_of_a_moved_process_is_opened_where_it_counts_as_being(node
     assert len(node.calls("cuIpcCloseMemHandle")) == len(node.calls("cuIpcOpenMemHandle_v2"))
 
 
-@pytest.mark.thorough
 async def test_a_move_in_rounds_gives_the_memory_back_as_it_goes(node: CudaNode, owner: Owner) -> None:
     here, there = node.uuids
     watcher = Owner(node, 1, 1)
@@ -268,7 +261,6 @@ async def test_a_move_in_rounds_gives_the_memory_back_as_it_goes(node: CudaNode,
         watcher.close()
 
 
-@pytest.mark.thorough
 async def test_a_move_in_rounds_goes_on_in_another_helper_with_what_is_left(node: CudaNode, owner: Owner) -> None:
     here, there = node.uuids
     async with linked(node) as link:
@@ -297,7 +289,6 @@ async def test_a_move_in_rounds_goes_on_in_another_helper_with_what_is_left(node
         memory.close()
 
 
-@pytest.mark.thorough
 async def test_one_gpu_that_cannot_reach_the_other_is_carried_all_the_same(node: CudaNode, owner: Owner) -> None:
     node.order("error cuCtxEnablePeerAccess 217")
     here, there = node.uuids
@@ -312,7 +303,6 @@ async def test_one_gpu_that_cannot_reach_the_other_is_carried_all_the_same(node:
             assert owner.ask("digest") == owner.digest
 
 
-@pytest.mark.thorough
 async def test_storages_that_share_an_allocation_open_it_once(node: CudaNode, owner: Owner) -> None:
     gpu = node.uuids[0]
     (first, *_) = owner.handles()
@@ -366,7 +356,6 @@ async def test_a_lane_that_cannot_be_opened_leaves_no_context(node: CudaNode, wa
         await ask(link, "open", lane="7", gpus=node.uuids)
 
 
-@pytest.mark.thorough
 async def test_two_lanes_copy_at_once_and_a_lane_is_closed_after_what_it_is_doing(
     node: CudaNode, owner: Owner, tmp_path: Path
 ) -> None:

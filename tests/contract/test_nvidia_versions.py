@@ -275,6 +275,7 @@ print(json.dumps([gpu.to_plain() for gpu in snapshot.gpus]))
 """
 
 
+@pytest.mark.thorough
 def test_the_library_is_found_by_its_name(node: NvidiaNode) -> None:
     done = subprocess.run(
         [sys.executable, "-c", LOOK],
@@ -288,6 +289,7 @@ def test_the_library_is_found_by_its_name(node: NvidiaNode) -> None:
     assert not done.stderr
 
 
+@pytest.mark.thorough
 def test_importing_the_provider_loads_no_binding() -> None:
     code = "import sys, hegmd.node.devices.nvidia as n; n.NvidiaProvider(); print('pynvml' in sys.modules)"
     done = subprocess.run(

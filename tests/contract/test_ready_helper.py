@@ -22,6 +22,7 @@ def contexts(node: CudaNode) -> int:
     return retained - released
 
 
+@pytest.mark.thorough
 async def test_a_started_helper_makes_no_context_and_is_started_again(node: CudaNode) -> None:
     async with linked(node) as link:
         ready = ReadyHelper(link, STARTED, lambda: pytest.fail("nobody asked for contexts"))

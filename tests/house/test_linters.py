@@ -46,6 +46,7 @@ def test_the_linter_finds_nothing() -> None:
     _run("ruff", "check", ".")
 
 
+@pytest.mark.thorough
 def test_the_words_are_spelled_right() -> None:
     _run("codespell")
 

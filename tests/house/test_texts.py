@@ -197,6 +197,7 @@ def test_messages_are_found_with_what_is_filled_in() -> None:
     assert found == {("Refused", "gpu {name} has no room"), ("hint", "end a job")}
 
 
+@pytest.mark.thorough
 def test_a_message_is_found_by_what_a_user_saw_of_it() -> None:
     """Issue 15: a search for a whole message found nothing, because names and numbers in it are filled in."""
     found = [

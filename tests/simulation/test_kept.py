@@ -84,6 +84,7 @@ class _Point:
 POINTS = [(QUIET_SEEDS[0], 8), *((seed, 1) for seed in QUIET_SEEDS)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("seed", "every"), quick_first(POINTS, 1))
 def test_a_daemon_that_is_killed_at_any_point_of_a_quiet_life_breaks_no_promise(seed: int, every: int) -> None:
     """Before and after every record and every effect, while others take the memory that has become free."""

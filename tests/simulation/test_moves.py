@@ -157,6 +157,7 @@ def _quiet(seed: int) -> Point:
     return point
 
 
+@pytest.mark.thorough
 def test_the_quiet_lives_have_every_phase_and_come_to_every_point_at_which_a_daemon_can_be_killed() -> None:
     lives = [_quiet(seed) for seed in QUIET_SEEDS]
     # An inspection follows a crash, which the next tests have; a withdrawal and the end of an image a cancel, which the
@@ -173,6 +174,7 @@ def test_the_quiet_lives_have_every_phase_and_come_to_every_point_at_which_a_dae
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", quick_first(QUIET_SEEDS, QUICK_SEEDS, most=6))
 def test_a_daemon_that_is_killed_at_any_point_of_a_quiet_life_breaks_no_promise(seed: int) -> None:
     """Before and after every record and every effect, one after the other; nothing is left to chance."""
@@ -196,6 +198,7 @@ def test_a_daemon_that_is_killed_again_while_it_recovers_breaks_no_promise(seed:
             assert life.violation is None, f"killed at point {at} and {later} after it\n{life}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", quick_first(QUIET_SEEDS, QUICK_SEEDS, most=6))
 def test_an_operation_that_is_cancelled_at_any_point_breaks_no_promise(seed: int) -> None:
     for at, what in enumerate(_quiet(seed).seen):

@@ -47,6 +47,7 @@ def test_every_promise_is_kept_whatever_happens(first: int) -> None:
         assert life.violation is None, str(life)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", quick_first(RANK_MUTANTS, 3))
 def test_a_bug_that_is_put_in_is_found(name: str) -> None:
     mutant = RANK_MUTANTS[name]
@@ -62,6 +63,7 @@ def test_without_the_bug_the_same_odds_break_no_promise(odds: dict[str, float]) 
         assert life.violation is None, str(life)
 
 
+@pytest.mark.thorough
 def test_the_lives_see_every_step_of_ranks_and_every_end() -> None:
     """Otherwise the seeds above prove less than they seem to."""
     phases: set[str] = set()
@@ -104,6 +106,7 @@ SOME_POINTS = [(seed, range(seed % 4, 10_000, 4)) for seed in QUIET_SEEDS[1:]]
 ALL_POINTS = [pytest.param(seed, range(10_000), marks=pytest.mark.wide) for seed in QUIET_SEEDS[1:]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("seed", "points"), [*quick_first([*SOME_POINTS, (QUIET_SEEDS[0], range(10_000))], 1), *ALL_POINTS], ids=str
 )

@@ -24,6 +24,7 @@ NODES = 3000
 LIVES = 40
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seeds", quick_first([range(at, at + 500) for at in range(0, NODES, 500)], 1), ids=str)
 def test_every_promise_is_kept_on_any_node(seeds: range) -> None:
     for seed in seeds:
@@ -31,6 +32,7 @@ def test_every_promise_is_kept_on_any_node(seeds: range) -> None:
         assert broken(snapshot, NOW, decide(snapshot, NOW)) == [], f"seed {seed}"
 
 
+@pytest.mark.thorough
 def test_a_decision_does_not_depend_on_the_order_of_a_snapshot() -> None:
     for seed in range(300):
         snapshot, random = snapshot_of(seed), Random(seed)
@@ -60,6 +62,7 @@ def test_every_job_ends_and_every_promise_is_kept_in_any_life(seeds: range) -> N
         assert found == [], f"seed {seed}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("job_count", "gpu_count"), quick_first([(5, 3), (2, 1), (2, 3), (5, 1), (9, 1), (9, 3)], 1))
 def test_each_of_n_equals_has_its_turn_within_n_minus_1_quanta(gpu_count: int, job_count: int) -> None:
     """Jobs of all sizes that never end, in all mixes: none waits longer than the others' turns and switches."""
@@ -108,6 +111,7 @@ def test_two_jobs_that_take_turns_lose_at_most_5_percent() -> None:
     assert min(job.switches for job in node.jobs.values()) >= 5
 
 
+@pytest.mark.thorough
 def test_a_lease_that_comes_and_goes_neither_starves_nor_loses_a_job() -> None:
     """Requests flap once a second for ten minutes. The job still trains for a third of that time."""
     node = Node({"gpu0": 80 * GIB}, decide)
@@ -125,6 +129,7 @@ def test_a_full_pool_stops_neither_turns_nor_jobs() -> None:
     assert all(job.ended_s is not None for job in node.jobs.values())
 
 
+@pytest.mark.thorough
 def test_the_simulator_runs_each_policy_to_the_end_of_a_trace() -> None:
     rows = {name: figures(name, simulated(policy, 1, 60)) for name, policy in POLICIES.items()}
     assert rows["sharing"].keys() == rows["FIFO"].keys()

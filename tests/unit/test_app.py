@@ -66,6 +66,7 @@ async def test_a_reload_from_a_disk_that_hangs_can_be_cancelled(
     assert not hung.is_set()
 
 
+@pytest.mark.thorough
 async def test_a_caller_that_does_not_listen_to_its_checks_holds_up_no_other(
     topology: Topology, tmp_path: Path
 ) -> None:

@@ -38,6 +38,19 @@ def test_the_cells_that_fail_are_named_and_the_others_run() -> None:
     assert str(failed.value.__cause__) == "the first"
 
 
+async def test_cells_of_a_coroutine_run_one_after_the_other() -> None:
+    seen: list[int] = []
+
+    @in_one_test("number", [1, 2])
+    async def cell(number: int) -> None:
+        seen.append(number)
+        assert number != 1
+
+    with pytest.raises(AssertionError, match="1 of 2 cells"):
+        await cell()
+    assert seen == [1, 2]
+
+
 def test_a_table_without_cells_is_refused() -> None:
     with pytest.raises(AssertionError, match="can never fail"):
         in_one_test("number", [])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from hegmd.memory.pool import MemoryKeeping
 from hegmd.memory.pool_found import find_pieces
 from hegmd.memory.spill_file import ENDING, SpillFolder
@@ -53,6 +55,7 @@ async def test_memory_in_pages_of_the_usual_size_was_taken_for_huge_pages() -> N
     await store.drop(*list(store.kept))
 
 
+@pytest.mark.thorough
 async def test_huge_pages_in_the_store_are_known_as_such() -> None:
     store = DescriptorStore()
     fd = os.memfd_create("huge", os.MFD_CLOEXEC | os.MFD_HUGETLB)  # takes no page until it is written to

@@ -51,6 +51,7 @@ async def test_it_goes_on_by_itself_when_its_time_is_over(tmp_path: Path, proces
         assert not agent.parked
 
 
+@pytest.mark.thorough
 async def test_a_job_that_is_held_is_offloaded_under_the_same_operation(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
@@ -113,6 +114,7 @@ async def test_only_a_suspended_job_is_handed_off(tmp_path: Path, process: Child
         await _refused(node, process.pid, REFUSED.name, "which is holding")
 
 
+@pytest.mark.thorough
 async def test_a_suspended_process_without_an_agent_is_in_no_image(tmp_path: Path, process: Child) -> None:
     """Its bytes are in its own memory; nobody could tell it to step aside, or call it back."""
     async with running(tmp_path) as node:

@@ -70,6 +70,7 @@ def test_a_thread_that_is_about_to_end_is_waited_for() -> None:
     assert not ending.is_alive()
 
 
+@pytest.mark.thorough
 def test_a_living_child_and_a_dead_one_that_nobody_waited_for_are_seen() -> None:
     before = Stock.take()
     living = subprocess.Popen(["sleep", "60"])
@@ -84,6 +85,7 @@ def test_a_living_child_and_a_dead_one_that_nobody_waited_for_are_seen() -> None
     living.returncode = dead.returncode = 0
 
 
+@pytest.mark.thorough
 def test_changed_process_state_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = Stock.take()
     monkeypatch.setenv("HEGM_LEAK_TEST", "1")

@@ -59,6 +59,7 @@ def _image(path: Path, size_bytes: int, memory: Memory, written_bytes: int, carr
     return Opened(path, built(path, data, MANIFEST.replace(workers=(told,)), size_bytes=written_bytes))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("carrier", [WORKER, HOST])
 @pytest.mark.parametrize("as_earlier_builds", [False, True])
 @pytest.mark.parametrize(("before_bytes", "size_bytes"), quick_first(SIZES, 2))
@@ -121,6 +122,7 @@ def test_an_image_without_a_file_that_it_names_is_told(tmp_path: Path) -> None:
     assert whole_size(pool_bytes_in(Manifest(workers=(told,), byte_files=(file,)), told)) == 14_680_064
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("spill", ["asked", "always"])
 @pytest.mark.parametrize(("before_bytes", "size_bytes"), quick_first(SIZES, 2))
 async def test_a_job_of_another_size_at_its_boundary_comes_back_whole(

@@ -40,6 +40,7 @@ async def test_spilled_bytes_take_no_memory_and_come_back_checked(keep: MemoryKe
     assert files_under(tmp_path) == []
 
 
+@pytest.mark.thorough
 async def test_spilled_bytes_are_found_by_the_next_daemon(keep: MemoryKeeping) -> None:
     before = opened(keep)
     os.pwrite((await before.take(KEY, 3 * MIB)).fd, b"weights", 0)
@@ -53,6 +54,7 @@ async def test_spilled_bytes_are_found_by_the_next_daemon(keep: MemoryKeeping) -
     await after.release(KEY)
 
 
+@pytest.mark.thorough
 async def test_the_beginning_of_what_nobody_owns_is_read_from_disk(keep: MemoryKeeping) -> None:
     before = opened(keep)
     os.pwrite((await before.take(KEY, 3 * MIB)).fd, b"weights", 0)
@@ -79,6 +81,7 @@ async def test_both_copies_are_one_piece_for_the_next_daemon(keep: MemoryKeeping
     assert files_under(tmp_path) == []
 
 
+@pytest.mark.thorough
 async def test_memory_that_is_to_be_written_has_no_old_copy_on_disk(keep: MemoryKeeping) -> None:
     """After a resume that was turned back, other bytes go to the same memory: the file would be of another state."""
     pool = opened(keep)
@@ -180,6 +183,7 @@ async def test_no_room_in_memory_leaves_spilled_bytes_on_disk(keep: MemoryKeepin
     await pool.release(KEY)
 
 
+@pytest.mark.thorough
 async def test_giving_ends_a_spill_that_is_under_way_and_leaves_no_file(keep: MemoryKeeping, tmp_path: Path) -> None:
     pool = opened(keep)
     await pool.take(KEY, 40 * MIB)

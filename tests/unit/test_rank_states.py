@@ -104,6 +104,7 @@ def _is_free(path: Path) -> bool:
         os.close(own)
 
 
+@pytest.mark.thorough
 def test_each_rank_has_its_own_state_and_the_right_to_go_on_from_it(states: RankStates, tmp_path: Path) -> None:
     """The right lasts for as long as any of them, also when the supervisor that had it is gone."""
     with Rank(states.address, "1") as one:
@@ -140,6 +141,7 @@ def test_ranks_that_a_launcher_starts_again_after_all_is_over_begin_as_they_woul
         assert rank.said(states) == "False False None -"
 
 
+@pytest.mark.thorough
 def test_a_launcher_that_started_its_ranks_again_hours_later_had_them_go_on_from_their_old_states(
     states: RankStates, lock: int
 ) -> None:

@@ -86,6 +86,7 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path / "checkout")
 
 
+@pytest.mark.thorough
 def test_the_second_run_does_nothing_and_says_nothing(checkout: Checkout) -> None:
     assert checkout.run("dev")[0] == 0
     assert any(line.endswith(".[dev,training]") for line in checkout.installed())
@@ -93,6 +94,7 @@ def test_the_second_run_does_nothing_and_says_nothing(checkout: Checkout) -> Non
     assert checkout.installed() == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("done", "asked", "enough"),
     [("full", "dev", True), ("full", "run", True), ("dev", "run", True), ("run", "dev", False), ("dev", "full", False)],
@@ -174,6 +176,7 @@ def test_a_failure_of_pip_is_not_lost_behind_its_progress(checkout: Checkout) ->
     assert "pip could not install" in said
 
 
+@pytest.mark.thorough
 def test_a_moved_checkout_is_set_up_again(checkout: Checkout) -> None:
     checkout.run("dev")
     checkout.installed()
@@ -184,6 +187,7 @@ def test_a_moved_checkout_is_set_up_again(checkout: Checkout) -> None:
     assert checkout.installed() != []
 
 
+@pytest.mark.thorough
 def test_what_was_set_up_for_tests_is_kept_fit_for_them(checkout: Checkout) -> None:
     checkout.run("dev")
     (checkout.root / "pyproject.toml").write_text("[project]\n\n")
@@ -193,6 +197,7 @@ def test_what_was_set_up_for_tests_is_kept_fit_for_them(checkout: Checkout) -> N
     assert checkout.run("dev") == (0, "")
 
 
+@pytest.mark.thorough
 def test_two_at_once_install_once(checkout: Checkout) -> None:
     first, second = checkout.start("run"), checkout.start("run")
     with first, second:
@@ -201,6 +206,7 @@ def test_two_at_once_install_once(checkout: Checkout) -> None:
     assert sum(line.endswith("--editable .[training]") for line in checkout.installed()) == 1, outputs
 
 
+@pytest.mark.thorough
 def test_an_install_that_failed_is_tried_again(checkout: Checkout) -> None:
     python = checkout.root / ".venv" / "bin" / "python"
     python.write_text(INTERPRETER + 'case "$*" in *--editable*) exit 1 ;; esac\n')

@@ -92,6 +92,7 @@ def script(tmp_path: Path) -> Iterator[Script]:
     made.end()
 
 
+@pytest.mark.thorough
 def test_a_training_stood_for_the_whole_time_limit_of_an_order_that_was_then_refused(script: Script) -> None:
     """Issue 14, row 4: it fell from 41.8 to 1.5 steps/s, with one gap of 13.5 s, because another thread was busy."""
     script.start_beside(COMPUTING)
@@ -110,6 +111,7 @@ def test_a_training_stood_for_the_whole_time_limit_of_an_order_that_was_then_ref
     assert parked.parked_s >= MAX_PARK_S
 
 
+@pytest.mark.thorough
 def test_what_a_refused_order_cost_the_training_was_not_told(script: Script) -> None:
     """Issue 14, row 4: `ops` showed no downtime."""
     script.start_beside(COMPUTING)
@@ -132,6 +134,7 @@ def test_a_withdrawn_order_tells_how_long_the_training_stood_for_it(script: Scri
     assert (script.reports[-1].parked_s or 0.0) >= MAX_PARK_S
 
 
+@pytest.mark.thorough
 def test_a_rank_says_at_once_that_it_did_not_come_to_rest_at_its_boundary(script: Script) -> None:
     """The other ranks stand at that boundary, and go on to another one with it."""
     script.start_beside(COMPUTING)

@@ -213,6 +213,7 @@ assert block.read() == before
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.thorough
 def test_a_failure_in_one_thread_ends_the_copy_and_is_told() -> None:
     fd, block = _small_pages(), Block(32 << 20, seed=5)
     os.truncate(fd, 20 << 20)

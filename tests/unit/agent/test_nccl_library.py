@@ -87,6 +87,7 @@ def test_a_communicator_is_suspended_and_resumed_on_its_own_gpu(path: str) -> No
     assert calls(path) == [f"suspend {COMMUNICATOR} 0", f"resume {COMMUNICATOR} 0"]
 
 
+@pytest.mark.thorough
 def test_a_second_suspend_is_an_error_of_nccls_and_leaves_the_state_unknown(path: str) -> None:
     library, one = Library(path), group(1)
     one.suspend(library)

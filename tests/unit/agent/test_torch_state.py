@@ -95,6 +95,7 @@ def test_a_tensor_that_numpy_looks_into_is_left_alone() -> None:
     assert array.shape == (70_001,)
 
 
+@pytest.mark.thorough
 def test_what_a_waiting_graph_holds_is_left_alone_until_its_backward() -> None:
     weight = torch.randn(300, 300, requires_grad=True)
     output = (torch.randn(4, 300) @ weight).relu()

@@ -98,6 +98,7 @@ async def test_failures_come_as_what_they_were() -> None:
         assert await ask(link, "ping") == {"pong": {}}, "none of these ends the helper"
 
 
+@pytest.mark.thorough
 async def test_a_helper_whose_contexts_are_ruined_is_replaced() -> None:
     """After an illegal address every call in the process fails, those of other operations too."""
     async with linked("well") as link:
@@ -122,6 +123,7 @@ async def test_it_gets_an_environment_of_its_own() -> None:
 # -- nothing to do -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 async def test_a_helper_with_nothing_to_do_ends_and_one_that_holds_something_stays() -> None:
     async with linked("well", idle_after_s=0.2) as link:
         await ask(link, "hold", count=2)

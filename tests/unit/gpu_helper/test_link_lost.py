@@ -27,6 +27,7 @@ from tests.unit.gpu_helper.linking import SOON_S, TRICKS, Told, ask, has_ended, 
 # -- over its time -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 async def test_a_call_over_its_deadline_takes_the_helper_along_and_the_next_call_has_a_new_one() -> None:
     async with linked("well") as link:
         lost: list[HelperLost] = []
@@ -50,6 +51,7 @@ async def test_a_call_over_its_deadline_takes_the_helper_along_and_the_next_call
         assert link.pid not in (None, first)
 
 
+@pytest.mark.thorough
 async def test_a_helper_that_is_stopped_altogether_is_killed_too() -> None:
     async with linked("well") as link:
         first = (await link.start())["pid"]
@@ -59,6 +61,7 @@ async def test_a_helper_that_is_stopped_altogether_is_killed_too() -> None:
         assert has_ended(first)
 
 
+@pytest.mark.thorough
 async def test_a_helper_that_could_not_run_any_more_was_noticed_by_the_deadlines_of_its_calls_alone() -> None:
     async with linked("brisk") as link:
         first = (await link.start())["pid"]
@@ -164,6 +167,7 @@ async def test_an_answer_that_nobody_waits_for_is_closed() -> None:
 # -- gone ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("op", "args", "why"),
     [
@@ -193,6 +197,7 @@ async def test_a_helper_that_ends_or_talks_nonsense(op: str, args: Mapping[str, 
         assert has_ended(first)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("number", "why"), [(signal.SIGKILL, "signal 9"), (signal.SIGBUS, r"signal 7 \(SIGBUS\): a page of the pool .*")]
 )
@@ -212,6 +217,7 @@ async def test_a_helper_killed_from_outside(number: signal.Signals, why: str) ->
         assert await ask(link, "ping") == {"pong": {}}
 
 
+@pytest.mark.thorough
 async def test_a_helper_that_cannot_work_says_why_each_time() -> None:
     async with linked("refuse") as link:
         for _ in range(2):
@@ -303,6 +309,7 @@ anyio.run(main)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("state", ["idle", "stop"])
 def test_it_does_not_outlive_a_daemon_that_was_killed(state: str) -> None:
     """KillMode=process leaves it to the helper to end; one that cannot run any more is ended by the kernel."""

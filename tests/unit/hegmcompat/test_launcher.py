@@ -83,6 +83,7 @@ def launched(
             process.kill()
 
 
+@pytest.mark.thorough
 def test_a_worker_that_leaves_is_started_again_with_its_state_when_the_lock_is_gone(tmp_path: Path) -> None:
     with launched(tmp_path, LEAVES_ONCE, "--debug") as launcher:
         said = launcher.lines_until("Waiting for controller")
@@ -104,6 +105,7 @@ def test_a_worker_that_leaves_is_started_again_with_its_state_when_the_lock_is_g
     assert os.listdir(tmp_path / ".workers") == []
 
 
+@pytest.mark.thorough
 def test_a_state_that_is_gone_with_its_folder_comes_back_from_memory(tmp_path: Path) -> None:
     """A launcher that CRIU has restored on another node finds an empty volume there."""
     with launched(tmp_path, LEAVES_ONCE, "--debug") as launcher:
@@ -113,12 +115,14 @@ def test_a_state_that_is_gone_with_its_folder_comes_back_from_memory(tmp_path: P
         assert launcher.lines_until("goes on with the")[-1] == "goes on with the state"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("script", "status"), [("exit 3", 3), ("kill -KILL $$", -9), ("kill -TERM $$", -15)])
 def test_a_worker_that_ends_in_its_own_way_ends_the_launcher_so(tmp_path: Path, script: str, status: int) -> None:
     with launched(tmp_path, script) as launcher:
         assert launcher.end() == (status, "")
 
 
+@pytest.mark.thorough
 def test_what_a_killed_worker_had_begun_to_write_does_not_stay(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
@@ -129,6 +133,7 @@ def test_what_a_killed_worker_had_begun_to_write_does_not_stay(tmp_path: Path) -
     assert found == {".state.pt-notes", "command", "state.pt-0123456789abcdef"}
 
 
+@pytest.mark.thorough
 def test_an_exit_with_99_and_no_state_is_the_workers_own(tmp_path: Path) -> None:
     """HeGM's launcher would wait for a controller, and then start from the beginning."""
     with launched(tmp_path, "exit 99") as launcher:
@@ -137,11 +142,13 @@ def test_an_exit_with_99_and_no_state_is_the_workers_own(tmp_path: Path) -> None
     assert "saved no state" in errors
 
 
+@pytest.mark.thorough
 def test_another_exit_code_can_be_agreed_on(tmp_path: Path) -> None:
     with launched(tmp_path, LEAVES_ONCE.replace("99", "42"), "--debug", HEGM_EXIT_CODE="42") as launcher:
         launcher.lines_until("Waiting for controller")
 
 
+@pytest.mark.thorough
 def test_signals_reach_the_worker_and_its_end_is_the_launchers(tmp_path: Path) -> None:
     with launched(tmp_path, "trap 'exit 7' TERM; echo up; while :; do sleep 0.01; done") as launcher:
         assert launcher.line() == "up"
@@ -193,6 +200,7 @@ def test_a_state_of_another_command_is_kept_and_not_gone_on_from(tmp_path: Path)
     assert (path.parent / "state.pt.other").read_text() == "the state\n"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("made", ["torch.save", "link"])
 def test_what_is_no_state_of_ours_starts_nothing(tmp_path: Path, made: str) -> None:
     path = tmp_path / "state.pt"
@@ -208,6 +216,7 @@ def test_what_is_no_state_of_ours_starts_nothing(tmp_path: Path, made: str) -> N
     assert os.path.lexists(path)
 
 
+@pytest.mark.thorough
 def test_a_state_is_not_thrown_away_where_a_shell_hides_the_exit_code(tmp_path: Path) -> None:
     """`sh -c 'python train.py; echo over'` ended with 0, which was taken for the end of the training."""
     script = 'echo the state > "$HEGM_CHECKPOINT_PATH.new"; mv "$HEGM_CHECKPOINT_PATH.new" "$HEGM_CHECKPOINT_PATH"'
@@ -218,6 +227,7 @@ def test_a_state_is_not_thrown_away_where_a_shell_hides_the_exit_code(tmp_path: 
     assert "has saved its state" in errors
 
 
+@pytest.mark.thorough
 def test_a_worker_that_ended_well_without_its_state_took_the_file_with_it(tmp_path: Path) -> None:
     """As of a script that found nothing to do: that was taken for the end of the training, and its state was gone."""
     path = tmp_path / "state.pt"
@@ -250,6 +260,7 @@ def test_a_worker_that_began_anew_without_the_agent_is_ended_and_its_state_stays
     assert path.read_text() == "the state\n"
 
 
+@pytest.mark.thorough
 def test_a_command_that_keeps_the_agent_out_does_not_begin_where_a_state_is(tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
     path.write_text("the state")
@@ -262,6 +273,7 @@ def test_a_command_that_keeps_the_agent_out_does_not_begin_where_a_state_is(tmp_
     assert path.read_text() == "the state"
 
 
+@pytest.mark.thorough
 def test_a_folder_in_the_place_of_the_lock_is_told_of_and_starts_nothing(tmp_path: Path) -> None:
     (tmp_path / "lock").mkdir()
     with launched(tmp_path, "echo started", HEGM_CHECKPOINT_PATH=str(tmp_path / "state.pt")) as launcher:
@@ -272,6 +284,7 @@ def test_a_folder_in_the_place_of_the_lock_is_told_of_and_starts_nothing(tmp_pat
     assert "Traceback" not in errors
 
 
+@pytest.mark.thorough
 def test_a_working_folder_that_is_gone_is_told_of(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
@@ -285,12 +298,14 @@ def test_a_working_folder_that_is_gone_is_told_of(tmp_path: Path) -> None:
     assert "the working folder was removed" in done.stderr
 
 
+@pytest.mark.thorough
 def test_an_old_lock_does_not_tell_of_a_new_worker(tmp_path: Path) -> None:
     (tmp_path / "lock").touch()
     with launched(tmp_path, f"ls {tmp_path}", HEGM_CHECKPOINT_PATH=str(tmp_path / "state.pt")) as launcher:
         assert "lock" not in [launcher.line() for _ in range(2)]
 
 
+@pytest.mark.thorough
 def test_the_token_is_not_the_workers_to_know_and_what_its_agent_needs_is(tmp_path: Path) -> None:
     with launched(tmp_path, "env; echo =THE=END=", HEGM_CTRL_TOKEN="0123456789abcdef") as launcher:
         said = dict(line.partition("=")[::2] for line in launcher.lines_until("=THE=END="))
@@ -301,6 +316,7 @@ def test_the_token_is_not_the_workers_to_know_and_what_its_agent_needs_is(tmp_pa
         assert said["PYTHONPATH"].split(os.pathsep)[0].endswith("hegmd/agent/inject")
 
 
+@pytest.mark.thorough
 def test_an_interface_open_to_others_takes_a_token(tmp_path: Path) -> None:
     with launched(tmp_path, "echo started", HEGM_CTRL_HOST="0.0.0.0") as launcher:
         assert launcher.line() == ""
@@ -309,6 +325,7 @@ def test_an_interface_open_to_others_takes_a_token(tmp_path: Path) -> None:
     assert "HEGM_CTRL_TOKEN" in errors
 
 
+@pytest.mark.thorough
 def test_a_command_that_is_not_there_is_said_before_anything_is_made(tmp_path: Path) -> None:
     settings = {"HEGM_CHECKPOINT_DIR": str(tmp_path / "none"), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     words = [sys.executable, "-m", "hegmcompat.launcher_cli", "no-such-command"]

@@ -95,6 +95,7 @@ def test_what_is_no_environment_is_said(tmp_path: Path) -> None:
     assert "VIRTUAL_ENV is not set" in _hegmctl("hegm", "enable").stderr
 
 
+@pytest.mark.thorough
 def test_a_python_without_pytorch_keeps_its_signals(made: Path) -> None:
     """Issue 14, row 7: signals are taken where a training is, and nowhere else."""
     words = [

@@ -93,6 +93,7 @@ def test_a_folder_in_tmp_that_others_may_write_to_is_not_trusted(socket_dir: Pat
     assert looked().path == "/none"
 
 
+@pytest.mark.thorough
 def test_a_socket_that_the_caller_may_not_use_gives_way_to_the_callers_own(socket_dir: Path) -> None:
     system, own = socket_dir / "system", socket_dir / "hegm" / "hegmd.sock"
     own.parent.mkdir()
@@ -211,6 +212,7 @@ def test_other_failures_keep_the_kernels_reason() -> None:
     assert "Input/output error" in error.message
 
 
+@pytest.mark.thorough
 def test_a_socket_of_others_is_denied_and_not_missing(socket_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(socket_path))

@@ -25,6 +25,7 @@ from tests.unit.hegmctl.fake_daemon import Answerer, Asked, Caller, FakeDaemon, 
 from tests.unit.hegmctl.running import hegmctl
 from tests.unit.hegmctl.terminal import Terminal
 from tests.unit.hegmctl.test_cli import Running
+from tests.wide import quick_first
 
 GIB = 1 << 30
 LATE = Reason(code=TIMEOUT.name, message="no batch boundary within 60 s", hint="a longer --timeout")
@@ -120,7 +121,7 @@ def _reply(operation: Operation) -> m.OperationReply:
         ("cancel 7 --drop --yes", m.CancelOperation(id="7", drop=True)),
     ],
 )
-@pytest.mark.parametrize("json_too", [(), ("--json",)])
+@pytest.mark.parametrize("json_too", quick_first([((),), (("--json",),)], 1))
 def test_what_is_typed_is_what_is_asked(
     daemon: FakeDaemon, line: str, request_: m.Request, json_too: tuple[str, ...]
 ) -> None:

@@ -23,6 +23,8 @@ from hegmctl.supervisor import NOT_ITS_TURN_STATUS
 from tests.patience import HANG_S
 from tests.stubs.cuda.node import CudaNode
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[3]
 PTRACE_SEIZE = 0x4206
 PATIENCE_S = HANG_S
@@ -160,7 +162,6 @@ def test_nobody_waits_any_more_once_it_is_let_go_of(script: Path) -> None:
     assert status_of(readied.pid) in {-signal.SIGKILL, NOT_ITS_TURN_STATUS}
 
 
-@pytest.mark.thorough
 def test_a_supervisor_waited_for_one_that_it_had_killed_and_that_could_not_end(script: Path) -> None:
     """As in a call of the kernel that hangs; here somebody traces it, and has not been told of its end yet."""
     ptrace = ctypes.CDLL(None, use_errno=True).ptrace

@@ -63,6 +63,7 @@ def test_a_python_says_which_it_is(tmp_path: Path) -> None:
     assert (wrapped.is_python, wrapped.text) == (True, found.text)
 
 
+@pytest.mark.thorough
 def test_a_script_that_starts_a_python_without_its_environment_is_seen(tmp_path: Path) -> None:
     """One that drops PYTHONPATH itself was not: the job began anew there."""
     for words in ("exec {} -I", "exec {} -E", "exec {} -sE", "exec env -u PYTHONPATH {}", "PYTHONPATH=/more exec {}"):

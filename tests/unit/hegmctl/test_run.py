@@ -153,6 +153,7 @@ def test_images_that_are_missed_were_told_of_in_the_daemons_log_alone(socket_pat
     assert run.returncode == 3
 
 
+@pytest.mark.thorough
 def test_a_command_in_a_pipe_sees_no_difference(daemon: FakeDaemon, tmp_path: Path) -> None:
     source = tmp_path / "input"
     source.write_bytes(b"not to be read by us")
@@ -163,6 +164,7 @@ def test_a_command_in_a_pipe_sees_no_difference(daemon: FakeDaemon, tmp_path: Pa
     assert [fd for fd, _blocking, _place in seen["fds"]] == [0, 1, 2]
 
 
+@pytest.mark.thorough
 def test_a_command_on_a_terminal_of_its_own_sees_no_difference(daemon: FakeDaemon) -> None:
     master, slave = os.openpty()
     try:
@@ -173,6 +175,7 @@ def test_a_command_on_a_terminal_of_its_own_sees_no_difference(daemon: FakeDaemo
     assert (seen["terminals"], seen["foreground"], seen["leads"]) == ([True, False, True], True, [True, True])
 
 
+@pytest.mark.thorough
 def test_a_command_keeps_the_signals_that_are_ignored(daemon: FakeDaemon) -> None:
     """As under nohup, or in the background of a script."""
     ignoring = ("sh", "-c", 'trap "" HUP INT; exec "$@"', "sh")

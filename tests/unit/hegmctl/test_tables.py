@@ -111,6 +111,7 @@ def test_a_narrow_terminal_shortens_first_and_then_drops_the_least_important() -
     assert narrow[1] == "1   a long n…    10  z"
 
 
+@pytest.mark.thorough
 @given(st.integers(20, 120))
 def test_no_line_is_wider_than_the_terminal_while_anything_can_give(columns: int) -> None:
     least = len("22") + 4 + 4 + len("last cell") + 3 * 2

@@ -295,6 +295,7 @@ def page_of(app: TopApp) -> str:
     return app.screen.lines[0] if isinstance(app.screen, Page) else ""
 
 
+@pytest.mark.thorough
 async def test_keys_ask_with_the_plan_first_and_act_on_a_yes_alone() -> None:
     source, picture = Told(), Picture()
     app = TopApp(source, picture)
@@ -313,6 +314,7 @@ async def test_keys_ask_with_the_plan_first_and_act_on_a_yes_alone() -> None:
         assert source.asked[1:] == [("plan", "resume", "j2", None), ("do", "resume", "j2", None)]
 
 
+@pytest.mark.thorough
 async def test_a_migration_asks_where_to_shows_the_plan_and_says_why_not() -> None:
     source, picture = Told(), Picture()
     app = TopApp(source, picture)
@@ -331,6 +333,7 @@ async def test_a_migration_asks_where_to_shows_the_plan_and_says_why_not() -> No
         await until(pilot, lambda: picture.notice == "gpu9 is no GPU; hegmctl gpus lists them")
 
 
+@pytest.mark.thorough
 async def test_order_filter_timeline_help_and_quit() -> None:
     source, picture = Told(), Picture()
     app = TopApp(source, picture)

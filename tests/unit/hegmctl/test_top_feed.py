@@ -154,6 +154,7 @@ class Undrawn(Painting):
         self.raw += text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("environ", "words", "coloured"),
     [

@@ -197,6 +197,7 @@ def hiding() -> Iterator[subprocess.Popen[str]]:
             job.kill()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="to be another user takes root")
 async def test_a_job_that_gets_other_rights_while_it_steps_aside_is_in_no_image(
     tmp_path: Path, hiding: subprocess.Popen[str]
@@ -241,6 +242,7 @@ async def test_an_image_that_is_scrapped_after_its_daemon_is_swept_away(tmp_path
     assert shelf.swept == ["/images/one"]
 
 
+@pytest.mark.thorough
 async def test_a_child_of_a_job_that_was_killed_as_its_daemon_was_stood_for_ever(tmp_path: Path, paused: int) -> None:
     """The next daemon knew that the image was whole, and asked nobody who is in it."""
     ticks = population_of([paused]).start_ticks[paused]

@@ -41,6 +41,7 @@ async def test_a_child_of_a_job_that_was_killed_with_its_daemon_before_the_image
 LOOKS = "#!/bin/sh\ncp {note} {seen}\nexit 1\n"
 
 
+@pytest.mark.thorough
 async def test_whom_criu_stops_is_on_disk_from_before_that_until_they_go_on(tmp_path: Path, paused: int) -> None:
     program, op = tmp_path / "criu", attended(paused)
     program.write_text(LOOKS.format(note=tmp_path / "standing" / op.id, seen=tmp_path / "seen"))

@@ -55,6 +55,7 @@ async def test_a_large_job_that_has_grown_a_little_keeps_its_memory() -> None:
         assert await pool.take(KEY, 264 * MIB) is not first
 
 
+@pytest.mark.thorough
 async def test_a_job_gets_its_memory_where_there_is_none_for_a_margin() -> None:
     with contextlib.closing(Pool(whole_size(256 * MIB), huge_free_bytes=lambda: 0)) as pool:
         assert (await pool.take(KEY, 256 * MIB)).size_bytes == whole_size(256 * MIB)
@@ -72,6 +73,7 @@ async def test_over_the_budget_is_refused_with_numbers_and_nothing_changes(pool:
     await pool.take(OTHER, 40 * MIB)
 
 
+@pytest.mark.thorough
 async def test_a_larger_piece_takes_the_place_of_a_smaller_and_a_smaller_is_there_already(
     keep: MemoryKeeping, tmp_path: Path
 ) -> None:
@@ -110,6 +112,7 @@ async def test_bytes_that_are_not_there_are_refused(pool: Pool) -> None:
         pool.memory(KEY)
 
 
+@pytest.mark.thorough
 async def test_room_is_made_before_somebody_is_refused(keep: MemoryKeeping) -> None:
     pool = opened(keep)
     await pool.take(KEY, 40 * MIB)

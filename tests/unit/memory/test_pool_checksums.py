@@ -67,6 +67,7 @@ async def test_a_flipped_bit_was_used_silently(tmp_path: Path, place: int, chunk
     pool.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("nameless", [False, True])
 async def test_the_next_daemon_has_the_sums_too(tmp_path: Path, *, nameless: bool) -> None:
     """Issue 14, row 3. `nameless` memory comes back from a store."""
@@ -83,6 +84,7 @@ async def test_the_next_daemon_has_the_sums_too(tmp_path: Path, *, nameless: boo
     await store.drop(*store.kept)
 
 
+@pytest.mark.thorough
 async def test_chunks_that_changed_places_are_found(tmp_path: Path) -> None:
     pool = await rested(keep_in(tmp_path))
     fd = pool.memory(KEY).fd
@@ -92,6 +94,7 @@ async def test_chunks_that_changed_places_are_found(tmp_path: Path) -> None:
     pool.close()
 
 
+@pytest.mark.thorough
 async def test_a_flipped_bit_is_not_written_to_disk_as_if_it_were_right(tmp_path: Path) -> None:
     """Issue 14, row 3: the file would have fitted its own checksums for ever after."""
     pool = await rested(keep_in(tmp_path))
@@ -146,6 +149,7 @@ async def test_a_resume_soon_after_a_comparison_does_not_wait_for_another(tmp_pa
     pool.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("harm", [lambda data: data[:-1], lambda data: data[:9] + b"x" + data[10:], lambda _: b""])
 async def test_sums_that_are_damaged_themselves_keep_no_job_from_its_bytes(
     tmp_path: Path, harm: Callable[[bytes], bytes]
@@ -160,6 +164,7 @@ async def test_sums_that_are_damaged_themselves_keep_no_job_from_its_bytes(
     pool.close()
 
 
+@pytest.mark.thorough
 async def test_what_is_known_of_pieces_that_are_gone_goes_with_the_next_daemon(tmp_path: Path) -> None:
     keep = keep_in(tmp_path)
     (await rested(keep)).close()
@@ -169,6 +174,7 @@ async def test_what_is_known_of_pieces_that_are_gone_goes_with_the_next_daemon(t
     assert files_under(tmp_path / "sums") == []
 
 
+@pytest.mark.thorough
 async def test_sums_that_cannot_be_kept_are_no_failure(tmp_path: Path) -> None:
     (tmp_path / "sums").touch()  # no directory
     pool = await rested(keep_in(tmp_path))
@@ -177,6 +183,7 @@ async def test_sums_that_cannot_be_kept_are_no_failure(tmp_path: Path) -> None:
     pool.close()
 
 
+@pytest.mark.thorough
 async def test_without_a_folder_for_sums_nothing_is_compared(tmp_path: Path) -> None:
     """`pool.verify = "off"`: the way to bytes that have changed, for an owner who wants them as they are."""
     keep = keep_in(tmp_path)
@@ -244,6 +251,7 @@ async def rest_of(node: Node, op_id: str) -> None:
         pass
 
 
+@pytest.mark.thorough
 async def test_a_resume_of_a_job_with_a_flipped_bit_said_done(tmp_path: Path, process: subprocess.Popen[bytes]) -> None:
     """Issue 14, row 3: it stays suspended with its bytes, and goes on once they are right again."""
     async with running(tmp_path) as node:
@@ -269,6 +277,7 @@ async def test_a_resume_of_a_job_with_a_flipped_bit_said_done(tmp_path: Path, pr
         assert agent.data == before
 
 
+@pytest.mark.thorough
 async def test_a_job_that_comes_to_rest_is_summed_and_one_that_goes_on_is_forgotten(
     tmp_path: Path, process: subprocess.Popen[bytes]
 ) -> None:

@@ -52,6 +52,7 @@ def test_what_was_written_before_stays() -> None:
     os.close(fd)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [_memfd, _named], ids=["nameless", "in /dev/shm"])
 def test_pages_are_huge_where_the_kernel_makes_them_on_demand(make: Callable[[int], int]) -> None:
     if tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (6, 1):

@@ -177,6 +177,7 @@ def test_a_directory_that_went_with_its_last_piece_could_be_made_by_somebody_els
     assert not place.folder.exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a hugetlbfs of its own, which takes root")
 def test_a_file_in_huge_pages_is_made_filled_and_found_again(tmp_path: Path) -> None:
     """In a mount namespace of its own; without free pages the kernel refuses them, and that is said."""

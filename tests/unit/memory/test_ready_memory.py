@@ -208,6 +208,7 @@ async def test_a_job_that_comes_changes_the_sizes_and_a_smaller_change_does_not(
 # -- giving back -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 async def test_it_makes_way_for_a_piece_that_needs_the_budget(keep: MemoryKeeping) -> None:
     pool = await filled(keep, 40 * MIB)
     pool.ready.job_bytes = lambda: [16 * MIB]
@@ -327,6 +328,7 @@ def test_unknown_memory_is_not_taken_for_plenty_or_for_none(tmp_path: Path) -> N
     assert read_node_memory(tmp_path / "meminfo") == NodeMemory(100 * 1024, 50 * 1024)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", quick_first(range(6), 1))
 async def test_whatever_is_taken_given_and_killed_every_byte_is_counted_once(seed: int, keep: MemoryKeeping) -> None:
     """Daemons that end at any moment, one after the other, on a node whose memory comes and goes."""

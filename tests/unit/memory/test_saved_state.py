@@ -17,6 +17,7 @@ from tests.wide import quick_first
 SIZES = [100, MIB, 2 * MIB - 4096, 3 * MIB, 5 * MIB]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("spilled", [False, True])
 @pytest.mark.parametrize("reserved_bytes", quick_first(SIZES, 1))
 async def test_a_state_is_read_whatever_size_was_reserved_for_it(

@@ -69,6 +69,7 @@ def test_bytes_come_back_as_they_went(folder: SpillFolder, memory: tuple[int, by
     assert list(folder.folder.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_under_a_new_owners_name_it_is_the_same_piece_and_under_another_pieces_it_is_none(
     folder: SpillFolder, memory: tuple[int, bytes]
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(folder: SpillFolder, memory: tupl
     assert read_all(folder) == memory[1]
 
 
+@pytest.mark.thorough
 def test_chunks_that_changed_places_are_found(folder: SpillFolder, memory: tuple[int, bytes]) -> None:
     os.pwrite(memory[0], bytes(2 * CHUNK_BYTES), 0)
     folder.write(NAME, memory[0], SIZE_BYTES, never, ignore)
@@ -126,6 +128,7 @@ def test_a_file_that_was_cut_is_told_of(folder: SpillFolder, memory: tuple[int, 
     assert folder.find()[0].why_not
 
 
+@pytest.mark.thorough
 def test_memory_that_was_cut_under_it_is_refused_and_kills_nobody(
     folder: SpillFolder, memory: tuple[int, bytes]
 ) -> None:
@@ -136,6 +139,7 @@ def test_memory_that_was_cut_under_it_is_refused_and_kills_nobody(
     assert list(folder.folder.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_one_that_is_not_wanted_any_more_leaves_nothing(folder: SpillFolder, memory: tuple[int, bytes]) -> None:
     asked = iter([False, True])
     with pytest.raises(Unwanted):
@@ -143,6 +147,7 @@ def test_one_that_is_not_wanted_any_more_leaves_nothing(folder: SpillFolder, mem
     assert list(folder.folder.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_a_copy_that_was_given_up_when_it_was_whole_got_its_name_all_the_same(
     folder: SpillFolder, memory: tuple[int, bytes]
 ) -> None:
@@ -220,6 +225,7 @@ def test_a_limit_on_the_size_of_files_is_a_refusal(tmp_path: Path) -> None:
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
 
 
+@pytest.mark.thorough
 def test_a_progress_that_fails_ends_it(folder: SpillFolder, memory: tuple[int, bytes]) -> None:
     def fail(_so_far_bytes: int) -> None:
         raise ConnectionError
@@ -274,6 +280,7 @@ def test_a_rename_of_a_file_that_is_not_there_is_an_error(folder: SpillFolder, m
         folder.rename(NAME, f"{NAME}5")
 
 
+@pytest.mark.thorough
 def test_the_folder_is_made_with_those_above_it(tmp_path: Path, memory: tuple[int, bytes]) -> None:
     folder = SpillFolder(tmp_path / "state" / "spill", spare_bytes=0)
     folder.write(NAME, memory[0], SIZE_BYTES, never, ignore)

@@ -56,6 +56,7 @@ async def test_it_stays_suspended_over_a_restart_of_the_daemon(tmp_path: Path, p
         assert (agent.data, agent.parked) == (b"weights", False)
 
 
+@pytest.mark.thorough
 async def test_its_bytes_can_be_on_disk(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
@@ -77,6 +78,7 @@ async def test_a_copy_that_fails_leaves_it_training(tmp_path: Path, process: Chi
         assert node.moving.pool.held_bytes == 0
 
 
+@pytest.mark.thorough
 async def test_a_job_that_is_quiesced_can_keep_its_context_and_its_bytes_can_follow_to_disk(
     tmp_path: Path, process: Child
 ) -> None:

@@ -65,6 +65,7 @@ async def test_parked_agents_and_bytes_without_a_journal_are_listed_and_brought_
         assert node.moving.pool.spilled_bytes == 0
 
 
+@pytest.mark.thorough
 async def test_one_that_has_its_own_descriptor_needs_no_piece(tmp_path: Path, process: Child) -> None:
     agent = await suspended(tmp_path, process.pid)
     async with running(tmp_path) as node:
@@ -87,6 +88,7 @@ async def test_a_job_is_adopted_whole(tmp_path: Path, process: Child, other: Chi
         assert [agent.parked for agent in agents] == [False, False]
 
 
+@pytest.mark.thorough
 async def test_an_adoption_that_cannot_be_finished_leaves_a_suspended_operation(tmp_path: Path, process: Child) -> None:
     agent = await suspended(tmp_path, process.pid)
     async with running(tmp_path) as node:
@@ -198,6 +200,7 @@ def anybody(_uid: int | None) -> bool:
     return True
 
 
+@pytest.mark.thorough
 async def test_bytes_are_given_up_by_name_only_and_a_process_never(tmp_path: Path, process: Child) -> None:
     agent = await suspended(tmp_path, process.pid)
     async with running(tmp_path) as node:
@@ -258,6 +261,7 @@ class ByDriver:
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("mark", "carrier"), [("", "host"), ("0f" * 16, "worker")])
 async def test_a_job_on_a_real_gpu_was_not_adopted_for_want_of_a_figure(
     tmp_path: Path, process: Child, mark: str, carrier: str

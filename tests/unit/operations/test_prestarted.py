@@ -277,6 +277,7 @@ async def test_one_that_falls_again_and_again_is_replaced_later_each_time() -> N
     assert [Patience(10.0, 600.0).after(fallen) for fallen in (1, 2, 3, 7, 1000)] == [10.0, 20.0, 40.0, 600.0, 600.0]
 
 
+@pytest.mark.thorough
 async def test_where_there_was_no_memory_for_it_it_is_made_once_there_is() -> None:
     node = Node(ALWAYS, MIN_AVAILABLE_BYTES - 1, patience=Patience(first_s=0.001, longest_s=0.002))
     async with node.running():

@@ -67,6 +67,7 @@ def test_a_verdict_that_cannot_be_written_is_not_believed(tmp_path: Path) -> Non
     assert proofs.all() == ()
 
 
+@pytest.mark.thorough
 def test_no_more_than_a_hundred_are_kept(tmp_path: Path) -> None:
     proofs = Proofs(tmp_path)
     for number in range(105):

@@ -150,6 +150,7 @@ async def test_one_that_fails_is_told_of_and_nothing_is_removed_for_it(tmp_path:
         assert missed.pid == process.pid
 
 
+@pytest.mark.thorough
 async def test_who_watches_the_job_was_told_of_no_miss_and_is_told_of_the_first_in_a_row(
     tmp_path: Path, process: Child
 ) -> None:
@@ -178,6 +179,7 @@ async def test_a_miss_is_seen_by_whoever_looks_at_the_job_until_one_is_made(tmp_
             assert (said is not None and "the disk is full" in said) == missed
 
 
+@pytest.mark.thorough
 async def test_images_that_take_longer_than_the_time_between_them_leave_the_job_time_to_train(
     tmp_path: Path, process: Child
 ) -> None:

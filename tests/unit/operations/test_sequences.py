@@ -42,6 +42,7 @@ async def test_a_drain_moves_one_after_the_other_and_says_who_stays(
         assert node.reservations(process.pid) == {"gpu0": 7}
 
 
+@pytest.mark.thorough
 async def test_two_jobs_that_fill_their_gpus_change_places_by_way_of_the_pool(
     tmp_path: Path, process: Child, other: Child
 ) -> None:
@@ -56,6 +57,7 @@ async def test_two_jobs_that_fill_their_gpus_change_places_by_way_of_the_pool(
         assert (one.data, two.data) == (b"1" * (3 * MIB), b"2" * (3 * MIB))
 
 
+@pytest.mark.thorough
 async def test_two_processes_of_one_job_both_ended_on_one_gpu_after_a_swap(
     tmp_path: Path, process: Child, other: Child
 ) -> None:
@@ -70,6 +72,7 @@ async def test_two_processes_of_one_job_both_ended_on_one_gpu_after_a_swap(
         assert (list(node.reservations(process.pid)), list(node.reservations(other.pid))) == ([there], [here])
 
 
+@pytest.mark.thorough
 async def test_a_drain_that_nobody_waits_for_begins_all_of_its_moves(
     tmp_path: Path, process: Child, other: Child
 ) -> None:
@@ -83,6 +86,7 @@ async def test_a_drain_that_nobody_waits_for_begins_all_of_its_moves(
         assert node.operations.runner.describe("1").phase not in {"done", "rolled-back"}
 
 
+@pytest.mark.thorough
 async def test_moves_that_were_begun_at_once_do_not_count_on_the_same_room(
     tmp_path: Path, process: Child, other: Child
 ) -> None:
@@ -110,6 +114,7 @@ async def test_a_planned_drain_counts_what_goes_before(tmp_path: Path, process: 
         assert node.operations.runner.operations() == ()
 
 
+@pytest.mark.thorough
 async def test_a_drain_takes_only_the_ranks_that_are_there(tmp_path: Path, process: Child, other: Child) -> None:
     """The whole job went to the target, also what was not on the GPU that was to be emptied."""
     async with running(tmp_path, "3x1GiB") as node:
@@ -144,6 +149,7 @@ async def test_a_drain_leaves_what_the_caller_may_not_move(tmp_path: Path, proce
         assert "park" not in agent.seen
 
 
+@pytest.mark.thorough
 async def test_two_jobs_change_places_one_after_the_other_where_there_is_room(
     tmp_path: Path, process: Child, other: Child
 ) -> None:
@@ -155,6 +161,7 @@ async def test_two_jobs_change_places_one_after_the_other_where_there_is_room(
         assert node.reservations(other.pid) == {"gpu0": 7}
 
 
+@pytest.mark.thorough
 async def test_a_planned_swap_names_its_steps_and_does_nothing(tmp_path: Path, process: Child, other: Child) -> None:
     async with running(tmp_path, "2x4MiB") as node:
         await on_both(node, process, other, 3 * MIB)
@@ -193,6 +200,7 @@ async def test_a_swap_whose_caller_left_suspended_a_job_for_good(tmp_path: Path,
         assert node.reservations(other.pid) == {"gpu0": 3 * MIB}
 
 
+@pytest.mark.thorough
 async def test_a_swap_that_fails_in_the_middle_brings_the_first_back(
     tmp_path: Path, process: Child, other: Child
 ) -> None:
@@ -244,6 +252,7 @@ async def test_of_a_swap_that_fails_on_the_way_back_one_runs_and_the_other_says_
         assert one.data == b"1" * (3 * MIB)
 
 
+@pytest.mark.thorough
 async def test_a_swap_that_nobody_waits_for_goes_on_by_itself(tmp_path: Path, process: Child, other: Child) -> None:
     async with running(tmp_path) as node:
         await on_both(node, process, other)
@@ -255,6 +264,7 @@ async def test_a_swap_that_nobody_waits_for_goes_on_by_itself(tmp_path: Path, pr
                 await anyio.lowlevel.checkpoint()
 
 
+@pytest.mark.thorough
 async def test_swaps_that_cannot_be_say_why(tmp_path: Path, process: Child, other: Child) -> None:
     async with running(tmp_path) as node:
         await node.attend(process.pid, gpu="gpu0")

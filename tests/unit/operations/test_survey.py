@@ -96,6 +96,7 @@ async def test_what_a_rank_starts_is_not_waited_for(tmp_path: Path, process: Chi
         helper.go_on.set()
 
 
+@pytest.mark.thorough
 async def test_a_second_suspension_is_refused_for_the_first_alone(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         await node.attend(process.pid)
@@ -331,6 +332,7 @@ async def test_who_drained_a_gpu_had_the_jobs_of_others_asked_what_they_hold(tmp
         assert stranger.seen == []
 
 
+@pytest.mark.thorough
 async def test_a_suspended_job_was_anybodys_while_its_agent_was_away(tmp_path: Path, process: Child) -> None:
     """It is on no GPU, and so in no list of processes: a daemon that was just started knows it as its operation's."""
     async with running(tmp_path) as node:

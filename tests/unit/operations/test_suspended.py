@@ -51,6 +51,7 @@ async def until(node: Node, kind: str, count: int = 1) -> None:
                     return
 
 
+@pytest.mark.thorough
 async def test_a_suspended_job_is_told_to_stay_however_long_no_daemon_is_there(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
@@ -61,6 +62,7 @@ async def test_a_suspended_job_is_told_to_stay_however_long_no_daemon_is_there(t
         assert agent.data == b"weights"
 
 
+@pytest.mark.thorough
 async def test_a_suspend_takes_memory_that_was_ready_and_the_next_daemon_finds_the_rest(
     tmp_path: Path, process: Child
 ) -> None:
@@ -84,6 +86,7 @@ async def test_a_suspend_takes_memory_that_was_ready_and_the_next_daemon_finds_t
         assert (node.moving.pool.ready.size_bytes, node.moving.pool.unclaimed()) == (12 * MIB, {})
 
 
+@pytest.mark.thorough
 async def test_spilled_it_takes_no_memory_and_comes_back_with_its_bytes(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
@@ -100,6 +103,7 @@ async def test_spilled_it_takes_no_memory_and_comes_back_with_its_bytes(tmp_path
         assert node.moving.pool.spilled_bytes == 0
 
 
+@pytest.mark.thorough
 async def test_a_job_that_is_suspended_already_is_spilled_when_that_is_asked(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
@@ -112,6 +116,7 @@ async def test_a_job_that_is_suspended_already_is_spilled_when_that_is_asked(tmp
         assert "spilling" in node.phases
 
 
+@pytest.mark.thorough
 async def test_what_is_held_is_given_up_by_no_other_user_and_of_no_process_that_lives(
     tmp_path: Path, process: Child
 ) -> None:
@@ -140,6 +145,7 @@ async def test_a_full_disk_leaves_it_suspended_with_its_bytes_in_memory(tmp_path
         assert agent.data == b"weights"
 
 
+@pytest.mark.thorough
 async def test_an_agent_that_keeps_its_descriptor_keeps_the_memory_and_that_is_said(
     tmp_path: Path, process: Child
 ) -> None:
@@ -155,6 +161,7 @@ async def test_an_agent_that_keeps_its_descriptor_keeps_the_memory_and_that_is_s
         assert spilled_files(tmp_path) == []
 
 
+@pytest.mark.thorough
 async def test_a_daemon_killed_before_the_agent_was_told_leaves_that_to_the_next(
     tmp_path: Path, process: Child
 ) -> None:
@@ -178,6 +185,7 @@ async def test_a_daemon_killed_before_the_agent_was_told_leaves_that_to_the_next
         assert spilled_files(tmp_path) == []
 
 
+@pytest.mark.thorough
 async def test_a_daemon_long_gone_had_it_on_disk_and_the_next_one_resumes_it(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
@@ -190,6 +198,7 @@ async def test_a_daemon_long_gone_had_it_on_disk_and_the_next_one_resumes_it(tmp
         assert (agent.data, spilled_files(tmp_path)) == (b"weights", [])
 
 
+@pytest.mark.thorough
 async def test_a_damaged_file_leaves_it_suspended_and_says_so(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 from typing_extensions import Self
 
 from hegmd.migration.machine.next_effects import SUSPENDED
@@ -17,6 +16,7 @@ from hegmd.protocol.messages import REQUESTS, Cancel, Events, Hello, Request
 from hegmd.protocol.snapshots import Gpu, GpuProcess
 from hegmd.server.auth import Peer
 from hegmd.server.handlers import Handlers, Services
+from tests.cells import in_one_test
 from tests.unit.protocol.test_messages import full
 
 ROOT = Peer(pid=1, uid=0, gid=0)
@@ -180,7 +180,7 @@ def _changed(request: Request, field: str, type_text: str) -> Request:
     return request.replace(**{field: other})
 
 
-@pytest.mark.parametrize("op", CALLED)
+@in_one_test("op", CALLED)
 async def test_a_request_reaches_its_part_and_is_answered_with_its_reply(op: str) -> None:
     request = _request(op)
     reply, calls = await _answered(request)
@@ -188,7 +188,7 @@ async def test_a_request_reaches_its_part_and_is_answered_with_its_reply(op: str
     assert isinstance(reply, REQUESTS[op].reply | Part)
 
 
-@pytest.mark.parametrize("op", sorted(CALLED.keys() - {Hello.op}))
+@in_one_test("op", sorted(CALLED.keys() - {Hello.op}))
 async def test_every_field_of_a_request_is_heeded(op: str) -> None:
     request = _request(op)
     answered = repr(await _answered(request))

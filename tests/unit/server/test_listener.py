@@ -174,6 +174,7 @@ async def test_every_peer_is_told_when_the_daemon_stops(socket_path: Path) -> No
                 connected(socket_path)
 
 
+@pytest.mark.thorough
 async def test_a_burst_of_connections_is_served_whole(socket_path: Path) -> None:
     async with listening(socket_path, clients=300, clients_per_uid=300) as (_, admission, _):
         talkers = [connected(socket_path) for _ in range(200)]

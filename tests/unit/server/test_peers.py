@@ -19,6 +19,7 @@ def test_our_own_socket_pair_is_us() -> None:
     assert peer.groups == frozenset(os.getgroups())
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can take on groups")
 @pytest.mark.parametrize("how_many", [1, 255, 300, 3000])
 def test_every_supplementary_group_is_seen(how_many: int) -> None:

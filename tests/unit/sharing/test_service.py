@@ -65,6 +65,7 @@ async def test_a_job_that_nobody_has_asked_is_seen_to_train(tmp_path: Path, proc
         assert await shared.states() == {"j1": "running"}
 
 
+@pytest.mark.thorough
 async def test_a_job_that_is_back_counts_as_running_from_then_on(tmp_path: Path, process: Child) -> None:
     async with sharing_on(tmp_path) as shared:
         await shared.node.attend(process.pid, BYTES)
@@ -152,6 +153,7 @@ async def test_two_threads_of_one_process_that_ask_for_the_same_get_a_lease_each
         await shared.until(lambda: [lease.is_held for lease in shared.sharing.memory.leases] == [True, True])
 
 
+@pytest.mark.thorough
 async def test_a_new_daemon_continues_with_leases_queue_and_suspended_jobs(tmp_path: Path, process: Child) -> None:
     async with sharing_on(tmp_path) as shared:
         agent = await shared.node.attend(process.pid, BYTES)
@@ -189,6 +191,7 @@ async def test_a_job_that_its_user_has_suspended_is_left_alone(tmp_path: Path, p
         assert resumed.operation.phase == "done"
 
 
+@pytest.mark.thorough
 async def test_a_user_resumes_a_job_that_was_suspended_for_others(tmp_path: Path, process: Child) -> None:
     async with sharing_on(tmp_path, "2x8MiB") as shared:
         await shared.node.attend(process.pid, BYTES, gpu="gpu0")
@@ -269,7 +272,6 @@ async def test_a_job_waits_for_its_gpu_and_keeps_its_place_when_it_asks_again(
         assert placed[-1] == "second on gpu0"
 
 
-@pytest.mark.thorough
 async def test_equals_take_turns_and_lose_nothing(tmp_path: Path, process: Child, other: Child) -> None:
     policy = model.Rules(slices=True, min_quantum_s=0.02, quantum_per_switch=0.0, settle_s=0.0)
     async with sharing_on(tmp_path, policy=policy) as shared:
@@ -328,6 +330,7 @@ async def test_what_a_job_said_that_it_needs_is_kept_for_it_until_it_ends(
         await shared.node.operations.migrate([other.pid], "gpu0", shared.node.asked())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("method", "kept"), quick_first([("auto", True), ("whole", False)], 1))
 async def test_a_turn_ends_with_the_context_kept_unless_that_is_not_wanted(
     tmp_path: Path, process: Child, other: Child, method: str, kept: bool
@@ -346,6 +349,7 @@ async def test_a_turn_ends_with_the_context_kept_unless_that_is_not_wanted(
         assert [worker.keeps_context for op in turns for worker in op.workers] == [kept, kept]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kept", [True, False])
 async def test_jobs_keep_their_contexts_for_a_lease_that_asks_for_it(
     tmp_path: Path, process: Child, *, kept: bool
@@ -365,6 +369,7 @@ def test_a_kept_context_must_leave_enough_for_a_lease() -> None:
     assert not is_enough(action, {"gpu0": 11}, node)
 
 
+@pytest.mark.thorough
 async def test_with_contexts_kept_a_job_returns_to_its_own_gpu_only(tmp_path: Path, process: Child) -> None:
     async with sharing_on(tmp_path, "2x8MiB", method="keep-context") as shared:
         agent = await shared.node.attend(process.pid, BYTES, gpu="gpu0")

@@ -59,6 +59,7 @@ async def a_protected_job(
         await shared.until(lambda: not any(one.is_alive for one in moving.supervisors))
 
 
+@pytest.mark.thorough
 async def test_a_stopped_job_keeps_a_new_daemon_from_no_decision(tmp_path: Path, process: Child) -> None:
     """Its agent cannot connect, and all leases waited 15 s for it."""
     async with sharing_on(tmp_path) as shared:
@@ -92,6 +93,7 @@ async def test_a_dry_run_after_a_start_waits_for_the_agents_of_jobs_of_before(tm
         assert [step.action for step in planned[0].steps] == ["suspend"]
 
 
+@pytest.mark.thorough
 async def test_the_seconds_of_a_lease_begin_when_its_memory_is_free(tmp_path: Path, process: Child) -> None:
     async with sharing_on(tmp_path) as shared, anyio.create_task_group() as tasks:
         agent = await shared.node.attend(process.pid, BYTES)
@@ -113,6 +115,7 @@ async def test_the_seconds_of_a_lease_begin_when_its_memory_is_free(tmp_path: Pa
         assert held.until_s >= freed_s + 50.0
 
 
+@pytest.mark.thorough
 async def test_a_wait_for_a_boundary_does_not_count_as_cost_of_a_switch(tmp_path: Path, process: Child) -> None:
     """Turns last 20 times as long as a switch costs: a batch of a minute made them last for 20."""
     async with sharing_on(tmp_path) as shared, anyio.create_task_group() as tasks:
@@ -142,6 +145,7 @@ async def test_an_error_about_what_is_over_ends_no_decisions(tmp_path: Path, pro
         assert made.lease is not None
 
 
+@pytest.mark.thorough
 async def test_the_memory_of_a_job_that_is_started_again_is_given_to_nobody_else(
     tmp_path: Path, process: Child, other: Child
 ) -> None:

@@ -56,6 +56,7 @@ def test_a_table_that_claims_more_than_the_file_is_not_believed(tmp_path: Path) 
         defined_functions(library, ("cuInit",))
 
 
+@pytest.mark.thorough
 def test_any_byte_may_be_wrong(tmp_path: Path) -> None:
     whole = shared_library(defines=("cuInit",), needs=("malloc",))
     library = tmp_path / "library.so"

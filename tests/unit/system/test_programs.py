@@ -66,6 +66,7 @@ async def test_the_environment_inherits_nothing() -> None:
     assert sorted(completed.stdout.split()) == ["EXTRA=1", "LC_ALL=C", f"PATH={programs.SYSTEM_PATH}"]
 
 
+@pytest.mark.thorough
 async def test_arguments_reach_the_program_as_they_are() -> None:
     arguments = ["$HOME; false", "*", "a b", ""]
     completed = await run(["printf", "<%s>", *arguments], deadline_s=10)
@@ -82,6 +83,7 @@ async def test_standard_input_is_empty_unless_given() -> None:
     assert (await run(["cat"], deadline_s=10)).stdout == ""
 
 
+@pytest.mark.thorough
 async def test_standard_input_may_be_larger_than_a_pipe() -> None:
     completed = await run(["wc", "-c"], deadline_s=10, stdin=b"x" * 1_000_000)
     assert completed.stdout.strip() == "1000000"
@@ -90,6 +92,7 @@ async def test_standard_input_may_be_larger_than_a_pipe() -> None:
 # -- what comes back ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 async def test_output_and_complaints_are_kept_apart() -> None:
     completed = await run(["/bin/sh", "-c", "echo out; echo err >&2; exit 3"], deadline_s=10)
     assert (completed.stdout, completed.stderr, completed.status) == ("out\n", "err\n", 3)

@@ -88,6 +88,7 @@ async def test_work_is_told_that_nobody_waits_and_may_still_end_in_order() -> No
     assert done == ["tidied up"]
 
 
+@pytest.mark.thorough
 def test_the_process_exits_although_a_thread_hangs() -> None:
     program = """
 import anyio, threading

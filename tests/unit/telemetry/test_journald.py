@@ -98,6 +98,7 @@ def test_a_record_too_large_for_a_datagram_arrives_as_a_sealed_file(journal: Jou
     assert journal.record() == given
 
 
+@pytest.mark.thorough
 def test_a_journal_that_does_not_read_costs_the_record_and_no_time(journal: Journal, way: JournalSocket) -> None:
     record = encode([("MESSAGE", "x")])
     written = 0

@@ -59,6 +59,7 @@ async def _beginning(node: Node, pid: int) -> int:
     return pid
 
 
+@pytest.mark.thorough
 async def test_what_belongs_to_a_job_and_has_no_agent_names_it(
     tmp_path: Path, process: Child, started: dict[str, int]
 ) -> None:

@@ -115,6 +115,7 @@ async def test_two_jobs_of_one_script_have_names_of_their_own(tmp_path: Path, pr
         ]
 
 
+@pytest.mark.thorough
 async def test_a_job_keeps_its_id_when_the_daemon_is_killed(tmp_path: Path, process: Child, other: Child) -> None:
     async with running(tmp_path) as node:
         await registered(node, process.pid, "one", name="mine")
@@ -194,6 +195,7 @@ async def test_a_hint_names_the_job_and_not_its_pid(tmp_path: Path, process: Chi
         assert node.moving.job_requests.by_name(hint, mine) == f"run: hegmctl resume bert; {rest}"
 
 
+@pytest.mark.thorough
 async def test_an_operation_and_a_plan_name_the_jobs_of_their_processes(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         await registered(node, process.pid, "run-1", name="bert")
@@ -210,6 +212,7 @@ async def test_an_operation_and_a_plan_name_the_jobs_of_their_processes(tmp_path
         assert described.waits.next == "hegmctl resume bert"
 
 
+@pytest.mark.thorough
 async def test_an_operation_names_its_job_after_the_job_has_ended(tmp_path: Path, process: Child, other: Child) -> None:
     """Issue 19: `hegmctl ops` had `-` for jobs of several ranks that had ended, and after a restore."""
     async with running(tmp_path) as node:
@@ -267,6 +270,7 @@ async def test_the_ranks_of_a_job_are_one_job_and_move_by_its_name(
         assert (await node.moving.job_requests.one(other.pid, mine)).id == job.id
 
 
+@pytest.mark.thorough
 async def test_a_suspended_job_is_named_by_its_operation_while_no_agent_is_there(
     tmp_path: Path, process: Child
 ) -> None:
@@ -302,6 +306,7 @@ async def test_a_process_on_a_gpu_is_listed_with_its_job_but_not_another_one_wit
             assert of_process(GpuProcess(pid=pid, gpus=())).job is None
 
 
+@pytest.mark.thorough
 async def test_the_rate_of_a_job_is_that_of_its_slowest_rank(tmp_path: Path, process: Child, other: Child) -> None:
     async with running(tmp_path) as node:
         first = await node.attend(process.pid, run="one", rank=0, world_size=2)
@@ -320,6 +325,7 @@ async def test_the_rate_of_a_job_is_that_of_its_slowest_rank(tmp_path: Path, pro
         assert "count" in first.seen
 
 
+@pytest.mark.thorough
 async def test_the_rate_of_a_resumed_job_leaves_out_the_time_of_its_suspension(tmp_path: Path, process: Child) -> None:
     """A job of 12 batches a second was shown with 0.2 for a minute after it had been suspended for a minute."""
     async with running(tmp_path) as node:
@@ -334,6 +340,7 @@ async def test_the_rate_of_a_resumed_job_leaves_out_the_time_of_its_suspension(t
         assert (resumed.state, resumed.steps_per_s) == ("training", None), "it was not seen to go on since"
 
 
+@pytest.mark.thorough
 async def test_ended_jobs_are_remembered_up_to_a_number_of_each_user(tmp_path: Path, process: Child) -> None:
     old = [
         JobRecord(
@@ -398,6 +405,7 @@ async def test_a_name_that_is_asked_for_many_times_is_looked_up_once(tmp_path: P
         assert len(asked) < 20
 
 
+@pytest.mark.thorough
 async def test_a_known_exit_status_is_not_replaced_by_that_of_another_process(
     tmp_path: Path, process: Child, other: Child
 ) -> None:

@@ -72,12 +72,14 @@ def test_what_is_within_the_limits_is_not_said(script: types.ModuleType) -> None
     assert told(script, COUNTING.format(players=1000)) == []
 
 
+@pytest.mark.thorough
 def test_functions_beyond_the_limit_went_without_a_word(script: types.ModuleType) -> None:
     calls = [f"def step_{number}():\n    step_{number + 1}()\n" for number in range(assignments.MAX_CODES + 1)]
     text = "".join(calls) + "def train():\n    for turn in range(1):\n        take()\n        turn and step_0()\n"
     assert told(script, text) == ["not searched: functions beyond the first 600 that the loop may call"]
 
 
+@pytest.mark.thorough
 def test_a_list_with_too_many_parts_was_left_as_a_new_script_has_it(script: types.ModuleType) -> None:
     body = "    for turn in range(1):\n        take()\n        seen.append([turn])\n"
     text = f"def train():\n    seen = [[0]] * 200_001\n{body}"

@@ -28,6 +28,7 @@ from tests.unit.images.files.directory import (
     ignore,
     rewritten,
 )
+from tests.wide import quick_first
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving files away takes root")
 
@@ -92,7 +93,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["bytes/4711.0", "criu/core-4711.img", "manifest.json", "seal"])
-@pytest.mark.parametrize("kept_bytes", [0, 60, BLOCK_BYTES])
+@pytest.mark.parametrize("kept_bytes", quick_first([60, 0, BLOCK_BYTES], 1))
 def test_a_file_that_was_cut_is_told_of(tmp_path: Path, name: str, kept_bytes: int) -> None:
     path = tmp_path / "image"
     built(path)
@@ -181,6 +182,7 @@ def refused_making(path: Path | str, code: Code) -> str:
     return refused.value.message
 
 
+@pytest.mark.thorough
 def test_nothing_that_is_there_is_written_over(tmp_path: Path) -> None:
     built(tmp_path / "image")
     (tmp_path / "file").touch()
@@ -209,6 +211,7 @@ def test_a_name_that_was_too_long_was_said_to_be_no_whole_path(tmp_path: Path) -
     assert "has 201 bytes; the name of an image has at most 200" in refused_making(tmp_path / ("x" * 201), REFUSED)
 
 
+@pytest.mark.thorough
 def test_an_image_within_another_left_that_one_damaged(tmp_path: Path) -> None:
     """It was no longer whole, and the job that it was of could not be restored: also by way of a link."""
     image = tmp_path / "image"
@@ -310,6 +313,7 @@ def held(image: Path) -> Iterator[None]:
         folder.close()
 
 
+@pytest.mark.thorough
 def test_only_images_are_removed(tmp_path: Path) -> None:
     built(tmp_path / "image")
     (tmp_path / "image" / "thesis.txt").touch()
@@ -339,7 +343,7 @@ def owning(path: Path) -> HegmError | None:
     return None
 
 
-@pytest.mark.parametrize("name", ["", "criu", "bytes", "manifest.json", "seal", "criu/core-4711.img"])
+@pytest.mark.parametrize("name", quick_first(["", "criu/core-4711.img", "criu", "bytes", "manifest.json", "seal"], 2))
 def test_what_others_can_write_is_not_brought_to_life(tmp_path: Path, name: str) -> None:
     path = tmp_path / "image"
     built(path)

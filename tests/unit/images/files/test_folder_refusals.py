@@ -39,6 +39,7 @@ def test_bytes_that_a_later_hegmd_wrote_are_not_guessed_at(tmp_path: Path) -> No
     assert "4711.0 has version 7 and chunks of 8388608 bytes" in refusal(path, INCOMPATIBLE)
 
 
+@pytest.mark.thorough
 def test_a_manifest_that_is_too_large_is_neither_read_nor_written(tmp_path: Path) -> None:
     path = tmp_path / "image"
     built(path)

@@ -315,6 +315,7 @@ async def test_criu_is_given_nothing_that_is_damaged(tmp_path: Path, memory: tup
         await image.end()
 
 
+@pytest.mark.thorough
 def test_a_daemon_that_is_killed_takes_the_hand_with_it_and_leaves_no_image(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     words = [sys.executable, "-m", "tests.unit.images.files.writing", str(tmp_path)]

@@ -136,6 +136,7 @@ async def _verdicts(folder: Path, path: Path) -> tuple[bool, bool, bool]:
         pool.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", quick_first(FILES, 2))
 async def test_a_damaged_image_was_refused_by_a_restore_and_passed_by_those_who_look_at_it_first(
     tmp_path: Path, name: str

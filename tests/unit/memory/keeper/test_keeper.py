@@ -110,6 +110,7 @@ async def test_it_survives_the_daemon_that_started_it_being_killed_with_its_grou
     assert gone(keepers_of(folder))
 
 
+@pytest.mark.thorough
 async def test_a_killed_keeper_is_replaced_and_given_everything_again(folder: Path) -> None:
     fd = memory(b"weights")
     async with storing(folder) as store:
@@ -138,6 +139,7 @@ async def test_where_there_is_no_keeper_nothing_is_found_and_none_is_started(fol
     assert keepers_of(folder) == []
 
 
+@pytest.mark.thorough
 async def test_a_socket_that_a_killed_keeper_left_is_no_keeper(folder: Path) -> None:
     async with storing(folder) as store:
         await store.put(NAME, memory_fd := memory(b"x"))
@@ -180,6 +182,7 @@ def held_there(folder: Path) -> list[str]:
         return sorted(receive(caller)[0][1:])
 
 
+@pytest.mark.thorough
 async def test_a_keeper_whose_end_a_request_saw_first_was_never_replaced(folder: Path) -> None:
     fd = memory(b"weights")
     async with storing(folder) as store:
@@ -197,6 +200,7 @@ async def test_a_keeper_whose_end_a_request_saw_first_was_never_replaced(folder:
     assert gone([second])
 
 
+@pytest.mark.thorough
 async def test_a_keeper_that_ended_after_a_start_was_not_noticed_before_the_next_request(folder: Path) -> None:
     fd = memory(b"weights")
     async with storing(folder) as store:
@@ -212,6 +216,7 @@ async def test_a_keeper_that_ended_after_a_start_was_not_noticed_before_the_next
     assert gone([second])
 
 
+@pytest.mark.thorough
 async def test_what_had_no_answer_when_it_was_put_was_held_for_ever(folder: Path) -> None:
     fd = memory(b"weights")
     store = KeeperStore(folder, start_keeper, answer_s=0.2)
@@ -365,6 +370,7 @@ def test_a_caller_for_whom_there_was_no_descriptor_kept_it_busy_for_ever(tmp_pat
     assert 1 <= int(output) < 10
 
 
+@pytest.mark.thorough
 async def test_two_that_are_started_at_once_are_one(folder: Path) -> None:
     async with anyio.create_task_group() as tasks:
         for _ in range(3):

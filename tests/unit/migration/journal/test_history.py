@@ -63,6 +63,7 @@ def _kinds(log: EventLog) -> list[str]:
     return [event.kind for event in log.remembered()]
 
 
+@pytest.mark.thorough
 async def test_an_operation_that_could_not_be_written_is_not_known_and_the_next_one_is_taken() -> None:
     """Issue 4: once a write had failed with no operation under way, every later one was refused until a restart."""
     ledger, disk, log = _opened()

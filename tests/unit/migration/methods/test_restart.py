@@ -139,6 +139,7 @@ async def test_one_that_was_started_again_by_an_earlier_order_is_where_that_had_
     assert [(one.gpu, one.is_earlier) for one in (again, first)] == [("gpu1", True), ("gpu1", False)]
 
 
+@pytest.mark.thorough
 async def test_a_process_that_was_killed_is_not_taken_for_the_one_in_its_place(tmp_path: Path) -> None:
     """Killed before its boundary, its connection was there for a moment still: it went on a second time, and the
     operation was suspended while its supervisor had started another."""
@@ -279,6 +280,7 @@ async def test_a_rank_that_fell_before_it_was_seen_left_the_operation_waiting(tm
     assert failures[0].hint == "read what it printed", "whether its state is held is seen later"
 
 
+@pytest.mark.thorough
 async def test_a_daemon_that_was_not_there_at_the_start_saw_no_rank_fall_before_its_agent_came(tmp_path: Path) -> None:
     """An earlier daemon had asked for the start; the one that waits now finds the rank below the launcher itself."""
     workers, supervisors = Attending(), Supervisors(start_ticks_of)

@@ -284,6 +284,7 @@ def test_a_python_that_is_kept_ready_was_shown_nowhere() -> None:
     assert "prestarted" not in ways(a_snapshot(candidate))["restart"].reason
 
 
+@pytest.mark.thorough
 def test_thousands_of_processes_are_judged_each_with_its_own_family_only() -> None:
     """Judging each among all the others took the daemon's loop for seconds on a node with 2,000 of them."""
     agent = an_agent()

@@ -65,6 +65,7 @@ async def test_a_migration_moves_room_and_bytes_and_gives_everything_back(tmp_pa
         assert agent.seen[1:] == ["survey", "park", "survey", "offload", "reload", "release"]
 
 
+@pytest.mark.thorough
 async def test_a_suspended_job_holds_no_room_and_goes_on_where_it_is_told(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
@@ -95,6 +96,7 @@ async def test_a_dry_run_does_nothing(tmp_path: Path, process: Child) -> None:
         assert node.operations.runner.operations() == ()
 
 
+@pytest.mark.thorough
 async def test_a_process_that_became_another_program_was_waited_for_without_end(tmp_path: Path, process: Child) -> None:
     """Its agent is another one, so the one that has the bytes will never come back to the next daemon."""
     async with running(tmp_path) as node:
@@ -180,6 +182,7 @@ async def test_a_cancelled_wait_for_a_boundary_is_withdrawn_without_a_trace(tmp_
         agent.go_on.set()
 
 
+@pytest.mark.thorough
 async def test_a_process_that_dies_while_its_bytes_are_out_is_lost_and_its_bytes_are_freed(
     tmp_path: Path, process: Child
 ) -> None:
@@ -220,6 +223,7 @@ async def test_bad_requests_name_their_reason(
         assert refused.value.facts["reasons"]
 
 
+@pytest.mark.thorough
 async def test_what_a_killed_daemon_had_suspended_the_next_one_resumes(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)

@@ -101,6 +101,7 @@ def test_the_short_form_gives_that_many_alike_and_all_linked() -> None:
     assert parse_topology(" 3 X 8 GiB ") == node
 
 
+@pytest.mark.thorough
 def test_identities_are_the_same_in_every_run_and_never_twice() -> None:
     node = parse_topology("256x1GiB")
     assert len({gpu.uuid for gpu in node.gpus}) == len({gpu.pci_address for gpu in node.gpus}) == 256

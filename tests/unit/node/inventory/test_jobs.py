@@ -86,6 +86,7 @@ anyio.run(main)
 """
 
 
+@pytest.mark.thorough
 def test_a_job_that_cannot_start_for_want_of_descriptors_says_so_as_its_result() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     done = subprocess.run(

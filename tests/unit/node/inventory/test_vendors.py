@@ -73,6 +73,7 @@ async def test_a_library_that_hangs_later_is_shown_with_what_it_said_last() -> N
         ]
 
 
+@pytest.mark.thorough
 async def test_a_slow_library_gets_its_answer_in_at_the_next_look() -> None:
     provider = Provider(gpu(0))
     provider.hang()
@@ -152,6 +153,7 @@ anyio.run(main)
 """
 
 
+@pytest.mark.thorough
 def test_a_process_with_a_hanging_library_can_end() -> None:
     done = subprocess.run(
         [sys.executable, "-c", HANGING_DAEMON], capture_output=True, text=True, check=False, timeout=HANG_S
@@ -180,6 +182,7 @@ async def test_a_failing_library_leaves_its_gpus_listed_and_unknown() -> None:
         assert node.kinds("vendor", "gpu", "process") == ["vendor.failed"]
 
 
+@pytest.mark.thorough
 async def test_a_failed_library_is_opened_again_at_growing_intervals() -> None:
     provider = Provider(gpu(0))
     working, provider.answer = provider.answer, DeviceError("broken", "mend it")

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hegmd.node.processes.process_tree import pids_below, read_tree
 
 HIDDEN = "import ctypes; ctypes.CDLL(None).prctl(4, 0); print('ready', flush=True); input()"
@@ -26,6 +28,7 @@ def is_guarded(text: str, uid: int) -> bool:
             process.kill()
 
 
+@pytest.mark.thorough
 def test_a_process_whose_memory_its_own_user_may_not_read_counted_as_theirs() -> None:
     """Only the real user was looked at: sudo or su that a user had started came into an image that was theirs."""
     uid = os.getuid() or 65534

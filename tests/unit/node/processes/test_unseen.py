@@ -175,6 +175,7 @@ def test_a_real_hidepid_mount(start: Start) -> None:
     assert lines == [f"UNSEEN {NOTE_HIDDEN}"]
 
 
+@pytest.mark.thorough
 @needs_root
 def test_a_real_pid_namespace() -> None:
     inside = ("unshare", "--pid", "--fork", "--mount-proc")

@@ -35,7 +35,7 @@ def _through(fd: int, value: Any) -> Any:
     return state_file.read(fd)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@in_one_test("seed", range(60))
 def test_a_value_of_any_kind_comes_back_to_the_bit(fd: int, seed: int) -> None:
     value = Drawn(seed).value(depth=4)
     assert exact(_through(fd, value)) == exact(value)
@@ -190,6 +190,7 @@ def _read(data: bytes) -> Any:
         os.close(fd)
 
 
+@pytest.mark.thorough
 def test_a_file_that_was_cut_anywhere_is_refused() -> None:
     whole = _file_of(_small())
     for length in range(len(whole)):
@@ -198,6 +199,7 @@ def test_a_file_that_was_cut_anywhere_is_refused() -> None:
     assert exact(_read(whole)) == exact(_small())
 
 
+@pytest.mark.thorough
 def test_a_file_with_any_bit_flipped_is_refused_or_the_same() -> None:
     """Between the pieces lie bytes that nobody reads; all others are under a checksum."""
     whole = _file_of(_small())
@@ -214,6 +216,7 @@ def test_a_file_with_any_bit_flipped_is_refused_or_the_same() -> None:
     assert harmless < 2 * 3 * 63, "no more than the gaps before the table's end and two pieces"
 
 
+@pytest.mark.thorough
 def test_a_flip_in_any_page_of_a_large_piece_is_found_and_said() -> None:
     whole = bytearray(_file_of(torch.zeros(5 << 20, dtype=torch.float32)))
     whole[-(3 << 20)] ^= 4
