@@ -151,7 +151,7 @@ class Moving:
         )
         self._by_driver = None if simulated else self._driver_orphans()
         self.orphans = self._make_orphans(events)
-        self.resting = SuspendedOperations(workers, pool, self.runner, events, when=spill)
+        self.resting = SuspendedOperations(workers, pool, self.runner, performer, events, when=spill)
         self.survey = self._make_survey()
         self._make_authorities(self.survey, handoff, restart_always=restart_always, max_park_s=max_park_s)
         for part in (self.attendance, self.runner, self.resting, self.orphans, self.periodic):

@@ -26,6 +26,7 @@ from hegmd.migration.machine.next_effects import SUSPENDED
 from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.machine.operation import Operation
 from hegmd.migration.model import PoolMemory
+from hegmd.migration.run.executor import EffectExecutor
 from hegmd.migration.run.runner import Runner
 from hegmd.protocol.operations import HOST
 from hegmd.system.condition import Condition
@@ -56,16 +57,26 @@ class Rest:
 class SuspendedOperations:
     """`when` is the setting: asked, full or always. `run` has to be running."""
 
-    def __init__(self, workers: Workers, pool: Pool, runner: Runner, events: EventLog, *, when: str = ASKED) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        pool: Pool,
+        runner: Runner,
+        performer: EffectExecutor,
+        events: EventLog,
+        *,
+        when: str = ASKED,
+    ) -> None:
         self._workers = workers
+        self._performer = performer
         self._pool = pool
         self._runner = runner
         self._events = events
         self._when = when
         self._rests: dict[str, Rest] = {}
         self._wanted: set[str] = set()
-        #: Operations whose bytes are being compared with their checksums.
-        self._comparing: set[str] = set()
+        #: Operations that are being prepared for their resume.
+        self._preparing: set[str] = set()
         self._tasks: anyio.abc.TaskGroup | None = None
         if when != ASKED:
             pool.free_memory = self.free_memory
@@ -122,26 +133,27 @@ class SuspendedOperations:
         if rest is not None and rest.failure is not None:
             raise rest.failure
 
-    def compare_soon(self, op_id: str) -> None:
-        """Compare the bytes of an operation that is about to resume with their checksums, so that the resume need
-        not: with 32 GiB that takes it two seconds.
+    def prepare_soon(self, op_id: str) -> None:
+        """Do now what a resume that is about to come would do first: compare the bytes with their checksums, which
+        takes two seconds for 32 GiB, and open the copy sessions.
         """
-        if self._tasks is not None and op_id not in self._comparing:
-            self._comparing.add(op_id)
-            self._tasks.start_soon(self._compare, op_id, name=f"comparison of operation {op_id}")
+        if self._tasks is not None and op_id not in self._preparing:
+            self._preparing.add(op_id)
+            self._tasks.start_soon(self._prepare, op_id, name=f"preparation of operation {op_id}")
 
-    async def _compare(self, op_id: str) -> None:
+    async def _prepare(self, op_id: str) -> None:
         try:
             op = next((op for op in self._runner.under_way() if op.id == op_id and op.phase == SUSPENDED), None)
             for member in () if op is None else op.live:
-                if member.offloaded:
+                if op is not None and member.offloaded:
                     await self._pool.compare_ahead(Key(op_id, member.name))
-        except HegmError as error:  # the resume compares again, and its caller gets the error
-            logger.warning("%s", error.message)
-        except Exception:  # the edge of one comparison: what is wrong here is not to end the daemon
-            logger.exception("comparing operation %s failed", op_id)
+                    await self._performer.prepare_ahead(op, member)
+        except HegmError as error:  # the resume tries again, and its caller gets the error
+            logger.warning("operation %s is not prepared: %s", op_id, error.message)
+        except Exception:  # the edge of one preparation: what is wrong here is not to end the daemon
+            logger.exception("preparing operation %s failed", op_id)
         finally:
-            self._comparing.discard(op_id)
+            self._preparing.discard(op_id)
 
     async def wait_a_moment(self, op_id: str) -> None:
         """Wait briefly until background work such as checksums is finished. Raises nothing."""
@@ -220,6 +232,7 @@ class SuspendedOperations:
             rest.news.notify_all()
 
         if member.offloaded and self._is_to_be_spilled(op):
+            await self._performer.undo_preparation(op, member)
             await self._pool.spill(key, on_progress)
         piece = self._pool.by_owner().get(key)
         if member.offloaded and piece is not None and piece.spilled:

@@ -48,8 +48,8 @@ logger = logging.getLogger(__name__)
 SETTLED_AFTER_S, SETTLE_INTERVAL_S = 15.0, 0.1
 # While somebody waits: at most so long from one look to the next. Nothing reports that other programs free memory.
 LOOK_INTERVAL_S = 1.0
-# The bytes of a job whose turn comes within this time are compared with their checksums: 32 GiB take 4 s.
-COMPARE_AHEAD_S = 15.0
+# A job whose turn comes within this time is prepared: its bytes are compared with their checksums, 32 GiB in 4 s.
+PREPARE_AHEAD_S = 15.0
 # Looks are at least so far apart: each asks the driver.
 MIN_INTERVAL_S = 0.02
 
@@ -208,18 +208,18 @@ class Sharing:
         for action in decision.actions:
             self.actions.begin(action, view)
         self.decided.notify_all()
-        self._compare_ahead(view, decision)
+        self._prepare_ahead(view, decision)
         if decision.again_at_s is None:
             return LOOK_INTERVAL_S
         return max(MIN_INTERVAL_S, min(LOOK_INTERVAL_S, decision.again_at_s - self._clock()))
 
-    def _compare_ahead(self, view: View, decision: model.Decision) -> None:
-        """Have the bytes of suspended jobs compared whose turns come soon."""
-        soon_s = self._clock() + COMPARE_AHEAD_S
+    def _prepare_ahead(self, view: View, decision: model.Decision) -> None:
+        """Prepare suspended jobs whose turns come soon."""
+        soon_s = self._clock() + PREPARE_AHEAD_S
         for waiting in decision.waiting:
             seen = view.jobs.get(waiting.subject)
             if waiting.at_s is not None and waiting.at_s < soon_s and seen is not None and seen.operation is not None:
-                self._moving.resting.compare_soon(seen.operation.id)
+                self._moving.resting.prepare_soon(seen.operation.id)
 
     async def look(self, *more: LeaseRecord) -> tuple[View, model.Decision]:
         """Look at the node now and decide, without carrying anything out. `more` are leases only thought of."""

@@ -64,6 +64,27 @@ async def test_bytes_pass_through_video_memory_and_are_in_the_pool_when_the_chec
         await job.put_back()
 
 
+async def test_a_preparation_ahead_and_the_resume_share_one_copy_session(moving: Moving) -> None:
+    """The second would close the session of the first, which may be copying."""
+    async with moving() as job:
+        await job.take_out()
+        async with job.carrier.overlap_checkpoint(job.subject):
+            pass
+        await job.carrier.abandon(job.off)
+        assert job.carrier.routes == {}
+        found: list[object] = []
+
+        async def prepare() -> None:
+            await job.carrier.prepare(job.off)
+            found.extend(job.carrier.routes.values())
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(prepare)
+            tasks.start_soon(prepare)
+        assert len(set(map(id, found))) == 1
+        await job.put_back()
+
+
 @pytest.mark.thorough
 async def test_an_agent_of_an_earlier_release_shows_its_places_in_its_own_form(moving: Moving) -> None:
     """It lives as long as its job does, through upgrades of hegmd, and knows nothing of packed ones."""
@@ -411,6 +432,27 @@ async def test_a_job_that_goes_on_has_what_was_still_held_beside_it(moving: Movi
         event = await performer.perform(op, Verify(number=1, worker=member.name, cause=1, beyond=0), ignored, None)
         assert isinstance(event, Verified) is (books is Books), event
         assert not job.held()
+        await job.carrier.release(job.subject)
+
+
+async def test_a_kept_context_has_its_copy_session_before_it_resumes(moving: Moving) -> None:
+    """Opening it took a turn of two jobs 40 ms while none of them trained."""
+    async with moving() as job:
+        await job.suspend()
+        who: dict[str, Any] = {"pid": job.subject.pid, "start_ticks": job.subject.start_ticks, "token": "a" * 32}
+        out: dict[str, Any] = {"carrier": "host", "offloaded": True, "gpu": None, "previous_gpu": "gpu0", **who}
+        performer = _performer(job)
+        whole = worker(job.subject.name, None, method="driver", **out)
+        await performer.prepare_ahead(operation(whole, id=job.subject.operation), whole)
+        assert job.carrier.routes == {}, "a job without a context may resume on any GPU"
+        kept = worker(job.subject.name, None, method="keep-context", **out)
+        op = operation(kept, id=job.subject.operation)
+        await performer.prepare_ahead(op, kept)
+        (route,) = job.carrier.routes.values()
+        await job.carrier.prepare(job.off)
+        assert list(job.carrier.routes.values()) == [route]
+        await performer.undo_preparation(op, kept)
+        assert job.carrier.routes == {}
         await job.carrier.release(job.subject)
 
 

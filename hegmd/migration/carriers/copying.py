@@ -347,8 +347,11 @@ class CopyingCarrier(NoCopy):
         if route is None:
             uuids = await self.reach(subject)
             async with self.gpus.turns(self.gpus.name_of(uuid) for uuid in uuids):
+                route = self.routes.get(lane_of(subject))  # another task may have opened it meanwhile
+                if route is not None:
+                    return route
                 route = await CopyClient.open(self._helper, lane_of(subject), uuids, *(self.piece(subject) or ()))
-            self.routes[lane_of(subject)] = route
+                self.routes[lane_of(subject)] = route
             await self.attach(subject, route)
         return route
 

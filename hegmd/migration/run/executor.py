@@ -211,6 +211,18 @@ class EffectExecutor:
             self.paces.note_arming(member.carrier, anyio.current_time() - began)
         return events.Reserved(**effect.ending())
 
+    async def prepare_ahead(self, op: Operation, member: Member) -> None:
+        """Prepare the copies of a suspended process that is about to resume. Only one that kept its contexts is sure to
+        resume where it was. Raises HegmError.
+        """
+        if member.offloaded and member.keeps_context and not member.gpu_unknown:
+            subject = replace(self._cast.subject(op, member), target_gpu=member.previous_gpu)
+            await self._cast.carrier(member).prepare(subject)
+
+    async def undo_preparation(self, op: Operation, member: Member) -> None:
+        """Give up what was prepared ahead."""
+        await self._cast.carrier(member).abandon(self._cast.subject(op, member))
+
     async def _release_reservation(
         self, op: Operation, member: Member, effect: effects.ReleaseReservation, _: Progress
     ) -> Event:

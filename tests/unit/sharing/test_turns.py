@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hegmd.protocol import sharing as told
 from hegmd.sharing import model
-from hegmd.sharing.service import COMPARE_AHEAD_S
+from hegmd.sharing.service import PREPARE_AHEAD_S
 from tests.unit.sharing.shared_node import ADMIN, MIB, sharing_on
 
 Child = subprocess.Popen[bytes]
@@ -19,7 +19,7 @@ async def test_bytes_are_compared_with_their_checksums_before_the_turn_comes(
     tmp_path: Path, process: Child, other: Child
 ) -> None:
     """A job of 32 GiB waited for that for two seconds while no job trained."""
-    policy = model.Rules(slices=True, min_quantum_s=COMPARE_AHEAD_S - 1, quantum_per_switch=0.0, settle_s=0.0)
+    policy = model.Rules(slices=True, min_quantum_s=PREPARE_AHEAD_S - 1, quantum_per_switch=0.0, settle_s=0.0)
     async with sharing_on(tmp_path, policy=policy) as shared:
         await shared.node.attend(process.pid, BYTES)
         lease = (await shared.make_room(7 * MIB, until_free=True)).lease
