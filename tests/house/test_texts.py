@@ -206,5 +206,9 @@ def test_a_message_is_found_by_what_a_user_saw_of_it() -> None:
     assert [one.text for one in messages.with_words(found, ["agent", "has"])] == ["{who} has no agent"]
     assert [one.text for one in messages.with_words(found, ["process 4711 has no agent"])] == ["{who} has no agent"]
     assert messages.with_words(found, ["process 4711 has an agent"]) == []
-    real = messages.with_words(messages.messages(), "process 4711 (train.py) has no agent".split())
-    assert real[0].place.startswith("hegmd/migration/plan/members.py:")
+
+
+@pytest.mark.thorough
+def test_a_whole_message_leads_to_the_file_that_makes_it() -> None:
+    found = messages.with_words(messages.messages(), "process 4711 (train.py) has no agent".split())
+    assert found[0].place.startswith("hegmd/migration/plan/members.py:")
