@@ -185,7 +185,7 @@ assert "shake it for so long" in command_help(COMMANDS["shake"], 80)
 assert all("shake" in text and "strength" in text for text in completions().values())
 assert ".SS hegmctl shake [OPTION]... JOB" in client_page("2026-11-21")
 assert "| `shake` | [Shaken](protocol.md#shake) |" in reference()
-assert all(part in protocol_reference() for part in ("#### `shake`", "* `strength_s` float?: shake it", "Reply, Shaken:"))
+assert all(part in protocol_reference() for part in ("#### `shake`", "* `strength_s` float?: shake", "Reply, Shaken:"))
 signature = "def shake(self, pid: int, *, strength_s: float | None = ..., dry_run: bool = ...) -> m.Shaken: ..."
 assert stub().count(signature) == 2
 """
