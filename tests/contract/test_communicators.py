@@ -17,13 +17,14 @@ import pytest
 
 from tests.patience import HANG_S
 from tests.stubs.build import build_stub
+from tests.wide import telling
 
 pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group("ranks")]
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", telling([(2,), (3,)], [(3,)]))
 def test_a_training_whose_groups_were_replaced_has_the_losses_of_an_undisturbed_one(ranks: int, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

@@ -167,9 +167,13 @@ def quoted_messages(page: str) -> list[str]:
     return re.findall(r'(?m)^\| "([^"]+)" ', page)
 
 
+# All files are read for that once.
+_messages = functools.cache(messages.messages)
+
+
 def unknown_messages(quoted: list[str]) -> list[str]:
     """Those of them that no file of the shipped packages can show."""
-    texts = [message.text for message in messages.messages()]
+    texts = [message.text for message in _messages()]
     unknown: list[str] = []
     for words in quoted:
         pattern = re.compile(".*".join(re.escape(part.strip()) for part in words.split("…") if part.strip()), re.DOTALL)
@@ -179,6 +183,7 @@ def unknown_messages(quoted: list[str]) -> list[str]:
 
 
 @pytest.mark.thorough
+@pytest.mark.xdist_group("messages")
 def test_each_message_that_is_explained_can_be_seen() -> None:
     quoted = quoted_messages((ROOT / "docs" / "troubleshooting.md").read_text())
     assert len(quoted) > 20
@@ -186,6 +191,7 @@ def test_each_message_that_is_explained_can_be_seen() -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.xdist_group("messages")
 def test_a_message_that_is_gone_would_be_noticed() -> None:
     assert unknown_messages(["the pool may hold …", "no such … words anywhere"]) == ["no such … words anywhere"]
 
@@ -197,7 +203,6 @@ def test_messages_are_found_with_what_is_filled_in() -> None:
     assert found == {("Refused", "gpu {name} has no room"), ("hint", "end a job")}
 
 
-@pytest.mark.thorough
 def test_a_message_is_found_by_what_a_user_saw_of_it() -> None:
     """Issue 15: a search for a whole message found nothing, because names and numbers in it are filled in."""
     found = [
@@ -209,6 +214,7 @@ def test_a_message_is_found_by_what_a_user_saw_of_it() -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.xdist_group("messages")
 def test_a_whole_message_leads_to_the_file_that_makes_it() -> None:
-    found = messages.with_words(messages.messages(), "process 4711 (train.py) has no agent".split())
+    found = messages.with_words(_messages(), "process 4711 (train.py) has no agent".split())
     assert found[0].place.startswith("hegmd/migration/plan/members.py:")

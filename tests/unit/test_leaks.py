@@ -112,6 +112,7 @@ def _marked(words: list[str], mark: str | None, **more: object) -> subprocess.Po
     return subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True, **more)  # type: ignore[call-overload] # by name
 
 
+@pytest.mark.thorough
 def test_what_a_launcher_left_is_ended_with_the_run_and_nothing_else() -> None:
     """Issue 14, row 18: the ranks of a launcher that was killed stayed, each in a session of its own."""
     own, other = os.urandom(8).hex(), os.urandom(8).hex()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from time import monotonic
 
+import pytest
+
 from hegmd.agent.channel import Channel
 from hegmd.agent.lifecycle import PAUSE_S, attend
 from hegmd.agent.quiesce import Gate
@@ -19,6 +21,7 @@ class _Broken(Channel):
         raise SystemExit("raised in here by somebody")
 
 
+@pytest.mark.thorough
 def test_an_agent_that_could_not_hang_up_ended_and_left_its_job_standing() -> None:
     """And what failed each time was tried again without a pause, which took the job's processor."""
     began = monotonic()

@@ -74,6 +74,7 @@ def test_a_python_that_leaves_the_agent_out_began_anew_to_its_end(torch: str, wo
         assert process.wait(timeout=HANG_S) == -9
 
 
+@pytest.mark.thorough
 def test_a_wrapper_that_drops_the_environment_is_ended_with_what_it_started(torch: str) -> None:
     script = 'env -u PYTHONPATH "$@"; echo again'
     with running("sh", "-c", script, "sh", sys.executable, "-c", TRAINS, torch, path=INJECT) as process:

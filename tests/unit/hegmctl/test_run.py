@@ -134,6 +134,7 @@ def test_images_that_cannot_be_had_are_refused_before_anything_runs(
     assert says in ran.stderr
 
 
+@pytest.mark.thorough
 def test_images_that_are_missed_were_told_of_in_the_daemons_log_alone(socket_path: Path) -> None:
     """Whoever stays with the job says what the daemon has to say, the job running on."""
 
@@ -408,6 +409,7 @@ def test_a_command_that_keeps_the_agent_out_began_anew_in_the_place_of_going_on(
     assert not daemon.asked
 
 
+@pytest.mark.thorough
 def test_a_job_that_can_never_be_restarted_is_told_of_and_runs(daemon: FakeDaemon) -> None:
     ran = hegmctl("run", "--allow-restart", "--", sys.executable, "-I", "-c", "print('ran')", socket=daemon.path)
     assert (ran.returncode, ran.stdout) == (0, "ran\n")

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from time import monotonic
 
+import pytest
+
 from hegmctl.slurm import SlurmSignals
 from tests.looks import pause
 from tests.patience import HANG_S
@@ -61,6 +63,7 @@ def _await(path: Path) -> str:
     return path.read_text().strip()
 
 
+@pytest.mark.thorough
 def test_a_spawn_that_fails_ends_no_command_and_is_tried_again_until_it_succeeds(tmp_path: Path) -> None:
     """The error of posix_spawn ended `run --slurm`, and the job was suspended for ever after SIGCONT."""
     python, called = tmp_path / "python", tmp_path / "called"
@@ -91,6 +94,7 @@ def test_a_spawn_that_fails_ends_no_command_and_is_tried_again_until_it_succeeds
     assert parent.returncode == 7
 
 
+@pytest.mark.thorough
 def test_a_process_without_a_descriptor_to_end_it_is_ended_and_started_again(tmp_path: Path) -> None:
     python, called = tmp_path / "python", tmp_path / "called"
     _stand_in(python, called)

@@ -86,6 +86,7 @@ def feed_of(daemon: FakeDaemon) -> Feed:
     return Feed(lambda: connect(str(daemon.path), timeout_s=HANG_S), interval_s=3600.0)
 
 
+@pytest.mark.thorough
 def test_an_event_is_followed_by_a_look_and_a_daemon_that_leaves_is_told_of(answering: FakeDaemon) -> None:
     requests: list[tuple[Caller, Asked]] = []
     answering.answers[m.Events] = lambda caller, asked: requests.append((caller, asked))

@@ -70,6 +70,7 @@ def _stopping(caller: Caller) -> None:
     caller.daemon.hang_up()
 
 
+@pytest.mark.thorough
 def test_following_goes_on_with_the_events_of_the_next_daemon(socket_path: Path) -> None:
     """A daemon counts from its own start: the numbers begin again, and nothing may be missed for that."""
     answers = node.answers()
@@ -85,6 +86,7 @@ def test_following_goes_on_with_the_events_of_the_next_daemon(socket_path: Path)
             assert following.line().endswith("gpu1 is back")
 
 
+@pytest.mark.thorough
 def test_following_repeats_nothing_when_only_the_connection_broke(socket_path: Path) -> None:
     def answer(caller: Caller, asked: Asked) -> None:
         remembering(node.EVENTS if len(seen) == 0 else [*node.EVENTS, NEXT])(caller, asked)
@@ -102,6 +104,7 @@ def test_following_repeats_nothing_when_only_the_connection_broke(socket_path: P
     assert [asked.request for asked in seen] == [m.Events(since=2, follow=True), m.Events(since=0, follow=True)]
 
 
+@pytest.mark.thorough
 def test_following_asks_for_what_comes_next_or_for_everything_by_the_daemons_run(socket_path: Path) -> None:
     """By the time of an event alone, those of a daemon whose clock was set back were left out."""
     answers = node.answers(node.WELCOME.replace(run="one"))

@@ -8,6 +8,7 @@ import subprocess
 
 import anyio
 import anyio.lowlevel
+import pytest
 
 from hegmd.migration.run.runner import ended
 from tests.patience import HANG_S
@@ -16,6 +17,7 @@ Child = subprocess.Popen[bytes]
 TURNS = 50
 
 
+@pytest.mark.thorough
 async def test_want_of_descriptors_was_taken_for_the_end_of_every_operation(process: Child) -> None:
     """pidfd_open failed with EMFILE, and the runner ended with all that it ran."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -220,6 +220,7 @@ async def test_bytes_are_given_up_by_name_only_and_a_process_never(tmp_path: Pat
         await node.operations.adopt(process.pid, "gpu0", node.asked(dry_run=True))
 
 
+@pytest.mark.thorough
 async def test_a_process_that_stands_a_second_time_is_told_of_a_second_time(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = ModelAgent(node.workers, process.pid)

@@ -36,6 +36,7 @@ async def test_a_plan_was_made_with_the_bytes_of_the_last_count(tmp_path: Path, 
         assert answer.plan.size_bytes == 12
 
 
+@pytest.mark.thorough
 async def test_a_plan_does_not_wait_for_ever_for_what_a_job_holds(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
@@ -65,6 +66,7 @@ async def test_the_processes_of_one_run_move_as_one(tmp_path: Path, process: Chi
         assert {worker.pid for worker in answer.plan.workers} == {process.pid, other.pid}
 
 
+@pytest.mark.thorough
 async def test_a_rank_that_was_not_counted_yet_was_left_behind(tmp_path: Path, process: Child, other: Child) -> None:
     async with running(tmp_path) as node:
         first = await node.attend(process.pid, run="1", rank=0, world_size=2)
@@ -115,6 +117,7 @@ async def test_a_process_that_holds_no_storages_is_refused_for_that(tmp_path: Pa
         assert "park" not in agent.seen
 
 
+@pytest.mark.thorough
 async def test_a_job_before_its_first_batch_was_refused_for_being_on_no_gpu(tmp_path: Path, process: Child) -> None:
     """As if it had to be started otherwise. Its supervisor is on its way as well, which may be named in its place."""
     async with running(tmp_path) as node:
@@ -216,6 +219,7 @@ async def test_a_restart_of_a_stopped_job_was_refused_with_advice_about_its_scri
             assert hint in refused.hint, refused
 
 
+@pytest.mark.thorough
 async def test_a_stopped_job_is_not_waited_for_as_long_as_its_batch_may_take(tmp_path: Path, process: Child) -> None:
     async with supervised(tmp_path, process.pid) as (node, agent):
         agent.slow.add("weigh")

@@ -150,6 +150,7 @@ class Rank:
         return self._process.poll() is not None
 
 
+@pytest.mark.thorough
 async def test_a_rank_that_connects_while_the_remains_of_its_job_are_ended_is_ended_too(
     process: subprocess.Popen[bytes], other: subprocess.Popen[bytes]
 ) -> None:

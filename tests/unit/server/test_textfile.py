@@ -110,6 +110,7 @@ async def test_what_keeps_the_file_from_being_written_is_told_once_and_so_is_its
     ]
 
 
+@pytest.mark.thorough
 async def test_a_disk_that_hangs_holds_up_nothing_and_gets_no_second_writer(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -284,6 +284,7 @@ async def test_many_at_once() -> None:
 PTRACE_SEIZE, PTRACE_O_TRACEEXIT = 0x4206, 0x40
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="ptrace requests are Linux's")
 async def test_a_child_that_sigkill_cannot_end_is_left_to_its_thread(tmp_path: Path) -> None:
     """A tracer that holds the child at its exit stands for a driver call that never returns."""

@@ -279,6 +279,7 @@ def test_a_full_queue_delays_a_report_and_loses_none(manager: Manager, reports: 
     assert manager.next() == (["READY=1"], [])
 
 
+@pytest.mark.thorough
 def test_a_queue_that_stays_full_stops_nobody(manager: Manager, reports: ServiceManager) -> None:
     manager.fill()
     started = time.monotonic()

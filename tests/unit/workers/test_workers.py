@@ -221,6 +221,7 @@ async def test_a_park_takes_the_place_of_one_that_is_under_way(process: subproce
         agent.go_on.set()
 
 
+@pytest.mark.thorough
 async def test_an_agent_that_swallows_a_survey_does_not_hold_up_who_asks_next(process: subprocess.Popen[bytes]) -> None:
     """`hegmctl adopt` waited for ten minutes, and every order after it."""
     async with attended(process.pid) as (workers, agent, _, _):
@@ -250,6 +251,7 @@ async def test_an_order_that_was_cancelled_before_it_was_sent_holds_up_nobody(
         assert agent.seen == ["park"]
 
 
+@pytest.mark.thorough
 async def test_an_order_without_an_answer_holds_up_others_for_its_limit_only(
     process: subprocess.Popen[bytes],
 ) -> None:

@@ -301,6 +301,7 @@ def dial(folder: Path) -> socket.socket:
         os.close(at)
 
 
+@pytest.mark.thorough
 async def test_nonsense_is_answered_and_costs_nobody_anything(folder: Path) -> None:
     await start_keeper(folder)
     fds = [memory(b"a"), memory(b"b")]

@@ -73,6 +73,7 @@ async def test_a_checkpoint_waits_until_the_memory_is_seen_to_be_free_and_says_w
     assert (left.reserved_bytes, left.driver_bytes) == (None, None)
 
 
+@pytest.mark.thorough
 async def test_memory_that_stays_beyond_the_plan_is_a_failure_with_numbers() -> None:
     node = ModelNode(uses=[use(1200)])
     with pytest.raises(HegmError, match="1200 MiB on gpu0 are its own, and at most 1000 MiB were expected") as found:

@@ -112,6 +112,7 @@ async def test_a_process_that_became_another_program_was_waited_for_without_end(
         assert lost.processes[0].state == "lost"
 
 
+@pytest.mark.thorough
 async def test_an_order_was_given_to_an_agent_that_had_come_back_and_gone_on(tmp_path: Path, process: Child) -> None:
     """What was decided on the news of one connection went over the next one, before anybody had asked how it stands."""
     async with running(tmp_path) as node:

@@ -66,6 +66,7 @@ def test_how_a_process_has_ended_is_seen_before_its_parent_asks(code: str, said:
     assert is_ending(child.pid)
 
 
+@pytest.mark.thorough
 async def test_an_operation_lost_its_process_when_descriptors_were_short(start: Start) -> None:
     """The end of a process is waited for; one that cannot be seen for a moment is looked at again."""
     asked: list[bool] = []
