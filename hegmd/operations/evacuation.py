@@ -59,7 +59,7 @@ class Evacuation(BackgroundTasks):
     async def _evacuate(self, name: str) -> None:
         """Drain that GPU for as long as it is failing."""
         logger.warning("%s is failing, and its jobs are moved to other GPUs: %s", name, self._gpus[name].health.reason)
-        told: Sequence[str] = ()
+        told: frozenset[object] = frozenset()
         try:
             while self._is_due(name):
                 told = await self._drain_once(name, told)
@@ -67,27 +67,39 @@ class Evacuation(BackgroundTasks):
         finally:
             self._draining.discard(name)
 
-    async def _drain_once(self, name: str, told: Sequence[str]) -> Sequence[str]:
-        """Drain it once. `told` is the last report about the jobs that stay; return the new report."""
+    async def _drain_once(self, name: str, told: frozenset[object]) -> frozenset[object]:
+        """Drain it once. `told` is who stayed before and for which kind of reason; return who stays now.
+
+        It is reported only if that has changed: the numbers in the reasons change each time.
+        """
         why = self._gpus[name].health.reason
         asked = RequestContext(by=BY, may=lambda _uid: True, emit=_discard_progress)
         try:
             outcome = await self._drain(name, (), asked)
         except HegmError as error:
-            stay = [error.message]
-            if stay != told:
-                self._record("warning", f"{name} is failing, and its jobs cannot be moved: {error.message}", name)
-            return stay
+            refused: frozenset[object] = frozenset({error.code.name})
+            if refused != told:
+                message = f"{name} is failing, and its jobs cannot be moved: {error.message}"
+                self._record("warning", message, name, error.hint)
+            return refused
         moved = [operation for operation in outcome.operations if operation.phase == DONE]
+        failed = [one for one in outcome.operations if one.phase != DONE]
         stay = [f"process {reason.pid} stays: {reason.message}" for reason in outcome.left]
-        stay += [f"operation {one.id} ended {one.phase}" for one in outcome.operations if one.phase != DONE]
+        stay += [f"operation {one.id} ended {one.phase}" for one in failed]
+        who: frozenset[object] = frozenset(
+            [(reason.pid, reason.code) for reason in outcome.left]
+            + [(process.pid, one.phase) for one in failed for process in one.processes]
+        )
         if moved:
             self._record("info", f"{len(moved)} jobs were moved off {name}, which is failing: {why}", name)
-        if stay and stay != told:
-            self._record("warning", f"{name} is failing, and not all jobs can be moved: {'; '.join(stay)}", name)
-        return stay
+        if stay and who != told:
+            message = f"{name} is failing, and not all jobs can be moved: {'; '.join(stay)}"
+            hint = next((reason.hint for reason in outcome.left if reason.hint), "see: hegmctl ops")
+            self._record("warning", message, name, hint)
+        return who
 
-    def _record(self, severity: str, message: str, name: str) -> None:
+    def _record(self, severity: str, message: str, name: str, hint: str = "") -> None:
+        message = f"{message}; {hint}" if hint else message
         self._events.record("gpu.evacuated", severity, message, gpu=name)
         logger.log(logging.WARNING if severity == "warning" else logging.INFO, "%s", message)
 

@@ -151,8 +151,16 @@ class ProtectedJob:
 
 
 async def stacks_of(own: Sequence[AgentConnection]) -> str:
-    """Return where the threads of these processes are."""
-    return "\n".join([f"process {worker.pid}: {await _stacks_of(worker)}" for worker in own])
+    """Return where the threads of these processes are. All are asked at one time."""
+    found = dict.fromkeys(own, "")
+
+    async def one(worker: AgentConnection) -> None:
+        found[worker] = await _stacks_of(worker)
+
+    async with anyio.create_task_group() as tasks:
+        for worker in own:
+            tasks.start_soon(one, worker)
+    return "\n".join([f"process {worker.pid}: {stacks}" for worker, stacks in found.items()])
 
 
 async def _stacks_of(worker: AgentConnection) -> str:

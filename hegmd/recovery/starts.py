@@ -193,22 +193,22 @@ class Starts:
         longest_s = self._job.record.longest_start_s
         limit_s = start_limit_s(self._job.wish.hang_limit_s, longest_s, self._hung, self._least_start_s)
         while self._job.supervisor.is_alive and self.is_under_way():
-            back = [worker for worker in self._job.own_workers() if worker.about.restarted == self._job.record.job]
+            back = self._back()
             if len(back) >= max(1, self._job.record.ranks):
                 if attempt.restored_s is None:
                     attempt = attempt.replace(restored_s=self._job.node.utc() - began)
                     self._job.put(self._job.record.with_attempt(attempt))
                 await self._job.count(back)
-                if all(worker.boundary > worker.about.boundary + _BATCH for worker in back):
+                if self._has_trained(back):
                     self._hung = 0
                     await self._note_recovered(attempt, back)
                     return
             if self._is_paused():
                 since = anyio.current_time()
             if limit_s is not None and anyio.current_time() - since > limit_s:
-                self._hung += 1
-                await self._end_start(limit_s)
-                return
+                if await self._end_start(limit_s):
+                    return
+                continue
             with anyio.move_on_after(SOON_S if back else LOOK_S):
                 await self._job.node.news.wait()
 
@@ -218,14 +218,30 @@ class Starts:
         is_held = any(self._job.node.is_in_hand(pid) for pid in pids)
         return is_held or any(is_stopped(pid) for pid in (self._job.supervisor.pid, *pids))
 
-    async def _end_start(self, limit_s: float) -> None:
-        """Kill a start that came to no step, its command first: its end is a failure like any other."""
+    async def _end_start(self, limit_s: float) -> bool:
+        """Kill a start that came to no step, its command first: its end is a failure like any other.
+
+        Return False if it has made a step or was stopped while its stacks were asked for.
+        """
         own, supervisor = self._job.own_workers(), self._job.supervisor
         why = f"came to no step within {limit_s:.0f} s of its start from a snapshot, and was killed"
         stacks = await stacks_of(own)
+        if self._has_trained(self._back()) or self._is_paused() or not self.is_under_way():
+            return False
+        self._hung += 1
         if supervisor.offer.pid is not None:
             await anyio.to_thread.run_sync(launchers.end_child, supervisor.offer.pid, supervisor.pid)
         await self._job.kill(own, why, stacks, "job.hung")
+        return True
+
+    def _back(self) -> list[AgentConnection]:
+        """The processes that were started from the snapshot."""
+        return [one for one in self._job.own_workers() if one.about.restarted == self._job.record.job]
+
+    def _has_trained(self, back: Sequence[AgentConnection]) -> bool:
+        """Whether all ranks are among these, and each has made a step."""
+        has_all = len(back) >= max(1, self._job.record.ranks)
+        return has_all and all(worker.boundary > worker.about.boundary + _BATCH for worker in back)
 
     async def _note_recovered(self, attempt: RecoveryAttempt, back: Sequence[AgentConnection]) -> None:
         attempt = attempt.replace(trained_s=self._job.node.utc() - attempt.fell_utc, result=RECOVERED)

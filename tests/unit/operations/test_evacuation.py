@@ -6,6 +6,8 @@ import subprocess
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import anyio
 import anyio.lowlevel
@@ -99,6 +101,30 @@ async def test_a_gpu_is_drained_again_while_it_is_failing_and_news_are_told_once
         await anyio.wait_all_tasks_blocked()
         assert drains.gpus == ["gpu0"] * 4
         assert events.counts == {"gpu.evacuated": 1}
+
+
+async def test_numbers_that_change_are_no_news_and_the_event_says_what_can_be_done() -> None:
+    """A job that stayed was reported each minute, with the free memory of that minute."""
+    stays = [
+        Outcome(left=[STAYS.replace(message=f"needs 9 GiB, and {free} GiB are free", hint="suspend a job")])
+        for free in (1, 2)
+    ]
+    member = SimpleNamespace(pid=7)
+    failed = [
+        Outcome(operations=[cast("Any", SimpleNamespace(id=number, phase="rolled-back", processes=(member,)))])
+        for number in ("4", "5")
+    ]
+    drains = Drains(*stays, *failed)
+    async with evacuating(drains, "rows") as (evacuation, events):
+        for _ in range(4):
+            evacuation.see([gpu("failing", "rows")])
+            await anyio.wait_all_tasks_blocked()
+            drains.wake.set()
+            await anyio.wait_all_tasks_blocked()
+        messages = [event.message for event in events.remembered()]
+        assert len(messages) == 2, messages
+        assert messages[0].endswith("process 7 stays: needs 9 GiB, and 1 GiB are free; suspend a job")
+        assert messages[1].endswith("operation 4 ended rolled-back; see: hegmctl ops")
 
 
 async def test_a_drain_that_fails_is_told_once_and_tried_again() -> None:
