@@ -193,8 +193,11 @@ class Orders:
         if survey is not None:
             self._answers.failed(survey.order, refusal(why, "nothing needs to be done"))
 
-    def _park(self, order: Order, _fd: int | None) -> None:
-        """Park at a boundary. The last order counts; it may name another boundary while an earlier one is pending."""
+    def _park(self, order: Order, fd: int | None) -> None:
+        """Park at a boundary. The last order counts; it may name another boundary while an earlier one is pending.
+
+        With a slot a snapshot is taken there too.
+        """
         at = order.at or 0
         fits = departing.fits_of(self._gate) if order.leaving else None
         goes_on = fits is not None and self._gate.parked and not departing.can_restart_here()
@@ -209,6 +212,7 @@ class Orders:
             self._answers.failed(before.order, another)
         attempts = Attempts(self._gate, Asked(PARK, at=at, fits=fits), order.max_park_s)
         self._wait_for(order, order.limit_s, attempts)
+        self.snapshots.begin(order, fd)
         self._standing.found = None
         if self._gate.parked and self._gate.count >= at and not goes_on:
             return
@@ -216,6 +220,7 @@ class Orders:
         # A rank that has passed that boundary must not park at the next one, which the others never reach.
         if order.exact and self._gate.count >= at and not self._gate.parked and not goes_on:
             self._standing.pending = None
+            self.snapshots.close()
             self._gate.withdraw()
             passed = f"boundary {at} was passed before the order to park at it arrived"
             self._answers.failed(order.order, refusal(passed, "name a later one"))
@@ -244,6 +249,7 @@ class Orders:
         self._standing.require_all_here("reload it first, then release it")
         pending = self._standing.take_pending()
         parked_s = self._parked_s(pending)
+        self.snapshots.close()
         self._standing.let_go()
         if pending is not None:
             self._answers.failed(pending.order, refusal(f"{pending.do} was withdrawn", "nothing needs to be done"))
@@ -380,6 +386,9 @@ class Orders:
         """
         declined = self._gate.declined
         if declined is None and attempts.look():
+            if pending.do != SNAPSHOT and not self._gate.lent and (took_s := self.snapshots.write_beside_park()):
+                attempts.extend(took_s)  # other threads may have run meanwhile: they are stopped again
+                return
             self._standing.pending = None
             if pending.do == SNAPSHOT:
                 self.snapshots.write(pending, attempts)
@@ -388,6 +397,7 @@ class Orders:
         elif is_late or declined is not None or (pending.exact and attempts.is_stopped_too_long):
             parked_s = attempts.parked_s
             self._standing.pending = None
+            self.snapshots.close()
             self._gate.withdraw()
             self._answers.failed(pending.order, not_parked(pending.limit_s, attempts.busy, declined), parked_s=parked_s)
         elif attempts.is_stopped_too_long:

@@ -71,7 +71,7 @@ class Attempts:
         self._max_park_s = MAX_PARK_S if max_park_s is None else max_park_s
         self._pause_s = self._max_park_s * _FIRST_PAUSE
         self._again_at: float | None = None
-        self._parked_s = 0.0
+        self._parked_s = self._more_s = 0.0
         #: A thread that was busy in the last attempt, as text.
         self.busy: str | None = None
 
@@ -85,7 +85,7 @@ class Attempts:
     def is_stopped_too_long(self) -> bool:
         """Return True if this attempt has used its time."""
         since = self._gate.stands_since
-        return since is not None and monotonic() - since >= self._max_park_s
+        return since is not None and monotonic() - since >= self._max_park_s + self._more_s
 
     def next_deadline(self, look_again_s: float) -> float | None:
         """Return when to check again."""
@@ -105,9 +105,13 @@ class Attempts:
             self._gate.ask(self._asked)
         return False
 
+    def extend(self, seconds: float) -> None:
+        """Allow this attempt so much more time."""
+        self._more_s += seconds
+
     def pause(self) -> None:
         """Let the training continue until the next attempt."""
-        self._parked_s = self.parked_s
+        self._parked_s, self._more_s = self.parked_s, 0.0
         self._gate.withdraw()
         self._again_at = monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, self._max_park_s * _MAX_PAUSE)

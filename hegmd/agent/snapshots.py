@@ -6,6 +6,9 @@ released as soon as the shadow exists, and another thread copies the shadow to t
 last. So no other order runs in between, and a daemon that ends meanwhile leaves no parked training. An order that
 changes something stops the copying, and the shadow is freed before the order runs.
 
+An order to park, such as for an image, may have a slot too. The state is then written before that order is answered,
+and the training stays parked. So no other order is obeyed until the slot is whole, or has no snapshot.
+
 Owns the descriptor of the slot until the order is answered, and the number of the step, which continues to count in a
 process that was started from a snapshot.
 """
@@ -26,10 +29,14 @@ from .refusals import DEBUG_HINT, refusal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..protocol.messages import Order
     from .answers import Answers
     from .order_state import OrderState, Pending
     from .state.storage.state_file import Rest
+
+    Save = Callable[[int | None, int, Callable[[], object]], tuple[int, tuple[str, ...], Rest | None]]
 
 SNAPSHOT = "snapshot"
 # Orders that may come while a snapshot waits for its boundary. Any other one comes first.
@@ -72,6 +79,13 @@ class Fetching:
             self.took_s = monotonic() - self._began
             self._ended.release()
 
+    def write_now(self) -> None:
+        """Write it in this thread. Raises what prevents that."""
+        self._live()
+        self.close()
+        if self.error is not None:
+            raise self.error
+
     def is_done(self) -> bool:
         """Whether it has come to its end."""
         if not self._ended.acquire(blocking=False):
@@ -106,6 +120,8 @@ class Snapshots:
         self._slot = _NONE
         self._order: Order | None = None
         self._fetching: Fetching | None = None
+        #: Writes the state of the parked training.
+        self.save: Save = departing.snapshot
         #: The step of boundary 0 of this process.
         self._first_step = 0
 
@@ -154,18 +170,35 @@ class Snapshots:
             else:
                 self.fetch(rest, pending.order, told)
 
+    def write_beside_park(self) -> float:
+        """Write the state of a training that stays parked for an operation, if there is a slot for it; how long that
+        took. Without a snapshot the operation continues all the same.
+        """
+        order, began = self._order, monotonic()
+        if order is None or self._slot == _NONE:
+            return 0.0
+        try:
+            self._standing.gate.let_others_go()  # one of them may have a lock that the script's own code needs here
+            _, _, rest = self._write(order.generation or 0)
+            if rest is not None:
+                rest.write_now()
+        except Exception as error:  # noqa: BLE001 - the edge: the operation does not depend on it
+            note(f"no snapshot beside order {order.order}: {error!r}")
+        self.close()
+        return monotonic() - began
+
     def _write(self, generation: int) -> tuple[int, tuple[str, ...], Fetching | None]:
         began, slot = monotonic(), self._slot
         end = 0 if slot == _NONE else os.fstat(slot).st_size - RECORD_BYTES
         if end <= 0:
-            size_bytes, anew, _rest = departing.snapshot(None, 0, _nothing)
+            size_bytes, anew, _rest = self.save(None, 0, _nothing)
             return size_bytes, anew, None
 
         def clear() -> None:
             """From here on the slot has no whole snapshot until its record is set again."""
             copying.write_small(slot, end, bytes(RECORD_BYTES))
 
-        size_bytes, anew, rest = departing.snapshot(slot, end, clear)
+        size_bytes, anew, rest = self.save(slot, end, clear)
         rank, ranks = _number("RANK", 0), _number("WORLD_SIZE", 1)
         record = SlotRecord(
             generation=generation,

@@ -306,7 +306,11 @@ class Moving:
     def _make_performer(self, handoff: JobDumper, *, simulated: bool) -> EffectExecutor:
         means = self._means(simulated=simulated)
         ticks, paces = self._start_ticks, self._paces
-        return EffectExecutor(self._workers, *means, start_ticks=ticks, imager=handoff, paces=paces)
+        slot_for = self._slot_beside_image
+        return EffectExecutor(self._workers, *means, start_ticks=ticks, imager=handoff, paces=paces, slot_for=slot_for)
+
+    async def _slot_beside_image(self, operation: str, worker: AgentConnection) -> tuple[int, int] | None:
+        return await self.recoveries.slot_beside_image(operation, worker)
 
     def _make_imaging(self, *, simulated: bool) -> tuple[JobDumper, JobRestorer]:
         """Create the services that write jobs into images and restore them."""

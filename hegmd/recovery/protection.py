@@ -17,7 +17,14 @@ from hegmd.node.processes.procfs import TICKS_PER_S
 from hegmd.protocol.recovery import UNDER_WAY
 from hegmd.recovery.job import ProtectedJob, stacks_of
 from hegmd.recovery.policy import HangWatch, gone_of, gpus_to_start_on, interval_s, raised
-from hegmd.recovery.snapshots import FIRST_BATCH_S, MAX_RANKS, SnapshotPostponed, SnapshotRounds, Unprotected
+from hegmd.recovery.snapshots import (
+    FIRST_BATCH_S,
+    MAX_RANKS,
+    BesideImage,
+    SnapshotPostponed,
+    SnapshotRounds,
+    Unprotected,
+)
 from hegmd.recovery.starts import Starts
 from hegmd.workers.supervisors import SupervisorAway
 from hegmd.workers.workers import AgentConnection
@@ -44,6 +51,9 @@ class Protection:
         self._rounds = SnapshotRounds(job)
         self._starts = Starts(job)
         self._since = self._due = anyio.current_time()
+        #: The snapshot at the boundary of the last image, until it is known whether it is whole.
+        self._beside: BesideImage | None = None
+        self._beside_lock = anyio.Lock()
         self._has_noted_raised = False
         #: The boundary of a hang without a snapshot, of which the user was told; and whether its processes were seen
         #: before their first one.
@@ -181,8 +191,10 @@ class Protection:
     async def _end_hung(self, own: Sequence[AgentConnection], without_s: float) -> None:
         """Note where the threads of a training are that hangs, and kill its processes; not if nothing is gained."""
         if self.job.newest is not None:
-            why = f"made no step for {without_s:.0f} s, and was killed"
-            await self.job.kill(own, why, await stacks_of(own), "job.hung")
+            stacks = await stacks_of(own)
+            if min(worker.boundary for worker in own) == self.job.boundary:
+                why = f"made no step for {without_s:.0f} s, and was killed"
+                await self.job.kill(own, why, stacks, "job.hung")
         elif self.job.boundary != self._hung_at:
             self._hung_at = self.job.boundary
             message = f"{self.job} has made no step for {without_s:.0f} s, and has no snapshot: it is not changed"
@@ -213,9 +225,37 @@ class Protection:
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
+    async def slot_beside_image(self, operation: str, worker: AgentConnection) -> tuple[int, int] | None:
+        """Return the slot and the number of the snapshot that this process takes where it is parked for an image.
+
+        None if no snapshot is due: within half an interval, so that the training is not paused twice for nothing.
+        """
+        async with self._beside_lock:  # all ranks ask at one time
+            if self._beside is None or self._beside.operation != operation:
+                is_due = self._due - anyio.current_time() <= max(AGAIN_S, (self.interval_s or 0.0) / 2)
+                if self.job.newest is None or self.why is not None or self.is_recovering or not is_due:
+                    return None
+                record = self.job.record
+                self._beside = await self._rounds.beside_image(operation, record.generation + 1, record.bad)
+            return await self._rounds.slot_of(worker, self._beside)
+
+    async def _took_beside_image(self) -> bool:
+        """Whether the last image's boundary has a snapshot too, which is the newest one then."""
+        beside, self._beside = self._beside, None
+        whole = [] if beside is None else await self.job.whole()
+        if beside is None or not whole or whole[0].generation != beside.generation:
+            return False
+        self.job.put(self.job.record.replace(generation=beside.generation))
+        self.job.newest, self.taken = whole[0], self.taken + 1
+        self._wait(self.interval_s or AGAIN_S)
+        return True
+
     async def _take(self) -> None:
         """Take one snapshot, and say once where none can be taken."""
         self._wait(AGAIN_S)
+        is_in_hand = any(self.job.node.is_in_hand(worker.pid) for worker in self.job.own_workers())
+        if not is_in_hand and await self._took_beside_image():
+            return
         try:
             ranks, launched = await self._processes()
             generation = self.job.record.generation + 1

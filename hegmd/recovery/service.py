@@ -121,6 +121,16 @@ class Recoveries(BackgroundTasks):
         """The jobs that have slots."""
         return frozenset(self._records)
 
+    async def slot_beside_image(self, operation: str, worker: AgentConnection) -> tuple[int, int] | None:
+        """Return the slot and the number of the snapshot that this process takes where it is parked for an image.
+
+        None if its job is not protected, or if no snapshot is due.
+        """
+        for protection in self._running.values():
+            if worker in protection.job.own_workers():
+                return await protection.slot_beside_image(operation, worker)
+        return None
+
     def returns_to(self, job: str) -> tuple[str, ...]:
         """Return the GPUs on which that job will be started again, or is being started; none for any other job."""
         running = self._running.get(job)

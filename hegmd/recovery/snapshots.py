@@ -7,7 +7,9 @@ started from, because not all ranks have that snapshot, and it is in the slots w
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -20,6 +22,8 @@ from hegmd.recovery.job import ProtectedJob
 from hegmd.recovery.policy import complete_generations
 from hegmd.recovery.slots import SLOTS, by_rank
 from hegmd.workers.workers import AgentConnection, OrderFailed
+
+logger = logging.getLogger(__name__)
 
 # How far ahead the boundary of a round is at first, and at most.
 FIRST_AHEAD, MAX_AHEAD = 2, 64
@@ -51,6 +55,15 @@ class SnapshotPostponed(Exception):
     def __init__(self, why: str, patience_s: float = PATIENCE_S) -> None:
         super().__init__(why)
         self.patience_s = patience_s
+
+
+@dataclass(frozen=True, slots=True)
+class BesideImage:
+    """A snapshot where a job is parked for an image."""
+
+    operation: str
+    slot: int
+    generation: int
 
 
 class SnapshotRounds:
@@ -91,6 +104,25 @@ class SnapshotRounds:
                 self.begins_anew = tuple(dict.fromkeys(name for one in orders for name in one.begin_anew or ()))
                 return newest[0]
         raise SnapshotPostponed("its ranks did not reach one boundary together")
+
+    async def beside_image(self, operation: str, generation: int, bad: Sequence[int]) -> BesideImage:
+        """Return the slot and the number of a snapshot that all processes take where they are parked for an image."""
+        records = await self._slots.read()
+        number = max([generation, *(one.generation + 1 for one in records.values() if one is not None)])
+        return BesideImage(operation, await self._next_slot(self._job.record.ranks, bad), number)
+
+    async def slot_of(self, worker: AgentConnection, beside: BesideImage) -> tuple[int, int] | None:
+        """Return that slot of a process, and the number; None without memory for its state."""
+        rank = worker.about.rank or 0 if self._job.record.launched else 0
+        size_bytes = self._sizes.get(rank)
+        if size_bytes is None:
+            return None
+        source = Source(worker.identity.uid, worker.identity.start_ticks)
+        try:
+            return (await self._slots.take(rank, beside.slot, size_bytes, source)).fd, beside.generation
+        except HegmError as error:
+            logger.debug("%s: no snapshot beside its image: %s", self._job, error.message)
+            return None
 
     async def _next_slot(self, ranks: int, bad: Sequence[int]) -> int:
         """The slot that does not have the newest snapshot that can be started from."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,8 @@ import pytest
 from hegmctl.connection import connect
 from hegmd.protocol.recovery import JobRecovery
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.moved_job import BARE, RANKED, SCRIPTS, SLOWLY_MS, MovedJob, Script, by_rank, steps_alone
+from tests.e2e.handed_job import daemon_with_criu
+from tests.e2e.moved_job import BARE, RANKED, SCRIPTS, SLOWLY_MS, MovedJob, Script, by_rank, environment, steps_alone
 from tests.e2e.references import said_by
 from tests.needs import need_torch
 from tests.patience import HANG_S
@@ -124,6 +128,61 @@ def test_a_killed_training_continues_though_its_daemon_was_killed_and_its_newest
     with connect(str(daemon.socket_path)) as hegmd:
         while hegmd.recovery().jobs:  # its memory is given back once its supervisor is seen to have ended
             select.poll().poll(SLOWLY_MS)
+
+
+def test_an_image_and_a_snapshot_that_is_due_share_one_pause_from_which_the_job_is_recovered(tmp_path: Path) -> None:
+    """The daemon is killed at the next image, and then the job."""
+    folder, images, notes = tmp_path / "job", tmp_path / "images", tmp_path / "notes"
+    folder.mkdir()
+    every = ("--checkpoint-every", "1", "--keep", "2", "--dir", str(images), "--name", "train")
+    run = [sys.executable, "-m", "hegmctl", "run", "--recover=0.1s", "--gpu", "gpu0", "--no-daemon-start", *every, "--"]
+
+    def shared() -> list[int]:
+        """The boundaries at which an order to park has taken a snapshot."""
+        told = " ".join(
+            line.split(": ", 1)[1]
+            for line in notes.read_text().splitlines()
+            if re.search(": (order|parked at|snapshot: looked) ", f"{line} ") and " count" not in line
+        )
+        return list(map(int, re.findall(r"order \d+: park parked at boundary (\d+) snapshot: looked", told)))
+
+    def steps() -> list[str]:
+        return [line for line in (folder / "out").read_text().splitlines() if line.startswith("step")]
+
+    with daemon_with_criu(tmp_path) as daemon, ExitStack() as held:
+        out = held.enter_context((folder / "out").open("wb"))
+        more = {"HEGM_AGENT_DEBUG": str(notes), "STEPS": "100000", "PACE_S": "0.02"}
+        environ = {**environment(daemon.socket_path), **BARE, **more}
+        job = held.enter_context(subprocess.Popen([*run, sys.executable, FAILING], env=environ, cwd=folder, stdout=out))
+        held.callback(job.kill)
+
+        def until(is_so: Callable[[], bool]) -> None:
+            """Nobody tells of an image or of a snapshot, so they are looked for."""
+            while not is_so():
+                assert job.poll() is None, daemon.log_text()
+                select.poll().poll(SLOWLY_MS)
+
+        def told() -> Sequence[JobRecovery]:
+            with connect(str(daemon.socket_path)) as hegmd:
+                return hegmd.recovery().jobs
+
+        until(lambda: images.exists() and any(not name.startswith(".") for name in os.listdir(images)))
+        until(lambda: any(map(_has_two, told())) and bool(shared()))
+        before = len(shared())
+        until(lambda: len(shared()) > before)
+        daemon.stop(signal.SIGKILL)
+        boundary = shared()[-1]
+        daemon.start()
+        os.kill(int((folder / "starts").read_text().split()[0]), signal.SIGKILL)
+        until(lambda: any(one.result == "recovered" for job in told() for one in job.recoveries))
+        assert (told()[0].recoveries[0].from_step or 0) >= boundary
+        last = int(steps()[-1].split()[2]) + 50
+        (tmp_path / "ends-at").write_text(f"{last}")
+        (tmp_path / "ends-at").rename(folder / "ends-at")
+        assert job.wait(HANG_S) == 0
+    assert len((folder / "starts").read_text().splitlines()) == 2
+    alone = said_by([FAILING], {**environment(None), **BARE, "STEPS": f"{last}", "PACE_S": "0"}, tmp_path)
+    assert list(dict.fromkeys(steps())) == [line for line in alone.splitlines() if line.startswith("step")]
 
 
 def _slots_of(folder: Path) -> list[tuple[int, int]]:

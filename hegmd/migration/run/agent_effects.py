@@ -6,13 +6,15 @@ that it succeeded. `executor` calls one function for each effect.
 
 from __future__ import annotations
 
+from typing import Any
+
 import anyio
 
 from hegmd.errors import TIMEOUT, Refused
 from hegmd.migration.contracts import Progress
 from hegmd.migration.machine import effects, events
 from hegmd.migration.machine.events import Event
-from hegmd.migration.machine.operation import SIMULATED, Operation
+from hegmd.migration.machine.operation import CHECKPOINT, SIMULATED, Operation
 from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.run.participants import Participants
 from hegmd.protocol.operations import BY_DRIVER
@@ -51,10 +53,12 @@ class AgentEffects:
         exact = effect.at is not None
         if exact:
             worker.parked = False  # an agent parked at an earlier boundary runs on to this one
+        slot = await self._cast.slot_for(op.id, worker) if op.kind == CHECKPOINT and not worker.parked else None
+        snapshot: dict[str, Any] = {} if slot is None else {"fds": [slot[0]], "generation": slot[1]}
         try:
             max_park_s, leaving = op.limits.max_park_s, member.restarts
             report = await worker.order(
-                "park", at=effect.at, limit_s=limit_s, exact=exact, leaving=leaving, max_park_s=max_park_s
+                "park", at=effect.at, limit_s=limit_s, exact=exact, leaving=leaving, max_park_s=max_park_s, **snapshot
             )
         except OrderFailed as error:
             if effect.at is not None and worker.boundary >= effect.at:

@@ -43,7 +43,7 @@ from hegmd.migration.plan.throughput import IN, OUT, Paces
 from hegmd.migration.run.agent_effects import SURVEY_LIMIT_S, AgentEffects
 from hegmd.migration.run.image_effects import ImageEffects
 from hegmd.migration.run.image_service import Imager
-from hegmd.migration.run.participants import Participants
+from hegmd.migration.run.participants import Participants, SlotFor, no_slot
 from hegmd.protocol.operations import BY_DRIVER, KEEP_CONTEXT
 from hegmd.system.resource_errors import scarcity
 from hegmd.telemetry.log import error_ref, fields
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 class EffectExecutor:
     """Performs the effects of operations."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that it works on, each named
         self,
         workers: Workers,
         methods: Mapping[str, Method],
@@ -66,9 +66,10 @@ class EffectExecutor:
         paces: Paces | None = None,
         is_stopped: Callable[[int], bool] = is_stopped,
         utc: Callable[[], float] = time.time,
+        slot_for: SlotFor = no_slot,
     ) -> None:
         self._utc = utc
-        self._cast = Participants(workers, methods, carriers, start_ticks=start_ticks, imager=imager)
+        self._cast = Participants(workers, methods, carriers, start_ticks=start_ticks, imager=imager, slot_for=slot_for)
         self._is_stopped = is_stopped
         #: How fast bytes went, for the next estimate.
         self.paces = Paces() if paces is None else paces

@@ -6,7 +6,7 @@ workers are missing, and decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.migration.contracts import Carrier, Method, MigratedProcess, Rank, Respawn, start_key
@@ -14,6 +14,14 @@ from hegmd.migration.machine.operation import FORWARD, HOLD, Operation
 from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.run.image_service import Imager
 from hegmd.workers.workers import AgentAway, AgentConnection, Workers
+
+# A descriptor, and the number of the snapshot. The arguments are the operation and the process.
+SlotFor = Callable[[str, AgentConnection], Awaitable["tuple[int, int] | None"]]
+
+
+async def no_slot(_operation: str, _worker: AgentConnection) -> tuple[int, int] | None:
+    """Return None: no snapshot is taken beside images."""
+    return None
 
 
 class Participants:
@@ -27,12 +35,15 @@ class Participants:
         *,
         start_ticks: Callable[[int], int | None],
         imager: Imager | None,
+        slot_for: SlotFor = no_slot,
     ) -> None:
         self._workers = workers
         self.methods = methods
         self.carriers = carriers
         self._start_ticks = start_ticks
         self._imager = imager
+        #: Returns the slot for a snapshot at the boundary where that process is parked for an image.
+        self.slot_for = slot_for
 
     def is_alive(self, member: Member) -> bool:
         """Whether the process is there still, and no other one under its pid."""

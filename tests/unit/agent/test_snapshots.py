@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -197,3 +199,132 @@ def test_a_forked_child_lets_go_of_the_slot(rank: _Rank, slot: int) -> None:
     rest.let_go.set()
     _tick_until(rank, lambda: len(rank.reports) == 1)
     assert _record(slot) == RECORD
+
+
+# ---- beside the park of an operation
+
+
+def _has_passed(rank: _Rank, before: int) -> bool:
+    return rank.gate.count > before or rank.gate.parked
+
+
+def _park(rank: _Rank, number: int, slot: int | None, *, at: int = 1) -> None:
+    order = Order(order=number, do="park", generation=number, at=at, exact=True, limit_s=HANG_S)
+    rank.orders.obey(order, None if slot is None else os.dup(slot))
+
+
+@pytest.fixture
+def written(rank: _Rank) -> list[int]:
+    """What states the training was asked for; each is of four bytes."""
+    found: list[int] = []
+
+    def snapshot(fd: int | None, _most_bytes: int, begin: Callable[[], object]) -> tuple[int, tuple[str, ...], None]:
+        assert fd is not None
+        begin()
+        os.pwrite(fd, b"rest", 0)
+        found.append(fd)
+        return 4, (), None
+
+    rank.orders.snapshots.save = snapshot
+    return found
+
+
+def test_where_a_training_is_parked_for_an_image_its_state_is_written_first_and_once(
+    rank: _Rank, slot: int, written: list[int]
+) -> None:
+    own = len(os.listdir("/proc/self/fd"))
+    _park(rank, 5, slot)
+    rank.let_pass()
+    _tick_until(rank, lambda: rank.reports)
+    record = _record(slot)
+    assert [(report.order, report.result) for report in rank.reports] == [(5, "done")]
+    assert rank.gate.parked
+    assert record is not None
+    assert (record.generation, record.step, record.size_bytes, os.pread(slot, 4, 0)) == (5, 1, 4, b"rest")
+    assert len(written) == 1
+    assert len(os.listdir("/proc/self/fd")) == own, "the image would have the slot"
+
+
+def test_an_image_is_written_though_its_boundary_has_no_state_to_keep(rank: _Rank, slot: int) -> None:
+    def refuse(*_which: object) -> Any:
+        raise ValueError("not here")
+
+    rank.orders.snapshots.save = refuse
+    _park(rank, 5, slot)
+    rank.let_pass()
+    _tick_until(rank, lambda: rank.reports)
+    assert [(report.order, report.result) for report in rank.reports] == [(5, "done")]
+    assert (rank.gate.parked, _record(slot)) == (True, None)
+
+
+def test_a_rest_of_a_state_is_written_before_the_park_is_answered(rank: _Rank, slot: int) -> None:
+    rest = Rest()
+    rest.let_go.set()
+    rank.orders.snapshots.save = lambda _fd, _most, _begin: (4, (), cast("Any", rest))
+    _park(rank, 5, slot)
+    rank.let_pass()
+    _tick_until(rank, lambda: rank.reports)
+    assert (os.pread(slot, 4, 0), rank.gate.parked) == (b"rest", True)
+    assert _record(slot) is not None
+
+
+@pytest.mark.parametrize("ending", ["withdraw", "park", "daemon"])
+def test_a_park_that_comes_to_nothing_lets_go_of_the_slot(
+    rank: _Rank, slot: int, written: list[int], ending: str
+) -> None:
+    own = len(os.listdir("/proc/self/fd"))
+    _park(rank, 5, slot)
+    if ending == "withdraw":
+        rank.orders.obey(Order(order=6, do="withdraw"), None)
+    elif ending == "park":
+        _park(rank, 6, None, at=2)
+    else:
+        rank.orders.end()
+    assert len(os.listdir("/proc/self/fd")) == own
+    rank.let_pass(2)
+    if ending == "park":
+        _tick_until(rank, lambda: len(rank.reports) == 2)
+    else:
+        rank.wait_until_passed(2)
+    assert (written, _record(slot)) == ([], None)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_comes_beside_it_the_slot_has_a_whole_snapshot_of_its_boundary_or_none(
+    rank: _Rank, slot: int, written: list[int], seed: int
+) -> None:
+    """Orders, boundaries and ends of the daemon in any order. A park that is done is of the boundary that it names."""
+    draw = random.Random(seed)
+    for number in range(1, 41):
+        do = draw.choice(("park", "park", "plain", "withdraw", "release", "snapshot", "pass", "pass", "tick", "daemon"))
+        at = rank.gate.count + draw.randint(0, 2)
+        if do in ("park", "plain"):
+            _park(rank, number, slot if do == "park" else None, at=at)
+        elif do == "snapshot":
+            rank.orders.obey(Order(order=number, do="snapshot", generation=number, limit_s=HANG_S), os.dup(slot))
+        elif do == "pass":
+            before = rank.gate.count
+            if not rank.gate.parked:
+                rank.let_pass()
+                _tick_until(rank, partial(_has_passed, rank, before))
+        elif do == "daemon":
+            rank.orders.end()
+            rank.orders.begin(rank.reports.append)
+        elif do != "tick":
+            rank.orders.obey(Order(order=number, do=do, limit_s=HANG_S), None)
+        rank.orders.tick()
+        record = _record(slot)
+        assert record is None or (record.size_bytes, os.pread(slot, 4, 0)) == (4, b"rest")
+        assert record is None or record.step <= rank.gate.count
+    rank.orders.end()
+    rank.gate.withdraw()
+
+
+def test_one_that_is_parked_already_is_not_written_again(rank: _Rank, slot: int, written: list[int]) -> None:
+    _park(rank, 5, None)
+    rank.let_pass()
+    _tick_until(rank, lambda: rank.reports)
+    _park(rank, 6, slot)
+    rank.orders.tick()
+    assert [(report.order, report.result) for report in rank.reports] == [(5, "done"), (6, "done")]
+    assert (written, _record(slot)) == ([], None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from hegmd.recovery.job import Node, ProtectedJob
 from hegmd.recovery.policy import Budget
 from hegmd.recovery.protection import GONE_LOOKS, Protection
 from hegmd.recovery.records import JobSnapshots
+from hegmd.recovery.snapshots import BesideImage, SnapshotRounds
 from hegmd.recovery.starts import Starts
 from hegmd.system.condition import Condition
 from tests.patience import HANG_S
@@ -38,6 +40,10 @@ class Unkillable(ProtectedJob):
     """A job that notes why it would be killed."""
 
     killed_for = ""
+    snapshots: Sequence[Any] = ()
+
+    async def whole(self) -> list[Any]:
+        return list(self.snapshots)
 
     async def kill(self, own: Any, why: str, stacks: str | None, event: str) -> None:
         self.killed_for = f"{event}: {why}"
@@ -232,6 +238,54 @@ async def test_a_start_that_hangs_before_its_first_step_is_killed_with_its_comma
     assert rig.job.killed_for == ("job.hung: came to no step within 0 s of its start from a snapshot, and was killed")
 
 
+class Asked:
+    """A process whose agent answers once all are asked, and has made a step by then if it is told to."""
+
+    gpu, ended, on_cpu, parked = "gpu0", False, False, False
+    all_asked: anyio.Event
+    asked = 0
+
+    def __init__(self, pid: int, world: int, steps: int = 0) -> None:
+        self.pid, self._world, self._steps = pid, world, steps
+        self.about = SimpleNamespace(run="now", rank=pid, restarted="j1", boundary=3)
+        self.identity = SimpleNamespace(uid=1000, start_ticks=3)
+        self.boundary = 4
+
+    async def order(self, _do: str, **_how: Any) -> Any:
+        Asked.asked += 1
+        if Asked.asked == self._world:
+            Asked.all_asked.set()
+        await Asked.all_asked.wait()
+        self.boundary += self._steps
+        return SimpleNamespace(stacks=["in sleep"])
+
+
+@pytest.mark.parametrize("steps", [0, 9])
+async def test_all_ranks_of_a_hung_start_are_asked_at_once_and_it_is_not_killed_if_it_has_trained_by_then(
+    other: subprocess.Popen[bytes], steps: int
+) -> None:
+    """Ranks were asked in turn, each for five seconds, and then killed whatever they did meanwhile."""
+    Asked.all_asked, Asked.asked = anyio.Event(), 0
+    rig = Rig(*(Asked(pid, 3, steps) for pid in range(3)))
+    rig.job.record = rig.job.record.replace(ranks=3)
+    rig.supervisor.pid = os.getpid()
+    rig.supervisor.offer = rig.supervisor.offer.replace(pid=other.pid, started=True, operation="j1")
+    with anyio.fail_after(HANG_S):
+        assert await Hanging(rig.job)._end_start(1.0) == (not steps)
+    assert (other.poll() is None) == bool(steps)
+    assert bool(rig.job.killed_for) == (not steps)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+async def test_a_job_that_makes_a_step_while_its_stacks_are_asked_for_is_not_killed(steps: int) -> None:
+    Asked.all_asked, Asked.asked = anyio.Event(), 0
+    rig = Rig(Asked(0, 1, steps))
+    rig.job.newest, rig.job.boundary = cast("Any", SimpleNamespace(step=3)), 4
+    with anyio.fail_after(HANG_S):
+        await Protection(rig.job)._end_hung(rig.job.own_workers(), 60.0)
+    assert bool(rig.job.killed_for) == (not steps)
+
+
 def test_the_time_in_which_a_job_is_stopped_is_none_of_its_start(other: subprocess.Popen[bytes]) -> None:
     """Ten minutes of Ctrl-Z, or of Slurm, ended it."""
     rig = Rig()
@@ -255,3 +309,69 @@ async def test_a_job_that_its_user_continues_has_all_its_recoveries_again() -> N
     rig.supervisor.offer = rig.supervisor.offer.replace(pid=None, resumes="j1")
     Starts(rig.job)._begun_attempt()
     assert rig.job.record.budget == Budget(furthest_step=40)
+
+
+class Beside(SnapshotRounds):
+    """Rounds that hand out one number for each image."""
+
+    asked: list[str]
+
+    async def beside_image(self, operation: str, generation: int, bad: Any) -> BesideImage:
+        self.asked.append(operation)
+        return BesideImage(operation, 1, generation)
+
+    async def slot_of(self, worker: Any, beside: BesideImage) -> tuple[int, int] | None:
+        return worker.pid, beside.generation
+
+
+def _protected(*workers: Any) -> tuple[Rig, Protection, Beside]:
+    rig = Rig(*workers)
+    rig.job.newest = cast("Any", SimpleNamespace(step=3))
+    protection, rounds = Protection(rig.job), Beside(rig.job)
+    rounds.asked, protection._rounds = [], rounds
+    return rig, protection, rounds
+
+
+async def test_all_ranks_have_one_snapshot_beside_an_image_if_one_is_due() -> None:
+    """A training that is parked for both at one boundary is not parked again for the second."""
+    ranks = worker("now"), worker("now", pid=8)
+    rig, protection, rounds = _protected(*ranks)
+    assert [await protection.slot_beside_image("op1", rank) for rank in ranks] == [(7, 1), (8, 1)]
+    assert rounds.asked == ["op1"]
+    rig.job.snapshots = [SimpleNamespace(generation=1, step=9)]
+    due = protection._due
+    await protection._take()
+    assert (rig.job.newest, protection.taken, rig.job.record.generation) == (rig.job.snapshots[0], 1, 1)
+    assert protection._due > due
+    assert not await protection._took_beside_image(), "it counts once"
+
+
+async def test_the_slot_of_an_image_is_not_looked_at_while_the_operation_has_the_job() -> None:
+    rig, protection, _ = _protected(worker("now"))
+    rig.node.is_in_hand = lambda _pid: True
+    await protection.slot_beside_image("op1", rig.node.workers[0])
+    rig.node.workers[0].connected = False
+    await protection._take()
+    assert protection._beside is not None
+
+
+@pytest.mark.parametrize(
+    "why", ["no snapshot yet", "unprotected", "recovering", "taken just now", "only one rank has it"]
+)
+async def test_no_snapshot_beside_an_image_counts(why: str) -> None:
+    rig, protection, _ = _protected(worker("now"))
+    if why == "no snapshot yet":
+        rig.job.newest = None
+    elif why == "unprotected":
+        protection.why = "its state cannot be saved"
+    elif why == "recovering":
+        protection._starts.is_recovering = True
+    elif why == "taken just now":
+        protection.taken, protection._rounds.cost_s = 1, 10.0
+        protection._wait(1000.0)
+    slot = await protection.slot_beside_image("op1", rig.node.workers[0])
+    assert (slot is None) == (why != "only one rank has it")
+    rig.job.snapshots = [SimpleNamespace(generation=0, step=3)]
+    newest = rig.job.newest
+    assert not await protection._took_beside_image()
+    assert (rig.job.newest, rig.job.record.generation) == (newest, 0)

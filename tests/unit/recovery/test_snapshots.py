@@ -33,6 +33,7 @@ class Process:
     """A training of one process whose agent writes what it is told to."""
 
     pid, boundary, identity = 1, 5, SimpleNamespace(uid=SOURCE.uid, start_ticks=1)
+    about = SimpleNamespace(rank=None)
 
     def __init__(self) -> None:
         self.written: list[int] = []
@@ -72,3 +73,33 @@ async def test_a_snapshot_has_a_higher_number_than_any_slot_though_an_earlier_da
     found = await slots.read()
     assert found[0, 0] == taken
     assert [record.generation for record in found.values() if record is not None] == [taken.generation, 9]
+
+
+def _beside(pool: Pool) -> tuple[SnapshotRounds, Any]:
+    record = SimpleNamespace(ranks=1, launched=False)
+    job = SimpleNamespace(slots=JobSlots(pool, "j1"), node=SimpleNamespace(is_in_hand=_in_no_hand), record=record)
+    return SnapshotRounds(cast("ProtectedJob", job)), Process()
+
+
+async def test_a_snapshot_beside_an_image_is_in_the_other_slot_and_the_newest_one(pool: Pool) -> None:
+    rounds, process = _beside(pool)
+    taken = await rounds.take([process], generation=1)
+    beside = await rounds.beside_image("op7", generation=2, bad=())
+    found = await rounds.slot_of(process, beside)
+    assert found is not None
+    fd, generation = found
+    write(fd, generation, step=9)
+    assert generation > taken.generation
+    kept = await JobSlots(pool, "j1").read()
+    assert sorted((record.generation, record.step) for record in kept.values() if record is not None) == [
+        (taken.generation, taken.step),
+        (generation, 9),
+    ]
+
+
+async def test_there_is_none_beside_an_image_without_a_known_size_or_memory(pool: Pool) -> None:
+    rounds, process = _beside(pool)
+    assert await rounds.slot_of(process, await rounds.beside_image("op7", 1, ())) is None
+    await rounds.take([process], generation=1)
+    rounds._sizes[0] = 1 << 40
+    assert await rounds.slot_of(process, await rounds.beside_image("op7", 2, ())) is None
