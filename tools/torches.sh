@@ -16,7 +16,7 @@ index=()
 
 for version in "$@"; do
     place=$root/$version
-    if [ -x "$place/bin/python" ] && "$place/bin/python" -c 'import torch, msgpack' 2>/dev/null; then continue; fi
+    if [ -x "$place/bin/python" ] && "$place/bin/python" -c 'import msgpack, torch; torch.__version__' 2>/dev/null; then continue; fi
     echo "torches: fetching PyTorch $version" >&2
     rm -rf "$place"
     "$base" -m venv "$place"

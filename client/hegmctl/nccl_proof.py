@@ -328,6 +328,12 @@ def _two_gpus(connection: Connection, asked: Sequence[str]) -> list[Gpu]:
         for other in free[index + 1 :]:
             if gpu.chip == other.chip:
                 return [gpu, other]
+    chips = [gpu.chip for gpu in known.values() if gpu.state == "ok"]
+    if not any(chips.count(chip) >= RANKS for chip in chips):
+        there = ", ".join(known) or "no GPU"
+        message = f"the throwaway job needs two GPUs of one chip, and this node has {there}"
+        hint = "prove it on a node with two GPUs; a job of one process needs no proof"
+        raise HegmError(REFUSED, message, hint)
     names = ", ".join(gpu.id for gpu in free) or "none"
     hint = "wait for free GPUs, or name two with free memory: hegmctl doctor --nccl --gpu gpu0,gpu1"
     raise HegmError(REFUSED, f"the throwaway job needs two free GPUs of one chip; free: {names}", hint)

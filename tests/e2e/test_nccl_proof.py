@@ -65,6 +65,17 @@ def test_a_job_that_does_not_start_is_an_error_and_no_verdict(tmp_path: Path) ->
         assert not (tmp_path / "state" / "nccl-proofs.json").exists()
 
 
+@pytest.mark.parametrize(("simulated", "there"), [("1x8GiB", "gpu0"), (None, "no GPU")])
+def test_a_node_with_fewer_than_two_gpus_was_told_to_wait_for_free_ones(
+    tmp_path: Path, simulated: str | None, there: str
+) -> None:
+    arguments = () if simulated is None else ("--simulate", simulated)
+    with RunningDaemon(tmp_path, *arguments, simulate=False) as daemon:
+        said = doctor(daemon, status=6)["error"]
+        assert said["message"] == f"the throwaway job needs two GPUs of one chip, and this node has {there}"
+        assert "prove it on a node with two" in said["hint"]
+
+
 # Runs torchrun, and then changes a loss of the undisturbed run, as if the moved one had gone wrong there.
 WRONG = f"""#!/bin/sh
 {shlex.quote(sys.executable)} "$@"; status=$?
