@@ -5,7 +5,8 @@ copies by itself where it is told to; each piece stands for a storage. PyTorch f
 finds and frees storages is tested on GPUs. Besides the program's lines: `facts NAME=VALUE...` changes what it says of
 itself, `cache MIB` has it keep so much beside its pieces as an allocator does, `devices` has it say what it holds on
 each of its GPUs, `refuse ORDER` and `allow ORDER` what it does, `seen` tells the orders. `stay NUMBER...` has
-pieces lie in memory that it never gives back, of which it says nothing.
+pieces lie in memory that it never gives back, of which it says nothing. With RANK and WORLD_SIZE it has communicators
+with the other ranks: the stub driver loses it if it is checkpointed while they are connected.
 """
 
 from __future__ import annotations
@@ -24,7 +25,18 @@ from hegmctl.wire import Descriptors
 from hegmd.agent.cuda_driver import Driver, PeerAccess
 from hegmd.agent.disconnected import RendezvousWait
 from hegmd.protocol.agents import unpacked_spans
-from hegmd.protocol.messages import AgentAttend, AgentDismissed, AgentReport, CudaDevice, CudaFacts, Noted, Order, Place
+from hegmd.protocol.messages import (
+    AgentAttend,
+    AgentDismissed,
+    AgentReport,
+    Communicators,
+    CudaDevice,
+    CudaFacts,
+    Noted,
+    Order,
+    Place,
+)
+from tests.e2e.stub_ranks import Ranks
 from tests.stubs.cuda.program import MIB, Address, Handle, Program, call, cuda
 
 ALIGNED_BYTES = 512
@@ -51,6 +63,9 @@ class Agent:
         self.given = Descriptors()
         self.cached_bytes = 0
         self.cached: list[int] = []
+        self.ranks: Ranks | None = None
+        if "RANK" in os.environ:
+            self.ranks = Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
     @property
     def held_bytes(self) -> int:
@@ -77,6 +92,8 @@ class Agent:
             token=self.token,
             python_version="3.11",
             run=os.environ.get("HEGM_RUN"),
+            rank=None if self.ranks is None else self.ranks.rank,
+            world_size=None if self.ranks is None else self.ranks.world_size,
             framework="torch",
             boundary=self.boundary,
             parked=self.parked,
@@ -97,6 +114,8 @@ class Agent:
                 except MemoryError as error:
                     lacks_bytes = error.args[0]
                     report = report.replace(result="failed", message="no room", hint="wait", lacks_bytes=lacks_bytes)
+                except TimeoutError as error:
+                    report = report.replace(result="failed", message=str(error), hint="ask the test")
             self.given.close()
             connection.call(report.replace(boundary=self.boundary), Noted)
             if self.stays is not None:
@@ -120,7 +139,25 @@ class Agent:
             "storages": len(self.sizes),
             "size_bytes": sum(self.sizes),
             "cuda": CudaFacts(**{**facts, "devices": tuple(self._devices()), **self.facts}),
+            "communicators": self._communicators(),
         }
+
+    def _communicators(self) -> Communicators | None:
+        if self.ranks is None:
+            return None
+        return Communicators(mechanism="replace", groups=1, backends=("nccl",), library="2.26.2")
+
+    def disconnect(self, _: Order) -> dict[str, Any]:
+        assert self.parked
+        assert self.ranks is not None
+        self.ranks.disconnect()
+        return {}
+
+    def reconnect(self, order: Order) -> dict[str, Any]:
+        assert self.parked
+        assert self.ranks is not None
+        self.ranks.connect(order.generation or 0, order.limit_s or 60.0)
+        return {}
 
     def _devices(self) -> Iterator[CudaDevice]:
         """What its pieces come to on each of its GPUs, which the driver names as they are now."""

@@ -35,9 +35,9 @@ ANSWER_LIMIT_S = HANG_S
 class DrivenProgram:
     """A CUDA program that was not started by us: it does what it is told, line by line."""
 
-    def __init__(self, node: CudaNode, *words: str) -> None:
+    def __init__(self, node: CudaNode, *words: str, **more: str) -> None:
         paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}"}
-        environ = {**os.environ, **node.environment(), **paths}
+        environ = {**os.environ, **node.environment(), **paths, **more}
         self.process = subprocess.Popen(
             [sys.executable, *words], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
@@ -91,11 +91,11 @@ class DrivenNode:
     def program(self, gpu: int | str = 0, *sizes_mib: int) -> DrivenProgram:
         return DrivenProgram(self.cuda, str(PROGRAM), str(gpu), *map(str, sizes_mib or (12, 4)))
 
-    def agented(self, gpu: int | str = 0, *sizes_mib: int) -> DrivenProgram:
-        """The same with an agent in it, once the daemon knows what it holds."""
+    def agented(self, gpu: int | str = 0, *sizes_mib: int, **more: str) -> DrivenProgram:
+        """The same with an agent in it, once the daemon knows what it holds. `more` goes into its environment."""
         sizes = map(str, sizes_mib or (12, 1, 4))
         words = ["-m", "tests.e2e.cuda_agent", str(self.daemon.socket_path), str(gpu), *sizes]
-        program = DrivenProgram(self.cuda, *words)
+        program = DrivenProgram(self.cuda, *words, **more)
         try:
             self.wait_for_agents(program.pid)
         except BaseException:

@@ -195,7 +195,9 @@ def reversed_operation(op: Operation) -> Operation:
     if op.restarts_together:  # another start replaces it, and its processes pass no boundary without the others
         dropped += [effects.Restore.tag, effects.Verify.tag]
     pending = tuple([pending for pending in op.pending if pending.effect not in dropped])
-    return together(op.replace(direction=BACK, workers=workers, pending=pending, attempts=0))
+    return together(
+        op.replace(direction=BACK, workers=workers, pending=pending, attempts=0, reversed_at=op.next_effect)
+    )
 
 
 def together(op: Operation) -> Operation:

@@ -258,6 +258,7 @@ class Operation(Record):
         "whether memory on a target is reserved only when all workers have left their GPUs, because they exchange them",
         default=False,
     )
+    reversed_at: int = field("number of the first effect of its rollback; those before it began forward", default=0)
     reconnects: int = field("how often its ranks were to connect their communicators again", default=0)
     failed_reconnects: int = field("how many of these failed one after the other", default=0)
     failure: Failure | None = field("why it does not get to what was asked", default=None)

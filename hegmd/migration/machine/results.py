@@ -272,6 +272,8 @@ def failed(op: Operation, worker: JobProcess, pending: Pending, event: events.Fa
         op = op.with_worker(worker.replace(needs_inspection=True, recount_memory=recount))
         if pending.effect in _OUTWARD and op.direction == BACK:
             return _split(op, worker.name, event)
+        if op.direction == BACK and pending.number < op.reversed_at:
+            return op  # the loss of one GPU helper fails the effects of all ranks, and their rollback has not begun
         return _change_direction(op, event)
     return op.with_worker(worker.replace(needs_inspection=worker.needs_inspection or in_worker, waits=FOR_RETRY))
 

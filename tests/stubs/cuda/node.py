@@ -13,6 +13,8 @@ With `nvml` the stub libnvidia-ml tells the same of it. `orders` are lines, in f
     was GPU UUID                                that GPU had this UUID where processes were checkpointed: another node
     nccl_p2p PID [CODE]                         that process has peer-to-peer communicators: its restore fails for good
 
+It fails as well for a process that was checkpointed while there was a file `communicators/PID` in the node's state.
+
 FUNCTION is the name that libcuda exports (cuMemAlloc_v2); SUBJECT the pid of who calls, or for the checkpoint calls of
 whom they are about, or the number of the GPU for calls that take memory or contexts. FROM and TO count that function's
 calls in the process that makes them.
@@ -73,6 +75,7 @@ class CudaNode:
         """Build the library, without the functions named in `hide`, and put the node in force."""
         node = cls(folder, gpus, gpu_bytes)
         (node.state / "memory").mkdir(parents=True)
+        (node.state / "communicators").mkdir()
         for place in (node.state, node.state / "memory"):
             place.chmod(0o777)  # processes of several users share a node
         build_stub("cuda", folder, hide=hide)

@@ -19,7 +19,7 @@ pthread_mutex_t process_guard = PTHREAD_MUTEX_INITIALIZER;
 _Thread_local CUcontext current_context;
 
 static int is_initialised, is_forked, is_answering;
-static int state = RUNNING, is_lost; /* the driver thread's own */
+static int state = RUNNING, is_lost, was_connected; /* the driver thread's own */
 static int was_restored;
 static struct node_process *mailbox;
 
@@ -87,6 +87,13 @@ int process_has_free(int gpu, uint64_t bytes) {
     return has;
 }
 
+/* Whether it has communicators with other ranks: who plays these keeps a file with the pid as its name. */
+static int has_communicators(void) {
+    char path[512];
+    snprintf(path, sizeof path, "%s/communicators/%d", node_folder(), (int)getpid());
+    return !access(path, F_OK);
+}
+
 /* Without memory for itself on a GPU of the process it answers 999, and the process stays locked (580.159.04). */
 static CUresult step_checkpoint(void) {
     if (state != LOCKED) return CUDA_ERROR_ILLEGAL_STATE;
@@ -95,6 +102,7 @@ static CUresult step_checkpoint(void) {
             return CUDA_ERROR_UNKNOWN;
     CUresult saved = memory_save();
     if (saved) return saved;
+    was_connected = has_communicators();
     node_lock();
     mailbox->is_out = mailbox->was_out = 1;
     node_unlock();
@@ -117,6 +125,10 @@ static CUresult step_restore(const int *map) {
     long code;
     snprintf(pid, sizeof pid, "%d", (int)getpid());
     int is_doomed = scenario_has("nccl_p2p", pid, -1, &code) || scenario_has("lose", "step:restore", getpid(), &code);
+    if (!is_doomed && was_connected) {
+        is_doomed = 1;
+        code = 0;
+    }
     CUresult restored = is_doomed     ? (code ? (CUresult)code : CUDA_ERROR_NOT_SUPPORTED)
                         : has_peers() ? CUDA_ERROR_INVALID_VALUE
                                       : memory_restore(map);

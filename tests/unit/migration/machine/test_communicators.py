@@ -68,6 +68,24 @@ def test_a_rank_that_stays_is_disconnected_and_locked_too_and_unlocked_where_it_
     assert not {("checkpoint", "a"), ("offload", "a"), ("unlock", "b")}.intersection(told)
 
 
+def test_one_helper_that_was_lost_in_the_restore_of_all_ranks_had_the_job_held() -> None:
+    """The failure of the second rank's restore counted as that of the rollback, which had not begun."""
+    drive = Drive(ranks()).until("restoring")
+    drive.fail()
+    drive.fail()
+    drive.until("rolled-back")
+    assert [rank.gpu for rank in drive.op.workers] == ["gpu0", "gpu1"]
+
+
+def test_a_rollback_whose_restore_fails_is_held() -> None:
+    drive = Drive(ranks()).until("restoring")
+    drive.fail()
+    drive.until("restoring")
+    drive.fail()
+    drive.until("suspended")
+    assert drive.op.direction == HOLD
+
+
 def test_a_lock_that_fails_is_undone_on_all_ranks_in_the_reverse_order() -> None:
     drive = Drive(ranks(kind=SUSPEND, to=(None, None))).until("locking")
     drive.end()
