@@ -13,6 +13,7 @@ from hegmd.errors import BAD_REQUEST, NOT_FOUND, REFUSED
 from hegmd.migration.machine.operation import JobProcess
 from hegmd.migration.machine.wording import listed
 from hegmd.migration.model import GpuMemory
+from hegmd.migration.plan.communicator_rules import NCCL
 from hegmd.migration.plan.draft import Draft
 from hegmd.migration.plan.members import NVIDIA
 from hegmd.node.gpu_sets import CPU, gpus_of, is_several, place_of
@@ -89,13 +90,26 @@ def against_one_gpu(draft: Draft, ranks: Sequence[tuple[int, str | None]]) -> bo
         return False
     here = [source for source in sources if source]
     by_room = sorted(draft.snapshot.gpus, key=lambda gpu: -(gpu.free_bytes or 0))
-    others = [asked, *[gpu.id for gpu in by_room if gpu.id not in (asked, *here)], *here]
-    each = ",".join((*others, *[asked] * len(ranks))[: len(ranks)])
-    all_there = ",".join([asked] * len(ranks))
-    hint = f"name a GPU for each in rank order: --to {each}; to put them all on {asked}: --to {all_there}"
+    others = [
+        asked,
+        *[gpu.id for gpu in by_room if gpu.id not in (asked, *here)],
+        *[gpu for gpu in here if gpu != asked],
+    ]
+    hint = f"name a GPU for each in rank order: --to {','.join((*others, *[asked] * len(ranks))[: len(ranks)])}"
+    if _have_nccl(draft, [pid for pid, _ in ranks]):  # which connects no two ranks on one GPU
+        enough = len(others) >= len(ranks)
+        hint = hint if enough else f"NCCL needs a GPU for each rank, and this node has {len(others)}; see hegmctl gpus"
+    else:
+        hint += f"; to put them all on {asked}: --to {','.join([asked] * len(ranks))}"
     message = f"the job has {len(ranks)} ranks, on {listed(tuple(here))}, and --to names one GPU"
     draft.against(REFUSED, message, hint, pid=ranks[0][0], gpu=asked)
     return True
+
+
+def _have_nccl(draft: Draft, pids: Sequence[int]) -> bool:
+    agents = [candidate.agent for candidate in draft.snapshot.candidates if candidate.pid in pids]
+    groups = [agent.communicators for agent in agents if agent is not None]
+    return any(found is not None and NCCL in found.backends for found in groups)
 
 
 def _exchanged(draft: Draft, pid: int, here: tuple[str, ...], asked: str) -> str | None:

@@ -168,6 +168,14 @@ def test_one_gpu_for_ranks_on_several_is_refused_and_the_hint_names_one_for_each
     assert again.message == reason.message
 
 
+def test_the_hint_for_ranks_with_nccl_named_gpus_on_which_they_are_refused() -> None:
+    (reason,) = the_reasons(planned(a_job(gpus=FOUR), to("gpu2")))
+    assert reason.hint == "name a GPU for each in rank order: --to gpu2,gpu3"
+    three = [a_rank(number, gpus=(f"gpu{min(number, 1)}",), world_size=3) for number in range(3)]
+    (few,) = the_reasons(planned(a_snapshot(*three, **ROOMY), to("gpu1")))
+    assert few.hint == "NCCL needs a GPU for each rank, and this node has 2; see hegmctl gpus"
+
+
 def test_one_gpu_is_enough_for_ranks_that_share_one() -> None:
     together = [a_rank(number, GLOO[number], gpus=("gpu0",)) for number in range(2)]
     plan = the_plan(planned(a_snapshot(*together, gpus=FOUR, **ROOMY), to("gpu2")))
