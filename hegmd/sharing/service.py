@@ -180,7 +180,8 @@ class Sharing:
             return False
         for job in self._moving.jobs:
             is_stopped_job = job.pid is not None and not job.is_gone and is_stopped(job.pid)
-            if job.is_alive and job.members and not is_stopped_job:
+            has_failed = bool(self._moving.recoveries.returns_to(job.id))
+            if job.is_alive and job.members and not is_stopped_job and not has_failed:
                 workers = [worker for worker in self._moving.jobs.workers_of(job) if worker.connected]
                 if not workers or any(self._is_unplaced(worker) for worker in workers):
                     return True
@@ -250,8 +251,10 @@ class Sharing:
         """Whether a suspended job that has no process any more will be started again, or may be: its supervisor has
         yet to return to this daemon.
         """
-        is_new = self._clock() - self._began < SETTLED_AFTER_S
-        return bool(self._moving.recoveries.returns_to(job.id)) or is_new
+        recoveries = self._moving.recoveries
+        is_new = self._clock() - self._began < SETTLED_AFTER_S and job.id in recoveries.job_ids
+        has_process = any(not worker.ended for worker in self._moving.jobs.workers_of(job))
+        return bool(recoveries.returns_to(job.id)) or (is_new and not has_process)
 
     def must_wait(self, job_id: str) -> bool:
         """Whether a job that is to be started again has left its GPUs for others, and they have no room for it yet."""

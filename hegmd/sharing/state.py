@@ -23,6 +23,8 @@ from hegmd.telemetry.log import limited
 
 logger = logging.getLogger(__name__)
 
+# How long what has to be on disk may take: a busy disk is no reason to refuse a request, a full one says so at once.
+REQUIRED_WITHIN_S = 60.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -66,7 +68,7 @@ class SharingMemory:
 
         It is written later, as soon as that succeeds.
         """
-        if not await self._saving.until_saved():
+        if not await self._saving.until_saved(REQUIRED_WITHIN_S):
             why = self._trouble or "the disk is too slow"
             hint = f"free space in {self._folder}; hegmd writes it as soon as it can. Until then {otherwise}"
             raise HegmError(UNAVAILABLE, f"{what} cannot be written to disk: {why}", hint)

@@ -74,10 +74,10 @@ class StateSaving(Generic[State]):
             if self._version > self._saved:
                 self._write(self._version, self._newest)
 
-    async def until_saved(self) -> bool:
+    async def until_saved(self, within_s: float = SAVED_WITHIN_S) -> bool:
         """Wait until every change is on disk, but not for long: a slow or full disk stops nothing. Whether it is."""
         version = self._version
-        with anyio.move_on_after(SAVED_WITHIN_S):
+        with anyio.move_on_after(within_s):
             while self._tried < version:
                 await self._news.wait()
         return self._saved >= version

@@ -35,7 +35,7 @@ BYTES = b"1" * (6 * MIB)
 
 @asynccontextmanager
 async def a_protected_job(
-    tmp_path: Path, process: Child, other: Child
+    tmp_path: Path, process: Child, other: Child, *, ends: bool = True
 ) -> AsyncIterator[tuple[SharedNode, list[SupervisorOrder]]]:
     """Job j1 trains and has a snapshot; `other` is its supervisor, which gets the orders."""
     SnapshotFiles(tmp_path).save({"j1": JobSnapshots(job="j1", uid=UID, ranks=1, gpus=("gpu0",), generation=1)})
@@ -54,9 +54,14 @@ async def a_protected_job(
         await shared.until_states(j1="running")
         await shared.until(lambda: any(order.do == "protect" for order in orders))
         yield shared, orders
-        other.kill()
-        other.wait()
-        await shared.until(lambda: not any(one.is_alive for one in moving.supervisors))
+        if ends:
+            await end_supervisor(shared, other)
+
+
+async def end_supervisor(shared: SharedNode, child: Child) -> None:
+    child.kill()
+    child.wait()
+    await shared.until(lambda: not any(one.is_alive for one in shared.node.moving.supervisors))
 
 
 @pytest.mark.thorough
@@ -127,6 +132,7 @@ async def test_a_wait_for_a_boundary_does_not_count_as_cost_of_a_switch(tmp_path
         await shared.until(lambda: time.monotonic() > began + 0.5)
         agent.go_on.set()
         await shared.until(lambda: any(lease.is_held for lease in shared.sharing.memory.leases))
+        await shared.until(lambda: shared.sharing.history.of("j1").suspend_s is not None)
         cost_s = shared.sharing.history.of("j1").suspend_s
         assert cost_s is not None
         assert cost_s < time.monotonic() - began - 0.5
@@ -187,6 +193,33 @@ async def test_a_job_that_failed_while_it_was_suspended_for_a_lease_is_started_a
         await shared.until(lambda: any(order.do == "start" for order in orders))
         assert await shared.states() == {"j1": "starting"}
         assert not shared.sharing.memory.suspended
+
+
+async def test_a_job_that_failed_while_there_was_no_daemon_waits_for_its_turn_too(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    """The next daemon took it for a job that was not suspended: its supervisor connected a moment later."""
+    orders: list[SupervisorOrder] = []
+
+    async def send(order: SupervisorOrder, _fds: object) -> None:
+        orders.append(order)
+
+    async with a_protected_job(tmp_path, process, other, ends=False) as (shared, _):
+        await shared.make_room(6 * MIB, until_free=True, limit_s=HANG_S)
+        await shared.until_states(j1="suspended")
+        await shared.node.agents[process.pid].leave()
+    for supervisor in shared.node.moving.supervisors:
+        supervisor.close()  # the daemon's end does
+    process.kill()
+    process.wait()
+    async with sharing_on(tmp_path) as shared:
+        offer = Supervise(run="first", python=True, fell=-9, recover=RecoveryWish())
+        shared.node.tasks.start_soon(shared.node.moving.supervisors.attend, "line", other.pid, UID, offer, send)
+        await shared.until(lambda: any("waits for room" in order.message for order in orders))
+        assert await shared.states() == {"j1": "suspended"}
+        await shared.requests.release(told.Release(lease="l1"), ADMIN)
+        await shared.until(lambda: any(order.do == "start" for order in orders))
+        await end_supervisor(shared, other)
 
 
 async def test_a_job_that_failed_while_it_was_being_suspended_waits_for_its_turn(

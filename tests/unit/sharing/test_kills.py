@@ -1,0 +1,250 @@
+"""Whoever is killed in whichever phase of make-room, of its end and of a turn: no job is lost, and none starves.
+
+An agent stands still at an order, and then somebody ends: the daemon, which is followed by another, who asked for the
+room, the job, or the order fails, as it does when the GPU helper is killed. A job that lives trains again in the end,
+with the very bytes that it had, and nothing is left of what it waited for.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from hegmd.errors import HegmError
+from hegmd.protocol import sharing as told
+from hegmd.sharing import model, state_file
+from tests.patience import HANG_S
+from tests.unit.model_agent import ModelAgent
+from tests.unit.sharing.shared_node import ADMIN, MIB, SharedNode, sharing_on, user
+
+Child = subprocess.Popen[bytes]
+BYTES, OTHERS = b"1" * (6 * MIB), b"2" * (6 * MIB)
+DAEMON, CLIENT, JOB, ORDER = "daemon", "client", "job", "order"
+#: The orders of a suspension and of a resumption, at which the job stands still.
+LEAVING, RETURNING = ("park", "offload"), ("reload", "release")
+#: Turns that end as soon as they may.
+SHORT = model.Rules(slices=True, min_quantum_s=0.02, quantum_per_switch=0.0, run_per_switch=0.0, settle_s=0.0)
+
+
+def trains(agent: ModelAgent, data: bytes) -> bool:
+    return not agent.parked and agent.data == data
+
+
+async def attend_again(shared: SharedNode, agents: Sequence[ModelAgent]) -> None:
+    """The agents find the next daemon."""
+    for agent in agents:
+        agent.workers = shared.node.workers
+        agent.slow.clear()
+        await agent.attend(shared.node.tasks)
+
+
+async def until_all_is_over(shared: SharedNode, agent: ModelAgent, child: Child) -> None:
+    """Every lease is held by now, and is released. A job that lives trains again; one that has ended left nothing."""
+    await shared.until(lambda: all(lease.is_held for lease in shared.sharing.memory.leases))
+    for lease in shared.sharing.memory.leases:
+        await shared.requests.release(told.Release(lease=lease.id), ADMIN)
+    if child.poll() is None:
+        await shared.until(lambda: trains(agent, BYTES))
+        await shared.until_states(j1="running")
+    else:
+        await shared.until_states()
+    await shared.until(lambda: not shared.sharing.memory.suspended and not shared.sharing.is_wanted)
+    await shared.until(lambda: not shared.node.moving.pool.held_bytes)
+
+
+async def ask(shared: SharedNode, made: list[told.RoomReply | HegmError]) -> None:
+    try:
+        made.append(await shared.make_room(7 * MIB, until_free=True, limit_s=HANG_S))
+    except HegmError as error:
+        made.append(error)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("phase", "victim"),
+    [
+        ("accepted", DAEMON),
+        *[(phase, victim) for phase in LEAVING for victim in (DAEMON, CLIENT, JOB, ORDER)],
+        ("held", DAEMON),
+        ("held", JOB),
+        *[(phase, victim) for phase in RETURNING for victim in (DAEMON, JOB)],
+        ("reload", ORDER),
+    ],
+)
+async def test_no_kill_in_any_phase_of_make_room_loses_or_starves_a_job(
+    tmp_path: Path, process: Child, phase: str, victim: str
+) -> None:
+    made: list[told.RoomReply | HegmError] = []
+    async with sharing_on(tmp_path) as shared, anyio.create_task_group() as asking:
+        agent = await shared.node.attend(process.pid, BYTES)
+        await shared.until_states(j1="running")
+        agent.slow.update({phase} & {*LEAVING, *RETURNING})
+        if phase == "accepted":
+            await agent.leave()
+        asking.start_soon(ask, shared, made)
+        await shared.until(lambda: any(shared.sharing.memory.leases))
+        if phase not in ("accepted", *LEAVING):
+            await shared.until(lambda: bool(made))
+        if phase in RETURNING:
+            await shared.requests.release(told.Release(lease="l1"), ADMIN)
+        if agent.slow:
+            with anyio.fail_after(HANG_S):
+                await agent.waiting.wait()
+        if victim == DAEMON:
+            shared.sharing.stop()
+            await agent.leave()
+            asking.cancel_scope.cancel()
+        else:
+            if victim == CLIENT:
+                asking.cancel_scope.cancel()
+                with anyio.CancelScope(shield=True):
+                    await shared.until(lambda: not any(shared.sharing.memory.leases))
+            elif victim == JOB:
+                process.kill()
+                process.wait()
+            else:
+                agent.refuses[phase] = "the GPU helper was killed"
+                agent.slow.clear()
+                agent.go_on.set()
+                await shared.until(lambda: "failed" in shared.events)
+                agent.refuses.clear()
+                shared.sharing.history.note_success("j1")  # it is tried again at once, not in 5 s
+            agent.slow.clear()
+            agent.go_on.set()
+            with anyio.CancelScope(shield=True):
+                await until_all_is_over(shared, agent, process)
+    if victim == DAEMON:
+        async with sharing_on(tmp_path) as shared:
+            await attend_again(shared, [agent])
+            await until_all_is_over(shared, agent, process)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("victim", [DAEMON, "the one that leaves", "the one that comes"])
+@pytest.mark.parametrize("phase", ["offload", "reload"])
+async def test_no_kill_in_any_phase_of_a_turn_loses_or_starves_a_job(
+    tmp_path: Path, process: Child, other: Child, phase: str, victim: str
+) -> None:
+    async with sharing_on(tmp_path, policy=SHORT) as shared:
+        one = await shared.node.attend(process.pid, BYTES)
+        lease = (await shared.make_room(7 * MIB, until_free=True)).lease
+        assert lease is not None
+        await shared.until_states(j1="suspended")
+        two = await shared.node.attend(other.pid, OTHERS, token="b" * 32)
+        held_up = two if phase == "offload" else one
+        held_up.slow.add(phase)
+        await shared.requests.release(told.Release(lease=lease.id), ADMIN)
+        with anyio.fail_after(HANG_S):
+            await held_up.waiting.wait()
+        if victim == DAEMON:
+            await one.leave()
+            await two.leave()
+        else:
+            killed, (left, data) = (other, (one, BYTES)) if "leaves" in victim else (process, (two, OTHERS))
+            killed.kill()
+            killed.wait()
+            held_up.slow.clear()
+            held_up.go_on.set()
+            await shared.until(lambda: trains(left, data) and not shared.sharing.memory.suspended)
+            await shared.until(lambda: not shared.node.moving.pool.held_bytes)
+    if victim == DAEMON:
+        async with sharing_on(tmp_path, policy=SHORT) as shared:
+            await attend_again(shared, [one, two])
+            for _ in range(2):
+                await shared.until(lambda: trains(one, BYTES))
+                await shared.until(lambda: trains(two, OTHERS))
+
+
+@pytest.mark.thorough
+async def test_a_daemon_killed_while_the_disk_is_full_resumes_the_job_that_it_was_suspending(
+    tmp_path: Path, process: Child
+) -> None:
+    """Only the note from before the operation is on disk."""
+    blocked = tmp_path / f".{state_file.NAME}.new"
+    async with sharing_on(tmp_path) as shared:
+        agent = await shared.node.attend(process.pid, BYTES)
+        await shared.until_states(j1="running")
+        agent.slow.add("park")
+        await shared.make_room(7 * MIB)
+        with anyio.fail_after(HANG_S):
+            await agent.waiting.wait()
+        blocked.mkdir()
+        agent.slow.clear()
+        agent.go_on.set()
+        await shared.until_states(j1="suspended")
+        await agent.leave()
+    blocked.rmdir()
+    async with sharing_on(tmp_path) as shared:
+        await attend_again(shared, [agent])
+        await until_all_is_over(shared, agent, process)
+
+
+@pytest.mark.thorough
+async def test_a_hundred_requests_that_come_and_go_neither_lose_nor_starve_a_job(
+    tmp_path: Path, process: Child
+) -> None:
+    async with sharing_on(tmp_path) as shared:
+        agent = await shared.node.attend(process.pid, BYTES)
+        await shared.until_states(j1="running")
+        for _ in range(100):
+            made = await shared.make_room(7 * MIB)
+            assert made.lease is not None
+            await shared.requests.release(told.Release(lease=made.lease.id), ADMIN)
+        await until_all_is_over(shared, agent, process)
+        assert shared.events.count("lease-requested") == 100
+        assert shared.events.count("suspended") == shared.events.count("resumed")
+
+
+@pytest.mark.thorough
+async def test_a_full_pool_suspends_no_job_and_the_request_says_so(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    """The pool has 64 MiB, of which a job that its user has suspended takes 56."""
+    async with sharing_on(tmp_path, "1x60MiB") as shared:
+        agent = await shared.node.attend(process.pid, BYTES)
+        await shared.node.attend(other.pid, b"2" * (50 * MIB), token="b" * 32)
+        await shared.until_states(j1="running", j2="running")
+        await shared.node.operations.suspend([other.pid], shared.node.asked())
+        with pytest.raises(HegmError, match="too little of the rest may be suspended"):
+            await shared.make_room(56 * MIB, until_free=True)
+        (job, _) = (await shared.requests.queue(ADMIN)).jobs
+        assert job.why == "cannot be suspended: 12.0 MiB of the pool are needed to move 6.0 MiB, but 8.0 MiB are free"
+        assert trains(agent, BYTES)
+        assert "park" not in agent.seen
+        await shared.node.operations.resume(other.pid, None, shared.node.asked())
+        await shared.until_states(j1="running", j2="running")
+        assert not any(shared.sharing.memory.leases)
+
+
+@pytest.mark.thorough
+async def test_a_lease_that_is_never_released_ends_by_itself_and_the_job_returns(
+    tmp_path: Path, process: Child
+) -> None:
+    async with sharing_on(tmp_path, max_lease_s=0.3) as shared:
+        agent = await shared.node.attend(process.pid, BYTES)
+        await shared.until_states(j1="running")
+        await shared.make_room(7 * MIB)
+        await shared.until(lambda: "lease-held" in shared.events)
+        await until_all_is_over(shared, agent, process)
+        assert "lease-ended" in shared.events
+
+
+async def test_a_user_without_the_right_has_nothing_of_others_suspended(tmp_path: Path, process: Child) -> None:
+    """Neither by a priority above the limit, nor by one within it, if users may suspend only what is theirs."""
+    async with sharing_on(tmp_path, suspends_others=False) as shared:
+        agent = await shared.node.attend(process.pid, BYTES)
+        await shared.until_states(j1="running")
+        await shared.requests.set_priority(told.SetPriority(job="j1", priority="best-effort"), ADMIN)
+        stranger: Any = user(4711)
+        with pytest.raises(HegmError, match="priority production is above 50"):
+            await shared.make_room(7 * MIB, stranger, priority="production", until_free=True)
+        with pytest.raises(HegmError, match="too little of the rest may be suspended"):
+            await shared.make_room(7 * MIB, stranger, until_free=True)
+        assert trains(agent, BYTES)
+        assert "park" not in agent.seen
+        assert not any(shared.sharing.memory.leases)
