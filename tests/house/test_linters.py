@@ -51,15 +51,15 @@ def test_the_words_are_spelled_right() -> None:
     _run("codespell")
 
 
-@pytest.mark.thorough
+@pytest.mark.wide
 @pytest.mark.timeout(TYPE_CHECKER_S)
 def test_mypy_finds_nothing() -> None:
-    """Half a minute of the processor in a fresh clone: `make test` and `make lint` run it."""
+    """Half a minute of the processor in a fresh clone: CI runs both type checkers by `make lint`."""
     _run("mypy")
 
 
 @pytest.mark.wide
 @pytest.mark.timeout(TYPE_CHECKER_S)
 def test_pyright_finds_nothing() -> None:
-    """As much of the processor as all other house rules together, and half as much again: CI runs it by `make lint`."""
+    """As much of the processor as all other house rules together, and half as much again."""
     _run("pyright")

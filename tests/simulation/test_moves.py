@@ -45,7 +45,7 @@ ENOUGH = 600
 QUIET = dict.fromkeys(draw_odds(live(0).daemon.random), 0.0)
 
 
-@pytest.mark.parametrize("seeds", quick_first(LIVES, 1, most=4), ids=str)
+@pytest.mark.parametrize("seeds", quick_first(LIVES, 1, most=3), ids=str)
 def test_every_promise_is_kept_whatever_happens(seeds: range) -> None:
     for seed in seeds:
         life = live(seed)
