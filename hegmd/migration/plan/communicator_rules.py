@@ -168,7 +168,8 @@ def _against_missing(ranks: Sequence[Candidate], members: Sequence[Candidate]) -
             yield message, "start all ranks with hegmctl run, in front of their launcher", candidate.pid
     world = max((candidate.agent.world_size or 1 for candidate in ranks if candidate.agent), default=1)
     here = [candidate for candidate in members if candidate.agent is not None and candidate.agent.rank is not None]
-    if world > len(here):
+    without_agent = sum(candidate.agent is None for candidate in members)
+    if world > len(here) + without_agent:
         message = (
             f"{len(here)} of the job's {world} ranks are known here, and communicators are disconnected on all or none"
         )

@@ -125,6 +125,16 @@ def test_what_cannot_be_disconnected_is_refused_once_with_the_next_step(
     assert hint in found[0].hint
 
 
+def test_what_holds_for_all_ranks_was_said_once_for_each() -> None:
+    """Issue 16, bad input: a driver that is not used, and a rank without an agent, which counted as missing as well."""
+    denied = tuple([gpu.replace(driver_version="610.57.04") for gpu in FOUR])
+    (reason,) = the_reasons(planned(a_job(gpus=denied), to("gpu2,gpu3")))
+    assert "driver 610.57.04 is not used for moves" in reason.message
+    bare = a_snapshot(a_rank(0), a_rank(1).replace(agent=None), gpus=FOUR, **ROOMY)
+    (missing,) = the_reasons(planned(bare, to("gpu2,gpu3")))
+    assert missing.message == "process 4712 has no agent, and belongs to ranks with communicators (4711)"
+
+
 def test_an_agent_that_does_not_say_how_it_disconnects_is_refused_as_before() -> None:
     (reason,) = the_reasons(planned(a_snapshot(a_process(an_agent(cuda_facts(hazards=("nccl-p2p",))))), SUSPENSION))
     assert "live NCCL communicators" in reason.message
