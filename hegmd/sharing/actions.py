@@ -21,6 +21,7 @@ from hegmd.sharing import model
 from hegmd.sharing.history import History
 from hegmd.sharing.model import Action
 from hegmd.sharing.records import SuspendedRecord
+from hegmd.sharing.room import rooms_of
 from hegmd.sharing.rules import AUTO, KEEP_CONTEXT, SharingRules
 from hegmd.sharing.state import SharingMemory
 from hegmd.sharing.view import SeenJob, View
@@ -234,16 +235,18 @@ def target_of(action: Action, snapshot: model.Snapshot) -> str | None:
 
 def is_enough(action: Action, stays_bytes: Mapping[str, int], snapshot: model.Snapshot) -> bool:
     """Whether the job or lease for which a job leaves fits on its GPUs although these bytes stay there."""
-    free = {gpu.id: gpu.free_bytes for gpu in snapshot.gpus}
+    rooms = rooms_of(snapshot)
     needs = [max(job.needs_bytes) for job in snapshot.jobs if job.id == action.beneficiary and job.needs_bytes]
     needs += [lease.size_bytes for lease in snapshot.leases if lease.id == action.beneficiary]
     if not needs:
         return False
     (needed_bytes,) = needs
     for gpu, size_bytes in zip(action.gpus, action.size_bytes, strict=True):
-        free_bytes = free.get(gpu)
-        left_bytes = (free_bytes or 0) + size_bytes - stays_bytes.get(gpu, 0) - snapshot.rules.headroom_bytes
-        if free_bytes is None or left_bytes < needed_bytes:
+        room = rooms.get(gpu)
+        if room is None:
+            return False
+        left_bytes = room.now_bytes + room.freed_bytes.get(action.subject, size_bytes) - stays_bytes.get(gpu, 0)
+        if left_bytes < needed_bytes:
             return False
     return True
 

@@ -30,6 +30,8 @@ class Past:
     failure: str = ""
     #: What a job held on each GPU when it ran last.
     held_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
+    #: What it left on each GPU when it was last suspended with its contexts kept.
+    kept_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def switch_s(self) -> float | None:

@@ -41,6 +41,15 @@ def stays_by_gpu(plan: MigrationPlan) -> dict[str, int]:
     return stays
 
 
+def kept_by_gpu(members: Sequence[JobProcess]) -> dict[str, int]:
+    """Return what suspended processes of an operation have left on each GPU with their CUDA contexts, as measured."""
+    kept: dict[str, int] = {}
+    for member in members:
+        for gpu in gpus_of(member.previous_gpu) if member.keeps_context else ():
+            kept[gpu] = kept.get(gpu, 0) + (member.stays_bytes or 0)
+    return kept
+
+
 def used_of_lease(lease: LeaseRecord, candidates: Sequence[Candidate], placed: Collection[int | None]) -> int:
     """Return how much of its GPU the processes have that a lease is for.
 

@@ -61,6 +61,8 @@ class Job:
     #: What it needs on each of `gpus`, in the same order; one entry per GPU for a job that never ran. None if unknown:
     #: it then needs a GPU without other jobs, and nothing else is placed beside it.
     needs_bytes: tuple[int, ...] | None = None
+    #: What a suspended job had, in the same order: it resumes with that if no GPU has what it said that it needs.
+    least_bytes: tuple[int, ...] | None = None
     #: What is taken for it on each GPU now, by its processes and by reservations of its operation.
     held_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
     #: The only GPUs on which it can be: pinned by its user, or its context is kept there. None for any.

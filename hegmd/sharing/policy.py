@@ -102,6 +102,8 @@ class _Decider:
         elif self._served_by_leaving >= MAX_SERVED_BY_LEAVING:
             self._wait(wanted, "others are before it", "its turn, after theirs")
         elif not (rooms := self._suitable(wanted)):
+            if self._admit_with_least(wanted):
+                return
             self._wait(
                 wanted, wording.unsuitable(wanted, self._gpus.values(), self._rooms), "nothing, until a GPU can have it"
             )
@@ -173,6 +175,20 @@ class _Decider:
         self._actions.append(Action(wanted.action, wanted.id, _ids(chosen), sizes, reason))
         self._wait(wanted, "nothing", reason, self._now, _ids(chosen))
 
+    def _admit_with_least(self, wanted: Wanted) -> bool:
+        """Let a suspended job have what it had before, if that is free. Return whether it has it.
+
+        Nobody can leave for the rest of what it said that it needs, and it may never take that.
+        """
+        least_bytes = None if wanted.job is None else wanted.job.least_bytes
+        if least_bytes is None or least_bytes == wanted.needs_bytes:
+            return False
+        modest = wanted._replace(needs_bytes=least_bytes)
+        chosen = self._fit(modest, self._suitable(modest), at_once=True)
+        if chosen:
+            self._admit(modest, chosen)
+        return bool(chosen)
+
     def _await_leaving(self, wanted: Wanted, chosen: Rooms) -> None:
         """Promise it memory that becomes free."""
         self._take(wanted, chosen, at_once=False)
@@ -194,6 +210,8 @@ class _Decider:
             left.remove(found[share].room)
         clearings = tuple(found[share] for share in range(wanted.gpu_count))
         at_s = max(option.at_s for option in clearings)
+        if at_s == math.inf and self._admit_with_least(wanted):
+            return
         if at_s > -math.inf:
             self._hold(wanted, clearings, at_s)
         elif not self._displace(wanted, clearings):

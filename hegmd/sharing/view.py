@@ -25,7 +25,7 @@ from hegmd.operations.survey import PlanSurvey
 from hegmd.protocol.snapshots import HEALTHY
 from hegmd.sharing import model
 from hegmd.sharing.history import UNKNOWN_SWITCH_S, History
-from hegmd.sharing.memory_use import descends, held_by_gpu, needs_by_gpu, stays_by_gpu, used_of_lease
+from hegmd.sharing.memory_use import descends, held_by_gpu, kept_by_gpu, needs_by_gpu, stays_by_gpu, used_of_lease
 from hegmd.sharing.records import LeaseRecord, QueuedRecord, SuspendedRecord
 from hegmd.sharing.rules import AUTO, KEEP_CONTEXT, WHOLE, SharingRules
 from hegmd.sharing.state import SharingMemory
@@ -258,7 +258,7 @@ class SharingView:
         gpus, needs = tuple(held), tuple(held.values())
         if action is not None and action.kind == MIGRATE:
             gpus, needs = action.gpus, action.size_bytes
-        leaves = self._judge(node, pids, workers) if action is None else Leaving()
+        leaves = self._judge(record, node, pids, workers) if action is None else Leaving()
         if leaves.keeps_context and leaves.stays_bytes is not None:
             stays = leaves.stays_bytes
             held = {gpu: max(0, size - stays.get(gpu, 0)) for gpu, size in held.items()}
@@ -277,13 +277,18 @@ class SharingView:
             since_utc=None if self._history.of(record.id).state else record.started_utc,
         )
 
-    def _judge(self, node: NodeSnapshotForPlan, pids: tuple[int, ...], workers: Sequence[AgentConnection]) -> Leaving:
+    def _judge(
+        self, record: JobRecord, node: NodeSnapshotForPlan, pids: tuple[int, ...], workers: Sequence[AgentConnection]
+    ) -> Leaving:
         """How a running job can leave its GPUs."""
         if not all(worker.connected for worker in workers):
             return Leaving("its agent is not connected")
         whole = planned(node, PlanRequest(kind=SUSPEND, pids=pids))
         kept = planned(node, PlanRequest(kind=SUSPEND, pids=pids, keep_context=True))
         stays = stays_by_gpu(kept) if isinstance(kept, MigrationPlan) else None
+        if stays is not None:  # more may have stayed the last time than the plan expects
+            measured = self._history.of(record.id).kept_bytes
+            stays = {gpu: max(size, measured.get(gpu, 0)) for gpu, size in stays.items()}
         if self._rules.method == AUTO and isinstance(whole, MigrationPlan) and isinstance(kept, MigrationPlan):
             # At the end of a turn it keeps its contexts if it can, so the faster way says how long a turn is.
             return Leaving("", 2 * min(whole.estimate_s, kept.estimate_s), stays)
@@ -315,12 +320,14 @@ class SharingView:
             is_ours = suspended is not None and self.is_ours(op, suspended)
             if suspended is not None and is_ours:  # a new daemon knows the turn by this alone
                 self._history.of(record.id).turn_s = suspended.turn_s
-            stays_here = any(member.keeps_context for member in members)
+            kept = kept_by_gpu(members)
+            self._history.of(record.id).kept_bytes = kept or self._history.of(record.id).kept_bytes
             return self._told(
                 *(record, model.SUSPENDED if is_ours else model.USER_SUSPENDED, now, seen),
                 gpus=tuple(former),
-                needs=_with_stated(tuple(former.values()), self._memory.queue.get(record.number)),
-                allowed=tuple(former) if stays_here else self._pinned_in_queue(record, former),
+                needs=_with_stated(tuple(former.values()), self._memory.queue.get(record.number), sum(kept.values())),
+                least=tuple(former.values()),
+                allowed=tuple(former) if kept else self._pinned_in_queue(record, former),
                 chip=chip,
                 hindrance=self._return_obstacle(members),
                 since_utc=suspended.since_utc if suspended is not None and is_ours else op.created_utc,
@@ -373,6 +380,7 @@ class SharingView:
         *,
         gpus: tuple[str, ...] = (),
         needs: tuple[int, ...] | None = (),
+        least: tuple[int, ...] | None = None,
         held: Mapping[str, int] | None = None,
         allowed: tuple[str, ...] | None = None,
         chip: str | None = None,
@@ -392,6 +400,7 @@ class SharingView:
             since_s=past.since_s,
             gpus=gpus,
             needs_bytes=known,
+            least_bytes=least,
             held_bytes=dict(held or {}),
             allowed_gpus=allowed,
             chip=chip,
@@ -471,11 +480,11 @@ def _due(
     return due
 
 
-def _with_stated(needs: tuple[int, ...], queued: QueuedRecord | None) -> tuple[int, ...]:
-    """What a job needs, at least what it said: it may not have taken all of it yet."""
+def _with_stated(needs: tuple[int, ...], queued: QueuedRecord | None, kept_bytes: int = 0) -> tuple[int, ...]:
+    """What a job needs, at least what it said without what it has left there: it may not have taken all of it yet."""
     if queued is None or queued.size_bytes is None or len(needs) != 1:
         return needs
-    return (max(needs[0], queued.size_bytes),)
+    return (max(needs[0], queued.size_bytes - kept_bytes),)
 
 
 def _pinned(

@@ -1,4 +1,4 @@
-"""Turns of equals: what is done before a turn comes."""
+"""Turns of equals: what is done before a turn comes, and jobs that keep their contexts meanwhile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from pathlib import Path
 
 from hegmd.protocol import sharing as told
 from hegmd.sharing import model
+from hegmd.sharing.actions import is_enough
+from hegmd.sharing.memory_use import kept_by_gpu
+from hegmd.sharing.policy import decide
 from hegmd.sharing.service import PREPARE_AHEAD_S
+from tests.unit.migration.operations import worker
 from tests.unit.sharing.shared_node import ADMIN, MIB, sharing_on
 
 Child = subprocess.Popen[bytes]
@@ -32,3 +36,43 @@ async def test_bytes_are_compared_with_their_checksums_before_the_turn_comes(
         await shared.requests.release(told.Release(lease=lease.id), ADMIN)
         await shared.until_states(j1="suspended", j2="running")
         await shared.until(lambda: piece.compared_at > 0)
+
+
+def crowded(*jobs: model.Job) -> model.Snapshot:
+    """A GPU of 100 bytes, of which a lease keeps 60, contexts of suspended jobs have 25, and 75 are free."""
+    lease = model.Lease("l1", "l1", model.HELD, 100, 0, 0.0, 60, "gpu0")
+    return model.Snapshot((model.Gpu("gpu0", 100, 75),), jobs, (lease,))
+
+
+def suspended(name: str, since_s: float) -> model.Job:
+    needs: dict[str, tuple[int, ...]] = {"needs_bytes": (20,), "least_bytes": (10,)}
+    return model.Job(name, name, model.SUSPENDED, 50, 0, since_s, ("gpu0",), allowed_gpus=("gpu0",), **needs)
+
+
+def test_jobs_that_said_they_need_more_than_contexts_leave_free_do_not_stay_suspended_for_ever() -> None:
+    """On an H200 two jobs of 1 GiB kept their contexts, and each waited for memory that nobody could free."""
+    decision = decide(crowded(suspended("j1", 0.0), suspended("j2", 1.0)), 100.0)
+    assert [(action.kind, action.subject, action.size_bytes) for action in decision.actions] == [
+        (model.RESUME, "j1", (10,))
+    ]
+
+
+def test_a_job_does_not_take_less_than_it_said_while_others_can_leave_for_it() -> None:
+    running = model.Job("j2", "j2", model.RUNNING, 50, 0, 90.0, ("gpu0",), (15,), None, {"gpu0": 15})
+    node = crowded(suspended("j1", 0.0), running)
+    (waits,) = decide(node, 100.0).waiting
+    assert waits.at_s == 90.0 + node.rules.min_quantum_s
+
+
+def test_memory_that_a_lease_keeps_is_not_enough_for_a_kept_context() -> None:
+    """It looked free, so contexts stayed, and the job for which another had left had no room."""
+    running = model.Job("j2", "j2", model.RUNNING, 50, 0, 0.0, ("gpu0",), (15,), None, {"gpu0": 15})
+    action = model.Action(model.SUSPEND, "j2", ("gpu0",), (15,), "its turn has ended", "j1", True)
+    assert is_enough(action, {"gpu0": 10}, crowded(suspended("j1", 0.0), running))
+    assert not is_enough(action, {"gpu0": 11}, crowded(suspended("j1", 0.0), running))
+
+
+def test_what_stays_with_a_context_is_counted_on_its_gpu() -> None:
+    kept = worker("a", method="keep-context", gpu=None, previous_gpu="gpu0", stays_bytes=7)
+    whole = worker("b", method="driver", gpu=None, previous_gpu="gpu0", stays_bytes=7)
+    assert kept_by_gpu([kept, whole]) == {"gpu0": 7}
