@@ -15,6 +15,7 @@ from time import monotonic
 
 from hegmd.errors import HegmError
 from hegmd.migration.run.task import AT_REST
+from hegmd.protocol.operations import Operation
 from tests.chaos.campaign import HALT_LIMIT_S, Say, Tally
 from tests.chaos.cells import DAEMON
 from tests.chaos.halts import BEGUN, Trap
@@ -76,6 +77,8 @@ class RankCampaign:
                 self._continue_stuck(cell, op_id, job)
             op = self._node.rest()[op_id]
         assert op.phase in cell.ends, f"{cell}: operation {op_id} ended {op.phase}\n{self._node.story(op_id)}"
+        if cell.command == SWAP and op.phase == "done" and cell.victim != DAEMON:
+            self._await_second_step(other, op)
         if cell.ends_the_job:
             self._see_it_end(cell, job)
         else:
@@ -100,7 +103,7 @@ class RankCampaign:
                 places = job.places(hegmd)
             if cell.command == SWAP:
                 there = self._node.await_jobs([other.pid], agents=[other.pid])[other.pid]
-                if there == places[0]:
+                if there == places[0]:  # the last swap was cut after its first step
                     hegmd.migrate(other.pid, "gpu1" if there == "gpu0" else "gpu0")
             if cell.command == RESUME:
                 hegmd.suspend(pid)
@@ -153,6 +156,14 @@ class RankCampaign:
             assert monotonic() < until, f"{cell}: the wait does not end\n{self._node.story(op_id)}"
             pause()
         job.signal_rank(signal.SIGCONT)
+
+    def _await_second_step(self, other: Job, first: Operation) -> None:
+        """A swap runs to its end: the other job goes where the ranks were, unless there is no daemon that knows it."""
+        until = monotonic() + REST_LIMIT_S
+        while self._node.await_jobs([other.pid], agents=[other.pid])[other.pid] != first.processes[0].began_on:
+            assert monotonic() < until, f"the other job stays where it is\n{self._node.story(first.id)}"
+            pause()
+        self._node.rest()
 
     # -- what has to be true -------------------------------------------------------------------------------------------
 
