@@ -80,8 +80,10 @@ class Fetching:
             self._ended.release()
 
     def write_now(self) -> None:
-        """Write it in this thread. Raises what prevents that."""
-        self._live()
+        """Write it before anything else is done. Raises what prevents that."""
+        self.start()
+        with self._ended:
+            pass
         self.close()
         if self.error is not None:
             raise self.error
