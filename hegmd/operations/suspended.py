@@ -145,7 +145,9 @@ class SuspendedOperations:
         try:
             op = next((op for op in self._runner.under_way() if op.id == op_id and op.phase == SUSPENDED), None)
             for member in () if op is None else op.live:
-                if op is not None and member.offloaded:
+                piece = self._pool.by_owner().get(Key(op_id, member.name))
+                # Bytes on disk take memory of the pool once the resume loads them, and are compared by that.
+                if op is not None and member.offloaded and piece is not None and piece.memory is not None:
                     await self._pool.compare_ahead(Key(op_id, member.name))
                     await self._performer.prepare_ahead(op, member)
         except HegmError as error:  # the resume tries again, and its caller gets the error
