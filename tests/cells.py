@@ -54,7 +54,7 @@ def in_one_test(
         signature = inspect.signature(test)
         left = [parameter for parameter in signature.parameters.values() if parameter.name not in columns]
         made.__signature__ = signature.replace(parameters=left)
-        return made  # type: ignore[no-any-return]  # inspect reads the signature from it
+        return made
 
     return decorate
 

@@ -64,6 +64,7 @@ async def test_bytes_pass_through_video_memory_and_are_in_the_pool_when_the_chec
         await job.put_back()
 
 
+@pytest.mark.thorough
 async def test_a_preparation_ahead_and_the_resume_share_one_copy_session(moving: Moving) -> None:
     """The second would close the session of the first, which may be copying."""
     async with moving() as job:
@@ -435,6 +436,7 @@ async def test_a_job_that_goes_on_has_what_was_still_held_beside_it(moving: Movi
         await job.carrier.release(job.subject)
 
 
+@pytest.mark.thorough
 async def test_a_kept_context_has_its_copy_session_before_it_resumes(moving: Moving) -> None:
     """Opening it took a turn of two jobs 40 ms while none of them trained."""
     async with moving() as job:

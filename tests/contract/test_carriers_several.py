@@ -171,6 +171,7 @@ async def test_without_room_on_one_of_its_targets_none_is_taken_on_the_others(
         assert carrier.held_bytes(subject) == 0
 
 
+@pytest.mark.thorough
 async def test_the_sessions_of_a_process_are_not_those_of_one_whose_name_begins_with_its_own(
     tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,7 +167,12 @@ def _module_name(path: Path) -> str:
 
 @functools.cache
 def _module(path: Path) -> Module:
-    return Module.parse(_module_name(path), path, path.read_text())
+    gc.disable()
+    try:
+        return Module.parse(_module_name(path), path, path.read_text())
+    finally:
+        gc.freeze()  # trees stay, and the collector would look through all of them again and again
+        gc.enable()
 
 
 @functools.cache
@@ -179,10 +184,7 @@ def _paths() -> dict[str, Path]:
 @functools.cache
 def python_files() -> tuple[Module, ...]:
     """Every Python file of the project, tests included."""
-    found = tuple(_module(path) for path in _paths().values())
-    # They stay: each later test that left anything to collect would have the collector look through all of them.
-    gc.freeze()
-    return found
+    return tuple(_module(path) for path in _paths().values())
 
 
 def modules(*prefixes: str) -> tuple[Module, ...]:

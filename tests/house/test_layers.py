@@ -211,6 +211,7 @@ def config_violations(module: Module) -> Iterator[str]:
                 yield f"{found.line}: imports {found.target}; parts get values"
 
 
+@functools.cache
 def _names() -> frozenset[str]:
     return frozenset(module.name for module in modules())
 

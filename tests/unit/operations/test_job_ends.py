@@ -14,6 +14,7 @@ from hegmd.operations.request_context import OperationResult
 from hegmd.protocol.operations import Operation
 from tests.patience import HANG_S
 from tests.unit.moving_node import Node, running
+from tests.wide import quick_first
 
 Child = subprocess.Popen[bytes]
 Command = Callable[[Node, int], Awaitable[OperationResult]]
@@ -50,7 +51,7 @@ async def ended_at(node: Node, process: Child, order: str, command: str) -> Oper
     return result.operation
 
 
-@pytest.mark.parametrize(("command", "order"), [*KILLED, ("resume", "reload")])
+@pytest.mark.parametrize(("command", "order"), quick_first([*KILLED, ("resume", "reload")], 2))
 async def test_a_job_that_was_killed_in_the_middle_was_told_as_a_refusal(
     tmp_path: Path, process: Child, command: str, order: str
 ) -> None:
