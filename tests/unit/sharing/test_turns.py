@@ -45,8 +45,12 @@ def crowded(*jobs: model.Job) -> model.Snapshot:
 
 
 def suspended(name: str, since_s: float) -> model.Job:
-    needs: dict[str, tuple[int, ...]] = {"needs_bytes": (20,), "least_bytes": (10,)}
-    return model.Job(name, name, model.SUSPENDED, 50, 0, since_s, ("gpu0",), allowed_gpus=("gpu0",), **needs)
+    return model.Job(
+        *(name, name, model.SUSPENDED, 50, 0, since_s, ("gpu0",)),
+        needs_bytes=(20,),
+        least_bytes=(10,),
+        allowed_gpus=("gpu0",),
+    )
 
 
 def test_jobs_that_said_they_need_more_than_contexts_leave_free_do_not_stay_suspended_for_ever() -> None:
