@@ -31,6 +31,7 @@ from hegmd.migration.run.runner import Runner
 from hegmd.protocol.operations import HOST
 from hegmd.system.condition import Condition
 from hegmd.telemetry.events import EventLog
+from hegmd.telemetry.log import limited
 from hegmd.workers.agent_orders import AgentAway, OrderFailed
 from hegmd.workers.workers import BACK, CAME, AgentConnection, Workers
 
@@ -52,6 +53,14 @@ class Rest:
         self.moved: dict[str, int] = {}
         self.again = True
         self.failure: HegmError | None = None
+
+
+class Preparation:
+    """The preparation of one operation for its resume, in progress. Cancelling `scope` ends the comparison of bytes."""
+
+    def __init__(self) -> None:
+        self.scope = anyio.CancelScope()
+        self.over = anyio.Event()
 
 
 class SuspendedOperations:
@@ -76,7 +85,7 @@ class SuspendedOperations:
         self._rests: dict[str, Rest] = {}
         self._wanted: set[str] = set()
         #: Operations that are being prepared for their resume.
-        self._preparing: set[str] = set()
+        self._preparing: dict[str, Preparation] = {}
         self._tasks: anyio.abc.TaskGroup | None = None
         if when != ASKED:
             pool.free_memory = self.free_memory
@@ -109,7 +118,8 @@ class SuspendedOperations:
         self._tasks.start_soon(self._live, op_id, rest, name=f"rest of operation {op_id}")
 
     async def stop_spilling(self, op_id: str) -> None:
-        """End the spilling of an operation that is to resume, and wait for its end."""
+        """End the spilling and the preparation of an operation that is to resume, and wait for their end."""
+        await self._end_preparation(op_id)
         rest = self._rests.pop(op_id, None)
         self._wanted.discard(op_id)
         if rest is not None:
@@ -138,24 +148,53 @@ class SuspendedOperations:
         takes two seconds for 32 GiB, and open the copy sessions.
         """
         if self._tasks is not None and op_id not in self._preparing:
-            self._preparing.add(op_id)
-            self._tasks.start_soon(self._prepare, op_id, name=f"preparation of operation {op_id}")
+            self._preparing[op_id] = preparing = Preparation()
+            self._tasks.start_soon(self._prepare, op_id, preparing, name=f"preparation of operation {op_id}")
 
-    async def _prepare(self, op_id: str) -> None:
+    async def _prepare(self, op_id: str, preparing: Preparation) -> None:
         try:
-            op = next((op for op in self._runner.under_way() if op.id == op_id and op.phase == SUSPENDED), None)
-            for member in () if op is None else op.live:
-                piece = self._pool.by_owner().get(Key(op_id, member.name))
-                # Bytes on disk take memory of the pool once the resume loads them, and are compared by that.
-                if op is not None and member.offloaded and piece is not None and piece.memory is not None:
+            with preparing.scope:
+                for member in self._to_prepare(op_id):
                     await self._pool.compare_ahead(Key(op_id, member.name))
-                    await self._performer.prepare_ahead(op, member)
+            for member in () if preparing.scope.cancel_called else self._to_prepare(op_id):
+                await self._open_session(op_id, member)
         except HegmError as error:  # the resume tries again, and its caller gets the error
-            logger.warning("operation %s is not prepared: %s", op_id, error.message)
+            limited(logger, op_id, logging.WARNING, "operation %s is not prepared: %s", op_id, error.message)
         except Exception:  # the edge of one preparation: what is wrong here is not to end the daemon
             logger.exception("preparing operation %s failed", op_id)
         finally:
-            self._preparing.discard(op_id)
+            del self._preparing[op_id]
+            preparing.over.set()
+
+    def _to_prepare(self, op_id: str) -> list[Member]:
+        """Return the suspended processes of that operation whose bytes are in memory, and stay there.
+
+        Bytes on disk take memory of the pool once the resume loads them, and are compared by that.
+        """
+        op = self._under_way(op_id)
+        if op is None or op.phase != SUSPENDED or self._is_to_be_spilled(op):
+            return []
+        pieces = self._pool.by_owner()
+        found = [(member, pieces.get(Key(op_id, member.name))) for member in op.live if member.offloaded]
+        return [member for member, piece in found if piece is not None and piece.memory is not None]
+
+    async def _open_session(self, op_id: str, member: Member) -> None:
+        """Open its copy session. Close it if the operation has ended meanwhile: no resume would."""
+        op = self._under_way(op_id)
+        if op is not None and op.phase == SUSPENDED:
+            await self._performer.prepare_ahead(op, member)
+            if self._under_way(op_id) is None:
+                await self._performer.undo_preparation(op, member)
+
+    async def _end_preparation(self, op_id: str) -> None:
+        """Wait until the operation is no longer being prepared. A session that is being opened is there then."""
+        preparing = self._preparing.get(op_id)
+        if preparing is not None:
+            preparing.scope.cancel()
+            await preparing.over.wait()
+
+    def _under_way(self, op_id: str) -> Operation | None:
+        return next((op for op in self._runner.under_way() if op.id == op_id), None)
 
     async def wait_a_moment(self, op_id: str) -> None:
         """Wait briefly until background work such as checksums is finished. Raises nothing."""
@@ -234,6 +273,7 @@ class SuspendedOperations:
             rest.news.notify_all()
 
         if member.offloaded and self._is_to_be_spilled(op):
+            await self._end_preparation(op.id)
             await self._performer.undo_preparation(op, member)
             await self._pool.spill(key, on_progress)
         piece = self._pool.by_owner().get(key)

@@ -215,11 +215,13 @@ class Sharing:
         return max(MIN_INTERVAL_S, min(LOOK_INTERVAL_S, decision.again_at_s - self._clock()))
 
     def _prepare_ahead(self, view: View, decision: model.Decision) -> None:
-        """Prepare suspended jobs whose turns come soon."""
+        """Prepare suspended jobs whose turns come soon. One that resumes now compares its bytes faster by itself."""
         soon_s = self._clock() + PREPARE_AHEAD_S
         for waiting in decision.waiting:
             seen = view.jobs.get(waiting.subject)
-            if waiting.at_s is not None and waiting.at_s < soon_s and seen is not None and seen.operation is not None:
+            if waiting.at_s is None or waiting.at_s >= soon_s or self.actions.of(waiting.subject) is not None:
+                continue
+            if seen is not None and seen.operation is not None:
                 self._moving.resting.prepare_soon(seen.operation.id)
 
     async def look(self, *more: LeaseRecord) -> tuple[View, model.Decision]:

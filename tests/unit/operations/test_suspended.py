@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -12,7 +16,9 @@ import pytest
 from hegmd.errors import REFUSED, HegmError, Refused
 from hegmd.memory.pool import Key, MemoryKeeping
 from hegmd.memory.ready_memory import ReadyMemory
-from hegmd.operations.suspended import ALWAYS, FULL
+from hegmd.operations.suspended import ALWAYS, FULL, SuspendedOperations
+from hegmd.telemetry.events import EventLog
+from hegmd.workers.workers import Workers
 from tests.patience import HANG_S
 from tests.unit.moving_node import MIB, Node, running
 
@@ -290,3 +296,89 @@ async def test_a_state_that_may_not_be_given_up_was_no_longer_brought_to_disk(tm
             await anyio.wait_all_tasks_blocked()
             agent.go_on.set()
         assert entrusted == [True]
+
+
+class Preparations:
+    """Stands for pool, runner and performer of one suspended operation. Each call waits until it is let go."""
+
+    def __init__(self, *, spill: bool = False) -> None:
+        self.member = SimpleNamespace(name="1", offloaded=True)
+        self.op = SimpleNamespace(id="op1", phase="suspended", live=(self.member,), spill=spill)
+        self.ops: list[Any] = [self.op]
+        self.done: list[str] = []
+        self.compared, self.opened = anyio.Event(), anyio.Event()
+
+    def by_owner(self) -> dict[Key, Any]:
+        return {Key("op1", "1"): SimpleNamespace(memory=object())}
+
+    def under_way(self) -> tuple[Any, ...]:
+        return tuple(self.ops)
+
+    async def compare_ahead(self, _key: Key) -> None:
+        self.done.append("compare")
+        await self.compared.wait()
+
+    async def prepare_ahead(self, _op: object, _member: object) -> None:
+        self.done.append("open")
+        await self.opened.wait()
+
+    async def undo_preparation(self, _op: object, _member: object) -> None:
+        self.done.append("close")
+
+    @asynccontextmanager
+    async def preparing(self) -> AsyncIterator[SuspendedOperations]:
+        """A preparation of that operation, as far as it comes."""
+        its: Any = self
+        suspended = SuspendedOperations(cast("Workers", ()), its, its, its, EventLog())
+        async with anyio.create_task_group() as tasks:
+            suspended._tasks = tasks
+            suspended.prepare_soon("op1")
+            await anyio.wait_all_tasks_blocked()
+            yield suspended
+            tasks.cancel_scope.cancel()
+
+
+async def test_a_resume_ends_the_comparison_and_no_session_is_opened_beside_it() -> None:
+    """The preparation went on beside the resume, and could open a session that nothing closed."""
+    node = Preparations()
+    async with node.preparing() as suspended:
+        assert node.done == ["compare"]
+        with anyio.fail_after(HANG_S):
+            await suspended.stop_spilling("op1")
+        node.compared.set()
+        await anyio.wait_all_tasks_blocked()
+    assert node.done == ["compare"]
+
+
+async def test_a_resume_waits_for_a_session_that_is_being_opened() -> None:
+    node = Preparations()
+    node.compared.set()
+
+    async def resume() -> None:
+        await suspended.stop_spilling("op1")
+        node.done.append("resume")
+
+    async with node.preparing() as suspended, anyio.create_task_group() as tasks:
+        tasks.start_soon(resume)
+        await anyio.wait_all_tasks_blocked()
+        assert node.done == ["compare", "open"], "the session is not there yet"
+        node.opened.set()
+    assert node.done == ["compare", "open", "resume"]
+
+
+async def test_a_job_that_ended_while_it_was_prepared_kept_its_copy_session() -> None:
+    node = Preparations()
+    node.compared.set()
+    async with node.preparing():
+        node.ops.clear()
+        node.opened.set()
+        await anyio.wait_all_tasks_blocked()
+    assert node.done == ["compare", "open", "close"]
+
+
+async def test_bytes_that_go_to_disk_are_not_prepared() -> None:
+    """The helper had their memory mapped, which the node then did not get back."""
+    node = Preparations(spill=True)
+    async with node.preparing() as suspended:
+        assert not suspended._preparing
+    assert node.done == []
