@@ -139,7 +139,7 @@ class _Decider:
     def _fit(self, wanted: Wanted, rooms: Iterable[Room], *, at_once: bool) -> Rooms:
         """Return a GPU with room for each share of it, in their order; none if it does not fit."""
         if self._most_soon_bytes is None:
-            self._most_soon_bytes = max(room.soon_bytes for room in self._rooms.values())
+            self._most_soon_bytes = max([room.soon_bytes for room in self._rooms.values()], default=0)
         if wanted.needs_bytes is not None and max(wanted.needs_bytes) > self._most_soon_bytes:
             return ()
         left = list(rooms)

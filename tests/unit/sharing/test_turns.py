@@ -6,6 +6,8 @@ import math
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from hegmd.protocol import sharing as told
 from hegmd.sharing import model
 from hegmd.sharing.actions import is_enough
@@ -59,6 +61,13 @@ def test_jobs_that_said_they_need_more_than_contexts_leave_free_do_not_stay_susp
     assert [(action.kind, action.subject, action.size_bytes) for action in decision.actions] == [
         (model.RESUME, "j1", (10,))
     ]
+
+
+@pytest.mark.parametrize("gpu", [model.Gpu("gpu0", 100, 75, is_healthy=False), model.Gpu("gpu0", 100, None)])
+def test_nothing_was_decided_for_a_suspended_job_while_no_gpu_could_be_used(gpu: model.Gpu) -> None:
+    """The decision failed each second, and `hegmctl queue` did not say what the job waits for."""
+    node = model.Snapshot((gpu,), (suspended("j1", 0.0),))
+    assert [waiting.waits for waiting in decide(node, 100.0).waiting] == ["a healthy GPU: gpu0 has none"]
 
 
 def test_a_job_does_not_take_less_than_it_said_while_others_can_leave_for_it() -> None:
