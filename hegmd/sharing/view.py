@@ -259,12 +259,13 @@ class SharingView:
         if action is not None and action.kind == MIGRATE:
             gpus, needs = action.gpus, action.size_bytes
         leaves = self._judge(record, node, pids, workers) if action is None else Leaving()
+        stays: Mapping[str, int] = {}
         if leaves.keeps_context and leaves.stays_bytes is not None:
             stays = leaves.stays_bytes
             held = {gpu: max(0, size - stays.get(gpu, 0)) for gpu, size in held.items()}
             needs = tuple(held.values())
         if action is None or action.kind != MIGRATE:
-            needs = _with_stated(needs, queued)
+            needs = _with_stated(needs, queued, sum(stays.values()))
         return self._told(
             *(record, state, now, SeenJob(record, pids, None, leaves)),
             gpus=gpus,

@@ -5,17 +5,23 @@ from __future__ import annotations
 import math
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from hegmd.protocol import sharing as told
 from hegmd.sharing import model
 from hegmd.sharing.actions import is_enough
+from hegmd.sharing.history import History
 from hegmd.sharing.memory_use import kept_by_gpu
 from hegmd.sharing.policy import decide
+from hegmd.sharing.records import QueuedRecord
 from hegmd.sharing.service import PREPARE_AHEAD_S
+from hegmd.sharing.view import Leaving, SharingView
+from hegmd.workers.job_file import JobRecord
 from tests.unit.migration.operations import worker
-from tests.unit.sharing.shared_node import ADMIN, MIB, sharing_on
+from tests.unit.sharing.shared_node import ADMIN, MIB, rules, sharing_on
 
 Child = subprocess.Popen[bytes]
 BYTES = b"1" * (6 * MIB)
@@ -89,3 +95,24 @@ def test_what_stays_with_a_context_is_counted_on_its_gpu() -> None:
     kept = worker("a", method="keep-context", gpu=None, previous_gpu="gpu0", stays_bytes=7)
     whole = worker("b", method="driver", gpu=None, previous_gpu="gpu0", stays_bytes=7)
     assert kept_by_gpu([kept, whole]) == {"gpu0": 7}
+
+
+class KeepingView(SharingView):
+    """A view of a job that can only leave with its contexts kept, of which 20 bytes stay."""
+
+    def _judge(self, *_about: object) -> Leaving:
+        return Leaving("", 1.0, {"gpu0": 20}, keeps_context=True)
+
+
+def test_what_stays_of_a_running_job_was_also_kept_free_for_it() -> None:
+    """It had 30 bytes of the 60 that it said it needs, and 50 more were kept for it: 20 too many."""
+    nothing: Any = SimpleNamespace(queue={}, suspended={}, leases=())
+    view = KeepingView(
+        *(nothing, nothing, nothing, nothing, nothing, History(), rules(method="keep-context")),
+        acting=lambda _job: None,
+        returns_to=lambda _job: (),
+    )
+    record = JobRecord(number=1, name="train", uid=0, runs=(), command="", started_utc=0.0, boot="")
+    asked = QueuedRecord(job=1, size_bytes=60, since_utc=0.0, placed="gpu0", has_trained=True)
+    job, _ = view._running(record, (), {"gpu0": 30}, asked, cast("Any", SimpleNamespace(gpus=())), 0.0)
+    assert (job.held_bytes, job.needs_bytes) == ({"gpu0": 10}, (40,))
