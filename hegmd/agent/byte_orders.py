@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class ByteOrders:
     """Obeys those orders."""
 
-    def __init__(self, standing: OrderState, answers: Answers) -> None:
-        self._standing = standing
-        self._carrying = standing.carrying
+    def __init__(self, state: OrderState, answers: Answers) -> None:
+        self._state = state
+        self._carrying = state.carrying
         self._answers = answers
         #: The step of its communicators that is under way, and the order that it answers.
         self._stepping: tuple[int, Step] | None = None
@@ -51,7 +51,7 @@ class ByteOrders:
         }
 
     def _offload(self, order: Order, fd: int | None) -> None:
-        found = self._standing.storages_while_parked("offload")
+        found = self._state.storages_while_parked("offload")
         storages = self._carrying.offload(fd, found, self._progress_of(order))
         size_bytes = self._carrying.held_bytes
         self._answers.done(order.order, storages=storages, size_bytes=size_bytes, left_alone=counted(found))
@@ -59,7 +59,7 @@ class ByteOrders:
     def _entrust(self, order: Order, _fd: int | None) -> None:
         """Close the descriptor: the daemon has the bytes elsewhere, and can free their memory."""
         self._carrying.entrust()
-        self._standing.resting = True
+        self._state.is_suspended = True
         self._answers.done(order.order)
 
     def _reload(self, order: Order, fd: int | None) -> None:
@@ -68,11 +68,11 @@ class ByteOrders:
         self._answers.done(order.order, **counts, short_bytes=offloaded.short_bytes)
 
     def _export(self, order: Order, _fd: int | None) -> None:
-        found = self._standing.storages_while_parked("export")
+        found = self._state.storages_while_parked("export")
         self._answers.view(order, *self._carrying.show(found, partly=order.partly))
 
     def _free(self, order: Order, _fd: int | None) -> None:
-        self._standing.require_parked("free")
+        self._state.require_parked("free")
         shown = self._carrying.shown("free")
         shown.free()
         spent_ms = shown.laps.spent_ms
@@ -80,13 +80,13 @@ class ByteOrders:
         self._carrying.note_left()  # after the answer: the job is parked, and the daemon can go ahead
 
     def _make(self, order: Order, _fd: int | None) -> None:
-        self._standing.require_parked("make")
+        self._state.require_parked("make")
         shown = self._carrying.shown("make")
         self._answers.view(order, shown, shown.make(order.size_bytes, partly=order.partly))
 
     def _copy(self, order: Order, fd: int | None) -> None:
         """Copy storages that the daemon cannot open."""
-        self._standing.require_parked("copy")
+        self._state.require_parked("copy")
         if fd is None:
             raise refusal("the order has no descriptor", "send the memory to copy to or from with it")
         spans = unpacked_spans(order.spans or b"")
@@ -95,34 +95,34 @@ class ByteOrders:
         self._answers.done(order.order, size_bytes=sum(size_bytes for _, _, size_bytes, _ in spans))
 
     def _filled(self, order: Order, _fd: int | None) -> None:
-        self._standing.require_parked("filled")
+        self._state.require_parked("filled")
         shown = self._carrying.shown("filled")
         shown.fill(order.first or 0, len(shown) if order.count is None else order.count)
         self._answers.done(order.order, held_bytes=self._carrying.held_bytes)
 
     def _part(self, order: Order, _fd: int | None) -> None:
         """Remove peer access between its GPUs until the training thread continues."""
-        self._standing.require_parked("part")
+        self._state.require_parked("part")
         self._carrying.part()
         self._answers.done(order.order)
 
     def _save(self, order: Order, fd: int | None) -> None:
-        self._standing.storages_while_parked("save")  # no thread uses the storages to save
+        self._state.storages_while_parked("save")  # no thread uses the storages to save
         if fd is None:
             raise refusal("the order has no memory", "send a descriptor with it")
-        self._standing.gate.let_others_go()  # one of them may have a lock that the script's own code needs here
+        self._state.gate.let_others_go()  # one of them may have a lock that the script's own code needs here
         size_bytes = departing.save(fd, self._answers.progress_of(order.order))
         self._answers.done(order.order, size_bytes=size_bytes)
 
     def _disconnect(self, order: Order, _fd: int | None) -> None:
         """Begin to take its communicator groups down, together with the other ranks."""
-        self._standing.require_parked("disconnect")
-        self._begin(order, self._standing.groups.begin_disconnect(order.limit_s, self._wake, abort=order.abort))
+        self._state.require_parked("disconnect")
+        self._begin(order, self._state.groups.begin_disconnect(order.limit_s, self._wake, abort=order.abort))
 
     def _reconnect(self, order: Order, _fd: int | None) -> None:
         """Begin to bring them up again, together with the other ranks; also after a disconnect that failed."""
-        self._standing.require_parked("reconnect")
-        self._begin(order, self._standing.groups.begin_reconnect(order.generation, order.limit_s, self._wake))
+        self._state.require_parked("reconnect")
+        self._begin(order, self._state.groups.begin_reconnect(order.generation, order.limit_s, self._wake))
 
     def _progress_of(self, order: Order) -> Callable[[int], None]:
         """Return a function that reports progress, and answers a step of the communicators that has ended meanwhile."""
@@ -135,7 +135,7 @@ class ByteOrders:
         return progress
 
     def _wake(self) -> None:
-        self._standing.gate.on_change()
+        self._state.gate.on_change()
 
     # ---- a step of its communicators; bytes can move meanwhile ----------------------------------------------------
 

@@ -49,7 +49,7 @@ class OrderState:
         #: Its communicator groups in that survey.
         self.communicators: Communicators | None = None
         #: True if it stays parked without a daemon, without a limit.
-        self.resting = False
+        self.is_suspended = False
 
     def look(self) -> torch_state.Found:
         """Find its storages and its communicator groups, as they are now."""
@@ -95,5 +95,5 @@ class OrderState:
         self.carrying.forget()
         self.carrying.rejoin()
         self.found = None
-        self.resting = False
+        self.is_suspended = False
         self.gate.withdraw()

@@ -53,10 +53,10 @@ class Orders:
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self._answers = Answers(gate)
-        self._standing = OrderState(gate)
-        self._carrying = self._standing.carrying
-        self._bytes = ByteOrders(self._standing, self._answers)
-        self.snapshots = Snapshots(self._standing, self._answers)
+        self._state = OrderState(gate)
+        self._carrying = self._state.carrying
+        self._bytes = ByteOrders(self._state, self._answers)
+        self.snapshots = Snapshots(self._state, self._answers)
         self._alone_deadline: float | None = None
         self._signal: int | None = None
         self._weighed: departing.RestartCost | HegmError | None = None
@@ -118,14 +118,14 @@ class Orders:
         # First: whatever is raised below, the process must not stay parked.
         self._alone_deadline = monotonic() + _park_limit_s()
         self._bytes.finish()  # the next daemon must find the communicators in a state that lasts
-        pending, self._beside, self._found_beside = self._standing.take_pending(), None, None
+        pending, self._beside, self._found_beside = self._state.take_pending(), None, None
         if pending is not None and not self._gate.parked:
             self._gate.withdraw()
         elif pending is not None and pending.do in ("park", SNAPSHOT):
-            self._standing.let_go()
+            self._state.let_go()
         self.snapshots.close()
         self.snapshots.leave_unanswered()
-        if not self._gate.parked or self._standing.resting or self._gate.lent:
+        if not self._gate.parked or self._state.is_suspended or self._gate.lent:
             self._alone_deadline = None
 
     def note_signal(self, number: int) -> None:
@@ -135,7 +135,7 @@ class Orders:
 
     def leave_alone(self, why: str) -> bool:
         """Refuse all orders from now on; returns False while one is under way."""
-        in_hand = self._standing.pending is not None or self._gate.parked or self._gate.requested
+        in_hand = self._state.pending is not None or self._gate.parked or self._gate.requested
         if self._left_alone is None and in_hand:
             return False
         self._left_alone = why
@@ -176,11 +176,11 @@ class Orders:
     def _survey(self, order: Order, _fd: int | None) -> None:
         if (out := self._carrying.out) is not None:
             told = {"held_bytes": out.size_bytes, "size_bytes": out.required_bytes, "storages": len(out)}
-            self._answers.done(order.order, parked=True, communicators=self._standing.groups.inventory(), **told)
+            self._answers.done(order.order, parked=True, communicators=self._state.groups.inventory(), **told)
         elif self._gate.parked:
-            self._standing.found = self._standing.look()
-            self._report_storages(order.order, self._standing.found)
-        elif (pending := self._standing.pending) is not None and pending.do == SNAPSHOT:
+            self._state.found = self._state.look()
+            self._report_storages(order.order, self._state.found)
+        elif (pending := self._state.pending) is not None and pending.do == SNAPSHOT:
             self._end_survey_beside("a later survey was asked for")
             self._beside = Pending(order, order.limit_s or SURVEY_LIMIT_S)
             self._gate.call_beside(self._look_beside)
@@ -201,25 +201,25 @@ class Orders:
         at = order.at or 0
         fits = departing.fits_of(self._gate) if order.leaving else None
         goes_on = fits is not None and self._gate.parked and not departing.can_restart_here()
-        stands = self._gate.parked and not goes_on and self._standing.pending is None
-        if stands and (not order.exact or self._gate.count == at):
+        is_parked = self._gate.parked and not goes_on and self._state.pending is None
+        if is_parked and (not order.exact or self._gate.count == at):
             self._answers.done(order.order)
             return
-        self._standing.require_all_here("reload it first")
-        if (before := self._standing.pending) is not None and before.do == "park":
-            self._standing.pending = None
+        self._state.require_all_here("reload it first")
+        if (before := self._state.pending) is not None and before.do == "park":
+            self._state.pending = None
             another = refusal("a later order named another boundary to park at", "nothing needs to be done")
             self._answers.failed(before.order, another)
         attempts = Attempts(self._gate, Asked(PARK, at=at, fits=fits), order.max_park_s)
         self._wait_for(order, order.limit_s, attempts)
         self.snapshots.begin(order, fd)
-        self._standing.found = None
+        self._state.found = None
         if self._gate.parked and self._gate.count >= at and not goes_on:
             return
         attempts.begin()
         # A rank that has passed that boundary must not park at the next one, which the others never reach.
         if order.exact and self._gate.count >= at and not self._gate.parked and not goes_on:
-            self._standing.pending = None
+            self._state.pending = None
             self.snapshots.close()
             self._gate.withdraw()
             passed = f"boundary {at} was passed before the order to park at it arrived"
@@ -237,28 +237,28 @@ class Orders:
 
     def _end_snapshot(self, why: str) -> None:
         """Abandon the snapshot that waits for its boundary, if there is one."""
-        pending = self._standing.pending
+        pending = self._state.pending
         if pending is None or pending.do != SNAPSHOT:
             return
-        self._standing.pending = None
-        self._standing.let_go()
+        self._state.pending = None
+        self._state.let_go()
         self.snapshots.close()
         self._answers.failed(pending.order, refusal(why, "it is taken at a later boundary"))
 
     def _withdraw(self, order: Order, _fd: int | None) -> None:
-        self._standing.require_all_here("reload it first, then release it")
-        pending = self._standing.take_pending()
+        self._state.require_all_here("reload it first, then release it")
+        pending = self._state.take_pending()
         parked_s = self._parked_s(pending)
         self.snapshots.close()
-        self._standing.let_go()
+        self._state.let_go()
         if pending is not None:
             self._answers.failed(pending.order, refusal(f"{pending.do} was withdrawn", "nothing needs to be done"))
         self._answers.done(order.order, parked_s=parked_s)
 
     def _stay_parked_alone(self, order: Order, _fd: int | None) -> None:
         """Keep this process parked without a daemon too: its operation is suspended."""
-        self._standing.require_parked("rest")
-        self._standing.resting = True
+        self._state.require_parked("rest")
+        self._state.is_suspended = True
         self._answers.done(order.order)
 
     def _disconnect_for_image(self, order: Order, _fd: int | None) -> None:
@@ -267,32 +267,32 @@ class Orders:
         A process that never reached a boundary, such as a launcher of ranks, need not be parked.
         """
         if self._gate.count or self._gate.parked:
-            self._standing.require_parked("aside")
+            self._state.require_parked("aside")
         if order.path is None:
             raise refusal("the order has no place to reconnect", "name the file that says when to reconnect")
         aside = RendezvousWait(order.path, order.limit_s)
         if self._carrying.out is not None:
             self._carrying.entrust()
-        self._standing.resting = self._gate.parked
+        self._state.is_suspended = self._gate.parked
         self._answers.done(order.order)
         self.aside = aside
 
     def _release(self, order: Order, _fd: int | None) -> None:
-        self._standing.require_all_here("reload it first")
-        self._standing.require_parked("release")
+        self._state.require_all_here("reload it first")
+        self._state.require_parked("release")
         self._carrying.forget()
         if order.restored:
             self._carrying.note_restored()
         self._carrying.rejoin()
-        self._standing.found = None
-        self._standing.resting = False
+        self._state.found = None
+        self._state.is_suspended = False
         self._wait_for(order, order.limit_s)
         self._gate.release_and_watch()
 
     def _weigh(self, order: Order, _fd: int | None) -> None:
         """Report what a restart would save, for a process that is parked or passes a boundary."""
         if self._gate.parked:
-            self._standing.require_parked("weigh")
+            self._state.require_parked("weigh")
             self._gate.let_others_go()  # one of them may have a lock that the script's own code needs here
             self._answers.weight(order.order, departing.weigh())
         else:
@@ -307,7 +307,7 @@ class Orders:
 
     def _leave(self, order: Order, _fd: int | None) -> None:
         """Exit. There is no report: the end of the process is one."""
-        self._standing.require_parked("leave")
+        self._state.require_parked("leave")
         departing.leave()
 
     # ---- news and limits --------------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ class Orders:
         """Return when `tick` has to be called at the latest."""
         deadlines = [self._alone_deadline, self._bytes.next_deadline(), self.snapshots.next_deadline()]
         deadlines += [] if self._beside is None else [self._beside.deadline]
-        pending = self._standing.pending
+        pending = self._state.pending
         if pending is not None:
             deadlines.append(pending.deadline)
             if pending.attempts is not None:
@@ -332,8 +332,8 @@ class Orders:
             if self._gate.parked:
                 self.come_back(f"signal {number}")
         now = monotonic()
-        if self._standing.pending is not None:
-            self._look_after(self._standing.pending, now)
+        if self._state.pending is not None:
+            self._look_after(self._state.pending, now)
         if self._beside is not None:
             self._look_after_survey(self._beside, now)
         if self._alone_deadline is not None and now >= self._alone_deadline:
@@ -344,17 +344,17 @@ class Orders:
         if pending.attempts is not None:
             self._look_after_park(pending, pending.attempts, is_late=is_late)
         elif self._gate.passed is not None:
-            self._standing.pending = None
+            self._state.pending = None
             if pending.do == "weigh" and self._weighed is not None:
                 weighed, self._weighed = self._weighed, None
                 self._answers.weight(pending.order, weighed)
-            elif pending.do == "survey" and self._standing.found is not None:
-                found, self._standing.found = self._standing.found, None
+            elif pending.do == "survey" and self._state.found is not None:
+                found, self._state.found = self._state.found, None
                 self._report_storages(pending.order, found)
             else:
                 self._answers.done(pending.order, boundary=self._gate.passed)
         elif is_late:
-            self._standing.pending = None
+            self._state.pending = None
             self._gate.withdraw()
             if pending.do == "weigh":
                 self._answers.failed(
@@ -369,15 +369,15 @@ class Orders:
         """Answer a survey that was asked for beside a snapshot; once that has ended, it is a survey like any other."""
         found = self._found_beside
         if found is None and self._gate.parked:
-            found = self._standing.look()
+            found = self._state.look()
         if found is not None:
             self._beside = self._found_beside = None
             self._report_storages(survey.order, found)
         elif survey.deadline is not None and now >= survey.deadline:
             self._beside = None
             self._answers.done(survey.order, parked=False, held_bytes=0)  # the count is known, the bytes are not
-        elif self._standing.pending is None and not self._gate.requested:
-            self._standing.pending, self._beside = survey, None
+        elif self._state.pending is None and not self._gate.requested:
+            self._state.pending, self._beside = survey, None
             self._gate.ask(Asked(CALL, call=self._survey_at_boundary))
 
     def _look_after_park(self, pending: Pending, attempts: Attempts, *, is_late: bool) -> None:
@@ -389,14 +389,14 @@ class Orders:
             if pending.do != SNAPSHOT and not self._gate.lent and (took_s := self.snapshots.write_beside_park()):
                 attempts.extend(took_s)  # other threads may have run meanwhile: they are stopped again
                 return
-            self._standing.pending = None
+            self._state.pending = None
             if pending.do == SNAPSHOT:
                 self.snapshots.write(pending, attempts)
                 return
             self._answers.done(pending.order, parked_s=attempts.parked_s)
         elif is_late or declined is not None or (pending.exact and attempts.is_stopped_too_long):
             parked_s = attempts.parked_s
-            self._standing.pending = None
+            self._state.pending = None
             self.snapshots.close()
             self._gate.withdraw()
             self._answers.failed(pending.order, not_parked(pending.limit_s, attempts.busy, declined), parked_s=parked_s)
@@ -408,7 +408,7 @@ class Orders:
         """Return how long the training thread was parked for the order that is withdrawn."""
         if pending is not None and pending.attempts is not None:
             return pending.attempts.parked_s
-        since = self._gate.stands_since
+        since = self._gate.parked_since
         return 0.0 if since is None else monotonic() - since
 
     def come_back(self, why: str) -> None:
@@ -419,7 +419,7 @@ class Orders:
             return
         # Set before anything that could raise, so that it is tried again.
         self._alone_deadline = monotonic() + _TRY_AGAIN_S
-        pending = self._standing.take_pending()
+        pending = self._state.take_pending()
         self._bytes.finish()
         if self._carrying.out is not None:
             try:
@@ -428,12 +428,12 @@ class Orders:
                 note(f"{error.message}; trying again")
                 return
         try:
-            self._standing.groups.reconnect(None, _ALONE_LIMIT_S)
+            self._state.groups.reconnect(None, _ALONE_LIMIT_S)
         except HegmError as error:
             note(f"{error.message}; trying again")
             self._alone_deadline = monotonic() + _TRY_AGAIN_S
             return
-        self._standing.let_go()
+        self._state.let_go()
         self._alone_deadline = None
         self.changed_by_itself = True
         if pending is not None:
@@ -444,14 +444,14 @@ class Orders:
     def _survey_at_boundary(self) -> None:
         """Survey the storages, in the training thread at a boundary."""
         try:
-            self._standing.found = self._standing.look()
+            self._state.found = self._state.look()
         except Exception as error:  # noqa: BLE001 - the edge to the script
             note(f"no survey: {error!r}")
 
     def _look_beside(self) -> None:
         """Survey the storages, in the training thread at a boundary that a snapshot may wait for too."""
         try:
-            self._found_beside = self._standing.look()
+            self._found_beside = self._state.look()
         except Exception as error:  # noqa: BLE001 - the edge to the script
             note(f"no survey: {error!r}")
 
@@ -466,18 +466,18 @@ class Orders:
 
     def _report_storages(self, order: int, found: Found) -> None:
         self.known_bytes = self._carrying.required_bytes(found)
-        self._answers.found(order, found, self.known_bytes, self._standing.communicators)
+        self._answers.found(order, found, self.known_bytes, self._state.communicators)
 
     def _wait_for(self, order: Order, limit_s: float | None, attempts: Attempts | None = None) -> None:
         """Make an order pending. A question is dropped once another order comes."""
-        before = self._standing.pending
+        before = self._state.pending
         if before is not None:
             if before.do not in _QUESTIONS:
                 raise refusal(f"order {before.order} ({before.do}) is under way", "wait, or withdraw it")
             self._answers.failed(
                 before.order, refusal("another order arrived before the answer", "nothing needs to be done")
             )
-        self._standing.pending = Pending(order, limit_s, attempts)
+        self._state.pending = Pending(order, limit_s, attempts)
 
 
 def _park_limit_s() -> float:

@@ -17,7 +17,7 @@ import sys
 from _thread import get_ident
 from time import monotonic, sleep
 
-from .quiesce import stand
+from .quiesce import wait_at_lock
 from .trap import NoCollection, is_ours, library_path
 
 TYPE_CHECKING = False
@@ -78,13 +78,13 @@ class Attempts:
     @property
     def parked_s(self) -> float:
         """Return how long all attempts parked the training thread."""
-        since = self._gate.stands_since
+        since = self._gate.parked_since
         return self._parked_s + (0.0 if since is None else monotonic() - since)
 
     @property
     def is_stopped_too_long(self) -> bool:
         """Return True if this attempt has used its time."""
-        since = self._gate.stands_since
+        since = self._gate.parked_since
         return since is not None and monotonic() - since >= self._max_park_s + self._more_s
 
     def next_deadline(self, look_again_s: float) -> float | None:
@@ -144,7 +144,7 @@ def busy_threads(parked: frozenset[int], trainers: frozenset[int], held: frozens
     """Yield every thread that is not idle, as text. `held` threads run no more Python code of the script."""
     for ident, frame in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage] - documented all the same
         if ident in parked:
-            if frame.f_code is not stand.__code__:  # the handler of a signal may still run in it
+            if frame.f_code is not wait_at_lock.__code__:  # the handler of a signal may still run in it
                 yield f"{_name_of(ident)} has not stopped"
         elif ident == get_ident() or is_ours(frame):
             continue

@@ -75,9 +75,9 @@ class Gate:
         "lent",
         "on_change",
         "on_signal",
+        "parked_since",
         "passed",
         "requested",
-        "stands_since",
         "thread",
     )
 
@@ -88,7 +88,7 @@ class Gate:
         self.declined: str | None = None  # why no thread could be parked, since the last request
         self.lent = False  # True from the moment a hegm.released() block runs until its storages are back
         self.passed: int | None = None
-        self.stands_since: float | None = None  # the monotonic instant from which the training thread is parked
+        self.parked_since: float | None = None  # the monotonic instant from which the training thread is parked
         self.on_change: Callable[[], None] = _ignore
         self.on_signal: Callable[[int], None] = _ignore_signal
         self._asked: Asked | None = None
@@ -130,7 +130,7 @@ class Gate:
 
     @property
     def trainers(self) -> frozenset[int]:
-        """Return the threads that have stepped an optimizer: each has to be parked itself, resting is not enough."""
+        """Return the threads that have stepped an optimizer: each has to be parked itself, being idle is not enough."""
         return frozenset(self._trainers)
 
     def ask(self, asked: Asked) -> None:
@@ -209,7 +209,7 @@ class Gate:
 
     def _open(self) -> None:
         self._trap.lift()
-        self.stands_since = None
+        self.parked_since = None
         doors, self._parked_locks = self._parked_locks, {}
         for door in doors.values():
             _unlock(door)
@@ -411,7 +411,7 @@ class Gate:
                 if self._enter(asked, door):
                     self.on_change()
                     note(f"parked at boundary {self.count}")
-                    stand(door)
+                    wait_at_lock(door)
                 return raised
             except BaseException as error:  # noqa: BLE001 - the script's
                 raised = error
@@ -425,11 +425,11 @@ class Gate:
                 self._parked_locks[get_ident()] = door
                 if get_ident() == self._home:
                     self.count = max(self.count, asked.at)  # larger only at a block, see `park_here`
-                    self.stands_since = monotonic()
+                    self.parked_since = monotonic()
         return True
 
 
-def stand(door: Any) -> None:
+def wait_at_lock(door: Any) -> None:
     """Wait at the door. This is the last step of a parked thread: in this function it runs nothing of the script."""
     door.acquire()
 

@@ -116,8 +116,8 @@ class Fetching:
 class Snapshots:
     """Takes them. Runs in the agent's thread only."""
 
-    def __init__(self, standing: OrderState, answers: Answers) -> None:
-        self._standing = standing
+    def __init__(self, state: OrderState, answers: Answers) -> None:
+        self._state = state
         self._answers = answers
         self._slot = _NONE
         self._order: Order | None = None
@@ -136,8 +136,8 @@ class Snapshots:
 
     def attempts_for(self, order: Order) -> Attempts:
         """Return the attempts to park for the order. Raises HegmError where the training is not to be touched now."""
-        gate = self._standing.gate
-        self._standing.require_all_here("reload it first")
+        gate = self._state.gate
+        self._state.require_all_here("reload it first")
         if gate.parked:
             raise refusal("its training thread is parked for an operation", "wait until that is over")
         return Attempts(gate, Asked(PARK, at=order.at or 0, fits=departing.fits_of(gate)), order.max_park_s)
@@ -152,7 +152,7 @@ class Snapshots:
         """Write the state of the parked training and release it. Answer the order now, or later if a shadow is
         copied.
         """
-        order, gate = self._order, self._standing.gate
+        order, gate = self._order, self._state.gate
         try:
             gate.let_others_go()  # one of them may have a lock that the script's own code needs here
             size_bytes, anew, rest = self._write(0 if order is None else order.generation or 0)
@@ -180,7 +180,7 @@ class Snapshots:
         if order is None or self._slot == _NONE:
             return 0.0
         try:
-            self._standing.gate.let_others_go()  # one of them may have a lock that the script's own code needs here
+            self._state.gate.let_others_go()  # one of them may have a lock that the script's own code needs here
             _, _, rest = self._write(order.generation or 0)
             if rest is not None:
                 rest.write_now()
@@ -204,7 +204,7 @@ class Snapshots:
         rank, ranks = _number("RANK", 0), _number("WORLD_SIZE", 1)
         record = SlotRecord(
             generation=generation,
-            step=max(0, self._first_step + self._standing.gate.count),
+            step=max(0, self._first_step + self._state.gate.count),
             rank=rank,
             ranks=ranks,
             size_bytes=size_bytes,
@@ -268,7 +268,7 @@ class Snapshots:
 
     def _let_go(self) -> None:
         self.close()
-        self._standing.let_go()
+        self._state.let_go()
 
     def close(self) -> None:
         """Let go of the slot. Closing twice is fine."""

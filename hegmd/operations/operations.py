@@ -74,8 +74,8 @@ class Operations:
         runner: Runner,
         *,
         found: OrphanedMemory,
-        resting: SuspendedOperations,
-        standing: ParkedOrphans,
+        suspended: SuspendedOperations,
+        parked_orphans: ParkedOrphans,
         utc: Callable[[], float] = time.time,
         restart_allowed: Callable[[], bool] = lambda: False,
         jobs: JobNames | None = None,
@@ -88,8 +88,8 @@ class Operations:
         self._workers = workers
         self._lookout = lookout
         self._found = found
-        self._resting = resting
-        self._standing = standing
+        self._suspended = suspended
+        self._parked_orphans = parked_orphans
         self._utc = utc
         self.runner = runner
         #: Whether a suspended operation, which was not its user's to resume, is so from now on; sharing sets it.
@@ -151,16 +151,16 @@ class Operations:
             self.check(asked, pids)
             op_ids = list(dict.fromkeys(op.id for op in suspended if op is not None))
             for op_id in op_ids:
-                await self._see_spilled(op_id, self._resting.spill(op_id), asked)
+                await self._see_spilled(op_id, self._suspended.spill(op_id), asked)
             # The failure that left it suspended is not a failure of this request.
             return OperationResult(self.runner.describe(op_ids[-1]).replace(failure=None), None)
         request = PlanRequest(kind=SUSPEND, pids=tuple(pids), carrier=asked.carrier, keep_context=keep_context)
         answer = await self._perform(request, asked, spill=spill)
         if asked.wait and answer.operation is not None and answer.operation.phase == SUSPENDED:
             if spill:
-                await self._see_spilled(answer.operation.id, self._resting.follow(answer.operation.id), asked)
+                await self._see_spilled(answer.operation.id, self._suspended.follow(answer.operation.id), asked)
             else:
-                await self._resting.wait_a_moment(answer.operation.id)
+                await self._suspended.wait_a_moment(answer.operation.id)
         return answer
 
     async def _see_spilled(self, op_id: str, spilling: AsyncIterator[int], asked: RequestContext) -> None:
@@ -222,11 +222,11 @@ class Operations:
         limit_s = limit_of(asked)
         if asked.dry_run:
             return OperationResult(None, plan_record(plan))
-        await self._resting.stop_spilling(op.id)
+        await self._suspended.stop_spilling(op.id)
         try:
             await self.runner.ask(op.id, events.ImageRequested(cause=asked.by, handoff=wish, limit_s=limit_s))
         finally:
-            self._resting.start_spilling_when_idle(op.id)
+            self._suspended.start_spilling_when_idle(op.id)
         return await self._outcome(op.id, plan, asked)
 
     async def adopt(self, pid: int, to: str | None, asked: RequestContext) -> OperationResult:
@@ -238,12 +238,12 @@ class Operations:
         self.check(asked, [pid])
         self._refuse_if_taken(pid)
         worker = self._workers.find(pid)
-        by_driver = self._standing.by_driver
-        if by_driver is not None and (worker is None or not self._standing.is_orphan(worker)):
+        by_driver = self._parked_orphans.by_driver
+        if by_driver is not None and (worker is None or not self._parked_orphans.is_orphan(worker)):
             return await self._adopt_of_driver(by_driver, pid, to, asked)
-        op = adopted(self.runner.next_id(), await self._standing.job_of(pid), utc=self._utc())
-        for standing in op.workers:
-            _refuse_elsewhere(standing.pid, standing.gpu, to)
+        op = adopted(self.runner.next_id(), await self._parked_orphans.job_of(pid), utc=self._utc())
+        for member in op.workers:
+            _refuse_elsewhere(member.pid, member.gpu, to)
         plan = await self._plan_resume(op, to)
         if asked.dry_run:
             return OperationResult(None, plan_record(plan))
@@ -297,11 +297,11 @@ class Operations:
 
     async def resume_at(self, op_id: str, to: Mapping[str, str], by: str, limit_s: float | None = None) -> None:
         """Have a suspended operation resumed, each worker by its name at that GPU. Raises HegmError."""
-        await self._resting.stop_spilling(op_id)
+        await self._suspended.stop_spilling(op_id)
         try:
             await self.runner.ask(op_id, events.ResumeRequested(cause=by, to=to, limit_s=limit_s))
         finally:
-            self._resting.start_spilling_when_idle(op_id)
+            self._suspended.start_spilling_when_idle(op_id)
 
     async def named(self, pids: Sequence[int]) -> tuple[int, ...]:
         """Return the pids, with launchers of a job replaced by its processes that train."""
@@ -362,7 +362,7 @@ class Operations:
             await self.runner.begin(op)
         else:
             await self.runner.ask(op_id, events.Repurposed(cause=asked.by, into=op))
-        self._resting.start_spilling_when_idle(op_id)
+        self._suspended.start_spilling_when_idle(op_id)
         return await self._outcome(op_id, plan, asked)
 
     def _holder(self, pid: int) -> Operation | None:
@@ -398,11 +398,11 @@ class Operations:
         self._check_owner(asked, op.owner_uid, f"operation {op_id}")
         event = events.DropRequested(cause="request", by=asked.by)
         handle(op, event, time.monotonic())  # a refusal changes nothing
-        await self._resting.stop_spilling(op_id)
+        await self._suspended.stop_spilling(op_id)
         try:
             await self.runner.ask(op_id, event)
         finally:
-            self._resting.start_spilling_when_idle(op_id)
+            self._suspended.start_spilling_when_idle(op_id)
         async for _ in self.runner.follow(op_id):
             pass
         return self.runner.describe(op_id)

@@ -121,7 +121,7 @@ class ParkedOrphans:
         self._in_hand = in_hand
         self.by_driver = by_driver
 
-    def standing(self) -> Sequence[AgentConnection]:
+    def connections(self) -> Sequence[AgentConnection]:
         """Return their connections."""
         return [worker for worker in self._workers if self.is_orphan(worker)]
 
@@ -144,7 +144,7 @@ class ParkedOrphans:
 
     async def _asked(self, worker: AgentConnection) -> ParkedProcess:
         await worker.order("survey", limit_s=SURVEY_LIMIT_S)
-        standing = ParkedProcess(
+        parked = ParkedProcess(
             pid=worker.pid,
             start_ticks=worker.identity.start_ticks,
             uid=worker.identity.uid,
@@ -158,13 +158,13 @@ class ParkedOrphans:
             communicators=_mechanism(worker),
         )
         if self.by_driver is None:
-            return standing
+            return parked
         in_video = self._bytes is not None and bool(await self._bytes.in_video(worker, str(worker.pid)))
         driven = await self.by_driver.inspect(worker.pid)
-        return on_real_gpu(standing, driven, worker.about.mark, in_video=in_video)
+        return on_real_gpu(parked, driven, worker.about.mark, in_video=in_video)
 
     def orphans(self) -> Iterable[Orphan]:
-        for worker in self.standing():
+        for worker in self.connections():
             out = f", {worker.held_bytes} bytes of it are offloaded" if worker.held_bytes else ""
             yield Orphan(
                 name=str(worker.pid),
@@ -230,7 +230,7 @@ class Orphans:
                 return freed_bytes
         raise HegmError(NOT_FOUND, f"there is no orphan {name[:120]!r}", "run: hegmctl adopt")
 
-    def hear(self, news: str, _worker: AgentConnection) -> None:
+    def on_event(self, news: str, _worker: AgentConnection) -> None:
         """Handle news of the workers."""
         if news in (CAME, BACK):
             self.tell()

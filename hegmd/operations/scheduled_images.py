@@ -89,7 +89,7 @@ class ScheduledImages(BackgroundTasks):
         """Return how many jobs missed their last scheduled image."""
         return len(self._without)
 
-    def hear(self, news: str, worker: AgentConnection) -> None:
+    def on_event(self, news: str, worker: AgentConnection) -> None:
         """Listens to the workers: the first of a job that wants images begins to have them."""
         whose = _whose(worker)
         if news not in (CAME, BACK) or self._tasks is None or worker.about.run is None or worker.about.images is None:

@@ -151,11 +151,11 @@ class Moving:
         )
         self._by_driver = None if simulated else self._driver_orphans()
         self.orphans = self._make_orphans(events)
-        self.resting = SuspendedOperations(workers, pool, self.runner, performer, events, when=spill)
+        self.suspended_operations = SuspendedOperations(workers, pool, self.runner, performer, events, when=spill)
         self.survey = self._make_survey()
         self._make_authorities(self.survey, handoff, restart_always=restart_always, max_park_s=max_park_s)
-        for part in (self.attendance, self.runner, self.resting, self.orphans, self.periodic):
-            workers.listen(part.hear)
+        for part in (self.attendance, self.runner, self.suspended_operations, self.orphans, self.periodic):
+            workers.listen(part.on_event)
 
     def _make_survey(self) -> PlanSurvey:
         """Create what plans look at, and the service that proves combinations with NCCL."""
@@ -163,10 +163,10 @@ class Moving:
         lookout = PlanSurvey(
             self._inventory,
             self._workers,
-            self.resting.pool_memory,
+            self.suspended_operations.pool_memory,
             count=self.attendance.count,
             running=self.runner.as_held,
-            standing=self._standing.standing,
+            parked_orphans=self._parked_orphans.connections,
             rates=self._paces.rates,
             outlives=lambda: self.memory.store is not None,
             supervisors=self.supervisors,
@@ -201,8 +201,8 @@ class Moving:
             lookout,
             self.runner,
             found=self._found,
-            resting=self.resting,
-            standing=self._standing,
+            suspended=self.suspended_operations,
+            parked_orphans=self._parked_orphans,
             restart_allowed=lambda: restart_always,
             jobs=self._names,
             max_park_s=max_park_s,
@@ -277,10 +277,10 @@ class Moving:
         """Create the list of orphans of all kinds."""
         self._in_video = VideoOrphans(self.memory, self._is_claimed, self._why_orphan, self._gpu_named, self._workers)
         self._found = OrphanedMemory(self.pool, self.memory, self._in_video)
-        self._standing = ParkedOrphans(self._workers, self._is_busy, self._by_driver, self._found)
+        self._parked_orphans = ParkedOrphans(self._workers, self._is_busy, self._by_driver, self._found)
         self._distrusted = UntrustedFiles()
         pieces = PoolOrphans(self.pool, self._why_orphan)
-        sources: list[Source] = [pieces, self._in_video, self._distrusted, self._standing]
+        sources: list[Source] = [pieces, self._in_video, self._distrusted, self._parked_orphans]
         if self._by_driver is None:
             return Orphans(sources, events)
         orphans = Orphans([*sources, self._by_driver], events, self._by_driver)
@@ -297,7 +297,9 @@ class Moving:
 
         def is_taken(pid: int) -> bool:
             worker = self._workers.find(pid)
-            return self.runner.of_process(pid) is not None or (worker is not None and self._standing.is_orphan(worker))
+            return self.runner.of_process(pid) is not None or (
+                worker is not None and self._parked_orphans.is_orphan(worker)
+            )
 
         return DriverOrphans(
             asking, self._other_processes, self._look, is_taken=is_taken, own_pids=lambda: (self.helper.pid, asking.pid)
@@ -451,7 +453,7 @@ class Moving:
                     self.restarts.take_over()
                     await inner.start(self.recoveries.run)
                     inner.start_soon(self.recoveries.keep_looking)
-                    await inner.start(self.resting.run)
+                    await inner.start(self.suspended_operations.run)
                     inner.start_soon(self.pool.keep_ready, self._is_moving)
                     inner.start_soon(self._ready_helper.run)
                     await inner.start(self.sequences.run)

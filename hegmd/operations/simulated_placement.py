@@ -61,7 +61,7 @@ class SimulatedPlacement:
         self._ended: set[tuple[int, int]] = set()
         self._news = anyio.Event()
 
-    def hear(self, news: str, worker: AgentConnection) -> None:
+    def on_event(self, news: str, worker: AgentConnection) -> None:
         """Handle news of the workers."""
         who = (worker.pid, worker.identity.start_ticks)
         if news == CAME and self._memory.simulated:  # on real GPUs the driver reports where they are

@@ -78,7 +78,7 @@ class PlanSurvey:
     """Takes snapshots on request.
 
     `pool` returns its free memory, `count` surveys one worker within a limit, `running` returns the operations with
-    their reservations, `standing` the parked workers that belong to none, and `outlives` whether memory of jobs
+    their reservations, `parked_orphans` the parked workers that belong to none, and `outlives` whether memory of jobs
     outlives the daemon. `criu` is the configured program, if any. `proofs` are the tried combinations with NCCL.
     `proving` are ranks whose job tries its combination.
     `own_pids` are hegmd's own processes on GPUs, which no plan moves.
@@ -92,7 +92,7 @@ class PlanSurvey:
         *,
         count: Callable[[AgentConnection, float], Coroutine[object, object, None]],
         running: Callable[[], tuple[Operation, ...]],
-        standing: Callable[[], Iterable[AgentConnection]] = tuple,
+        parked_orphans: Callable[[], Iterable[AgentConnection]] = tuple,
         rates: Callable[[], Rates] = Rates,
         outlives: Callable[[], bool] = lambda: True,
         supervisors: Supervisors,
@@ -106,7 +106,7 @@ class PlanSurvey:
         self._pool = pool
         self._count = count
         self._running = running
-        self._standing = standing
+        self._parked_orphans = parked_orphans
         self._rates = rates
         self._outlives = outlives
         self._supervisors = supervisors
@@ -314,7 +314,7 @@ class PlanSurvey:
                 no_python="" if is_python else said,
                 agent=None if worker is None else _told(worker, counts.get(worker.pid)),
             )
-        for worker in self._standing():  # off its GPU, and in no operation that would have it shown there
+        for worker in self._parked_orphans():  # off its GPU, and in no operation that would have it shown there
             if worker.pid not in attending:
                 attending.add(worker.pid)
                 yield _candidate_without_gpu(worker)

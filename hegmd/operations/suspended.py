@@ -37,13 +37,13 @@ from hegmd.workers.workers import BACK, CAME, AgentConnection, Workers
 
 logger = logging.getLogger(__name__)
 
-# How long the answer to a suspension waits for the checksums of what rests: those of some 100 MB are taken by then.
+# How long the answer to a suspension waits for the checksums of its bytes. Those of 100 MB take less.
 MOMENT_S = 0.1
 
 ASKED, FULL, ALWAYS = "asked", "full", "always"
 
 
-class Rest:
+class SpillTask:
     """The spilling of one operation, in progress."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class SuspendedOperations:
         self._runner = runner
         self._events = events
         self._when = when
-        self._rests: dict[str, Rest] = {}
+        self._spill_tasks: dict[str, SpillTask] = {}
         self._wanted: set[str] = set()
         #: Operations that are being prepared for their resume.
         self._preparing: dict[str, Preparation] = {}
@@ -98,7 +98,7 @@ class SuspendedOperations:
             task_status.started()
             await anyio.sleep_forever()
 
-    def hear(self, news: str, worker: AgentConnection) -> None:
+    def on_event(self, news: str, worker: AgentConnection) -> None:
         """Handle an event of the workers: one that reconnects may have missed an order."""
         op = self._runner.of_process(worker.pid) if news in (CAME, BACK) else None
         if op is not None:
@@ -106,25 +106,25 @@ class SuspendedOperations:
 
     def start_spilling_when_idle(self, op_id: str) -> None:
         """Start to spill that operation's bytes as soon as it is suspended."""
-        known = self._rests.get(op_id)
+        known = self._spill_tasks.get(op_id)
         if known is not None and not known.over.is_set():
             known.again = True
         if self._tasks is None or (known is not None and not known.over.is_set()):
             return
         under_way = {op.id for op in self._runner.under_way()}
-        self._rests = {known_id: rest for known_id, rest in self._rests.items() if known_id in under_way}
+        self._spill_tasks = {known_id: task for known_id, task in self._spill_tasks.items() if known_id in under_way}
         self._wanted &= under_way
-        self._rests[op_id] = rest = Rest()
-        self._tasks.start_soon(self._live, op_id, rest, name=f"rest of operation {op_id}")
+        self._spill_tasks[op_id] = task = SpillTask()
+        self._tasks.start_soon(self._live, op_id, task, name=f"spilling of operation {op_id}")
 
     async def stop_spilling(self, op_id: str) -> None:
         """End the spilling and the preparation of an operation that is to resume, and wait for their end."""
         await self._end_preparation(op_id)
-        rest = self._rests.pop(op_id, None)
+        task = self._spill_tasks.pop(op_id, None)
         self._wanted.discard(op_id)
-        if rest is not None:
-            rest.scope.cancel()
-            await rest.over.wait()
+        if task is not None:
+            task.scope.cancel()
+            await task.over.wait()
 
     async def spill(self, op_id: str) -> AsyncIterator[int]:
         """Have a suspended operation's bytes on disk: how many are, until all are. Raises HegmError."""
@@ -135,13 +135,13 @@ class SuspendedOperations:
 
     async def follow(self, op_id: str) -> AsyncIterator[int]:
         """How many bytes of an operation that is to be spilled are on disk, until all are. Raises HegmError."""
-        rest = self._rests.get(op_id)
-        while rest is not None and not rest.over.is_set():
-            changed = rest.news.next
-            yield sum(rest.moved.values())
+        task = self._spill_tasks.get(op_id)
+        while task is not None and not task.over.is_set():
+            changed = task.news.next
+            yield sum(task.moved.values())
             await changed.wait()
-        if rest is not None and rest.failure is not None:
-            raise rest.failure
+        if task is not None and task.failure is not None:
+            raise task.failure
 
     def prepare_soon(self, op_id: str) -> None:
         """Do now what a resume that is about to come would do first: compare the bytes with their checksums, which
@@ -212,8 +212,8 @@ class SuspendedOperations:
         """Return the bytes that the pool would free rather than refuse a request."""
         if self._when == ASKED:
             return 0
-        resting = {op.id for op in self._runner.under_way() if op.phase == SUSPENDED}
-        pieces = [piece for key, piece in self._pool.by_owner().items() if key.operation in resting]
+        suspended = {op.id for op in self._runner.under_way() if op.phase == SUSPENDED}
+        pieces = [piece for key, piece in self._pool.by_owner().items() if key.operation in suspended]
         return sum(piece.size_bytes for piece in pieces if piece.memory is not None)
 
     async def free_memory(self, missing_bytes: int) -> None:
@@ -231,46 +231,46 @@ class SuspendedOperations:
 
     # -- one operation -------------------------------------------------------------------------------------------------
 
-    async def _live(self, op_id: str, rest: Rest) -> None:
+    async def _live(self, op_id: str, task: SpillTask) -> None:
         try:
-            with rest.scope:
-                while rest.again:
-                    rest.again = False
-                    await self._look(op_id, rest)
+            with task.scope:
+                while task.again:
+                    task.again = False
+                    await self._look(op_id, task)
         except HegmError as error:
-            self._fail(op_id, rest, error)
+            self._fail(op_id, task, error)
         # the outermost handler of one operation's spill: an error here must not end the daemon
         except Exception as bug:
             logger.exception("spilling operation %s failed", op_id)
-            self._fail(op_id, rest, HegmError(INTERNAL, f"{type(bug).__name__}: {bug}", "read the log of hegmd"))
+            self._fail(op_id, task, HegmError(INTERNAL, f"{type(bug).__name__}: {bug}", "read the log of hegmd"))
         finally:
-            rest.over.set()
-            rest.news.notify_all()
+            task.over.set()
+            task.news.notify_all()
 
-    def _fail(self, op_id: str, rest: Rest, error: HegmError) -> None:
-        rest.failure = error
+    def _fail(self, op_id: str, task: SpillTask, error: HegmError) -> None:
+        task.failure = error
         if error.code is CANCELLED:  # it was wanted in memory after all
             return
         message = f"the bytes of operation {op_id} stay in memory: {error.message}"
         self._events.record("pool.spill-failed", "warning", message, facts={"id": op_id})
         logger.warning("%s; %s", message, error.hint)
 
-    async def _look(self, op_id: str, rest: Rest) -> None:
+    async def _look(self, op_id: str, task: SpillTask) -> None:
         async for _ in self._runner.follow(op_id):
             pass
         op = self._runner.history(op_id).operation
         if op.phase == SUSPENDED:
             for member in op.live:
-                await self._settle(op, member, rest)
+                await self._settle(op, member, task)
 
-    async def _settle(self, op: Operation, member: Member, rest: Rest) -> None:
+    async def _settle(self, op: Operation, member: Member, task: SpillTask) -> None:
         key = Key(op.id, member.name)
         if not member.is_parked and not member.offloaded:
             return
 
         def on_progress(moved_bytes: int) -> None:
-            rest.moved[member.name] = moved_bytes
-            rest.news.notify_all()
+            task.moved[member.name] = moved_bytes
+            task.news.notify_all()
 
         if member.offloaded and self._is_to_be_spilled(op):
             await self._end_preparation(op.id)

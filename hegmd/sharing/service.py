@@ -222,7 +222,7 @@ class Sharing:
             if waiting.at_s is None or waiting.at_s >= soon_s or self.actions.of(waiting.subject) is not None:
                 continue
             if seen is not None and seen.operation is not None:
-                self._moving.resting.prepare_soon(seen.operation.id)
+                self._moving.suspended_operations.prepare_soon(seen.operation.id)
 
     async def look(self, *more: LeaseRecord) -> tuple[View, model.Decision]:
         """Look at the node now and decide, without carrying anything out. `more` are leases only thought of."""

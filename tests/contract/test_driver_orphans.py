@@ -65,11 +65,11 @@ async def test_a_checkpointed_process_is_its_owners_alone_to_adopt(
     """It is listed nowhere, so its owner has to be asked of the kernel: once anybody could have brought it back."""
     await off(node, owner)
     async with running(tmp_path / "state") as daemon, looking(node, daemon, tmp_path) as orphans:
-        moving, standing = daemon.moving, ParkedOrphans(daemon.workers, lambda _: False, orphans)
+        moving, parked_orphans = daemon.moving, ParkedOrphans(daemon.workers, lambda _: False, orphans)
         lookout = PlanSurvey(
             daemon.inventory,
             daemon.workers,
-            moving.resting.pool_memory,
+            moving.suspended_operations.pool_memory,
             count=moving.attendance.count,
             running=tuple,
             supervisors=moving.supervisors,
@@ -81,8 +81,8 @@ async def test_a_checkpointed_process_is_its_owners_alone_to_adopt(
             lookout,
             moving.runner,
             found=OrphanedMemory(moving.pool, moving.memory, in_video),
-            resting=moving.resting,
-            standing=standing,
+            suspended=moving.suspended_operations,
+            parked_orphans=parked_orphans,
         )
         with pytest.raises(HegmError) as refused:
             await operations.adopt(owner.pid, None, daemon.asked(may=False))

@@ -117,7 +117,7 @@ class Daemon:
         if self.luck("double"):
             self.ghosts.append((op_id, event))
 
-    def hear(self, name: str, event: Event) -> None:
+    def on_event(self, name: str, event: Event) -> None:
         """What a worker does by itself goes to the operation that has it."""
         for op in list(self.live_ops(name)):
             if not isinstance(event, events.AgentLost | events.AgentBack) or self.hands.is_of(
@@ -250,19 +250,19 @@ class Daemon:
                     self._leave(process, running)
                 self.finish(running, failure(running.effect, DISCONNECTED))
         process.connected = False
-        self.hear(process.name, events.AgentLost(worker=process.name))
+        self.on_event(process.name, events.AgentLost(worker=process.name))
 
     def reconnect(self, process: Process) -> None:
         if not process.parked:  # an agent withdraws what the connection before has asked for
             process.asked_at = None
         process.connected = True
         process.connection += 1
-        self.hear(process.name, events.AgentBack(worker=process.name, token=process.token))
+        self.on_event(process.name, events.AgentBack(worker=process.name, token=process.token))
 
     def attend_anew(self, process: Process) -> None:
         """The program that runs in the place of a worker has an agent as well, which calls itself otherwise."""
         process.connection += 1
-        self.hear(process.name, events.AgentBack(worker=process.name, token="another"))
+        self.on_event(process.name, events.AgentBack(worker=process.name, token="another"))
 
     def _leave(self, process: Process, running: Running) -> None:
         effect = running.effect

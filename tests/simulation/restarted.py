@@ -84,14 +84,16 @@ class RestartedHands(Hands):
         token = process.token
         self.daemon.node.die(process.name)
         process.gpu = None
-        self.daemon.hear(process.name, events.WorkerExited(worker=process.name, why=token, finished=process.finished))
+        self.daemon.on_event(
+            process.name, events.WorkerExited(worker=process.name, why=token, finished=process.finished)
+        )
 
     def finish(self, process: Process) -> None:
         """It comes to the end of its training: nobody is to go on from any state of it, and its supervisor says so."""
         self.daemon.tell(f"{process.name} has come to the end of its training")
         process.finished = True
         self.end(process)
-        self.daemon.hear(process.name, events.TrainingEnded(worker=process.name))
+        self.daemon.on_event(process.name, events.TrainingEnded(worker=process.name))
 
     # ---- effects -----------------------------------------------------------------------------------------------------
 

@@ -97,7 +97,7 @@ def _strike_worker(daemon: Daemon, process: Process) -> None:
             daemon.hands.end(process)
             return
         node.die(process.name)
-        daemon.hear(process.name, events.WorkerExited(worker=process.name))
+        daemon.on_event(process.name, events.WorkerExited(worker=process.name))
         return
     if daemon.luck("exec") and process.runs and process.connected:
         daemon.tell(f"{process.name} runs another program")
@@ -132,7 +132,7 @@ def _strike_alone(daemon: Daemon, random: Random, process: Process) -> None:
     if process.alive and daemon.luck("die"):
         daemon.tell(f"{process.name} dies")
         node.die(process.name)
-        daemon.hear(process.name, events.WorkerExited(worker=process.name))
+        daemon.on_event(process.name, events.WorkerExited(worker=process.name))
     if daemon.luck("stop") and process.alive:
         process.stopped = not process.stopped
         daemon.tell(f"{process.name} {'is stopped' if process.stopped else 'goes on'} by a signal")

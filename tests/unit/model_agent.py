@@ -35,7 +35,7 @@ class ModelAgent:
         self.boundary = 5
         self.parked = False
         #: Whether it was told to rest, and whether it has let go of its own descriptor of its bytes.
-        self.resting = False
+        self.is_suspended = False
         self.entrusted = False
         self.seen: list[str] = []
         #: The limits that came with orders, the last of each kind.
@@ -128,13 +128,13 @@ class ModelAgent:
             assert self.parked
             assert fds, "its bytes are with the daemon, and none came"
             self.data = os.pread(fds[0], self.size_bytes, 0)
-            self.resting = self.entrusted = False
+            self.is_suspended = self.entrusted = False
         elif order.do == "rest":
             assert self.parked
-            self.resting = True
+            self.is_suspended = True
         elif order.do == "entrust":
             assert self.data is None
-            self.resting = self.entrusted = True
+            self.is_suspended = self.entrusted = True
 
     def _report(self, key: object, order: Order, result: str, **values: object) -> None:
         if self._key is not key or self._scope.cancel_called:

@@ -32,7 +32,7 @@ async def test_it_is_answered_when_the_job_stands_and_resume_lets_it_go_on(tmp_p
         assert held.operation is not None
         assert held.operation.waits is not None
         assert held.operation.waits.next == f"hegmctl resume {process.pid}"
-        assert (agent.parked, agent.resting, agent.data) == (True, False, b"weights")
+        assert (agent.parked, agent.is_suspended, agent.data) == (True, False, b"weights")
         over = await node.operations.resume(process.pid, None, node.asked())
         assert phase(over) == ("quiesce", "done")
         assert not agent.parked

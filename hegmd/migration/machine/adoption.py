@@ -63,7 +63,7 @@ def driver_bytes_bound(own_bytes: int, whole_bytes: Iterable[int | None]) -> int
 
 
 def on_real_gpu(
-    standing: ParkedProcess, driven: DriverProcess, mark: str | None, *, in_video: bool = False
+    parked: ParkedProcess, driven: DriverProcess, mark: str | None, *, in_video: bool = False
 ) -> ParkedProcess:
     """Return the process on a real GPU. `mark` is its agent's record of the carrier that offloaded its bytes.
 
@@ -72,28 +72,28 @@ def on_real_gpu(
     Raises Refused if the place of the bytes is unknown. A checkpoint by the driver includes the storages' bytes, unless
     they were offloaded before.
     """
-    if standing.held_bytes and mark is None:
+    if parked.held_bytes and mark is None:
         raise Refused(
-            f"the agent of process {standing.pid} is from an older release that does not report how its tensors were "
+            f"the agent of process {parked.pid} is from an older release that does not report how its tensors were "
             "offloaded",
             "restore operations.journal in the state directory from a copy, then start hegmd",
-            {"pid": standing.pid},
+            {"pid": parked.pid},
         )
     by_itself = WORKER if mark else PEER if in_video else HOST
-    return standing.replace(
+    return parked.replace(
         method=DRIVER,
-        carrier=by_itself if standing.held_bytes else BY_DRIVER,
+        carrier=by_itself if parked.held_bytes else BY_DRIVER,
         gpu=driven.gpu,
         at=driven.gpu,
-        size_bytes=standing.size_bytes if standing.held_bytes else 0,
+        size_bytes=parked.size_bytes if parked.held_bytes else 0,
         driver_bytes=driven.driver_bytes,
         anywhere=driven.gpu is None,
     )
 
 
-def adopted(op_id: str, standing: Iterable[ParkedProcess], *, utc: float) -> Operation:
+def adopted(op_id: str, parked: Iterable[ParkedProcess], *, utc: float) -> Operation:
     """A suspended operation on these processes, which are those of one job."""
-    found = tuple(standing)
+    found = tuple(parked)
     # A group that has lost a rank is never connected again.
     is_whole = all(len(found) >= (one.world_size or 1) for one in found)
     return Operation(

@@ -178,8 +178,8 @@ def process_of(member: Member) -> told.OperationProcess:
     elif member.has_exited:
         state = "gone"
     else:
-        standing = "parked" if member.is_parked else "running" if member.gpu is not None else "off"
-        state = "out" if member.offloaded else standing
+        placement = "parked" if member.is_parked else "running" if member.gpu is not None else "off"
+        state = "out" if member.offloaded else placement
     return told.OperationProcess(
         pid=member.pid,
         rank=member.rank,

@@ -206,7 +206,7 @@ def inspected(op: Operation, worker: JobProcess, pending: Pending, event: events
         return op.with_worker(worker.replace(waits=FOR_RETRY))
     if event.failed:
         return _mark_lost(op, worker, event.failed)
-    was_standing = worker.is_parked and (op.direction == HOLD or op.holds or is_away(op))
+    was_parked = worker.is_parked and (op.direction == HOLD or op.holds or is_away(op))
     whole = event.gpu is not None and not event.out_bytes
     passed = not event.parked and whole and worker.boundary is not None and event.boundary > worker.boundary
     is_following = op.restarts_together and worker.must_exit and worker.state_saved and worker.offloaded
@@ -235,7 +235,7 @@ def inspected(op: Operation, worker: JobProcess, pending: Pending, event: events
         )
     if not event.parked and whole and op.direction != FORWARD and not is_following:
         now_known = now_known.replace(origin_gpu=event.gpu, target_gpu=event.gpu)
-    if not was_standing or event.parked:
+    if not was_parked or event.parked:
         return op.with_worker(now_known)
     # Its agent waited for a daemon until its time limit, reloaded its own bytes and resumed the training.
     home = event.gpu or worker.kept_gpu or worker.first_gpu

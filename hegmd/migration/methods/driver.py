@@ -70,7 +70,7 @@ class DriverMethod:
         self._gpus = gpus
         self._other_processes = other_processes
         self._in_hand: set[tuple[int, int]] = set()
-        self._standing: set[tuple[int, int]] = set()
+        self._driver_locked: set[tuple[int, int]] = set()
         #: Ranks that are locked between two steps of their operation.
         self._locked: set[tuple[int, int]] = set()
         self._making = StorageHandover(steps, self._reservations, gpus, other_processes, self._in_hand)
@@ -122,7 +122,7 @@ class DriverMethod:
                 await subject.worker.order("part")
             if state != LOCKED or is_several(subject.gpu):  # as one is that an earlier caller has locked when it ended
                 await self._steps.lock(subject)
-            self._standing.add(subject.owner_key)
+            self._driver_locked.add(subject.owner_key)
             async with self._unlocked_unless_done(subject):
                 subject = await self._measured(subject)
                 if subject.target_gpu is not None and not subject.reserves_late:
@@ -157,7 +157,7 @@ class DriverMethod:
         except HelperLost:
             raise  # the driver may still finish the call; an inspection then unlocks the process
         except BaseException:
-            self._standing.discard(subject.owner_key)
+            self._driver_locked.discard(subject.owner_key)
             self._locked.discard(subject.owner_key)
             with anyio.CancelScope(shield=True), anyio.move_on_after(_LAST_WORD_S):
                 try:
@@ -280,7 +280,7 @@ class DriverMethod:
         ours = self._in_hand | self._locked
         async with self._other_processes.paused(others, but_for=ours, restored=subject.owner_key) as going:
             # a process of ours that is not locked yet also runs
-            loose = [*going, *(who for who in others if who in self._in_hand - self._standing - self._locked)]
+            loose = [*going, *(who for who in others if who in self._in_hand - self._driver_locked - self._locked)]
             spare_bytes = CALM_BYTES if loose else 0
             free = free_bytes_of(await self._gpus.seen() if loose else node)
             for gpu in uuid_by_gpu:  # still held: nothing is risked by looking
@@ -400,4 +400,4 @@ class DriverMethod:
             yield
         finally:
             self._in_hand.discard(subject.owner_key)
-            self._standing.discard(subject.owner_key)
+            self._driver_locked.discard(subject.owner_key)

@@ -369,24 +369,24 @@ class EffectExecutor:
             why = "it has ended"
             return events.WorkerExited(worker=member.name, cause=effect.tag, why=why, stateless=is_stateless)
         if not member.has_agent:
-            standing = await self._cast.method(member).inspect(subject)
-            return self._inspected(effect, member, subject, standing)
+            state = await self._cast.method(member).inspect(subject)
+            return self._inspected(effect, member, subject, state)
         known = self._cast.find(member.pid)
         if known is not None and known.token != member.token:  # the agent that is waited for will never come
             return events.WorkerExited(worker=member.name, cause=effect.tag, why="it runs another program")
         worker = self._cast.worker(member)
-        standing = await self._cast.method(member).inspect(subject)
-        if worker.held_bytes and standing.gpu is None and not standing.busy:
+        state = await self._cast.method(member).inspect(subject)
+        if worker.held_bytes and state.gpu is None and not state.busy:
             await self._settle(member, subject)
-        stands = worker.parked or worker.held_bytes > 0
-        if not worker.busy and not stands and not standing.busy:
+        is_parked = worker.parked or worker.held_bytes > 0
+        if not worker.busy and not is_parked and not state.busy:
             await worker.order("survey", limit_s=SURVEY_LIMIT_S)
         if not (worker.parked or worker.held_bytes) and member.start_count and worker.boundary > (member.boundary or 0):
             await self._cast.method(member).note_resumed(subject)
-        return self._inspected(effect, member, subject, standing)
+        return self._inspected(effect, member, subject, state)
 
     def _inspected(
-        self, effect: effects.Inspect, member: Member, subject: MigratedProcess, standing: ProcessState
+        self, effect: effects.Inspect, member: Member, subject: MigratedProcess, state: ProcessState
     ) -> Event:
         worker = subject.worker if member.has_agent else None
         return events.Inspected(
@@ -394,12 +394,12 @@ class EffectExecutor:
             parked=worker is not None and (worker.parked or worker.held_bytes > 0),
             boundary=0 if worker is None else worker.boundary,
             out_bytes=0 if worker is None else worker.held_bytes,
-            gpu=standing.gpu,
-            reservations=self._cast.method(member).reservations(replace(subject, gpu=standing.gpu)),
+            gpu=state.gpu,
+            reservations=self._cast.method(member).reservations(replace(subject, gpu=state.gpu)),
             pool_bytes=self._cast.carrier(member).held_bytes(subject),
-            busy=standing.busy or (worker is not None and worker.busy),
-            failed=standing.failed,
-            locked=standing.locked,
+            busy=state.busy or (worker is not None and worker.busy),
+            failed=state.failed,
+            locked=state.locked,
         )
 
     def _settling(self, member: Member, subject: MigratedProcess) -> AbstractAsyncContextManager[OverlappedCopy]:

@@ -197,7 +197,7 @@ class Runner:
         if asking.refusal is not None:
             raise asking.refusal
 
-    def hear(self, news: str, worker: AgentConnection) -> None:
+    def on_event(self, news: str, worker: AgentConnection) -> None:
         """Handle an event of the workers: pass on what concerns an operation."""
         for running in tuple(self._running.values()):
             for member in running.op.live:

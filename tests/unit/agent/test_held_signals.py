@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 BEFORE = """
 import _thread, ctypes, os, resource, signal, sys, threading
 from hegmd.agent.orders import Orders
-from hegmd.agent.quiesce import PARK, Asked, Gate, stand
+from hegmd.agent.quiesce import PARK, Asked, Gate, wait_at_lock
 from hegmd.agent.signals import CannotHold, HeldSignals
 from hegmd.protocol.messages import Order
 
@@ -83,7 +83,7 @@ assert state() == before, (state(), before)
 orders.obey(Order(order=2, do="park", limit_s=30.0), None)
 seen = []
 def interrupt():
-    while sys._current_frames()[threading.main_thread().ident].f_code is not stand.__code__:
+    while sys._current_frames()[threading.main_thread().ident].f_code is not wait_at_lock.__code__:
         os.sched_yield()
     os.kill(os.getpid(), signal.SIGUSR1)
 def let_go(number):

@@ -247,7 +247,7 @@ def test_sums_of_another_number_of_chunks_are_of_another_piece(tmp_path: Path) -
 
 
 async def rest_of(node: Node, op_id: str) -> None:
-    async for _ in node.moving.resting.follow(op_id):
+    async for _ in node.moving.suspended_operations.follow(op_id):
         pass
 
 

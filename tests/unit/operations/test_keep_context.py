@@ -25,7 +25,7 @@ async def test_it_frees_the_gpu_and_resumes_there(tmp_path: Path, process: Child
         assert answer.plan.workers[0].method == KEEP_CONTEXT
         assert answer.operation.phase == "suspended"
         assert answer.operation.processes[0].stays_bytes == 0, "a simulated context takes no memory"
-        assert (agent.data, agent.parked, agent.resting) == (None, True, True)
+        assert (agent.data, agent.parked, agent.is_suspended) == (None, True, True)
         assert node.reservations(process.pid) == {}
         assert "disconnect" not in agent.seen
         other = "gpu1" if home == "gpu0" else "gpu0"

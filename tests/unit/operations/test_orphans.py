@@ -272,8 +272,8 @@ async def test_a_job_on_a_real_gpu_was_not_adopted_for_want_of_a_figure(
     async with running(tmp_path) as node:
         agent.about = {"mark": mark}
         await back(agent, node)
-        standing = ParkedOrphans(node.workers, lambda _pid: False, by_driver=ByDriver(None, 3 * MIB))
-        (found,) = await standing.job_of(process.pid)
+        orphans = ParkedOrphans(node.workers, lambda _pid: False, by_driver=ByDriver(None, 3 * MIB))
+        (found,) = await orphans.job_of(process.pid)
         (worker,) = adopted("1", [found], utc=0.0).workers
         assert (worker.method, worker.carrier, worker.gpu_unknown, worker.gpu) == ("driver", carrier, True, None)
         assert worker.reservation_bytes == 3 * MIB + found.size_bytes
@@ -282,7 +282,7 @@ async def test_a_job_on_a_real_gpu_was_not_adopted_for_want_of_a_figure(
         await agent.leave()
         await back(agent, node)
         with pytest.raises(Refused, match="does not report how"):
-            await standing.job_of(process.pid)
+            await orphans.job_of(process.pid)
 
 
 async def test_one_that_stands_on_its_gpu_with_all_its_bytes_needs_no_room(tmp_path: Path, process: Child) -> None:
@@ -290,8 +290,8 @@ async def test_one_that_stands_on_its_gpu_with_all_its_bytes_needs_no_room(tmp_p
         agent = ModelAgent(node.workers, process.pid)
         agent.parked = True
         await agent.attend(node.tasks)
-        standing = ParkedOrphans(node.workers, lambda _pid: False, by_driver=ByDriver("gpu1"))
-        (worker,) = adopted("1", await standing.job_of(process.pid), utc=0.0).workers
+        orphans = ParkedOrphans(node.workers, lambda _pid: False, by_driver=ByDriver("gpu1"))
+        (worker,) = adopted("1", await orphans.job_of(process.pid), utc=0.0).workers
         assert (worker.gpu, worker.first_gpu, worker.reservation_bytes, worker.is_parked) == ("gpu1", "gpu1", 0, True)
 
 

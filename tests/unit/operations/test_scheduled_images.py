@@ -90,7 +90,7 @@ async def attended(node: Node, clock: Clock, shelf: Shelf) -> AsyncIterator[None
         sleep=clock.sleep,
     )
     shelf.count = lambda: periodic.missed
-    node.workers.listen(periodic.hear)
+    node.workers.listen(periodic.on_event)
     async with anyio.create_task_group() as tasks:
         await tasks.start(periodic.run)
         yield

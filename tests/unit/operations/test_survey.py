@@ -361,7 +361,7 @@ async def test_hegmds_own_helper_was_a_job_that_a_drain_would_move(tmp_path: Pat
             survey = PlanSurvey(
                 node.inventory,
                 Workers(),
-                node.moving.resting.pool_memory,
+                node.moving.suspended_operations.pool_memory,
                 count=_uncounted,
                 running=tuple,
                 supervisors=node.moving.supervisors,

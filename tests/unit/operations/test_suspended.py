@@ -63,7 +63,7 @@ async def test_a_suspended_job_is_told_to_stay_however_long_no_daemon_is_there(t
         agent = await node.attend(process.pid)
         await node.operations.suspend([process.pid], node.asked())
         await anyio.wait_all_tasks_blocked()
-        assert (agent.resting, agent.entrusted) == (True, False)
+        assert (agent.is_suspended, agent.entrusted) == (True, False)
         await node.operations.resume(process.pid, None, node.asked())
         assert agent.data == b"weights"
 

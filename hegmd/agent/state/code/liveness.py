@@ -51,13 +51,13 @@ class Flow:
 
     def around(self, place: int) -> frozenset[int]:
         """Return all code that runs again after this instruction: the outermost loop that it is in."""
-        place = self._loops.standing(place)
+        place = self._loops.instruction_start(place)
         found = self._reach(self._on.get(place, ()), self._on) & self._reach(self._back.get(place, ()), self._back)
         return frozenset(found) if place in found else frozenset()
 
     def before(self, place: int) -> frozenset[int]:
         """Return the part of the loop that a script runs on its way to this instruction, when it gets there first."""
-        place = self._loops.standing(place)
+        place = self._loops.instruction_start(place)
         back: dict[int, set[int]] = {}
         for offset, ways in self._back.items():
             is_head = any(source >= place >= offset for source in ways)
@@ -66,7 +66,7 @@ class Flow:
 
     def innermost(self, place: int) -> frozenset[int]:
         """Return the code of the innermost loop that this instruction is in."""
-        place = self._loops.standing(place)
+        place = self._loops.instruction_start(place)
         around = self.around(place)
         heads = [way for source in around for way in self._on[source] if way <= place <= source and way in around]
         if not heads:
@@ -82,7 +82,7 @@ class Flow:
 
         With `within` only what is read there, and no `with` counts as one that suppresses exceptions.
         """
-        place = self._loops.standing(place)
+        place = self._loops.instruction_start(place)
         ways = self._reach(self._on.get(place, ()), self._on)
         reached = sorted(ways if within is None else (ways & within) - self._suppressing, reverse=True)
         names: dict[str, int] = {}

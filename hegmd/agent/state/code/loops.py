@@ -145,7 +145,7 @@ class Loops:
             for offset, depth in self._depths.items()
         }
 
-    def standing(self, offset: int) -> int:
+    def instruction_start(self, offset: int) -> int:
         """Return the offset of the instruction at that place."""
         return int(self._instruction(offset).offset)
 

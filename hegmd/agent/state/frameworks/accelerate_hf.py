@@ -145,10 +145,10 @@ class FrameworkCapture:
         elif accelerators:
             self.state["accelerate"] = _taken_of_accelerate()
         if any(lightning.is_of(frame) for frame in frames):
-            standing = lightning.OrderState(frames)
-            if standing.trainer is not None and not list(standing.against()):
-                self.read = standing.reads(), 0
-                self.state[lightning.KEY] = standing.taken(_plain_among)
+            checked_trainer = lightning.OrderState(frames)
+            if checked_trainer.trainer is not None and not list(checked_trainer.against()):
+                self.read = checked_trainer.reads(), 0
+                self.state[lightning.KEY] = checked_trainer.taken(_plain_among)
         by_name = _trainers_frames(frames)
         if _EPOCH in by_name and frames[-1] is by_name.get(_BATCHES):
             self._take_trainer(by_name[_EPOCH].f_locals, frames[-1].f_locals)

@@ -182,11 +182,11 @@ def fits_of(gate: Any) -> Callable[[], bool]:
 class Approach:
     """Checks at each boundary whether the training thread can be parked here.
 
-    `stand` is called in that thread when it reaches the head of a suitable loop later.
+    `park` is called in that thread when it reaches the head of a suitable loop later.
     """
 
-    def __init__(self, stand: Callable[[], None]) -> None:
-        self._stand = stand
+    def __init__(self, park: Callable[[], None]) -> None:
+        self._park = park
 
     def will_do(self, frame: FrameType) -> bool:
         """Return True if it can be parked here. Otherwise it continues to the head of its loop, or to its next
@@ -210,10 +210,10 @@ class Approach:
         head = loops.around(frame.f_lasti)[-1].offset
 
         def follow(found: FrameType, event: str, _argument: object) -> Any:
-            if event == "opcode" and loops.standing(found.f_lasti) == head:
+            if event == "opcode" and loops.instruction_start(found.f_lasti) == head:
                 _trace_no_more(found)
                 if not any(refused.passes for refused in refusals_of(Place(found), None)):
-                    self._stand()
+                    self._park()
                 return None
             if event == "return":  # out of the loop in another way
                 _trace_no_more(found)

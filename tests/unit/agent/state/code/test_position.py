@@ -16,7 +16,7 @@ import hegm
 from hegmd.agent import quiesce
 from hegmd.agent.state.code import position as places
 assert "/site-packages/" in quiesce.__file__
-print(places.is_of_script(quiesce.stand.__code__), places.is_of_script(hegm.boundary.__code__))
+print(places.is_of_script(quiesce.wait_at_lock.__code__), places.is_of_script(hegm.boundary.__code__))
 print(places.is_of_script((lambda: 0).__code__), places.is_users_module(hegm))
 """
 

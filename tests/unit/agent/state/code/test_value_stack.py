@@ -147,5 +147,5 @@ def test_the_head_of_a_loop_with_a_long_body_was_taken_for_a_part_of_the_body() 
     assert prefix.opname == "EXTENDED_ARG"
     loops = loops_of(code)
     assert loops.is_head(prefix.offset)
-    assert loops.standing(prefix.offset) == instructions[at].offset
+    assert loops.instruction_start(prefix.offset) == instructions[at].offset
     assert [head.offset for head in loops.around(prefix.offset)] == [instructions[at].offset]
