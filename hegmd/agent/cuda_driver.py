@@ -155,7 +155,7 @@ class Copies(Driver):
         _check("cuMemHostUnregister", self._unpin(address))
 
 
-class CopiesBeside(Copies):
+class OverlappingCopies(Copies):
     """Copies that run while the training continues, and driver memory for them. Raises HegmError.
 
     Threads that use it make no call that would spoil a CUDA graph which another thread records meanwhile.

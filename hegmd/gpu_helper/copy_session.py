@@ -22,7 +22,7 @@ from hegmd.gpu_helper.allocations import IN, Allocations, Done, Place, joined
 from hegmd.gpu_helper.copying import PACE, Copy
 from hegmd.gpu_helper.mark import Mark
 from hegmd.gpu_helper.preallocation import Provisions
-from hegmd.gpu_helper.staging import HostMemory, HostSpace, NearSpace, StagedCopy, make_ring_memory
+from hegmd.gpu_helper.staging import HostMemory, HostSpace, ReservedGpuMemory, StagedCopy, make_ring_memory
 from hegmd.system.thread_pool import share_out
 
 # CUDA's error for two GPUs without peer access. Copies between them go through the host.
@@ -168,9 +168,9 @@ class CopySession:
         def copy() -> Done:
             space, spend = self._space(through), self._provisions.spend
             if isinstance(space, HostSpace):
-                near = Allocations(context, handles, spend=spend)
-                staged = StagedCopy(context, space, direction, near, self._provisions.streams(ordinal))
-                return staged.run(joined(places, len(near)), tell)
+                gpu_end = Allocations(context, handles, spend=spend)
+                staged = StagedCopy(context, space, direction, gpu_end, self._provisions.streams(ordinal))
+                return staged.run(joined(places, len(gpu_end)), tell)
             streams = self._provisions.streams(space.ordinal if direction == IN else ordinal)
             by = self._provisions.processors
             return Copy(context, space, direction, handles, streams, spend=spend, processors=by).run(places, tell)
@@ -220,7 +220,7 @@ class CopySession:
         streams = self._provisions.streams(video.ordinal)
 
         def shift() -> Done:
-            copy = StagedCopy(video.context, host, direction, NearSpace(video), streams)
+            copy = StagedCopy(video.context, host, direction, ReservedGpuMemory(video), streams)
             return copy.run([Place(0, there, size_bytes, here) for there, here, size_bytes in places], tell)
 
         return self._tried_again(shift)

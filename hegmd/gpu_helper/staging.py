@@ -203,7 +203,7 @@ class HostSpace:
             self.memory.close()
 
 
-class Near(Protocol):
+class GpuEnd(Protocol):
     """The GPU memory of a copy: allocations of a process, or reserved memory."""
 
     open_s: float
@@ -212,7 +212,7 @@ class Near(Protocol):
     def close(self) -> None: ...
 
 
-class NearSpace:
+class ReservedGpuMemory:
     """Reserved GPU memory as that end."""
 
     open_s = 0.0
@@ -251,7 +251,7 @@ def loads(places: Iterable[Place], slot_bytes: int) -> Iterator[list[Part]]:
 class StagedCopy:
     """One copy of many places in one direction, between GPU memory and the pool. Used once."""
 
-    def __init__(self, context: Any, host: HostSpace, direction: str, near: Near, streams: Sequence[Any]) -> None:
+    def __init__(self, context: Any, host: HostSpace, direction: str, gpu_end: GpuEnd, streams: Sequence[Any]) -> None:
         """`context` and the streams, one for each slot, are those of the GPU that has the memory.
 
         The GPU memory is closed with the copy.
@@ -262,7 +262,7 @@ class StagedCopy:
         self._host = host
         self._direction = direction
         self._streams = streams
-        self._near = near
+        self._gpu_end = gpu_end
         self._guard = threading.Lock()
         self._left: Iterator[list[Part]] = iter(())
         self._done_bytes = 0
@@ -275,7 +275,7 @@ class StagedCopy:
         strands = pace.strands if is_out else pace.inward_strands
         self._left = loads(places, pace.slot_bytes if is_out else min(pace.slot_bytes, pace.most_inward_bytes))
         with ExitStack() as undo:
-            undo.callback(self._near.close)
+            undo.callback(self._gpu_end.close)
             undo.callback(settle, self._streams)
             started = time.monotonic()
             share_out(
@@ -288,7 +288,7 @@ class StagedCopy:
             copy_s = time.monotonic() - started
             started = time.monotonic()
             undo.close()
-        return Done(self._done_bytes, self._near.open_s, copy_s, time.monotonic() - started)
+        return Done(self._done_bytes, self._gpu_end.open_s, copy_s, time.monotonic() - started)
 
     def _work(self, strand: int, tell: Callable[[int], None]) -> None:
         """Copy the loads in the slots of this thread in turn: one is copied while the other is moved on."""
@@ -317,7 +317,7 @@ class StagedCopy:
         if self._direction == IN:
             self._move(slot, load)
         for part in load:
-            there, here = self._near.address(part.place), slot.address + part.within
+            there, here = self._gpu_end.address(part.place), slot.address + part.within
             if self._direction == OUT:
                 cuda.copy_async(here, None, there, self._context, part.place.size_bytes, slot.stream)
             else:

@@ -147,12 +147,12 @@ async def test_bytes_that_have_gone_ahead_are_read_from_there(moving: Moving) ->
         async with job.carrier.overlap_restore(job.off) as ahead:
             assert job.held() == {staging_in_owner(job.subject)}
         assert ahead.size_bytes >= SIZE_BYTES
-        near = job.carrier.staged(job.subject)
-        assert near is not None
+        staged = job.carrier.staged(job.subject)
+        assert staged is not None
         await job.shifted()
         job.spoil_pool()
         await job.put_back()
-        assert near.took_s > 0
+        assert staged.took_s > 0
         assert job.carrier.staged(job.subject) is None
 
 

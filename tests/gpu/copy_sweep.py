@@ -86,8 +86,8 @@ def main() -> None:
         for staging in STAGED:
             host = HostSpace(held[0], HostMemory(fd, size_bytes), staging)
             for direction in ("out", "in"):
-                near = Allocations(held[0], handles)
-                copy = StagedCopy(held[0], host, direction, near, provisions.streams(ordinals[0])[: staging.streams])
+                gpu_end = Allocations(held[0], handles)
+                copy = StagedCopy(held[0], host, direction, gpu_end, provisions.streams(ordinals[0])[: staging.streams])
                 done = copy.run(joined(places, PIECES), lambda _: None)
                 cut = f"{staging.slots_a_strand} slots of {staging.slot_bytes // MIB} MiB"
                 show(f"host {direction:3} {staging.strands} strands, {cut}", done)

@@ -17,7 +17,7 @@ from hegmd.gpu_helper import cuda
 from hegmd.gpu_helper.address_space import VideoSpace
 from hegmd.gpu_helper.allocations import IN, OUT, Place
 from hegmd.gpu_helper.preallocation import Provisions
-from hegmd.gpu_helper.staging import HostMemory, HostSpace, NearSpace, Pace, StagedCopy
+from hegmd.gpu_helper.staging import HostMemory, HostSpace, Pace, ReservedGpuMemory, StagedCopy
 from hegmd.memory.pool_memory import read_huge_free_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -53,7 +53,9 @@ def show(pace: Pace, host: HostMemory, video: VideoSpace, provisions: Provisions
     rates: dict[str, float] = {}
     for direction in (OUT, IN) * 2:
         places = [Place(0, 0, host.size_bytes, 0)]
-        done = StagedCopy(video.context, space, direction, NearSpace(video), streams).run(places, lambda _: None)
+        done = StagedCopy(video.context, space, direction, ReservedGpuMemory(video), streams).run(
+            places, lambda _: None
+        )
         rates[direction] = max(rates.get(direction, 0.0), done.copied_bytes / done.copy_s / 1e9)
     space.ring.close()
     print(

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class StagedBytes:
     """A copy into staging memory: by which client, into which of its memories, how large, and how long it took."""
 
     route: CopyClient
@@ -38,15 +38,15 @@ class Ahead:
         return self.route is route and self.attached == route.attached
 
 
-class Beside:
-    """The staging memory of one process, with the lock of its current user."""
+class StagingUse:
+    """Whether the staging memory of one process is in use: the lock of the task that uses it."""
 
     def __init__(self, subject: MigratedProcess) -> None:
         self.subject = subject
         self.in_use = anyio.Lock()
 
 
-class Near:
+class StagingMemory:
     """Staging memory by owner name. Every reservation and release invalidates the snapshot of the GPU."""
 
     def __init__(self, gpus: Gpus, memory: VideoMemory) -> None:

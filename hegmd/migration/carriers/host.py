@@ -37,7 +37,7 @@ from hegmd.gpu_helper.mark import MARK_BYTES, Mark
 from hegmd.memory.pool import Pool
 from hegmd.memory.sizes import FLAT_BYTES, staging_in_needed_bytes, staging_out_needed_bytes
 from hegmd.migration.carriers.copying import IN, CopyingCarrier, Span, lane_of
-from hegmd.migration.carriers.gpu_staging import Ahead, Beside, Near
+from hegmd.migration.carriers.gpu_staging import StagedBytes, StagingMemory, StagingUse
 from hegmd.migration.carriers.location_record import LocationRecords
 from hegmd.migration.contracts import Making, MigratedProcess, OverlappedCopy, Progress
 from hegmd.migration.methods.concurrently import beside
@@ -62,12 +62,12 @@ class HostCarrier(CopyingCarrier):
     def __init__(self, helper: Link, gpus: Gpus, pool: Pool, memory: VideoMemory) -> None:
         super().__init__(helper, gpus)
         self._pool = pool
-        self._near = Near(gpus, memory)
+        self._staging = StagingMemory(gpus, memory)
         self._marks = LocationRecords(pool)
         # By copy session: processes that may have staging memory, and whether it is in use.
-        self._beside: dict[str, Beside] = {}
+        self._staging_use: dict[str, StagingUse] = {}
         # By copy session: the copy from the pool into its staging memory, in progress or finished.
-        self._ahead: dict[str, Ahead] = {}
+        self._staged_bytes: dict[str, StagedBytes] = {}
 
     # -- memory
     # ---------------------------------------------------------------------------------------------------------
@@ -85,8 +85,8 @@ class HostCarrier(CopyingCarrier):
     async def release(self, subject: MigratedProcess) -> None:
         await self.abandon(subject)
         for owner in self._marks.owners(subject):
-            await self._near.release(owner)
-        self._beside.pop(lane_of(subject), None)
+            await self._staging.release(owner)
+        self._staging_use.pop(lane_of(subject), None)
         await self._pool.release(key_of(subject))
 
     def held_bytes(self, subject: MigratedProcess) -> int:
@@ -105,13 +105,13 @@ class HostCarrier(CopyingCarrier):
             logger.warning("process %d copies its bytes itself: %s", subject.pid, error.message)
 
     async def abandon(self, subject: MigratedProcess) -> None:
-        self._ahead.pop(lane_of(subject), None)
+        self._staged_bytes.pop(lane_of(subject), None)
         # First, since the lane's end waits for what goes ahead; until then the memory is mapped there.
-        await self._near.release(staging_in_owner(subject))
+        await self._staging.release(staging_in_owner(subject))
         await super().abandon(subject)
         if self._marks.is_unmarked(subject):
             for owner in self._marks.owners(subject):
-                await self._near.release(owner)
+                await self._staging.release(owner)
 
     def space_bytes(self, subject: MigratedProcess) -> int:
         return self._pool.memory(key_of(subject)).size_bytes - MARK_BYTES
@@ -124,7 +124,7 @@ class HostCarrier(CopyingCarrier):
         names = dict.fromkeys(place[subject.device or 0] for place in places if place)
         uuids = [await self.gpus.uuid_of(name) for name in names]
         mark = self._marks.of(subject)
-        where = None if mark is None else self._near.where(mark.owner)
+        where = None if mark is None else self._staging.where(mark.owner)
         return list(dict.fromkeys([*uuids, *([] if where is None else [where])]))
 
     def piece(self, subject: MigratedProcess) -> tuple[int, int] | None:
@@ -134,7 +134,7 @@ class HostCarrier(CopyingCarrier):
     # -- out -----------------------------------------------------------------------------------------------------------
 
     async def offload(self, subject: MigratedProcess, on_progress: Progress) -> int:
-        self._ahead.pop(lane_of(subject), None)
+        self._staged_bytes.pop(lane_of(subject), None)
         await self._pool.to_fill(key_of(subject))
         return await super().offload(subject, on_progress)
 
@@ -149,7 +149,7 @@ class HostCarrier(CopyingCarrier):
         owner = staging_out_owner(subject)
 
         async def begin(route: CopyClient) -> None:
-            await self._have_near(route, subject, owner)
+            await self._attach_staging(route, subject, owner)
             await route.mark(owner, end_bytes)
 
         if await self._take_passing(subject, end_bytes, staging_out_needed_bytes(end_bytes, at_rest=True)):
@@ -169,15 +169,15 @@ class HostCarrier(CopyingCarrier):
         owner, gpu = staging_out_owner(subject), subject.gpu
         if gpu is None or is_several(gpu) or subject.keeps_context or not self._marks.is_unmarked(subject):
             return False
-        if self._near.where(owner) == await self.gpus.uuid_of(gpu) and self._near.held_bytes(owner) >= size_bytes:
+        if self._staging.where(owner) == await self.gpus.uuid_of(gpu) and self._staging.held_bytes(owner) >= size_bytes:
             # other processes may have taken memory since it was reserved
-            if await self._near.fits(owner, gpu, needed_bytes):
+            if await self._staging.fits(owner, gpu, needed_bytes):
                 return True
             await self._release_staging(subject)
             return False
         await self._release_staging(subject)
         async with self.gpus.turn(gpu):
-            return await self._near.take(owner, gpu, size_bytes, needed_bytes, keep=True)
+            return await self._staging.take(owner, gpu, size_bytes, needed_bytes, keep=True)
 
     def is_staged(self, subject: MigratedProcess) -> bool:
         return self._marks.of(subject) is not None
@@ -200,7 +200,7 @@ class HostCarrier(CopyingCarrier):
             )
 
         async def drain(route: CopyClient) -> None:
-            await self._have_near(route, subject, mark.owner)
+            await self._attach_staging(route, subject, mark.owner)
             copied = await route.copy_regions("out", mark.size_bytes)
             logger.info("copied out during the checkpoint: %s", copied)
 
@@ -230,10 +230,10 @@ class HostCarrier(CopyingCarrier):
     async def _take_early_copy(self, subject: MigratedProcess, gpu: str) -> bool:
         size_bytes = self._reach_bytes(subject)
         async with self.gpus.turn(gpu):
-            is_held = await self._near.take(
+            is_held = await self._staging.take(
                 staging_in_owner(subject), gpu, size_bytes, staging_in_needed_bytes(size_bytes), keep=False
             )
-        if not is_held and self._near.held_bytes(
+        if not is_held and self._staging.held_bytes(
             staging_in_owner(subject)
         ):  # left by an earlier attempt, when more memory was free
             await self._release_staging(subject)
@@ -246,8 +246,8 @@ class HostCarrier(CopyingCarrier):
     def staged(self, subject: MigratedProcess) -> OverlappedCopy | None:
         if self._marks.of(subject) is not None:
             return OverlappedCopy()
-        ahead = self._ahead.get(lane_of(subject))
-        return None if ahead is None else ahead.done
+        staged = self._staged_bytes.get(lane_of(subject))
+        return None if staged is None else staged.done
 
     @asynccontextmanager
     async def overlap_restore(self, subject: MigratedProcess) -> AsyncGenerator[OverlappedCopy]:
@@ -276,34 +276,34 @@ class HostCarrier(CopyingCarrier):
         Uses the open copy session; a new one would wait for the GPU lock that the restore holds. The copy continues
         while the storages are allocated: `through` waits for its end.
         """
-        size_bytes, known = self._reach_bytes(subject), self._ahead.get(lane_of(subject))
+        size_bytes, known = self._reach_bytes(subject), self._staged_bytes.get(lane_of(subject))
         if known is not None and known.is_in(route) and known.size_bytes >= size_bytes:
             return
         try:
-            await self._have_near(route, subject, staging_in_owner(subject))
+            await self._attach_staging(route, subject, staging_in_owner(subject))
             await route.start_copy("in", size_bytes)
         except HegmError as error:
             logger.warning("no staging copy for process %d: %s", subject.pid, error.message)
             await self.abandon(subject)
             return
         done.size_bytes = size_bytes
-        self._ahead[lane_of(subject)] = Ahead(route, route.attached, size_bytes, done)
+        self._staged_bytes[lane_of(subject)] = StagedBytes(route, route.attached, size_bytes, done)
 
     async def _has_early_copy(self, subject: MigratedProcess, route: CopyClient, end_bytes: int) -> bool:
         """Whether video memory of this route has those bytes, once that is certain."""
-        ahead = self._ahead.get(lane_of(subject))
-        if ahead is None or not ahead.is_in(route) or ahead.size_bytes < end_bytes:
+        staged = self._staged_bytes.get(lane_of(subject))
+        if staged is None or not staged.is_in(route) or staged.size_bytes < end_bytes:
             return False
         try:
-            copied = await route.finish_copy(ahead.size_bytes)
+            copied = await route.finish_copy(staged.size_bytes)
         except HelperLost:
             raise
         except HegmError as error:
             logger.warning("the staging copy for process %d failed: %s", subject.pid, error.message)
-            del self._ahead[lane_of(subject)]
+            del self._staged_bytes[lane_of(subject)]
             return False
         logger.info("copied in during the restore: %s", copied)
-        ahead.done.took_s = copied.copy_s
+        staged.done.took_s = copied.copy_s
         return True
 
     async def reload(self, subject: MigratedProcess, on_progress: Progress, making: Making) -> int:
@@ -316,7 +316,7 @@ class HostCarrier(CopyingCarrier):
             try:
                 return await super().reload(subject, on_progress, making)
             except OrderFailed as error:
-                if error.lacks_bytes is None or not self._near.held_bytes(staging_in_owner(subject)):
+                if error.lacks_bytes is None or not self._staging.held_bytes(staging_in_owner(subject)):
                     raise
                 logger.warning(
                     "the staging copy for process %d is dropped to free memory: %s", subject.pid, error.message
@@ -333,7 +333,7 @@ class HostCarrier(CopyingCarrier):
             await self._put_away(subject)
 
     async def resumed(self, subject: MigratedProcess) -> None:
-        if self._near.held_bytes(staging_in_owner(subject)):
+        if self._staging.held_bytes(staging_in_owner(subject)):
             async with self._using(subject):
                 await self._put_away(subject)
 
@@ -351,7 +351,7 @@ class HostCarrier(CopyingCarrier):
     @asynccontextmanager
     async def _using(self, subject: MigratedProcess) -> AsyncGenerator[None]:
         """Hold the block in which no other task releases the staging memory of that process."""
-        known = self._beside.setdefault(lane_of(subject), Beside(subject))
+        known = self._staging_use.setdefault(lane_of(subject), StagingUse(subject))
         async with known.in_use:
             yield
 
@@ -360,23 +360,25 @@ class HostCarrier(CopyingCarrier):
 
         For a caller that is short of memory there. Returns True if any was released; raises nothing.
         """
-        given = [await self._spare(known, gpu) for known in tuple(self._beside.values())]
+        given = [await self._spare(known, gpu) for known in tuple(self._staging_use.values())]
         return any(given)
 
-    async def _spare(self, known: Beside, gpu: str) -> bool:
+    async def _spare(self, known: StagingUse, gpu: str) -> bool:
         subject = known.subject
         held = [
-            owner for owner in (staging_out_owner(subject), staging_in_owner(subject)) if self._near.where(owner) == gpu
+            owner
+            for owner in (staging_out_owner(subject), staging_in_owner(subject))
+            if self._staging.where(owner) == gpu
         ]
         if not held or known.in_use.locked() or not self._marks.is_unmarked(subject):
             return False
         async with known.in_use:
             logger.info("the staging memory of process %d on %s is released: other jobs need it", subject.pid, gpu)
             try:
-                ahead, route = self._ahead.get(lane_of(subject)), self.routes.get(lane_of(subject))
-                if ahead is not None and ahead.route is route:  # released once no copy writes to it
+                staged, route = self._staged_bytes.get(lane_of(subject)), self.routes.get(lane_of(subject))
+                if staged is not None and staged.route is route:  # released once no copy writes to it
                     with suppress(DriverFailed):
-                        await ahead.route.finish_copy(ahead.size_bytes)
+                        await staged.route.finish_copy(staged.size_bytes)
                 await self._release_staging(subject)
             except HegmError as error:
                 logger.warning("the staging memory of process %d is still reserved: %s", subject.pid, error.message)
@@ -387,7 +389,7 @@ class HostCarrier(CopyingCarrier):
         """Return GPU memory if a mark names it or the bytes are staged there; otherwise the pool."""
         mark = self._marks.of(subject)
         if mark is not None:
-            await self._have_near(route, subject, mark.owner)
+            await self._attach_staging(route, subject, mark.owner)
             return VIDEO
         return VIDEO if await self._has_early_copy(subject, route, end_bytes) else HOST
 
@@ -399,7 +401,7 @@ class HostCarrier(CopyingCarrier):
 
         async def drain(route: CopyClient) -> None:
             if direction == IN:
-                await self._have_near(route, subject, mark.owner)
+                await self._attach_staging(route, subject, mark.owner)
                 await route.copy_regions("out", mark.size_bytes)
             await route.mark(None)
 
@@ -415,24 +417,24 @@ class HostCarrier(CopyingCarrier):
         """Attach the memory that will be copied through, if it is reserved, so that this adds no downtime."""
         mark = self._marks.of(subject)
         if mark is not None:
-            await self._have_near(route, subject, mark.owner)
+            await self._attach_staging(route, subject, mark.owner)
             return
         for owner in (staging_out_owner(subject), staging_in_owner(subject)):
-            if self._near.held_bytes(owner):
+            if self._staging.held_bytes(owner):
                 try:
-                    await self._have_near(route, subject, owner)
+                    await self._attach_staging(route, subject, owner)
                 except HelperLost:
                     raise
                 except HegmError as error:
                     logger.warning(
                         "process %d is copied without its staging copy %s: %s", subject.pid, owner, error.message
                     )
-                    await self._near.release(owner)
+                    await self._staging.release(owner)
                 return
 
-    async def _have_near(self, route: CopyClient, subject: MigratedProcess, owner: str) -> None:
+    async def _attach_staging(self, route: CopyClient, subject: MigratedProcess, owner: str) -> None:
         """Attach all of that owner's staging memory to the session. Raises HegmError."""
-        where, version = self._near.where(owner), self._near.version(owner)
+        where, version = self._staging.where(owner), self._staging.version(owner)
         if where is None:
             raise Refused(
                 f"the staging copy with the bytes of process {subject.pid} is lost",
@@ -444,12 +446,12 @@ class HostCarrier(CopyingCarrier):
         if route.attached is not None:
             await route.detach_video()
             route.attached = None
-        await route.attach_video(where, self._near.pieces(owner))
+        await route.attach_video(where, self._staging.pieces(owner))
         route.attached = version
 
     async def _release_staging(self, subject: MigratedProcess, *others: str | None) -> None:
         """Release staging memory, whose bytes also exist elsewhere. Raises HegmError."""
-        self._ahead.pop(lane_of(subject), None)
+        self._staged_bytes.pop(lane_of(subject), None)
         route = self.routes.get(lane_of(subject))
         if route is not None and route.attached is not None:
             route.attached = None
@@ -459,4 +461,4 @@ class HostCarrier(CopyingCarrier):
                 self.routes.pop(lane_of(subject), None)
         for owner in (staging_out_owner(subject), staging_in_owner(subject), *others):
             if owner is not None:
-                await self._near.release(owner)
+                await self._staging.release(owner)

@@ -22,7 +22,13 @@ from hegmd.memory.sizes import (
 from hegmd.migration.machine.operation import CHECKPOINT, MIGRATE, RESUME, SUSPEND
 from hegmd.migration.machine.wording import gigabytes
 from hegmd.migration.model import CARRIERS, Candidate, CarrierRow, GpuMemory, NodeSnapshotForPlan, PlanRequest, Rates
-from hegmd.migration.plan.driver_rules import beside_of, devices_of, rest_of, shares_of, storage_bytes_with_cache
+from hegmd.migration.plan.driver_rules import (
+    agent_overhead_of,
+    devices_of,
+    rest_of,
+    shares_of,
+    storage_bytes_with_cache,
+)
 from hegmd.protocol.messages import CudaFacts
 from hegmd.protocol.operations import BY_DRIVER, HOST, PEER
 
@@ -129,7 +135,7 @@ def _shares(
     size_bytes = candidate.agent.size_bytes or 0 if candidate.agent is not None else 0
     targets = tuple(to) or (None,) * len(own)
     if len(own) == 1:
-        return (Share(own[0], targets[0], size_bytes, rest_of(candidate) + beside_of(candidate, own[0])),)
+        return (Share(own[0], targets[0], size_bytes, rest_of(candidate) + agent_overhead_of(candidate, own[0])),)
     devices = devices_of(snapshot, candidate)
     none = (0,) * len(own)
     wholes = storage_bytes_with_cache(candidate, devices, own) if devices else none
@@ -259,25 +265,25 @@ def _against_peer(request: PlanRequest, candidate: Candidate, share: Share, *, i
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class OverlappedCopies:
     """Whether GPU memory is free for copies that overlap the driver's checkpoint and its restore."""
 
     out: bool = False
     back: bool = False
 
 
-def copies_beside(
+def overlapped_copies(
     snapshot: NodeSnapshotForPlan, carrier: str, size_bytes: int, at: str | None, to: str | None
-) -> Beside:
+) -> OverlappedCopies:
     """Return which copies fit on the GPUs besides everything else, by what is free now.
 
     `to` is the target GPU before memory was reserved there.
     """
     if carrier != HOST:
-        return Beside()
+        return OverlappedCopies()
     free = {gpu.id: gpu.free_bytes or 0 for gpu in snapshot.gpus}
     reserved_bytes = size_bytes if at != to else 0
-    return Beside(
+    return OverlappedCopies(
         out=at is not None and free.get(at, 0) >= staging_out_needed_bytes(size_bytes, at_rest=True),
         back=to is not None and free.get(to, 0) - reserved_bytes >= staging_in_needed_bytes(size_bytes),
     )
@@ -290,7 +296,7 @@ def estimate_s(
     driver_bytes: int,
     rates: Rates,
     overlap_bytes: int = 0,
-    copies: Beside = Beside(),
+    copies: OverlappedCopies = OverlappedCopies(),
     own_bytes: int = 0,
 ) -> float:
     """Return the downtime of one process in seconds, without its wait for a boundary.

@@ -131,7 +131,7 @@ def against_memory(snapshot: NodeSnapshotForPlan, candidate: Candidate, driver_b
 def rest_of(candidate: Candidate) -> int:
     """Return the bytes that the process needs on a GPU besides the storages that its agent offloads, as far as known.
 
-    Memory that an allocator only caches is released before the checkpoint: `beside_of` counts it.
+    Memory that an allocator only caches is released before the checkpoint: `agent_overhead_of` counts it.
     """
     held_bytes = candidate.vram_bytes or 0
     agent = candidate.agent
@@ -152,7 +152,7 @@ def stacks_of(candidate: Candidate) -> int:
     return 0 if cuda is None else cuda.stacks_bytes
 
 
-def beside_of(candidate: Candidate, own: GpuMemory) -> int:
+def agent_overhead_of(candidate: Candidate, own: GpuMemory) -> int:
     """Return how much more its allocator takes than its storages have, when they are allocated again.
 
     This is the allocator's rounding or, if larger, its cache. The cache is released before the checkpoint and reserved

@@ -105,11 +105,11 @@ def _driver_s(worker: PlannedProcess, kind: str, rates: Rates, snapshot: NodeSna
     )
 
 
-def _copies(snapshot: NodeSnapshotForPlan | None, kind: str, worker: PlannedProcess) -> carrier_choice.Beside:
+def _copies(snapshot: NodeSnapshotForPlan | None, kind: str, worker: PlannedProcess) -> carrier_choice.OverlappedCopies:
     if snapshot is None:
-        return carrier_choice.Beside()
+        return carrier_choice.OverlappedCopies()
     at = None if kind == RESUME else worker.gpu
-    return carrier_choice.copies_beside(snapshot, worker.carrier, worker.size_bytes, at, worker.to)
+    return carrier_choice.overlapped_copies(snapshot, worker.carrier, worker.size_bytes, at, worker.to)
 
 
 def _is_restart(moving: Sequence[PlannedProcess]) -> bool:

@@ -42,7 +42,7 @@ def place(draft: Draft, candidate: Candidate, own: tuple[GpuMemory, ...]) -> Non
         return
     devices = driver_rules.devices_of(draft.snapshot, candidate) if len(candidate.gpus) > 1 else ()
     by_gpu = driver_rules.storage_bytes_with_cache(candidate, devices, own) if devices else ()
-    overhead_bytes = driver_rules.beside_of(candidate, own[0])
+    overhead_bytes = driver_rules.agent_overhead_of(candidate, own[0])
     if by_gpu:
         overhead_bytes = sum(by_gpu) - sum(device.size_bytes for device in devices)
     draft.choices[candidate.pid] = choice

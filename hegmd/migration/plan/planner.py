@@ -271,7 +271,7 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuMemory, .
     driver_bytes_by_gpu = driver_rules.shares_of(candidate, devices)
     driver_bytes = sum(driver_bytes_by_gpu) if driver_bytes_by_gpu else driver_bytes
     storage_bytes_by_gpu = driver_rules.storage_bytes_with_cache(candidate, devices, own) if devices else ()
-    agent_overhead_bytes = 0 if by_driver else driver_rules.beside_of(candidate, own[0])
+    agent_overhead_bytes = 0 if by_driver else driver_rules.agent_overhead_of(candidate, own[0])
     if devices:  # all of one chip, so each context keeps the same for stacks
         each_bytes, stacks_bytes = stacks_bytes // len(devices), 0
         driver_bytes_by_gpu = tuple([max(0, driver_bytes - each_bytes) for driver_bytes in driver_bytes_by_gpu])

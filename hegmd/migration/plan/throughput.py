@@ -43,7 +43,7 @@ class Paces:
         if name is not None and size_bytes >= TELLING_BYTES and copying_s > 0:
             self._mean(name, size_bytes / copying_s)
 
-    def note_beside(self, carrier: str, direction: str, size_bytes: int, took_s: float) -> None:
+    def note_overlapped(self, carrier: str, direction: str, size_bytes: int, took_s: float) -> None:
         """Record how much a carrier copied concurrently with a step of the driver, and nothing else."""
         name = self._rate_of(carrier, direction)
         if name is not None and size_bytes >= TELLING_BYTES and took_s > 0:

@@ -349,12 +349,12 @@ class EffectExecutor:
         if self._cast.worker(member).held_bytes:
             subject, carrier = self._cast.subject(op, member), self._cast.carrier(member)
             await carrier.fetch(subject, tell)
-            began, near = anyio.current_time(), carrier.staged(subject)
+            began, staged = anyio.current_time(), carrier.staged(subject)
             size_bytes = await carrier.reload(
                 subject, tell, lambda: self._cast.method(member).storage_allocation(subject)
             )
-            if near is not None:
-                self.paces.note_beside(member.carrier, IN, near.size_bytes, near.took_s)
+            if staged is not None:
+                self.paces.note_overlapped(member.carrier, IN, staged.size_bytes, staged.took_s)
             else:
                 rounds = rounds_of(size_bytes, member.overlap_bytes)
                 self._note_pace(member, member.carrier, IN, size_bytes, began, rounds)
@@ -429,7 +429,7 @@ class EffectExecutor:
         if member.method in (SIMULATED, RESTART, KEEP_CONTEXT):
             return
         if copied.size_bytes:
-            self.paces.note_beside(member.carrier, direction, copied.size_bytes, copied.took_s)
+            self.paces.note_overlapped(member.carrier, direction, copied.size_bytes, copied.took_s)
         else:
             self.paces.note(BY_DRIVER, direction, driver_bytes, took_s)
 

@@ -6,7 +6,7 @@ import pytest
 
 from hegmd.migration.machine.operation import MIGRATE, RESUME, SUSPEND, Limits
 from hegmd.migration.model import CARRIERS, PlanRequest, Rates
-from hegmd.migration.plan.carrier_choice import Beside, estimate_s
+from hegmd.migration.plan.carrier_choice import OverlappedCopies, estimate_s
 from hegmd.migration.plan.planner import planned, planned_resume
 from hegmd.migration.plan.throughput import IN, OUT, Paces
 from tests.cells import in_one_test
@@ -65,15 +65,17 @@ def test_what_is_estimated_is_what_was_measured(size_gib: int, kind: str, carrie
 def test_copies_beside_the_driver_s_steps_are_not_added_to_them() -> None:
     """The longer of the two counts. Where a GPU has no room for what passes, they are added up as before."""
 
-    def seen(kind: str, size_gib: int, copies: Beside) -> float:
+    def seen(kind: str, size_gib: int, copies: OverlappedCopies) -> float:
         return estimate_s(kind, CARRIERS["host"], size_gib * GIB, 756 * MIB, Rates(), copies=copies)
 
     for kind in (SUSPEND, RESUME):
-        apart, both = seen(kind, 32, Beside()), seen(kind, 32, Beside(out=True, back=True))
+        apart, both = seen(kind, 32, OverlappedCopies()), seen(kind, 32, OverlappedCopies(out=True, back=True))
         assert apart - both == pytest.approx(0.25, abs=0.1), kind
-        assert seen(kind, 1, Beside(out=True, back=True)) > seen(kind, 1, Beside()) - 0.05, "the step is the longer one"
-    assert seen(SUSPEND, 32, Beside(back=True)) == seen(SUSPEND, 32, Beside())
-    assert seen(RESUME, 32, Beside(out=True)) == seen(RESUME, 32, Beside())
+        assert seen(kind, 1, OverlappedCopies(out=True, back=True)) > seen(kind, 1, OverlappedCopies()) - 0.05, (
+            "the step is the longer one"
+        )
+    assert seen(SUSPEND, 32, OverlappedCopies(back=True)) == seen(SUSPEND, 32, OverlappedCopies())
+    assert seen(RESUME, 32, OverlappedCopies(out=True)) == seen(RESUME, 32, OverlappedCopies())
 
 
 def test_a_plan_counts_on_what_its_gpus_have_room_for() -> None:
@@ -139,9 +141,9 @@ def test_a_copy_beside_a_step_says_how_fast_the_link_is_and_nothing_of_the_step(
     """Noted as the carrier's work, copies within a GPU came to 500 GB/s over the link, and steps were too slow."""
     paces = Paces()
     for _ in range(20):
-        paces.note_beside("host", OUT, 32 * GIB, 0.64)
-        paces.note_beside("host", IN, 32 * GIB, 0.8)
-        paces.note_beside("host", OUT, MIB, 1.0)
+        paces.note_overlapped("host", OUT, 32 * GIB, 0.64)
+        paces.note_overlapped("host", IN, 32 * GIB, 0.8)
+        paces.note_overlapped("host", OUT, MIB, 1.0)
     rates = paces.rates()
     assert rates.host_out_bytes_per_s == pytest.approx(32 * GIB / 0.64, rel=0.001)
     assert rates.host_in_bytes_per_s == pytest.approx(32 * GIB / 0.8, rel=0.001)

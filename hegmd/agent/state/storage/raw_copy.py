@@ -19,7 +19,7 @@ from functools import partial
 from ....errors import HegmError
 from ... import copying
 from ...copying import PAGE_BYTES, PIECE_BYTES
-from ...cuda_driver import Copies, CopiesBeside
+from ...cuda_driver import Copies, OverlappingCopies
 from ...notes import note
 from ...staging import Ring, loads
 from . import checksums, shadow
@@ -137,7 +137,7 @@ def shadow_pieces_out(
     """
     if not shadow.is_wanted():
         return None
-    driver = _driver_for([raw[3] for raw in raws], CopiesBeside)
+    driver = _driver_for([raw[3] for raw in raws], OverlappingCopies)
     if driver is None:  # nothing is on a GPU, or PyTorch is to fetch it
         return None
     here, there, _fetched_ones = _by_memory(raws, places, driver)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ...copying import Span
-    from ...cuda_driver import CopiesBeside
+    from ...cuda_driver import OverlappingCopies
     from .tensors import Raw
 
 #: `off` has the training wait until all is fetched.
@@ -83,7 +83,7 @@ _ending = _Ending()
 class _Shadow:
     """On one GPU."""
 
-    def __init__(self, driver: CopiesBeside, address: int, spans: list[Span], summed: set[int]) -> None:
+    def __init__(self, driver: OverlappingCopies, address: int, spans: list[Span], summed: set[int]) -> None:
         self.context = driver.context()
         self.address = address
         self.spans = spans
@@ -94,7 +94,7 @@ class _Shadow:
 class Shadows:
     """Of all GPUs. Threads of ours that fetch them use no stream and no memory of the job's."""
 
-    def __init__(self, driver: CopiesBeside) -> None:
+    def __init__(self, driver: OverlappingCopies) -> None:
         self._driver = driver
         self._made: list[_Shadow] = []
 
