@@ -34,7 +34,7 @@ _Batch = TypeVar("_Batch")
 # The agent is mounted under a private name; a second copy in this process would have no state.
 _package = "_hegm" if "_hegm" in sys.modules else "hegmd"
 _interface: Any = importlib.import_module(f"{_package}.agent.state.values.script_api")
-_said: Any = _interface.said
+_registrations: Any = _interface.registrations
 
 #: A batch ends here: for loops without a DataLoader and an optimizer, called once a batch by the training thread.
 boundary: Callable[[], None] = _interface.make_boundary()
@@ -96,7 +96,7 @@ def recovery(  # noqa: PLR0913 - what a script may say, each named
 
 def global_step(optimizer: Any = None) -> int:
     """How many steps that optimizer has made, those before a restart included; without one, the first that was made."""
-    return int(_said.global_step(optimizer))
+    return int(_registrations.global_step(optimizer))
 
 
 def resumable(loader: Iterable[_Batch], optimizer: Any = None, *, replay: bool = False) -> Iterator[tuple[int, _Batch]]:
@@ -107,23 +107,23 @@ def resumable(loader: Iterable[_Batch], optimizer: Any = None, *, replay: bool =
     again and thrown away. `optimizer` is taken for HeGM's sake and not needed.
     """
     del optimizer
-    found: Iterator[tuple[int, _Batch]] = _said.resumable(loader, replay=replay)
+    found: Iterator[tuple[int, _Batch]] = _registrations.resumable(loader, replay=replay)
     return found
 
 
 def start_epoch() -> int:
     """The epoch that a restarted script is in, 0 in one that has just begun: `range(hegm.start_epoch(), epochs)`."""
-    return int(_said.start_epoch())
+    return int(_registrations.start_epoch())
 
 
 def set_steps_per_epoch(steps: int) -> None:
     """The number of batches of an epoch, if `start_epoch` needs it."""
-    _said.set_steps_per_epoch(steps)
+    _registrations.set_steps_per_epoch(steps)
 
 
 def set_gradient_accumulation_steps(steps: int) -> None:
     """The number of batches for each optimizer step, if `start_epoch` needs it."""
-    _said.set_gradient_accumulation_steps(steps)
+    _registrations.set_gradient_accumulation_steps(steps)
 
 
 def find_training_loop_sites(source_or_path: Any) -> list[Any]:
@@ -143,4 +143,4 @@ def keep(name: str, get: Callable[[], Any], set: Callable[[Any], object]) -> Non
     first batch. In a restarted script `set` is called at once, and again at the first batch, when the script's own
     preparations are over.
     """
-    _said.keep(name, get, set)
+    _registrations.keep(name, get, set)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     R = TypeVar("R", bound=Record)
     E = TypeVar("E", bound=Record)
-    Said = tuple[Answer | Failure | Progress, Descriptors]
+    Received = tuple[Answer | Failure | Progress, Descriptors]
     Hear = Callable[[], Answer | Failure | Progress]
 
 TIMEOUT_S = 10.0
@@ -99,7 +99,7 @@ class Connection(SyncCalls):
         # True if the daemon may hold something for this connection, which the next daemon would not.
         self._has_changed_state = False
         # Messages for requests that are not read now. Messages for a request that is not in here are dropped.
-        self._waiting: dict[int, list[Said]] = {}
+        self._waiting: dict[int, list[Received]] = {}
 
     # Requests beside those in `library`.
 
@@ -319,7 +319,7 @@ class Connection(SyncCalls):
             raise self._explained(said.error)
         return of_kind(said.reply, reply)
 
-    def _next_message(self, request_id: int, deadline: float | None, what: str) -> Said:
+    def _next_message(self, request_id: int, deadline: float | None, what: str) -> Received:
         """Return the next message for that request. Messages for others are kept for them, or dropped."""
         heard = self._waiting[request_id]
         while not heard:

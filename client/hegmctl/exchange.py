@@ -23,7 +23,7 @@ from hegmd.errors import BAD_REQUEST, BUSY, DISCONNECTED, HegmError, PeerError
 from hegmd.protocol.connection import Answer, ClientConnection, Failure, Progress, ProtocolBroken
 from hegmd.protocol.messages import Cancel, Request, Welcome
 
-Said = tuple[Answer | Progress, Descriptors]
+Received = tuple[Answer | Progress, Descriptors]
 
 # How many messages one request can have unread. Beyond that it fails: to stop reading would hold up other answers, for
 # which the same task may wait.
@@ -36,7 +36,7 @@ class Waiter:
     def __init__(self, request_id: int, op: str) -> None:
         self.id = request_id
         self.op = op
-        self._said: deque[Said] = deque()
+        self._said: deque[Received] = deque()
         self._failure: HegmError | None = None
         self._news = anyio.Event()
 
@@ -45,7 +45,7 @@ class Waiter:
         """Return the number of unread messages."""
         return len(self._said)
 
-    def put(self, said: Said) -> None:
+    def put(self, said: Received) -> None:
         """Add a message."""
         self._said.append(said)
         self._news.set()
@@ -55,7 +55,7 @@ class Waiter:
         self._failure = self._failure or error
         self._news.set()
 
-    async def next(self) -> Said:
+    async def next(self) -> Received:
         """Return the next message. Raises the HegmError that the request ended with."""
         while not self._said:
             if self._failure is not None:

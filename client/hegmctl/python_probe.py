@@ -41,7 +41,7 @@ class NoPython(Exception):
     """The program cannot be asked, and why."""
 
 
-class Said:
+class ProbeResult:
     """The answer: which Python it is, such as «cpython 3.12.4», or why it is none."""
 
     __slots__ = ("is_python", "text")
@@ -71,20 +71,20 @@ class Probe:
         finally:
             os.close(theirs)
 
-    def look(self, now: float) -> Said | None:
+    def look(self, now: float) -> ProbeResult | None:
         """Return its answer; None while there is none."""
         try:
             while said := os.read(self._output, 4096):
                 self._said = (self._said + said)[-_MAX_BYTES:]
         except BlockingIOError:
             is_late = now >= self.deadline
-            return Said(f"it does not answer within {WITHIN_S:g} s", is_python=False) if is_late else None
+            return ProbeResult(f"it does not answer within {WITHIN_S:g} s", is_python=False) if is_late else None
         lines = [line.strip() for line in self._said.decode(errors="replace").splitlines() if line.strip()]
         for line in lines:
             if (found := _ANSWER.fullmatch(line)) is not None:
-                return Said(found[1], is_python=True)
+                return ProbeResult(found[1], is_python=True)
         last = repr(lines[-1][:_MAX_LINE]) if lines else "nothing"
-        return Said(f"asked for its version, it says {last}", is_python=False)
+        return ProbeResult(f"asked for its version, it says {last}", is_python=False)
 
     def close(self) -> None:
         """End it if it still runs, and reap it."""
@@ -106,7 +106,7 @@ class Probes:
         """Ask a program. Raises NoPython and OSError."""
         self._asked.append(Probe(number, python, environ, now))
 
-    def answers(self, now: float) -> Iterator[tuple[int, Said]]:
+    def answers(self, now: float) -> Iterator[tuple[int, ProbeResult]]:
         """Yield each answer once. The caller may close all probes meanwhile."""
         for probe in tuple(self._asked):
             said = probe.look(now) if probe in self._asked else None

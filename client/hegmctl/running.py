@@ -104,7 +104,7 @@ def run(session: Session) -> int:
                 hint = "omit --gpu, and set CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES yourself"
                 raise HegmError(NO_DAEMON, f"{error.message}; only a daemon knows {', '.join(asked)}", hint) from error
             session.sink.note(f"{error.message}; the job runs, and its agent connects once a daemon runs")
-            seen = Seen(asked, {}, arguments.text("name"))
+            seen = RunTarget(asked, {}, arguments.text("name"))
         else:
             endpoint = _start_daemon(endpoint, arguments.text("simulate"))
             session.sink.note(f"started hegmd at {endpoint.path} for this job")
@@ -328,7 +328,7 @@ def gpus_asked(text: str | None, *, waits: bool = False) -> tuple[str, ...]:
     return names
 
 
-class Seen:
+class RunTarget:
     """The daemon's answer: the ids of the named GPUs, the variables that make exactly these visible, and the job's name
     and id.
     """
@@ -344,7 +344,7 @@ class Seen:
         self.job = job
 
 
-def _look_at_daemon(session: Session, asked: tuple[str, ...], run_id: str, socket: str | None = None) -> Seen:
+def _look_at_daemon(session: Session, asked: tuple[str, ...], run_id: str, socket: str | None = None) -> RunTarget:
     """Check that a daemon serves us, and register this process as a job. Waits for a GPU if requested.
 
     Raises HegmError.
@@ -358,7 +358,7 @@ def _look_at_daemon(session: Session, asked: tuple[str, ...], run_id: str, socke
             names = _register(session, connection, run_id)
         gpu = wait_for_gpu(session, PlaceJob(run=run_id, gpu=asked[0], size_bytes=size_bytes), socket)
         with session.connect(socket=socket) as connection:
-            return Seen((gpu,), visible((gpu,), connection.gpus().gpus), *names)
+            return RunTarget((gpu,), visible((gpu,), connection.gpus().gpus), *names)
     with session.connect(socket=socket) as connection:
         gpus, variables = asked, dict[str, str]()
         if asked:
@@ -367,7 +367,7 @@ def _look_at_daemon(session: Session, asked: tuple[str, ...], run_id: str, socke
             if len(set(gpus)) < len(gpus):
                 raise HegmError(USAGE, f"--gpu {','.join(asked)} names a GPU twice", "write each once")
             variables = visible(gpus, known)
-        return Seen(gpus, variables, *_register(session, connection, run_id))
+        return RunTarget(gpus, variables, *_register(session, connection, run_id))
 
 
 def _register(session: Session, connection: Connection, run_id: str) -> tuple[str | None, str | None]:

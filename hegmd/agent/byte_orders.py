@@ -110,7 +110,7 @@ class ByteOrders:
         self._state.storages_while_parked("save")  # no thread uses the storages to save
         if fd is None:
             raise refusal("the order has no memory", "send a descriptor with it")
-        self._state.gate.let_others_go()  # one of them may have a lock that the script's own code needs here
+        self._state.gate.release_other_threads()  # one of them may have a lock that the script's own code needs here
         size_bytes = departing.save(fd, self._answers.progress_of(order.order))
         self._answers.done(order.order, size_bytes=size_bytes)
 

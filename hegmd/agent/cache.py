@@ -96,7 +96,7 @@ class Cache:
                 note(f"{short_bytes} bytes of the memory cached on GPU {device} cannot be allocated again")
                 self.short_bytes += short_bytes
 
-    def let_go(self) -> None:
+    def free_cached(self) -> None:
         """Free it into the allocator's cache. Does nothing if nothing is held."""
         held, self._held = self._held, []
         for address in held:
@@ -104,7 +104,7 @@ class Cache:
 
     def forgo(self) -> None:
         """Let all of it go back to the driver: it is allocated again once storages are made."""
-        self.let_go()
+        self.free_cached()
         self._is_taken = False
 
     def _take_on(self, device: int, goal_bytes: int) -> None:

@@ -162,7 +162,7 @@ class Departure:
             attempts.pause()
 
     def _go(self) -> None:
-        self._gate.let_others_go()  # one of them may have a lock that the script's own code needs here
+        self._gate.release_other_threads()  # one of them may have a lock that the script's own code needs here
         try:
             note_command(self._environ)
             write_whole(self._environ[STATE_PATH], self._restarts.save)

@@ -263,7 +263,7 @@ class Shown:
             rest.setdefault(device, []).append(size_bytes)
         self._cache.take({device: sum(sizes) + cuda_state.padding_bytes(sizes) for device, sizes in rest.items()})
         if last == len(self._storages):
-            self._cache.let_go()
+            self._cache.free_cached()
 
     def _give_back_stacks(self) -> None:
         """Free what each context keeps for thread stacks: a third of the memory left for the driver to transfer.

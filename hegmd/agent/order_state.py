@@ -90,7 +90,7 @@ class OrderState:
         found, self.found = self.found or self.carrying.find(), None
         return found
 
-    def let_go(self) -> None:
+    def resume_training(self) -> None:
         """Let the training continue, with peer access as before."""
         self.carrying.forget()
         self.carrying.rejoin()

@@ -122,7 +122,7 @@ class Orders:
         if pending is not None and not self._gate.parked:
             self._gate.withdraw()
         elif pending is not None and pending.do in ("park", SNAPSHOT):
-            self._state.let_go()
+            self._state.resume_training()
         self.snapshots.close()
         self.snapshots.leave_unanswered()
         if not self._gate.parked or self._state.is_suspended or self._gate.lent:
@@ -241,7 +241,7 @@ class Orders:
         if pending is None or pending.do != SNAPSHOT:
             return
         self._state.pending = None
-        self._state.let_go()
+        self._state.resume_training()
         self.snapshots.close()
         self._answers.failed(pending.order, refusal(why, "it is taken at a later boundary"))
 
@@ -250,7 +250,7 @@ class Orders:
         pending = self._state.take_pending()
         parked_s = self._parked_s(pending)
         self.snapshots.close()
-        self._state.let_go()
+        self._state.resume_training()
         if pending is not None:
             self._answers.failed(pending.order, refusal(f"{pending.do} was withdrawn", "nothing needs to be done"))
         self._answers.done(order.order, parked_s=parked_s)
@@ -293,7 +293,7 @@ class Orders:
         """Report what a restart would save, for a process that is parked or passes a boundary."""
         if self._gate.parked:
             self._state.require_parked("weigh")
-            self._gate.let_others_go()  # one of them may have a lock that the script's own code needs here
+            self._gate.release_other_threads()  # one of them may have a lock that the script's own code needs here
             self._answers.weight(order.order, departing.weigh())
         else:
             self._weighed = None
@@ -433,7 +433,7 @@ class Orders:
             note(f"{error.message}; trying again")
             self._alone_deadline = monotonic() + _TRY_AGAIN_S
             return
-        self._state.let_go()
+        self._state.resume_training()
         self._alone_deadline = None
         self.changed_by_itself = True
         if pending is not None:

@@ -189,7 +189,7 @@ class Gate:
         """
         return self._trap.set(frozenset(self._trainers | {self._home}))
 
-    def let_others_go(self) -> None:
+    def release_other_threads(self) -> None:
         """Release all but the training threads, because code of the script will run in the agent's thread."""
         with self._lock:
             self._trap.lift()

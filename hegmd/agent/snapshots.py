@@ -154,19 +154,19 @@ class Snapshots:
         """
         order, gate = self._order, self._state.gate
         try:
-            gate.let_others_go()  # one of them may have a lock that the script's own code needs here
+            gate.release_other_threads()  # one of them may have a lock that the script's own code needs here
             size_bytes, anew, rest = self._write(0 if order is None else order.generation or 0)
         except HegmError as error:
-            self._let_go()
+            self._end_snapshot()
             self._answers.failed(pending.order, error, parked_s=attempts.parked_s)
         except Exception as error:  # noqa: BLE001 - the edge: whatever fails in here, the training continues
-            self._let_go()
+            self._end_snapshot()
             why = refusal(f"its state was not written: {error!r}", DEBUG_HINT)
             self._answers.failed(pending.order, why, parked_s=attempts.parked_s)
         else:
             told: dict[str, object] = {"size_bytes": size_bytes, "parked_s": attempts.parked_s}
             told |= {"boundary": gate.count, "begin_anew": anew}
-            self._let_go()
+            self._end_snapshot()
             if rest is None:
                 self._answers.done(pending.order, **told)
             else:
@@ -180,7 +180,7 @@ class Snapshots:
         if order is None or self._slot == _NONE:
             return 0.0
         try:
-            self._state.gate.let_others_go()  # one of them may have a lock that the script's own code needs here
+            self._state.gate.release_other_threads()  # one may have a lock that code of the script needs
             _, _, rest = self._write(order.generation or 0)
             if rest is not None:
                 rest.write_now()
@@ -266,9 +266,9 @@ class Snapshots:
         if self._fetching is not None:
             self._fetching.close_in_child()
 
-    def _let_go(self) -> None:
+    def _end_snapshot(self) -> None:
         self.close()
-        self._state.let_go()
+        self._state.resume_training()
 
     def close(self) -> None:
         """Let go of the slot. Closing twice is fine."""

@@ -94,7 +94,7 @@ class VideoMemory:
         """Allocate what PyTorch had cached, while the reservation for it is this process's own."""
         if self._cache is not None:
             self._cache.take()
-            self._cache.let_go()
+            self._cache.free_cached()
 
     def give_back(self) -> None:
         """Let go of what PyTorch keeps for later."""

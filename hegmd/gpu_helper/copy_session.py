@@ -47,15 +47,15 @@ class Contexts:
             self._make([ordinal for ordinal in ordinals if ordinal not in self._contexts])
             for ordinal in ordinals:
                 self._users[ordinal] = self._users.get(ordinal, 0) + 1
-                undo.callback(self._let_go_of, ordinal)
+                undo.callback(self._release_one, ordinal)
             undo.pop_all()
             return {ordinal: self._contexts[ordinal] for ordinal in ordinals}
 
-    def let_go(self, ordinals: Sequence[int]) -> None:
+    def release(self, ordinals: Sequence[int]) -> None:
         """Release one use of these contexts."""
         with self._guard:
             for ordinal in ordinals:
-                self._let_go_of(ordinal)
+                self._release_one(ordinal)
 
     def _make(self, ordinals: Sequence[int]) -> None:
         """Create these contexts concurrently: each takes 0.1 s, mostly waiting."""
@@ -71,7 +71,7 @@ class Contexts:
                     cuda.release(ordinal)
             raise
 
-    def _let_go_of(self, ordinal: int) -> None:
+    def _release_one(self, ordinal: int) -> None:
         self._users[ordinal] -= 1
         if not self._users[ordinal]:
             del self._users[ordinal], self._contexts[ordinal]
@@ -295,7 +295,7 @@ def _opened(
 
     def hold() -> None:
         held.update(contexts.hold(ordinals))
-        undo.callback(contexts.let_go, ordinals)
+        undo.callback(contexts.release, ordinals)
 
     def prepare() -> None:
         if map_host is not None:

@@ -249,12 +249,12 @@ class JobDumper:
         with anyio.CancelScope(shield=True):
             while True:
                 try:
-                    return await self._let_go(op, wish)
+                    return await self._resume_processes(op, wish)
                 except HegmError as error:  # no descriptor or thread is available; the job stays stopped until one is
                     logger.error("operation %s cannot end its job yet: %s; %s", op.id, error.message, error.hint)
                     await anyio.sleep(_LET_GO_AGAIN_S)
 
-    async def _let_go(self, op: Operation, wish: Wish) -> None:
+    async def _resume_processes(self, op: Operation, wish: Wish) -> None:
         dumped = await self._dumping.dumped(op) or ProcessSet({})
         await run_detached(lambda _: resume_all(wish, dumped), name="hegmd-let-go")
         await self._dumping.forget_stopped(op)

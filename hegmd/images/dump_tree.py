@@ -20,7 +20,7 @@ from hegmd.images.criu.privileges import CriuPrivileges, closed_to, privileges_f
 from hegmd.memory.pool_names import parse_name
 from hegmd.migration.machine.operation import ImageRequest as Wish
 from hegmd.migration.machine.operation import JobProcess as Member
-from hegmd.node.processes.process_set import ProcessSet, end_all, holders_of, let_go, population_of
+from hegmd.node.processes.process_set import ProcessSet, continue_all, end_all, holders_of, population_of
 from hegmd.node.processes.process_tree import Member as Process
 from hegmd.node.processes.process_tree import Tell, Tree, pids_below, read_tree
 from hegmd.protocol.operations import Reason
@@ -144,7 +144,7 @@ def resume_all(wish: Wish, dumped: ProcessSet) -> None:
     if found.get(wish.root_pid) != wish.root_ticks:
         found = {}
     if people := {**dumped.start_ticks, **found}:
-        let_go(ProcessSet(people, dumped.stopped))
+        continue_all(ProcessSet(people, dumped.stopped))
 
 
 def end_tree(wish: Wish, member: Member, dumped: ProcessSet) -> None:

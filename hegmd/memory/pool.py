@@ -235,7 +235,7 @@ class Pool:
             if not piece.spilled and piece.memory is not None:
                 await self._write(folder, piece, piece.memory, progress)
 
-    async def let_go(self, key: Key) -> None:
+    async def free_memory_of(self, key: Key) -> None:
         """Free the memory of a segment that is on disk. Does nothing if it is already freed. Raises HegmError."""
         piece = self._held.get(key)
         if piece is None:

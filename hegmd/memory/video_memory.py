@@ -67,7 +67,7 @@ class Piece:
     size_bytes: int
 
 
-class _Holding:
+class _GpuMemory:
     """The memory of one owner on one GPU."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class VideoMemory:
         #: freed any. Raises nothing.
         self.free_memory: Callable[[str], Awaitable[bool]] | None = None
         self._helper = helper
-        self._held: dict[Key, _Holding] = {}
+        self._held: dict[Key, _GpuMemory] = {}
         self._taking = anyio.Lock()
 
     # -- figures -------------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class VideoMemory:
                 if spare or self.free_memory is None or not await self.free_memory(gpu):
                     raise
                 answer = await self._made(args, deadline_s)
-            holding = self._held.get((who, gpu), _Holding())  # some may have been given back meanwhile
+            holding = self._held.get((who, gpu), _GpuMemory())  # some may have been given back meanwhile
             with answer.fds:
                 added = _pieces_of(answer, holding.end or start)
                 if holding.kept:
@@ -196,7 +196,7 @@ class VideoMemory:
         holding = self._held.pop((who, gpu), None)
         if holding is not None:
             given, holding.pieces = holding.pieces, []
-            await self._let_go(who, gpu, holding, given)
+            await self._free(who, gpu, holding, given)
 
     async def give_first(self, who: str, gpu: str, count: int) -> int:
         """Free the first allocations and return their bytes, including stored ones."""
@@ -206,7 +206,7 @@ class VideoMemory:
         given, holding.pieces = holding.pieces[:count], holding.pieces[count:]
         if not holding.pieces:
             del self._held[who, gpu]
-        await self._let_go(who, gpu, holding, given)
+        await self._free(who, gpu, holding, given)
         return sum(piece.size_bytes for piece in given)
 
     async def hand_on(self, who: str, gpu: str, to: str) -> None:
@@ -247,7 +247,7 @@ class VideoMemory:
         found = _NAME.fullmatch(name)
         if found is None:
             return False
-        holding = self._held.setdefault((found["who"], found["gpu"]), _Holding())
+        holding = self._held.setdefault((found["who"], found["gpu"]), _GpuMemory())
         holding.kept = True
         at = int(found["at"])
         if any(piece.at == at for piece in holding.pieces):  # kept twice
@@ -273,7 +273,7 @@ class VideoMemory:
             raise
         return True
 
-    async def _let_go(self, who: str, gpu: str, holding: _Holding, pieces: Sequence[Piece]) -> None:
+    async def _free(self, who: str, gpu: str, holding: _GpuMemory, pieces: Sequence[Piece]) -> None:
         """Free it, also if cancelled: otherwise its owner would be unknown."""
         began = anyio.current_time()
         for piece in pieces:

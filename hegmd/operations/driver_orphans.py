@@ -57,7 +57,7 @@ class Node(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DriverOrphan:
     """One such process: its state in the driver, and the GPUs that list it."""
 
     user: CudaUser
@@ -88,7 +88,7 @@ class DriverOrphans:
         self._node = node
         self._is_taken = is_taken
         self._own_pids = own_pids
-        self._found: dict[ProcessKey, Found] = {}
+        self._found: dict[ProcessKey, DriverOrphan] = {}
         self._silent: dict[ProcessKey, float] = {}
         self._wanted = anyio.Event()
         self._looked = anyio.Event()
@@ -147,7 +147,7 @@ class DriverOrphans:
         now = anyio.current_time()
         self._silent = {who: until for who, until in self._silent.items() if until > now}
         own = set(self._own_pids())
-        found: dict[ProcessKey, Found] = {}
+        found: dict[ProcessKey, DriverOrphan] = {}
         # Forked processes last: a call begun in their parent is not theirs, and no thread of theirs may answer.
         for user in sorted(users, key=lambda user: user.forked):
             is_one = not user.has_devices or user.who in self._found or (thorough and user.pid in listed)
@@ -155,7 +155,7 @@ class DriverOrphans:
                 continue
             state = await self._state(user)
             if state is not None and not self._is_taken(user.pid):
-                found[user.who] = Found(user, state, listed.get(user.pid, ()))
+                found[user.who] = DriverOrphan(user, state, listed.get(user.pid, ()))
         self._found = found
 
     async def _users(self) -> list[CudaUser]:
@@ -265,7 +265,7 @@ def _whole_bytes(gpu: Gpu) -> int | None:
     return gpu.memory_free_bytes + gpu.memory_used_bytes
 
 
-def _told(found: Found) -> Orphan:
+def _told(found: DriverOrphan) -> Orphan:
     user, pid = found.user, found.user.pid
     adopt = f"hegmctl adopt {pid}"
     where, why, then = {

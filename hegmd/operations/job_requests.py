@@ -88,7 +88,7 @@ class JobOperationsOf:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _ViewInputs:
     """The inputs of a view of jobs: the processes that the inventory shows, and held bytes, by pid."""
 
     processes: Mapping[int, GpuProcess]
@@ -119,7 +119,7 @@ class JobRequests:
         #: Describes what a job that shares its GPU waits for; None if it does not wait.
         self.waits_for: Callable[[JobRecord], str | None] = lambda _job: None
         #: The jobs of processes that were asked for, so that operations name their jobs after these have ended.
-        self._seen_members: dict[str, int] = {}
+        self._numbers_by_member: dict[str, int] = {}
         self._samples: WeakKeyDictionary[AgentConnection, deque[Sample]] = WeakKeyDictionary()
 
     # -- lookups
@@ -260,11 +260,11 @@ class JobRequests:
             job = next((job for job in self._jobs if job.pid == pid), None)
         name = f"{pid}-{start_ticks}"
         if job is not None and name in {*job.members, f"{job.pid}-{job.start_ticks}"}:
-            self._seen_members[name] = job.number
-            if len(self._seen_members) > MAX_SEEN_MEMBERS:
-                del self._seen_members[next(iter(self._seen_members))]
+            self._numbers_by_member[name] = job.number
+            if len(self._numbers_by_member) > MAX_SEEN_MEMBERS:
+                del self._numbers_by_member[next(iter(self._numbers_by_member))]
             return job
-        number = self._seen_members.get(name)
+        number = self._numbers_by_member.get(name)
         return next((job for job in self._jobs if job.number == number), None)
 
     async def register(self, pid: int, uid: int, asked: RegisterJob, priority: int | None = None) -> told.JobRegistered:
@@ -313,12 +313,12 @@ class JobRequests:
                 workers.setdefault(job.number, []).append(worker)
         await self._count([worker for ones in workers.values() for worker in ones])
         snapshot = await self._inventory.fresh(FRESH_S)
-        seen = _Seen({process.pid: process for process in snapshot.processes}, self._runner.held_bytes(), workers)
+        seen = _ViewInputs({process.pid: process for process in snapshot.processes}, self._runner.held_bytes(), workers)
         current = {job.number: job for job in self._jobs}
         views = [self._view(current.get(job.number, job), seen) for job in records]
         return tuple([view if may(view.uid) else _for_others(view) for view in views])
 
-    def _view(self, job: JobRecord, seen: _Seen) -> told.Job:
+    def _view(self, job: JobRecord, seen: _ViewInputs) -> told.Job:
         workers = sorted(seen.workers.get(job.number, ()), key=_rank)
         op = self._operations.of(job) if job.is_alive else None
         processes = tuple(self._processes(job, workers, op, seen))
@@ -361,7 +361,7 @@ class JobRequests:
         )
 
     def _processes(
-        self, job: JobRecord, workers: Sequence[AgentConnection], op: Operation | None, seen: _Seen
+        self, job: JobRecord, workers: Sequence[AgentConnection], op: Operation | None, seen: _ViewInputs
     ) -> Iterable[told.JobProcess]:
         """Yield its processes: the first one, those with an agent, and those that only an operation knows."""
         members = {} if op is None else {member.pid: member.rank for member in op.live if not member.is_absent}

@@ -66,7 +66,7 @@ Leased = Callable[[Sequence[int], Sequence[Candidate]], Mapping[str, int]]
 Counts = Mapping[int, tuple[int, int]]
 # The processes inspected from outside, by pid: the nearest ancestor among them, and the surroundings.
 InspectedTree = dict[int, tuple[int | None, Surroundings]]
-Look = Callable[[Sequence[int], InspectedTree], Coroutine[object, object, None]]
+InspectProcesses = Callable[[Sequence[int], InspectedTree], Coroutine[object, object, None]]
 
 
 def deny_all(_uid: int | None) -> bool:
@@ -138,7 +138,7 @@ class PlanSurvey:
         if weighed_within_s is not None:
             await self._weigh(pids, may, weighed_within_s)
         pythons = {} if respawn is None or respawn.python is None else await self._ask_python(pids, may, respawn)
-        return await self._snapshot_of(await self._inventory.settled(), pids, pythons, counts, look_outside)
+        return await self._snapshot_of(await self._inventory.settled(), pids, pythons, counts, inspect_outside)
 
     async def ways(
         self, node: NodeSnapshot, processes: Sequence[GpuProcess], may: May = deny_all
@@ -151,13 +151,13 @@ class PlanSurvey:
             return {}
         pids = [process.pid for process in processes]
         counts = await self._survey(pids, may)
-        snapshot = await self._snapshot_of(node, pids, {}, counts, self._look_outside)
+        snapshot = await self._snapshot_of(node, pids, {}, counts, self._inspect_outside)
         return ways_of(snapshot, processes, usable_path(self._criu))
 
-    async def _look_outside(self, pids: Sequence[int], looked: InspectedTree) -> None:
-        """As `look_outside`; a client that asks repeatedly blocks only a few threads on a hanging process."""
+    async def _inspect_outside(self, pids: Sequence[int], inspected: InspectedTree) -> None:
+        """As `inspect_outside`; a client that asks repeatedly blocks only a few threads on a hanging process."""
         with contextlib.suppress(HegmError):
-            await self._looks.at(lambda _: _look_at(pids, looked), name="hegmd-outside")
+            await self._looks.at(lambda _: _look_at(pids, inspected), name="hegmd-outside")
 
     async def _snapshot_of(
         self,
@@ -165,10 +165,12 @@ class PlanSurvey:
         pids: Collection[int],
         pythons: Mapping[int, tuple[str, bool]],
         counts: Counts,
-        look: Look,
+        inspect: InspectProcesses,
     ) -> NodeSnapshotForPlan:
         running, pool = self._running(), self._pool()  # before anything is waited for: of the same moment
-        candidates = await _seen_from_outside(_without_idle(tuple(self._candidates(node, pythons, counts))), node, look)
+        candidates = await _seen_from_outside(
+            _without_idle(tuple(self._candidates(node, pythons, counts))), node, inspect
+        )
         candidates = _with_stopped(candidates, pids)
         leased = self.leased(tuple(pids), candidates)
         kept = self.kept_bytes(node)
@@ -478,29 +480,29 @@ def _sum(sizes: Sequence[int | None]) -> int | None:
 
 
 async def _seen_from_outside(
-    candidates: tuple[Candidate, ...], node: NodeSnapshot, look: Look
+    candidates: tuple[Candidate, ...], node: NodeSnapshot, inspect: InspectProcesses
 ) -> tuple[Candidate, ...]:
     """Return the candidates. Those that the driver would move also get what could be inspected from outside in time."""
     driven = {gpu.id for gpu in node.gpus if gpu.vendor == NVIDIA}
     pids = [candidate.pid for candidate in candidates if driven.intersection(candidate.gpus)]
     if not pids:
         return candidates
-    looked: InspectedTree = {}
-    await look(pids, looked)
-    found = dict(looked)  # the thread may still be running
+    inspected: InspectedTree = {}
+    await inspect(pids, inspected)
+    found = dict(inspected)  # the thread may still be running
     return tuple([_with(candidate, found) for candidate in candidates])
 
 
-async def look_outside(pids: Sequence[int], looked: InspectedTree) -> None:
-    """Fill `looked` with what could be inspected of each of those processes in time."""
+async def inspect_outside(pids: Sequence[int], inspected: InspectedTree) -> None:
+    """Fill `inspected` with what could be inspected of each of those processes in time."""
     with anyio.move_on_after(OUTSIDE_S):
-        await run_detached(lambda _: _look_at(pids, looked), name="hegmd-outside")
+        await run_detached(lambda _: _look_at(pids, inspected), name="hegmd-outside")
 
 
-def _look_at(pids: Sequence[int], looked: InspectedTree) -> None:
-    """Fills `looked`, one after the other, so that what hangs leaves the others known. Blocks."""
+def _look_at(pids: Sequence[int], inspected: InspectedTree) -> None:
+    """Fills `inspected`, one after the other, so that what hangs leaves the others known. Blocks."""
     for pid in pids:
-        looked[pid] = (nearest_ancestor(pid, pids), Surroundings(**asdict(read_outside(pid))))
+        inspected[pid] = (nearest_ancestor(pid, pids), Surroundings(**asdict(read_outside(pid))))
 
 
 def _with(candidate: Candidate, found: Mapping[int, tuple[int | None, Surroundings]]) -> Candidate:

@@ -307,7 +307,7 @@ class SuspendedOperations:
                 f"process {member.pid} also keeps its bytes in memory: {error.message}",
                 "resume the job, and restart it when convenient: its agent is of an older release",
             ) from error
-        await self._pool.let_go(key)
+        await self._pool.free_memory_of(key)
         if in_memory:
             message = f"the bytes of process {member.pid} are on disk"
             self._events.record("pool.spilled", "info", message, pid=member.pid, facts={"id": key.operation})

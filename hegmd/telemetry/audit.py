@@ -34,7 +34,7 @@ RECORD_BYTES = 8192
 FAILURES_A_MINUTE = 10
 
 
-class Who(Protocol):
+class Requester(Protocol):
     """The peer that made the request, as the kernel identifies it."""
 
     @property
@@ -67,7 +67,7 @@ class Audit:
         return 0 if self._file is None else self._file.lost
 
     def record(
-        self, who: Who, request: Request, result: str, error: HegmError | None, took_s: float, operation: str
+        self, who: Requester, request: Request, result: str, error: HegmError | None, took_s: float, operation: str
     ) -> None:
         """Record the result of a request: ok, cancelled, or an error code. Never waits, never raises."""
         left_out = 0

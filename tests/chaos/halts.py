@@ -105,7 +105,7 @@ class Halts:
             assert self._halted is not None
             step, connection = self._halted
             self._halted = None
-            self._let_go(connection, step)
+            self._release(connection, step)
 
     def forget(self) -> None:
         """The halted daemon was killed: what was not written never will be."""
@@ -150,7 +150,7 @@ class Halts:
                 self._halted = (self._written, connection)
                 self._lock.notify_all()
             else:
-                self._let_go(connection, self._written)
+                self._release(connection, self._written)
         return True
 
     def _read(self, record: bytes) -> Step:
@@ -168,7 +168,7 @@ class Halts:
             return what == _WRITE and step.before == trap.phase and trap.since in ("", self._since.get(step.op))
         return what == _SYNC and step.after == trap.phase and trap.since in ("", step.before)
 
-    def _let_go(self, connection: socket.socket, step: Step) -> None:
+    def _release(self, connection: socket.socket, step: Step) -> None:
         """Answer; what it wrote counts from then on. Under the lock."""
         before = self._phases.get(step.op, "")
         if before != step.after:

@@ -15,7 +15,7 @@ from hegmd.images.criu import parent as criu_parent
 from hegmd.images.criu import run
 from hegmd.images.criu.dumped import dumped_processes
 from hegmd.images.criu.needs import Needs
-from hegmd.node.processes.process_set import end_all, let_go, population_of
+from hegmd.node.processes.process_set import continue_all, end_all, population_of
 from hegmd.node.processes.process_tree import read_tree
 from tests.e2e.real_criu import criu_or_skip, directory, ended_after, ends, job, pipe, python, tell
 
@@ -87,7 +87,7 @@ async def test_a_job_that_is_left_running_goes_on_and_so_does_one_left_stopped_w
                 needs = counter.needs()
                 before = population_of(needs.pids)
                 await run.dump(criu, counter.pid, images, needs, leave_stopped=leave_stopped, in_unit=False)
-                let_go(before)
+                continue_all(before)
             tell(counter.pid)
             assert counter.line() == str(int(leave_stopped))
 

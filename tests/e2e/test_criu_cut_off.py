@@ -15,7 +15,7 @@ import pytest
 from hegmd.errors import HegmError
 from hegmd.images.criu import run
 from hegmd.node.criu_program import Criu
-from hegmd.node.processes.process_set import dumpers_of, end_all, let_go, population_of
+from hegmd.node.processes.process_set import continue_all, dumpers_of, end_all, population_of
 from tests.e2e.agented import environment
 from tests.e2e.real_criu import criu_or_skip, directory, ended_after, ends, job, pipe, python, tell
 
@@ -77,7 +77,7 @@ def test_a_daemon_killed_in_the_middle_of_a_dump_leaves_a_job_that_goes_on(lines
                 pass
             daemon.process.kill()
             daemon.gone()
-        let_go(before)  # what the next daemon does
+        continue_all(before)  # what the next daemon does
         assert dumpers_of(needs.pids) == ()
         assert population_of(needs.pids).start_ticks == before.start_ticks
         tell(busy.pid)
@@ -95,7 +95,7 @@ async def test_a_dump_that_is_cancelled_is_finished_first(tmp_path: Path) -> Non
             await run.dump(criu, busy.pid, images, needs, leave_stopped=True, in_unit=False)
         assert tasks.cancel_scope.cancel_called
         assert "Dumping finished successfully" in _text(tmp_path / "image" / "dump.log")
-        let_go(before)
+        continue_all(before)
         tell(busy.pid)
         assert busy.line() == "goes on"
 

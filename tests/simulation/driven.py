@@ -21,7 +21,7 @@ from hegmd.migration.machine.operation import Operation
 from hegmd.migration.methods.driver import DriverMethod
 from hegmd.migration.methods.driver_calls import Steps
 from hegmd.migration.methods.gpus import Gpus
-from hegmd.migration.methods.other_processes import OtherProcesses, Who
+from hegmd.migration.methods.other_processes import OtherProcesses, ProcessKey
 from hegmd.migration.run.executor import EffectExecutor
 from hegmd.protocol.snapshots import Gpu, GpuProcess, GpuUse, Vendor
 from hegmd.workers.workers import Workers
@@ -48,11 +48,11 @@ class ModelNeighbours(OtherProcesses):
         )
         self._node = node
 
-    async def _note(self, whom: dict[Who, Who | None]) -> None:
+    async def _note(self, whom: dict[ProcessKey, ProcessKey | None]) -> None:
         self._noted = whom
         self._node.noted = dict(whom)
 
-    def _noted_before(self) -> Mapping[Who, Who | None]:
+    def _noted_before(self) -> Mapping[ProcessKey, ProcessKey | None]:
         return dict(self._node.noted)
 
 

@@ -17,7 +17,7 @@ from hegmd.migration.contracts import CheckpointResult, MigratedProcess, Process
 from hegmd.migration.methods.driver import DriverMethod
 from hegmd.migration.methods.driver_calls import Steps
 from hegmd.migration.methods.gpus import Gpus, driver_owner
-from hegmd.migration.methods.other_processes import Who
+from hegmd.migration.methods.other_processes import ProcessKey
 from hegmd.migration.methods.storage_handover import others_on
 from tests.simulation.driven import Means, ModelNeighbours
 
@@ -100,8 +100,12 @@ class HasNoTurns(Gpus):
 class LetsNeighboursGoOn(ModelNeighbours):
     @asynccontextmanager
     async def paused(
-        self, processes: Sequence[Who], *, but_for: Container[Who] = (), restored: Who | None = None
-    ) -> AsyncGenerator[Sequence[Who]]:
+        self,
+        processes: Sequence[ProcessKey],
+        *,
+        but_for: Container[ProcessKey] = (),
+        restored: ProcessKey | None = None,
+    ) -> AsyncGenerator[Sequence[ProcessKey]]:
         yield []
 
 
@@ -110,19 +114,23 @@ class CountsOnWhoIsLoose(ModelNeighbours):
 
     @asynccontextmanager
     async def paused(
-        self, processes: Sequence[Who], *, but_for: Container[Who] = (), restored: Who | None = None
-    ) -> AsyncGenerator[Sequence[Who]]:
+        self,
+        processes: Sequence[ProcessKey],
+        *,
+        but_for: Container[ProcessKey] = (),
+        restored: ProcessKey | None = None,
+    ) -> AsyncGenerator[Sequence[ProcessKey]]:
         async with super().paused(processes, but_for=but_for, restored=restored):
             yield []
 
 
 class NotesNobody(ModelNeighbours):
-    async def _note(self, whom: dict[Who, Who | None]) -> None:
+    async def _note(self, whom: dict[ProcessKey, ProcessKey | None]) -> None:
         self._noted = whom
 
 
 class BelievesAnUnlock(ModelNeighbours):
-    async def _unlock(self, who: Who) -> bool:
+    async def _unlock(self, who: ProcessKey) -> bool:
         try:
             await self._helper.call("unlock", {"pid": who[0]}, deadline_s=10.0)
         except HegmError:
@@ -131,7 +139,7 @@ class BelievesAnUnlock(ModelNeighbours):
 
 
 class GivesUpOnWhoStands(ModelNeighbours):
-    def _leave(self, whom: set[Who]) -> None:
+    def _leave(self, whom: set[ProcessKey]) -> None:
         for who in whom:
             self._held.pop(who).set()
 

@@ -85,7 +85,7 @@ class Provider:
         self.entered.clear()
         self.gate.clear()
 
-    def let_go(self) -> None:
+    def unblock(self) -> None:
         self.gate.set()
 
     def open(self) -> None:

@@ -30,7 +30,7 @@ async def test_spilled_bytes_take_no_memory_and_come_back_checked(keep: MemoryKe
     os.pwrite((await pool.take(KEY, 10 * MIB)).fd, data, 0)
     seen: list[int] = []
     await pool.spill(KEY, seen.append)
-    await pool.let_go(KEY)
+    await pool.free_memory_of(KEY)
     assert (pool.held_bytes, pool.spilled_bytes, pool.held_for(KEY)) == (0, size_bytes, 10 * MIB)
     with pytest.raises(Refused, match="on disk"):
         pool.memory(KEY)
@@ -45,7 +45,7 @@ async def test_spilled_bytes_are_found_by_the_next_daemon(keep: MemoryKeeping) -
     before = opened(keep)
     os.pwrite((await before.take(KEY, 3 * MIB)).fd, b"weights", 0)
     await before.spill(KEY)
-    await before.let_go(KEY)
+    await before.free_memory_of(KEY)
     before.close()
     after = await found_again(keep, KEY)
     assert after.held_bytes == 0
@@ -59,7 +59,7 @@ async def test_the_beginning_of_what_nobody_owns_is_read_from_disk(keep: MemoryK
     before = opened(keep)
     os.pwrite((await before.take(KEY, 3 * MIB)).fd, b"weights", 0)
     await before.spill(KEY)
-    await before.let_go(KEY)
+    await before.free_memory_of(KEY)
     before.close()
     after = await found_again(keep)
     (name,) = after.unclaimed()
@@ -91,7 +91,7 @@ async def test_memory_that_is_to_be_written_has_no_old_copy_on_disk(keep: Memory
     os.pwrite(memory.fd, b"new", 0)
     assert pool.spilled_bytes == 0
     await pool.spill(KEY)
-    await pool.let_go(KEY)
+    await pool.free_memory_of(KEY)
     await pool.fetch(KEY)
     assert os.pread(pool.memory(KEY).fd, 3, 0) == b"new"
     await pool.release(KEY)
@@ -147,7 +147,7 @@ async def test_a_disk_that_is_full_leaves_everything_as_it_was(tmp_path: Path) -
     with pytest.raises(Refused, match="MiB free") as refused:
         await pool.spill(KEY)
     assert "pool.spill_dir" in refused.value.hint
-    await pool.let_go(KEY)
+    await pool.free_memory_of(KEY)
     assert os.pread(pool.memory(KEY).fd, 7, 0) == b"weights", "given back without a copy"
     assert len(files_under(tmp_path)) == 1
     await pool.release(KEY)
@@ -157,7 +157,7 @@ async def test_a_damaged_file_is_told_of_and_stays(keep: MemoryKeeping, tmp_path
     pool = opened(keep)
     await pool.take(KEY, 3 * MIB)
     await pool.spill(KEY)
-    await pool.let_go(KEY)
+    await pool.free_memory_of(KEY)
     (file,) = files_under(tmp_path)
     with file.open("r+b") as stream:
         stream.seek(1 << 20)
@@ -174,7 +174,7 @@ async def test_no_room_in_memory_leaves_spilled_bytes_on_disk(keep: MemoryKeepin
     pool = opened(keep)
     await pool.take(KEY, 30 * MIB)
     await pool.spill(KEY)
-    await pool.let_go(KEY)
+    await pool.free_memory_of(KEY)
     await pool.take(OTHER, 40 * MIB)
     with pytest.raises(Refused, match=r"may hold 64 MiB, .* and [0-9]+ MiB are needed \(refused\)"):
         await pool.fetch(KEY)

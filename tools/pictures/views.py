@@ -20,7 +20,7 @@ from pathlib import Path
 from hegmctl.connection import connect
 from hegmctl.timeline_svg import svg_of
 from hegmctl.top.feed import row_of
-from hegmctl.top.picture import Line, Picture, Seen
+from hegmctl.top.picture import Line, NodeView, Picture
 from hegmd.protocol.messages import Jobs, JobsReply, Operations, OperationsReply, Story, StoryReply
 from tools.pictures.gallery import STORY, TOP
 from tools.pictures.records import ROOT
@@ -114,7 +114,7 @@ def main() -> None:
                 time.sleep(LOOK_S)
                 jobs = hegmd.call(Jobs(), JobsReply).jobs
             operations = hegmd.call(Operations(), OperationsReply).operations
-            picture.take(Seen(time.time(), "node1", hegmd.gpus().gpus, [row_of(job) for job in jobs], operations))
+            picture.take(NodeView(time.time(), "node1", hegmd.gpus().gpus, [row_of(job) for job in jobs], operations))
             if number == LOOKS // 2:
                 hegmd.migrate("bert", to="gpu3")
             time.sleep(LOOK_S)

@@ -18,7 +18,7 @@ from textual.message import Message
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
-from hegmctl.top.picture import JOBS, MIGRATE, OPERATIONS, RESUME, SUSPEND, JobRow, Listener, Picture, Seen
+from hegmctl.top.picture import JOBS, MIGRATE, OPERATIONS, RESUME, SUSPEND, JobRow, Listener, NodeView, Picture
 from hegmd.errors import HegmError
 from hegmd.protocol.snapshots import Event
 
@@ -48,12 +48,12 @@ class Source(Protocol):
     def timeline(self, op_id: str, columns: int, ellipsis: str) -> list[str]: ...
 
 
-class Look(Message):
-    """A look at the node came in."""
+class ViewArrived(Message):
+    """A new view of the node arrived."""
 
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, view: NodeView) -> None:
         super().__init__()
-        self.seen = seen
+        self.view = view
 
 
 class Happened(Message):
@@ -96,8 +96,8 @@ class Ears(Listener):
     def __init__(self, app: App[None]) -> None:
         self._app = app
 
-    def seen(self, seen: Seen) -> None:
-        self._app.post_message(Look(seen))
+    def on_view(self, view: NodeView) -> None:
+        self._app.post_message(ViewArrived(view))
 
     def happened(self, event: Event) -> None:
         self._app.post_message(Happened(event))
@@ -236,8 +236,8 @@ class TopApp(App[None]):
 
     # -- what comes in -------------------------------------------------------------------------------------------------
 
-    def on_look(self, message: Look) -> None:
-        self._picture.take(message.seen)
+    def on_view_arrived(self, message: ViewArrived) -> None:
+        self._picture.take(message.view)
         self._board.draw()
 
     def on_happened(self, message: Happened) -> None:

@@ -14,7 +14,7 @@ from time import monotonic, time
 from hegmctl.operating_text import AT_REST, operation_text, plan_text, progress_text
 from hegmctl.tables import Style
 from hegmctl.timeline_text import timeline_text
-from hegmctl.top.picture import MIGRATE, SUSPEND, JobRow, Listener, Seen
+from hegmctl.top.picture import MIGRATE, SUSPEND, JobRow, Listener, NodeView
 from hegmctl.watch import PASSING
 from hegmd.errors import HegmError
 from hegmd.protocol.messages import (
@@ -107,7 +107,7 @@ class Feed:
                 took_s = monotonic() - began
                 jobs_due = monotonic() + max(self._interval_s, min(SELDOM_S, SPARE * took_s))
             operations = connection.call(Operations(), OperationsReply).operations
-            listener.seen(Seen(time(), connection.welcome.node, gpus, jobs, operations))
+            listener.on_view(NodeView(time(), connection.welcome.node, gpus, jobs, operations))
             moving = any(op.phase not in ("done", "rolled-back", "lost", *AT_REST) for op in operations)
             rest_s = max(0.0, min(gpus_due, jobs_due) - monotonic())
             if self._poked.wait(min(BRISK_S, rest_s) if moving else rest_s):

@@ -95,8 +95,8 @@ class JobRow:
         return text.lower() in " ".join((self.id, self.name, self.state, *self.gpus, self.command)).lower()
 
 
-class Seen:
-    """One look at the node."""
+class NodeView:
+    """A snapshot of the node as `hegmctl top` shows it."""
 
     __slots__ = ("gpus", "jobs", "node", "operations", "utc")
 
@@ -113,7 +113,7 @@ class Seen:
 class Listener:
     """Receives what happens on the node. Called in the feed's threads."""
 
-    def seen(self, seen: Seen) -> None:
+    def on_view(self, view: NodeView) -> None:
         """Receive a snapshot of the node."""
         raise NotImplementedError
 
@@ -138,7 +138,7 @@ class Picture:
         #: What came of the last command.
         self.notice = ""
         self.section = JOBS
-        self._seen = Seen(0.0, "", (), (), ())
+        self._seen = NodeView(0.0, "", (), (), ())
         self._history: dict[str, deque[tuple[float | None, float | None]]] = {}
         self._events: deque[Event] = deque(maxlen=EVENTS)
         self._chosen = {JOBS: "", OPERATIONS: ""}
@@ -147,13 +147,13 @@ class Picture:
     # -- data
     # -----------------------------------------------------------------------------------------------------------
 
-    def take(self, seen: Seen) -> None:
+    def take(self, view: NodeView) -> None:
         """Take a look in, and remember the GPUs' figures."""
         self.trouble = ""
-        if seen.gpus is not self._seen.gpus:  # a look at operations alone says nothing new of the GPUs
-            for gpu in seen.gpus:
+        if view.gpus is not self._seen.gpus:  # a look at operations alone says nothing new of the GPUs
+            for gpu in view.gpus:
                 self._history.setdefault(gpu.id, deque(maxlen=HISTORY)).append((gpu.utilisation_percent, _full(gpu)))
-        self._seen = seen
+        self._seen = view
 
     def happened(self, event: Event) -> None:
         """Take an event in."""
@@ -244,17 +244,17 @@ class Picture:
         return "…" if self.unicode else "~"
 
     def _head(self, columns: int) -> Line:
-        seen = self._seen
-        under_way = sum(each.phase not in OVER for each in seen.operations)
-        waiting = sum(bool(job.waits) for job in seen.jobs)
-        jobs = f"{len(seen.jobs)} jobs, {waiting} waiting" if waiting else f"{len(seen.jobs)} jobs"
-        parts = [f"{len(seen.gpus)} GPUs", jobs, f"{under_way} operations", f"order: {self.order}"]
+        view = self._seen
+        under_way = sum(each.phase not in OVER for each in view.operations)
+        waiting = sum(bool(job.waits) for job in view.jobs)
+        jobs = f"{len(view.jobs)} jobs, {waiting} waiting" if waiting else f"{len(view.jobs)} jobs"
+        parts = [f"{len(view.gpus)} GPUs", jobs, f"{under_way} operations", f"order: {self.order}"]
         if self.filter:
             parts.append(f"filter: {printable(self.filter)}")
-        clock = strftime("%H:%M:%S", localtime(seen.utc)) if seen.utc else "--:--:--"
+        clock = strftime("%H:%M:%S", localtime(view.utc)) if view.utc else "--:--:--"
         if self.trouble:
             return [(shortened(f"{clock}  {printable(self.trouble)}", columns, self._ellipsis), "red")]
-        text = f"hegmd on {printable(seen.node)}  {'  '.join(parts)}"
+        text = f"hegmd on {printable(view.node)}  {'  '.join(parts)}"
         return [(shortened(text, columns - 10, self._ellipsis).ljust(columns - 8) + clock, "bold")]
 
     def _gpu_lines(self, columns: int, most: int) -> list[Line]:

@@ -11,18 +11,17 @@ import sys
 
 from .. import lifecycle
 from .code import loop_position
-from .code.position import Loop, Place, Unreadable, look_into, said
+from .code.position import Loop, Place, Unreadable, look_into, step_text
 from .frameworks import accelerate_hf
 from .loaders import passes, stateful_loader
 from .script import capture_points, kind_table, variables
 from .script.baseline import Baseline, baseline_of, refusal_of
-from .script.discovery import MODULE, OPTIMIZER, TENSOR, Holding, Holdings, is_open
+from .script.discovery import MODULE, OPTIMIZER, TENSOR, FoundObject, ScriptSearch, is_open
 from .script.references import references_to
 from .values import contents, rng
 from .values.duck_types import is_a
 from .values.refusals import Refusal
-from .values.script_api import KEY
-from .values.script_api import said as said_by_script
+from .values.script_api import KEY, registrations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -136,7 +135,7 @@ class _Taking:
         """Refuse names that are called outside the head of the loop: only there they can be replaced."""
         for name in {name for name, _value, line in needs if line is None} - loop.names:
             if not loop.names & _ALSO[name]:
-                where = said((*step[:3], loop.line))
+                where = step_text((*step[:3], loop.line))
                 what = f"the loop at {where} iterates over an object created before it, whose position cannot be set"
                 self._refuse(what, f"write {name}(...) in the head of the loop")
 
@@ -172,7 +171,7 @@ class _Taking:
         if look["kind"] == "range":
             yield "range", look["rest"], None
         elif look["kind"] == "other":
-            where = said((*step[:3], line))
+            where = step_text((*step[:3], line))
             what = f"the loop at {where} goes over a {look['name']}, whose position cannot be set"
             self._refuse(what, instead_of(str(look["name"])))
         for inner in _inner_of(look):
@@ -192,7 +191,7 @@ class _Taking:
                 continue
             if found.ident != self._ident:
                 self._refuse(
-                    f"another thread reads the loader at {said(found.path[-1])} ahead",
+                    f"another thread reads the loader at {step_text(found.path[-1])} ahead",
                     "read it in the loop that trains",
                 )
                 continue
@@ -208,12 +207,12 @@ class _Taking:
 
     # ---- what has a state -------------------------------------------------------------------------------------------
 
-    def _chosen(self, holdings: Holdings) -> Iterator[Holding]:
+    def _chosen(self, objects: ScriptSearch) -> Iterator[FoundObject]:
         """Yield what to save: what a restarted script will have too; of tensors those that have been written to."""
         written: set[int] = set()
         if self._baseline is not None:
-            written = self._baseline.written_to(holdings.list)
-        for found in holdings.list:
+            written = self._baseline.written_to(objects.list)
+        for found in objects.list:
             if found.kind == TENSOR:
                 if id(found.thing) in written:
                     yield found
@@ -223,14 +222,12 @@ class _Taking:
                 self.refusals.append(refusal_of(found))
 
     def _hold(self, place: Place) -> None:
-        holdings = Holdings(place.frames)
+        objects = ScriptSearch(place.frames)
         baseline = self._baseline
-        if not holdings.is_whole:
+        if not objects.is_whole:
             self._refuse("the script holds more objects than are looked through", "hold less in lists and dictionaries")
-        elsewhere = holdings.tensors_elsewhere()
-        carried = [
-            found for found in self._chosen(holdings) if found.kind != TENSOR or id(found.thing) not in elsewhere
-        ]
+        elsewhere = objects.tensors_elsewhere()
+        carried = [found for found in self._chosen(objects) if found.kind != TENSOR or id(found.thing) not in elsewhere]
         references = kind_table.references_of(dict(enumerate(carried)))
         self.state["holdings"] = [
             {
@@ -241,10 +238,10 @@ class _Taking:
             }
             for found in carried
         ]
-        values, against = said_by_script.capture([found.thing for found in carried if found.kind == OPTIMIZER])
+        values, against = registrations.capture([found.thing for found in carried if found.kind == OPTIMIZER])
         self.state[KEY] = values
         self.refusals += [Refusal(what, hint) for what, hint in against]
-        held = references_to(holdings.addresses(), [found.thing for found in carried])
+        held = references_to(objects.addresses(), [found.thing for found in carried])
         for found in carried:
             if is_open(found):  # it goes along with its attributes
                 held.pop(id(found.thing), None)
@@ -255,13 +252,13 @@ class _Taking:
             changed=[] if baseline is None else baseline.changed(place.frames),
             drift=None if baseline is None else baseline.drift,
         )
-        own["unseen"] += holdings.unseen
+        own["unseen"] += objects.unseen
         if baseline is None:
             own["unseen"].append("tensors and variables that were there at the first batch and have been changed since")
-        if own["anew"] and not said_by_script.keeps:
+        if own["anew"] and not registrations.keeps:
             anew = "; ".join(own["anew"][:_MAX_NAMED])
             for step in place.whiles():
-                what = f"the while loop at {said(step)} depends on variables that start over"
+                what = f"the while loop at {step_text(step)} depends on variables that start over"
                 self._refuse(f"{what}: {anew}", _WHILE)
 
 

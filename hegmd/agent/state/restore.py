@@ -20,15 +20,14 @@ from .script.discovery import (
     SCHEDULER,
     STATEFUL,
     TENSOR,
-    Holding,
-    Holdings,
+    FoundObject,
+    ScriptSearch,
     is_open,
 )
 from .script.references import matched, part_of
 from .values import contents, devices, rng
 from .values.refusals import DoesNotFit
-from .values.script_api import KEY
-from .values.script_api import said as said_by_script
+from .values.script_api import KEY, registrations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
         raise DoesNotFit([f"the state has form {state['form']}, and this release reads form {FORM}"])
     frames = Place(frame).frames
     pairs, reasons = _compared(state, frames)
-    reasons += said_by_script.misfits(state[KEY], _optimizers_in(pairs))
+    reasons += registrations.misfits(state[KEY], _optimizers_in(pairs))
     reasons += accelerate_hf.resuming.misfits(state[accelerate_hf.KEY])
     reasons += restore_variables.misfits(state[variables.KEY], frames)
     if reasons:
@@ -71,21 +70,21 @@ def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
     _print_reset_variables([*state[variables.KEY]["anew"], *missing])
     _print_unsearched(state[variables.KEY]["unseen"])
     _print_device_differences(told)
-    said_by_script.put_back(state[KEY], _optimizers_in(pairs))
+    registrations.put_back(state[KEY], _optimizers_in(pairs))
     accelerate_hf.resuming.put_back(state[accelerate_hf.KEY])
     rng.set_shared(state["shared"])
 
 
-def _compared(state: dict[str, Any], frames: list[FrameType]) -> tuple[dict[int, tuple[Any, Holding]], list[str]]:
+def _compared(state: dict[str, Any], frames: list[FrameType]) -> tuple[dict[int, tuple[Any, FoundObject]], list[str]]:
     """Return what was saved, each with the script's object here, and why they do not fit."""
-    pairs, reasons = _matched(state["holdings"], Holdings(frames).list)
+    pairs, reasons = _matched(state["holdings"], ScriptSearch(frames).list)
     references = kind_table.references_of({index: found for index, (_saved, found) in pairs.items()})
     for saved, found in pairs.values():
         reasons += [f"{saved['names'][0]}: {why}" for why in kind_table.unfit(found, saved["content"], references)]
     return pairs, reasons
 
 
-def _optimizers_in(pairs: dict[int, tuple[Any, Holding]]) -> list[Any]:
+def _optimizers_in(pairs: dict[int, tuple[Any, FoundObject]]) -> list[Any]:
     return [found.thing for _saved, found in pairs.values() if found.kind == OPTIMIZER]
 
 
@@ -109,14 +108,14 @@ def _print_device_differences(told: list[str]) -> None:
         os.write(2, f"hegm: after the restart: {'; '.join(told)}.\n".encode(errors="replace"))
 
 
-def _tensors_in(pairs: dict[int, tuple[Any, Holding]]) -> Iterator[tuple[Any, Any]]:
+def _tensors_in(pairs: dict[int, tuple[Any, FoundObject]]) -> Iterator[tuple[Any, Any]]:
     """Yield each saved tensor of all modules, with the one here."""
     for saved, found in pairs.values():
         if found.kind == MODULE:
             yield from contents.tensors_beside(found.thing, saved["content"])
 
 
-def _matched(saved: list[Any], here: list[Holding]) -> tuple[dict[int, tuple[Any, Holding]], list[str]]:
+def _matched(saved: list[Any], here: list[FoundObject]) -> tuple[dict[int, tuple[Any, FoundObject]], list[str]]:
     """Return each saved object with the one here that has its names, preferably one of the same class."""
     names = [entry["names"] for entry in saved], [found.names for found in here]
 

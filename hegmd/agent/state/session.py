@@ -14,8 +14,7 @@ from time import monotonic
 
 from ..notes import note
 from .code.loop_shadows import Entering, Shadows
-from .code.position import is_of_another_script, path_of, script_frames
-from .code.position import said as said_step
+from .code.position import is_of_another_script, path_of, script_frames, step_text
 from .code.value_stack import caller
 from .frameworks import accelerate_hf, lightning
 from .loaders import passes, stateful_loader
@@ -25,7 +24,7 @@ from .script import capture_points, output_files
 from .script.baseline import note_place
 from .values import inherited
 from .values.refusals import DoesNotFit
-from .values.script_api import said
+from .values.script_api import registrations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -101,8 +100,8 @@ class Due:
         shadows = Shadows(self._needed, end_unrestored)
         shadows.cast()
         self._undo.append(shadows.lift)
-        said.enumerate_loader = self._enumerate
-        self._undo.append(lambda: setattr(said, "enumerate_loader", enumerate))
+        registrations.enumerate_loader = self._enumerate
+        self._undo.append(lambda: setattr(registrations, "enumerate_loader", enumerate))
 
     def watch_batches(self, module: Any) -> None:
         """Run before any loader's iterator is asked."""
@@ -155,7 +154,7 @@ class Due:
         frames = script_frames(frame)
         here, there = path_of(frames), tuple(tuple(step) for step in self._read()["place"]["path"])
         if here != there and not any(accelerate_hf.is_own(found) for found in frames):
-            where = f"{said_step(here[-1])}, and the training was at {said_step(there[-1])}"
+            where = f"{step_text(here[-1])}, and the training was at {step_text(there[-1])}"
             end_unrestored([f"the loader's next batch is asked for at {where}"])
         self.arrive(frame)
 

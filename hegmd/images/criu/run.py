@@ -49,8 +49,8 @@ from hegmd.node.criu_program import Criu
 from hegmd.node.processes.process_set import (
     ProcessSet,
     ask,
+    continue_all,
     end_all,
-    let_go,
     population_of,
     wait_for_thread_numbers,
     wait_until_free,
@@ -115,7 +115,7 @@ async def dump(
 
     A descriptor leads to the mount that it was opened in, and those of the sandbox are read-only.
 
-    Afterwards the tree runs, or stays stopped with `leave_stopped`, until `population.let_go` or `end_all`. Raises
+    The tree then runs, or stays stopped with `leave_stopped`, until `population.continue_all` or `end_all`. Raises
     HegmError, and then the tree runs in any case. Cancellation takes effect only when CRIU has ended.
     """
     started = time.monotonic()
@@ -132,7 +132,7 @@ async def dump(
             if done.status != 0:
                 raise _failed("dump", _log(images_dir_fd, DUMP_LOG), done.output_tail, done.status)
         except HegmError:
-            await run_detached(lambda _: let_go(before), name="let the job go on")
+            await run_detached(lambda _: continue_all(before), name="let the job go on")
             raise
     took_s = time.monotonic() - started
     note_step(HELPER, "criu dump", started)

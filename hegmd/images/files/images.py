@@ -15,7 +15,7 @@ import anyio
 import anyio.abc
 
 from hegmd.errors import DENIED, UNAVAILABLE, HegmError
-from hegmd.images.files.open_image import Image, ImageWriter, let_go
+from hegmd.images.files.open_image import Image, ImageWriter, end_processes
 from hegmd.images.files.private_directory import Private, require_bytes
 from hegmd.images.files.signature import KEY_NAME, load_key, read_manifest
 from hegmd.images.files.user_processes import UserProcess, UserProcesses
@@ -83,7 +83,7 @@ class Images:
             answer = await hand.call("room", {"path": path})
         finally:
             with anyio.CancelScope(shield=True):
-                await let_go(hand, None, None)
+                await end_processes(hand, None, None)
         require_bytes(os.path.dirname(path), criu_bytes + bytes_of_gpus, int(answer.values["free_bytes"]))
         if apart or self._is_other(rights):
             status = await run_detached(lambda _: os.statvfs(self._private), name="private images")
@@ -100,7 +100,7 @@ class Images:
             own, private = await self._private_for(rights, apart=apart)
         except BaseException:
             with anyio.CancelScope(shield=True):
-                await let_go(hand, None, None)
+                await end_processes(hand, None, None)
             raise
         lent = ImageWriter(path, rights, self._key, hand, own, private, read_back=self._read_back)
         try:
@@ -131,7 +131,7 @@ class Images:
             return Image(path, manifest, hand, criu_dir_fd, own, private, foreign)
         except BaseException:
             with anyio.CancelScope(shield=True):
-                await let_go(hand, own, private)
+                await end_processes(hand, own, private)
             raise
 
     def own_folder(self) -> Private:
@@ -148,7 +148,7 @@ class Images:
             return [str(gone) for gone in (await hand.call("sweep", {"path": path})).values["gone"]]
         finally:
             with anyio.CancelScope(shield=True):
-                await let_go(hand, None, None)
+                await end_processes(hand, None, None)
 
     async def trim(self, path: str, series: str, keep: int, rights: Rights) -> list[str]:
         """Remove all complete images of a series in that directory except the newest, and return them. Raises
@@ -160,7 +160,7 @@ class Images:
             return [str(gone) for gone in answer.values["gone"]]
         finally:
             with anyio.CancelScope(shield=True):
-                await let_go(hand, None, None)
+                await end_processes(hand, None, None)
 
     def _require_ours(self, path: str, data: bytes, seal: bytes, manifest: Manifest, rights: Rights) -> None:
         if not self._is_other(rights):
@@ -189,7 +189,7 @@ class Images:
             return own, Private(self._private)
         except BaseException:
             with anyio.CancelScope(shield=True):
-                await let_go(None, own, None)
+                await end_processes(None, own, None)
             raise
 
     @staticmethod

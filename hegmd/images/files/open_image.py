@@ -67,7 +67,7 @@ class OpenImage:
             if self._criu_dir_fd >= 0:
                 os.close(self._criu_dir_fd)
                 self._criu_dir_fd = -1
-            await let_go(self._hand, self._own, self._private)
+            await end_processes(self._hand, self._own, self._private)
 
 
 class ImageWriter(OpenImage):
@@ -254,11 +254,11 @@ class Image(OpenImage):
         _require_same(some, answer.values["sums"], self.path)
 
 
-async def let_go(hand: UserProcess | None, own: UserProcess | None, private: Private | None) -> None:
+async def end_processes(hand: UserProcess | None, own: UserProcess | None, private: Private | None) -> None:
     """End these processes, if they exist, and empty the private directory."""
     for each in (hand, own):
         if each is not None:
-            each.let_go()
+            each.kill()
             await each.ended()
     if private is not None:
         await private.close()

@@ -66,7 +66,7 @@ class UserProcess:
         """
         return await self._session.call(op, args or {}, math.inf, fds, on_progress)
 
-    def let_go(self) -> None:
+    def kill(self) -> None:
         """End it now. Fine when it has ended."""
         self._session.lose("is no longer needed", quietly=True)
 

@@ -55,7 +55,7 @@ class KeeperStore:
             try:
                 await self._hand_over()
             except BaseException:
-                self._let_go(name)
+                self._forget(name)
                 self._perhaps.add(name)
                 raise
 
@@ -65,13 +65,13 @@ class KeeperStore:
             try:
                 for name in known:
                     await anyio.to_thread.run_sync(self._ask, [f"{DROP} {name}"], NO_DESCRIPTORS)
-                    self._let_go(name)
+                    self._forget(name)
             except OSError as error:
                 self._hang_up()
                 if error.errno not in _NOBODY:
                     raise self._failed(f"does not give up {', '.join(known)}", error) from error
                 for name in known:  # without a keeper nothing is held
-                    self._let_go(name)
+                    self._forget(name)
 
     async def found(self) -> Sequence[tuple[str, int]]:
         async with self._asked_for():
@@ -108,7 +108,7 @@ class KeeperStore:
         """Disconnect, and close the copies here. The keeper keeps what it stores."""
         self._hang_up()
         for name in tuple(self._held):
-            self._let_go(name)
+            self._forget(name)
 
     def _hang_up(self) -> None:
         if self._socket is not None:
@@ -118,10 +118,10 @@ class KeeperStore:
         self._missing = set(self._held)  # the next keeper may be a new one, which has none of it
 
     def _hold(self, name: str, fd: int) -> None:
-        self._let_go(name)
+        self._forget(name)
         self._held[name] = fd
 
-    def _let_go(self, name: str) -> None:
+    def _forget(self, name: str) -> None:
         self._missing.discard(name)
         self._perhaps.discard(name)
         if name in self._held:

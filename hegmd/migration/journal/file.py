@@ -107,7 +107,7 @@ class JournalFile:
             self._disk.sync(self._fd)
         except OSError as error:
             self._cut_off()
-            self._let_go()  # the disk's content is unknown now
+            self._close_file()  # the disk's content is unknown now
             raise self._failed("appended to", error) from error
         self._size_bytes += len(record)
         self.trouble = None
@@ -131,7 +131,7 @@ class JournalFile:
                 self._disk.close(fd)
             self._discard(fresh)
             raise self._failed("rewritten", error) from error
-        self._let_go()  # the descriptor may now refer to a file without a name
+        self._close_file()  # the descriptor may now refer to a file without a name
         try:
             self._disk.rename(fresh, self.path)
             self._disk.sync_folder(self._folder)
@@ -147,7 +147,7 @@ class JournalFile:
 
     def close(self) -> None:
         """Twice is fine."""
-        self._let_go()
+        self._close_file()
 
     def _write(self, fd: int, data: bytes) -> None:
         written = 0
@@ -176,7 +176,7 @@ class JournalFile:
             self._disk.cut(self._fd, self._size_bytes)
             self._disk.sync(self._fd)
         except OSError:
-            self._let_go()
+            self._close_file()
         self._reserved_bytes = self._size_bytes  # truncating also frees the space reserved behind the end
 
     def _discard(self, fresh: Path) -> None:
@@ -184,7 +184,7 @@ class JournalFile:
         with contextlib.suppress(OSError):
             self._disk.remove(fresh)
 
-    def _let_go(self) -> None:
+    def _close_file(self) -> None:
         if self._fd >= 0:
             self._disk.close(self._fd)
             self._fd = -1

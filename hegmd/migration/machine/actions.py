@@ -107,9 +107,9 @@ def _resuming(worker: JobProcess, gpu: str | None) -> JobProcess:
     return worker.replace(origin_gpu=worker.gpu, target_gpu=gpu, kept_gpu=None, waits=None, verified=False)
 
 
-def let_go(op: Operation, event: events.ResumeRequested, now: float) -> Operation:
+def resume_early(op: Operation, event: events.ResumeRequested, now: float) -> Operation:
     """Resume a quiesced job where it is."""
-    return reversal.let_go(op)
+    return reversal.resume_early(op)
 
 
 def take_up(op: Operation, event: events.Repurposed, now: float) -> Operation:

@@ -180,7 +180,7 @@ def _put_requests(put: Put) -> None:
     )
 
     put("resume-requested", [SUSPENDED], Row(MOVE, "it heads for the GPUs named", actions.resume))
-    put("resume-requested", [HOLDING], Row(MOVE, "it resumes early", actions.let_go))
+    put("resume-requested", [HOLDING], Row(MOVE, "it resumes early", actions.resume_early))
     others = [phase for phase in (PLANNED, *ACTIVE) if phase != HOLDING]
     put("resume-requested", others, Row(REFUSE, "only a suspended operation can be resumed", hint=_WATCH))
     put("resume-requested", TERMINAL, Row(REFUSE, "it has ended", hint="run: hegmctl ps"))

@@ -125,7 +125,7 @@ def checkpointed(op: Operation, worker: JobProcess, pending: Pending, event: eve
 
 def held(op: Operation, worker: JobProcess, pending: Pending, event: events.Held) -> Operation:
     """Its time is over."""
-    return reversal.let_go(op)
+    return reversal.resume_early(op)
 
 
 def dumped(op: Operation, worker: JobProcess, pending: Pending, event: events.Dumped) -> Operation:

@@ -36,7 +36,7 @@ def because(op: Operation, code: str, message: str, hint: str) -> Operation:
     return op if op.failure is not None else op.replace(failure=Failure(code=code, message=message, hint=hint))
 
 
-def let_go(op: Operation) -> Operation:
+def resume_early(op: Operation) -> Operation:
     """Resume a quiesced job where it is."""
     pending = tuple([pending for pending in op.pending if pending.effect != effects.Hold.tag])
     return op.replace(hold_expired=True, pending=pending)

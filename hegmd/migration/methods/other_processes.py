@@ -31,7 +31,7 @@ from hegmd.migration.methods.progress_probe import Patience
 
 logger = logging.getLogger(__name__)
 
-Who = tuple[int, int]
+ProcessKey = tuple[int, int]
 
 FILE_NAME = "held-still.json"
 # A process whose CUDA calls do not end within this time is not paused, and may take memory that is passed to a job. 0.1
@@ -70,16 +70,20 @@ class OtherProcesses:
         self._start_ticks = start_ticks
         self.is_stopped = is_stopped
         self.max_pause_s = max_pause_s
-        self._noted: dict[Who, Who | None] = {}  # for whose restore it is
-        self._held: dict[Who, anyio.Event] = {}
-        self._left: set[Who] = set()
+        self._noted: dict[ProcessKey, ProcessKey | None] = {}  # for whose restore it is
+        self._held: dict[ProcessKey, anyio.Event] = {}
+        self._left: set[ProcessKey] = set()
         self._some_left = anyio.Event()
         self._writing = anyio.Lock()
 
     @asynccontextmanager
     async def paused(
-        self, processes: Sequence[Who], *, but_for: Container[Who] = (), restored: Who | None = None
-    ) -> AsyncGenerator[Sequence[Who]]:
+        self,
+        processes: Sequence[ProcessKey],
+        *,
+        but_for: Container[ProcessKey] = (),
+        restored: ProcessKey | None = None,
+    ) -> AsyncGenerator[Sequence[ProcessKey]]:
         """Pause those of the processes that can be paused, during the block. Yields those that still run.
 
         `restored` is the process that is restored onto their GPU meanwhile. A process stopped by a signal does not run
@@ -90,8 +94,8 @@ class OtherProcesses:
         await self._until_free(fit)
         chosen = [who for who in fit if who not in but_for]  # no step between here and the next line
         self._held.update({who: anyio.Event() for who in chosen})
-        locked: list[Who] = []
-        loose: list[Who] = [] if self.max_pause_s else there
+        locked: list[ProcessKey] = []
+        loose: list[ProcessKey] = [] if self.max_pause_s else there
         try:
             if chosen:
                 await self._note({**self._noted, **dict.fromkeys(chosen, restored)})
@@ -101,10 +105,10 @@ class OtherProcesses:
             yield loose
         finally:
             with anyio.CancelScope(shield=True):
-                await self._let_go_of(chosen, locked)
+                await self._unlock_and_forget(chosen, locked)
 
     @asynccontextmanager
-    async def excluded(self, who: Who) -> AsyncGenerator[None]:
+    async def excluded(self, who: ProcessKey) -> AsyncGenerator[None]:
         """Keep that process unpaused during the block: a lock that is seen meanwhile is not ours."""
         await self._until_free([who])
         free = self._held[who] = anyio.Event()
@@ -114,16 +118,16 @@ class OtherProcesses:
             del self._held[who]
             free.set()
 
-    async def wait_until_unpaused(self, who: Who) -> None:
+    async def wait_until_unpaused(self, who: ProcessKey) -> None:
         """Wait until we do not pause that process, before something else is done to it."""
         await self._until_free([who])
 
-    async def _until_free(self, whom: Sequence[Who]) -> None:
+    async def _until_free(self, whom: Sequence[ProcessKey]) -> None:
         """Wait until none of them is paused. Claims nothing while waiting, so that two callers cannot deadlock."""
         while held := [self._held[who] for who in whom if who in self._held]:
             await held[0].wait()
 
-    async def _let_go_of(self, chosen: Sequence[Who], locked: Sequence[Who]) -> None:
+    async def _unlock_and_forget(self, chosen: Sequence[ProcessKey], locked: Sequence[ProcessKey]) -> None:
         certain = set(chosen) - set(locked)
         with anyio.move_on_after(_UNLOCK_WITHIN_S):
             await self._unlock_all(locked, certain)
@@ -133,8 +137,8 @@ class OtherProcesses:
         if chosen:
             await self._note(_without(self._noted, certain))
 
-    async def _unlock_all(self, whom: Iterable[Who], certain: set[Who]) -> None:
-        async def unlock(who: Who) -> None:
+    async def _unlock_all(self, whom: Iterable[ProcessKey], certain: set[ProcessKey]) -> None:
+        async def unlock(who: ProcessKey) -> None:
             if await self._unlock(who):
                 certain.add(who)
 
@@ -142,7 +146,7 @@ class OtherProcesses:
             for who in whom:
                 tasks.start_soon(unlock, who)
 
-    def _leave(self, whom: set[Who]) -> None:
+    def _leave(self, whom: set[ProcessKey]) -> None:
         """To `run`, which does not give up."""
         if whom:
             pids = ", ".join(str(pid) for pid, _ in sorted(whom))
@@ -156,7 +160,7 @@ class OtherProcesses:
         while True:
             await self._some_left.wait()
             await anyio.sleep(_AGAIN_S)
-            certain: set[Who] = set()
+            certain: set[ProcessKey] = set()
             await self._unlock_all(self._left, certain)
             self._left -= certain
             if not self._left:
@@ -177,10 +181,10 @@ class OtherProcesses:
         for restored in dict.fromkeys(noted[who] for who in there):
             if restored is not None:
                 await self._until_restored(restored)
-        await self._let_go_of(there, there)
+        await self._unlock_and_forget(there, there)
         await self._note(self._noted)
 
-    async def _until_restored(self, who: Who) -> None:
+    async def _until_restored(self, who: ProcessKey) -> None:
         """Wait until no driver call is running in the process, at most `_STEP_OVER_S`.
 
         A process stopped by a signal does not answer; its call continues with it.
@@ -211,7 +215,7 @@ class OtherProcesses:
             who[0],
         )
 
-    def _noted_before(self) -> Mapping[Who, Who | None]:
+    def _noted_before(self) -> Mapping[ProcessKey, ProcessKey | None]:
         try:
             return _parsed(self._path.read_bytes())
         except FileNotFoundError:
@@ -220,18 +224,18 @@ class OtherProcesses:
             logger.warning("hegmd cannot find out which processes an earlier hegmd paused: %s", error)
             return {}
 
-    def is_there(self, who: Who) -> bool:
+    def is_there(self, who: ProcessKey) -> bool:
         """Whether it is still that process, and not another that got its number. Raises HegmError if that is hidden."""
         return self._start_ticks(who[0]) == who[1]
 
-    def may_be_there(self, who: Who) -> bool:
+    def may_be_there(self, who: ProcessKey) -> bool:
         """Like `is_there`, but True if that cannot be found out."""
         try:
             return self.is_there(who)
         except HegmError:
             return True
 
-    async def _lock(self, who: Who, locked: list[Who], loose: list[Who]) -> None:
+    async def _lock(self, who: ProcessKey, locked: list[ProcessKey], loose: list[ProcessKey]) -> None:
         """Lock a process.
 
         One that another program locked stays locked; an uncertain one counts as both ours and running.
@@ -251,7 +255,7 @@ class OtherProcesses:
             else:
                 logger.warning("process %d may be paused: %s", who[0], error.message)
 
-    async def _unlock(self, who: Who) -> bool:
+    async def _unlock(self, who: ProcessKey) -> bool:
         """True if it is certain that we do not pause it."""
         try:
             if not self.is_there(who):
@@ -266,15 +270,15 @@ class OtherProcesses:
             logger.warning("process %d may still be paused: %s", who[0], error.message)
             return False
 
-    async def _is_locked(self, who: Who) -> bool:
+    async def _is_locked(self, who: ProcessKey) -> bool:
         return bool((await self._ask("state", who)).values["state"] == "locked")
 
-    async def _ask(self, op: str, who: Who, **args: object) -> Answer:
+    async def _ask(self, op: str, who: ProcessKey, **args: object) -> Answer:
         return await self._helper.call(
             op, {"pid": who[0], **args}, deadline_s=_DEADLINE_S, watch=lambda: watch(op, who[0], _PATIENCE)
         )
 
-    async def _note(self, whom: dict[Who, Who | None]) -> None:
+    async def _note(self, whom: dict[ProcessKey, ProcessKey | None]) -> None:
         self._noted = whom  # before the first await: the next call builds on this
         async with self._writing:
             lines = [[*who, *(restored or ())] for who, restored in sorted(self._noted.items())]
@@ -292,13 +296,15 @@ class OtherProcesses:
         fresh.replace(self._path)
 
 
-def _without(noted: dict[Who, Who | None], certain: set[Who]) -> dict[Who, Who | None]:
+def _without(
+    noted: dict[ProcessKey, ProcessKey | None], certain: set[ProcessKey]
+) -> dict[ProcessKey, ProcessKey | None]:
     return {who: restored for who, restored in noted.items() if who not in certain}
 
 
-def _parsed(text: bytes) -> dict[Who, Who | None]:
+def _parsed(text: bytes) -> dict[ProcessKey, ProcessKey | None]:
     """Whom it names, and for whose restore; earlier releases did not say that. Raises ValueError or TypeError."""
-    noted: dict[Who, Who | None] = {}
+    noted: dict[ProcessKey, ProcessKey | None] = {}
     for pid, ticks, *restored in json.loads(text):
         noted[int(pid), int(ticks)] = (int(restored[0]), int(restored[1])) if len(restored) == 2 else None
     return noted

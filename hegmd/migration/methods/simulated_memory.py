@@ -19,7 +19,7 @@ from hegmd.telemetry.log import limited
 
 logger = logging.getLogger(__name__)
 
-Who = tuple[int, int]  # pid and start ticks
+ProcessKey = tuple[int, int]  # pid and start ticks
 
 
 class SimulatedMemory:
@@ -35,17 +35,17 @@ class SimulatedMemory:
         self._simulator = simulator
         self._gpus = gpus
         self._changed = changed
-        self._reserved: dict[Who, dict[str, int]] = {}
+        self._reserved: dict[ProcessKey, dict[str, int]] = {}
 
     @property
     def simulated(self) -> bool:
         return self._simulator is not None
 
-    def of(self, who: Who) -> Mapping[str, int]:
+    def of(self, who: ProcessKey) -> Mapping[str, int]:
         """Return the reservations of a process, by GPU."""
         return dict(self._reserved.get(who, {}))
 
-    def reserve(self, who: Who, gpu: str, size_bytes: int) -> None:
+    def reserve(self, who: ProcessKey, gpu: str, size_bytes: int) -> None:
         """Reserve that much on that GPU for the process, in total. Raises HegmError; then nothing changed."""
         if self._simulator is None:
             raise Refused(
@@ -56,7 +56,7 @@ class SimulatedMemory:
         self._reserved.setdefault(who, {})[gpu] = size_bytes
         self._changed()
 
-    def hold_what_fits(self, who: Who, gpu: str, size_bytes: int) -> None:
+    def hold_what_fits(self, who: ProcessKey, gpu: str, size_bytes: int) -> None:
         """Record what a process already uses. If the GPU cannot hold that, the former record stays."""
         if self._simulator is None or self._reserved.get(who, {}).get(gpu) == size_bytes:
             return
@@ -66,7 +66,7 @@ class SimulatedMemory:
             limited(logger, f"room-{who[0]}", logging.WARNING, "process %d: %s", who[0], error.message)
             self._reserved.setdefault(who, {}).setdefault(gpu, 0)
 
-    def release(self, who: Who, gpu: str) -> None:
+    def release(self, who: ProcessKey, gpu: str) -> None:
         """Release the process's memory on that GPU. Does nothing if there is none."""
         held = self._reserved.get(who, {})
         if held.pop(gpu, None) is None:
@@ -77,7 +77,7 @@ class SimulatedMemory:
             self._simulator.hold(who, who[0], gpu, 0)
         self._changed()
 
-    def drop(self, who: Who) -> None:
+    def drop(self, who: ProcessKey) -> None:
         """The process has ended, and its driver would have freed everything."""
         if self._reserved.pop(who, None) is not None and self._simulator is not None:
             self._simulator.release(who)

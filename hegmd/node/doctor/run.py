@@ -32,7 +32,7 @@ def _always(_facts: NodeFacts) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class BlockingCheck:
     """A check that reads; blocking."""
 
     id: str
@@ -41,7 +41,7 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ProgramCheck:
     """A check that runs a program."""
 
     id: str
@@ -49,42 +49,42 @@ class Ask:
     absent: Absent = _always
 
 
-Row = Look | Ask
+Row = BlockingCheck | ProgramCheck
 
 CHECKS: tuple[Row, ...] = (
-    Look("nvidia.driver", nvidia.driver, nvidia.absent),
-    Look("nvidia.library", nvidia.library, nvidia.absent),
-    Look("nvidia.checkpoint", nvidia.checkpoint, nvidia.absent),
-    Look("nvidia.nodes", nvidia.nodes, nvidia.absent),
-    Look("nvidia.persistence", nvidia.persistence, nvidia.absent),
-    Look("nvidia.mig", nvidia.mig, nvidia.absent),
-    Look("nvidia.mps", nvidia.mps, nvidia.absent),
-    Look("nvidia.fabric", nvidia.fabric, nvidia.absent),
-    Look("amd.driver", amd.driver, amd.absent),
-    Look("amd.library", amd.library, amd.absent),
-    Look("amd.nodes", amd.nodes, amd.absent),
-    Look("gpu.health", gpus.health, gpus.absent),
-    Look("gpu.peers", gpus.peers, gpus.absent),
-    Ask("criu.program", criu.program),
-    Look("criu.rights", criu.rights),
-    Ask("criu.check", criu.check),
-    Look("memory.host", memory.host),
-    Look("memory.hugepages", memory.hugepages),
-    Look("memory.ready", memory.ready),
-    Look("memory.cgroup", cgroups.own_memory),
-    Look("cgroup.hierarchy", cgroups.hierarchy),
-    Look("kernel.version", kernel.version),
-    Look("kernel.options", kernel.options),
-    Look("kernel.ptrace", kernel.ptrace),
-    Look("kernel.hidepid", kernel.hidepid),
-    Look("kernel.pid-namespace", kernel.pid_namespace),
-    Look("limits.open-files", kernel.descriptors),
-    Look("permissions.daemon", permissions.rights),
-    Look("permissions.group", permissions.group),
-    Look("permissions.socket", permissions.socket),
-    Look("disk.state", disk.state),
-    Look("disk.images", disk.images),
-    Ask("agent.injection", injection.injection),
+    BlockingCheck("nvidia.driver", nvidia.driver, nvidia.absent),
+    BlockingCheck("nvidia.library", nvidia.library, nvidia.absent),
+    BlockingCheck("nvidia.checkpoint", nvidia.checkpoint, nvidia.absent),
+    BlockingCheck("nvidia.nodes", nvidia.nodes, nvidia.absent),
+    BlockingCheck("nvidia.persistence", nvidia.persistence, nvidia.absent),
+    BlockingCheck("nvidia.mig", nvidia.mig, nvidia.absent),
+    BlockingCheck("nvidia.mps", nvidia.mps, nvidia.absent),
+    BlockingCheck("nvidia.fabric", nvidia.fabric, nvidia.absent),
+    BlockingCheck("amd.driver", amd.driver, amd.absent),
+    BlockingCheck("amd.library", amd.library, amd.absent),
+    BlockingCheck("amd.nodes", amd.nodes, amd.absent),
+    BlockingCheck("gpu.health", gpus.health, gpus.absent),
+    BlockingCheck("gpu.peers", gpus.peers, gpus.absent),
+    ProgramCheck("criu.program", criu.program),
+    BlockingCheck("criu.rights", criu.rights),
+    ProgramCheck("criu.check", criu.check),
+    BlockingCheck("memory.host", memory.host),
+    BlockingCheck("memory.hugepages", memory.hugepages),
+    BlockingCheck("memory.ready", memory.ready),
+    BlockingCheck("memory.cgroup", cgroups.own_memory),
+    BlockingCheck("cgroup.hierarchy", cgroups.hierarchy),
+    BlockingCheck("kernel.version", kernel.version),
+    BlockingCheck("kernel.options", kernel.options),
+    BlockingCheck("kernel.ptrace", kernel.ptrace),
+    BlockingCheck("kernel.hidepid", kernel.hidepid),
+    BlockingCheck("kernel.pid-namespace", kernel.pid_namespace),
+    BlockingCheck("limits.open-files", kernel.descriptors),
+    BlockingCheck("permissions.daemon", permissions.rights),
+    BlockingCheck("permissions.group", permissions.group),
+    BlockingCheck("permissions.socket", permissions.socket),
+    BlockingCheck("disk.state", disk.state),
+    BlockingCheck("disk.images", disk.images),
+    ProgramCheck("agent.injection", injection.injection),
 )
 
 
@@ -132,7 +132,7 @@ async def _finding(row: Row, facts: NodeFacts, deadline_s: float) -> Finding:
             reason = await run_detached(lambda _: row.absent(facts), name=f"doctor {row.id}")
             if reason is not None:
                 return skip(reason)
-            if isinstance(row, Look):
+            if isinstance(row, BlockingCheck):
                 look = row.check
                 return await run_detached(lambda _: look(facts), name=f"doctor {row.id}")
             return await row.check(facts)

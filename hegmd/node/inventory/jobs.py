@@ -65,12 +65,12 @@ class Job(Generic[T]):
         """Return the result of the work, or raise its error. Call it once."""
         if not self.done:
             raise Bug("the result of a job was taken before its end")
-        self.let_go()
+        self.abandon()
         if self._error is not None:
             raise self._error
         return self._values[0]
 
-    def let_go(self) -> None:
+    def abandon(self) -> None:
         """Abandon the job: the thread ends with its work, and the result is dropped. Twice is fine."""
         if self._ours is not None:
             self._ours.close()

@@ -50,13 +50,13 @@ class RollWatch:
     async def close(self, limit_s: float) -> None:
         """Release all processes. A step that hangs is abandoned with its descriptors."""
         if self._lookup_job is not None:
-            self._lookup_job.let_go()
+            self._lookup_job.abandon()
             self._lookup_job = None
         with anyio.move_on_after(limit_s):
             if await self._finish_step():
                 self._roster.close()
         if self._step_job is not None:
-            self._step_job.let_go()
+            self._step_job.abandon()
             self._step_job = None
 
     async def _call(self, call: RollInputs, lookup_limit_s: float) -> Roll | None:
@@ -83,7 +83,7 @@ class RollWatch:
         """Wait for a step that was left running, and drop its result: it belongs to an earlier moment."""
         if self._step_job is not None:
             await self._step_job.wait()
-            self._step_job.let_go()
+            self._step_job.abandon()
             self._step_job = None
         return True
 

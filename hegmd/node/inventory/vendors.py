@@ -100,13 +100,13 @@ class VendorWatch:
                 await self._job.wait()
         if not self._take_answer():
             if self._job is not None:
-                self._job.let_go()
+                self._job.abandon()
                 self._job = None
             return
         job = Job(self._provider.close, name=f"hegmd-{self.name}-close", monotonic=self._monotonic)
         with anyio.CancelScope(deadline=began + limit_s):
             await job.wait()
-        job.let_go()
+        job.abandon()
         self._forget()
 
     def _ask(self) -> None:

@@ -113,7 +113,7 @@ def wait_for_thread_numbers(numbers: Collection[int], limit_s: float = _REAPED_W
         time.sleep(_POLL_INTERVAL_S)
 
 
-def let_go(people: ProcessSet) -> None:
+def continue_all(people: ProcessSet) -> None:
     """Continue all processes that were not stopped by a signal before. Blocks; raises nothing.
 
     A CRIU that still works on them is ended first, because it would stop them again: a daemon killed during a dump

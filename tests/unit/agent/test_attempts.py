@@ -179,7 +179,7 @@ def test_before_code_of_the_scripts_runs_in_the_agents_thread_all_others_are_let
     script.tick_until(lambda: bool(script.reports))
     script.wake()
     script.tick_until(lambda: thread.ident in script.gate.parked_threads)
-    script.gate.let_others_go()
+    script.gate.release_other_threads()
     script.tick_until(lambda: script.woke == ["woke"])
     assert script.gate.parked
 

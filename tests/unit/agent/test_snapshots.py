@@ -114,11 +114,11 @@ class Rest:
     """What is left of a state: it is written once it is let go, or ends when it is not wanted."""
 
     def __init__(self) -> None:
-        self.let_go = threading.Event()
+        self.finish = threading.Event()
         self.looks = threading.Event()
 
     def write(self, fd: int, is_over: Callable[[], bool]) -> None:
-        while not self.let_go.wait(PAUSE_S):
+        while not self.finish.wait(PAUSE_S):
             if is_over():
                 raise Ended
             self.looks.set()
@@ -160,7 +160,7 @@ def test_the_order_is_answered_once_the_rest_is_written_and_questions_are_answer
     assert [report.order for report in rank.reports] == [8]
     assert _record(slot) is None
     assert rank.orders.next_deadline() is not None
-    rest.let_go.set()
+    rest.finish.set()
     _tick_until(rank, lambda: len(rank.reports) == 2)
     (_, report), told = rank.reports, _record(slot)
     assert (report.order, report.result, report.parked_s, report.size_bytes) == (7, "done", 0.5, 4)
@@ -182,7 +182,7 @@ def test_a_snapshot_comes_of_it_though_the_daemon_ends_and_nobody_is_answered(ra
     rest = _fetch(rank, slot)
     rank.orders.end()
     rank.orders.begin(rank.reports.append)
-    rest.let_go.set()
+    rest.finish.set()
     _tick_until(rank, lambda: rank.orders.next_deadline() is None)
     assert (rank.reports, _record(slot)) == ([], RECORD)
 
@@ -196,7 +196,7 @@ def test_a_forked_child_lets_go_of_the_slot(rank: _Rank, slot: int) -> None:
         rank.orders.snapshots.close_in_child()
         os._exit(len(os.listdir("/proc/self/fd")) - len(own))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    rest.let_go.set()
+    rest.finish.set()
     _tick_until(rank, lambda: len(rank.reports) == 1)
     assert _record(slot) == RECORD
 
@@ -259,7 +259,7 @@ def test_an_image_is_written_though_its_boundary_has_no_state_to_keep(rank: _Ran
 
 def test_a_rest_of_a_state_is_written_before_the_park_is_answered(rank: _Rank, slot: int) -> None:
     rest = Rest()
-    rest.let_go.set()
+    rest.finish.set()
     rank.orders.snapshots.save = lambda _fd, _most, _begin: (4, (), cast("Any", rest))
     _park(rank, 5, slot)
     rank.let_pass()

@@ -14,7 +14,7 @@ from time import monotonic
 
 import pytest
 
-from hegmctl.python_probe import NoPython, Probe, Said
+from hegmctl.python_probe import NoPython, Probe, ProbeResult
 from tests.patience import HANG_S
 from tests.unit.offspring import children, reap
 
@@ -30,7 +30,7 @@ def without_signals() -> Iterator[None]:
     signal.signal(signal.SIGIO, before)
 
 
-def said(python: str) -> Said:
+def said(python: str) -> ProbeResult:
     """What it comes to, and that nothing of it is left."""
     others = children()
     probe = Probe(1, python, ENVIRON, monotonic())

@@ -12,7 +12,7 @@ from textual.widgets import Input
 
 from hegmctl.tables import width
 from hegmctl.top.app import Page, TopApp
-from hegmctl.top.picture import HISTORY, ORDERS, JobRow, Listener, Picture, Seen
+from hegmctl.top.picture import HISTORY, ORDERS, JobRow, Listener, NodeView, Picture
 from hegmd.errors import REFUSED, HegmError
 from hegmd.protocol.operations import Operation, OperationProcess
 from hegmd.protocol.snapshots import Event, Gpu, Health
@@ -79,10 +79,10 @@ OPERATIONS = (operation("1", "done", 4003, downtime_s=0.84), operation("2", "off
 EVENT = Event(seq=1, time_utc=0.0, kind="gpu.lost", severity="error", message="gpu3 is lost\x1b[31m")
 
 
-def large(gpus: int = 16, jobs: int = 200) -> Seen:
+def large(gpus: int = 16, jobs: int = 200) -> NodeView:
     seen = [gpu(number, 6.25 * number) for number in range(gpus)]
     rows = [job(number, "suspended" if number % 7 == 0 else "training") for number in range(1, jobs + 1)]
-    return Seen(0.0, "node1", seen, rows, OPERATIONS)
+    return NodeView(0.0, "node1", seen, rows, OPERATIONS)
 
 
 def text(picture: Picture, columns: int, rows: int) -> list[str]:
@@ -115,7 +115,7 @@ def test_at_80_by_24_it_looks_like_this() -> None:
     picture = Picture(unicode=False)
     for busy in range(30):
         picture.take(
-            Seen(0.0, "node1", [gpu(0, busy * 3.0), gpu(1), gpu(2, state="lost")], large(0, 40).jobs, OPERATIONS)
+            NodeView(0.0, "node1", [gpu(0, busy * 3.0), gpu(1), gpu(2, state="lost")], large(0, 40).jobs, OPERATIONS)
         )
     picture.happened(EVENT)
     found = "\n".join(line.rstrip() for line in text(picture, 80, 24)) + "\n"
@@ -132,14 +132,14 @@ def test_at_80_by_24_it_looks_like_this() -> None:
 def test_a_gpu_has_its_last_minutes_and_a_gap_where_nothing_was_known() -> None:
     picture = Picture(unicode=False)
     for busy in (*range(0, 100, 10), None):
-        picture.take(Seen(0.0, "n", [gpu(0, busy)], (), ()))
+        picture.take(NodeView(0.0, "n", [gpu(0, busy)], (), ()))
     assert picture.sparkline([0.0, 50.0, None, 100.0], 6) == "  _= #"
     first = text(picture, 80, 24)[1]
     assert "_.:" in first
     assert "-%" in first
     assert "-/141.0GiB" in first
     for _ in range(2 * HISTORY):
-        picture.take(Seen(0.0, "n", [gpu(0, 1.0)], (), ()))
+        picture.take(NodeView(0.0, "n", [gpu(0, 1.0)], (), ()))
     assert "#" not in text(picture, 200, 24)[1]
 
 
@@ -148,7 +148,7 @@ def test_a_gpu_that_is_failing_says_why_in_the_place_of_its_history() -> None:
     health = Health(
         state="warn", condition="failing", reason="XID 63, last seen\x1b[31m: a bad memory row was recorded"
     )
-    picture.take(Seen(0.0, "n", [gpu(0, 90.0).replace(health=health)], (), ()))
+    picture.take(NodeView(0.0, "n", [gpu(0, 90.0).replace(health=health)], (), ()))
     for columns in (40, 80, 200):
         first = text(picture, columns, 24)[1]
         assert first.startswith("gpu0  failing: X"[: columns // 3])
@@ -159,16 +159,16 @@ def test_a_gpu_that_is_failing_says_why_in_the_place_of_its_history() -> None:
 
 def test_a_look_at_operations_alone_adds_nothing_to_the_history_of_gpus() -> None:
     picture = Picture(unicode=False)
-    seen = Seen(0.0, "n", [gpu(0, 99.0)], (), ())
+    seen = NodeView(0.0, "n", [gpu(0, 99.0)], (), ())
     for _ in range(5):
-        picture.take(Seen(0.0, "n", seen.gpus, seen.jobs, ()))
+        picture.take(NodeView(0.0, "n", seen.gpus, seen.jobs, ()))
     assert text(picture, 80, 24)[1].count("#") == 1
 
 
 def test_a_job_that_waits_says_what_for_in_the_place_of_its_figures() -> None:
     picture = Picture(unicode=False)
     waiting = JobRow("j2", "train", "waiting", command="train.py", waits="8.0 GiB on gpu0\x1b[31m")
-    picture.take(Seen(0.0, "n", (), [job(1), waiting], ()))
+    picture.take(NodeView(0.0, "n", (), [job(1), waiting], ()))
     lines = text(picture, 80, 24)
     assert "2 jobs, 1 waiting" in lines[0]
     assert lines[3].endswith(r"train waits: 8.0 GiB on gpu0\x1b[31m")
@@ -177,7 +177,7 @@ def test_a_job_that_waits_says_what_for_in_the_place_of_its_figures() -> None:
 
 def test_jobs_are_ordered_by_each_column_and_filtered_by_a_word() -> None:
     picture = Picture()
-    picture.take(Seen(0.0, "n", (), [job(3), job(10, steps_per_s=None), job(1, "waiting")], ()))
+    picture.take(NodeView(0.0, "n", (), [job(3), job(10, steps_per_s=None), job(1, "waiting")], ()))
     orders = {}
     for _ in ORDERS:
         orders[picture.order] = [row.id for row in picture.jobs]
@@ -239,14 +239,14 @@ def test_a_migration_is_proposed_to_as_many_fit_gpus_as_the_job_has(gpus: tuple[
     picture = Picture()
     failing = gpu(5, 0.0).replace(health=Health(state="failed", condition="failing", reason="XID 79"))
     known = [gpu(0, 50.0), gpu(1, 30.0), gpu(2, 0.0), gpu(3, 10.0), gpu(4, state="lost"), failing]
-    picture.take(Seen(0.0, "node1", known, (), ()))
+    picture.take(NodeView(0.0, "node1", known, (), ()))
     assert picture.target_for(JobRow("j1", "ranks", "training", gpus=gpus)) == proposed
 
 
 def test_the_newest_operation_of_a_job_is_found_after_a_restart_has_changed_its_pid() -> None:
     picture = Picture()
     done = operation("1", "done", 4003).replace(job="j3")
-    picture.take(Seen(0.0, "node1", (), [JobRow("j3", "train", "training", pids=(5000,))], (done,)))
+    picture.take(NodeView(0.0, "node1", (), [JobRow("j3", "train", "training", pids=(5000,))], (done,)))
     assert picture.operation() == done
 
 
@@ -259,7 +259,7 @@ class Told:
         self.done = threading.Event()
 
     def start(self, listener: Listener) -> None:
-        listener.seen(large())
+        listener.on_view(large())
         listener.happened(EVENT)
 
     def stop(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from hegmctl.connection import connect
 from hegmctl.top.feed import Feed
-from hegmctl.top.picture import Listener, Seen
+from hegmctl.top.picture import Listener, NodeView
 from hegmd.protocol import messages as m
 from hegmd.protocol.jobs import Job, JobProcess
 from hegmd.protocol.operations import Operation, Plan
@@ -53,12 +53,12 @@ class Heard(Listener):
 
     def __init__(self, daemon: FakeDaemon) -> None:
         self._daemon = daemon
-        self.looks: list[Seen] = []
+        self.looks: list[NodeView] = []
         self.events: list[Event] = []
         self.troubles: list[str] = []
 
-    def seen(self, seen: Seen) -> None:
-        self.looks.append(seen)
+    def on_view(self, view: NodeView) -> None:
+        self.looks.append(view)
         self._wake()
 
     def happened(self, event: Event) -> None:

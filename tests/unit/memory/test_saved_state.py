@@ -34,7 +34,7 @@ async def test_a_state_is_read_whatever_size_was_reserved_for_it(
         assert state_file.read(memory.fd) == state
         if spilled:
             await pool.spill(KEY)
-            await pool.let_go(KEY)
+            await pool.free_memory_of(KEY)
         pool.close()
         after = await found_again(keep, KEY)
         await after.fetch(KEY)

@@ -13,7 +13,7 @@ import weakref
 from ..frameworks import accelerate_hf
 from ..values.duck_types import class_of
 from ..values.refusals import Refusal
-from .position import path_of, said, script_frames
+from .position import path_of, script_frames, step_text
 from .value_stack import caller
 
 TYPE_CHECKING = False
@@ -59,15 +59,17 @@ class Asked:
         heads = heads_of(place)
         if not self.paths or _is_of_framework(place) or self.paths[0] == place.path:
             return
-        what = f"the loader that is asked for batches at {said(place.path[-1])} was first asked at"
+        what = f"the loader that is asked for batches at {step_text(place.path[-1])} was first asked at"
         passes = bool(heads) and not is_above(self.paths[0], heads[-1])
-        yield Refusal(f"{what} {said(self.paths[0][-1])}", _LATER if passes else _PROBE, passes=passes)
+        yield Refusal(f"{what} {step_text(self.paths[0][-1])}", _LATER if passes else _PROBE, passes=passes)
 
     def against_loop(self, head: Any) -> Iterator[Refusal]:
         """Yield the same for the loop with this head, which iterates over the pass."""
         if self.paths and self.paths[0] != head:
-            first = said(self.paths[0][-1])
-            yield Refusal(f"the loader that the loop at {said(head[-1])} goes over was first asked at {first}", _PROBE)
+            first = step_text(self.paths[0][-1])
+            yield Refusal(
+                f"the loader that the loop at {step_text(head[-1])} goes over was first asked at {first}", _PROBE
+            )
 
     def is_over_above(self, place: Place) -> bool:
         """Return True if the pass was asked above the loops only: the restarted script does so again."""
@@ -80,12 +82,12 @@ def against_aside(began: Any, asked: Asked, place: Place) -> Iterator[Refusal]:
     heads = [] if _is_of_framework(place) else heads_of(place)
     if not heads:
         return
-    loop = f"the loop at {said(heads[-1][-1])}"
+    loop = f"the loop at {step_text(heads[-1][-1])}"
     if asked.paths and is_above(asked.paths[0], heads[-1]):
-        what = f"a loader was asked for a batch at {said(asked.paths[0][-1])}, above {loop}"
+        what = f"a loader was asked for a batch at {step_text(asked.paths[0][-1])}, above {loop}"
         yield Refusal(f"{what}, and a restarted script would call it there again", _PROBE)
     elif not is_above(began, heads[-1]):
-        what = f"a pass over a loader that began at {said(began[-1])}, within {loop}, is not over"
+        what = f"a pass over a loader that began at {step_text(began[-1])}, within {loop}, is not over"
         yield Refusal(f"{what}, and a restarted script would not begin it on its way", _ASIDE)
 
 

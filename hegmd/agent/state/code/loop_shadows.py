@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 from .loops import loops_of
-from .position import is_users, is_users_module, said, script_frames, step_of
+from .position import is_users, is_users_module, script_frames, step_of, step_text
 from .value_stack import caller
 
 TYPE_CHECKING = False
@@ -61,7 +61,7 @@ class Entering:
 
     def left(self) -> list[str]:
         """Return the loops that have not been entered, in words."""
-        return [said((*self._path[loop["depth"]][:3], loop["line"])) for loop in self._loops if loop["needs"]]
+        return [step_text((*self._path[loop["depth"]][:3], loop["line"])) for loop in self._loops if loop["needs"]]
 
     def _leads_to(self, frames: list[FrameType]) -> bool:
         """Return True if these frames are the start of the path; the last one's line is its loop's."""

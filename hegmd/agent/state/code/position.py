@@ -139,7 +139,7 @@ def _code_of_main() -> CodeType | None:
         return None
 
 
-def said(step: Any) -> str:
+def step_text(step: Any) -> str:
     """Return a step of a path in words."""
     module, function, _first, line = step
     where = "" if function == "<module>" else f" in {function}()"

@@ -15,7 +15,7 @@ import weakref
 from _thread import get_ident
 
 from ..code import loop_position
-from ..code.position import said
+from ..code.position import step_text
 from ..values import contents, rng
 from ..values.refusals import DoesNotFit, Refusal
 from ..values.script_api import replayed
@@ -240,11 +240,11 @@ class Iteration:
         """Return why it could not be made again at its position."""
         iterator = self.iterator()
         found = [
-            Refusal(f"the sampler of the loader at {said(self.path[-1])} holds other {name}, of no form", _REMADE)
+            Refusal(f"the sampler of the loader at {step_text(self.path[-1])} holds other {name}, of no form", _REMADE)
             for name in sampler_inputs.not_kept(self._before["orders"])
         ]
         found += [
-            Refusal(f"the data of the loader at {said(self.path[-1])} have other {name}, of no form", _REMADE)
+            Refusal(f"the data of the loader at {step_text(self.path[-1])} have other {name}, of no form", _REMADE)
             for name in sampler_inputs.not_kept(self._data)
         ]
         if any(self.sent) or any(self.made_until(iterator._num_yielded - given)):
@@ -252,7 +252,7 @@ class Iteration:
             found += [Refusal(*_DRAWING)] if drawn else [] if is_whole else [Refusal(*_NOT_WHOLE)]
         if self._is_remade and self._stream is None:
             found.append(
-                Refusal(f"each pass of the loader at {said(self.path[-1])} is over newly created data", _REMADE)
+                Refusal(f"each pass of the loader at {step_text(self.path[-1])} is over newly created data", _REMADE)
             )
         if self._own is not None:
             return [*found, *self._own.refusals(given)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from ..code.position import said
+from ..code.position import step_text
 from ..values.refusals import DoesNotFit
 from . import sampler_inputs, stateful_loader
 from .loaders import datasets_of, signature_of, unlike
@@ -33,7 +33,7 @@ class RebuiltPass(Iteration):
         if dict(taken["signature"]) != self.signature:
             raise DoesNotFit([unlike(taken, self.signature)])
         if any(self._sums.get(name) != found for name, found in taken["sums"].items()):
-            raise DoesNotFit([f"the loader at {said(taken['path'][-1])} has different data than before"])
+            raise DoesNotFit([f"the loader at {step_text(taken['path'][-1])} has different data than before"])
         self._before, self._creation, self._first = taken["before"], taken["creation"], taken["first"]
         self._set_data(loader, taken)
         set_beginning(self.gathered, loader, self._creation or self._before)

@@ -21,7 +21,7 @@ from ..code.script_objects import Instances
 from ..storage import checksums
 from ..values.duck_types import is_a
 from ..values.refusals import Refusal
-from .discovery import TENSOR, Holding, Holdings
+from .discovery import TENSOR, FoundObject, ScriptSearch
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -128,9 +128,9 @@ class Baseline:
         self._kinds: dict[str, tuple[str, str]] = {}
         self._marks: dict[str, tuple[Any, Mark]] = {}
         self._names: dict[int, tuple[Any, list[str]]] = {}
-        holdings = Holdings(frames)
-        marking, elsewhere = Marking(), holdings.tensors_elsewhere()
-        for found in holdings.list:
+        objects = ScriptSearch(frames)
+        marking, elsewhere = Marking(), objects.tensors_elsewhere()
+        for found in objects.list:
             self._names[id(found.thing)] = (_weak(found.thing), found.names)
             for name in found.names:
                 self._kinds[name] = (found.kind, type(found.thing).__qualname__)
@@ -139,24 +139,24 @@ class Baseline:
         self._variables = {name: _print_of(value) for name, value in _variables(frames)}
         self.drift = Drift(Instances(frames))
 
-    def names_of(self, found: Holding) -> list[str]:
+    def names_of(self, found: FoundObject) -> list[str]:
         """Return the names that it had here, and will have in a restarted script; its present names if it was made
         later.
         """
         thing, names = self._names.get(id(found.thing), (None, []))
         return names if thing is not None and thing() is found.thing else found.names
 
-    def is_later(self, found: Holding) -> bool:
+    def is_later(self, found: FoundObject) -> bool:
         """Return True if no object of its class had any of its names."""
         kind = (found.kind, type(found.thing).__qualname__)
         return all(self._kinds.get(name) != kind for name in found.names)
 
-    def written_to(self, holdings: list[Holding]) -> set[int]:
+    def written_to(self, objects: list[FoundObject]) -> set[int]:
         """Return the addresses of the tensors that were here and have changed in place, or may have."""
         marking = Marking()
-        return {id(found.thing) for found in holdings if found.kind == TENSOR and self._was_written_to(found, marking)}
+        return {id(found.thing) for found in objects if found.kind == TENSOR and self._was_written_to(found, marking)}
 
-    def _was_written_to(self, found: Holding, marking: Marking) -> bool:
+    def _was_written_to(self, found: FoundObject, marking: Marking) -> bool:
         for name in found.names:
             tensor, mark = self._marks.get(name, (None, None))
             if tensor is not None and mark is not None and tensor() is found.thing:
@@ -177,7 +177,7 @@ class Baseline:
         ]
 
 
-def refusal_of(found: Holding) -> Refusal:
+def refusal_of(found: FoundObject) -> Refusal:
     """Return the refusal of an object that was created since the script first reached this place."""
     name = found.names[0]
     return Refusal(

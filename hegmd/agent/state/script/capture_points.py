@@ -12,7 +12,7 @@ import sys
 
 from ...notes import note
 from ..code.loops import loops_of
-from ..code.position import Place, Unreadable, is_of_script, look_into, said
+from ..code.position import Place, Unreadable, is_of_script, look_into, step_text
 from ..code.value_stack import caller
 from ..frameworks import accelerate_hf
 from ..loaders import passes as loaders_passes
@@ -137,7 +137,7 @@ def refusals_of(place: Place, driver: Any) -> Iterator[Refusal]:
     if not place.frames:
         yield Refusal("no frame of the script's is under way in the thread that trains", _LATER, passes=True)
     elif not place.at_head and (chain or driver is None):
-        yield Refusal(f"the script is within a loop's body, at {said(place.path[-1])}", _LATER, passes=bool(chain))
+        yield Refusal(f"the script is within a loop's body, at {step_text(place.path[-1])}", _LATER, passes=bool(chain))
     asked = None if driver is None else loaders_passes.followed(driver)
     if asked is not None:
         yield from asked.asked.against(place)
@@ -145,19 +145,19 @@ def refusals_of(place: Place, driver: Any) -> Iterator[Refusal]:
         return
     if not any(trained[: len(chain)] == chain for trained in _trained):
         yield Refusal(
-            f"the loop at {said(chain[-1][1])} does not train, but is inside one that does", _LATER, passes=True
+            f"the loop at {step_text(chain[-1][1])} does not train, but is inside one that does", _LATER, passes=True
         )
         return
     before, entry = _entered.get(chain[0]), _entry_of(place)
     if chain[0] in _entered_again or (before is not None and entry is not None and not before.is_same(entry)):
-        at = said(chain[0][1])
+        at = step_text(chain[0][1])
         yield Refusal(f"the loop at {at} has trained before, in an earlier call, and would do so again", _ONE_EACH)
     positions = positions_of(place)
     for trained, was in list(_trained.items()):
         common = _common(trained, chain)
         if common == len(chain) or common == len(trained):
             continue
-        over = f"the loop at {said(trained[-1][1])} has trained before the one at {said(chain[-1][1])}"
+        over = f"the loop at {step_text(trained[-1][1])} has trained before the one at {step_text(chain[-1][1])}"
         if common == 0:
             yield Refusal(f"{over}, and would do so again", _ONE_EACH)
         elif was[:common] == positions[:common]:

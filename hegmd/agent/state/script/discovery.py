@@ -46,7 +46,7 @@ _COLLECTIONS: Any = (dict, list, tuple, set, frozenset, deque)
 _ACCESSORS: Any = (property, staticmethod, classmethod)
 
 
-class Holding:
+class FoundObject:
     """One thing with a state, and the names it is held by, the nearest first."""
 
     __slots__ = ("kind", "names", "thing")
@@ -57,17 +57,17 @@ class Holding:
         self.names = [name]
 
 
-class Holdings:
+class ScriptSearch:
     """All objects that the script holds when this is created. Reads only, and calls none of the script's code."""
 
     def __init__(self, frames: list[FrameType]) -> None:
-        self.list: list[Holding] = []
+        self.list: list[FoundObject] = []
         self.is_whole = True
         #: The names of what was not searched: the script may write to models or tensors there.
         self.unseen: list[str] = []
         self._kinds = _Kinds()
         self._seen: dict[int, Any] = {}
-        self._held: dict[int, Holding] = {}
+        self._held: dict[int, FoundObject] = {}
         self._beyond: list[tuple[str, Any]] = []
         self._left: deque[tuple[str, Any, int]] = deque(_beginnings(frames))
         while self._left:
@@ -117,7 +117,7 @@ class Holdings:
         self._seen[id(thing)] = thing  # held, so that no other object gets its address meanwhile
         kind = self._kinds.of(thing)
         if kind is not None:
-            self._held[id(thing)] = Holding(kind, thing, name)
+            self._held[id(thing)] = FoundObject(kind, thing, name)
         if is_a(thing, dict, list, tuple, deque) and len(thing) > _LONGEST:
             values: Any = thing.values() if is_a(thing, dict) else thing
             if any(self._kinds.of(found) is not None for found in values):
@@ -133,7 +133,7 @@ class Holdings:
             self._left.extend((f"{name}.{key}", found, depth) for key, found in children)
 
 
-def is_open(found: Holding) -> bool:
+def is_open(found: FoundObject) -> bool:
     """Return True if its `state_dict` is the script's own: it defines what the script saves, which may be
     incomplete.
     """

@@ -6,14 +6,14 @@ Chooses between `agent/state/values/contents` and `agent/state/values/rng`; othe
 from __future__ import annotations
 
 from ..values import contents, rng
-from .discovery import GENERATOR, MODULE, OPTIMIZER, SCALER, TENSOR, Holding
+from .discovery import GENERATOR, MODULE, OPTIMIZER, SCALER, TENSOR, FoundObject
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
 
-def taken(found: Holding, references: dict[int, Any]) -> Any:
+def taken(found: FoundObject, references: dict[int, Any]) -> Any:
     if found.kind == MODULE:
         return contents.take_module(found.thing)
     if found.kind == OPTIMIZER:
@@ -25,7 +25,7 @@ def taken(found: Holding, references: dict[int, Any]) -> Any:
     return contents.loose(found.thing.state_dict())
 
 
-def unfit(found: Holding, content: Any, references: dict[int, Any]) -> list[str]:
+def unfit(found: FoundObject, content: Any, references: dict[int, Any]) -> list[str]:
     if found.kind == MODULE:
         return contents.unfit_module(found.thing, content)
     if found.kind == OPTIMIZER:
@@ -35,7 +35,7 @@ def unfit(found: Holding, content: Any, references: dict[int, Any]) -> list[str]
     return []
 
 
-def put(found: Holding, content: Any) -> list[str]:
+def put(found: FoundObject, content: Any) -> list[str]:
     """Restore it. Return what differs here."""
     if found.kind == OPTIMIZER:
         return contents.put_optimizer(found.thing, content)
@@ -55,10 +55,10 @@ def put(found: Holding, content: Any) -> list[str]:
     return []
 
 
-def references_of(holdings: dict[int, Holding]) -> dict[int, tuple[int, str]]:
+def references_of(objects: dict[int, FoundObject]) -> dict[int, tuple[int, str]]:
     """Return every parameter of the modules by address: its holding, and its name there."""
     found: dict[int, tuple[int, str]] = {}
-    for index, holding in holdings.items():
+    for index, holding in objects.items():
         if holding.kind == MODULE:
             for name, parameter in contents.names_in(holding.thing):
                 found.setdefault(id(parameter), (index, name))

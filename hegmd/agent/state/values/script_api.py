@@ -26,7 +26,7 @@ _HINT = "give it a `get` that returns numbers, text, bytes, lists, dicts or tens
 
 def make_boundary() -> Callable[[], None]:
     """Return the function that marks a boundary: the gate's own method with an agent, because each call counts."""
-    said.count_steps()
+    registrations.count_steps()
     if not __name__.startswith("_hegm."):
         return _no_boundary
     from ... import lifecycle
@@ -80,7 +80,7 @@ def meet(name: str, action: Callable[[Any], object]) -> None:
     sys.meta_path.insert(0, mount.FrameworkFinder({name: action}))
 
 
-class Said:
+class Registrations:
     """The objects that one script has registered. `state` returns the state that it was restarted with, until that is
     restored.
     """
@@ -233,4 +233,4 @@ def _given() -> Any:
 
 
 #: The declarations of this process's script.
-said = Said(_given)
+registrations = Registrations(_given)

@@ -45,7 +45,7 @@ class HandHere:
         with Descriptors([os.dup(fd) for fd in fds]) as owned:
             return self._work.requests()[op](Request(args or {}, owned, lambda _: None))
 
-    def let_go(self) -> None:
+    def kill(self) -> None:
         if self._work.held():
             self._work.folder.close()
 

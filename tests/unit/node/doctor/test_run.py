@@ -11,7 +11,7 @@ import pytest
 
 from hegmd.errors import EXTERNAL, HegmError
 from hegmd.node.doctor.facts import SUMMARY_CHARACTERS, Finding, NodeFacts, ok, warn
-from hegmd.node.doctor.run import CHECKS, Ask, Look, Row, run_checks
+from hegmd.node.doctor.run import CHECKS, BlockingCheck, ProgramCheck, Row, run_checks
 from hegmd.protocol.snapshots import Check, Gpu, Vendor
 from tests.patience import longer_and_longer
 from tests.unit.node.doctor.node import FileNode, gpu, vendor
@@ -41,7 +41,7 @@ async def test_the_order_is_the_tables_whatever_takes_how_long(node: FileNode) -
     async def hear(check: Check) -> None:
         heard.append(check.id)
 
-    rows = (Ask("a", slow), Look("b", lambda _: ok("between")), Ask("c", quick))
+    rows = (ProgramCheck("a", slow), BlockingCheck("b", lambda _: ok("between")), ProgramCheck("c", quick))
     made = await run_checks(node.facts(), hear, checks=rows)
     assert heard == ["a", "b", "c"] == [check.id for check in made]
 
@@ -56,15 +56,17 @@ async def test_a_check_is_told_before_the_next_is_made(node: FileNode) -> None:
     async def hear(_check: Check) -> None:
         told.set()
 
-    await run_checks(node.facts(), hear, checks=(Look("a", lambda _: ok("first")), Ask("b", second)), deadline_s=5)
+    await run_checks(
+        node.facts(), hear, checks=(BlockingCheck("a", lambda _: ok("first")), ProgramCheck("b", second)), deadline_s=5
+    )
     assert told.is_set()
 
 
-def breaks(error: Exception) -> Look:
+def breaks(error: Exception) -> BlockingCheck:
     def check(_: NodeFacts) -> Finding:
         raise error
 
-    return Look("broken", check)
+    return BlockingCheck("broken", check)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,7 @@ async def test_a_check_that_fails_is_a_line_and_the_others_go_on(
     node: FileNode, error: Exception, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)
-    made = await run_rows(node, breaks(error), Look("good", lambda _: ok("fine")))
+    made = await run_rows(node, breaks(error), BlockingCheck("good", lambda _: ok("fine")))
     assert made["broken"].status == "warn"
     assert words in made["broken"].summary
     assert made["broken"].fix
@@ -98,7 +100,7 @@ async def test_a_check_that_hangs_is_a_line_and_left_behind(node: FileNode) -> N
         return ok("never")
 
     try:
-        rows = Look("a", hang), Ask("b", wait), Look("c", lambda _: ok("fine"))
+        rows = BlockingCheck("a", hang), ProgramCheck("b", wait), BlockingCheck("c", lambda _: ok("fine"))
         for deadline_s in longer_and_longer(0.1):
             made = await run_rows(node, *rows, deadline_s=deadline_s)
             if made["c"].status == "ok":
@@ -117,9 +119,9 @@ async def test_more_hanging_checks_than_places_do_not_stop_the_rest(node: FileNo
         return ok("too late")
 
     try:
-        hanging = [Look(f"h{number}", hang) for number in range(12)]
+        hanging = [BlockingCheck(f"h{number}", hang) for number in range(12)]
         for deadline_s in longer_and_longer(0.05):
-            made = await run_rows(node, *hanging, Look("last", lambda _: ok("fine")), deadline_s=deadline_s)
+            made = await run_rows(node, *hanging, BlockingCheck("last", lambda _: ok("fine")), deadline_s=deadline_s)
             if made["last"].status == "ok":
                 break
         else:
@@ -129,7 +131,7 @@ async def test_more_hanging_checks_than_places_do_not_stop_the_rest(node: FileNo
 
 
 async def test_what_does_not_apply_is_skipped_with_the_reason(node: FileNode) -> None:
-    row = Look("x", lambda _: warn("not asked", "not asked"), lambda _: "there is none here")
+    row = BlockingCheck("x", lambda _: warn("not asked", "not asked"), lambda _: "there is none here")
     made = await run_rows(node, row)
     assert (made["x"].status, made["x"].summary, made["x"].fix) == ("skip", "there is none here", None)
 
@@ -151,7 +153,12 @@ async def test_what_the_listener_raises_ends_the_run_as_it_is(node: FileNode) ->
         return ok("never")
 
     with pytest.raises(Gone):
-        await run_checks(node.facts(), hear, checks=(Look("a", lambda _: ok("fine")), Ask("b", wait)), deadline_s=60)
+        await run_checks(
+            node.facts(),
+            hear,
+            checks=(BlockingCheck("a", lambda _: ok("fine")), ProgramCheck("b", wait)),
+            deadline_s=60,
+        )
     assert ended.is_set()
 
 

@@ -66,11 +66,11 @@ async def node_of(
         async with node.inventory:
             yield node
             for provider in providers:
-                provider.let_go()
+                provider.unblock()
             node.inventory.set_query_deadline(LONG_S)
     finally:
         for provider in providers:
-            provider.let_go()
+            provider.unblock()
 
 
 def shown(found: NodeSnapshot) -> list[tuple[str, str, str]]:

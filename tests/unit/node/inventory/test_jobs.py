@@ -60,8 +60,8 @@ async def test_a_job_tells_when_its_work_ended_and_not_when_that_was_noticed() -
 async def test_letting_go_of_a_job_that_runs_is_fine_and_so_is_doing_it_twice() -> None:
     gate = threading.Event()
     job = Job(lambda: gate.wait(HANG_S), name="hegmd-test")
-    job.let_go()
-    job.let_go()
+    job.abandon()
+    job.abandon()
     await job.wait()  # nobody is to be waited for any more
     assert not job.done
     gate.set()

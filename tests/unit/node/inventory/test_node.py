@@ -82,7 +82,7 @@ async def test_callers_at_the_same_time_share_one_look() -> None:
             for _ in range(20):
                 tasks.start_soon(ask, node)
             await entered(provider)
-            provider.let_go()
+            provider.unblock()
         assert len(found) == 20
         assert len({id(each) for each in found}) == 1
         assert provider.count("snapshot") == 1
@@ -116,7 +116,7 @@ async def test_a_change_in_the_middle_of_a_look_makes_the_caller_wait_for_the_ne
             node.inventory.expire()
             tasks.start_soon(ask, node)
             await wait_all_tasks_blocked()
-            provider.let_go()
+            provider.unblock()
         assert [each.id for each in found[0].gpus] == ["gpu0", "gpu1"]
 
 
@@ -145,7 +145,7 @@ async def test_when_the_leader_is_cancelled_the_next_takes_over_and_asks_nothing
             leading.cancel()
             await led.wait()
             await wait_all_tasks_blocked()
-            provider.let_go()
+            provider.unblock()
         assert [shown(each) for each in found] == [[("gpu0", "nvidia-0", "ok")]] * 2
         assert provider.count("snapshot") == 1
 
@@ -164,7 +164,7 @@ async def test_a_cancelled_follower_disturbs_nobody() -> None:
             await entered(provider)
             with anyio.move_on_after(0):
                 await node.inventory.refresh()
-            provider.let_go()
+            provider.unblock()
         assert len(found) == 1
 
 
@@ -219,7 +219,7 @@ async def test_reopening_while_a_look_is_under_way_is_not_lost_on_it() -> None:
             await entered(provider)
             tasks.start_soon(node.inventory.reopen)
             await wait_all_tasks_blocked()
-            provider.let_go()
+            provider.unblock()
         assert provider.calls == ["open", "snapshot", "close", "open", "snapshot"]
 
 

@@ -61,7 +61,7 @@ async def test_a_library_that_hangs_later_is_shown_with_what_it_said_last() -> N
         found = await node.inventory.refresh()
         assert vendor_of(found).age_s == 12.0
         assert "for 7.0 s" in vendor_of(found).message
-        provider.let_go()
+        provider.unblock()
         await anyio.to_thread.run_sync(joined, "hegmd-nvidia")
         node.inventory.set_query_deadline(LONG_S)
         found = await node.inventory.refresh()
@@ -79,7 +79,7 @@ async def test_a_slow_library_gets_its_answer_in_at_the_next_look() -> None:
     provider.hang()
     async with node_of(provider, deadline_s=SHORT_S) as node:
         assert (await node.inventory.refresh()).gpus == ()
-        provider.let_go()
+        provider.unblock()
         await anyio.to_thread.run_sync(joined, "hegmd-nvidia")
         node.clock.advance(4)
         provider.hang()
@@ -113,7 +113,7 @@ async def test_closing_does_not_wait_for_a_library_that_hangs() -> None:
         with anyio.fail_after(LONG_S / 2):
             await node.inventory.aclose()
         assert provider.count("close") == 0
-    provider.let_go()
+    provider.unblock()
 
 
 async def test_closing_waits_for_a_library_that_is_only_being_asked() -> None:
@@ -128,7 +128,7 @@ async def test_closing_waits_for_a_library_that_is_only_being_asked() -> None:
             tasks.start_soon(node.inventory.aclose)
             await wait_all_tasks_blocked()
             assert provider.count("close") == 0
-            provider.let_go()
+            provider.unblock()
         assert provider.calls == ["open", "snapshot", "close"]
 
 
@@ -282,7 +282,7 @@ async def test_a_failure_that_turns_into_a_hang_and_back_is_told_in_full() -> No
         node.inventory.set_query_deadline(SHORT_S)
         found = await node.inventory.refresh()
         assert (vendor_of(found).state, found.gpus[0].state) == ("stale", "unknown")
-        provider.let_go()
+        provider.unblock()
         await anyio.to_thread.run_sync(joined, "hegmd-nvidia")
         node.inventory.set_query_deadline(LONG_S)
         assert shown(await node.inventory.refresh()) == [("gpu0", "nvidia-0", "ok")]

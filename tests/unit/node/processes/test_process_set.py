@@ -18,10 +18,10 @@ import pytest
 from hegmd.images.criu.privileges import CAP_SYS_RESOURCE
 from hegmd.node.processes.process_set import (
     ProcessSet,
+    continue_all,
     dumpers_of,
     end_all,
     holders_of,
-    let_go,
     population_of,
     wait_for_thread_numbers,
     wait_until_free,
@@ -88,7 +88,7 @@ def test_whoever_was_stopped_in_between_goes_on_and_who_was_before_does_not() ->
         before = population_of([one.pid, other.pid])
         assert before.stopped == {other.pid}
         stop(one)
-        let_go(before)
+        continue_all(before)
         os.waitid(os.P_PID, one.pid, os.WCONTINUED)
         assert state(other) == "T"
 
@@ -101,7 +101,7 @@ def test_one_that_no_descriptor_could_be_had_for_left_everybody_after_it_stopped
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-            let_go(before)
+            continue_all(before)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for process in (one, other):
@@ -126,7 +126,7 @@ def test_a_strangers_tracer_was_waited_for_before_a_job_went_on() -> None:
     with sleeper() as one:
         before = population_of([one.pid])
         with sleeper(str(one.pid), text=trace) as tracer:
-            let_go(before)
+            continue_all(before)
             assert tracer.poll() is None
 
 
@@ -142,7 +142,7 @@ def test_a_number_that_is_somebody_elses_by_now_is_not_touched() -> None:
 def test_who_is_gone_is_passed_over() -> None:
     with sleeper() as process:
         people = population_of([process.pid])
-    let_go(people)
+    continue_all(people)
     end_all(people)
     assert population_of([process.pid]).start_ticks == {}
 
@@ -203,14 +203,14 @@ def test_a_dump_that_nobody_wanted_any_more_was_waited_for_to_its_end(tmp_path: 
     """A restarted daemon waited up to 15 minutes, with the job stopped, for an image that it then discarded."""
     people = population_of([ROOT])
     with sleeper("dump", "--tree", str(ROOT), "--images-dir", str(tmp_path / "pages"), text=WRITER) as dumper:
-        let_go(people)
+        continue_all(people)
         assert dumper.wait(0) == errno.EFBIG, "it was told by an error, and was not killed"
 
 
 # The service as it was, and as it is.
 WITHOUT, WITH = "CapabilityBoundingSet=CAP_KILL", "CapabilityBoundingSet=CAP_KILL CAP_SYS_RESOURCE"
-LET_GO = "import sys\nfrom hegmd.node.processes.process_set import let_go, population_of\n"
-LET_GO += "let_go(population_of([int(sys.argv[1])]))"
+LET_GO = "import sys\nfrom hegmd.node.processes.process_set import continue_all, population_of\n"
+LET_GO += "continue_all(population_of([int(sys.argv[1])]))"
 
 
 @pytest.mark.thorough
@@ -255,7 +255,7 @@ def test_a_dump_that_a_signal_would_kill_is_not_told_to_end(tmp_path: Path) -> N
     with sleeper(*words, text=text) as dumper:
         told = threading.Timer(0, enough.touch)
         told.start()
-        let_go(people)
+        continue_all(people)
         told.join()
         assert dumper.wait(HANG_S) == 0
 

@@ -14,7 +14,7 @@ import torch
 from hegmd.agent.state.save_and_exit import UNRESTORED_STATUS
 from hegmd.agent.state.storage import state_file
 from hegmd.agent.state.values import inherited
-from hegmd.agent.state.values.script_api import KEY, Said, replayed
+from hegmd.agent.state.values.script_api import KEY, Registrations, replayed
 
 ROOT = Path(__file__).parents[5]
 
@@ -43,14 +43,14 @@ def module() -> Optimizers:
 
 
 @pytest.fixture
-def said(module: Optimizers) -> Said:
+def said(module: Optimizers) -> Registrations:
     """A script's words, with steps counted."""
-    made = Said(lambda: None)
+    made = Registrations(lambda: None)
     made.count_in(module)
     return made
 
 
-def _restarted(state: dict[str, Any]) -> Said:
+def _restarted(state: dict[str, Any]) -> Registrations:
     """A script that was started again and has said nothing yet; the state went through a file."""
     fd = os.memfd_create("state", os.MFD_CLOEXEC)
     try:
@@ -58,10 +58,10 @@ def _restarted(state: dict[str, Any]) -> Said:
         whole = state_file.read(fd)
     finally:
         os.close(fd)
-    return Said(lambda: whole)
+    return Registrations(lambda: whole)
 
 
-def test_steps_are_counted_by_optimizer_and_go_along(said: Said, module: Optimizers) -> None:
+def test_steps_are_counted_by_optimizer_and_go_along(said: Registrations, module: Optimizers) -> None:
     first, second = Optimizer(), Optimizer()
     for optimizer in (second, first, second):
         module.step(optimizer)
@@ -75,7 +75,7 @@ def test_steps_are_counted_by_optimizer_and_go_along(said: Said, module: Optimiz
     assert (again.global_step(), again.global_step(mine[0]), again.global_step(mine[1])) == (2, 1, 2)
 
 
-def test_a_kept_value_is_set_at_once_and_again_after_the_scripts_own_preparations(said: Said) -> None:
+def test_a_kept_value_is_set_at_once_and_again_after_the_scripts_own_preparations(said: Registrations) -> None:
     kept = {"best": torch.tensor(0.25), "names": ["a"]}
     said.keep("history", lambda: kept, kept.update)
     state, against = said.capture([])
@@ -89,7 +89,7 @@ def test_a_kept_value_is_set_at_once_and_again_after_the_scripts_own_preparation
     assert found[1]["best"] == 0.25
 
 
-def test_a_value_that_cannot_be_kept_is_a_reason_with_its_place_and_a_hint(said: Said) -> None:
+def test_a_value_that_cannot_be_kept_is_a_reason_with_its_place_and_a_hint(said: Registrations) -> None:
     def fail() -> None:
         raise KeyError("best")
 
@@ -102,7 +102,7 @@ def test_a_value_that_cannot_be_kept_is_a_reason_with_its_place_and_a_hint(said:
     ]
 
 
-def test_what_the_script_does_not_keep_any_more_is_a_misfit(said: Said) -> None:
+def test_what_the_script_does_not_keep_any_more_is_a_misfit(said: Registrations) -> None:
     said.keep("history", lambda: 1, lambda _value: None)
     state, _against = said.capture([Optimizer()])
     assert _restarted(state).misfits(state, []) == [
@@ -111,7 +111,7 @@ def test_what_the_script_does_not_keep_any_more_is_a_misfit(said: Said) -> None:
     ]
 
 
-def test_the_epoch_is_told_after_a_restart_and_is_0_before(said: Said, module: Optimizers) -> None:
+def test_the_epoch_is_told_after_a_restart_and_is_0_before(said: Registrations, module: Optimizers) -> None:
     said.set_steps_per_epoch(6)
     said.set_gradient_accumulation_steps(2)
     optimizer = Optimizer()
@@ -122,14 +122,14 @@ def test_the_epoch_is_told_after_a_restart_and_is_0_before(said: Said, module: O
     assert _restarted(state).start_epoch() == 2
 
 
-def test_what_hegm_was_told_wrongly_is_an_error_at_once(said: Said) -> None:
+def test_what_hegm_was_told_wrongly_is_an_error_at_once(said: Registrations) -> None:
     with pytest.raises(ValueError, match="an epoch has 0 batches"):
         said.set_steps_per_epoch(0)
     with pytest.raises(TypeError, match="a function that gets the value"):
         said.keep("x", 3, print)
 
 
-def test_resumable_is_enumerate_and_marks_what_may_be_replayed(said: Said) -> None:
+def test_resumable_is_enumerate_and_marks_what_may_be_replayed(said: Registrations) -> None:
     data = torch.utils.data.TensorDataset(torch.arange(4))
     loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(data, batch_size=2)
     assert [(number, batch[0].tolist()) for number, batch in said.resumable(loader)] == [(0, [0, 1]), (1, [2, 3])]
