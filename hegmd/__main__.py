@@ -30,7 +30,7 @@ SUMMARY = "node daemon that sees a machine's GPUs and the jobs on them"
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One option. Without a metavar it is a switch."""
+    """An option. Without a metavar it is a switch."""
 
     flag: str
     metavar: str | None

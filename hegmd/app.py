@@ -80,7 +80,7 @@ READ_CONFIG_S = 5.0
 
 
 class App:
-    """One daemon: made from a configuration, run once."""
+    """A daemon: made from a configuration, run once."""
 
     def __init__(
         self,

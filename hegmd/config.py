@@ -97,7 +97,7 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with the configuration."""
+    """A thing wrong with the configuration."""
 
     where: str
     what: str

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Code:
-    """One type of failure: its name on the wire, the exit status of hegmctl, and its meaning."""
+    """A type of failure: its name on the wire, the exit status of hegmctl, and its meaning."""
 
     __slots__ = ("exit_status", "meaning", "name")
 

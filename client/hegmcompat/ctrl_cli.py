@@ -33,7 +33,7 @@ DESCRIPTION = "HeGM external control CLI (checkpoint / resume)."
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option: its flags, its meaning, and its arguments for argparse."""
+    """An option: its flags, its meaning, and its arguments for argparse."""
 
     flags: tuple[str, ...]
     doc: str
@@ -43,7 +43,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command and its options. The manual page is made of these too."""
+    """A command and its options. The manual page is made of these too."""
 
     name: str
     doc: str

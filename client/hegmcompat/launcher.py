@@ -35,7 +35,7 @@ _MIB, _GIB = 1 << 20, 1 << 30
 
 
 class Launcher:
-    """One command and its folder. `debug` takes HeGM's own lines."""
+    """A command and its folder. `debug` takes HeGM's own lines."""
 
     def __init__(
         self,

@@ -139,7 +139,7 @@ def parse(words: Sequence[str]) -> Arguments:
 
 
 class _Reader:
-    """One pass over the words."""
+    """A pass over the words."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._words = list(words)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """One run of hegmctl: the command line, the sink, and access to the daemon."""
+    """A run of hegmctl: the command line, the sink, and access to the daemon."""
 
     def __init__(self, arguments: Arguments, sink: Sink) -> None:
         self.arguments = arguments

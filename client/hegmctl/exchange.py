@@ -31,7 +31,7 @@ MAX_UNREAD = 65_536
 
 
 class Waiter:
-    """One request under way, and its unread messages."""
+    """A request under way, and its unread messages."""
 
     def __init__(self, request_id: int, op: str) -> None:
         self.id = request_id
@@ -72,7 +72,7 @@ class Waiter:
 
 
 class Exchange:
-    """One connected socket and its requests. Belongs to one event loop."""
+    """A connected socket and its requests. Belongs to one event loop."""
 
     def __init__(self, connected: sockets.socket, path: str) -> None:
         self.path = path

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
             ...
 
         def has_record(self, rank: int, step: int) -> bool:
-            """Whether what that rank needs to begin that step is on the board."""
+            """Return True if what that rank needs to begin that step is on the board."""
             ...
 
         def progress(self, rank: int) -> tuple[float, float, int]:
@@ -64,7 +64,7 @@ ASK_S = 0.5
 
 
 class Attempt:
-    """One recovery: why, from where, and how long each phase took from the fault on."""
+    """A recovery: why, from where, and how long each phase took from the fault on."""
 
     __slots__ = (
         *("fell_at", "fell_utc", "from_step", "gathered_s", "generation"),

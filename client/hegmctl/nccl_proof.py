@@ -183,7 +183,7 @@ def prove(session: Session) -> int:
 
 
 class _Trial:
-    """One throwaway job, from its start to the verdict."""
+    """A throwaway job, from its start to the verdict."""
 
     def __init__(self, session: Session, connection: Connection, python: str, gpus: Sequence[Gpu], folder: str) -> None:
         self._sink, self._connection, self._python, self._folder = session.sink, connection, python, folder

@@ -27,7 +27,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class RankStates:
-    """One listening socket for each rank. Owns `states` and `lock`. Closing twice is fine.
+    """A listening socket for each rank. Owns `states` and `lock`. Closing twice is fine.
 
     A connection raises SIGIO in this process, and the next `serve` handles it. Raises OSError.
     """

@@ -58,7 +58,7 @@ _MEMORY = "/dev/shm"  # noqa: S108 - a private folder is made in it
 
 
 class Process:
-    """One rank: its process and our end of the connection to it."""
+    """A rank: its process and our end of the connection to it."""
 
     def __init__(self, pid: int, line: socket.socket) -> None:
         self.pid = pid
@@ -328,7 +328,7 @@ class Launcher:
         return found
 
     def has_record(self, rank: int, step: int) -> bool:
-        """Whether what that rank needs to begin that step is on the board."""
+        """Return True if what that rank needs to begin that step is on the board."""
         return self._board.read(rank, step) is not None
 
     def progress(self, rank: int) -> tuple[float, float, int]:

@@ -126,7 +126,7 @@ def run(session: Session) -> int:
 
 
 def _kind_of_parent(arguments: Arguments) -> tuple[int | None, bool, float | None]:
-    """How many ranks it starts itself, whether the command may be restarted, and the grace time of Slurm.
+    """Return how many ranks it starts itself, whether the command may be restarted, and the grace time of Slurm.
 
     Raises HegmError.
     """

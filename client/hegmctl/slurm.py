@@ -32,7 +32,7 @@ AGENT_BACK_S = 10.0
 
 
 def grace_s(environ: Mapping[str, str]) -> float:
-    """How long Slurm waits from SIGTSTP to SIGSTOP. Raises HegmError if the variable is no time."""
+    """Return how long Slurm waits from SIGTSTP to SIGSTOP. Raises HegmError if the variable is no time."""
     from hegmd.errors import USAGE, HegmError
 
     text = environ.get(GRACE) or f"{GRACE_S:g}"

@@ -22,7 +22,7 @@ SETTLE_S = 1.0
 
 
 class Line:
-    """One connection to the daemon, on which orders come. Incoming data raises SIGIO in this process."""
+    """A connection to the daemon, on which orders come. Incoming data raises SIGIO in this process."""
 
     def __init__(self, path: str, offer: Supervise) -> None:
         self._wire = Wire.connect(path, monotonic() + CONNECT_S)

@@ -111,7 +111,7 @@ class GiveUp:
 
 
 class Supervisor:
-    """One command and its authority. `say` writes a line for the user; `slurm` handles SIGTSTP and SIGCONT."""
+    """A command and its authority. `say` writes a line for the user; `slurm` handles SIGTSTP and SIGCONT."""
 
     def __init__(
         self, authority: RestartAuthority, say: Callable[[str], object], slurm: SlurmSignals | None = None

@@ -49,7 +49,7 @@ _NEW_PID = re.compile(r"\bpid (\d+)")
 
 
 class Segment:
-    """One action in a lane, in seconds since the start of the operation."""
+    """An action in a lane, in seconds since the start of the operation."""
 
     __slots__ = ("began_s", "ended_s", "lane", "name", "pid", "size_bytes")
 

@@ -262,7 +262,7 @@ class Channel:
 
 
 class _Attendance:
-    """One connection to a daemon."""
+    """A connection to a daemon."""
 
     def __init__(self, connected: socket.socket, orders: Orders, lending: Lending) -> None:
         self._socket = connected

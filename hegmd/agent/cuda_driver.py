@@ -178,7 +178,7 @@ class OverlappingCopies(Copies):
         _check("cuThreadExchangeStreamCaptureMode", self._exchange(ctypes.byref(mode)))
 
     def memory(self) -> tuple[int, int]:
-        """How much memory of the GPU is free, and how much it has."""
+        """Return how much memory of the GPU is free, and how much it has."""
         free_bytes, total_bytes = ctypes.c_size_t(), ctypes.c_size_t()
         _check("cuMemGetInfo", self._memory(ctypes.byref(free_bytes), ctypes.byref(total_bytes)))
         return free_bytes.value, total_bytes.value

@@ -227,7 +227,7 @@ class Lending:
 
 
 class Block:
-    """One `with hegm.released()`. `lending` returns that of this process, None without an agent."""
+    """A `with hegm.released()`. `lending` returns that of this process, None without an agent."""
 
     def __init__(self, lending: Callable[[], Lending | None], warn: Callable[[str], object]) -> None:
         self._lending = lending

@@ -24,7 +24,7 @@ _LOADED_ONLY = 4 | 2  # RTLD_NOLOAD and RTLD_NOW
 
 
 class Library:
-    """One loaded copy of NCCL. Raises HegmError if it cannot be used."""
+    """A loaded copy of NCCL. Raises HegmError if it cannot be used."""
 
     def __init__(self, path: str) -> None:
         try:

@@ -89,7 +89,7 @@ class Fetching:
             raise self.error
 
     def is_done(self) -> bool:
-        """Whether it has come to its end."""
+        """Return True if it has come to its end."""
         if not self._ended.acquire(blocking=False):
             return False
         self._ended.release()

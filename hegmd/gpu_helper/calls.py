@@ -61,7 +61,7 @@ Watch = Callable[[], Awaitable[Stuck]]
 
 
 class Call:
-    """One request in flight. `over` is set when it has an answer or an error."""
+    """A request in flight. `over` is set when it has an answer or an error."""
 
     def __init__(self, op: str, on_progress: OnProgress | None) -> None:
         self.op = op

@@ -79,7 +79,7 @@ class Contexts:
 
 
 class CopySession:
-    """One operation's part of the helper. Its methods may be called from any thread."""
+    """An operation's part of the helper. Its methods may be called from any thread."""
 
     def __init__(
         self, contexts: Contexts, ordinals: Sequence[int], map_host: Callable[[], HostMemory] | None = None

@@ -64,7 +64,7 @@ def batches(pieces: Iterable[Place], batch_bytes: int) -> Iterator[list[Place]]:
 
 
 class Copy:
-    """One copy of many places in one direction, between the process on a GPU and an address space. For one thread,
+    """A copy of many places in one direction, between the process on a GPU and an address space. For one thread,
     once."""
 
     def __init__(

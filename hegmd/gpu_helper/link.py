@@ -55,7 +55,7 @@ def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class Link(BackgroundTasks):
-    """One helper at a time for all callers. `program` gets the number of its socket as its last argument."""
+    """A helper at a time for all callers. `program` gets the number of its socket as its last argument."""
 
     def __init__(
         self,

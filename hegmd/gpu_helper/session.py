@@ -56,7 +56,7 @@ _BEATS_MISSED = 10
 
 
 class Session:
-    """One helper, from its start to its end."""
+    """A helper, from its start to its end."""
 
     def __init__(self, number: int, idle_after_s: float, role: Role = GPU_ROLE) -> None:
         self.number = number

@@ -249,7 +249,7 @@ def loads(places: Iterable[Place], slot_bytes: int) -> Iterator[list[Part]]:
 
 
 class StagedCopy:
-    """One copy of many places in one direction, between GPU memory and the pool. Used once."""
+    """A copy of many places in one direction, between GPU memory and the pool. Used once."""
 
     def __init__(self, context: Any, host: HostSpace, direction: str, gpu_end: GpuEnd, streams: Sequence[Any]) -> None:
         """`context` and the streams, one for each slot, are those of the GPU that has the memory.

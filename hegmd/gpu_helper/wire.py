@@ -81,7 +81,7 @@ class Answer:
 
 
 class Request:
-    """One request: its arguments, the owner of its descriptors, and a callback for progress."""
+    """A request: its arguments, the owner of its descriptors, and a callback for progress."""
 
     __slots__ = ("args", "fds", "tell")
 

@@ -78,7 +78,7 @@ def read_huge_free_bytes(free: Path = _HUGE_PAGES_FREE) -> int:
 
 
 class Memory:
-    """One segment of memory. Owns its descriptor and, if it has a name, its file. Closing twice is allowed."""
+    """A segment of memory. Owns its descriptor and, if it has a name, its file. Closing twice is allowed."""
 
     def __init__(self, fd: int, size_bytes: int, *, huge: bool, place: Place | None = None) -> None:
         self.fd = fd

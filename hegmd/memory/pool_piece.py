@@ -29,7 +29,7 @@ class MemoryKeeping:
 
 
 class Piece:
-    """One owner's bytes: in memory, on disk, or temporarily in both. Only the pool changes it."""
+    """An owner's bytes: in memory, on disk, or temporarily in both. Only the pool changes it."""
 
     def __init__(
         self, name: PieceName, size_bytes: int, memory: Memory | None = None, *, spilled: bool = False
@@ -59,5 +59,5 @@ class Piece:
 
     @property
     def usable_bytes(self) -> int:
-        """How many bytes of storages fit. The rest is for the agent's table."""
+        """Return how many bytes of storages fit. The rest is for the agent's table."""
         return self.name.usable_bytes

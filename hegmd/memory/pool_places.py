@@ -46,7 +46,7 @@ class FoundFile:
 
 
 class Place:
-    """One directory in memory. Its methods block. OSError means that it cannot provide memory now."""
+    """A directory in memory. Its methods block. OSError means that it cannot provide memory now."""
 
     def __init__(self, folder: Path, *, huge: bool) -> None:
         self.folder = folder

@@ -135,7 +135,7 @@ class ReadyMemory:
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes are ready."""
+        """Return how many bytes are ready."""
         return sum(segment.size_bytes for segment in self.segments)
 
     def enter(self, piece: Piece) -> bool:

@@ -58,7 +58,7 @@ class Node(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DriverOrphan:
-    """One such process: its state in the driver, and the GPUs that list it."""
+    """A such process: its state in the driver, and the GPUs that list it."""
 
     user: CudaUser
     state: str

@@ -29,7 +29,7 @@ Drain = Callable[[str, Sequence[str], RequestContext], Awaitable[Outcome]]
 
 
 class Evacuation(BackgroundTasks):
-    """One task for each GPU that is failing for one of the causes in `on`. `run` must be running."""
+    """A task for each GPU that is failing for one of the causes in `on`. `run` must be running."""
 
     def __init__(
         self, drain: Drain, events: EventLog, *, sleep: Callable[[float], Awaitable[None]] = anyio.sleep

@@ -57,7 +57,7 @@ class Lending:
         return answer.operation.id
 
     def _is_new(self, pid: int) -> bool:
-        """Whether its GPU or its memory is not known yet, and it has not been refused for that for long."""
+        """Return True if its GPU or its memory is not known yet, and it has not been refused for that for long."""
         worker = self._workers.find(pid)
         if worker is None or (worker.size_bytes is not None and worker.gpu is not None):
             return False

@@ -43,7 +43,7 @@ class VideoCopy:
         return int(self.key.worker) if self.key.worker.isdigit() else None
 
     def is_of(self, worker: AgentConnection) -> bool:
-        """Whether it is that process's, and no other's of its number."""
+        """Return True if it is that process's, and no other's of its number."""
         return self.start_ticks is not None and (self.pid, self.start_ticks) == (
             worker.pid,
             worker.identity.start_ticks,
@@ -178,7 +178,7 @@ class OrphanedMemory:
             await self._pool.claim(name, key)
 
     def has(self, worker: AgentConnection, key: Key) -> bool:
-        """Whether that operation has them already."""
+        """Return True if that operation has them already."""
         to = bytes_name(key.operation, key.worker, worker.identity.start_ticks)
         return bool(self._pool.held_for(key) or self._memory.of(to))
 

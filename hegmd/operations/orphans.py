@@ -28,7 +28,7 @@ SURVEY_LIMIT_S = 5.0
 
 
 class Source(Protocol):
-    """One kind of things that can be found."""
+    """A kind of things that can be found."""
 
     def orphans(self) -> Iterable[Orphan]:
         """Return the present orphans."""

@@ -347,7 +347,7 @@ class Moving:
         return await self._opened_images().trim(path, series, keep, rights)
 
     def _is_moving(self) -> bool:
-        """Whether an operation is at work, and not only suspended."""
+        """Return True if an operation is at work, and not only suspended."""
         return any(op.phase != SUSPENDED for op in self.runner.under_way())
 
     def _job_bytes(self) -> list[int]:
@@ -363,7 +363,7 @@ class Moving:
         return [gpu.uuid for gpu in latest.gpus if gpu.id in names]
 
     def _is_busy(self, pid: int) -> bool:
-        """Whether an operation has that process, or is about to."""
+        """Return True if an operation has that process, or is about to."""
         return self.runner.of_process(pid) is not None or self._reviving.is_coming(pid)
 
     def _opened_images(self) -> Images:

@@ -403,7 +403,7 @@ def _told(worker: AgentConnection, counts: tuple[int, int] | None = None) -> Age
 
 
 def _may_be_alone(worker: AgentConnection) -> bool:
-    """Whether it is one of several ranks, and has reported no group that connects them."""
+    """Return True if it is one of several ranks, and has reported no group that connects them."""
     groups = worker.communicators
     return (worker.about.world_size or 1) > 1 and (groups is None or not groups.groups)
 

@@ -134,7 +134,7 @@ class SuspendedOperations:
             yield moved_bytes
 
     async def follow(self, op_id: str) -> AsyncIterator[int]:
-        """How many bytes of an operation that is to be spilled are on disk, until all are. Raises HegmError."""
+        """Return how many bytes of an operation that is to be spilled are on disk, until all are. Raises HegmError."""
         task = self._spill_tasks.get(op_id)
         while task is not None and not task.over.is_set():
             changed = task.news.next
@@ -316,7 +316,7 @@ class SuspendedOperations:
         return op.spill or op.id in self._wanted or self._when == ALWAYS
 
     async def _order(self, member: Member, do: str) -> bool:
-        """Whether the agent did it; false when it is not there now. Raises OrderFailed."""
+        """Return True if the agent did it; false when it is not there now. Raises OrderFailed."""
         worker = self._workers.find(member.pid)
         if worker is None or worker.token != member.token or not worker.connected:
             return False

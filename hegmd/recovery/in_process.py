@@ -35,7 +35,7 @@ class InProcess:
         self._record_of = record_of
 
     def is_live(self, record: JobSnapshots) -> bool:
-        """Whether the launcher of that job runs."""
+        """Return True if the launcher of that job runs."""
         pid = record.launcher_pid
         return pid is not None and start_ticks_of(pid) == record.launcher_start_ticks
 

@@ -124,7 +124,7 @@ def gpus_to_start_on(former: Sequence[str], gpus: Sequence[Gpu]) -> tuple[str, .
 
 
 def is_fit(gpu: Gpu) -> bool:
-    """Whether a job may be started there."""
+    """Return True if a job may be started there."""
     return gpu.state == "ok" and gpu.health.condition == HEALTHY
 
 
@@ -145,7 +145,7 @@ def start_limit_s(wished_s: float | None, longest_s: float, hung: int, least_s: 
 
 
 class HangWatch:
-    """One training. `wished_s` is its limit; None for the learned one, 0 for none."""
+    """A training. `wished_s` is its limit; None for the learned one, 0 for none."""
 
     def __init__(self, wished_s: float | None) -> None:
         self._wished_s = wished_s

@@ -65,7 +65,7 @@ class Protection:
 
     @property
     def is_recovering(self) -> bool:
-        """Whether the job is being started from a snapshot."""
+        """Return True if the job is being started from a snapshot."""
         return self._starts.is_recovering
 
     @property
@@ -240,7 +240,7 @@ class Protection:
             return await self._rounds.slot_of(worker, self._beside)
 
     async def _took_beside_image(self) -> bool:
-        """Whether the last image's boundary has a snapshot too, which is the newest one then."""
+        """Return True if the last image's boundary has a snapshot too, which is the newest one then."""
         beside, self._beside = self._beside, None
         whole = [] if beside is None else await self.job.whole()
         if beside is None or not whole or whole[0].generation != beside.generation:

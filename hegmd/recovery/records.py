@@ -28,7 +28,7 @@ MAX_ATTEMPTS = 20
 
 
 class JobSnapshots(Record):
-    """One job that is protected, or whose state is kept."""
+    """A job that is protected, or whose state is kept."""
 
     job: str = field("the id of the job")
     uid: int = field("whose it is")
@@ -52,7 +52,7 @@ class JobSnapshots(Record):
 
     @property
     def budget(self) -> Budget:
-        """How often it may be recovered yet."""
+        """Return how often it may be recovered yet."""
         return Budget(self.recoveries, self.fruitless, self.furthest_step)
 
     def spending(self, budget: Budget) -> JobSnapshots:

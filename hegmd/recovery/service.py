@@ -113,7 +113,7 @@ class Recoveries(BackgroundTasks):
             await super().run(task_status=task_status)
 
     def owns(self, key: Key) -> bool:
-        """Whether a segment of the pool is a slot of a known job."""
+        """Return True if a segment of the pool is a slot of a known job."""
         return key.operation in self._records
 
     @property
@@ -140,7 +140,7 @@ class Recoveries(BackgroundTasks):
         return self.must_wait(job)
 
     def look_again(self) -> None:
-        """What the starts of jobs wait for may have changed."""
+        """Return what the starts of jobs wait for may have changed."""
         self._news.notify_all()
 
     async def keep_looking(self) -> None:
@@ -309,7 +309,7 @@ class Recoveries(BackgroundTasks):
 
     @property
     def tally(self) -> RecoveryTally:
-        """How many jobs are in each state, and how many snapshots were taken since the daemon began."""
+        """Return how many jobs are in each state, and how many snapshots were taken since the daemon began."""
         states = Counter(_state(record, self._running.get(record.job)) for record in self._records.values())
         return RecoveryTally(states, self._taken + sum(protection.taken for protection in self._running.values()))
 

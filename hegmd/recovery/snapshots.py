@@ -188,7 +188,7 @@ class SnapshotRounds:
 
 
 def _is_short(error: Exception) -> bool:
-    """Whether only the slot was too small."""
+    """Return True if only the slot was too small."""
     return isinstance(error, OrderFailed) and error.state_bytes is not None
 
 

@@ -45,13 +45,13 @@ class Starts:
         self._hung = 0
 
     def is_wanted(self) -> bool:
-        """Whether its command has failed, or a new `hegmctl run` wants to continue from its kept state."""
+        """Return True if its command has failed, or a new `hegmctl run` wants to continue from its kept state."""
         offer = self._job.supervisor.offer
         is_resumed = offer.resumes == self._job.record.job and offer.pid is None and not offer.started
         return offer.fell is not None or is_resumed
 
     def is_under_way(self) -> bool:
-        """Whether its command was started from a snapshot, and has not come to its next step."""
+        """Return True if its command was started from a snapshot, and has not come to its next step."""
         offer = self._job.supervisor.offer
         return offer.started and offer.operation == self._job.record.job
 
@@ -239,7 +239,7 @@ class Starts:
         return [one for one in self._job.own_workers() if one.about.restarted == self._job.record.job]
 
     def _has_trained(self, back: Sequence[AgentConnection]) -> bool:
-        """Whether all ranks are among these, and each has made a step."""
+        """Return True if all ranks are among these, and each has made a step."""
         has_all = len(back) >= max(1, self._job.record.ranks)
         return has_all and all(worker.boundary > worker.about.boundary + _BATCH for worker in back)
 

@@ -64,7 +64,7 @@ class Services:
 
 
 class Handlers:
-    """One method per message."""
+    """A method per message."""
 
     def __init__(self, services: Services) -> None:
         self._s = services

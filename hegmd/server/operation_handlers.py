@@ -32,7 +32,7 @@ ORPHANS_S = 20.0
 
 
 class OperationHandlers:
-    """One method per message."""
+    """A method per message."""
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ class SessionLimits:
 
 
 class Call:
-    """One running request, as its handler sees it."""
+    """A running request, as its handler sees it."""
 
     def __init__(self, session: Session, request_id: int, request: Request, fds: Descriptors) -> None:
         self.session = session

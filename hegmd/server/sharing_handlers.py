@@ -13,7 +13,7 @@ from hegmd.sharing.requests import Caller, SharingRequests
 
 
 class SharingHandlers:
-    """One method per message."""
+    """A method per message."""
 
     def __init__(self, policy: Policy, sharing: SharingRequests) -> None:
         self._policy = policy

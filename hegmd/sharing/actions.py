@@ -184,8 +184,8 @@ class SharingActions(BackgroundTasks):
         return self._operations.runner.describe(op_id)
 
     def _cost_s(self, operation: Operation, took_s: float) -> float:
-        """How long the job was parked in the action, which took that long. It trains until its boundary, so a wait for
-        that costs nothing, and does not lengthen turns.
+        """Return how long the job was parked in the action, which took that long. It trains until its boundary, so a
+        wait for that costs nothing, and does not lengthen turns.
         """
         if operation.phase == SUSPENDED:
             known = [op.parked_since for op in self._operations.runner.operations() if op.id == operation.id]
@@ -234,7 +234,7 @@ def target_of(action: Action, snapshot: model.Snapshot) -> str | None:
 
 
 def is_enough(action: Action, stays_bytes: Mapping[str, int], snapshot: model.Snapshot) -> bool:
-    """Whether the job or lease for which a job leaves fits on its GPUs although these bytes stay there."""
+    """Return True if the job or lease for which a job leaves fits on its GPUs although these bytes stay there."""
     rooms = rooms_of(snapshot)
     needs = [max(job.needs_bytes) for job in snapshot.jobs if job.id == action.beneficiary and job.needs_bytes]
     needs += [lease.size_bytes for lease in snapshot.leases if lease.id == action.beneficiary]

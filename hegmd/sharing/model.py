@@ -47,7 +47,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One job, with all its processes."""
+    """A job, with all its processes."""
 
     id: str
     name: str
@@ -145,7 +145,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing to do now. Actions of one decision can be carried out in any order, and at the same time."""
+    """A thing to do now. Actions of one decision can be carried out in any order, and at the same time."""
 
     kind: str
     #: The id of the job, or of the lease for `grant`.

@@ -48,7 +48,7 @@ def explain(snapshot: Snapshot, now: float) -> tuple[Waiting, ...]:
 
 
 class _Decider:
-    """One decision while it is made."""
+    """A decision while it is made."""
 
     def __init__(self, snapshot: Snapshot, now: float) -> None:
         self._rules = snapshot.rules

@@ -9,7 +9,7 @@ from hegmd.protocol.record import Record, field
 
 
 class LeaseRecord(Record):
-    """One lease, from its request to its end."""
+    """A lease, from its request to its end."""
 
     number: int = field("the number in its id; counted up from 1 and never used again")
     name: str | None = field("its name", default=None)
@@ -32,7 +32,7 @@ class LeaseRecord(Record):
 
     @property
     def id(self) -> str:
-        """What people call it."""
+        """Return what people call it."""
         return f"l{self.number}"
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class LeaseRecord(Record):
 
 
 class QueuedRecord(Record):
-    """One job that asked for a GPU: it waits for its start, or was given one. Kept until the job ends."""
+    """A job that asked for a GPU: it waits for its start, or was given one. Kept until the job ends."""
 
     job: int = field("the number of the job")
     gpu: str | None = field("the GPU that was asked for; nil for any", default=None)
@@ -52,7 +52,7 @@ class QueuedRecord(Record):
 
 
 class SuspendedRecord(Record):
-    """One job that the sharing suspended, and that it resumes by itself."""
+    """A job that the sharing suspended, and that it resumes by itself."""
 
     job: int = field("the number of the job")
     operation: str | None = field("the operation; nil until it has begun", default=None)

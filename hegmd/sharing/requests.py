@@ -180,7 +180,7 @@ class SharingRequests:
         return self._sharing.memory.leases.stamped(lease, rules.max_lease_s if asked.pid is None else None)
 
     async def _planned(self, lease: LeaseRecord) -> told.RoomReply:
-        """What would be done. Raises REFUSED if that would not be enough.
+        """Return what would be done. Raises REFUSED if that would not be enough.
 
         A daemon that has just started waits for the agents of jobs of before, as it does before it suspends any.
         """
@@ -362,7 +362,7 @@ class SharingRequests:
 
 
 def is_moving(view: View, decision: model.Decision, subject: str) -> bool:
-    """Whether something is under way, or due at a known time, after which that one may have its memory."""
+    """Return True if something is under way, or due at a known time, after which that one may have its memory."""
     waiting = decision.waiting_of(subject)
     if waiting is None or waiting.at_s is not None:
         return True
@@ -375,7 +375,7 @@ def is_moving(view: View, decision: model.Decision, subject: str) -> bool:
 
 
 def _is_passing(job: model.Job, view: View, priority: int) -> bool:
-    """Whether that job will soon have left, or can soon be suspended for that priority."""
+    """Return True if that job will soon have left, or can soon be suspended for that priority."""
     op = view.jobs[job.id].operation
     if job.state == model.LEAVING:
         return True

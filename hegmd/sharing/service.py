@@ -175,7 +175,7 @@ class Sharing:
 
     @property
     def awaits_agents(self) -> bool:
-        """Whether this daemon has just started, and an agent of a job of before has yet to connect."""
+        """Return True if this daemon has just started, and an agent of a job of before has yet to connect."""
         if self._clock() - self._began >= SETTLED_AFTER_S:
             return False
         for job in self._moving.jobs:
@@ -188,7 +188,9 @@ class Sharing:
         return False
 
     def _is_unplaced(self, worker: AgentConnection) -> bool:
-        """Whether it trains, and what it holds on a simulated GPU is not known yet. Real drivers know it at once."""
+        """Return True if it trains, and what it holds on a simulated GPU is not known yet. Real drivers know it at
+        once.
+        """
         held = self._moving.simulated_memory
         who = (worker.pid, worker.identity.start_ticks)
         is_free = trains(worker) and worker.about.gpu != CPU and self._moving.runner.of_process(worker.pid) is None
@@ -196,7 +198,7 @@ class Sharing:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether there is anything to decide."""
+        """Return True if there is anything to decide."""
         memory = self.memory
         waits = any(not record.has_trained for record in memory.queue.values())
         return waits or bool(memory.suspended) or any(not lease.is_held for lease in memory.leases)
@@ -259,7 +261,9 @@ class Sharing:
         return bool(recoveries.returns_to(job.id)) or (is_new and not has_process)
 
     def must_wait(self, job_id: str) -> bool:
-        """Whether a job that is to be started again has left its GPUs for others, and they have no room for it yet."""
+        """Return True if a job that is to be started again has left its GPUs for others, and they have no room for it
+        yet.
+        """
         return any(job.id == job_id and job.number in self.memory.suspended for job in self._moving.jobs)
 
     # -- events --------------------------------------------------------------------------------------------------------
@@ -295,7 +299,7 @@ class Sharing:
     # -- what others are told ------------------------------------------------------------------------------------------
 
     def leased_bytes(self, pids: Sequence[int], candidates: Sequence[Candidate]) -> Mapping[str, int]:
-        """How much memory of each GPU is kept for others than those processes, and not used yet.
+        """Return how much memory of each GPU is kept for others than those processes, and not used yet.
 
         Held leases, pending ones for which jobs leave, and what jobs said that they need.
         """
@@ -318,11 +322,11 @@ class Sharing:
         return False
 
     def kept_bytes(self, node: NodeSnapshot) -> Mapping[str, int]:
-        """How much of each GPU no job and no lease can ever have, by GPU."""
+        """Return how much of each GPU no job and no lease can ever have, by GPU."""
         return self._moving.survey.kept_bytes(node)
 
     def figures(self) -> Mapping[str, int]:
-        """How many jobs wait and are suspended, and how many leases there are, for the metrics."""
+        """Return how many jobs wait and are suspended, and how many leases there are, for the metrics."""
         held = [lease.is_held for lease in self.memory.leases]
         return {
             "waiting": sum(record.placed is None for record in self.memory.queue.values()),
@@ -332,7 +336,7 @@ class Sharing:
         }
 
     def waits_for(self, job: JobRecord) -> str | None:
-        """What a job waits for that was suspended for others, or is not started yet; None for any other."""
+        """Return what a job waits for that was suspended for others, or is not started yet; None for any other."""
         queued, note = self.memory.queue.get(job.number), self.memory.suspended.get(job.number)
         is_queued = queued is not None and queued.placed is None
         action = self.actions.of(job.id)
@@ -345,7 +349,7 @@ class Sharing:
         return "a GPU" if is_queued else "room on its GPU; it resumes by itself"
 
     def waiting_of(self, subject: str) -> model.Waiting | None:
-        """What the policy says that a job or lease waits for."""
+        """Return what the policy says that a job or lease waits for."""
         return None if self.latest is None else self.latest[1].waiting_of(subject)
 
 

@@ -31,7 +31,7 @@ _NUMBER = re.compile(rb'"number": ?(\d{1,15})')
 
 
 def load(folder: Path) -> SharingState:
-    """What was written last; an empty state if nothing was.
+    """Return what was written last; an empty state if nothing was.
 
     Raises HegmError if it cannot be read now, or is of a newer version: the next save would replace it.
     """

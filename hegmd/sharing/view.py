@@ -56,7 +56,7 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class SeenJob:
-    """One job, and what actions on it need to know."""
+    """A job, and what actions on it need to know."""
 
     record: JobRecord
     pids: tuple[int, ...]
@@ -162,7 +162,7 @@ class SharingView:
         return tuple([worker.pid for worker in _due(found, self._asked_at, ASK_AGAIN_S, now)])
 
     def is_ours(self, op: Operation, record: SuspendedRecord | None) -> bool:
-        """Whether a suspended operation is one that sharing began."""
+        """Return True if a suspended operation is one that sharing began."""
         if record is None:
             return False
         return op.id == record.operation or (record.operation is None and op.created_utc >= record.since_utc)
@@ -465,7 +465,7 @@ class SharingView:
         return kept
 
     def used_bytes(self, lease: LeaseRecord, candidates: Sequence[Candidate]) -> int:
-        """How much of a lease is in use by those that it is for."""
+        """Return how much of a lease is in use by those that it is for."""
         placed = {job.pid for job in self._jobs if job.number in self._memory.queue}
         return used_of_lease(lease, candidates, placed)
 
@@ -482,7 +482,9 @@ def _due(
 
 
 def _with_stated(needs: tuple[int, ...], queued: QueuedRecord | None, kept_bytes: int = 0) -> tuple[int, ...]:
-    """What a job needs, at least what it said without what it has left there: it may not have taken all of it yet."""
+    """Return what a job needs, at least what it said without what it has left there: it may not have taken all of it
+    yet.
+    """
     if queued is None or queued.size_bytes is None or len(needs) != 1:
         return needs
     return (max(needs[0], queued.size_bytes - kept_bytes),)

@@ -188,7 +188,7 @@ class Companion:
 
 
 class _Child:
-    """One program from fork to reaping. `live` runs in a thread; its results are read when that thread has ended."""
+    """A program from fork to reaping. `live` runs in a thread; its results are read when that thread has ended."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ def lines_of(text: str) -> dict[KeyPath, int]:
 
 
 class _Walk:
-    """One pass over one text."""
+    """A pass over one text."""
 
     def __init__(self, text: str) -> None:
         self._text = text

@@ -143,7 +143,7 @@ class EventLog:
 
 
 class Subscription:
-    """One reader's position. An asynchronous iterator that ends with its `async with` block.
+    """A reader's position. An asynchronous iterator that ends with its `async with` block.
 
     Cancelling a wait loses nothing: the position moves only when an event is returned.
     """

@@ -21,7 +21,7 @@ MOST_ALIKE = 8
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """One step. `began` and `ended` are monotonic instants."""
+    """A step. `began` and `ended` are monotonic instants."""
 
     lane: str
     name: str

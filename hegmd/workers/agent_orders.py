@@ -113,7 +113,7 @@ class SentOrder(Awaited[AgentReport]):
 
 
 class Link(OrderLink[Order, SentOrder]):
-    """One connection of an agent."""
+    """A connection of an agent."""
 
     def enter(self, given: SentOrder) -> int:
         """Return the order's number. Overdue orders that an agent answers itself no longer count."""

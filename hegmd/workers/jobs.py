@@ -356,7 +356,7 @@ class Jobs(BackgroundTasks):
             self._tasks.start_soon(self._watch, job.number, job.pid, job.start_ticks)
 
     def _is_there(self, pid: int, ticks: int | None) -> bool:
-        """Whether that process has not ended. One that cannot be inspected now has not."""
+        """Return True if that process has not ended. One that cannot be inspected now has not."""
         try:
             return self._start_ticks(pid) == ticks
         except HegmError as error:

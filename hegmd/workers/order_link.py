@@ -36,7 +36,7 @@ class Awaited(Generic[ReportT]):
 
 
 class OrderLink(Generic[SaidT, GivenT]):
-    """One connection: numbers its orders and keeps those without an answer."""
+    """A connection: numbers its orders and keeps those without an answer."""
 
     def __init__(self, send: Callable[[SaidT, Sequence[int]], Awaitable[None]]) -> None:
         self.send = send

@@ -76,7 +76,7 @@ class _Link(OrderLink[SupervisorOrder, _Given]):
 
 
 class Supervisor:
-    """One `hegmctl run` and its command."""
+    """A `hegmctl run` and its command."""
 
     def __init__(self, pid: int, start_ticks: int, uid: int, offer: Supervise, pidfd: int) -> None:
         self._pidfd = pidfd

@@ -63,7 +63,7 @@ class Identity:
 
 
 class AgentConnection:
-    """One process with an agent, from its first message to the end of the process."""
+    """A process with an agent, from its first message to the end of the process."""
 
     def __init__(self, identity: Identity, program: AgentInfo, about: AgentAttend) -> None:
         self.identity = identity

@@ -144,7 +144,7 @@ class Page(ModalScreen[bool]):
 
 
 class Question(ModalScreen[str | None]):
-    """One line to type."""
+    """A line to type."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave", show=False)]
     CSS = """

@@ -49,7 +49,7 @@ SPARE, SELDOM_S = 100.0, 30.0
 
 
 class Feed:
-    """One daemon, watched from `start` on until the process ends or `stop`."""
+    """A daemon, watched from `start` on until the process ends or `stop`."""
 
     def __init__(self, connect: Callable[[], Connection], interval_s: float) -> None:
         self._connect = connect

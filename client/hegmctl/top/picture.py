@@ -49,7 +49,7 @@ KEYS = (
 
 
 class JobRow:
-    """One job as a row. `pids` are its processes that are known."""
+    """A job as a row. `pids` are its processes that are known."""
 
     __slots__ = ("age_s", "command", "gpus", "id", "name", "pids", "state", "steps_per_s", "vram_bytes", "waits")
 

@@ -35,7 +35,7 @@ _LONG_S = 1e6
 
 
 class Fault:
-    """One fault: rank, step, phase, generation, and effect. Rank None means every rank."""
+    """A fault: rank, step, phase, generation, and effect. Rank None means every rank."""
 
     __slots__ = ("generation", "kind", "phase", "rank", "step")
 
@@ -47,7 +47,7 @@ class Fault:
         self.generation = generation
 
     def is_due(self, rank: int, step: int, phase: str, generation: int) -> bool:
-        """Whether it happens there."""
+        """Return True if it happens there."""
         return self.rank in (None, rank) and (self.step, self.phase, self.generation) == (step, phase, generation)
 
 

@@ -54,7 +54,7 @@ class Alone(Exception):
 
 
 class Line:
-    """One connection. `end_waits` ends the waits of the block's thread; it is called in the listening thread."""
+    """A connection. `end_waits` ends the waits of the block's thread; it is called in the listening thread."""
 
     def __init__(self, connection: socket.socket, rank: int, ranks: int, end_waits: Callable[[], object]) -> None:
         self._socket = connection

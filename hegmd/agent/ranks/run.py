@@ -67,7 +67,7 @@ class RankProcess:
 
 
 class Run:
-    """One generation of a block, as the script sees it."""
+    """A generation of a block, as the script sees it."""
 
     def __init__(self, settings: Settings, rank: RankProcess | None, number: int, ranks: int, groups: Groups) -> None:
         self._settings = settings
@@ -252,7 +252,7 @@ class Run:
 
 
 class Guard:
-    """One step. It is committed at its end, once, or the block fails."""
+    """A step. It is committed at its end, once, or the block fails."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

@@ -67,7 +67,7 @@ def capture(ident: int | None = None, frame: FrameType | None = None) -> tuple[d
 
 
 class _Taking:
-    """One capture."""
+    """A capture."""
 
     def __init__(self, ident: int, frame: FrameType | None) -> None:
         self.refusals: list[Refusal] = []

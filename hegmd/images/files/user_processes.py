@@ -39,7 +39,7 @@ END_WITHIN_S = 10.0
 
 
 class UserProcess:
-    """One such process. It exits when it is closed, with its locks and its running request."""
+    """A such process. It exits when it is closed, with its locks and its running request."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -96,7 +96,7 @@ class CopyingCarrier(NoCopy):
         raise NotImplementedError
 
     def space_bytes(self, subject: MigratedProcess) -> int:
-        """How far the space reaches."""
+        """Return how far the space reaches."""
         raise NotImplementedError
 
     def piece(self, subject: MigratedProcess) -> tuple[int, int] | None:
@@ -387,7 +387,7 @@ def _rising(on_progress: Progress) -> Progress:
 
 
 def _ignored(_: int) -> None:
-    """How far a part is."""
+    """Return how far a part is."""
 
 
 def _add(on_progress: Progress, before_bytes: int, copied_bytes: int) -> None:

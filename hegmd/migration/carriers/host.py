@@ -223,7 +223,7 @@ class HostCarrier(CopyingCarrier):
     # -- and back ------------------------------------------------------------------------------------------------------
 
     def _may_copy_early(self, subject: MigratedProcess) -> bool:
-        """Whether the bytes are in the pool, and it is known where they go."""
+        """Return True if the bytes are in the pool, and it is known where they go."""
         is_to_come = subject.gpu is None and subject.target_gpu is not None and not subject.gpu_unknown
         return is_to_come and not subject.keeps_context and subject.size_bytes > 0 and self._marks.of(subject) is None
 
@@ -240,7 +240,9 @@ class HostCarrier(CopyingCarrier):
         return is_held
 
     def _reach_bytes(self, subject: MigratedProcess) -> int:
-        """How far its storages can reach in the pool: where each of them is, its agent says only when it makes them."""
+        """Return how far its storages can reach in the pool: where each of them is, its agent says only when it makes
+        them.
+        """
         return min(subject.size_bytes + FLAT_BYTES, self.space_bytes(subject))
 
     def staged(self, subject: MigratedProcess) -> OverlappedCopy | None:
@@ -290,7 +292,7 @@ class HostCarrier(CopyingCarrier):
         self._staged_bytes[lane_of(subject)] = StagedBytes(route, route.attached, size_bytes, done)
 
     async def _has_early_copy(self, subject: MigratedProcess, route: CopyClient, end_bytes: int) -> bool:
-        """Whether video memory of this route has those bytes, once that is certain."""
+        """Return True if video memory of this route has those bytes, once that is certain."""
         staged = self._staged_bytes.get(lane_of(subject))
         if staged is None or not staged.is_in(route) or staged.size_bytes < end_bytes:
             return False

@@ -247,4 +247,4 @@ async def _shift(route: CopyClient, *, direction: str, shifts: list[Shift]) -> N
 
 
 def _ignored(_: int) -> None:
-    """How far a window is."""
+    """Return how far a window is."""

@@ -39,7 +39,7 @@ _NO_SUCH_CALL = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class JournalFile:
-    """One file in the state directory. Its methods block: call them in a thread, one at a time."""
+    """A file in the state directory. Its methods block: call them in a thread, one at a time."""
 
     def __init__(self, folder: Path, disk: Disk | None = None, *, compact_bytes: int = COMPACT_BYTES) -> None:
         self.path = folder / NAME

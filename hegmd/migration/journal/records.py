@@ -86,7 +86,7 @@ class JournalTooOld(JournalBroken):
 
 
 class Line(Record):
-    """One line of an operation's story."""
+    """A line of an operation's story."""
 
     utc: float = field("when, in seconds since 1970")
     event: str = field("name of the event; empty for the beginning")
@@ -98,7 +98,7 @@ class Line(Record):
 
 
 class Entry(Record):
-    """One record: what changed in an operation, or the whole of it."""
+    """A record: what changed in an operation, or the whole of it."""
 
     op: str = field("id of the operation")
     seq: int = field("events that it has taken, this one included")

@@ -212,7 +212,7 @@ HAPPENINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """One event of the node."""
+    """An event of the node."""
 
     kind: str
     severity: str

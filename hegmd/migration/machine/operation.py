@@ -102,7 +102,7 @@ class Respawn(Record):
 
 
 class JobProcess(Record):
-    """One process of the job, and where its bytes are."""
+    """A process of the job, and where its bytes are."""
 
     name: str = field("what events and effects call it; unique in the operation")
     pid: int = field("process id")
@@ -190,12 +190,12 @@ class JobProcess(Record):
 
     @property
     def has_agent(self) -> bool:
-        """Whether it can be stopped between two batches. Without, the driver alone has a hold on it."""
+        """Return True if it can be stopped between two batches. Without, the driver alone has a hold on it."""
         return bool(self.token)
 
     @property
     def is_unlinked(self) -> bool:
-        """Whether it has communicators that are not known to be up."""
+        """Return True if it has communicators that are not known to be up."""
         return bool(self.communicators) and self.is_connected is not True
 
     @property
@@ -215,7 +215,7 @@ class JobProcess(Record):
 
     @property
     def is_carried(self) -> bool:
-        """Whether a carrier takes its storages, so that the driver has only the rest."""
+        """Return True if a carrier takes its storages, so that the driver has only the rest."""
         return self.has_agent and self.carrier != BY_DRIVER
 
     @property
@@ -293,7 +293,7 @@ class Operation(Record):
 
     @property
     def needs_image(self) -> bool:
-        """Whether it is to have an image, and has none yet."""
+        """Return True if it is to have an image, and has none yet."""
         return (
             self.kind == CHECKPOINT
             and self.direction == FORWARD

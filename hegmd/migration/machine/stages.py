@@ -27,7 +27,7 @@ Wants = Callable[[Operation, JobProcess], Iterator[Want]]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage: its name as a phase, what it wants and by which effects, the limit that it runs under, its purpose."""
+    """A stage: its name as a phase, what it wants and by which effects, the limit that it runs under, its purpose."""
 
     phase: str
     wants: Wants
@@ -37,7 +37,7 @@ class Stage:
 
 
 def is_arrived(worker: JobProcess) -> bool:
-    """Whether the worker is where it is to be, with all its bytes."""
+    """Return True if the worker is where it is to be, with all its bytes."""
     return worker.gpu is not None and worker.gpu == worker.target_gpu and not worker.offloaded and not worker.must_exit
 
 
@@ -68,7 +68,7 @@ def _arming(op: Operation, worker: JobProcess) -> Iterator[Want]:
 
 
 def _is_short(worker: JobProcess) -> bool:
-    """Whether less is held for it on its target than it needs there."""
+    """Return True if less is held for it on its target than it needs there."""
     return worker.target_gpu is not None and worker.reservations.get(worker.target_gpu, -1) < worker.reservation_bytes
 
 

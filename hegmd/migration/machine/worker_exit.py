@@ -50,7 +50,7 @@ def without_state(op: Operation, name: str) -> Operation:
 
 
 def _has_trained_after_image(op: Operation) -> bool:
-    """Whether all of a job that has an image were seen to train after it."""
+    """Return True if all of a job that has an image were seen to train after it."""
     return op.is_image_complete and all(worker.verified or worker.has_exited for worker in op.workers)
 
 

@@ -225,7 +225,9 @@ class OtherProcesses:
             return {}
 
     def is_there(self, who: ProcessKey) -> bool:
-        """Whether it is still that process, and not another that got its number. Raises HegmError if that is hidden."""
+        """Return True if it is still that process, and not another that got its number. Raises HegmError if that is
+        hidden.
+        """
         return self._start_ticks(who[0]) == who[1]
 
     def may_be_there(self, who: ProcessKey) -> bool:

@@ -40,7 +40,7 @@ class ProgressSample:
 
     @property
     def stopped(self) -> int:
-        """How many of its threads a signal or a debugger has stopped."""
+        """Return how many of its threads a signal or a debugger has stopped."""
         return sum(count for state, count in self.threads.items() if state in _STOPPED)
 
 
@@ -61,7 +61,7 @@ class Patience:
 
 
 class Work:
-    """One call about one process, with the samples so far."""
+    """A call about one process, with the samples so far."""
 
     def __init__(self, op: str, pid: int, expected_s: float, patience: Patience, now: float) -> None:
         self._op, self._pid, self._expected_s, self._patience = op, pid, expected_s, patience

@@ -39,7 +39,7 @@ class RankPosition:
 
 
 class StartingRank:
-    """One rank of one start, with the processes that claim to be it. `is_alive` returns whether that very process
+    """A rank of one start, with the processes that claim to be it. `is_alive` returns whether that very process
     exists.
     """
 
@@ -51,7 +51,7 @@ class StartingRank:
         self._ended_at: float | None = None
 
     def knows(self, who: ProcessKey) -> bool:
-        """Whether it was noted already."""
+        """Return True if it was noted already."""
         return who in self._known
 
     def note(self, who: ProcessKey, line: RankPosition | None) -> None:

@@ -68,7 +68,7 @@ _HELD = frozenset(("nvidia", SIMULATED))
 
 @dataclass(slots=True)
 class _Start:
-    """One start of a job, awaited by every process that it restores."""
+    """A start of a job, awaited by every process that it restores."""
 
     key: str
     turn: anyio.Lock = field(default_factory=anyio.Lock)
@@ -446,7 +446,7 @@ def _own_gpu(about: AgentAttend) -> str | None:
 
 
 def _has_started(supervisor: Supervisor, subject: MigratedProcess) -> bool:
-    """Whether its command runs from the state of the operation; of ranks, from the start that is wanted now."""
+    """Return True if its command runs from the state of the operation; of ranks, from the start that is wanted now."""
     is_it = supervisor.offer.started and supervisor.serves(subject.operation)
     return is_it and (not subject.ranks or supervisor.offer.key == subject.start)
 

@@ -68,7 +68,7 @@ class Share:
 
     @property
     def needed_bytes(self) -> int:
-        """What has to be free on the target for all of that."""
+        """Return what has to be free on the target for all of that."""
         return self.reserved_bytes + self.size_bytes - self.own_bytes
 
 
@@ -131,7 +131,7 @@ def is_helped(carrier: str) -> bool:
 def _shares(
     snapshot: NodeSnapshotForPlan, candidate: Candidate, own: Sequence[GpuMemory], to: Sequence[GpuMemory]
 ) -> tuple[Share, ...]:
-    """What it has on each of its GPUs. On several, no sizes if these are not known."""
+    """Return what it has on each of its GPUs. On several, no sizes if these are not known."""
     size_bytes = candidate.agent.size_bytes or 0 if candidate.agent is not None else 0
     targets = tuple(to) or (None,) * len(own)
     if len(own) == 1:

@@ -240,7 +240,7 @@ def costs(draft: Draft, members: Sequence[Candidate], kind: str) -> Iterator[str
 
 
 def _verdict(proof: Proof, *, uses_nccl: bool) -> Iterator[str]:
-    """Whether a throwaway job was moved with the same combination. Jobs without NCCL need none."""
+    """Return True if a throwaway job was moved with the same combination. Jobs without NCCL need none."""
     if proof.verdict == PROVEN:
         yield f"proven by hegmctl doctor --nccl: {described(proof.combination)}"
     elif proof.verdict == UNPROVEN and uses_nccl:

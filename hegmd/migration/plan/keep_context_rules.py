@@ -115,7 +115,7 @@ def notes(draft: Draft, kind: str) -> Iterator[str]:
 
 
 def cannot_resume(draft: Draft, worker: JobProcess, to: str) -> bool:
-    """Whether its context is on another GPU, or on a lost one; the reason is in the draft then."""
+    """Return True if its context is on another GPU, or on a lost one; the reason is in the draft then."""
     home = worker.previous_gpu or worker.first_gpu
     if not worker.keeps_context or home is None:
         return False

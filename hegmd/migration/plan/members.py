@@ -115,7 +115,7 @@ def _first_parent(snapshot: NodeSnapshotForPlan, candidate: Candidate) -> int:
 
 
 def can_be_stopped(draft: Draft, candidate: Candidate) -> bool:
-    """Whether nothing speaks against stopping it; what does is in the draft."""
+    """Return True if nothing speaks against stopping it; what does is in the draft."""
     before = len(draft.reasons)
     who = f"process {candidate.pid}"
     for op in draft.snapshot.running:
@@ -182,6 +182,6 @@ def _judge_several(draft: Draft, candidate: Candidate, who_is: str) -> None:
 
 
 def are_of(draft: Draft, candidate: Candidate, vendor: str) -> bool:
-    """Whether all its GPUs are that vendor's."""
+    """Return True if all its GPUs are that vendor's."""
     gpus = [draft.gpu(name) for name in candidate.gpus]
     return bool(gpus) and all(gpu is not None and gpu.vendor == vendor for gpu in gpus)

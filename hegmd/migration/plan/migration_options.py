@@ -80,7 +80,7 @@ def _as_if_asked(candidate: Candidate) -> Candidate:
 
 
 class _Judge:
-    """One process and the node it is on."""
+    """A process and the node it is on."""
 
     def __init__(self, families: _Families, process: GpuProcess, criu_path: str | None) -> None:
         self._families = families

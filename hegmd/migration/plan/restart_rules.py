@@ -196,7 +196,7 @@ def judge_ranks(draft: Draft, members: Sequence[Candidate]) -> None:
 
 
 def are_launched(draft: Draft, members: Sequence[Candidate]) -> bool:
-    """Whether a restart is of a launcher, which leaves nothing open for its ranks, if only for one."""
+    """Return True if a restart is of a launcher, which leaves nothing open for its ranks, if only for one."""
     return draft.request.via == RESTART and any(member.launched for member in members)
 
 

@@ -124,7 +124,7 @@ def planned_swap(snapshot: NodeSnapshotForPlan, first: int, second: int) -> Outc
 
 
 def _are_alike(jobs: Sequence[tuple[Candidate, ...]], gpus: Sequence[tuple[str, ...]]) -> bool:
-    """Whether each rank of one job has one of the other whose place it takes, on a GPU that both do not share."""
+    """Return True if each rank of one job has one of the other whose place it takes, on a GPU that both do not share."""
     on_one_each = all(len(member.gpus) == 1 for job in jobs for member in job)
     return on_one_each and len(jobs[0]) == len(jobs[1]) and set(gpus[0]).isdisjoint(gpus[1])
 
@@ -181,7 +181,7 @@ def _past_both_in_the_pool(snapshot: NodeSnapshotForPlan, first: tuple[int, str]
 
 
 def _is_carried_by(carrier: str, steps: Iterable[MigrationPlan | Reason]) -> bool:
-    """Whether any of those has its bytes carried so in one of these steps."""
+    """Return True if any of those has its bytes carried so in one of these steps."""
     return any(
         worker.carrier == carrier for step in steps if isinstance(step, MigrationPlan) for worker in step.workers
     )

@@ -86,7 +86,7 @@ class Paces:
 
 
 def image_s(rates: Rates, direction: str, size_bytes: int) -> float:
-    """How long an image of that size takes."""
+    """Return how long an image of that size takes."""
     fixed_s: float = getattr(rates, f"image_{direction}_s")
     bytes_per_s: float = getattr(rates, f"image_{direction}_bytes_per_s")
     return fixed_s + size_bytes / bytes_per_s

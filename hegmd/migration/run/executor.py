@@ -103,7 +103,7 @@ class EffectExecutor:
         }
 
     def is_alive(self, member: Member) -> bool:
-        """Whether the process is there still, and no other one under its pid."""
+        """Return True if the process is there still, and no other one under its pid."""
         return self._cast.is_alive(member)
 
     def connection(self, member: Member) -> int | None:

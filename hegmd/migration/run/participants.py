@@ -46,7 +46,7 @@ class Participants:
         self.slot_for = slot_for
 
     def is_alive(self, member: Member) -> bool:
-        """Whether the process is there still, and no other one under its pid."""
+        """Return True if the process is there still, and no other one under its pid."""
         return self._start_ticks(member.pid) == member.start_ticks
 
     def connection(self, member: Member) -> int | None:

@@ -66,7 +66,7 @@ class PendingEffect:
         self.over = anyio.Event()
 
     def holds_up(self, later: Effect) -> bool:
-        """Whether the later effect has to wait for this one.
+        """Return True if the later effect has to wait for this one.
 
         GPU memory and pool memory are reserved and released one after the other, also when the machine has given up
         waiting for the first. An order goes out while others are under way, because the agent sorts them out. It waits

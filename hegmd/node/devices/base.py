@@ -53,7 +53,7 @@ class VendorSnapshot:
 
 
 class DeviceProvider(Protocol):
-    """One vendor's library. Its methods block. One thread at a time calls them, not always the same."""
+    """A vendor's library. Its methods block. One thread at a time calls them, not always the same."""
 
     vendor: str
 

@@ -14,7 +14,7 @@ MANY_CORRECTED, WITHIN_S, EVERY_S = 100, 3600.0, 300.0
 
 
 class Note(NamedTuple):
-    """One problem of a GPU. With a cause it makes the GPU failing or gone."""
+    """A problem of a GPU. With a cause it makes the GPU failing or gone."""
 
     weight: int
     words: str

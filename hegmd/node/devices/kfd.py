@@ -50,7 +50,7 @@ class Kfd:
         return (self._sys / "module" / "amdgpu").is_dir()
 
     def is_there(self) -> bool:
-        """Whether the kernel has a topology to read at all."""
+        """Return True if the kernel has a topology to read at all."""
         return (self._kfd / "topology" / "nodes").is_dir()
 
     def cards(self) -> tuple[str, ...]:
@@ -190,7 +190,7 @@ class Kfd:
     # ---- processes --------------------------------------------------------------------------------------------------
 
     def lists_processes(self) -> bool:
-        """Whether the kernel lists processes; it does since 5.9."""
+        """Return True if the kernel lists processes; it does since 5.9."""
         return (self._kfd / "proc").is_dir()
 
     def uses(self, uuid_of_gpu_id: Mapping[int, str]) -> tuple[ProcessUse, ...]:

@@ -39,7 +39,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec:
-    """One simulated GPU."""
+    """A simulated GPU."""
 
     memory_bytes: int
     uuid: str

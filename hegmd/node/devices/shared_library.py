@@ -27,7 +27,7 @@ class _LinkMap(ctypes.Structure):
 
 
 class SharedLibrary:
-    """One library by name or path. Belongs to one thread at a time; the image is unloaded with it at the latest.
+    """A library by name or path. Belongs to one thread at a time; the image is unloaded with it at the latest.
 
     Code that calls into the image keeps this object alive.
     """

@@ -122,7 +122,7 @@ def _are_tables(value: Any) -> bool:
 
 @dataclass(slots=True)
 class _Table:
-    """One table of the file: returns its checked keys, and records unknown ones."""
+    """A table of the file: returns its checked keys, and records unknown ones."""
 
     where: str
     values: dict[str, Any]
@@ -175,7 +175,7 @@ class _Table:
 
 
 class _Description:
-    """One file that is parsed into a Topology."""
+    """A file that is parsed into a Topology."""
 
     def __init__(self, path: Path, text: str) -> None:
         self._path = path

@@ -19,7 +19,7 @@ _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "9
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of /proc/self/mountinfo, with the fields that are needed."""
+    """A line of /proc/self/mountinfo, with the fields that are needed."""
 
     point: str
     kind: str

@@ -55,7 +55,7 @@ class NodeSnapshot:
 
 
 class _Round:
-    """One refresh and its callers. Ends without a snapshot if its leader was cancelled."""
+    """A refresh and its callers. Ends without a snapshot if its leader was cancelled."""
 
     def __init__(self) -> None:
         self.over = anyio.Event()

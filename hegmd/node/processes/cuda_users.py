@@ -30,7 +30,7 @@ _OWN_MEMORY = (b"RssAnon", b"RssShmem", b"VmSwap", b"HugetlbPages")
 
 @dataclass(frozen=True, slots=True)
 class CudaUser:
-    """One such process. `own_bytes` is all its own memory, wherever that is."""
+    """A such process. `own_bytes` is all its own memory, wherever that is."""
 
     pid: int
     start_ticks: int

@@ -24,7 +24,7 @@ _STATE, _PARENT, _GROUP, _SESSION, _TERMINAL, _START_TICKS = 0, 1, 2, 3, 4, 19
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One process of the tree."""
+    """A process of the tree."""
 
     pid: int
     parent: int
@@ -46,7 +46,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """One open descriptor."""
+    """An open descriptor."""
 
     pid: int
     fd: int

@@ -66,7 +66,7 @@ class ProcessFacts:
 
 @dataclass(slots=True)
 class _Entry:
-    """One pid that a driver reports: its facts, its pidfd, and the text of its control groups."""
+    """A pid that a driver reports: its facts, its pidfd, and the text of its control groups."""
 
     facts: ProcessFacts
     pidfd: int | None = None

@@ -46,7 +46,7 @@ _SET_UP = frozenset(("__init__", "__new__", "__post_init__", "__init_subclass__"
 
 
 class Change:
-    """One instruction that changes something. `of_self` says that an attribute is of a method's own object."""
+    """An instruction that changes something. `of_self` says that an attribute is of a method's own object."""
 
     __slots__ = ("is_stored", "kind", "line", "name", "of_self", "offset")
 

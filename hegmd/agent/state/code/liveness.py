@@ -22,7 +22,7 @@ _FREE = frozenset(("LOAD_CLOSURE", "COPY_FREE_VARS", "MAKE_CELL"))
 
 
 class Flow:
-    """One code object, and the ways through it."""
+    """A code object, and the ways through it."""
 
     def __init__(self, code: CodeType) -> None:
         loops = loops_of(code)

@@ -32,7 +32,7 @@ _DRAWING = frozenset(
 
 
 class Spot:
-    """One frame: which of its code is run again before the script comes here once more."""
+    """A frame: which of its code is run again before the script comes here once more."""
 
     def __init__(self, frame: FrameType, depth: int, *, is_inside: bool) -> None:
         self.frame = frame

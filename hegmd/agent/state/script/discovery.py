@@ -47,7 +47,7 @@ _ACCESSORS: Any = (property, staticmethod, classmethod)
 
 
 class FoundObject:
-    """One thing with a state, and the names it is held by, the nearest first."""
+    """A thing with a state, and the names it is held by, the nearest first."""
 
     __slots__ = ("kind", "names", "thing")
 

@@ -82,7 +82,7 @@ def _open_paths() -> Iterator[str]:
 
 
 def _is_of_ranks(fd: int) -> bool:
-    """Whether it is the output of a launcher, which its ranks have together."""
+    """Return True if it is the output of a launcher, which its ranks have together."""
     return fd in (1, 2) and os.environ.get("WORLD_SIZE", "1") != "1"
 
 

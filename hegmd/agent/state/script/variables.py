@@ -62,7 +62,7 @@ def begin_anew(state: Any) -> list[str]:
 
 
 class _Taking:
-    """One capture."""
+    """A capture."""
 
     def __init__(
         self,

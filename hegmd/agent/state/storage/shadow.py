@@ -47,7 +47,7 @@ _was_squeezed = False
 
 
 def is_wanted() -> bool:
-    """Whether the next snapshot may have a shadow."""
+    """Return True if the next snapshot may have a shadow."""
     global _was_squeezed
     was_squeezed, _was_squeezed = _was_squeezed, False
     return not was_squeezed and os.environ.get(SWITCH, "") not in ("off", "0")
