@@ -97,7 +97,7 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A thing wrong with the configuration."""
+    """An error in the configuration."""
 
     where: str
     what: str

@@ -61,7 +61,7 @@ def name_of_type(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """One of a few words."""
+    """A setting that takes one of a few words."""
 
     words: tuple[str, ...]
 

@@ -38,7 +38,7 @@ _OVER = "start it with the agent next time: hegmctl run -- COMMAND"
 
 
 class Target:
-    """What /proc shows of a process to attach to. Raises HegmError if there is none."""
+    """The facts in /proc about a process to attach to. Raises HegmError if there is none."""
 
     def __init__(self, pid: int, proc_root: str = "/proc") -> None:
         self.pid, self._proc_root = pid, proc_root

@@ -1,4 +1,4 @@
-"""Where answers go: text for a terminal or a pipe, or JSON. `cli` chooses the sink once.
+"""Sinks for answers: text for a terminal or a pipe, or JSON. `cli` chooses the sink once.
 
 Standard output carries answers only; notes and errors go to standard error. A command passes a record and its renderer,
 and never asks which form is wanted.

@@ -47,7 +47,7 @@ _MESSAGE_BYTES = 1 << 20
 
 
 class Beforehand:
-    """What to prestart: the expected start without its state, and what to import for it."""
+    """The process to prestart: its expected start without the state, and the modules to import."""
 
     __slots__ = ("command", "environ", "imports", "path")
 

@@ -27,7 +27,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class RankStates:
-    """A listening socket for each rank. Owns `states` and `lock`. Closing twice is fine.
+    """The listening sockets of the ranks, one each. Owns `states` and `lock`. Closing twice is fine.
 
     A connection raises SIGIO in this process, and the next `serve` handles it. Raises OSError.
     """

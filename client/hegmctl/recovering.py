@@ -53,7 +53,7 @@ class Recovery:
 
 
 def ended_how(status: int) -> str:
-    """How a command ended, in words."""
+    """Return how a command ended, in words."""
     return f"ended with exit status {status}" if status >= 0 else f"was ended by signal {-status}"
 
 

@@ -1,4 +1,4 @@
-"""How jobs are protected and were recovered, as text."""
+"""Text about the protection of jobs and their recoveries."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hegmctl.slurm import SlurmSignals
 
     class RestartAuthority(Protocol):
-        """Who says whether the command is to be started again, where, and from what."""
+        """Decides whether the command is started again, where, and from which state."""
 
         def turn(self, now: float, pid: int | None) -> float | None:
             """Handle what was received; return the monotonic instant of the next call at the latest. Must not wait."""
@@ -83,7 +83,7 @@ def left_status(environ: Mapping[str, str]) -> int:
 
 
 class Start:
-    """How to start the command: its words, its environment, and the descriptors that it inherits.
+    """The command's arguments, its environment, and the descriptors that it inherits.
 
     `state` is the state's descriptor, if any. `lock` is one that only has to stay open as long as a process of it
     lives.

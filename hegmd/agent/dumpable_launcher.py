@@ -98,7 +98,7 @@ def _child_answer(question: Callable[[], Any]) -> Any:
 
 
 class _ReportedObject:
-    """One of PyTorch's objects, with the attributes that a child process reported."""
+    """An object of PyTorch, with the attributes that a child process reported."""
 
     def __init__(self, attributes: dict[str, Any]) -> None:
         self.__dict__.update(attributes)

@@ -30,7 +30,7 @@ def _ignore() -> None:
 
 
 class Request:
-    """Whether the state is wanted. One for each process."""
+    """The request of this process for its state."""
 
     __slots__ = ("_pid", "is_wanted", "on_change")
 

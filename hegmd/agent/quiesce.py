@@ -53,7 +53,7 @@ class Asked:
 
 
 class Gate:
-    """One for each process. `on_change` is called, from any thread, when a request was carried out."""
+    """The gate of this process. `on_change` is called, from any thread, when a request was carried out."""
 
     __slots__ = (
         "_asked",

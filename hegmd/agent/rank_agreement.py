@@ -39,7 +39,7 @@ class DisagreementError(Exception):
 
 
 class Agreement:
-    """What all ranks have stated, by rank, and a label that no other agreement of this job has."""
+    """The statements of all ranks, by rank, and a label that no other agreement of this job has."""
 
     __slots__ = ("label", "statements")
 

@@ -42,7 +42,7 @@ class Held(Protocol):
 
 
 class Copied(NamedTuple):
-    """How many bytes were copied, and the seconds of each part. Opening overlaps copying."""
+    """The result of a copy: the bytes, and the seconds of each part. Opening overlaps copying."""
 
     copied_bytes: int
     open_s: float
@@ -109,14 +109,14 @@ class CopyClient:
         return _copied(answer, direction, began)
 
     async def shift_places(self, direction: str, places: Sequence[tuple[int, int, int]]) -> Copied:
-        """The same for places: offset in GPU memory, offset in the segment, bytes."""
+        """Copy places: offset in GPU memory, offset in the segment, bytes."""
         deadline_s = _COPY_S + sum(place[2] for place in places) / _COPY_BYTES_PER_S
         args = {"direction": direction, "size_bytes": 0, "places": [list(place) for place in places]}
         began = time.monotonic()
         return _copied(await self._call("shift", args, deadline_s), direction, began)
 
     async def start_copy(self, direction: str, size_bytes: int) -> None:
-        """The same, in the background. Later calls, `close` included, wait for its end."""
+        """Start a copy in the background. Later calls, `close` included, wait for its end."""
         self._started = direction, time.monotonic()
         await self._call("begin-shift", {"direction": direction, "size_bytes": size_bytes}, _COPY_S)
 

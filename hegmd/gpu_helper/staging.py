@@ -36,7 +36,7 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
 
 
 class Pace(NamedTuple):
-    """How much is pinned and how it is divided. A benchmark tries other values."""
+    """The amount of pinned memory and its division. A benchmark tries other values."""
 
     #: Each copies about 3 GB/s while an engine writes to the same memory: 32 GiB were offloaded during a checkpoint
     #: in 0.69 s with 24, in 0.87 s with 16.

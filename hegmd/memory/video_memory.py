@@ -53,7 +53,7 @@ _NAME = re.compile(
 
 
 class Helper(Protocol):
-    """What creates the memory: `gpu_helper.link.Link`."""
+    """The process that creates the memory: `gpu_helper.link.Link`."""
 
     async def call(self, op: str, args: Mapping[str, object], *, deadline_s: float) -> Answer: ...
 

@@ -64,7 +64,7 @@ class Respawn:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One of several that are started again together: its name in the operation, its number, where it is to be."""
+    """A rank of a job that restarts together: its name in the operation, its number, its target GPU."""
 
     name: str
     number: int
@@ -217,7 +217,7 @@ class ProcessState:
 
 @dataclass(slots=True)
 class OverlappedCopy:
-    """How much was copied during a driver call."""
+    """The bytes that were copied during a driver call, and the time that took."""
 
     size_bytes: int = 0
     took_s: float = 0.0

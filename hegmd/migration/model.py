@@ -21,7 +21,7 @@ from hegmd.protocol.snapshots import HEALTHY
 
 @dataclass(frozen=True, slots=True)
 class CarrierRow:
-    """What the planner knows about a carrier."""
+    """The properties of a carrier that the planner uses."""
 
     name: str
     #: Whether the agent shows its storages, and the GPU helper copies them.

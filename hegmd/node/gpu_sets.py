@@ -1,4 +1,4 @@
-"""Where a process is: on one GPU, or on several, named in the order of its devices, as in `gpu2,gpu3`.
+"""The GPUs of a process: one, or several, named in the order of its devices, as in `gpu2,gpu3`.
 
 A process that trains on the CPU has a place too: it has no GPU and no reservation, and only a restart leads to it or
 away from it.

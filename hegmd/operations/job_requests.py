@@ -54,7 +54,7 @@ Told = TypeVar("Told", told_operations.OperationProcess, told_operations.Planned
 
 
 class JobOperationsOf:
-    """What the operations of a runner know about jobs."""
+    """The knowledge about jobs that the operations of a runner have."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner

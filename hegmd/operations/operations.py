@@ -315,7 +315,7 @@ class Operations:
         return tuple(found)
 
     async def named_one(self, pid: int) -> int:
-        """The same where one process is wanted: the first of its job."""
+        """Return the named process: of a named job, its first."""
         return (await self.named([pid]))[0]
 
     async def _claim_for(self, op: Operation) -> None:

@@ -23,7 +23,7 @@ MAX_LIMIT_S = 1_000_000.0
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """How something is asked: by whom, and whether it is only for the plan and waited for."""
+    """The circumstances of a request: its caller, whether it is a dry run, and whether the caller waits."""
 
     by: str
     may: May
@@ -37,7 +37,7 @@ class RequestContext:
 
 @dataclass(frozen=True, slots=True)
 class Restarting:
-    """Whether a migration may be a restart, and what differs for the new process."""
+    """The permission to migrate by restart, and the differences of the new process."""
 
     via: str | None = None
     allowed: bool = False

@@ -30,7 +30,7 @@ SURVEY_LIMIT_S = 5.0
 
 
 class Placed(Protocol):
-    """What an operation knows about a worker's GPU."""
+    """An operation's knowledge about a worker's GPU."""
 
     @property
     def gpu(self) -> str | None: ...

@@ -155,7 +155,7 @@ class PlanSurvey:
         return ways_of(snapshot, processes, usable_path(self._criu))
 
     async def _inspect_outside(self, pids: Sequence[int], inspected: InspectedTree) -> None:
-        """As `inspect_outside`; a client that asks repeatedly blocks only a few threads on a hanging process."""
+        """Call `inspect_outside` in few threads, because a hanging process blocks one at each request."""
         with contextlib.suppress(HegmError):
             await self._looks.at(lambda _: _look_at(pids, inspected), name="hegmd-outside")
 
@@ -367,7 +367,7 @@ def _job(worker: AgentConnection) -> tuple[int, str] | None:
 
 
 def _candidate_without_gpu(worker: AgentConnection) -> Candidate:
-    """As a candidate that is on no GPU."""
+    """Return the process as a candidate that is on no GPU."""
     return Candidate(
         pid=worker.pid,
         start_ticks=worker.identity.start_ticks,

@@ -64,7 +64,7 @@ class Node:
 
 
 class ProtectedJob:
-    """One of them, from its first agent to its end."""
+    """A protected job, from its first agent to its end."""
 
     def __init__(self, node: Node, record: JobSnapshots, name: str, supervisor: Supervisor) -> None:
         self.node = node
@@ -85,7 +85,7 @@ class ProtectedJob:
 
     @property
     def wish(self) -> RecoveryWish:
-        """How it is to be recovered."""
+        """The recovery that its user asked for."""
         return self.supervisor.offer.recover or RecoveryWish()
 
     @property

@@ -72,7 +72,7 @@ def _fits(record: SlotRecord, rank: int, ranks: int, first: SlotRecord) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How often a job was recovered, and how far it has come."""
+    """The recoveries of a job so far, and its progress."""
 
     recoveries: int = 0
     fruitless: int = 0

@@ -140,7 +140,7 @@ class Recoveries(BackgroundTasks):
         return self.must_wait(job)
 
     def look_again(self) -> None:
-        """Return what the starts of jobs wait for may have changed."""
+        """Check again what the starts of jobs wait for, which may have changed."""
         self._news.notify_all()
 
     async def keep_looking(self) -> None:

@@ -35,7 +35,7 @@ MAX_RANKS = 15
 
 
 class Unprotected(Exception):
-    """What prevents snapshots of this job, in words for its user."""
+    """Snapshots of this job are impossible; the message tells its user why."""
 
     def __init__(self, why: str, hint: str) -> None:
         super().__init__(why)

@@ -32,7 +32,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Whom this daemon serves."""
+    """The users that this daemon serves."""
 
     daemon_uid: int
     admin_gid: int | None = None

@@ -39,7 +39,7 @@ FRESH_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What handlers use: the parts of the daemon, and a few of its actions as plain calls."""
+    """The parts of the daemon that handlers use, and a few of its actions as plain calls."""
 
     policy: Policy
     inventory: Inventory

@@ -313,7 +313,7 @@ def _groups_of(connection: socket.socket) -> frozenset[int]:
 
 
 def _many_groups_of(connection: socket.socket) -> bytes:
-    """The same for more than 256 groups, which Python's getsockopt cannot return."""
+    """Return more than 256 groups of the peer, which Python's getsockopt cannot return."""
     libc = ctypes.CDLL(None, use_errno=True)
     buffer = ctypes.create_string_buffer(_LARGE_BYTES)
     size = ctypes.c_uint32(_LARGE_BYTES)

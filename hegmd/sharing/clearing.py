@@ -21,7 +21,7 @@ Freed = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Clearing:
-    """What it takes to make room on one GPU."""
+    """The steps that free memory on one GPU."""
 
     room: Room
     #: Who leaves. If the instant is unknown: none.

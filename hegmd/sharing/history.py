@@ -1,4 +1,4 @@
-"""What the policy has to know of the past: since when a job runs or waits, how long its turn was, what a switch costs.
+"""The history that the policy uses: since when a job runs or waits, the length of its turn, the cost of a switch.
 
 Also after which failures it is left alone for how long. Lives in memory: a new daemon starts over, so a job gets a
 whole turn after it. Owns these figures; decides nothing.

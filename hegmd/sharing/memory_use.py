@@ -1,4 +1,4 @@
-"""How much GPU memory jobs have, need and leave behind, and how much of a lease is in use. Reads parents from /proc."""
+"""GPU memory that jobs have, need and leave behind, and the used part of a lease. Reads parents from /proc."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ START, RESUME, SUSPEND, MIGRATE, GRANT = "start", "resume", "suspend", "migrate"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU."""
+    """A GPU."""
 
     id: str
     total_bytes: int
@@ -145,7 +145,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """A thing to do now. Actions of one decision can be carried out in any order, and at the same time."""
+    """A step to take now. Actions of one decision can be carried out in any order, and at the same time."""
 
     kind: str
     #: The id of the job, or of the lease for `grant`.
@@ -165,7 +165,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What a job or a pending lease waits for, and what happens next, in words."""
+    """The reason for which a job or a pending lease waits, and the next step, in words."""
 
     subject: str
     waits: str
@@ -178,7 +178,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do now, what everyone waits for, and when to decide again if nothing else changes."""
+    """The actions to take now, the reasons for waiting, and when to decide again if nothing else changes."""
 
     actions: tuple[Action, ...] = ()
     waiting: tuple[Waiting, ...] = ()

@@ -1,4 +1,4 @@
-"""What the sharing of GPUs has to remember beyond the life of the daemon: leases, the queue, and who was suspended.
+"""The records of GPU sharing that outlive the daemon: leases, the queue, and the suspended jobs.
 
 Owns the records and their meaning. Where they are written is in `state_file`. Pure.
 """

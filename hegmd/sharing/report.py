@@ -1,4 +1,4 @@
-"""What people are told of sharing: jobs, leases and steps as the protocol has them, from one look at the node. Pure."""
+"""The public records of sharing: jobs, leases and steps, made from one snapshot of the node. Pure."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ EmitPlace = Callable[[told.PlaceProgress], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, by the kernel's word."""
+    """The process that made the request, as the kernel identifies it."""
 
     pid: int
     uid: int
@@ -180,7 +180,7 @@ class SharingRequests:
         return self._sharing.memory.leases.stamped(lease, rules.max_lease_s if asked.pid is None else None)
 
     async def _planned(self, lease: LeaseRecord) -> told.RoomReply:
-        """Return what would be done. Raises REFUSED if that would not be enough.
+        """Return the planned steps. Raises REFUSED if they would not free enough.
 
         A daemon that has just started waits for the agents of jobs of before, as it does before it suspends any.
         """
@@ -348,7 +348,7 @@ class SharingRequests:
     # -- the queue -----------------------------------------------------------------------------------------------------
 
     async def queue(self, caller: Caller) -> told.QueueReply:
-        """Who runs, who waits for what, and the leases."""
+        """Return the running jobs, the waiting jobs with their reasons, and the leases."""
         view, decision = await self._sharing.look()
         waiting = {one.subject: one for one in decision.waiting}
         known = self._sharing.memory.leases

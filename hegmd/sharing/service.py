@@ -119,7 +119,7 @@ class Sharing:
             task_status.started()
 
     def stop(self) -> None:
-        """Said before the requests of clients are cancelled because the daemon stops."""
+        """Note that the daemon stops. Called before the requests of clients are cancelled."""
         self.is_stopping = True
 
     def look_again(self) -> None:
@@ -349,7 +349,7 @@ class Sharing:
         return "a GPU" if is_queued else "room on its GPU; it resumes by itself"
 
     def waiting_of(self, subject: str) -> model.Waiting | None:
-        """Return what the policy says that a job or lease waits for."""
+        """Return the policy's reason for which a job or lease waits."""
         return None if self.latest is None else self.latest[1].waiting_of(subject)
 
 

@@ -1,4 +1,4 @@
-"""What the sharing of GPUs remembers, in memory and on disk: leases, queue, and the jobs that it suspended.
+"""The state of GPU sharing, in memory and on disk: leases, queue, and the jobs that it suspended.
 
 Owns when it is written: after each change, and at once before something is done that only this file explains. A job is
 in the list of suspended ones before its operation begins, so a daemon killed in between finds it, or finds it running.

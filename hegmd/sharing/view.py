@@ -42,7 +42,7 @@ COUNT_AGAIN_S, COUNT_S = 2.0, 0.3
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """How a running job can leave its GPUs, by the planner's word."""
+    """The ways in which a running job can leave its GPUs, as planned."""
 
     #: Why it cannot; empty if it can.
     hindrance: str = ""
@@ -281,7 +281,7 @@ class SharingView:
     def _judge(
         self, record: JobRecord, node: NodeSnapshotForPlan, pids: tuple[int, ...], workers: Sequence[AgentConnection]
     ) -> Leaving:
-        """How a running job can leave its GPUs."""
+        """Plan how a running job can leave its GPUs."""
         if not all(worker.connected for worker in workers):
             return Leaving("its agent is not connected")
         whole = planned(node, PlanRequest(kind=SUSPEND, pids=pids))

@@ -1,4 +1,4 @@
-"""Who asks for memory of a GPU: waiting jobs, pending leases, and jobs that have to leave theirs.
+"""The requesters of GPU memory: waiting jobs, pending leases, and jobs that have to leave their GPU.
 
 Owns one value for all three, and the order in which they have their turns. Pure.
 """

@@ -1,4 +1,4 @@
-"""What the sharing policy says about a decision: one short sentence part for each case, with numbers.
+"""The wording of sharing decisions: one short phrase for each case, with numbers.
 
 Owns the words of reasons and of `hegmctl queue`. Decides nothing.
 """
@@ -107,7 +107,7 @@ def _needed(wanted: Wanted) -> str:
 
 
 def _exactly(wanted: Wanted) -> str:
-    """The same with a decimal: the difference to what a GPU has may be small."""
+    """Return the size with a decimal, since the difference to the memory of a GPU may be small."""
     return "a whole GPU" if wanted.needs_bytes is None else gigabytes(max(wanted.needs_bytes))
 
 

@@ -56,7 +56,7 @@ def under_systemd(environ: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What the service manager passed to this process."""
+    """The descriptors and variables that the service manager passed to this process."""
 
     notify_address: str | None
     watchdog_limit_s: float | None

@@ -31,7 +31,7 @@ class StepTiming:
 
 
 class StepTimings:
-    """What one effect has collected, in the order in which the steps ended."""
+    """The timings of one effect, in the order in which its steps ended."""
 
     def __init__(self) -> None:
         self._alike: dict[tuple[str, str], list[StepTiming]] = {}

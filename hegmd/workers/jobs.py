@@ -260,7 +260,7 @@ class Jobs(BackgroundTasks):
         return job
 
     def _unique(self, name: str, but_for: JobRecord | None) -> str:
-        """That name, with a number where a job that has not ended has it."""
+        """Return that name, with a number appended if a job that has not ended has it."""
         taken = {
             job.name
             for job in self._jobs.values()

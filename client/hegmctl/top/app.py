@@ -39,7 +39,7 @@ The small bars beside a GPU are its utilisation and its memory over the last min
 
 
 class Source(Protocol):
-    """What the screen needs of a feed."""
+    """The interface of a feed that the screen uses."""
 
     def start(self, listener: Listener) -> None: ...
     def stop(self) -> None: ...

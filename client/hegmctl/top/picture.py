@@ -1,4 +1,4 @@
-"""What `hegmctl top` shows: GPUs with their last minutes, jobs, operations and events, as lines of a given size.
+"""The screen of `hegmctl top` as lines of a given size: GPUs with their last minutes, jobs, operations, events.
 
 Keeps the last snapshot, the order, the filter and the cursor. Pure: the time comes with the snapshots, and no terminal
 is touched. A line is a list of parts, each a text and the name of its style; every text is printable.

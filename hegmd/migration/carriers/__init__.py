@@ -1,1 +1,1 @@
-"""How the bytes of tensors leave a GPU and return. Each carrier is one module."""
+"""Carriers: copy the bytes of tensors off a GPU and back. Each carrier is one module."""

@@ -96,7 +96,7 @@ class CopyingCarrier(NoCopy):
         raise NotImplementedError
 
     def space_bytes(self, subject: MigratedProcess) -> int:
-        """Return how far the space reaches."""
+        """Return the end of the space in bytes."""
         raise NotImplementedError
 
     def piece(self, subject: MigratedProcess) -> tuple[int, int] | None:
@@ -387,7 +387,7 @@ def _rising(on_progress: Progress) -> Progress:
 
 
 def _ignored(_: int) -> None:
-    """Return how far a part is."""
+    """Ignore the progress of a part."""
 
 
 def _add(on_progress: Progress, before_bytes: int, copied_bytes: int) -> None:

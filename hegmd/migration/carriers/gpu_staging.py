@@ -39,7 +39,7 @@ class StagedBytes:
 
 
 class StagingUse:
-    """Whether the staging memory of one process is in use: the lock of the task that uses it."""
+    """The lock on the staging memory of one process, held by the task that uses it."""
 
     def __init__(self, subject: MigratedProcess) -> None:
         self.subject = subject

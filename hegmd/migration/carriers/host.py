@@ -240,9 +240,7 @@ class HostCarrier(CopyingCarrier):
         return is_held
 
     def _reach_bytes(self, subject: MigratedProcess) -> int:
-        """Return how far its storages can reach in the pool: where each of them is, its agent says only when it makes
-        them.
-        """
+        """Return the end of its storages in the pool, at most. The agent reports each place only on allocation."""
         return min(subject.size_bytes + FLAT_BYTES, self.space_bytes(subject))
 
     def staged(self, subject: MigratedProcess) -> OverlappedCopy | None:

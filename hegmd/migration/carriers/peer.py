@@ -247,4 +247,4 @@ async def _shift(route: CopyClient, *, direction: str, shifts: list[Shift]) -> N
 
 
 def _ignored(_: int) -> None:
-    """Return how far a window is."""
+    """Ignore the progress of a window."""

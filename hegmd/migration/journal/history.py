@@ -78,7 +78,7 @@ class Ledger:
         return self._file.trouble
 
     def history(self, op_id: str) -> History:
-        """One operation and its story. Raises NOT_FOUND."""
+        """Return one operation and its story. Raises NOT_FOUND."""
         history = self._histories.get(op_id)
         if history is None:
             hint = "run: hegmctl ops"

@@ -128,7 +128,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What was read: the histories, the number of sound bytes, and whether an incomplete record follows.
+    """The content of a journal: the histories, the number of sound bytes, and whether an incomplete record follows.
 
     A writer truncates the file to `sound_bytes` and continues there.
     """

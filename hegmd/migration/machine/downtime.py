@@ -1,4 +1,4 @@
-"""How long the job did not train: from the first park or driver lock until all processes run again.
+"""The downtime of a job: from the first park or driver lock until all its processes run again.
 
 Users ask for this figure, also for an operation that ended under an earlier daemon, so the operation and its journal
 keep it. No stage depends on it. Pure.

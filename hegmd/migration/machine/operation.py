@@ -32,7 +32,7 @@ FOR_AGENT, FOR_RETRY = "agent", "retry"
 
 
 class Limits(Record):
-    """How long each part may take."""
+    """The time limits of the parts of an operation."""
 
     arm_s: float = field(
         "reserving GPU and pool memory; of a restart, again until the next process is ready", default=60.0

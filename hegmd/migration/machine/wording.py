@@ -1,4 +1,4 @@
-"""How sizes, lists and processes are put into words in plans and refusals. Pure text, without any rule of moving."""
+"""Wording of sizes, lists and processes in plans and refusals. Pure text."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def bytes_name(operation: str, worker: str, start_ticks: int) -> str:
 
 
 def earlier_bytes_of(subject: MigratedProcess) -> str:
-    """The same as earlier releases called it, whose memory a store may have kept through an upgrade."""
+    """Return the owner name of an earlier release, whose memory a store may have kept through an upgrade."""
     return f"{subject.operation}.{subject.name}.{BYTES}"
 
 
@@ -132,7 +132,7 @@ def staging_out_owner(subject: MigratedProcess) -> str:
 
 
 def passing_name(operation: str, worker: str) -> str:
-    """The same, of that worker in that operation."""
+    """Return the owner name of that worker's staging memory in that operation."""
     return f"{operation}.{worker}.{PASSING}"
 
 

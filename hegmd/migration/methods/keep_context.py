@@ -34,7 +34,7 @@ _MAX_KEPT_SHARE = 8
 
 
 class SimulatedKeepContext(SimulatedMethod):
-    """The same with simulated GPUs, where a context takes no memory."""
+    """The method for simulated GPUs, where a context takes no memory."""
 
     name = KEEP_CONTEXT
 

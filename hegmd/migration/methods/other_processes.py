@@ -305,7 +305,7 @@ def _without(
 
 
 def _parsed(text: bytes) -> dict[ProcessKey, ProcessKey | None]:
-    """Whom it names, and for whose restore; earlier releases did not say that. Raises ValueError or TypeError."""
+    """Return the paused processes, each with the process whose restore it is for. Raises ValueError or TypeError."""
     noted: dict[ProcessKey, ProcessKey | None] = {}
     for pid, ticks, *restored in json.loads(text):
         noted[int(pid), int(ticks)] = (int(restored[0]), int(restored[1])) if len(restored) == 2 else None

@@ -29,7 +29,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class ProgressSample:
-    """One look: bytes in the process's memory, bytes that are free on all GPUs, and its threads by their state.
+    """A sample: bytes in the process's memory, bytes free on all GPUs, and its threads by their state.
 
     None means unknown. The letters of the states are those of proc(5).
     """

@@ -68,7 +68,7 @@ class Share:
 
     @property
     def needed_bytes(self) -> int:
-        """Return what has to be free on the target for all of that."""
+        """Return the bytes that must be free on the target GPU for all of that."""
         return self.reserved_bytes + self.size_bytes - self.own_bytes
 
 
@@ -131,7 +131,7 @@ def is_helped(carrier: str) -> bool:
 def _shares(
     snapshot: NodeSnapshotForPlan, candidate: Candidate, own: Sequence[GpuMemory], to: Sequence[GpuMemory]
 ) -> tuple[Share, ...]:
-    """Return what it has on each of its GPUs. On several, no sizes if these are not known."""
+    """Return the process's memory on each of its GPUs. On several GPUs, no sizes if these are unknown."""
     size_bytes = candidate.agent.size_bytes or 0 if candidate.agent is not None else 0
     targets = tuple(to) or (None,) * len(own)
     if len(own) == 1:
@@ -266,7 +266,7 @@ def _against_peer(request: PlanRequest, candidate: Candidate, share: Share, *, i
 
 @dataclass(frozen=True, slots=True)
 class OverlappedCopies:
-    """Whether GPU memory is free for copies that overlap the driver's checkpoint and its restore."""
+    """The copies that can overlap the driver's checkpoint (`out`) and restore (`back`), by free GPU memory."""
 
     out: bool = False
     back: bool = False

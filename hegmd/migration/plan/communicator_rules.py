@@ -39,7 +39,7 @@ def told(candidate: Candidate) -> Communicators | None:
 
 
 def mechanism(candidate: Candidate, kind: str) -> str:
-    """How its communicators are disconnected for that kind of operation; empty if it has none."""
+    """Return how its communicators are disconnected for that kind of operation; empty if it has none."""
     groups = told(candidate)
     if groups is None or groups.mechanism == NONE:
         return ""

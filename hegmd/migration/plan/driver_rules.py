@@ -171,7 +171,7 @@ def agent_overhead_of(candidate: Candidate, own: GpuMemory) -> int:
 def storage_bytes_with_cache(
     candidate: Candidate, devices: Sequence[CudaDevice], own: Sequence[GpuMemory]
 ) -> tuple[int, ...]:
-    """The same for one on several GPUs, its storages included, on each of them."""
+    """Return the bytes of a process on several GPUs, storages included, on each of them."""
     rests_bytes = shares_of(candidate, devices)
     sizes: list[int] = []
     for device, gpu, driver_bytes in zip(devices, own, rests_bytes, strict=True):

@@ -29,7 +29,7 @@ Outcome = tuple[MigrationPlan, ...] | tuple[Reason, ...]
 
 
 def occupants(snapshot: NodeSnapshotForPlan, gpu: str) -> Iterator[int]:
-    """One process of each job on that GPU."""
+    """Return one process of each job on that GPU."""
     seen: set[int] = set()
     for candidate in snapshot.candidates:
         if gpu in candidate.gpus and candidate.pid not in seen:
@@ -124,7 +124,7 @@ def planned_swap(snapshot: NodeSnapshotForPlan, first: int, second: int) -> Outc
 
 
 def _are_alike(jobs: Sequence[tuple[Candidate, ...]], gpus: Sequence[tuple[str, ...]]) -> bool:
-    """Return True if each rank of one job has one of the other whose place it takes, on a GPU that both do not share."""
+    """Return True if each rank of one job takes the place of one of the other, on a GPU that they do not share."""
     on_one_each = all(len(member.gpus) == 1 for job in jobs for member in job)
     return on_one_each and len(jobs[0]) == len(jobs[1]) and set(gpus[0]).isdisjoint(gpus[1])
 

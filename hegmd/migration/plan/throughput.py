@@ -28,7 +28,7 @@ class Paces:
         self._rates = Rates()
 
     def rates(self) -> Rates:
-        """As of now."""
+        """Return the rates as measured so far."""
         return self._rates
 
     def note(self, carrier: str, direction: str, size_bytes: int, took_s: float, rounds: int = 1) -> None:

@@ -222,7 +222,7 @@ class Runner:
     # ----------------------------------------------------------------------------------------------------------
 
     def history(self, op_id: str) -> History:
-        """One operation and its story. Raises NOT_FOUND."""
+        """Return one operation and its story. Raises NOT_FOUND."""
         return self._ledger.history(op_id)
 
     def operations(self) -> tuple[Operation, ...]:

@@ -56,7 +56,7 @@ _ARCHITECTURES = {
 
 @dataclass(frozen=True, slots=True)
 class _Card:
-    """What does not change about a GPU while the library is open."""
+    """The properties of a GPU that do not change while the library is open."""
 
     uuid: str
     pci_address: str | None = None
@@ -67,7 +67,7 @@ class _Card:
 
 @dataclass(slots=True)
 class _Reading:
-    """One GPU that answered, in one snapshot."""
+    """The readings of one GPU in one snapshot."""
 
     gpu: Gpu
     asked: NvmlGpu

@@ -31,7 +31,7 @@ _LINK_BYTES_PER_S = {
 
 @dataclass(slots=True)
 class _Ends:
-    """Where one GPU's active links end."""
+    """The devices at the other ends of a GPU's active links."""
 
     at_gpus: Counter[str] = field(default_factory=Counter[str])  # by PCI address
     elsewhere: int = 0

@@ -25,7 +25,7 @@ _ROLL = "processes"
 
 @dataclass(slots=True)
 class _Known:
-    """What was last reported about a GPU; None for what was never known."""
+    """The last report about a GPU; None for a fact that was never known."""
 
     state: str
     health: str

@@ -125,7 +125,7 @@ def how_ended(pid: int, start_ticks: int, proc_root: str = "/proc") -> str | Non
 
 
 def ending_in_words(status: int) -> str:
-    """How a process has ended with that exit status, or minus a signal."""
+    """Return in words how a process ended, given its exit status, or minus its signal."""
     if status >= 0:
         return f"it ended with exit status {status}"
     return f"it was ended by signal {-status}" + (f" ({_SIGNALS[-status]})" if -status in _SIGNALS else "")

@@ -43,7 +43,7 @@ NOTE_NO_PID = "the driver does not report its pid"
 
 
 class Presence(enum.Enum):
-    """How far a process is visible from here."""
+    """The visibility of a process from here."""
 
     VISIBLE = enum.auto()
     ENDED = enum.auto()

@@ -62,7 +62,7 @@ class JobTally:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryTally:
-    """How many jobs of `hegmctl run --recover` are in each state, and how many snapshots were taken."""
+    """The number of jobs of `hegmctl run --recover` in each state, and of snapshots taken."""
 
     states: Mapping[str, int]
     snapshots: int = 0

@@ -93,7 +93,7 @@ def holders_in(instances: Instances) -> Iterator[Holder]:
 
 
 class Drift:
-    """How all of it was."""
+    """The saved description of all of it, to compare with later."""
 
     def __init__(self, instances: Instances) -> None:
         self._names: dict[tuple[str, int], str] = {}

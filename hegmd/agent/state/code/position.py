@@ -163,7 +163,7 @@ class Loop:
 
 
 class Place:
-    """Where a thread is, with its loops. `at_head`: the innermost loop is being asked for its next item."""
+    """The position of a thread, with its loops. `at_head`: the innermost loop is asked for its next item."""
 
     __slots__ = ("at_head", "frames", "loops", "path")
 

@@ -1,4 +1,4 @@
-"""Whether a Python that is started with the same words could read the script again.
+"""Check whether a Python started with the same arguments could read the script again.
 
 Checked before a training exits. A script from a pipe was read once: the next Python would read nothing, end with 0, and
 look as if the training had finished.

@@ -1,1 +1,1 @@
-"""How a saved state treats training frameworks. Each framework is one module."""
+"""Save and restore the state of training frameworks. Each framework is one module."""

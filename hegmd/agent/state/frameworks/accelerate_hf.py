@@ -132,7 +132,7 @@ def _trainers_frames(frames: list[FrameType]) -> dict[str, FrameType]:
 
 
 class FrameworkCapture:
-    """What is saved of the frameworks for a thread in these frames, and what prevents it."""
+    """The saved state of the frameworks for a thread in these frames, and the reasons against it."""
 
     def __init__(self, frames: list[FrameType]) -> None:
         self.against: list[tuple[str, str]] = []

@@ -1,1 +1,1 @@
-"""How passes over data loaders are saved, and rebuilt in a new process."""
+"""Save passes over data loaders, and rebuild them in a new process."""

@@ -47,7 +47,7 @@ _ACCESSORS: Any = (property, staticmethod, classmethod)
 
 
 class FoundObject:
-    """A thing with a state, and the names it is held by, the nearest first."""
+    """An object with a state, and the names that refer to it, the nearest first."""
 
     __slots__ = ("kind", "names", "thing")
 

@@ -131,7 +131,7 @@ def copy_pieces_out(
 def shadow_pieces_out(
     fd: int, capacity_bytes: int, raws: list[Raw], places: list[int], found: dict[int, int]
 ) -> Shadows | None:
-    """The same, but of what lies in video memory a shadow is made, which is fetched later.
+    """Copy the pieces out, but make a shadow of those in GPU memory, which is fetched later.
 
     None, with nothing written, where nothing lies there, or a shadow has no room. Raises OSError, HegmError.
     """
@@ -307,7 +307,7 @@ def _driver_for(devices: Iterable[str], kind: type[Driver]) -> Driver | None:
 
 
 class _Chosen:
-    """One GPU is this thread's for as long as the context lasts, and has nothing left to do."""
+    """Select one GPU for this thread while the context lasts, and finish its work at the end."""
 
     def __init__(self, where: str) -> None:
         self._device = int(where.partition(":")[2] or 0)

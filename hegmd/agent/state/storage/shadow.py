@@ -92,7 +92,7 @@ class _Shadow:
 
 
 class Shadows:
-    """Of all GPUs. Threads of ours that fetch them use no stream and no memory of the job's."""
+    """The shadows on all GPUs. Our threads that fetch them use no stream and no memory of the job."""
 
     def __init__(self, driver: OverlappingCopies) -> None:
         self._driver = driver
