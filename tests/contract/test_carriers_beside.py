@@ -459,7 +459,7 @@ async def test_a_kept_context_has_its_copy_session_before_it_resumes(moving: Mov
 
 
 @pytest.mark.thorough
-async def test_a_mark_that_nobody_believes_is_no_failure_of_bytes_that_are_back(moving: Moving) -> None:
+async def test_an_untrusted_mark_is_no_failure_once_the_bytes_are_reloaded(moving: Moving) -> None:
     async with moving() as job:
         await job.suspend()
         await job.carrier.prepare(job.off)

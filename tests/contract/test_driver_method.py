@@ -257,7 +257,7 @@ def test_the_map_from_another_node_has_each_gpu_once_on_either_side(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("question", ["verify", "inspect"])
-async def test_a_look_at_a_process_does_not_free_it_for_whom_another_operation_holds_it_still(
+async def test_inspecting_a_process_does_not_resume_it_while_another_operation_pauses_it(
     parts: Parts, question: str
 ) -> None:
     async with rigged(parts) as rig:
@@ -433,7 +433,7 @@ async def test_a_process_that_has_grown_is_left_alone_until_that_is_written_down
 
 
 @pytest.mark.thorough
-async def test_a_checkpoint_that_waits_for_its_turn_is_told_to_whoever_looks(parts: Parts) -> None:
+async def test_a_status_request_shows_a_checkpoint_that_waits_for_its_turn(parts: Parts) -> None:
     """Once it was found to run, so that its operation ended, and then it was taken off with nobody to bring it back."""
     async with (
         rigged(parts) as rig,

@@ -115,7 +115,7 @@ async def test_those_whom_a_killed_daemon_held_still_are_let_go_by_the_next(
 
 
 @pytest.mark.thorough
-async def test_a_helper_that_is_lost_while_they_stand_leaves_nobody_standing(
+async def test_when_the_helper_is_lost_all_paused_processes_resume(
     node: CudaNode, owner: Owner, tmp_path: Path
 ) -> None:
     async with linked(node) as link:

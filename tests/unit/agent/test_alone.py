@@ -67,7 +67,7 @@ def test_a_thread_stood_for_good_when_coming_back_failed_once(monkeypatch: pytes
     thread.join(PATIENCE_S)
 
 
-def test_a_process_that_never_trained_steps_aside_without_standing(tmp_path: Path) -> None:
+def test_a_process_that_never_trained_disconnects_without_parking(tmp_path: Path) -> None:
     """The launcher of ranks was told that its training thread is not parked; it has none."""
     gate = Gate()
     orders, reports = Orders(gate), list[AgentReport]()

@@ -172,7 +172,7 @@ def test_a_thread_that_was_stopped_runs_on_when_no_daemon_comes_back(
     script.tick_until(lambda: script.woke == ["woke"])
 
 
-def test_before_code_of_the_scripts_runs_in_the_agents_thread_all_others_are_let_go(script: Script) -> None:
+def test_other_threads_are_released_before_script_code_runs_in_the_agents_thread(script: Script) -> None:
     """One of them may have a lock that this code needs."""
     thread = script.start_beside(WAITING)
     script.park()

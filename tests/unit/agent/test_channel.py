@@ -73,7 +73,7 @@ def _until(look: Callable[[], bytes], wanted: bytes) -> bool:
     return look() == wanted
 
 
-def test_daemons_killed_one_after_the_other_left_a_parked_job_standing_for_seconds_more() -> None:
+def test_daemons_killed_in_sequence_left_a_job_parked_for_seconds() -> None:
     """Each connection had been of use and did not last, and the next came later and later."""
     assert next_pause_s(MAX_PAUSE_S, 0.5, was_of_use=True) == FIRST_PAUSE_S
 

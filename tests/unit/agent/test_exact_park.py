@@ -81,7 +81,7 @@ def test_the_boundaries_are_counted_without_the_training_thread(rank: _Rank) -> 
     assert not rank.gate.requested
 
 
-def test_an_order_that_comes_too_late_for_its_boundary_stops_nobody(rank: _Rank) -> None:
+def test_an_order_too_late_for_its_boundary_parks_no_rank(rank: _Rank) -> None:
     rank.let_pass(3)
     rank.wait_until_passed(3)
     rank.park(1, at=3)

@@ -225,7 +225,7 @@ def test_a_state_that_is_not_back_yet_is_not_saved_over(made: Callable[..., _Tra
     assert training.gate.requested
 
 
-def test_a_training_that_was_let_go_by_somebody_else_is_asked_again(made: Callable[..., _Trained]) -> None:
+def test_a_training_whose_park_was_withdrawn_is_parked_again(made: Callable[..., _Trained]) -> None:
     training = made()
     training.request.make()
     training.departure.tick()

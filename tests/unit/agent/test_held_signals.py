@@ -141,7 +141,7 @@ while _thread._count() or state() != before:
     )
 
 
-def test_a_thread_beside_one_that_stands_went_on_where_its_signals_could_not_be_held() -> None:
+def test_a_thread_beside_a_parked_one_continued_when_its_signals_could_not_be_blocked() -> None:
     """The storages may be out of the process already: whoever comes has to stand, with its signals or without."""
     _run("""
 gate = Gate()

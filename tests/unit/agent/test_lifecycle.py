@@ -22,7 +22,7 @@ class _Broken(Channel):
 
 
 @pytest.mark.thorough
-def test_an_agent_that_could_not_hang_up_ended_and_left_its_job_standing() -> None:
+def test_an_agent_that_could_not_disconnect_ended_and_left_its_job_parked() -> None:
     """And what failed each time was tried again without a pause, which took the job's processor."""
     began = monotonic()
     channel = _Broken(Gate(), {})

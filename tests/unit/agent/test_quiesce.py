@@ -249,7 +249,7 @@ class _Raiser:
         assert not self.thread.is_alive()
 
 
-def test_a_thread_on_its_way_to_the_door_was_taken_for_one_that_stands() -> None:
+def test_a_thread_about_to_park_was_taken_for_a_parked_one() -> None:
     """A signal's handler could still run in it, and would have found the storages gone."""
     script = _Raiser()
     assert script.gate.parked

@@ -152,7 +152,7 @@ def test_only_workers_of_launchers_are_signalled(tmp_path: Path) -> None:
         assert stranger.poll() is None
 
 
-def test_a_worker_whom_the_signal_would_end_is_left_alone(tmp_path: Path) -> None:
+def test_a_worker_that_sigusr1_would_end_gets_no_signal(tmp_path: Path) -> None:
     with child() as worker:
         workers.register(tmp_path, os.getpid(), worker.pid)
         (became,) = control(tmp_path, beginning_s=0.0).checkpoint([worker.pid]).values()

@@ -339,7 +339,7 @@ def test_an_event_of_an_unknown_severity_is_shown_like_others() -> None:
     assert "dire" in say.event_text(event, Style(colour=True))[0]
 
 
-def test_images_that_were_missed_stand_below_the_table() -> None:
+def test_missed_images_are_listed_below_the_table() -> None:
     agent = AgentInfo(name="hegm-agent", version="1", image_missed="no image at 12:00:00: the disk is full")
     lines = processes_text(node.PROCESSES.replace(processes=(node.TRAINING.replace(agent=agent),)), PIPE)
     assert lines[-1] == "4711: no image at 12:00:00: the disk is full"

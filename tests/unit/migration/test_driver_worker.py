@@ -111,7 +111,7 @@ def _after_a_while(drive: Drive) -> None:
     drive.end(parked=True, out_bytes=8, gpu="gpu0")
 
 
-def test_a_job_whose_storages_found_no_room_stood_until_somebody_resumed_it_by_hand() -> None:
+def test_a_job_without_memory_for_its_storages_stayed_parked_until_a_manual_resume() -> None:
     """It waits instead, says so, takes the room for all of them once it is there, and comes back by itself."""
     drive = _reloaded_without_room()
     for _ in range(3):

@@ -41,7 +41,7 @@ def test_the_room_is_counted_again_when_a_restore_has_failed() -> None:
     assert tags(wanted) == ["reserve"]
 
 
-def test_a_rank_that_has_its_bytes_back_goes_on_standing_while_another_is_suspended() -> None:
+def test_a_reloaded_rank_stays_parked_while_another_rank_is_suspended() -> None:
     """Issue 4: a resume without room for all let the one rank go that had been brought back before."""
     home = worker(origin_gpu="gpu0", target_gpu="gpu0", is_parked=True, park_requested=True, was_offloaded=True)
     away = worker(

@@ -123,7 +123,7 @@ def test_the_end_of_a_process_that_is_known_to_have_left_asks_for_nobody_twice()
     assert tags(drive.wanted) == ["restore"]
 
 
-def test_a_process_that_is_known_to_have_left_does_not_stand_any_more() -> None:
+def test_a_process_that_has_ended_no_longer_counts_as_parked() -> None:
     """The order's end came before the kernel's word: the next one was taken for the first, gone on by itself."""
     drive = Drive(restart()).until("checkpointing")
     drive.end()

@@ -131,7 +131,7 @@ def test_what_attaching_cannot_know_blocks_a_restart_and_no_move() -> None:
     assert plan_of(planned(snapshot, ask("gpu1"))).workers[0].method != RESTART
 
 
-def test_everything_that_stands_against_it_is_said() -> None:
+def test_all_reasons_against_a_restart_are_reported() -> None:
     via = ask("gpu2", via=RESTART)
     assert "process 7 has no supervisor that would restart it" in said(planned(node(supervisor=None), via))
     refused = node({"refusals": ("optimizer 2 has a function in it", "the stream has no place")})

@@ -36,7 +36,7 @@ def test_files_are_named_where_cutting_them_back_is_all_that_is_needed() -> None
     assert to_cut_back([LONGER.reason], [LONGER]) == [LONGER]
 
 
-async def test_how_far_the_reading_is_was_told_to_nobody() -> None:
+async def test_the_progress_of_reading_was_not_reported() -> None:
     """A restore of 32 GiB said nothing for a minute."""
     told: list[OperationProgress] = []
     taken = anyio.Event()

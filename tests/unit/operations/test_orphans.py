@@ -221,7 +221,7 @@ async def test_bytes_are_given_up_by_name_only_and_a_process_never(tmp_path: Pat
 
 
 @pytest.mark.thorough
-async def test_a_process_that_stands_a_second_time_is_told_of_a_second_time(tmp_path: Path, process: Child) -> None:
+async def test_a_second_park_of_a_process_is_reported_again(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = ModelAgent(node.workers, process.pid)
         for times in (1, 2):

@@ -73,7 +73,7 @@ async def test_two_processes_of_one_job_both_ended_on_one_gpu_after_a_swap(
 
 
 @pytest.mark.thorough
-async def test_a_drain_that_nobody_waits_for_begins_all_of_its_moves(
+async def test_a_drain_with_no_waiting_client_starts_all_its_migrations(
     tmp_path: Path, process: Child, other: Child
 ) -> None:
     async with running(tmp_path) as node:

@@ -207,7 +207,7 @@ class _Heard(logging.Handler):
         self.came.set()
 
 
-async def test_a_node_without_descriptors_is_told_of_and_whoever_waits_is_served_later() -> None:
+async def test_running_out_of_descriptors_is_logged_and_waiting_clients_are_served_later() -> None:
     """Issue 14, row 20: no test missed the line in the log."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     heard = _Heard()

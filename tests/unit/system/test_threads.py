@@ -107,7 +107,7 @@ print("left")
 
 
 @pytest.mark.thorough
-async def test_a_file_on_a_dead_disk_kept_whoever_asked_waiting_for_good() -> None:
+async def test_a_file_on_a_dead_disk_blocked_the_caller_for_ever() -> None:
     """And each time that somebody asked again, one more thread was left behind."""
     answers = threading.Event()
 

@@ -200,7 +200,7 @@ def test_a_unix_socket_to_outside_is_refused_and_one_within_is_not() -> None:
     assert needs_of(tree(socket_of(100, 5, 7), socket_of(101, 6, 8), unix=ends)).reasons == ()
 
 
-def test_a_connection_that_nobody_has_accepted_yet_is_one_to_outside() -> None:
+def test_an_unaccepted_connection_counts_as_external() -> None:
     waiting = {7: UnixEnd(STREAM, True, None, None)}
     assert (
         "connected to a process outside the job (descriptor 5)"

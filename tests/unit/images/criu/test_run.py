@@ -93,7 +93,7 @@ async def test_a_job_that_multiplied_by_the_processors_tiles_was_ended_by_its_ne
 KILLS = "#!/bin/sh\nexec 8>{fifo}\nkill -9 $PPID\nread said < {never}\n"
 
 
-async def test_criu_went_on_with_a_job_for_nobody_when_its_attendant_was_killed(tmp_path: Path) -> None:
+async def test_criu_kept_running_after_its_parent_was_killed(tmp_path: Path) -> None:
     """The restore had failed by then, and could be asked for again beside that."""
     fifo, never, program = tmp_path / "fifo", tmp_path / "never", tmp_path / "criu"
     os.mkfifo(fifo)

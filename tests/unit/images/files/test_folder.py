@@ -128,7 +128,7 @@ def test_no_link_is_followed_in_an_image_nor_to_one(tmp_path: Path, name: str) -
 
 
 @pytest.mark.thorough
-def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path) -> None:
     for name in ("criu/core-4711.img", "manifest.json", "bytes/4711.0"):
         path = tmp_path / name.replace("/", "-")
         built(path)

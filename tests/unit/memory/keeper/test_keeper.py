@@ -348,7 +348,7 @@ async def test_another_user_is_not_served(folder: Path) -> None:
     assert gone([keeper])
 
 
-def test_a_caller_for_whom_there_was_no_descriptor_kept_it_busy_for_ever(tmp_path: Path) -> None:
+def test_a_caller_without_a_descriptor_kept_the_keeper_busy(tmp_path: Path) -> None:
     code = (
         "import resource, socket, sys\n"
         "from hegmd.memory.keeper.__main__ import Keeper\n"

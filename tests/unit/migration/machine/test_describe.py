@@ -83,7 +83,7 @@ def test_a_job_that_ended_was_said_to_wait_for_its_agent_to_come_back() -> None:
     assert description(drive.op, ending=(pid,)).waits is None
 
 
-def test_a_job_that_stood_for_its_image_was_said_to_be_stopped_with_the_command_that_lets_it_go_on() -> None:
+def test_a_job_parked_for_its_image_was_reported_as_stopped_with_a_resume_command() -> None:
     """Whoever followed that had a job that wrote to files beyond what is in its image."""
     wish = ImageRequest(path="/images/one", uid=0, gid=0, root_pid=4711)
     drive = Drive(operation(worker(to=None), kind=CHECKPOINT, image=wish)).until("handing")

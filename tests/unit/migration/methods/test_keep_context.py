@@ -140,7 +140,7 @@ async def test_memory_is_kept_for_a_rollback_until_the_operation_releases_it() -
     assert method.reservations(left) == {}
 
 
-async def test_a_restore_calls_nobody_and_refuses_another_gpu() -> None:
+async def test_a_restore_takes_no_snapshot_and_refuses_another_gpu() -> None:
     node = ModelNode()
     method = KeepContextMethod(Gpus(node.look))
     await method.restore(subject(gpu=None, previous_gpu="gpu0", target_gpu="gpu0"), "gpu0")

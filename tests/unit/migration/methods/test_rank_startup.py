@@ -45,7 +45,7 @@ def test_a_rank_that_its_launcher_starts_anew_has_fallen_at_once() -> None:
     assert started.failed(0.0)
 
 
-def test_a_rank_in_whose_place_nobody_comes_has_fallen_after_a_while() -> None:
+def test_a_rank_that_is_not_replaced_in_time_counts_as_failed() -> None:
     started = Started(COMMAND)
     assert not started.failed(100.0)
     assert not started.failed(100.0 + LEFT_BEHIND_S / 2)

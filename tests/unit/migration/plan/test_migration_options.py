@@ -269,7 +269,7 @@ def test_reasons_are_one_line_without_a_full_stop() -> None:
         assert len(found.reason) <= 250
 
 
-def test_a_restart_takes_somebody_who_starts_it_again() -> None:
+def test_a_restart_needs_a_supervisor() -> None:
     """It was called possible for every process with an agent, and refused when it was asked for."""
     candidate = a_process(an_agent())
     alone = ways(a_snapshot(candidate), the_process(candidate, AGENT.replace(supervised=False)))["restart"]

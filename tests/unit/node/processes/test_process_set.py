@@ -260,7 +260,7 @@ def test_a_dump_that_a_signal_would_kill_is_not_told_to_end(tmp_path: Path) -> N
         assert dumper.wait(HANG_S) == 0
 
 
-def test_another_users_program_that_was_called_like_a_dumper_kept_a_job_standing() -> None:
+def test_another_users_program_named_like_criu_kept_a_job_stopped() -> None:
     """Whoever runs a program with CRIU's arguments was waited for, for 15 minutes each, before the job went on."""
     with sleeper("dump", "--tree", str(ROOT), "--images-dir", "x") as process:
         assert dumpers_of([ROOT], uid=os.geteuid()) == (process.pid,)
