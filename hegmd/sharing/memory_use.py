@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+from hegmd.memory.sizes import CONTEXT_BYTES
 from hegmd.migration.machine.operation import JobProcess
 from hegmd.migration.model import Candidate, MigrationPlan
+from hegmd.migration.plan.carrier_choice import is_helped
 from hegmd.node.gpu_sets import gpus_of, shared_out
 from hegmd.node.processes.surroundings import parent_of
 from hegmd.sharing.records import LeaseRecord
@@ -30,6 +32,15 @@ def needs_by_gpu(members: Sequence[JobProcess], place: Callable[[JobProcess], st
         for gpu, size in shared_out(place(member), member.reservation_bytes_by_gpu, member.reservation_bytes).items():
             needs[gpu] = needs.get(gpu, 0) + size
     return needs
+
+
+def copies_by_gpu(members: Sequence[JobProcess], place: Callable[[JobProcess], str | None]) -> dict[str, int]:
+    """Return what the contexts that copy the bytes of these processes take on each GPU of that place, besides that."""
+    copies: dict[str, int] = {}
+    for member in members:
+        for gpu in gpus_of(place(member)) if member.offloaded and is_helped(member.carrier) else ():
+            copies[gpu] = copies.get(gpu, 0) + CONTEXT_BYTES
+    return copies
 
 
 def stays_by_gpu(plan: MigrationPlan) -> dict[str, int]:

@@ -25,7 +25,15 @@ from hegmd.operations.survey import PlanSurvey
 from hegmd.protocol.snapshots import HEALTHY
 from hegmd.sharing import model
 from hegmd.sharing.history import UNKNOWN_SWITCH_S, History
-from hegmd.sharing.memory_use import descends, held_by_gpu, kept_by_gpu, needs_by_gpu, stays_by_gpu, used_of_lease
+from hegmd.sharing.memory_use import (
+    copies_by_gpu,
+    descends,
+    held_by_gpu,
+    kept_by_gpu,
+    needs_by_gpu,
+    stays_by_gpu,
+    used_of_lease,
+)
 from hegmd.sharing.records import LeaseRecord, QueuedRecord, SuspendedRecord
 from hegmd.sharing.rules import AUTO, KEEP_CONTEXT, WHOLE, SharingRules
 from hegmd.sharing.state import SharingMemory
@@ -321,13 +329,14 @@ class SharingView:
             is_ours = suspended is not None and self.is_ours(op, suspended)
             if suspended is not None and is_ours:  # a new daemon knows the turn by this alone
                 self._history.of(record.id).turn_s = suspended.turn_s
-            kept = kept_by_gpu(members)
+            kept, copies = kept_by_gpu(members), copies_by_gpu(members, lambda one: one.previous_gpu or one.first_gpu)
+            least = tuple([size + copies.get(gpu, 0) for gpu, size in former.items()])
             self._history.of(record.id).kept_bytes = kept or self._history.of(record.id).kept_bytes
             return self._told(
                 *(record, model.SUSPENDED if is_ours else model.USER_SUSPENDED, now, seen),
                 gpus=tuple(former),
-                needs=_with_stated(tuple(former.values()), self._memory.queue.get(record.number), sum(kept.values())),
-                least=tuple(former.values()),
+                needs=_with_stated(least, self._memory.queue.get(record.number), sum(kept.values())),
+                least=least,
                 allowed=tuple(former) if kept else self._pinned_in_queue(record, former),
                 chip=chip,
                 hindrance=self._return_obstacle(members),

@@ -10,7 +10,11 @@ from typing import Any, cast
 
 import pytest
 
+from hegmd.memory.sizes import CONTEXT_BYTES
+from hegmd.migration.machine.operation import Operation
+from hegmd.operations.job_requests import JobOperationsOf
 from hegmd.protocol import sharing as told
+from hegmd.protocol.operations import HOST
 from hegmd.sharing import model
 from hegmd.sharing.actions import is_enough
 from hegmd.sharing.history import History
@@ -116,3 +120,37 @@ def test_what_stays_of_a_running_job_was_also_kept_free_for_it() -> None:
     asked = QueuedRecord(job=1, size_bytes=60, since_utc=0.0, placed="gpu0", has_trained=True)
     job, _ = view._running(record, (), {"gpu0": 30}, asked, cast("Any", SimpleNamespace(gpus=())), 0.0)
     assert (job.held_bytes, job.needs_bytes) == ({"gpu0": 10}, (40,))
+
+
+class ByHost(JobOperationsOf):
+    """The operations of jobs, as if the GPU helper had copied their bytes."""
+
+    def of(self, job: JobRecord) -> Operation | None:
+        found = super().of(job)
+        if found is None:
+            return None
+        return found.replace(workers=tuple([member.replace(carrier=HOST) for member in found.workers]))
+
+
+async def test_a_suspended_job_needs_room_for_the_context_that_copies_its_bytes_back(
+    tmp_path: Path, process: Child
+) -> None:
+    """Another kept its context in that room at the end of each turn, and the resume was refused each time."""
+    async with sharing_on(tmp_path) as shared:
+        await shared.node.attend(process.pid, BYTES)
+        await shared.make_room(7 * MIB, until_free=True)
+        await shared.until_states(j1="suspended")
+        sharing, moving = shared.sharing, shared.node.moving
+        needs = [
+            (
+                await SharingView(
+                    *(moving.jobs, moving.workers, operations, moving.survey, sharing.memory, sharing.history, rules()),
+                    acting=sharing.actions.of,
+                    returns_to=lambda _job: (),
+                ).take()
+            ).snapshot.jobs[0]
+            for operations in (JobOperationsOf(moving.runner), ByHost(moving.runner))
+        ]
+        plain, by_host = needs
+        assert plain.needs_bytes is not None
+        assert by_host.needs_bytes == by_host.least_bytes == (plain.needs_bytes[0] + CONTEXT_BYTES,)
