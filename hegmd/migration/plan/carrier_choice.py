@@ -204,7 +204,7 @@ def _against(
         yield from _against_showing(snapshot, candidate, told, shares, size_bytes)
     for share in shares:
         if row.name == HOST:
-            yield from _against_context(share)
+            yield from _against_context(request, candidate, share)
         if row.name == PEER:
             yield from _against_peer(request, candidate, share, is_alone=len(shares) == 1)
     if row.in_pool and whole_size(size_bytes) > snapshot.pool.free_bytes:
@@ -237,15 +237,31 @@ def own_bytes(candidate: Candidate, carrier: str) -> int:
     return told.own_bytes if told is not None and is_helped(carrier) else 0
 
 
-def _against_context(share: Share) -> Iterator[str]:
+def _against_context(request: PlanRequest, candidate: Candidate, share: Share) -> Iterator[str]:
     """Yield why the target lacks memory for the helper's context, in addition to all that the process needs there."""
     to = share.to
+    if to is None and not request.keep_context:
+        yield from _against_return(candidate, share)
     if to is None or to.id == share.source.id or to.free_bytes is None:
         return
     needed_bytes = share.needed_bytes + CONTEXT_BYTES
     if to.free_bytes < needed_bytes:
         free, needed, own = gigabytes(to.free_bytes), gigabytes(needed_bytes), gigabytes(CONTEXT_BYTES)
         yield f"{to.id} has {free} free, and {needed} are needed there, {own} of these for copying"
+
+
+def _against_return(candidate: Candidate, share: Share) -> Iterator[str]:
+    """Yield why a process that leaves its GPU could not return to the memory that it has there and what is free beside
+    it: as long as nobody else leaves, it would stay suspended.
+    """
+    gpu = share.source
+    if gpu.free_bytes is None:
+        return
+    room_bytes = gpu.free_bytes + candidate.driver_bytes_by_gpu.get(gpu.id, 0)
+    needed_bytes = share.needed_bytes + CONTEXT_BYTES
+    if candidate.driver_bytes_by_gpu and room_bytes < needed_bytes:
+        room, needed, own = gigabytes(room_bytes), gigabytes(needed_bytes), gigabytes(CONTEXT_BYTES)
+        yield f"its return to {gpu.id} needs {needed}, {own} of these for copying, and {room} will be free there"
 
 
 def _against_peer(request: PlanRequest, candidate: Candidate, share: Share, *, is_alone: bool) -> Iterator[str]:

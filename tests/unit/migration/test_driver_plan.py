@@ -40,6 +40,19 @@ def test_an_agents_storages_go_from_gpu_to_gpu_and_the_plan_says_how_long_that_t
     assert "offload by peer" in plan.steps
 
 
+def test_a_suspended_process_can_return_to_the_memory_that_it_leaves() -> None:
+    """Alone on its GPU it left by host, and to copy its bytes back more was needed than the GPU has."""
+    process = a_process(an_agent(), driver_bytes_by_gpu={"gpu0": 33 * GIB})
+    for free_bytes, carrier in (
+        (CONTEXT_BYTES + RESTORE_MARGIN_BYTES - 1, "worker"),
+        (CONTEXT_BYTES + RESTORE_MARGIN_BYTES, "host"),
+    ):
+        gpus = (a_gpu("gpu0", free_bytes=free_bytes), a_gpu("gpu1"))
+        plan = the_plan(planned(a_snapshot(process, gpus=gpus), SUSPENSION))
+        assert plan.workers[0].carrier == carrier
+        assert any("its return to gpu0 needs" in hazard for hazard in plan.hazards) == (carrier == "worker")
+
+
 def test_a_suspension_goes_to_the_pool_and_a_process_without_an_agent_by_the_driver() -> None:
     suspended = the_plan(planned(a_snapshot(a_process(an_agent())), SUSPENSION))
     assert (suspended.workers[0].carrier, suspended.pool_needed_bytes > 32 * GIB) == ("host", True)
