@@ -15,10 +15,14 @@ from collections.abc import Iterable, Sequence
 from hegmd.sharing import wording
 from hegmd.sharing.clearing import Clearing, clearing, moved_bytes
 from hegmd.sharing.model import (
+    ARRIVING,
+    BUSY,
+    LEAVING,
     MIGRATE,
     PENDING,
     QUEUED,
     RESUME,
+    RUNNING,
     START,
     SUSPEND,
     SUSPENDED,
@@ -70,6 +74,14 @@ class _Decider:
         self._blocked: dict[tuple[object, ...], int] = {}
         # Who could have a turn if the pool had more room.
         self._lack_pool: set[str] = set()
+        # The GPUs on which a job may be counted on soon that may not be now: it starts, or an attempt has failed.
+        self._changing = {
+            gpu_id
+            for job in snapshot.jobs
+            if job.state in (ARRIVING, LEAVING, BUSY)
+            or (job.state == RUNNING and job.retry_at_s is not None and job.retry_at_s > now)
+            for gpu_id in job.gpus
+        }
         self._actions: list[Action] = []
         self._waiting: list[Waiting] = []
         self._again_at_s = math.inf
@@ -173,18 +185,21 @@ class _Decider:
         self._take(wanted, chosen, at_once=True)
         reason = wording.admitted(wanted, chosen, sizes)
         self._actions.append(Action(wanted.action, wanted.id, _ids(chosen), sizes, reason))
+        self._changing.update(_ids(chosen))
         self._wait(wanted, "nothing", reason, self._now, _ids(chosen))
 
     def _admit_with_least(self, wanted: Wanted) -> bool:
         """Let a suspended job have what it had before, if that is free. Return whether it has it.
 
-        Nobody can leave for the rest of what it said that it needs, and it may never take that.
+        Nobody can leave for the rest of what it said that it needs, and it may never take that. A job that starts now
+        can leave later, and until then both might take what they said.
         """
         least_bytes = None if wanted.job is None else wanted.job.least_bytes
         if least_bytes is None or least_bytes == wanted.needs_bytes:
             return False
         modest = wanted._replace(needs_bytes=least_bytes)
-        chosen = self._fit(modest, self._suitable(modest), at_once=True)
+        settled = [room for room in self._suitable(modest) if room.gpu.id not in self._changing]
+        chosen = self._fit(modest, settled, at_once=True)
         if chosen:
             self._admit(modest, chosen)
         return bool(chosen)

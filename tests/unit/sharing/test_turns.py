@@ -87,6 +87,23 @@ def test_a_job_does_not_take_less_than_it_said_while_others_can_leave_for_it() -
     assert waits.at_s == 90.0 + node.rules.min_quantum_s
 
 
+@pytest.mark.parametrize(
+    ("state", "retry_at_s"), [(model.ARRIVING, None), (model.LEAVING, None), (model.BUSY, None), (model.RUNNING, 101.0)]
+)
+def test_a_job_does_not_take_less_than_it_said_because_another_cannot_leave_at_this_moment(
+    state: str, retry_at_s: float | None
+) -> None:
+    """The one that had left for a job that was starting was resumed beside it, and each could take all that it said."""
+    other = model.Job("j2", "j2", state, 50, 0, 90.0, ("gpu0",), (5,), None, {"gpu0": 5}, retry_at_s=retry_at_s)
+    assert decide(crowded(suspended("j1", 0.0), other), 100.0).actions == ()
+
+
+def test_jobs_do_not_both_take_less_than_they_said_at_once() -> None:
+    queued = model.Job("j2", "j2", model.QUEUED, 80, 0, 90.0, (), (5,))
+    decision = decide(crowded(suspended("j1", 0.0), queued), 100.0)
+    assert [(action.kind, action.subject) for action in decision.actions] == [(model.START, "j2")]
+
+
 def test_memory_that_a_lease_keeps_is_not_enough_for_a_kept_context() -> None:
     """It looked free, so contexts stayed, and the job for which another had left had no room."""
     running = model.Job("j2", "j2", model.RUNNING, 50, 0, 0.0, ("gpu0",), (15,), None, {"gpu0": 15})
