@@ -13,6 +13,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -54,7 +55,7 @@ class Steps:
     """One launcher, its training, and the record of what was answered."""
 
     def __init__(self, programs: Sequence[str], folder: Path, environ: dict[str, str], *, hasty: bool) -> None:
-        self._launcher, self._ctrl = programs[0].split(), programs[1].split()
+        self._launcher, self._ctrl = shlex.split(programs[0]), shlex.split(programs[1])
         self._folder = folder
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,8 +21,21 @@ from tests.patience import HANG_S
 from tests.stubs.build import build_stub
 
 ROOT = Path(__file__).parents[2]
-UNPACKED = ROOT / "build/slurm"
-SHIPPED = ROOT / "contrib/slurm"
+
+
+def _without_a_space(folder: Path) -> Path:
+    """Slurm's configuration knows no paths with a space: such a folder by a link, for this run."""
+    if " " not in str(folder):
+        return folder
+    place = Path(tempfile.mkdtemp(prefix="hegm-slurm-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    link = place / folder.name
+    link.symlink_to(folder, target_is_directory=True)
+    return link
+
+
+UNPACKED = _without_a_space(ROOT / "build/slurm")
+SHIPPED = _without_a_space(ROOT / "contrib/slurm")
 LIBRARIES = UNPACKED / "usr/lib/x86_64-linux-gnu"
 # More than is free beside the training on a simulated GPU of 8 GiB.
 WANTED = "8185MiB"

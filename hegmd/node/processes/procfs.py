@@ -166,13 +166,21 @@ def _zombie_status(pid: int, start_ticks: int, proc_root: str = "/proc") -> int 
     return os.waitstatus_to_exitcode(status)
 
 
+def read_arguments(proc_root: str, pid: int) -> list[str]:
+    """Return the words of its command line, of at most 4 * COMMAND_MAX_CHARS bytes; none if there is no command line.
+
+    Blocks and raises as `read_command` does.
+    """
+    raw = _read(proc_root, pid, "cmdline", 4 * COMMAND_MAX_CHARS).rstrip(b"\0")
+    return [_text(word) for word in raw.split(b"\0")] if raw else []
+
+
 def read_command(proc_root: str, pid: int) -> str:
     """Return the command line, cut at COMMAND_MAX_CHARS; like ps, the name in brackets if there is none.
 
     May block while the process holds the lock of its memory map. Raises as read_kernel_facts does.
     """
-    raw = _read(proc_root, pid, "cmdline", 4 * COMMAND_MAX_CHARS)
-    text = _text(raw.rstrip(b"\0").replace(b"\0", b" "))
+    text = " ".join(read_arguments(proc_root, pid))
     if not text:
         return f"[{read_start(proc_root, pid)[1]}]"
     return text if len(text) <= COMMAND_MAX_CHARS else text[: COMMAND_MAX_CHARS - 1] + "…"

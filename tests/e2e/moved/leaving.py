@@ -7,7 +7,7 @@ import sys
 with open("starts", "a", encoding="ascii") as starts:
     told = [os.environ.get(name, "-") for name in ("HEGM_GPU", "EXTRA")]
     seen = [os.environ.get(name, "-") for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")]
-    print(os.getpid(), *told, sys.prefix, *seen, file=starts)
+    print(os.getpid(), *told, sys.prefix.replace(" ", "-"), *seen, file=starts)
 if os.environ.get("BROKEN"):
     sys.exit(5)
 if os.environ.get("HELD"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -58,6 +59,14 @@ async def until(node: Node, holds: Callable[[], bool]) -> None:
 def waiting_to_exit(status: int) -> Child:
     """A process that exits with that status once its input ends."""
     return subprocess.Popen(["sh", "-c", f"read x; exit {status}"], stdin=subprocess.PIPE)
+
+
+def started(script: Path, *words: str) -> Child:
+    """A Python that runs a script, which has printed a line: the kernel shows its command line from then on."""
+    child = subprocess.Popen([sys.executable, str(script), *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    return child
 
 
 def has_ended(node: Node, job_id: str) -> bool:
@@ -380,6 +389,20 @@ async def test_a_job_is_found_by_its_last_runs_only(tmp_path: Path, process: Chi
             assert await registered(node, process.pid, run) == "j1"
         found = [run for run in runs if node.moving.jobs.of_run(UID, run) is not None]
         assert found == runs[-MAX_RUNS:], "of the others nothing is kept"
+
+
+async def test_a_script_below_a_folder_with_a_space_names_its_job(tmp_path: Path) -> None:
+    """The job of `python3 "/home/a user/train.py"` was named `a`."""
+    script = tmp_path / "a user" / "my train.py"
+    script.parent.mkdir()
+    script.write_text("print(flush=True); input()")
+    async with running(tmp_path / "state") as node:
+        with started(script, "--epochs", "5") as child:
+            await node.attend(child.pid)
+            await until(node, lambda: any(job.pid == child.pid for job in node.moving.jobs))
+            (job,) = node.moving.jobs
+            assert (job.name, job.command) == ("my-train", f"'{script}' --epochs 5")
+            child.kill()
 
 
 async def test_a_run_of_any_length_that_an_agent_says_is_cut(tmp_path: Path, process: Child) -> None:
