@@ -45,6 +45,7 @@ class OneMoreSetting(LogSettings):
     colour: str = setting(OneOf(("red", "blue")), "red", "The colour of the log.", reloads=True)
 
 
+@pytest.mark.thorough
 def test_a_vendor_is_a_provider_and_a_setting_of_its_name() -> None:
     config = load(environ={"HEGM_CONFIG": ""})
     acme = object()
@@ -54,10 +55,12 @@ def test_a_vendor_is_a_provider_and_a_setting_of_its_name() -> None:
     assert (providers_for(off, None, vendors), vendors_off(off, None, vendors)) == ((), ("acme",))
 
 
+@pytest.mark.thorough
 def test_each_vendor_has_a_switch() -> None:
     assert [vendor for vendor in PROVIDERS if InventorySettings().is_off(vendor)] == []
 
 
+@pytest.mark.thorough
 def test_a_setting_is_one_row() -> None:
     sections = {**SECTIONS, "log": OneMoreSetting}
     rows = rows_of(sections)
@@ -69,6 +72,7 @@ def test_a_setting_is_one_row() -> None:
 DUMMY = CarrierRow("dummy", in_pool=True, rates=("host_out_bytes_per_s", "host_in_bytes_per_s"))
 
 
+@pytest.mark.thorough
 def test_a_carrier_is_one_row_for_the_planner_and_for_what_is_measured() -> None:
     carriers = {DUMMY.name: DUMMY, **CARRIERS}
     candidate = a_process(an_agent())
@@ -92,6 +96,7 @@ def test_a_carrier_is_one_row_for_the_planner_and_for_what_is_measured() -> None
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CARRIERS)
 def test_each_carrier_of_the_table_is_a_module_with_a_class_of_that_name(name: str) -> None:
     found = vars(import_module(f"hegmd.migration.carriers.{name}")).values()
@@ -99,6 +104,7 @@ def test_each_carrier_of_the_table_is_a_module_with_a_class_of_that_name(name: s
     assert DriverCarrier.name in CARRIERS
 
 
+@pytest.mark.thorough
 def test_the_names_of_the_carriers_are_the_same_for_the_planner_the_protocol_and_the_client() -> None:
     (carrier,) = (option for option in COMMANDS["migrate"].options if option.key == "carrier")
     assert tuple(CARRIERS) == CARRIER_NAMES == carrier.choices
@@ -191,6 +197,7 @@ assert stub().count(signature) == 2
 """
 
 
+@pytest.mark.thorough
 def test_a_command_is_one_row_a_request_and_a_renderer(tmp_path: Path) -> None:
     """The three are written into a copy of the program; everything else follows."""
     for top in ("client", "hegmd", "tools"):

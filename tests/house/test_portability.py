@@ -81,12 +81,14 @@ def test_what_the_agent_shares_uses_nothing_newer_than_python_3_9() -> None:
     assert _newer_than_3_9(ROOT / "hegmd" / "__init__.py", *(module(name).path for name in SHARED)) == ""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("text", ["match 1:\n    case 1: pass", "zip([], [], strict=True)", "import tomllib"])
 def test_something_newer_would_be_seen(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.py").write_text(text)
     assert "x.py:1" in _newer_than_3_9(tmp_path / "x.py")
 
 
+@pytest.mark.thorough
 def test_what_the_agent_shares_loads_the_standard_library_and_msgpack_only() -> None:
     statement = "import " + ", ".join(SHARED)
     loaded = _loaded_by(sys.executable, statement, path=[ROOT, _site_packages()])
@@ -103,6 +105,7 @@ def _python_3_9() -> str:
     pytest.skip("no Python 3.9 here; syntax and library are still held to it by vermin, above")
 
 
+@pytest.mark.thorough
 def test_what_the_agent_shares_loads_on_a_real_python_3_9() -> None:
     statement = "import " + ", ".join(SHARED)
     loaded = _loaded_by(_python_3_9(), statement, path=[ROOT, _site_packages()])
@@ -113,12 +116,14 @@ def _client_path() -> list[Path]:
     return [folder.parent for folder in PACKAGES.values()] + [_site_packages()]
 
 
+@pytest.mark.thorough
 def test_the_client_loads_nothing_slow() -> None:
     loaded = _loaded_by(sys.executable, "import hegmctl.cli", path=_client_path())
     assert "hegmctl.cli" in loaded
     assert not loaded & TOO_SLOW_FOR_THE_CLIENT
 
 
+@pytest.mark.thorough
 def test_a_slow_import_would_be_seen() -> None:
     loaded = _loaded_by(sys.executable, "import argparse", path=[])
     assert {"argparse", "re", "enum"} <= loaded & TOO_SLOW_FOR_THE_CLIENT

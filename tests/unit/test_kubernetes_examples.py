@@ -64,6 +64,7 @@ def environment(container: dict[str, Any]) -> dict[str, str]:
     }
 
 
+@pytest.mark.thorough
 @in_one_test("version", VERSIONS)
 @in_one_test("document", [document for _file, document in DOCUMENTS], ids=NAMES)
 def test_kubernetes_knows_every_field(document: dict[str, Any], version: str) -> None:
@@ -85,6 +86,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.thorough
 @in_one_test("mistake", PLANTED)
 def test_a_mistake_would_be_found(mistake: str) -> None:
     kind, name, path, value = PLANTED[mistake]
@@ -100,6 +102,7 @@ def test_a_mistake_would_be_found(mistake: str) -> None:
         kubernetes_validate.validate(document, VERSIONS[0], strict=True)
 
 
+@pytest.mark.thorough
 @in_one_test(("name", "spec"), pod_specs().items(), ids=list(pod_specs()))
 def test_what_a_pod_names_is_there(name: str, spec: dict[str, Any]) -> None:
     del name
@@ -121,6 +124,7 @@ def test_what_a_pod_names_is_there(name: str, spec: dict[str, Any]) -> None:
     assert claimed == {claim["name"] for claim in spec.get("resourceClaims", ())}
 
 
+@pytest.mark.thorough
 @in_one_test(("name", "spec", "container"), containers(), ids=[name for name, *_ in containers()])
 def test_every_command_is_one_of_ours_and_its_variables_are_known(
     name: str, spec: dict[str, Any], container: dict[str, Any]
@@ -155,11 +159,13 @@ def test_every_command_is_one_of_ours_and_its_variables_are_known(
             assert limit_s < container[probe]["timeoutSeconds"]
 
 
+@pytest.mark.thorough
 def test_two_trainings_in_a_pod_have_a_port_each() -> None:
     ports = [read_surroundings(environment(each)).port for each in pod_specs()["train-two"]["containers"]]
     assert len(set(ports)) == len(ports) == 2
 
 
+@pytest.mark.thorough
 def test_an_urgent_pod_makes_room_on_its_own_gpu_with_the_priority_of_its_class() -> None:
     spec = pod_specs()["urgent"]
     (init,) = spec["initContainers"]
@@ -175,6 +181,7 @@ def test_an_urgent_pod_makes_room_on_its_own_gpu_with_the_priority_of_its_class(
     assert init["resources"] == spec["containers"][0]["resources"], "nvidia-smi shows the GPU of the claim"
 
 
+@pytest.mark.thorough
 def test_priority_classes_are_in_the_order_of_hegmds_priorities() -> None:
     values = {name: made["value"] for name, made in found("PriorityClass").items()}
     assert values == {name: SHARES[name] for name in values}
@@ -225,6 +232,7 @@ def test_what_is_copied_from_the_image_runs_by_itself(in_one_container: dict[str
     assert done.returncode == 5, done.stderr
 
 
+@pytest.mark.thorough
 def test_the_restored_training_is_the_same_one_elsewhere() -> None:
     before, after = (pod_specs()[name]["containers"][0] for name in ("train", "train-restored"))
     assert after["command"] == before["command"]
@@ -233,6 +241,7 @@ def test_the_restored_training_is_the_same_one_elsewhere() -> None:
     assert claims[0]["resourceClaimTemplateName"] != claims[1]["resourceClaimTemplateName"]
 
 
+@pytest.mark.thorough
 def test_the_daemon_takes_its_configuration(tmp_path: Path) -> None:
     path = tmp_path / "hegmd.toml"
     path.write_text(found("ConfigMap")["hegmd"]["data"]["hegmd.toml"])
@@ -240,12 +249,14 @@ def test_the_daemon_takes_its_configuration(tmp_path: Path) -> None:
     assert config.daemon.socket_mode == 0o666
 
 
+@pytest.mark.thorough
 def test_the_training_is_python_and_knows_of_nothing() -> None:
     text = found("ConfigMap")["training-script"]["data"]["train.py"]
     compile(text, "train.py", "exec")
     assert "hegm" not in text.lower()
 
 
+@pytest.mark.thorough
 def test_the_readme_applies_files_that_are_there() -> None:
     text = (FOLDER / "README.md").read_text()
     lines = [line for line in text.splitlines() if line.startswith("$ kubectl")]

@@ -98,6 +98,7 @@ assert state()[:2] == before[:2], (state(), before)
 """)
 
 
+@pytest.mark.thorough
 def test_what_another_thread_raised_on_the_way_in_left_all_signals_blocked() -> None:
     """It is raised at whatever step the thread has come to, so it is raised at each of them, one after the other.
 

@@ -143,6 +143,7 @@ async def test_a_helper_with_nothing_to_do_ends_and_one_that_holds_something_sta
         assert link.pid != pid
 
 
+@pytest.mark.thorough
 async def test_a_long_call_is_not_taken_for_nothing_to_do() -> None:
     async with linked("well", idle_after_s=0.1) as link:
         told = Told()

@@ -134,6 +134,7 @@ async def test_whoever_watches_a_call_is_told_when_it_is_over() -> None:
         assert ended.is_set()
 
 
+@pytest.mark.thorough
 async def test_a_call_that_nobody_waits_for_keeps_its_deadline() -> None:
     """A thread stuck in the driver would otherwise be stuck for as long as the daemon lives."""
     async with linked("well") as link:

@@ -67,6 +67,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.thorough
 def test_a_signal_that_came_just_before_the_call_was_heeded_when_something_was_heard() -> None:
     """Ctrl-C beside a daemon that says nothing: twice in whole runs of these tests."""
     ran = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=HANG_S, check=False)

@@ -15,6 +15,7 @@ POSSIBLE = [(name, seen) for name, play in SITUATIONS.items() for seen in SEEN i
 IN_IMAGE = "`done`: it is in a complete image, and has ended"
 
 
+@pytest.mark.thorough
 def test_the_page_is_fresh() -> None:
     assert recovery.PAGE.read_text() == recovery.page(), "RECOVERY.md is stale: run `make docs`"
 

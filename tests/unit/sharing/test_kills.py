@@ -234,6 +234,7 @@ async def test_a_lease_that_is_never_released_ends_by_itself_and_the_job_returns
         assert "lease-ended" in shared.events
 
 
+@pytest.mark.thorough
 async def test_a_user_without_the_right_has_nothing_of_others_suspended(tmp_path: Path, process: Child) -> None:
     """Neither by a priority above the limit, nor by one within it, if users may suspend only what is theirs."""
     async with sharing_on(tmp_path, suspends_others=False) as shared:

@@ -272,6 +272,7 @@ async def test_a_job_waits_for_its_gpu_and_keeps_its_place_when_it_asks_again(
         assert placed[-1] == "second on gpu0"
 
 
+@pytest.mark.thorough
 async def test_equals_take_turns_and_lose_nothing(tmp_path: Path, process: Child, other: Child) -> None:
     policy = model.Rules(slices=True, min_quantum_s=0.02, quantum_per_switch=0.0, settle_s=0.0)
     async with sharing_on(tmp_path, policy=policy) as shared:

@@ -195,6 +195,7 @@ async def test_a_job_that_failed_while_it_was_suspended_for_a_lease_is_started_a
         assert not shared.sharing.memory.suspended
 
 
+@pytest.mark.thorough
 async def test_a_job_that_failed_while_there_was_no_daemon_waits_for_its_turn_too(
     tmp_path: Path, process: Child, other: Child
 ) -> None:
@@ -222,6 +223,7 @@ async def test_a_job_that_failed_while_there_was_no_daemon_waits_for_its_turn_to
         await end_supervisor(shared, other)
 
 
+@pytest.mark.thorough
 async def test_a_job_that_failed_while_it_was_being_suspended_waits_for_its_turn(
     tmp_path: Path, process: Child, other: Child
 ) -> None:
@@ -241,6 +243,7 @@ async def test_a_job_that_failed_while_it_was_being_suspended_waits_for_its_turn
         await shared.until(lambda: any(order.do == "start" for order in orders))
 
 
+@pytest.mark.thorough
 async def test_a_job_is_not_suspended_for_others_while_the_disk_is_full(tmp_path: Path, process: Child) -> None:
     """A daemon killed after it would not have known that the job is to resume by itself."""
     async with sharing_on(tmp_path) as shared:

@@ -206,6 +206,7 @@ STUBBORN = (
 )
 
 
+@pytest.mark.thorough
 async def test_a_deadline_ends_a_child_and_grandchild_that_ignore_sigterm(tmp_path: Path) -> None:
     with pytest.raises(ExternalError, match=r"was not done after 0\.3 s and was ended") as raised:
         await run(["/bin/sh", "-c", f"cd {tmp_path}; {STUBBORN}"], deadline_s=0.3)
@@ -252,6 +253,7 @@ async def test_a_grandchild_that_left_the_group_does_not_keep_us() -> None:
         os.kill(escaped, signal.SIGKILL)
 
 
+@pytest.mark.thorough
 async def test_a_stopped_child_is_ended_too() -> None:
     with pytest.raises(ExternalError, match="was ended"):
         await run(["/bin/sh", "-c", "kill -STOP $$"], deadline_s=0.2)

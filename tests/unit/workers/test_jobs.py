@@ -297,6 +297,7 @@ async def test_a_suspended_job_is_named_by_its_operation_while_no_agent_is_there
         assert node.moving.job_requests.with_job(ended.operation).job == "j1"
 
 
+@pytest.mark.thorough
 async def test_a_process_on_a_gpu_is_listed_with_its_job_but_not_another_one_with_its_pid(
     tmp_path: Path, process: Child, other: Child
 ) -> None:
@@ -412,6 +413,7 @@ async def test_a_run_of_any_length_that_an_agent_says_is_cut(tmp_path: Path, pro
         assert [job.runs for job in node.moving.jobs] == [("x" * MAX_RUN_CHARS,)]
 
 
+@pytest.mark.thorough
 async def test_a_name_that_is_asked_for_many_times_is_looked_up_once(tmp_path: Path, process: Child) -> None:
     asked: list[int | None] = []
 

@@ -253,6 +253,7 @@ def test_what_a_killed_writer_left_is_known_and_taken_away(tmp_path: Path) -> No
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.thorough
 def test_one_image_is_restored_by_one_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "image"
     built(path)

@@ -348,6 +348,7 @@ async def test_another_user_is_not_served(folder: Path) -> None:
     assert gone([keeper])
 
 
+@pytest.mark.thorough
 def test_a_caller_without_a_descriptor_kept_the_keeper_busy(tmp_path: Path) -> None:
     code = (
         "import resource, socket, sys\n"
