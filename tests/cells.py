@@ -50,7 +50,7 @@ def in_one_test(
             failed.tell()
 
         made: Any = all_cells_async if inspect.iscoroutinefunction(test) else all_cells
-        # What is left are the columns of a second table, and fixtures.
+        # The other parameters are the columns of a second table, and fixtures.
         signature = inspect.signature(test)
         left = [parameter for parameter in signature.parameters.values() if parameter.name not in columns]
         made.__signature__ = signature.replace(parameters=left)

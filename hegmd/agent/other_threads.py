@@ -106,7 +106,7 @@ class Attempts:
         return False
 
     def extend(self, seconds: float) -> None:
-        """Allow this attempt so much more time."""
+        """Extend the time limit of this attempt."""
         self._more_s += seconds
 
     def pause(self) -> None:

@@ -62,7 +62,7 @@ NVIDIA = "nvidia"
 
 May = Callable[[int | None], bool]
 Leased = Callable[[Sequence[int], Sequence[Candidate]], Mapping[str, int]]
-# Of ranks, by pid: how many boundaries they had passed before and after one instant.
+# The boundaries that each rank had passed before and after one instant, by pid.
 Counts = Mapping[int, tuple[int, int]]
 # The processes inspected from outside, by pid: the nearest ancestor among them, and the surroundings.
 InspectedTree = dict[int, tuple[int | None, Surroundings]]

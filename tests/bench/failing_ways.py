@@ -25,7 +25,7 @@ POLL_INTERVAL_S = 0.1
 # It fails so many steps after it was seen to be protected, at one step on all ranks, and ends so many steps later.
 AHEAD, MORE, STEPS = 10, 15, 1500
 REAL, SIMULATED = "real", "simulated"
-# Of the log of a case that went wrong, and for its stacks.
+# The log lines that are kept of a wrong case, and how many times its stacks are looked for.
 TAIL_LINES, LOOKS = 40, 10
 PHASES = ("load", "forward", "backward", "commit", "after")
 ALL, LAST, FIRST = "all ranks", "the last rank", "rank 0"
@@ -61,7 +61,7 @@ class Case:
 
 
 class Asked(argparse.Namespace):
-    """What the command line says. None begins after `begins_until`, and those that run are cut at `ends_at`."""
+    """The options of the command line. No trial begins after `begins_until`; those that run are cut at `ends_at`."""
 
     gpus: str
     device: str
@@ -125,7 +125,7 @@ class Run:
         return []
 
     def recovery(self) -> JobRecovery | None:
-        """What the daemon knows of it, while there is a daemon."""
+        """Return what the daemon knows of the job, or None without a daemon."""
         with suppress(HegmError, OSError), connect(str(self.daemon.socket_path)) as hegmd:
             return next(iter(hegmd.recovery().jobs[-1:]), None)
         return None
@@ -185,7 +185,7 @@ class Run:
         return None
 
     def story(self) -> str:
-        """Where its threads are, and the last lines of it and of its daemon."""
+        """Return the stacks of its threads, and the last lines of its log and of its daemon's."""
         for pid in self.pids():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR2)

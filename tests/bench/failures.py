@@ -33,7 +33,7 @@ Steps = set[tuple[int, int, str]]
 
 @dataclass
 class Table:
-    """What is to be done, in its order, and what was found."""
+    """The cases in their order, and their results."""
 
     asked: Asked
     expected: dict[tuple[int, str], Steps] = field(default_factory=dict)
@@ -128,7 +128,7 @@ def is_wrong(row: dict[str, Any]) -> bool:
 
 
 def result_of(run: Run, case: Case, expected: Steps) -> str:
-    """What became of it. Raises GoneWrong, and Cut."""
+    """Return the result. Raises GoneWrong and Cut."""
     run.until_protected()
     if case.strike is None:
         run.have_it_fail()

@@ -1,4 +1,4 @@
-"""What is struck when during the moves of a job of two ranks: every state of every command, for each victim.
+"""The kills during the moves of a job of two ranks: every state of every command, for each victim.
 
 Pure. A cell is one kill, or one rank that is stopped. Besides what is killed around any job there are a rank, which
 the others wait for, and the launcher, whose store the ranks meet in.

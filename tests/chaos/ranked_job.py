@@ -80,7 +80,7 @@ class RankedJob:
         return below | set(self.pids)
 
     def losses(self) -> list[list[str]]:
-        """What each rank has written, in whole lines."""
+        """Return the whole lines that each rank has written."""
         texts = [Path(f"{self._losses}.{rank}").read_text() for rank in range(RANKS)]
         return [text[: text.rfind("\n") + 1].splitlines() for text in texts]
 

@@ -347,8 +347,8 @@ descriptor, so the next daemon restores the process on the new GPU, reloads its 
 * A process that ended while its image was made, and is not in a complete image, is lost.
 * **restart** is a migration by restart. Its process ends on purpose once its state is saved. Until the next process
   reports that it has the state, the operation waits.
-* `settling` (a worker is inspected) and `counting` (of running ranks) are not in the tables. What is said of one rank
-  holds for all.
+* `settling` (a worker is inspected) and `counting` (of running ranks) are not in the tables. Each row
+  applies to all ranks.
 """
 
 

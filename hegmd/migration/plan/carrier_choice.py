@@ -251,8 +251,9 @@ def _against_context(request: PlanRequest, candidate: Candidate, share: Share) -
 
 
 def _against_return(candidate: Candidate, share: Share) -> Iterator[str]:
-    """Yield why a process that leaves its GPU could not return to the memory that it has there and what is free beside
-    it: as long as nobody else leaves, it would stay suspended.
+    """Yield why a process that leaves its GPU could not return there.
+
+    Its own memory and the free memory are all that it can count on: without more it would stay suspended.
     """
     gpu = share.source
     if gpu.free_bytes is None:

@@ -215,7 +215,7 @@ def _park(rank: _Rank, number: int, slot: int | None, *, at: int = 1) -> None:
 
 @pytest.fixture
 def written(rank: _Rank) -> list[int]:
-    """What states the training was asked for; each is of four bytes."""
+    """The states that the training was asked for, of four bytes each."""
     found: list[int] = []
 
     def snapshot(fd: int | None, _most_bytes: int, begin: Callable[[], object]) -> tuple[int, tuple[str, ...], None]:

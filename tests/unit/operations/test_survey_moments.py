@@ -1,4 +1,4 @@
-"""What a plan is made from when agents answer late or at different moments, and what no job can have of a GPU."""
+"""The facts for a plan when agents answer late or at different moments, and the GPU memory that no job can have."""
 
 from __future__ import annotations
 

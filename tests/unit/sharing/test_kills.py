@@ -1,4 +1,4 @@
-"""Whoever is killed in whichever phase of make-room, of its end and of a turn: no job is lost, and none starves.
+"""A kill of any process in any phase of make-room, of its end and of a turn: no job is lost, and none starves.
 
 An agent stands still at an order, and then somebody ends: the daemon, which is followed by another, who asked for the
 room, the job, or the order fails, as it does when the GPU helper is killed. A job that lives trains again in the end,
