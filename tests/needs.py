@@ -46,6 +46,13 @@ def need_torch() -> Any:
     return ImportedWhenUsed("torch")
 
 
+def need_packages(*names: str) -> None:
+    """Skips the test that calls this where one of these packages is not installed."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed; `make test` installs them")
+
+
 def hidden_folder(paths: Iterable[Path]) -> Path | None:
     """The first folder above these files that other users may not enter, as they may not enter /root."""
     return next((folder for path in paths for folder in path.parents[::-1] if not folder.stat().st_mode & 0o001), None)

@@ -127,7 +127,7 @@ class Restarts(BackgroundTasks):
 
     def _note_progress(self, op_id: str) -> None:
         """Report the progress of the operation's successor."""
-        op = next((op for op in self._runner.under_way() if op.id == op_id), None)
+        op = self._runner.find(op_id)
         absent = [] if op is None else [member for member in op.live if member.is_absent]
         supervisor = None if op is None else self._supervisors.of_operation(op.owner_uid, op_id)
         if self._tasks is None or not absent or supervisor is None or not supervisor.offer.started:

@@ -171,7 +171,7 @@ class SuspendedOperations:
 
         Bytes on disk take memory of the pool once the resume loads them, and are compared by that.
         """
-        op = self._under_way(op_id)
+        op = self._runner.find(op_id)
         if op is None or op.phase != SUSPENDED or self._is_to_be_spilled(op):
             return []
         pieces = self._pool.by_owner()
@@ -180,10 +180,10 @@ class SuspendedOperations:
 
     async def _open_session(self, op_id: str, member: Member) -> None:
         """Open its copy session. Close it if the operation has ended meanwhile: no resume would."""
-        op = self._under_way(op_id)
+        op = self._runner.find(op_id)
         if op is not None and op.phase == SUSPENDED:
             await self._performer.prepare_ahead(op, member)
-            if self._under_way(op_id) is None:
+            if self._runner.find(op_id) is None:
                 await self._performer.undo_preparation(op, member)
 
     async def _end_preparation(self, op_id: str) -> None:
@@ -192,9 +192,6 @@ class SuspendedOperations:
         if preparing is not None:
             preparing.scope.cancel()
             await preparing.over.wait()
-
-    def _under_way(self, op_id: str) -> Operation | None:
-        return next((op for op in self._runner.under_way() if op.id == op_id), None)
 
     async def wait_a_moment(self, op_id: str) -> None:
         """Wait briefly until background work such as checksums is finished. Raises nothing."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 from hegmd.sharing import wording
 from hegmd.sharing.clearing import Clearing, clearing, moved_bytes
@@ -56,6 +57,7 @@ class _Decider:
 
     def __init__(self, snapshot: Snapshot, now: float) -> None:
         self._rules = snapshot.rules
+        self._jobs = snapshot.jobs
         self._now = now
         self._gpus = {gpu.id: gpu for gpu in snapshot.gpus}
         self._rooms = rooms_of(snapshot)
@@ -74,14 +76,8 @@ class _Decider:
         self._blocked: dict[tuple[object, ...], int] = {}
         # Who could have a turn if the pool had more room.
         self._lack_pool: set[str] = set()
-        # The GPUs on which a job may be counted on soon that may not be now: it starts, or an attempt has failed.
-        self._changing = {
-            gpu_id
-            for job in snapshot.jobs
-            if job.state in (ARRIVING, LEAVING, BUSY)
-            or (job.state == RUNNING and job.retry_at_s is not None and job.retry_at_s > now)
-            for gpu_id in job.gpus
-        }
+        # The GPUs to which this decision has admitted somebody.
+        self._admitted: set[str] = set()
         self._actions: list[Action] = []
         self._waiting: list[Waiting] = []
         self._again_at_s = math.inf
@@ -185,20 +181,31 @@ class _Decider:
         self._take(wanted, chosen, at_once=True)
         reason = wording.admitted(wanted, chosen, sizes)
         self._actions.append(Action(wanted.action, wanted.id, _ids(chosen), sizes, reason))
-        self._changing.update(_ids(chosen))
+        self._admitted.update(_ids(chosen))
         self._wait(wanted, "nothing", reason, self._now, _ids(chosen))
+
+    @cached_property
+    def _changing(self) -> frozenset[str]:
+        """The GPUs with a job that cannot leave now and soon may: it is in an operation, or an attempt has failed."""
+        return frozenset(
+            gpu_id
+            for job in self._jobs
+            if job.state in (ARRIVING, LEAVING, BUSY)
+            or (job.state == RUNNING and job.retry_at_s is not None and job.retry_at_s > self._now)
+            for gpu_id in job.gpus
+        )
 
     def _admit_with_least(self, wanted: Wanted) -> bool:
         """Let a suspended job have what it had before, if that is free. Return whether it has it.
 
-        Nobody can leave for the rest of what it said that it needs, and it may never take that. A job that starts now
-        can leave later, and until then both might take what they said.
+        No other job can leave for the rest of its stated need, which it may never use. A GPU on which a job starts now
+        is left out: both jobs might use what they stated, and that one can be suspended later.
         """
         least_bytes = None if wanted.job is None else wanted.job.least_bytes
         if least_bytes is None or least_bytes == wanted.needs_bytes:
             return False
         modest = wanted._replace(needs_bytes=least_bytes)
-        settled = [room for room in self._suitable(modest) if room.gpu.id not in self._changing]
+        settled = [room for room in self._suitable(modest) if room.gpu.id not in self._admitted | self._changing]
         chosen = self._fit(modest, settled, at_once=True)
         if chosen:
             self._admit(modest, chosen)

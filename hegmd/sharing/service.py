@@ -113,8 +113,9 @@ class Sharing:
             await tasks.start(self.memory.run)
             await tasks.start(self.actions.run)
             for news in (self.memory.news, self._moving.jobs.news, self._moving.supervisors.news):
-                tasks.start_soon(self._pass_on, news)
-            tasks.start_soon(self._tell_recoveries)
+                tasks.start_soon(self._pass_on, news, self.look_again)
+            # A job that is to be started again waits until it is no longer in the list of suspended jobs.
+            tasks.start_soon(self._pass_on, self.memory.news, self._moving.recoveries.look_again)
             tasks.start_soon(self._keep_deciding)
             task_status.started()
 
@@ -126,16 +127,10 @@ class Sharing:
         """Something has changed."""
         self._changed.notify_all()
 
-    async def _pass_on(self, news: Condition) -> None:
+    async def _pass_on(self, news: Condition, notify: Callable[[], object]) -> None:
         while True:
             await news.wait()
-            self._changed.notify_all()
-
-    async def _tell_recoveries(self) -> None:
-        """Jobs that are to be started again wait until the list of suspended jobs no longer has them."""
-        while True:
-            await self.memory.news.wait()
-            self._moving.recoveries.look_again()
+            notify()
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 

@@ -179,11 +179,7 @@ class Campaign:
     def _see_that_nothing_is_held(self, alone: set[str]) -> None:
         """The daemon is as it was before there was any job."""
         node = self._node
-        with node.asked() as hegmd:
-            while hegmd.processes().processes:  # it sees their ends in its own time
-                pause()
-            assert not hegmd.operations().orphans
-        node.await_video_memory_of([])
+        node.await_jobs_gone()
         node.daemon.stop()
         node.daemon.start()
         assert not node.left()

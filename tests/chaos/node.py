@@ -205,6 +205,16 @@ class Node:
 
     # -- what is left --------------------------------------------------------------------------------------------------
 
+    def await_jobs_gone(self) -> None:
+        """Wait until the daemon knows that all jobs have ended, and no GPU memory is held for them."""
+        until = monotonic() + REST_LIMIT_S
+        with self.asked() as hegmd:
+            while left := hegmd.processes().processes:  # it sees their ends in its own time
+                assert monotonic() < until, f"there are still {left}"
+                pause()
+            assert not hegmd.operations().orphans
+        self.await_video_memory_of([])
+
     def left(self) -> list[str]:
         """What no daemon at rest should have: pieces of memory, files on disk, and processes other than itself."""
         files = [*(self.state_dir / "spill").glob("*"), *self.state_dir.glob("*.new")]

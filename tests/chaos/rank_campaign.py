@@ -68,6 +68,8 @@ class RankCampaign:
     def _play(self, cell: RankCell, other: Job) -> None:
         began = monotonic()
         job = self._job_that_trains()
+        pids = [*job.pids, other.pid]
+        self._node.await_jobs(pids, agents=pids)  # the daemon may have been started again for the cell before
         words = self._words(cell, job, other)
         self._node.halts.set(Trap(job.pids[0], cell.state, cell.moment))
         with self._node.client(words) as client:
@@ -228,12 +230,5 @@ class RankCampaign:
             pause()
 
     def _see_that_nothing_is_held(self) -> None:
-        node = self._node
-        with node.asked() as hegmd:
-            until = monotonic() + REST_LIMIT_S
-            while left := hegmd.processes().processes:  # it sees their ends in its own time
-                assert monotonic() < until, f"there are still {left}"
-                pause()
-            assert not hegmd.operations().orphans
-        node.await_video_memory_of([])
-        assert not node.left()
+        self._node.await_jobs_gone()
+        assert not self._node.left()

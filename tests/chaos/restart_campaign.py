@@ -208,13 +208,9 @@ class RestartCampaign:
 
     def _see_that_nothing_is_held(self) -> None:
         node = self._node
+        node.await_jobs_gone()
         with node.asked() as hegmd:
-            until = monotonic() + REST_LIMIT_S
-            while left := hegmd.processes().processes:  # it sees their ends in its own time
-                assert monotonic() < until, f"there are still {left}"
-            assert not hegmd.operations().orphans
             assert {op.phase for op in hegmd.operations().operations} <= {"done", "rolled-back"}
-        node.await_video_memory_of([])
         assert not node.left()
         assert not list(node.state_dir.glob("restart-*.lock"))
 

@@ -74,16 +74,23 @@ def test_ranks_exchange_their_gpus_are_suspended_and_return(tmp_path: Path) -> N
             one.is_whole()
 
 
+@contextmanager
+def held_in(step: str, node: DrivenNode, ranks: list[Watched], folder: Path) -> Iterator[None]:
+    """Exchange the ranks' GPUs. The driver holds rank 1 in that step during the block."""
+    gate = folder / "gate"
+    os.mkfifo(gate)
+    node.cuda.order(f"hold {step}@{ranks[1].pid} {gate}")
+    with node.connect() as connection:
+        connection.migrate(ranks[0].pid, "gpu1,gpu0", wait=False)
+    with gate.open("w"):
+        yield
+
+
 @pytest.mark.parametrize(("step", "victim"), telling(KILLS, [("step:checkpoint", HELPER), ("step:restore", DAEMON)]))
 def test_a_kill_within_a_step_of_the_driver_loses_no_rank(tmp_path: Path, step: str, victim: str) -> None:
     """Issue 16, outcome 3."""
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
     with two_ranks(tmp_path) as (node, ranks):
-        node.cuda.order(f"hold {step}@{ranks[1].pid} {gate}")
-        with node.connect() as connection:
-            connection.migrate(ranks[0].pid, "gpu1,gpu0", wait=False)
-        with gate.open("w"):  # rank 1 stands in it
+        with held_in(step, node, ranks, tmp_path):
             if victim == DAEMON:
                 node.daemon.stop(signal.SIGKILL)
             else:
@@ -103,13 +110,8 @@ def test_a_kill_within_a_step_of_the_driver_loses_no_rank(tmp_path: Path, step: 
 
 
 def test_a_rank_that_is_killed_within_its_checkpoint_leaves_nothing_held(tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
     with two_ranks(tmp_path) as (node, ranks):
-        node.cuda.order(f"hold step:checkpoint@{ranks[1].pid} {gate}")
-        with node.connect() as connection:
-            connection.migrate(ranks[0].pid, "gpu1,gpu0", wait=False)
-        with gate.open("w"):
+        with held_in("step:checkpoint", node, ranks, tmp_path):
             ranks[1].program.process.kill()
             node.cuda.mend()
         assert at_rest(node).phase in ("lost", "rolled-back")

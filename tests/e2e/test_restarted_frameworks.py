@@ -5,7 +5,6 @@ What tells how long something took is not compared: the clock goes on.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 from tests.e2e.agented import SCRIPTS
 from tests.e2e.restarted import LEFT_STATUS, REFUSED_STATUS, Ended, Restarts, Spot
+from tests.needs import need_packages
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("restarts")]
 
@@ -30,9 +30,7 @@ for epoch in range(3):
 
 @pytest.fixture(scope="module")
 def restarts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Restarts]:
-    missing = [name for name in ("transformers", "accelerate", "lightning") if importlib.util.find_spec(name) is None]
-    if missing:
-        pytest.skip(f"{', '.join(missing)} not installed; `pip install -e '.[frameworks]'` does that")
+    need_packages("transformers", "accelerate", "lightning")
     with Restarts(tmp_path_factory.mktemp("restarts"), "transformers.trainer", "lightning.pytorch") as running:
         yield running
 
@@ -137,8 +135,7 @@ def test_lightning_that_makes_its_loaders_anew_is_refused(restarts: Restarts, tm
 
 @pytest.fixture
 def stateful() -> Path:
-    if importlib.util.find_spec("torchdata") is None:
-        pytest.skip("torchdata not installed; `pip install -e '.[frameworks]'` does that")
+    need_packages("torchdata")
     return SCRIPTS / "stateful_loaders.py"
 
 

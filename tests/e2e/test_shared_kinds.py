@@ -6,7 +6,6 @@ Two of a kind share a simulated GPU that has room for one. All are `wide`:
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from hegmd.protocol.sharing import RUNNING, SUSPENDED
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import BARE, SCRIPTS, MovedJob, environment
 from tests.e2e.references import said_by
-from tests.needs import need_torch
+from tests.needs import need_packages, need_torch
 from tests.wide import telling
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded_frameworks"), pytest.mark.xdist_group("frameworks")]
@@ -69,9 +68,7 @@ def _kinds(hegmd: Connection) -> list[str]:
 
 @pytest.mark.parametrize(("kind", "method"), telling(TABLE, []))
 def test_no_loss_differs_through_turns_and_make_room(kind: str, method: str, tmp_path: Path) -> None:
-    missing = [name for name in SCRIPTED.get(kind, ()) if importlib.util.find_spec(name) is None]
-    if missing:
-        pytest.skip(f"{', '.join(missing)} not installed")
+    need_packages(*SCRIPTED.get(kind, ()))
     settings = f'[sharing]\nslices = "on"\nmin_quantum_s = 0.2\nmethod = "{method}"\n'
     folders = [tmp_path / name for name in ("alone", "one", "other")]
     for folder in folders:
@@ -84,7 +81,7 @@ def test_no_loss_differs_through_turns_and_make_room(kind: str, method: str, tmp
         pids = list(one.places(1))
         one.answer("suspend", str(pids[0]), "--dry-run")  # it is counted at a boundary
         size_bytes = sum(use.vram_bytes or 0 for each in hegmd.processes().processes for use in each.gpus)
-        # What starts later would be part of leases without a process.
+        # A lease without a process would count memory of processes that start later.
         ends = ("--for", str(daemon.process.pid))
         # Somebody else has all but 1.4 times its memory, and then all of it, so that it leaves.
         rest_bytes = GIB - size_bytes * 7 // 5

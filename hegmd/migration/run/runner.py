@@ -233,6 +233,11 @@ class Runner:
         """Return the operations that have not ended, including suspended ones."""
         return tuple(running.op for running in self._running.values())
 
+    def find(self, op_id: str) -> Operation | None:
+        """Return that operation; None if it has ended or is not known."""
+        running = self._running.get(op_id)
+        return None if running is None else running.op
+
     def as_held(self) -> tuple[Operation, ...]:
         """Return the running operations with the reservations and pool memory that the daemon holds for them."""
         return tuple(self._performer.as_held(op) for op in self.under_way())

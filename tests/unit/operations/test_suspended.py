@@ -299,7 +299,7 @@ async def test_a_state_that_may_not_be_given_up_was_no_longer_brought_to_disk(tm
 
 
 class Preparations:
-    """Stands for pool, runner and performer of one suspended operation. Each call waits until it is let go."""
+    """Stands for pool, runner and performer of one suspended operation. Each call waits until the test ends it."""
 
     def __init__(self, *, spill: bool = False) -> None:
         self.member = SimpleNamespace(name="1", offloaded=True)
@@ -313,6 +313,9 @@ class Preparations:
 
     def under_way(self) -> tuple[Any, ...]:
         return tuple(self.ops)
+
+    def find(self, op_id: str) -> Any:
+        return next((op for op in self.ops if op.id == op_id), None)
 
     async def compare_ahead(self, _key: Key) -> None:
         self.done.append("compare")
