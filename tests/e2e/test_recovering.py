@@ -153,7 +153,11 @@ def test_an_image_and_a_snapshot_that_is_due_share_one_pause_from_which_the_job_
         out = held.enter_context((folder / "out").open("wb"))
         more = {"HEGM_AGENT_DEBUG": str(notes), "STEPS": "100000", "PACE_S": "0.02"}
         environ = {**environment(daemon.socket_path), **BARE, **more}
-        job = held.enter_context(subprocess.Popen([*run, sys.executable, FAILING], env=environ, cwd=folder, stdout=out))
+        job = held.enter_context(
+            subprocess.Popen(
+                [*run, sys.executable, FAILING], env=environ, cwd=folder, stdout=out, start_new_session=True
+            )
+        )
         held.callback(job.kill)
 
         def until(is_so: Callable[[], bool]) -> None:
