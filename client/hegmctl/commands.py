@@ -1,5 +1,7 @@
 """Handlers of commands: they ask the daemon, pass the answer to the sink, and return the exit status.
 
+To add a command, start at its table, `grammar/__init__.py`. `hegmd/server/handlers.py` is the daemon's side.
+
 `ask` serves every command that its row describes completely. Each handler imports what only it needs. `cli` prints
 errors and maps them to exit statuses.
 """

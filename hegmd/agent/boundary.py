@@ -1,5 +1,6 @@
-"""The functions where a batch ends, by framework: hooks that call the gate. One function for each framework; decides
-nothing.
+"""The functions where a batch ends, by framework: hooks that call the gate. One function for each framework.
+
+The gate (`quiesce.Gate`) decides which of these calls is a boundary.
 
 PyTorch's data loader is hooked at the class of its iterators, which all loaders share, also those of accelerate,
 Lightning and the Hugging Face Trainer. Its optimizers are hooked by PyTorch's global hooks. `builtins` and all objects

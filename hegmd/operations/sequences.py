@@ -21,6 +21,7 @@ from hegmd.errors import NOT_FOUND, REFUSED, Bug, HegmError
 from hegmd.migration.machine import events
 from hegmd.migration.machine.next_effects import DONE, SUSPENDED
 from hegmd.migration.machine.operation import MIGRATE, RESUME, SUSPEND
+from hegmd.migration.machine.wording import no_such_gpu
 from hegmd.migration.model import MigrationPlan, NodeSnapshotForPlan
 from hegmd.migration.plan.sequence_plan import at_once, departure, occupants, planned_drain, planned_swap
 from hegmd.operations.operations import Operations
@@ -260,7 +261,7 @@ def _require_targets(snapshot: NodeSnapshotForPlan, gpu: str, to: Sequence[str])
     names = [known.id for known in snapshot.gpus]
     for name in to:
         if name not in names:
-            raise HegmError(NOT_FOUND, f"there is no GPU {name[:40]!r}", f"the GPUs here: {', '.join(names)}")
+            raise HegmError(NOT_FOUND, *no_such_gpu(name, names))
         if name == gpu:
             raise HegmError(REFUSED, f"{gpu} cannot be drained to itself", "name other GPUs with --to")
 

@@ -19,6 +19,7 @@ import anyio
 from hegmd.errors import NOT_FOUND, HegmError
 from hegmd.memory.pool import read_available_bytes
 from hegmd.migration.machine.operation import Operation, Respawn
+from hegmd.migration.machine.wording import no_such_gpu
 from hegmd.migration.methods.progress_probe import is_stopped
 from hegmd.migration.model import (
     AgentSurvey,
@@ -211,7 +212,7 @@ class PlanSurvey:
         node = await self._inventory.fresh(FRESH_S)
         names = [known.id for known in node.gpus]
         if gpu not in names:
-            raise HegmError(NOT_FOUND, f"there is no GPU {gpu[:40]!r}", f"the GPUs here: {', '.join(names) or 'none'}")
+            raise HegmError(NOT_FOUND, *no_such_gpu(gpu, names))
         return await self.snapshot([p.pid for p in node.processes if any(use.gpu == gpu for use in p.gpus)], may=may)
 
     async def _survey(self, pids: Collection[int], may: May) -> Counts:

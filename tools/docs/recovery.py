@@ -335,8 +335,9 @@ works.
 
 For example, the daemon was killed between a migration's checkpoint and its restore. The phase is `restoring`, and the
 inspection finds a process that is parked on no GPU with its bytes offloaded: the table is
-[here](#{example}). The reserved GPU memory and the pool are still held by
-descriptor, so the next daemon restores the process on the new GPU, reloads its bytes, and the operation ends `done`.
+[here](#{example}). The pool still has the bytes. The
+GPU reservation ended with the killed daemon, so the next one reserves the memory again, and waits if there is no room.
+Then it restores the process on the new GPU, reloads its bytes, and the operation ends `done`.
 
 * The inspection asks the driver too. It unlocks a process that a killed daemon had locked. A process that the driver
   has checkpointed is on no GPU; it is restored only while GPU memory is reserved for it.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hegmd.protocol.names import gpu_meant
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -29,6 +31,13 @@ def listed(names: Sequence[str]) -> str:
 def named(candidate: Candidate) -> str:
     """Return the name under which users know the process."""
     return candidate.name or str(candidate.pid)
+
+
+def no_such_gpu(name: str, ids: Sequence[str]) -> tuple[str, str]:
+    """Return message and hint for a name that no GPU of the node has."""
+    close = gpu_meant(name, ids)
+    meant = f"did you mean {close}? " if close else ""
+    return f"there is no GPU {name:.40}", f"{meant}the GPUs here: {listed(ids) or 'none'}"
 
 
 def no_such_process(pid: int) -> tuple[str, str]:

@@ -14,8 +14,8 @@ The driver's measured behaviour (580.159.04) shapes this module:
 - The driver continues a restore whose caller was killed, and allocates memory meanwhile. So the lock on that GPU and
   the pause of other processes there end with the driver's work and not with the call.
 
-Owns no bytes: `memory` holds the reservations by descriptor, and they outlive helper and daemon. `steps` makes and
-checks a single call, `gpu_reservation` owns the reservations.
+Owns no bytes: `memory` holds the reservations by descriptor. They outlive the helper, and end with the daemon; the next
+one reserves again. `driver_calls` makes and checks a single call, `gpu_reservation` owns the reservations.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _FREED_AFTER_S = (0.003, 0.006, 0.012, 0.025, 0.05, 0.1, 0.2, 0.0)
 
 
 class GpuReservation:
-    """Reservations in `memory`, by descriptor; they outlive helper and daemon."""
+    """Reservations in `memory`, by descriptor; they outlive the helper, and end with the daemon."""
 
     def __init__(self, memory: VideoMemory, gpus: Gpus) -> None:
         self._memory = memory

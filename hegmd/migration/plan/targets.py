@@ -11,13 +11,12 @@ from collections.abc import Sequence
 
 from hegmd.errors import BAD_REQUEST, NOT_FOUND, REFUSED
 from hegmd.migration.machine.operation import JobProcess
-from hegmd.migration.machine.wording import listed
+from hegmd.migration.machine.wording import listed, no_such_gpu
 from hegmd.migration.model import GpuMemory
 from hegmd.migration.plan.communicator_rules import NCCL
 from hegmd.migration.plan.draft import Draft
 from hegmd.migration.plan.members import NVIDIA
 from hegmd.node.gpu_sets import CPU, gpus_of, is_several, place_of
-from hegmd.protocol.names import gpu_meant
 from hegmd.protocol.snapshots import GONE
 
 _TO = "="
@@ -165,10 +164,7 @@ def judge_target(draft: Draft, to: str, vendor: str, chip: str | None, *, stays:
     target = draft.gpu(to)
     if target is None:
         ids = tuple(gpu.id for gpu in draft.snapshot.gpus)
-        close = gpu_meant(to, ids)
-        meant = f"did you mean {close}? " if close else ""
-        hint = f"{meant}the GPUs here: {listed(ids) or 'none'}"
-        draft.against(NOT_FOUND, f"there is no GPU {to}", hint, gpu=to)
+        draft.against(NOT_FOUND, *no_such_gpu(to, ids), gpu=to)
     elif stays:
         return
     elif target.state != "ok":

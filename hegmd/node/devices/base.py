@@ -5,6 +5,9 @@ it hangs. It must not cache: a snapshot is read in one pass, and is true or rais
 fails does not affect the others: the snapshot has it with state `lost` or `unknown`. If the whole library is unusable,
 it raises DeviceError; the inventory then closes the provider and opens it again later. So a reloaded driver or an added
 GPU is found without a restart.
+
+A new vendor needs a provider in PROVIDERS and its setting (CONTRIBUTING has the list). The daemon then shows its GPUs;
+to move jobs on them also takes a method (`hegmd/migration/contracts.py`).
 """
 
 from __future__ import annotations
