@@ -82,7 +82,6 @@ def main() -> NoReturn:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run hegmd for these arguments and return its exit status."""
     _fill_closed_descriptors()
     arguments = parser().parse_args(argv)
     try:

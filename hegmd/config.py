@@ -83,7 +83,6 @@ class Config:
     sources: Mapping[str, str]
 
     def value(self, key: str) -> Any:
-        """Return the value of one setting, by its `section.key`."""
         section, _, name = key.partition(".")
         return getattr(getattr(self, section), name)
 

@@ -365,10 +365,7 @@ class SharingSettings:
         Amount(0, 100), 80, "The number of the priority `production`; jobs below it can be suspended.", reloads=False
     )
     normal: int = setting(
-        Amount(0, 100),
-        50,
-        "The number of the priority `normal`, which a job has by default.",
-        reloads=False,
+        Amount(0, 100), 50, "The number of the priority `normal`, which a job has by default.", reloads=False
     )
     best_effort: int = setting(Amount(0, 100), 20, "The number of the priority `best-effort`.", reloads=False)
     max_user_priority: int = setting(

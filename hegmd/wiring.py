@@ -178,8 +178,7 @@ def moving_for(
     return Moving(
         state_dir=config.daemon.state_dir,
         pool=Pool(
-            config.pool.budget_bytes,
-            ready=ReadyMemory(config.pool.ready_bytes, huge_free_bytes=read_huge_free_bytes),
+            config.pool.budget_bytes, ready=ReadyMemory(config.pool.ready_bytes, huge_free_bytes=read_huge_free_bytes)
         ),
         simulator=simulator,
         inventory=inventory,

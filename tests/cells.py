@@ -21,9 +21,7 @@ Test = Callable[..., Any]
 
 
 def in_one_test(
-    names: str | Sequence[str],
-    cells: Iterable[Any],
-    ids: Iterable[str | None] | Callable[[Any], object] | None = None,
+    names: str | Sequence[str], cells: Iterable[Any], ids: Iterable[str | None] | Callable[[Any], object] | None = None
 ) -> Callable[[Test], Test]:
     """Run a test for each cell, all of them, and then fail by the first failure, with the names of all that failed."""
     columns = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)

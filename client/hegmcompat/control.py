@@ -45,7 +45,6 @@ class _Awaited:
     lock_before: tuple[int, int, int, int] | None
 
     def close(self) -> None:
-        """Stop waiting for it."""
         os.close(self.pidfd)
         os.close(self.worker_fd)
 
@@ -82,7 +81,6 @@ class Control:
         return results
 
     def checkpoint_all(self) -> dict[int, str]:
-        """Checkpoint every worker that uses a GPU."""
         found = workers.registered(self._at.folder).values()
         using = {pid: self._uses_gpu(pid) for pid in found}
         results = self.checkpoint(pid for pid, uses in using.items() if uses)
@@ -90,7 +88,6 @@ class Control:
         return results
 
     def pending(self) -> list[int]:
-        """Return the launchers that wait with a lock."""
         found: set[int] = set()
         if self._at.path is not None:
             text = private_files.read(self._at.path.with_name(LOCK), _PID_BYTES) or b""
@@ -102,7 +99,6 @@ class Control:
         return sorted(found)
 
     def resume(self, launcher_pids: Iterable[int]) -> dict[int, str]:
-        """Let these launchers continue."""
         results: dict[int, str] = {}
         for pid in dict.fromkeys(launcher_pids):
             try:
@@ -115,7 +111,6 @@ class Control:
         return results
 
     def resume_all(self) -> dict[int, str]:
-        """Let all waiting launchers continue."""
         return self.resume(self.pending())
 
     def _signal(self, pid: int, launchers: dict[int, int], awaited: dict[int, _Awaited], begun_by: float) -> str:

@@ -101,7 +101,6 @@ COMMANDS = (
 
 
 def main() -> NoReturn:
-    """Run the program and exit with its status."""
     try:
         status = run(sys.argv[1:], os.environ)
     except HegmError as error:
@@ -126,7 +125,6 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser, made from the table."""
     parser = argparse.ArgumentParser(prog="hegm-ctrl", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True)
     for command in COMMANDS:

@@ -28,7 +28,6 @@ class HeldState:
 
     @property
     def size_bytes(self) -> int:
-        """Return the size of the state."""
         return self._identity[2]
 
     @property
@@ -49,7 +48,6 @@ class HeldState:
             private_files.write(self._path, data[: self.size_bytes])
 
     def close(self) -> None:
-        """Give the memory back."""
         if self._memory is not None:
             self._memory.close()
             self._memory = None

@@ -165,7 +165,6 @@ class Launcher:
         return False
 
     def has_new_state(self) -> bool:
-        """Return True if the worker has saved its state here."""
         return private_files.identity(self._state) not in (None, self._before)
 
     def settle(self, command: Sequence[str], environ: Mapping[str, str]) -> None:

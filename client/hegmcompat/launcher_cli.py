@@ -54,7 +54,6 @@ class CombinedAuthority:
         """Do nothing: a launcher prestarts no process."""
 
     def started(self, pid: int, *, was_ready: bool = False) -> None:
-        """Tell both that the command runs."""
         if self._daemon is None:
             self._daemon = self._meet()
         if self._lent is not None:
@@ -95,19 +94,16 @@ class CombinedAuthority:
         return self._files.ended(status, told=told)
 
     def close(self) -> None:
-        """Close both."""
         self._files.close()
         if self._daemon is not None:
             self._daemon.close()
 
 
 def main() -> NoReturn:
-    """Run the program and exit with its status."""
     sys.exit(run(sys.argv[1:]))
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the command line and return its exit status."""
     if not words or words[0] in ("-h", "--help"):
         complain(USAGE)
         return 0  # like HeGM

@@ -49,7 +49,6 @@ class Server:
         return int(self._server.server_address[1])
 
     def await_end(self) -> None:
-        """Wait until it is closed."""
         self._thread.join()
 
     def close(self) -> None:
@@ -111,7 +110,6 @@ class _BoundedServer(ThreadingHTTPServer):
             self.process_request(connection, address)
 
     def end(self) -> None:
-        """Wake the listening thread."""
         self._ending.set()
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)

@@ -16,17 +16,14 @@ def say(text: str) -> None:
 
 
 def complain(text: str) -> None:
-    """Write a line to standard error."""
     _write(2, text)
 
 
 def warn(text: str) -> None:
-    """Write a warning."""
     complain(f"[HeGM] WARNING -- {text}")
 
 
 def explain(error: HegmError) -> None:
-    """Write an error and the next step."""
     complain(f"[HeGM] ERROR -- {error.message}; {error.hint}")
 
 

@@ -28,7 +28,6 @@ def register(folder: Path, launcher_pid: int, worker_pid: int) -> None:
 
 
 def unregister(folder: Path, launcher_pid: int) -> None:
-    """Remove the launcher's entry."""
     with suppress(OSError):
         (folder / REGISTRY / str(launcher_pid)).unlink()
 
@@ -69,7 +68,6 @@ def launcher_of(pid: int, launchers: dict[int, int]) -> int | None:
 
 
 def is_alive(pid: int) -> bool:
-    """Return True if there is such a process."""
     return pid > 0 and os.path.exists(f"/proc/{pid}")
 
 

@@ -35,7 +35,6 @@ def check_text(check: Check, style: Style) -> list[str]:
 
 
 def doctor_summary(answer: DoctorAnswer, style: Style) -> list[str]:
-    """Return the last line of the doctor, after the checks."""
     parts = [f"{answer.ok} ok", _counted(answer.warn, "warning"), _counted(answer.fail, "failure")]
     if answer.skip:
         parts.append(f"{answer.skip} skipped")
@@ -48,7 +47,6 @@ def _counted(count: int, what: str) -> str:
 
 
 def version_text(answer: VersionAnswer, style: Style) -> list[str]:
-    """Return both versions and their protocols."""
     spoken = ", ".join(str(version) for version in answer.protocols)
     lines = [f"hegmctl  {printable(answer.version)}, protocol {spoken}"]
     daemon = answer.daemon
@@ -74,7 +72,6 @@ def _paragraph(text: str, style: Style) -> list[str]:
 
 
 def ping_text(answer: PingAnswer, style: Style) -> list[str]:
-    """Return how fast the daemon answered."""
     times = sorted(answer.round_trips_s)
     who = printable(f"hegmd {answer.version} on {answer.node}")
     if len(times) == 1:
@@ -90,7 +87,6 @@ def _precise(seconds: float) -> str:
 
 
 def config_text(reply: ConfigReply, style: Style) -> list[str]:
-    """Return the settings as a table, and the path of the file."""
     rows = [[setting.key, _setting_value(setting.value), setting.source] for setting in reply.settings]
     lines = table((Column("SETTING"), Column("VALUE", shrink=10), Column("SOURCE")), rows, style)
     if style.remarks:
@@ -110,7 +106,6 @@ def _setting_value(value: object) -> str:
 
 
 def reload_text(reply: ReloadReply, style: Style) -> list[str]:
-    """Return what the reload changed."""
     if not reply.changed and not reply.after_restart:
         return ["The configuration was read again; nothing in it has changed."]
     lines = [f"changed: {printable(key)}" for key in reply.changed]
@@ -130,7 +125,6 @@ def hold_text(reply: HoldReply, style: Style) -> list[str]:
 
 
 def faults_text(reply: FaultReply, style: Style) -> list[str]:
-    """Return the current faults."""
     if not reply.faults:
         return ["There are no faults."]
     return [f"{printable(target)}: {printable(fault)}" for target, fault in reply.faults.items()]

@@ -53,7 +53,6 @@ class Arguments:
         return self.row
 
     def values(self, key: str) -> list[Any]:
-        """Return all values of an option or argument."""
         return self._values.get(key, [])
 
     def request(self, op: str = "", **given: object) -> Request:
@@ -81,7 +80,6 @@ class Arguments:
         return kind(**values)
 
     def flag(self, key: str) -> bool:
-        """Return True if the switch was given."""
         return key in self._values
 
     def text(self, key: str) -> str | None:
@@ -90,7 +88,6 @@ class Arguments:
         return str(found[-1]) if found else None
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """Return all values given."""
         return tuple(str(value) for value in self._values.get(key, ()))
 
     def whole(self, key: str) -> int | None:
@@ -99,7 +96,6 @@ class Arguments:
         return int(found[-1]) if found else None
 
     def wholes(self, key: str) -> tuple[int, ...]:
-        """Return all values of an option that takes whole numbers."""
         return tuple(int(value) for value in self._values.get(key, ()))
 
     def seconds(self, key: str) -> float | None:
@@ -108,7 +104,6 @@ class Arguments:
         return float(found[-1]) if found else None
 
     def required(self, key: str) -> str:
-        """Return the value of a required argument."""
         return str(self._values[key][-1])
 
 

@@ -120,7 +120,6 @@ class AsyncConnection(AsyncCalls):
 
     @property
     def welcome(self) -> m.Welcome:
-        """Return the daemon's reply to hello."""
         if self._exchange.welcome is None:
             raise Bug("a connection was used before it was greeted")
         return self._exchange.welcome

@@ -11,7 +11,6 @@ from hegmd.protocol.supervision import BACK, OVER, PAST, PAST_AT
 
 
 def is_back(lock: int) -> bool:
-    """Return True if the process has restored the state."""
     return os.pread(lock, len(BACK), 0) == BACK
 
 
@@ -21,7 +20,6 @@ def is_past(lock: int, ranks: int = 1) -> bool:
 
 
 def note_end(lock: int) -> None:
-    """Note that the process has ended."""
     os.pwrite(lock, OVER, len(BACK))
 
 

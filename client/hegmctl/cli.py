@@ -39,7 +39,6 @@ class Session:
 
 
 def main() -> NoReturn:
-    """Run hegmctl with this process's arguments, and exit."""
     try:
         status = run(sys.argv[1:])
     except Interrupted as interrupted:

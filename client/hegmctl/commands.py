@@ -42,7 +42,6 @@ def ask(session: Session) -> int:
 
 
 def gpus(session: Session) -> int:
-    """`hegmctl gpus`."""
     from hegmctl.inventory_text import gpus_in_full, gpus_text
 
     with session.connect() as connection:
@@ -52,7 +51,6 @@ def gpus(session: Session) -> int:
 
 
 def ps(session: Session) -> int:
-    """`hegmctl ps`, once or at intervals."""
     from hegmctl.connection import of_kind
     from hegmctl.inventory_text import processes_text, ways_text
     from hegmd.protocol.messages import Processes, ProcessesReply
@@ -87,7 +85,6 @@ def ps(session: Session) -> int:
 
 
 def events(session: Session) -> int:
-    """`hegmctl events`: past events, and new ones with --follow."""
     from hegmctl.answers_text import event_text
 
     arguments = session.arguments
@@ -194,7 +191,6 @@ def _daemon_version(welcome: Welcome) -> DaemonVersion:
 
 
 def ping(session: Session) -> int:
-    """`hegmctl ping`, once or several times on one connection."""
     from time import perf_counter
 
     from hegmctl.answers import PingAnswer

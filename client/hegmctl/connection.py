@@ -126,7 +126,6 @@ class Connection(SyncCalls):
 
     @property
     def welcome(self) -> Welcome:
-        """Return the daemon's reply to hello."""
         if self._protocol.welcome is None:
             raise Bug("a connection was used before it was greeted")
         return self._protocol.welcome

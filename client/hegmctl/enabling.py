@@ -55,7 +55,6 @@ _LINE = f"{_OURS}import {NAME}\n"
 
 
 def enable(session: Session) -> int:
-    """`hegmctl hegm enable`."""
     venv, folders = _environment(session)
     agent = os.path.dirname(os.path.dirname(inject_folder()))
     script = _START.format(agent=agent, msgpack=msgpack_folder())
@@ -66,7 +65,6 @@ def enable(session: Session) -> int:
 
 
 def disable(session: Session) -> int:
-    """`hegmctl hegm disable`."""
     venv, folders = _environment(session)
     for folder in folders:
         for name in (f"{NAME}.pth", f"{NAME}.py"):
@@ -79,7 +77,6 @@ def disable(session: Session) -> int:
 
 
 def status(session: Session) -> int:
-    """`hegmctl hegm status`."""
     return _answer(session, *_environment(session))
 
 

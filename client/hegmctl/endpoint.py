@@ -104,7 +104,6 @@ def _checked(endpoint: Endpoint) -> Endpoint:
 
 
 def unreachable(endpoint: Endpoint, error: OSError) -> HegmError:
-    """Return the error for a failed connect, with its explanation and the next step."""
     path = endpoint.path
     if error.errno in (ENOENT, ENOTDIR):
         return _missing(endpoint)

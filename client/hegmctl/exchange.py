@@ -42,11 +42,9 @@ class Waiter:
 
     @property
     def unread(self) -> int:
-        """Return the number of unread messages."""
         return len(self._said)
 
     def put(self, said: Received) -> None:
-        """Add a message."""
         self._said.append(said)
         self._news.set()
 
@@ -86,7 +84,6 @@ class Exchange:
 
     @property
     def welcome(self) -> Welcome | None:
-        """Return the daemon's reply to hello, once it came."""
         return self._protocol.welcome
 
     def start(self, tasks: anyio.abc.TaskGroup) -> None:

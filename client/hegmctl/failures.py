@@ -81,7 +81,6 @@ def with_versions(error: HegmError, welcome: Welcome) -> HegmError:
 
 
 def not_offered(capability: str, welcome: Welcome) -> HegmError:
-    """Return the error for a request that this daemon does not support."""
     return Refused(
         f"hegmd {welcome.daemon_version} on {welcome.node} does not support {capability}",
         _NEEDED_START.get(capability, "run: hegmctl version"),

@@ -15,25 +15,19 @@ if TYPE_CHECKING:
     class Crew(Protocol):
         """The actions that the generations need."""
 
-        def send(self, rank: int, do: str, **what: Any) -> None:
-            """Send an order to a rank."""
-            ...
+        def send(self, rank: int, do: str, **what: Any) -> None: ...
 
         def kill(self, rank: int) -> None:
             """End a rank that does not answer; `died` is called then."""
             ...
 
-        def replace(self, rank: int) -> None:
-            """Start another process as that rank."""
-            ...
+        def replace(self, rank: int) -> None: ...
 
         def slots(self) -> Mapping[int, tuple[int, int]]:
             """Return number and step of the snapshot in each slot that has a whole one."""
             ...
 
-        def has_record(self, rank: int, step: int) -> bool:
-            """Return True if what that rank needs to begin that step is on the board."""
-            ...
+        def has_record(self, rank: int, step: int) -> bool: ...
 
         def progress(self, rank: int) -> tuple[float, float, int]:
             """Return when the rank made progress, how long it may make none, and its step."""
@@ -43,9 +37,7 @@ if TYPE_CHECKING:
             """Clear the board and the slots: another block begins."""
             ...
 
-        def note(self, attempt: Attempt) -> None:
-            """A recovery has begun or progressed."""
-            ...
+        def note(self, attempt: Attempt) -> None: ...
 
         def give_up(self, why: str, rank: int | None) -> None:
             """End all ranks; `rank` is the one that failed last, if known."""
@@ -176,7 +168,6 @@ class Generations:
             self._plan(now)
 
     def failed(self, rank: int, generation: int, why: str, now: float) -> None:
-        """A rank reports a fault of its own."""
         if generation == self.generation and self.phase in (RESTORING, RUNNING):
             self._fall(f"rank {rank}: {why}", now, rank)
 
@@ -212,7 +203,6 @@ class Generations:
                 self._crew.send(one, "go", generation=self.generation)
 
     def stepped(self, rank: int, generation: int, now: float) -> None:
-        """A rank has made its first step of a generation."""
         if generation != self.generation:
             return
         self._has_stepped = True

@@ -90,7 +90,6 @@ class HeldState:
         return self._lock is not None and claim_notes.is_past(self._lock)
 
     def note_end(self) -> None:
-        """Note that the process has ended."""
         if self._lock is not None:
             claim_notes.note_end(self._lock)
 
@@ -118,7 +117,6 @@ class HeldState:
         self.end()
 
     def close(self) -> None:
-        """Close everything."""
         self.end()
         self._close_ranks()
 

@@ -21,7 +21,6 @@ LEFT_COLUMNS = 26
 
 
 def usage(command: Command) -> str:
-    """Return the usage line of the command."""
     words = [PROGRAM, command.name]
     if command.options:
         words.append("[OPTION]...")
@@ -32,12 +31,10 @@ def usage(command: Command) -> str:
 
 
 def shown_commands() -> list[Command]:
-    """Return the commands that are not hidden."""
     return [command for command in COMMANDS.values() if not command.hidden]
 
 
 def program_help(columns: int) -> str:
-    """Return the text of `hegmctl --help`."""
     lines = [f"Usage: {PROGRAM} [OPTION]... COMMAND [ARGUMENT]...", "", *wrapped(DESCRIPTION, columns), "", "Commands:"]
     for command in shown_commands():
         lines += _entry(command.name, command.summary, columns)
@@ -49,7 +46,6 @@ def program_help(columns: int) -> str:
 
 
 def group_help(group: str, columns: int) -> str:
-    """Return the text of `--help` for a group of commands."""
     lines = [f"Usage: {PROGRAM} {group} COMMAND ...", "", f"Commands that {GROUPS[group]}:"]
     for command in shown_commands():
         if command.name.startswith(group + " "):
@@ -58,7 +54,6 @@ def group_help(group: str, columns: int) -> str:
 
 
 def command_help(command: Command, columns: int) -> str:
-    """Return the text of `hegmctl COMMAND --help`."""
     lines = [f"Usage: {usage(command)}", "", *wrapped(sentence(command), columns)]
     if command.arguments:
         lines += ["", "Arguments:"]

@@ -88,12 +88,10 @@ def manifest_text(manifest: Manifest, style: Style) -> list[str]:
 
 
 def progress_text(progress: ImageProgress, style: Style) -> list[str]:
-    """Return the progress in one line."""
     return [f"read {binary_size(progress.done_bytes)} of {binary_size(progress.size_bytes)}"]
 
 
 def verified_text(answer: ImageVerified, style: Style) -> list[str]:
-    """Return the result of the check."""
     read = f"{binary_size(answer.stored_bytes)} in {duration(answer.took_s)}"
     whole = f"{printable(answer.path)} is complete: every byte matches its checksum ({read})"
     strange = [f"not part of the image: {printable(os.path.join(answer.path, name))}" for name in answer.foreign]
@@ -101,7 +99,6 @@ def verified_text(answer: ImageVerified, style: Style) -> list[str]:
 
 
 def removed_text(answer: ImageRemoved, style: Style) -> list[str]:
-    """Return what was removed."""
     return [f"removed: {printable(path)}" for path in answer.paths]
 
 
@@ -137,13 +134,11 @@ def newest_of(folder: str) -> str:
 
 
 def show(session: Session) -> int:
-    """`hegmctl images show`."""
     session.sink.answer(catalogue.read(os.path.abspath(session.arguments.required("DIR"))), manifest_text)
     return 0
 
 
 def verify(session: Session) -> int:
-    """`hegmctl images verify`."""
     path = os.path.abspath(session.arguments.required("DIR"))
     try:
         verified = catalogue.verify(path, _teller(session))
@@ -154,7 +149,6 @@ def verify(session: Session) -> int:
 
 
 def rm(session: Session) -> int:
-    """`hegmctl images rm`."""
     paths = [os.path.abspath(folder) for folder in session.arguments.texts("DIR")]
     if not paths:
         raise HegmError(USAGE, "images rm needs at least one DIR", "run: hegmctl images ls")

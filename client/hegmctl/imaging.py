@@ -28,7 +28,6 @@ STREAMS = {"stdout": 1, "stderr": 2}
 
 
 def restore(session: Session) -> int:
-    """`hegmctl restore`."""
     named = {name: path for name in STREAMS if (path := session.arguments.text(name)) is not None}
     request = of_kind(session.arguments.request(outlets=tuple(named)), Restore)
     if session.arguments.flag("newest"):

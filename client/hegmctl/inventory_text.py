@@ -29,7 +29,6 @@ _SIMULATED = "simulated"
 
 
 def gpus_text(reply: GpusReply, style: Style) -> list[str]:
-    """Return the table of `hegmctl gpus`."""
     if not reply.gpus:
         return _none("There are no GPUs on this node.", reply.vendors, style)
     columns = (
@@ -116,7 +115,6 @@ def _vendor_remarks(vendors: Iterable[Vendor], *, absent: bool = False) -> list[
 
 
 def below(remarks: Sequence[str], style: Style) -> list[str]:
-    """Return the notes below a table."""
     lines: list[str] = []
     for remark in remarks:
         text = printable(remark)

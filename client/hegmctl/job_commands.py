@@ -31,7 +31,6 @@ _OF_A_SIGNAL = 128
 
 
 def jobs(session: Session) -> int:
-    """`hegmctl jobs`, once or again and again."""
     arguments = session.arguments
     request, filters, template = of_kind(arguments.request(), Jobs), arguments.texts("filter"), _template(session)
     filtered((), filters)  # reports a mistake before the daemon is asked
@@ -60,7 +59,6 @@ def jobs(session: Session) -> int:
 
 
 def inspect(session: Session) -> int:
-    """`hegmctl inspect`."""
     from time import time
 
     template = _template(session)

@@ -35,7 +35,6 @@ def rate_text(steps_per_s: float | None) -> str:
 
 
 def age_text(job: Job, now_utc: float) -> str:
-    """Return how long the job has run, or ran."""
     return duration(max(0.0, (job.ended_utc or now_utc) - job.started_utc))
 
 
@@ -110,7 +109,6 @@ def _user(job: Job) -> str:
 
 
 def job_text(reply: JobReply, style: Style) -> list[str]:
-    """Return one job in full, for `hegmctl inspect`."""
     job = reply.job
     facts = [
         ("state", job.state),
@@ -163,7 +161,6 @@ def _process_row(process: JobProcess) -> list[Cell]:
 
 
 def ended_text(reply: JobReply, style: Style) -> list[str]:
-    """Return how a job ended, for `hegmctl wait`."""
     job = reply.job
     return _paragraph(f"{job.id} ({job.name}) {job.end or ENDED}", style)
 

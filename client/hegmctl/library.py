@@ -61,7 +61,6 @@ def waits(kind: type[Request]) -> bool:
 
 
 def add_calls(sync: type, asynchronous: type, rows: Iterable[Command]) -> None:
-    """Add the calls of these rows to the two classes."""
     for name, kind in calls_of(rows).items():
         for face, made in ((sync, _sync(kind)), (asynchronous, _async(kind))):
             made.__name__, made.__qualname__, made.__doc__ = name, f"{face.__name__}.{name}", kind.__doc__

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
 
 def migrate(session: Session) -> int:
-    """`hegmctl migrate`."""
     arguments = session.arguments
     to, via = arguments.text("to"), arguments.text("via")
     if to is None and via is None:
@@ -67,7 +66,6 @@ def migrate(session: Session) -> int:
 
 
 def drain(session: Session) -> int:
-    """`hegmctl drain`."""
     request = session.arguments.request()
     if session.arguments.texts("to") and not of_kind(request, Drain).to:
         raise HegmError(USAGE, "--to names no GPU", "name GPUs of `hegmctl gpus`: hegmctl drain gpu0 --to gpu1,gpu2")
@@ -95,7 +93,6 @@ def adopt(session: Session) -> int:
 
 
 def cancel(session: Session) -> int:
-    """`hegmctl cancel`."""
     op_id, drops = session.arguments.required("ID"), session.arguments.flag("drop")
     if drops and not session.arguments.flag("yes"):
         lost = f"Drop the state of operation {op_id}? Its training can then never continue from there"
@@ -226,11 +223,7 @@ def _status_of(operation: Operation) -> int:
 
 
 def _watch(
-    session: Session,
-    connection: Connection,
-    request: Request,
-    watched: Watched,
-    fds: Sequence[int] = (),
+    session: Session, connection: Connection, request: Request, watched: Watched, fds: Sequence[int] = ()
 ) -> Record:
     """Return the reply to the request, and show progress meanwhile."""
     try:
@@ -248,11 +241,7 @@ def _watch(
 
 
 def _show(
-    session: Session,
-    connection: Connection,
-    request: Request,
-    watched: Watched,
-    fds: Sequence[int] = (),
+    session: Session, connection: Connection, request: Request, watched: Watched, fds: Sequence[int] = ()
 ) -> Record:
     told: set[str | None] = {None}
     stream = connection.stream(request, OperationProgress, request.reply, fds=fds, patient=True, leave=watched.leave)

@@ -17,14 +17,7 @@ if TYPE_CHECKING:
 
     from hegmctl.tables import Cell
     from hegmd.protocol.messages import Drained, Dropped, OperationReply, OperationsReply, OrphansReply, StoryReply
-    from hegmd.protocol.operations import (
-        Operation,
-        OperationProcess,
-        OperationProgress,
-        Orphan,
-        Plan,
-        PlannedProcess,
-    )
+    from hegmd.protocol.operations import Operation, OperationProcess, OperationProgress, Orphan, Plan, PlannedProcess
 
 BAR_COLUMNS = 24
 _MOVING = ("reading", "offloading", "handing", "spilling", "reloading", "sealing")
@@ -92,7 +85,6 @@ def _job_name(process: OperationProcess | PlannedProcess, *, ids: bool = True) -
 
 
 def operation_text(reply: OperationReply, style: Style) -> list[str]:
-    """Return the result of the operation, or its current state."""
     return [] if reply.operation is None else outcome(reply.operation, style)
 
 
@@ -170,7 +162,6 @@ def _route(operation: Operation, process: OperationProcess) -> str:
 
 
 def plan_text(reply: OperationReply, style: Style) -> list[str]:
-    """Return the plan."""
     return [] if reply.plan is None else [*_plan(reply.plan, style), _ONLY_A_PLAN]
 
 
@@ -245,7 +236,6 @@ def drained_text(reply: Drained, style: Style) -> list[str]:
 
 
 def swapped_text(reply: Drained, style: Style) -> list[str]:
-    """Return the steps, and whether the jobs have exchanged their GPUs."""
     if reply.plans:
         return [*_plans(reply, style), _ONLY_A_PLAN]
     moved, under_way, failed = _counts(reply)
@@ -292,7 +282,6 @@ def _counts(reply: Drained) -> tuple[int, int, int]:
 
 
 def cancelled_text(reply: OperationReply, style: Style) -> list[str]:
-    """Say that the operation is rolled back."""
     operation = reply.operation
     if operation is None:
         return []
@@ -300,13 +289,11 @@ def cancelled_text(reply: OperationReply, style: Style) -> list[str]:
 
 
 def given_up_text(reply: OperationReply, style: Style) -> list[str]:
-    """Say that the state was dropped."""
     operation = reply.operation
     return [] if operation is None else [f"the state of operation {printable(operation.id)} is dropped"]
 
 
 def operations_text(reply: OperationsReply, style: Style) -> list[str]:
-    """Return the table of `hegmctl ops`."""
     orphans = ["", *orphans_lines(reply.orphans, style)] if reply.orphans else []
     if not reply.operations:
         return ["There was no operation on this node.", *orphans]
@@ -373,7 +360,6 @@ def _process(operation: Operation, process: OperationProcess) -> str:
 
 
 def story_text(reply: StoryReply, style: Style) -> list[str]:
-    """Return one operation and its history."""
     operation = reply.operation
     lines = outcome(operation, style)
     if len(operation.processes) > 1:
@@ -391,7 +377,6 @@ def story_text(reply: StoryReply, style: Style) -> list[str]:
 
 
 def orphans_text(reply: OrphansReply, style: Style) -> list[str]:
-    """Return the output of `hegmctl adopt` without arguments."""
     if not reply.orphans:
         return ["There are no orphans."]
     return orphans_lines(reply.orphans, style)
@@ -409,6 +394,5 @@ def orphans_lines(orphans: tuple[Orphan, ...], style: Style) -> list[str]:
 
 
 def dropped_text(reply: Dropped, style: Style) -> list[str]:
-    """Confirm that the orphan was deleted."""
     size = "" if reply.size_bytes is None else f", {binary_size(reply.size_bytes)}"
     return [f"dropped: {printable(reply.name)}{size}"]

@@ -35,7 +35,6 @@ class Sink:
         self.quiet = quiet
 
     def answer(self, answer: R, view: Callable[[R, Style], list[str]]) -> None:
-        """Write a complete answer."""
         raise NotImplementedError
 
     def element(self, element: R, view: Callable[[R, Style], list[str]]) -> None:
@@ -43,7 +42,6 @@ class Sink:
         raise NotImplementedError
 
     def note(self, text: str) -> None:
-        """Write a note about the answer."""
         raise NotImplementedError
 
     def error(self, error: HegmError) -> None:
@@ -64,12 +62,7 @@ class TextSink(Sink):
     """Writes lines for people and for simple programs."""
 
     def __init__(
-        self,
-        style: Style,
-        error_style: Style,
-        *,
-        quiet: bool = False,
-        clock: Callable[[], float] = monotonic,
+        self, style: Style, error_style: Style, *, quiet: bool = False, clock: Callable[[], float] = monotonic
     ) -> None:
         super().__init__(quiet=quiet)
         self.style = style
@@ -230,7 +223,6 @@ def _terminal_size(stream: TextIO, environ: Mapping[str, str]) -> tuple[int, int
 
 
 def help_columns() -> int:
-    """Return the maximum width of help texts."""
     style = style_of(sys.stdout, None) if sys.stdout else PLAIN
     return style.paragraph_columns
 
@@ -250,7 +242,6 @@ def write_lines(lines: list[str]) -> None:
 
 
 def flush() -> None:
-    """Flush standard output."""
     if sys.stdout is None:
         return
     try:

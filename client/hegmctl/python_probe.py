@@ -117,11 +117,9 @@ class Probes:
 
     @property
     def deadline(self) -> float | None:
-        """Return when to check again at the latest."""
         return min([probe.deadline for probe in self._asked], default=None)
 
     def close(self) -> None:
-        """End all of them."""
         asked, self._asked = self._asked, []
         for probe in asked:
             probe.close()

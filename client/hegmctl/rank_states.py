@@ -86,7 +86,6 @@ class RankStates:
             os.close(fd)
 
     def close(self) -> None:
-        """Close everything: the launcher has ended."""
         self.end()
         for door in self._doors.values():
             door.close()

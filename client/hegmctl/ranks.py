@@ -68,7 +68,6 @@ class Process:
         self.was_ended = False
 
     def end(self, *numbers: int) -> None:
-        """Have it end by these signals."""
         self.was_ended = True
         for number in numbers:
             _send_signal(self.pid, number)
@@ -319,7 +318,6 @@ class Launcher:
             self._end_all()
 
     def slots(self) -> dict[int, tuple[int, int]]:
-        """Return number and step of the snapshot in each slot that has a whole one."""
         found: dict[int, tuple[int, int]] = {}
         for slot, fd in self._slots.items():
             record = unpacked(os.pread(fd, RECORD_BYTES, os.fstat(fd).st_size - RECORD_BYTES))
@@ -328,15 +326,12 @@ class Launcher:
         return found
 
     def has_record(self, rank: int, step: int) -> bool:
-        """Return True if what that rank needs to begin that step is on the board."""
         return self._board.read(rank, step) is not None
 
     def progress(self, rank: int) -> tuple[float, float, int]:
-        """Return when the rank made progress, how long it may make none, and its step."""
         return self._board.progress(rank)
 
     def forget_records(self) -> None:
-        """Clear the board and the slots."""
         self._board.clear()
         for fd in self._slots.values():
             os.pwrite(fd, bytes(RECORD_BYTES), os.fstat(fd).st_size - RECORD_BYTES)

@@ -112,5 +112,4 @@ def _seconds(value: float | None) -> str:
 
 
 def dropped_text(reply: RecoveryDropped, _style: Style) -> list[str]:
-    """Confirm that the state was deleted."""
     return [f"deleted: {binary_size(reply.freed_bytes)} of host memory"]

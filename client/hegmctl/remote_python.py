@@ -66,7 +66,6 @@ class RemotePython:
         self.close()
 
     def close(self) -> None:
-        """Close the target's memory."""
         os.close(self._memory)
 
     @property
@@ -213,7 +212,6 @@ def _open_memory(pid: int) -> int:
 
 
 def gone(pid: int) -> HegmError:
-    """Return the error for a missing process."""
     return HegmError(NOT_FOUND, f"there is no process {pid}", "list the processes: hegmctl ps", {"pid": pid})
 
 

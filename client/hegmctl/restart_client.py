@@ -175,7 +175,6 @@ class DaemonAuthority:
         self._report(SuperviseReport(result="fell", status=status))
 
     def wanted(self) -> Start | GiveUp | None:
-        """Return what to do while no command runs."""
         if self._give_up is not None:
             return self._give_up
         order = self._order
@@ -187,7 +186,6 @@ class DaemonAuthority:
         return Start(command, environ, *self._held.inherited)
 
     def expected(self) -> Beforehand | None:
-        """Return what to prestart."""
         return self._kept if self._expected is None else self._expected[1]
 
     def is_ready(self, pid: int | None) -> None:
@@ -197,7 +195,6 @@ class DaemonAuthority:
         self._report(SuperviseReport(result="ready", pid=pid))
 
     def started(self, pid: int, *, was_ready: bool = False) -> None:
-        """Note that the command runs."""
         self._pid, self._resumes, self._was_ready, self._found = pid, None, was_ready, ""
         self._expected = self._kept = None
         self._tells_at = monotonic() + LONG_S
@@ -305,7 +302,6 @@ class DaemonAuthority:
         return {PATHS: folder + os.pathsep + wanted if wanted else folder}
 
     def _ask(self, order: SupervisorOrder) -> None:
-        """Ask the program of the order which Python it is."""
         from hegmctl.python_probe import NoPython, Probes
 
         if self._probes is None:

@@ -35,7 +35,6 @@ BACK_WITHIN_S = 60.0
 
 
 def make_room(session: Session) -> int:
-    """`hegmctl make-room`."""
     arguments = session.arguments
     if arguments.whole("bytes") is None:
         raise HegmError(USAGE, "make-room needs --bytes and a size", "hegmctl make-room --gpu gpu0 --bytes 60GiB")
@@ -99,8 +98,6 @@ def _pause(session: Session, error: HegmError, away_since: float) -> float:
 
 
 def queue(session: Session) -> int:
-    """`hegmctl queue`, once or again and again."""
-
     def look(connection: Connection) -> QueueReply:
         return connection.call(Queue(), QueueReply)
 

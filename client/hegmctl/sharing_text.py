@@ -60,13 +60,11 @@ def lease_note(lease: Lease) -> str:
 
 
 def released_text(reply: Released, style: Style) -> list[str]:
-    """Which lease has ended."""
     where = f" of {printable(reply.gpu)}" if reply.gpu else ""
     return [f"lease {reply.lease} has ended: {binary_size(reply.size_bytes)}{where} are free for jobs again"]
 
 
 def priority_text(reply: JobReply, style: Style) -> list[str]:
-    """The priority that a job has now."""
     return [printable(f"{reply.job.id} ({reply.job.name}) has priority {reply.job.priority}")]
 
 

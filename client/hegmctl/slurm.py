@@ -142,7 +142,6 @@ class NeverRestarted:
         """Nothing comes."""
 
     def ended(self, status: int, *, told: int | None) -> bool:
-        """Its end is the end."""
         return False
 
     def wanted(self) -> None:

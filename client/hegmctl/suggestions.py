@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 def no_command(group: str) -> HegmError:
-    """Return the usage error for a command line without a command."""
     if group:
         known = [
             command.name.removeprefix(f"{group} ")
@@ -27,7 +26,6 @@ def no_command(group: str) -> HegmError:
 
 
 def unknown_command(name: str, group: str) -> HegmError:
-    """Return the usage error for a command that does not exist."""
     names = [command.name for command in shown_commands()] + list(GROUPS)
     known = [candidate for candidate in names if candidate.startswith(f"{group} ")] if group else names
     close = closest(name, known)
@@ -48,7 +46,6 @@ def unknown_option(name: str, known: Mapping[str, Option], command: Command | No
 
 
 def unknown_choice(argument: Argument, word: str) -> HegmError:
-    """Return the usage error for a value that is not among the choices."""
     close = closest(word, argument.choices)
     listed = f"it is one of {', '.join(argument.choices)}"
     return HegmError(

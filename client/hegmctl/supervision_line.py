@@ -42,7 +42,6 @@ class Line:
             raise
 
     def ask(self, request: Request) -> int:
-        """Send a request and return its number."""
         number, frame = self._protocol.request(request)
         self._wire.send(frame, (), monotonic() + CONNECT_S)
         if not isinstance(request, Supervise):

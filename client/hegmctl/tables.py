@@ -49,7 +49,6 @@ class Style:
 
     @property
     def paragraph_columns(self) -> int:
-        """Return the maximum width of a paragraph."""
         return min(self.columns or WIDEST_PARAGRAPH, WIDEST_PARAGRAPH)
 
 
@@ -78,7 +77,6 @@ def printable(text: str) -> str:
 
 
 def width(text: str) -> int:
-    """Return the number of terminal columns that the text takes."""
     if text.isascii():
         return len(text)
     import unicodedata  # only here: a library of 1 MB that most tables do not need
@@ -91,7 +89,6 @@ def width(text: str) -> int:
 
 
 def shortened(text: str, columns: int, ellipsis: str) -> str:
-    """Return the text, cut to that many columns."""
     if width(text) <= columns:
         return text
     if columns < len(ellipsis):

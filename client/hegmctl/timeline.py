@@ -65,7 +65,6 @@ class Segment:
 
     @property
     def took_s(self) -> float:
-        """Return how long it took."""
         return self.ended_s - self.began_s
 
     @property

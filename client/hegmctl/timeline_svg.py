@@ -159,7 +159,6 @@ def _rect(timeline: Timeline, segment: Segment, y: float) -> str:
 
 
 def _told(segment: Segment) -> str:
-    """Return the tooltip of a bar."""
     size = f", {binary_size(segment.size_bytes)}" if segment.size_bytes else ""
     speed = "" if segment.bytes_per_s is None else f", {segment.bytes_per_s / 1e9:.1f} GB/s"
     who = f" (process {segment.pid})" if segment.pid else ""

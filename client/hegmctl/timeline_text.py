@@ -27,7 +27,6 @@ _ASCII, _BOXES = ("[", "=", "]", "|", "~"), ("├", "─", "┤", "│", "~")
 
 
 def timeline_text(reply: StoryReply, style: Style) -> list[str]:
-    """Return the result, the bars, and the steps."""
     timeline = timeline_of(reply, time())
     lines = [*outcome(reply.operation, style), ""]
     if not timeline.segments:
@@ -46,7 +45,6 @@ def timeline_text(reply: StoryReply, style: Style) -> list[str]:
 
 
 def _axis(timeline: Timeline, width: int) -> str:
-    """Return the labels of the time axis at regular places."""
     text = ""
     for number in range(max(2, width // 16)):
         column = number * 16

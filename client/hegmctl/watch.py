@@ -61,7 +61,6 @@ class Reconnecting:
             return None
 
     def close(self) -> None:
-        """Close the connection, if any."""
         if self._connection is not None:
             self._connection.close()
         self._connection = None
@@ -78,19 +77,14 @@ class Log:
         self._sink.element(answer, lambda shown, style: [strftime("%H:%M:%S", localtime()), *view(shown, style), ""])
 
     def tell(self, text: str) -> None:
-        """Write a note."""
         self._sink.note(text)
 
     def wait(self, seconds: float) -> None:
-        """Wait."""
         sleep(seconds)
 
 
 def watch(
-    session: Session,
-    interval_s: float,
-    look: Callable[[Connection], R],
-    view: Callable[[R, Style], list[str]],
+    session: Session, interval_s: float, look: Callable[[Connection], R], view: Callable[[R, Style], list[str]]
 ) -> NoReturn:
     """Show the result of `look` at intervals, until interrupted or until an error."""
     sink = session.sink

@@ -34,7 +34,6 @@ class ByteOrders:
         self._stepping: tuple[int, Step] | None = None
 
     def table(self) -> dict[str, Callable[[Order, int | None], None]]:
-        """Return the function for each order."""
         return {
             "offload": self._offload,
             "entrust": self._entrust,

@@ -254,7 +254,6 @@ class Channel:
         return is_readable
 
     def _look_after(self) -> None:
-        """Handle what is pending, from any source."""
         self._orders.tick()
         self.lending.tick(alone=self._is_alone)
         if self._departure is not None:

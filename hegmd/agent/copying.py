@@ -72,7 +72,6 @@ def copies_by_many() -> bool:
 
 
 def round_up(size_bytes: int, border_bytes: int = PAGE_BYTES) -> int:
-    """Return the next multiple at or above."""
     return (size_bytes + border_bytes - 1) // border_bytes * border_bytes
 
 

@@ -79,11 +79,7 @@ class _Crew:
 
 
 def share_out(
-    work: Work[Item],
-    items: list[Item],
-    progress: Tell,
-    most: int,
-    beside: Callable[[], object] | None = None,
+    work: Work[Item], items: list[Item], progress: Tell, most: int, beside: Callable[[], object] | None = None
 ) -> None:
     """Process the items in as many threads as are useful; `beside` runs in the caller meanwhile.
 

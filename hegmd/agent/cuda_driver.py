@@ -84,11 +84,9 @@ class Driver:
         return context.value
 
     def use(self, context: int | None) -> None:
-        """Make a context of this process current in this thread."""
         _check("cuCtxSetCurrent", self._use(context))
 
     def stack_bytes(self) -> int:
-        """Return the stack size of each GPU thread in the current context."""
         size_bytes = ctypes.c_size_t()
         _check("cuCtxGetLimit", self._limit(ctypes.byref(size_bytes), _LIMIT_STACK_SIZE))
         return size_bytes.value
@@ -98,11 +96,9 @@ class Driver:
         _check("cuCtxSetLimit", self._set_limit(_LIMIT_STACK_SIZE, size_bytes))
 
     def copy_out(self, host: int, video: int, size_bytes: int) -> None:
-        """Copy from video memory, and wait for it."""
         _check("cuMemcpyDtoH", self._out(host, video, size_bytes))
 
     def copy_in(self, video: int, host: int, size_bytes: int) -> None:
-        """Copy to video memory, and wait for it."""
         _check("cuMemcpyHtoD", self._in(video, host, size_bytes))
 
 
@@ -125,7 +121,6 @@ class Copies(Driver):
         self._unpin = _bound(library.cuMemHostUnregister, ctypes.c_void_p)
 
     def make_stream(self) -> int | None:
-        """Return a stream that waits for no other one."""
         stream = ctypes.c_void_p()
         _check("cuStreamCreate", self._make(ctypes.byref(stream), _NON_BLOCKING))
         return stream.value
@@ -139,11 +134,9 @@ class Copies(Driver):
         _check("cuMemcpyDtoHAsync", self._begin_out(host, video, size_bytes, stream))
 
     def begin_in(self, video: int, host: int, size_bytes: int, stream: int | None) -> None:
-        """Copy to video memory."""
         _check("cuMemcpyHtoDAsync", self._begin_in(video, host, size_bytes, stream))
 
     def wait(self, stream: int | None) -> None:
-        """Wait until all copies in the stream are done."""
         _check("cuStreamSynchronize", self._wait(stream))
 
     def pin(self, address: int, size_bytes: int) -> None:
@@ -151,7 +144,6 @@ class Copies(Driver):
         _check("cuMemHostRegister", self._pin(address, size_bytes, 0))
 
     def unpin(self, address: int) -> None:
-        """Unpin host memory."""
         _check("cuMemHostUnregister", self._unpin(address))
 
 
@@ -184,7 +176,6 @@ class OverlappingCopies(Copies):
         return free_bytes.value, total_bytes.value
 
     def take(self, size_bytes: int) -> int:
-        """The address of new memory."""
         address = ctypes.c_uint64()
         _check("cuMemAlloc", self._take(ctypes.byref(address), size_bytes))
         return address.value
@@ -226,7 +217,6 @@ class PeerAccess:
         return found
 
     def is_possible(self, device: int, other: int) -> bool:
-        """Return True if that device could access the other's memory."""
         can = ctypes.c_int()
         _check("cuDeviceCanAccessPeer", self._can(ctypes.byref(can), device, other))
         return bool(can.value)

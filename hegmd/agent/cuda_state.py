@@ -78,7 +78,6 @@ class ExportableSegments:
         self._restored: set[tuple[int, int]] = set()
 
     def forget(self) -> None:
-        """Forget all answers."""
         self._known.clear()
         self._refused.clear()
 

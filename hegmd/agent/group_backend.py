@@ -83,7 +83,6 @@ class GroupBackend:
 
     @property
     def size(self) -> int:
-        """Return its number of ranks."""
         return int(self._group.size())
 
     @property
@@ -105,7 +104,6 @@ class GroupBackend:
         return self._replaced < MAX_REPLACEMENTS
 
     def is_of(self, group: Any, backend: Any) -> bool:
-        """Return True if this is that group with that backend."""
         return self._group is group and self._backend is backend
 
     def gpus(self) -> list[int]:

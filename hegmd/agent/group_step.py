@@ -71,7 +71,6 @@ class Step:
 
     @property
     def has_ended(self) -> bool:
-        """True once the call has returned."""
         return not self._running.locked()
 
     @property

@@ -46,9 +46,7 @@ if TYPE_CHECKING:
             """Write the state of the parked training. Raises HegmError and OSError."""
             ...
 
-        def leave(self) -> object:
-            """End the process."""
-            ...
+        def leave(self) -> object: ...
 
 
 REFUSED = "refused"
@@ -77,7 +75,6 @@ class Restarts:
         self.begins_anew: list[str] = []
 
     def fits(self) -> Callable[[], bool]:
-        """Return the gate's check at each boundary: whether a restart can continue from there."""
         found: Callable[[], bool] = self._readiness.fits_of(self._gate)
         return found
 
@@ -115,7 +112,6 @@ class Departure:
         self._rest_deadline: float | None = None
 
     def next_deadline(self) -> float | None:
-        """Return when `tick` has to be called at the latest."""
         if not self._request.is_wanted:
             return None
         if self._attempts is not None:
@@ -229,7 +225,6 @@ def command() -> bytes:
 
 
 def command_file(path: str) -> str:
-    """Return the path of the file that names the state's command."""
     return f"{os.path.dirname(path)}/command"
 
 

@@ -48,7 +48,6 @@ class Request:
             self.on_change()
 
     def handle(self, _number: int, _frame: FrameType | None) -> None:
-        """Handle the signal."""
         self.make()
 
     def is_taken(self) -> bool:

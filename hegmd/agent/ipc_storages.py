@@ -117,7 +117,6 @@ class Shown:
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes of all storages."""
         return sum(self._sizes)
 
     @property
@@ -289,7 +288,6 @@ class Shown:
         self._stacks.clear()
 
     def _stream_of(self, index: int) -> Any:
-        """Return the stream of a storage's memory, as a context manager."""
         cuda = self._torch.cuda
         stream = self._streams[index]
         return cuda.stream(cuda.ExternalStream(stream, device=self._devices[index]) if stream else None)

@@ -114,7 +114,6 @@ class Lending:
 
     @property
     def next_deadline(self) -> float | None:
-        """Return when `tick` has to be called at the latest."""
         if self._asked is not None:
             return None
         has_more = self._stage == RETURNING or (self._send is not None and (self._stage == WAITING or self._owed))

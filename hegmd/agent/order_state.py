@@ -61,7 +61,6 @@ class OrderState:
         return found
 
     def take_pending(self) -> Pending | None:
-        """Return the pending order and clear it."""
         pending, self.pending = self.pending, None
         return pending
 

@@ -86,7 +86,6 @@ class Orders:
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes that are offloaded."""
         return self._carrying.held_bytes
 
     @property
@@ -102,7 +101,6 @@ class Orders:
     # ---- the daemon comes and goes ----------------------------------------------------------------------------------
 
     def begin(self, report: Callable[[AgentReport], None]) -> None:
-        """Start sending reports to a daemon."""
         self._answers.send = report
         self._alone_deadline = None
         self.changed_by_itself = False
@@ -313,7 +311,6 @@ class Orders:
     # ---- news and limits --------------------------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:
-        """Return when `tick` has to be called at the latest."""
         deadlines = [self._alone_deadline, self._bytes.next_deadline(), self.snapshots.next_deadline()]
         deadlines += [] if self._beside is None else [self._beside.deadline]
         pending = self._state.pending

@@ -77,7 +77,6 @@ class Attempts:
 
     @property
     def parked_s(self) -> float:
-        """Return how long all attempts parked the training thread."""
         since = self._gate.parked_since
         return self._parked_s + (0.0 if since is None else monotonic() - since)
 
@@ -88,7 +87,6 @@ class Attempts:
         return since is not None and monotonic() - since >= self._max_park_s + self._more_s
 
     def next_deadline(self, look_again_s: float) -> float | None:
-        """Return when to check again."""
         return monotonic() + look_again_s if self._gate.parked else self._again_at
 
     def begin(self) -> None:
@@ -106,7 +104,6 @@ class Attempts:
         return False
 
     def extend(self, seconds: float) -> None:
-        """Extend the time limit of this attempt."""
         self._more_s += seconds
 
     def pause(self) -> None:

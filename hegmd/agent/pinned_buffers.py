@@ -88,7 +88,6 @@ def prepare() -> None:
 
 
 def wait() -> None:
-    """Wait until the prepared block is there."""
     if _ahead is not None:
         with _ahead.lock:
             pass
@@ -100,7 +99,6 @@ def take() -> Ground:
 
 
 def drop() -> None:
-    """Free the prepared block."""
     ground = _prepared()
     if ground is not None:
         ground.close()

@@ -120,12 +120,10 @@ class Gate:
 
     @property
     def parked_threads(self) -> frozenset[int]:
-        """Return every thread that is parked here."""
         return frozenset(self._parked_locks)
 
     @property
     def training_thread(self) -> int:
-        """Return the identifier of the training thread."""
         return self._home
 
     @property
@@ -264,7 +262,6 @@ class Gate:
             self.at_boundary()
 
     def step(self) -> None:
-        """Handle an optimizer step of the training thread."""
         if not self._stepped:
             self._stepped = True
             self._trainers.add(self._home)
@@ -282,7 +279,6 @@ class Gate:
         self._count_at_step = self.count
 
     def other_thread_steps(self) -> None:
-        """Handle an optimizer step of another thread."""
         if self._inert:
             return
         if self._by_hand or (self._stepped and _is_alive(self.thread)):

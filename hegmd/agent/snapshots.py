@@ -63,7 +63,6 @@ class Fetching:
         self._ended.acquire()
 
     def start(self) -> None:
-        """Begin. Without threads it is done here."""
         try:
             start_new_thread(self._live, ())
         except RuntimeError:
@@ -89,7 +88,6 @@ class Fetching:
             raise self.error
 
     def is_done(self) -> bool:
-        """Return True if it has come to its end."""
         if not self._ended.acquire(blocking=False):
             return False
         self._ended.release()
@@ -225,7 +223,6 @@ class Snapshots:
         rest.start()
 
     def next_deadline(self) -> float | None:
-        """When `tick` has to be called at the latest."""
         return None if self._fetching is None else monotonic() + _LOOK_S
 
     def tick(self) -> None:

@@ -43,7 +43,6 @@ class Carrying:
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes that are offloaded."""
         return 0 if self.out is None else self.out.size_bytes
 
     @property
@@ -63,7 +62,6 @@ class Carrying:
         return self._offloaded is not None and self._offloaded.fd == fd
 
     def find(self) -> Found:
-        """Survey the storages of this process."""
         return torch_state.find(self._showable)
 
     def forget(self) -> None:

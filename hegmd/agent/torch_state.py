@@ -94,7 +94,6 @@ class Found:
         self.laps = LapTimer()
 
     def take(self, storage: Any, size_bytes: int) -> None:
-        """Add a storage that can be offloaded."""
         self.storages.append(storage)
         self.sizes.append(size_bytes)
 

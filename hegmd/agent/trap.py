@@ -179,7 +179,6 @@ class _Monitoring:
         return frozenset(threads)
 
     def end(self) -> None:
-        """Remove the hook."""
         self._monitoring.set_events(self._tool, 0)
         for code in self._codes.values():
             self._monitoring.set_local_events(self._tool, code, 0)
@@ -291,7 +290,6 @@ class _Tracing:
         return frozenset([ident for ident in threads if before.get(ident) == self._address])
 
     def end(self) -> None:
-        """Remove the trace functions."""
         self._replace(frozenset(self._functions()), self._address, None)
         for frame in self._frames:
             frame.f_trace_opcodes = False

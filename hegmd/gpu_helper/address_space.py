@@ -73,7 +73,6 @@ class VideoSpace:
 
     @property
     def left_bytes(self) -> int:
-        """Return how many bytes are still mapped."""
         return sum(self._sizes)
 
     def address(self, at: int, size_bytes: int) -> int:

@@ -34,7 +34,6 @@ class Pace(NamedTuple):
 
     @property
     def streams(self) -> int:
-        """Return the number of streams."""
         return _GROUPS * self.streams_a_group
 
 

@@ -339,7 +339,6 @@ def capability(ordinal: int) -> tuple[int, int]:
 
 
 def load(program: bytes) -> Any:
-    """Load a program into the thread's context."""
     return _call("cuModuleLoadData", program)
 
 

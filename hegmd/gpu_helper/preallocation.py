@@ -100,7 +100,6 @@ class Provisions:
             return spent
 
     def close(self) -> None:
-        """Release everything."""
         while self._processors:
             _, processors = self._processors.popitem()
             if processors is not None:

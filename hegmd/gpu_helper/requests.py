@@ -79,7 +79,6 @@ class Requests:
         return {name: _driven(handler) for name, handler in named.items()}
 
     def lanes(self) -> int:
-        """Return how many copy sessions are open."""
         return len(self._lanes)
 
     def _ordinal(self, uuid: str) -> int:

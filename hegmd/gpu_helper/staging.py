@@ -63,12 +63,10 @@ class Pace(NamedTuple):
 
     @property
     def streams(self) -> int:
-        """Return the number of streams: one for each slot."""
         return self.strands * self.slots_a_strand
 
     @property
     def ring_bytes(self) -> int:
-        """Return the pinned bytes."""
         return self.streams * self.slot_bytes
 
 
@@ -278,12 +276,7 @@ class StagedCopy:
             undo.callback(self._gpu_end.close)
             undo.callback(settle, self._streams)
             started = time.monotonic()
-            share_out(
-                range(strands),
-                lambda: lambda strand: self._work(strand, tell),
-                threads=strands,
-                name="staging",
-            )
+            share_out(range(strands), lambda: lambda strand: self._work(strand, tell), threads=strands, name="staging")
             tell(self._done_bytes)
             copy_s = time.monotonic() - started
             started = time.monotonic()

@@ -95,12 +95,10 @@ Handler = Callable[[Request], Answer]
 
 
 def packed(message: Mapping[str, object]) -> bytes:
-    """Return the message as it is sent."""
     return frame(encode(message))
 
 
 def error_to_wire(error: HegmError) -> dict[str, object]:
-    """Return an error in its wire form."""
     driver = [error.call, error.number, error.name] if isinstance(error, DriverFailed) else None
     return {
         "code": error.code.name,

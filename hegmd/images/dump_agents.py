@@ -40,7 +40,6 @@ class DumpAgents:
 
     @property
     def sockets(self) -> tuple[str, ...]:
-        """Return the sockets that they are connected to."""
         return (str(self._places.socket_path),)
 
     @property

@@ -29,7 +29,6 @@ _OF_A_DRIVER = "GPU-"  # as NVIDIA's UUIDs begin
 
 
 def byte_name(member: Member) -> str:
-    """Return the name of the file with that worker's bytes."""
     return f"{member.pid}.0"
 
 

@@ -83,7 +83,6 @@ class Pool:
 
     @property
     def spilled_bytes(self) -> int:
-        """Return the bytes on disk."""
         pieces = (*self._held.values(), *self._unclaimed.values())
         return sum(piece.size_bytes for piece in pieces if piece.spilled)
 

@@ -109,7 +109,6 @@ class SumFolder:
             logger.warning("the checksums of %s are not kept beyond the end of this daemon: %s", mark, error)
 
     def load(self, mark: str) -> tuple[int, ...] | None:
-        """Return the checksums of that segment, or None."""
         try:
             data = (self.folder / mark).read_bytes()
         except OSError:

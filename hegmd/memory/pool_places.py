@@ -79,11 +79,9 @@ class Place:
                 return os.open(name + UNFINISHED, _CREATE, 0o600, dir_fd=folder)
 
     def finish(self, name: str) -> None:
-        """Give the finished file its name."""
         self.rename(name + UNFINISHED, name)
 
     def abandon(self, name: str) -> None:
-        """Remove the unfinished file."""
         self._unlink(name + UNFINISHED)
 
     def remove(self, name: str) -> None:

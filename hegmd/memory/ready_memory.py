@@ -60,7 +60,6 @@ class NodeMemory:
 
 
 def read_node_memory(meminfo: Path = _MEMINFO) -> NodeMemory:
-    """Return the node's memory as of now."""
     found: dict[str, int] = {}
     try:
         for line in meminfo.read_text().splitlines():
@@ -135,7 +134,6 @@ class ReadyMemory:
 
     @property
     def size_bytes(self) -> int:
-        """Return how many bytes are ready."""
         return sum(segment.size_bytes for segment in self.segments)
 
     def enter(self, piece: Piece) -> bool:

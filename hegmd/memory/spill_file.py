@@ -74,7 +74,6 @@ class SpillFolder:
         self._spare_bytes = spare_bytes
 
     def path(self, name: str) -> Path:
-        """Return the path of that segment."""
         return self.folder / (name + ENDING)
 
     def write(
@@ -347,12 +346,7 @@ def _compare(file: int, size_bytes: int, sums: list[int], unwanted: Callable[[],
 
 
 def _copy_in(
-    file: int,
-    size_bytes: int,
-    sums: list[int],
-    path: Path,
-    into: Callable[[int, memoryview], None],
-    progress: Progress,
+    file: int, size_bytes: int, sums: list[int], path: Path, into: Callable[[int, memoryview], None], progress: Progress
 ) -> None:
     def copy(number: int, view: memoryview, length: int) -> None:
         got = read_whole(file, view, BLOCK_BYTES + number * CHUNK_BYTES)

@@ -112,11 +112,9 @@ class VideoMemory:
     # -- figures -------------------------------------------------------------------------------------------------------
 
     def of(self, who: str) -> Mapping[str, int]:
-        """Return the bytes reserved for that owner, by GPU."""
         return {gpu: holding.size_bytes for (owner, gpu), holding in self._held.items() if owner == who}
 
     def by_owner(self) -> Mapping[Key, int]:
-        """Return the reserved bytes, by owner and GPU."""
         return {key: holding.size_bytes for key, holding in self._held.items()}
 
     def pieces(self, who: str, gpu: str) -> tuple[Piece, ...]:

@@ -132,7 +132,6 @@ class MigratedProcess:
 
     @property
     def owner_key(self) -> tuple[int, int]:
-        """Its identity."""
         return self.pid, self.start_ticks
 
     def needs(self, place: str | None) -> dict[str, int]:

@@ -25,7 +25,6 @@ def gpus_of(place: str | None) -> tuple[str, ...]:
 
 
 def is_several(place: str | None) -> bool:
-    """Return True if that place is more than one GPU."""
     return place is not None and _BETWEEN in place
 
 

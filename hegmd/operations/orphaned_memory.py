@@ -74,7 +74,6 @@ class VideoOrphans:
         self._workers = workers
 
     def found(self) -> Iterable[VideoCopy]:
-        """All of it."""
         for (who, gpu), size_bytes in self._memory.by_owner().items():
             operation, _, rest = who.partition(".")
             worker, _, what = rest.rpartition(".")

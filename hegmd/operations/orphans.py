@@ -30,9 +30,7 @@ SURVEY_LIMIT_S = 5.0
 class Source(Protocol):
     """A kind of things that can be found."""
 
-    def orphans(self) -> Iterable[Orphan]:
-        """Return the present orphans."""
-        ...
+    def orphans(self) -> Iterable[Orphan]: ...
 
     async def drop(self, name: str) -> int | None:
         """Delete the orphan of that name, and return the freed bytes if known. Raises HegmError."""
@@ -122,11 +120,9 @@ class ParkedOrphans:
         self.by_driver = by_driver
 
     def connections(self) -> Sequence[AgentConnection]:
-        """Return their connections."""
         return [worker for worker in self._workers if self.is_orphan(worker)]
 
     def is_orphan(self, worker: AgentConnection) -> bool:
-        """Return True if this process is an orphan."""
         return worker.connected and (worker.parked or worker.held_bytes > 0) and not self._in_hand(worker.pid)
 
     async def job_of(self, pid: int) -> tuple[ParkedProcess, ...]:
@@ -231,7 +227,6 @@ class Orphans:
         raise HegmError(NOT_FOUND, f"there is no orphan {name[:120]!r}", "run: hegmctl adopt")
 
     def on_event(self, news: str, _worker: AgentConnection) -> None:
-        """Handle news of the workers."""
         if news in (CAME, BACK):
             self.tell()
 

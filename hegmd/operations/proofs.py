@@ -35,7 +35,6 @@ class Proofs:
         self._proving: dict[int, tuple[int | None, Combination]] = {}
 
     def all(self) -> tuple[Proof, ...]:
-        """Every verdict that is kept."""
         if self._proofs is None:
             self._proofs = self._read()
         return self._proofs

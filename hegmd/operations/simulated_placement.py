@@ -62,7 +62,6 @@ class SimulatedPlacement:
         self._news = anyio.Event()
 
     def on_event(self, news: str, worker: AgentConnection) -> None:
-        """Handle news of the workers."""
         who = (worker.pid, worker.identity.start_ticks)
         if news == CAME and self._memory.simulated:  # on real GPUs the driver reports where they are
             place = self._last_place(*who)

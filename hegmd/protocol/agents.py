@@ -68,8 +68,7 @@ class Order(Record):
         default=None,
     )
     exact: bool = field(
-        "park, snapshot: only at the boundary `at`; fails at once, without parking, if it was passed",
-        default=False,
+        "park, snapshot: only at the boundary `at`; fails at once, without parking, if it was passed", default=False
     )
     leaving: bool = field(
         "park: only where a restarted script can continue: at the boundary, or soon after it at the head of a "
@@ -103,8 +102,7 @@ class Order(Record):
         default=False,
     )
     abort: bool = field(
-        "disconnect: abort communicators that NCCL could suspend, because an image cannot contain them",
-        default=False,
+        "disconnect: abort communicators that NCCL could suspend, because an image cannot contain them", default=False
     )
     generation: int | None = field(
         "reconnect: a number that is the same for all ranks, and larger than in any earlier reconnect of the job; "
@@ -375,8 +373,7 @@ class AgentReport(Request, op="agent.report", reply=Noted):
     )
     left: int | None = field("make: number of storages that have still to be allocated", default=None)
     short_bytes: int | None = field(
-        "make, reload: bytes of its allocator's cached memory that it could not get back",
-        default=None,
+        "make, reload: bytes of its allocator's cached memory that it could not get back", default=None
     )
     spent_ms: Mapping[str, float] = field(
         "survey, export, free, make: milliseconds that each part took, by its name", default={}

@@ -17,16 +17,7 @@ from __future__ import annotations
 from ..errors import BAD_REQUEST, BUSY, INCOMPATIBLE, Bug, HegmError, PeerError, code_named
 from . import codec
 from .frames import FrameReader, frame
-from .messages import (
-    HELLO_VERSION,
-    REQUESTS,
-    SUPPORTED_VERSIONS,
-    Cancel,
-    ErrorInfo,
-    Hello,
-    Request,
-    Welcome,
-)
+from .messages import HELLO_VERSION, REQUESTS, SUPPORTED_VERSIONS, Cancel, ErrorInfo, Hello, Request, Welcome
 from .record import BadValue, Record
 
 TYPE_CHECKING = False

@@ -51,19 +51,14 @@ class Job(Record):
     held_bytes: int = field("bytes of the job that hegmd holds", default=0)
     boundary: int | None = field("batch boundaries passed", default=None)
     steps_per_s: float | None = field(
-        "batches per second of its slowest rank, over the last minute at most",
-        default=None,
+        "batches per second of its slowest rank, over the last minute at most", default=None
     )
     command: str | None = field(
-        "script and arguments without the interpreter, if the caller may see them",
-        default=None,
+        "script and arguments without the interpreter, if the caller may see them", default=None
     )
     started_utc: float = field("when it was started")
     ended_utc: float | None = field("when it ended", default=None)
-    status: int | None = field(
-        "exit status, or minus the signal that ended it",
-        default=None,
-    )
+    status: int | None = field("exit status, or minus the signal that ended it", default=None)
     end: str | None = field("how it ended, in words", default=None)
     pid: int | None = field("the process that `hegmctl run` is or became", default=None)
     processes: tuple[JobProcess, ...] = field("its known processes", default=())
@@ -122,6 +117,5 @@ class RegisterJob(Request, op="job.register", reply=JobRegistered):
     command: tuple[str, ...] = field("the command, one item per argument")
     resumes: str | None = field("the suspended operation from whose state it continues", default=None)
     priority: int | str | None = field(
-        "0 to 100, or a priority's name; nil: unchanged, or normal for a new job",
-        default=None,
+        "0 to 100, or a priority's name; nil: unchanged, or normal for a new job", default=None
     )

@@ -128,10 +128,7 @@ class Processes(Request, op="processes", reply=ProcessesReply):
 
     pids: tuple[int | str, ...] = field("only these pids or jobs", default=())
     gpus: tuple[str, ...] = field("only those on these GPUs", default=())
-    ways: bool = field(
-        "first ask the caller's agents for their state, for at most a second",
-        default=False,
-    )
+    ways: bool = field("first ask the caller's agents for their state, for at most a second", default=False)
 
 
 class EventsReply(Record):

@@ -30,16 +30,14 @@ class Migrate(Request, op="migrate", reply=OperationReply, event=OperationProgre
 
     pids: tuple[int | str, ...] = field("the jobs: for each its id, its name, or the pid of one of its processes")
     to: str | None = field(
-        "target GPU; for several `gpu2,gpu3` or `gpu0=gpu2`; nil: restart on the same GPU",
-        default=None,
+        "target GPU; for several `gpu2,gpu3` or `gpu0=gpu2`; nil: restart on the same GPU", default=None
     )
     limit_s: float | None = field("longest wait for a boundary; nil: the daemon's setting", default=None)
     wait: bool = field("wait until the operation ends", default=True)
     dry_run: bool = field("return the plan only", default=False)
     carrier: str | None = field("peer, host, worker or driver; nil: hegmd chooses", default=None)
     via: str | None = field(
-        "restart: end the job and start it again from its state; nil: the best method",
-        default=None,
+        "restart: end the job and start it again from its state; nil: the best method", default=None
     )
     allow_restart: bool = field("restart the job if no better method is possible", default=False)
     set: Mapping[str, str] = field("restart: environment variables to set", default={})
@@ -79,10 +77,7 @@ class Suspend(Request, op="suspend", reply=OperationReply, event=OperationProgre
     dry_run: bool = field("return the plan only", default=False)
     carrier: str | None = field("peer, host, worker or driver; nil: hegmd chooses", default=None)
     spill: bool = field("write the bytes to disk", default=False)
-    keep_context: bool = field(
-        "keep the CUDA contexts; the jobs can then resume on the same GPUs only",
-        default=False,
-    )
+    keep_context: bool = field("keep the CUDA contexts; the jobs can then resume on the same GPUs only", default=False)
 
 
 class Checkpoint(Request, op="checkpoint", reply=OperationReply, event=OperationProgress, changes_state=True):
@@ -206,10 +201,7 @@ class CancelOperation(Request, op="operation.cancel", reply=OperationReply, chan
     """Roll an operation back. Refused if finishing it takes less time."""
 
     id: str = field("id of the operation")
-    drop: bool = field(
-        "delete the saved state of an exited process; other operations are refused",
-        default=False,
-    )
+    drop: bool = field("delete the saved state of an exited process; other operations are refused", default=False)
 
 
 class OrphansReply(Record):

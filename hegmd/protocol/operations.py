@@ -40,25 +40,18 @@ class PlannedProcess(Record):
     left_alone_bytes: int = field("bytes that stay in the process", default=0)
     carrier: str = field(f"{', '.join(CARRIER_NAMES)}, or none if the process only waits")
     method: str = field("simulated, driver, restart or keep-context", default="simulated")
-    stays_bytes: int | None = field(
-        "keep-context: bytes that stay on its GPU",
-        default=None,
-    )
+    stays_bytes: int | None = field("keep-context: bytes that stay on its GPU", default=None)
     driver_bytes: int = field("GPU memory for the driver besides the storages, with a margin", default=0)
     agent_overhead_bytes: int = field(
         "GPU memory that the agent needs besides the storages to allocate them again", default=0
     )
     driver_bytes_by_gpu: tuple[int, ...] = field("the part of `driver_bytes` on each of several GPUs", default=())
     storage_bytes_by_gpu: tuple[int, ...] = field(
-        "bytes for the offloaded storages on each of several GPUs",
-        default=(),
+        "bytes for the offloaded storages on each of several GPUs", default=()
     )
     overlap_bytes: int = field("storage memory that the carrier frees step by step on the GPU", default=0)
 
-    own_bytes: int = field(
-        "the part of `size_bytes` that the process copies itself",
-        default=0,
-    )
+    own_bytes: int = field("the part of `size_bytes` that the process copies itself", default=0)
     communicators: str = field("how it disconnects from other ranks: suspend or replace", default="")
     job: str | None = field("id of its job", default=None)
     job_name: str | None = field("name of that job", default=None)
@@ -115,10 +108,7 @@ class OperationProcess(Record):
     to: str | None = field("its target GPU", default=None)
     size_bytes: int = field("bytes to transfer")
     state: str = field("running; parked; out: its bytes are in the pool; off: checkpointed by the driver; gone; lost")
-    stays_bytes: int | None = field(
-        "GPU memory of a suspended process that keeps its CUDA context",
-        default=None,
-    )
+    stays_bytes: int | None = field("GPU memory of a suspended process that keeps its CUDA context", default=None)
     job: str | None = field("id of its job", default=None)
     job_name: str | None = field("name of that job", default=None)
 
@@ -143,10 +133,7 @@ class Operation(Record):
     size_bytes: int = field("bytes to transfer in all")
     moved_bytes: int = field("bytes that the current step has transferred", default=0)
     downtime_s: float | None = field("how long the training threads were parked, once they run again", default=None)
-    took_s: float | None = field(
-        "from the request to the end, with writing an image",
-        default=None,
-    )
+    took_s: float | None = field("from the request to the end, with writing an image", default=None)
     failure: Reason | None = field("why it does not reach its goal", default=None)
     waits: Wait | None = field("what it waits for, if it makes no progress", default=None)
     way: str = field("agent; driver: processes without an agent; restart", default="agent")

@@ -33,10 +33,7 @@ class Lease(Record):
     priority: int = field("jobs of lower priority are suspended for it")
     uid: int = field("user id of its owner")
     pid: int | None = field("the process with which it ends", default=None)
-    until_utc: float | None = field(
-        "when it ends at the latest",
-        default=None,
-    )
+    until_utc: float | None = field("when it ends at the latest", default=None)
     hold_s: float | None = field("requested duration once its memory is free", default=None)
     since_utc: float = field("when it was requested")
     waits: str | None = field("what a pending lease waits for", default=None)
@@ -91,8 +88,7 @@ class MakeRoom(Request, op="room.make", reply=RoomReply, event=RoomProgress, cha
     until_free: bool = field("wait until the memory is free", default=False)
     limit_s: float | None = field("longest wait for the memory; nil: no limit", default=None)
     keep_context: bool = field(
-        "keep CUDA contexts where that frees enough: faster, but about 0.5 GiB stays",
-        default=False,
+        "keep CUDA contexts where that frees enough: faster, but about 0.5 GiB stays", default=False
     )
     dry_run: bool = field("return the plan only", default=False)
 

@@ -38,13 +38,9 @@ class Health(Record):
     retired_pages: int | None = field("retired memory pages or rows", default=None)
     last_xid: int | None = field("latest XID error since hegmd started", default=None)
     xid_count: int | None = field("number of XID errors since then", default=None)
-    condition: str = field(
-        "healthy; failing: no job is placed on it; gone: no job can continue there",
-        default=HEALTHY,
-    )
+    condition: str = field("healthy; failing: no job is placed on it; gone: no job can continue there", default=HEALTHY)
     causes: tuple[str, ...] = field(
-        "worst first: uncorrected, corrected (memory errors), rows (to replace), link, driver, lost",
-        default=(),
+        "worst first: uncorrected, corrected (memory errors), rows (to replace), link, driver, lost", default=()
     )
     reason: str | None = field("the note that explains a bad condition", default=None)
 
@@ -61,13 +57,9 @@ class Gpu(Record):
     chip: str | None = field("identity of the chip; images need an equal one", default=None)
     state: str = field("ok; lost: it fell off the bus; unknown: the vendor's library does not answer", default="ok")
     memory_total_bytes: int | None = field("video memory", default=None)
-    memory_used_bytes: int | None = field(
-        "as nvidia-smi shows it, without the driver's fixed reserve",
-        default=None,
-    )
+    memory_used_bytes: int | None = field("as nvidia-smi shows it, without the driver's fixed reserve", default=None)
     memory_free_bytes: int | None = field(
-        "memory that can be allocated, without the driver's fixed reserve",
-        default=None,
+        "memory that can be allocated, without the driver's fixed reserve", default=None
     )
     utilisation_percent: float | None = field("share of the last sample period with a running kernel", default=None)
     temperature_celsius: float | None = field("core temperature", default=None)
@@ -80,10 +72,7 @@ class Gpu(Record):
     persistence: bool | None = field("the driver stays loaded while no process uses it", default=None)
     driver_version: str | None = field("version of the kernel driver", default=None)
     health: Health = field("errors and other reasons for distrust", default=Health(state="unknown"))
-    plays: str | None = field(
-        "nvidia or amd, if a simulated GPU imitates one",
-        default=None,
-    )
+    plays: str | None = field("nvidia or amd, if a simulated GPU imitates one", default=None)
 
 
 class Vendor(Record):
@@ -133,14 +122,10 @@ class AgentInfo(Record):
     held_bytes: int = field("bytes of its offloaded storages", default=0)
     supervised: bool = field("a `hegmctl run --allow-restart` can restart it", default=False)
     kept: bool = field("a prestarted process can continue from its state", default=False)
-    image_missed: str | None = field(
-        "why its last scheduled image was not made",
-        default=None,
-    )
+    image_missed: str | None = field("why its last scheduled image was not made", default=None)
     on_cpu: bool = field("it reports that it trains without a GPU", default=False)
     unknown: tuple[str, ...] | None = field(
-        "after `hegmctl attach`: unknown facts that prevent restarts but not migrations",
-        default=None,
+        "after `hegmctl attach`: unknown facts that prevent restarts but not migrations", default=None
     )
 
 

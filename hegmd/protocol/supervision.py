@@ -113,13 +113,11 @@ class Supervise(Request, op="supervise", reply=SupervisionEnded, event=Superviso
     key: str = field("the `key` of the last `start`", default="")
     asks: bool = field("whether the supervisor can ask an interpreter for its version", default=False)
     ready: str | None = field(
-        "when to prestart the next process: in-turn, beforehand or always; nil for the daemon's setting",
-        default=None,
+        "when to prestart the next process: in-turn, beforehand or always; nil for the daemon's setting", default=None
     )
     ranks: bool = field("whether the supervisor can start several ranks, each from its own state", default=False)
     kept: bool = field(
-        "whether a prestarted process that any restart can use waits, or is being started",
-        default=False,
+        "whether a prestarted process that any restart can use waits, or is being started", default=False
     )
     readies: str | None = field("the operation whose restart a prestarted process waits for", default=None)
     recover: RecoveryWish | None = field("how to recover the job; nil if it is not to be recovered", default=None)

@@ -71,7 +71,6 @@ class Handlers:
         self._sharing = SharingHandlers(services.policy, services.sharing)
 
     def table(self) -> Mapping[type[m.Request], Handler]:
-        """Return the handler of each message."""
         return {
             m.Hello: self.hello,
             m.Ping: self.ping,

@@ -181,7 +181,6 @@ class Listener:
 
     @property
     def path(self) -> str:
-        """Return the path for clients."""
         return str(self._listening.getsockname())
 
     @property

@@ -55,7 +55,6 @@ class OperationHandlers:
         self._orphans = orphans
 
     def table(self) -> Mapping[type[m.Request], Handler]:
-        """Return the handler of each message."""
         handlers: dict[type[m.Request], Handler] = {
             m.Migrate: self.migrate,
             m.Quiesce: self.quiesce,

@@ -83,10 +83,7 @@ class ScrapePort:
     """Answers on listening sockets, which it owns from `run` on."""
 
     def __init__(
-        self,
-        sockets: Sequence[socket.socket],
-        render: Callable[[], Awaitable[str]],
-        limits: HttpLimits | None = None,
+        self, sockets: Sequence[socket.socket], render: Callable[[], Awaitable[str]], limits: HttpLimits | None = None
     ) -> None:
         self._sockets = sockets
         self._render = render
@@ -95,7 +92,6 @@ class ScrapePort:
         self._asking: dict[socket.socket, anyio.CancelScope] = {}
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled."""
         with contextlib.ExitStack() as held:
             for listening in self._sockets:
                 held.enter_context(listening)

@@ -20,8 +20,6 @@ _HEADER = re.compile(rf"({_WORD}):[ \t]*([\t -~\x80-\xff]*)")
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """An HTTP response."""
-
     status: str
     body: bytes
     content_type: str = PLAIN

@@ -20,7 +20,6 @@ class SharingHandlers:
         self._sharing = sharing
 
     def table(self) -> Mapping[type[m.Request], Handler]:
-        """Return the handler of each message."""
         return {
             m.MakeRoom: self.make_room,
             m.WaitForRoom: self.wait_for_room,
@@ -49,7 +48,6 @@ class SharingHandlers:
         return await self._sharing.place(request, self.caller(call), call.emit)
 
     def caller(self, call: Call) -> Caller:
-        """Return who asks."""
         peer = call.peer
         may = partial(self._policy.may_act_on, peer)
         return Caller(peer.pid, peer.uid, self._policy.may_act_on_all(peer), may)

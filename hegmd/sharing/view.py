@@ -309,12 +309,7 @@ class SharingView:
         return Leaving(against[0].message if not isinstance(against, MigrationPlan) else "it cannot be suspended")
 
     def _in_operation(
-        self,
-        record: JobRecord,
-        op: Operation,
-        held: Mapping[str, int],
-        node: NodeSnapshotForPlan,
-        now: float,
+        self, record: JobRecord, op: Operation, held: Mapping[str, int], node: NodeSnapshotForPlan, now: float
     ) -> tuple[model.Job, SeenJob]:
         members = tuple(op.live)
         seen = SeenJob(record, tuple([member.pid for member in members]), op)

@@ -16,10 +16,8 @@ class Condition:
         self.next = anyio.Event()
 
     def notify_all(self) -> None:
-        """Wake all waiting tasks."""
         self.next.set()
         self.next = anyio.Event()
 
     async def wait(self) -> None:
-        """Wait for the next `notify_all`."""
         await self.next.wait()

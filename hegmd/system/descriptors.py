@@ -36,7 +36,6 @@ class Descriptors:
         return fds
 
     def add(self, fd: int) -> None:
-        """Own this one too."""
         self._fds.append(fd)
 
     def view(self) -> tuple[int, ...]:

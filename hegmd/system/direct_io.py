@@ -113,7 +113,6 @@ def read_memory(fd: int, view: memoryview, place: int) -> int:
 
 
 def write_whole(fd: int, view: memoryview, place: int) -> None:
-    """Write the whole view."""
     done = 0
     while done < len(view):
         done += os.pwritev(fd, [view[done:]], place + done)

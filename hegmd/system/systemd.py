@@ -233,7 +233,6 @@ class ServiceManager:
         return self._report("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}", *_status(status))
 
     def stopping(self, status: str = "") -> bool:
-        """Report that the daemon is stopping."""
         return self._report("STOPPING=1", *_status(status))
 
     def status(self, text: str) -> bool:

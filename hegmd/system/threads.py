@@ -92,9 +92,7 @@ class BoundedReads:
         """Return the result of `work`, which reports each file before it reads it. Raises HegmError."""
         if len(self._under_way) >= self._most:
             raise HegmError(
-                UNAVAILABLE,
-                f"{len(self._under_way)} reads of files have not ended, at {self._now()}",
-                _SERVED,
+                UNAVAILABLE, f"{len(self._under_way)} reads of files have not ended, at {self._now()}", _SERVED
             )
         self._last += 1
         number = self._last

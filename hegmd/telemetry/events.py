@@ -181,7 +181,6 @@ class Subscription:
         raise StopAsyncIteration
 
     def next_nowait(self) -> Event | None:
-        """Return the next event if there is one."""
         if self._lost_place:
             self._lost_place = False
             text = "hegmd was restarted and numbers its events from 1 again; all events that it has follow"

@@ -144,16 +144,13 @@ class Jobs(BackgroundTasks):
         return iter(tuple(self._jobs.values()))
 
     def of_run(self, uid: int | None, run: str | None) -> JobRecord | None:
-        """Return the job of that run of that user."""
         number = None if uid is None or run is None else self._by_run.get((uid, run))
         return None if number is None else self._jobs.get(number)
 
     def of_worker(self, worker: AgentConnection) -> JobRecord | None:
-        """Return the job that this worker belongs to."""
         return self.of_run(worker.identity.uid, run_of(worker) or worker.name)
 
     def workers_of(self, job: JobRecord) -> Iterator[AgentConnection]:
-        """Yield its processes with an agent."""
         return (worker for worker in self._workers if (found := self.of_worker(worker)) and found.number == job.number)
 
     def of_pid(self, pid: int) -> JobRecord | None:
@@ -194,20 +191,13 @@ class Jobs(BackgroundTasks):
         return HegmError(NOT_FOUND, f"there is no job {text[:60]!r}", hint, {"job": text[:60]})
 
     def describe_end(self, job: JobRecord) -> str:
-        """Describe how and when a job ended."""
         how = job.end or ("its exit status is not known" if job.status is None else status_text(job.status))
         return f"ended {ago(self._utc() - (job.ended_utc or 0.0))} ago, {how}"
 
     # -- who comes and goes --------------------------------------------------------------------------------------------
 
     async def register(
-        self,
-        pid: int,
-        uid: int,
-        asked: RegisterJob,
-        goes_on: JobRecord | None = None,
-        *,
-        priority: int | None = None,
+        self, pid: int, uid: int, asked: RegisterJob, goes_on: JobRecord | None = None, *, priority: int | None = None
     ) -> JobRecord:
         """Enter the job of a process; its id and name are on disk when this returns. Raises BAD_REQUEST.
 

@@ -31,7 +31,6 @@ class Awaited(Generic[ReportT]):
         self.over.set()
 
     def end(self) -> None:
-        """End the wait without a report."""
         self.over.set()
 
 

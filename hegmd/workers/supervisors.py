@@ -314,7 +314,6 @@ class Supervisors:
         return min(serving, key=lambda one: not one.connected, default=None)
 
     def of_pid(self, pid: int) -> Supervisor | None:
-        """Return the supervisor with this pid."""
         return next((known for known in self if known.pid == pid and known.is_alive), None)
 
     async def attend(self, key: object, pid: int, uid: int, offer: Supervise, send: Send) -> None:
@@ -375,7 +374,6 @@ class Supervisors:
             del self._known[supervisor.uid, supervisor.run]
 
     def close(self) -> None:
-        """Close the handles of all processes."""
         for supervisor in self:
             self._forget(supervisor)
 

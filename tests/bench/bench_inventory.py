@@ -102,12 +102,7 @@ async def _measure(pids: list[int], changing: int) -> tuple[list[float], list[fl
     provider, table = Prepared(pids, changing), ProcessTable()
     cpu_ms: list[float] = []
     wall_ms: list[float] = []
-    async with Inventory(
-        [provider],
-        query_deadline_s=30,
-        events=EventLog(),
-        table=table,
-    ) as inventory:
+    async with Inventory([provider], query_deadline_s=30, events=EventLog(), table=table) as inventory:
         for _ in range(1 + ROUNDS):
             cpu, wall = _cpu_s(), time.perf_counter()
             found = await inventory.refresh()

@@ -62,8 +62,7 @@ def run() -> list[Row]:
     """Return the figures beside the budget."""
     crowded = crowd(3)
     settled = replace(
-        crowded,
-        jobs=tuple(replace(job, since_s=NOW - 5) if job.state == RUNNING else job for job in crowded.jobs),
+        crowded, jobs=tuple(replace(job, since_s=NOW - 5) if job.state == RUNNING else job for job in crowded.jobs)
     )
     own = replace(crowded, jobs=tuple(replace(job, preempts_others=False) for job in crowded.jobs))
     return [

@@ -54,12 +54,7 @@ def run() -> list[Row]:
         Row(f"{what}: daemon, nobody watches (it asks its simulated jobs)", idle_percent, "%"),
         Row(f"{what}: daemon, top watches", daemon_percent, "%"),
         Row(f"{what}: hegmctl top", client_percent, "%"),
-        Row(
-            f"{what}: what watching costs both, of one core",
-            cost_percent,
-            "%",
-            BUDGET_PERCENT,
-        ),
+        Row(f"{what}: what watching costs both, of one core", cost_percent, "%", BUDGET_PERCENT),
         Row(f"{what}: written to the terminal", drawn_bytes / watched_s / 1024, "KiB per s"),
     ]
 

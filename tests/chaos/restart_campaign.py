@@ -19,16 +19,7 @@ from tests.chaos.campaign import HALT_LIMIT_S, Say, Tally
 from tests.chaos.cells import DAEMON
 from tests.chaos.halts import BEGUN, Trap
 from tests.chaos.node import OVER, REST_LIMIT_S, Client, Node
-from tests.chaos.restart_cells import (
-    ENDING,
-    ENDING_ALONE,
-    LOADING,
-    ON_ITS_WAY,
-    SINCE,
-    SUPERVISOR,
-    WORKER,
-    RestartCell,
-)
+from tests.chaos.restart_cells import ENDING, ENDING_ALONE, LOADING, ON_ITS_WAY, SINCE, SUPERVISOR, WORKER, RestartCell
 from tests.chaos.restarted_job import RestartedJob
 from tests.looks import pause
 

@@ -66,12 +66,7 @@ async def driven(
     """In the test's own task, since a task group ends where it began. Nothing may be held at the end."""
     folder = node.folder.parent
     nvml = NvidiaNode(node.folder, scenario, node.folder / "libnvidia-ml.so.1")
-    inventory = Inventory(
-        [nvml.provider()],
-        query_deadline_s=10,
-        events=EventLog(),
-        table=ProcessTable(),
-    )
+    inventory = Inventory([nvml.provider()], query_deadline_s=10, events=EventLog(), table=ProcessTable())
     async with linked(node) as link, inventory:
         memory = VideoMemory(link)
         other_processes = OtherProcesses(link, folder, start_ticks=start_ticks, is_stopped=is_stopped)

@@ -59,10 +59,7 @@ def host(rig: Rig) -> Carrier:
 @pytest.mark.thorough
 @pytest.mark.parametrize("make", [peer, host], ids=lambda make: make.__name__)
 async def test_who_has_the_helper_copy_keeps_the_contract(
-    tmp_path: Path,
-    owner: tuple[CudaNode, Owner],
-    make: Callable[[Rig], Carrier],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, owner: tuple[CudaNode, Owner], make: Callable[[Rig], Carrier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The helper is killed while the bytes are out: they are held by descriptor, and the next one carries them."""
     async with rigged(tmp_path, *owner, monkeypatch) as rig:
@@ -86,10 +83,7 @@ async def test_who_has_the_helper_copy_keeps_the_contract(
 @pytest.mark.thorough
 @pytest.mark.parametrize("make", [peer, host], ids=lambda make: make.__name__)
 async def test_a_driver_without_memory_for_itself_is_no_fault_of_the_job_s_and_the_next_attempt_goes_on(
-    tmp_path: Path,
-    owner: tuple[CudaNode, Owner],
-    make: Callable[[Rig], Carrier],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, owner: tuple[CudaNode, Owner], make: Callable[[Rig], Carrier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was taken for memory that nobody else may open, and for a driver that is broken: the job stayed away."""
 
@@ -176,11 +170,7 @@ async def test_a_promise_that_is_broken_is_found(tmp_path: Path, kind: type[Work
         subject = await _plain(agent, tasks, workers)
         with pytest.raises(ContractBroken, match=says):
             await check_carrier(
-                kind(pool),
-                subject,
-                size_bytes=agent.size_bytes,
-                too_many_bytes=2 * POOL_BYTES,
-                made=lambda: agent.made,
+                kind(pool), subject, size_bytes=agent.size_bytes, too_many_bytes=2 * POOL_BYTES, made=lambda: agent.made
             )
         tasks.cancel_scope.cancel()
     pool.close()

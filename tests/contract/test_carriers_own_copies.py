@@ -84,10 +84,7 @@ class Job:
 
 @asynccontextmanager
 async def a_job(
-    tmp_path: Path,
-    owner: tuple[CudaNode, Owner],
-    make: Callable[[Rig], Carrier],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, owner: tuple[CudaNode, Owner], make: Callable[[Rig], Carrier], monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Job]:
     async with rigged(tmp_path, *owner, monkeypatch) as rig:
         agent = ShowingAgent(rig.workers, rig.owner)
@@ -100,10 +97,7 @@ async def a_job(
 @pytest.mark.thorough
 @either
 async def test_a_job_was_stuck_for_ever_whose_storage_lay_in_memory_that_the_driver_had_restored(
-    tmp_path: Path,
-    owner: tuple[CudaNode, Owner],
-    make: Callable[[Rig], Carrier],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, owner: tuple[CudaNode, Owner], make: Callable[[Rig], Carrier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Issue 14, row 1: a cuDNN LSTM stood for good after a migration by peer; every resume ended with error 800."""
     async with a_job(tmp_path, owner, make, monkeypatch) as job:
@@ -116,10 +110,7 @@ async def test_a_job_was_stuck_for_ever_whose_storage_lay_in_memory_that_the_dri
 @pytest.mark.thorough
 @either
 async def test_a_storage_that_shares_memory_with_what_stays_goes_by_its_process_from_the_start(
-    tmp_path: Path,
-    owner: tuple[CudaNode, Owner],
-    make: Callable[[Rig], Carrier],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, owner: tuple[CudaNode, Owner], make: Callable[[Rig], Carrier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Issue 14, row 1: predicted, so nothing is tried that the driver would refuse."""
     async with a_job(tmp_path, owner, make, monkeypatch) as job:
@@ -136,10 +127,7 @@ async def test_a_storage_that_shares_memory_with_what_stays_goes_by_its_process_
 @pytest.mark.thorough
 @either
 async def test_a_job_whose_memory_nobody_may_open_at_all_is_carried_by_its_own_copies_both_ways(
-    tmp_path: Path,
-    owner: tuple[CudaNode, Owner],
-    make: Callable[[Rig], Carrier],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, owner: tuple[CudaNode, Owner], make: Callable[[Rig], Carrier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Issue 14, row 1: the same of a driver that refuses CUDA IPC for another reason, such as in some containers."""
     async with a_job(tmp_path, owner, make, monkeypatch) as job:

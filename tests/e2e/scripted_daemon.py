@@ -17,16 +17,7 @@ from typing import Any
 from typing_extensions import Self
 
 from hegmd.protocol.connection import Asked, ServerConnection
-from hegmd.protocol.messages import (
-    AgentAttend,
-    AgentReport,
-    Caller,
-    Hello,
-    Limits,
-    Noted,
-    Order,
-    Welcome,
-)
+from hegmd.protocol.messages import AgentAttend, AgentReport, Caller, Hello, Limits, Noted, Order, Welcome
 from tests.patience import HANG_S
 
 PATIENCE_S = HANG_S

@@ -273,12 +273,9 @@ def test_a_debugger_lost_its_trace_function_to_the_trap(name: str) -> None:
     """Issue 14, row 4: before Python 3.12, in the thread that set the trap for the first time."""
     python = sys.executable if name == Path(sys.executable).name else find_python(name)
     ran = subprocess.run([python, "-c", TOOLS, str(ROOT)], capture_output=True, text=True, check=False)
-    assert ran.stdout.splitlines() == [
-        "own True True True",
-        "profiled True",
-        "threads True",
-        "monitored True",
-    ], ran.stderr
+    assert ran.stdout.splitlines() == ["own True True True", "profiled True", "threads True", "monitored True"], (
+        ran.stderr
+    )
 
 
 # Threads that begin and end while the trap is set and lifted, with a collection between any two steps.

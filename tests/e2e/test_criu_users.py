@@ -21,10 +21,7 @@ from tests.e2e.handed_job import as_user
 from tests.e2e.real_criu import Job, criu_or_skip, directory, ended_after, job, pipe, python, tell
 from tests.needs import need_a_clone_for_all
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(os.geteuid() != 0, reason="takes root, to be somebody else"),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(os.geteuid() != 0, reason="takes root, to be somebody else")]
 BOB = 54713
 
 # What root's CRIU would touch by path: files open and without a name, a bound socket, a locked file, a watched folder.

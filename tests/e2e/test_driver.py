@@ -17,13 +17,7 @@ import pytest
 from hegmctl.connection import Connection
 from hegmd.errors import HegmError
 from hegmd.protocol import operations as told
-from hegmd.protocol.messages import (
-    CancelOperation,
-    Migrate,
-    OperationReply,
-    Operations,
-    OperationsReply,
-)
+from hegmd.protocol.messages import CancelOperation, Migrate, OperationReply, Operations, OperationsReply
 from tests.e2e.driven import GIB, LOOKS, DrivenNode, Watched, at_rest, helper_of, only_its_own
 from tests.wide import telling
 
@@ -156,9 +150,7 @@ def test_kernels_that_do_not_end_are_waited_for_and_then_left_alone(node: Driven
         only_its_own(node, watched)
 
 
-def test_a_process_that_has_grown_since_it_was_planned_for_takes_more_room_or_stays(
-    tmp_path: Path,
-) -> None:
+def test_a_process_that_has_grown_since_it_was_planned_for_takes_more_room_or_stays(tmp_path: Path) -> None:
     with DrivenNode(tmp_path, gpu_bytes=2 * GIB) as node, node.program(0) as program, node.program(1, 700) as other:
         watched, neighbour = Watched(program), Watched(other)
         gate = tmp_path / "gate"

@@ -17,14 +17,7 @@ import pytest
 from hegmctl.connection import Connection
 from hegmd.errors import HegmError
 from hegmd.protocol import operations as told
-from hegmd.protocol.messages import (
-    Adopt,
-    Migrate,
-    OperationReply,
-    Orphans,
-    OrphansReply,
-    Suspend,
-)
+from hegmd.protocol.messages import Adopt, Migrate, OperationReply, Orphans, OrphansReply, Suspend
 from tests.e2e.driven import GIB, DrivenNode, Watched, only_its_own
 
 pytestmark = [pytest.mark.e2e]

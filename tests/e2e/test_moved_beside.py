@@ -16,11 +16,7 @@ import pytest
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import SCRIPTS, BareJob, MovedJob, steps_alone
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.usefixtures("preloaded_frameworks"),
-    pytest.mark.xdist_group("frameworks"),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded_frameworks"), pytest.mark.xdist_group("frameworks")]
 
 
 @pytest.fixture(scope="module")

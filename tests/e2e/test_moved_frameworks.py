@@ -19,11 +19,7 @@ from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import SCRIPTS, BareJob, MovedJob, files_in, steps_alone
 from tests.wide import telling
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.usefixtures("preloaded_frameworks"),
-    pytest.mark.xdist_group("frameworks"),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded_frameworks"), pytest.mark.xdist_group("frameworks")]
 
 # Each with what it needs to be installed.
 NEEDS = {

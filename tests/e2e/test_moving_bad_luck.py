@@ -30,10 +30,7 @@ TRAINING = [sys.executable, str(SCRIPTS / "in_a_thread.py")]
 def test_bad_requests_are_refused_with_a_next_step_and_the_job_trains_on(socket_dir: Path, tmp_path: Path) -> None:
     config = socket_dir / "hegmd.toml"
     config.write_text(f"[pool]\nbudget_bytes = {4 * MIB}\n")
-    with (
-        RunningDaemon(socket_dir, "--config", str(config)) as daemon,
-        BareJob(TRAINING, daemon, tmp_path) as job,
-    ):
+    with RunningDaemon(socket_dir, "--config", str(config)) as daemon, BareJob(TRAINING, daemon, tmp_path) as job:
         pid = str(job.process.pid)
         job.read_steps(2)
         job.places(1)
@@ -58,10 +55,7 @@ def test_bad_requests_are_refused_with_a_next_step_and_the_job_trains_on(socket_
 
 
 def test_a_gpu_without_room_is_refused_and_taken_once_there_is_room(socket_dir: Path, tmp_path: Path) -> None:
-    with (
-        RunningDaemon(socket_dir) as daemon,
-        BareJob(TRAINING, daemon, tmp_path) as job,
-    ):
+    with RunningDaemon(socket_dir) as daemon, BareJob(TRAINING, daemon, tmp_path) as job:
         pid = job.process.pid
         job.read_steps(2)
         job.places(1)
@@ -136,10 +130,7 @@ def test_a_process_that_becomes_another_program_while_suspended_ends_the_operati
     socket_dir: Path, tmp_path: Path, becoming: tuple[list[str], Path]
 ) -> None:
     words, tell = becoming
-    with (
-        RunningDaemon(socket_dir) as daemon,
-        BareJob([*words, "-1", *TRAINING], daemon, tmp_path) as job,
-    ):
+    with RunningDaemon(socket_dir) as daemon, BareJob([*words, "-1", *TRAINING], daemon, tmp_path) as job:
         pid = job.process.pid
         job.read_steps(3)
         job.places(1)
@@ -160,10 +151,7 @@ def test_a_process_that_becomes_another_program_while_it_is_asked_to_stop_is_let
     socket_dir: Path, tmp_path: Path, becoming: tuple[list[str], Path]
 ) -> None:
     words, tell = becoming
-    with (
-        RunningDaemon(socket_dir) as daemon,
-        BareJob([*words, "200", *TRAINING], daemon, tmp_path) as job,
-    ):
+    with RunningDaemon(socket_dir) as daemon, BareJob([*words, "200", *TRAINING], daemon, tmp_path) as job:
         pid = job.process.pid
         job.places(1)  # which it has to be at a boundary for
         job.read_steps(201 - len(job.lines))  # there is no next one now
@@ -259,10 +247,7 @@ def _flip(piece: Path, place: int = 10_003) -> None:
 
 def test_a_bit_that_flipped_while_a_job_was_suspended_was_used_silently(socket_dir: Path, tmp_path: Path) -> None:
     """Issue 14, row 3: `resume` said done, and every later loss was wrong."""
-    with (
-        RunningDaemon(socket_dir) as daemon,
-        BareJob(TRAINING, daemon, tmp_path) as job,
-    ):
+    with RunningDaemon(socket_dir) as daemon, BareJob(TRAINING, daemon, tmp_path) as job:
         pid = str(job.process.pid)
         job.read_steps(2)
         job.places(1)

@@ -17,11 +17,7 @@ from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import SCRIPTS, BareJob, undisturbed_steps
 from tests.needs import need_torch
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.xdist_group("memory of the node"),
-    pytest.mark.usefixtures("preloaded"),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("memory of the node"), pytest.mark.usefixtures("preloaded")]
 need_torch()
 
 PAGES = 64
@@ -49,10 +45,7 @@ def test_a_job_goes_through_huge_pages_and_gives_them_back(socket_dir: Path, tmp
     draw = random.Random(31)
     config = tmp_path / "hegmd.toml"
     config.write_text('[pool]\nmemory = "nameless"\n')  # few machines have a hugetlbfs mounted for names
-    with (
-        RunningDaemon(socket_dir, "--config", str(config)) as daemon,
-        BareJob(TRAINING, daemon, tmp_path) as job,
-    ):
+    with RunningDaemon(socket_dir, "--config", str(config)) as daemon, BareJob(TRAINING, daemon, tmp_path) as job:
         pid = str(job.process.pid)
         job.read_steps(1)
         job.places(1)

@@ -19,11 +19,7 @@ from tests.needs import need_torch
 from tests.patience import HANG_S
 from tests.room import MIB, SHARED_MEMORY, skip_without
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.xdist_group("memory of the node"),
-    pytest.mark.usefixtures("preloaded"),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("memory of the node"), pytest.mark.usefixtures("preloaded")]
 need_torch()
 
 ENDLESS = [LONG, "0"]

@@ -133,12 +133,7 @@ def test_the_first_visit_can_be_pasted_as_a_whole(socket_dir: Path) -> None:
     script = "\n".join([*typed[: typed.index("hegmctl gpus")], "kill $(jobs -p)", "wait"])
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=ROOT,
-        env=os.environ | {"PATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
+        ["bash", "-c", script], cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False
     )
     assert "gpu5: lost" in done.stdout
     assert "hegmctl: " not in done.stderr

@@ -255,10 +255,7 @@ def test_a_neighbour_that_takes_all_it_can_gets_none_of_the_room_for_storages_on
         product(
             ("gpu1,gpu0", "gpu1=gpu2"), ("step:lock", "step:checkpoint", "step:restore", "cuCheckpointProcessUnlock")
         ),
-        [
-            ("gpu1,gpu0", "step:restore"),
-            ("gpu1=gpu2", "step:checkpoint"),
-        ],
+        [("gpu1,gpu0", "step:restore"), ("gpu1=gpu2", "step:checkpoint")],
     ),
 )
 def test_a_daemon_that_is_killed_in_the_middle_costs_no_job(

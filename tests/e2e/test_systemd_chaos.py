@@ -14,11 +14,7 @@ from tests.e2e.systemd_node import SystemdNode
 from tests.e2e.systemd_service import SERVICE
 
 pytest_plugins = ["tests.e2e.systemd_packages"]
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.xdist_group("packages"),
-    pytest.mark.usefixtures("preloaded"),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("packages"), pytest.mark.usefixtures("preloaded")]
 
 CELLS = (
     Cell(MIGRATE, "offloading", BEGUN, DAEMON),

@@ -15,11 +15,7 @@ from tests.e2e.systemd_node import SystemdNode
 from tests.e2e.systemd_service import SERVICE, install, main_pid
 
 pytest_plugins = ["tests.e2e.systemd_packages"]
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.xdist_group("packages"),
-    pytest.mark.usefixtures("preloaded"),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("packages"), pytest.mark.usefixtures("preloaded")]
 
 JOURNAL = "var/lib/hegm/operations.journal"
 

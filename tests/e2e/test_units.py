@@ -12,10 +12,7 @@ import pytest
 from tests.e2e.real_criu import criu_or_skip
 from tests.e2e.systemd_node import SystemdNode, why_not
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(why_not() is not None, reason=why_not() or "")]
 
 ROOT = Path(__file__).parents[2]
 

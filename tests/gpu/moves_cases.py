@@ -31,11 +31,7 @@ from tests.gpu.moves_trouble import (
 )
 
 # By the carrier that the plan chooses for a training, those that can take it.
-ABLE = {
-    "peer": ("peer", "host", "worker", "driver"),
-    "worker": ("worker", "driver"),
-    "driver": ("driver",),
-}
+ABLE = {"peer": ("peer", "host", "worker", "driver"), "worker": ("worker", "driver"), "driver": ("driver",)}
 # Where an operation is interrupted; those between are over within a few milliseconds.
 STAGES = ("offloading", "checkpointing", "restoring", "reloading", "reserving", "quiescing", "verifying")
 # Those in which bytes are under way, by carrier.

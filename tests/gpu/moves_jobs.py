@@ -114,13 +114,7 @@ class Lines:
         self._news = threading.Condition()
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         self.process = subprocess.Popen(
-            command,
-            env=environ,
-            cwd=ROOT,
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
+            command, env=environ, cwd=ROOT, stdin=stdin, stdout=subprocess.PIPE, stderr=self._errors, text=True
         )
         self._reader = threading.Thread(target=self._read, name="lines", daemon=True)
         self._reader.start()

@@ -84,11 +84,7 @@ class Sweep:
                 ("in", self.driver.begin_in, self.video, self.pool),
             )
             for way, begin, to, source in begins:
-                self.say(
-                    f"pinned, {way}",
-                    partial(self._whole, begin, to, source, size_bytes, stream),
-                    size_bytes,
-                )
+                self.say(f"pinned, {way}", partial(self._whole, begin, to, source, size_bytes, stream), size_bytes)
             self.driver.end_stream(stream)
 
     def _whole(self, begin: Callable[..., None], to: int, source: int, size_bytes: int, stream: int | None) -> None:

@@ -52,9 +52,7 @@ def snapshot_of(seed: int) -> Snapshot:
         jobs=tuple(jobs),
         leases=tuple(leases),
         rules=Rules(
-            slices=random.random() < 0.8,
-            headroom_bytes=random.choice((0, 0, GIB)),
-            turns_per_gpu=random.choice((1, 4)),
+            slices=random.random() < 0.8, headroom_bytes=random.choice((0, 0, GIB)), turns_per_gpu=random.choice((1, 4))
         ),
         pool_free_bytes=random.choice((None, None, 30 * GIB, 120 * GIB)),
     )

@@ -68,11 +68,7 @@ class Node:
         #: The agents that attended, by pid.
         self.agents: dict[int, ModelAgent] = {}
         self.inventory = Inventory(
-            [self.simulator],
-            query_deadline_s=5,
-            events=self.events,
-            table=ProcessTable(),
-            held=self.held_bytes,
+            [self.simulator], query_deadline_s=5, events=self.events, table=ProcessTable(), held=self.held_bytes
         )
         keep = MemoryKeeping(
             [Place(state_dir / "memory", huge=False)],

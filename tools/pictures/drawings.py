@@ -101,12 +101,7 @@ def processes(theme: Theme) -> str:
         330,
         40,
         230,
-        [
-            "hegmd",
-            "inventory, plans, journal,",
-            "pool, permissions;",
-            "makes no CUDA context",
-        ],
+        ["hegmd", "inventory, plans, journal,", "pool, permissions;", "makes no CUDA context"],
         colour=theme.ours,
         height=206,
     )

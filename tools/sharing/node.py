@@ -287,14 +287,7 @@ class Node:
         turn_s = 0.0 if action.ends_turn else job.view.turn_s + self.now - job.view.since_s
         target = dict(zip(action.gpus, job.spec.needs_bytes, strict=True))
         held = {**job.view.held_bytes, **target}
-        self.change(
-            job.spec.id,
-            state=ARRIVING,
-            since_s=self.now,
-            gpus=action.gpus,
-            held_bytes=held,
-            turn_s=turn_s,
-        )
+        self.change(job.spec.id, state=ARRIVING, since_s=self.now, gpus=action.gpus, held_bytes=held, turn_s=turn_s)
         self._check(action)
         job.switches += 1
         job.switching_s += job.in_s

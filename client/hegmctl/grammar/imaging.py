@@ -23,10 +23,7 @@ IMAGING = (
                 doc="resume the job once its processes are written, and write its GPU memory while it trains",
             ),
         ),
-        arguments=(
-            Of("pid"),
-            Of("path", doc="directory of the image; it must not exist yet"),
-        ),
+        arguments=(Of("pid"), Of("path", doc="directory of the image; it must not exist yet")),
         examples=(
             ("hegmctl checkpoint 4711 /images/train", "write job 4711 to disk and free its GPU"),
             ("hegmctl checkpoint --leave-running 4711 /images/train", "and resume the job"),

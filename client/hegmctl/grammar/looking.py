@@ -198,10 +198,7 @@ LOOKING = (
                 doc="with --nccl: the Python with the PyTorch to prove; default: python3 of VIRTUAL_ENV or PATH",
             ),
         ),
-        forms=(
-            Form(record="hegmctl.answers:DoctorAnswer"),
-            Form("--nccl", record="hegmctl.answers:NcclAnswer"),
-        ),
+        forms=(Form(record="hegmctl.answers:DoctorAnswer"), Form("--nccl", record="hegmctl.answers:NcclAnswer")),
         examples=(("sudo hegmctl doctor --nccl --python .venv/bin/python", "before the first job with NCCL is moved"),),
     ),
     Command(

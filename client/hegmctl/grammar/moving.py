@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 from hegmctl.grammar.rows import AFTER_PROGRESS, ONE, Command, Form
-from hegmctl.grammar.words import (
-    FILES,
-    JOB,
-    JOBS,
-    PATH,
-    PLACES,
-    TEXT,
-    Argument,
-    Of,
-    Option,
-)
+from hegmctl.grammar.words import FILES, JOB, JOBS, PATH, PLACES, TEXT, Argument, Of, Option
 
 _OPERATION = "operating_text:operation_text"
 _SPILL = Of("spill", doc="keep the bytes on disk, with checksums, until `resume`")
 _KEEP_CONTEXT = Of(
-    "keep_context",
-    doc="the job keeps its CUDA context on its GPU: faster, no driver call, resumes on that GPU only",
+    "keep_context", doc="the job keeps its CUDA context on its GPU: faster, no driver call, resumes on that GPU only"
 )
 
 MOVING = (
@@ -109,10 +98,7 @@ MOVING = (
         "fails, or takes longer than --timeout, the job stays suspended and no image is left.",
         request="handoff",
         render=_OPERATION,
-        arguments=(
-            Of("pid"),
-            Of("path", doc="directory of the image; it must not exist yet"),
-        ),
+        arguments=(Of("pid"), Of("path", doc="directory of the image; it must not exist yet")),
         examples=(("hegmctl handoff 4711 /images/train --timeout 600", "within ten minutes, or not at all"),),
     ),
     Command(
@@ -237,9 +223,6 @@ MOVING = (
             Option("-y", "--yes", doc="do not ask for confirmation"),
         ),
         arguments=(Argument("JOB", many=True, kind=JOB, doc="the job: its id, its name, or a pid of it", field="pid"),),
-        examples=(
-            ("hegmctl adopt", "what there is"),
-            ("hegmctl adopt 4711 --to gpu0", "resume process 4711 on gpu0"),
-        ),
+        examples=(("hegmctl adopt", "what there is"), ("hegmctl adopt 4711 --to gpu0", "resume process 4711 on gpu0")),
     ),
 )

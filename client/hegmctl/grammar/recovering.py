@@ -55,10 +55,5 @@ RECOVERY = (
         "--dry-run",
         doc="with --recover: start nothing, and say what would be recovered and how, and what prevents it",
     ),
-    Option(
-        "--restart-tries",
-        kind=POSITIVE,
-        metavar="NUMBER",
-        doc="number of start attempts per target; default: 2",
-    ),
+    Option("--restart-tries", kind=POSITIVE, metavar="NUMBER", doc="number of start attempts per target; default: 2"),
 )

@@ -5,19 +5,7 @@ from __future__ import annotations
 from hegmctl.grammar.recovering import RECOVERY
 from hegmctl.grammar.rows import Command, Form
 from hegmctl.grammar.sharing import PRIORITIES, SLURM
-from hegmctl.grammar.words import (
-    FILES,
-    PATH,
-    PID,
-    PIDS,
-    PLACES,
-    POSITIVE,
-    SECONDS,
-    SIZE,
-    TEXT,
-    Argument,
-    Option,
-)
+from hegmctl.grammar.words import FILES, PATH, PID, PIDS, PLACES, POSITIVE, SECONDS, SIZE, TEXT, Argument, Option
 
 _HEGM = (Form(record="hegmctl.answers:HegmAnswer"),)
 # When the next Python of a restart imports PyTorch.
@@ -156,10 +144,7 @@ STARTING = (
                 "hegmctl run --gpu auto --bytes 20GiB --priority best-effort -- python3 train.py",
                 "wait for a GPU with 20 GiB, and leave it for others",
             ),
-            (
-                "hegmctl run --allow-restart -- python3 train.py",
-                "a training that can also be restarted elsewhere",
-            ),
+            ("hegmctl run --allow-restart -- python3 train.py", "a training that can also be restarted elsewhere"),
             ("hegmctl run --recover -- python3 train.py", "a training that survives the end of its process"),
             (
                 "hegmctl run --checkpoint-every 10min --dir /images -- python3 train.py",

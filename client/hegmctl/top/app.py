@@ -49,16 +49,12 @@ class Source(Protocol):
 
 
 class ViewArrived(Message):
-    """A new view of the node arrived."""
-
     def __init__(self, view: NodeView) -> None:
         super().__init__()
         self.view = view
 
 
 class Happened(Message):
-    """An event of the node came in."""
-
     def __init__(self, event: Event) -> None:
         super().__init__()
         self.event = event
@@ -177,7 +173,6 @@ class Board(Static):
         self._picture = picture
 
     def draw(self) -> None:
-        """Redraw it."""
         if not self.size.width:
             return
         parts: list[tuple[str, str]] = []
@@ -332,9 +327,7 @@ class TopApp(App[None]):
         title = f"{action} {job.name} ({job.id})" + (f" to {to}" if to else "")
         self._note(f"planning: {title}")
         columns = max(40, self.size.width - 12)
-        self._in_thread(
-            lambda: Answered(title, self._source.plan(action, job.id, to, columns), (action, job.id, to)),
-        )
+        self._in_thread(lambda: Answered(title, self._source.plan(action, job.id, to, columns), (action, job.id, to)))
 
     def _carry_out(self, action: str, job: str, to: str | None) -> Message:
         return Noticed(self._source.carry_out(action, job, to, lambda text: self.post_message(Noticed(text))))

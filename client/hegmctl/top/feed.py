@@ -59,14 +59,12 @@ class Feed:
         self._threads: list[threading.Thread] = []
 
     def start(self, listener: Listener) -> None:
-        """Begin to watch."""
         for work in (self._look, self._follow):
             thread = threading.Thread(target=work, args=(listener,), daemon=True, name=f"top: {work.__name__}")
             self._threads.append(thread)
             thread.start()
 
     def stop(self) -> None:
-        """Stop reporting."""
         self._stopping.set()
         self._poked.set()
 
@@ -162,7 +160,6 @@ class Feed:
 
 
 def row_of(job: Job) -> JobRow:
-    """Return a job as a row."""
     return JobRow(
         job.id,
         job.name,

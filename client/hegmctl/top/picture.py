@@ -114,11 +114,9 @@ class Listener:
     """Receives what happens on the node. Called in the feed's threads."""
 
     def on_view(self, view: NodeView) -> None:
-        """Receive a snapshot of the node."""
         raise NotImplementedError
 
     def happened(self, event: Event) -> None:
-        """Receive an event of the node."""
         raise NotImplementedError
 
     def away(self, why: str) -> None:
@@ -156,12 +154,10 @@ class Picture:
         self._seen = view
 
     def happened(self, event: Event) -> None:
-        """Take an event in."""
         self._events.append(event)
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
-        """Return the GPUs of the last snapshot."""
         return self._seen.gpus
 
     @property
@@ -199,7 +195,6 @@ class Picture:
         return None if job is None else next((op for op in self.operations if _is_of(op, job)), None)
 
     def move(self, by: int) -> None:
-        """Move the cursor."""
         ids = [job.id for job in self.jobs] if self.section == JOBS else [op.id for op in self.operations]
         if ids:
             at = ids.index(self._chosen[self.section]) if self._chosen[self.section] in ids else 0

@@ -16,7 +16,6 @@ INTERVAL_S = 5.0
 
 
 def top(session: Session) -> int:
-    """`hegmctl top`."""
     sink = session.sink
     if not isinstance(sink, TextSink):
         raise HegmError(USAGE, "top is a screen and prints no JSON", "run: hegmctl jobs --json")

@@ -263,7 +263,6 @@ class Guard:
         return self
 
     def backward(self, loss: Any, **options: Any) -> None:
-        """Run the backward pass of that loss."""
         self._run.backward(loss, options)
 
     def commit(self) -> None:

@@ -83,7 +83,6 @@ class Training:
             model.zero_grad(set_to_none=True)
 
     def step(self) -> None:
-        """Have optimizers and schedulers make their step."""
         for optimizer in self.optimizers:
             optimizer.step()
         for scheduler in self.schedulers:

@@ -154,11 +154,7 @@ _TABLE: tuple[_Row, ...] = (
         "an address at which the job listened is in use",
         "end the process that listens there (ss -ltnp), then restore again",
     ),
-    _Row(
-        r"vdso: ",
-        "this CRIU does not know this kernel's vDSO",
-        "install a newer CRIU: contrib/criu/install.sh",
-    ),
+    _Row(r"vdso: ", "this CRIU does not know this kernel's vDSO", "install a newer CRIU: contrib/criu/install.sh"),
     _Row(
         r"(?:Operation not permitted|Permission denied)",
         "the kernel denied CRIU an operation",

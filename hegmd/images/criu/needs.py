@@ -115,11 +115,7 @@ class Needs:
 
 
 def needs_of(
-    tree: Tree,
-    *,
-    gpu_pids: Collection[int] = (),
-    agent_sockets: Collection[str] = (),
-    close_connections: bool = False,
+    tree: Tree, *, gpu_pids: Collection[int] = (), agent_sockets: Collection[str] = (), close_connections: bool = False
 ) -> Needs:
     """Return what that tree needs.
 

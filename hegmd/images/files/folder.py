@@ -104,7 +104,6 @@ class Folder:
 
     @property
     def owner_uid(self) -> int:
-        """Return the uid that owns the directory."""
         return os.fstat(self.fd).st_uid
 
     def require_own(self, uid: int) -> None:

@@ -60,7 +60,6 @@ class Images:
         self._hands = UserProcesses(in_unit=in_unit) if hands is None else hands
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Serve image requests until cancelled."""
         async with anyio.create_task_group() as tasks:
             await tasks.start(self._hands.run)
             tasks.start_soon(self._take_away_earlier)

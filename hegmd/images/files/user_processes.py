@@ -27,10 +27,7 @@ from hegmd.gpu_helper.wire import Answer
 from hegmd.system.background_tasks import BackgroundTasks
 from hegmd.system.programs import SYSTEM_PATH, Rights, find_program
 
-ROLE = Role(
-    "the image writer",
-    "read hegmd's log; to see what it left, run: hegmctl images ls",
-)
+ROLE = Role("the image writer", "read hegmd's log; to see what it left, run: hegmctl images ls")
 # Without the user's own site-packages, whose code would run with descriptors of the daemon.
 PROGRAM = (sys.executable, "-s", "-m", "hegmd.images.files.child")
 START_WITHIN_S = 30.0
@@ -49,7 +46,6 @@ class UserProcess:
 
     @property
     def pid(self) -> int | None:
-        """Return its process id."""
         return self._session.pid
 
     async def call(

@@ -92,11 +92,9 @@ class CopyingCarrier(NoCopy):
         raise NotImplementedError
 
     async def release(self, subject: MigratedProcess) -> None:
-        """Give back the memory that is held for it."""
         raise NotImplementedError
 
     def space_bytes(self, subject: MigratedProcess) -> int:
-        """Return the end of the space in bytes."""
         raise NotImplementedError
 
     def piece(self, subject: MigratedProcess) -> tuple[int, int] | None:
@@ -280,12 +278,7 @@ class CopyingCarrier(NoCopy):
         return [(numbers[at], 0, size_bytes, at) for _, _, size_bytes, at in sorted(own, key=lambda one: one[3])]
 
     async def _copy_shown(
-        self,
-        share: Share,
-        direction: str,
-        handles: Sequence[bytes],
-        places: list[Place],
-        on_progress: Progress,
+        self, share: Share, direction: str, handles: Sequence[bytes], places: list[Place], on_progress: Progress
     ) -> list[Place]:
         """Copy by the helper, and return the places that it could not copy.
 

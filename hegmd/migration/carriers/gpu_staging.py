@@ -60,7 +60,6 @@ class StagingMemory:
         return owner, self._stamp_of.get(owner, 0)
 
     def held_bytes(self, owner: str) -> int:
-        """Return how many bytes are reserved for the owner."""
         return sum(self._memory.of(owner).values())
 
     def where(self, owner: str) -> str | None:

@@ -69,7 +69,6 @@ class Ledger:
 
     @property
     def histories(self) -> Mapping[str, History]:
-        """The histories of all known operations, by id."""
         return MappingProxyType(self._histories)
 
     @property
@@ -86,7 +85,6 @@ class Ledger:
         return history
 
     def next_id(self) -> str:
-        """An id that no operation here has."""
         known = (int(op_id) for op_id in self._histories if op_id.isdigit())
         return str(1 + max(known, default=0) if not self._reserved else 1 + max(self._reserved, *known))
 

@@ -173,11 +173,7 @@ def _put_requests(put: Put) -> None:
 
     put("drop-requested", [SUSPENDED], Row(MOVE, "the state is dropped", actions.drop_state))
     put("drop-requested", [PLANNED, *ACTIVE], Row(REFUSE, "only a suspended operation keeps a state", hint=_WATCH))
-    put(
-        "drop-requested",
-        TERMINAL,
-        Row(REFUSE, "it has ended and keeps no state", hint="run: hegmctl ops"),
-    )
+    put("drop-requested", TERMINAL, Row(REFUSE, "it has ended and keeps no state", hint="run: hegmctl ops"))
 
     put("resume-requested", [SUSPENDED], Row(MOVE, "it heads for the GPUs named", actions.resume))
     put("resume-requested", [HOLDING], Row(MOVE, "it resumes early", actions.resume_early))

@@ -160,8 +160,7 @@ class JobProcess(Record):
     )
     waits: str | None = field("what it waits for before anything is tried again: agent or retry", default=None)
     stays_bytes: int | None = field(
-        "if it keeps its CUDA context: what stays on its GPU, as planned or as measured; nil if unknown",
-        default=None,
+        "if it keeps its CUDA context: what stays on its GPU, as planned or as measured; nil if unknown", default=None
     )
     kept_gpu: str | None = field("a GPU whose memory stays reserved while it is suspended", default=None)
     communicators: str = field(
@@ -312,11 +311,9 @@ class Operation(Record):
         return self.is_image_complete and self.image is not None and not self.image.leave_running
 
     def worker(self, name: str) -> JobProcess | None:
-        """The worker of that name."""
         return next((worker for worker in self.workers if worker.name == name), None)
 
     def with_worker(self, changed: JobProcess) -> Operation:
-        """The operation with that worker in the place of the one of its name."""
         return self.replace(workers=tuple([changed if w.name == changed.name else w for w in self.workers]))
 
     def pending_numbered(self, number: int) -> Pending | None:

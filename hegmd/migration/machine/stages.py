@@ -311,13 +311,7 @@ STAGES: tuple[Stage, ...] = (
         "move_s",
         "the driver locks every rank of a job with communicators before it takes the first off its GPU",
     ),
-    Stage(
-        "checkpointing",
-        _checkpointing,
-        ("checkpoint",),
-        "move_s",
-        "the driver checkpoints the rest of the process",
-    ),
+    Stage("checkpointing", _checkpointing, ("checkpoint",), "move_s", "the driver checkpoints the rest of the process"),
     Stage("leaving", _leaving, ("release-reservation",), "retry_s", "the GPU memory of a suspended job is released"),
     Stage(
         "handing",

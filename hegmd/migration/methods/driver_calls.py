@@ -62,7 +62,6 @@ class Steps:
 
     @property
     def helper_pid(self) -> int | None:
-        """The pid of the helper, if one runs."""
         return self._helper.pid
 
     async def uuids(self) -> list[str]:

@@ -142,7 +142,6 @@ class GpuReservation:
         self._gpus.changed()
 
     async def release(self, subject: MigratedProcess, gpu: str) -> None:
-        """Release all its reservations there."""
         for name in gpus_of(gpu):
             uuid = await self._gpus.uuid_of(name)
             await self._memory.release(driver_owner(subject), uuid)

@@ -102,12 +102,10 @@ class Gpus:
 
 
 def driver_owner(subject: MigratedProcess) -> str:
-    """Return the owner name of the driver's reservation."""
     return f"{subject.operation}.{subject.name}.rest"
 
 
 def storage_owner(subject: MigratedProcess) -> str:
-    """Return the owner name of the storages' reservation."""
     return f"{subject.operation}.{subject.name}.storages"
 
 
@@ -132,7 +130,6 @@ def staging_out_owner(subject: MigratedProcess) -> str:
 
 
 def passing_name(operation: str, worker: str) -> str:
-    """Return the owner name of that worker's staging memory in that operation."""
     return f"{operation}.{worker}.{PASSING}"
 
 

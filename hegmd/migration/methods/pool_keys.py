@@ -33,7 +33,6 @@ class Pooled(NoCopy):
 
 
 def key_of(subject: MigratedProcess) -> Key:
-    """Return the key of the process's memory in the pool."""
     return Key(subject.operation, subject.name)
 
 

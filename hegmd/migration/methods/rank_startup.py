@@ -51,7 +51,6 @@ class StartingRank:
         self._ended_at: float | None = None
 
     def knows(self, who: ProcessKey) -> bool:
-        """Return True if it was noted already."""
         return who in self._known
 
     def note(self, who: ProcessKey, line: RankPosition | None) -> None:

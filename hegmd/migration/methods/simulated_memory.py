@@ -42,16 +42,12 @@ class SimulatedMemory:
         return self._simulator is not None
 
     def of(self, who: ProcessKey) -> Mapping[str, int]:
-        """Return the reservations of a process, by GPU."""
         return dict(self._reserved.get(who, {}))
 
     def reserve(self, who: ProcessKey, gpu: str, size_bytes: int) -> None:
         """Reserve that much on that GPU for the process, in total. Raises HegmError; then nothing changed."""
         if self._simulator is None:
-            raise Refused(
-                f"GPU memory cannot be reserved on {gpu}: it is not a simulated GPU",
-                "use the method driver",
-            )
+            raise Refused(f"GPU memory cannot be reserved on {gpu}: it is not a simulated GPU", "use the method driver")
         self._simulator.hold(who, who[0], gpu, size_bytes)
         self._reserved.setdefault(who, {})[gpu] = size_bytes
         self._changed()
@@ -67,7 +63,6 @@ class SimulatedMemory:
             self._reserved.setdefault(who, {}).setdefault(gpu, 0)
 
     def release(self, who: ProcessKey, gpu: str) -> None:
-        """Release the process's memory on that GPU. Does nothing if there is none."""
         held = self._reserved.get(who, {})
         if held.pop(gpu, None) is None:
             return

@@ -179,11 +179,7 @@ def _overlap(candidate: Candidate, share: Share) -> int:
 
 
 def _against(
-    snapshot: NodeSnapshotForPlan,
-    request: PlanRequest,
-    candidate: Candidate,
-    shares: Sequence[Share],
-    row: CarrierRow,
+    snapshot: NodeSnapshotForPlan, request: PlanRequest, candidate: Candidate, shares: Sequence[Share], row: CarrierRow
 ) -> Iterator[str]:
     """Why that carrier cannot take the process's storages."""
     if row.name == BY_DRIVER:

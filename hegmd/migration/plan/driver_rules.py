@@ -38,10 +38,7 @@ HAZARDS = {
         "is on several GPUs and its allocator maps memory of one GPU for the others, which the driver cannot restore",
         "unset PYTORCH_CUDA_ALLOC_CONF, so that it uses PyTorch's own allocator without expandable segments",
     ),
-    "managed": (
-        "uses managed memory, which the driver cannot checkpoint",
-        "run it without cudaMallocManaged",
-    ),
+    "managed": ("uses managed memory, which the driver cannot checkpoint", "run it without cudaMallocManaged"),
 }
 
 
@@ -64,11 +61,7 @@ def against_leaving(snapshot: NodeSnapshotForPlan, candidate: Candidate, gpu: Gp
         yield REFUSED, message, "install another driver; or restart the job: hegmctl run --allow-restart"
     if gpu.mig or gpu.mps or "mps" in candidate.kinds:
         how = "cut into MIG instances" if gpu.mig else "shared through MPS"
-        yield (
-            REFUSED,
-            f"{gpu.id} is {how}, which the driver cannot checkpoint",
-            "use a GPU without MIG and MPS",
-        )
+        yield (REFUSED, f"{gpu.id} is {how}, which the driver cannot checkpoint", "use a GPU without MIG and MPS")
     if "graphics" in candidate.kinds:
         message = f"{who} has graphics contexts on {gpu.id}, but the driver checkpoints CUDA state only"
         yield REFUSED, message, "run: hegmctl ps"

@@ -41,10 +41,7 @@ _LEFT_RUNNING = (
     "write the process; reload; resume; verify a boundary; write the bytes from the pool and verify the image while "
     "the job trains"
 )
-_AROUND = {
-    "out": "quiesce; offload by {carrier}; ",
-    "in": "reload; resume; verify a boundary; ",
-}
+_AROUND = {"out": "quiesce; offload by {carrier}; ", "in": "reload; resume; verify a boundary; "}
 
 
 def with_image(plan: MigrationPlan, rates: Rates, *, size_bytes: int, leave_running: bool) -> MigrationPlan:
@@ -117,7 +114,6 @@ def _is_restart(moving: Sequence[PlannedProcess]) -> bool:
 
 
 def steps(moving: list[PlannedProcess], kind: str) -> tuple[str, ...]:
-    """Return the steps of the plan, in order."""
     return tuple(_steps(moving, kind).split("; "))
 
 

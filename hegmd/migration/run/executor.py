@@ -103,7 +103,6 @@ class EffectExecutor:
         }
 
     def is_alive(self, member: Member) -> bool:
-        """Return True if the process is there still, and no other one under its pid."""
         return self._cast.is_alive(member)
 
     def connection(self, member: Member) -> int | None:

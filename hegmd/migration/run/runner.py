@@ -148,7 +148,6 @@ class Runner:
     # -------------------------------------------------------------------------------------------------------
 
     def next_id(self) -> str:
-        """An id that no operation in the journal has."""
         return self._ledger.next_id()
 
     def reserve_id(self) -> str:
@@ -226,7 +225,6 @@ class Runner:
         return self._ledger.history(op_id)
 
     def operations(self) -> tuple[Operation, ...]:
-        """Return all operations that are kept, oldest first."""
         return tuple(history.operation for history in self._ledger.histories.values())
 
     def under_way(self) -> tuple[Operation, ...]:
@@ -417,7 +415,6 @@ class Runner:
         )
 
     def _finish(self, running: OperationTask) -> None:
-        """The operation is over."""
         op = running.op
         del self._running[op.id]
         self._ended[op.id] = running

@@ -111,7 +111,6 @@ class OperationTask:
         return self.history.operation
 
     def enqueue(self, event: Event, connection: int | None = None, timings: tuple[Timing, ...] = ()) -> Asking:
-        """Something happened."""
         asking = Asking(event, connection, timings)
         self.inbox.append(asking)
         self.news.set()

@@ -30,10 +30,7 @@ class AmdProvider:
     vendor = VENDOR
 
     def __init__(
-        self,
-        sys_root: Path = Path("/sys"),
-        rocm: Path | None = None,
-        load: Callable[[Path], ModuleType] = load_binding,
+        self, sys_root: Path = Path("/sys"), rocm: Path | None = None, load: Callable[[Path], ModuleType] = load_binding
     ) -> None:
         self._kfd = Kfd(sys_root)
         self._rocm = rocm or Path(os.environ.get("ROCM_HOME") or os.environ.get("ROCM_PATH") or DEFAULT_ROCM)

@@ -95,7 +95,6 @@ class Topology:
 
 
 def gpu_id(index: int) -> str:
-    """Return the name of a simulated GPU."""
     return f"gpu{index}"
 
 

@@ -80,10 +80,7 @@ class NvidiaProvider:
     vendor = VENDOR
 
     def __init__(
-        self,
-        library: str = LIBRARY,
-        host: NvidiaHost | None = None,
-        clock_utc: Callable[[], float] = time.time,
+        self, library: str = LIBRARY, host: NvidiaHost | None = None, clock_utc: Callable[[], float] = time.time
     ) -> None:
         self._library = SharedLibrary(library)
         self._host = host or NvidiaHost()

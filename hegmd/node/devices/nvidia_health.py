@@ -11,16 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hegmd.node.devices.condition import (
-    FAILED,
-    NOTED,
-    OK,
-    WARN,
-    CorrectedErrors,
-    Note,
-    conditioned,
-    corrected_note,
-)
+from hegmd.node.devices.condition import FAILED, NOTED, OK, WARN, CorrectedErrors, Note, conditioned, corrected_note
 from hegmd.node.devices.nvml_gpu import RemappedRows
 from hegmd.protocol.snapshots import CORRECTED, DRIVER, FAILING, GONE, LINK, LOST, ROWS, UNCORRECTED, Health
 

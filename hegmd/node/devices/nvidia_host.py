@@ -32,7 +32,6 @@ class NvidiaHost:
         )
 
     def module_version(self) -> str | None:
-        """Version of the kernel module that is loaded now."""
         return _line(self._sys / "module" / "nvidia" / "version")
 
     def numa_node(self, pci_address: str) -> int | None:

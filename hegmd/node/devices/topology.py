@@ -285,8 +285,7 @@ class _Description:
             given[key] = table.number(key, low, high)
         table.finish()
         return replace(
-            default_gpu(index, memory_bytes or 0),
-            **{key: value for key, value in given.items() if value is not None},
+            default_gpu(index, memory_bytes or 0), **{key: value for key, value in given.items() if value is not None}
         )
 
     def _processes(self, table: _Table, memory_bytes: int | None) -> tuple[ProcessSpec, ...]:

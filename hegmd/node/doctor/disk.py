@@ -27,7 +27,6 @@ class Mount:
 
 
 def mounts(facts: NodeFacts) -> list[Mount]:
-    """Return the mounts, later ones last."""
     found: list[Mount] = []
     for line in (facts.read("proc/self/mountinfo") or "").splitlines():
         before, separator, after = line.partition(" - ")
@@ -39,7 +38,6 @@ def mounts(facts: NodeFacts) -> list[Mount]:
 
 
 def mount_of(facts: NodeFacts, path: Path) -> Mount | None:
-    """Return the mount that contains the path."""
     real = os.path.realpath(path)
     best: Mount | None = None
     for mount in mounts(facts):

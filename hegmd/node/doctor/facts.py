@@ -115,7 +115,6 @@ class NodeFacts:
             return None
 
     def read_int(self, path: str) -> int | None:
-        """Return the number in that file, or None without such a file or number."""
         text = self.read(path)
         try:
             return None if text is None else int(text.strip(), 0)
@@ -139,7 +138,6 @@ class NodeFacts:
 
     @property
     def kernel_release(self) -> str:
-        """The running kernel's release, such as 6.8.0-45-generic."""
         return (self.read("proc/sys/kernel/osrelease") or "").strip()
 
     def largest_gpu(self) -> Gpu | None:

@@ -44,7 +44,6 @@ def absent(facts: NodeFacts) -> str | None:
 
 
 def module_version(facts: NodeFacts) -> str | None:
-    """Return the version that the loaded kernel module reports."""
     text = facts.read("proc/driver/nvidia/version")
     found = None if text is None else _VERSION.search(text)
     return None if found is None else found[1]

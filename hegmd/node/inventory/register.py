@@ -66,11 +66,9 @@ class GpuRegister:
 
     @property
     def ids(self) -> Mapping[str, str]:
-        """The id of each GPU by UUID."""
         return {uuid: card.id for uuid, card in self._cards.items()}
 
     def pids_of(self, vendors: frozenset[str]) -> frozenset[int]:
-        """Return the pids that these vendors report."""
         return frozenset(use.pid for vendor in vendors for use in self._uses.get(vendor, ()))
 
     def _take(self, vendor: str, snapshot: VendorSnapshot) -> None:

@@ -89,7 +89,6 @@ class VendorWatch:
         self._reopen = True
 
     def view(self) -> VendorView:
-        """Return the current state."""
         return VendorView(vendor=self._vendor(self._monotonic()), snapshot=self._snapshot, reading=self._reading)
 
     async def close(self, limit_s: float) -> None:

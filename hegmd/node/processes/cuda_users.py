@@ -44,7 +44,6 @@ class CudaUser:
 
     @property
     def who(self) -> tuple[int, int]:
-        """Return its identity."""
         return self.pid, self.start_ticks
 
 

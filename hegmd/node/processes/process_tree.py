@@ -103,11 +103,9 @@ class Tree:
 
     @property
     def pids(self) -> frozenset[int]:
-        """All processes, by number."""
         return frozenset(member.pid for member in self.members)
 
     def member(self, pid: int) -> Member:
-        """That process of the tree."""
         return next(member for member in self.members if member.pid == pid)
 
 

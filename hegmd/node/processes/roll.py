@@ -102,10 +102,7 @@ class RollBuilder:
             if facts.start_ticks is not None and facts.name is not None and facts.uid is not None
         )
         return RollReadings(
-            uses_of=uses_of,
-            facts_of=facts_of,
-            departed=self._table.departed,
-            wanted=self.lookups.wanted(visible),
+            uses_of=uses_of, facts_of=facts_of, departed=self._table.departed, wanted=self.lookups.wanted(visible)
         )
 
     def write(self, call: RollInputs, seen: RollReadings) -> Roll:

@@ -114,10 +114,7 @@ def _memory_groups(process: Path, cgroups: Path) -> Iterator[Path]:
 
 
 def _free_bytes_in(folder: Path) -> int | None:
-    for limit_name, used_name in (
-        ("memory.max", "memory.current"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
+    for limit_name, used_name in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         limit, used = _number(folder / limit_name), _number(folder / used_name)
         if limit is not None and used is not None and limit < _NO_LIMIT_BYTES:
             return max(0, limit - used + _cache_bytes(folder))

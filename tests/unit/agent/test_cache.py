@@ -61,10 +61,7 @@ def test_of_very_many_runs_the_smallest_are_made_as_one_for_each_stream() -> Non
 def test_small_ones_are_made_by_the_mib_after_the_large_ones() -> None:
     held = [segment(0, 2 * MIB, small=True, stream=7), segment(8 * MIB, 2 * MIB, small=True, stream=7)]
     runs = most_runs(runs_between([*held, segment(64 * MIB, 20 * MIB)], [(0, MIB // 2)]))
-    assert [(run.size_bytes, run.is_small, run.stream) for run in runs] == [
-        (20 * MIB, False, 0),
-        *[(MIB, True, 7)] * 4,
-    ]
+    assert [(run.size_bytes, run.is_small, run.stream) for run in runs] == [(20 * MIB, False, 0), *[(MIB, True, 7)] * 4]
 
 
 @in_one_test("seed", range(20))

@@ -84,12 +84,7 @@ def said(framework: Path, program: str = LAUNCHER, /, **environ: str) -> list[ob
 
 def test_a_launcher_had_io_uring_whatever_was_chosen(framework: Path) -> None:
     """torchrun's stores take no notice of the variable; CRIU refused every job of its."""
-    assert said(framework, USE_LIBUV="0") == [
-        ["h", 1, True, False],
-        ["h", 1, False, True],
-        ["h", 1, False, True],
-        True,
-    ]
+    assert said(framework, USE_LIBUV="0") == [["h", 1, True, False], ["h", 1, False, True], ["h", 1, False, True], True]
 
 
 @pytest.mark.parametrize("environ", [{}, {"USE_LIBUV": "1"}])

@@ -83,11 +83,7 @@ TRAINING = GpuProcess(
         Way(way="criu", possible=False, reason="no criu program was found"),
     ),
 )
-ELSEWHERE = GpuProcess(
-    pid=99,
-    gpus=(GpuUse(gpu="gpu0", vram_bytes=None),),
-    note="it runs in another pid namespace",
-)
+ELSEWHERE = GpuProcess(pid=99, gpus=(GpuUse(gpu="gpu0", vram_bytes=None),), note="it runs in another pid namespace")
 PROCESSES = m.ProcessesReply(taken_utc=1_795_257_600.0, processes=(ELSEWHERE, TRAINING), vendors=(NVIDIA,))
 
 EVENTS = (

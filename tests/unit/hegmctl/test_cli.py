@@ -41,11 +41,7 @@ ANSWERS: list[tuple[str, Record | None, str]] = [
     ("ps", node.PROCESSES, "4711  alice  gpu0-1  12.0 GiB"),
     ("ps --ways 4711", node.PROCESSES, "  criu     no   no criu program was found"),
     ("config", node.CONFIG, "metrics.port   0                     file"),
-    (
-        "config --reload",
-        m.ReloadReply(changed=("log.level",), after_restart=("metrics.port",)),
-        "changed: log.level",
-    ),
+    ("config --reload", m.ReloadReply(changed=("log.level",), after_restart=("metrics.port",)), "changed: log.level"),
     ("metrics", m.MetricsReply(text='hegmd_build_info{version="0.1.0"} 1\n'), 'hegmd_build_info{version="0.1.0"} 1'),
     ("simulate fault gpu1 lost", m.FaultReply(faults={"gpu1": "lost"}), "gpu1: lost"),
     ("version", None, f"hegmd    {__version__}, protocol 2"),

@@ -226,10 +226,7 @@ def _first_words(error: HegmError) -> bytes:
 def test_whatever_answers_the_greeting_the_caller_learns_what_it_is(
     socket_path: Path, words: bytes, code: object, message: str
 ) -> None:
-    with (
-        FakeDaemon(socket_path, {}, first_words=words),
-        pytest.raises(HegmError, match=message) as raised,
-    ):
+    with FakeDaemon(socket_path, {}, first_words=words), pytest.raises(HegmError, match=message) as raised:
         connect(str(socket_path), timeout_s=HANG_S)
     assert raised.value.code is code
 

@@ -53,12 +53,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("used_bytes", "total_bytes", "text"),
-    [
-        (None, None, "-"),
-        (None, 8 * GIB, "-/8.0 GiB"),
-        (0, 8 * GIB, "0.0/8.0 GiB"),
-        (GIB, None, "1.0/- GiB"),
-    ],
+    [(None, None, "-"), (None, 8 * GIB, "-/8.0 GiB"), (0, 8 * GIB, "0.0/8.0 GiB"), (GIB, None, "1.0/- GiB")],
 )
 def test_unknown_memory_is_not_shown_as_none_in_use(used_bytes: int | None, total_bytes: int | None, text: str) -> None:
     assert used_of_total(used_bytes, total_bytes) == text

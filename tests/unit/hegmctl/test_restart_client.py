@@ -48,12 +48,7 @@ class Attended:
     """A desk, the daemon that it attends, and what both have said."""
 
     def __init__(
-        self,
-        path: Path,
-        folder: Path,
-        command: tuple[str, ...] = COMMAND,
-        resumes: str | None = None,
-        **environ: str,
+        self, path: Path, folder: Path, command: tuple[str, ...] = COMMAND, resumes: str | None = None, **environ: str
     ) -> None:
         self.path = path
         self.said: list[str] = []

@@ -198,10 +198,7 @@ def test_a_check_in_a_line_and_its_mending_below() -> None:
 
 @pytest.mark.parametrize(
     ("counts", "summary"),
-    [
-        ((12, 2, 1, 0), "12 ok, 2 warnings, 1 failure"),
-        ((1, 1, 0, 3), "1 ok, 1 warning, 0 failures, 3 skipped"),
-    ],
+    [((12, 2, 1, 0), "12 ok, 2 warnings, 1 failure"), ((1, 1, 0, 3), "1 ok, 1 warning, 0 failures, 3 skipped")],
 )
 def test_the_doctors_last_line(counts: tuple[int, int, int, int], summary: str) -> None:
     ok, warn, fail, skip = counts

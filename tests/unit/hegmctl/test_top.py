@@ -227,12 +227,7 @@ def test_the_line_of_keys_is_never_cut(columns: int) -> None:
 
 @pytest.mark.parametrize(
     ("gpus", "proposed"),
-    [
-        (("gpu0",), "gpu2"),
-        (("gpu0", "gpu2"), "gpu3,gpu1"),
-        (("gpu0", "gpu1", "gpu2"), "gpu1,gpu2,gpu0"),
-        ((), "gpu2"),
-    ],
+    [(("gpu0",), "gpu2"), (("gpu0", "gpu2"), "gpu3,gpu1"), (("gpu0", "gpu1", "gpu2"), "gpu1,gpu2,gpu0"), ((), "gpu2")],
 )
 def test_a_migration_is_proposed_to_as_many_fit_gpus_as_the_job_has(gpus: tuple[str, ...], proposed: str) -> None:
     """Issue 19: one GPU was proposed for two ranks, and a lost one as well."""

@@ -30,17 +30,7 @@ from hegmd.protocol.messages import Order
 from hegmd.system.programs import Rights
 from hegmd.workers.agent_orders import AgentAway
 from hegmd.workers.workers import Workers
-from tests.unit.handed import (
-    Borrowed,
-    HangingUp,
-    Shelf,
-    attended,
-    handoff_with,
-    none,
-    some_criu,
-    state,
-    wished,
-)
+from tests.unit.handed import Borrowed, HangingUp, Shelf, attended, handoff_with, none, some_criu, state, wished
 from tests.unit.migration.operations import operation
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import start_ticks

@@ -21,10 +21,7 @@ KUBERNETES = {
         f"12:memory:/kubepods/burstable/pod{POD}/{ID}\n1:name=systemd:/kubepods/burstable/pod{POD}/{ID}\n",
         {"qos": "burstable", "container": ID},
     ),
-    "cgroupfs driver, v1, guaranteed": (
-        f"4:memory:/kubepods/pod{POD}/{ID}\n",
-        {"qos": "guaranteed", "container": ID},
-    ),
+    "cgroupfs driver, v1, guaranteed": (f"4:memory:/kubepods/pod{POD}/{ID}\n", {"qos": "guaranteed", "container": ID}),
     "systemd driver, v2, containerd": (
         f"0::/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{POD_}.slice/cri-containerd-{ID}.scope\n",
         {"qos": "burstable", "container": ID, "runtime": "containerd"},

@@ -189,10 +189,7 @@ async def test_a_restore_that_was_stopped_says_so_in_ops() -> None:
         tasks.cancel_scope.cancel()
     (op,) = double.remembered
     assert op.failure is not None
-    assert (op.failure.code, op.failure.message) == (
-        "cancelled",
-        "the restore from /images/one was interrupted",
-    )
+    assert (op.failure.code, op.failure.message) == ("cancelled", "the restore from /images/one was interrupted")
 
 
 async def test_a_job_that_was_back_was_ended_because_its_restore_was_cancelled_then() -> None:

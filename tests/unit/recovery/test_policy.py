@@ -46,10 +46,7 @@ def test_an_interval_that_is_shorter_than_snapshots_take_is_raised_in_words() ->
 
 
 def test_only_a_snapshot_that_all_ranks_have_of_one_step_counts() -> None:
-    slots = {
-        0: [_record(4, 40, 0, 2), _record(5, 50, 0, 2)],
-        1: [_record(4, 40, 1, 2), _record(6, 60, 1, 2)],
-    }
+    slots = {0: [_record(4, 40, 0, 2), _record(5, 50, 0, 2)], 1: [_record(4, 40, 1, 2), _record(6, 60, 1, 2)]}
     assert [record.generation for record in complete_generations(slots, 2)] == [4]
     slots[1][1] = _record(5, 51, 1, 2)
     assert [record.generation for record in complete_generations(slots, 2)] == [4]

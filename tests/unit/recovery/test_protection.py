@@ -169,9 +169,7 @@ async def test_a_rank_that_connects_while_the_remains_of_its_job_are_ended_is_en
     assert other.poll() == -9
 
 
-async def test_a_job_that_is_killed_for_a_hang_says_so_to_its_user(
-    process: subprocess.Popen[bytes],
-) -> None:
+async def test_a_job_that_is_killed_for_a_hang_says_so_to_its_user(process: subprocess.Popen[bytes]) -> None:
     """Without a snapshot it ended by SIGKILL, and hegmctl said nothing."""
     rig = Rig()
     told: list[str] = []

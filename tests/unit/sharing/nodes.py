@@ -51,10 +51,7 @@ def held(size_gib: int, *, used_gib: int = 0, lease_id: str = "l1") -> Lease:
 
 
 def decided(
-    *parts: Gpu | Job | Lease,
-    rules: Rules | None = None,
-    pool_gib: int | None = None,
-    now: float = NOW,
+    *parts: Gpu | Job | Lease, rules: Rules | None = None, pool_gib: int | None = None, now: float = NOW
 ) -> tuple[Action, ...]:
     return decide(node(*parts, rules=rules, pool_gib=pool_gib), now).actions
 

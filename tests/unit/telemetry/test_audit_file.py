@@ -85,11 +85,7 @@ def test_what_others_could_change_is_refused_with_a_hint(opened: Opener, path: P
     os.mkfifo(fifo)
     loose.touch()
     loose.chmod(0o622)
-    refused = {
-        fifo: "is not a regular file",
-        loose: "has mode 0622",
-        Path("/dev/null"): "is not a regular",
-    }
+    refused = {fifo: "is not a regular file", loose: "has mode 0622", Path("/dev/null"): "is not a regular"}
     if os.getuid() == 0:
         foreign.touch()
         os.chown(foreign, 12345, 0)

@@ -234,9 +234,7 @@ async def test_an_agent_that_swallows_a_survey_does_not_hold_up_who_asks_next(pr
         assert (await worker.order("park")).boundary == worker.boundary
 
 
-async def test_an_order_that_was_cancelled_before_it_was_sent_holds_up_nobody(
-    process: subprocess.Popen[bytes],
-) -> None:
+async def test_an_order_that_was_cancelled_before_it_was_sent_holds_up_nobody(process: subprocess.Popen[bytes]) -> None:
     """Ctrl-C in the first moment of `hegmctl checkpoint`: its job stopped answering to anybody, though it trained."""
     async with attended(process.pid) as (workers, agent, _, _):
         worker = workers.find(process.pid)
@@ -252,9 +250,7 @@ async def test_an_order_that_was_cancelled_before_it_was_sent_holds_up_nobody(
 
 
 @pytest.mark.thorough
-async def test_an_order_without_an_answer_holds_up_others_for_its_limit_only(
-    process: subprocess.Popen[bytes],
-) -> None:
+async def test_an_order_without_an_answer_holds_up_others_for_its_limit_only(process: subprocess.Popen[bytes]) -> None:
     """Whoever gave it has left, so that nobody gives it up."""
     async with attended(process.pid) as (workers, agent, _, _):
         agent.slow.add("survey")

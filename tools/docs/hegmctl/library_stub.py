@@ -32,10 +32,7 @@ def stub(rows: Iterable[Command] = COMMANDS.values()) -> str:
     """The text of the file."""
     calls = calls_of(rows)
     lines = [_HEAD]
-    for face, start, heard in (
-        ("SyncCalls", "def", "object"),
-        ("AsyncCalls", "async def", "Awaitable[object]"),
-    ):
+    for face, start, heard in (("SyncCalls", "def", "object"), ("AsyncCalls", "async def", "Awaitable[object]")):
         lines.append(f"class {face}:")
         for name, kind in calls.items():
             lines += _call(name, kind, start, heard)
@@ -56,7 +53,12 @@ def _call(name: str, kind: type[messages.Request], start: str, heard: str) -> li
     one_line = f"    {start} {name}({', '.join(every)}) -> {reply}: ..."
     if len(one_line) <= 120:
         return [one_line]
-    return [f"    {start} {name}(", *[f"        {each}," for each in every], f"    ) -> {reply}: ..."]
+    inside = f"        {', '.join(every)}"
+    return [
+        f"    {start} {name}(",
+        *([inside] if len(inside) <= 120 else [f"        {each}," for each in every]),
+        f"    ) -> {reply}: ...",
+    ]
 
 
 def _parameter(field: Field) -> str:

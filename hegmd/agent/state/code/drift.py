@@ -65,7 +65,6 @@ class Holder:
         return [(key, value) for key, value in members.items() if not (key.startswith("__") or is_a(value, FUNCTION))]
 
     def put(self, key: str, value: Any) -> None:
-        """Set one of its values. An altered default is still the same container."""
         if self.kind == CELL:
             self.thing.cell_contents = value
         elif self.kind == GLOBAL:

@@ -27,10 +27,7 @@ _KINDS: dict[Any, str] = {kind: name for name, kind in _ROWS.items()}
 _DEFAULTING: Any = defaultdict
 _MAPPINGS: Any = (dict, OrderedDict, Counter, defaultdict)
 #: Types that a script looks up or creates again, and never counts with.
-_FIXED: Any = (
-    *(FUNCTION, METHOD, BUILTIN, MODULE, type),
-    *(type(None), type(...), type(NotImplemented)),
-)
+_FIXED: Any = (*(FUNCTION, METHOD, BUILTIN, MODULE, type), *(type(None), type(...), type(NotImplemented)))
 _MAX_PARTS = 200_000
 _MAX_DEEP = 40
 SAME = "same"

@@ -120,7 +120,6 @@ class Shadows:
             module.__dict__.setdefault(name, shadow)
 
     def lift(self) -> None:
-        """Remove the shadows from all modules."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         for module in self._modules:

@@ -66,7 +66,6 @@ class Loops:
         return active
 
     def line_of(self, offset: int) -> int:
-        """Return the line of the instruction."""
         return self._lines[self._instruction(offset).offset]
 
     def is_head(self, offset: int) -> bool:
@@ -131,7 +130,6 @@ class Loops:
         return tuple(sorted(found))
 
     def instructions(self) -> list[Any]:
-        """Return all instructions, as `dis` gives them."""
         return self._list
 
     def depth_at(self, offset: int) -> int | None:

@@ -97,7 +97,6 @@ def step_of(frame: FrameType) -> tuple[str, str, int, int]:
 
 
 def path_of(frames: list[FrameType]) -> tuple[tuple[str, str, int, int], ...]:
-    """Return the steps of all frames."""
     return tuple(step_of(frame) for frame in frames)
 
 

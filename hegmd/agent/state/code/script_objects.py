@@ -34,7 +34,6 @@ _PARTIAL: Any = getattr(sys.modules.get("functools"), "partial", ())
 
 
 def users_modules() -> list[Any]:
-    """Return the script's modules."""
     modules: list[Any] = list(sys.modules.values())
     return [module for module in modules if module is not None and is_users_module(module)]
 

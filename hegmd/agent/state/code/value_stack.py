@@ -41,7 +41,6 @@ def iterators_of(frame: FrameType) -> list[tuple[Head, Any]] | None:
 
 
 def can_read() -> bool:
-    """Return True if frames of this Python can be read."""
     global _is_readable  # noqa: PLW0603 - found out once
     if _is_readable is None:
         _is_readable = _try()

@@ -209,7 +209,6 @@ class Resuming:
         self._lightning = lightning.Resuming(lambda: self._kept(lightning.KEY))
 
     def expect(self) -> None:
-        """Wait for the import of the Trainer."""
         meet(TRAINER, self.meet)
         self._lightning.expect()
 

@@ -34,7 +34,6 @@ def expect(watch: Callable[[Any], object]) -> None:
 
 
 def is_stateful(loader: Any) -> bool:
-    """Return True for a StatefulDataLoader."""
     return any(kind.__module__ == MODULE for kind in type(loader).__mro__)
 
 
@@ -86,7 +85,6 @@ class Own:
 
     @staticmethod
     def taken(iterator: Any) -> Any:
-        """Return its position."""
         return contents.loose(iterator.state_dict())
 
     @staticmethod

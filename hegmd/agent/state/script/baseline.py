@@ -61,7 +61,6 @@ class Marking:
         self._left_bytes = _MAX_SUMMED_BYTES
 
     def mark(self, tensor: Any) -> Mark:
-        """Return the tensor's mark."""
         return Mark(_version_of(tensor), self._sum_of(tensor))
 
     def was_written_to(self, tensor: Any, before: Mark, *, is_late: bool) -> bool:

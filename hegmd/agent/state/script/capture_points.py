@@ -116,7 +116,6 @@ class _Entry:
 
 
 def positions_of(place: Place) -> tuple[Any, ...]:
-    """Return the position of each loop."""
     return tuple(repr(look_into(loop.iterator, 1, _progress_of)) for loop in place.loops)
 
 

@@ -25,12 +25,10 @@ NAMESPACE: Any = type(sys.implementation)
 
 
 def is_a(value: Any, *kinds: Any) -> bool:
-    """Return isinstance(value, kinds), untyped."""
     return isinstance(value, kinds)
 
 
 def class_of(value: Any) -> Any:
-    """Return type(value), untyped."""
     return _CLASS(value)
 
 

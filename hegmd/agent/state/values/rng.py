@@ -89,7 +89,6 @@ def _is_shared(found: object) -> bool:
 
 
 def read(generator: Any) -> Any:
-    """Return its state."""
     random, numpy, _torch = _modules()
     if random is not None and is_a(generator, random.Random):
         return generator.getstate()
@@ -109,7 +108,6 @@ def fits(generator: Any, state: Any) -> bool:
 
 
 def set_to(generator: Any, state: Any) -> None:
-    """Set it."""
     random, numpy, torch = _modules()
     if random is not None and is_a(generator, random.Random):
         generator.setstate(state)

@@ -121,7 +121,6 @@ class Registrations:
         return int(before["epoch"]) if before else self._epoch
 
     def set_steps_per_epoch(self, steps: int) -> None:
-        """Set the number of batches in an epoch."""
         if steps < 1:
             raise ValueError(f"an epoch has {steps} batches")
         self._steps_per_epoch = int(steps)

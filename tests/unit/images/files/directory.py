@@ -15,9 +15,7 @@ SIZE_BYTES = CHUNK_BYTES + BLOCK_BYTES + 17
 KEY = Key(b"k" * 32)
 CRIU_FILES = {"core-4711.img": b"core" * 300, "pages-1.img": b"", "inventory.img": b"i" * BLOCK_BYTES}
 MANIFEST = Manifest(
-    id="a" * 32,
-    root_pid=4711,
-    processes=(ImageProcess(pid=4711, parent_pid=None, uid=0, command="python train.py"),),
+    id="a" * 32, root_pid=4711, processes=(ImageProcess(pid=4711, parent_pid=None, uid=0, command="python train.py"),)
 )
 
 

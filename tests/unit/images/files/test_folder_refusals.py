@@ -83,11 +83,7 @@ def test_who_may_not_look_into_a_directory_was_told_to_name_one_to_write() -> No
         ("file", "already exists: it is a file and not a directory", "name a new directory"),
         ("file/x", "cannot be made: {}/file is a file and not a directory", "name a new directory in one that exists"),
         ("pipe", "already exists: it is a pipe and not a directory", "name a new directory"),
-        (
-            "dangling",
-            "already exists: it is a link to gone, which does not exist",
-            "name a new directory",
-        ),
+        ("dangling", "already exists: it is a link to gone, which does not exist", "name a new directory"),
         (
             "dangling/x",
             "cannot be made: {}/dangling is a link to gone, which does not exist",

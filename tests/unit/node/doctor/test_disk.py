@@ -81,10 +81,7 @@ def test_a_full_disk_is_not_mended_by_permissions(node: FileNode, number: int, u
     """The advice was once `ls -ld`, and under systemd to open a sandbox that was open."""
     facts = node.facts(under_systemd=under_systemd)
     found = disk.unwritable(facts, node.state_dir, OSError(number, os.strerror(number)))
-    assert (found.status, found.fix) == (
-        "fail",
-        f"free space: du -xh --max-depth=1 {node.state_dir}",
-    )
+    assert (found.status, found.fix) == ("fail", f"free space: du -xh --max-depth=1 {node.state_dir}")
 
 
 def test_a_directory_that_is_closed_to_an_ordinary_user_is_no_fault(node: FileNode) -> None:

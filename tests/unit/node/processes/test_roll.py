@@ -25,11 +25,7 @@ def use(pid: int, gpu: str = "GPU-a", vram_bytes: int | None = 1 << 30, kind: st
 
 
 CALL = RollInputs(
-    uses=(use(ME),),
-    ids={"GPU-a": "gpu0", "GPU-b": "gpu1"},
-    unproven=frozenset(),
-    agents={},
-    held_bytes={},
+    uses=(use(ME),), ids={"GPU-a": "gpu0", "GPU-b": "gpu1"}, unproven=frozenset(), agents={}, held_bytes={}
 )
 
 

@@ -176,12 +176,7 @@ class Optimizer:
 def _run(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
     path = {"PYTHONPATH": str(ROOT)} if "PYTHONPATH" not in environ else {}
     return subprocess.run(
-        [sys.executable, "-c", script],
-        env={**path, **environ},
-        cwd="/",
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", script], env={**path, **environ}, cwd="/", capture_output=True, text=True, check=False
     )
 
 
