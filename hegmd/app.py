@@ -44,6 +44,7 @@ from hegmd.server.scrape import ScrapePort, bind_loopback
 from hegmd.server.session import Session, SessionLimits
 from hegmd.server.textfile import Textfile
 from hegmd.sharing.requests import SharingRequests
+from hegmd.sharing.resumes import QueuedResumes
 from hegmd.sharing.service import Sharing
 from hegmd.system.state_dir import StateDir, note_socket
 from hegmd.system.stream import PeerStream
@@ -359,6 +360,7 @@ class App:
                 start_ticks=start_ticks_of,
                 owner_of=owner_of,
             ),
+            queued_resumes=QueuedResumes(self._sharing, self._moving.operations),
             simulator=self._simulator,
             limits=Limits(frame_bytes=limits.frame_bytes, requests_in_flight=limits.requests_in_flight),
             doctor=self._examination.examine,

@@ -21,6 +21,7 @@ from hegmctl.operating_text import (
     story_text,
 )
 from hegmctl.output import ask, require_yes
+from hegmctl.quantities import without_times
 from hegmd.errors import CANCELLED, USAGE, HegmError, code_named
 from hegmd.protocol.connection import Failure, Progress
 from hegmd.protocol.messages import (
@@ -33,7 +34,7 @@ from hegmd.protocol.messages import (
     Story,
     StoryReply,
 )
-from hegmd.protocol.operations import OperationProgress
+from hegmd.protocol.operations import WAITS_IN_QUEUE, OperationProgress
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -233,6 +234,9 @@ def _watch(
         if seen and not watched.has_begun:
             session.sink.note("the processes restored so far are ended; the image is unchanged")
             raise
+        if seen and seen[-1].phase == WAITS_IN_QUEUE:
+            session.sink.note("the job stays in the queue, and resumes in its turn; hegmctl suspend takes it out")
+            raise
         if not seen:  # still being planned, or just started
             if not getattr(request, "dry_run", False) and watched.refusal is None:
                 session.sink.note("an operation that was started continues: run hegmctl ops")
@@ -251,7 +255,7 @@ def _show(
             watched.seen.append(progress)
             if progress.phase in AT_REST:  # it has reached its goal, which the reply says
                 progress = progress.replace(waits=None)
-            why = None if progress.waits is None else progress.waits.why
+            why = None if progress.waits is None else without_times(progress.waits.why)
             # A restart always waits for its next process: that is reported only if it takes long, like its steps.
             session.sink.progress(progress, progress_text, at_once=why not in told and progress.doing is None)
             told.add(why)

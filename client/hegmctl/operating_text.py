@@ -9,7 +9,7 @@ from time import localtime, strftime
 
 from hegmctl.quantities import binary_size
 from hegmctl.tables import UNKNOWN, Column, Style, printable, table, wrapped
-from hegmd.protocol.operations import PHASES_IN_ORDER, RESTART_STEPS
+from hegmd.protocol.operations import PHASES_IN_ORDER, RESTART_STEPS, WAITS_IN_QUEUE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ def _words(phase: str) -> str:
 def progress_text(progress: OperationProgress, style: Style) -> list[str]:
     """Return one line: the current step with its progress and bytes; or what it waits for, without colours."""
     phase = progress.phase
+    if progress.waits is not None and phase == WAITS_IN_QUEUE:
+        return [printable(f"the job waits: {progress.waits.why}; next: {progress.waits.next}")]
     if progress.waits is not None:
         waits = f"{_words(phase)} waits: {progress.waits.why}; next: {progress.waits.next}"
         return [printable(f"operation {progress.id}: {waits}")]

@@ -54,3 +54,10 @@ def duration(seconds: float) -> str:
             rest = whole % size // smaller
             return f"{whole // size} {unit} {rest} {smaller_unit}" if rest else f"{whole // size} {unit}"
     return f"{whole} s"
+
+
+def without_times(text: str) -> str:
+    """Return the message without its durations, which change each second and are no news."""
+    import re
+
+    return re.sub(r"[0-9.]+ s\b", "", text)

@@ -5,10 +5,10 @@ They wait for a daemon that restarts meanwhile: leases and the queue outlive it.
 
 from __future__ import annotations
 
-import re
 from time import monotonic, sleep
 
 from hegmctl.connection import of_kind
+from hegmctl.quantities import without_times
 from hegmctl.sharing_text import lease_note, queue_text, room_progress_text, room_text
 from hegmctl.watch import PASSING, RETRY_S, watch
 from hegmd.errors import BAD_REQUEST, INCOMPATIBLE, USAGE, HegmError
@@ -66,8 +66,8 @@ def _wait_for_room(session: Session, request: MakeRoom) -> RoomReply:
                     while True:
                         progress = next(stream)
                         lease, away_since = progress.lease, 0.0
-                        is_news = _without_times(progress.waits) != told
-                        told = _without_times(progress.waits)
+                        is_news = without_times(progress.waits) != told
+                        told = without_times(progress.waits)
                         session.sink.progress(progress, room_progress_text, at_once=is_news)
                 except StopIteration as end:
                     return of_kind(end.value, RoomReply)
@@ -125,9 +125,9 @@ def wait_for_gpu(session: Session, request: PlaceJob, socket: str | None) -> str
                         progress = next(stream)
                         away_since = 0.0
                         text = _waiting_text(progress)
-                        if _without_times(text) != told:
+                        if without_times(text) != told:
                             session.sink.note(text)
-                        told = _without_times(text)
+                        told = without_times(text)
                 except StopIteration as end:
                     return of_kind(end.value, JobPlaced).gpu
                 finally:
@@ -139,11 +139,6 @@ def wait_for_gpu(session: Session, request: PlaceJob, socket: str | None) -> str
             if not was_there or not _is_passing(error):
                 raise
             away_since = _pause(session, error, away_since)
-
-
-def _without_times(text: str) -> str:
-    """The message without its duration, which changes each second and is no news."""
-    return re.sub(r"[0-9.]+ s\b", "", text)
 
 
 def _waiting_text(progress: PlaceProgress) -> str:

@@ -223,6 +223,7 @@ class PlanRequest(Record):
     via: str | None = field("restart, where nothing else is to be thought of", default=None)
     allow_restart: bool = field("whether it may be a restart where there is no better way", default=False)
     respawn: Respawn = field("of a restart: what changes for the new process", default=Respawn())
+    may_queue: bool = field("whether it can be asked for again so that it waits for room", default=False)
 
 
 class MigrationPlan(Record):

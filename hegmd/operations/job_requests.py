@@ -70,6 +70,13 @@ class JobOperationsOf:
                         return op
         return None
 
+    def last_of(self, job: JobRecord) -> Operation | None:
+        """Return the newest operation that had a process of the job, whether or not it has ended."""
+        for op in reversed(self._runner.operations()):
+            if any(f"{member.pid}-{member.start_ticks}" in job.members for member in op.workers):
+                return op
+        return None
+
     def holds(self, job: JobRecord) -> bool:
         """Return True if an operation that has not ended has the job, even if its processes are gone."""
         return self.of(job) is not None

@@ -184,18 +184,18 @@ class Operations:
         pid = await self.named_one(pid)
         self.check(asked, [pid])
         limit_of(asked)
-        op = await self._settled(pid, asked)
+        op = await self.settled(pid, asked)
         if op is not None and op.phase == HOLDING:
             return await self._release_held(op, pid, to, asked)
         if op is None or op.phase != SUSPENDED:
             raise not_suspended(pid, op, "run: hegmctl ops")
-        plan = await self._plan_resume(op, to)
+        plan = await self._plan_resume(op, to, may_queue=True)
         if asked.dry_run:
             return OperationResult(None, plan_record(plan))
         await self._claim_for(op)
         return await self._resume(op.id, plan, asked)
 
-    async def _settled(self, pid: int, asked: RequestContext) -> Operation | None:
+    async def settled(self, pid: int, asked: RequestContext) -> Operation | None:
         """The operation that has the process, after it was given time to find its agents: they come one by one."""
         op = self.runner.of_process(pid)
         if op is not None and op.phase == SETTLING.phase:
@@ -279,12 +279,15 @@ class Operations:
         """Have a suspended operation resumed by a plan that was made before it began. Raises HegmError."""
         return await self._resume(op.id, plan, asked)
 
-    async def _plan_resume(self, op: Operation, to: str | None, *unlisted: Candidate) -> MigrationPlan:
+    async def _plan_resume(
+        self, op: Operation, to: str | None, *unlisted: Candidate, may_queue: bool = False
+    ) -> MigrationPlan:
         snapshot = await self._lookout.snapshot([])
         listed = {candidate.pid for candidate in snapshot.candidates}
         also = [candidate for candidate in unlisted if candidate.pid not in listed]
         snapshot = snapshot.replace(candidates=(*snapshot.candidates, *also))
-        request = PlanRequest(kind=RESUME, pids=tuple([worker.pid for worker in op.live]), to=to)
+        pids = tuple([worker.pid for worker in op.live])
+        request = PlanRequest(kind=RESUME, pids=pids, to=to, may_queue=may_queue)
         return plan_or_raise(planned_resume(snapshot, request, op))
 
     async def _resume(self, op_id: str, plan: MigrationPlan, asked: RequestContext) -> OperationResult:

@@ -134,6 +134,11 @@ class Resume(Request, op="resume", reply=OperationReply, event=OperationProgress
 
     pid: int | str = field("the job: its id, its name, or the pid of one of its processes")
     to: str | None = field("target GPU; nil: the former one", default=None)
+    queue: bool = field(
+        "wait in the queue until there is room, for `limit_s` at most; hegmd chooses the GPU. The job keeps its place "
+        "if the client disconnects, until it is suspended again",
+        default=False,
+    )
     limit_s: float | None = field("time after which the operation is rolled back; nil: none", default=None)
     wait: bool = field("wait until the operation ends", default=True)
     dry_run: bool = field("return the plan only", default=False)

@@ -83,6 +83,8 @@ class Plan(Record):
     pool_ready_bytes: int = field("the allocated part of the pool's free bytes", default=0)
 
 
+# In the progress of a resume that waits for room, besides the phases.
+WAITS_IN_QUEUE = "queued"
 # The phases of an operation that is under way, in the order of the machine's stages. A restore starts with `reading`,
 # before there is a plan. The progress bar of hegmctl uses this order.
 PHASES_IN_ORDER = (
@@ -167,7 +169,7 @@ class OperationProgress(Record):
     """An operation has made progress."""
 
     id: str = field("id of the operation")
-    phase: str = field("current phase; reading: of an image, before the operation starts")
+    phase: str = field("current phase; reading: of an image, before the operation starts; queued: it waits for room")
     moved_bytes: int = field("bytes that the current step has transferred", default=0)
     size_bytes: int = field("bytes to transfer in all", default=0)
     doing: str | None = field("current step of a restart, in words", default=None)

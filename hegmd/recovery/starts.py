@@ -147,14 +147,12 @@ class Starts:
                 await following.wait()
 
     async def _await_room(self) -> None:
-        """Wait until there is room again for a job that failed while it was suspended for others. Raises
-        SupervisorAway.
-        """
+        """Wait until there is room again for a job that failed while it was suspended. Raises SupervisorAway."""
         job, has_told = self._job, False
         while job.supervisor.is_alive and job.node.must_wait(job.record.job):
             if not has_told:
                 has_told = True
-                await job.note(f"{job} failed while it was suspended for others, and waits for room", "hegmctl queue")
+                await job.note(f"{job} failed while it was suspended, and waits for room", "hegmctl queue")
             with anyio.move_on_after(LOOK_S):
                 await job.node.news.wait()
         if not job.supervisor.is_alive:

@@ -30,6 +30,7 @@ from hegmd.server.operation_handlers import OperationHandlers
 from hegmd.server.session import Call
 from hegmd.server.sharing_handlers import SharingHandlers
 from hegmd.sharing.requests import SharingRequests
+from hegmd.sharing.resumes import QueuedResumes
 from hegmd.telemetry.events import EventLog, require_kinds
 from hegmd.workers.workers import Workers
 
@@ -55,6 +56,7 @@ class Services:
     recoveries: Recoveries
     proving: Proving
     sharing: SharingRequests
+    queued_resumes: QueuedResumes
     simulator: SimulatedProvider | None
     limits: m.Limits
     doctor: Callable[[Callable[[Check], Awaitable[None]]], Awaitable[tuple[Check, ...]]]
@@ -100,7 +102,7 @@ class Handlers:
             **self._sharing.table(),
             **OperationHandlers(
                 *(self._s.policy, self._s.operations, self._s.sequences, self._s.checkpoints, self._s.orphans),
-                *(self._s.jobs, self._s.inventory, self._s.workers),
+                *(self._s.jobs, self._s.inventory, self._s.workers, self._s.queued_resumes),
             ).table(),
         }
 

@@ -23,6 +23,7 @@ from hegmd.protocol.record import Record, as_list, as_map
 from hegmd.server.auth import Policy
 from hegmd.server.dispatch import Handler
 from hegmd.server.session import Call
+from hegmd.sharing.resumes import QueuedResumes
 from hegmd.system.programs import Rights
 from hegmd.workers.workers import Workers
 
@@ -34,7 +35,7 @@ ORPHANS_S = 20.0
 class OperationHandlers:
     """A method per message."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that it asks, each named
         self,
         policy: Policy,
         operations: Operations,
@@ -44,6 +45,7 @@ class OperationHandlers:
         jobs: JobRequests,
         inventory: Inventory,
         workers: Workers,
+        queued_resumes: QueuedResumes,
     ) -> None:
         self._jobs = jobs
         self._inventory = inventory
@@ -52,6 +54,7 @@ class OperationHandlers:
         self._operations = operations
         self._lending = Lending(operations, workers)
         self._sequences = sequences
+        self._queued_resumes = queued_resumes
         self._orphans = orphans
 
     def table(self) -> Mapping[type[m.Request], Handler]:
@@ -117,7 +120,8 @@ class OperationHandlers:
     async def resume(self, call: Call, request: m.Resume) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         pid, to = await self._jobs.pid(request.pid, asked.may), await self._place(request.to)
-        return self._reply(await self._operations.resume(pid, to, asked), call)
+        resume = self._queued_resumes.resume if request.queue else self._operations.resume
+        return self._reply(await resume(pid, to, asked), call)
 
     async def checkpoint(self, call: Call, request: m.Checkpoint) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)

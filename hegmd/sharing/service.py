@@ -30,8 +30,9 @@ from hegmd.sharing import model
 from hegmd.sharing.actions import SharingActions
 from hegmd.sharing.history import History
 from hegmd.sharing.leases import StartTicks
+from hegmd.sharing.memory_use import needs_by_gpu
 from hegmd.sharing.policy import decide
-from hegmd.sharing.records import LeaseRecord
+from hegmd.sharing.records import LeaseRecord, SuspendedRecord
 from hegmd.sharing.rules import SharingRules
 from hegmd.sharing.state import SharingMemory
 from hegmd.sharing.view import SharingView, View
@@ -71,6 +72,7 @@ class Sharing:
         self._events = events
         self.rules = rules
         self._clock = clock
+        self._utc = utc
         self._began = clock()
         self._changed = Condition()
         self.memory = SharingMemory(start_ticks, self.note_end)
@@ -89,6 +91,8 @@ class Sharing:
             clock=clock,
             utc=utc,
         )
+        #: The operations that had a job off its GPUs when it failed, once the job was entered into the queue.
+        self._failed_away: set[str] = set()
         #: Told after each decision.
         self.decided = Condition()
         #: The last look at the node and what was decided; None before the first.
@@ -256,10 +260,20 @@ class Sharing:
         return bool(recoveries.returns_to(job.id)) or (is_new and not has_process)
 
     def must_wait(self, job_id: str) -> bool:
-        """Return True if a job that is to be started again has left its GPUs for others, and they have no room for it
-        yet.
+        """Return True if a job that is to be started again had left its GPUs, and there is no room for it yet.
+
+        One that its user had suspended is entered into the queue once: others may have its memory.
         """
-        return any(job.id == job_id and job.number in self.memory.suspended for job in self._moving.jobs)
+        job = next((job for job in self._moving.jobs if job.id == job_id), None)
+        if job is None:
+            return False
+        op = self._operations_of.last_of(job)
+        was_away = op is not None and (op.phase == SUSPENDED or any(worker.lost for worker in op.workers))
+        if op is not None and was_away and op.id not in self._failed_away:
+            self._failed_away.add(op.id)
+            if job.number not in self.memory.suspended:
+                self._enter(job, op, "it failed while it was suspended")
+        return job.number in self.memory.suspended
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -308,13 +322,38 @@ class Sharing:
 
     def keep_suspended(self, op: Operation) -> bool:
         """A user suspends a job that is suspended for others: it is theirs to resume from now on. Whether it was."""
-        for number, note in tuple(self.memory.suspended.items()):
-            if op.phase == SUSPENDED and self._view.is_ours(op, note):
-                job = next((job for job in self._moving.jobs if job.number == number), None)
-                if job is not None and self._operations_of.of(job) is op and self.actions.of(job.id) is None:
-                    self.memory.forget_suspended(number)
-                    return True
-        return False
+        job = self.job_of(op) if op.phase == SUSPENDED else None
+        if job is None or not self._view.is_ours(op, self.memory.suspended.get(job.number)):
+            return False
+        if self.actions.of(job.id) is not None:
+            return False
+        self.memory.forget_suspended(job.number)
+        return True
+
+    def job_of(self, op: Operation) -> JobRecord | None:
+        """Return the job that an operation has; None if its processes belong to no job."""
+        return next((job for job in self._moving.jobs if job.is_alive and self._operations_of.of(job) is op), None)
+
+    def queue_resume(self, job: JobRecord, op: Operation) -> None:
+        """Have a suspended job resume in its turn. Nothing changes for one that does so already."""
+        if self._view.is_ours(op, self.memory.suspended.get(job.number)):
+            return
+        self._enter(job, op, "its user has resumed it")
+
+    def _enter(self, job: JobRecord, op: Operation, why: str) -> None:
+        """Have a job that is off its GPUs wait for its turn. It need not settle as one that has just been suspended."""
+        needs = needs_by_gpu(op.workers, lambda one: one.previous_gpu or one.first_gpu)
+        self.memory.put_suspended(
+            SuspendedRecord(
+                job=job.number,
+                operation=op.id,
+                gpu=",".join(needs) or None,
+                size_bytes=sum(needs.values()),
+                since_utc=self._utc() - self.rules.policy.settle_s,
+                why=why,
+            )
+        )
+        self._record("sharing.queued", f"job {job} waits to resume, with priority {job.priority}", job=job.id)
 
     def kept_bytes(self, node: NodeSnapshot) -> Mapping[str, int]:
         """Return how much of each GPU no job and no lease can ever have, by GPU."""

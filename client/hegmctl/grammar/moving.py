@@ -105,12 +105,19 @@ MOVING = (
         "resume",
         "resume a suspended or quiesced job",
         "It is done when the next batch has run. If its bytes are not reloaded within --timeout, it is suspended "
-        "again.",
+        "again. With --queue a suspended job waits like a new one until a GPU has room, for --timeout at most. It "
+        "resumes then even if the command was interrupted; `hegmctl suspend` takes it out of the queue.",
         request="resume",
         render=_OPERATION,
-        options=(Of("to", complete=PLACES, doc="target GPU; default: its former GPU"),),
+        options=(
+            Of("to", complete=PLACES, doc="target GPU; default: its former GPU"),
+            Of("queue", doc="if no GPU has room for it, wait in the queue of `hegmctl queue`"),
+        ),
         arguments=(Of("pid", complete=""),),
-        examples=(("hegmctl resume 4711 --to gpu1", "resume it on gpu1"),),
+        examples=(
+            ("hegmctl resume 4711 --to gpu1", "resume it on gpu1"),
+            ("hegmctl resume train --queue", "resume it as soon as a GPU has room"),
+        ),
     ),
     Command(
         "drain",

@@ -408,6 +408,7 @@ def _judge_memory(draft: Draft, needed: Mapping[str, int]) -> None:
             ]
             elsewhere = f"choose a GPU with enough free memory: {listed(tuple(others))}"
             hint = elsewhere if others else "suspend or migrate a job that uses it"
+            hint += "; or add --queue, to wait for room" if draft.request.may_queue else ""
             draft.against(REFUSED, message, hint, gpu=name)
 
 

@@ -60,7 +60,7 @@ CALLED = {
     "recovery.report": "recoveries.in_process.report",
     "reload": "reload",
     "restore": "fds.view checkpoints.restore jobs.with_job jobs.plan_with_jobs",
-    "resume": "jobs.pid operations.resume jobs.with_job jobs.plan_with_jobs",
+    "resume": "jobs.pid queued_resumes.resume jobs.with_job jobs.plan_with_jobs",
     "room.make": "policy.may_act_on_all sharing.make_room",
     "room.release": "policy.may_act_on_all sharing.release",
     "room.wait": "policy.may_act_on_all sharing.wait_for_room",

@@ -195,6 +195,25 @@ async def test_a_job_that_failed_while_it_was_suspended_for_a_lease_is_started_a
         assert not shared.sharing.memory.suspended
 
 
+async def test_a_job_that_failed_while_its_user_had_suspended_it_waits_for_room(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    """It was started at once, beside whoever had its memory by then."""
+    async with a_protected_job(tmp_path, process, other) as (shared, orders):
+        await shared.node.operations.suspend([process.pid], shared.node.asked())
+        await shared.make_room(7 * MIB, until_free=True, limit_s=HANG_S)
+        process.kill()
+        process.wait()
+        shared.node.moving.supervisors.report("line", SuperviseReport(result="fell", status=-9))
+        await shared.until(lambda: any("waits for room" in order.message for order in orders))
+        await shared.until_states(j1="suspended")
+        assert not any(order.do == "start" for order in orders)
+        await shared.requests.release(told.Release(lease="l1"), ADMIN)
+        await shared.until(lambda: any(order.do == "start" for order in orders))
+        assert await shared.states() == {"j1": "starting"}
+        assert not shared.sharing.memory.suspended
+
+
 @pytest.mark.thorough
 async def test_a_job_that_failed_while_there_was_no_daemon_waits_for_its_turn_too(
     tmp_path: Path, process: Child, other: Child
