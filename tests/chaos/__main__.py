@@ -1,9 +1,9 @@
 """`python -m tests.chaos`: every kill there is, with the bytes in flight held by a keeper and then by files.
 
 First trainings that are restarted, and one that goes into images and comes back; then, on simulated GPUs, trainings
-that are moved, and two ranks that are moved together; then CUDA programs with and without an agent, on GPUs behind the
-stub driver. Prints each kill and how the operation ended, and in the end the figures.
-`--gpus`, `--memory`, `--command`, `--victim` and `--state` choose some.
+that are moved, and two ranks that are moved together and go into images; then CUDA programs with and without an agent,
+on GPUs behind the stub driver. Prints each kill and how the operation ended, and in the end the figures.
+`--gpus`, `--memory`, `--command`, `--victim`, `--state` and `--moment` choose some.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ from tests.chaos.cells import (
     for_both_kinds,
 )
 from tests.chaos.gpu_node import GpuNode
+from tests.chaos.halts import MOMENTS
 from tests.chaos.image_campaign import ImageCampaign, ImageTally
 from tests.chaos.image_cells import STATES as IMAGE_STATES
 from tests.chaos.image_cells import ImageCell, every_image_cell
 from tests.chaos.image_node import ImageNode
 from tests.chaos.node import Node
 from tests.chaos.rank_campaign import RankCampaign
+from tests.chaos.rank_cells import IMAGE_STATES as RANK_IMAGE_STATES
 from tests.chaos.rank_cells import STATES as RANK_STATES
-from tests.chaos.rank_cells import RankCell, every_rank_cell
+from tests.chaos.rank_cells import RankCell, RankImageCell, every_rank_cell, every_rank_image_cell
+from tests.chaos.rank_image_campaign import RankImageCampaign
 from tests.chaos.restart_campaign import RestartCampaign, RestartTally
 from tests.chaos.restart_cells import RestartCell, every_restart_cell
 from tests.e2e.real_criu import find_criu
@@ -63,12 +66,18 @@ def main() -> int:
     restarts = tuple(every_restart_cell())
     images = tuple(every_image_cell())
     ranks = tuple(every_rank_cell())
-    others: tuple[AnyCell, ...] = (*restarts, *images, *ranks)
+    rank_images = tuple(every_rank_image_cell())
+    others: tuple[AnyCell, ...] = (*restarts, *images, *ranks, *rank_images)
     known_states = {state for states in STATES.values() for state in states} | {cell.state for cell in others}
     known_victims = dict.fromkeys((*VICTIMS, *FAULTS, *OF_THE_HELPER, *(cell.victim for cell in others)))
     parser.add_argument("--victim", choices=tuple(known_victims), action="append")
     parser.add_argument("--state", choices=sorted(known_states), action="append")
-    parser.add_argument("--command", choices=(*STATES, RESTART, *IMAGE_STATES, *RANK_STATES), action="append")
+    parser.add_argument("--moment", choices=sorted({*MOMENTS, *(cell.moment for cell in others)}), action="append")
+    parser.add_argument(
+        "--command",
+        choices=(*STATES, RESTART, *IMAGE_STATES, *RANK_STATES, *map(_of_ranks, RANK_IMAGE_STATES)),
+        action="append",
+    )
     parser.add_argument("--memory", choices=(NAMELESS, NAMED), action="append")
     parser.add_argument("--gpus", choices=(SIMULATED, DRIVEN), action="append")
     asked = parser.parse_args()
@@ -84,6 +93,7 @@ def main() -> int:
             )
     if SIMULATED in (asked.gpus or [SIMULATED]) and NAMELESS in (asked.memory or [NAMELESS]):
         _play_ranks([cell for cell in ranks if _is_wanted(cell, cell.command, asked)])
+        _play_rank_images([cell for cell in rank_images if _is_wanted(cell, _of_ranks(cell.command), asked)])
     for (gpus, memory), all_victims in VICTIMS_OF.items():
         victims = [victim for victim in all_victims if not asked.victim or victim in asked.victim]
         if gpus not in (asked.gpus or [gpus]) or memory not in (asked.memory or [memory]):
@@ -104,8 +114,14 @@ def _is_wanted(cell: Cell | AnyCell, command: str, asked: argparse.Namespace) ->
     return (
         cell.victim in (asked.victim or [cell.victim])
         and cell.state in (asked.state or [cell.state])
+        and cell.moment in (asked.moment or [cell.moment])
         and command in (asked.command or [command])
     )
+
+
+def _of_ranks(command: str) -> str:
+    """The name by which that command for a job of ranks is asked for."""
+    return f"{command} ranks"
 
 
 def _in_all(tally: Tally, what_was_done: str, took_s: float) -> str:
@@ -116,21 +132,29 @@ def _in_all(tally: Tally, what_was_done: str, took_s: float) -> str:
 
 
 def _play_images(cells: Sequence[ImageCell], *, nameless: bool) -> None:
+    _play_by_criu(ImageCampaign, cells, "images", nameless=nameless)
+
+
+def _play_rank_images(cells: Sequence[RankImageCell]) -> None:
+    _play_by_criu(RankImageCampaign, cells, "images of ranks", nameless=True)
+
+
+def _play_by_criu(campaign: type[ImageCampaign], cells: Sequence[ImageCell], name: str, *, nameless: bool) -> None:
     criu = find_criu()
     if not cells or isinstance(criu, str):
-        print(f"images: nothing was played: {criu if cells else 'nothing of them is asked for'}")
+        print(f"{name}: nothing was played: {criu if cells else 'nothing of them is asked for'}")
         return
     began = monotonic()
     with _folder() as folder:
         with ImageNode(Path(folder), criu, nameless=nameless) as node:
-            tally = ImageCampaign(node, say=partial(print, flush=True)).run(cells)
-        print(f"{NAMELESS if nameless else NAMED}, {image_summary(tally, monotonic() - began)}")
+            tally = campaign(node, say=partial(print, flush=True)).run(cells)
+        print(f"{NAMELESS if nameless else NAMED}, {name}: {image_summary(tally, monotonic() - began)}")
 
 
 def image_summary(tally: ImageTally, took_s: float) -> str:
     """What a campaign of images came to, in a line."""
     return (
-        f"images: {_in_all(tally, 'killed', took_s)};"
+        f"{_in_all(tally, 'killed', took_s)};"
         f" {tally.whole} whole images, {tally.restored} jobs brought back, {tally.ended_jobs} trainings ended;"
         f" {tally.steps} steps, each as in an undisturbed run"
     )

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic
 from types import TracebackType
 from typing import Any
@@ -111,30 +112,34 @@ class ImageCampaign:
             words = ["checkpoint", *(["--leave-running"] if cell.command == LEFT else [])]
             words += [str(job.pid), str(self._image)]
         if cell.state != READING:
-            node.halts.set(Trap(job.pid, cell.state, cell.moment))
+            node.halts.set(Trap(job.workers[0], cell.state, cell.moment))
         node.daemon.read_notices()
         return _Watched(words, node.daemon.socket_path)
 
     def _strike(self, cell: ImageCell, client: Client, job: HandedJob) -> int:
         node = self._node
         if cell.moment == AT_CRIU:
-            return node.strike(cell.victim, client, job.pid) if node.await_criu(job.pid, client) else 0
+            return self._hit(cell, client, job) if node.await_criu(job.pid, client) else 0
         if cell.moment == REVIVED:
             job.await_revived()
-            return node.strike(cell.victim, client, job.pid)
+            return self._hit(cell, client, job)
         try:
             node.halts.wait(HALT_LIMIT_S)
         except AssertionError as error:
             raise AssertionError(f"{cell}: {error}; hegmctl said: {client.said()}") from error
         if cell.moment == BEGUN:
             node.halts.go()
-            return node.strike(cell.victim, client, job.pid)
-        struck = node.strike(cell.victim, client, job.pid)
+            return self._hit(cell, client, job)
+        struck = self._hit(cell, client, job)
         if cell.victim == DAEMON:
             node.halts.forget()
         else:
             node.halts.go()
         return struck
+
+    def _hit(self, cell: ImageCell, client: Client, job: HandedJob) -> int:
+        """Kill the victim; how many processes that were."""
+        return self._node.strike(cell.victim, client, job.pid)
 
     def _rested(self, cell: ImageCell, job: HandedJob, known: set[str]) -> Operation | None:
         """The operation of that command at rest; None where there is none, and nothing is under way any more."""
@@ -157,7 +162,9 @@ class ImageCampaign:
         if op is not None and op.phase == "suspended":
             self._command("resume", str(job.pid))
         whole, alive = self._is_whole(), self._is_alive(job)
-        assert len(list(mentioning(job.folder))) == alive, "there are two of the job, or something is left of it"
+        assert len(list(mentioning(job.folder))) == alive * job.size, (
+            "there are two of the job, or something is left of it"
+        )
         self.tally.whole += whole
         if cell.command != RESTORE:
             # What is lost is a job that was killed while the rest of its image was written.
@@ -191,7 +198,7 @@ class ImageCampaign:
             self.tally.restored += 1
             said = ", restored"
         job.await_steps(len(job.losses) + 2)
-        self._node.await_video_memory_of([job.pid])
+        self._node.await_video_memory_of(job.workers)
         if self._image.is_dir():
             shutil.rmtree(self._image)
         self._await_nothing_left(job.pid, alive=True)
@@ -236,11 +243,15 @@ class ImageCampaign:
         if self._job is None:
             self._jobs += 1
             folder = self._node.folder / f"job-{self._jobs}"
-            self._job = HandedJob(folder, self._node.daemon.socket_path, steps=STEPS)
+            self._job = self._start(folder, self._node.daemon.socket_path)
         job = self._job
         job.await_steps(len(job.losses) + 2)
-        self._node.await_jobs([job.pid], agents=[job.pid])
+        self._node.await_jobs(job.workers, agents=job.workers)
         return job
+
+    def _start(self, folder: Path, socket_path: Path | None) -> HandedJob:
+        """Start a job of the kind that this campaign plays with; without a socket one that nobody disturbs."""
+        return HandedJob(folder, socket_path, steps=STEPS)
 
     def _end_job(self) -> None:
         job, self._job = self._job, None
@@ -253,7 +264,7 @@ class ImageCampaign:
     def _compare(self) -> None:
         """Each job with as much of an undisturbed run."""
         longest = max(map(len, self._said), default=0)
-        with HandedJob(self._node.folder / "alone", None, steps=STEPS) as alone:
+        with self._start(self._node.folder / "alone", None) as alone:
             alone.await_steps(longest + 1)
             wanted = alone.losses
         for number, said in enumerate(self._said, 1):

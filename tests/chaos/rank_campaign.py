@@ -2,7 +2,7 @@
 
 After each kill the operation comes to rest within its limits, in a state that its cell allows. A job that can train on
 does so; one whose rank or launcher was killed ends by itself or is ended here, and nothing of it is left. The other job
-never notices. In the end all ranks have the losses of an undisturbed run, as far as they came.
+never notices. After each kill all ranks have the losses of an undisturbed run, as far as they came.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.chaos.halts import BEGUN, Trap
 from tests.chaos.jobs import WITH_TORCH, Job
 from tests.chaos.node import REST_LIMIT_S, Client, Node
 from tests.chaos.rank_cells import EXCHANGE, LAUNCHER, PART, RANK, RESUME, STUCK, SUSPEND, SWAP, RankCell
-from tests.chaos.ranked_job import RankedJob, check
+from tests.chaos.ranked_job import RankedJob, Undisturbed
 from tests.looks import pause
 
 #: A rank that is stopped is waited for no longer than this.
@@ -43,7 +43,7 @@ class RankCampaign:
         self._node = node
         self._say = say
         self._job: RankedJob | None = None
-        self._made: list[list[list[str]]] = []
+        self._undisturbed = Undisturbed()
         self.tally = RankTally()
 
     def run(self, cells: Iterable[RankCell]) -> RankTally:
@@ -59,7 +59,7 @@ class RankCampaign:
                 if self._job is not None:
                     self._job.__exit__(None, None, None)
             node.await_video_memory_of([other.pid])
-            self.tally.steps = other.end() + check(self._made)
+            self.tally.steps += other.end()
         self._see_that_nothing_is_held()
         return self.tally
 
@@ -85,6 +85,7 @@ class RankCampaign:
             self._see_it_end(cell, job)
         else:
             self._see_it_train(job, other)
+            self._undisturbed.compare(job.losses())
         other.make_steps(2)
         self.tally.rounds += 1
         self.tally.kills[cell.victim] += 1
@@ -205,7 +206,7 @@ class RankCampaign:
 
     def _job_that_trains(self) -> RankedJob:
         if self._job is None:
-            folder = self._node.folder / f"ranks-{len(self._made)}"
+            folder = self._node.folder / f"ranks-{self.tally.ended_jobs}"
             folder.mkdir()
             self._job = RankedJob(folder, self._node.daemon.socket_path)
             with self._node.asked() as hegmd:
@@ -219,8 +220,8 @@ class RankCampaign:
             self._leave(self._job)
 
     def _leave(self, job: RankedJob) -> None:
-        """Keep what it wrote for the comparison, and see that no operation has any of it."""
-        self._made.append(job.losses())
+        """Compare what it wrote, and see that no operation has any of it."""
+        self.tally.steps += self._undisturbed.compare(job.losses())
         job.__exit__(None, None, None)
         self._job = None
         self.tally.ended_jobs += 1

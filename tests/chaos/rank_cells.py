@@ -1,4 +1,4 @@
-"""The kills during the moves of a job of two ranks: every state of every command, for each victim.
+"""The kills while a job of two ranks moves, goes into images and comes out of them: every state, for each victim.
 
 Pure. A cell is one kill, or one rank that is stopped. Besides what is killed around any job there are a rank, which
 the others wait for, and the launcher, whose store the ranks meet in.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tests.chaos.cells import CLIENT, DAEMON
 from tests.chaos.halts import BEGUN, MOMENTS, RECORDED
+from tests.chaos.image_cells import AT_CRIU, CHECKPOINT, LEFT, READING, RESTORE, REVIVED, ImageCell
 
 EXCHANGE, SUSPEND, RESUME, PART, SWAP = "exchange ranks", "suspend ranks", "resume ranks", "move one rank", "swap ranks"
 RANK, LAUNCHER, STUCK = "rank", "launcher", "stuck rank"
@@ -79,3 +80,60 @@ def _moments(victim: str, state: str, *, is_last: bool) -> tuple[str, ...]:
     if victim == STUCK:
         return (RECORDED,) if state in _WAITS else ()
     return (RECORDED, BEGUN) if is_last else MOMENTS
+
+
+# ---- images ----------------------------------------------------------------------------------------------------------
+
+_INTO_AN_IMAGE = (*_GOING, "handing")
+IMAGE_STATES = {
+    CHECKPOINT: (*_INTO_AN_IMAGE, "ending", "done"),
+    LEFT: (*_INTO_AN_IMAGE, "restoring", *_COMING, "sealing", "done"),
+    RESTORE: (READING, "reserving", "restoring", *_COMING, "done"),
+}
+IMAGE_VICTIMS = (DAEMON, CLIENT, RANK, LAUNCHER)
+
+
+class RankImageCell(ImageCell):
+    """One kill while a job of ranks goes into an image or comes out of one."""
+
+    __slots__ = ()
+
+    @property
+    def ends(self) -> frozenset[str]:
+        if not self.may_end_the_job:
+            return super().ends
+        held = {"suspended"} if self.victim == LAUNCHER else set[str]()
+        return frozenset({"done", "rolled-back", "lost"} | held)
+
+    @property
+    def may_end_the_job(self) -> bool:
+        """Whether a process of the job is killed, without which the others cannot train on."""
+        return self.victim in (RANK, LAUNCHER)
+
+
+#: Kills while there is no image yet, while it is written from a job that trains on, and while a job comes out of it.
+TELLING_OF_IMAGES = (
+    RankImageCell(LEFT, "tidying", RECORDED, DAEMON),
+    RankImageCell(CHECKPOINT, "disconnecting", RECORDED, LAUNCHER),
+    RankImageCell(RESTORE, "reconnecting", RECORDED, RANK),
+)
+
+
+def every_rank_image_cell() -> Iterator[RankImageCell]:
+    """All of them, one victim after the other."""
+    for victim in IMAGE_VICTIMS:
+        for command, states in IMAGE_STATES.items():
+            for state in states:
+                for moment in _moments_of_images(victim, command, state):
+                    yield RankImageCell(command, state, moment, victim)
+
+
+def _moments_of_images(victim: str, command: str, state: str) -> tuple[str, ...]:
+    is_of_job = victim in (RANK, LAUNCHER)
+    if state == READING:
+        return (REVIVED,) if is_of_job else (AT_CRIU, REVIVED)
+    if is_of_job and state == "ending":
+        return (RECORDED,)  # they end anyway
+    if state == "done":
+        return () if is_of_job and command == CHECKPOINT else (RECORDED, BEGUN)
+    return MOMENTS

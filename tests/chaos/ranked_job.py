@@ -1,7 +1,7 @@
 """Two ranks of torchrun that train over gloo, and whom it hits when one of them, or their launcher, is killed.
 
 Owns the processes and the files that they write their losses to. All such jobs compute the same, so one undisturbed run
-is what each of them is compared with.
+is what each of them is compared with, once it has ended or after any kill: `Undisturbed`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -19,8 +20,10 @@ from typing_extensions import Self
 
 from hegmctl.connection import Connection
 from tests.chaos.jobs import PATIENCE_S
+from tests.chaos.node import mentioning
 from tests.e2e.agented import SCRIPTS, undisturbed
 from tests.e2e.forked import started
+from tests.e2e.handed_job import HandedJob
 from tests.e2e.moved_job import BARE, environment
 from tests.e2e.references import TWO_RANKS
 from tests.looks import pause
@@ -81,8 +84,7 @@ class RankedJob:
 
     def losses(self) -> list[list[str]]:
         """Return the whole lines that each rank has written."""
-        texts = [Path(f"{self._losses}.{rank}").read_text() for rank in range(RANKS)]
-        return [text[: text.rfind("\n") + 1].splitlines() for text in texts]
+        return losses_of(str(self._losses))
 
     def await_steps(self, count: int) -> None:
         """Wait until each rank has made so many more."""
@@ -136,13 +138,73 @@ class RankedJob:
         return self._errors.read()[-3000:]
 
 
-def check(made: list[list[list[str]]]) -> int:
-    """See that each of these jobs has the losses of an undisturbed one, as far as it came; how many steps that were."""
-    steps = max(len(lines) for job in made for lines in job)
-    with tempfile.TemporaryDirectory() as folder:
-        undisturbed([*TWO_RANKS, SCRIPT, f"{folder}/expected", str(steps)])
-        wanted = [Path(f"{folder}/expected.{rank}").read_text().splitlines() for rank in range(RANKS)]
-    for job in made:
-        for rank, lines in enumerate(job):
-            assert lines == wanted[rank][: len(lines)], f"rank {rank} has other losses than an undisturbed run"
-    return sum(len(lines) for job in made for lines in job)
+class Undisturbed:
+    """The losses of ranks that nobody disturbs. They are computed again, for twice the steps, if too few are known."""
+
+    def __init__(self) -> None:
+        self._steps = 256
+        self._wanted: list[list[str]] = []
+
+    def compare(self, losses: list[list[str]]) -> int:
+        """See that each rank of a job has these, as far as it came; how many steps that were."""
+        most = max(map(len, losses))
+        if not self._wanted or most > self._steps:
+            while self._steps < most:
+                self._steps *= 2
+            with tempfile.TemporaryDirectory() as folder:
+                undisturbed([*TWO_RANKS, SCRIPT, f"{folder}/expected", str(self._steps)])
+                self._wanted = losses_of(f"{folder}/expected")
+        for rank, lines in enumerate(losses):
+            assert lines == self._wanted[rank][: len(lines)], f"rank {rank} has other losses than an undisturbed run"
+        return sum(map(len, losses))
+
+
+def losses_of(path: str) -> list[list[str]]:
+    """Return the whole lines that each rank has written."""
+    texts = [Path(f"{path}.{rank}").read_text() for rank in range(RANKS)]
+    return [text[: text.rfind("\n") + 1].splitlines() for text in texts]
+
+
+class HandedRanks(HandedJob):
+    """Both ranks with their launcher, which is the root of what goes into an image."""
+
+    size = RANKS + 1
+
+    def __init__(self, folder: Path, socket_path: Path | None) -> None:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        super().__init__(folder, socket_path, script=[*launcher, SCRIPT, str(folder)])
+        self._workers: list[int] = []
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for process in self.living():
+            process.kill()
+        super().__exit__(kind, error, tb)
+
+    @property
+    def workers(self) -> list[int]:
+        """The pids of the ranks in their order; once both were seen, these are kept, as an image keeps them."""
+        if not self._workers:
+            found = {int(one.environ()["RANK"]): one.pid for one in mentioning(self.folder) if one.pid != self.pid}
+            if found.keys() == set(range(RANKS)):
+                self._workers = [found[rank] for rank in range(RANKS)]
+        return self._workers
+
+    def living(self) -> list[psutil.Process]:
+        """The ranks that have not ended."""
+        ranks = [one for one in mentioning(self.folder) if one.pid != self.pid]
+        return [one for one in ranks if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+    def tell_to_end(self) -> None:
+        """Have both ranks end at one step, if they train."""
+        self.stop_file.touch()
+
+    @property
+    def stop_file(self) -> Path:
+        return Path(f"{self.folder}.stop")
+
+    @property
+    def losses(self) -> list[str]:
+        """The losses of both ranks, step by step, as far as both came."""
+        with suppress(FileNotFoundError):
+            return [" ".join(step) for step in zip(*losses_of(str(self.folder)), strict=False)]
+        return []

@@ -64,6 +64,9 @@ def losses_alone(folder: Path, *, workers: int = 0, steps: int = STEPS) -> list[
 class HandedJob:
     """The script under `hegmctl run`. Whatever has become of it is ended with the context."""
 
+    # How many processes it has while it trains.
+    size = 1
+
     def __init__(
         self,
         folder: Path,
@@ -75,14 +78,15 @@ class HandedJob:
         uid: int | None = None,
         piped: bool = False,
         script: Sequence[str] = (),
+        bare: bool = True,
     ) -> None:
         """`uid`: whose it is; else it belongs to whoever runs the test. `piped`: it says what it says into a pipe.
-        `script`: another one than that of these tests, with its arguments."""
+        `script`: another one than that of these tests, with its arguments. `bare`: without PyTorch's compiler."""
         self.folder = folder
         self.folder.mkdir(exist_ok=True)
         if uid is not None:
             os.chown(self.folder, uid, uid)
-        self.environ = {**environment(socket_path), **BARE}
+        self.environ = {**environment(socket_path), **(BARE if bare else {})}
         if workers:
             self.environ["LOADER_WORKERS"] = str(workers)
         words = [sys.executable, *(script or (str(SCRIPT), str(folder), str(steps)))]
@@ -113,6 +117,11 @@ class HandedJob:
         self.process.wait(ENDS_WITHIN_S)
         if self.process.stdout is not None:
             self.process.stdout.close()
+
+    @property
+    def workers(self) -> list[int]:
+        """The pids of the processes that train."""
+        return [self.pid]
 
     @property
     def losses(self) -> list[str]:

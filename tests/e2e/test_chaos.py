@@ -37,10 +37,14 @@ from tests.chaos.image_cells import every_image_cell, few_image_cells
 from tests.chaos.image_node import ImageNode
 from tests.chaos.node import Node
 from tests.chaos.rank_campaign import RankCampaign
+from tests.chaos.rank_cells import IMAGE_STATES as RANK_IMAGE_STATES
+from tests.chaos.rank_cells import IMAGE_VICTIMS as OF_RANK_IMAGES
 from tests.chaos.rank_cells import STATES as RANK_STATES
 from tests.chaos.rank_cells import TELLING as TELLING_OF_RANKS
+from tests.chaos.rank_cells import TELLING_OF_IMAGES as TELLING_OF_RANK_IMAGES
 from tests.chaos.rank_cells import VICTIMS as OF_RANKS
-from tests.chaos.rank_cells import every_rank_cell
+from tests.chaos.rank_cells import every_rank_cell, every_rank_image_cell
+from tests.chaos.rank_image_campaign import RankImageCampaign
 from tests.chaos.restart_campaign import RestartCampaign
 from tests.chaos.restart_cells import TELLING as TELLING_OF_RESTARTS
 from tests.chaos.restart_cells import VICTIMS as OF_RESTARTS
@@ -109,6 +113,25 @@ def test_no_kill_around_ranks_changes_a_loss_or_leaves_a_rank_waiting(socket_dir
     with Node(socket_dir, nameless=True) as node:
         tally = RankCampaign(node, say=print).run(TELLING_OF_RANKS)
     assert (tally.rounds, tally.ended_jobs) == (len(TELLING_OF_RANKS), 1), tally
+
+
+@pytest.mark.wide
+def test_no_kill_around_an_image_of_ranks_changes_a_loss_or_leaves_half_a_job(socket_dir: Path) -> None:
+    """Issue 16, outcome 3: the same of images of ranks; the ranks are killed in turn with their launcher."""
+    with ImageNode(socket_dir, criu_or_skip(), nameless=True) as node:
+        tally = RankImageCampaign(node, say=print).run(TELLING_OF_RANK_IMAGES)
+    assert tally.kills.total() == len(TELLING_OF_RANK_IMAGES), tally
+    assert tally.restored > 1, tally
+
+
+def test_the_whole_run_kills_everybody_in_each_state_of_an_image_of_ranks() -> None:
+    cells = list(every_rank_image_cell())
+    assert len(cells) == len(set(cells)) > 400
+    assert set(TELLING_OF_RANK_IMAGES) < set(cells)
+    states = {(command, state) for command, states in RANK_IMAGE_STATES.items() for state in states}
+    ended = {("checkpoint", "done")}  # nothing of the job is left to be killed
+    for victim in OF_RANK_IMAGES:
+        assert states - ended == {(cell.command, cell.state) for cell in cells if cell.victim == victim} - ended
 
 
 def test_the_whole_run_kills_everybody_in_each_state_of_ranks() -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from time import monotonic
 
 import psutil
 import pytest
@@ -16,12 +15,9 @@ import pytest
 from hegmd.errors import BUSY, TIMEOUT
 from hegmd.node.processes.process_set import population_of
 from tests.chaos.halts import BEGUN, RECORDED, UNRECORDED, Halts, Trap
-from tests.e2e.agented import SCRIPTS, undisturbed
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, daemon_with_criu, losses_alone
 from tests.e2e.mounting import why_no_mounts
-from tests.e2e.references import TWO_RANKS
-from tests.looks import COMMAND_MS, pause
 from tests.needs import need_torch
 from tests.stubs.build import build_stub
 from tests.wide import telling
@@ -148,30 +144,6 @@ def test_one_of_two_restores_of_an_image_at_once_is_refused(
         said = [one.communicate(timeout=ENDS_WITHIN_S)[1] for one in both]
         assert sorted(one.returncode == 0 for one in both) == [False, True], said
         assert job.output() == expected
-
-
-@pytest.mark.xdist_group("large images")
-def test_ranks_go_into_an_image_with_their_launcher_and_its_store(daemon: RunningDaemon, tmp_path: Path) -> None:
-    """Their launcher's agent stayed connected, and its store had io_uring: no job of torchrun's could be dumped."""
-    script = str(SCRIPTS / "ranks.py")
-    launched = ["-m", "torch.distributed.run", "--nproc-per-node", "2", script]
-    image, out = tmp_path / "image", tmp_path / "out"
-    with HandedJob(tmp_path / "job", daemon.socket_path, script=[*launched, str(out)]) as job:
-        until = monotonic() + ENDS_WITHIN_S
-        while len(ranks := [one["pid"] for one in job.command("ps")["processes"] if one["gpus"]]) < 2:
-            assert monotonic() < until, (tmp_path / "job" / "errors").read_text()
-            pause(COMMAND_MS)
-        done = job.operation("checkpoint", str(ranks[0]), str(image))
-        assert [process["state"] for process in done["processes"]] == ["gone", "gone"]
-        assert job.process.wait(ENDS_WITHIN_S) == -9
-        back = job.operation("restore", str(image), "--to", "gpu1")
-        assert [process["gpu"] for process in back["processes"]] == ["gpu1", "gpu1"]
-        (tmp_path / "out.stop").touch()
-        job.output()
-    losses = [(tmp_path / f"out.{rank}").read_text() for rank in range(2)]
-    undisturbed([*TWO_RANKS, script, str(tmp_path / "expected"), str(len(losses[0].splitlines()))])
-    assert losses == [(tmp_path / f"expected.{rank}").read_text() for rank in range(2)]
-    assert all(losses)
 
 
 # ---- whoever is killed -----------------------------------------------------------------------------------------------

@@ -1,0 +1,140 @@
+"""Issue 16, outcome 1: ranks of DDP, FSDP2, tensor parallel, a pipeline and a grid, with several groups of gloo.
+
+They are suspended, resumed elsewhere, have their GPUs exchanged, go into images and come back: no loss differs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import monotonic
+
+import pytest
+
+from hegmd.node.processes.process_set import population_of
+from tests.e2e.agented import SCRIPTS, undisturbed
+from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, daemon_with_criu
+from tests.looks import COMMAND_MS, pause
+from tests.needs import need_torch
+from tests.wide import telling
+
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded"), pytest.mark.xdist_group("ranks")]
+need_torch()
+
+SCRIPT = str(SCRIPTS / "rank_kinds.py")
+ALONE = str(Path(__file__).with_name("ranks_alone.py"))
+#: Each kind with its number of ranks, and how it makes its groups.
+KINDS = [
+    ("fsdp", 2, "groups"),
+    ("fsdp", 2, "eager both"),
+    ("tensor", 2, "both"),
+    ("tensor", 2, "eager groups"),
+    ("pipeline", 2, "groups"),
+    ("pipeline", 3, "eager both"),
+    ("grid", 4, "groups both"),
+    ("grid", 4, "eager"),
+]
+
+
+@pytest.mark.parametrize(("kind", "ranks", "words"), telling(KINDS, [("fsdp", 2, "groups")]))
+def test_ranks_of_each_kind_are_moved_and_written_into_an_image(
+    tmp_path: Path, kind: str, ranks: int, words: str
+) -> None:
+    out, image = tmp_path / "out", tmp_path / "image"
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    there, back = (",".join(f"gpu{(rank + first) % 2}" for rank in range(ranks)) for first in range(2))
+    script = [*launcher, SCRIPT, kind, str(out), *words.split()]
+    with (
+        daemon_with_criu(tmp_path) as daemon,
+        HandedJob(tmp_path / "job", daemon.socket_path, script=script, bare=False) as job,
+    ):
+        pid = str(_pids(job, ranks)[0])
+        _await_steps(job, out, ranks, 3)
+        assert job.operation("suspend", pid)["phase"] == "suspended"
+        assert _places(job.operation("resume", pid, "--to", there)) == there
+        _await_steps(job, out, ranks, 2)
+        assert _places(job.operation("migrate", pid, "--to", back)) == back
+        assert job.operation("checkpoint", pid, str(image))["phase"] == "done"
+        job.process.wait(ENDS_WITHIN_S)
+        assert _places(job.operation("restore", str(image), "--to", there)) == there
+        _await_steps(job, out, ranks, 2)
+        _end(job, out)
+    losses = _losses(out, ranks)
+    steps = len(losses[0])
+    undisturbed([ALONE, str(ranks), SCRIPT, kind, str(tmp_path / "expected"), str(steps), *words.split()])
+    assert losses == _losses(tmp_path / "expected", ranks)
+
+
+def test_ranks_go_into_images_with_their_launcher_and_its_store(tmp_path: Path) -> None:
+    """Their launcher's agent stayed connected, and its store had io_uring: no job of torchrun's could be dumped.
+
+    First they are left running, then they end with the image; they come back from both.
+    """
+    script, out = str(SCRIPTS / "ranks.py"), tmp_path / "out"
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    launched = ["-m", "torch.distributed.run", "--nproc-per-node", "2", script, str(out)]
+    with (
+        daemon_with_criu(tmp_path) as daemon,
+        HandedJob(tmp_path / "job", daemon.socket_path, script=launched) as job,
+    ):
+        ranks = _pids(job, 2)
+        left = job.operation("checkpoint", "--leave-running", str(ranks[0]), first)
+        assert [process["state"] for process in left["processes"]] == ["running", "running"]
+        _await_steps(job, out, 2, 5)
+        done = job.operation("checkpoint", str(ranks[1]), second)
+        assert [process["state"] for process in done["processes"]] == ["gone", "gone"]
+        assert job.process.wait(ENDS_WITHIN_S) == -9
+        assert _places(job.operation("restore", second, "--to", "gpu1")) == "gpu1,gpu1"
+        _end(job, out)
+        longest = _losses(out, 2)
+        assert _places(job.operation("restore", first, "--truncate-outputs")) == "gpu0,gpu0"
+        _end(job, out)
+    shortest = _losses(out, 2)
+    steps = max(len(losses) for losses in (*longest, *shortest))
+    undisturbed([ALONE, "2", script, str(tmp_path / "expected"), str(steps)])
+    for found in (longest, shortest):
+        assert all(found)
+        expected = _losses(tmp_path / "expected", 2)
+        assert found == [losses[: len(own)] for losses, own in zip(expected, found, strict=True)]
+
+
+def _pids(job: HandedJob, count: int) -> list[int]:
+    """The pids of the ranks, once each is on a GPU."""
+    until = monotonic() + ENDS_WITHIN_S
+    while len(found := [one["pid"] for one in job.command("ps")["processes"] if one["gpus"]]) < count:
+        assert job.process.poll() is None, (job.folder / "errors").read_text()
+        assert monotonic() < until, (job.folder / "errors").read_text()
+        pause(COMMAND_MS)
+    return found
+
+
+def _places(operation: dict[str, object]) -> str:
+    """The GPU of each rank in their order."""
+    processes = operation["processes"]
+    assert isinstance(processes, list)
+    return ",".join(one["gpu"] for one in sorted(processes, key=lambda one: one["rank"]))
+
+
+def _end(job: HandedJob, out: Path) -> None:
+    """Have the ranks end at one step, with their launcher, whose number is free then."""
+    stop = Path(f"{out}.stop")
+    stop.touch()
+    job.output()
+    stop.unlink()
+    until = monotonic() + ENDS_WITHIN_S
+    while job.pid in population_of([job.pid]).start_ticks:
+        assert monotonic() < until, "its parent does not reap it"
+        pause()
+
+
+def _losses(out: Path, ranks: int) -> list[list[str]]:
+    texts = [Path(f"{out}.{rank}").read_text() for rank in range(ranks)]
+    return [text.splitlines() for text in texts]
+
+
+def _await_steps(job: HandedJob, out: Path, ranks: int, count: int) -> None:
+    """Wait until each rank has made so many steps more."""
+    wanted = [len(losses) + count for losses in _losses(out, ranks)]
+    until = monotonic() + ENDS_WITHIN_S
+    while any(len(losses) < least for losses, least in zip(_losses(out, ranks), wanted, strict=True)):
+        assert monotonic() < until, (job.folder / "errors").read_text()
+        pause()

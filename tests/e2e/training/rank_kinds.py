@@ -1,0 +1,114 @@
+"""Ranks that train over gloo in one of several kinds of groups: rank_kinds.py KIND PATH [STEPS] [WORD...]
+
+KIND is fsdp (FSDP2), tensor, pipeline or grid: two by two ranks, FSDP2 in one dimension of the mesh and tensor parallel
+in the other. Each rank writes its losses, bit for bit, to PATH.RANK, until so many steps are made, or PATH.stop is
+there. With `groups` the losses are summed in a group of their own; with `both` the backends are `cpu:gloo,cuda:nccl`,
+or gloo for both if this PyTorch has no NCCL; with `eager` all groups communicate before the first step.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, TensorDataset
+
+kind, path, words = sys.argv[1], sys.argv[2], sys.argv[3:]
+steps = int(words[0]) if words and words[0].isdecimal() else -1
+rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+nccl = "nccl" if distributed.is_nccl_available() else "gloo"
+distributed.init_process_group(f"cpu:gloo,cuda:{nccl}" if "both" in words else "gloo")
+own = distributed.new_group(list(range(ranks))) if "groups" in words else None
+torch.manual_seed(3)
+
+
+def layers() -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+
+
+def sharded(model, mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model:
+        if isinstance(layer, torch.nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def in_parts(model, mesh):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def in_stages(mesh):
+    """Each rank has one of the stages, and a batch goes through them in four parts."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    blocks = [torch.nn.Linear(32, 32) for _ in range(ranks)]
+    stage = PipelineStage(blocks[rank], rank, ranks, torch.device("cpu"), group=mesh.get_group())
+    return blocks[rank], ScheduleGPipe(stage, 4, loss_fn=torch.nn.functional.mse_loss)
+
+
+def trained():
+    """The parameters, and what makes one step and returns its loss."""
+    if kind == "pipeline":
+        part, schedule = in_stages(init_device_mesh("cpu", (ranks,)))
+
+        def through_stages(batch):
+            found: list[torch.Tensor] = []
+            if rank == 0:
+                schedule.step(batch)
+            elif rank == ranks - 1:
+                schedule.step(target=batch, losses=found)
+            else:
+                schedule.step()
+            return torch.stack(found).mean() if found else torch.zeros(())
+
+        return part.parameters(), through_stages
+    if kind == "grid":
+        mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("data", "tensor"))
+        model = sharded(in_parts(layers(), mesh["tensor"]), mesh["data"])
+    else:
+        mesh = init_device_mesh("cpu", (ranks,))
+        model = (sharded if kind == "fsdp" else in_parts)(layers(), mesh)
+
+    def at_once(batch):
+        loss = model(batch).pow(2).mean()
+        loss.backward()
+        return loss
+
+    return model.parameters(), at_once
+
+
+def is_over():
+    """Whether they have been told to end; the same answer for all, at the same step."""
+    told = torch.tensor([float(Path(f"{path}.stop").exists())])
+    distributed.all_reduce(told)
+    return bool(told)
+
+
+parameters, step = trained()
+optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+# Ranks that share a tensor, or a batch by its stages, have the same batches.
+shard = rank if kind == "fsdp" else rank // 2 if kind == "grid" else 0
+data = TensorDataset(torch.randn(512, 32, generator=torch.Generator().manual_seed(100 + shard)))
+if "eager" in words:
+    for group in list(distributed.distributed_c10d._world.pg_map):
+        distributed.barrier(group)
+done, goes_on = 0, True
+with Path(f"{path}.{rank}").open("w", buffering=1) as losses:
+    while goes_on:
+        for (batch,) in DataLoader(data, batch_size=16):
+            if not (goes_on := done != steps and not (steps < 0 and is_over())):
+                break
+            optimizer.zero_grad()
+            loss = step(batch).detach().clone()
+            optimizer.step()
+            if own is not None:
+                distributed.all_reduce(loss, group=own)
+            losses.write(f"{float(loss).hex()}\n")
+            done += 1
+os._exit(0)  # some processes with gloo abort while the interpreter ends, or hang (torch 2.13)
