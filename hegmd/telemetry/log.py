@@ -22,6 +22,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -52,19 +53,24 @@ class Operation:
 
 
 _current: ContextVar[Operation | None] = ContextVar("hegmd_operation", default=None)
-_run_id = secrets.token_hex(3)
 _numbers = itertools.count(1)
 
 
 @contextmanager
 def operation(op: str, *, uid: int | None = None, pid: int | None = None) -> Generator[str]:
     """Mark every record inside as part of one operation, and return its id. Tasks started inside inherit it."""
-    entered = Operation(f"{_run_id}-{next(_numbers)}", op, uid, pid)
+    entered = Operation(f"{_run_id()}-{next(_numbers)}", op, uid, pid)
     token = _current.set(entered)
     try:
         yield entered.id
     finally:
         _current.reset(token)
+
+
+@cache
+def _run_id() -> str:
+    """What is before the number of each operation of this process, which may have been forked after the import."""
+    return secrets.token_hex(3)
 
 
 def current_operation() -> Operation | None:

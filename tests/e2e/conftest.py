@@ -8,11 +8,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.forked import preloaded_python
+from tests.e2e.forked import preloaded_hegmd, preloaded_python
 from tests.e2e.moved_job import RANKED, by_rank, environment, steps_alone
 from tests.e2e.references import ONE_COMPILER, TWO_RANKS
 
 FRAMEWORKS = ("transformers.trainer", "lightning.pytorch", "accelerate")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _preloaded_hegmd() -> Iterator[None]:
+    """Daemons are forked from one Python that has imported hegmd (forked.py)."""
+    with preloaded_hegmd():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from types import TracebackType
 import psutil
 from typing_extensions import Self
 
+from tests.e2e.forked import started_daemon
 from tests.patience import HANG_S
 
 READY_WITHIN_S = HANG_S
@@ -24,6 +25,9 @@ READY_WITHIN_S = HANG_S
 
 class RunningDaemon:
     """Starts `hegmd` on a socket of its own; it says itself when it is ready, by the service manager's protocol."""
+
+    # Whether it may be forked from a Python that has imported hegmd.
+    forks = True
 
     def __init__(
         self, folder: Path, *arguments: str, environ: dict[str, str] | None = None, simulate: bool = True
@@ -67,7 +71,7 @@ class RunningDaemon:
         self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._notify.bind(str(address))
         environ = {**os.environ, **self._environ, "NOTIFY_SOCKET": str(address)}
-        self.process = subprocess.Popen(self.command(), env=environ, stdin=subprocess.DEVNULL, stderr=self.log)
+        self.process = started_daemon(self.command(), env=environ, stderr=self.log, forks=self.forks)
         watch = os.pidfd_open(self.process.pid)
         try:
             self._await_ready(self._notify, watch)

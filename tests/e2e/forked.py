@@ -1,12 +1,12 @@
-"""Python scripts as child processes that need not import PyTorch: they are forked from a Python that has imported it.
+"""Child processes that need not import what they use: they are forked from a Python that has imported it.
 
-That import takes two seconds of processor, and how a script starts proves nothing where a test is about what happens
-to it later. A forked script has the environment, the descriptors and the agent of a started one, and a session of its
-own; `hegmctl run` is not started for it, but sets its environment. Tests of starts, of restarts and of process images
-start theirs.
+PyTorch's import takes two seconds of processor, hegmd's half a second, and how a process starts proves nothing where a
+test is about what happens to it later. A forked script has the environment, the descriptors and the agent of a started
+one, and a session of its own; `hegmctl run` is not started for it, but sets its environment. A forked daemon is in the
+session of the tests, as a started one. Tests of starts, of restarts and of process images start theirs.
 
-Owns that Python (preloaded.py), one for each process that runs tests, while the fixture of that name in conftest.py is
-there.
+Owns those Pythons (preloaded.py), one of each for each process that runs tests, while the fixtures of that name in
+conftest.py are there.
 """
 
 from __future__ import annotations
@@ -29,18 +29,26 @@ from tests.patience import HANG_S
 
 PRELOADED = Path(__file__).with_name("preloaded.py")
 RUN = [sys.executable, "-m", "hegmctl", "run"]
+HEGMD = [sys.executable, "-m", "hegmd"]
 MESSAGE_BYTES = 1 << 17
 ENDS_WITHIN_S = HANG_S
 
-_there: list[Preloaded] = []
+# Variables that the dynamic loader, the C library or a Python reads when it starts, but for the folders of libraries.
+READ_AT_START = ("PYTHON", "LD_PRELOAD", "MALLOC_", "GLIBC_", "LANG", "LC_", "TZ")
+# A daemon loads this one by its name, if it is to look for NVIDIA's GPUs.
+LIBRARY = "libnvidia-ml.so.1"
+
+_with_torch: list[Preloaded] = []
+_with_hegmd: list[Preloaded] = []
 
 
 class Preloaded:
-    """The Python with PyTorch in it, and what it has forked."""
+    """The Python with PyTorch or hegmd in it, and what it has forked."""
 
-    def __init__(self, environ: Mapping[str, str], *modules: str) -> None:
+    def __init__(self, environ: Mapping[str, str], *words: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words = [sys.executable, str(PRELOADED), "--socket", str(theirs.fileno()), *modules]
+        words = (sys.executable, str(PRELOADED), "--socket", str(theirs.fileno()), *words)
+        self._environ = dict(environ)
         self._process = subprocess.Popen(words, env=dict(environ), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
         self._line = ours
@@ -50,6 +58,14 @@ class Preloaded:
         """End it, and what it has forked."""
         self._line.close()
         self._process.wait(ENDS_WITHIN_S)
+
+    def starts_alike(self, environ: Mapping[str, str]) -> bool:
+        """Whether a Python with that environment starts as this one has."""
+        of_start = [
+            {name: value for name, value in one.items() if name.startswith(READ_AT_START)}
+            for one in (self._environ, environ)
+        ]
+        return of_start[0] == of_start[1]
 
     def fork(self, wanted: dict[str, Any], fds: Sequence[int]) -> int:
         """Have a script begin with these descriptors as its first three; its pid."""
@@ -83,7 +99,7 @@ class Preloaded:
 
 
 class Forked:
-    """A forked script, with what tests use of `subprocess.Popen`."""
+    """A forked process, with what tests use of `subprocess.Popen`."""
 
     def __init__(self, python: Preloaded, wanted: dict[str, Any], stdin: Any, stdout: Any, stderr: Any) -> None:
         self.stdin: IO[str] | None = None
@@ -168,13 +184,44 @@ class Forked:
 @contextmanager
 def preloaded_python(environ: Mapping[str, str], *modules: str) -> Iterator[None]:
     """From here on, scripts are forked from a Python with PyTorch and these modules, which has that environment."""
-    python = Preloaded(environ, *modules)
-    _there.append(python)
+    with _kept(Preloaded(environ, *modules), _with_torch):
+        yield
+
+
+@contextmanager
+def preloaded_hegmd() -> Iterator[None]:
+    """From here on, daemons are forked from a Python with hegmd, which has this environment."""
+    with _kept(Preloaded(os.environ, "--no-torch", "hegmd.app", "anyio._backends._asyncio"), _with_hegmd):
+        yield
+
+
+@contextmanager
+def _kept(python: Preloaded, there: list[Preloaded]) -> Iterator[None]:
+    there.append(python)
     try:
         yield
     finally:
-        _there.remove(python)
+        there.remove(python)
         python.close()
+
+
+def started_daemon(
+    words: Sequence[str], *, env: Mapping[str, str], stderr: IO[str], forks: bool
+) -> subprocess.Popen[bytes] | Forked:
+    """Start that command: forked, if it may be and is `python -m hegmd`; else as any program."""
+    if forks and list(words[:3]) == HEGMD and _with_hegmd and _with_hegmd[-1].starts_alike(env):
+        folders = filter(None, env.get("LD_LIBRARY_PATH", "").split(os.pathsep))
+        libraries = [str(path) for path in (Path(folder, LIBRARY) for folder in folders) if path.exists()]
+        wanted = {
+            "module": "hegmd",
+            "argv": list(words[2:]),
+            "environment": dict(env),
+            "folder": str(Path.cwd()),
+            "libraries": libraries,
+            "session": False,
+        }
+        return Forked(_with_hegmd[-1], wanted, subprocess.DEVNULL, sys.__stdout__, stderr)
+    return subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, stderr=stderr)
 
 
 def started(
@@ -187,9 +234,9 @@ def started(
     stderr: Any = None,
 ) -> subprocess.Popen[str] | Forked:
     """Start that command: forked, where it is a Python script, also under `hegmctl run`; else as any program."""
-    wanted = forked_by(words, env, cwd) if _there else None
+    wanted = forked_by(words, env, cwd) if _with_torch else None
     if wanted is not None:
-        return Forked(_there[-1], wanted, stdin, stdout, stderr)
+        return Forked(_with_torch[-1], wanted, stdin, stdout, stderr)
     return not_forked(words, env=env, cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr)
 
 
@@ -228,4 +275,5 @@ def forked_by(words: Sequence[str], env: Mapping[str, str], cwd: Path | None) ->
         "record": None,
         "agent": "HEGM_SOCKET" in environ,
         "at": None,
+        "session": True,
     }

@@ -1,6 +1,7 @@
 """A Python that has imported PyTorch, and what else it is told to, and forks for each training script.
 
-Reads a JSON object a line: the script, its environment and folder, where its output goes, the boundary at which it
+With `--no-torch` it has imported only what it is told to, and forks for a program such as `python -m hegmd`. Else it
+reads a JSON object a line: the script, its environment and folder, where its output goes, the boundary at which it
 leaves its state and where, and whether all that it computes is recorded. Answers each with the exit status. With an
 agent, the agent is mounted in the child as the injected `sitecustomize` would have, and meets what is imported already;
 everything of it that follows is as in any worker.
@@ -10,10 +11,13 @@ and later with its status, and has many at a time (forked.py).
 """
 
 # ruff: noqa: T201, BLE001 - a program of its own, which says how scripts ended whatever they raised
+import argparse
 import contextlib
+import ctypes
 import gc
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -26,33 +30,32 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-import torch.optim
-import torch.utils.data
-
 ROOT = Path(__file__).parents[2]
-recorded = import_module("recorded")  # which is beside this file
 REFUSED_STATUS = 97
 # Nobody waits longer for a script that hangs; on a machine with others to do, one may take minutes.
 MAX_S = 300
-_STEADY = np.float64(0)  # NumPy is imported: scripts of their own import it too
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    warm_up()
-    line, names = (int(sys.argv[2]), sys.argv[3:]) if sys.argv[1:2] == ["--socket"] else (None, sys.argv[1:])
-    for name in names:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--socket", type=int)
+    parser.add_argument("--no-torch", action="store_true")
+    parser.add_argument("modules", nargs="*")
+    asked = parser.parse_args()
+    gc.disable()
+    if not asked.no_torch:
+        import_torch()
+    for name in asked.modules:
         import_module(name)
     # Whoever asks the collector for all objects, as the agent does, writes a count into each of them: a hundred
     # megabytes were copied for each script. It is not asked for what was there before the script.
     gc.collect()
     gc.freeze()
+    gc.enable()
     for made in vars(weakref.finalize)["_registry"]:
         made.atexit = False  # PyTorch's libraries need not be taken apart at each script's end
-    if line is not None:
-        with socket.socket(fileno=line) as asking:
+    if asked.socket is not None:
+        with socket.socket(fileno=asked.socket) as asking:
             serve(asking)
         return
     for request in sys.stdin:
@@ -100,7 +103,8 @@ def answer(asking: socket.socket, what: dict[str, int]) -> None:
 
 def become(wanted: dict, fds: list[int]) -> None:
     """In the child: take these descriptors and nothing else, and become the script. Does not come back."""
-    os.setsid()
+    if wanted["session"]:
+        os.setsid()
     for target, source in enumerate(fds):  # all of them are above these three
         os.dup2(source, target)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
@@ -108,8 +112,13 @@ def become(wanted: dict, fds: list[int]) -> None:
     run(wanted)
 
 
-def warm_up() -> None:
-    """Have PyTorch import what it only imports when it is used."""
+def import_torch() -> None:
+    """PyTorch, NumPy, which scripts import too, and what PyTorch only imports when it is used."""
+    import_module("numpy")
+    import torch.utils.data
+
+    import_module("recorded")  # which is beside this file
+    torch.set_num_threads(1)
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.AdamW([weight])
     weight.sum().backward()
@@ -124,12 +133,14 @@ def run(wanted: dict) -> None:
     # Its own, and not those of this Python, whom the agent cannot find any more when it has them write what they hold.
     sys.stdout = os.fdopen(1, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, closefd=False)
     sys.stderr = os.fdopen(2, "w", encoding=sys.stderr.encoding, errors=sys.stderr.errors, buffering=1, closefd=False)
-    signal.alarm(MAX_S)
     os.environ.update(wanted["environment"])
     os.chdir(wanted["folder"])
-    recorder = begin_record(wanted["record"])
-    status = 1
+    recorder, status = None, 1
     try:
+        if "module" in wanted:
+            run_module(wanted)
+        signal.alarm(MAX_S)
+        recorder = begin_record(wanted["record"])
         script = types.ModuleType("__main__")
         script.__file__ = wanted["argv"][0]
         sys.modules["__main__"] = script
@@ -152,6 +163,16 @@ def run(wanted: dict) -> None:
         if recorder is not None and status == 0:
             recorder.finish()
         end(status)
+
+
+def run_module(wanted: dict) -> None:
+    """As `python -m` does. It may not come back."""
+    for path in wanted["libraries"]:
+        ctypes.CDLL(path)
+    sys.path[0] = wanted["folder"]
+    sys.argv = wanted["argv"]
+    runpy.run_module(wanted["module"], run_name="__main__", alter_sys=True)
+    sys.exit(0)
 
 
 def open_streams(wanted: dict) -> None:
@@ -177,7 +198,7 @@ def end(status: int) -> None:
 
 def begin_record(path: str | None) -> Any:
     """What notes all that is computed into that file, if there is one."""
-    return None if path is None else recorded.Recorder(opened(path))
+    return None if path is None else import_module("recorded").Recorder(opened(path))
 
 
 def opened(path: str) -> int:
@@ -190,7 +211,7 @@ def mount(wanted: dict, recorder: Any) -> None:
     sys.path.insert(0, str(inject.parent))
     exec(compile(inject.read_text(), str(inject), "exec"), {"__file__": str(inject), "__name__": "sitecustomize"})
     mounting, life = import_module("_hegm.agent.import_hooks"), import_module("_hegm.agent.lifecycle")
-    places = import_module("_hegm.agent.state.code.position")
+    recorded, places = import_module("recorded"), import_module("_hegm.agent.state.code.position")
     places.FILES_LOOKED_THROUGH.update((__file__, recorded.__file__))
     mounting._on_optimizer_import(sys.modules["torch.optim.optimizer"])
     mounting._on_loader_import(sys.modules["torch.utils.data.dataloader"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hegmctl.connection import connect
@@ -40,13 +43,68 @@ def as_nobody(daemon: RunningDaemon, script: str) -> subprocess.CompletedProcess
     return running.as_nobody(sys.executable, "-c", opening + script, environ=running.environment())
 
 
-def test_it_answers_and_goes_without_leaving_its_socket(daemon: RunningDaemon) -> None:
+class StartedDaemon(RunningDaemon):
+    """One that is started as users start theirs; the others of these tests are forked (forked.py)."""
+
+    forks = False
+
+
+def test_it_answers_and_goes_without_leaving_its_socket(socket_dir: Path) -> None:
+    with StartedDaemon(socket_dir) as daemon:
+        with connect(str(daemon.socket_path)) as hegmd:
+            assert hegmd.welcome.simulated
+            assert hegmd.welcome.you.uid == os.geteuid()
+            assert hegmd.ping()
+        assert daemon.stop() == 0
+        assert not daemon.socket_path.exists()
+
+
+def _seen_of(daemon: RunningDaemon) -> dict[str, object]:
+    """What can be told of a daemon from outside, without what each start has of its own."""
+    process = psutil.Process(daemon.process.pid)
+    status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    told = ("Umask", "Uid", "Gid", "Groups", "SigBlk", "SigIgn", "SigCgt", "Cap", "NoNewPrivs")
+    links = map(os.readlink, Path(f"/proc/{process.pid}/fd").iterdir())
+    kept = sorted(re.sub(r"\d+", "N", link) for link in links if not link.startswith(("/proc/", "/sys/")))
     with connect(str(daemon.socket_path)) as hegmd:
-        assert hegmd.welcome.simulated
-        assert hegmd.welcome.you.uid == os.geteuid()
-        assert hegmd.ping()
-    assert daemon.stop() == 0
-    assert not daemon.socket_path.exists()
+        return {
+            "session": (os.getsid(process.pid), os.getpgid(process.pid), process.terminal(), process.nice()),
+            "place": (process.cwd(), process.exe(), process.name(), os.readlink(f"/proc/{process.pid}/root")),
+            "limits": Path(f"/proc/{process.pid}/limits").read_text(),
+            "children": process.children(),
+            "signals and rights": [line for line in status if line.startswith(told)],
+            "open": kept,
+            "welcome": {**hegmd.welcome.to_plain(), "run": None},
+            "GPUs": [gpu.to_plain() for gpu in hegmd.gpus().gpus],
+            "settings": hegmd.config().to_plain(),
+            "checks": [(check.id, check.status) for check in hegmd.doctor().checks],
+            "metrics": [line for line in hegmd.metrics().text.splitlines() if line.startswith("#")],
+            "events": [event.kind for event in hegmd.events()],
+        }
+
+
+def test_a_forked_daemon_answers_and_ends_as_a_started_one(socket_dir: Path) -> None:
+    """Most tests have forked ones."""
+    seen: list[object] = []
+    runs: set[str] = set()
+    operations: set[str] = set()
+    for made in (RunningDaemon, RunningDaemon, StartedDaemon):
+        with made(socket_dir, "--log-level", "debug") as daemon:
+            seen.append(_seen_of(daemon))
+            with connect(str(daemon.socket_path)) as hegmd:
+                runs.add(hegmd.welcome.run)
+            operations.update(re.findall(r"operation=(\w+)-", daemon.log_text()))
+            assert daemon.process.poll() is None
+            assert daemon.stop(signal.SIGTERM) == daemon.process.poll() == daemon.process.returncode == 0
+            daemon.start()
+            daemon.process.send_signal(signal.SIGSTOP)
+            with pytest.raises(subprocess.TimeoutExpired):
+                daemon.process.wait(0.001)
+            assert daemon.stop(signal.SIGKILL) == daemon.process.poll() == -signal.SIGKILL
+        shutil.rmtree(socket_dir / "state")
+    assert isinstance(daemon.process, subprocess.Popen)
+    assert seen[0] == seen[1] == seen[2]
+    assert len(runs) == len(operations) == 3
 
 
 class SilentDaemon(RunningDaemon):
