@@ -435,9 +435,7 @@ def tally_of(job: Job) -> JobTally:
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise the soft limit on descriptors: every client and every process takes one, and its
-    default is for select().
-    """
+    """Raise the soft limit on descriptors: every client and process takes one, and the default is for select()."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -239,9 +239,7 @@ class _Gathering:
 
 
 def _from_here(row: Row, text: str) -> str:
-    """Return an absolute path: a relative one from the environment or command line is relative to the caller's
-    directory.
-    """
+    """Make a relative path from the environment or command line absolute, from the caller's directory."""
     return os.path.abspath(text) if isinstance(row.kind, PathName) and text else text
 
 
@@ -274,9 +272,7 @@ def _read(file: Path) -> str:
 
 
 def _unknown_section(name: str, content: object) -> tuple[str, str]:
-    """Return problem and hint for an unknown name at the top: a misspelt section, or a setting
-    outside of its section.
-    """
+    """Return problem and hint for an unknown name at the top: a misspelt section, or a stray setting."""
     if not isinstance(content, dict):
         return _unknown_setting("", name)
     near = difflib.get_close_matches(name, SECTIONS, 1)

@@ -78,10 +78,7 @@ def code_named(name: str) -> Code:
 
 
 class HegmError(Exception):
-    """A failure that is reported to a person or a program.
-
-    `facts` are plain values (numbers, names, lists of them) for other programs.
-    """
+    """A failure that is reported to a person or a program. `facts` are plain values for other programs."""
 
     def __init__(self, code: Code, message: str, hint: str, facts: Mapping[str, object] | None = None) -> None:
         if not message or not hint:

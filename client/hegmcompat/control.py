@@ -191,9 +191,7 @@ class Control:
         return EXITED if has_ended else None
 
     def _has_own_lock(self, one: _Awaited) -> bool:
-        """Return True if the launcher has made a lock: another process may have put a file of that name there while it
-        trains.
-        """
+        """Return True if the launcher has made a lock: another process may have made a file of that name."""
         path = self._at.lock_of(one.launcher_pid)
         now = private_files.identity(path)
         if now is None or now == one.lock_before or not _ends_within(one.worker_fd, 0):

@@ -36,9 +36,7 @@ class HeldState:
         return self._memory is not None
 
     def put_back(self) -> None:
-        """Write the file again if it is missing or different. Raises OSError, also if the bytes were not held in
-        memory.
-        """
+        """Write the file again if it is missing or different. Raises OSError, also if its bytes are not held."""
         if private_files.identity(self._path) == self._identity:
             return
         if self._memory is None:

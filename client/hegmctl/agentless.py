@@ -81,9 +81,7 @@ def _is_led_to_agent(pid: int) -> bool:
 
 
 def _has_open(pid: int, fd: int) -> bool:
-    """Return True if it has that file of ours open. Its other files are not touched: one on a lost
-    server would hang.
-    """
+    """Return True if it has that file of ours open. Other files are left alone: one on a lost server would hang."""
     shown = os.readlink(f"/proc/self/fd/{fd}")
     with suppress(OSError):
         for other in os.listdir(f"/proc/{pid}/fd"):

@@ -33,9 +33,7 @@ def usage_error(message: str, hint: str) -> HegmError:
 
 
 class Arguments:
-    """A parsed command line: the command, and typed access to its options and arguments. `row` is None without a
-    command.
-    """
+    """A parsed command line: the command (None without one), and typed access to options and arguments."""
 
     def __init__(
         self, command: Command | None, values: dict[str, list[Any]], tail: tuple[str, ...], group: str = ""

@@ -32,9 +32,7 @@ class HeldState:
         self._ranks: RankStates | None = None
 
     def take(self, ranks: Sequence[int], fds: Descriptors) -> None:
-        """Replace the state and the right. Raises OSError if descriptors are missing: without its state the job would
-        start over.
-        """
+        """Replace the state and the right. Raises OSError if descriptors are missing: the job would start over."""
         self.close()
         awaited = len(ranks or (0,)) + 1
         if len(fds) != awaited:
@@ -46,9 +44,7 @@ class HeldState:
             self._state, self._lock = fds.steal(0), fds.steal(1)
 
     def enter(self, environ: dict[str, str]) -> None:
-        """Set the variables that lead the started process to its state, and remove those of an earlier start or of
-        `--env`.
-        """
+        """Set the variables that lead the process to its state, and remove those of an earlier start or `--env`."""
         for name in (STATE, STATE_FD, LOCK_FD, STATES):
             environ.pop(name, None)
         if self._state is not None:

@@ -28,9 +28,7 @@ def begins_with_python(command: Sequence[str]) -> bool:
 
 
 def leaves_out(command: Sequence[str]) -> str | None:
-    """Return the word by which the command excludes the agent, as far as `env` and Python's options tell; otherwise
-    None.
-    """
+    """Return the word by which the command excludes the agent, by `env` and Python's options, or None."""
     if command and os.path.basename(command[0]) == "env":
         return _of_env(command)
     return option_that_leaves_out(command[1:]) if begins_with_python(command) else None

@@ -57,10 +57,7 @@ _FIELDS: dict[str, Callable[[Job, float], str]] = {
 
 
 def jobs_text(reply: JobsReply, style: Style, *, of_some: bool = False) -> list[str]:
-    """Return the table of `hegmctl jobs`. It has a column of users if the jobs have several owners.
-
-    `of_some`: only a part of the jobs was requested.
-    """
+    """Return the table of `hegmctl jobs`, with users if there are several. `of_some`: not all were requested."""
     if not reply.jobs:
         return ["No job fits --filter." if of_some else "No job is running here." if style.remarks else "No job."]
     of_several, ended = len({job.uid for job in reply.jobs}) > 1, any(job.state == ENDED for job in reply.jobs)

@@ -183,10 +183,7 @@ class Watched:
 
 
 def carry_out(session: Session, request: Request, fds: Sequence[int] = (), watched: Watched | None = None) -> int:
-    """Run one operation or several, and show their progress and results. Returns the exit status.
-
-    `fds` go along and stay the caller's.
-    """
+    """Run operations and show their progress and results. Returns the exit status. `fds` stay the caller's."""
     watched = Watched() if watched is None else watched
     with session.connect() as connection:
         reply = _watch(session, connection, request, watched, fds)

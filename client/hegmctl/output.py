@@ -49,9 +49,7 @@ class Sink:
         raise NotImplementedError
 
     def progress(self, progress: R, view: Callable[[R, Style], list[str]], *, at_once: bool = False) -> None:
-        """Show progress. The next one overwrites it. `at_once`: do not wait for the next interval, because a person has
-        to act.
-        """
+        """Show progress, which the next one overwrites. `at_once`: a person has to act, so do not wait."""
         raise NotImplementedError
 
     def end_progress(self) -> None:

@@ -60,11 +60,7 @@ class Cut:
 
 
 def cut_back(grown: Iterable[object], done: list[Cut]) -> None:
-    """Truncate those files to those sizes. Each is added to `done` before it is truncated, so that an interrupt can
-    undo it.
-
-    Raises HegmError.
-    """
+    """Truncate the files, adding each to `done` first, so that an interrupt can undo it. Raises HegmError."""
     for each in grown:
         named = as_list(each)
         if named is None or len(named) != 2 or not isinstance(named[1], int):
@@ -83,9 +79,7 @@ def cut_back(grown: Iterable[object], done: list[Cut]) -> None:
 
 
 def _kept(path: str, size_bytes: int) -> Cut | None:
-    """Keep the file's rest beside it, without truncating yet. Returns None if the file is not
-    longer. Raises OSError.
-    """
+    """Keep the file's rest beside it, without truncating; None if there is none. Raises OSError."""
     fd = _opened(path)
     try:
         whole_bytes = os.fstat(fd).st_size

@@ -148,10 +148,7 @@ class Launcher:
     # ---- processes --------------------------------------------------------------------------------------------------
 
     def _start(self, rank: int) -> None:
-        """Start a process as that rank, or let the spare one be it. Raises HegmError.
-
-        A spare process that cannot be it is ended.
-        """
+        """Start a process as that rank, or the spare one, which is ended if it cannot be it. Raises HegmError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             ours.setblocking(False)

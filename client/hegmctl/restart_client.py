@@ -401,10 +401,7 @@ class DaemonAuthority:
             self._pause_s, self._has_said = FIRST_PAUSE_S, False
 
     def _hang_up(self, error: Exception, now: float | None = None) -> None:
-        """Close the connection, and reconnect later.
-
-        A prestarted process stays for the next daemon, which gets a report of it and can end it.
-        """
+        """Close the connection, and reconnect later. A prestarted process stays, and is reported to the next daemon."""
         line, self._line = self._line, None
         if line is not None:
             line.close()

@@ -126,10 +126,7 @@ def run(session: Session) -> int:
 
 
 def _kind_of_parent(arguments: Arguments) -> tuple[int | None, bool, float | None]:
-    """Return how many ranks it starts itself, whether the command may be restarted, and the grace time of Slurm.
-
-    Raises HegmError.
-    """
+    """Return how many ranks it starts, whether it may be restarted, and Slurm's grace time. Raises HegmError."""
     ranks, restarts, grace_s = arguments.whole("ranks"), _is_supervised(arguments), None
     if arguments.flag("slurm"):
         from hegmctl.slurm import grace_s as grace_of
@@ -329,9 +326,7 @@ def gpus_asked(text: str | None, *, waits: bool = False) -> tuple[str, ...]:
 
 
 class RunTarget:
-    """The daemon's answer: the ids of the named GPUs, the variables that make exactly these visible, and the job's name
-    and id.
-    """
+    """The daemon's answer: the named GPUs, the variables that show exactly these, the job's name and id."""
 
     __slots__ = ("gpus", "job", "name", "visible")
 
@@ -345,10 +340,7 @@ class RunTarget:
 
 
 def _look_at_daemon(session: Session, asked: tuple[str, ...], run_id: str, socket: str | None = None) -> RunTarget:
-    """Check that a daemon serves us, and register this process as a job. Waits for a GPU if requested.
-
-    Raises HegmError.
-    """
+    """Check that a daemon serves us, register this process as a job, and wait for a GPU if asked. Raises HegmError."""
     size_bytes = session.arguments.whole("bytes")
     if asked == (AUTO,) or size_bytes is not None:
         from hegmctl.sharing_commands import wait_for_gpu

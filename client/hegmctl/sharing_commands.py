@@ -111,9 +111,7 @@ def queue(session: Session) -> int:
 
 
 def wait_for_gpu(session: Session, request: PlaceJob, socket: str | None) -> str:
-    """Wait in the queue until the daemon gives this job a GPU, and return its id. Writes what it waits for to
-    stderr.
-    """
+    """Wait until the daemon gives this job a GPU, and return its id. Writes what it waits for to stderr."""
     told, away_since, was_there = "", 0.0, False
     while True:
         try:

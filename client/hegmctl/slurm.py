@@ -74,9 +74,7 @@ class SlurmSignals:
         self.retry_at: float | None = None
 
     def take(self, number: int, pid: int, mask: set[signal.Signals]) -> None:
-        """Handle one of the two signals. `pid` is the command's, `mask` the signals blocked in a new process. Never
-        waits.
-        """
+        """Handle one of the two signals. `pid` is the command's, `mask` for new processes. Never waits."""
         is_suspension = number == signal.SIGTSTP
         if not is_suspension and not self._has_suspended:
             return

@@ -194,9 +194,7 @@ class Supervisor:
         self._authority.started(self._child.pid, was_ready=pid is not None)
 
     def _do_what_is_wanted(self, signals: Signals) -> bool:
-        """Do what the authority wants, unless it has to wait for the prestarted process. Returns True if
-        something was done.
-        """
+        """Do what the authority wants, unless it waits for the prestarted process. True if something was done."""
         from hegmd.errors import HegmError
 
         wanted = self._authority.wanted()

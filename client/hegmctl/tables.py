@@ -21,10 +21,7 @@ _COLOURS = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2"
 
 
 class Style:
-    """A description of the output. `columns` is None where lines have no limit, such as in a pipe.
-
-    `remarks` is True if notes beside the answer are wanted.
-    """
+    """`columns` is None where lines have no limit, as in a pipe. `remarks`: notes beside the answer are wanted."""
 
     __slots__ = ("colour", "columns", "ellipsis", "lines", "remarks")
 
@@ -56,9 +53,7 @@ PLAIN = Style()
 
 
 class Column:
-    """A column of a table. It can `shrink` to that width. In a narrow terminal the column with the highest `drop` goes
-    first.
-    """
+    """A column can `shrink` to that width. In a narrow terminal the one with the highest `drop` goes first."""
 
     __slots__ = ("drop", "right", "shrink", "title")
 
@@ -164,9 +159,7 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[Cell]], style: Styl
 
 
 def _fit(columns: Sequence[Column], natural: list[int], room: int | None) -> tuple[list[int], list[int]]:
-    """Return which columns to show, and their widths. Wide columns shrink first, then the least important ones are
-    dropped.
-    """
+    """Return the columns to show and their widths. Wide ones shrink first, then the least important go."""
     shown = list(range(len(columns)))
     if room is None:
         return shown, natural

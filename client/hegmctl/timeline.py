@@ -148,9 +148,7 @@ class Timeline:
         return Segment(COPIES, name, began_s, ended_s, sum(segment.size_bytes for segment in found))
 
     def steps(self) -> list[Segment]:
-        """Return the steps of a list: those of at least a hundredth of the time, and those that moved bytes, by start
-        time.
-        """
+        """Return the steps to list, by start: those of at least 1 % of the time, and those that moved bytes."""
         least_s = (self.took_s - sum(end - begin for begin, end in self.shortened)) / 100
         told = [each for each in self.segments if each.size_bytes or each.took_s >= least_s]
         return sorted(told, key=lambda each: (each.began_s, LANES.index(each.lane)))

@@ -42,9 +42,7 @@ class Reconnecting:
         self._away = False
 
     def ask(self, look: Callable[[Connection], T], tell: Callable[[str], None]) -> T | None:
-        """Return the result of `look`, or None while the daemon is away. `tell` gets a message when it disconnects and
-        returns.
-        """
+        """Return the result of `look`, or None while the daemon is away; `tell` gets a message on each change."""
         try:
             if self._connection is None:
                 self._connection = self._session.connect()

@@ -129,9 +129,7 @@ class Cache:
         self._held.append(self._cuda.caching_allocator_alloc(size_bytes, device=run.device, stream=run.stream))
 
     def _reserved(self, device: int) -> int:
-        """Return what the allocator has from the driver there. Uses the nested statistics: flattening takes longer than
-        a piece.
-        """
+        """Return what the allocator has from the driver there. Flattened statistics take longer than a piece."""
         stats: Any = self._cuda.memory_stats_as_nested_dict(device)
         return int(stats["reserved_bytes"]["all"]["current"])
 

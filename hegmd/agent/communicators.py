@@ -80,9 +80,7 @@ class ProcessGroups:
     # ---- what there is ----------------------------------------------------------------------------------------------
 
     def inventory(self) -> Communicators | None:
-        """Return what the plan needs to know of the groups; None without any. Fast enough for a training thread at a
-        boundary.
-        """
+        """Return what the plan needs to know of the groups; None without any. Fast enough for a boundary."""
         if self.is_down:
             return self._told
         world = torch_distributed()
@@ -210,9 +208,7 @@ class ProcessGroups:
         return step.start(lambda: call(world, generation, step))
 
     def _confirm_up(self, world: Any, generation: int | None, step: Step) -> Communicators | None:
-        """Confirm that the groups are connected: no rank can be disconnected without this one's agreement. Others may
-        ask.
-        """
+        """Confirm that the groups are connected: no rank can be disconnected without this one's agreement."""
         step.deadline = min(step.deadline, monotonic() + _UP_LIMIT_S)
         try:
             return self._reconnect(world, generation, step)

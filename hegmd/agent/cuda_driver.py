@@ -103,9 +103,8 @@ class Driver:
 
 
 class Copies(Driver):
-    """Asynchronous copies in streams, and pinned host memory.
-
-    The memory of a copy must stay until the copy was waited for, even if it failed.
+    """Asynchronous copies in streams, and pinned memory. A copy's memory must stay until it was waited for, even if
+    failed.
     """
 
     def __init__(self) -> None:

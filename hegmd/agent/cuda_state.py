@@ -298,9 +298,7 @@ def _uuid(torch: Any, device: int) -> str:
 
 
 def _asks_for_expandable() -> bool:
-    """Return True if expandable segments are requested: segments become expandable with the first allocation that needs
-    one.
-    """
+    """Return True if expandable segments are requested: the first allocation that needs one makes them so."""
     asked = os.environ.get("PYTORCH_ALLOC_CONF", "") + "," + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     return "expandable_segments:true" in asked.lower().replace(" ", "")
 

@@ -234,9 +234,7 @@ def hint_of(path: str) -> str:
 
 
 def warn_of_another(modules: Mapping[str, object]) -> None:
-    """Warn of HeGM's own package: it loads itself into every Python of its environment, and takes SIGUSR1 and the
-    builtins.
-    """
+    """Warn of HeGM's own package: it loads itself into every Python, and takes SIGUSR1 and the builtins."""
     if "hegm._config" in modules:
         say("HeGM's own package is in this Python as well, and both take hold of the training: pip uninstall hegm")
 

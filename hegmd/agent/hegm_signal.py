@@ -40,9 +40,7 @@ class Request:
         self._pid = os.getpid()
 
     def make(self) -> None:
-        """Record a request. Works in any thread at any moment; does nothing in a forked child, which inherits the
-        handler.
-        """
+        """Record a request, in any thread at any moment; does nothing in a forked child, which has the handler too."""
         if os.getpid() == self._pid:
             self.is_wanted = True
             self.on_change()

@@ -254,9 +254,7 @@ class Shown:
             raise not_made(sum(self._sizes[first:last]), error, on_gpu=True) from error
 
     def _take_cache(self, last: int) -> None:
-        """Allocate the cached memory together with the first storages; nothing else is put into it before all are
-        allocated.
-        """
+        """Allocate the cached memory with the first storages; nothing else goes into it before all are allocated."""
         rest: dict[int, list[int]] = {}
         for device, size_bytes in zip(self._devices[last:], self._sizes[last:]):
             rest.setdefault(device, []).append(size_bytes)
@@ -315,9 +313,7 @@ class Shown:
         return view
 
     def _handle(self, view: View, base: int, *, is_needed: bool) -> int:
-        """Return the number of that allocation's handle in the view. Raises HegmError if it is needed and not
-        available.
-        """
+        """Return the number of that allocation's handle. Raises HegmError if it is needed and not available."""
         try:
             view.handles.append(self._driver.handle_of(base))
         except HegmError as error:

@@ -70,9 +70,7 @@ class Lending:
         return self._gate.lent and self._gate.home == get_ident()
 
     def begin(self) -> str | None:
-        """Request that the storages are offloaded. Returns None, or the reason why they stay. Raises exceptions of
-        other threads.
-        """
+        """Ask that the storages are offloaded. Returns why they stay, or None. Raises exceptions of other threads."""
         if not self._gate.pass_block():
             return OTHER_THREAD
         self._why = None

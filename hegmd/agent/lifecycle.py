@@ -98,9 +98,7 @@ def begin(environ: Mapping[str, str], unknown: Sequence[str] | None = None) -> G
 
 
 def note_restarted(step: int | None = None) -> None:
-    """Notify the daemon that the state of an operation, or of the snapshot of that step, is restored in this
-    process.
-    """
+    """Notify the daemon that the state of an operation, or of the snapshot of that step, is restored here."""
     from .departing import OPERATION
 
     if _channel is not None:

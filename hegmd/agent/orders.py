@@ -192,10 +192,7 @@ class Orders:
             self._answers.failed(survey.order, refusal(why, "nothing needs to be done"))
 
     def _park(self, order: Order, fd: int | None) -> None:
-        """Park at a boundary. The last order counts; it may name another boundary while an earlier one is pending.
-
-        With a slot a snapshot is taken there too.
-        """
+        """Park at a boundary, of which the last order names the newest. With a slot a snapshot is taken there too."""
         at = order.at or 0
         fits = departing.fits_of(self._gate) if order.leaving else None
         goes_on = fits is not None and self._gate.parked and not departing.can_restart_here()
@@ -378,9 +375,7 @@ class Orders:
             self._gate.ask(Asked(CALL, call=self._survey_at_boundary))
 
     def _look_after_park(self, pending: Pending, attempts: Attempts, *, is_late: bool) -> None:
-        """Answer a park as soon as it succeeds or fails: other ranks that are parked may have to continue to a later
-        boundary.
-        """
+        """Answer a park as soon as it succeeds or fails: ranks that are parked may have to go to a later boundary."""
         declined = self._gate.declined
         if declined is None and attempts.look():
             if pending.do != SNAPSHOT and not self._gate.lent and (took_s := self.snapshots.write_beside_park()):

@@ -28,9 +28,7 @@ def not_made(size_bytes: int, error: BaseException, *, on_gpu: bool) -> HegmErro
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Return True for a lack of memory. PyTorch's class for it moved between releases, and other CUDA errors only say
-    so.
-    """
+    """Return True for a lack of memory. PyTorch's class for it moved; other CUDA errors only say so."""
     return type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error).lower()
 
 

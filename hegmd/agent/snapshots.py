@@ -126,9 +126,7 @@ class Snapshots:
         self._first_step = 0
 
     def note_restored(self, step: int | None, boundary: int) -> None:
-        """Record that the state of that step is restored in this process, at this boundary of its own. Called in the
-        training thread.
-        """
+        """Record that the state of that step is restored here, at this own boundary. In the training thread."""
         if step is not None:
             self._first_step = step - boundary
 
@@ -147,9 +145,7 @@ class Snapshots:
         self._slot = _NONE if fd is None else os.dup(fd)
 
     def write(self, pending: Pending, attempts: Attempts) -> None:
-        """Write the state of the parked training and release it. Answer the order now, or later if a shadow is
-        copied.
-        """
+        """Write the state of the parked training and release it. Answer now, or later if a shadow is copied."""
         order, gate = self._order, self._state.gate
         try:
             gate.release_other_threads()  # one of them may have a lock that the script's own code needs here

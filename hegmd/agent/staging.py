@@ -54,9 +54,7 @@ def loads(spans: Iterable[Span]) -> list[list[Part]]:
 
 
 class Ring:
-    """The transfer between the host and one GPU, in the CUDA context of the thread that creates it, while the context
-    manager is entered.
-    """
+    """The transfer between the host and one GPU, in its creator's CUDA context, while the manager is entered."""
 
     def __init__(self, driver: Copies, threads: int = THREADS) -> None:
         self._driver = driver

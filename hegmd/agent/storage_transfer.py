@@ -79,9 +79,7 @@ class Carrying:
         self._peers = None  # access between its GPUs is refused to it from now on
 
     def note_left(self) -> None:
-        """Record what stays on the GPUs while storages are offloaded: the driver transfers it, and it cannot be
-        exported later.
-        """
+        """Record what stays on the GPUs while storages are offloaded: the driver moves it; it is not exported later."""
         if self._offloaded is not None:
             self._showable.note_restored(self._offloaded.left)
         elif self._shown is not None and self._shown.out:
@@ -144,10 +142,7 @@ class Carrying:
     # ---- copied by the daemon ----------------------------------------------------------------------------------------
 
     def show(self, found: Found, *, partly: bool) -> tuple[Shown, View]:
-        """Export the storages to the daemon. `partly` includes those that cannot be exported, without a handle.
-
-        Raises HegmError.
-        """
+        """Export the storages to the daemon; with `partly` also the others, without a handle. Raises HegmError."""
         if found.segments is None:
             raise refusal("it has no storages on a GPU to export", "use --carrier worker")
         shown: Shown = _showing().Shown(found.storages, found.sizes, found.segments, found.own)
@@ -165,10 +160,7 @@ _MODULES = ("cache", "cuda_driver", "ipc_storages", "nccl_library", "peers", "st
 
 
 def load() -> None:
-    """Import now what a transfer needs, because an upgrade replaces the files under a running agent.
-
-    An import error is reported when the module is needed.
-    """
+    """Import now what a transfer needs, because an upgrade replaces the files. Errors are reported once it is used."""
     try:
         for name in _MODULES:
             __import__(f"{__package__}.{name}")

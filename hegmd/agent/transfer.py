@@ -133,9 +133,7 @@ def offload(fd: int, storages: list[Any], sizes: list[int], progress: Callable[[
 
 
 def _give_back(medium: HostMemory | VideoMemory) -> None:
-    """Return cached memory to the driver. Never raises: the storages are offloaded, and the caller has to learn that
-    first.
-    """
+    """Return cached memory to the driver. Never raises: the caller has to learn first that storages are offloaded."""
     try:
         medium.give_back()
     except Exception as error:  # noqa: BLE001 - memory that is kept is wasted, but no bytes are lost
@@ -197,9 +195,7 @@ class HostMemory:
 
 
 def _places_of(sizes: list[int]) -> list[int]:
-    """Return the offset of each storage: large ones are aligned to pages, small ones follow each
-    other on cache lines.
-    """
+    """Return the offset of each storage: large ones are aligned to pages, small ones to cache lines."""
     at = round_up(_HEADER.size + _PLACE.size * len(sizes))
     places: list[int] = []
     for size_bytes in sizes:

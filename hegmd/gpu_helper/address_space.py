@@ -23,9 +23,8 @@ class VideoSpace:
     def __init__(
         self, ordinal: int, contexts: Contexts, pieces: Sequence[tuple[int, int]], *, start: int, peer: bool
     ) -> None:
-        """Map `pieces`: descriptors, which the caller keeps, and their sizes. `start` is the offset of the first one.
-
-        Raises CudaError; then nothing is mapped.
+        """Map `pieces`: the caller's descriptors and their sizes, from offset `start` on. Raises CudaError, with
+        nothing mapped.
         """
         self.ordinal = ordinal
         self.context = contexts[ordinal]

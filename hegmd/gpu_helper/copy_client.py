@@ -96,9 +96,7 @@ class CopyClient:
         await self._call("detach-video", {"pieces": None}, _CLOSE_S)
 
     async def mark(self, owner: str | None, size_bytes: int = 0) -> None:
-        """Record in the pool segment that GPU memory of that owner has that many of its bytes; None removes the
-        record.
-        """
+        """Record in the pool segment how many of its bytes GPU memory of that owner has; None removes the record."""
         await self._call("mark", {"owner": owner, "size_bytes": size_bytes}, _CLOSE_S)
 
     async def copy_regions(self, direction: str, size_bytes: int) -> Copied:

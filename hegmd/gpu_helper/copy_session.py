@@ -84,10 +84,7 @@ class CopySession:
     def __init__(
         self, contexts: Contexts, ordinals: Sequence[int], map_host: Callable[[], HostMemory] | None = None
     ) -> None:
-        """Map the pool segment, if there is one, while the contexts are created.
-
-        Raises CudaError or OSError; then nothing is held.
-        """
+        """Map the pool segment, if any, while the contexts are created. Raises CudaError, OSError; nothing is held."""
         self._guard = threading.Lock()
         self._closed = False
         self._video: VideoSpace | None = None
@@ -159,9 +156,8 @@ class CopySession:
         places: Sequence[Sequence[int]],
         tell: Callable[[int], None],
     ) -> Done:
-        """Copy between the storages of a process on that GPU and one address space: the named one, or the only one.
-
-        Raises CudaError, Refused.
+        """Copy between a process's storages on that GPU and one address space: named, or the only one. Raises
+        CudaError, Refused.
         """
         context = self._context(ordinal)
 

@@ -78,10 +78,7 @@ class Copy:
         pace: Pace = PACE,
         processors: Callable[[int], Processors | None] = lambda _: None,
     ) -> None:
-        """`context` is that of the process's GPU; `streams` belong to the GPU of the bytes.
-
-        `processors` maps ordinals to GPUs that can copy by kernel.
-        """
+        """`context` is that of the process's GPU, `streams` of the GPU with the bytes; `processors` copy by kernel."""
         if direction not in {OUT, IN}:
             raise HegmError(BAD_REQUEST, f"{direction!r} is not a direction of a copy", "use `out` or `in`")
         self._context = context

@@ -187,9 +187,8 @@ def granularity(ordinal: int) -> int:
 
 
 def create(ordinal: int, size_bytes: int) -> Any:
-    """Create GPU memory without an address, which can be exported. Needs no context.
-
-    Raises OUT_OF_MEMORY, or INVALID_VALUE for more than the GPU's total.
+    """Create GPU memory without address or context, for export. Raises OUT_OF_MEMORY or INVALID_VALUE (more than the
+    GPU has).
     """
     return _call("cuMemCreate", size_bytes, _properties(ordinal), 0)
 

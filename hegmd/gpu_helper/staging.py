@@ -250,10 +250,7 @@ class StagedCopy:
     """A copy of many places in one direction, between GPU memory and the pool. Used once."""
 
     def __init__(self, context: Any, host: HostSpace, direction: str, gpu_end: GpuEnd, streams: Sequence[Any]) -> None:
-        """`context` and the streams, one for each slot, are those of the GPU that has the memory.
-
-        The GPU memory is closed with the copy.
-        """
+        """`context` and the streams, one for each slot, are those of the memory's GPU. The copy closes that memory."""
         if direction not in {OUT, IN}:
             raise HegmError(BAD_REQUEST, f"{direction!r} is not a direction of a copy", "use `out` or `in`")
         self._context = context

@@ -74,10 +74,7 @@ class Dumping:
         self._remember(op, ProcessSet(start_ticks_in(manifest)))
 
     async def dumped(self, op: Operation) -> ProcessSet | None:
-        """Return the processes that CRIU has stopped, including orphaned ones; None if unknown.
-
-        Raises HegmError if that cannot be read now.
-        """
+        """Return the processes that CRIU has stopped, also orphaned ones; None if unknown. Raises HegmError."""
         if op.id not in self._dumped:
             noted = await run_detached(lambda _: self._notes.people(op.id), name="hegmd-note")
             if noted is not None:
@@ -85,10 +82,7 @@ class Dumping:
         return self._dumped.get(op.id)
 
     async def forget_stopped(self, op: Operation) -> None:
-        """Forget the processes that CRIU has stopped: they run or have exited.
-
-        Raises HegmError for lack of a descriptor or thread.
-        """
+        """Forget the processes that CRIU has stopped: they run or have exited. Raises HegmError."""
         await run_detached(lambda _: self._notes.forget(op.id), name="hegmd-note")
 
     def _remember(self, op: Operation, people: ProcessSet) -> None:

@@ -125,9 +125,7 @@ class JobDumper:
         self._dumping = Dumping(self._agents, pool, look=look, looks=self._looks, in_unit=in_unit, notes=notes)
 
     def stop(self) -> None:
-        """Note that the daemon stops: dumps that are cancelled from now on are still wanted, and the next daemon finds
-        them.
-        """
+        """Note that the daemon stops: dumps cancelled from now on are still wanted, and the next daemon finds them."""
         self._is_stopping = True
 
     # -- before anything is begun --------------------------------------------------------------------------------------
@@ -168,9 +166,7 @@ class JobDumper:
     # -- the image -----------------------------------------------------------------------------------------------------
 
     async def dump(self, op: Operation, on_progress: Progress) -> None:
-        """Write the image. Raises HegmError; after an error or a cancellation there is no image and the job is
-        unchanged.
-        """
+        """Write the image. Raises HegmError; after an error there is no image and the job is unchanged."""
         wish = _wish_of(op)
         self._gone_on.pop(op.id, None)
         lent: ImageWriter | None = None
@@ -336,9 +332,7 @@ class JobDumper:
         return await self._dumping.dumped(op) or ProcessSet({})
 
     def _tell_controllers(self, op: Operation, wish: Wish) -> None:
-        """Write the lock files while its parent still exists. The first rank that ends takes the whole tree with it.
-        Blocks.
-        """
+        """Write the lock files while its parent exists: the first rank that ends takes the tree with it. Blocks."""
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
             if population_of([wish.root_pid]).start_ticks.get(wish.root_pid) == wish.root_ticks:
                 self._locks.make(ancestors_of(wish.root_pid)[1], wish.path, mark_of(op))

@@ -88,9 +88,7 @@ def _without_pieces(tree: Tree) -> Tree:
 
 
 def not_theirs(tree: Tree, needs: Needs, rights: Rights) -> list[Reason]:
-    """Return the reasons against an image whose reader would get others' memory, or that CRIU cannot make with a user's
-    rights.
-    """
+    """Return the reasons against an image that would show others' memory, or that CRIU cannot make so."""
     if rights.uid == 0:
         return []
     gid, gids = tree.member(tree.root).gid, {rights.gid, *rights.groups}
@@ -130,10 +128,7 @@ def require_no_more(dumped: Mapping[int, bool], tree: Tree, rights: Rights) -> N
 
 
 def resume_all(wish: Wish, dumped: ProcessSet) -> None:
-    """Resume every process of the tree, and those in `dumped`, which includes orphaned ones.
-
-    A process that was stopped by a signal before stays stopped.
-    """
+    """Resume the tree and the processes in `dumped`, also orphaned ones, but none that a signal stopped before."""
     try:
         found = population_of(pids_below(wish.root_pid)).start_ticks
     except OSError as error:

@@ -211,9 +211,7 @@ def unrevived(manifest: Manifest, op_id: str, failure: Failure, utc: float) -> O
 
 
 def is_unrevived(op: Operation) -> bool:
-    """Return True for such an operation. It has taken no event, so what its restore has left
-    belongs to no operation.
-    """
+    """Return True if it has taken no event, so that what its restore has left belongs to no operation."""
     return op.kind == RESTORE and op.phase == ROLLED_BACK and op.seq == 0
 
 

@@ -39,9 +39,7 @@ class Rendezvous:
         self.folder = socket_path.parent / FOLDER_NAME
 
     def open(self) -> None:
-        """Release the agents that wait for an earlier daemon. Raises nothing: without a rendezvous no image can be
-        written.
-        """
+        """Release the agents that wait for an earlier daemon. Never raises: without it no image is written."""
         with suppress(OSError):
             for name in os.listdir(self.folder):
                 if _TOKEN.match(name):

@@ -52,9 +52,8 @@ _POLL_INTERVAL_S = 0.5
 
 
 class JobRestorer:
-    """Restores jobs. `images` opens them, `criu` finds the program, `look` takes a snapshot of the node.
-
-    `in_unit` gives each job a unit of systemd.
+    """Restores jobs. `images` opens them, `criu` finds CRIU, `look` sees the node; `in_unit`: each in a unit of
+    systemd.
     """
 
     def __init__(  # noqa: PLR0913 - each part is named
@@ -179,9 +178,7 @@ class JobRestorer:
     async def _read_and_restore(
         self, image: Image, op_id: str, rights: Rights, on_progress: Progress, outlets: Mapping[str, int]
     ) -> RestoredTree:
-        """Read bytes and restore processes concurrently. The first failure cancels the others, and restored processes
-        are ended.
-        """
+        """Read bytes and restore processes concurrently. A failure cancels the rest and ends restored processes."""
         came: list[RestoredTree] = []
         progress_of = parts_of(on_progress)
 

@@ -68,10 +68,7 @@ class RestoreRecords:
             raise HegmError(UNAVAILABLE, message, f"check the disk of {self._folder}: df -h, dmesg") from error
 
     def forget(self, op_id: str) -> None:
-        """Remove the record of a restore that has an operation or was undone.
-
-        Raises nothing; what remains is recognised.
-        """
+        """Drop the record of a restore that has an operation or was undone. Never raises: leftovers are recognised."""
         try:
             os.unlink(self._folder / op_id)
         except FileNotFoundError:

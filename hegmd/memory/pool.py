@@ -213,10 +213,7 @@ class Pool:
             return await self.ready.adjust(self.budget_bytes() - self.held_bytes, self.keep, may_grow=may_grow)
 
     async def keep_ready(self, is_busy: Callable[[], bool]) -> None:
-        """Fill the ready memory while the daemon is not busy, and give it back if the node needs it, until cancelled.
-
-        Ends at once if nothing is to be ready.
-        """
+        """Fill the ready memory while the daemon is not busy, and give it back if the node needs it."""
         while await self.adjust_ready(may_grow=not is_busy()) or self.ready.wanted_bytes:
             while not is_busy() and await self.adjust_ready():
                 pass
@@ -454,9 +451,7 @@ class Pool:
         logger.info("%s is on disk", name, extra=fields(size_bytes=piece.size_bytes))
 
     async def _compare(self, piece: Piece, memory: Memory, threads: int) -> None:
-        """Raise HegmError unless the bytes equal those that were summed when the job was suspended. Does nothing if
-        they were compared a moment ago.
-        """
+        """Raise HegmError unless the bytes equal those summed at suspension. Skipped if just compared."""
         known, worker = piece.sums, piece.name.key.worker
         if known is None or self.keep.sums is None or self._clock() - piece.compared_at < COMPARED_FOR_S:
             return

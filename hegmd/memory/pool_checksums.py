@@ -48,9 +48,7 @@ def sums_of(fd: int, size_bytes: int, unwanted: Callable[[], bool]) -> tuple[int
 def compare(
     fd: int, size_bytes: int, known: Sequence[int], unwanted: Callable[[], bool], whose: str, threads: int
 ) -> bool:
-    """Return True. Raise HegmError if that memory has changed since it was summed; Unwanted if it is no longer
-    wanted.
-    """
+    """Return True. Raise HegmError if that memory has changed since it was summed, Unwanted if it is not wanted."""
     if len(known) != len(chunks_of(size_bytes)):
         raise changed(whose, min(len(known), len(chunks_of(size_bytes))), len(known))
     try:

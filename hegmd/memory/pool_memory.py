@@ -102,9 +102,7 @@ class Memory:
             os.pwrite(self.fd, bytes(size_bytes), at)
 
     def remove(self, name: str) -> None:
-        """Close the descriptor and remove the file. The kernel frees the memory when no other process has a
-        descriptor.
-        """
+        """Close the descriptor and remove the file. The kernel frees the memory once no process has it open."""
         if self.place is not None:
             self.place.remove(name)
         self.close()
@@ -125,10 +123,7 @@ class Memory:
         self.size_bytes = size_bytes
 
     def hand_over(self, name: str, to: PieceName, whole_bytes: int, fill: Fill | None) -> None:
-        """Turn memory that was ready as `name` into a segment of that name and size.
-
-        Raises OSError; then the memory is freed.
-        """
+        """Turn ready memory into a segment of that name and size. Raises OSError, with the memory freed."""
         place, new = self.place, str(to)
         try:
             if place is not None:
@@ -235,9 +230,8 @@ class _NamelessMaker:
 
 
 def populate(fd: int, size_bytes: int, *, start: int = 0, max_threads: int = MAX_THREADS) -> None:
-    """Populate all pages of a file in memory from `start`, a multiple of a huge page, in threads. Blocks.
-
-    Raises OSError if the node lacks memory.
+    """Populate a file in memory from `start`, a multiple of a huge page, in threads. Blocks. Raises OSError if there is
+    too little.
     """
     population = _Population(fd, size_bytes)
     starts = range(start, size_bytes, _SLICE_BYTES)

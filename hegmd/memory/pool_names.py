@@ -26,9 +26,7 @@ _MAX_BEFORE = 8
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The owner of a segment: one worker in one operation. Names of operations contain no dash; names of workers
-    may.
-    """
+    """The owner of a segment: one worker in one operation. Only a worker's name may contain a dash."""
 
     operation: str
     worker: str

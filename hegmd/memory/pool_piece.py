@@ -18,9 +18,7 @@ from hegmd.memory.spill_file import SpillFolder
 
 @dataclass(frozen=True, slots=True)
 class MemoryKeeping:
-    """The places of segments: named memory, a store for nameless memory, a directory on disk. Also where checksums
-    are.
-    """
+    """The places of segments: named memory, a store for nameless memory, a directory on disk; and checksums."""
 
     places: Sequence[Place] = ()
     store: Store | None = None

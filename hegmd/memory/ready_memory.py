@@ -182,9 +182,7 @@ class ReadyMemory:
         return segment.memory
 
     def _best(self, whole_bytes: int) -> Segment | None:
-        """The smallest that is large enough, else the largest; none that would lose more pages than the request
-        needs.
-        """
+        """The smallest that is large enough, else the largest; none that would lose more pages than needed."""
         if whole_bytes < self._step_bytes:  # pages for it are quickly made
             return None
         fitting = [one for one in self.segments if one.size_bytes <= MAX_TIMES_LARGER * whole_bytes]

@@ -92,10 +92,7 @@ def rounds_of(size_bytes: int, overlap_bytes: int) -> int:
 
 
 def staging_out_needed_bytes(size_bytes: int, *, at_rest: bool) -> int:
-    """Return how much must be free on a GPU for staging memory on the way to the pool.
-
-    While the job still trains, the same amount must remain free for it.
-    """
+    """Return how much must be free on a GPU for staging to the pool; twice that while the job still trains."""
     own_bytes = size_bytes + FLAT_BYTES
     return own_bytes + CALM_BYTES + (0 if at_rest else size_bytes)
 

@@ -87,9 +87,7 @@ Key = tuple[str, str]
 
 
 def piece_sizes(size_bytes: int) -> list[int]:
-    """Return the sizes of the allocations for that much memory: gigabytes, larger ones if they would be too many, and a
-    smaller last one.
-    """
+    """Return the sizes of the allocations: gigabytes, larger ones if they would be too many, a smaller last one."""
     each_bytes = piece_bytes(size_bytes)
     sizes = [each_bytes] * (size_bytes // each_bytes)
     if tail_bytes := size_bytes % each_bytes:
@@ -239,9 +237,7 @@ class VideoMemory:
                 os.close(piece.fd)
 
     def adopt(self, name: str, fd: int) -> bool:
-        """Take ownership of memory that an earlier daemon stored. Return False if it is something else, which stays the
-        caller's.
-        """
+        """Adopt memory that an earlier daemon stored. Return False for anything else, which stays the caller's."""
         found = _NAME.fullmatch(name)
         if found is None:
             return False

@@ -82,10 +82,7 @@ class Checkpoints:
     async def checkpoint(
         self, pid: int, path: str, rights: Rights, asked: RequestContext, *, leave_running: bool = False
     ) -> OperationResult:
-        """Write an image of a job to that path, then end the job or let it train on.
-
-        Raises HegmError with every reason.
-        """
+        """Write an image of a job, then end the job or let it train on. Raises HegmError with every reason."""
         _require_absolute(path)
         pid = await self._operations.named_one(pid)
         snapshot = await self._operations.look(asked, [pid])

@@ -210,10 +210,7 @@ class JobRequests:
             await news.wait()
 
     def with_job(self, operation: told_operations.Operation) -> told_operations.Operation:
-        """Return the record with the jobs of its processes, found by their runs, or while they live by themselves.
-
-        Its hints name the job instead of a process.
-        """
+        """Return the record with the jobs of its processes, by their runs or pids. Hints name the job."""
         op = self._runner.history(operation.id).operation
         jobs: dict[int, JobRecord] = {}
         for member in op.workers:

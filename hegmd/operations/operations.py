@@ -252,9 +252,7 @@ class Operations:
     async def _adopt_of_driver(
         self, orphans: ByDriver, pid: int, to: str | None, asked: RequestContext
     ) -> OperationResult:
-        """Adopt a process that the driver has locked, which is only unlocked, or checkpointed, which is restored where
-        it was.
-        """
+        """Adopt a process that the driver has locked, and unlock it, or checkpointed, and restore it where it was."""
         driven = await orphans.inspect(pid)
         self._check_owner(asked, driven.uid, f"process {pid}")  # it may be listed nowhere
         if driven.state == "running":

@@ -164,9 +164,7 @@ class OrphanedMemory:
         return (last.at + last.size_bytes) % DEVICE_BYTES
 
     async def claim(self, worker: AgentConnection, key: Key) -> None:
-        """Give the orphaned memory of that process to that operation. Raises HegmError; does nothing if there is
-        none.
-        """
+        """Give the orphaned memory of that process, if any, to that operation. Raises HegmError."""
         if found := await self.in_video(worker, key.worker):
             to = bytes_name(key.operation, key.worker, worker.identity.start_ticks)
             for one in found:

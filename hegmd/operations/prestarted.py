@@ -109,9 +109,7 @@ class PrestartedJobs:
                     await changed.wait()
 
     def _wanting(self) -> Iterator[tuple[Supervisor, AgentConnection]]:
-        """Yield supervisors that want a prestart for the process they started, and those with one that is no longer
-        wanted.
-        """
+        """Yield supervisors that want a prestart for the process they started, or no longer want theirs."""
         known = list(self._supervisors)
         there = {_whose(supervisor) for supervisor in known}
         self._kept = {whose: kept for whose, kept in self._kept.items() if whose in there}
@@ -142,10 +140,7 @@ class PrestartedJobs:
         return float("inf") if kept.again_at is None else kept.again_at
 
     def _note_asked(self, supervisor: Supervisor, worker: AgentConnection) -> _PrestartRequest:
-        """Record a request.
-
-        Failures for the same process keep counting, unless the last prestarted process survived.
-        """
+        """Record a request. Failures for the same process keep counting, unless the last prestart survived."""
         asked, before = (worker.name, supervisor.connection), self._kept.get(_whose(supervisor))
         counts = before is not None and before.asked == asked and before.has_fallen
         fallen = before.fallen if before is not None and counts else 0

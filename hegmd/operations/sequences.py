@@ -183,9 +183,7 @@ class MultiStepOperations(BackgroundTasks):
     async def _exchange(
         self, exchange: _Exchange, steps: Sequence[MigrationPlan], snapshot: NodeSnapshotForPlan, asked: RequestContext
     ) -> None:
-        """Carry out part after part; if one fails, resume the jobs that wait in the pool where they were, if that is
-        free.
-        """
+        """Carry out part after part; if one fails, resume the jobs in the pool where they were, if that is free."""
         waiting: dict[int, MigrationPlan] = {}
         seen: NodeSnapshotForPlan | None = snapshot
         for part in at_once(steps):

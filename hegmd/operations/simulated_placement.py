@@ -93,10 +93,7 @@ class SimulatedPlacement:
         return bool(worker.on_cpu) and worker.gpu is None and bool(self._supervised(worker))
 
     def _is_asked(self, worker: AgentConnection) -> bool:
-        """True if the agent must say where it trains.
-
-        On real GPUs only a restartable worker that may be on the CPU must.
-        """
+        """True if the agent must say where it trains: on real GPUs only a restartable one that may be on the CPU."""
         return worker.connected and (
             self._memory.simulated or (worker.on_cpu is None and bool(self._supervised(worker)))
         )
@@ -118,10 +115,7 @@ class SimulatedPlacement:
                     await self._news.wait()
 
     async def count(self, worker: AgentConnection, limit_s: float = SURVEY_LIMIT_S) -> None:
-        """Survey a worker's storages, and place it on a GPU if it trains. Raises nothing.
-
-        After the limit its former sizes stay.
-        """
+        """Survey a worker, and place it on a GPU if it trains. Never raises. After the limit its former sizes stay."""
         if self._in_hand(worker.pid) or worker.parked or worker.held_bytes or worker.weighing.locked():
             return
         try:

@@ -236,9 +236,7 @@ class PlanSurvey:
         return await _counts_of([worker for worker in asked if _may_be_alone(worker)])
 
     async def _weigh(self, pids: Collection[int], may: May, within_s: float) -> None:
-        """Ask the supervised processes among them, and the other ranks of their jobs, how much a restart would carry,
-        at their next boundary.
-        """
+        """Ask the supervised ones, and their jobs' ranks, how much a restart would carry, at their next boundary."""
         jobs = self._jobs(pids)
         async with anyio.create_task_group() as tasks:
             for worker in self._workers:

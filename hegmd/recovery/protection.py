@@ -142,10 +142,7 @@ class Protection:
             tasks.cancel_scope.cancel()
 
     async def _watch(self) -> None:
-        """Check the training's progress periodically, and end the job once it hangs or its GPU is gone.
-
-        Runs until cancelled.
-        """
+        """Check the training's progress, and end the job once it hangs or its GPU is gone, until cancelled."""
         hangs, looks = HangWatch(self.job.wish.hang_limit_s), 0
         while True:
             await anyio.sleep(LOOK_S)
@@ -306,9 +303,7 @@ class Protection:
         return tuple(dict.fromkeys(known))
 
     async def _processes(self) -> tuple[list[AgentConnection], bool]:
-        """The processes of the training by rank, and whether a launcher starts them. Raises SnapshotPostponed,
-        Unprotected.
-        """
+        """Its processes by rank, and whether a launcher starts them. Raises SnapshotPostponed or Unprotected."""
         own = [worker for worker in self.job.own_workers() if worker.connected]
         await self.job.count(own)
         training = [worker for worker in own if worker.boundary]

@@ -42,9 +42,8 @@ _PRESSED_PAUSE_S = 0.1
 
 
 def bind(path: Path, mode: int, group_id: int | None, *, directory_mode: int = 0o755) -> socket.socket:
-    """Return a listening socket at that path; creates its directory if needed.
-
-    Raises HegmError if another daemon listens there or the path cannot be used.
+    """Return a listening socket there, in a directory that is made if needed. Raises HegmError, as if another daemon
+    listens.
     """
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:

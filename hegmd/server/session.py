@@ -108,10 +108,7 @@ class Session:
         self._at_end[key] = undo
 
     async def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
-        """Write one frame. A peer that does not read it within the limit loses the connection.
-
-        Raises PeerGone.
-        """
+        """Write one frame. A peer that does not read in time loses the connection. Raises PeerGone."""
         try:
             await self._stream.send(data, self.limits.send_deadline_s, fds)
             self._counters.sent_bytes += len(data)

@@ -13,10 +13,7 @@ from hegmd.errors import UNAVAILABLE, HegmError
 
 
 def scarcity(error: BaseException) -> HegmError | None:
-    """Convert the error if it is a temporary lack of a resource; None otherwise.
-
-    A group of errors counts if all of them are such errors.
-    """
+    """Convert an error, or a group of nothing else, that is a temporary lack of a resource; None otherwise."""
     within: Sequence[BaseException] = getattr(error, "exceptions", ())  # of an exception group, which Python 3.10 lacks
     if within:
         told = [scarcity(each) for each in within]

@@ -77,10 +77,7 @@ class StateDir:
             os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
 
     def identity(self) -> str:
-        """Return hexadecimal digits that identify this directory on all nodes; drawn once.
-
-        Raises HegmError if the file can neither be read nor written.
-        """
+        """Return hexadecimal digits that identify this directory on all nodes, drawn once. Raises HegmError."""
         path = self.path / IDENTITY_NAME
         try:
             with contextlib.suppress(FileNotFoundError):

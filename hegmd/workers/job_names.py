@@ -41,9 +41,7 @@ Job = tuple[int, str | None]
 
 
 def script_of(command: Sequence[str]) -> tuple[str, ...]:
-    """Return the script of a command with its arguments, without the programs that start it; the whole command if it
-    has no script.
-    """
+    """Return the script of a command with its arguments, without what starts it; the whole command without one."""
     words = tuple(command)
     program = os.path.basename(words[0]) if words else ""
     if not (_INTERPRETER.fullmatch(program) or program in _STARTERS):

@@ -72,10 +72,7 @@ def test_ranks_go_into_images_with_their_launcher_and_its_store(tmp_path: Path) 
     script, out = str(SCRIPTS / "ranks.py"), tmp_path / "out"
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     launched = ["-m", "torch.distributed.run", "--nproc-per-node", "2", script, str(out)]
-    with (
-        daemon_with_criu(tmp_path) as daemon,
-        HandedJob(tmp_path / "job", daemon.socket_path, script=launched) as job,
-    ):
+    with daemon_with_criu(tmp_path) as daemon, HandedJob(tmp_path / "job", daemon.socket_path, script=launched) as job:
         ranks = _pids(job, 2)
         left = job.operation("checkpoint", "--leave-running", str(ranks[0]), first)
         assert [process["state"] for process in left["processes"]] == ["running", "running"]

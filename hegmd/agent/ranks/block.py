@@ -90,9 +90,7 @@ def _line_of_process() -> RankProcess | None:
         groups = Groups(os.environ["HEGM_RANKS_FOLDER"])
 
         def end_waits() -> None:
-            """Called in the listening thread, which continues. Groups may be destroyed meanwhile; hooks are the
-            script's.
-            """
+            """Runs in the listening thread, which goes on. Groups may be destroyed meanwhile; hooks are a script's."""
             for end in (groups.end_waits, None if _rank is None else _rank.abort):
                 try:
                     if end is not None:

@@ -165,9 +165,7 @@ class _Taking:
             self._note_loaders(inner)
 
     def _needs(self, look: dict[str, Any], step: Any, line: int) -> Iterator[_Need]:
-        """Yield what the names in the head of this loop have to return when it is entered again, in the order of the
-        calls.
-        """
+        """Yield what names in the head of this loop have to return when it is entered again, in order of the calls."""
         if look["kind"] == "range":
             yield "range", look["rest"], None
         elif look["kind"] == "other":

@@ -48,9 +48,7 @@ def strangers(dumped: Mapping[int, bool], known: Collection[int], *, may_read_al
 
 
 def is_open(data: bytes) -> bool:
-    """Return True if the kernel let a process's user read its memory, by its `mm` image. Raises
-    ValueError and similar.
-    """
+    """Return True if the kernel let a process's user read its memory, by its `mm` image. Raises ValueError."""
     *magics, size_bytes = _HEAD.unpack_from(data)
     message = data[_HEAD.size : _HEAD.size + size_bytes]
     if tuple(magics) != _MAGICS or len(message) != size_bytes:

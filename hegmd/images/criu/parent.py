@@ -304,9 +304,8 @@ def _opened(mode: str, path: str, uid: int | None) -> int:
 
 
 def _handed_over(folder: int, uid: int | None) -> int:
-    """Give that directory to the user and return it.
-
-    No other user can reach it: it is inside one of the daemon's own.
+    """Give that directory to the user and return it. It is inside one of the daemon's own, so no other user can reach
+    it.
     """
     if uid is not None:
         os.fchown(folder, uid, -1)

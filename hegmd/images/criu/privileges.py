@@ -92,9 +92,7 @@ def to_restore(found: Sequence[Credentials], uid: int) -> CriuPrivileges:
 
 
 def closed_to(tree: Tree, uid: int, gids: frozenset[int]) -> Iterator[Reason]:
-    """Yield a reason for each file that another user opened for the job, and that this user could not open the same
-    way.
-    """
+    """Yield a reason for each file that another user opened for the job, and this user could not open that way."""
     told: set[str] = set()
     for each in tree.descriptors:
         if stat.S_ISREG(each.mode) and each.target.startswith("/") and each.target not in told:

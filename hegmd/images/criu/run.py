@@ -297,10 +297,7 @@ def _threads_in(images_dir_fd: int, pids: Collection[int]) -> tuple[int, ...]:
 
 
 async def _take_numbers(needs: Needs, thread_numbers: Sequence[int]) -> None:
-    """Wait until the job's pids are not used by zombies, and its thread ids by no process at all.
-
-    Raises Refused if they stay in use.
-    """
+    """Wait until no zombie uses the job's pids, and no process its thread ids. Raises Refused if they stay in use."""
     held = await run_detached(lambda _: wait_until_free(needs.pids), name="wait for free numbers")
     if held:
         first = held[0]

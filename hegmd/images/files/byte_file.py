@@ -324,9 +324,7 @@ def _reserve(file: int, mode: int, place: int, size_bytes: int) -> None:
 
 
 def _is_zero(buffer: memoryview, length: int) -> bool:
-    """Return True if the first word is zero and each byte equals the one a word later; one
-    comparison for most memory.
-    """
+    """Return True if the first word is zero and each byte equals the one a word later: one comparison."""
     if any(buffer[: min(length, _WORD_BYTES)]):
         return False
     if length <= _WORD_BYTES:

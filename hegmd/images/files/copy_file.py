@@ -18,9 +18,7 @@ THREADS = 8
 
 
 def sum_of(file: int, size_bytes: int, progress: Progress, *, from_disk: bool = True) -> str:
-    """Return the checksum of that file's first bytes, from disk or from the page cache. Raises
-    HegmError and OSError.
-    """
+    """Return the checksum of the file's first bytes, from disk or the page cache. Raises HegmError, OSError."""
     if from_disk:
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     return _each(file, size_bytes, lambda _place, _view, _length: None, progress)

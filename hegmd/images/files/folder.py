@@ -151,10 +151,7 @@ class Folder:
                 raise self._broken(f"{LOCK} is not a file")
 
     def foreign(self, manifest: Manifest) -> list[str]:
-        """Return the files that are no part of the image, by path within it.
-
-        They do no harm, and no restore reads them.
-        """
+        """Return the paths within it of files that are no part of the image. No restore reads them."""
         known = {file.name for file in manifest.byte_files}
         beside = [name for name in os.listdir(self.fd) if name not in KNOWN]
         return sorted([*beside, *(f"{BYTES}/{name}" for name in os.listdir(self.bytes_fd) if name not in known)])

@@ -40,10 +40,7 @@ class Images:
         hands: UserProcesses | None = None,
         read_back: bool = True,
     ) -> None:
-        """`in_unit`: the processes that work for callers are systemd units. `read_back`: new images are read back.
-
-        Raises HegmError for an unusable key.
-        """
+        """`in_unit`: callers' processes are systemd units. `read_back`: new images are read back. Raises HegmError."""
         self._read_back = read_back
         self._private = state_dir / PRIVATE_NAME
         try:
@@ -112,9 +109,7 @@ class Images:
         return lent
 
     async def open(self, path: str, rights: Rights) -> Image:
-        """Open the image at that path with the caller's rights. Raises HegmError: broken, truncated, foreign, too new,
-        in use.
-        """
+        """Open the image with the caller's rights. Raises HegmError: broken, truncated, foreign, too new, in use."""
         hand = await self._hands.start(rights)
         own: UserProcess | None = None
         private: Private | None = None
@@ -134,10 +129,7 @@ class Images:
             raise
 
     def own_folder(self) -> Private:
-        """Return a new folder of the daemon's own, for the caller to close.
-
-        The next daemon removes those of a killed one.
-        """
+        """Return a new folder of the daemon's own; the caller closes it, or the next daemon removes it."""
         return Private(self._private)
 
     async def sweep(self, path: str, rights: Rights) -> list[str]:
@@ -150,9 +142,7 @@ class Images:
                 await end_processes(hand, None, None)
 
     async def trim(self, path: str, series: str, keep: int, rights: Rights) -> list[str]:
-        """Remove all complete images of a series in that directory except the newest, and return them. Raises
-        HegmError.
-        """
+        """Remove all complete images of a series there except the newest, and return them. Raises HegmError."""
         hand = await self._hands.start(rights)
         try:
             answer = await hand.call("trim", {"path": path, "series": series, "keep": keep})

@@ -18,10 +18,7 @@ def lock_alone(
     within_s: float = LOCKS_WITHIN_S,
     pause: Callable[[], object] = lambda: time.sleep(_POLL_INTERVAL_S),
 ) -> None:
-    """Lock `fd` exclusively. Raises HegmError BUSY.
-
-    Retries for a moment: listing images locks one briefly to see whether it is in use.
-    """
+    """Lock `fd` exclusively, with retries, since listing images locks one briefly. Raises HegmError BUSY."""
     end = time.monotonic() + within_s
     while True:
         try:

@@ -59,10 +59,7 @@ class OpenImage:
         self._criu_dir_fd = criu_dir_fd
 
     async def end(self) -> None:
-        """Close it and release its lock. An incomplete image stays as a left-over.
-
-        Calling it twice is fine; it cannot be cancelled half-way.
-        """
+        """Close it and release its lock; an incomplete image is left over. Twice is fine. Not cancelled half-way."""
         with anyio.CancelScope(shield=True):
             if self._criu_dir_fd >= 0:
                 os.close(self._criu_dir_fd)
@@ -114,10 +111,7 @@ class ImageWriter(OpenImage):
                 await hand.call("give-way")
 
     async def write_bytes(self, name: str, piece_fd: int, size_bytes: int, on_progress: Progress = ignore) -> None:
-        """Have the first bytes of that memory in the image, synced and read back; several at once are fine.
-
-        Raises HegmError.
-        """
+        """Write the first bytes of that memory, synced and read back; several at once are fine. Raises HegmError."""
         args = {"name": name, "size_bytes": size_bytes, "id": self.id}
         began = time.monotonic()
         answer = await self._hand.call("write", args, fds=[piece_fd], on_progress=_so_far(on_progress))
@@ -159,9 +153,8 @@ class ImageWriter(OpenImage):
         return manifest
 
     async def discard(self) -> None:
-        """Remove it if that is possible in time; a remainder is recognised as left over.
-
-        Never raises; continues when its caller is cancelled.
+        """Remove it if possible in time; a remainder is recognised. Never raises; continues when the caller is
+        cancelled.
         """
         with anyio.CancelScope(shield=True):
             with anyio.move_on_after(DISCARD_WITHIN_S), contextlib.suppress(HegmError):

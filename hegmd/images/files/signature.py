@@ -49,9 +49,7 @@ class Key:
 
 
 def load_key(path: Path, *, make: bool) -> Key:
-    """Return the key in that file, creating it with `make`. Raises HegmError if it is not private, incomplete or
-    missing.
-    """
+    """Return the key in that file; `make` creates it. Raises HegmError if it is not private, incomplete or missing."""
     try:
         if make:
             _make(path)

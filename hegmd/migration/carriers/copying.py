@@ -67,9 +67,7 @@ class Share:
 
 
 class CopyingCarrier(NoCopy):
-    """Base class of those carriers. A subclass says which memory holds the copies, and which GPUs the helper must
-    reach.
-    """
+    """Base class of those carriers. A subclass knows the memory of the copies and the GPUs to be reached."""
 
     name = ""
     #: True if the storages of all GPUs are in one space. Otherwise each device has its own, which begins at 0.
@@ -186,10 +184,7 @@ class CopyingCarrier(NoCopy):
         return freed.size_bytes or 0
 
     async def reload(self, subject: MigratedProcess, on_progress: Progress, making: Making) -> int:
-        """Reload the bytes and return how many.
-
-        Raises HegmError; unfilled bytes stay held, and the next call continues.
-        """
+        """Reload the bytes and return how many. Raises HegmError; the rest stays held for the next call."""
         reservation_bytes = subject.storage_reservation_bytes - subject.agent_overhead_bytes
         most_bytes = round_bytes(reservation_bytes, subject.size_bytes) if subject.in_rounds else None
         done_bytes = 0
@@ -280,9 +275,8 @@ class CopyingCarrier(NoCopy):
     async def _copy_shown(
         self, share: Share, direction: str, handles: Sequence[bytes], places: list[Place], on_progress: Progress
     ) -> list[Place]:
-        """Copy by the helper, and return the places that it could not copy.
-
-        Raises DriverOutOfMemory on the way out, where nothing is lost.
+        """Copy by the helper; return the places that it could not copy. Raises DriverOutOfMemory outwards; nothing is
+        lost.
         """
         if not places:
             return []
@@ -332,10 +326,7 @@ class CopyingCarrier(NoCopy):
         raise AssertionError("the last attempt returns or raises")
 
     async def _route(self, subject: MigratedProcess) -> CopyClient:
-        """Return the copy client, ready to copy.
-
-        Its contexts need GPU memory, so they are created under each GPU's lock.
-        """
+        """Return the copy client. Its contexts need GPU memory, so they are created under each GPU's lock."""
         route = self.routes.get(lane_of(subject))
         if route is None:
             uuids = await self.reach(subject)

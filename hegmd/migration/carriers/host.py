@@ -117,9 +117,7 @@ class HostCarrier(CopyingCarrier):
         return self._pool.memory(key_of(subject)).size_bytes - MARK_BYTES
 
     async def reach(self, subject: MigratedProcess) -> list[str]:
-        """Return the source GPU, the target and the GPU with its bytes: their contexts are created while the process
-        runs.
-        """
+        """Return the source GPU, the target and the GPU with its bytes: their contexts are created ahead."""
         places = [gpus_of(place) for place in (subject.gpu, subject.target_gpu)]
         names = dict.fromkeys(place[subject.device or 0] for place in places if place)
         uuids = [await self.gpus.uuid_of(name) for name in names]
@@ -139,9 +137,7 @@ class HostCarrier(CopyingCarrier):
         return await super().offload(subject, on_progress)
 
     async def before_copy_out(self, subject: MigratedProcess, end_bytes: int) -> None:
-        """Choose staging memory, reserved earlier or now that the job is parked; otherwise the bytes go straight to the
-        pool.
-        """
+        """Choose staging memory, reserved earlier or now that the job is parked; without it use the pool."""
         async with self._using(subject):
             await self._begin_out(subject, end_bytes)
 
@@ -325,10 +321,7 @@ class HostCarrier(CopyingCarrier):
                 return await super().reload(subject, on_progress, making)
 
     async def returned(self, subject: MigratedProcess, *, has_spare_memory: bool) -> None:
-        """Release the staging memory.
-
-        A mark must not outlast the reload: it says that the staging memory has the bytes.
-        """
+        """Release the staging memory, and the mark, which says that the staging memory has the bytes."""
         if not has_spare_memory or not self._marks.is_unmarked(subject):
             await self._put_away(subject)
 

@@ -30,10 +30,7 @@ class LocationRecords:
         return tuple([passing_name(operation, subject.name) for operation in (subject.operation, *before)])
 
     def of(self, subject: MigratedProcess) -> Mark | None:
-        """Return the mark that names the memory with the bytes, or None.
-
-        Raises HegmError if it is damaged or not the process's.
-        """
+        """Return the mark that names the memory with the bytes, or None. Raises HegmError if damaged or foreign."""
         piece = self._pool.by_owner().get(key_of(subject))
         memory = None if piece is None else piece.memory
         if memory is None:

@@ -155,10 +155,7 @@ class JournalFile:
             written += self._disk.write(fd, data[written:])
 
     def _reserve(self, size_bytes: int, *, must: bool) -> None:
-        """Reserve disk space for that many bytes more.
-
-        With `must`, raises HegmError if that fails, with nothing changed.
-        """
+        """Reserve disk space for that much more. With `must`, raises HegmError if that fails, with nothing changed."""
         wanted_bytes = self._size_bytes + size_bytes
         if wanted_bytes <= self._reserved_bytes:
             return

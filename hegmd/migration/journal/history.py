@@ -95,10 +95,7 @@ class Ledger:
         return op_id
 
     async def enter(self, history: History, record: bytes) -> None:
-        """Write a new operation's first record, and reserve disk space. Raises HegmError; then it is not known.
-
-        Its id is taken before the first await.
-        """
+        """Write a new operation's first record. Raises HegmError; then it is unknown. Takes its id before it awaits."""
         op_id = history.operation.id
         self._histories[op_id] = history
         self._opening.add(op_id)

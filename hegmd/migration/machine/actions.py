@@ -193,10 +193,7 @@ def agent_lost(op: Operation, event: events.AgentLost, now: float) -> Operation:
 
 
 def agent_back(op: Operation, event: events.AgentBack, now: float) -> Operation:
-    """Inspect a worker whose agent has reconnected.
-
-    A different token means that the process runs another program now.
-    """
+    """Inspect a worker whose agent has reconnected. With a different token it runs another program now."""
     worker = worker_exit.living(op, event.worker)
     if worker is None:
         return op

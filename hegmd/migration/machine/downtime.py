@@ -15,9 +15,7 @@ _ATTEMPTED = events.PassedBoundary | events.Withdrawn | events.Failed
 
 
 def timed(event: Event, after: Operation, now: float) -> Operation:
-    """Update the downtime of the operation with an event. `now` is monotonic: an instant from before a reboot is
-    dropped.
-    """
+    """Update the downtime of the operation. `now` is monotonic: an instant from before a reboot is dropped."""
     if after.parked_since is not None and after.parked_since > now:
         after = after.replace(parked_since=None)
     alone = not any(member.has_agent for member in after.workers)

@@ -80,9 +80,7 @@ class WorkerExited(Event, tag="worker-exited"):
 
 
 class TrainingEnded(Event, tag="training-ended"):
-    """For a restart: the supervisor reports that the successor finished its training, whether or not a boundary was
-    seen.
-    """
+    """For a restart: the successor finished its training, whether or not a boundary was seen."""
 
     worker: str = field("name of the worker")
 

@@ -47,9 +47,7 @@ def pool_released(op: Operation, worker: JobProcess, pending: Pending, event: ev
 
 
 def successor_awaited(op: Operation, worker: JobProcess, pending: Pending, event: events.SuccessorAwaited) -> Operation:
-    """Record that the successor was awaited, which happens once. One that is not ready is started without a
-    prestart.
-    """
+    """Record, once, that the successor was awaited. One that is not ready is started without a prestart."""
     return op.with_worker(worker.replace(successor_ready=True))
 
 
@@ -71,10 +69,7 @@ def parked(op: Operation, worker: JobProcess, pending: Pending, event: events.Pa
 
 
 def overran(op: Operation, worker: JobProcess, pending: Pending, event: events.PassedBoundary) -> Operation:
-    """Choose a later boundary.
-
-    Each round doubles the distance, so that an order arrives before very short batches end.
-    """
+    """Choose a later boundary, each time twice as far, so that an order arrives before very short batches end."""
     op = op.with_worker(worker.replace(boundary=event.boundary, park_requested=False))
     return _park_together(op, event.boundary + (1 << op.rounds), event.why)
 

@@ -16,10 +16,7 @@ from hegmd.migration.contracts import GrewBeyondPlan
 
 @asynccontextmanager
 async def beside(work: Callable[[], Awaitable[object]]) -> AsyncGenerator[None]:
-    """Run `work` during the block.
-
-    A failed block cancels `work`, unless the block is only to be retried: then the work is still useful.
-    """
+    """Run `work` during the block. A failed block cancels `work`, unless it is to be retried."""
     of_block: HegmError | None = None
     of_work: HegmError | None = None
 

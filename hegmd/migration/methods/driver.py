@@ -139,9 +139,7 @@ class DriverMethod:
             )
 
     async def _measured(self, subject: MigratedProcess) -> MigratedProcess:
-        """Return the locked process with its measured need. Raises GrewBeyondPlan if that exceeds the journal's
-        figure.
-        """
+        """Return the locked process with its measured need. Raises GrewBeyondPlan if the journal has less."""
         needs = await self._needed(subject)
         need_bytes, driver_bytes_by_gpu = sum(needs), tuple(needs) if is_several(subject.gpu) else ()
         planned = subject.needs(subject.gpu).values()
@@ -167,10 +165,7 @@ class DriverMethod:
             raise
 
     async def _needed(self, subject: MigratedProcess) -> list[int]:
-        """Return what the locked process has on each GPU, with the margin.
-
-        Raises Refused if the driver does not say.
-        """
+        """Return what the locked process needs on each GPU, with the margin. Raises Refused if unknown."""
         gpus = gpus_of(subject.gpu)
         node = await self._gpus.seen()
         uses = [use for process in node.processes if process.pid == subject.pid for use in process.gpus]
@@ -220,10 +215,7 @@ class DriverMethod:
     # -- and back ------------------------------------------------------------------------------------------------------
 
     async def restore(self, subject: MigratedProcess, gpu: str) -> str | None:
-        """Restore the process on that GPU.
-
-        Its memory is reserved until the driver call, and checked to be free then.
-        """
+        """Restore the process on that GPU. Its memory is reserved, and checked to be free, until the driver's call."""
         with self._marked_in_progress(subject):
             await self._other_processes.wait_until_unpaused(subject.owner_key)
             uuid_by_gpu = {name: await self._gpus.uuid_of(name) for name in gpus_of(gpu)}
@@ -242,10 +234,7 @@ class DriverMethod:
             return None
 
     async def _restore_where_it_was(self, subject: MigratedProcess, gpu: str) -> str:
-        """Restore the process without a GPU map, with memory reserved on every possible GPU.
-
-        Returns the GPU it is on.
-        """
+        """Restore the process without a GPU map, with every possible GPU reserved. Returns the GPU it is on."""
         uuids = await self._steps.uuids()
         await self._gpus.seen()
         uuid_by_gpu = {self._gpus.name_of(uuid): uuid for uuid in uuids}

@@ -74,10 +74,7 @@ class Steps:
         return uuids
 
     async def state(self, subject: MigratedProcess) -> str:
-        """Return the driver's state of the process.
-
-        Waits for a running call: at worst a checkpoint of all its bytes.
-        """
+        """Return the driver's state of the process, after any running call: at worst a whole checkpoint."""
         answer = await self._call("state", subject, expected_s=step_s(subject.driver_bytes, OUT_BYTES_PER_S))
         return str(answer["state"])
 

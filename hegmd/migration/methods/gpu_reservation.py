@@ -115,10 +115,7 @@ class GpuReservation:
     async def fits_beside(
         self, subject: MigratedProcess, place: str, spare_bytes: int, free: Mapping[str, int | None], times: int = 1
     ) -> bool:
-        """True if every GPU of that place has `times` its storages' reservation and `spare_bytes` free in addition.
-
-        `free` is what is free now, by GPU.
-        """
+        """True if every GPU of that place has `times` its storages' reservation and `spare_bytes` free, by `free`."""
         held = self._memory.of(storage_owner(subject))
         if not held:
             return False
@@ -149,10 +146,7 @@ class GpuReservation:
         self._gpus.changed()
 
     def of(self, subject: MigratedProcess) -> Mapping[str, int]:
-        """Return the reservations by GPU.
-
-        On its present GPU, its own memory counts as reserved; memory for offloaded storages is added.
-        """
+        """Return the reservations by GPU. Its own memory on its present GPU counts, offloaded storages are added."""
         held: dict[str, int] = {}
         for owner in (driver_owner(subject), storage_owner(subject)):
             for uuid, size_bytes in self._memory.of(owner).items():

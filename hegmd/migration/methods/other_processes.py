@@ -171,9 +171,7 @@ class OtherProcesses:
                 await self._note(_without(self._noted, certain))
 
     async def resume_all(self) -> None:
-        """Unlock the processes that an earlier daemon had paused when it ended. `run` retries those that cannot be
-        unlocked.
-        """
+        """Unlock the processes that an earlier daemon had paused. `run` retries those that cannot be unlocked."""
         noted = self._noted_before()
         there = [who for who in noted if self.may_be_there(who) and who not in self._held]
         self._held.update({who: anyio.Event() for who in there})
@@ -225,9 +223,7 @@ class OtherProcesses:
             return {}
 
     def is_there(self, who: ProcessKey) -> bool:
-        """Return True if it is still that process, and not another that got its number. Raises HegmError if that is
-        hidden.
-        """
+        """Return True if it is still that very process. Raises HegmError if that is hidden."""
         return self._start_ticks(who[0]) == who[1]
 
     def may_be_there(self, who: ProcessKey) -> bool:
@@ -238,10 +234,7 @@ class OtherProcesses:
             return True
 
     async def _lock(self, who: ProcessKey, locked: list[ProcessKey], loose: list[ProcessKey]) -> None:
-        """Lock a process.
-
-        One that another program locked stays locked; an uncertain one counts as both ours and running.
-        """
+        """Lock a process, unless another program has; an uncertain one counts as both ours and running."""
         try:
             locked.append(who)
             await self._ask("lock", who, timeout_s=LOCK_S)

@@ -39,9 +39,7 @@ class RankPosition:
 
 
 class StartingRank:
-    """A rank of one start, with the processes that claim to be it. `is_alive` returns whether that very process
-    exists.
-    """
+    """A rank of one start, with the processes that claim to be it. `is_alive` tells if that very one exists."""
 
     def __init__(self, is_alive: Callable[[ProcessKey], bool] | None = None) -> None:
         self._is_alive = _is_alive if is_alive is None else is_alive

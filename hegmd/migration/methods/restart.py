@@ -377,10 +377,7 @@ class RestartMethod:
         return None
 
     async def _supervisor(self, subject: MigratedProcess) -> Supervisor:
-        """Return the supervisor that is connected for this operation.
-
-        Raises Refused if none connects within a while.
-        """
+        """Return the supervisor that is connected for this operation. Raises Refused after a while."""
         found = await self._supervisors.come(subject.uid, subject.run, lambda: self._known(subject))
         if found is not None:
             return found

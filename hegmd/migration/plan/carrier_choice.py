@@ -121,10 +121,7 @@ def choose_as_asked(
 
 
 def is_helped(carrier: str) -> bool:
-    """True if the GPU helper copies for this carrier and needs memory for its contexts.
-
-    False for an unknown carrier.
-    """
+    """True if the GPU helper copies for this carrier and needs contexts. False for an unknown carrier."""
     return carrier in CARRIERS and CARRIERS[carrier].is_helped
 
 
@@ -288,10 +285,7 @@ class OverlappedCopies:
 def overlapped_copies(
     snapshot: NodeSnapshotForPlan, carrier: str, size_bytes: int, at: str | None, to: str | None
 ) -> OverlappedCopies:
-    """Return which copies fit on the GPUs besides everything else, by what is free now.
-
-    `to` is the target GPU before memory was reserved there.
-    """
+    """Return which copies fit besides everything else that is free now. `to` is the target before reservations."""
     if carrier != HOST:
         return OverlappedCopies()
     free = {gpu.id: gpu.free_bytes or 0 for gpu in snapshot.gpus}
@@ -312,10 +306,7 @@ def estimate_s(
     copies: OverlappedCopies = OverlappedCopies(),
     own_bytes: int = 0,
 ) -> float:
-    """Return the downtime of one process in seconds, without its wait for a boundary.
-
-    For a resume it includes the time to prepare the carrier.
-    """
+    """Return the downtime of one process in seconds, without its wait for a boundary; for a resume with preparation."""
     by_driver_bytes = max(0, driver_bytes - NEXT_TO_NOTHING_BYTES)
     out_s = rates.driver_out_s + by_driver_bytes / rates.driver_out_bytes_per_s
     in_s = rates.driver_in_s + by_driver_bytes / rates.driver_in_bytes_per_s

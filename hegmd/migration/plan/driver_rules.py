@@ -138,9 +138,7 @@ def rest_of(candidate: Candidate) -> int:
 
 
 def stacks_of(candidate: Candidate) -> int:
-    """Return the bytes of its CUDA contexts that its agent frees while its storages are offloaded and shown by CUDA
-    IPC.
-    """
+    """Return the bytes of its CUDA contexts that its agent frees while storages are offloaded and shown by IPC."""
     cuda = None if candidate.agent is None else candidate.agent.cuda
     return 0 if cuda is None else cuda.stacks_bytes
 
@@ -182,9 +180,7 @@ def _cached(candidate: Candidate, reserved_bytes: int, size_bytes: int) -> int:
 
 
 def _max_free_in_addition(gpu: GpuMemory, others_bytes: int) -> int:
-    """Return the most that could ever be free on such a GPU in addition: a process alone there may cache all of its
-    memory.
-    """
+    """Return the most that could be free there in addition: a process alone may cache all of its memory."""
     if gpu.total_bytes is None:
         return sys.maxsize
     return max(0, gpu.total_bytes - others_bytes - CONTEXT_BYTES - LAST_BYTES)

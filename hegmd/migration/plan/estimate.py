@@ -67,10 +67,7 @@ def from_image(plan: MigrationPlan, rates: Rates, *, size_bytes: int) -> Migrati
 def estimate_s(
     moving: Sequence[PlannedProcess], kind: str, rates: Rates, snapshot: NodeSnapshotForPlan | None = None
 ) -> float:
-    """Return the downtime of the job in seconds, without its wait for a boundary.
-
-    Without a snapshot of the node, no copies overlap the driver's calls.
-    """
+    """Return the job's downtime in seconds, without its wait for a boundary. Without a snapshot, no copies overlap."""
     by_driver = [worker for worker in moving if worker.method in (DRIVER, KEEP_CONTEXT)]
     size_bytes = sum(worker.size_bytes for worker in moving if worker not in by_driver)
     seconds = [_driver_s(worker, kind, rates, snapshot) for worker in by_driver]

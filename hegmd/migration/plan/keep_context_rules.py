@@ -87,10 +87,7 @@ def _choice(draft: Draft, candidate: Candidate, own: tuple[GpuMemory, ...]) -> C
 
 
 def _stays_bytes(candidate: Candidate, own: GpuMemory, carrier: str) -> int | None:
-    """Return the memory of the process that the vendor's library shows beyond its allocator's; None if unknown.
-
-    A simulated process has no context.
-    """
+    """Return the process's memory beyond its allocator's, as NVML shows it; None if unknown."""
     if own.vendor == SIMULATED and candidate.agent is not None:
         return sum(item.size_bytes for item in candidate.agent.left_alone)
     if candidate.vram_bytes is None:

@@ -97,9 +97,7 @@ def _is_same_job(one: Candidate, other: Candidate) -> bool:
 
 
 def _are_related(snapshot: NodeSnapshotForPlan, one: Candidate, other: Candidate) -> bool:
-    """True if one process started the other, or a process on a GPU started both: they may share what the driver
-    restores.
-    """
+    """True if one process started the other or both have one parent on a GPU: they may share what is restored."""
     return _first_parent(snapshot, one) == _first_parent(snapshot, other)
 
 

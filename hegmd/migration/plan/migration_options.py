@@ -49,9 +49,7 @@ class _Families:
                 self._by_job.setdefault((one.uid, one.job), []).append(one)
 
     def against(self, candidate: Candidate, request: PlanRequest) -> str | None:
-        """Return the first reason against that request for the process and those that move with it; None if there is
-        none.
-        """
+        """Return the first reason against that request for the process and those that move with it, or None."""
         found = {one.pid: one for one in self._by_root[self._root(candidate)]}
         if candidate.job is not None:
             found |= {one.pid: one for one in self._by_job[candidate.uid, candidate.job]}

@@ -41,9 +41,7 @@ MAX_LEFT_PERCENT = 50
 
 
 def planned(snapshot: NodeSnapshotForPlan, request: PlanRequest) -> MigrationPlan | tuple[Reason, ...]:
-    """Return the plan for a migration or a suspension, or every reason against it. A restart is planned only if nothing
-    else is possible.
-    """
+    """Return the plan, or every reason against it. A restart is planned only if nothing else is possible."""
     found = _planned(snapshot, request)
     if isinstance(found, MigrationPlan) or request.via == RESTART or request.kind in (SUSPEND, CHECKPOINT, QUIESCE):
         return found

@@ -23,10 +23,7 @@ _TO = "="
 
 
 def destination(draft: Draft, pid: int, source: str | None, asked: str, *, anew: bool = False) -> str | None:
-    """Return the requested place; None, with the reason in the draft, if the words name none.
-
-    `anew` is True for a process that will be started.
-    """
+    """Return the requested place, or None with the reason in the draft. `anew`: the process will be started."""
     here = gpus_of(source)
     if asked == CPU:
         if not anew:

@@ -115,10 +115,7 @@ class AgentEffects:
 
 
 async def _weighed(worker: AgentConnection) -> int:
-    """Return the size in bytes of the state that a restart of a parked worker would save.
-
-    Raises Refused with everything that a restart would not keep.
-    """
+    """Return the size of the state that a restart of a parked worker would save. Raises Refused for what is lost."""
     report = await worker.order("weigh")
     if report.refusals or report.state_bytes is None:
         why = "\n".join(report.refusals) or "its agent does not report the size of its state"

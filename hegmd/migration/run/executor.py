@@ -110,9 +110,7 @@ class EffectExecutor:
         return self._cast.connection(member)
 
     def stopped(self, op: Operation) -> tuple[int, ...]:
-        """Return its processes that a signal or a debugger has stopped: no step of the driver in them makes
-        progress.
-        """
+        """Return its processes that a signal or a debugger has stopped: the driver makes no progress in them."""
         return tuple([member.pid for member in op.live if self._is_stopped(member.pid) and self._is_there(member)])
 
     def ending(self, op: Operation) -> tuple[int, ...]:
@@ -212,9 +210,7 @@ class EffectExecutor:
         return events.Reserved(**effect.ending())
 
     async def prepare_ahead(self, op: Operation, member: Member) -> None:
-        """Prepare the copies of a suspended process that is about to resume. Only one that kept its contexts is sure to
-        resume where it was. Raises HegmError.
-        """
+        """Prepare the copies of a process about to resume, if it kept its contexts and so stays. Raises HegmError."""
         if member.offloaded and member.keeps_context and not member.gpu_unknown:
             subject = replace(self._cast.subject(op, member), target_gpu=member.previous_gpu)
             await self._cast.carrier(member).prepare(subject)

@@ -33,9 +33,7 @@ class ImageEffects:
         return events.Dumped(**effect.ending())
 
     async def abandon(self, op: Operation, member: Member) -> None:
-        """Abandon a dump before a worker gets an order, or before its memory is released: no process waits for that
-        image then.
-        """
+        """Abandon a dump before a worker gets an order, or before its memory is released."""
         image = op.image
         if image is not None and image.begun and not (op.needs_image or image.written or image.whole):
             await self._cast.imager_for(member).abandon(op)

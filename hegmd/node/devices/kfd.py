@@ -221,9 +221,7 @@ class Kfd:
 
 
 def _pci_address(properties: Mapping[str, int]) -> str:
-    """Return the PCI address. The kernel packs bus, device and function into 16 bits; the domain is a separate
-    property.
-    """
+    """Return the PCI address: 16 bits of bus, device and function, and the domain as a separate property."""
     location = properties.get("location_id", 0)
     domain = properties.get("domain", 0)
     return f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.{location & 7}"

@@ -228,9 +228,7 @@ class NvidiaProvider:
         )
 
     def _read_gpu(self, nvml: Nvml, index: int) -> _Reading:
-        """Read one GPU. Raises GpuLost or GpuFailed if identity or memory is unreadable: then nothing else is
-        reliable.
-        """
+        """Read one GPU. Raises GpuLost or GpuFailed if identity or memory is unreadable: then nothing is reliable."""
         asked = NvmlGpu(nvml, nvml.handle(index))
         uuid = asked.uuid()
         if uuid is None:

@@ -40,10 +40,7 @@ def read_entries(asked: NvmlGpu, *, mig: bool | None) -> dict[str, ProcessEntrie
 def merge(
     uuid: str, lists: Mapping[str, ProcessEntries | None], before: Iterable[ProcessUse] = ()
 ) -> tuple[ProcessUse, ...]:
-    """Return one ProcessUse for each pid, in order. An unchanged one is the same object as `before`.
-
-    `lists` has the kinds of PROCESS_LISTS.
-    """
+    """Return one ProcessUse for each pid; an unchanged one is the object in `before`. `lists` is by PROCESS_LISTS."""
     kinds: dict[int, str] = {}
     parts: dict[int, _Parts] = {}
     for kind in PROCESS_LISTS:  # a later one says more than an earlier one

@@ -248,9 +248,7 @@ class Functions:
                 self._add(name, value, None)
 
     def reached_from(self, names: Iterable[str], codes: Iterable[tuple[CodeType, str]]) -> Iterator[Function]:
-        """Yield the functions that code which mentions these names reaches, and the modules' functions
-        given by code.
-        """
+        """Yield the functions that code mentioning these names reaches, and the modules' functions given by code."""
         left = [Function(code.co_name, code, module, None) for code, module in codes]
         left += self._called
         left += [found for name in names for found in self._by_name.get(name, ())]

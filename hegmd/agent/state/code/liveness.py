@@ -39,9 +39,7 @@ class Flow:
         self.shared = frozenset(code.co_cellvars) | frozenset(code.co_freevars)
 
     def _add_handlers(self) -> None:
-        """Add exception handlers. Up to Python 3.10 only the start of their block is known; all of the block leads to
-        them.
-        """
+        """Add exception handlers. Up to Python 3.10 only the start of their block is known; all of it leads to them."""
         for offset in list(self._on):
             found = self._instructions[offset]
             if found.opname in ("SETUP_FINALLY", "SETUP_WITH", "SETUP_ASYNC_WITH"):

@@ -56,9 +56,7 @@ class Loops:
         self._follow()
 
     def around(self, offset: int) -> tuple[Head, ...]:
-        """Return the `for` loops that the instruction is in, outermost first; its own included, if it is the head of
-        one.
-        """
+        """Return the `for` loops that the instruction is in, or is the head of, outermost first."""
         found = self._instruction(offset)
         active = self._active.get(found.offset, ())
         if found.opname == "FOR_ITER" and found.offset in self._depths:
@@ -69,9 +67,7 @@ class Loops:
         return self._lines[self._instruction(offset).offset]
 
     def is_head(self, offset: int) -> bool:
-        """Return True if the instruction asks an iterator for a loop's next item, or jumps back to such
-        an instruction.
-        """
+        """Return True if the instruction asks an iterator for a loop's next item, or jumps back to one that does."""
         found = self._instruction(offset)
         target = self._target(found)
         if target is not None and target <= found.offset:

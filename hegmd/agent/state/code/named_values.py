@@ -80,9 +80,7 @@ def value_of(form: Any) -> Any:
 
 
 def mark_of(value: Any) -> Any:
-    """Return a mark that identifies a function, a class or a module in another process; None for a value
-    without one.
-    """
+    """Return what identifies a function, a class or a module in another process; None for other values."""
     if is_a(value, MODULE):
         return (NAME, value.__name__, "")
     if is_a(value, FUNCTION, BUILTIN, type):

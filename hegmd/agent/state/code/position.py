@@ -227,9 +227,7 @@ def _rest_of_range(iterator: Any, given: int) -> list[int]:
 
 
 def _look_into_generator(generator: Any, given: int, loader_of: Any) -> dict[str, Any]:
-    """Look into a generator of a transparent package, which yields what its only iterator yields. The script's are
-    unknown.
-    """
+    """Look into a generator of a transparent package, which yields what its only iterator yields."""
     if not is_of_script(generator.gi_code):
         ahead = accelerate_hf.look_ahead(generator)
         if ahead is not None:

@@ -56,9 +56,7 @@ class Spot:
         return self.flow.live(self.frame.f_lasti, self.flow.innermost(self.frame.f_lasti))
 
     def local_changes(self) -> Iterator[tuple[Change, bool, bool]]:
-        """Yield the changes of its variables, also by functions within it; each with whether it is in the loop, and
-        late in it.
-        """
+        """Yield the changes of its variables, also by inner functions; with whether it is in the loop, and late."""
         for found in self.changes.within(self.region):
             if found.kind == self.kind:
                 yield found, found.offset in self.loop, found.offset in self.late
@@ -73,9 +71,7 @@ class Spot:
         return GLOBAL if self.is_module else LOCAL
 
     def set_before_resume(self) -> set[str]:
-        """Return its variables that a restarted script sets on its way to the place; for a call, all of
-        its variables.
-        """
+        """Return its variables that a restarted script sets on its way to the place; for a call, all of them."""
         if self.is_inside and not self.is_module:
             return {*self.code.co_varnames, *self.code.co_cellvars}
         early = self.loop - self.late

@@ -265,9 +265,7 @@ class Resuming:
         trainer.args.eval_on_start = False
 
     def _skip_nothing(self, module: Any, trainer: Any) -> None:
-        """Let the Trainer neither skip batches nor load random states: the pass and the states are
-        restored elsewhere.
-        """
+        """Let the Trainer skip no batches and load no random states: both are restored elsewhere."""
         skip = module.skip_first_batches
 
         def skip_first_batches(loader: Any, _batches: int = 0) -> Any:

@@ -211,9 +211,7 @@ class Iteration:
         return [len(range(_first_of(worker, self.base, workers), index, workers)) for worker in range(workers)]
 
     def taken(self, given: int) -> dict[str, Any]:
-        """Return all that is needed to make it again, as plain values. The last `given` batches have to
-        be given again.
-        """
+        """Return all that is needed to make it again, as plain values. The last `given` batches are given again."""
         iterator = self.iterator()
         delivered = iterator._num_yielded - given
         return {
@@ -267,9 +265,7 @@ class Iteration:
         return found
 
     def _workers_states(self, delivered: int) -> list[Any]:
-        """Return the states with which each worker starts its next batch after so many; False for its
-        initial states.
-        """
+        """Return the states with which each worker starts its next batch; False for its initial states."""
         states: list[Any] = []
         made = self.made_until(delivered)
         for worker, (sent, count) in enumerate(zip(self.sent, made)):
@@ -280,9 +276,7 @@ class Iteration:
         return states
 
     def _sums_kept(self) -> dict[str, int]:
-        """Return the checksums of parts of the data that were the same at the first pass; the script may change the
-        others.
-        """
+        """Return the checksums of parts of the data that the script did not change since the first pass."""
         return {name: found for name, found in self._sums.items() if self._first_sums.get(name) == found}
 
     def _draws(self, iterator: Any) -> bool:

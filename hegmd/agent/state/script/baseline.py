@@ -139,9 +139,7 @@ class Baseline:
         self.drift = Drift(Instances(frames))
 
     def names_of(self, found: FoundObject) -> list[str]:
-        """Return the names that it had here, and will have in a restarted script; its present names if it was made
-        later.
-        """
+        """Return the names that it had here, and will have in a restarted script; its present ones if made later."""
         thing, names = self._names.get(id(found.thing), (None, []))
         return names if thing is not None and thing() is found.thing else found.names
 
@@ -163,10 +161,7 @@ class Baseline:
         return False
 
     def changed(self, frames: list[FrameType]) -> list[tuple[int, str]]:
-        """Return the script's variables with another value now, each with the depth of its function.
-
-        Leaves out the variables that its loops set.
-        """
+        """Return the script's variables with another value, except loop variables, each with its function's depth."""
         by_loops = {(depth, name) for depth, frame in enumerate(frames) for name in loops_of(frame.f_code).targets()}
         now = {name: _print_of(value) for name, value in _variables(frames)}
         return [

@@ -125,9 +125,7 @@ def _progress_of(iterator: object) -> Any:
 
 
 def refusals_of(place: Place, driver: Any) -> Iterator[Refusal]:
-    """Yield why a restart could not continue from here. `driver` is the loader's iterator that is
-    being asked, if any.
-    """
+    """Yield why a restart could not continue from here. `driver` is the loader's iterator that is asked, if any."""
     theirs = accelerate_hf.against(place.frames)
     if theirs is not None:
         yield from (Refusal(what, hint, passes=passes) for what, hint, passes in theirs)
@@ -188,9 +186,7 @@ class Approach:
         self._park = park
 
     def will_do(self, frame: FrameType) -> bool:
-        """Return True if it can be parked here. Otherwise it continues to the head of its loop, or to its next
-        boundary.
-        """
+        """Return True if it can be parked here. Otherwise it continues to the head of its loop or its next boundary."""
         try:
             place = Place(frame)
         except Unreadable:

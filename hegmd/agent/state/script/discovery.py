@@ -134,9 +134,7 @@ class ScriptSearch:
 
 
 def is_open(found: FoundObject) -> bool:
-    """Return True if its `state_dict` is the script's own: it defines what the script saves, which may be
-    incomplete.
-    """
+    """Return True if its `state_dict` is the script's own, which may be incomplete."""
     return found.kind == STATEFUL and _is_scripts(type(found.thing)) and not is_a(found.thing, *_COLLECTIONS)
 
 

@@ -57,9 +57,7 @@ class CapturedReferences:
         self._things: list[Any] = []
 
     def of(self, value: Any, forms: Forms) -> tuple[Any] | None:
-        """Return the reference in a tuple; None for a plain value. Raises NotKept for an object that could not be
-        created again.
-        """
+        """Return the reference in a tuple; None for a plain value. Raises NotKept for what cannot be created again."""
         if id(value) in self._held:
             return (self._held[id(value)],)
         if not self._instances.is_own(value):
@@ -172,9 +170,7 @@ class RestoredReferences:
 
 
 def references_to(addresses: set[int], things: list[Any]) -> dict[int, Any]:
-    """Return the objects with a state of their own, and what is within them, by address, each with its place in the
-    state.
-    """
+    """Return the objects with a state, and what is within them, by address, each with its place in the state."""
     found: dict[int, Any] = dict.fromkeys(addresses)
     for index, thing in enumerate(things):
         for name, part in _parts_of(thing):

@@ -43,9 +43,7 @@ def misfits(taken: Any, frames: list[FrameType]) -> list[str]:
 
 
 def put_back(taken: Any, frames: list[FrameType], held: Callable[[Any], Any], *, from_cpu: bool = False) -> list[str]:
-    """Restore all of it, and return what could not be set. `held` returns an object with a state of its own by its
-    reference.
-    """
+    """Restore all of it; return what could not be set. `held` returns an object with a state by its reference."""
     instances = Instances(frames)
     referred = RestoredReferences(taken["instances"], instances, held)
     settling = Decoding(referred.thing, from_cpu=from_cpu)

@@ -159,9 +159,7 @@ class _Taking:
         return chosen
 
     def _note_shared(self, frames: list[FrameType]) -> None:
-        """Mark variables that were set to objects which others hold too, and have to hold again in
-        a restarted script.
-        """
+        """Mark variables whose objects others hold too, and have to hold again in a restarted script."""
         several = held_by_several(frames, self._instances)
         for spot, saved in zip(self._spots, self.taken["frames"]):
             values: dict[str, Any] = dict(spot.frame.f_locals)
@@ -170,9 +168,7 @@ class _Taking:
                     saved["values"][name] = (form, SHARED)
 
     def _choose_seen(self, spot: Spot, chosen: dict[str, Any], live: set[str]) -> None:
-        """Choose variables that were seen to change, such as by a library's code, and those that change when they are
-        read.
-        """
+        """Choose variables that were seen to change, such as by a library, and those that change when they are read."""
         mentioned = spot.changes.mentions(spot.region)
         values: dict[str, Any] = dict(spot.frame.f_locals)
         for name, value in values.items():
@@ -281,9 +277,7 @@ class _Taking:
                                 yield module.__name__, class_name, name, form[0]
 
     def _of_drift(self, drift: Drift, reached: list[Any]) -> Iterator[tuple[str, str, str, Any]]:
-        """Yield what was seen to change without being named by code; of the script's objects, what is not saved with
-        them.
-        """
+        """Yield what changed without being named by code; of the script's objects, what is not saved with them."""
         under_way = {spot.module for spot in self._spots if spot.is_module}
         functions = [function.__code__ for function, _name in self._instances.functions]
         codes = [changes_of(code) for code in {*functions, *[found.code for found in reached]}]

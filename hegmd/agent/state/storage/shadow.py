@@ -131,10 +131,7 @@ class Shadows:
         return True
 
     def fetch(self, fd: int, capacity_bytes: int, found: dict[int, int], is_over: Callable[[], bool]) -> None:
-        """Write them to their places in the descriptor, and give their memory back. In any thread.
-
-        Raises Ended once `is_over`, OSError, HegmError.
-        """
+        """Write them to the descriptor and give their memory back. In any thread. Raises Ended, OSError, HegmError."""
         _ending.expect()
         with _ending.under_way, copying.Writing(fd, capacity_bytes) as write:
             summing = checksums.summing(write, found)

@@ -74,9 +74,8 @@ class State:
         return _seal(fd, self._tree.data, self._sizes, found)
 
     def begin(self, fd: int) -> Rest | None:
-        """Write what can be written at once, such that its bytes may change then; None where `write` is to do it all.
-
-        Raises OSError, HegmError.
+        """Write what can be written at once, so that it may change; None if `write` does all. Raises OSError,
+        HegmError.
         """
         found: dict[int, int] = {}
         self._prepare(fd)
@@ -90,9 +89,7 @@ class State:
 
 
 class Rest:
-    """The rest of a value that must still be written, whose own bytes may have changed. Keeps nothing of the value
-    alive.
-    """
+    """The rest of a value that must still be written, and may have changed. Keeps nothing of the value alive."""
 
     def __init__(self, shadows: Shadows, tree: bytes, sizes: list[int], size_bytes: int, found: dict[int, int]) -> None:
         self._shadows = shadows

@@ -224,9 +224,7 @@ def scalar_in(kind: str, data: bytes) -> Any:
 
 
 def _check_characters(found: Any) -> None:
-    """Check a text array. NumPy checks characters only on access, and an invalid one is an error of the interpreter
-    then.
-    """
+    """Check a text array: NumPy checks characters only on access, and crashes then."""
     if found.dtype.kind == "U" and found.nbytes:
         numbers = found.view("u4" if found.dtype.isnative else found.dtype.byteorder + "u4")
         if int(numbers.max()) > _LAST_CHARACTER:

@@ -246,9 +246,7 @@ def unfit_tensor(tensor: Any, saved: Any) -> list[str]:
 
 
 def loose(value: Any) -> Any:
-    """Return the value in types that a state file has. Values without such a type stay, and the encoder
-    refuses them.
-    """
+    """Return the value in types that a state file has. Other values stay, and the encoder refuses them."""
     if is_a(value, Counter):
         return {_COUNTER: dict(value)}
     if is_a(value, dict):
@@ -260,11 +258,7 @@ def loose(value: Any) -> Any:
 
 
 def owned(value: Any) -> Any:
-    """Return a copy of a value from a state file, for callers that use it at once: its tensors are in the file's
-    memory.
-
-    Raises HegmError.
-    """
+    """Return a copy of a value from a state file, in whose memory its tensors are. Raises HegmError."""
     made = _owned(value)
     make_copies()
     return made

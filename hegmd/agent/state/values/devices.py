@@ -33,9 +33,7 @@ def device_like(was_on: Any) -> Any:
 
 
 def device_beside(saved: Any, here: Any, *, from_cpu: bool) -> Any:
-    """Return the device for a tensor that replaces the script's `here`; `from_cpu`: the training ran on
-    the CPU before.
-    """
+    """Return the device for a tensor in place of the script's `here`; `from_cpu`: it trained on the CPU before."""
     torch: Any = sys.modules["torch"]
     like = device_like(tensors.was_on(saved))
     if is_a(here, torch.Tensor) and (here.device.type == like.type or (from_cpu and like.type == CPU)):

@@ -23,9 +23,7 @@ _absent: dict[str, Any] = {}
 
 
 def read_shared(*, with_gpus: bool = True) -> dict[str, Any]:
-    """Return the states of Python's, NumPy's and PyTorch's global generators, by name; with those of its GPUs if
-    wanted.
-    """
+    """Return the states of Python's, NumPy's and PyTorch's global generators by name, with its GPUs' if wanted."""
     states: dict[str, Any] = {}
     random, numpy, torch = _modules()
     if random is not None:

@@ -39,9 +39,7 @@ def _no_boundary() -> None:
 
 
 def make_released() -> Callable[[Callable[[str], object]], Any]:
-    """Return the context manager that lends the process's GPU memory. Its argument gets the reason if nothing is
-    lent.
-    """
+    """Return the context manager that lends the process's GPU memory, or gets the reason if nothing is lent."""
     if not __name__.startswith("_hegm."):
         return _no_block
     from ... import lifecycle
@@ -81,9 +79,7 @@ def meet(name: str, action: Callable[[Any], object]) -> None:
 
 
 class Registrations:
-    """The objects that one script has registered. `state` returns the state that it was restarted with, until that is
-    restored.
-    """
+    """What one script has registered. `state` returns the state that it was restarted with, until that is restored."""
 
     def __init__(self, state: Callable[[], Any]) -> None:
         self._state = state
