@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from hegmd.errors import BAD_CONFIG, HegmError
 from hegmd.protocol.messages import Setting
-from hegmd.setting_types import PathName, Unfit, name_of_type, quoted
+from hegmd.setting_types import InvalidSetting, PathName, name_of_type, quoted
 from hegmd.settings import (
     ROWS,
     SECTIONS,
@@ -118,7 +118,7 @@ def load(
     `path` is a file that was named on the command line, `arguments` has values from there by key. Raises HegmError with
     the code `bad-config`, whose message has a line for each problem.
     """
-    gathered = _Gathering(os.environ if environ is None else environ)
+    gathered = _SettingsReader(os.environ if environ is None else environ)
     found = gathered.take_file(path, user_mode)
     gathered.take_environment()
     gathered.take_arguments(arguments or {})
@@ -138,7 +138,7 @@ def _bad_config(problems: list[Problem]) -> HegmError:
     return HegmError(BAD_CONFIG, "\n".join(str(problem) for problem in problems), hint, facts)
 
 
-class _Gathering:
+class _SettingsReader:
     """Values from all places, the later over the earlier, and everything that is wrong with any of them."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -220,7 +220,7 @@ class _Gathering:
         try:
             self.values[key] = ROWS[key].kind.parse(value)
             self.sources[key] = source
-        except Unfit as unfit:
+        except InvalidSetting as unfit:
             self._report(where, f"{key}: {unfit.why}" if source == "file" else unfit.why, unfit.hint)
 
     def _report(self, where: str, what: str, hint: str) -> None:

@@ -17,7 +17,7 @@ PATH_BYTES = 4095
 SOCKET_PATH_BYTES = 107
 
 
-class Unfit(Exception):
+class InvalidSetting(Exception):
     """A value that a setting cannot have: why, and what to write instead."""
 
     def __init__(self, why: str, hint: str) -> None:
@@ -26,7 +26,7 @@ class Unfit(Exception):
         self.hint = hint
 
 
-class Kind(Protocol):
+class SettingType(Protocol):
     """The values that a setting takes. `form` describes them in a few words."""
 
     @property
@@ -73,7 +73,7 @@ class OneOf:
         if isinstance(value, str) and value in self.words:
             return value
         written = quoted(value) if isinstance(value, str) else name_of_type(value)
-        raise Unfit(f"{written} is not one of its values", "write " + self.form[0].lower() + self.form[1:])
+        raise InvalidSetting(f"{written} is not one of its values", "write " + self.form[0].lower() + self.form[1:])
 
     def show(self, value: Any) -> str:
         return str(value)
@@ -92,11 +92,11 @@ class SomeOf:
     def parse(self, value: object) -> object:
         hint = f'write {self.form[0].lower()}{self.form[1:]}, such as ["{self.words[0]}"], or []'
         if not isinstance(value, (list, tuple)):
-            raise Unfit(f"a list is needed, not {name_of_type(value)}", hint)
+            raise InvalidSetting(f"a list is needed, not {name_of_type(value)}", hint)
         for word in cast("Sequence[object]", value):
             if word not in self.words:
                 written = quoted(word) if isinstance(word, str) else name_of_type(word)
-                raise Unfit(f"{written} is not one of its values", hint)
+                raise InvalidSetting(f"{written} is not one of its values", hint)
         return tuple(dict.fromkeys(cast("Sequence[str]", value)))
 
     def show(self, value: Any) -> tuple[str, ...]:
@@ -119,9 +119,11 @@ class Amount:
         hint = "write " + self.form[0].lower() + self.form[1:]
         if not isinstance(value, (int, float)) or isinstance(value, bool) or (self.whole and isinstance(value, float)):
             quoted = ", without quotes" if isinstance(value, str) else ""
-            raise Unfit(f"a {'whole ' if self.whole else ''}number is needed, not {name_of_type(value)}", hint + quoted)
+            raise InvalidSetting(
+                f"a {'whole ' if self.whole else ''}number is needed, not {name_of_type(value)}", hint + quoted
+            )
         if not self.minimum <= value <= self.maximum:  # a float that is not a number fails this as well
-            raise Unfit(f"{value} is out of bounds", hint)
+            raise InvalidSetting(f"{value} is out of bounds", hint)
         return value if self.whole else float(value)
 
     def show(self, value: Any) -> int | float:
@@ -146,16 +148,16 @@ class PathName:
     def parse(self, value: object) -> object:
         hint = "write " + self.form[0].lower() + self.form[1:]
         if not isinstance(value, str):
-            raise Unfit(f"a path is needed, not {name_of_type(value)}", hint)
+            raise InvalidSetting(f"a path is needed, not {name_of_type(value)}", hint)
         if not value and self.optional:
             return None
         if not value.startswith("/") or "\0" in value:
-            raise Unfit(f"{quoted(value)} is not an absolute path", hint)
+            raise InvalidSetting(f"{quoted(value)} is not an absolute path", hint)
         size_bytes = len(value.encode(errors="surrogateescape"))
         if size_bytes > self.most_bytes:
-            raise Unfit(f"the path is {size_bytes} bytes long and {self.most_bytes} is the most", hint)
+            raise InvalidSetting(f"the path is {size_bytes} bytes long and {self.most_bytes} is the most", hint)
         if not value.endswith(self.ending) or value.endswith("/"):
-            raise Unfit(f"{quoted(value)} is not the path of such a file", hint)
+            raise InvalidSetting(f"{quoted(value)} is not the path of such a file", hint)
         return Path(value)
 
     def show(self, value: Any) -> str:
@@ -171,11 +173,11 @@ class Mode:
     def parse(self, value: object) -> object:
         hint = 'write it as text, such as "0660"'
         if not isinstance(value, str):
-            raise Unfit(f"permissions are needed as text, not {name_of_type(value)}", hint)
+            raise InvalidSetting(f"permissions are needed as text, not {name_of_type(value)}", hint)
         if not re.fullmatch(r"0?[0-7]{3}", value):
-            raise Unfit(f"{quoted(value)} is not a mode of three octal digits", hint)
+            raise InvalidSetting(f"{quoted(value)} is not a mode of three octal digits", hint)
         if int(value, 8) & 0o600 != 0o600:
-            raise Unfit(f'"{value}" shuts out the daemon itself', "let the first digit be 6 or 7")
+            raise InvalidSetting(f'"{value}" shuts out the daemon itself', "let the first digit be 6 or 7")
         return int(value, 8)
 
     def show(self, value: Any) -> str:
@@ -190,7 +192,7 @@ class GroupName:
 
     def parse(self, value: object) -> object:
         if not isinstance(value, str) or not re.fullmatch(r"[^\x00-\x1f\x7f:,/]*", value):
-            raise Unfit("the name of a group is needed", 'write it as text, such as "hegm"')
+            raise InvalidSetting("the name of a group is needed", 'write it as text, such as "hegm"')
         return value
 
     def show(self, value: Any) -> str:

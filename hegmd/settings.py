@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hegmd.setting_types import SOCKET_PATH_BYTES, Amount, GroupName, Kind, Mode, OneOf, PathName, SomeOf
+from hegmd.setting_types import SOCKET_PATH_BYTES, Amount, GroupName, Mode, OneOf, PathName, SettingType, SomeOf
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Row:
 
     section: str
     name: str
-    kind: Kind
+    kind: SettingType
     default: str | int | float | tuple[str, ...]
     user_default: str | int | float | tuple[str, ...]
     doc: str
@@ -39,7 +39,7 @@ class Row:
 
 
 def setting(
-    kind: Kind,
+    kind: SettingType,
     default: str | float | tuple[str, ...],
     doc: str,
     *,

@@ -19,10 +19,10 @@ from hegmd.memory.keeper.client import KeeperStore
 from hegmd.memory.pool import MemoryKeeping, Pool
 from hegmd.memory.pool_checksums import SumFolder
 from hegmd.memory.pool_memory import read_huge_free_bytes
-from hegmd.memory.pool_places import Place, find_places
+from hegmd.memory.pool_places import PoolDirectory, find_places
 from hegmd.memory.ready_memory import ReadyMemory
 from hegmd.memory.spill_file import SpillFolder
-from hegmd.migration.carriers.prestart import Ready
+from hegmd.migration.carriers.prestart import PrestartPolicy
 from hegmd.node.devices.base import PROVIDERS, DeviceProvider
 from hegmd.node.devices.node_spec import Topology
 from hegmd.node.devices.simulated import SimulatedProvider
@@ -30,7 +30,7 @@ from hegmd.node.doctor.facts import NodeFacts
 from hegmd.node.inventory import Inventory, NodeSnapshot
 from hegmd.node.processes import ProcessTable
 from hegmd.node.processes.procfs import start_ticks_of
-from hegmd.operations.service import ImageMeans, Moving
+from hegmd.operations.service import ImageSettings, OperationsService
 from hegmd.protocol.sharing import BEST_EFFORT, NORMAL, PRODUCTION
 from hegmd.server.auth import Policy
 from hegmd.sharing import model
@@ -134,7 +134,7 @@ def keep_for(
     config: Config, state: StateDir, manager: ServiceManager | None, passed: PassedDescriptors
 ) -> MemoryKeeping:
     """Return how jobs' bytes outlive this daemon; `manager` is None if it stores no descriptors."""
-    places: tuple[Place, ...] = ()
+    places: tuple[PoolDirectory, ...] = ()
     if config.pool.memory == "named":
         try:
             places = find_places(state.identity())
@@ -173,9 +173,9 @@ def moving_for(
     *,
     simulator: SimulatedProvider | None,
     managed: bool,
-) -> Moving:
+) -> OperationsService:
     """Return the service that moves jobs. `managed`: a service manager has started the daemon."""
-    return Moving(
+    return OperationsService(
         state_dir=config.daemon.state_dir,
         pool=Pool(
             config.pool.budget_bytes, ready=ReadyMemory(config.pool.ready_bytes, huge_free_bytes=read_huge_free_bytes)
@@ -190,8 +190,8 @@ def moving_for(
         max_park_s=config.quiesce.max_park_s,
         restart_always=config.restart.allowed == "always",
         ready_helper=config.pool.ready_helper if config.pool.ready_bytes else "off",
-        ready=Ready(config.restart.ready, config.restart.ready_within_s),
-        images_by=ImageMeans(
+        ready=PrestartPolicy(config.restart.ready, config.restart.ready_within_s),
+        images_by=ImageSettings(
             config.daemon.socket,
             in_unit=managed and os.path.isdir(SYSTEMD_RUNS),
             criu=config.images.criu,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.leaks import RUN_MARK, Stock, end_run
+from tests.leaks import RUN_MARK, ProcessResources, end_run
 from tests.room import NEEDED, sentence_on
 
 # What collecting imports is no garbage: gone through again and again, it took as long once more. And while tests run,
@@ -79,7 +79,7 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     Being the first fixture of function scope it is also torn down last, after the event loop. What wider fixtures hold
     is already there when it takes stock. `@pytest.mark.leaks_allowed("why")` takes a test out.
     """
-    before = Stock.take()
+    before = ProcessResources.take()
     yield
     leaks = before.leaks()
     before.clear_children()

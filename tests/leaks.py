@@ -108,7 +108,7 @@ def _environment() -> dict[bytes, bytes]:
 
 
 @dataclass(frozen=True, slots=True)
-class Stock:
+class ProcessResources:
     """What this process had at one moment."""
 
     descriptors: dict[int, str]
@@ -119,7 +119,7 @@ class Stock:
     folder: Path
 
     @classmethod
-    def take(cls) -> Stock:
+    def take(cls) -> ProcessResources:
         return cls(
             descriptors=_descriptors(),
             threads=frozenset(threading.enumerate()),
@@ -142,7 +142,7 @@ class Stock:
         return self._differences()
 
     def _differences(self) -> list[str]:
-        now = Stock.take()
+        now = ProcessResources.take()
         return [
             *(
                 f"descriptor {number}: {target}"

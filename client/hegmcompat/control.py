@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from time import monotonic, sleep
 
 from hegmcompat import private_files, workers
-from hegmcompat.surroundings import LOCK, REFUSED, Surroundings
+from hegmcompat.surroundings import LOCK, REFUSED, LauncherSettings
 
 SIGNALLED = "signalled"
 READY = "checkpoint-ready"
@@ -35,7 +35,7 @@ _MAX_PID = 2**22
 
 
 @dataclass(slots=True)
-class _Awaited:
+class _AwaitedLauncher:
     """A launcher whose lock is awaited, with descriptors that tell when it and its worker end."""
 
     launcher_pid: int
@@ -54,7 +54,7 @@ class Control:
 
     def __init__(
         self,
-        surroundings: Surroundings,
+        surroundings: LauncherSettings,
         uses_gpu: Callable[[int], bool] = workers.uses_gpu,
         survives_request: Callable[[int], bool] = workers.survives_request,
         beginning_s: float = BEGINNING_S,
@@ -68,7 +68,7 @@ class Control:
         """Ask these workers for their state, and wait until their launchers hold it."""
         launchers = workers.registered(self._at.folder)
         results: dict[int, str] = {}
-        awaited: dict[int, _Awaited] = {}
+        awaited: dict[int, _AwaitedLauncher] = {}
         begun_by = monotonic() + self._beginning_s
         try:
             for pid in dict.fromkeys(pids):
@@ -113,7 +113,9 @@ class Control:
     def resume_all(self) -> dict[int, str]:
         return self.resume(self.pending())
 
-    def _signal(self, pid: int, launchers: dict[int, int], awaited: dict[int, _Awaited], begun_by: float) -> str:
+    def _signal(
+        self, pid: int, launchers: dict[int, int], awaited: dict[int, _AwaitedLauncher], begun_by: float
+    ) -> str:
         """Ask one, which has until then to have its agent; whom to wait for then is added to `awaited`."""
         if not 0 < pid <= _MAX_PID:  # to the kernel 0 is our own group, and -1 everybody
             return NO_PROCESS
@@ -145,23 +147,23 @@ class Control:
         return SIGNALLED
 
     @staticmethod
-    def _forgotten(pid: int, awaited: dict[int, _Awaited], result: str) -> str:
+    def _forgotten(pid: int, awaited: dict[int, _AwaitedLauncher], result: str) -> str:
         if pid in awaited:
             awaited.pop(pid).close()
         return result
 
-    def _watched(self, launcher_pid: int, worker_pid: int) -> _Awaited:
+    def _watched(self, launcher_pid: int, worker_pid: int) -> _AwaitedLauncher:
         """Open the launcher and its worker before the signal. Raises OSError."""
         refused = private_files.identity(self._at.state_of(launcher_pid).with_name(REFUSED))
         lock = private_files.identity(self._at.lock_of(launcher_pid))
         launcher_fd = os.pidfd_open(launcher_pid)
         try:
-            return _Awaited(launcher_pid, launcher_fd, os.pidfd_open(worker_pid), refused, lock)
+            return _AwaitedLauncher(launcher_pid, launcher_fd, os.pidfd_open(worker_pid), refused, lock)
         except OSError:
             os.close(launcher_fd)
             raise
 
-    def _await(self, awaited: dict[int, _Awaited]) -> dict[int, str]:
+    def _await(self, awaited: dict[int, _AwaitedLauncher]) -> dict[int, str]:
         """Return the result of each, within the limit."""
         pending = dict(awaited)
         became: dict[int, str] = {}
@@ -178,7 +180,7 @@ class Control:
             sleep(min(self._at.poll_interval_s, left_s))
         return {**became, **dict.fromkeys(pending, LATE)}
 
-    def _seen(self, one: _Awaited) -> str | None:
+    def _seen(self, one: _AwaitedLauncher) -> str | None:
         # Checked before the lock: a launcher may make one and end.
         has_ended = _ends_within(one.pidfd, 0)
         if self._has_own_lock(one):
@@ -190,7 +192,7 @@ class Control:
             return f"error: {said.decode('utf-8', 'replace').strip()}"
         return EXITED if has_ended else None
 
-    def _has_own_lock(self, one: _Awaited) -> bool:
+    def _has_own_lock(self, one: _AwaitedLauncher) -> bool:
         """Return True if the launcher has made a lock: another process may have made a file of that name."""
         path = self._at.lock_of(one.launcher_pid)
         now = private_files.identity(path)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from hegmcompat.control import Control
-from hegmcompat.surroundings import Surroundings, read_surroundings, require_token_off_loopback
+from hegmcompat.surroundings import LauncherSettings, read_surroundings, require_token_off_loopback
 from hegmcompat.terminal import explain, say
 from hegmd.errors import HegmError
 
@@ -165,7 +165,7 @@ def _resume(parser: argparse.ArgumentParser, arguments: argparse.Namespace, cont
     return 0
 
 
-def _serve(arguments: argparse.Namespace, control: Control, surroundings: Surroundings) -> int:
+def _serve(arguments: argparse.Namespace, control: Control, surroundings: LauncherSettings) -> int:
     from hegmcompat.rest import serve_beside
 
     host = surroundings.host if arguments.host is None else arguments.host

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hegmcompat import held_state, private_files, workers
-from hegmcompat.surroundings import COMMAND, REFUSED, Surroundings
+from hegmcompat.surroundings import COMMAND, REFUSED, LauncherSettings
 from hegmcompat.terminal import warn
 from hegmctl import claim_notes
 from hegmctl.agentless import HINT, AgentlessWatch
@@ -39,7 +39,7 @@ class Launcher:
 
     def __init__(
         self,
-        surroundings: Surroundings,
+        surroundings: LauncherSettings,
         command: Sequence[str],
         *,
         environ: Mapping[str, str],

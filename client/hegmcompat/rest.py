@@ -138,7 +138,7 @@ class _BoundedServer(ThreadingHTTPServer):
         """Ignore a broken connection."""
 
 
-class _Deadlined(io.RawIOBase):
+class _SocketWithDeadline(io.RawIOBase):
     """A socket's bytes until a moment: what comes one by one does not extend it."""
 
     def __init__(self, connection: socket.socket, limit_s: float) -> None:
@@ -168,7 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Set one deadline for all bytes together."""
         super().setup()
         self.rfile.close()
-        self.rfile = io.BufferedReader(_Deadlined(self.connection, self._own.limit_s))
+        self.rfile = io.BufferedReader(_SocketWithDeadline(self.connection, self._own.limit_s))
 
     def do_POST(self) -> None:
         """Handle a request whose body is still to be read."""

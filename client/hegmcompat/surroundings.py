@@ -38,7 +38,7 @@ VARIABLES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class LauncherSettings:
     """The settings of one launcher, or of a controller of launchers."""
 
     folder: Path
@@ -60,10 +60,10 @@ class Surroundings:
         return self.state_of(launcher_pid).with_name(LOCK)
 
 
-def read_surroundings(environ: Mapping[str, str]) -> Surroundings:
+def read_surroundings(environ: Mapping[str, str]) -> LauncherSettings:
     """Return the settings. Raises HegmError USAGE that names the variable."""
     path = environ.get("HEGM_CHECKPOINT_PATH") or None
-    return Surroundings(
+    return LauncherSettings(
         folder=_absolute("HEGM_CHECKPOINT_DIR", environ.get("HEGM_CHECKPOINT_DIR") or "/checkpoint"),
         path=None if path is None else _file(path),
         exit_code=_whole(environ, "HEGM_EXIT_CODE", 99, 1, 255),

@@ -22,7 +22,7 @@ from hegmctl.library import SyncCalls
 from hegmctl.wire import Descriptors, Wire
 from hegmd import __version__
 from hegmd.errors import BAD_REQUEST, DISCONNECTED, UNAVAILABLE, Bug, HegmError, PeerError
-from hegmd.protocol.connection import Answer, ClientConnection, Failure, Progress, ProtocolBroken
+from hegmd.protocol.connection import ClientConnection, Failure, Progress, ProtocolBroken, Reply
 from hegmd.protocol.messages import (
     SUPPORTED_VERSIONS,
     Cancel,
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
     R = TypeVar("R", bound=Record)
     E = TypeVar("E", bound=Record)
-    Received = tuple[Answer | Failure | Progress, Descriptors]
-    Hear = Callable[[], Answer | Failure | Progress]
+    Received = tuple[Reply | Failure | Progress, Descriptors]
+    Hear = Callable[[], Reply | Failure | Progress]
 
 TIMEOUT_S = 10.0
 # How long a cancellation, or reading the daemon's last message, can delay what the caller does next.
@@ -313,7 +313,7 @@ class Connection(SyncCalls):
         welcome = self._protocol.welcome
         return refused_hello(error) if welcome is None else with_versions(error, welcome)
 
-    def _answer(self, said: Answer | Failure, reply: type[R]) -> R:
+    def _answer(self, said: Reply | Failure, reply: type[R]) -> R:
         if isinstance(said, Failure):
             raise self._explained(said.error)
         return of_kind(said.reply, reply)
@@ -332,14 +332,14 @@ class Connection(SyncCalls):
             del self._waiting[request_id]
         return first
 
-    def _next_said(self) -> Answer | Failure | Progress | None:
+    def _next_said(self) -> Reply | Failure | Progress | None:
         try:
             return self._protocol.next_event()
         except ProtocolBroken as error:
             self.close()
             raise broken(self.endpoint.path, error, self._protocol.welcome) from error
 
-    def _sort(self, said: Answer | Failure | Progress) -> None:
+    def _sort(self, said: Reply | Failure | Progress) -> None:
         """Give a message to its request, with the descriptors that came with it."""
         if isinstance(said, Failure) and said.id is None:
             self.close()
@@ -386,7 +386,7 @@ class Connection(SyncCalls):
             for _said, descriptors in heard:
                 descriptors.close()
 
-    def _drain_messages(self, request_id: int) -> Answer | Failure | Progress:
+    def _drain_messages(self, request_id: int) -> Reply | Failure | Progress:
         said, descriptors = self._next_message(request_id, None, "its cancellation")
         descriptors.close()
         return said

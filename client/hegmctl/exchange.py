@@ -20,10 +20,10 @@ import anyio.abc
 from hegmctl.failures import broken, gone, not_offered, refused_hello, with_versions
 from hegmctl.wire import MAX_FDS, NO_DESCRIPTORS, RECEIVE_BYTES, Descriptors
 from hegmd.errors import BAD_REQUEST, BUSY, DISCONNECTED, HegmError, PeerError
-from hegmd.protocol.connection import Answer, ClientConnection, Failure, Progress, ProtocolBroken
+from hegmd.protocol.connection import ClientConnection, Failure, Progress, ProtocolBroken, Reply
 from hegmd.protocol.messages import Cancel, Request, Welcome
 
-Received = tuple[Answer | Progress, Descriptors]
+Received = tuple[Reply | Progress, Descriptors]
 
 # How many messages one request can have unread. Beyond that it fails: to stop reading would hold up other answers, for
 # which the same task may wait.
@@ -183,7 +183,7 @@ class Exchange:
                     self._received.extend(fds)
             return data
 
-    def _hand_out(self, said: Answer | Failure | Progress) -> None:
+    def _hand_out(self, said: Reply | Failure | Progress) -> None:
         if isinstance(said, Failure):
             error = self.explained(said.error)
             if said.id is None:
@@ -197,7 +197,7 @@ class Exchange:
         if waiter is None:
             descriptors.close()
             return
-        if isinstance(said, Answer):
+        if isinstance(said, Reply):
             del self._waiters[said.id]
         elif waiter.unread >= MAX_UNREAD:
             self._cancel(waiter)

@@ -1,7 +1,7 @@
 """The ranks of `hegmctl run --ranks` as one: their generation, and the step from which it starts.
 
 Each fault ends a generation and starts the next: all ranks stop and join it (`GATHERING`), get the state of one step
-(`RESTORING`), and run the block from there (`RUNNING`). Pure: a `Crew` performs the actions, and the time is an
+(`RESTORING`), and run the block from there (`RUNNING`). Pure: `GenerationActions` performs the actions; the time is an
 argument. Messages of an older generation are ignored.
 """
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any, Protocol
 
-    class Crew(Protocol):
+    class GenerationActions(Protocol):
         """The actions that the generations need."""
 
         def send(self, rank: int, do: str, **what: Any) -> None: ...
@@ -118,7 +118,7 @@ def choose(
 class Generations:
     """Those of one job. Its methods are what ranks say, what becomes of them, and the time."""
 
-    def __init__(self, ranks: int, crew: Crew, *, max_recoveries: int | None = None) -> None:
+    def __init__(self, ranks: int, crew: GenerationActions, *, max_recoveries: int | None = None) -> None:
         self.ranks = ranks
         self.generation = 1
         self.phase = GATHERING

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
 
     from hegmctl.cli import Session
-    from hegmctl.outputs import Cut
+    from hegmctl.outputs import TruncatedFile
 
 STREAMS = {"stdout": 1, "stderr": 2}
 
@@ -54,7 +54,7 @@ def _restore(session: Session, request: Restore, fds: Sequence[int], watched: Wa
 @contextmanager
 def _as_then(session: Session, grown: Sequence[object], watched: Watched) -> Generator[None]:
     """Truncate those files to their former sizes. Undo that if the restore is known to have failed."""
-    cuts: list[Cut] = []
+    cuts: list[TruncatedFile] = []
     is_asked = False
     with _ended_in_order():
         try:
@@ -77,7 +77,7 @@ def _as_then(session: Session, grown: Sequence[object], watched: Watched) -> Gen
             cut.drop()
 
 
-def _is_put_back(cut: Cut) -> bool:
+def _is_put_back(cut: TruncatedFile) -> bool:
     try:
         return cut.put_back()
     except OSError:

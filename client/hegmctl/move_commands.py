@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from hegmctl.cli import Session
     from hegmctl.connection import Connection
     from hegmctl.tables import Style
-    from hegmd.protocol.connection import Answer
+    from hegmd.protocol.connection import Reply
     from hegmd.protocol.messages import Request
     from hegmd.protocol.operations import Operation
     from hegmd.protocol.record import Record
@@ -171,7 +171,7 @@ class Watched:
         """True if an operation was created."""
         return any(progress.phase != "reading" for progress in self.seen)
 
-    def leave(self, hear: Callable[[], Answer | Failure | Progress]) -> None:
+    def leave(self, hear: Callable[[], Reply | Failure | Progress]) -> None:
         """Read on after the request was cancelled."""
         if self.stays is None or self.has_begun:
             return

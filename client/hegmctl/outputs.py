@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _AT_ONCE_BYTES = 1 << 20
 
 
-class Cut:
+class TruncatedFile:
     """A truncated file, its former size, and the file with its rest."""
 
     __slots__ = ("kept", "path", "size_bytes", "whole_bytes")
@@ -59,7 +59,7 @@ class Cut:
         os.unlink(self.kept)
 
 
-def cut_back(grown: Iterable[object], done: list[Cut]) -> None:
+def cut_back(grown: Iterable[object], done: list[TruncatedFile]) -> None:
     """Truncate the files, adding each to `done` first, so that an interrupt can undo it. Raises HegmError."""
     for each in grown:
         named = as_list(each)
@@ -78,7 +78,7 @@ def cut_back(grown: Iterable[object], done: list[Cut]) -> None:
             ) from error
 
 
-def _kept(path: str, size_bytes: int) -> Cut | None:
+def _kept(path: str, size_bytes: int) -> TruncatedFile | None:
     """Keep the file's rest beside it, without truncating; None if there is none. Raises OSError."""
     fd = _opened(path)
     try:
@@ -96,7 +96,7 @@ def _kept(path: str, size_bytes: int) -> Cut | None:
             raise
         finally:
             os.close(kept_fd)
-        return Cut(path, size_bytes, whole_bytes, kept)
+        return TruncatedFile(path, size_bytes, whole_bytes, kept)
     finally:
         os.close(fd)
 

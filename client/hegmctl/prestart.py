@@ -46,7 +46,7 @@ _MAY_BE_UNREAD = frozenset(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR
 _MESSAGE_BYTES = 1 << 20
 
 
-class Beforehand:
+class PrestartSpec:
     """The process to prestart: its expected start without the state, and the modules to import."""
 
     __slots__ = ("command", "environ", "imports", "path")
@@ -65,10 +65,10 @@ def plain_surroundings(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in _OF_ONE_START}
 
 
-class Readied:
+class PrestartedProcess:
     """A prestarted process. Raises HegmError and OSError if there can be none."""
 
-    def __init__(self, what: Beforehand, mask: set[signal.Signals]) -> None:
+    def __init__(self, what: PrestartSpec, mask: set[signal.Signals]) -> None:
         self.what = what
         #: True if it was started for another purpose, and has not reported yet that it is ready for this one.
         self.is_kept = False
@@ -111,7 +111,7 @@ class Readied:
             self.end()
         return is_news
 
-    def is_to_serve(self, what: Beforehand) -> bool:
+    def is_to_serve(self, what: PrestartSpec) -> bool:
         """Reserve it for that start; False if it does not fit. `look` then reports when it is ready."""
         if self._line is None or not self._fits(what.command, what.environ):
             return False
@@ -175,10 +175,10 @@ class Readied:
         os.close(self._pidfd)
 
 
-def make_ready(what: Beforehand, mask: set[signal.Signals]) -> Readied | None:
+def make_ready(what: PrestartSpec, mask: set[signal.Signals]) -> PrestartedProcess | None:
     """Start it with these signals blocked. Returns None if there can be none; the job's own start then reports why."""
     try:
-        return Readied(what, mask)
+        return PrestartedProcess(what, mask)
     except (HegmError, OSError):
         return None
 

@@ -20,7 +20,7 @@ from time import monotonic, time
 
 from hegmctl.generations import OVER, RUNNING, Generations
 from hegmctl.parenthood import ENDS, STOPS, Signals, end_like, perform_default_stop, start
-from hegmctl.prestart import LINE_FD, Beforehand, make_ready
+from hegmctl.prestart import LINE_FD, PrestartSpec, make_ready
 from hegmd.errors import HegmError
 from hegmd.protocol.agents import Noted
 from hegmd.protocol.board import Board, board_bytes
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from hegmctl.connection import Connection
     from hegmctl.generations import Attempt
     from hegmctl.parenthood import Signal
-    from hegmctl.prestart import Readied
+    from hegmctl.prestart import PrestartedProcess
     from hegmctl.wire import Descriptors
 
 # The variables that a rank's agent reads; see hegmd/agent/ranks/line.py.
@@ -101,7 +101,7 @@ class Launcher:
         self._is_protected = True
         self._mask: set[signal.Signals] = set()
         self._imports: tuple[Sequence[str], Sequence[str]] | None = None
-        self._spare: Readied | None = None
+        self._spare: PrestartedProcess | None = None
         #: The rank that the spare process is to be once it is ready.
         self._awaits_spare: int | None = None
         #: The signal that should end the ranks, the first status other than 0, and when the remaining ones are killed.
@@ -173,7 +173,7 @@ class Launcher:
         if self._spare is not None:
             self._spare.look()
         elif self._imports is not None and self._generations.phase == RUNNING and self._imports[0]:
-            self._spare = make_ready(Beforehand(self._command, self._environ, *self._imports), self._mask)
+            self._spare = make_ready(PrestartSpec(self._command, self._environ, *self._imports), self._mask)
             if self._spare is None:
                 self._imports = None
         if self._awaits_spare is not None and not self._spare_is_coming():

@@ -14,9 +14,9 @@ from time import monotonic
 from hegmctl.agentless import HINT, AgentlessWatch
 from hegmctl.held_state import HeldState
 from hegmctl.isolation import PATHS, begins_with_python
-from hegmctl.prestart import OPERATION, Beforehand
+from hegmctl.prestart import OPERATION, PrestartSpec
 from hegmctl.recovering import ended_how
-from hegmctl.supervision_line import Line
+from hegmctl.supervision_line import SupervisionConnection
 from hegmctl.supervisor import GAVE_UP_STATUS, NOT_ITS_TURN_STATUS, GiveUp, Start, left_status
 from hegmd.errors import HegmError
 from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
@@ -91,10 +91,10 @@ class DaemonAuthority:
         #: Programs that are asked which Python they are, once one was.
         self._probes: Probes | None = None
         #: The expected start with its operation, and what to keep prestarted without one.
-        self._expected: tuple[str, Beforehand] | None = None
-        self._kept: Beforehand | None = None
-        self._line: Line | None = None
-        self._order_line: Line | None = None
+        self._expected: tuple[str, PrestartSpec] | None = None
+        self._kept: PrestartSpec | None = None
+        self._line: SupervisionConnection | None = None
+        self._order_line: SupervisionConnection | None = None
         self._pause_s = FIRST_PAUSE_S
         self._again_at = 0.0
         self._has_said = False
@@ -185,7 +185,7 @@ class DaemonAuthority:
         environ.update({OPERATION: order.operation})
         return Start(command, environ, *self._held.inherited)
 
-    def expected(self) -> Beforehand | None:
+    def expected(self) -> PrestartSpec | None:
         return self._kept if self._expected is None else self._expected[1]
 
     def is_ready(self, pid: int | None) -> None:
@@ -229,7 +229,7 @@ class DaemonAuthority:
         if order.do == "expect":
             self._expect(order)
         elif order.do == "ready":
-            what = Beforehand(*self._surroundings_of(order), order.imports, order.path)
+            what = PrestartSpec(*self._surroundings_of(order), order.imports, order.path)
             if order.operation:
                 self._expected = (order.operation, what)
             else:
@@ -394,7 +394,7 @@ class DaemonAuthority:
             fell=self._fell,
         )
         try:
-            self._line = Line(self._path, offer)
+            self._line = SupervisionConnection(self._path, offer)
         except (OSError, HegmError) as error:
             self._hang_up(error, now)
         else:

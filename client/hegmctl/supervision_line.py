@@ -9,7 +9,7 @@ from time import monotonic
 from hegmctl.wire import NO_DESCRIPTORS, Descriptors, Wire
 from hegmd import __version__
 from hegmd.errors import HegmError
-from hegmd.protocol.connection import Answer, ClientConnection, Failure, Progress
+from hegmd.protocol.connection import ClientConnection, Failure, Progress, Reply
 from hegmd.protocol.messages import SUPPORTED_VERSIONS, Hello, Request, Supervise, SupervisorOrder
 
 TYPE_CHECKING = False
@@ -21,7 +21,7 @@ CONNECT_S = 2.0
 SETTLE_S = 1.0
 
 
-class Line:
+class SupervisionConnection:
     """A connection to the daemon, on which orders come. Incoming data raises SIGIO in this process."""
 
     def __init__(self, path: str, offer: Supervise) -> None:
@@ -75,7 +75,7 @@ class Line:
             while (said := self._protocol.next_event()) is not None:
                 self._take(said, hear)
 
-    def _take(self, said: Answer | Failure | Progress, hear: Callable[[SupervisorOrder, Descriptors], object]) -> None:
+    def _take(self, said: Reply | Failure | Progress, hear: Callable[[SupervisorOrder, Descriptors], object]) -> None:
         if said.id is not None:
             self._unanswered.discard(said.id)
         if self._offered is None and self._protocol.welcome is not None:

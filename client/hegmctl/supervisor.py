@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     from hegmctl.parenthood import Signal
-    from hegmctl.prestart import Beforehand, Readied
+    from hegmctl.prestart import PrestartedProcess, PrestartSpec
     from hegmctl.slurm import SlurmSignals
 
     class RestartAuthority(Protocol):
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
             """Return what to do while no command runs; None to keep waiting."""
             ...
 
-        def expected(self) -> Beforehand | None:
+        def expected(self) -> PrestartSpec | None:
             """Return what to prestart while the command runs; the same object for the same start."""
             ...
 
@@ -117,8 +117,8 @@ class Supervisor:
         self._told: int | None = None
         self._over: int | None = None
         #: The last requested prestart, and its process.
-        self._expected: Beforehand | None = None
-        self._readied: Readied | None = None
+        self._expected: PrestartSpec | None = None
+        self._readied: PrestartedProcess | None = None
 
     def run(self, first: Start | None) -> int:
         """Start the command, or wait for what the authority wants first. Returns its exit status once it is over.
@@ -163,7 +163,7 @@ class Supervisor:
         else:
             self._authority.is_ready(readied.pid if readied.waits else None)
 
-    def _ready_anew(self, expected: Beforehand | None, signals: Signals) -> None:
+    def _ready_anew(self, expected: PrestartSpec | None, signals: Signals) -> None:
         self._unready()
         if expected is not None and self._child is not None:
             from hegmctl.prestart import make_ready

@@ -6,7 +6,7 @@ Defines the form of reports, and sends them to the daemon, if there is one. `ord
 from __future__ import annotations
 
 from ..errors import HegmError
-from ..protocol.agents import AgentReport, LeftAlone, Place, packed
+from ..protocol.agents import AgentReport, LeftAlone, StorageLocation, packed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     from ..protocol.agents import Communicators, Order
     from . import departing, torch_state
-    from .ipc_storages import Shown, View
+    from .ipc_storages import IpcStorages, View
     from .quiesce import Gate
 
 
-class Answers:
+class ReportSender:
     """Sends reports to the daemon. `send` is None without a daemon; then nothing is sent."""
 
     def __init__(self, gate: Gate) -> None:
@@ -37,11 +37,11 @@ class Answers:
     def progress_of(self, order: int) -> Callable[[int], None]:
         return lambda so_far_bytes: self._tell(order=order, result="progress", size_bytes=so_far_bytes)
 
-    def view(self, order: Order, shown: Shown, view: View) -> None:
+    def view(self, order: Order, shown: IpcStorages, view: View) -> None:
         """Return storages as another process can reach them; in an older form for an older daemon."""
-        places: tuple[Place, ...] = ()
+        places: tuple[StorageLocation, ...] = ()
         if not order.packed:
-            places = tuple([Place(handle=spot[0], offset=spot[1], size_bytes=spot[2]) for spot in view.spots])
+            places = tuple([StorageLocation(handle=spot[0], offset=spot[1], size_bytes=spot[2]) for spot in view.spots])
         self.done(
             order.order,
             storages=len(shown),
@@ -59,7 +59,7 @@ class Answers:
         )
 
     def found(
-        self, order: int, found: torch_state.Found, size_bytes: int, communicators: Communicators | None = None
+        self, order: int, found: torch_state.FoundStorages, size_bytes: int, communicators: Communicators | None = None
     ) -> None:
         """Report a survey: storages that can be offloaded, those that are left alone, and the communicator groups."""
         self.done(
@@ -93,7 +93,7 @@ class Answers:
             self.send(AgentReport(**values))
 
 
-def counted(found: torch_state.Found) -> tuple[LeftAlone, ...]:
+def counted(found: torch_state.FoundStorages) -> tuple[LeftAlone, ...]:
     """Return the storages that are left alone, by reason."""
     return tuple(
         LeftAlone(why=why, storages=count, size_bytes=size_bytes)

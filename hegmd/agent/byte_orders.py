@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..protocol.messages import Order
-    from .answers import Answers
+    from .answers import ReportSender
     from .group_step import Step
     from .order_state import OrderState
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class ByteOrders:
     """Obeys those orders."""
 
-    def __init__(self, state: OrderState, answers: Answers) -> None:
+    def __init__(self, state: OrderState, answers: ReportSender) -> None:
         self._state = state
         self._carrying = state.carrying
         self._answers = answers

@@ -18,7 +18,7 @@ from time import monotonic
 
 from .. import __version__
 from ..errors import HegmError
-from ..protocol.connection import Answer, ClientConnection, Failure, Progress
+from ..protocol.connection import ClientConnection, Failure, Progress, Reply
 from ..protocol.messages import SUPPORTED_VERSIONS, AgentAttend, AgentReport, Hello, Order, Request
 from ..protocol.operations import PeriodicImages
 from . import hegm_launcher, torch_state
@@ -93,13 +93,13 @@ class Channel:
         gate.on_change = self.wake
         gate.on_signal = self._pass_signal
 
-    def _launched_departure(self) -> hegm_launcher.Departure | None:
+    def _launched_departure(self) -> hegm_launcher.ProcessExit | None:
         """Return the departure that a launcher can request by a signal, if there is a launcher."""
         if not os.environ.get(LAUNCHER):
             return None
         hegm_launcher.warn_of_another(sys.modules)
         REQUEST.on_change = self.wake
-        return hegm_launcher.Departure(
+        return hegm_launcher.ProcessExit(
             REQUEST, self._gate, self._orders, hegm_launcher.Restarts(self._gate), os.environ
         )
 
@@ -211,7 +211,7 @@ class Channel:
         self._is_alone = True
         self._socket = self._connected()
         self._is_alone = False
-        _Attendance(self._socket, self._orders, self.lending).serve(self)
+        _DaemonConnection(self._socket, self._orders, self.lending).serve(self)
 
     def _connected(self) -> socket.socket:
         """Return a connection to the daemon at the given or the usual socket. Raises OSError."""
@@ -260,7 +260,7 @@ class Channel:
             self._departure.tick()
 
 
-class _Attendance:
+class _DaemonConnection:
     """A connection to a daemon."""
 
     def __init__(self, connected: socket.socket, orders: Orders, lending: Lending) -> None:
@@ -331,7 +331,7 @@ class _Attendance:
                     raise said.error
                 if not self._lending.take_answer(said.id, said.error):
                     note(f"the daemon did not take a report: {said.error}")
-            elif isinstance(said, Answer):
+            elif isinstance(said, Reply):
                 if said.id == self._attend_id:
                     return False
                 self._lending.take_answer(said.id, said.reply)

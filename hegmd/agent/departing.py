@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
     from .quiesce import Gate
-    from .state.prestart import Beforehand
-    from .state.storage.state_file import Rest
+    from .state.prestart import PrestartModules
+    from .state.storage.state_file import UnwrittenRest
 
 # The operation from whose state this process continues, as its supervisor reports it.
 OPERATION = "HEGM_RESTART"
@@ -38,7 +38,7 @@ class RestartCost:
     __slots__ = ("beforehand", "begin_anew", "refusals", "size_bytes")
 
     def __init__(
-        self, size_bytes: int, refusals: tuple[str, ...], begin_anew: tuple[str, ...], beforehand: Beforehand
+        self, size_bytes: int, refusals: tuple[str, ...], begin_anew: tuple[str, ...], beforehand: PrestartModules
     ) -> None:
         self.size_bytes = size_bytes
         self.refusals = refusals
@@ -54,9 +54,9 @@ def weigh() -> RestartCost:
     return RestartCost(int(size_bytes), refused, tuple(bounded), _part("prestart").beforehand())
 
 
-def beforehand() -> Beforehand:
+def beforehand() -> PrestartModules:
     """Return what a prestarted process can import. Raises HegmError if there can be none."""
-    found: Beforehand = _part("prestart").beforehand()
+    found: PrestartModules = _part("prestart").beforehand()
     return found
 
 
@@ -76,7 +76,9 @@ def save(fd: int, progress: Callable[[int], None]) -> int:
     return int(_part("save_and_exit").save(fd, progress=progress))
 
 
-def snapshot(fd: int | None, most_bytes: int, begin: Callable[[], object]) -> tuple[int, tuple[str, ...], Rest | None]:
+def snapshot(
+    fd: int | None, most_bytes: int, begin: Callable[[], object]
+) -> tuple[int, tuple[str, ...], UnwrittenRest | None]:
     """Write the state of the parked training to the descriptor.
 
     Returns its size, what starts over after a start from it, and what is still to be written while the training
@@ -92,7 +94,7 @@ def snapshot(fd: int | None, most_bytes: int, begin: Callable[[], object]) -> tu
         short = refusal(f"its state has {error.size_bytes} bytes, and the slot takes {most_bytes}", "take a larger one")
         short.facts["state_bytes"] = error.size_bytes
         raise short from error
-    except leaving.Prevented as error:
+    except leaving.SaveObstacles as error:
         refused = refusal(str(error), leaving.hints_of(error.refusals))
         if not error.passes:
             refused.facts["refusals"] = [str(found)[:_MAX_REFUSAL] for found in error.refusals][:_MAX_NAMES]

@@ -263,10 +263,10 @@ class GroupBackend:
 
     def _on_gpu(self) -> Any:
         """Select its GPU: the agent's thread has device 0 current, whatever the training thread has."""
-        return _Here() if self.gpu is None else self._torch.cuda.device(self.gpu)
+        return _CurrentDevice() if self.gpu is None else self._torch.cuda.device(self.gpu)
 
 
-class _Here:
+class _CurrentDevice:
     """The current device stays as it is."""
 
     def __enter__(self) -> None: ...

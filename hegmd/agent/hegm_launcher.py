@@ -16,7 +16,7 @@ from ..errors import HegmError
 from .hegm_signal import ENABLED, LAUNCHER, STATE_PATH
 from .notes import note
 from .other_threads import Attempts, busy_thread
-from .quiesce import PARK, Asked
+from .quiesce import PARK, ParkRequest
 from .refusals import BUSY_HINT, DEBUG_HINT, not_parked, refusal
 
 TYPE_CHECKING = False
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .orders import Orders
     from .quiesce import Gate
 
-    class Way(Protocol):
+    class ExitInterface(Protocol):
         """The interface of the package `state` for saving and exiting."""
 
         #: The variables that start over after a restart from the last saved state.
@@ -90,7 +90,7 @@ def _part(name: str) -> Any:
     return __import__(f"{__package__}.state.{name}", fromlist=["__name__"])
 
 
-class Departure:
+class ProcessExit:
     """The way out of this process. Runs in the agent's thread only."""
 
     def __init__(
@@ -98,7 +98,7 @@ class Departure:
         request: Request,
         gate: Gate,
         orders: Orders,
-        restarts: Way,
+        restarts: ExitInterface,
         environ: Mapping[str, str],
         busy: Callable[[Gate], str | None] = busy_thread,
     ) -> None:
@@ -143,7 +143,7 @@ class Departure:
             hint = "start it with exec (exec python3 train.py), or start it with hegm-launcher directly"
             self._stay(refusal(f"its parent, process {os.getppid()}, would take its leaving for its end", hint))
         elif self._orders.leave_alone("hegm-ctrl has requested its state, and it is about to exit"):
-            self._attempts = Attempts(self._gate, Asked(PARK, fits=self._restarts.fits()), busy=self._busy)
+            self._attempts = Attempts(self._gate, ParkRequest(PARK, fits=self._restarts.fits()), busy=self._busy)
             self._attempts.begin()
 
     def _leave_once_parked(self, attempts: Attempts) -> None:

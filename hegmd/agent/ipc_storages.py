@@ -83,7 +83,7 @@ class View:
         self.devices = b""
 
 
-class Shown:
+class IpcStorages:
     """The storages, from the first time that they are shown until they have their bytes again."""
 
     def __init__(

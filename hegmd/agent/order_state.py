@@ -13,7 +13,7 @@ from .communicators import ProcessGroups
 from .cuda_state import HAZARD_NCCL
 from .other_threads import Attempts, busy_thread
 from .refusals import BUSY_HINT, refusal
-from .storage_transfer import Carrying
+from .storage_transfer import StorageTransfer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -41,17 +41,17 @@ class OrderState:
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
-        self.carrying = Carrying()
+        self.carrying = StorageTransfer()
         self.groups = ProcessGroups()
         self.pending: Pending | None = None
         #: The last survey of the storages, while it is valid.
-        self.found: torch_state.Found | None = None
+        self.found: torch_state.FoundStorages | None = None
         #: Its communicator groups in that survey.
         self.communicators: Communicators | None = None
         #: True if it stays parked without a daemon, without a limit.
         self.is_suspended = False
 
-    def look(self) -> torch_state.Found:
+    def look(self) -> torch_state.FoundStorages:
         """Find its storages and its communicator groups, as they are now."""
         found = self.carrying.find()
         self.communicators = self.groups.inventory()
@@ -76,7 +76,7 @@ class OrderState:
         if self.groups.is_down:
             raise refusal("the communicator groups of this process are disconnected", "reconnect them first")
 
-    def storages_while_parked(self, what: str) -> torch_state.Found:
+    def storages_while_parked(self, what: str) -> torch_state.FoundStorages:
         """Return the storages to offload, while no thread uses them. Raises HegmError."""
         if self.carrying.out is not None:
             raise refusal(

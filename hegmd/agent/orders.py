@@ -17,13 +17,13 @@ from time import monotonic
 
 from ..errors import HegmError
 from . import departing
-from .answers import Answers
+from .answers import ReportSender
 from .byte_orders import ByteOrders
 from .disconnected import RendezvousWait
 from .notes import note
 from .order_state import OrderState, Pending
 from .other_threads import Attempts
-from .quiesce import CALL, PARK, Asked, Gate
+from .quiesce import CALL, PARK, Gate, ParkRequest
 from .refusals import DEBUG_HINT, no_boundary, not_parked, refusal
 from .snapshots import BESIDE, BESIDE_FETCHING, SNAPSHOT, Snapshots
 from .thread_stacks import thread_stacks
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..protocol.messages import AgentReport, Order
-    from .torch_state import Found
+    from .torch_state import FoundStorages
 
 SURVEY_LIMIT_S = 5.0
 PARK_LIMIT_S = 300.0
@@ -52,7 +52,7 @@ class Orders:
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
-        self._answers = Answers(gate)
+        self._answers = ReportSender(gate)
         self._state = OrderState(gate)
         self._carrying = self._state.carrying
         self._bytes = ByteOrders(self._state, self._answers)
@@ -62,7 +62,7 @@ class Orders:
         self._weighed: departing.RestartCost | HegmError | None = None
         #: A survey that is answered while a snapshot waits for its boundary, and its result.
         self._beside: Pending | None = None
-        self._found_beside: Found | None = None
+        self._found_beside: FoundStorages | None = None
         self._left_alone: str | None = None
         self.known_bytes = self.obeyed = 0
         self.changed_by_itself = False
@@ -184,7 +184,7 @@ class Orders:
             self._gate.call_beside(self._look_beside)
         else:
             self._wait_for(order, order.limit_s or SURVEY_LIMIT_S)
-            self._gate.ask(Asked(CALL, call=self._survey_at_boundary))
+            self._gate.ask(ParkRequest(CALL, call=self._survey_at_boundary))
 
     def _end_survey_beside(self, why: str) -> None:
         survey, self._beside, self._found_beside = self._beside, None, None
@@ -205,7 +205,7 @@ class Orders:
             self._state.pending = None
             another = refusal("a later order named another boundary to park at", "nothing needs to be done")
             self._answers.failed(before.order, another)
-        attempts = Attempts(self._gate, Asked(PARK, at=at, fits=fits), order.max_park_s)
+        attempts = Attempts(self._gate, ParkRequest(PARK, at=at, fits=fits), order.max_park_s)
         self._wait_for(order, order.limit_s, attempts)
         self.snapshots.begin(order, fd)
         self._state.found = None
@@ -293,7 +293,7 @@ class Orders:
         else:
             self._weighed = None
             self._wait_for(order, order.limit_s or SURVEY_LIMIT_S)
-            self._gate.ask(Asked(CALL, call=self._weigh_at_boundary))
+            self._gate.ask(ParkRequest(CALL, call=self._weigh_at_boundary))
 
     def _report_prestart(self, order: Order, _fd: int | None) -> None:
         """Report what a prestarted process can import. This needs no boundary."""
@@ -372,7 +372,7 @@ class Orders:
             self._answers.done(survey.order, parked=False, held_bytes=0)  # the count is known, the bytes are not
         elif self._state.pending is None and not self._gate.requested:
             self._state.pending, self._beside = survey, None
-            self._gate.ask(Asked(CALL, call=self._survey_at_boundary))
+            self._gate.ask(ParkRequest(CALL, call=self._survey_at_boundary))
 
     def _look_after_park(self, pending: Pending, attempts: Attempts, *, is_late: bool) -> None:
         """Answer a park as soon as it succeeds or fails: ranks that are parked may have to go to a later boundary."""
@@ -456,7 +456,7 @@ class Orders:
         except Exception as error:  # noqa: BLE001 - the edge to the script
             self._weighed = refusal(f"its state cannot be inspected: {error!r}", DEBUG_HINT)
 
-    def _report_storages(self, order: int, found: Found) -> None:
+    def _report_storages(self, order: int, found: FoundStorages) -> None:
         self.known_bytes = self._carrying.required_bytes(found)
         self._answers.found(order, found, self.known_bytes, self._state.communicators)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any
 
-    from .quiesce import Asked, Gate
+    from .quiesce import Gate, ParkRequest
 
 # Relative to the standard library: where its threads wait.
 _WAITING_FILES = frozenset(
@@ -61,7 +61,7 @@ class Attempts:
     def __init__(
         self,
         gate: Gate,
-        asked: Asked,
+        asked: ParkRequest,
         max_park_s: float | None = None,
         busy: Callable[[Gate], str | None] | None = None,
     ) -> None:

@@ -26,7 +26,7 @@ SLOTS = 16
 SIZE_BYTES = SLOTS * SLOT_BYTES
 
 
-class Ground:
+class PopulatedMemory:
     """Memory with all of its pages, until it is closed."""
 
     def __init__(self) -> None:
@@ -47,27 +47,27 @@ class Ground:
         _kept.append(self)
 
 
-_kept: list[Ground] = []
+_kept: list[PopulatedMemory] = []
 
 
-class _Ahead:
+class _EarlyAllocation:
     """A block that a thread allocates meanwhile; the thread holds `lock` until it has the block or has failed."""
 
     def __init__(self) -> None:
-        self.ground: Ground | None = None
+        self.ground: PopulatedMemory | None = None
         self.lock = allocate_lock()
         self.lock.acquire()
 
     def work(self) -> None:
         try:
-            self.ground = Ground()
+            self.ground = PopulatedMemory()
         except Exception as error:  # noqa: BLE001 - the code that needs one tries again, and reports the reason
             note(f"no memory was taken ahead of the copies: {error!r}")
         finally:
             self.lock.release()
 
 
-_ahead: _Ahead | None = None
+_ahead: _EarlyAllocation | None = None
 _forks_are_seen = False
 
 
@@ -79,7 +79,7 @@ def prepare() -> None:
     if not _forks_are_seen:
         _forks_are_seen = True
         os.register_at_fork(after_in_child=_leave_in_child)
-    ahead = _Ahead()
+    ahead = _EarlyAllocation()
     try:
         start_new_thread(ahead.work, ())
     except RuntimeError:  # no more threads: it is taken when it is needed
@@ -93,9 +93,9 @@ def wait() -> None:
             pass
 
 
-def take() -> Ground:
+def take() -> PopulatedMemory:
     """Return the prepared block or a new one; the caller closes it. Raises OSError."""
-    return _prepared() or Ground()
+    return _prepared() or PopulatedMemory()
 
 
 def drop() -> None:
@@ -112,7 +112,7 @@ def _leave_in_child() -> None:
         ahead.ground.close()
 
 
-def _prepared() -> Ground | None:
+def _prepared() -> PopulatedMemory | None:
     global _ahead
     wait()
     ahead, _ahead = _ahead, None

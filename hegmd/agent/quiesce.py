@@ -21,7 +21,7 @@ from _thread import allocate_lock, get_ident
 from time import monotonic
 
 from .notes import note
-from .signals import CannotHold, HeldSignals
+from .signals import CannotHoldSignals, HeldSignals
 from .trap import Trap
 
 TYPE_CHECKING = False
@@ -38,7 +38,7 @@ WATCH = "watch"
 CALL = "call"
 
 
-class Asked:
+class ParkRequest:
     """The order for the training thread at its next boundary with that count or a higher one."""
 
     __slots__ = ("at", "call", "fits", "what")
@@ -91,7 +91,7 @@ class Gate:
         self.parked_since: float | None = None  # the monotonic instant from which the training thread is parked
         self.on_change: Callable[[], None] = _ignore
         self.on_signal: Callable[[int], None] = _ignore_signal
-        self._asked: Asked | None = None
+        self._asked: ParkRequest | None = None
         self._beside: Callable[[], None] | None = None
         self._by_hand = False
         self._count_at_step: int = 0
@@ -102,7 +102,7 @@ class Gate:
         self._patience = 0
         self._stepped = False
         self._streak = 0
-        self._taken: Asked | None = None  # what the training thread is doing, unless there is a newer request
+        self._taken: ParkRequest | None = None  # what the training thread is doing, unless there is a newer request
         self._trainers: set[int] = set()
         self._trap = Trap(self._park_trapped)
 
@@ -131,7 +131,7 @@ class Gate:
         """Return the threads that have stepped an optimizer: each has to be parked itself, being idle is not enough."""
         return frozenset(self._trainers)
 
-    def ask(self, asked: Asked) -> None:
+    def ask(self, asked: ParkRequest) -> None:
         """Request something of the training thread; an earlier request is forgotten."""
         with self._lock:
             if not self._inert:
@@ -146,7 +146,7 @@ class Gate:
         """
         self._beside = call
 
-    def ask_on(self, asked: Asked) -> None:
+    def ask_on(self, asked: ParkRequest) -> None:
         """Replace the request; a parked thread continues to the new one without a moment without a request."""
         with self._lock:
             if not self._inert:
@@ -176,7 +176,7 @@ class Gate:
         with self._lock:
             self.passed = self._taken = None
             self.lent = False
-            self._asked = Asked(WATCH)
+            self._asked = ParkRequest(WATCH)
             self.requested = True
             self._open()
 
@@ -332,7 +332,7 @@ class Gate:
             with self._lock:
                 asked = self._asked if self.requested else None
                 if asked is None and wanted() and not self._inert:
-                    asked = self._asked = Asked(PARK)
+                    asked = self._asked = ParkRequest(PARK)
                     self._taken = self.declined = None
                     self.requested = True
             if asked is None or asked.fits is not None:
@@ -366,7 +366,7 @@ class Gate:
         if self.parked and asked is not None and asked.what == PARK:
             self._wait(asked)
 
-    def _wait(self, asked: Asked) -> None:
+    def _wait(self, asked: ParkRequest) -> None:
         """Wait until the door is opened. Signals that would run the script's handlers meanwhile are held back.
 
         If they cannot be held back no thread is parked, and the training continues. But beside a parked training
@@ -375,13 +375,13 @@ class Gate:
         try:
             with HeldSignals(self.on_signal):
                 raised = self._stay(asked)
-        except CannotHold as error:
+        except CannotHoldSignals as error:
             note(f"signals cannot be held back: {error}")
             raised = None if self._decline(asked, str(error)) else self._stay(asked)
         if raised is not None:
             raise raised
 
-    def _decline(self, asked: Asked, why: str) -> bool:
+    def _decline(self, asked: ParkRequest, why: str) -> bool:
         """Decline to park for this request. Returns False if it is too late to decline."""
         with self._lock:
             if self.parked:
@@ -393,7 +393,7 @@ class Gate:
         self.on_change()
         return True
 
-    def _stay(self, asked: Asked) -> BaseException | None:
+    def _stay(self, asked: ParkRequest) -> BaseException | None:
         """Wait until the door is opened. Returns what was raised meanwhile.
 
         Other threads can raise in this one at any step (PyThreadState_SetAsyncExc). The script gets that only after the
@@ -412,7 +412,7 @@ class Gate:
             except BaseException as error:  # noqa: BLE001 - the script's
                 raised = error
 
-    def _enter(self, asked: Asked, door: object) -> bool:
+    def _enter(self, asked: ParkRequest, door: object) -> bool:
         """Count this thread as parked, unless the request was withdrawn. Calling it again is fine."""
         with self._lock:
             if self._parked_locks.get(get_ident()) is not door:

@@ -36,7 +36,7 @@ def release_in_child() -> None:
         held.close_in_child()
 
 
-class CannotHold(Exception):
+class CannotHoldSignals(Exception):
     """Signals cannot be held back here, so this thread must not be parked. Nothing was changed."""
 
 
@@ -72,7 +72,7 @@ class HeldSignals:
             # An error that another thread raises in this one has no errno (it may be a TimeoutError), and belongs to
             # the script.
             if isinstance(error, OSError) and error.errno is not None:
-                raise CannotHold(str(error)) from error
+                raise CannotHoldSignals(str(error)) from error
             raise
 
     def __exit__(self, *_exc: object) -> None:
@@ -93,11 +93,11 @@ class HeldSignals:
         try:
             start_new_thread(self._read, (self._reader, begun))
         except (RuntimeError, MemoryError) as error:
-            raise CannotHold(str(error)) from error
+            raise CannotHoldSignals(str(error)) from error
         # Up to Python 3.11 a thread that has not started counts as its starter: an exception for the parked thread
         # (PyThreadState_SetAsyncExc) would be raised in the new one. Such an exception has ended it.
         if not begun.acquire(timeout=self._begin_limit_s):
-            raise CannotHold(f"a thread that was started did not begin within {self._begin_limit_s:g} s")
+            raise CannotHoldSignals(f"a thread that was started did not begin within {self._begin_limit_s:g} s")
 
     def _undo(self) -> None:
         """Undo what was done so far. At each line a held handler may raise, or another thread may raise in this one."""

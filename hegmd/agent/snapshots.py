@@ -24,7 +24,7 @@ from ..protocol.slots import RECORD_BYTES, SlotRecord, packed
 from . import copying, departing
 from .notes import note
 from .other_threads import Attempts
-from .quiesce import PARK, Asked
+from .quiesce import PARK, ParkRequest
 from .refusals import DEBUG_HINT, refusal
 
 TYPE_CHECKING = False
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..protocol.messages import Order
-    from .answers import Answers
+    from .answers import ReportSender
     from .order_state import OrderState, Pending
-    from .state.storage.state_file import Rest
+    from .state.storage.state_file import UnwrittenRest
 
-    Save = Callable[[int | None, int, Callable[[], object]], tuple[int, tuple[str, ...], Rest | None]]
+    Save = Callable[[int | None, int, Callable[[], object]], tuple[int, tuple[str, ...], UnwrittenRest | None]]
 
 SNAPSHOT = "snapshot"
 # Orders that may come while a snapshot waits for its boundary. Any other one comes first.
@@ -47,10 +47,10 @@ _NONE = -1
 _LOOK_S = 0.01
 
 
-class Fetching:
+class SnapshotFetch:
     """The rest of a snapshot whose training has continued. Owns the slot, and a thread until `ended` is set."""
 
-    def __init__(self, slot: int, end: int, rest: Rest, record: SlotRecord) -> None:
+    def __init__(self, slot: int, end: int, rest: UnwrittenRest, record: SlotRecord) -> None:
         self._slot, self._end, self._rest, self._record = slot, end, rest, record
         self._is_over = False
         self._began = monotonic()
@@ -114,12 +114,12 @@ class Fetching:
 class Snapshots:
     """Takes them. Runs in the agent's thread only."""
 
-    def __init__(self, state: OrderState, answers: Answers) -> None:
+    def __init__(self, state: OrderState, answers: ReportSender) -> None:
         self._state = state
         self._answers = answers
         self._slot = _NONE
         self._order: Order | None = None
-        self._fetching: Fetching | None = None
+        self._fetching: SnapshotFetch | None = None
         #: Writes the state of the parked training.
         self.save: Save = departing.snapshot
         #: The step of boundary 0 of this process.
@@ -136,7 +136,7 @@ class Snapshots:
         self._state.require_all_here("reload it first")
         if gate.parked:
             raise refusal("its training thread is parked for an operation", "wait until that is over")
-        return Attempts(gate, Asked(PARK, at=order.at or 0, fits=departing.fits_of(gate)), order.max_park_s)
+        return Attempts(gate, ParkRequest(PARK, at=order.at or 0, fits=departing.fits_of(gate)), order.max_park_s)
 
     def begin(self, order: Order, fd: int | None) -> None:
         """Keep the slot until the training is parked. The descriptor stays the caller's. Raises OSError."""
@@ -183,7 +183,7 @@ class Snapshots:
         self.close()
         return monotonic() - began
 
-    def _write(self, generation: int) -> tuple[int, tuple[str, ...], Fetching | None]:
+    def _write(self, generation: int) -> tuple[int, tuple[str, ...], SnapshotFetch | None]:
         began, slot = monotonic(), self._slot
         end = 0 if slot == _NONE else os.fstat(slot).st_size - RECORD_BYTES
         if end <= 0:
@@ -207,13 +207,13 @@ class Snapshots:
         )
         if rest is not None:
             self._slot = _NONE  # the copying thread owns it now
-            return size_bytes, anew, Fetching(slot, end, rest, record)
+            return size_bytes, anew, SnapshotFetch(slot, end, rest, record)
         copying.write_small(slot, end, packed(record))
         return size_bytes, anew, None
 
     # ---- copies while the training continues ------------------------------------------------------------------------
 
-    def fetch(self, rest: Fetching, order: int, told: dict[str, object]) -> None:
+    def fetch(self, rest: SnapshotFetch, order: int, told: dict[str, object]) -> None:
         """Begin to write the rest, and answer the order with this and the time that it took."""
         rest.order, rest.told, self._fetching = order, told, rest
         rest.start()

@@ -157,9 +157,9 @@ def _wait(hooks: Hooks, fd: int, *, tells: bool) -> None:
     interrupted = signal.getsignal(signal.SIGINT)
     if interrupted is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt ends it without a traceback
-    waiting = _Waiting(hooks, tells=tells)
+    waiting = _ImportedModules(hooks, tells=tells)
     socket: Any = __import__("socket")
-    with socket.socket(fileno=fd) as supervisor, _Expendable():
+    with socket.socket(fileno=fd) as supervisor, _KilledFirst():
         waiting.get_ready(supervisor, _told(_heard(supervisor), IMPORTS))
         while True:
             data, fds = _heard_with_descriptors(supervisor, socket)
@@ -173,7 +173,7 @@ def _wait(hooks: Hooks, fd: int, *, tells: bool) -> None:
     note("its turn has come")
 
 
-class _Waiting:
+class _ImportedModules:
     """The modules that the process has imported so far, and their files."""
 
     def __init__(self, hooks: Hooks, *, tells: bool) -> None:
@@ -211,7 +211,7 @@ class _Waiting:
         _check_path({name: known[name] for name in known.keys() - self._before}, self._path)
 
 
-class _Expendable:
+class _KilledFirst:
     """While entered, the kernel ends this process first when memory runs short, before any that trains."""
 
     _PATH, _FIRST = "/proc/self/oom_score_adj", b"1000"

@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from typing import Any
 
     from ..errors import HegmError
-    from .ipc_storages import Shown, View
+    from .ipc_storages import IpcStorages, View
     from .peers import Peers
-    from .torch_state import Found
+    from .torch_state import FoundStorages
     from .transfer import Offloaded
 
 
-class Carrying:
+class StorageTransfer:
     """The storages to offload, and how they are offloaded and reloaded."""
 
     def __init__(self) -> None:
         self._offloaded: Offloaded | None = None
-        self._shown: Shown | None = None
+        self._shown: IpcStorages | None = None
         self._showable = cuda_state.ExportableSegments()
         self._peers: Peers | None = None
 
     @property
-    def out(self) -> Offloaded | Shown | None:
+    def out(self) -> Offloaded | IpcStorages | None:
         """Return the offloaded storages."""
         if self._offloaded is not None:
             return self._offloaded
@@ -61,7 +61,7 @@ class Carrying:
         """Return True if that descriptor has the offloaded bytes."""
         return self._offloaded is not None and self._offloaded.fd == fd
 
-    def find(self) -> Found:
+    def find(self) -> FoundStorages:
         return torch_state.find(self._showable)
 
     def forget(self) -> None:
@@ -98,14 +98,14 @@ class Carrying:
             self._peers.rejoin()
             self._peers = None
 
-    def required_bytes(self, found: Found) -> int:
+    def required_bytes(self, found: FoundStorages) -> int:
         """Return what has to be reserved for these storages, by the carrier that needs more."""
         wholes: tuple[int, int] = _transfer().required_bytes(found.sizes), _showing().flat_bytes(found.sizes)
         return max(wholes)
 
     # ---- copied by this process --------------------------------------------------------------------------------------
 
-    def offload(self, fd: int | None, found: Found, progress: Callable[[int], None]) -> int:
+    def offload(self, fd: int | None, found: FoundStorages, progress: Callable[[int], None]) -> int:
         """Copy the storages into the descriptor and free them; returns how many. Raises HegmError; then nothing
         changes."""
         if fd is None:
@@ -141,15 +141,15 @@ class Carrying:
 
     # ---- copied by the daemon ----------------------------------------------------------------------------------------
 
-    def show(self, found: Found, *, partly: bool) -> tuple[Shown, View]:
+    def show(self, found: FoundStorages, *, partly: bool) -> tuple[IpcStorages, View]:
         """Export the storages to the daemon; with `partly` also the others, without a handle. Raises HegmError."""
         if found.segments is None:
             raise refusal("it has no storages on a GPU to export", "use --carrier worker")
-        shown: Shown = _showing().Shown(found.storages, found.sizes, found.segments, found.own)
+        shown: IpcStorages = _showing().IpcStorages(found.storages, found.sizes, found.segments, found.own)
         self._shown = shown
         return shown, shown.show(partly=partly)
 
-    def shown(self, what: str) -> Shown:
+    def shown(self, what: str) -> IpcStorages:
         """Return the exported storages. Raises HegmError if there are none."""
         if self._shown is None:
             raise refusal(f"{what} needs exported storages, and none were exported", "export them first")

@@ -59,7 +59,7 @@ class LapTimer:
         self._last = now
 
 
-class Found:
+class FoundStorages:
     """The storages of this process: those vouched for, with their sizes, and the others by reason."""
 
     __slots__ = (
@@ -130,12 +130,12 @@ class Found:
                 self.leave(OUT_OF_MEMORY, size_bytes)
 
 
-def find(showable: cuda_state.ExportableSegments | None = None) -> Found:
+def find(showable: cuda_state.ExportableSegments | None = None) -> FoundStorages:
     """Find every storage of this process. Takes a few milliseconds for each 100,000 objects that the collector knows.
 
     `showable` is what is known about the memory on its GPUs.
     """
-    found = Found()
+    found = FoundStorages()
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):
         return found
@@ -164,7 +164,7 @@ def version() -> tuple[str, str] | None:
     return None if torch is None else ("torch", str(getattr(torch, "__version__", "")))
 
 
-def _owners(torch: Any, found: Found) -> dict[int, tuple[Any, set[int]]]:
+def _owners(torch: Any, found: FoundStorages) -> dict[int, tuple[Any, set[int]]]:
     """Return each storage by its address, with the tensors that own it as far as Python knows."""
     storages: dict[int, tuple[Any, set[int]]] = {}
     tensors, bare, *others = _objects_of(torch.Tensor, torch.UntypedStorage, *addresses.kinds())
@@ -221,7 +221,7 @@ def _with_relatives(tensors: list[Any]) -> list[Any]:
 
 
 def _judge_all(
-    torch: Any, storages: dict[int, tuple[Any, set[int]]], found: Found, segments: cuda_state.Segments | None
+    torch: Any, storages: dict[int, tuple[Any, set[int]]], found: FoundStorages, segments: cuda_state.Segments | None
 ) -> None:
     counts: dict[int, int] = {}
     judged: list[tuple[Any, int, int, str | None]] = []

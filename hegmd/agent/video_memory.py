@@ -148,11 +148,11 @@ class VideoMemory:
             ring.__exit__()
         return True
 
-    def _buffer(self) -> _Lent:
-        return _Lent(self._buffers)
+    def _buffer(self) -> _LentBuffer:
+        return _LentBuffer(self._buffers)
 
 
-class _Lent:
+class _LentBuffer:
     """A buffer for one piece that no thread uses now."""
 
     def __init__(self, buffers: list[ctypes.Array[ctypes.c_char]]) -> None:

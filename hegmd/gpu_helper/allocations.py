@@ -20,7 +20,7 @@ OUT, IN = "out", "in"
 Spend = Callable[[], bool]
 
 
-class Place(NamedTuple):
+class MemoryRange(NamedTuple):
     """A run of bytes: by handle and offset in the process, and by its start in the address space."""
 
     handle: int
@@ -29,7 +29,7 @@ class Place(NamedTuple):
     at: int
 
 
-class Done(NamedTuple):
+class CopyResult(NamedTuple):
     """How many bytes were copied, and the seconds of each part. Opening overlaps copying, so the times do not add
     up."""
 
@@ -68,7 +68,7 @@ class Allocations:
     def __len__(self) -> int:
         return len(self._handles)
 
-    def address(self, place: Place) -> int:
+    def address(self, place: MemoryRange) -> int:
         """Return the address of `place`. Raises HegmError for a place outside its allocation, and CudaError."""
         start, size_bytes = self._open(self._handles[place.handle])
         if place.offset + place.size_bytes > size_bytes:
@@ -119,10 +119,10 @@ class Allocations:
                 all_of_them.callback(cuda.close_ipc, address)
 
 
-def joined(places: Iterable[Sequence[int]], handles: int) -> list[Place]:
+def joined(places: Iterable[Sequence[int]], handles: int) -> list[MemoryRange]:
     """Return the places in order of handle and offset, with adjacent ones joined. Raises HegmError for an invalid
     place."""
-    found: list[Place] = []
+    found: list[MemoryRange] = []
     for place in sorted(_place(place, handles) for place in places):
         if place.size_bytes == 0:
             continue
@@ -134,13 +134,13 @@ def joined(places: Iterable[Sequence[int]], handles: int) -> list[Place]:
     return found
 
 
-def _place(told: Sequence[int], handles: int) -> Place:
-    if len(told) != len(Place._fields) or min(told) < 0 or told[0] >= handles:
+def _place(told: Sequence[int], handles: int) -> MemoryRange:
+    if len(told) != len(MemoryRange._fields) or min(told) < 0 or told[0] >= handles:
         raise HegmError(BAD_REQUEST, f"{told!r} is outside of {handles} allocations", "read the agent's report")
-    return Place(*told)
+    return MemoryRange(*told)
 
 
-def _follows(last: Place, place: Place) -> bool:
+def _follows(last: MemoryRange, place: MemoryRange) -> bool:
     return (
         last.handle == place.handle
         and last.offset + last.size_bytes == place.offset
@@ -148,7 +148,7 @@ def _follows(last: Place, place: Place) -> bool:
     )
 
 
-def _beyond(place: Place, size_bytes: int) -> HegmError:
+def _beyond(place: MemoryRange, size_bytes: int) -> HegmError:
     return HegmError(
         BAD_REQUEST,
         f"{place.size_bytes} bytes at {place.offset} are beyond the {size_bytes} of allocation {place.handle}",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import anyio
 
 from hegmd.errors import UNAVAILABLE, Bug, HegmError
-from hegmd.gpu_helper.wire import Answer
+from hegmd.gpu_helper.wire import HelperReply
 
 OnProgress = Callable[[Mapping[str, Any]], object]
 
@@ -68,10 +68,10 @@ class Call:
         self.on_progress = on_progress
         self.over = anyio.Event()
         self.error: HegmError | None = None
-        self.answer: Answer | None = None
+        self.answer: HelperReply | None = None
         self.dropped = False
 
-    def end(self, answer: Answer | None, error: HegmError | None) -> None:
+    def end(self, answer: HelperReply | None, error: HegmError | None) -> None:
         if self.dropped and answer is not None:
             answer.fds.close()
         self.answer, self.error = answer, error
@@ -83,7 +83,7 @@ class Call:
         if self.answer is not None:
             self.answer.fds.close()
 
-    def outcome(self) -> Answer:
+    def outcome(self) -> HelperReply:
         if self.error is not None:
             raise self.error
         if self.answer is None:

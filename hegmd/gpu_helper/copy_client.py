@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from hegmd.errors import Refused
-from hegmd.gpu_helper.link import Answer, HelperLost, Link
+from hegmd.gpu_helper.link import HelperLost, HelperReply, Link
 from hegmd.telemetry.step_timings import COPIES, note_step
 
 #: Names of the address spaces of a session on the wire.
@@ -30,7 +30,7 @@ Place = tuple[int, int, int, int]
 Progress = Callable[[int], object]
 
 
-class Held(Protocol):
+class HeldAllocation(Protocol):
     """A reserved allocation of GPU memory."""
 
     @property
@@ -41,7 +41,7 @@ class Held(Protocol):
     def size_bytes(self) -> int: ...
 
 
-class Copied(NamedTuple):
+class CopyReport(NamedTuple):
     """The result of a copy: the bytes, and the seconds of each part. Opening overlaps copying."""
 
     copied_bytes: int
@@ -79,7 +79,7 @@ class CopyClient:
         answer = await link.call("open", args, deadline_s=_OPEN_S + host_bytes / _MAP_BYTES_PER_S, fds=fds)
         return cls(link, lane, answer.helper, peer=bool(answer.values["peer"]), size_bytes=host_bytes)
 
-    async def attach_video(self, gpu: str, pieces: Sequence[Held], base: int = 0) -> None:
+    async def attach_video(self, gpu: str, pieces: Sequence[HeldAllocation], base: int = 0) -> None:
         """Map that GPU memory as the session's address space, which begins at offset `base`. Raises as `open` does."""
         if not pieces:
             raise Refused("no GPU memory is reserved for the bytes", "reserve it first")
@@ -99,14 +99,14 @@ class CopyClient:
         """Record in the pool segment how many of its bytes GPU memory of that owner has; None removes the record."""
         await self._call("mark", {"owner": owner, "size_bytes": size_bytes}, _CLOSE_S)
 
-    async def copy_regions(self, direction: str, size_bytes: int) -> Copied:
+    async def copy_regions(self, direction: str, size_bytes: int) -> CopyReport:
         """Copy `size_bytes` from GPU memory to the pool segment (`out`), or back (`in`). Raises as `open` does."""
         deadline_s = _COPY_S + size_bytes / _COPY_BYTES_PER_S
         began = time.monotonic()
         answer = await self._call("shift", {"direction": direction, "size_bytes": size_bytes}, deadline_s)
         return _copied(answer, direction, began)
 
-    async def shift_places(self, direction: str, places: Sequence[tuple[int, int, int]]) -> Copied:
+    async def shift_places(self, direction: str, places: Sequence[tuple[int, int, int]]) -> CopyReport:
         """Copy places: offset in GPU memory, offset in the segment, bytes."""
         deadline_s = _COPY_S + sum(place[2] for place in places) / _COPY_BYTES_PER_S
         args = {"direction": direction, "size_bytes": 0, "places": [list(place) for place in places]}
@@ -118,7 +118,7 @@ class CopyClient:
         self._started = direction, time.monotonic()
         await self._call("begin-shift", {"direction": direction, "size_bytes": size_bytes}, _COPY_S)
 
-    async def finish_copy(self, size_bytes: int) -> Copied:
+    async def finish_copy(self, size_bytes: int) -> CopyReport:
         """Wait for the background copy of so many bytes. Raises its error."""
         answer = await self._call("shifted", {}, _COPY_S + size_bytes / _COPY_BYTES_PER_S)
         return _copied(answer, *self._started)
@@ -131,7 +131,7 @@ class CopyClient:
         places: Sequence[Place],
         on_progress: Progress = lambda _: None,
         through: str | None = None,
-    ) -> Copied:
+    ) -> CopyReport:
         """Copy allocations of a process on that GPU `out` or `in`. A place is (handle, offset, bytes, offset in the
         space).
 
@@ -166,7 +166,7 @@ class CopyClient:
         deadline_s: float,
         fds: Sequence[int] = (),
         on_progress: Callable[[Mapping[str, Any]], object] | None = None,
-    ) -> Answer:
+    ) -> HelperReply:
         return await self._link.call(
             op,
             {"lane": self._lane, **args},
@@ -177,7 +177,7 @@ class CopyClient:
         )
 
 
-def _copied(answer: Answer, direction: str, began: float) -> Copied:
-    copied = Copied(**{name: answer.values[name] for name in Copied._fields})
+def _copied(answer: HelperReply, direction: str, began: float) -> CopyReport:
+    copied = CopyReport(**{name: answer.values[name] for name in CopyReport._fields})
     note_step(COPIES, direction, began, began + copied.copy_s, copied.copied_bytes)
     return copied

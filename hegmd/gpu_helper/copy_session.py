@@ -18,10 +18,10 @@ from typing import Any
 from hegmd.errors import HegmError, Refused
 from hegmd.gpu_helper import cuda
 from hegmd.gpu_helper.address_space import VideoSpace
-from hegmd.gpu_helper.allocations import IN, Allocations, Done, Place, joined
+from hegmd.gpu_helper.allocations import IN, Allocations, CopyResult, MemoryRange, joined
 from hegmd.gpu_helper.copying import PACE, Copy
 from hegmd.gpu_helper.mark import Mark
-from hegmd.gpu_helper.preallocation import Provisions
+from hegmd.gpu_helper.preallocation import SessionResources
 from hegmd.gpu_helper.staging import HostMemory, HostSpace, ReservedGpuMemory, StagedCopy, make_ring_memory
 from hegmd.system.thread_pool import share_out
 
@@ -89,12 +89,12 @@ class CopySession:
         self._closed = False
         self._video: VideoSpace | None = None
         self._host: HostSpace | None = None
-        self._shifted: Done | cuda.CudaError | HegmError | None = None
+        self._shifted: CopyResult | cuda.CudaError | HegmError | None = None
         with ExitStack() as undo:
             self._contexts, memory = _opened(contexts, ordinals, map_host, undo)
             #: True if all its GPUs access each other's memory directly.
             self.peer = self._enable_peers()
-            self._provisions = Provisions(self._contexts)
+            self._provisions = SessionResources(self._contexts)
             undo.callback(self._provisions.close)
             if memory is not None:
                 self._host = self._host_space(memory)
@@ -155,13 +155,13 @@ class CopySession:
         handles: Sequence[bytes],
         places: Sequence[Sequence[int]],
         tell: Callable[[int], None],
-    ) -> Done:
+    ) -> CopyResult:
         """Copy between a process's storages on that GPU and one address space: named, or the only one. Raises
         CudaError, Refused.
         """
         context = self._context(ordinal)
 
-        def copy() -> Done:
+        def copy() -> CopyResult:
             space, spend = self._space(through), self._provisions.spend
             if isinstance(space, HostSpace):
                 gpu_end = Allocations(context, handles, spend=spend)
@@ -175,7 +175,7 @@ class CopySession:
             self._refuse_closed()
             return self._tried_again(copy)
 
-    def copy_regions(self, direction: str, places: Sequence[Sequence[int]], tell: Callable[[int], None]) -> Done:
+    def copy_regions(self, direction: str, places: Sequence[Sequence[int]], tell: Callable[[int], None]) -> CopyResult:
         """Copy from GPU memory to the pool segment (`out`), or back (`in`). Raises CudaError, Refused.
 
         A place is (offset in GPU memory, offset in the segment, bytes).
@@ -200,7 +200,7 @@ class CopySession:
         threading.Thread(target=go_on, name="shift", daemon=True).start()
         begun.wait()
 
-    def finish_copy(self) -> Done:
+    def finish_copy(self) -> CopyResult:
         """Wait for the background copy. Raises its error, and Refused if none was started."""
         with self._guard:
             if isinstance(self._shifted, Exception):
@@ -209,19 +209,19 @@ class CopySession:
                 raise Refused("the copy session has started no copy", "start one first")
             return self._shifted
 
-    def _shift(self, direction: str, places: Sequence[Sequence[int]], tell: Callable[[int], None]) -> Done:
+    def _shift(self, direction: str, places: Sequence[Sequence[int]], tell: Callable[[int], None]) -> CopyResult:
         host, video = self._piece(), self._video
         if video is None:
             raise Refused("the copy session has no GPU memory to copy to or from", "attach it first")
         streams = self._provisions.streams(video.ordinal)
 
-        def shift() -> Done:
+        def shift() -> CopyResult:
             copy = StagedCopy(video.context, host, direction, ReservedGpuMemory(video), streams)
-            return copy.run([Place(0, there, size_bytes, here) for there, here, size_bytes in places], tell)
+            return copy.run([MemoryRange(0, there, size_bytes, here) for there, here, size_bytes in places], tell)
 
         return self._tried_again(shift)
 
-    def _tried_again(self, copy: Callable[[], Done]) -> Done:
+    def _tried_again(self, copy: Callable[[], CopyResult]) -> CopyResult:
         """Run the copy again with a piece of the reserve, each time the driver finds no memory for itself."""
         try:
             while True:

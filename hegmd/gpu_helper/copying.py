@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 from hegmd.errors import BAD_REQUEST, HegmError
 from hegmd.gpu_helper import cuda
 from hegmd.gpu_helper.address_space import VideoSpace
-from hegmd.gpu_helper.allocations import IN, OUT, Allocations, Done, Place, Spend, joined
-from hegmd.gpu_helper.kernel_copy import Processors, counts_as
+from hegmd.gpu_helper.allocations import IN, OUT, Allocations, CopyResult, MemoryRange, Spend, joined
+from hegmd.gpu_helper.kernel_copy import KernelCopier, counts_as
 from hegmd.gpu_helper.preallocation import settle
 
 # One is filled while the other copies.
 _GROUPS = 2
 
 
-class Pace(NamedTuple):
+class CopySizes(NamedTuple):
     """The sizes by which copies are cut and distributed. A benchmark tries other values."""
 
     #: A copy of this size takes 0.7 ms over NVLink, far more than queueing it.
@@ -37,20 +37,20 @@ class Pace(NamedTuple):
         return _GROUPS * self.streams_a_group
 
 
-PACE = Pace()
+PACE = CopySizes()
 
 
-def chunks(places: Iterable[Place], chunk_bytes: int) -> Iterator[Place]:
+def chunks(places: Iterable[MemoryRange], chunk_bytes: int) -> Iterator[MemoryRange]:
     """Return the places, cut to the size of a chunk."""
     for place in places:
         for done_bytes in range(0, place.size_bytes, chunk_bytes):
             size_bytes = min(chunk_bytes, place.size_bytes - done_bytes)
-            yield Place(place.handle, place.offset + done_bytes, size_bytes, place.at + done_bytes)
+            yield MemoryRange(place.handle, place.offset + done_bytes, size_bytes, place.at + done_bytes)
 
 
-def batches(pieces: Iterable[Place], batch_bytes: int) -> Iterator[list[Place]]:
+def batches(pieces: Iterable[MemoryRange], batch_bytes: int) -> Iterator[list[MemoryRange]]:
     """Return the chunks in groups of at least so many bytes; the last may be smaller."""
-    batch: list[Place] = []
+    batch: list[MemoryRange] = []
     held_bytes = 0
     for piece in pieces:
         batch.append(piece)
@@ -75,8 +75,8 @@ class Copy:
         streams: Sequence[Any],
         *,
         spend: Spend | None = None,
-        pace: Pace = PACE,
-        processors: Callable[[int], Processors | None] = lambda _: None,
+        pace: CopySizes = PACE,
+        processors: Callable[[int], KernelCopier | None] = lambda _: None,
     ) -> None:
         """`context` is that of the process's GPU, `streams` of the GPU with the bytes; `processors` copy by kernel."""
         if direction not in {OUT, IN}:
@@ -90,10 +90,10 @@ class Copy:
         self._streams = streams[: pace.streams]
         self._pace = pace
         self._processors_of = processors
-        self._processors: Processors | None = None
+        self._processors: KernelCopier | None = None
         self._is_settled = False
 
-    def run(self, places: Iterable[Sequence[int]], tell: Callable[[int], None]) -> Done:
+    def run(self, places: Iterable[Sequence[int]], tell: Callable[[int], None]) -> CopyResult:
         """Copy all places. `tell` receives the bytes done. Raises CudaError; then nothing stays open or queued."""
         wanted = joined(places, len(self._allocations))
         with ExitStack() as undo:
@@ -104,9 +104,9 @@ class Copy:
             copy_s = time.monotonic() - started
             started = time.monotonic()
             undo.close()
-        return Done(copied_bytes, self._allocations.open_s, copy_s, time.monotonic() - started)
+        return CopyResult(copied_bytes, self._allocations.open_s, copy_s, time.monotonic() - started)
 
-    def _copy(self, wanted: Iterable[Place], tell: Callable[[int], None]) -> int:
+    def _copy(self, wanted: Iterable[MemoryRange], tell: Callable[[int], None]) -> int:
         # Queued on the GPU of the bytes, so that its copy engine writes over the link.
         cuda.use(self._space.context if self._direction == IN else self._context)
         groups = [_Group(self._streams[turn::_GROUPS]) for turn in range(_GROUPS)]
@@ -128,7 +128,7 @@ class Copy:
         tell(queued_bytes)
         return queued_bytes
 
-    def _queue(self, piece: Place, stream: Any) -> None:
+    def _queue(self, piece: MemoryRange, stream: Any) -> None:
         there = self._allocations.address(piece)
         here = self._space.address(piece.at, piece.size_bytes)
         self._choose_copier(there)

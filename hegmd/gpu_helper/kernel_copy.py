@@ -35,7 +35,7 @@ _THREADS = 512
 _BLOCKS = 528
 
 
-class Processors:
+class KernelCopier:
     """Kernel copies on one GPU. Works on any of its streams; the thread's context has to be that GPU's."""
 
     def __init__(self, context: Any) -> None:
@@ -65,10 +65,10 @@ class Processors:
         cuda.unload(self._module)
 
 
-def processors_of(ordinal: int, context: Any) -> Processors | None:
+def processors_of(ordinal: int, context: Any) -> KernelCopier | None:
     """Return the kernel copies of that GPU; None if the chip or the driver does not support the program."""
     try:
-        return Processors(context) if cuda.capability(ordinal) == _CAPABILITY else None
+        return KernelCopier(context) if cuda.capability(ordinal) == _CAPABILITY else None
     except cuda.CudaError:  # for example on a full GPU: the copy engines need no memory
         return None
 

@@ -20,11 +20,11 @@ from typing import Any
 from hegmd.errors import Bug
 from hegmd.gpu_helper.calls import HelperLost, OnProgress, Stuck, Watch
 from hegmd.gpu_helper.session import Session
-from hegmd.gpu_helper.wire import Answer, DriverFailed
+from hegmd.gpu_helper.wire import DriverFailed, HelperReply
 from hegmd.system.background_tasks import BackgroundTasks
 from hegmd.system.programs import SYSTEM_PATH
 
-__all__ = ["Answer", "DriverFailed", "HelperLost", "Link", "Stuck", "Watch", "child_environment"]
+__all__ = ["HelperReply", "DriverFailed", "HelperLost", "Link", "Stuck", "Watch", "child_environment"]
 
 PROGRAM = (sys.executable, "-m", "hegmd.gpu_helper.child")
 # cuInit takes 0.9 s with four GPUs; up to 2.7 s were reported with eight.
@@ -95,7 +95,7 @@ class Link(BackgroundTasks):
         on_progress: OnProgress | None = None,
         helper: int | None = None,
         watch: Watch | None = None,
-    ) -> Answer:
+    ) -> HelperReply:
         """Send a request to the helper. The answer owns its descriptors; those sent stay the caller's.
 
         `helper` comes from an earlier answer: the call needs what that helper has. The deadline starts when the helper

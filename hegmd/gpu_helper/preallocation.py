@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from hegmd.gpu_helper import cuda
-from hegmd.gpu_helper.kernel_copy import Processors, processors_of
+from hegmd.gpu_helper.kernel_copy import KernelCopier, processors_of
 
 # Several pieces: another process may take a freed piece first.
 PIECE_BYTES = 8 << 20
@@ -24,7 +24,7 @@ PIECES = 4
 _TRIED_BYTES = 512
 
 
-class Provisions:
+class SessionResources:
     """Streams and reserve of one session. Streams serve one copy at a time; any thread may spend the reserve."""
 
     def __init__(self, contexts: Mapping[int, Any]) -> None:
@@ -33,7 +33,7 @@ class Provisions:
         self._guard = threading.Lock()
         self._streams: dict[int, list[Any]] = {ordinal: [] for ordinal in contexts}
         self._reserve: dict[int, list[int]] = {ordinal: [] for ordinal in contexts}
-        self._processors: dict[int, Processors | None] = {}
+        self._processors: dict[int, KernelCopier | None] = {}
 
     def provide(self, streams: int, host: int | None = None) -> None:
         """Create so many streams on each GPU, let each copy to `host` if there is one, and fill the reserve.
@@ -72,7 +72,7 @@ class Provisions:
         """Return the streams of that GPU. They are idle unless a copy runs."""
         return self._streams[ordinal]
 
-    def processors(self, ordinal: int) -> Processors | None:
+    def processors(self, ordinal: int) -> KernelCopier | None:
         """Return the kernel copies of that GPU, loaded on first use. The thread's context is that GPU's afterwards."""
         context = self._contexts[ordinal]
         if ordinal not in self._processors:

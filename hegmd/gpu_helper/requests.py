@@ -20,7 +20,7 @@ from hegmd.gpu_helper import cuda
 from hegmd.gpu_helper.copy_session import Contexts, CopySession
 from hegmd.gpu_helper.mark import Mark
 from hegmd.gpu_helper.staging import HostMemory
-from hegmd.gpu_helper.wire import Answer, DriverFailed, Handler, Request
+from hegmd.gpu_helper.wire import DriverFailed, Handler, HelperReply, Request
 from hegmd.system.descriptors import Descriptors
 
 MIB = 1 << 20
@@ -91,21 +91,21 @@ class Requests:
 
     # -- the node and other processes ----------------------------------------------------------------------------------
 
-    def _devices(self, _: Request) -> Answer:
+    def _devices(self, _: Request) -> HelperReply:
         listed = [
             {"ordinal": gpu.ordinal, "uuid": gpu.uuid, "pci": gpu.pci, "total_bytes": gpu.total_bytes}
             for gpu in self.gpus.values()
         ]
-        return Answer({"devices": listed, "cuda_version": self.cuda_version})
+        return HelperReply({"devices": listed, "cuda_version": self.cuda_version})
 
-    def _state(self, request: Request) -> Answer:
-        return Answer({"state": cuda.state(request.args["pid"])})
+    def _state(self, request: Request) -> HelperReply:
+        return HelperReply({"state": cuda.state(request.args["pid"])})
 
-    def _lock(self, request: Request) -> Answer:
+    def _lock(self, request: Request) -> HelperReply:
         cuda.lock(request.args["pid"], max(1, round(request.args["timeout_s"] * 1000)))
-        return Answer({})
+        return HelperReply({})
 
-    def _checkpoint(self, request: Request) -> Answer:
+    def _checkpoint(self, request: Request) -> HelperReply:
         """Checkpoint a process. On a full GPU the driver lacks memory for itself and reports 999 (580.159).
 
         Then release a piece of the sessions' reserves and try again, until none is left.
@@ -119,24 +119,24 @@ class Requests:
                 if not is_crowded or not self._spend():
                     raise
             else:
-                return Answer({})
+                return HelperReply({})
 
     def _spend(self) -> bool:
         """Release a piece of every session's reserve. Returns False if none had any."""
         spent = [lane.spend() for lane in list(self._lanes.values())]
         return any(spent)
 
-    def _restore(self, request: Request) -> Answer:
+    def _restore(self, request: Request) -> HelperReply:
         cuda.restore(request.args["pid"], [(old, new) for old, new in request.args["pairs"]])
-        return Answer({})
+        return HelperReply({})
 
-    def _unlock(self, request: Request) -> Answer:
+    def _unlock(self, request: Request) -> HelperReply:
         cuda.unlock(request.args["pid"])
-        return Answer({})
+        return HelperReply({})
 
     # -- video memory --------------------------------------------------------------------------------------------------
 
-    def _hold(self, request: Request) -> Answer:
+    def _hold(self, request: Request) -> HelperReply:
         """Create GPU memory of these sizes and return descriptors. This process keeps none of it."""
         ordinal = self._ordinal(request.args["gpu"])
         unit_bytes = cuda.granularity(ordinal)
@@ -156,11 +156,11 @@ class Requests:
         except BaseException:
             made.close()
             raise
-        return Answer({"sizes": sizes}, made)
+        return HelperReply({"sizes": sizes}, made)
 
     # -- lanes ---------------------------------------------------------------------------------------------------------
 
-    def _open(self, request: Request) -> Answer:
+    def _open(self, request: Request) -> HelperReply:
         """Create contexts on these GPUs; map the pool segment if a descriptor came."""
         name = str(request.args["lane"])
         ordinals = [self._ordinal(uuid) for uuid in dict.fromkeys(request.args["gpus"])]
@@ -172,20 +172,20 @@ class Requests:
             if name in self._lanes:
                 raise Refused(f"the copy session {name} is already open", "close it first")
             lane = self._lanes[name] = CopySession(self._contexts, ordinals, map_host)
-        return Answer({"peer": lane.peer})
+        return HelperReply({"peer": lane.peer})
 
-    def _attach_video(self, request: Request) -> Answer:
+    def _attach_video(self, request: Request) -> HelperReply:
         sizes: Sequence[int] = request.args["sizes"]
         if len(sizes) != len(request.fds):
             raise Refused(f"{len(sizes)} sizes came with {len(request.fds)} descriptors", "send one for each size")
         pieces = list(zip(request.fds.view(), sizes, strict=True))
         self._lane(request).attach_video(self._ordinal(request.args["gpu"]), pieces, request.args.get("start", 0))
-        return Answer({})
+        return HelperReply({})
 
-    def _detach_video(self, request: Request) -> Answer:
-        return Answer({"detached_bytes": self._lane(request).detach(request.args["pieces"])})
+    def _detach_video(self, request: Request) -> HelperReply:
+        return HelperReply({"detached_bytes": self._lane(request).detach(request.args["pieces"])})
 
-    def _copy(self, request: Request) -> Answer:
+    def _copy(self, request: Request) -> HelperReply:
         args = request.args
         done = self._lane(request).copy(
             self._ordinal(args["gpu"]),
@@ -195,37 +195,37 @@ class Requests:
             args["places"],
             lambda copied_bytes: request.tell({"copied_bytes": copied_bytes}),
         )
-        return Answer(done._asdict())
+        return HelperReply(done._asdict())
 
-    def _shift(self, request: Request) -> Answer:
+    def _shift(self, request: Request) -> HelperReply:
         places: Sequence[Sequence[int]] | None = request.args.get("places")
         done = self._lane(request).copy_regions(
             request.args["direction"],
             [(0, 0, request.args["size_bytes"])] if places is None else places,
             lambda copied_bytes: request.tell({"copied_bytes": copied_bytes}),
         )
-        return Answer(done._asdict())
+        return HelperReply(done._asdict())
 
-    def _begin_shift(self, request: Request) -> Answer:
+    def _begin_shift(self, request: Request) -> HelperReply:
         self._lane(request).start_copy(request.args["direction"], request.args["size_bytes"])
-        return Answer({})
+        return HelperReply({})
 
-    def _shifted(self, request: Request) -> Answer:
-        return Answer(self._lane(request).finish_copy()._asdict())
+    def _shifted(self, request: Request) -> HelperReply:
+        return HelperReply(self._lane(request).finish_copy()._asdict())
 
-    def _mark(self, request: Request) -> Answer:
+    def _mark(self, request: Request) -> HelperReply:
         """Record in the pool segment which owner has its bytes, or clear the record (no owner)."""
         owner = request.args["owner"]
         self._lane(request).mark(None if owner is None else Mark(str(owner), int(request.args["size_bytes"])))
-        return Answer({})
+        return HelperReply({})
 
-    def _close(self, request: Request) -> Answer:
+    def _close(self, request: Request) -> HelperReply:
         """Close the session. Does nothing if it does not exist."""
         with self._guard:
             lane = self._lanes.pop(str(request.args["lane"]), None)
         if lane is not None:
             lane.close()
-        return Answer({})
+        return HelperReply({})
 
     def _lane(self, request: Request) -> CopySession:
         name = str(request.args["lane"])

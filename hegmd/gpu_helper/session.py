@@ -28,8 +28,8 @@ from hegmd.gpu_helper.wire import (
     LIMIT_BYTES,
     MAX_FDS,
     RUINOUS,
-    Answer,
     DriverFailed,
+    HelperReply,
     error_from_wire,
     mapping,
     packed,
@@ -263,7 +263,7 @@ class Session:
             return
         values = mapping(message.get("ok"))
         fds = stream.claim(whole(message.get("fds", 0)))
-        call.end(Answer(values, fds, self.number), None)
+        call.end(HelperReply(values, fds, self.number), None)
 
     # -- calls to the helper
     # -----------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class Session:
         fds: Sequence[int],
         on_progress: OnProgress | None,
         watch: Watch | None = None,
-    ) -> Answer:
+    ) -> HelperReply:
         """Send a request and wait for its answer, or until `watch` says that it is stuck."""
         if self._tasks is None or self._stream is None:
             raise Bug("a helper is called that was not started")

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 from hegmd.errors import BAD_REQUEST, HegmError
 from hegmd.gpu_helper import cuda
 from hegmd.gpu_helper.address_space import VideoSpace, outside
-from hegmd.gpu_helper.allocations import IN, OUT, Done, Place
+from hegmd.gpu_helper.allocations import IN, OUT, CopyResult, MemoryRange
 from hegmd.gpu_helper.copying import chunks
 from hegmd.gpu_helper.mark import MARK_BYTES, Mark, packed_mark
 from hegmd.gpu_helper.preallocation import settle
@@ -35,7 +35,7 @@ _TOLD_BYTES = 1 << 30
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
 
 
-class Pace(NamedTuple):
+class StagingSizes(NamedTuple):
     """The amount of pinned memory and its division. A benchmark tries other values."""
 
     #: Each copies about 3 GB/s while an engine writes to the same memory: 32 GiB were offloaded during a checkpoint
@@ -70,13 +70,13 @@ class Pace(NamedTuple):
         return self.streams * self.slot_bytes
 
 
-PACE = Pace()
+PACE = StagingSizes()
 
 
 class Ring:
     """Pinned memory in slots, for one copy at a time, usable by all GPUs."""
 
-    def __init__(self, context: Any, pace: Pace) -> None:
+    def __init__(self, context: Any, pace: StagingSizes) -> None:
         """Raises CudaError or OSError; then nothing is held."""
         self._context = context
         self.pace = pace
@@ -111,7 +111,7 @@ class Ring:
 _KEPT: list[mmap.mmap] = []
 
 
-def make_ring_memory(pace: Pace = PACE) -> None:
+def make_ring_memory(pace: StagingSizes = PACE) -> None:
     """Prepare memory for the next ring with its pages present. Needs no context and overlaps creating one."""
     _KEPT.append(_kept_or_new(pace.ring_bytes))
 
@@ -189,7 +189,7 @@ class HostMemory:
 class HostSpace:
     """A pool segment as one flat range of addresses, and the ring for its copies."""
 
-    def __init__(self, context: Any, memory: HostMemory, pace: Pace = PACE) -> None:
+    def __init__(self, context: Any, memory: HostMemory, pace: StagingSizes = PACE) -> None:
         """The memory is closed with it. Raises CudaError or OSError; then the memory stays the caller's."""
         self.memory = memory
         self.ring = Ring(context, pace)
@@ -206,7 +206,7 @@ class GpuEnd(Protocol):
 
     open_s: float
 
-    def address(self, place: Place) -> int: ...
+    def address(self, place: MemoryRange) -> int: ...
     def close(self) -> None: ...
 
 
@@ -218,29 +218,29 @@ class ReservedGpuMemory:
     def __init__(self, space: VideoSpace) -> None:
         self._space = space
 
-    def address(self, place: Place) -> int:
+    def address(self, place: MemoryRange) -> int:
         return self._space.address(place.offset, place.size_bytes)
 
     def close(self) -> None:
         """Does nothing: the session closes the space."""
 
 
-class Part(NamedTuple):
+class SlotPart(NamedTuple):
     """A place, and its offset in the slot that it uses."""
 
-    place: Place
+    place: MemoryRange
     within: int
 
 
-def loads(places: Iterable[Place], slot_bytes: int) -> Iterator[list[Part]]:
+def loads(places: Iterable[MemoryRange], slot_bytes: int) -> Iterator[list[SlotPart]]:
     """Cut and group the places, in order, so that each list fills one slot as far as possible."""
-    load: list[Part] = []
+    load: list[SlotPart] = []
     filled_bytes = 0
     for piece in chunks(places, slot_bytes):
         if filled_bytes + piece.size_bytes > slot_bytes:
             yield load
             load, filled_bytes = [], 0
-        load.append(Part(piece, filled_bytes))
+        load.append(SlotPart(piece, filled_bytes))
         filled_bytes += piece.size_bytes
     if load:
         yield load
@@ -259,11 +259,11 @@ class StagedCopy:
         self._streams = streams
         self._gpu_end = gpu_end
         self._guard = threading.Lock()
-        self._left: Iterator[list[Part]] = iter(())
+        self._left: Iterator[list[SlotPart]] = iter(())
         self._done_bytes = 0
         self._failed = False
 
-    def run(self, places: Iterable[Place], tell: Callable[[int], None]) -> Done:
+    def run(self, places: Iterable[MemoryRange], tell: Callable[[int], None]) -> CopyResult:
         """Copy all places. `tell` receives the bytes done. Raises CudaError; then nothing stays open or queued."""
         pace = self._host.ring.pace
         is_out = self._direction == OUT
@@ -278,7 +278,7 @@ class StagedCopy:
             copy_s = time.monotonic() - started
             started = time.monotonic()
             undo.close()
-        return Done(self._done_bytes, self._gpu_end.open_s, copy_s, time.monotonic() - started)
+        return CopyResult(self._done_bytes, self._gpu_end.open_s, copy_s, time.monotonic() - started)
 
     def _work(self, strand: int, tell: Callable[[int], None]) -> None:
         """Copy the loads in the slots of this thread in turn: one is copied while the other is moved on."""
@@ -298,11 +298,11 @@ class StagedCopy:
             self._failed = True
             raise
 
-    def _next(self) -> list[Part] | None:
+    def _next(self) -> list[SlotPart] | None:
         with self._guard:
             return None if self._failed else next(self._left, None)
 
-    def _begin(self, slot: _Slot, load: list[Part]) -> None:
+    def _begin(self, slot: _Slot, load: list[SlotPart]) -> None:
         slot.load = load
         if self._direction == IN:
             self._move(slot, load)
@@ -327,7 +327,7 @@ class StagedCopy:
             if self._done_bytes // _TOLD_BYTES > before_bytes // _TOLD_BYTES:
                 tell(self._done_bytes)
 
-    def _move(self, slot: _Slot, load: list[Part]) -> None:
+    def _move(self, slot: _Slot, load: list[SlotPart]) -> None:
         """Copy between the slot and the pool without the interpreter lock."""
         for part in load:
             pool = self._host.memory.address(part.place.at, part.place.size_bytes)
@@ -344,4 +344,4 @@ class _Slot:
     def __init__(self, address: int, stream: Any) -> None:
         self.address = address
         self.stream = stream
-        self.load: list[Part] = []
+        self.load: list[SlotPart] = []

@@ -69,7 +69,7 @@ class DriverFailed(HegmError):
         self.name = name
 
 
-class Answer:
+class HelperReply:
     """The result of a request, and the helper that gave it. Owns the descriptors that came with it."""
 
     __slots__ = ("fds", "helper", "values")
@@ -91,7 +91,7 @@ class Request:
         self.tell = tell
 
 
-Handler = Callable[[Request], Answer]
+Handler = Callable[[Request], HelperReply]
 
 
 def packed(message: Mapping[str, object]) -> bytes:

@@ -66,7 +66,7 @@ _LET_GO_AGAIN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class RunningJobImage:
     """An image whose job trains on: its processes are in it, and the bytes of these workers are still to be written.
 
     The workers are recorded as they were at the dump.
@@ -111,7 +111,7 @@ class JobDumper:
         hangs_up_within_s: float = HANGS_UP_WITHIN_S,
         noted: Callable[[str, int, float], object] = lambda _direction, _size_bytes, _took_s: None,
     ) -> None:
-        self._left: dict[str, Left] = {}
+        self._left: dict[str, RunningJobImage] = {}
         #: The latest operations whose processes this daemon has resumed.
         self._gone_on: dict[str, None] = {}
         self._noted = noted
@@ -191,7 +191,9 @@ class JobDumper:
         if not wish.leave_running:
             self._noted(OUT, size_of(manifest), took_s)
             return
-        self._left[op.id] = Left(lent, manifest, tuple([member for member in op.live if member.offloaded]), took_s)
+        self._left[op.id] = RunningJobImage(
+            lent, manifest, tuple([member for member in op.live if member.offloaded]), took_s
+        )
         await self._go_on(op, wish)  # nothing that can fail or be cut off comes between the dump and this
 
     async def seal(self, op: Operation, on_progress: Progress) -> None:

@@ -21,8 +21,8 @@ from hegmd.memory.pool_names import parse_name
 from hegmd.migration.machine.operation import ImageRequest as Wish
 from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.node.processes.process_set import ProcessSet, continue_all, end_all, holders_of, population_of
-from hegmd.node.processes.process_tree import Member as Process
 from hegmd.node.processes.process_tree import Tell, Tree, pids_below, read_tree
+from hegmd.node.processes.process_tree import TreeProcess as Process
 from hegmd.protocol.operations import Reason
 from hegmd.system.programs import Rights
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from hegmd.errors import HegmError
-from hegmd.memory.spill_file import Unwanted
+from hegmd.memory.spill_file import ResultUnwanted
 from hegmd.system.direct_io import CHUNK_BYTES, changed, chunks_of, each_chunk, read_memory, shortened
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def _summed(
 
     def add_up(number: int, view: memoryview, length: int) -> None:
         if unwanted():
-            raise Unwanted
+            raise ResultUnwanted
         with view[:length] as chunk:
             if read_memory(fd, chunk, number * CHUNK_BYTES) < length:
                 raise shortened(os.fstat(fd).st_size, size_bytes)

@@ -26,7 +26,7 @@ STORE = "a store of descriptors"
 
 
 @dataclass(frozen=True, slots=True)
-class Distrusted:
+class UntrustedFile:
     """Something that looks like a segment but is not one; it is left alone."""
 
     name: str
@@ -36,14 +36,14 @@ class Distrusted:
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class PoolScan:
     """Everything that was found."""
 
     pieces: tuple[Piece, ...]
-    distrusted: tuple[Distrusted, ...]
+    distrusted: tuple[UntrustedFile, ...]
 
 
-async def find_pieces(keep: MemoryKeeping, adopt: Callable[[str, int], bool] = lambda _name, _fd: False) -> Findings:
+async def find_pieces(keep: MemoryKeeping, adopt: Callable[[str, int], bool] = lambda _name, _fd: False) -> PoolScan:
     """Search everywhere. Raises nothing: an unreadable place is reported, and the daemon serves.
 
     Descriptors in the store that do not belong to the pool are passed to `adopt`, which returns True if it took them.
@@ -62,13 +62,13 @@ async def find_pieces(keep: MemoryKeeping, adopt: Callable[[str, int], bool] = l
             logger.error("memory held by descriptor cannot be read: %s; %s", error.message, error.hint)
     if keep.sums is not None:
         await anyio.to_thread.run_sync(search.look_at_sums, keep.sums)
-    return Findings(tuple(search.pieces.values()), tuple(search.distrusted))
+    return PoolScan(tuple(search.pieces.values()), tuple(search.distrusted))
 
 
 class _Search:
     def __init__(self) -> None:
         self.pieces: dict[str, Piece] = {}
-        self.distrusted: list[Distrusted] = []
+        self.distrusted: list[UntrustedFile] = []
 
     def look_at_files(self, keep: MemoryKeeping) -> None:
         for place in keep.places:
@@ -125,7 +125,7 @@ class _Search:
     def distrust(self, name: str, where: str, size_bytes: int, why: str) -> None:
         """Leave something alone, and record why."""
         logger.warning("%s in %s is left alone: %s", name, where, why)
-        self.distrusted.append(Distrusted(name, where, size_bytes, why))
+        self.distrusted.append(UntrustedFile(name, where, size_bytes, why))
 
 
 def _is_huge(fd: int) -> bool:

@@ -28,7 +28,7 @@ from types import TracebackType
 
 from hegmd.errors import Refused
 from hegmd.memory.pool_names import PieceName
-from hegmd.memory.pool_places import UNFINISHED, Place
+from hegmd.memory.pool_places import UNFINISHED, PoolDirectory
 from hegmd.memory.sizes import HUGE_PAGE_BYTES, MIB
 from hegmd.system.thread_pool import MAX_THREADS, share_out, threads_for
 
@@ -80,7 +80,7 @@ def read_huge_free_bytes(free: Path = _HUGE_PAGES_FREE) -> int:
 class Memory:
     """A segment of memory. Owns its descriptor and, if it has a name, its file. Closing twice is allowed."""
 
-    def __init__(self, fd: int, size_bytes: int, *, huge: bool, place: Place | None = None) -> None:
+    def __init__(self, fd: int, size_bytes: int, *, huge: bool, place: PoolDirectory | None = None) -> None:
         self.fd = fd
         self.size_bytes = size_bytes
         self.huge = huge
@@ -147,7 +147,7 @@ def make_memory(
     name: PieceName,
     whole_bytes: int,
     *,
-    places: Sequence[Place],
+    places: Sequence[PoolDirectory],
     huge: bool,
     fill: Fill | None = None,
     sealed: bool = True,
@@ -174,7 +174,7 @@ def make_memory(
 
 
 def _attempts(
-    places: Sequence[Place], *, huge: bool, sealed: bool
+    places: Sequence[PoolDirectory], *, huge: bool, sealed: bool
 ) -> Iterator[Callable[[str, int, Fill | None], Memory]]:
     # Files in huge pages first, then other files: memory with a name outlives every process.
     for place in sorted(places, key=lambda one: not one.huge):
@@ -188,7 +188,7 @@ def _attempts(
 class _FileMaker:
     """Makes memory as a file in a place. It has its name only when it is whole."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: PoolDirectory) -> None:
         self._place = place
 
     def __call__(self, name: str, whole_bytes: int, fill: Fill | None) -> Memory:

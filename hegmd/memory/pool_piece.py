@@ -12,7 +12,7 @@ from hegmd.memory.descriptor_store import Store
 from hegmd.memory.pool_checksums import SumFolder
 from hegmd.memory.pool_memory import Memory
 from hegmd.memory.pool_names import PieceName
-from hegmd.memory.pool_places import Place
+from hegmd.memory.pool_places import PoolDirectory
 from hegmd.memory.spill_file import SpillFolder
 
 
@@ -20,7 +20,7 @@ from hegmd.memory.spill_file import SpillFolder
 class MemoryKeeping:
     """The places of segments: named memory, a store for nameless memory, a directory on disk; and checksums."""
 
-    places: Sequence[Place] = ()
+    places: Sequence[PoolDirectory] = ()
     store: Store | None = None
     spill: SpillFolder | None = None
     sums: SumFolder | None = None

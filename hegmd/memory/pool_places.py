@@ -45,7 +45,7 @@ class FoundFile:
     why_not: str = ""
 
 
-class Place:
+class PoolDirectory:
     """A directory in memory. Its methods block. OSError means that it cannot provide memory now."""
 
     def __init__(self, folder: Path, *, huge: bool) -> None:
@@ -158,13 +158,15 @@ def why_not_ours(status: os.stat_result) -> str:
     return "" if status.st_nlink == 1 else f"it has {status.st_nlink} names"
 
 
-def find_places(identity: str, *, mounts: Path = _MOUNTS, shared_memory: Path = SHARED_MEMORY) -> tuple[Place, ...]:
+def find_places(
+    identity: str, *, mounts: Path = _MOUNTS, shared_memory: Path = SHARED_MEMORY
+) -> tuple[PoolDirectory, ...]:
     """Return this node's places for a state directory of that identity: the mounted ones, large pages first."""
     name = f"hegmd-{os.geteuid()}-{identity[:16]}"
     roots = [(Path(root), True) for root in _huge_mounts(mounts)]
     if os.path.isdir(shared_memory):
         roots.append((shared_memory, False))
-    return tuple([Place(folder, huge=huge) for root, huge in roots for folder in _folders(root, name)])
+    return tuple([PoolDirectory(folder, huge=huge) for root, huge in roots for folder in _folders(root, name)])
 
 
 def _folders(root: Path, name: str) -> list[Path]:

@@ -53,7 +53,7 @@ _SUM = struct.Struct("<I")
 _FREE_OF = "free space under {folder}, or name a directory with more of it as pool.spill_dir"
 
 
-class Unwanted(Exception):
+class ResultUnwanted(Exception):
     """The caller no longer needs the result."""
 
 
@@ -104,7 +104,7 @@ class SpillFolder:
                         os.fsync(file)
                         _compare(file, size_bytes, sums, unwanted)
                     if unwanted():  # the waiting caller may have ended long ago, and that memory may have other bytes
-                        raise Unwanted
+                        raise ResultUnwanted
                     os.rename(fresh, name + ENDING, src_dir_fd=folder, dst_dir_fd=folder)
                     os.fsync(folder)
                 except BaseException:
@@ -315,7 +315,7 @@ def _copy_out(
 
     def copy(number: int, view: memoryview, length: int) -> None:
         if unwanted():
-            raise Unwanted
+            raise ResultUnwanted
         if read_memory(fd, view[:length], number * CHUNK_BYTES) < length:
             raise shortened(os.fstat(fd).st_size, size_bytes)
         sums[number] = zlib.crc32(view, number + 1)
@@ -333,7 +333,7 @@ def _compare(file: int, size_bytes: int, sums: list[int], unwanted: Callable[[],
 
     def compare(number: int, view: memoryview, length: int) -> None:
         if unwanted():
-            raise Unwanted
+            raise ResultUnwanted
         got = read_whole(file, view, BLOCK_BYTES + number * CHUNK_BYTES)
         if got < length or zlib.crc32(view, number + 1) != sums[number]:
             raise HegmError(

@@ -19,7 +19,7 @@ import anyio
 
 from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.memory.pool_memory import Fill, Memory
-from hegmd.memory.spill_file import SpillFolder, Unwanted
+from hegmd.memory.spill_file import ResultUnwanted, SpillFolder
 from hegmd.system.threads import run_detached
 from hegmd.telemetry.step_timings import COPIES, note_step
 
@@ -79,7 +79,7 @@ async def with_memory(fd: int, work: Callable[[int, Callable[[], bool]], T], *, 
 
         try:
             return work(own.fileno(), is_over)
-        except Unwanted:
+        except ResultUnwanted:
             logger.info("%s is wanted in memory, and %s", name, unwanted)
             return None
         finally:

@@ -27,7 +27,7 @@ from typing import Protocol
 import anyio
 
 from hegmd.errors import Bug, HegmError, Refused
-from hegmd.gpu_helper.link import Answer, HelperLost
+from hegmd.gpu_helper.link import HelperLost, HelperReply
 from hegmd.memory.descriptor_store import Store
 from hegmd.memory.sizes import piece_bytes
 from hegmd.telemetry.log import fields
@@ -55,7 +55,7 @@ _NAME = re.compile(
 class Helper(Protocol):
     """The process that creates the memory: `gpu_helper.link.Link`."""
 
-    async def call(self, op: str, args: Mapping[str, object], *, deadline_s: float) -> Answer: ...
+    async def call(self, op: str, args: Mapping[str, object], *, deadline_s: float) -> HelperReply: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class VideoMemory:
             extra=fields(gpu=gpu, size_bytes=holding.size_bytes),
         )
 
-    async def _made(self, args: Mapping[str, object], deadline_s: float) -> Answer:
+    async def _made(self, args: Mapping[str, object], deadline_s: float) -> HelperReply:
         try:
             return await self._helper.call("hold", args, deadline_s=deadline_s)
         except HelperLost as error:  # memory that the helper may have created was freed with it
@@ -281,7 +281,7 @@ class VideoMemory:
             logger.debug("video memory: drop took %.1f ms", (anyio.current_time() - began) * 1e3)
 
 
-def _pieces_of(answer: Answer, start: int) -> list[Piece]:
+def _pieces_of(answer: HelperReply, start: int) -> list[Piece]:
     """Return the helper's allocations with their offsets. Raises Bug if the answer does not fit."""
     sizes: list[int] = answer.values["sizes"]
     if len(sizes) != len(answer.fds):

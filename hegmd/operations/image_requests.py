@@ -32,7 +32,7 @@ from hegmd.migration.model import MigrationPlan, NodeSnapshotForPlan, PlanReques
 from hegmd.migration.plan import keep_context_rules
 from hegmd.migration.plan.estimate import from_image, with_image
 from hegmd.migration.plan.planner import planned, planned_resume
-from hegmd.migration.plan.throughput import IN, Paces
+from hegmd.migration.plan.throughput import IN, Throughputs
 from hegmd.operations.operations import Operations, not_suspended
 from hegmd.operations.request_context import (
     Emit,
@@ -52,7 +52,7 @@ MIN_LEFT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wished:
+class RestoreRequest:
     """A requested restore: the image, the target, whether append-only files must have their former length, and the
     descriptors that its named streams are redirected to.
     """
@@ -68,7 +68,7 @@ class Checkpoints:
     """The requests about images of jobs."""
 
     def __init__(
-        self, operations: Operations, lookout: PlanSurvey, handoff: JobDumper, reviving: JobRestorer, paces: Paces
+        self, operations: Operations, lookout: PlanSurvey, handoff: JobDumper, reviving: JobRestorer, paces: Throughputs
     ) -> None:
         self._operations = operations
         self._lookout = lookout
@@ -130,7 +130,7 @@ class Checkpoints:
         plan = plan.replace(hazards=(*plan.hazards, *looked.notes, _size_text(size_bytes, path)))
         return await self._operations.hand_over(op, _wish(path, rights, looked), plan, asked)
 
-    async def restore(self, wish: Wished, rights: Rights, asked: RequestContext) -> OperationResult:
+    async def restore(self, wish: RestoreRequest, rights: Rights, asked: RequestContext) -> OperationResult:
         """Bring a job back from an image. Raises HegmError with every reason why not.
 
         Once its processes are there, it is a suspended job: what fails from there on leaves it that.
@@ -163,7 +163,7 @@ class Checkpoints:
         return await self._operations.resume_by_plan(op, plan, replace(asked, dry_run=False, limit_s=left_s))
 
     async def _plan(
-        self, image: Image, wish: Wished, rights: Rights, streams: Mapping[str, int], *, dry_run: bool = False
+        self, image: Image, wish: RestoreRequest, rights: Rights, streams: Mapping[str, int], *, dry_run: bool = False
     ) -> MigrationPlan:
         manifest = image.manifest
         snapshot, op = self._reviving.expected(await self._lookout.snapshot([]), manifest)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from hegmd.errors import DENIED, NOT_FOUND, HegmError, Refused
 from hegmd.memory.pool import Pool
-from hegmd.memory.pool_found import Distrusted
+from hegmd.memory.pool_found import UntrustedFile
 from hegmd.migration.machine.adoption import DriverProcess, ParkedProcess, on_real_gpu
 from hegmd.migration.machine.wording import no_such_process
 from hegmd.node.processes.procfs import start_ticks_of
@@ -82,7 +82,7 @@ class UntrustedFiles:
     """Files that look like pool segments and cannot be trusted. Users may check and remove them."""
 
     def __init__(self) -> None:
-        self.found: tuple[Distrusted, ...] = ()
+        self.found: tuple[UntrustedFile, ...] = ()
 
     def orphans(self) -> Iterable[Orphan]:
         for one in self.found:

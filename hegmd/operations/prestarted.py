@@ -33,7 +33,7 @@ ANSWERS_WITHIN_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RetryDelays:
     """The delay before a retry, which doubles with each failure, and before a prestarted process is checked again."""
 
     first_s: float = 10.0
@@ -56,7 +56,7 @@ class _PrestartRequest:
     #: True if that time counts from the last failure.
     has_fallen: bool = False
 
-    def fall(self, now: float, patience: Patience) -> float:
+    def fall(self, now: float, patience: RetryDelays) -> float:
         """Record a failure. Returns the delay in seconds before the retry."""
         self.fallen, self.has_fallen = self.fallen + 1, True
         wait_s = patience.after(self.fallen)
@@ -76,9 +76,9 @@ class PrestartedJobs:
         *,
         in_hand: Callable[[int], bool],
         answers_within_s: float = ANSWERS_WITHIN_S,
-        patience: Patience | None = None,
+        patience: RetryDelays | None = None,
     ) -> None:
-        self._answers_within_s, self._patience = answers_within_s, patience or Patience()
+        self._answers_within_s, self._patience = answers_within_s, patience or RetryDelays()
         self._supervisors = supervisors
         self._workers = workers
         self._readying = readying

@@ -80,7 +80,7 @@ class Proofs:
         self._proofs = proofs
 
 
-class Proving:
+class ProofRequests:
     """The requests of clients while they try a combination."""
 
     def __init__(self, survey: PlanSurvey, proofs: Proofs) -> None:

@@ -37,7 +37,7 @@ from hegmd.memory.video_memory import VideoMemory
 from hegmd.migration.carriers.driver import DriverCarrier
 from hegmd.migration.carriers.host import HostCarrier
 from hegmd.migration.carriers.peer import PeerCarrier
-from hegmd.migration.carriers.prestart import PrestartService, Ready
+from hegmd.migration.carriers.prestart import PrestartPolicy, PrestartService
 from hegmd.migration.carriers.state import StateCarrier
 from hegmd.migration.carriers.worker import WorkerCarrier
 from hegmd.migration.contracts import Carrier, Method
@@ -53,7 +53,7 @@ from hegmd.migration.methods.restart import RestartMethod
 from hegmd.migration.methods.restore_lock import forget_claims, has_finished, lock_path
 from hegmd.migration.methods.simulated import SimulatedMethod
 from hegmd.migration.methods.simulated_memory import SimulatedMemory
-from hegmd.migration.plan.throughput import Paces
+from hegmd.migration.plan.throughput import Throughputs
 from hegmd.migration.run.executor import EffectExecutor
 from hegmd.migration.run.runner import Runner
 from hegmd.migration.run.task import reservations_to_restore
@@ -68,7 +68,7 @@ from hegmd.operations.operations import Operations
 from hegmd.operations.orphaned_memory import OrphanedMemory, VideoOrphans
 from hegmd.operations.orphans import Orphans, ParkedOrphans, PoolOrphans, Source, UntrustedFiles
 from hegmd.operations.prestarted import PrestartedJobs
-from hegmd.operations.proofs import Proofs, Proving
+from hegmd.operations.proofs import ProofRequests, Proofs
 from hegmd.operations.request_context import OperationResult, RequestContext, refusal
 from hegmd.operations.restart_requests import Restarts
 from hegmd.operations.scheduled_images import ScheduledImages
@@ -87,7 +87,7 @@ from hegmd.workers.workers import AgentConnection, Workers
 
 
 @dataclass(frozen=True, slots=True)
-class ImageMeans:
+class ImageSettings:
     """The settings for writing images: the socket directory of agents, and a CRIU and a key if not the default ones."""
 
     socket_path: Path
@@ -103,7 +103,7 @@ class ImageMeans:
     read_back: bool = True
 
 
-class Moving:
+class OperationsService:
     """The parts behind the requests. Created once, opened once, then run while the daemon serves."""
 
     def __init__(  # noqa: PLR0913 - the parts that it is made of, each named, put together in one place only
@@ -120,15 +120,15 @@ class Moving:
         max_pause_s: float = MAX_PAUSE_S,
         max_park_s: float | None = None,
         restart_always: bool = False,
-        ready: Ready | None = None,
+        ready: PrestartPolicy | None = None,
         ready_helper: str = OFF,
-        images_by: ImageMeans | None = None,
+        images_by: ImageSettings | None = None,
         disk: Disk | None = None,
     ) -> None:
-        self._state_dir, self._images_by = state_dir, images_by or ImageMeans(state_dir / "hegmd.sock")
+        self._state_dir, self._images_by = state_dir, images_by or ImageSettings(state_dir / "hegmd.sock")
         self.workers = self._workers = workers
         self._inventory, self._events = inventory, events
-        self._start_ticks, self._ready, self.pool = start_ticks, ready or Ready(), pool
+        self._start_ticks, self._ready, self.pool = start_ticks, ready or PrestartPolicy(), pool
         self.simulated_memory = SimulatedMemory(simulator, gpus=self._gpus, changed=inventory.expire)
         self.helper, self.supervisors = Link(), Supervisors(start_ticks)
         self._ready_helper = ReadyHelper(self.helper, OFF if simulator else ready_helper, self._job_gpus)
@@ -175,7 +175,7 @@ class Moving:
             proving=proofs.proving,
             own_pids=lambda: (self.helper.pid,),
         )
-        self.proving = Proving(lookout, proofs)
+        self.proving = ProofRequests(lookout, proofs)
         return lookout
 
     def _make_jobs(self) -> None:
@@ -317,7 +317,7 @@ class Moving:
     def _make_imaging(self, *, simulated: bool) -> tuple[JobDumper, JobRestorer]:
         """Create the services that write jobs into images and restore them."""
         self._images: Images | None = None
-        self._paces = Paces()
+        self._paces = Throughputs()
         self._half_revived = RestoreRecords(self._state_dir)
         self.places = Rendezvous(self._images_by.socket_path)
         parts = (self._opened_images, self.places, self._workers, self.pool)

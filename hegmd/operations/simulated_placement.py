@@ -29,7 +29,7 @@ CALM_S = 10.0
 SURVEY_LIMIT_S = 5.0
 
 
-class Placed(Protocol):
+class WorkerPlacement(Protocol):
     """An operation's knowledge about a worker's GPU."""
 
     @property
@@ -45,7 +45,7 @@ class SimulatedPlacement:
         memory: SimulatedMemory,
         *,
         in_hand: Callable[[int], bool],
-        last_place: Callable[[int, int], Placed | None],
+        last_place: Callable[[int, int], WorkerPlacement | None],
         out_bytes: Callable[[], Mapping[int, int]],
         changed: Callable[[], object],
         supervised: Callable[[AgentConnection], object] = lambda _worker: None,

@@ -261,7 +261,7 @@ class Communicators(Record):
     )
 
 
-class Place(Record):
+class StorageLocation(Record):
     """The location of a storage, for another process that opens the handle."""
 
     handle: int = field("number of the handle, counted from 0")
@@ -347,7 +347,7 @@ class AgentReport(Request, op="agent.report", reply=Noted):
         "survey, disconnect, reconnect: its communicator groups; nil if the process has none", default=None
     )
     handles: tuple[bytes, ...] = field("export, make: CUDA IPC handles, 64 bytes each", default=())
-    places: tuple[Place, ...] = field(
+    places: tuple[StorageLocation, ...] = field(
         "export, make: where the storages are. The order stays the same while they are offloaded. Empty if they are "
         "packed",
         default=(),

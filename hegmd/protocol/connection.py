@@ -9,7 +9,7 @@ gets any number of events and then exactly one reply or error. Envelopes are msg
 order.
 
 A mistake of the peer raises ProtocolBroken: answer it and close the connection. A mistake of ours raises Bug. A single
-request that is unknown or malformed breaks nothing: it comes out as `Unfit` and gets an error as its answer.
+request that is unknown or malformed breaks nothing: it comes out as `InvalidRequest` and gets an error as its answer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ProtocolBroken(PeerError):
         self.request_id = request_id
 
 
-class Asked:
+class IncomingRequest:
     """A valid request; `fds` descriptors came with it."""
 
     __slots__ = ("fds", "id", "request")
@@ -49,7 +49,7 @@ class Asked:
         self.fds = fds
 
 
-class Unfit:
+class InvalidRequest:
     """An invalid request, and why. Answer it with the error and close its `fds` descriptors."""
 
     __slots__ = ("error", "fds", "id")
@@ -80,7 +80,7 @@ class ServerConnection:
         """Take bytes from the socket."""
         self._frames.feed(data)
 
-    def next_event(self) -> Asked | Unfit | None:
+    def next_event(self) -> IncomingRequest | InvalidRequest | None:
         """Return the next request, or None until more bytes come. Raises ProtocolBroken."""
         try:
             payload = self._frames.next_payload()
@@ -101,9 +101,9 @@ class ServerConnection:
         except HegmError as error:
             if self.hello is None:
                 raise ProtocolBroken(error, request_id) from error
-            return Unfit(request_id, error, fds)
+            return InvalidRequest(request_id, error, fds)
         self._in_flight[request_id] = type(request)
-        return Asked(request_id, request, fds)
+        return IncomingRequest(request_id, request, fds)
 
     def _take_id(self, envelope: Mapping[str, object]) -> int:
         request_id = envelope.get("id")
@@ -192,7 +192,7 @@ class ServerConnection:
         return self._in_flight[request_id]
 
 
-class Answer:
+class Reply:
     """The reply of a request that succeeded."""
 
     __slots__ = ("fds", "id", "reply")
@@ -247,7 +247,7 @@ class ClientConnection:
         """Take bytes from the socket."""
         self._frames.feed(data)
 
-    def next_event(self) -> Answer | Failure | Progress | None:
+    def next_event(self) -> Reply | Failure | Progress | None:
         """Return the daemon's next message, or None until more bytes come. Raises ProtocolBroken."""
         try:
             payload = self._frames.next_payload()
@@ -259,7 +259,7 @@ class ClientConnection:
                 raise
             raise ProtocolBroken(error) from error
 
-    def _interpret(self, envelope: Mapping[str, object]) -> Answer | Failure | Progress:
+    def _interpret(self, envelope: Mapping[str, object]) -> Reply | Failure | Progress:
         request_id = envelope.get("id")
         if "err" in envelope and request_id is None:
             return Failure(None, _error_from(envelope["err"]))
@@ -280,7 +280,7 @@ class ClientConnection:
         reply = message.reply.from_plain(envelope["ok"], message.op)
         if isinstance(reply, Welcome):
             self._enter(reply)
-        return Answer(request_id, reply, _fds_of(envelope, request_id))
+        return Reply(request_id, reply, _fds_of(envelope, request_id))
 
     def _enter(self, welcome: Welcome) -> None:
         if welcome.version not in SUPPORTED_VERSIONS:

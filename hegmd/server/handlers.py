@@ -16,7 +16,7 @@ from hegmd.operations.image_requests import Checkpoints
 from hegmd.operations.job_requests import JobRequests
 from hegmd.operations.operations import Operations
 from hegmd.operations.orphans import Orphans
-from hegmd.operations.proofs import Proving
+from hegmd.operations.proofs import ProofRequests
 from hegmd.operations.restart_requests import Restarts
 from hegmd.operations.sequences import MultiStepOperations
 from hegmd.operations.survey import May, deny_all
@@ -54,7 +54,7 @@ class Services:
     restarts: Restarts
     jobs: JobRequests
     recoveries: Recoveries
-    proving: Proving
+    proving: ProofRequests
     sharing: SharingRequests
     queued_resumes: QueuedResumes
     simulator: SimulatedProvider | None

@@ -8,7 +8,7 @@ from functools import partial
 
 from hegmd.errors import HegmError
 from hegmd.node.inventory import Inventory
-from hegmd.operations.image_requests import Checkpoints, Wished
+from hegmd.operations.image_requests import Checkpoints, RestoreRequest
 from hegmd.operations.job_requests import JobRequests
 from hegmd.operations.lending import Lending
 from hegmd.operations.operations import Operations
@@ -141,7 +141,7 @@ class OperationHandlers:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         outlets, fds = request.outlets, tuple(call.fds.view())
         to = await self._place(request.to)
-        wish = Wished(request.path, to, as_then=request.as_then, outlets=outlets, fds=fds)
+        wish = RestoreRequest(request.path, to, as_then=request.as_then, outlets=outlets, fds=fds)
         return self._reply(await self._checkpoints.restore(wish, _rights(call), asked), call)
 
     async def drain(self, call: Call, request: m.Drain) -> m.Drained:

@@ -16,7 +16,7 @@ import anyio.abc
 import anyio.lowlevel
 
 from hegmd.errors import CANCELLED, DISCONNECTED, TIMEOUT, UNAVAILABLE, Bug, HegmError, PeerError
-from hegmd.protocol.connection import Asked, ProtocolBroken, ServerConnection, Unfit
+from hegmd.protocol.connection import IncomingRequest, InvalidRequest, ProtocolBroken, ServerConnection
 from hegmd.protocol.messages import Cancel, CancelReply, Hello, Request
 from hegmd.protocol.record import Record
 from hegmd.server.auth import Peer
@@ -165,7 +165,7 @@ class Session:
         while (event := self.protocol.next_event()) is not None:
             taken += 1
             fds = self._stream.claim(event.fds)
-            if isinstance(event, Unfit):
+            if isinstance(event, InvalidRequest):
                 fds.close()
                 await self.send(self.protocol.error(event.id, event.error))
             elif isinstance(event.request, Cancel):
@@ -177,7 +177,7 @@ class Session:
                 await anyio.lowlevel.checkpoint()
         return taken
 
-    async def _start(self, tasks: anyio.abc.TaskGroup, event: Asked, fds: Descriptors) -> None:
+    async def _start(self, tasks: anyio.abc.TaskGroup, event: IncomingRequest, fds: Descriptors) -> None:
         call = Call(self, event.id, event.request, fds)
         self._calls[event.id] = call
         if isinstance(event.request, Hello):

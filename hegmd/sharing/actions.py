@@ -24,7 +24,7 @@ from hegmd.sharing.records import SuspendedRecord
 from hegmd.sharing.room import rooms_of
 from hegmd.sharing.rules import AUTO, KEEP_CONTEXT, SharingRules
 from hegmd.sharing.state import SharingMemory
-from hegmd.sharing.view import SeenJob, View
+from hegmd.sharing.view import JobView, View
 from hegmd.system.background_tasks import BackgroundTasks
 from hegmd.telemetry.events import EventLog
 from hegmd.telemetry.log import fields
@@ -97,7 +97,7 @@ class SharingActions(BackgroundTasks):
             self._memory.put_queued(queued.replace(placed=action.gpus[0], placed_utc=self._utc()))
             self._record("sharing.placed", f"job {job} starts on {action.gpus[0]}", gpu=action.gpus[0], job=job.id)
 
-    def _let_start(self, action: Action, seen: SeenJob) -> None:
+    def _let_start(self, action: Action, seen: JobView) -> None:
         """A job whose processes have ended while it was suspended: it is started again, which waited for this."""
         self._memory.forget_suspended(seen.record.number)
         where = ",".join(action.gpus)
@@ -125,13 +125,13 @@ class SharingActions(BackgroundTasks):
             self.acting.pop(action.subject, None)
             self._changed()
 
-    async def _suspend(self, action: Action, seen: SeenJob, view: View) -> Operation:
+    async def _suspend(self, action: Action, seen: JobView, view: View) -> Operation:
         keeps = self._keeps_context(action, seen, view)
         return await self._leave(
             action, seen, lambda: self._operations.suspend(seen.pids, _context(), keep_context=keeps)
         )
 
-    async def _leave(self, action: Action, seen: SeenJob, begin: Callable[[], Awaitable[OperationResult]]) -> Operation:
+    async def _leave(self, action: Action, seen: JobView, begin: Callable[[], Awaitable[OperationResult]]) -> Operation:
         """Have a job leave its GPUs, with the note by which it comes back if it ends up suspended."""
         past = self._history.of(action.subject)
         note = SuspendedRecord(
@@ -158,7 +158,7 @@ class SharingActions(BackgroundTasks):
             self._memory.forget_suspended(seen.record.number)
         return operation
 
-    def _keeps_context(self, action: Action, seen: SeenJob, view: View) -> bool:
+    def _keeps_context(self, action: Action, seen: JobView, view: View) -> bool:
         """Whether the job keeps its CUDA contexts: it can only leave so, or what it then frees is enough."""
         leaves = seen.leaves
         if leaves is None or leaves.stays_bytes is None:
@@ -170,11 +170,11 @@ class SharingActions(BackgroundTasks):
         may_stay = action.ends_turn or (lease is not None and lease.keeps_context)
         return self._rules.method == AUTO and may_stay and is_enough(action, leaves.stays_bytes, view.snapshot)
 
-    async def _resume(self, action: Action, seen: SeenJob, view: View) -> Operation:
+    async def _resume(self, action: Action, seen: JobView, view: View) -> Operation:
         answer = await self._operations.resume(seen.pids[0], target_of(action, view.snapshot), _context())
         return await self._end_of(_begun(answer).id)
 
-    async def _migrate(self, action: Action, seen: SeenJob, view: View) -> Operation:
+    async def _migrate(self, action: Action, seen: JobView, view: View) -> Operation:
         to = target_of(action, view.snapshot)
         # If it can neither arrive nor return, because its own GPU is full by then, it ends up suspended.
         return await self._leave(action, seen, lambda: self._operations.migrate(seen.pids, to, _context()))
@@ -192,7 +192,7 @@ class SharingActions(BackgroundTasks):
             return min([took_s, *(max(0.0, self._clock() - since) for since in known if since is not None)])
         return took_s if operation.downtime_s is None else min(took_s, operation.downtime_s)
 
-    def _note_end(self, action: Action, seen: SeenJob, cost_s: float) -> None:
+    def _note_end(self, action: Action, seen: JobView, cost_s: float) -> None:
         past, job = self._history.of(action.subject), seen.record
         self._history.note_success(action.subject)
         where = ",".join(action.gpus)
@@ -208,7 +208,7 @@ class SharingActions(BackgroundTasks):
         else:
             self._record("sharing.moved", f"job {job} was migrated to {where}: {action.reason}", gpu=where, job=job.id)
 
-    def _note_failure(self, action: Action, seen: SeenJob, error: HegmError) -> None:
+    def _note_failure(self, action: Action, seen: JobView, error: HegmError) -> None:
         first_line = error.message.replace("\n", "; ")
         again_s = self._history.note_failure(action.subject, first_line, self._clock()) - self._clock()
         message = f"job {seen.record} could not {_VERBS[action.kind]}: {first_line}; tried again in {again_s:.0f} s"

@@ -12,18 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hegmd.sharing.model import Job, Rules
-from hegmd.sharing.room import Room
-from hegmd.sharing.wanted import Wanted
+from hegmd.sharing.room import GpuBudget
+from hegmd.sharing.wanted import MemoryRequest
 
 # How many bytes each job frees on the GPU in question, by its id.
 Freed = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Clearing:
+class FreeingSteps:
     """The steps that free memory on one GPU."""
 
-    room: Room
+    room: GpuBudget
     #: Who leaves. If the instant is unknown: none.
     victims: tuple[Job, ...]
     #: When all of them can leave: minus infinity for at once, infinity if unknown.
@@ -55,15 +55,15 @@ def turn_ends_s(job: Job, rules: Rules) -> float:
     return job.since_s + max(0.0, quantum_s(job, rules) - job.turn_s)
 
 
-def free_at_s(job: Job, wanted: Wanted, rules: Rules) -> float:
+def free_at_s(job: Job, wanted: MemoryRequest, rules: Rules) -> float:
     """Return when a running job may be asked to leave for `wanted`."""
     has_run_s = job.since_s + rules.run_per_switch * job.switch_s if job.turn_s > 0 else -math.inf
     return max(has_run_s, turn_ends_s(job, rules)) if job.priority == wanted.priority else has_run_s
 
 
 def clearing(
-    room: Room, wanted: Wanted, need_bytes: int, candidates: Sequence[Job], rules: Rules, now: float
-) -> Clearing:
+    room: GpuBudget, wanted: MemoryRequest, need_bytes: int, candidates: Sequence[Job], rules: Rules, now: float
+) -> FreeingSteps:
     """Return who has to leave `room` so that `wanted` fits, from those who may be asked to."""
 
     freed = room.freed_bytes
@@ -72,7 +72,7 @@ def clearing(
     ready = [job for job in candidates if job.priority < wanted.priority and times[job.id] <= now]
     if _sum(ready, freed) >= missing_bytes:
         victims = _of_lowest_priority(ready, missing_bytes, freed)
-        return Clearing(room, victims, -math.inf, _sum(victims, freed))
+        return FreeingSteps(room, victims, -math.inf, _sum(victims, freed))
     ordered = sorted(candidates, key=lambda job: (job.priority == wanted.priority, times[job.id], job.since_s, job.id))
     leaving: list[Job] = []
     found_bytes = 0
@@ -82,8 +82,8 @@ def clearing(
         if found_bytes >= missing_bytes:
             kept = _without_needless(leaving, missing_bytes, freed)
             at_s = max(times[one.id] for one in kept)
-            return Clearing(room, kept, at_s if at_s > now else -math.inf, _sum(kept, freed))
-    return Clearing(room, (), math.inf, found_bytes)
+            return FreeingSteps(room, kept, at_s if at_s > now else -math.inf, _sum(kept, freed))
+    return FreeingSteps(room, (), math.inf, found_bytes)
 
 
 def _of_lowest_priority(jobs: Sequence[Job], missing_bytes: int, freed: Freed) -> tuple[Job, ...]:

@@ -16,7 +16,7 @@ UNKNOWN_SWITCH_S = 1.0
 
 
 @dataclass(slots=True)
-class Past:
+class JobPast:
     """The past of one job or lease."""
 
     state: str = ""
@@ -43,13 +43,13 @@ class History:
     """The past of all jobs and leases, by id."""
 
     def __init__(self) -> None:
-        self._pasts: dict[str, Past] = {}
+        self._pasts: dict[str, JobPast] = {}
 
-    def of(self, subject: str) -> Past:
+    def of(self, subject: str) -> JobPast:
         """Return the past of that job or lease."""
-        return self._pasts.setdefault(subject, Past())
+        return self._pasts.setdefault(subject, JobPast())
 
-    def note_state(self, subject: str, state: str, now: float, since_s: float | None = None) -> Past:
+    def note_state(self, subject: str, state: str, now: float, since_s: float | None = None) -> JobPast:
         """Note what it does now; `since_s` is when it began to do so, if that is known."""
         past = self.of(subject)
         if past.state != state:

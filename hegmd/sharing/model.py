@@ -164,7 +164,7 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitReason:
     """The reason for which a job or a pending lease waits, and the next step, in words."""
 
     subject: str
@@ -181,9 +181,9 @@ class Decision:
     """The actions to take now, the reasons for waiting, and when to decide again if nothing else changes."""
 
     actions: tuple[Action, ...] = ()
-    waiting: tuple[Waiting, ...] = ()
+    waiting: tuple[WaitReason, ...] = ()
     again_at_s: float | None = None
 
-    def waiting_of(self, subject: str) -> Waiting | None:
+    def waiting_of(self, subject: str) -> WaitReason | None:
         """Return what that job or lease waits for; None if it does not wait."""
         return next((one for one in self.waiting if one.subject == subject), None)

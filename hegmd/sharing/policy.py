@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from hegmd.sharing import wording
-from hegmd.sharing.clearing import Clearing, clearing, moved_bytes
+from hegmd.sharing.clearing import FreeingSteps, clearing, moved_bytes
 from hegmd.sharing.model import (
     ARRIVING,
     BUSY,
@@ -31,12 +31,12 @@ from hegmd.sharing.model import (
     Decision,
     Job,
     Snapshot,
-    Waiting,
+    WaitReason,
 )
-from hegmd.sharing.room import Hold, Room, rooms_of
-from hegmd.sharing.wanted import Wanted, wanted_by, wanted_for
+from hegmd.sharing.room import GpuBudget, GpuHold, rooms_of
+from hegmd.sharing.wanted import MemoryRequest, wanted_by, wanted_for
 
-Rooms = tuple[Room, ...]
+Rooms = tuple[GpuBudget, ...]
 # For so many waiting jobs a decision has others leave. Who comes after them is served when those have left: that many
 # copies keep a node busy, and a decision stays short.
 MAX_SERVED_BY_LEAVING = 8
@@ -47,7 +47,7 @@ def decide(snapshot: Snapshot, now: float) -> Decision:
     return _Decider(snapshot, now).decision()
 
 
-def explain(snapshot: Snapshot, now: float) -> tuple[Waiting, ...]:
+def explain(snapshot: Snapshot, now: float) -> tuple[WaitReason, ...]:
     """Return what each waiting job and pending lease waits for, and what happens next, in the order of their turns."""
     return decide(snapshot, now).waiting
 
@@ -64,12 +64,12 @@ class _Decider:
         self._pool_bytes = math.inf if snapshot.pool_free_bytes is None else snapshot.pool_free_bytes
         self._suspended: dict[int, int] = {}
         # The jobs that have to leave their GPUs, and for whom.
-        self._displaced: dict[str, tuple[Job, Wanted]] = {}
+        self._displaced: dict[str, tuple[Job, MemoryRequest]] = {}
         self._served_by_leaving = 0
         # What is computed once for all waiting jobs of a kind, with the number of jobs on the GPU for which it holds.
         self._known_candidates: dict[tuple[str, tuple[object, ...]], tuple[int, list[Job]]] = {}
         self._most_freed: dict[tuple[str, int], tuple[int, int]] = {}
-        self._known_suitable: dict[tuple[object, ...], tuple[list[Room], list[Room]]] = {}
+        self._known_suitable: dict[tuple[object, ...], tuple[list[GpuBudget], list[GpuBudget]]] = {}
         # The most that becomes free on one GPU; None if that has changed since it was computed.
         self._most_soon_bytes: int | None = None
         # The smallest of each kind that found no room: larger ones need not look.
@@ -79,7 +79,7 @@ class _Decider:
         # The GPUs to which this decision has admitted somebody.
         self._admitted: set[str] = set()
         self._actions: list[Action] = []
-        self._waiting: list[Waiting] = []
+        self._waiting: list[WaitReason] = []
         self._again_at_s = math.inf
         waiting = [wanted_by(job) for job in snapshot.jobs if job.state in (QUEUED, SUSPENDED)]
         waiting += [wanted_for(lease) for lease in snapshot.leases if lease.state == PENDING]
@@ -102,7 +102,7 @@ class _Decider:
 
     # -- who waits -----------------------------------------------------------------------------------------------------
 
-    def _serve(self, wanted: Wanted) -> None:
+    def _serve(self, wanted: MemoryRequest) -> None:
         if wanted.hindrance:
             self._wait(wanted, wanted.hindrance, "nothing, until that has changed")
         elif wanted.retry_at_s is not None and wanted.retry_at_s > self._now:
@@ -124,7 +124,7 @@ class _Decider:
         else:
             self._clear(wanted, rooms)
 
-    def _suitable(self, wanted: Wanted) -> list[Room]:
+    def _suitable(self, wanted: MemoryRequest) -> list[GpuBudget]:
         """Return the GPUs on which it could ever be; none unless there are as many as it needs."""
         key = wanted.allowed_gpus, wanted.chip
         if key not in self._known_suitable:
@@ -144,17 +144,17 @@ class _Decider:
         )
         return rooms if fits else []
 
-    def _fit(self, wanted: Wanted, rooms: Iterable[Room], *, at_once: bool) -> Rooms:
+    def _fit(self, wanted: MemoryRequest, rooms: Iterable[GpuBudget], *, at_once: bool) -> Rooms:
         """Return a GPU with room for each share of it, in their order; none if it does not fit."""
         if self._most_soon_bytes is None:
             self._most_soon_bytes = max([room.soon_bytes for room in self._rooms.values()], default=0)
         if wanted.needs_bytes is not None and max(wanted.needs_bytes) > self._most_soon_bytes:
             return ()
         left = list(rooms)
-        chosen: dict[int, Room] = {}
+        chosen: dict[int, GpuBudget] = {}
         last = wanted.job.gpus if wanted.job is not None else ()
         for share in wanted.shares():
-            best: tuple[tuple[int, bool, int, str], Room] | None = None
+            best: tuple[tuple[int, bool, int, str], GpuBudget] | None = None
             for room in left:
                 open_bytes = room.open_bytes(wanted) if at_once else room.open_soon_bytes(wanted)
                 if open_bytes >= wanted.need_bytes(room.gpu, share, self._rules):
@@ -168,7 +168,7 @@ class _Decider:
             chosen[share] = best[1]
         return tuple(chosen[share] for share in range(wanted.gpu_count))
 
-    def _admit(self, wanted: Wanted, chosen: Rooms) -> None:
+    def _admit(self, wanted: MemoryRequest, chosen: Rooms) -> None:
         """Let it have memory that is free, unless it was suspended a moment ago."""
         if wanted.job is not None and wanted.action == RESUME:
             settled_s = wanted.job.since_s + self._rules.settle_s
@@ -195,7 +195,7 @@ class _Decider:
             for gpu_id in job.gpus
         )
 
-    def _admit_with_least(self, wanted: Wanted) -> bool:
+    def _admit_with_least(self, wanted: MemoryRequest) -> bool:
         """Let a suspended job have what it had before, if that is free. Return whether it has it.
 
         No other job can leave for the rest of its stated need, which it may never use. A GPU on which a job starts now
@@ -211,16 +211,16 @@ class _Decider:
             self._admit(modest, chosen)
         return bool(chosen)
 
-    def _await_leaving(self, wanted: Wanted, chosen: Rooms) -> None:
+    def _await_leaving(self, wanted: MemoryRequest, chosen: Rooms) -> None:
         """Promise it memory that becomes free."""
         self._take(wanted, chosen, at_once=False)
         self._wait(wanted, wording.leaving(chosen), wording.follows(wanted, chosen), gpus=_ids(chosen))
 
     # -- who has to leave ----------------------------------------------------------------------------------------------
 
-    def _clear(self, wanted: Wanted, rooms: Sequence[Room]) -> None:
+    def _clear(self, wanted: MemoryRequest, rooms: Sequence[GpuBudget]) -> None:
         """Have others leave, if that makes room at once; otherwise hold the GPUs where it has room first."""
-        found: dict[int, Clearing] = {}
+        found: dict[int, FreeingSteps] = {}
         left = list(rooms)
         for share in wanted.shares():
             options = [option for room in left if (option := self._clearing(wanted, room, share)) is not None]
@@ -239,7 +239,7 @@ class _Decider:
         elif not self._displace(wanted, clearings):
             self._hold(wanted, clearings, math.inf, wording.full_pool(self._pool_bytes))
 
-    def _clearing(self, wanted: Wanted, room: Room, share: int) -> Clearing | None:
+    def _clearing(self, wanted: MemoryRequest, room: GpuBudget, share: int) -> FreeingSteps | None:
         """Return what makes room for a share of it on that GPU; None if the GPU is kept for others or too small."""
         need_bytes = wanted.need_bytes(room.gpu, share, self._rules)
         limit_bytes = room.hold.limit_bytes(wanted) if room.hold is not None else None
@@ -247,18 +247,18 @@ class _Decider:
             return None
         most_bytes = self._most_freed_bytes(room, wanted.priority)
         if room.soon_bytes + most_bytes < need_bytes:
-            return Clearing(room, (), math.inf, most_bytes)
+            return FreeingSteps(room, (), math.inf, most_bytes)
         jobs = self._candidates(wanted, room)
         return clearing(room, wanted, need_bytes, jobs, self._rules, self._now)
 
-    def _most_freed_bytes(self, room: Room, priority: int) -> int:
+    def _most_freed_bytes(self, room: GpuBudget, priority: int) -> int:
         known = self._most_freed.get((room.gpu.id, priority))
         if known is None or known[0] != len(room.jobs):
             known = len(room.jobs), room.most_freed_bytes(priority)
             self._most_freed[room.gpu.id, priority] = known
         return known[1]
 
-    def _candidates(self, wanted: Wanted, room: Room) -> list[Job]:
+    def _candidates(self, wanted: MemoryRequest, room: GpuBudget) -> list[Job]:
         """Return who may be asked to leave `room` for `wanted`: the same for all of its kind, if the pool is large."""
         if wanted.action == START and self._pool_bytes != math.inf:
             return [job for job in room.jobs if self._may_leave(job, wanted)]
@@ -269,7 +269,7 @@ class _Decider:
             self._known_candidates[key] = known
         return known[1]
 
-    def _may_leave(self, job: Job, wanted: Wanted) -> bool:
+    def _may_leave(self, job: Job, wanted: MemoryRequest) -> bool:
         """Return whether `job` may be suspended for `wanted`, now or when its turn has ended."""
         if not job.is_preemptible or job.hindrance or job.id in self._displaced or job.priority > wanted.priority:
             return False
@@ -280,7 +280,7 @@ class _Decider:
             return False
         return True
 
-    def _take_turns(self, job: Job, wanted: Wanted) -> bool:
+    def _take_turns(self, job: Job, wanted: MemoryRequest) -> bool:
         """Return whether both would give way to each other, and the node can keep one more suspended job."""
         if not self._rules.slices or wanted.job is None or not wanted.is_preemptible:
             return False
@@ -297,7 +297,7 @@ class _Decider:
         self._lack_pool.add(wanted.id)
         return False
 
-    def _displace(self, wanted: Wanted, clearings: Sequence[Clearing]) -> bool:
+    def _displace(self, wanted: MemoryRequest, clearings: Sequence[FreeingSteps]) -> bool:
         """Have the jobs of `clearings` leave for `wanted`. Return False if the pool has no room, with nothing changed.
 
         Where the pool has room for all, whether they migrate is decided when those before them have been served.
@@ -341,7 +341,7 @@ class _Decider:
         leaver = wanted_by(job, self._now)
         return self._fit(leaver, [room for room in self._suitable(leaver) if room.gpu.id not in job.gpus], at_once=True)
 
-    def _migrate_or_suspend(self, wanted: Wanted, job: Job) -> None:
+    def _migrate_or_suspend(self, wanted: MemoryRequest, job: Job) -> None:
         """Migrate a job that has to leave, if another GPU has room for it by now; otherwise suspend it."""
         chosen = self._other_gpus(job)
         if chosen:
@@ -363,7 +363,7 @@ class _Decider:
         reason = wording.displaced(beneficiary, job.gpus, ran_s if ends_turn else None)
         self._actions.append(Action(kind, job.id, gpus, sizes, reason, beneficiary.id, ends_turn))
 
-    def _hold(self, wanted: Wanted, clearings: Sequence[Clearing], at_s: float, waits: str = "") -> None:
+    def _hold(self, wanted: MemoryRequest, clearings: Sequence[FreeingSteps], at_s: float, waits: str = "") -> None:
         """Keep the GPUs for `wanted`, unless another waits for them already."""
         if all(option.room.hold is not None for option in clearings):
             self._block(wanted)
@@ -372,7 +372,7 @@ class _Decider:
             room = option.room
             if room.hold is None:
                 left_bytes = room.capacity_bytes if known_s is None else room.soon_bytes + option.freed_bytes
-                room.hold = Hold(wanted, left_bytes - wanted.claim_bytes(room.gpu, share), known_s)
+                room.hold = GpuHold(wanted, left_bytes - wanted.claim_bytes(room.gpu, share), known_s)
         chosen = tuple(option.room for option in clearings)
         if known_s is not None:
             names = list(dict.fromkeys(job.name for option in clearings for job in option.victims))
@@ -385,25 +385,25 @@ class _Decider:
 
     # -- accounts ------------------------------------------------------------------------------------------------------
 
-    def _take(self, wanted: Wanted, chosen: Rooms, *, at_once: bool) -> None:
+    def _take(self, wanted: MemoryRequest, chosen: Rooms, *, at_once: bool) -> None:
         self._most_soon_bytes = None
         for share, room in enumerate(chosen):
             room.take(wanted, share, at_once=at_once)
 
-    def _block(self, wanted: Wanted) -> None:
+    def _block(self, wanted: MemoryRequest) -> None:
         kind = wanted.kind()
         size_bytes = max(wanted.needs_bytes or (0,))
         self._blocked[kind] = min(size_bytes, self._blocked.get(kind, size_bytes))
 
-    def _is_blocked(self, wanted: Wanted) -> bool:
+    def _is_blocked(self, wanted: MemoryRequest) -> bool:
         """Return whether a smaller one of its kind found no room before it: then there is none for it either."""
         blocked_bytes = self._blocked.get(wanted.kind())
         return blocked_bytes is not None and min(wanted.needs_bytes or (0,)) >= blocked_bytes
 
     def _wait(
-        self, wanted: Wanted, waits: str, then: str, at_s: float | None = None, gpus: tuple[str, ...] = ()
+        self, wanted: MemoryRequest, waits: str, then: str, at_s: float | None = None, gpus: tuple[str, ...] = ()
     ) -> None:
-        self._waiting.append(Waiting(wanted.id, waits, then, at_s, gpus))
+        self._waiting.append(WaitReason(wanted.id, waits, then, at_s, gpus))
         if at_s is not None:
             self._wake(at_s)
 
@@ -412,5 +412,5 @@ class _Decider:
             self._again_at_s = min(self._again_at_s, at_s)
 
 
-def _ids(rooms: Iterable[Room]) -> tuple[str, ...]:
+def _ids(rooms: Iterable[GpuBudget]) -> tuple[str, ...]:
     return tuple(room.gpu.id for room in rooms)

@@ -19,7 +19,7 @@ _BY_USER = "its user: run hegmctl resume"
 
 
 def lease_view(
-    lease: LeaseRecord, until_utc: float | None, view: View | None, waiting: model.Waiting | None
+    lease: LeaseRecord, until_utc: float | None, view: View | None, waiting: model.WaitReason | None
 ) -> told.Lease:
     """Return the public record of a lease. `until_utc` is its latest end."""
     seen = () if view is None else view.snapshot.leases
@@ -77,7 +77,7 @@ def job_views(
 
 
 def _job_view(
-    job: model.Job, waiting: model.Waiting | None, now: float, now_utc: float, *, has_operation: bool
+    job: model.Job, waiting: model.WaitReason | None, now: float, now_utc: float, *, has_operation: bool
 ) -> told.QueuedJob:
     held_bytes = sum(job.held_bytes.values())
     needs_bytes = None if job.needs_bytes is None else sum(job.needs_bytes)

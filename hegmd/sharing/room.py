@@ -10,23 +10,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hegmd.sharing.model import ARRIVING, BUSY, HELD, LEAVING, RUNNING, Gpu, Job, Lease, Snapshot
-from hegmd.sharing.wanted import Wanted
+from hegmd.sharing.wanted import MemoryRequest
 
 # The states in which a job has memory on its GPUs, or a promise of it.
 PRESENT = (RUNNING, ARRIVING, BUSY)
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class GpuHold:
     """A GPU that is kept for the first job that waits for it."""
 
-    wanted: Wanted
+    wanted: MemoryRequest
     #: What others can have there for good, because they fit beside it.
     spare_bytes: int
     #: When it can have the GPU; None if unknown.
     at_s: float | None
 
-    def limit_bytes(self, other: Wanted) -> int | None:
+    def limit_bytes(self, other: MemoryRequest) -> int | None:
         """Return how much `other` may take of the GPU at most; None for no limit.
 
         While the instant is unknown, whoever can be suspended for the waiting job at once may use the GPU.
@@ -38,7 +38,7 @@ class Hold:
 
 
 @dataclass(slots=True)
-class Room:
+class GpuBudget:
     """The memory of one GPU, while a decision is made. Amounts may be negative: more is promised than there is."""
 
     gpu: Gpu
@@ -57,13 +57,13 @@ class Room:
     leased_bytes: dict[str, int] = field(default_factory=dict[str, int])
     #: The priorities of all that is placed there.
     priorities: list[int] = field(default_factory=list[int])
-    hold: Hold | None = None
+    hold: GpuHold | None = None
 
-    def open_bytes(self, wanted: Wanted) -> int:
+    def open_bytes(self, wanted: MemoryRequest) -> int:
         """Return what `wanted` could take at once."""
         return min(self.now_bytes, self.open_soon_bytes(wanted))
 
-    def open_soon_bytes(self, wanted: Wanted) -> int:
+    def open_soon_bytes(self, wanted: MemoryRequest) -> int:
         """Return what `wanted` could take once all who leave have left."""
         limit_bytes = self.hold.limit_bytes(wanted) if self.hold is not None else None
         return self.soon_bytes if limit_bytes is None else min(self.soon_bytes, limit_bytes)
@@ -78,16 +78,16 @@ class Room:
         """Return what all jobs of that priority and below would free, whether or not they may be asked to leave."""
         return sum([self.freed_bytes[job.id] for job in self.jobs if job.priority <= priority])
 
-    def accounts(self) -> tuple[int, int, int, Hold | None]:
+    def accounts(self) -> tuple[int, int, int, GpuHold | None]:
         """Return what `reset` needs to undo `take`."""
         return self.now_bytes, self.soon_bytes, len(self.priorities), self.hold
 
-    def reset(self, accounts: tuple[int, int, int, Hold | None]) -> None:
+    def reset(self, accounts: tuple[int, int, int, GpuHold | None]) -> None:
         """Undo every `take` since `accounts` were returned."""
         self.now_bytes, self.soon_bytes, count, self.hold = accounts
         del self.priorities[count:]
 
-    def take(self, wanted: Wanted, share: int, *, at_once: bool) -> None:
+    def take(self, wanted: MemoryRequest, share: int, *, at_once: bool) -> None:
         """Keep memory for `wanted`: of what is free now, or of what becomes free."""
         size_bytes = wanted.claim_bytes(self.gpu, share)
         self.soon_bytes -= size_bytes
@@ -95,7 +95,7 @@ class Room:
             self.now_bytes -= size_bytes
         self.priorities.append(wanted.priority)
         if self.hold is not None and self.hold.limit_bytes(wanted) is not None:
-            self.hold = Hold(self.hold.wanted, self.hold.spare_bytes - size_bytes, self.hold.at_s)
+            self.hold = GpuHold(self.hold.wanted, self.hold.spare_bytes - size_bytes, self.hold.at_s)
 
 
 def footprint_bytes(job: Job, gpus: Mapping[str, Gpu]) -> dict[str, int]:
@@ -110,20 +110,20 @@ def footprint_bytes(job: Job, gpus: Mapping[str, Gpu]) -> dict[str, int]:
     return footprint
 
 
-def rooms_of(snapshot: Snapshot) -> dict[str, Room]:
+def rooms_of(snapshot: Snapshot) -> dict[str, GpuBudget]:
     """Return the memory of all GPUs on which something may be placed, by id."""
     gpus = {gpu.id: gpu for gpu in snapshot.gpus}
-    rooms: dict[str, Room] = {}
+    rooms: dict[str, GpuBudget] = {}
     for gpu in snapshot.gpus:
         if gpu.is_healthy and gpu.free_bytes is not None:
             free_bytes = gpu.free_bytes - snapshot.rules.headroom_bytes
-            rooms[gpu.id] = Room(gpu, free_bytes, free_bytes, free_bytes)
+            rooms[gpu.id] = GpuBudget(gpu, free_bytes, free_bytes, free_bytes)
     _count_jobs(snapshot.jobs, rooms, gpus)
     _count_leases(snapshot.leases, rooms)
     return rooms
 
 
-def _count_jobs(jobs: Iterable[Job], rooms: Mapping[str, Room], gpus: Mapping[str, Gpu]) -> None:
+def _count_jobs(jobs: Iterable[Job], rooms: Mapping[str, GpuBudget], gpus: Mapping[str, Gpu]) -> None:
     for job in jobs:
         for gpu_id, held_bytes in job.held_bytes.items():
             if (room := rooms.get(gpu_id)) is None:
@@ -150,7 +150,7 @@ def _count_jobs(jobs: Iterable[Job], rooms: Mapping[str, Room], gpus: Mapping[st
                     room.freed_bytes[job.id] = size_bytes
 
 
-def _count_leases(leases: Iterable[Lease], rooms: Mapping[str, Room]) -> None:
+def _count_leases(leases: Iterable[Lease], rooms: Mapping[str, GpuBudget]) -> None:
     for lease in leases:
         if lease.state == HELD and lease.gpu is not None and (room := rooms.get(lease.gpu)) is not None:
             unused_bytes = max(0, lease.size_bytes - lease.used_bytes)

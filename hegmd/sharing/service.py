@@ -24,7 +24,7 @@ from hegmd.migration.model import Candidate
 from hegmd.node.gpu_sets import CPU
 from hegmd.node.inventory import NodeSnapshot
 from hegmd.operations.job_requests import JobOperationsOf
-from hegmd.operations.service import Moving
+from hegmd.operations.service import OperationsService
 from hegmd.protocol.sharing import NORMAL
 from hegmd.sharing import model
 from hegmd.sharing.actions import SharingActions
@@ -60,7 +60,7 @@ class Sharing:
 
     def __init__(
         self,
-        moving: Moving,
+        moving: OperationsService,
         events: EventLog,
         rules: SharingRules,
         start_ticks: StartTicks,
@@ -382,7 +382,7 @@ class Sharing:
             return waiting.waits
         return "a GPU" if is_queued else "room on its GPU; it resumes by itself"
 
-    def waiting_of(self, subject: str) -> model.Waiting | None:
+    def waiting_of(self, subject: str) -> model.WaitReason | None:
         """Return the policy's reason for which a job or lease waits."""
         return None if self.latest is None else self.latest[1].waiting_of(subject)
 

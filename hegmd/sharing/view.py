@@ -49,7 +49,7 @@ COUNT_AGAIN_S, COUNT_S = 2.0, 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class SuspendOptions:
     """The ways in which a running job can leave its GPUs, as planned."""
 
     #: Why it cannot; empty if it can.
@@ -63,13 +63,13 @@ class Leaving:
 
 
 @dataclass(frozen=True, slots=True)
-class SeenJob:
+class JobView:
     """A job, and what actions on it need to know."""
 
     record: JobRecord
     pids: tuple[int, ...]
     operation: Operation | None
-    leaves: Leaving | None = None
+    leaves: SuspendOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class View:
 
     now: float
     snapshot: model.Snapshot
-    jobs: Mapping[str, SeenJob] = field(default_factory=dict[str, SeenJob])
+    jobs: Mapping[str, JobView] = field(default_factory=dict[str, JobView])
 
 
 class SharingView:
@@ -135,7 +135,7 @@ class SharingView:
             if gpu.total_bytes is not None
         ]
         jobs: list[model.Job] = []
-        seen: dict[str, SeenJob] = {}
+        seen: dict[str, JobView] = {}
         self._attending = self._workers_by_job()
         candidates = self._candidates_of(node.candidates)
         self._lent = self._lent_priorities(candidates)
@@ -201,7 +201,7 @@ class SharingView:
 
     def _job(
         self, record: JobRecord, candidates: Sequence[Candidate], node: NodeSnapshotForPlan, now: float
-    ) -> tuple[model.Job, SeenJob] | None:
+    ) -> tuple[model.Job, JobView] | None:
         """The job as the policy sees it; None for one that neither has nor wants a GPU."""
         workers = [worker for worker in self._attending.get(record.number, ()) if trains(worker)]
         held = held_by_gpu(candidates)
@@ -219,7 +219,7 @@ class SharingView:
         if not held:
             return None
         if not workers:
-            return self._told(record, model.BUSY, now, SeenJob(record, (), None), gpus=tuple(held), held=held)
+            return self._told(record, model.BUSY, now, JobView(record, (), None), gpus=tuple(held), held=held)
         return self._running(record, workers, held, queued, node, now)
 
     def _recovering(
@@ -230,7 +230,7 @@ class SharingView:
         now: float,
         note: SuspendedRecord | None,
         node: NodeSnapshotForPlan,
-    ) -> tuple[model.Job, SeenJob]:
+    ) -> tuple[model.Job, JobView]:
         """A job that is started again from a snapshot: its memory is free meanwhile, and not for others.
 
         One that has failed while it was suspended for others waits for room, as if it were suspended still.
@@ -242,13 +242,13 @@ class SharingView:
                 needs = (note.size_bytes,)
             are_healthy = all(_is_healthy(gpu) for gpu in node.gpus if gpu.id in gpus)
             return self._told(
-                *(record, model.SUSPENDED, now, SeenJob(record, (), None)),
+                *(record, model.SUSPENDED, now, JobView(record, (), None)),
                 gpus=gpus,
                 needs=needs,
                 allowed=gpus if are_healthy else None,
                 since_utc=note.since_utc,
             )
-        return self._told(*(record, model.ARRIVING, now, SeenJob(record, (), None)), gpus=gpus, needs=needs, held=held)
+        return self._told(*(record, model.ARRIVING, now, JobView(record, (), None)), gpus=gpus, needs=needs, held=held)
 
     def _running(
         self,
@@ -258,7 +258,7 @@ class SharingView:
         queued: QueuedRecord | None,
         node: NodeSnapshotForPlan,
         now: float,
-    ) -> tuple[model.Job, SeenJob]:
+    ) -> tuple[model.Job, JobView]:
         pids = tuple([worker.pid for worker in workers])
         self._history.of(record.id).held_bytes = dict(held)
         action = self._acting(record.id)
@@ -266,7 +266,7 @@ class SharingView:
         gpus, needs = tuple(held), tuple(held.values())
         if action is not None and action.kind == MIGRATE:
             gpus, needs = action.gpus, action.size_bytes
-        leaves = self._judge(record, node, pids, workers) if action is None else Leaving()
+        leaves = self._judge(record, node, pids, workers) if action is None else SuspendOptions()
         stays: Mapping[str, int] = {}
         if leaves.keeps_context and leaves.stays_bytes is not None:
             stays = leaves.stays_bytes
@@ -275,7 +275,7 @@ class SharingView:
         if action is None or action.kind != MIGRATE:
             needs = _with_stated(needs, queued, sum(stays.values()))
         return self._told(
-            *(record, state, now, SeenJob(record, pids, None, leaves)),
+            *(record, state, now, JobView(record, pids, None, leaves)),
             gpus=gpus,
             needs=needs,
             held=held,
@@ -288,10 +288,10 @@ class SharingView:
 
     def _judge(
         self, record: JobRecord, node: NodeSnapshotForPlan, pids: tuple[int, ...], workers: Sequence[AgentConnection]
-    ) -> Leaving:
+    ) -> SuspendOptions:
         """Plan how a running job can leave its GPUs."""
         if not all(worker.connected for worker in workers):
-            return Leaving("its agent is not connected")
+            return SuspendOptions("its agent is not connected")
         whole = planned(node, PlanRequest(kind=SUSPEND, pids=pids))
         kept = planned(node, PlanRequest(kind=SUSPEND, pids=pids, keep_context=True))
         stays = stays_by_gpu(kept) if isinstance(kept, MigrationPlan) else None
@@ -300,19 +300,21 @@ class SharingView:
             stays = {gpu: max(size, measured.get(gpu, 0)) for gpu, size in stays.items()}
         if self._rules.method == AUTO and isinstance(whole, MigrationPlan) and isinstance(kept, MigrationPlan):
             # At the end of a turn it keeps its contexts if it can, so the faster way says how long a turn is.
-            return Leaving("", 2 * min(whole.estimate_s, kept.estimate_s), stays)
+            return SuspendOptions("", 2 * min(whole.estimate_s, kept.estimate_s), stays)
         if self._rules.method != KEEP_CONTEXT and isinstance(whole, MigrationPlan):
-            return Leaving("", 2 * whole.estimate_s)
+            return SuspendOptions("", 2 * whole.estimate_s)
         if self._rules.method != WHOLE and isinstance(kept, MigrationPlan):
-            return Leaving("", 2 * kept.estimate_s, stays, keeps_context=True)
+            return SuspendOptions("", 2 * kept.estimate_s, stays, keeps_context=True)
         against = kept if self._rules.method == KEEP_CONTEXT else whole
-        return Leaving(against[0].message if not isinstance(against, MigrationPlan) else "it cannot be suspended")
+        return SuspendOptions(
+            against[0].message if not isinstance(against, MigrationPlan) else "it cannot be suspended"
+        )
 
     def _in_operation(
         self, record: JobRecord, op: Operation, held: Mapping[str, int], node: NodeSnapshotForPlan, now: float
-    ) -> tuple[model.Job, SeenJob]:
+    ) -> tuple[model.Job, JobView]:
         members = tuple(op.live)
-        seen = SeenJob(record, tuple([member.pid for member in members]), op)
+        seen = JobView(record, tuple([member.pid for member in members]), op)
         action, suspended = self._acting(record.id), self._memory.suspended.get(record.number)
         former = needs_by_gpu(members, lambda one: one.previous_gpu or one.first_gpu)
         chip = members[0].chip if members else None
@@ -358,13 +360,13 @@ class SharingView:
 
     def _starting(
         self, record: JobRecord, queued: QueuedRecord, held: Mapping[str, int], now: float
-    ) -> tuple[model.Job, SeenJob]:
+    ) -> tuple[model.Job, JobView]:
         """A job that waits for its start, or was given a GPU and has not trained yet."""
         needs = None if queued.size_bytes is None else (queued.size_bytes,)
         state = model.QUEUED if queued.placed is None else model.ARRIVING
         gpus = () if queued.placed is None else (queued.placed,)
         return self._told(
-            *(record, state, now, SeenJob(record, (), None)),
+            *(record, state, now, JobView(record, (), None)),
             gpus=gpus,
             needs=needs,
             held=held,
@@ -381,7 +383,7 @@ class SharingView:
         record: JobRecord,
         state: str,
         now: float,
-        seen: SeenJob,
+        seen: JobView,
         *,
         gpus: tuple[str, ...] = (),
         needs: tuple[int, ...] | None = (),
@@ -392,7 +394,7 @@ class SharingView:
         hindrance: str = "",
         estimate_s: float | None = None,
         since_utc: float | None = None,
-    ) -> tuple[model.Job, SeenJob]:
+    ) -> tuple[model.Job, JobView]:
         since_s = None if since_utc is None else now - max(0.0, self._utc() - since_utc)
         past = self._history.note_state(record.id, state, now, since_s)
         known = needs if needs != () else tuple((held or {}).get(gpu, 0) for gpu in gpus)

@@ -14,7 +14,7 @@ _INTERRUPTED, _IN_LINE, _DISPLACED = range(3)
 _ACTIONS = {QUEUED: START, SUSPENDED: RESUME, RUNNING: MIGRATE}
 
 
-class Wanted(NamedTuple):
+class MemoryRequest(NamedTuple):
     """A job or lease that asks for memory. A tuple, since a decision makes a thousand of them."""
 
     id: str
@@ -68,7 +68,7 @@ class Wanted(NamedTuple):
         )
 
 
-def wanted_by(job: Job, displaced_s: float | None = None) -> Wanted:
+def wanted_by(job: Job, displaced_s: float | None = None) -> MemoryRequest:
     """Return what a waiting job asks for, or one that has to leave its GPU at the instant `displaced_s`."""
     if displaced_s is not None:
         turn = (-job.priority, _DISPLACED, displaced_s, job.id)
@@ -76,7 +76,7 @@ def wanted_by(job: Job, displaced_s: float | None = None) -> Wanted:
         group = _INTERRUPTED if job.turn_s > 0 and job.state == SUSPENDED else _IN_LINE
         turn = (-job.priority, group, job.since_s, job.id)
     # By place: names cost half a millisecond for a thousand jobs.
-    return Wanted(
+    return MemoryRequest(
         job.id,
         job.name,
         _ACTIONS[job.state],
@@ -95,9 +95,9 @@ def wanted_by(job: Job, displaced_s: float | None = None) -> Wanted:
     )
 
 
-def wanted_for(lease: Lease) -> Wanted:
+def wanted_for(lease: Lease) -> MemoryRequest:
     """Return what a pending lease asks for. It comes before the jobs of its priority."""
-    return Wanted(
+    return MemoryRequest(
         id=lease.id,
         name=lease.name,
         action=GRANT,

@@ -10,24 +10,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from hegmd.migration.machine.wording import gigabytes
 from hegmd.node.doctor.facts import size_text
 from hegmd.sharing.model import GRANT, RESUME, Gpu
-from hegmd.sharing.room import Room
-from hegmd.sharing.wanted import Wanted
+from hegmd.sharing.room import GpuBudget
+from hegmd.sharing.wanted import MemoryRequest
 
 _VERBS = {GRANT: "its memory is kept", RESUME: "it resumes"}
 _MAX_NAMES = 3
 
 
-def admitted(wanted: Wanted, chosen: Sequence[Room], sizes: Sequence[int]) -> str:
+def admitted(wanted: MemoryRequest, chosen: Sequence[GpuBudget], sizes: Sequence[int]) -> str:
     """Return why it gets its GPUs now."""
     return f"{_then(wanted)} on {_places(chosen)}, which had {size_text(min(sizes))} free for it"
 
 
-def follows(wanted: Wanted, chosen: Sequence[Room]) -> str:
+def follows(wanted: MemoryRequest, chosen: Sequence[GpuBudget]) -> str:
     """Return what happens to it next."""
     return f"{_then(wanted)} on {_places(chosen)}"
 
 
-def leaving(chosen: Iterable[Room]) -> str:
+def leaving(chosen: Iterable[GpuBudget]) -> str:
     """Return whom it waits for, if they are leaving already."""
     names = sorted({name for room in chosen for name in room.leaving})
     return f"until {_listed(names)} {'has' if len(names) == 1 else 'have'} left {_places(chosen)}"
@@ -38,7 +38,7 @@ def turns(names: Sequence[str], now: float, at_s: float) -> str:
     return f"until the turn of {_listed(names)} ends in {max(0.0, at_s - now):.0f} s"
 
 
-def occupied(wanted: Wanted, chosen: Sequence[Room]) -> str:
+def occupied(wanted: MemoryRequest, chosen: Sequence[GpuBudget]) -> str:
     """Return that jobs and leases which may not be suspended for it have the memory."""
     needed = _needed(wanted)
     free_bytes = max(0, min(room.now_bytes for room in chosen))
@@ -52,7 +52,7 @@ def occupied(wanted: Wanted, chosen: Sequence[Room]) -> str:
     )
 
 
-def held(rooms: Iterable[Room]) -> str:
+def held(rooms: Iterable[GpuBudget]) -> str:
     """Return which jobs wait before it for every GPU that it can have."""
     names = sorted({room.hold.wanted.name for room in rooms if room.hold is not None})
     return f"{_listed(names)} before it" if names else "others before it"
@@ -63,7 +63,7 @@ def full_pool(free_bytes: float) -> str:
     return f"room of the pool's memory for the jobs that would be suspended: {size_text(int(free_bytes))} is free"
 
 
-def unsuitable(wanted: Wanted, gpus: Iterable[Gpu], rooms: Mapping[str, Room]) -> str:
+def unsuitable(wanted: MemoryRequest, gpus: Iterable[Gpu], rooms: Mapping[str, GpuBudget]) -> str:
     """Return that no GPU can ever have it."""
     known = [gpu for gpu in gpus if wanted.allowed_gpus is None or gpu.id in wanted.allowed_gpus]
     usable = [gpu for gpu in known if gpu.is_healthy and gpu.free_bytes is not None and wanted.chip in (None, gpu.chip)]
@@ -86,7 +86,7 @@ def most_of(gpu: Gpu, capacity_bytes: int) -> str:
     return f"{gpu.id} has at most {gigabytes(capacity_bytes)} for jobs{of}"
 
 
-def displaced(beneficiary: Wanted, gpus: Sequence[str], ran_s: float | None) -> str:
+def displaced(beneficiary: MemoryRequest, gpus: Sequence[str], ran_s: float | None) -> str:
     """Return why a job has to leave; `ran_s` is how long its turn was, or None if its turn has not ended."""
     if ran_s is None:
         return f"{beneficiary.name} of priority {beneficiary.priority} needs {', '.join(gpus)}"
@@ -94,24 +94,24 @@ def displaced(beneficiary: Wanted, gpus: Sequence[str], ran_s: float | None) -> 
 
 
 def waits(what: str) -> str:
-    """Return the words of `Waiting.waits` as a part of a sentence."""
+    """Return the words of `WaitReason.waits` as a part of a sentence."""
     return f"waits {what}" if what.startswith("until ") else f"waits for {what}"
 
 
-def _then(wanted: Wanted) -> str:
+def _then(wanted: MemoryRequest) -> str:
     return _VERBS.get(wanted.action, "it starts")
 
 
-def _needed(wanted: Wanted) -> str:
+def _needed(wanted: MemoryRequest) -> str:
     return "a whole GPU" if wanted.needs_bytes is None else size_text(max(wanted.needs_bytes))
 
 
-def _exactly(wanted: Wanted) -> str:
+def _exactly(wanted: MemoryRequest) -> str:
     """Return the size with a decimal, since the difference to the memory of a GPU may be small."""
     return "a whole GPU" if wanted.needs_bytes is None else gigabytes(max(wanted.needs_bytes))
 
 
-def _places(rooms: Iterable[Room]) -> str:
+def _places(rooms: Iterable[GpuBudget]) -> str:
     return ", ".join(room.gpu.id for room in rooms)
 
 

@@ -28,7 +28,7 @@ _END_GRACE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class StartResult:
     """The result of a start: ready, with its message; ended, with its status; or neither within the deadline."""
 
     pid: int
@@ -38,14 +38,14 @@ class Started:
 
 async def start_apart(
     argv_for: Callable[[int], Sequence[str]], *, deadline_s: float, end: Callable[[], object]
-) -> Started:
+) -> StartResult:
     """Start the program and wait until it reports on a descriptor that it is ready, or ends.
 
     `argv_for` gets that descriptor's number. After the deadline, or if the caller is cancelled, the program gets
     SIGTERM, on which it has to end what it started, and then SIGKILL. If it becomes ready just then, `end`, which may
     block, ends what it started. Raises ExternalError if it cannot be started.
     """
-    came: list[Started] = []
+    came: list[StartResult] = []
     try:
         return await run_detached(
             lambda unwanted: _kept(came, _start(argv_for, time.monotonic() + deadline_s, unwanted)),
@@ -59,13 +59,13 @@ async def start_apart(
         raise
 
 
-def _kept(came: list[Started], started: Started) -> Started:
+def _kept(came: list[StartResult], started: StartResult) -> StartResult:
     """Keep the result before the thread ends: a result that nobody receives is dropped, but its program runs."""
     came.append(started)
     return started
 
 
-def _start(argv_for: Callable[[int], Sequence[str]], deadline: float, unwanted: socket.socket) -> Started:
+def _start(argv_for: Callable[[int], Sequence[str]], deadline: float, unwanted: socket.socket) -> StartResult:
     import fcntl
 
     ours, theirs = os.pipe()
@@ -90,7 +90,7 @@ def _start(argv_for: Callable[[int], Sequence[str]], deadline: float, unwanted: 
         os.close(ours)
     if word:
         threading.Thread(target=process.wait, name=f"reaper {process.pid}", daemon=True).start()
-        return Started(process.pid, word, None)
+        return StartResult(process.pid, word, None)
     # The kernel closes its end of the pipe before it can be reaped.
     ended = not _is_readable(unwanted) and _wait(process, max(0.0, deadline - time.monotonic()))
     if not ended:
@@ -98,7 +98,7 @@ def _start(argv_for: Callable[[int], Sequence[str]], deadline: float, unwanted: 
         if not _wait(process, _END_GRACE_S):
             process.kill()
             process.wait()
-    return Started(process.pid, b"", process.returncode if ended else None)
+    return StartResult(process.pid, b"", process.returncode if ended else None)
 
 
 def _begun(argv: Sequence[str], passed: int) -> subprocess.Popen[bytes]:

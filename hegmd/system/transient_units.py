@@ -21,7 +21,7 @@ _TAKEN = re.compile(r"[Uu]nit \S+ (?:already exists|was already loaded)")
 _SLACK_S = 5.0
 
 
-class UnitTaken(Refused):
+class UnitNameTaken(Refused):
     """A unit of that name exists; it was not changed."""
 
 
@@ -69,7 +69,7 @@ async def start_unit(
     whole += [f"--property={key}={value}" for key, value in given.items()]
     done = await run([*whole, "--", program, *argv[1:]], deadline_s=deadline_s + _SLACK_S, path=path)
     if done.status != 0 and _TAKEN.search(done.stderr) is not None:
-        raise UnitTaken(f"the unit {name} already exists", f"run: systemctl status {name}")
+        raise UnitNameTaken(f"the unit {name} already exists", f"run: systemctl status {name}")
     return done
 
 

@@ -16,7 +16,7 @@ import anyio
 
 from hegmd.errors import DISCONNECTED, REFUSED, HegmError
 from hegmd.protocol.messages import AgentReport, Order
-from hegmd.workers.order_link import Awaited, OrderLink
+from hegmd.workers.order_link import OrderLink, PendingOrder
 
 DONE, FAILED, PROGRESS = "done", "failed", "progress"
 
@@ -84,7 +84,7 @@ def answered_within_s(do: str, limit_s: float | None) -> float:
     return _AT_ONCE_S
 
 
-class SentOrder(Awaited[AgentReport]):
+class SentOrder(PendingOrder[AgentReport]):
     """An order that was sent. `report` waits for its result; `deadline` is when the answer is due."""
 
     def __init__(self, pid: int, do: str, on_progress: Progress | None, deadline: float = math.inf) -> None:
@@ -112,7 +112,7 @@ class SentOrder(Awaited[AgentReport]):
         return True
 
 
-class Link(OrderLink[Order, SentOrder]):
+class AgentLink(OrderLink[Order, SentOrder]):
     """A connection of an agent."""
 
     def enter(self, given: SentOrder) -> int:

@@ -21,7 +21,7 @@ import anyio
 import anyio.abc
 
 from hegmd.errors import BAD_REQUEST, NOT_FOUND, HegmError
-from hegmd.node.processes.procfs import Unreadable, Vanished, exit_status, read_arguments
+from hegmd.node.processes.procfs import ProcessGone, Unreadable, exit_status, read_arguments
 from hegmd.protocol.jobs import DEFAULT_PRIORITY
 from hegmd.protocol.messages import RegisterJob
 from hegmd.protocol.names import closest, job_number, why_no_name
@@ -322,7 +322,7 @@ class Jobs(BackgroundTasks):
         with anyio.move_on_after(_COMMAND_WITHIN_S):
             try:
                 words = await run_detached(lambda _: read_arguments("/proc", worker.pid), name="hegmd-job")
-            except (HegmError, Vanished, Unreadable) as error:
+            except (HegmError, ProcessGone, Unreadable) as error:
                 logger.debug("the command of process %d is not known: %s", worker.pid, error)
         if worker.ended or self.of_worker(worker) is not None:
             return

@@ -12,11 +12,11 @@ from typing import Any, Generic, TypeVar
 import anyio
 
 ReportT = TypeVar("ReportT")
-GivenT = TypeVar("GivenT", bound="Awaited[Any]")
+GivenT = TypeVar("GivenT", bound="PendingOrder[Any]")
 SaidT = TypeVar("SaidT")
 
 
-class Awaited(Generic[ReportT]):
+class PendingOrder(Generic[ReportT]):
     """An order that was sent. `over` is set when its report arrived, or when no report can arrive."""
 
     def __init__(self, do: str) -> None:

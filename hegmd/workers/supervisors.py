@@ -19,7 +19,7 @@ import anyio
 from hegmd.errors import DISCONNECTED, REFUSED, HegmError, Refused
 from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
 from hegmd.system.condition import Condition
-from hegmd.workers.order_link import Awaited, OrderLink
+from hegmd.workers.order_link import OrderLink, PendingOrder
 
 DONE, FAILED, ENDED, READY, FELL = "done", "failed", "ended", "ready", "fell"
 ASK, START = "ask", "start"
@@ -63,7 +63,7 @@ class OrderFailed(HegmError):
         self.do = do
 
 
-class _Given(Awaited[SuperviseReport]):
+class _Given(PendingOrder[SuperviseReport]):
     def __init__(self, do: str, operation: str, key: str) -> None:
         super().__init__(do)
         self.key = key

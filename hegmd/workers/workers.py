@@ -33,7 +33,7 @@ from hegmd.workers.agent_orders import (
     LIMITED,
     MOVING,
     AgentAway,
-    Link,
+    AgentLink,
     OrderFailed,
     Progress,
     Send,
@@ -98,7 +98,7 @@ class AgentConnection:
         self.image_missed: str | None = None
         #: Held during a `weigh` order: a second one would replace the first.
         self.weighing = anyio.Lock()
-        self._link: Link | None = None
+        self._link: AgentLink | None = None
         #: Number of its agent's connections, so that an order can be bound to one of them.
         self.connection = 0
 
@@ -243,10 +243,10 @@ class AgentConnection:
 
     # -- for Workers ---------------------------------------------------------------------------------------------------
 
-    def connect(self, send: Send, about: AgentAttend) -> Link:
+    def connect(self, send: Send, about: AgentAttend) -> AgentLink:
         """Take a new connection of its agent; it replaces the earlier one."""
         before = self._link
-        self._link = link = Link(send)
+        self._link = link = AgentLink(send)
         self.connection += 1
         self.about = about
         self.boundary, self.parked, self.held_bytes = about.boundary, about.parked, about.held_bytes
@@ -256,7 +256,7 @@ class AgentConnection:
             before.replaced.set()
         return link
 
-    def disconnect(self, link: Link) -> bool:
+    def disconnect(self, link: AgentLink) -> bool:
         """End that connection. Returns True if it was the current one."""
         link.end()
         if self._link is not link:
@@ -281,7 +281,7 @@ class Workers:
         self._how_ended = how_ended
         self._introduced: dict[int, AgentInfo] = {}
         self._workers: dict[int, AgentConnection] = {}
-        self._links: dict[object, tuple[AgentConnection, Link]] = {}
+        self._links: dict[object, tuple[AgentConnection, AgentLink]] = {}
         self._listeners: list[Listener] = []
         #: Notified at each change, for tasks that wait for a state.
         self.news = Condition()
@@ -398,7 +398,7 @@ class Workers:
                 link.replaced.set()
         self._tell(ENDED, worker)
 
-    def _leave(self, key: object, worker: AgentConnection, link: Link) -> None:
+    def _leave(self, key: object, worker: AgentConnection, link: AgentLink) -> None:
         if self._links.get(key) == (worker, link):
             del self._links[key]
         if worker.disconnect(link) and not worker.ended:

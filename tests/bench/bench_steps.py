@@ -46,7 +46,7 @@ WALL, PROCESSOR = range(2)
 Rounds = list[list[tuple[float, float]]]
 
 
-class Stepping:
+class SteppingScript:
     """The script as a child process, that makes steps when it is told to."""
 
     def __init__(self, socket_path: Path | None) -> None:
@@ -94,7 +94,7 @@ def run() -> list[Row]:
 def _three(daemon: RunningDaemon, seed: int) -> Rounds:
     """The times of a plain process, of one with the agent, and of another plain one, round by round."""
     with contextlib.ExitStack() as held:
-        processes = [held.enter_context(Stepping(path)) for path in (None, daemon.socket_path, None)]
+        processes = [held.enter_context(SteppingScript(path)) for path in (None, daemon.socket_path, None)]
         _await_agent(daemon, processes[1])
         for process in processes:
             process.take_s(WARM_UP)
@@ -107,7 +107,7 @@ def _three(daemon: RunningDaemon, seed: int) -> Rounds:
     return rounds
 
 
-def _await_agent(daemon: RunningDaemon, agented: Stepping) -> None:
+def _await_agent(daemon: RunningDaemon, agented: SteppingScript) -> None:
     """Step until the daemon shows the process on its GPU, so that what is measured is an agent that is connected."""
     deadline = time.monotonic() + ATTENDS_WITHIN_S
     with connect(str(daemon.socket_path)) as hegmd:

@@ -32,7 +32,7 @@ ALL, LAST, FIRST = "all ranks", "the last rank", "rank 0"
 HANG = "hang: "
 
 
-class GoneWrong(Exception):
+class UnexpectedEnd(Exception):
     """A case did not end as it should."""
 
 
@@ -137,9 +137,9 @@ class Run:
             if time.monotonic() > self.asked.ends_at:
                 raise Cut
             if time.monotonic() > self._deadline:
-                raise GoneWrong(f"{what} did not come to be within {self.asked.case_limit_s:g} s")
+                raise UnexpectedEnd(f"{what} did not come to be within {self.asked.case_limit_s:g} s")
             if what != "its end" and self.process.poll() is not None:
-                raise GoneWrong(f"it ended with {self.process.returncode} before {what}: {self.said()}")
+                raise UnexpectedEnd(f"it ended with {self.process.returncode} before {what}: {self.said()}")
             pause.wait(POLL_INTERVAL_S)
 
     def until_protected(self) -> None:

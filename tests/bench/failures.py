@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.bench.failing_ways import CASES, REAL, SIMULATED, STEPS, Asked, Case, Cut, GoneWrong, Run
+from tests.bench.failing_ways import CASES, REAL, SIMULATED, STEPS, Asked, Case, Cut, Run, UnexpectedEnd
 from tests.e2e.daemon import RunningDaemon
 
 Steps = set[tuple[int, int, str]]
@@ -137,14 +137,14 @@ def result_of(run: Run, case: Case, expected: Steps) -> str:
     run.until(lambda: run.process.poll() is not None, "its end")
     status, told = run.process.returncode, set(run.lines())
     if not told <= expected:
-        raise GoneWrong(f"{len(told - expected)} losses differ, such as {min(told - expected)}")
+        raise UnexpectedEnd(f"{len(told - expected)} losses differ, such as {min(told - expected)}")
     if case.is_end and len(run.pids()) == run.world:
         return f"ended with status {status}"
     wanted = {line for line in expected if line[1] <= run.last_step}
     if status or told != wanted:
-        raise GoneWrong(f"status {status}, {len(told)} of {len(wanted)} steps: {run.said()}")
+        raise UnexpectedEnd(f"status {status}, {len(told)} of {len(wanted)} steps: {run.said()}")
     if len(run.pids()) == run.world:
-        raise GoneWrong("it did not fail")
+        raise UnexpectedEnd("it did not fail")
     return "exact"
 
 

@@ -29,7 +29,7 @@ from tests.chaos.halts import BEGUN, Trap
 from tests.chaos.image_cells import AT_CRIU, CHECKPOINT, LEFT, READING, RESTORE, REVIVED, WORKER, ImageCell
 from tests.chaos.image_node import ImageNode
 from tests.chaos.node import OVER, REST_LIMIT_S, Client, mentioning
-from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob
+from tests.e2e.handed_job import ENDS_WITHIN_S, ImageJob
 from tests.e2e.moved_job import environment
 from tests.looks import pause
 
@@ -54,7 +54,7 @@ class ImageCampaign:
         self._say = say
         self._image = node.images / "image"
         self._jobs = 0
-        self._job: HandedJob | None = None
+        self._job: ImageJob | None = None
         self._tree = ProcessSet({})
         self._said: list[list[str]] = []
         self.tally = ImageTally()
@@ -104,7 +104,7 @@ class ImageCampaign:
             f"{cell.victim:13}{cell.command:14}{cell.state:14} {cell.moment:11} -> {end}{missed} ({took_s:.1f} s)"
         )
 
-    def _client(self, cell: ImageCell, job: HandedJob) -> _Watched:
+    def _client(self, cell: ImageCell, job: ImageJob) -> _RecordedClient:
         node = self._node
         if cell.command == RESTORE:
             words = ["restore", str(self._image), "--to", f"gpu{self._jobs % 2}"]
@@ -114,9 +114,9 @@ class ImageCampaign:
         if cell.state != READING:
             node.halts.set(Trap(job.workers[0], cell.state, cell.moment))
         node.daemon.read_notices()
-        return _Watched(words, node.daemon.socket_path)
+        return _RecordedClient(words, node.daemon.socket_path)
 
-    def _strike(self, cell: ImageCell, client: Client, job: HandedJob) -> int:
+    def _strike(self, cell: ImageCell, client: Client, job: ImageJob) -> int:
         node = self._node
         if cell.moment == AT_CRIU:
             return self._hit(cell, client, job) if node.await_criu(job.pid, client) else 0
@@ -137,11 +137,11 @@ class ImageCampaign:
             node.halts.go()
         return struck
 
-    def _hit(self, cell: ImageCell, client: Client, job: HandedJob) -> int:
+    def _hit(self, cell: ImageCell, client: Client, job: ImageJob) -> int:
         """Kill the victim; how many processes that were."""
         return self._node.strike(cell.victim, client, job.pid)
 
-    def _rested(self, cell: ImageCell, job: HandedJob, known: set[str]) -> Operation | None:
+    def _rested(self, cell: ImageCell, job: ImageJob, known: set[str]) -> Operation | None:
         """The operation of that command at rest; None where there is none, and nothing is under way any more."""
         until = monotonic() + REST_LIMIT_S
         while True:
@@ -155,7 +155,7 @@ class ImageCampaign:
 
     # -- what is to be true --------------------------------------------------------------------------------------------
 
-    def _see(self, cell: ImageCell, job: HandedJob, op: Operation | None) -> str:
+    def _see(self, cell: ImageCell, job: ImageJob, op: Operation | None) -> str:
         """See that it is, and have the job train again; what else there is to say of how it ended."""
         assert op is None or op.phase in cell.ends, f"it ended {op.phase}"
         assert op is not None or cell.state in (READING, "planned"), "there is no operation"
@@ -186,7 +186,7 @@ class ImageCampaign:
         elif not cell.may_end_the_job:
             assert alive, "the job has ended, and was not to"
 
-    def _go_on(self, cell: ImageCell, job: HandedJob, *, alive: bool) -> str:
+    def _go_on(self, cell: ImageCell, job: ImageJob, *, alive: bool) -> str:
         """Bring it back from the image where there is one, and see it train."""
         said = ""
         if self._image.is_dir() and (cell.command == LEFT or not alive):
@@ -204,7 +204,7 @@ class ImageCampaign:
         self._await_nothing_left(job.pid, alive=True)
         return said
 
-    def _lose(self, job: HandedJob) -> str:
+    def _lose(self, job: ImageJob) -> str:
         """It was killed itself before there was an image: that is so with any program."""
         self.tally.ended_jobs += 1
         self._end_job()
@@ -218,7 +218,7 @@ class ImageCampaign:
         self._command("images", "verify", str(self._image))
         return True
 
-    def _is_alive(self, job: HandedJob) -> bool:
+    def _is_alive(self, job: ImageJob) -> bool:
         return job.pid in population_of([job.pid]).start_ticks
 
     def _await_gone(self) -> None:
@@ -239,7 +239,7 @@ class ImageCampaign:
 
     # -- the job -------------------------------------------------------------------------------------------------------
 
-    def _job_that_trains(self) -> HandedJob:
+    def _job_that_trains(self) -> ImageJob:
         if self._job is None:
             self._jobs += 1
             folder = self._node.folder / f"job-{self._jobs}"
@@ -287,7 +287,7 @@ class ImageCampaign:
         return answer
 
 
-class _Watched(Client):
+class _RecordedClient(Client):
     """A client whose words are still known once it is closed."""
 
     told = ""

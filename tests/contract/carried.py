@@ -16,7 +16,7 @@ import pytest
 from hegmd.gpu_helper.link import Link
 from hegmd.gpu_helper.mark import MARK_BYTES, read_mark
 from hegmd.memory.pool import MemoryKeeping, Pool
-from hegmd.memory.pool_places import Place as PoolPlace
+from hegmd.memory.pool_places import PoolDirectory as PoolPlace
 from hegmd.memory.spill_file import SpillFolder
 from hegmd.memory.video_memory import VideoMemory
 from hegmd.migration.carriers.copying import lane_of
@@ -25,7 +25,7 @@ from hegmd.migration.contracts import MigratedProcess
 from hegmd.migration.methods.gpus import Gpus
 from hegmd.migration.methods.pool_keys import key_of
 from hegmd.protocol.agents import NO_HANDLE, packed, unpacked_spans
-from hegmd.protocol.messages import Order, Place
+from hegmd.protocol.messages import Order, StorageLocation
 from hegmd.workers.workers import Workers
 from tests.contract.driven import driven, in_force
 from tests.contract.helped import MIB, SIZE_BYTES, SIZES_MIB, Owner
@@ -36,7 +36,7 @@ from tests.unit.moving_node import start_ticks
 POOL_BYTES = 64 * MIB
 
 
-class ShowingAgent(ModelAgent):
+class IpcAgent(ModelAgent):
     """Shows the video memory of a process that it drives from outside, frees it and makes it again."""
 
     def __init__(self, workers: Workers, owner: Owner) -> None:
@@ -93,7 +93,9 @@ class ShowingAgent(ModelAgent):
         if order.packed and not self.is_old:
             spots = [(NO_HANDLE if spot[0] in self.own and order.partly else spot[0], *spot[1:]) for spot in spots]
             return {**shown, "packed_places": packed(spots)}
-        places = [Place(handle=handle, offset=offset, size_bytes=size_bytes) for handle, offset, size_bytes in spots]
+        places = [
+            StorageLocation(handle=handle, offset=offset, size_bytes=size_bytes) for handle, offset, size_bytes in spots
+        ]
         return {**shown, "places": tuple(places)}
 
 
@@ -144,10 +146,10 @@ def ignored(_: int) -> None:
     """How far it is."""
 
 
-class Moved:
+class CarriedProcess:
     """A process whose bytes the host carrier takes out and puts back, on its own GPU."""
 
-    def __init__(self, rig: Rig, node: CudaNode, subject: MigratedProcess, agent: ShowingAgent) -> None:
+    def __init__(self, rig: Rig, node: CudaNode, subject: MigratedProcess, agent: IpcAgent) -> None:
         self.rig = rig
         self.node = node
         self.agent = agent
@@ -206,12 +208,14 @@ class Moved:
 
 
 @asynccontextmanager
-async def moved(tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Moved]:
+async def moved(
+    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[CarriedProcess]:
     async with rigged(tmp_path, *owner, monkeypatch) as rig:
-        agent = ShowingAgent(rig.workers, rig.owner)
+        agent = IpcAgent(rig.workers, rig.owner)
         subject = await rig.subject_of(agent)
-        yield Moved(rig, owner[0], replace(subject, target_gpu=None), agent)
+        yield CarriedProcess(rig, owner[0], replace(subject, target_gpu=None), agent)
 
 
 #: A job, for the length of a block that a test's own task opens: a task group ends where it began.
-Moving = Callable[[], AbstractAsyncContextManager[Moved]]
+Moving = Callable[[], AbstractAsyncContextManager[CarriedProcess]]

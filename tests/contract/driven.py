@@ -21,7 +21,7 @@ from hegmd.migration.methods.driver import DriverMethod
 from hegmd.migration.methods.driver_calls import Steps
 from hegmd.migration.methods.gpus import Gpus
 from hegmd.migration.methods.other_processes import OtherProcesses
-from hegmd.migration.methods.progress_probe import Patience, is_stopped
+from hegmd.migration.methods.progress_probe import ProgressLimits, is_stopped
 from hegmd.node.inventory import Inventory, NodeSnapshot
 from hegmd.node.processes import ProcessTable
 from hegmd.telemetry.events import EventLog
@@ -61,7 +61,7 @@ def in_force(node: CudaNode, folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @asynccontextmanager
 async def driven(
-    node: CudaNode, scenario: NvmlScenario, patience: Patience | None = None
+    node: CudaNode, scenario: NvmlScenario, patience: ProgressLimits | None = None
 ) -> AsyncIterator[DriverProcess]:
     """In the test's own task, since a task group ends where it began. Nothing may be held at the end."""
     folder = node.folder.parent
@@ -135,7 +135,7 @@ class Parts:
 
 
 @asynccontextmanager
-async def rigged(parts: Parts, patience: Patience | None = None) -> AsyncIterator[Rig]:
+async def rigged(parts: Parts, patience: ProgressLimits | None = None) -> AsyncIterator[Rig]:
     async with driven(parts.node, parts.scenario, patience) as by:
         yield Rig(
             parts.node,

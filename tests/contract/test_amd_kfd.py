@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from hegmd.node.devices.amd import AmdProvider
-from hegmd.node.devices.amd_binding import Unfit
+from hegmd.node.devices.amd_binding import AmdSmiUnusable
 from hegmd.node.devices.base import DeviceAbsent, DeviceError, VendorSnapshot
 from hegmd.protocol.snapshots import Gpu
 from tests.kit.contracts import check_absent, check_provider, check_snapshot
@@ -33,7 +33,7 @@ def rocm(tmp_path: Path) -> Path:
 
 
 def no_library(rocm: Path) -> ModuleType:
-    raise Unfit(f"there is no AMD SMI in {rocm.name}")
+    raise AmdSmiUnusable(f"there is no AMD SMI in {rocm.name}")
 
 
 def provider_of(sys: FakeSys, rocm: Path) -> AmdProvider:

@@ -21,7 +21,7 @@ from hegmd.migration.carriers.worker import WorkerCarrier
 from hegmd.migration.contracts import Carrier, DriverOutOfMemory, Made, Making, MigratedProcess, Progress
 from hegmd.protocol.messages import Order
 from hegmd.workers.workers import Workers
-from tests.contract.carried import POOL_BYTES, Rig, ShowingAgent, pool_in, rigged
+from tests.contract.carried import POOL_BYTES, IpcAgent, Rig, pool_in, rigged
 from tests.contract.helped import GIB, MIB, SIZE_BYTES, SIZES_MIB, Owner
 from tests.kit.carriers import check_carrier
 from tests.kit.contracts import ContractBroken
@@ -63,7 +63,7 @@ async def test_who_has_the_helper_copy_keeps_the_contract(
 ) -> None:
     """The helper is killed while the bytes are out: they are held by descriptor, and the next one carries them."""
     async with rigged(tmp_path, *owner, monkeypatch) as rig:
-        agent = ShowingAgent(rig.workers, rig.owner)
+        agent = IpcAgent(rig.workers, rig.owner)
         subject = await rig.subject_of(agent)
 
         async def lose_the_helper(_: Carrier) -> None:
@@ -93,7 +93,7 @@ async def test_a_driver_without_memory_for_itself_is_no_fault_of_the_job_s_and_t
 
     async with rigged(tmp_path, *owner, monkeypatch) as rig:
         node, carrier = owner[0], make(rig)
-        subject = await rig.subject_of(ShowingAgent(rig.workers, rig.owner))
+        subject = await rig.subject_of(IpcAgent(rig.workers, rig.owner))
         await carrier.reserve(subject, SIZE_BYTES)
         node.order("error cuIpcOpenMemHandle_v2 2")
         with pytest.raises(DriverOutOfMemory, match="no memory left to copy"):
@@ -132,21 +132,21 @@ async def test_what_is_left_to_the_driver_keeps_the_contract() -> None:
     await check_carrier(DriverCarrier(), subject, size_bytes=0, too_many_bytes=0, made=lambda: 0)
 
 
-class Forgetful(WorkerCarrier):
+class ReleasesMemoryTooEarly(WorkerCarrier):
     """Gives the memory back as soon as nobody is ready to copy."""
 
     async def abandon(self, subject: MigratedProcess) -> None:
         await self.release(subject)
 
 
-class Hasty(WorkerCarrier):
+class AllocatesWithoutReservation(WorkerCarrier):
     """Has storages made where nobody sees to their room."""
 
     async def reload(self, subject: MigratedProcess, on_progress: Progress, making: Making) -> int:
         return await super().reload(subject, on_progress, lambda: nullcontext(lambda: False))
 
 
-class Boastful(WorkerCarrier):
+class OverstatesOffloadedBytes(WorkerCarrier):
     """Says that more was taken out than there is."""
 
     async def offload(self, subject: MigratedProcess, on_progress: Progress) -> int:
@@ -156,9 +156,9 @@ class Boastful(WorkerCarrier):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        (Forgetful, "stays held when nobody is ready to copy"),
-        (Hasty, "0 of them where their room is seen to"),
-        (Boastful, "by its word"),
+        (ReleasesMemoryTooEarly, "stays held when nobody is ready to copy"),
+        (AllocatesWithoutReservation, "0 of them where their room is seen to"),
+        (OverstatesOffloadedBytes, "by its word"),
     ],
 )
 async def test_a_promise_that_is_broken_is_found(tmp_path: Path, kind: type[WorkerCarrier], says: str) -> None:

@@ -37,7 +37,7 @@ from hegmd.migration.methods.simulated_memory import SimulatedMemory
 from hegmd.migration.run.executor import EffectExecutor
 from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.node.devices.topology import parse_topology
-from tests.contract.carried import Moved, Moving, ignored
+from tests.contract.carried import CarriedProcess, Moving, ignored
 from tests.contract.helped import MIB, SIZE_BYTES
 from tests.patience import HANG_S
 from tests.unit.descriptor_store import DescriptorStore
@@ -109,7 +109,7 @@ async def test_a_suspension_waited_for_the_helpers_contexts_after_the_driver_was
             await job.put_back()
 
 
-class Clinging(HostCarrier):
+class HelperKeepsProcess(HostCarrier):
     """The helper does not let go of a process as long as that is so."""
 
     clings = False
@@ -126,7 +126,7 @@ class Clinging(HostCarrier):
 async def test_a_suspension_that_was_done_failed_by_a_helper_that_kept_its_contexts(moving: Moving) -> None:
     async with moving() as job:
         rig = job.rig
-        carrier = job.carrier = Clinging(rig.link, rig.gpus, rig.pool, rig.memory)
+        carrier = job.carrier = HelperKeepsProcess(rig.link, rig.gpus, rig.pool, rig.memory)
         await job.take_out()
         carrier.clings = True
         async with carrier.overlap_checkpoint(replace(job.subject, keeps_reservation=False)):
@@ -403,13 +403,13 @@ class Books(SimulatedMethod):
         return ProcessState(gpu=None)
 
 
-def _performer(job: Moved, books: type[Books] = Books) -> EffectExecutor:
+def _performer(job: CarriedProcess, books: type[Books] = Books) -> EffectExecutor:
     simulated = SimulatedMemory(SimulatedProvider(parse_topology("1x1GiB")))
     carriers = {job.carrier.name: job.carrier}
     return EffectExecutor(job.rig.workers, {"driver": books(simulated)}, carriers, start_ticks=start_ticks)
 
 
-class Unseen(Books):
+class SilentDriver(Books):
     """Where the driver says nothing of it."""
 
     async def verify(self, subject: MigratedProcess) -> None:
@@ -417,7 +417,7 @@ class Unseen(Books):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("books", [Books, Unseen])
+@pytest.mark.parametrize("books", [Books, SilentDriver])
 async def test_a_job_that_goes_on_has_what_was_still_held_beside_it(moving: Moving, books: type[Books]) -> None:
     async with moving() as job:
         await job.suspend()

@@ -16,7 +16,7 @@ from hegmd.memory.pool import Key
 from hegmd.migration.carriers.host import HostCarrier
 from hegmd.migration.carriers.peer import MIN_WINDOW_BYTES, PeerCarrier, windows
 from hegmd.migration.contracts import Carrier, MigratedProcess
-from tests.contract.carried import POOL_BYTES, Rig, ShowingAgent, ignored, rigged
+from tests.contract.carried import POOL_BYTES, IpcAgent, Rig, ignored, rigged
 from tests.contract.helped import MIB, SIZE_BYTES, SIZES_MIB, Owner
 from tests.stubs.cuda.node import CudaNode
 
@@ -49,7 +49,7 @@ class Job:
 
     rig: Rig
     node: CudaNode
-    agent: ShowingAgent
+    agent: IpcAgent
     subject: MigratedProcess
     carrier: Carrier
 
@@ -87,7 +87,7 @@ async def a_job(
     tmp_path: Path, owner: tuple[CudaNode, Owner], make: Callable[[Rig], Carrier], monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Job]:
     async with rigged(tmp_path, *owner, monkeypatch) as rig:
-        agent = ShowingAgent(rig.workers, rig.owner)
+        agent = IpcAgent(rig.workers, rig.owner)
         job = Job(rig, owner[0], agent, await rig.subject_of(agent), make(rig))
         yield job
         job.is_whole()

@@ -25,7 +25,7 @@ from hegmd.migration.run.executor import EffectExecutor
 from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.node.devices.topology import parse_topology
 from hegmd.workers.workers import OrderFailed
-from tests.contract.carried import Moved, Moving, ignored
+from tests.contract.carried import CarriedProcess, Moving, ignored
 from tests.contract.helped import MIB, SIZE_BYTES
 from tests.unit.migration.operations import operation, worker
 from tests.unit.moving_node import start_ticks
@@ -76,7 +76,7 @@ async def test_whoever_was_told_that_there_is_no_room_could_have_had_what_was_he
         await job.put_back()
 
 
-async def _given_back(job: Moved, size_bytes: int) -> None:
+async def _given_back(job: CarriedProcess, size_bytes: int) -> None:
     """By the others; it shows once the helper has closed its own descriptors of it, too."""
     await job.rig.memory.release(OTHERS, job.node.uuids[0])
     while job.rig.owner.free_bytes() < size_bytes:
@@ -119,10 +119,10 @@ async def test_storages_that_cannot_be_made_have_the_room_of_what_went_ahead_of_
         await job.put_back()
 
 
-class Crowded(SimulatedMethod):
+class NeverEnoughMemory(SimulatedMethod):
     """Finds no room for a process as long as any is held beside it; what it was asked is in `asked`."""
 
-    def __init__(self, job: Moved, *, ever: bool) -> None:
+    def __init__(self, job: CarriedProcess, *, ever: bool) -> None:
         super().__init__(SimulatedMemory(SimulatedProvider(parse_topology("1x64GiB"))))
         self.job = job
         self.ever = ever
@@ -144,7 +144,7 @@ async def test_a_restore_that_finds_no_room_has_that_of_what_goes_ahead_of_it(mo
     async with moving() as job:
         await job.suspend()
         await job.carrier.prepare(job.off)
-        method = Crowded(job, ever=ever)
+        method = NeverEnoughMemory(job, ever=ever)
         performer = EffectExecutor(
             job.rig.workers, {"driver": method}, {job.carrier.name: job.carrier}, start_ticks=start_ticks
         )
@@ -161,7 +161,7 @@ async def test_a_restore_that_finds_no_room_has_that_of_what_goes_ahead_of_it(mo
         await job.put_back()
 
 
-async def _restored(performer: EffectExecutor, job: Moved) -> Event:
+async def _restored(performer: EffectExecutor, job: CarriedProcess) -> Event:
     who: dict[str, Any] = {"pid": job.subject.pid, "start_ticks": job.subject.start_ticks, "token": "a" * 32}
     member = worker(job.subject.name, "gpu0", method="driver", carrier="host", offloaded=True, **who)
     member = member.replace(gpu=None, previous_gpu="gpu0", size_bytes=SIZE_BYTES)

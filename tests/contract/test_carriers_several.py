@@ -16,7 +16,7 @@ from hegmd.migration.carriers.host import HostCarrier
 from hegmd.migration.carriers.peer import PeerCarrier
 from hegmd.migration.contracts import Carrier, MigratedProcess, OutOfMemory
 from hegmd.migration.methods.gpus import pool_owner
-from tests.contract.carried import Rig, ShowingAgent, ignored, rigged
+from tests.contract.carried import IpcAgent, Rig, ignored, rigged
 from tests.contract.helped import GIB, MIB, SIZE_BYTES, SIZES_MIB, Owner
 from tests.kit.carriers import check_carrier
 from tests.stubs.cuda.node import CudaNode
@@ -48,9 +48,9 @@ both = pytest.mark.parametrize("make", [peer, host], ids=lambda make: make.__nam
 @asynccontextmanager
 async def spread(
     tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch, to: str = "gpu2,gpu3"
-) -> AsyncIterator[tuple[Rig, ShowingAgent, MigratedProcess]]:
+) -> AsyncIterator[tuple[Rig, IpcAgent, MigratedProcess]]:
     async with rigged(tmp_path, *owner, monkeypatch) as rig:
-        agent = ShowingAgent(rig.workers, rig.owner)
+        agent = IpcAgent(rig.workers, rig.owner)
         agent.gpus = tuple(owner[0].uuids[:2])
         subject = await rig.subject_of(agent)
         yield rig, agent, replace(subject, gpu="gpu0,gpu1", target_gpu=to, storage_bytes_by_gpu=SHARES)

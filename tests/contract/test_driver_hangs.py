@@ -9,14 +9,14 @@ import anyio
 import pytest
 
 from hegmd.gpu_helper.link import Stuck
-from hegmd.migration.methods.progress_probe import Patience
+from hegmd.migration.methods.progress_probe import ProgressLimits
 from tests.contract.driven import REST_BYTES, Parts, Rig, rigged, standing_in
 from tests.patience import HANG_S
 
 # Whoever is seen stopped twice in a row is; and with the other nobody waits for what does not move, but for calls that
 # a busy machine is slow to begin.
-HASTY = Patience(look_s=0.02, stopped_s=0.02)
-IMPATIENT = Patience(look_s=0.02, floor_s=1.0, times=0.0, quiet_s=1.0)
+HASTY = ProgressLimits(look_s=0.02, stopped_s=0.02)
+IMPATIENT = ProgressLimits(look_s=0.02, floor_s=1.0, times=0.0, quiet_s=1.0)
 SOON_S = HANG_S
 
 

@@ -14,7 +14,7 @@ import pytest
 from hegmd.gpu_helper.link import Link
 from hegmd.migration.methods.other_processes import FILE_NAME, OtherProcesses
 from hegmd.migration.methods.progress_probe import is_stopped
-from hegmd.node.processes.procfs import Unreadable, Vanished, read_start
+from hegmd.node.processes.procfs import ProcessGone, Unreadable, read_start
 from tests.contract.helped import Owner, ask, linked
 from tests.patience import HANG_S
 from tests.stubs.cuda.node import CudaNode
@@ -23,7 +23,7 @@ from tests.stubs.cuda.node import CudaNode
 def start_ticks(pid: int) -> int | None:
     try:
         return read_start("/proc", pid)[0]
-    except (Vanished, Unreadable):
+    except (ProcessGone, Unreadable):
         return None
 
 

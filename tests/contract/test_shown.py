@@ -41,7 +41,7 @@ class Job:
         self.contents = [bytes([number + 1]) * size_bytes for number, size_bytes in enumerate(SIZES)]
         self.storages = [self.torch.Storage(content, stream=7 * n) for n, content in enumerate(self.contents)]
         self.segments = cuda_state.Segments(self.torch)
-        self.shown = ipc_storages.Shown(self.storages, list(SIZES), self.segments)
+        self.shown = ipc_storages.IpcStorages(self.storages, list(SIZES), self.segments)
 
     def cache(self, *sizes: int, stream: int = 0) -> Callable[[], None]:
         """Have a step's blocks of these sizes, all at once; what is given back does so again."""
@@ -54,7 +54,7 @@ class Job:
 
         step()
         self.segments = cuda_state.Segments(self.torch)  # as it is found when it stands
-        self.shown = ipc_storages.Shown(self.storages, list(SIZES), self.segments)
+        self.shown = ipc_storages.IpcStorages(self.storages, list(SIZES), self.segments)
         return step
 
     def moved(self) -> None:
@@ -93,7 +93,7 @@ def tells_on_which_of_several_gpus_each_is_now(_state: Path) -> None:
     job = Job()
     assert (job.shown.show().gpus, job.shown.show().devices) == ([], b""), "there is one"
     job.storages[1].device = job.torch.Device("cuda", 1)
-    job.shown = ipc_storages.Shown(job.storages, list(SIZES), job.segments)
+    job.shown = ipc_storages.IpcStorages(job.storages, list(SIZES), job.segments)
     both = [Driver().uuid_of(device) for device in (0, 1)]
     assert len(set(both)) == 2
     view = job.shown.show()
@@ -421,7 +421,7 @@ def copies_itself_what_lies_beside_memory_that_stays(state: Path) -> None:
     places = [(storage.data_ptr(), storage.nbytes()) for storage in job.storages]
     own = segments.own(job.torch, showable, places)
     assert [cuda_state.within(own, address) for address, _ in places] == [False, False, True]
-    job.shown = ipc_storages.Shown(job.storages, list(SIZES), segments, own)
+    job.shown = ipc_storages.IpcStorages(job.storages, list(SIZES), segments, own)
     assert [spot[0] for spot in job.shown.show(partly=True).spots] == [0, 1, NO_HANDLE]
     room = os.memfd_create("room")
     os.truncate(room, 8 * MIB)

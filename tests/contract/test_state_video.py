@@ -239,7 +239,7 @@ def gives_a_shadow_back_at_once_when_it_is_not_wanted_any_more(state: Path) -> N
     found: dict[int, int] = {}
     shadows = raw_copy.shadow_pieces_out(fd, 64 << 20, raws, places, found)
     assert shadows is not None
-    with pytest.raises(shadow.Ended):
+    with pytest.raises(shadow.CopyStopped):
         shadows.fetch(fd, 64 << 20, found, lambda: True)
     shadows.close()
     shadows.close()

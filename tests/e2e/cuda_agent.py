@@ -34,7 +34,7 @@ from hegmd.protocol.messages import (
     CudaFacts,
     Noted,
     Order,
-    Place,
+    StorageLocation,
 )
 from tests.e2e.stub_ranks import Ranks
 from tests.stubs.cuda.program import MIB, Address, Handle, Program, call, cuda
@@ -326,7 +326,10 @@ class Agent:
             handle = Handle()
             call("cuIpcGetMemHandle", ctypes.byref(handle), piece)
             handles.append(bytes(memoryview(handle)))
-        places = [Place(handle=index, offset=0, size_bytes=size) for index, size in enumerate(self.sizes[first:last])]
+        places = [
+            StorageLocation(handle=index, offset=0, size_bytes=size)
+            for index, size in enumerate(self.sizes[first:last])
+        ]
         at_bytes = sum(-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in self.sizes[:first])
         uuids = [Driver().uuid_of(ordinal) for ordinal in self.program.ordinals] if self._count > 1 else []
         return {

@@ -61,7 +61,7 @@ def losses_alone(folder: Path, *, workers: int = 0, steps: int = STEPS) -> list[
     return (folder / "losses").read_text().splitlines()
 
 
-class HandedJob:
+class ImageJob:
     """The script under `hegmctl run`. Whatever has become of it is ended with the context."""
 
     # How many processes it has while it trains.

@@ -16,7 +16,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from hegmd.protocol.connection import Asked, ServerConnection
+from hegmd.protocol.connection import IncomingRequest, ServerConnection
 from hegmd.protocol.messages import AgentAttend, AgentReport, Caller, Hello, Limits, Noted, Order, Welcome
 from tests.patience import HANG_S
 
@@ -27,7 +27,7 @@ class Gone(Exception):
     """The agent's connection ended."""
 
 
-class Attended:
+class AgentConnected:
     """An agent's connection: what it said of itself, and orders to it."""
 
     def __init__(self, connected: socket.socket) -> None:
@@ -114,10 +114,10 @@ class Attended:
             raise Gone
         self._protocol.feed(data)
         while (asked := self._protocol.next_event()) is not None:
-            assert isinstance(asked, Asked), f"the agent sent what cannot be served: {asked.error}"
+            assert isinstance(asked, IncomingRequest), f"the agent sent what cannot be served: {asked.error}"
             self._take(asked)
 
-    def _take(self, asked: Asked) -> None:
+    def _take(self, asked: IncomingRequest) -> None:
         request = asked.request
         if isinstance(request, Hello):
             assert request.role == "agent"
@@ -143,7 +143,7 @@ def _welcome() -> Welcome:
 
 
 class ScriptedDaemon:
-    """Listens; each agent that attends is an `Attended`."""
+    """Listens; each agent that attends is an `AgentConnected`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -151,12 +151,12 @@ class ScriptedDaemon:
         self._socket.bind(str(path))
         self._socket.listen(16)
         self._socket.settimeout(PATIENCE_S)
-        self._attended: list[Attended] = []
+        self._attended: list[AgentConnected] = []
 
-    def attended(self) -> Attended:
+    def attended(self) -> AgentConnected:
         """The next agent that comes."""
         connected, _address = self._socket.accept()
-        agent = Attended(connected)
+        agent = AgentConnected(connected)
         self._attended.append(agent)
         return agent
 

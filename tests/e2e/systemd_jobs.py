@@ -37,7 +37,7 @@ def asked(node: SystemdNode, *words: str) -> dict[str, Any]:
     return said
 
 
-class Inside:
+class JobInMachine:
     """A job in the machine, read all the while."""
 
     def __init__(self, node: SystemdNode, python: str, script: Path, seed: int) -> None:

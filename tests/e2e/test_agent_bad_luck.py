@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.agented import BRISK, INJECT, SCRIPTS, Training, environment, undisturbed
 from tests.e2e.moved_job import BARE
-from tests.e2e.scripted_daemon import Attended, Gone, ScriptedDaemon
+from tests.e2e.scripted_daemon import AgentConnected, Gone, ScriptedDaemon
 from tests.looks import pause
 from tests.needs import need_torch
 from tests.patience import HANG_S
@@ -29,7 +29,7 @@ PLAIN = str(SCRIPTS / "plain.py")
 MIB = 1 << 20
 
 
-def _out(agent: Attended, fd: int) -> int:
+def _out(agent: AgentConnected, fd: int) -> int:
     """Park it and take its bytes; how many."""
     agent.done("park", limit_s=20)
     survey = agent.done("survey")

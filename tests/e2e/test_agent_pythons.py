@@ -84,7 +84,7 @@ class Asked:
         if not self.left:
             raise StopIteration
         self.left -= 1
-        place = places.Place(sys._getframe(1))
+        place = places.ThreadPosition(sys._getframe(1))
         looks = [places.look_into(loop.iterator, 0, lambda found: None) for loop in place.loops]
         numbers = [list(range(*look["rest"])) if look["kind"] == "range" else look.get("index") for look in looks]
         print(place.at_head, numbers, [sorted(loop.names & {"range", "enumerate"}) for loop in place.loops])

@@ -16,7 +16,7 @@ from hegmd.errors import BUSY, TIMEOUT
 from hegmd.node.processes.process_set import population_of
 from tests.chaos.halts import BEGUN, RECORDED, UNRECORDED, Halts, Trap
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, daemon_with_criu, losses_alone
+from tests.e2e.handed_job import ENDS_WITHIN_S, ImageJob, daemon_with_criu, losses_alone
 from tests.e2e.mounting import why_no_mounts
 from tests.needs import need_torch
 from tests.stubs.build import build_stub
@@ -45,7 +45,7 @@ def test_a_job_is_ended_and_comes_back_on_another_gpu_with_every_loss_the_same(
     """Its loader's workers, its thread, its child and its open file with it; what it says goes where it is led."""
     image, log, expected = tmp_path / "image", tmp_path / "log", losses_alone(tmp_path / "alone", workers=2)
     log.write_text("before\n")
-    with HandedJob(tmp_path / "job", daemon.socket_path, workers=2, piped=True) as job:
+    with ImageJob(tmp_path / "job", daemon.socket_path, workers=2, piped=True) as job:
         job.await_steps(20)
         done = job.operation("checkpoint", str(job.pid), str(image))
         assert (done["phase"], done["processes"][0]["state"]) == ("done", "gone")
@@ -70,7 +70,7 @@ def test_a_job_that_is_left_running_goes_on_and_its_image_begins_where_it_was(
     daemon: RunningDaemon, tmp_path: Path, expected: list[str]
 ) -> None:
     image = tmp_path / "image"
-    with HandedJob(tmp_path / "job", daemon.socket_path) as job:
+    with ImageJob(tmp_path / "job", daemon.socket_path) as job:
         job.await_steps(20)
         words = ("checkpoint", "--leave-running", str(job.pid), str(image))
         notes = job.command(*words, "--dry-run")["plan"]["hazards"]
@@ -100,7 +100,7 @@ def test_it_comes_back_in_a_fresh_pid_namespace_under_another_daemon(
     """As on another node: its process numbers are free there, and the socket and the state are others."""
     image, other = tmp_path / "image", tmp_path / "other"
     other.mkdir()
-    with HandedJob(tmp_path / "job", daemon.socket_path) as job:
+    with ImageJob(tmp_path / "job", daemon.socket_path) as job:
         job.await_steps(20)
         job.operation("checkpoint", "--leave-running", str(job.pid), str(image))
         losses = len(job.losses)
@@ -124,7 +124,7 @@ def test_it_comes_back_in_a_fresh_pid_namespace_under_another_daemon(
 def test_what_cannot_be_written_is_refused_before_the_job_is_stopped(daemon: RunningDaemon, tmp_path: Path) -> None:
     (tmp_path / "image").mkdir()
     (tmp_path / "image" / "mine").touch()
-    with HandedJob(tmp_path / "job", daemon.socket_path) as job:
+    with ImageJob(tmp_path / "job", daemon.socket_path) as job:
         job.await_steps(20)
         refused = job.command("checkpoint", str(job.pid), str(tmp_path / "image"), status=None)
         assert str(tmp_path / "image") in refused["error"]["message"], refused
@@ -135,7 +135,7 @@ def test_one_of_two_restores_of_an_image_at_once_is_refused(
     daemon: RunningDaemon, tmp_path: Path, expected: list[str]
 ) -> None:
     image = tmp_path / "image"
-    with HandedJob(tmp_path / "job", daemon.socket_path) as job:
+    with ImageJob(tmp_path / "job", daemon.socket_path) as job:
         job.await_steps(20)
         job.operation("checkpoint", str(job.pid), str(image))
         job.process.wait(ENDS_WITHIN_S)
@@ -170,7 +170,7 @@ def test_on_a_disk_that_fills_up_the_job_goes_on_and_nothing_is_left(
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1g", "none", str(disk)], check=True)
     try:
-        with HandedJob(tmp_path / "job", halted.socket_path) as job:
+        with ImageJob(tmp_path / "job", halted.socket_path) as job:
             job.await_steps(20)
             halts.set(Trap(job.pid, "handing", RECORDED))
             words = [sys.executable, "-m", "hegmctl", "checkpoint", str(job.pid), str(disk / "image")]
@@ -203,7 +203,7 @@ def test_a_daemon_killed_with_an_image_under_way_leaves_a_whole_one_or_a_job_tha
     ended: bool | None,
 ) -> None:
     image = tmp_path / "image"
-    with HandedJob(tmp_path / "job", halted.socket_path) as job:
+    with ImageJob(tmp_path / "job", halted.socket_path) as job:
         job.await_steps(20)
         halts.set(Trap(job.pid, phase, moment))
         words = [sys.executable, "-m", "hegmctl", "checkpoint", str(job.pid), str(image)]
@@ -239,7 +239,7 @@ def test_a_job_that_was_to_go_on_stood_while_its_image_was_written(
     """It trains while nobody has begun to write its bytes, and whatever becomes of the daemon; the image is whole by
     then, or nothing is left of it."""
     image = tmp_path / "image"
-    with HandedJob(tmp_path / "job", halted.socket_path) as job:
+    with ImageJob(tmp_path / "job", halted.socket_path) as job:
         job.await_steps(20)
         halts.set(Trap(job.pid, "sealing", UNRECORDED if when == WHOLE else RECORDED))
         words = [sys.executable, "-m", "hegmctl", "checkpoint", "--leave-running", str(job.pid), str(image)]
@@ -274,7 +274,7 @@ def _unnamed(image: Path) -> Path:
     return unnamed
 
 
-def _metrics(job: HandedJob) -> str:
+def _metrics(job: ImageJob) -> str:
     words = [sys.executable, "-m", "hegmctl", "metrics"]
     return subprocess.run(words, env=job.environ, capture_output=True, text=True, check=True).stdout
 
@@ -305,7 +305,7 @@ def test_an_image_that_cannot_be_written_any_more_is_removed_and_told_of_while_i
     harms = ((_fill, "No space left on device"), (_kill_writers, "the image writer"))
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2g", "none", str(disk)], check=True)
     try:
-        with HandedJob(tmp_path / "job", halted.socket_path) as job:
+        with ImageJob(tmp_path / "job", halted.socket_path) as job:
             job.await_steps(20)
             checkpoint = ("checkpoint", "--leave-running", str(job.pid), str(disk / "image"))
             for number, (harm, why) in enumerate(harms, 1):
@@ -337,7 +337,7 @@ def test_a_daemon_killed_within_a_restore_leaves_a_job_or_only_the_image(
 ) -> None:
     """What had come back was nobody's: it stood, its bytes were held, and the image could not be restored again."""
     image = tmp_path / "image"
-    with HandedJob(tmp_path / "job", daemon.socket_path) as job:
+    with ImageJob(tmp_path / "job", daemon.socket_path) as job:
         job.await_steps(20)
         job.operation("checkpoint", str(job.pid), str(image))
         job.process.wait(ENDS_WITHIN_S)
@@ -361,7 +361,7 @@ def test_a_daemon_killed_within_a_restore_leaves_a_job_or_only_the_image(
 
 def test_a_writer_that_is_killed_sends_the_job_back(daemon: RunningDaemon, tmp_path: Path, expected: list[str]) -> None:
     image = tmp_path / "image"
-    with HandedJob(tmp_path / "job", daemon.socket_path) as job:
+    with ImageJob(tmp_path / "job", daemon.socket_path) as job:
         job.await_steps(20)
         words = [sys.executable, "-m", "hegmctl", "checkpoint", str(job.pid), str(image)]
         with subprocess.Popen(words, env=job.environ, stderr=subprocess.DEVNULL) as client:

@@ -17,7 +17,7 @@ import pytest
 from hegmd.images.criu.privileges import rights_missing
 from hegmd.node.processes.process_set import population_of
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, as_user, daemon_with_criu, losses_alone
+from tests.e2e.handed_job import ENDS_WITHIN_S, ImageJob, as_user, daemon_with_criu, losses_alone
 from tests.needs import need_a_clone_for_all, need_torch
 
 pytestmark = [pytest.mark.e2e]
@@ -50,7 +50,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> list[
     return losses_alone(tmp_path_factory.mktemp("alone") / "job")
 
 
-def said(job: HandedJob, uid: int, *words: str) -> tuple[int, dict[str, Any]]:
+def said(job: ImageJob, uid: int, *words: str) -> tuple[int, dict[str, Any]]:
     """The status and the last words of hegmctl, asked by that user."""
     ran = subprocess.run(
         [*as_user(uid), sys.executable, "-m", "hegmctl", "--json", *words],
@@ -73,7 +73,7 @@ def handed_to(uid: int, path: Path) -> None:
 def test_nobody_but_root_takes_or_restores_what_is_not_theirs(daemon: RunningDaemon, folder: Path) -> None:
     """An image of root's, with this node's signature, in the hands of somebody else."""
     image, theirs = folder / "image", folder / "theirs"
-    with HandedJob(folder / "job", daemon.socket_path) as job:
+    with ImageJob(folder / "job", daemon.socket_path) as job:
         job.await_steps(20)
         refused = said(job, BOB, "checkpoint", str(job.pid), str(folder / "mine"))[1]
         assert refused["error"]["code"] == "denied"
@@ -102,7 +102,7 @@ def test_a_users_job_goes_into_an_image_and_back_with_its_own_rights_and_every_l
     missing = rights_missing(frozenset({BOB}), as_user=True, in_unit=False)
     if missing is not None:
         pytest.skip(missing.message)
-    with HandedJob(folder / "job", daemon.socket_path, uid=BOB) as job:
+    with ImageJob(folder / "job", daemon.socket_path, uid=BOB) as job:
         job.await_steps(20)
         images = folder / "images"
         images.mkdir(mode=0o700)

@@ -17,7 +17,7 @@ import pytest
 
 from hegmctl.connection import connect
 from hegmd.errors import DENIED, NOT_FOUND, REFUSED, UNAVAILABLE, HegmError
-from hegmd.protocol.connection import Answer, ClientConnection
+from hegmd.protocol.connection import ClientConnection, Reply
 from hegmd.protocol.messages import AgentAttend, Hello
 from tests.e2e.daemon import RunningDaemon
 from tests.looks import pause
@@ -250,7 +250,7 @@ def test_an_agent_is_shown_while_it_is_connected(daemon: RunningDaemon) -> None:
             _, hello = protocol.request(Hello(versions=(2,), name="test-agent", program_version="7", role="agent"))
             agent.sendall(hello)
             protocol.feed(agent.recv(65_536))
-            assert isinstance(protocol.next_event(), Answer)
+            assert isinstance(protocol.next_event(), Reply)
             _, attend = protocol.request(AgentAttend(token="0" * 32, python_version="3.11", boundary=0))
             agent.sendall(attend)
             while (shown := holder.processes().processes[0].agent) is None:

@@ -31,7 +31,7 @@ def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
         yield running
 
 
-class EvaluatingJob(MovedJob):
+class EvaluationJob(MovedJob):
     """A supervised training whose evaluation ends when a file goes: nobody leaves from there.
 
     Where there is a pipe as a gate, a Python that is started before its turn waits there before it begins.
@@ -113,7 +113,7 @@ def test_it_goes_with_a_cancel_waits_for_its_turn_can_be_done_without_and_is_tra
 ) -> None:
     if (read_available_bytes() or 0) < ENOUGH_BYTES:
         pytest.skip("the node has no 3 GiB available, and makes nobody ready with less than 2")
-    with EvaluatingJob(daemon, tmp_path) as job:
+    with EvaluationJob(daemon, tmp_path) as job:
         first = next(iter(job.places(1)))
         job.read_steps(3)
         cancelled, waiting = job.asked_to("gpu1", first)
@@ -161,7 +161,7 @@ def test_one_that_is_kept_ready_is_nobody_until_its_turn_and_ends_with_the_job(
     """Asked for with `--ready always`: it was started for the GPU that the job was on, and goes on on another one."""
     if (read_available_bytes() or 0) < ENOUGH_BYTES:
         pytest.skip("the node has no 3 GiB available, and makes nobody ready with less than 2")
-    with EvaluatingJob(daemon, tmp_path, "--ready", "always") as job, connect(str(daemon.socket_path)) as hegmd:
+    with EvaluationJob(daemon, tmp_path, "--ready", "always") as job, connect(str(daemon.socket_path)) as hegmd:
         first = next(iter(job.places(1)))
         kept = job.kept_beside(first)
         assert {process.pid for process in hegmd.processes().processes} == {first}

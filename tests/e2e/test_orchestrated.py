@@ -14,7 +14,7 @@ from time import monotonic
 import pytest
 
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, daemon_with_criu, losses_alone
+from tests.e2e.handed_job import ENDS_WITHIN_S, ImageJob, daemon_with_criu, losses_alone
 from tests.needs import need_torch
 from tests.patience import HANG_S
 
@@ -36,7 +36,7 @@ def test_a_job_is_stopped_taken_off_handed_over_and_restored_in_steps_with_every
 ) -> None:
     expected = losses_alone(tmp_path / "alone")
     image = tmp_path / "image"
-    with HandedJob(tmp_path / "job", daemon.socket_path) as job:
+    with ImageJob(tmp_path / "job", daemon.socket_path) as job:
         job.await_steps(20)
         held = job.operation("quiesce", str(job.pid), "--timeout", "30", "--hold", "15min")
         assert (held["phase"], held["processes"][0]["state"]) == ("holding", "parked")
@@ -73,7 +73,7 @@ def test_images_every_so_often_go_on_under_the_next_daemon_and_the_newest_comes_
     images, there = tmp_path / "images", tmp_path / "there"
     every = ("--checkpoint-every", "1", "--keep", "1", "--dir", str(images), "--name", "train")
     expected = losses_alone(tmp_path / "alone", steps=LONG)
-    with HandedJob(tmp_path / "job", daemon.socket_path, options=every, steps=LONG) as job:
+    with ImageJob(tmp_path / "job", daemon.socket_path, options=every, steps=LONG) as job:
         job.await_steps(5)
         _await(lambda: len(_whole(images)) == 1)
         (first,) = _whole(images)

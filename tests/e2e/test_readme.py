@@ -45,7 +45,7 @@ def shape(line: str) -> str:
     return re.sub(r"process \d+", "process PID", line)
 
 
-class Visitor:
+class ReadmeReader:
     """Types the lines of a console block; what they leave in the background is ended with the visit."""
 
     def __init__(self, folder: Path, visit: ExitStack) -> None:
@@ -114,7 +114,7 @@ class Visitor:
 def test_the_first_visit_goes_as_the_quick_start_says(socket_dir: Path) -> None:
     block = next(block for block in blocks(QUICK_START, "console") if "hegmctl gpus" in block)
     with ExitStack() as visit:
-        visitor = Visitor(socket_dir, visit)
+        visitor = ReadmeReader(socket_dir, visit)
         for line, shown in commands(block):
             if line == "hegmctl gpus":
                 visitor.thinks()

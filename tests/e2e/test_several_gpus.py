@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.e2e]
 FIRST_BYTES, SECOND_BYTES = 64 * MIB + 512, 200 * MIB
 
 
-class Spread(Watched):
+class TwoGpuProgram(Watched):
     """A watched program on two GPUs that reach one another."""
 
     def __init__(self, program: DrivenProgram) -> None:
@@ -72,7 +72,7 @@ def holds(node: DrivenNode, pid: int) -> dict[str, int]:
 
 def test_all_of_it_moves_or_one_device_or_they_change_places(node: DrivenNode) -> None:
     with spread(node) as program, node.connect() as connection:
-        watched = Spread(program)
+        watched = TwoGpuProgram(program)
         assert holds(node, watched.pid) == {"gpu0": FIRST_BYTES, "gpu1": SECOND_BYTES}
         moved = migrate(connection, watched.pid, "gpu3,gpu2")
         assert moved.processes[0].gpu == "gpu3,gpu2"
@@ -90,7 +90,7 @@ def test_all_of_it_moves_or_one_device_or_they_change_places(node: DrivenNode) -
 def test_it_is_suspended_and_resumes_elsewhere_also_by_a_daemon_that_was_killed_meanwhile(node: DrivenNode) -> None:
     """What each device needs is in the journal: nobody can ask any more once it is off."""
     with spread(node) as program:
-        watched = Spread(program)
+        watched = TwoGpuProgram(program)
         with node.connect() as connection:
             suspended = connection.suspend(watched.pid).operation
             assert suspended is not None
@@ -114,7 +114,7 @@ def test_it_is_suspended_and_resumes_elsewhere_also_by_a_daemon_that_was_killed_
 def test_its_storages_go_by_its_own_copies_and_room_for_them_is_held_on_each_of_its_gpus(node: DrivenNode) -> None:
     """All of such a process went with the driver, at a tenth of the speed. What each GPU needs outlives the daemon."""
     with spread(node) as program:
-        watched = Spread(program)
+        watched = TwoGpuProgram(program)
         assert program.tell("devices") == "noted"
         with node.connect() as connection:
             to = Migrate(pids=(watched.pid,), to="gpu3,gpu2", carrier="worker", dry_run=True)
@@ -151,7 +151,7 @@ def test_its_storages_go_by_its_own_copies_and_room_for_them_is_held_on_each_of_
 def test_the_helper_copies_from_each_of_its_gpus_and_back(node: DrivenNode, carrier: str) -> None:
     """By an operation with one session for each device: elsewhere, one device alone, and with GPUs exchanged."""
     with spread(node) as program, node.connect() as connection:
-        watched = Spread(program)
+        watched = TwoGpuProgram(program)
         assert program.tell("devices") == "noted"
         asked = None if carrier == "peer" else carrier  # peer is what the plan chooses
         dry = Migrate(pids=(watched.pid,), to="gpu3,gpu2", carrier=asked, dry_run=True)
@@ -173,7 +173,7 @@ def test_the_helper_copies_from_each_of_its_gpus_and_back(node: DrivenNode, carr
 
 def test_it_is_suspended_by_the_helper_and_resumes_elsewhere_after_the_daemon_was_killed(node: DrivenNode) -> None:
     with spread(node) as program:
-        watched = Spread(program)
+        watched = TwoGpuProgram(program)
         program.tell("devices")
         with node.connect() as connection:
             suspended = connection.suspend(watched.pid).operation
@@ -213,7 +213,7 @@ def test_a_daemon_that_is_killed_while_the_helper_has_the_bytes_finds_those_of_e
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     with spread(node) as program:
-        watched = Spread(program)
+        watched = TwoGpuProgram(program)
         program.tell("devices")
         node.cuda.order(f"hold {stage} {gate}")
         with node.connect() as connection:
@@ -237,7 +237,7 @@ def test_a_neighbour_that_takes_all_it_can_gets_none_of_the_room_for_storages_on
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     with spread(node) as program, node.program(2) as neighbour, node.connect() as connection:
-        watched = Spread(program)
+        watched = TwoGpuProgram(program)
         program.tell("devices")
         node.cuda.order(f"hold step:checkpoint@{watched.pid} {gate}")
         connection.call(Migrate(pids=(watched.pid,), to="gpu0=gpu2", wait=False), OperationReply)
@@ -264,7 +264,7 @@ def test_a_daemon_that_is_killed_in_the_middle_costs_no_job(
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     with spread(node) as program:
-        watched = Spread(program)
+        watched = TwoGpuProgram(program)
         node.cuda.order(f"hold {stage} {gate}")
         with node.connect() as connection:
             connection.call(Migrate(pids=(watched.pid,), to=to, wait=False), OperationReply)
@@ -283,7 +283,7 @@ def test_a_daemon_that_is_killed_in_the_middle_costs_no_job(
 
 def test_a_move_that_came_to_nothing_leaves_its_gpus_reaching_one_another(node: DrivenNode) -> None:
     with spread(node) as program, node.connect() as connection:
-        watched = Spread(program)
+        watched = TwoGpuProgram(program)
         node.cuda.order("error cuCheckpointProcessLock 600")
         moved = connection.migrate(watched.pid, "gpu2,gpu3").operation
         assert moved is not None
@@ -294,7 +294,7 @@ def test_a_move_that_came_to_nothing_leaves_its_gpus_reaching_one_another(node: 
 
 def test_an_agent_that_cannot_part_them_keeps_its_job_where_it_is(node: DrivenNode) -> None:
     with spread(node) as program, node.connect() as connection:
-        watched = Spread(program)
+        watched = TwoGpuProgram(program)
         program.tell("refuse part")
         moved = connection.migrate(watched.pid, "gpu2,gpu3").operation
         assert moved is not None
@@ -306,7 +306,7 @@ def test_an_agent_that_cannot_part_them_keeps_its_job_where_it_is(node: DrivenNo
 
 def test_a_gpu_that_is_emptied_gets_rid_of_its_part_alone(node: DrivenNode) -> None:
     with spread(node) as program, node.connect() as connection:
-        watched = Spread(program)
+        watched = TwoGpuProgram(program)
         drained = connection.call(Drain(gpu="gpu1", to=("gpu3",)), Drained)
         assert [op.phase for op in drained.operations] == ["done"]
         watched.is_whole()

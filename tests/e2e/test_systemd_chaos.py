@@ -9,7 +9,7 @@ import pytest
 from tests.chaos.cells import DAEMON, MIGRATE, RESUME, SUSPEND, Cell
 from tests.chaos.halts import BEGUN, RECORDED, UNRECORDED, Halts, Trap
 from tests.chaos.jobs import undisturbed
-from tests.e2e.systemd_jobs import PATIENCE_S, Inside, asked, halted_service, settled, trains_at, what_trains
+from tests.e2e.systemd_jobs import PATIENCE_S, JobInMachine, asked, halted_service, settled, trains_at, what_trains
 from tests.e2e.systemd_node import SystemdNode
 from tests.e2e.systemd_service import SERVICE
 
@@ -61,7 +61,7 @@ def test_systemd_starts_a_killed_service_again_and_it_finishes_what_was_under_wa
     python, script = what_trains(node)
     with halted_service(node, tmp_path) as halts:
         node.run("systemctl", "start", SERVICE)
-        with Inside(node, python, script, 31) as job:
+        with JobInMachine(node, python, script, 31) as job:
             for cell in cells:
                 phase = killed(node, halts, cell)
                 assert phase in cell.ends, (cell, asked(node, "op", "--story", "1"))

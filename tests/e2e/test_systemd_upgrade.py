@@ -10,7 +10,7 @@ import pytest
 from hegmd.migration.journal import records
 from tests.chaos.halts import UNRECORDED, Halts, Trap
 from tests.chaos.jobs import undisturbed
-from tests.e2e.systemd_jobs import PATIENCE_S, Inside, asked, halted_service, settled, trains_at, what_trains
+from tests.e2e.systemd_jobs import PATIENCE_S, JobInMachine, asked, halted_service, settled, trains_at, what_trains
 from tests.e2e.systemd_node import SystemdNode
 from tests.e2e.systemd_service import SERVICE, install, main_pid
 
@@ -46,11 +46,11 @@ def test_a_newer_daemon_finishes_what_the_older_one_began(
     shutil.copy(newer_deb, node.root / "root")
     newer = newer_deb.name.split("_")[1]
     python, script = what_trains(node)
-    with halted_service(node, tmp_path) as halts, Inside(node, python, script, 41) as suspended:
+    with halted_service(node, tmp_path) as halts, JobInMachine(node, python, script, 41) as suspended:
         waits, _ = trains_at(node)
         assert asked(node, "suspend", str(waits))["operation"]["phase"] == "suspended"
         pieces = named_pieces(node)
-        with Inside(node, python, script, 42) as migrated:
+        with JobInMachine(node, python, script, 42) as migrated:
             moves, _ = trains_at(node, beside=waits)
             older = main_pid(node)
             halts.set(Trap(moves, "offloading", UNRECORDED))

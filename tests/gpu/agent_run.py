@@ -30,7 +30,7 @@ from hegmd.gpu_helper.link import Link
 from hegmd.memory.pool import Key, Pool
 from hegmd.protocol.messages import AgentReport
 from tests.e2e.agented import Training, environment
-from tests.e2e.scripted_daemon import Attended, ScriptedDaemon
+from tests.e2e.scripted_daemon import AgentConnected, ScriptedDaemon
 from tests.gpu.moves_node import require_nvml
 
 SCRIPT = Path(__file__).with_name("training") / "mixed.py"
@@ -67,7 +67,9 @@ def places_of(report: AgentReport) -> list[list[int]]:
 class Case:
     """One training, moved once by one carrier."""
 
-    def __init__(self, link: Link, gpus: list[str], carrier: str, agent: Attended, pid: int, rounds_bytes: int) -> None:
+    def __init__(
+        self, link: Link, gpus: list[str], carrier: str, agent: AgentConnected, pid: int, rounds_bytes: int
+    ) -> None:
         self.link, self.gpus, self.carrier, self.agent, self.pid = link, gpus, carrier, agent, pid
         self.rounds_bytes = rounds_bytes
         self.times: dict[str, float] = {}

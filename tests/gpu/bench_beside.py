@@ -24,9 +24,9 @@ from pathlib import Path
 import psutil
 
 from hegmd.protocol.messages import Migrate
-from tests.gpu.bench_held import Adamw, Held, Surrounding
+from tests.gpu.bench_held import Adamw, Held, ProgramSettings
 from tests.gpu.bench_record import Record
-from tests.gpu.bench_ways import Ways
+from tests.gpu.bench_ways import MoveCounts
 from tests.gpu.moves_node import ROOT, SHARED_MEMORY, Node, WentWrongError, until
 
 STEPS = 2000
@@ -45,7 +45,7 @@ CONTROL = "import sys; from hegm.ctrl import main_cli; sys.exit(main_cli())"
 # ---- of hegmd alone -------------------------------------------------------------------------------------------------
 
 
-def run_arm(ways: Ways, repeat: int) -> None:
+def run_arm(ways: MoveCounts, repeat: int) -> None:
     """From a move's being asked for until all is held and the helper is ready; when there is none yet, and again."""
     node = ways.node
     with contextlib.closing(Held(node, 1)) as job:
@@ -171,7 +171,7 @@ def _moved(node: Node, job: Adamw, carrier: str) -> float:
     return job.next_step_s(asked_at)
 
 
-def restarted(node: Surrounding, size_gib: float, site: Path, left_s: float) -> tuple[list[float], list[float]]:
+def restarted(node: ProgramSettings, size_gib: float, site: Path, left_s: float) -> tuple[list[float], list[float]]:
     """Until the lock file, and until the next step, as often as the time is good for."""
     locked: list[float] = []
     whole: list[float] = []
@@ -208,7 +208,7 @@ def _with_children(pid: int) -> Generator[None]:
             child.kill()
 
 
-def _control(node: Surrounding, more: dict[str, str], *words: str) -> None:
+def _control(node: ProgramSettings, more: dict[str, str], *words: str) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", CONTROL, *words],
         env={**node.environ(), **more},

@@ -17,7 +17,7 @@ STARTS_WITHIN_S = 120.0
 PAUSE_WITHIN_S = 120.0
 
 
-class Surrounding(Protocol):
+class ProgramSettings(Protocol):
     """What programs are started with."""
 
     def environ(self) -> dict[str, str]: ...
@@ -96,7 +96,7 @@ class Adamw(Lines):
     """An AdamW training by its lines: the process, the step and the loss, of which each has a time."""
 
     def __init__(
-        self, node: Surrounding, size_gib: float, run: list[str], more: dict[str, str], *, gpu: int = 0
+        self, node: ProgramSettings, size_gib: float, run: list[str], more: dict[str, str], *, gpu: int = 0
     ) -> None:
         environ = {**node.environ(), **more, "CUDA_VISIBLE_DEVICES": str(gpu), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         script = [sys.executable, "-u", str(TRAINING / "adamw.py"), str(size_gib)]

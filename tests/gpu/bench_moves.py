@@ -38,7 +38,7 @@ from tests.gpu.bench_beside import ALONE, SIZE_GIB, run_adamw, run_arm, run_hegm
 from tests.gpu.bench_commands import RUNS, TAKES_S, ready_settings
 from tests.gpu.bench_held import Held
 from tests.gpu.bench_record import Record, huge_pages, unwinding, warm
-from tests.gpu.bench_ways import Ways
+from tests.gpu.bench_ways import MoveCounts
 from tests.gpu.moves_jobs import on_stub
 from tests.gpu.moves_node import Node
 
@@ -97,7 +97,7 @@ class Bench:
 
     def __init__(self, node: Node, record: Record, ends: float) -> None:
         self.node, self.record, self.ends = node, record, ends
-        self.ways = Ways(node, record, ends)
+        self.ways = MoveCounts(node, record, ends)
 
     def run_moves(self, plan: list[tuple[int, list[Task]]], memory: Callable[[], None]) -> None:
         """Of each size what is not measured yet; what went wrong is not tried again."""

@@ -24,7 +24,7 @@ GIB = 1 << 30
 HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
 
 
-class Teller(Protocol):
+class Reporter(Protocol):
     """Whoever prints sentences."""
 
     def say(self, text: str, *, keep: bool = True) -> None: ...
@@ -106,7 +106,7 @@ def unwinding() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def huge_pages(record: Teller, size_gib: int) -> Iterator[None]:
+def huge_pages(record: Reporter, size_gib: int) -> Iterator[None]:
     """As many 2 MiB pages as the pool takes for so much, as far as they can be had."""
     if on_stub() or not size_gib:
         yield

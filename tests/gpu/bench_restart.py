@@ -65,7 +65,7 @@ class Restart:
         return vars(self)
 
 
-class Figures:
+class Measurements:
     """What was measured; a line of JSON for each in the state's file, among what `Record` has there."""
 
     def __init__(self, state: Path | None) -> None:
@@ -128,7 +128,7 @@ class Figures:
 class Bench:
     """One training after the other, on one GPU."""
 
-    def __init__(self, node: RestartNode, figures: Figures, asked: argparse.Namespace, ends: float) -> None:
+    def __init__(self, node: RestartNode, figures: Measurements, asked: argparse.Namespace, ends: float) -> None:
         self.node, self.figures, self._asked, self._ends = node, figures, asked, ends
         self._notes = node.folder / "agent.notes"
 
@@ -294,7 +294,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     asked = parsed(argv)
     ends = time.monotonic() + asked.budget_s
-    figures = Figures(asked.state)
+    figures = Measurements(asked.state)
     if asked.table:
         print(figures.markdown())
         return 0

@@ -266,21 +266,23 @@ def turns(size_gib: int, within: Callable[[float, int], bool], quantum_s: float)
 
 
 @dataclass(frozen=True)
-class Switch:
+class TurnSwitch:
     """The last step of one training, and the first step of the other after it."""
 
     began: float
     took_s: float
 
 
-def switches(first: Training, second: Training) -> list[Switch]:
+def switches(first: Training, second: Training) -> list[TurnSwitch]:
     """Each change from one training to the other, without the first one: it has the start of the second in it."""
     steps = sorted([(at, 0) for at in first.step_times()] + [(at, 1) for at in second.step_times()])
-    found = [Switch(earlier[0], later[0] - earlier[0]) for earlier, later in pairwise(steps) if earlier[1] != later[1]]
+    found = [
+        TurnSwitch(earlier[0], later[0] - earlier[0]) for earlier, later in pairwise(steps) if earlier[1] != later[1]
+    ]
     return found[1:]
 
 
-def tell_switch(node: Node, training: Training, switch: Switch) -> None:
+def tell_switch(node: Node, training: Training, switch: TurnSwitch) -> None:
     """Print what the last operation of a training did in that time."""
     began_utc = time.time() - time.monotonic() + switch.began
     with suppress(IndexError):  # it had none yet

@@ -31,7 +31,7 @@ BOTH_WAYS = {"peer"}
 
 
 @dataclass(frozen=True)
-class Stood:
+class Downtime:
     """From when to when a job stood, by the clock of its lines, and since when and until when that was asked for."""
 
     asked_utc: float
@@ -48,7 +48,7 @@ class Stood:
         return at + time.time() - time.monotonic()
 
 
-class Ways:
+class MoveCounts:
     """The ways to move one, and how often each was gone."""
 
     def __init__(self, node: Node, record: Record, ends: float) -> None:
@@ -88,7 +88,7 @@ class Ways:
         asked_at = time.monotonic()
         reply, _, began_utc = self._ask(Migrate(pids=(job.pid,), to=f"gpu{1 - source}", carrier=carrier), "done")
         ended_at, took_s = job.pause_since(asked_at)
-        stood = Stood(began_utc, ended_at - took_s, ended_at)
+        stood = Downtime(began_utc, ended_at - took_s, ended_at)
         measured = self._taken_apart(job, reply, ("migrate", carrier, f"gpu{source} to {1 - source}"), stood)
         if noted:
             self.record.measure(measured)
@@ -103,7 +103,7 @@ class Ways:
         back, _, back_utc = self._ask(Resume(pid=job.pid), "done")
         ended_at, took_s = job.pause_since(asked_at)
         suspend_s = out_at - (ended_at - took_s)
-        away, came = Stood(out_utc, out_at - suspend_s, out_at, back_utc), Stood(back_utc, asked_at, ended_at)
+        away, came = Downtime(out_utc, out_at - suspend_s, out_at, back_utc), Downtime(back_utc, asked_at, ended_at)
         self.record.measure(self._taken_apart(job, out, ("suspend", carrier, where), away))
         self.record.measure(self._taken_apart(job, back, ("resume", carrier, where), came))
 
@@ -116,7 +116,7 @@ class Ways:
             raise WentWrongError(f"{request.op}: {operation}")
         return reply, time.monotonic(), began_utc
 
-    def _taken_apart(self, job: Held, reply: OperationReply, way: tuple[str, str, str], stood: Stood) -> Measured:
+    def _taken_apart(self, job: Held, reply: OperationReply, way: tuple[str, str, str], stood: Downtime) -> Measured:
         assert reply.operation is not None
         story = self.node.story(reply.operation.id)
         story = story.replace(story=tuple(line for line in story.story if line.utc < stood.until_utc))

@@ -11,19 +11,19 @@ from pathlib import Path
 
 from hegmd.gpu_helper import cuda
 from hegmd.gpu_helper.address_space import VideoSpace
-from hegmd.gpu_helper.allocations import Allocations, Done, joined
+from hegmd.gpu_helper.allocations import Allocations, CopyResult, joined
 from hegmd.gpu_helper.copy_session import Contexts
-from hegmd.gpu_helper.copying import Copy, Pace
-from hegmd.gpu_helper.preallocation import Provisions
+from hegmd.gpu_helper.copying import Copy, CopySizes
+from hegmd.gpu_helper.preallocation import SessionResources
 from hegmd.gpu_helper.staging import HostMemory, HostSpace, StagedCopy
-from hegmd.gpu_helper.staging import Pace as Staging
+from hegmd.gpu_helper.staging import StagingSizes as Staging
 
 MIB = 1 << 20
 GIB = 1 << 30
 OWNER = Path(__file__).with_name("vram_owner.py")
 PIECES = 64
 PACES = [
-    Pace(chunk_bytes=chunk_mib * MIB, batch_bytes=4 * GIB, streams_a_group=streams)
+    CopySizes(chunk_bytes=chunk_mib * MIB, batch_bytes=4 * GIB, streams_a_group=streams)
     for chunk_mib in (16, 64, 256, 1024)
     for streams in (1, 2, 4)
 ]
@@ -36,7 +36,7 @@ STAGED = [
 ]
 
 
-def show(name: str, done: Done) -> None:
+def show(name: str, done: CopyResult) -> None:
     """One line."""
     rate = done.copied_bytes / done.copy_s / 1e9
     print(f"    {name:50} {rate:7.1f} GB/s  open {done.open_s * 1e3:6.1f} ms  close {done.close_s * 1e3:6.1f} ms")
@@ -62,7 +62,7 @@ def main() -> None:
         for other in ordinals:
             if one != other:
                 cuda.enable_peer(held[one], held[other])
-    provisions = Provisions(held)
+    provisions = SessionResources(held)
     provisions.provide(max(*(pace.streams for pace in PACES), *(staging.streams for staging in STAGED)))
     argv = [sys.executable, str(OWNER), "0", str(PIECES), str(size_bytes // PIECES)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:

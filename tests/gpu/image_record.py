@@ -44,7 +44,7 @@ PARTS = ("suspend", "dump", "write", "read back", "verify", "end", "check", "rea
 
 
 @dataclass(frozen=True)
-class Figure:
+class ImageRate:
     """One way into an image or out of it: how fast its bytes were written, and how fast dd was, the better of just
     before and just after."""
 
@@ -91,7 +91,7 @@ class Record:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self.figures: list[Figure] = []
+        self.figures: list[ImageRate] = []
         self.cases: dict[str, str] = {}
         self._took_s: dict[str, float] = {}
         self.wrong = False
@@ -100,7 +100,7 @@ class Record:
 
     def _take(self, said: dict[str, Any]) -> None:
         if "figure" in said:
-            self.figures.append(Figure(**said["figure"]))
+            self.figures.append(ImageRate(**said["figure"]))
         else:
             self.cases[said["case"]] = said["wrong"]
             self._took_s[said["case"].partition(".")[0]] = said["took_s"]
@@ -111,7 +111,7 @@ class Record:
             with self._path.open("a") as file:
                 file.write(json.dumps(said) + "\n")
 
-    def measure(self, figure: Figure) -> None:
+    def measure(self, figure: ImageRate) -> None:
         self._keep({"figure": asdict(figure)})
         parts = ", ".join(f"{name} {took_s:.3f}" for name, took_s in figure.parts.items())
         stood = "" if figure.parked_s is None else f", the job stood {figure.parked_s:.3f} s"
@@ -143,12 +143,12 @@ class Record:
         return "\n".join([table(self.figures), "", beside(self.figures), "", "| case | |", "|---|---|", *seen])
 
 
-def table(figures: Sequence[Figure]) -> str:
+def table(figures: Sequence[ImageRate]) -> str:
     """Medians, in seconds, as Markdown."""
     head = ["GiB", "what", "where", "carrier", "times", "s", "least to most", "the job stood"]
     head += ["GB/s written", "of dd", *PARTS]
     lines = ["| " + " | ".join(head) + " |", "|---:|---|---|---|" + "---:|" * (len(head) - 4)]
-    groups: dict[tuple[str, int, str, str], list[Figure]] = {}
+    groups: dict[tuple[str, int, str, str], list[ImageRate]] = {}
     for figure in sorted(figures, key=lambda one: (one.carrier, one.place, one.size_gib, one.action)):
         groups.setdefault(figure.key, []).append(figure)
     for (action, size_gib, place, carrier), several in groups.items():
@@ -164,7 +164,7 @@ def table(figures: Sequence[Figure]) -> str:
     return "\n".join(lines)
 
 
-def beside(figures: Sequence[Figure]) -> str:
+def beside(figures: Sequence[ImageRate]) -> str:
     """Ours and the driver with CRIU alone side by side, medians in seconds, and what is aimed at; as Markdown."""
     head = ["GiB", "where", "checkpoint", "by driver and CRIU", "restore", "by driver and CRIU", "stood, left running"]
     head += [f"written, of dd (≥ {MIN_SHARE:g})"]
@@ -194,7 +194,7 @@ def _times(slow: Sequence[float], fast: Sequence[float]) -> str:
     return f" ({statistics.median(slow) / statistics.median(fast):.1f} ×)" if slow and fast else ""
 
 
-def _share_told(figure: Figure) -> str:
+def _share_told(figure: ImageRate) -> str:
     if figure.written_bytes_per_s is None or figure.share_of_dd is None:
         return ""
     return f", written at {figure.written_bytes_per_s / 1e9:.2f} GB/s, {figure.share_of_dd:.2f} of dd"

@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.bench.bench_image import dd_s, memory_of
 from tests.gpu.image_jobs import Job
-from tests.gpu.image_record import DRIVER, HOST, Figure, Record, parts_of
+from tests.gpu.image_record import DRIVER, HOST, ImageRate, Record, parts_of
 from tests.gpu.moves_jobs import on_stub
 from tests.gpu.moves_node import ROOT, Node, WentWrongError
 
@@ -115,7 +115,9 @@ class Rounds:
         parked_s = job.pause_since(asked_utc)[1] if leave_running else None
         # A disk that others use, or that has less left to give, is not taken for slow writing nor for fast.
         dd = None if before is None else max(before, self.measure_dd(place))
-        self.record.measure(Figure(action, job.kind.size_gib, place.name, carrier, took_s, parts, rate, dd, parked_s))
+        self.record.measure(
+            ImageRate(action, job.kind.size_gib, place.name, carrier, took_s, parts, rate, dd, parked_s)
+        )
 
     def restore(self, job: Job, place: Place, image: Path, carrier: str, to: int, *words: str) -> None:
         """The end is the training's first step, as it says itself."""
@@ -123,7 +125,7 @@ class Rounds:
         answer = self.node.hegmctl("restore", str(image), "--to", f"gpu{to}", *words)
         ended_utc, _ = job.pause_since(asked_utc)
         parts = self._parts("restore", answer, asked_utc)
-        self.record.measure(Figure("restore", job.kind.size_gib, place.name, carrier, ended_utc - asked_utc, parts))
+        self.record.measure(ImageRate("restore", job.kind.size_gib, place.name, carrier, ended_utc - asked_utc, parts))
         job.is_whole(to)
 
     def _parts(self, action: str, answer: dict[str, Any], since_utc: float) -> dict[str, float]:

@@ -151,7 +151,7 @@ class Run:
         signal.alarm(int(CASE_MOST_S + 4 * self.needed_s(case)))
         try:
             case.run(self.rounds, self.jobs.ready(case.kind, case.use), place)
-        except (WentWrongError, HegmError, Overdue) as error:
+        except (WentWrongError, HegmError, CaseTimeout) as error:
             wrong = str(error)
         except Exception as error:  # noqa: BLE001 - the cases after it are worth their time on such a machine
             traceback.print_exc()
@@ -175,12 +175,12 @@ class Run:
         return "the daemon does not answer"
 
 
-class Overdue(Exception):
+class CaseTimeout(Exception):
     """A case took longer than any may."""
 
 
 def _overdue(_: int, __: FrameType | None) -> None:
-    raise Overdue("it took longer than it may")
+    raise CaseTimeout("it took longer than it may")
 
 
 @contextlib.contextmanager

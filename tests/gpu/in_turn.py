@@ -78,7 +78,7 @@ PARTS: dict[str, tuple[Part, ...]] = {
 }
 
 
-class Turns:
+class RunParts:
     """The parts of one kind, and what is known of earlier calls."""
 
     def __init__(self, folder: Path, budget_s: float, more: dict[str, list[str]]) -> None:
@@ -169,7 +169,7 @@ def main(argv: Sequence[str]) -> int:
     with ExitStack() as held:
         folder = asked.state or Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hegm-in-turn-")))
         folder.mkdir(parents=True, exist_ok=True)
-        turns = Turns(folder, asked.budget_s, asked.more)
+        turns = RunParts(folder, asked.budget_s, asked.more)
         said = {part.name: turns.run(asked.kind, part) for part in parts}
         if asked.kind == "bench":
             show_rows(folder, f"python3 -m tests.gpu.in_turn {' '.join(argv)}")

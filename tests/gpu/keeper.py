@@ -1,7 +1,7 @@
 """What keeps a daemon's descriptors and hands them to the next one: a stand-in for systemd, or hegmd's own keeper.
 
 `Keeper` speaks as much of sd_notify(3) and sd_listen_fds(3) as hegmd does: readiness, descriptor store, barriers.
-`OwnKeeper` says nothing to the daemon, which then starts `hegmd.memory.keeper` by itself, and only looks at what that
+`HegmdKeeper` says nothing to the daemon, which then starts `hegmd.memory.keeper` by itself, and only looks at what that
 holds. Run as a program this is what stands between the stand-in and the daemon, for a moment:
 
     keeper.py NAME=FD... -- COMMAND...    becomes the command, with these descriptors passed as systemd passes them
@@ -30,7 +30,7 @@ MAX_DESCRIPTORS = 253
 READY_WITHIN_S = 30.0
 
 
-class Keeping(Protocol):
+class KeeperRun(Protocol):
     """Starts daemons, and tells what is held for them while there is none."""
 
     def start(self, command: Sequence[str], environ: Mapping[str, str], log: int) -> subprocess.Popen[bytes]: ...
@@ -118,7 +118,7 @@ class Keeper:
             self._ready.set()
 
 
-class OwnKeeper:
+class HegmdKeeper:
     """hegmd's own, which it starts where no service manager keeps anything; here it is only looked at."""
 
     def __init__(self, socket_path: Path, state_dir: Path) -> None:

@@ -30,7 +30,7 @@ from hegmd.errors import HegmError
 from hegmd.protocol import operations as told
 from hegmd.protocol.messages import OperationReply, Request, Story, StoryReply
 from hegmd.protocol.operations import OperationProgress
-from tests.gpu.keeper import Keeper, Keeping, OwnKeeper
+from tests.gpu.keeper import HegmdKeeper, Keeper, KeeperRun
 from tests.patience import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,8 +153,8 @@ class Node:
         self._runs += 1
         self.socket_path = self.folder / f"hegmd{self._runs}.sock"
         self._state = self.folder / f"state{self._runs}"
-        self.keeper: Keeping = (
-            Keeper(self.folder) if self.kept_by == MANAGER else OwnKeeper(self.socket_path, self._state)
+        self.keeper: KeeperRun = (
+            Keeper(self.folder) if self.kept_by == MANAGER else HegmdKeeper(self.socket_path, self._state)
         )
 
     # -- the daemon ----------------------------------------------------------------------------------------------------

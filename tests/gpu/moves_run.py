@@ -46,12 +46,12 @@ NEXT = 16
 Result = dict[str, Any]
 
 
-class Overdue(Exception):
+class CaseTimeout(Exception):
     """A case took longer than any may."""
 
 
 def _overdue(_: int, __: FrameType | None) -> None:
-    raise Overdue(f"it took longer than {CASE_S} s")
+    raise CaseTimeout(f"it took longer than {CASE_S} s")
 
 
 class Run:
@@ -113,7 +113,7 @@ class Run:
                 jobs.ready(kind)  # importing what they train with has limits of its own
             signal.alarm(CASE_S)
             wrongs = _try_all(trials, together, node)
-        except (WentWrongError, HegmError, Overdue) as error:
+        except (WentWrongError, HegmError, CaseTimeout) as error:
             wrongs = {name: f"{type(error).__name__}: {error}" for name in names}
         finally:
             signal.alarm(0)
@@ -123,7 +123,7 @@ class Run:
         unsaid: list[str] = []
         for name, wrong in wrongs.items():
             if wrong:
-                self._clear(name, node, jobs, hung=wrong.startswith("Overdue"))
+                self._clear(name, node, jobs, hung=wrong.startswith("CaseTimeout"))
             if wrong is None:
                 unsaid.append(name)
             else:
@@ -169,7 +169,7 @@ def _try_all(trials: dict[str, Trial], together: threading.Barrier | None, node:
         running = {name: pool.submit(_try, name, trial, together) for name, trial in trials.items()}
         try:
             return {name: future.result() for name, future in running.items()}
-        except Overdue:
+        except CaseTimeout:
             together.abort()
             node.kill()  # whoever waits for an answer gets none
             raise

@@ -37,7 +37,7 @@ from typing import Any
 from hegmctl.running import nccl_settings, prepare
 from hegmd.errors import HegmError
 from hegmd.protocol.messages import AgentReport
-from tests.e2e.scripted_daemon import Attended, Gone, ScriptedDaemon
+from tests.e2e.scripted_daemon import AgentConnected, Gone, ScriptedDaemon
 from tests.gpu.image_run import UNPACKED, criu_settings
 from tests.gpu.moves_node import ROOT, Gpus, Node, WentWrongError, until
 
@@ -230,20 +230,20 @@ class AgentsAlone:
             self._once(f"exchange {number + 1}", agents, job, driver)
         self._once("same GPUs", agents, job, None)
 
-    def _agents(self, daemon: ScriptedDaemon) -> list[Attended]:
+    def _agents(self, daemon: ScriptedDaemon) -> list[AgentConnected]:
         """Of each rank its agent; the launcher's own process may have one as well."""
-        found: dict[int, Attended] = {}
+        found: dict[int, AgentConnected] = {}
         while len(found) < RANKS:
             agent = daemon.attended()
             if agent.said is not None and agent.said.rank is not None:
                 found[agent.said.rank] = agent
         return [found[rank] for rank in range(RANKS)]
 
-    def _once(self, step: str, agents: list[Attended], job: RankedJob, driver: Driver | None) -> None:
+    def _once(self, step: str, agents: list[AgentConnected], job: RankedJob, driver: Driver | None) -> None:
         self._generation += 1
         generation = self._generation
 
-        def done(agent: Attended, do: str, **more: Any) -> AgentReport:
+        def done(agent: AgentConnected, do: str, **more: Any) -> AgentReport:
             return agent.done(do, limit_s=ORDER_WITHIN_S, **more)
 
         boundaries = [survey.boundary or 0 for survey in in_parallel(lambda agent: agent.done("survey"), agents)]
@@ -274,7 +274,7 @@ def memory_of(job: RankedJob) -> list[dict[int, float]]:
     return []
 
 
-class ByDaemon:
+class OwnDaemon:
     """A hegmd of its own, and commands."""
 
     def __init__(
@@ -374,7 +374,7 @@ def go_through(asked: argparse.Namespace, results: Results, folder: Path) -> Ite
                 reference.wait_for(asked.reference_steps, REFERENCE_WITHIN_S)
                 reference.process.wait(READY_WITHIN_S)
                 results.note(name, "reference", steps=reference.steps())
-                kind = AgentsAlone if asked.agent_only else ByDaemon
+                kind = AgentsAlone if asked.agent_only else OwnDaemon
                 kind(name, folder, asked, results, reference).run(held)
         except Exception as error:  # noqa: BLE001 - the next kind is worth its time on such a machine
             traceback.print_exc()

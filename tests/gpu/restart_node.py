@@ -18,7 +18,7 @@ from typing_extensions import Self
 from hegmctl.connection import Connection, connect
 from hegmd.protocol import operations as told
 from hegmd.protocol.messages import Migrate, OperationReply, StoryReply
-from tests.gpu.keeper import OwnKeeper
+from tests.gpu.keeper import HegmdKeeper
 from tests.gpu.moves_jobs import Lines
 from tests.gpu.moves_node import COMMAND_S, OF_A_JOB, ROOT, WentWrongError, until
 from tests.patience import HANG_S
@@ -41,7 +41,7 @@ class RestartNode:
         self.folder, self.rehearsed = folder, rehearsed
         self.socket_path = folder / "hegmd.sock"
         self._log = (folder / "hegmd.log").open("ab")
-        self._keeper = OwnKeeper(self.socket_path, folder / "state")
+        self._keeper = HegmdKeeper(self.socket_path, folder / "state")
         (folder / "hegmd.toml").write_text(
             f"[pool]\nbudget_bytes = {REHEARSED_POOL_BYTES if rehearsed else pool_bytes}\n"
         )

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 
 from hegmd.gpu_helper import cuda
 from hegmd.gpu_helper.address_space import VideoSpace
-from hegmd.gpu_helper.allocations import IN, OUT, Place
-from hegmd.gpu_helper.preallocation import Provisions
-from hegmd.gpu_helper.staging import HostMemory, HostSpace, Pace, ReservedGpuMemory, StagedCopy
+from hegmd.gpu_helper.allocations import IN, OUT, MemoryRange
+from hegmd.gpu_helper.preallocation import SessionResources
+from hegmd.gpu_helper.staging import HostMemory, HostSpace, ReservedGpuMemory, StagedCopy, StagingSizes
 from hegmd.memory.pool_memory import read_huge_free_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -25,16 +25,16 @@ SIZE_BYTES = 6 * GIB
 WITHIN_S = 25.0
 
 
-def paces() -> Iterator[Pace]:
+def paces() -> Iterator[StagingSizes]:
     """What is tried, the likeliest first."""
     for strands in (8, 12, 16, 24, 32):
-        yield Pace(most_strands=strands, most_inward_strands=strands)
+        yield StagingSizes(most_strands=strands, most_inward_strands=strands)
     for slot_mib in (1, 2, 4, 16, 32):
-        yield Pace(slot_bytes=slot_mib * MIB)
+        yield StagingSizes(slot_bytes=slot_mib * MIB)
     for slots in (3, 4):
-        yield Pace(slots_a_strand=slots, slot_bytes=4 * MIB)
+        yield StagingSizes(slots_a_strand=slots, slot_bytes=4 * MIB)
     for strands, slot_mib in ((12, 2), (16, 2), (16, 4), (32, 2), (32, 4)):
-        yield Pace(most_strands=strands, most_inward_strands=strands, slot_bytes=slot_mib * MIB)
+        yield StagingSizes(most_strands=strands, most_inward_strands=strands, slot_bytes=slot_mib * MIB)
 
 
 def pool(size_bytes: int) -> int:
@@ -45,14 +45,14 @@ def pool(size_bytes: int) -> int:
     return fd
 
 
-def show(pace: Pace, host: HostMemory, video: VideoSpace, provisions: Provisions) -> None:
+def show(pace: StagingSizes, host: HostMemory, video: VideoSpace, provisions: SessionResources) -> None:
     """One line: each direction twice, the better one."""
     space = HostSpace(video.context, host, pace)
     provisions.provide(pace.streams)
     streams = provisions.streams(video.ordinal)[: pace.streams]
     rates: dict[str, float] = {}
     for direction in (OUT, IN) * 2:
-        places = [Place(0, 0, host.size_bytes, 0)]
+        places = [MemoryRange(0, 0, host.size_bytes, 0)]
         done = StagedCopy(video.context, space, direction, ReservedGpuMemory(video), streams).run(
             places, lambda _: None
         )
@@ -74,7 +74,7 @@ def main() -> None:
     held, fd = cuda.export(handle), pool(size_bytes)
     cuda.release_handle(handle)
     video = VideoSpace(0, {0: context}, [(held, size_bytes)], start=0, peer=True)
-    host, provisions = HostMemory(fd, size_bytes), Provisions({0: context})
+    host, provisions = HostMemory(fd, size_bytes), SessionResources({0: context})
     for pace in paces():
         if time.monotonic() - began > WITHIN_S:
             print("the rest is left out: there was no time for it")

@@ -24,7 +24,7 @@ from typing import Any
 
 from tests.gpu import image_record
 from tests.gpu.bench_record import Record
-from tests.gpu.bench_restart import Figures
+from tests.gpu.bench_restart import Measurements
 from tests.gpu.moves_jobs import on_stub
 from tests.gpu.moves_timing import Measured
 from tests.patience import HANG_S
@@ -58,12 +58,12 @@ class Found:
         self.moves = [one for path in paths if path.exists() for one in Record(path).measured]
         images = folder / "bench-images.jsonl"
         self.images = image_record.Record(images).figures if images.exists() else []
-        self.restart = Figures(folder / "bench-restart.jsonl")
+        self.restart = Measurements(folder / "bench-restart.jsonl")
 
     def of(self, size_gib: int, action: str, carrier: str = "") -> list[Measured]:
         return [one for one in self.moves if (one.size_gib, one.action, one.carrier) == (size_gib, action, carrier)]
 
-    def image(self, action: str, carrier: str, of: Callable[[image_record.Figure], float | None]) -> float | None:
+    def image(self, action: str, carrier: str, of: Callable[[image_record.ImageRate], float | None]) -> float | None:
         """The median of the images of 8 GiB on disk."""
         key = (action, 8, "disk", carrier)
         return _median(of(one) for one in self.images if one.key == key)

@@ -21,7 +21,7 @@ from hegmd.config import example_of, load
 from hegmd.migration.carriers.driver import DriverCarrier
 from hegmd.migration.model import CARRIERS, CarrierRow
 from hegmd.migration.plan.carrier_choice import Choice, choose_as_asked, estimate_s
-from hegmd.migration.plan.throughput import OUT, Paces
+from hegmd.migration.plan.throughput import OUT, Throughputs
 from hegmd.node.devices.base import PROVIDERS
 from hegmd.protocol.operations import CARRIER_NAMES
 from hegmd.setting_types import OneOf
@@ -83,7 +83,7 @@ def test_a_carrier_is_one_row_for_the_planner_and_for_what_is_measured() -> None
     best = choose_as_asked(a_snapshot(candidate), to("gpu1"), candidate, [source], [target], carriers)
     assert isinstance(best, Choice)
     assert best.carrier == "dummy"  # the first that can
-    paces = Paces(carriers)
+    paces = Throughputs(carriers)
     before = paces.rates()
     paces.note("dummy", OUT, 32 * GIB, 1.0)
     assert paces.rates().host_out_bytes_per_s != before.host_out_bytes_per_s

@@ -6,7 +6,7 @@ A row as in driver.py, in the same table, of which this is the door.
 from __future__ import annotations
 
 from hegmd.gpu_helper import cuda
-from hegmd.migration.methods.progress_probe import Patience, ProgressSample, has_moved, look_at
+from hegmd.migration.methods.progress_probe import ProgressLimits, ProgressSample, has_moved, look_at
 from tests.kit.driver import MIB, Rig, begin, eventually, goes_on, must, row
 from tests.kit.several_gpus import ROWS
 
@@ -27,7 +27,7 @@ def what_a_step_carries_is_seen_to_move_while_it_lasts(rig: Rig) -> None:
     target, digest = begin(rig, rig.large_mib)
     cuda.lock(target.pid, 10_000)
     for step in ("checkpoint", "restore"):
-        least_bytes = min(Patience().moved_bytes, rig.large_mib * MIB // 2)
+        least_bytes = min(ProgressLimits().moved_bytes, rig.large_mib * MIB // 2)
         first = last = sight_of(rig, target.pid)
         caller, moves = rig.call(step, target.pid), 0
         while not caller.has_ended(LOOK_S):

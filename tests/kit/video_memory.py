@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from hegmd.gpu_helper import cuda
-from hegmd.gpu_helper.kernel_copy import Processors
+from hegmd.gpu_helper.kernel_copy import KernelCopier
 from tests.kit.driver import (
     MIB,
     NOISE_BYTES,
@@ -36,7 +36,7 @@ __all__ = ["ROWS"]
 BLOCK_BYTES = 1 << 16
 
 
-class Flat:
+class MappedPieces:
     """Pieces of video memory of one GPU, mapped one after the other into one range of addresses."""
 
     def __init__(self, contexts: list[Any], gpu: int, *sizes_bytes: int) -> None:
@@ -94,7 +94,7 @@ def write(va: int, content: bytes, context: Any) -> None:
 
 
 def carry(
-    target: Target, sizes_bytes: list[int], at: int, flat: Any, own: Any, *, out: bool, by: Processors | None = None
+    target: Target, sizes_bytes: list[int], at: int, flat: Any, own: Any, *, out: bool, by: KernelCopier | None = None
 ) -> None:
     """Copy the program's pieces to the flat range, or back, through the handles that it tells of."""
     cuda.use(own)
@@ -201,7 +201,7 @@ def one_copy_crosses_pieces_that_lie_side_by_side(rig: Rig) -> None:
     del rig
     cuda.start()
     unit_bytes = cuda.granularity(0)
-    with contexts(1) as (context,), closing(Flat([context], 0, unit_bytes, unit_bytes, 2 * unit_bytes)) as flat:
+    with contexts(1) as (context,), closing(MappedPieces([context], 0, unit_bytes, unit_bytes, 2 * unit_bytes)) as flat:
         content = os.urandom(2 * BLOCK_BYTES)
         for border in (unit_bytes, 2 * unit_bytes):
             write(flat.va + border - BLOCK_BYTES, content, context)
@@ -246,14 +246,14 @@ def move(rig: Rig, *, by_processors: bool) -> None:
     target, digest = begin(rig, 192, 64)
     sizes_bytes = [192 * MIB, 64 * MIB]
     second = cuda.devices()[1].uuid
-    with contexts(2) as (old, new), closing(Flat([old, new], 1, 128 * MIB, 128 * MIB)) as flat:
+    with contexts(2) as (old, new), closing(MappedPieces([old, new], 1, 128 * MIB, 128 * MIB)) as flat:
         carry(target, sizes_bytes, flat.va, new, old, out=True)
         target.ask("free")
         take_off(target.pid)
         cuda.restore(target.pid, swapped())
         cuda.unlock(target.pid)
         target.ask("make")
-        by = Processors(new) if by_processors else None
+        by = KernelCopier(new) if by_processors else None
         carry(target, sizes_bytes, flat.va, new, new, out=False, by=by)
         if by is not None:
             by.close()

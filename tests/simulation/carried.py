@@ -19,7 +19,7 @@ import anyio
 import anyio.lowlevel
 
 from hegmd.errors import HegmError, Refused
-from hegmd.gpu_helper.link import Answer, DriverFailed, HelperLost
+from hegmd.gpu_helper.link import DriverFailed, HelperLost, HelperReply
 from hegmd.memory.pool import MemoryKeeping, Pool
 from hegmd.migration.carriers.copying import CopyingCarrier
 from hegmd.migration.carriers.host import HostCarrier
@@ -138,7 +138,7 @@ class Helper:
         self.number = 1
         self._lanes: dict[str, dict[str, int]] = {}
 
-    async def call(self, op: str, args: Mapping[str, Any], **how: Any) -> Answer:
+    async def call(self, op: str, args: Mapping[str, Any], **how: Any) -> HelperReply:
         await anyio.lowlevel.checkpoint()
         if how.get("helper") not in (None, self.number) or self._random.random() < self.odds["lost"]:
             self.end()
@@ -147,7 +147,7 @@ class Helper:
             raise DriverFailed("cuMemcpyAsync", 999, "CUDA_ERROR_UNKNOWN")
         values: dict[str, Any] = {"copied_bytes": 0, "open_s": 0.0, "copy_s": 0.0, "close_s": 0.0, "peer": True}
         getattr(self, "_" + op.replace("-", "_"))(args, how.get("fds", ()))
-        return Answer(values, helper=self.number)
+        return HelperReply(values, helper=self.number)
 
     def end(self) -> None:
         for lane in list(self._lanes):

@@ -21,8 +21,8 @@ from hegmd.migration.machine.effects import Effect
 from hegmd.migration.machine.events import DISCONNECTED, Event
 from hegmd.migration.machine.operation import Operation
 from tests.simulation.disk import ModelDisk
-from tests.simulation.driven import DrivenHands, Means
-from tests.simulation.hands import ORDERS, Hands, Running, failure
+from tests.simulation.driven import DriverNodeActions, RealParts
+from tests.simulation.hands import ORDERS, NodeActions, Running, failure
 from tests.simulation.node import Node, Process, Violation
 
 Handle = Callable[[Operation, Event, float], tuple[Operation, tuple[Effect, ...]]]
@@ -34,8 +34,8 @@ class Parts:
     """What a life is lived with; a mutant is one of these with a bug in it."""
 
     handle: Handle = machine.handle
-    hands: type[Hands] = Hands
-    means: Means | None = None  # of lives without agents, in place of the hands; all lives are such if it is named
+    hands: type[NodeActions] = NodeActions
+    means: RealParts | None = None  # of lives without agents, in place of the hands; all lives are such if it is named
     disk: type[ModelDisk] = ModelDisk
     journal_file: type[JournalFile] = JournalFile
     acts_before_sync: bool = False
@@ -72,7 +72,7 @@ class Daemon:
     def __post_init__(self) -> None:
         alone = self.node.alone
         self.hands = (
-            DrivenHands(self, self.random, self.parts.means or Means())
+            DriverNodeActions(self, self.random, self.parts.means or RealParts())
             if alone
             else self.parts.hands(self, self.random)
         )

@@ -25,7 +25,7 @@ from hegmd.migration.methods.other_processes import OtherProcesses, ProcessKey
 from hegmd.migration.run.executor import EffectExecutor
 from hegmd.protocol.snapshots import Gpu, GpuProcess, GpuUse, Vendor
 from hegmd.workers.workers import Workers
-from tests.simulation.hands import Hands, Running
+from tests.simulation.hands import NodeActions, Running
 from tests.simulation.loop import StillLoop
 from tests.simulation.model_helper import ModelHelper, ModelMemory
 from tests.simulation.node import Node, Process
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 START_TICKS = 7
 
 
-class ModelNeighbours(OtherProcesses):
+class ModelOtherProcesses(OtherProcesses):
     """What is on disk is in the node, and is there as soon as it is written."""
 
     def __init__(self, helper: ModelHelper, node: Node) -> None:
@@ -57,7 +57,7 @@ class ModelNeighbours(OtherProcesses):
 
 
 @dataclass(frozen=True)
-class Seen:
+class NvmlReading:
     """What NVML shows at one moment."""
 
     gpus: Sequence[Gpu]
@@ -66,22 +66,22 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Means:
+class RealParts:
     """The real parts; a mutant has one of them with a bug in it."""
 
     method: type[DriverMethod] = DriverMethod
     steps: type[Steps] = Steps
-    other_processes: type[ModelNeighbours] = ModelNeighbours
+    other_processes: type[ModelOtherProcesses] = ModelOtherProcesses
     gpus: type[Gpus] = Gpus
     memory: type[ModelMemory] = ModelMemory
     performer: type[EffectExecutor] = EffectExecutor
 
 
 @dataclass
-class DrivenHands(Hands):
+class DriverNodeActions(NodeActions):
     """One generation of the real parts after the other: they end with their daemon."""
 
-    means: Means = field(default_factory=Means)
+    means: RealParts = field(default_factory=RealParts)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,11 +127,11 @@ class DrivenHands(Hands):
     def _start_ticks(self, pid: int) -> int | None:
         return None if self.daemon.node.find(pid) is None else START_TICKS
 
-    async def _look(self) -> Seen:
+    async def _look(self) -> NvmlReading:
         node = self.daemon.node
         blind = self.daemon.luck("blind")
         everybody = [process for process in (*node.processes.values(), *node.strangers.values()) if process.alive]
-        return Seen(
+        return NvmlReading(
             gpus=[
                 Gpu(id=gpu, index=index, uuid=gpu, vendor="nvidia", memory_free_bytes=node.free(gpu))
                 for index, gpu in enumerate(node.capacity)

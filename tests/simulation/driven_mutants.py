@@ -19,12 +19,12 @@ from hegmd.migration.methods.driver_calls import Steps
 from hegmd.migration.methods.gpus import Gpus, driver_owner
 from hegmd.migration.methods.other_processes import ProcessKey
 from hegmd.migration.methods.storage_handover import others_on
-from tests.simulation.driven import Means, ModelNeighbours
+from tests.simulation.driven import ModelOtherProcesses, RealParts
 
 EVERYTHING_BYTES = 1 << 60
 
 
-class RestoresWithoutHolding(DriverMethod):
+class RestoresWithoutPausingOthers(DriverMethod):
     async def _restore_reserved(
         self, subject: MigratedProcess, uuid_by_gpu: Mapping[str, str], needs: Mapping[str, int], pairs: list[list[str]]
     ) -> str:
@@ -34,7 +34,7 @@ class RestoresWithoutHolding(DriverMethod):
         return await self._steps.state(subject)
 
 
-class DoesNotLookOnceMore(DriverMethod):
+class SkipsSecondMemoryCheck(DriverMethod):
     """What was held is believed to be free when it has been let go of."""
 
     async def _restore_reserved(
@@ -53,19 +53,19 @@ class MapsTwoGpus(DriverMethod):
         return [pair for pair in await super()._pairs(subject, to) if pair[0] != pair[1]]
 
 
-class BelievesSuccess(Steps):
+class TrustsSuccessWithoutCheck(Steps):
     async def expect(self, subject: MigratedProcess, op: str, *wanted: str) -> str:
         return wanted[0]
 
 
-class CountsTheOldFigure(DriverMethod):
+class UsesOldMemoryFigure(DriverMethod):
     """What it has grown to is known to nobody before it is off."""
 
     async def checkpoint(self, subject: MigratedProcess) -> CheckpointResult:
         return await super().checkpoint(dataclasses.replace(subject, driver_bytes=EVERYTHING_BYTES))
 
 
-class ForgetsTheMargin(DriverMethod):
+class IgnoresMargin(DriverMethod):
     async def _needed(self, subject: MigratedProcess) -> list[int]:
         return [size_bytes - RESTORE_MARGIN_BYTES for size_bytes in await super()._needed(subject)]
 
@@ -75,29 +75,29 @@ class ForgetsTheMargin(DriverMethod):
         )
 
 
-class TakesALostRestoreForOver(Steps):
+class TakesLostRestoreForDone(Steps):
     async def until_over(self, subject: MigratedProcess) -> None:
         return
 
 
-class CountsOnTheRuined(DriverMethod):
+class CountsRuinedReservation(DriverMethod):
     async def inspect(self, subject: MigratedProcess) -> ProcessState:
         return dataclasses.replace(await super().inspect(subject), failed="")
 
 
-class LeavesTheLocked(Steps):
+class LeavesLockedProcesses(Steps):
     """Whoever an earlier daemon has locked is found to run."""
 
     async def unlock(self, subject: MigratedProcess, state: str | None = None) -> None:
         return
 
 
-class HasNoTurns(Gpus):
+class HasNoRestoreLock(Gpus):
     def turn(self, name: str) -> anyio.Lock:
         return anyio.Lock()
 
 
-class LetsNeighboursGoOn(ModelNeighbours):
+class ResumesOtherProcesses(ModelOtherProcesses):
     @asynccontextmanager
     async def paused(
         self,
@@ -109,7 +109,7 @@ class LetsNeighboursGoOn(ModelNeighbours):
         yield []
 
 
-class CountsOnWhoIsLoose(ModelNeighbours):
+class TakesUnlockedForPaused(ModelOtherProcesses):
     """One that could not be locked is believed to stand."""
 
     @asynccontextmanager
@@ -124,12 +124,12 @@ class CountsOnWhoIsLoose(ModelNeighbours):
             yield []
 
 
-class NotesNobody(ModelNeighbours):
+class RecordsNoPausedProcess(ModelOtherProcesses):
     async def _note(self, whom: dict[ProcessKey, ProcessKey | None]) -> None:
         self._noted = whom
 
 
-class BelievesAnUnlock(ModelNeighbours):
+class TrustsUnlockWithoutCheck(ModelOtherProcesses):
     async def _unlock(self, who: ProcessKey) -> bool:
         try:
             await self._helper.call("unlock", {"pid": who[0]}, deadline_s=10.0)
@@ -138,30 +138,30 @@ class BelievesAnUnlock(ModelNeighbours):
         return True
 
 
-class GivesUpOnWhoStands(ModelNeighbours):
+class AbandonsPausedProcess(ModelOtherProcesses):
     def _leave(self, whom: set[ProcessKey]) -> None:
         for who in whom:
             self._held.pop(who).set()
 
 
 _GROWING = {"grow": 0.2, "fill": 0.2, "snatch": 0.8}
-MEANS: dict[str, tuple[Means, dict[str, float]]] = {
-    "restores_without_holding": (Means(method=RestoresWithoutHolding), _GROWING),
-    "does_not_look_once_more": (Means(method=DoesNotLookOnceMore), {"crash": 0.05, **_GROWING}),
-    "maps_two_gpus_of_three": (Means(method=MapsTwoGpus), {}),
-    "believes_success": (Means(steps=BelievesSuccess), {"lie": 0.2}),
-    "counts_the_old_figure": (Means(method=CountsTheOldFigure), {"crash": 0.05, **_GROWING}),
-    "forgets_the_margin": (Means(method=ForgetsTheMargin), _GROWING),
+MEANS: dict[str, tuple[RealParts, dict[str, float]]] = {
+    "restores_without_holding": (RealParts(method=RestoresWithoutPausingOthers), _GROWING),
+    "does_not_look_once_more": (RealParts(method=SkipsSecondMemoryCheck), {"crash": 0.05, **_GROWING}),
+    "maps_two_gpus_of_three": (RealParts(method=MapsTwoGpus), {}),
+    "believes_success": (RealParts(steps=TrustsSuccessWithoutCheck), {"lie": 0.2}),
+    "counts_the_old_figure": (RealParts(method=UsesOldMemoryFigure), {"crash": 0.05, **_GROWING}),
+    "forgets_the_margin": (RealParts(method=IgnoresMargin), _GROWING),
     "takes_a_lost_restore_for_over": (
-        Means(steps=TakesALostRestoreForOver),
+        RealParts(steps=TakesLostRestoreForDone),
         {"helper": 0.05, "begin": 0.3, "fill": 0.5, "snatch": 1.0},
     ),
-    "counts_on_the_ruined": (Means(method=CountsOnTheRuined), {"ruin": 0.5}),
-    "leaves_the_locked": (Means(steps=LeavesTheLocked), {"helper": 0.1}),
-    "has_no_turns": (Means(gpus=HasNoTurns), {"begin": 0.2, **_GROWING}),
-    "lets_neighbours_go_on": (Means(other_processes=LetsNeighboursGoOn), _GROWING),
-    "counts_on_who_is_loose": (Means(other_processes=CountsOnWhoIsLoose), {"busy": 0.5, **_GROWING}),
-    "notes_nobody": (Means(other_processes=NotesNobody), {"crash": 0.05}),
-    "believes_an_unlock": (Means(other_processes=BelievesAnUnlock), {"lie": 0.2}),
-    "gives_up_on_who_stands": (Means(other_processes=GivesUpOnWhoStands), {"helper": 0.1}),
+    "counts_on_the_ruined": (RealParts(method=CountsRuinedReservation), {"ruin": 0.5}),
+    "leaves_the_locked": (RealParts(steps=LeavesLockedProcesses), {"helper": 0.1}),
+    "has_no_turns": (RealParts(gpus=HasNoRestoreLock), {"begin": 0.2, **_GROWING}),
+    "lets_neighbours_go_on": (RealParts(other_processes=ResumesOtherProcesses), _GROWING),
+    "counts_on_who_is_loose": (RealParts(other_processes=TakesUnlockedForPaused), {"busy": 0.5, **_GROWING}),
+    "notes_nobody": (RealParts(other_processes=RecordsNoPausedProcess), {"crash": 0.05}),
+    "believes_an_unlock": (RealParts(other_processes=TrustsUnlockWithoutCheck), {"lie": 0.2}),
+    "gives_up_on_who_stands": (RealParts(other_processes=AbandonsPausedProcess), {"helper": 0.1}),
 }

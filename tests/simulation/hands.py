@@ -44,7 +44,7 @@ class Running:
 
 
 @dataclass
-class Hands:
+class NodeActions:
     """Does to the node what effects say."""
 
     daemon: Daemon

@@ -13,7 +13,7 @@ from typing import Any
 
 from hegmd.migration.machine import events
 from hegmd.migration.machine.events import REFUSED, Event
-from tests.simulation.hands import Hands, Running, failure
+from tests.simulation.hands import NodeActions, Running, failure
 from tests.simulation.node import RUNNING, Node, Process, Violation
 
 
@@ -122,7 +122,7 @@ class KeptNode(Node):
             self.holds[home].pop(name, None)
 
 
-class KeptHands(Hands):
+class KeptContextActions(NodeActions):
     """The method that keeps contexts, for operations that have it; all others as they are."""
 
     node: KeptNode

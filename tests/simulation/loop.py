@@ -15,7 +15,7 @@ from tests.simulation.node import Violation
 MAX_TURNS = 1000
 
 
-class _Nothing:
+class _EmptySelector:
     """In the place of a selector: no descriptor is ever ready, and who would wait has settled."""
 
     def __init__(self, loop: asyncio.BaseEventLoop) -> None:
@@ -33,7 +33,7 @@ class StillLoop(asyncio.BaseEventLoop):
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__()
         self._clock = clock
-        self._selector = _Nothing(self)
+        self._selector = _EmptySelector(self)
         self.tasks: set[asyncio.Task[Any]] = set()
         self._broken: list[BaseException] = []
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from hegmd.errors import HegmError, Refused
-from hegmd.gpu_helper.link import Answer, DriverFailed, HelperLost, Link
+from hegmd.gpu_helper.link import DriverFailed, HelperLost, HelperReply, Link
 from tests.simulation.driver import CallRefused, Calls
 from tests.simulation.node import FAILED, Process
 
@@ -74,14 +74,14 @@ class ModelHelper(Link):
         on_progress: object = None,
         helper: int | None = None,
         watch: object = None,
-    ) -> Answer:
+    ) -> HelperReply:
         given: Mapping[str, Any] = args or {}
         if op == "devices":
-            return Answer(await self.have(op, lambda: {"devices": [{"uuid": uuid} for uuid in self._node.uuids]}))
+            return HelperReply(await self.have(op, lambda: {"devices": [{"uuid": uuid} for uuid in self._node.uuids]}))
         process = self._node.find(given["pid"])
         if process is None:
             raise DriverFailed(op, 304, "CUDA_ERROR_OPERATING_SYSTEM")
-        return Answer(await self.have(op, self._act(op, process, given), process, deadline_s))
+        return HelperReply(await self.have(op, self._act(op, process, given), process, deadline_s))
 
     async def have(
         self,

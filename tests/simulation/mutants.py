@@ -22,7 +22,7 @@ from hegmd.migration.machine.operation import BACK, JobProcess, Operation
 from tests.simulation.daemon import Parts
 from tests.simulation.disk import ModelDisk
 from tests.simulation.driven_mutants import MEANS
-from tests.simulation.hands import Hands, Running
+from tests.simulation.hands import NodeActions, Running
 from tests.simulation.node import Process
 
 Result = tuple[Operation, tuple[Effect, ...]]
@@ -139,14 +139,14 @@ class NeverSyncsNames(ModelDisk):
         return
 
 
-class LeavesHalfARecord(JournalFile):
+class LeavesPartialRecord(JournalFile):
     """A write that finds no room is left as it is, and the next record follows it."""
 
     def _cut_off(self) -> None:
         return
 
 
-class KeepsAFileWithoutAName(JournalFile):
+class WritesToUnlinkedJournal(JournalFile):
     """When a journal that was written anew has its name and that is not on disk, the old file goes on being written."""
 
     def rewrite(self, histories: Iterable[History]) -> None:
@@ -160,12 +160,12 @@ class KeepsAFileWithoutAName(JournalFile):
             self._disk.close(old)
 
 
-class ForgetsWhatIsSuspended(JournalFile):
+class ForgetsSuspendedJobs(JournalFile):
     def rewrite(self, histories: Iterable[History]) -> None:
         super().rewrite([history for history in histories if history.operation.phase != next_effects.SUSPENDED])
 
 
-class WritesOverTheOldOne(JournalFile):
+class ReplacesJournalTooEarly(JournalFile):
     """A journal that is written anew takes the old one's place before it is whole."""
 
     def rewrite(self, histories: Iterable[History]) -> None:
@@ -177,39 +177,39 @@ class WritesOverTheOldOne(JournalFile):
 # ---- the hands -------------------------------------------------------------------------------------------------------
 
 
-class RestoresWithoutRoom(Hands):
+class RestoresWithoutFreeMemory(NodeActions):
     def has_room(self, process: Process, gpu: str) -> bool:
         return True
 
 
-class TakesALostHelperForDone(Hands):
+class TakesLostHelperForDone(NodeActions):
     def checkpoint(self, effect: Any, process: Process) -> Event:
         event = super().checkpoint(effect, process)
         lost = isinstance(event, events.Failed) and event.fault == events.BROKEN
         return events.Checkpointed(effect=effect.number, worker=effect.worker) if lost else event
 
 
-class LeavesProcessesLocked(Hands):
+class LeavesProcessesLocked(NodeActions):
     def unlock(self, process: Process) -> None:
         return
 
 
-class OrdersAnotherProgram(Hands):
+class KillsWrongProgram(NodeActions):
     def knows_program(self, process: Process) -> bool:
         return False
 
 
-class LooksWhileBytesAreMoving(Hands):
+class InspectsDuringCopy(NodeActions):
     def is_busy(self, process: Process) -> bool:
         return False
 
 
-class DumpsWhoHasGoneOn(Hands):
+class DumpsResumedJob(NodeActions):
     def steps_aside(self, process: Process) -> bool:
         return True
 
 
-class FindsAnImageThatIsNotThere(Hands):
+class TrustsUnfinishedImage(NodeActions):
     """What was begun when the daemon was killed is taken for whole."""
 
     def dump(self, running: Running) -> Event | None:
@@ -218,7 +218,7 @@ class FindsAnImageThatIsNotThere(Hands):
         return super().dump(running)
 
 
-class SealsWhatIsNotThere(Hands):
+class SealsUnverifiedImage(NodeActions):
     """What a daemon that was killed had written is taken for whole, though nobody has read it back."""
 
     def see_to_written(self, running: Running) -> Event | None:
@@ -296,23 +296,23 @@ _BROKEN_HANDLES = (
 _ALL: dict[str, Mutant] = {
     **{handle.__name__: Mutant(Parts(handle=handle)) for handle in _BROKEN_HANDLES},
     "takes_another_program_for_the_same": Mutant(Parts(handle=takes_another_program_for_the_same), {"exec": 0.02}),
-    "dumps_who_has_gone_on": Mutant(Parts(hands=DumpsWhoHasGoneOn), {"alone": 0.2}),
-    "finds_an_image_that_is_not_there": Mutant(Parts(hands=FindsAnImageThatIsNotThere), {"crash": 0.03, "fail": 0.0}),
-    "seals_what_is_not_there": Mutant(Parts(hands=SealsWhatIsNotThere), {"crash": 0.03, "fail": 0.0}),
+    "dumps_who_has_gone_on": Mutant(Parts(hands=DumpsResumedJob), {"alone": 0.2}),
+    "finds_an_image_that_is_not_there": Mutant(Parts(hands=TrustsUnfinishedImage), {"crash": 0.03, "fail": 0.0}),
+    "seals_what_is_not_there": Mutant(Parts(hands=SealsUnverifiedImage), {"crash": 0.03, "fail": 0.0}),
     "acts_before_the_journal_is_on_disk": Mutant(Parts(acts_before_sync=True), _CRASHING),
     "acts_though_the_journal_cannot_be_written": Mutant(Parts(ignores_write_errors=True)),
     "forgets_descriptors_when_it_restarts": Mutant(Parts(forgets_descriptors=True), _CRASHING),
     "never_syncs": Mutant(Parts(disk=NeverSyncs)),
     "never_syncs_names": Mutant(Parts(disk=NeverSyncsNames)),
-    "leaves_half_a_record": Mutant(Parts(journal_file=LeavesHalfARecord), {"full": 0.05, **_CRASHING}),
-    "keeps_a_file_without_a_name": Mutant(Parts(journal_file=KeepsAFileWithoutAName), {"break": 0.2}),
-    "forgets_what_is_suspended": Mutant(Parts(journal_file=ForgetsWhatIsSuspended), _CRASHING),
-    "writes_over_the_old_journal": Mutant(Parts(journal_file=WritesOverTheOldOne), {"full": 0.1, **_CRASHING}),
-    "restores_without_room": Mutant(Parts(hands=RestoresWithoutRoom), {"grab": 0.3}),
-    "takes_a_lost_helper_for_done": Mutant(Parts(hands=TakesALostHelperForDone), {"helper": 0.2}),
+    "leaves_half_a_record": Mutant(Parts(journal_file=LeavesPartialRecord), {"full": 0.05, **_CRASHING}),
+    "keeps_a_file_without_a_name": Mutant(Parts(journal_file=WritesToUnlinkedJournal), {"break": 0.2}),
+    "forgets_what_is_suspended": Mutant(Parts(journal_file=ForgetsSuspendedJobs), _CRASHING),
+    "writes_over_the_old_journal": Mutant(Parts(journal_file=ReplacesJournalTooEarly), {"full": 0.1, **_CRASHING}),
+    "restores_without_room": Mutant(Parts(hands=RestoresWithoutFreeMemory), {"grab": 0.3}),
+    "takes_a_lost_helper_for_done": Mutant(Parts(hands=TakesLostHelperForDone), {"helper": 0.2}),
     "leaves_processes_locked": Mutant(Parts(hands=LeavesProcessesLocked), {"helper": 0.2}),
-    "orders_another_program": Mutant(Parts(hands=OrdersAnotherProgram), {"exec": 0.02}),
+    "orders_another_program": Mutant(Parts(hands=KillsWrongProgram), {"exec": 0.02}),
     **{name: Mutant(Parts(means=means), odds) for name, (means, odds) in MEANS.items()},
-    "looks_while_bytes_are_moving": Mutant(Parts(hands=LooksWhileBytesAreMoving), {"disconnect": 0.05}),
+    "looks_while_bytes_are_moving": Mutant(Parts(hands=InspectsDuringCopy), {"disconnect": 0.05}),
 }
 MUTANTS = {name: replace(mutant, found_by=_FOUND_BY.get(name, 0)) for name, mutant in _ALL.items()}

@@ -10,7 +10,7 @@ from tests.simulation.daemon import Parts
 from tests.simulation.hands import Running
 from tests.simulation.mutants import Mutant
 from tests.simulation.node import Process
-from tests.simulation.ranks import RankHands
+from tests.simulation.ranks import RankNodeActions
 
 Result = tuple[Operation, tuple[Effect, ...]]
 
@@ -74,7 +74,7 @@ def lets_go_one_by_one(op: Operation, event: Event, now: float) -> Result:
     return after, wanted
 
 
-class ForgetsOneGroup(RankHands):
+class LeavesOneGroupConnected(RankNodeActions):
     """An agent disconnects all groups of its rank but one."""
 
     def do(self, running: Running, process: Process) -> Event | None:
@@ -84,7 +84,7 @@ class ForgetsOneGroup(RankHands):
         return done
 
 
-class UndoesItOnOneRankOnly(RankHands):
+class RollsBackOneRankOnly(RankNodeActions):
     """On the way back the first rank connects without the others, which only say that they did."""
 
     def do(self, running: Running, process: Process) -> Event | None:
@@ -96,7 +96,7 @@ class UndoesItOnOneRankOnly(RankHands):
         return events.Reconnected(effect=effect.number, worker=effect.worker)
 
 
-class LeavesRestoredRanksLocked(RankHands):
+class LeavesRestoredRanksLocked(RankNodeActions):
     """The restore of a rank ends locked, and nobody unlocks it before it is told to connect."""
 
     def restore(self, effect: effects.Restore, process: Process) -> Event:
@@ -109,7 +109,7 @@ class LeavesRestoredRanksLocked(RankHands):
 _FAILING = {"fail": 0.15}
 RANK_MUTANTS = {
     **{
-        handle.__name__: Mutant(Parts(hands=RankHands, handle=handle), odds)
+        handle.__name__: Mutant(Parts(hands=RankNodeActions, handle=handle), odds)
         for handle, odds in (
             (leaves_one_rank_unlocked, {}),
             (forgets_the_groups_of_one_rank, {}),
@@ -121,9 +121,9 @@ RANK_MUTANTS = {
         )
     },
     "believes_in_what_was_cut_off": Mutant(
-        Parts(hands=RankHands, handle=believes_in_what_was_cut_off), {"crash": 0.03}, found_by=185
+        Parts(hands=RankNodeActions, handle=believes_in_what_was_cut_off), {"crash": 0.03}, found_by=185
     ),
-    "forgets_one_group": Mutant(Parts(hands=ForgetsOneGroup)),
-    "undoes_it_on_one_rank_only": Mutant(Parts(hands=UndoesItOnOneRankOnly), _FAILING),
+    "forgets_one_group": Mutant(Parts(hands=LeavesOneGroupConnected)),
+    "undoes_it_on_one_rank_only": Mutant(Parts(hands=RollsBackOneRankOnly), _FAILING),
     "leaves_restored_ranks_locked": Mutant(Parts(hands=LeavesRestoredRanksLocked)),
 }

@@ -15,7 +15,7 @@ from typing import Any
 from hegmd.migration.machine import events
 from hegmd.migration.machine.events import BROKEN, REFUSED, Event
 from tests.simulation.driver import CallRefused, Driver, HelperLost
-from tests.simulation.hands import Hands, Running, failure
+from tests.simulation.hands import NodeActions, Running, failure
 from tests.simulation.node import CHECKPOINTED, LOCKED, RUNNING, Node, Process, Violation
 
 UP, DOWN = "up", "down"
@@ -158,7 +158,7 @@ class RankDriver(Driver):
         super()._take_off(process)
 
 
-class RankHands(Hands):
+class RankNodeActions(NodeActions):
     """What is done to ranks besides all that is done to every process."""
 
     node: RankNode

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hegmd.migration.machine import events
 from hegmd.migration.machine.events import BROKEN, REFUSED, Event
-from tests.simulation.hands import Hands, Running, failure
+from tests.simulation.hands import NodeActions, Running, failure
 from tests.simulation.node import Node, Process, Violation
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def draw_odds(random: Random) -> dict[str, float]:
     }
 
 
-def strike(hands: RestartedHands) -> None:
+def strike(hands: RestartNodeActions) -> None:
     """What may happen to one of these jobs at any moment."""
     daemon = hands.daemon
     for process in daemon.node.processes.values():
@@ -61,7 +61,7 @@ def strike(hands: RestartedHands) -> None:
             daemon.tell(f"{process.name} has {'a supervisor again' if process.supervised else 'no supervisor now'}")
 
 
-class RestartedHands(Hands):
+class RestartNodeActions(NodeActions):
     """What is done by ending and starting processes, and by their agents."""
 
     # ---- what is heard -----------------------------------------------------------------------------------------------

@@ -9,12 +9,12 @@ from hegmd.migration.machine.operation import Operation
 from tests.simulation.daemon import Parts
 from tests.simulation.mutants import Mutant
 from tests.simulation.node import Process
-from tests.simulation.restarted import RestartedHands
+from tests.simulation.restarted import RestartNodeActions
 
 Result = tuple[Operation, tuple[Effect, ...]]
 
 
-class StartsOneBesideOneThatLives(RestartedHands):
+class StartsSecondProcess(RestartNodeActions):
     """The lock is not asked whether a process goes on already, which a daemon that was killed had started."""
 
     def sees_who_lives(self, process: Process) -> bool:
@@ -51,9 +51,9 @@ def waits_for_a_state_that_is_gone(op: Operation, event: Event, now: float) -> R
 
 _CRASHING = {"crash": 0.1}
 RESTARTED_MUTANTS = {
-    "starts_one_beside_one_that_lives": Mutant(Parts(hands=StartsOneBesideOneThatLives), _CRASHING),
+    "starts_one_beside_one_that_lives": Mutant(Parts(hands=StartsSecondProcess), _CRASHING),
     **{
-        handle.__name__: Mutant(Parts(hands=RestartedHands, handle=handle))
+        handle.__name__: Mutant(Parts(hands=RestartNodeActions, handle=handle))
         for handle in (
             frees_the_state_when_another_process_is_there,
             takes_leaving_for_the_end,
@@ -61,6 +61,6 @@ RESTARTED_MUTANTS = {
         )
     },
     "waits_for_a_state_that_is_gone": Mutant(
-        Parts(hands=RestartedHands, handle=waits_for_a_state_that_is_gone), {"power": 0.01}
+        Parts(hands=RestartNodeActions, handle=waits_for_a_state_that_is_gone), {"power": 0.01}
     ),
 }

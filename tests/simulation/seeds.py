@@ -17,11 +17,11 @@ from random import Random
 from hegmd.migration.machine import events
 from tests.simulation import kept, ranks, requests, restarted, weather
 from tests.simulation.daemon import Daemon, Parts
-from tests.simulation.kept import KeptHands
+from tests.simulation.kept import KeptContextActions
 from tests.simulation.node import Node, Process, Violation
 from tests.simulation.promises import check, judge
-from tests.simulation.ranks import RankHands
-from tests.simulation.restarted import RestartedHands
+from tests.simulation.ranks import RankNodeActions
+from tests.simulation.restarted import RestartNodeActions
 from tests.simulation.weather import UNIT_BYTES
 
 # How processes are moved in a life: by books, by the driver beside an agent, or by the driver alone.
@@ -31,7 +31,7 @@ CALM_STEPS = 1500
 
 
 @dataclass
-class Life:
+class SeedResult:
     """How one seed went. `violation` is None when all promises were kept."""
 
     seed: int
@@ -50,9 +50,9 @@ def live_restarts(
     *,
     odds: Mapping[str, float] | None = None,
     points: Callable[[Daemon, str], bool] | None = None,
-) -> Life:
+) -> SeedResult:
     """The same of jobs that are moved by restart; these lives are others than those of the same seeds."""
-    return live(seed, parts or Parts(hands=RestartedHands), odds=odds, points=points, born=_born_to_restart)
+    return live(seed, parts or Parts(hands=RestartNodeActions), odds=odds, points=points, born=_born_to_restart)
 
 
 def live_ranks(
@@ -61,9 +61,9 @@ def live_ranks(
     *,
     odds: Mapping[str, float] | None = None,
     points: Callable[[Daemon, str], bool] | None = None,
-) -> Life:
+) -> SeedResult:
     """The same of jobs whose ranks have communicators."""
-    return live(seed, parts or Parts(hands=RankHands), odds=odds, points=points, born=_born_with_ranks)
+    return live(seed, parts or Parts(hands=RankNodeActions), odds=odds, points=points, born=_born_with_ranks)
 
 
 def live_kept(
@@ -72,9 +72,9 @@ def live_kept(
     *,
     odds: Mapping[str, float] | None = None,
     points: Callable[[Daemon, str], bool] | None = None,
-) -> Life:
+) -> SeedResult:
     """The same of jobs that keep their CUDA contexts while they are suspended."""
-    return live(seed, parts or Parts(hands=KeptHands), odds=odds, points=points, born=_born_kept)
+    return live(seed, parts or Parts(hands=KeptContextActions), odds=odds, points=points, born=_born_kept)
 
 
 def live(
@@ -84,13 +84,13 @@ def live(
     born: Callable[[Random, Parts], Daemon] | None = None,
     odds: Mapping[str, float] | None = None,
     points: Callable[[Daemon, str], bool] | None = None,
-) -> Life:
+) -> SeedResult:
     """Live the life of that seed, with other parts, and some odds other than it draws."""
     random = Random(seed)
     daemon = (born or _born)(random, parts or Parts())
     daemon.odds.update(odds or {})
     daemon.points = points
-    life = Life(seed, daemon)
+    life = SeedResult(seed, daemon)
     try:
         _storm(daemon, random)
         _calm(daemon)

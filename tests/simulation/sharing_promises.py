@@ -38,7 +38,7 @@ Party = Job | Lease
 
 def broken(snapshot: Snapshot, now: float, decision: Decision) -> list[str]:
     """Return every promise that is broken, in words."""
-    return list(_Judgement(snapshot, now, decision).all())
+    return list(_PromiseCheck(snapshot, now, decision).all())
 
 
 def turn_ended(job: Job, rules: Rules, now: float) -> bool:
@@ -47,7 +47,7 @@ def turn_ended(job: Job, rules: Rules, now: float) -> bool:
     return job.turn_s + now - job.since_s >= quantum_s - 1e-6
 
 
-class _Judgement:
+class _PromiseCheck:
     def __init__(self, snapshot: Snapshot, now: float, decision: Decision) -> None:
         self.now = now
         self.rules = snapshot.rules

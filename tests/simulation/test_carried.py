@@ -25,7 +25,7 @@ class WithoutFallback(PeerCarrier):
         raise Refused("the driver lets nobody else open memory of it", "ask with --carrier worker")
 
 
-class Forgetful(HostCarrier):
+class SkipsAgentCopy(HostCarrier):
     """The process is not told to copy what the helper could not."""
 
     async def own_copies(
@@ -34,7 +34,7 @@ class Forgetful(HostCarrier):
         on_progress(sum(span[2] for span in spans))
 
 
-class Overwriting(PeerCarrier):
+class EmptiesWindowTooEarly(PeerCarrier):
     """The window is emptied before it was filled."""
 
     async def order_copy(self, *arguments: Any) -> None:
@@ -47,11 +47,11 @@ def without_fallback(node: Node) -> CopyingCarrier:
 
 
 def forgetful(node: Node) -> CopyingCarrier:
-    return Forgetful(node.helper, node.gpus, node.pool, node.memory)  # type: ignore[arg-type]  # these are models
+    return SkipsAgentCopy(node.helper, node.gpus, node.pool, node.memory)  # type: ignore[arg-type]  # these are models
 
 
 def overwriting(node: Node) -> CopyingCarrier:
-    return Overwriting(node.helper, node.gpus, node.memory, node.pool)  # type: ignore[arg-type]  # these are models
+    return EmptiesWindowTooEarly(node.helper, node.gpus, node.memory, node.pool)  # type: ignore[arg-type]  # these are models
 
 
 MUTANTS: Sequence[Make] = (without_fallback, forgetful, overwriting)

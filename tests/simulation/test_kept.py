@@ -17,7 +17,7 @@ from hegmd.migration.machine.operation import Operation
 from tests.simulation import weather
 from tests.simulation.daemon import Daemon, Parts
 from tests.simulation.hands import Running
-from tests.simulation.kept import KeptHands
+from tests.simulation.kept import KeptContextActions
 from tests.simulation.mutants import Mutant
 from tests.simulation.node import Process
 from tests.simulation.requests import IMAGE
@@ -53,7 +53,7 @@ def test_the_lives_see_every_way_in_which_a_step_ends() -> None:
     """Otherwise the seeds above prove less than they seem to."""
     seen: Counter[tuple[str, bool]] = Counter()
 
-    class Noting(KeptHands):
+    class RecordingCarrier(KeptContextActions):
         def do(self, running: Running, process: Process) -> Event | None:
             done = super().do(running, process)
             if process.keeps_context:
@@ -63,7 +63,7 @@ def test_the_lives_see_every_way_in_which_a_step_ends() -> None:
     wanted = {(tag, False) for tag in ("reserve", "offload", "checkpoint", "restore", "reload", "inspect", "verify")}
     wanted |= {("reserve", True), ("reload", True)}
     for seed in (*RARE, *range(ENOUGH)):
-        live_kept(seed, Parts(hands=Noting))
+        live_kept(seed, Parts(hands=RecordingCarrier))
         if wanted <= seen.keys():
             break
     assert wanted <= seen.keys()
@@ -100,14 +100,14 @@ def test_a_daemon_that_is_killed_at_any_point_of_a_quiet_life_breaks_no_promise(
 # -- each promise can be broken ----------------------------------------------------------------------------------------
 
 
-class RestoresAnywhere(KeptHands):
+class IgnoresContextGpu(KeptContextActions):
     """The GPU of the context is not looked at."""
 
     def restore_kept(self, effect: Any, process: Process, home: str) -> Event:
         return super().restore_kept(effect, process, effect.gpu)
 
 
-class CallsAFailedReloadDone(KeptHands):
+class ReportsFailedReloadAsDone(KeptContextActions):
     def do(self, running: Running, process: Process) -> Event | None:
         done = super().do(running, process)
         effect = running.effect
@@ -130,9 +130,9 @@ def writes_an_image_of_it(op: Operation, event: Event, now: float) -> machine.Re
 
 
 MUTANTS = {
-    "restores_anywhere": Mutant(Parts(hands=RestoresAnywhere, handle=plans_any_gpu)),
-    "calls_a_failed_reload_done": Mutant(Parts(hands=CallsAFailedReloadDone), found_by=203),
-    "writes_an_image_of_it": Mutant(Parts(hands=KeptHands, handle=writes_an_image_of_it)),
+    "restores_anywhere": Mutant(Parts(hands=IgnoresContextGpu, handle=plans_any_gpu)),
+    "calls_a_failed_reload_done": Mutant(Parts(hands=ReportsFailedReloadAsDone), found_by=203),
+    "writes_an_image_of_it": Mutant(Parts(hands=KeptContextActions, handle=writes_an_image_of_it)),
 }
 
 

@@ -16,7 +16,7 @@ from hegmd.migration.machine.operation import Operation
 from tests.simulation import weather
 from tests.simulation.daemon import Daemon, Parts
 from tests.simulation.rank_mutants import RANK_MUTANTS
-from tests.simulation.ranks import RankHands
+from tests.simulation.ranks import RankNodeActions
 from tests.simulation.seeds import live_ranks
 from tests.wide import quick_first
 
@@ -79,7 +79,7 @@ def test_the_lives_see_every_step_of_ranks_and_every_end() -> None:
 
     wanted = {"hold", "again", "late", "back unlocking", "back reconnecting", "forward reconnecting"}
     for seed in (*RARE, *range(400)):
-        live_ranks(seed, Parts(hands=RankHands, handle=noting))
+        live_ranks(seed, Parts(hands=RankNodeActions, handle=noting))
         if wanted <= seen and phases >= OF_RANKS:
             break
     assert wanted <= seen

@@ -15,7 +15,7 @@ from hegmd.migration.machine.events import Event
 from hegmd.migration.machine.operation import Operation
 from tests.simulation import restarted, weather
 from tests.simulation.daemon import Daemon, Parts
-from tests.simulation.restarted import RestartedHands
+from tests.simulation.restarted import RestartNodeActions
 from tests.simulation.restarted_mutants import RESTARTED_MUTANTS
 from tests.simulation.seeds import live_restarts
 from tests.wide import quick_first
@@ -58,7 +58,7 @@ def test_the_lives_see_every_way_in_which_a_restart_goes_and_ends() -> None:
             ends.update({"twice"} if any(worker.start_count > 1 for worker in after.workers) else ())
         return after, wanted
 
-    parts = Parts(hands=RestartedHands, handle=noting)
+    parts = Parts(hands=RestartNodeActions, handle=noting)
     for seed in range(120):
         struck |= live_restarts(seed, parts).daemon.struck
     for seed in range(40):

@@ -73,7 +73,7 @@ def test_each_of_n_equals_has_its_turn_within_n_minus_1_quanta(gpu_count: int, j
             JobSpec(f"j{number}", number, math.inf, (random.choice((20, 45, 60, 75)) * GIB,), startup_s=1.0)
             for number in range(job_count)
         )
-        waits = Waits()
+        waits = TurnStatistics()
         node.on_decision = waits.look
         node.run(3600)
         quantum_s = max(30.0, *(20 * job.view.switch_s for job in node.jobs.values()))
@@ -83,7 +83,7 @@ def test_each_of_n_equals_has_its_turn_within_n_minus_1_quanta(gpu_count: int, j
         assert waits.shortest_turn_s >= 30.0 - 1e-6
 
 
-class Waits:
+class TurnStatistics:
     """How long jobs waited for their turns, and how long their turns were."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from hegmd.migration.machine import events
 from tests.simulation import restarted
 from tests.simulation.daemon import Daemon
 from tests.simulation.node import Process
-from tests.simulation.restarted import RestartedHands
+from tests.simulation.restarted import RestartNodeActions
 
 UNIT_BYTES = RESTORE_MARGIN_BYTES
 
@@ -67,7 +67,7 @@ def draw_odds(random: Random) -> dict[str, float]:
 
 def strike(daemon: Daemon, random: Random) -> None:
     """Whatever goes wrong in this moment."""
-    if isinstance(daemon.hands, RestartedHands):
+    if isinstance(daemon.hands, RestartNodeActions):
         restarted.strike(daemon.hands)
     process = random.choice(list(daemon.node.processes.values()))
     if daemon.node.alone:
@@ -93,7 +93,7 @@ def _strike_worker(daemon: Daemon, process: Process) -> None:
     node = daemon.node
     if daemon.luck("die"):
         daemon.tell(f"{process.name} dies")
-        if isinstance(daemon.hands, RestartedHands):
+        if isinstance(daemon.hands, RestartNodeActions):
             daemon.hands.end(process)
             return
         node.die(process.name)

@@ -45,14 +45,14 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-class Shelf:
+class ImageCatalogue:
     """Images of which there is one, or none that is whole; it has room for so much."""
 
     def __init__(self, found: Manifest | None = None, why: HegmError | None = None) -> None:
         self.found, self.why = found, why
         self.swept: list[str] = []
 
-    async def open(self, path: str, _rights: Rights) -> Shelf:
+    async def open(self, path: str, _rights: Rights) -> ImageCatalogue:
         if self.found is None:
             raise HegmError(NOT_FOUND, f"{path} is no image", "see what is there")
         return self
@@ -104,7 +104,7 @@ def wished(pid: int, **values: Any) -> Operation:
     return operation(worker(pid=pid), kind=CHECKPOINT, image=Wish(**{**plain, **values}))
 
 
-class Borrowed(Shelf):
+class ImageBeingWritten(ImageCatalogue):
     """An image that is being written, and its shelf; nothing comes of its reading back but that error."""
 
     def __init__(self, error: HegmError | None = None) -> None:
@@ -114,7 +114,7 @@ class Borrowed(Shelf):
         self.criu_dir_fd = -1
         self.discarded = anyio.Event()
 
-    async def lend(self, _path: str, _rights: Rights, **_how: object) -> Borrowed:
+    async def lend(self, _path: str, _rights: Rights, **_how: object) -> ImageBeingWritten:
         return self
 
     async def collect_criu_files(self) -> None:
@@ -130,7 +130,7 @@ class Borrowed(Shelf):
         self.discarded.set()
 
 
-class HangingUp(ModelAgent):
+class DisconnectingAgents(ModelAgent):
     """Steps aside as it is told."""
 
     def _report(self, key: object, order: Order, result: str, **values: object) -> None:

@@ -15,7 +15,7 @@ import anyio.abc
 
 from hegmd.memory.pool import MemoryKeeping, Pool
 from hegmd.memory.pool_checksums import SumFolder
-from hegmd.memory.pool_places import Place
+from hegmd.memory.pool_places import PoolDirectory
 from hegmd.memory.ready_memory import ReadyMemory
 from hegmd.memory.spill_file import SpillFolder
 from hegmd.migration.journal.disk import Disk
@@ -23,9 +23,9 @@ from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.node.devices.topology import parse_topology
 from hegmd.node.inventory import Inventory
 from hegmd.node.processes import ProcessTable
-from hegmd.node.processes.procfs import Unreadable, Vanished, read_start
+from hegmd.node.processes.procfs import ProcessGone, Unreadable, read_start
 from hegmd.operations.request_context import RequestContext
-from hegmd.operations.service import Moving
+from hegmd.operations.service import OperationsService
 from hegmd.protocol.operations import Operation, OperationProgress
 from hegmd.telemetry.events import EventLog
 from hegmd.workers.workers import Workers
@@ -38,7 +38,7 @@ MIB = 1 << 20
 def start_ticks(pid: int) -> int | None:
     try:
         return read_start("/proc", pid)[0]
-    except (Vanished, Unreadable):
+    except (ProcessGone, Unreadable):
         return None
 
 
@@ -71,12 +71,12 @@ class Node:
             [self.simulator], query_deadline_s=5, events=self.events, table=ProcessTable(), held=self.held_bytes
         )
         keep = MemoryKeeping(
-            [Place(state_dir / "memory", huge=False)],
+            [PoolDirectory(state_dir / "memory", huge=False)],
             None,
             SpillFolder(state_dir / "spill", spare_bytes=spare_bytes),
             SumFolder(state_dir / "sums"),
         )
-        self.moving = Moving(
+        self.moving = OperationsService(
             state_dir=state_dir,
             pool=Pool(64 * MIB, keep=keep, ready=ready),
             spill=spill,

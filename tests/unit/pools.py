@@ -9,7 +9,7 @@ from pathlib import Path
 from hegmd.memory.pool import Key, MemoryKeeping, Pool
 from hegmd.memory.pool_checksums import SumFolder
 from hegmd.memory.pool_found import find_pieces
-from hegmd.memory.pool_places import Place
+from hegmd.memory.pool_places import PoolDirectory
 from hegmd.memory.ready_memory import ReadyMemory
 from hegmd.memory.sizes import MIB
 from hegmd.memory.spill_file import SpillFolder
@@ -22,7 +22,7 @@ OTHER = Key("8", "4712")
 def keep_in(folder: Path, store: DescriptorStore | None = None) -> MemoryKeeping:
     """Places in an ordinary directory: the pool asks nothing of them that a disk does not have."""
     return MemoryKeeping(
-        [Place(folder / "memory", huge=False)],
+        [PoolDirectory(folder / "memory", huge=False)],
         store,
         SpillFolder(folder / "spill", spare_bytes=0),
         SumFolder(folder / "sums"),

@@ -134,11 +134,11 @@ def test_rates_are_from_what_the_agents_noted_and_beside_the_pinned_copy(tmp_pat
     )
     rates, size_bytes = bench_restart.noted(notes)
     assert (rates, size_bytes) == ({"written": 5e10, "checked": 1e11, "put back": 4e10}, 10**10)
-    figures = bench_restart.Figures(tmp_path / "state")
+    figures = bench_restart.Measurements(tmp_path / "state")
     figures.keep({"pinned": {"out": 5e10, "in": 5e10}})
     parts = dict.fromkeys(bench_restart.PARTS, 1.0)
     figures.keep({"task": "made-there", "took_s": 8.0, "parts": parts, "rates": rates, "state_bytes": size_bytes})
-    again = bench_restart.Figures(tmp_path / "state").markdown()
+    again = bench_restart.Measurements(tmp_path / "state").markdown()
     assert again == figures.markdown()
     assert "| made-there | 8.00 s (8.00 to 8.00, 1 times) | 7.00 s | 1.00 |" in again
     assert "over 7 s" in again

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.gpu.image_record import DRIVER, HOST, LOGGED, Figure, Record, beside
+from tests.gpu.image_record import DRIVER, HOST, LOGGED, ImageRate, Record, beside
 from tests.gpu.image_run import TMPFS_BYTES_PER_S, cases_of, needed_s
 
 GB = 1e9
 
 
-def figure(action: str, carrier: str, took_s: float, place: str = "disk", **more: float) -> Figure:
-    return Figure(action, 8, place, carrier, took_s, {}, **more)
+def figure(action: str, carrier: str, took_s: float, place: str = "disk", **more: float) -> ImageRate:
+    return ImageRate(action, 8, place, carrier, took_s, {}, **more)
 
 
 def test_ours_stands_beside_the_driver_and_criu_alone_of_the_same_size_and_place() -> None:

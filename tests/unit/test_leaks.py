@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.leaks import RUN_MARK, Stock, end_run
+from tests.leaks import RUN_MARK, ProcessResources, end_run
 from tests.patience import HANG_S
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_an_open_descriptor_is_seen() -> None:
-    before = Stock.take()
+    before = ProcessResources.take()
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assert len(before.leaks()) == 2
@@ -30,7 +30,7 @@ def test_an_open_descriptor_is_seen() -> None:
 def test_a_descriptor_number_used_again_for_something_else_is_seen() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-        before = Stock.take()
+        before = ProcessResources.take()
         number = ours.fileno()
         with open(os.devnull) as other:
             os.dup2(other.fileno(), number)
@@ -52,7 +52,7 @@ class _EndsWhenJoined(threading.Thread):
 
 def test_a_thread_that_stays_is_seen() -> None:
     release = threading.Event()
-    before = Stock.take()
+    before = ProcessResources.take()
     staying = threading.Thread(target=release.wait, name="staying")
     staying.start()
     assert "thread staying" in before.leaks(grace_s=0)
@@ -63,7 +63,7 @@ def test_a_thread_that_stays_is_seen() -> None:
 
 @pytest.mark.thorough
 def test_a_thread_that_is_about_to_end_is_waited_for() -> None:
-    before = Stock.take()
+    before = ProcessResources.take()
     ending = _EndsWhenJoined()
     ending.start()
     assert before.leaks() == []
@@ -72,7 +72,7 @@ def test_a_thread_that_is_about_to_end_is_waited_for() -> None:
 
 @pytest.mark.thorough
 def test_a_living_child_and_a_dead_one_that_nobody_waited_for_are_seen() -> None:
-    before = Stock.take()
+    before = ProcessResources.take()
     living = subprocess.Popen(["sleep", "60"])
     dead = subprocess.Popen(["true"])
     os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)
@@ -87,7 +87,7 @@ def test_a_living_child_and_a_dead_one_that_nobody_waited_for_are_seen() -> None
 
 @pytest.mark.thorough
 def test_changed_process_state_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = Stock.take()
+    before = ProcessResources.take()
     monkeypatch.setenv("HEGM_LEAK_TEST", "1")
     monkeypatch.chdir(tmp_path)
     handler = signal.signal(signal.SIGUSR1, signal.SIG_IGN)

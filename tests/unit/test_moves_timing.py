@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hegmd.gpu_helper.copy_client import Copied
+from hegmd.gpu_helper.copy_client import CopyReport
 from tests.gpu.moves_timing import rates_of
 
 
@@ -11,13 +11,13 @@ def test_what_stays_on_a_gpu_is_no_copy_over_the_link() -> None:
     log = [
         (
             "2026-11-22T04:00:00.0Z info hegmd.migration.carriers.copying: copied out within a GPU: "
-            f"{Copied(100, 0.0, 0.01, 0.0)}"
+            f"{CopyReport(100, 0.0, 0.01, 0.0)}"
         ),
         (
             "2026-11-22T04:00:00.1Z info hegmd.migration.carriers.host: copied out during the checkpoint: "
-            f"{Copied(100, 0.0, 2.0, 0.0)}"
+            f"{CopyReport(100, 0.0, 2.0, 0.0)}"
         ),
-        f"2026-11-22T04:00:00.2Z info hegmd.migration.carriers.copying: copied in: {Copied(30, 0.0, 1.0, 0.0)}",
-        f"2026-11-22T04:00:00.3Z info hegmd.migration.carriers.copying: copied in: {Copied(30, 0.0, 2.0, 0.0)}",
+        f"2026-11-22T04:00:00.2Z info hegmd.migration.carriers.copying: copied in: {CopyReport(30, 0.0, 1.0, 0.0)}",
+        f"2026-11-22T04:00:00.3Z info hegmd.migration.carriers.copying: copied in: {CopyReport(30, 0.0, 2.0, 0.0)}",
     ]
     assert rates_of(log) == {"out": 50.0, "in": 20.0}

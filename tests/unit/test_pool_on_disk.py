@@ -11,7 +11,7 @@ import pytest
 
 from hegmd.errors import HegmError, Refused
 from hegmd.memory.pool import MemoryKeeping
-from hegmd.memory.pool_places import Place
+from hegmd.memory.pool_places import PoolDirectory
 from hegmd.memory.sizes import MIB, whole_size
 from hegmd.memory.spill_file import SpillFolder
 from tests.unit.pools import KEY, OTHER, files_under, found_again, keep_in, opened
@@ -140,7 +140,7 @@ async def test_without_a_descriptor_to_spare_a_spill_is_an_error_that_is_told(ke
 
 async def test_a_disk_that_is_full_leaves_everything_as_it_was(tmp_path: Path) -> None:
     keep = MemoryKeeping(
-        [Place(tmp_path / "memory", huge=False)], None, SpillFolder(tmp_path / "spill", spare_bytes=1 << 60)
+        [PoolDirectory(tmp_path / "memory", huge=False)], None, SpillFolder(tmp_path / "spill", spare_bytes=1 << 60)
     )
     pool = opened(keep)
     os.pwrite((await pool.take(KEY, 3 * MIB)).fd, b"weights", 0)

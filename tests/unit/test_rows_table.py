@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tests.gpu import rows_table
 from tests.gpu.bench_record import Record
-from tests.gpu.bench_restart import Figures
-from tests.gpu.image_record import Figure
+from tests.gpu.bench_restart import Measurements
+from tests.gpu.image_record import ImageRate
 from tests.gpu.image_record import Record as ImageRecord
 from tests.gpu.moves_timing import Measured
 from tests.gpu.rows_table import Found, markdown, record_of, rows_of
@@ -25,9 +25,9 @@ def test_a_row_has_the_median_and_how_many_times_the_driver_alone_that_is(tmp_pa
     record.measure(Measured(0, "hegmctl gpus", "", "", 0.019, None, {}, {}))
     record.measure(Measured(0, "python -c pass", "", "", 0.010, None, {}, {}))
     images = ImageRecord(tmp_path / "bench-images.jsonl")
-    images.measure(Figure("checkpoint", 8, "disk", "host", 8.0, {}, 1e9, 2e9))
-    images.measure(Figure("checkpoint", 8, "disk", "driver", 24.0, {}))
-    figures = Figures(tmp_path / "bench-restart.jsonl")
+    images.measure(ImageRate("checkpoint", 8, "disk", "host", 8.0, {}, 1e9, 2e9))
+    images.measure(ImageRate("checkpoint", 8, "disk", "driver", 24.0, {}))
+    figures = Measurements(tmp_path / "bench-restart.jsonl")
     figures.keep({"pinned": {"out": 50e9, "in": 50e9}})
     figures.keep({"task": "made-there", "took_s": 3.0, "parts": {}, "rates": {"written": 45e9}, "state_bytes": 1})
     rows = {row.what: row for row in rows_of(Found(tmp_path))}

@@ -7,7 +7,7 @@ Loads the protocol, which every command that has a request needs anyway.
 
 from __future__ import annotations
 
-from hegmctl.grammar.words import COUNT, FILES, FLAG, GPUS, JOB, JOBS, SECONDS, TEXT, Argument, Of, Option
+from hegmctl.grammar.words import COUNT, FILES, FLAG, GPUS, JOB, JOBS, SECONDS, TEXT, Argument, Option, RequestField
 from hegmd.protocol.messages import REQUESTS
 from hegmd.protocol.operations import CARRIER_NAMES
 from hegmd.protocol.record import REQUIRED
@@ -51,21 +51,21 @@ _KINDS = {"bool": FLAG, "int": COUNT, "float": SECONDS, "str": TEXT}
 
 
 def words_of(
-    arguments: Sequence[Argument | Of], options: Sequence[Option | Of], op: str
+    arguments: Sequence[Argument | RequestField], options: Sequence[Option | RequestField], op: str
 ) -> tuple[tuple[Argument, ...], tuple[Option, ...]]:
     """Return the arguments and the options of a row whose request has that tag."""
     fields = {field.name: field for field in REQUESTS[op].fields} if op else {}
     said = {each.field: each for each in (*arguments, *options) if each.field}
-    required = [Of(name) for name, field in fields.items() if field.default is REQUIRED and name not in said]
+    required = [RequestField(name) for name, field in fields.items() if field.default is REQUIRED and name not in said]
     taken = tuple(_argument(each, fields) for each in (*arguments, *required))
     rest = [name for name in fields if name not in said and _is_option(fields[name])]
     own = [each for each in options if each.field not in _COMMON]
-    common = [said.get(name, Of(name)) for name in _COMMON if name in fields]
+    common = [said.get(name, RequestField(name)) for name in _COMMON if name in fields]
     listed: list[Option] = []
-    for each in (*own, *(Of(name) for name in rest if name not in _COMMON), *common):
+    for each in (*own, *(RequestField(name) for name in rest if name not in _COMMON), *common):
         if isinstance(each, Option):
             listed.append(each)
-        elif isinstance(each, Of):
+        elif isinstance(each, RequestField):
             listed += [_WAIT] if each.field == "wait" else []
             listed.append(_option(each, fields))
     return taken, tuple(listed)
@@ -75,7 +75,7 @@ def _is_option(field: Field) -> bool:
     return field.default is not REQUIRED and field.name != TIMEOUT and not field.type_text.startswith("Mapping")
 
 
-def _argument(each: Argument | Of, fields: dict[str, Field]) -> Argument:
+def _argument(each: Argument | RequestField, fields: dict[str, Field]) -> Argument:
     if isinstance(each, Argument):
         return each
     many, said = _said_of(each, fields, name=each.field.upper())
@@ -83,7 +83,7 @@ def _argument(each: Argument | Of, fields: dict[str, Field]) -> Argument:
     return Argument(said.pop("name"), many=many, **said)
 
 
-def _option(each: Of, fields: dict[str, Field]) -> Option:
+def _option(each: RequestField, fields: dict[str, Field]) -> Option:
     name = each.field.removesuffix("_s").replace("_", "-")
     repeats, said = _said_of(each, fields, names=(f"--{name}",))
     said.pop("name", None)
@@ -92,7 +92,7 @@ def _option(each: Of, fields: dict[str, Field]) -> Option:
     return Option(*said.pop("names"), repeats=repeats, **said)
 
 
-def _said_of(each: Of, fields: dict[str, Field], **named: Any) -> tuple[bool, dict[str, Any]]:
+def _said_of(each: RequestField, fields: dict[str, Field], **named: Any) -> tuple[bool, dict[str, Any]]:
     """Return whether the field has several values, and what its option or argument is made of."""
     field = fields[each.field]
     has_several, kind = _kind_of(field)

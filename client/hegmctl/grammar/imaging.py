@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hegmctl.grammar.rows import Command, Form
-from hegmctl.grammar.words import FILES, TEXT, Argument, Of, Option
+from hegmctl.grammar.rows import Command, CommandForm
+from hegmctl.grammar.words import FILES, TEXT, Argument, Option, RequestField
 
 _OPERATION = "operating_text:operation_text"
 
@@ -18,12 +18,12 @@ IMAGING = (
         request="checkpoint",
         render=_OPERATION,
         options=(
-            Of(
+            RequestField(
                 "leave_running",
                 doc="resume the job once its processes are written, and write its GPU memory while it trains",
             ),
         ),
-        arguments=(Of("pid"), Of("path", doc="directory of the image; it must not exist yet")),
+        arguments=(RequestField("pid"), RequestField("path", doc="directory of the image; it must not exist yet")),
         examples=(
             ("hegmctl checkpoint 4711 /images/train", "write job 4711 to disk and free its GPU"),
             ("hegmctl checkpoint --leave-running 4711 /images/train", "and resume the job"),
@@ -40,9 +40,9 @@ IMAGING = (
         render=_OPERATION,
         handler="imaging:restore",
         options=(
-            Of("to", doc="target GPU; default: its former GPU"),
+            RequestField("to", doc="target GPU; default: its former GPU"),
             Option("--newest", doc="the image is a directory of images: restore the newest complete one in it"),
-            Of(
+            RequestField(
                 "as_then",
                 names=("--truncate-outputs",),
                 doc="truncate files that have grown since the image, with the caller's rights",
@@ -57,7 +57,7 @@ IMAGING = (
             ),
             Option("--stderr", kind=TEXT, metavar="FILE", complete=FILES, doc="the same for its standard error"),
         ),
-        arguments=(Of("path", doc="the image"),),
+        arguments=(RequestField("path", doc="the image"),),
         examples=(
             ("hegmctl restore /images/train --to gpu1", "resume it on gpu1"),
             ("hegmctl restore --newest /images", "after a reboot: the last image of --checkpoint-every"),
@@ -70,7 +70,7 @@ IMAGING = (
         "Needs no daemon: uses the caller's own rights.",
         exits="The exit status is 15 if an image is damaged, or left over from a writer that was killed.",
         handler="images:ls",
-        forms=(Form(record="hegmd.protocol.images:ImagesSeen"),),
+        forms=(CommandForm(record="hegmd.protocol.images:ImagesSeen"),),
         arguments=(Argument("DIR", many=True, complete=FILES, doc="an image, or a directory of images; default: `.`"),),
     ),
     Command(
@@ -78,7 +78,7 @@ IMAGING = (
         "show the contents of an image",
         "Reads the manifest and checks that every file exists. With --json, prints the whole manifest.",
         handler="images:show",
-        forms=(Form(record="hegmd.protocol.images:Manifest"),),
+        forms=(CommandForm(record="hegmd.protocol.images:Manifest"),),
         arguments=(Argument("DIR", complete=FILES, doc="the image"),),
     ),
     Command(
@@ -88,7 +88,7 @@ IMAGING = (
         "restore. Names files that are not part of the image; they do no harm. `hegmctl restore --dry-run` checks the "
         "signature and this node.",
         handler="images:verify",
-        forms=(Form(record="hegmd.protocol.images:ImageVerified"),),
+        forms=(CommandForm(record="hegmd.protocol.images:ImageVerified"),),
         arguments=(Argument("DIR", complete=FILES, doc="the image"),),
     ),
     Command(
@@ -96,7 +96,7 @@ IMAGING = (
         "remove images, or incomplete ones",
         "Removes only images and their own files, and none that is being written or restored.",
         handler="images:rm",
-        forms=(Form(record="hegmd.protocol.images:ImageRemoved"),),
+        forms=(CommandForm(record="hegmd.protocol.images:ImageRemoved"),),
         options=(Option("-y", "--yes", doc="do not ask for confirmation"),),
         arguments=(Argument("DIR", many=True, complete=FILES, doc="the images"),),
         examples=(("hegmctl images rm --yes .job.hegm-new-1a2b3c4d", "remove what a killed writer left of `job`"),),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hegmctl.grammar.rows import LINES, Command, Form
-from hegmctl.grammar.words import FILES, GPUS, JOBS, PATH, PLACES, POSITIVE, SECONDS, SIZE, TEXT, Of, Option
+from hegmctl.grammar.rows import LINES, Command, CommandForm
+from hegmctl.grammar.words import FILES, GPUS, JOBS, PATH, PLACES, POSITIVE, SECONDS, SIZE, TEXT, Option, RequestField
 
 FAULTS = ("lost", "error", "hang", "unknown-memory", "ecc", "xid", "xid79", "none")
 EVENT_KINDS = ("config", "events", "gpu", "inventory", "job", "operation", "pool", "process", "sharing", "vendor")
@@ -52,14 +52,16 @@ LOOKING = (
         "One line for each process that uses a GPU: its owner, its GPUs, its total GPU memory, whether hegmd's agent "
         "is connected in it, its job, and its command.",
         options=(
-            Of("gpus", names=("--gpu",), metavar="GPU", splits=True, complete=GPUS, doc="only processes on this GPU"),
-            Of("ways", doc="show which methods can move each process, and why the others cannot"),
+            RequestField(
+                "gpus", names=("--gpu",), metavar="GPU", splits=True, complete=GPUS, doc="only processes on this GPU"
+            ),
+            RequestField("ways", doc="show which methods can move each process, and why the others cannot"),
             _WATCH,
         ),
         request="processes",
         handler="commands:ps",
-        forms=(Form(request="processes"), Form("--watch", request="processes", prints=LINES)),
-        arguments=(Of("pids", doc="only these processes, or those of these jobs"),),
+        forms=(CommandForm(request="processes"), CommandForm("--watch", request="processes", prints=LINES)),
+        arguments=(RequestField("pids", doc="only these processes, or those of these jobs"),),
         examples=(
             ("hegmctl ps --gpu gpu0 --watch", "watch one GPU"),
             ("hegmctl ps --ways 4711", "how process 4711 can be moved"),
@@ -73,14 +75,14 @@ LOOKING = (
         "when it is suspended, restarted or restored. Every command takes the id, the name, or a pid of the job.",
         request="jobs",
         handler="job_commands:jobs",
-        forms=(Form(request="jobs"), Form("--watch", request="jobs", prints=LINES)),
+        forms=(CommandForm(request="jobs"), CommandForm("--watch", request="jobs", prints=LINES)),
         options=(
-            Of("all", names=("-a", "--all"), doc="also jobs that have ended, with their exit status"),
+            RequestField("all", names=("-a", "--all"), doc="also jobs that have ended, with their exit status"),
             _FILTER,
             _FORMAT,
             _WATCH,
         ),
-        arguments=(Of("jobs", doc="only these jobs: id, name, or a pid"),),
+        arguments=(RequestField("jobs", doc="only these jobs: id, name, or a pid"),),
         examples=(
             ("hegmctl jobs", "the jobs in a table"),
             ("hegmctl jobs --filter state=suspended --format '{{.ID}}'", "the ids of suspended jobs"),
@@ -115,14 +117,14 @@ LOOKING = (
         request="recovery",
         handler="job_commands:recovery",
         forms=(
-            Form(request="recovery", render="recovery_text:recovery_text"),
-            Form("--drop", request="recovery.drop", render="recovery_text:dropped_text", call="drop_recovery"),
+            CommandForm(request="recovery", render="recovery_text:recovery_text"),
+            CommandForm("--drop", request="recovery.drop", render="recovery_text:dropped_text", call="drop_recovery"),
         ),
         options=(
             Option("--drop", kind=TEXT, metavar="JOB", complete=JOBS, doc="delete the state that is kept of this job"),
             Option("-y", "--yes", doc="do not ask for confirmation"),
         ),
-        arguments=(Of("jobs", doc="only these jobs: id, name, or a pid"),),
+        arguments=(RequestField("jobs", doc="only these jobs: id, name, or a pid"),),
         examples=(
             ("hegmctl recovery train", "the snapshots and recoveries of the job `train`"),
             ("hegmctl recovery --drop j7", "free the memory of a job that is not continued"),
@@ -152,16 +154,16 @@ LOOKING = (
         "With --follow it waits for more, also while the daemon restarts.",
         request="events",
         handler="commands:events",
-        forms=(Form(request="events", record="hegmd.protocol.snapshots:Event", prints=LINES, call=""),),
+        forms=(CommandForm(request="events", record="hegmd.protocol.snapshots:Event", prints=LINES, call=""),),
         options=(
-            Of("since", metavar="NUMBER", doc="only events with this number or a higher one"),
-            Of(
+            RequestField("since", metavar="NUMBER", doc="only events with this number or a higher one"),
+            RequestField(
                 "run",
                 doc="the daemon's run that NUMBER belongs to, as shown by `hegmctl version`; in another run all "
                 "events are shown",
             ),
-            Of("follow", names=("-f", "--follow"), doc="wait for more events, until interrupted"),
-            Of(
+            RequestField("follow", names=("-f", "--follow"), doc="wait for more events, until interrupted"),
+            RequestField(
                 "kinds",
                 names=("--kind",),
                 metavar="KIND",
@@ -198,7 +200,10 @@ LOOKING = (
                 doc="with --nccl: the Python with the PyTorch to prove; default: python3 of VIRTUAL_ENV or PATH",
             ),
         ),
-        forms=(Form(record="hegmctl.answers:DoctorAnswer"), Form("--nccl", record="hegmctl.answers:NcclAnswer")),
+        forms=(
+            CommandForm(record="hegmctl.answers:DoctorAnswer"),
+            CommandForm("--nccl", record="hegmctl.answers:NcclAnswer"),
+        ),
         examples=(("sudo hegmctl doctor --nccl --python .venv/bin/python", "before the first job with NCCL is moved"),),
     ),
     Command(
@@ -207,7 +212,7 @@ LOOKING = (
         "Also shows the protocol and the daemon's capabilities. Without a daemon it shows the client's version and "
         "succeeds; use `hegmctl ping` for a check that fails.",
         handler="commands:version",
-        forms=(Form(record="hegmctl.answers:VersionAnswer"),),
+        forms=(CommandForm(record="hegmctl.answers:VersionAnswer"),),
     ),
     Command(
         "config",
@@ -215,8 +220,8 @@ LOOKING = (
         "Shows every setting with its value and the source of the value.",
         request="config",
         forms=(
-            Form(request="config", render="answers_text:config_text"),
-            Form("--reload", request="reload", render="answers_text:reload_text"),
+            CommandForm(request="config", render="answers_text:config_text"),
+            CommandForm("--reload", request="reload", render="answers_text:reload_text"),
         ),
         options=(Option("--reload", doc="reload the daemon's configuration; an invalid one changes nothing"),),
     ),
@@ -232,7 +237,7 @@ LOOKING = (
         "check whether the daemon answers, and how fast",
         request="ping",
         handler="commands:ping",
-        forms=(Form(request="ping", record="hegmctl.answers:PingAnswer"),),
+        forms=(CommandForm(request="ping", record="hegmctl.answers:PingAnswer"),),
         options=(Option("-c", "--count", kind=POSITIVE, metavar="NUMBER", doc="number of requests; default: 1"),),
     ),
     Command(
@@ -243,8 +248,8 @@ LOOKING = (
         request="simulate.hold",
         handler="commands:simulate_hold",
         arguments=(
-            Of("gpu", doc="the GPU, such as gpu0 or 0"),
-            Of("vram_bytes", name="SIZE", kind=SIZE, doc="how much to hold, such as 512MiB or 2GiB"),
+            RequestField("gpu", doc="the GPU, such as gpu0 or 0"),
+            RequestField("vram_bytes", name="SIZE", kind=SIZE, doc="how much to hold, such as 512MiB or 2GiB"),
         ),
         tail="COMMAND",
         examples=(("hegmctl simulate hold gpu0 2GiB -- python3 train.py", "simulate a job that uses 2 GiB"),),
@@ -256,8 +261,10 @@ LOOKING = (
         request="simulate.fault",
         render="answers_text:faults_text",
         arguments=(
-            Of("target", complete=GPUS, choices=("vendor",), doc="a GPU, or `vendor` for the vendor's whole library"),
-            Of("fault", choices=FAULTS, doc="one of " + ", ".join(FAULTS[:-1]) + "; or none, to repair it"),
+            RequestField(
+                "target", complete=GPUS, choices=("vendor",), doc="a GPU, or `vendor` for the vendor's whole library"
+            ),
+            RequestField("fault", choices=FAULTS, doc="one of " + ", ".join(FAULTS[:-1]) + "; or none, to repair it"),
         ),
         examples=(
             ("hegmctl simulate fault gpu0 ecc", "gpu0 has an uncorrectable memory error, and is failing"),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from hegmctl.grammar.rows import AFTER_PROGRESS, ONE, Command, Form
-from hegmctl.grammar.words import FILES, JOB, JOBS, PATH, PLACES, TEXT, Argument, Of, Option
+from hegmctl.grammar.rows import AFTER_PROGRESS, ONE, Command, CommandForm
+from hegmctl.grammar.words import FILES, JOB, JOBS, PATH, PLACES, TEXT, Argument, Option, RequestField
 
 _OPERATION = "operating_text:operation_text"
-_SPILL = Of("spill", doc="keep the bytes on disk, with checksums, until `resume`")
-_KEEP_CONTEXT = Of(
+_SPILL = RequestField("spill", doc="keep the bytes on disk, with checksums, until `resume`")
+_KEEP_CONTEXT = RequestField(
     "keep_context", doc="the job keeps its CUDA context on its GPU: faster, no driver call, resumes on that GPU only"
 )
 
@@ -23,16 +23,16 @@ MOVING = (
         render=_OPERATION,
         handler="move_commands:migrate",
         options=(
-            Of("to", complete=PLACES, doc="target GPU, or cpu; GPU,GPU or OLD=NEW"),
-            Of("via", metavar="WAY", choices=("restart",), doc="move by a restart from its saved state"),
-            Of("allow_restart", doc="allow a restart if no other method is possible"),
-            Of(
+            RequestField("to", complete=PLACES, doc="target GPU, or cpu; GPU,GPU or OLD=NEW"),
+            RequestField("via", metavar="WAY", choices=("restart",), doc="move by a restart from its saved state"),
+            RequestField("allow_restart", doc="allow a restart if no other method is possible"),
+            RequestField(
                 "unset",
                 names=("--env",),
                 metavar="NAME=VALUE",
                 doc="set this variable for the restart; NAME alone unsets it",
             ),
-            Of("python", kind=PATH, metavar="PATH", complete=FILES, doc="restart with this Python"),
+            RequestField("python", kind=PATH, metavar="PATH", complete=FILES, doc="restart with this Python"),
         ),
         examples=(
             ("hegmctl migrate train --to gpu1", "move the job `train`"),
@@ -75,8 +75,8 @@ MOVING = (
         request="quiesce",
         render=_OPERATION,
         options=(
-            Of("hold_s", doc="resume it automatically after this time; default: 60"),
-            Of("wait", doc="do not wait until the job is parked; `hegmctl op` shows it"),
+            RequestField("hold_s", doc="resume it automatically after this time; default: 60"),
+            RequestField("wait", doc="do not wait until the job is parked; `hegmctl op` shows it"),
         ),
         examples=(
             ("hegmctl quiesce 4711 --timeout 30 --hold 300", "at a boundary within 30 s, for 5 minutes at most"),
@@ -98,7 +98,7 @@ MOVING = (
         "fails, or takes longer than --timeout, the job stays suspended and no image is left.",
         request="handoff",
         render=_OPERATION,
-        arguments=(Of("pid"), Of("path", doc="directory of the image; it must not exist yet")),
+        arguments=(RequestField("pid"), RequestField("path", doc="directory of the image; it must not exist yet")),
         examples=(("hegmctl handoff 4711 /images/train --timeout 600", "within ten minutes, or not at all"),),
     ),
     Command(
@@ -110,10 +110,10 @@ MOVING = (
         request="resume",
         render=_OPERATION,
         options=(
-            Of("to", complete=PLACES, doc="target GPU; default: its former GPU"),
-            Of("queue", doc="if no GPU has room for it, wait in the queue of `hegmctl queue`"),
+            RequestField("to", complete=PLACES, doc="target GPU; default: its former GPU"),
+            RequestField("queue", doc="if no GPU has room for it, wait in the queue of `hegmctl queue`"),
         ),
-        arguments=(Of("pid", complete=""),),
+        arguments=(RequestField("pid", complete=""),),
         examples=(
             ("hegmctl resume 4711 --to gpu1", "resume it on gpu1"),
             ("hegmctl resume train --queue", "resume it as soon as a GPU has room"),
@@ -129,8 +129,8 @@ MOVING = (
         render="operating_text:drained_text",
         handler="move_commands:drain",
         options=(
-            Of("to", splits=True, doc="target GPUs; default: any"),
-            Of("wait", doc="start all moves at once and do not wait; `hegmctl ops` shows them"),
+            RequestField("to", splits=True, doc="target GPUs; default: any"),
+            RequestField("wait", doc="start all moves at once and do not wait; `hegmctl ops` shows them"),
         ),
         interrupted="; the jobs after it stay",
         examples=(("hegmctl drain gpu0 --to gpu1,gpu2", "empty gpu0 before its maintenance"),),
@@ -142,10 +142,10 @@ MOVING = (
         "swap even if hegmctl is interrupted.",
         request="swap",
         render="operating_text:swapped_text",
-        options=(Of("wait", doc="do not wait for the end; the daemon carries out the later steps"),),
+        options=(RequestField("wait", doc="do not wait for the end; the daemon carries out the later steps"),),
         arguments=(
-            Of("first", name="JOB", kind=JOB, complete=JOBS),
-            Of("second", name="OTHER", kind=JOB, complete=JOBS),
+            RequestField("first", name="JOB", kind=JOB, complete=JOBS),
+            RequestField("second", name="OTHER", kind=JOB, complete=JOBS),
         ),
         interrupted="; the swap is carried out by the daemon: see `hegmctl ops`",
         examples=(("hegmctl swap 4711 4712", "move each job to the GPU of the other"),),
@@ -164,11 +164,13 @@ MOVING = (
         request="operation",
         handler="move_commands:op",
         forms=(
-            Form(request="operation", prints=ONE, call="story"),
-            Form("--follow", request="operation", prints=AFTER_PROGRESS, call=""),
+            CommandForm(request="operation", prints=ONE, call="story"),
+            CommandForm("--follow", request="operation", prints=AFTER_PROGRESS, call=""),
         ),
         options=(
-            Of("follow", names=("-f", "--follow"), doc="wait until it ends or is suspended, and show its progress"),
+            RequestField(
+                "follow", names=("-f", "--follow"), doc="wait until it ends or is suspended, and show its progress"
+            ),
             Option(
                 "--story", doc="show every event of the operation: when, how long it took, and what each process did"
             ),
@@ -204,9 +206,9 @@ MOVING = (
         "state of a restart and frees its memory; this cannot be undone.",
         request="operation.cancel",
         handler="move_commands:cancel",
-        forms=(Form(request="operation.cancel", call="cancel"),),
+        forms=(CommandForm(request="operation.cancel", call="cancel"),),
         options=(
-            Of("drop", doc="discard the saved state of a process that has exited"),
+            RequestField("drop", doc="discard the saved state of a process that has exited"),
             Option("-y", "--yes", doc="do not ask for confirmation"),
         ),
         examples=(("hegmctl cancel 4 --drop", "discard the saved state of operation 4"),),
@@ -220,12 +222,12 @@ MOVING = (
         request="adopt",
         handler="move_commands:adopt",
         forms=(
-            Form(request="orphans", render="operating_text:orphans_text"),
-            Form("JOB", request="adopt", render=_OPERATION),
-            Form("--drop", request="orphans.drop", render="operating_text:dropped_text", call="drop_orphan"),
+            CommandForm(request="orphans", render="operating_text:orphans_text"),
+            CommandForm("JOB", request="adopt", render=_OPERATION),
+            CommandForm("--drop", request="orphans.drop", render="operating_text:dropped_text", call="drop_orphan"),
         ),
         options=(
-            Of("to", doc="target GPU; default: the job's own"),
+            RequestField("to", doc="target GPU; default: the job's own"),
             Option("--drop", kind=TEXT, metavar="NAME", doc="delete these bytes"),
             Option("-y", "--yes", doc="do not ask for confirmation"),
         ),

@@ -11,7 +11,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from hegmctl.grammar.words import Argument, Of, Option
+    from hegmctl.grammar.words import Argument, Option, RequestField
 
 # What a form of a command prints as JSON.
 ONE = "one document"
@@ -19,7 +19,7 @@ LINES = "one document a line"
 AFTER_PROGRESS = "lines of progress, then one document"
 
 
-class Form:
+class CommandForm:
     """One form of a command: what it requests, and what it prints.
 
     `words` select this form, such as `--reload`. `request` is the tag of its request; without one, `record` names the
@@ -70,9 +70,9 @@ class Command:
         handler: str = "commands:ask",
         request: str = "",
         render: str = "",
-        forms: tuple[Form, ...] = (),
-        options: tuple[Option | Of, ...] = (),
-        arguments: tuple[Argument | Of, ...] = (),
+        forms: tuple[CommandForm, ...] = (),
+        options: tuple[Option | RequestField, ...] = (),
+        arguments: tuple[Argument | RequestField, ...] = (),
         tail: str = "",
         examples: tuple[tuple[str, str], ...] = (),
         interrupted: str = "",
@@ -84,7 +84,7 @@ class Command:
         self.exits = exits
         self.handler = handler
         self.request = request
-        self.forms = forms or ((Form(request=request, render=render),) if request else ())
+        self.forms = forms or ((CommandForm(request=request, render=render),) if request else ())
         self._options = options
         self._arguments = arguments
         self._all: tuple[tuple[Argument, ...], tuple[Option, ...]] | None = None

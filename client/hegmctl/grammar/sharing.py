@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hegmctl.grammar.rows import AFTER_PROGRESS, LINES, ONE, Command, Form
-from hegmctl.grammar.words import GPUS, PID, PIDS, SECONDS, SIZE, Of, Option
+from hegmctl.grammar.rows import AFTER_PROGRESS, LINES, ONE, Command, CommandForm
+from hegmctl.grammar.words import GPUS, PID, PIDS, SECONDS, SIZE, Option, RequestField
 
 PRIORITIES = ("production", "normal", "best-effort")
 _PRIORITY = "production, normal, best-effort, or 0 to 100"
@@ -25,13 +25,17 @@ SHARING = (
         request="room.make",
         handler="sharing_commands:make_room",
         forms=(
-            Form(request="room.make", prints=ONE, render="sharing_text:room_text", call="make_room"),
-            Form("--wait", request="room.make", prints=AFTER_PROGRESS, render="sharing_text:room_text", call=""),
+            CommandForm(request="room.make", prints=ONE, render="sharing_text:room_text", call="make_room"),
+            CommandForm("--wait", request="room.make", prints=AFTER_PROGRESS, render="sharing_text:room_text", call=""),
         ),
         options=(
-            Of("gpu", complete=GPUS, doc="the GPU; default: auto, the one where the fewest bytes have to leave"),
-            Of("size_bytes", names=("--bytes",), kind=SIZE, metavar="SIZE", doc="how much to free, such as 60GiB"),
-            Of(
+            RequestField(
+                "gpu", complete=GPUS, doc="the GPU; default: auto, the one where the fewest bytes have to leave"
+            ),
+            RequestField(
+                "size_bytes", names=("--bytes",), kind=SIZE, metavar="SIZE", doc="how much to free, such as 60GiB"
+            ),
+            RequestField(
                 "pid",
                 names=("--for",),
                 kind=PID,
@@ -39,22 +43,22 @@ SHARING = (
                 complete=PIDS,
                 doc="end the lease with this process; it and its children use the memory",
             ),
-            Of(
+            RequestField(
                 "hold_s",
                 names=("--seconds",),
                 kind=SECONDS,
                 metavar="SECONDS",
                 doc="end the lease so long after its memory is free",
             ),
-            Of("name", metavar="NAME", doc="a name for `hegmctl release`, besides the id"),
-            Of(
+            RequestField("name", metavar="NAME", doc="a name for `hegmctl release`, besides the id"),
+            RequestField(
                 "priority",
                 metavar="PRIORITY",
                 choices=PRIORITIES,
                 doc=f"{_PRIORITY}; default: production, or the highest that you may use",
             ),
-            Of("keep_context", doc="let jobs keep their CUDA contexts where that frees enough: faster"),
-            Of("until_free", names=("--wait",), doc="wait until the memory is free"),
+            RequestField("keep_context", doc="let jobs keep their CUDA contexts where that frees enough: faster"),
+            RequestField("until_free", names=("--wait",), doc="wait until the memory is free"),
         ),
         examples=(
             ("hegmctl make-room --gpu gpu0 --bytes 60GiB --for $$ --wait", "free 60 GiB for this shell"),
@@ -66,8 +70,8 @@ SHARING = (
         "end a lease",
         "The jobs that were suspended for it resume automatically.",
         request="room.release",
-        forms=(Form(request="room.release", render="sharing_text:released_text", call="release"),),
-        arguments=(Of("lease", name="LEASE", doc="its id or its name"),),
+        forms=(CommandForm(request="room.release", render="sharing_text:released_text", call="release"),),
+        arguments=(RequestField("lease", name="LEASE", doc="its id or its name"),),
         examples=(("hegmctl release l3", "end lease l3"),),
     ),
     Command(
@@ -78,8 +82,8 @@ SHARING = (
         request="queue",
         handler="sharing_commands:queue",
         forms=(
-            Form(request="queue", render="sharing_text:queue_text"),
-            Form("--watch", request="queue", prints=LINES, render="sharing_text:queue_text"),
+            CommandForm(request="queue", render="sharing_text:queue_text"),
+            CommandForm("--watch", request="queue", prints=LINES, render="sharing_text:queue_text"),
         ),
         options=(
             Option(
@@ -99,8 +103,8 @@ SHARING = (
         "Jobs of higher priority get GPUs first, and jobs of lower priority are suspended for them. Jobs below "
         "production can be suspended. Users may give priorities up to a limit that the administrator sets.",
         request="job.priority",
-        forms=(Form(request="job.priority", render="sharing_text:priority_text", call="priority"),),
-        arguments=(Of("job"), Of("priority", name="PRIORITY", doc=_PRIORITY)),
+        forms=(CommandForm(request="job.priority", render="sharing_text:priority_text", call="priority"),),
+        arguments=(RequestField("job"), RequestField("priority", name="PRIORITY", doc=_PRIORITY)),
         examples=(("hegmctl priority train best-effort", "give other jobs precedence over `train`"),),
     ),
 )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from hegmctl.grammar.recovering import RECOVERY
-from hegmctl.grammar.rows import Command, Form
+from hegmctl.grammar.rows import Command, CommandForm
 from hegmctl.grammar.sharing import PRIORITIES, SLURM
 from hegmctl.grammar.words import FILES, PATH, PID, PIDS, PLACES, POSITIVE, SECONDS, SIZE, TEXT, Argument, Option
 
-_HEGM = (Form(record="hegmctl.answers:HegmAnswer"),)
+_HEGM = (CommandForm(record="hegmctl.answers:HegmAnswer"),)
 # When the next Python of a restart imports PyTorch.
 READY_WHEN = ("in-turn", "beforehand", "always")
 NVLS = ("off", "keep")
@@ -51,7 +51,7 @@ STARTING = (
         "one for this user's processes, which exits after its last job. With --allow-restart or --slurm it stays as "
         "the command's parent and passes on signals and exit status; if it is killed, the command keeps running.",
         handler="running:run",
-        forms=(Form("--recover --dry-run", record="hegmctl.answers:RecoveryPlan"),),
+        forms=(CommandForm("--recover --dry-run", record="hegmctl.answers:RecoveryPlan"),),
         options=(
             Option(
                 "--gpu",
@@ -162,7 +162,7 @@ STARTING = (
         "user. A process for which it is refused is not changed.",
         exits="The exit status is 0 when every agent has connected to the daemon, and 15 when one has not within 10 s.",
         handler="attaching:attach",
-        forms=(Form(record="hegmctl.answers:AttachAnswer"),),
+        forms=(CommandForm(record="hegmctl.answers:AttachAnswer"),),
         options=(Option("--name", kind=TEXT, metavar="NAME", doc="name of the job"),),
         arguments=(
             Argument("PID", many=True, kind=PID, complete=PIDS, doc="the processes of one training, or its launcher"),

@@ -26,7 +26,7 @@ JOBS = "jobs"
 COMMAND_NAMES = "commands"
 
 
-class Of:
+class RequestField:
     """A field of the request as an option or argument. `said` replaces the field's text."""
 
     __slots__ = ("field", "said")

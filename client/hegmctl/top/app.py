@@ -54,13 +54,13 @@ class ViewArrived(Message):
         self.view = view
 
 
-class Happened(Message):
+class NodeEventArrived(Message):
     def __init__(self, event: Event) -> None:
         super().__init__()
         self.event = event
 
 
-class Away(Message):
+class DaemonLost(Message):
     """The daemon does not answer."""
 
     def __init__(self, why: str) -> None:
@@ -68,7 +68,7 @@ class Away(Message):
         self.why = why
 
 
-class Noticed(Message):
+class NoticeArrived(Message):
     """A command came on, or ended."""
 
     def __init__(self, text: str) -> None:
@@ -76,7 +76,7 @@ class Noticed(Message):
         self.text = text
 
 
-class Answered(Message):
+class ReplyArrived(Message):
     """A plan or a timeline came in, for the screen that shows it."""
 
     def __init__(self, title: str, lines: list[str], command: tuple[str, str, str | None] | None) -> None:
@@ -86,7 +86,7 @@ class Answered(Message):
         self.command = command
 
 
-class Ears(Listener):
+class FeedCallbacks(Listener):
     """Turns callbacks of the feed's threads into messages, which textual accepts from any thread."""
 
     def __init__(self, app: App[None]) -> None:
@@ -96,10 +96,10 @@ class Ears(Listener):
         self._app.post_message(ViewArrived(view))
 
     def happened(self, event: Event) -> None:
-        self._app.post_message(Happened(event))
+        self._app.post_message(NodeEventArrived(event))
 
     def away(self, why: str) -> None:
-        self._app.post_message(Away(why))
+        self._app.post_message(DaemonLost(why))
 
 
 class Page(ModalScreen[bool]):
@@ -139,7 +139,7 @@ class Page(ModalScreen[bool]):
             self.dismiss(False)
 
 
-class Question(ModalScreen[str | None]):
+class LineInput(ModalScreen[str | None]):
     """A line to type."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave", show=False)]
@@ -224,7 +224,7 @@ class TopApp(App[None]):
         yield self._board
 
     def on_mount(self) -> None:
-        self._source.start(Ears(self))
+        self._source.start(FeedCallbacks(self))
 
     def on_unmount(self) -> None:
         self._source.stop()
@@ -235,19 +235,19 @@ class TopApp(App[None]):
         self._picture.take(message.view)
         self._board.draw()
 
-    def on_happened(self, message: Happened) -> None:
+    def on_node_event_arrived(self, message: NodeEventArrived) -> None:
         self._picture.happened(message.event)
         self._board.draw()
 
-    def on_away(self, message: Away) -> None:
+    def on_daemon_lost(self, message: DaemonLost) -> None:
         self._picture.trouble = message.why
         self._board.draw()
 
-    def on_noticed(self, message: Noticed) -> None:
+    def on_notice_arrived(self, message: NoticeArrived) -> None:
         self._picture.notice = message.text
         self._board.draw()
 
-    def on_answered(self, message: Answered) -> None:
+    def on_reply_arrived(self, message: ReplyArrived) -> None:
         self._note("")
         if message.command is None:
             self.push_screen(Page(message.title, message.lines))
@@ -282,7 +282,7 @@ class TopApp(App[None]):
                 self._picture.filter = text
                 self._note("")
 
-        self.push_screen(Question("Show jobs with this word (empty for all):", self._picture.filter), typed)
+        self.push_screen(LineInput("Show jobs with this word (empty for all):", self._picture.filter), typed)
 
     def action_help(self) -> None:
         self.push_screen(Page("hegmctl top", HELP.splitlines()))
@@ -296,7 +296,7 @@ class TopApp(App[None]):
         op_id, columns = operation.id, max(40, self.size.width - 12)
         ellipsis = "…" if self._picture.unicode else "~"
         title = f"operation {op_id}"
-        self._in_thread(lambda: Answered(title, self._source.timeline(op_id, columns, ellipsis), None))
+        self._in_thread(lambda: ReplyArrived(title, self._source.timeline(op_id, columns, ellipsis), None))
 
     def action_migrate(self) -> None:
         job = self._job()
@@ -308,7 +308,7 @@ class TopApp(App[None]):
                 self._plan(MIGRATE, job, to)
 
         question = f"Migrate {job.name} from {', '.join(job.gpus) or 'no GPU'} to which GPU?"
-        self.push_screen(Question(question, self._picture.target_for(job)), typed)
+        self.push_screen(LineInput(question, self._picture.target_for(job)), typed)
 
     def action_ask(self, action: str) -> None:
         job = self._job()
@@ -327,10 +327,14 @@ class TopApp(App[None]):
         title = f"{action} {job.name} ({job.id})" + (f" to {to}" if to else "")
         self._note(f"planning: {title}")
         columns = max(40, self.size.width - 12)
-        self._in_thread(lambda: Answered(title, self._source.plan(action, job.id, to, columns), (action, job.id, to)))
+        self._in_thread(
+            lambda: ReplyArrived(title, self._source.plan(action, job.id, to, columns), (action, job.id, to))
+        )
 
     def _carry_out(self, action: str, job: str, to: str | None) -> Message:
-        return Noticed(self._source.carry_out(action, job, to, lambda text: self.post_message(Noticed(text))))
+        return NoticeArrived(
+            self._source.carry_out(action, job, to, lambda text: self.post_message(NoticeArrived(text)))
+        )
 
     def _in_thread(self, work: Callable[[], Message]) -> None:
         """Run it in a thread; post its result, and show an error."""
@@ -339,7 +343,7 @@ class TopApp(App[None]):
             try:
                 message = work()
             except HegmError as error:
-                message = Noticed(f"{error.message}; {error.hint}")
+                message = NoticeArrived(f"{error.message}; {error.hint}")
             self.post_message(message)
 
         threading.Thread(target=run, daemon=True, name="top: command").start()

@@ -21,7 +21,7 @@ from ..notes import note
 from ..refusals import refusal
 from . import faults
 from .groups import Groups
-from .line import Alone, Interrupted, Line, find, now
+from .line import Interrupted, LauncherConnection, LauncherEnded, find, now
 from .run import RankProcess, Run, Settings, required, state_file, uses_cuda
 from .training import Training
 
@@ -98,7 +98,7 @@ def _line_of_process() -> RankProcess | None:
                 except Exception as error:  # noqa: BLE001 - the edge of the thread
                     note(f"the waits of this rank were not all ended: {error!r}")
 
-        line = Line(connection, rank, ranks, end_waits)
+        line = LauncherConnection(connection, rank, ranks, end_waits)
         _rank = RankProcess(line, line.open(), rank, ranks, groups)
     return _rank
 
@@ -152,7 +152,7 @@ class Generations:
         self._line.say("done", generation=generation)
         try:
             is_over = self._line.await_end(generation)
-        except Alone:
+        except LauncherEnded:
             is_over = True
         if is_over:
             self._rank.abort = None
@@ -167,7 +167,7 @@ class Generations:
         self._line.say("fault", generation=generation, why=_why(error), at=now())
         try:
             is_given_up = self._line.await_abort(generation) is not None
-        except Alone:
+        except LauncherEnded:
             is_given_up = True
         if is_given_up:
             raise error
@@ -191,7 +191,7 @@ class Generations:
         generation = plan["generation"]
         try:
             self._prepare(plan, generation)
-        except Alone:
+        except LauncherEnded:
             raise
         except Exception as error:
             self._line.say("unusable", generation=generation, why=_why(error))

@@ -46,14 +46,14 @@ class Interrupted(BaseException):
     """The generation is over: another rank failed, or this one made no progress. Not an error of the script."""
 
 
-class Alone(Exception):
+class LauncherEnded(Exception):
     """The launcher has ended, so there is no recovery."""
 
     def __init__(self) -> None:
         super().__init__("hegmctl run has ended, so this training is not recovered after a failure")
 
 
-class Line:
+class LauncherConnection:
     """A connection. `end_waits` ends the waits of the block's thread; it is called in the listening thread."""
 
     def __init__(self, connection: socket.socket, rank: int, ranks: int, end_waits: Callable[[], object]) -> None:
@@ -79,7 +79,7 @@ class Line:
         self._await(lambda: self._board is not None)
         board = self._board
         if board is None:
-            raise Alone
+            raise LauncherEnded
         return board
 
     # ---- the block's thread -----------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class Line:
         with self._news:
             while not is_there():
                 if self._is_alone:
-                    raise Alone
+                    raise LauncherEnded
                 self._news.wait()
 
     # ---- the listening thread ---------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from ...protocol.slots import RECORD_BYTES, SlotRecord, packed, slot_bytes, unpa
 from .. import copying
 from ..refusals import refusal
 from . import faults
-from .line import Alone, now
+from .line import LauncherEnded, now
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ...protocol.board import Board
     from .groups import Groups
-    from .line import Line
+    from .line import LauncherConnection
     from .training import Training
 
 SLOTS = 2
@@ -58,7 +58,7 @@ class Settings:
 class RankProcess:
     """This process as a rank of a launcher: one for all blocks that it runs."""
 
-    def __init__(self, line: Line, board: Board, rank: int, ranks: int, groups: Groups) -> None:
+    def __init__(self, line: LauncherConnection, board: Board, rank: int, ranks: int, groups: Groups) -> None:
         self.line, self.board = line, board
         self.rank, self.ranks = rank, ranks
         self.groups = groups
@@ -205,7 +205,7 @@ class Run:
         except (HegmError, OSError) as error:
             process.line.say("unprotected", why=getattr(error, "message", str(error)))
             self._next_snapshot = now() + UNPROTECTED_S
-        except Alone:
+        except LauncherEnded:
             self._next_snapshot = float("inf")
         else:
             self._next_snapshot = now() + max(LEAST_INTERVAL_S, SHARE * (now() - began))
@@ -219,7 +219,7 @@ class Run:
         began, files, own = now(), state_file(), self._own_of_all(process, generation, step)
         try:
             whole = files.State({"replicated": self.training.state(), "ranks": own})
-        except files.NotPlain as error:
+        except files.UnsupportedValue as error:
             raise refusal(f"the state cannot be saved: {error}", "keep plain values and tensors in it") from error
         fd = process.line.slot(self.next_slot, slot_bytes(whole.size_bytes))
         end = os.fstat(fd).st_size - RECORD_BYTES

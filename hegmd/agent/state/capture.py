@@ -11,7 +11,7 @@ import sys
 
 from .. import lifecycle
 from .code import loop_position
-from .code.position import Loop, Place, Unreadable, look_into, step_text
+from .code.position import Loop, ThreadPosition, Unreadable, look_into, step_text
 from .frameworks import accelerate_hf
 from .loaders import passes, stateful_loader
 from .script import capture_points, kind_table, variables
@@ -62,11 +62,11 @@ def capture(ident: int | None = None, frame: FrameType | None = None) -> tuple[d
     thread = lifecycle.gate().home if ident is None else ident
     # Do not keep all frames in a variable: this function would keep itself and all variables of the process.
     its = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage] - documented all the same
-    taking = _Taking(thread, frame or its)
+    taking = _Capture(thread, frame or its)
     return taking.state, taking.refusals
 
 
-class _Taking:
+class _Capture:
     """A capture."""
 
     def __init__(self, ident: int, frame: FrameType | None) -> None:
@@ -76,7 +76,7 @@ class _Taking:
         self._numbers: dict[int, int] = {}
         self._baseline: Baseline | None = None
         try:
-            place = Place(frame)
+            place = ThreadPosition(frame)
         except Unreadable as error:
             self._refuse(str(error), "use CPython 3.9 to 3.14 as it is released")
             return
@@ -90,7 +90,7 @@ class _Taking:
 
     # ---- the place --------------------------------------------------------------------------------------------------
 
-    def _placed(self, place: Place, frame: FrameType | None) -> dict[str, Any]:
+    def _placed(self, place: ThreadPosition, frame: FrameType | None) -> dict[str, Any]:
         driver = capture_points.asked_iterator(frame)
         theirs = accelerate_hf.FrameworkCapture(place.frames)
         self.state[accelerate_hf.KEY] = theirs.state
@@ -179,7 +179,7 @@ class _Taking:
 
     # ---- loaders ----------------------------------------------------------------------------------------------------
 
-    def _passes(self, place: Place) -> Iterator[dict[str, Any]]:
+    def _passes(self, place: ThreadPosition) -> Iterator[dict[str, Any]]:
         if any(found.number not in self._numbers and not found.sent for found in passes.all_followed()):
             gc.collect()  # frees finished passes that are in reference cycles
         for found in passes.all_followed():
@@ -219,7 +219,7 @@ class _Taking:
             elif found.kind != MODULE or contents.has_tensors(found.thing):
                 self.refusals.append(refusal_of(found))
 
-    def _hold(self, place: Place) -> None:
+    def _hold(self, place: ThreadPosition) -> None:
         objects = ScriptSearch(place.frames)
         baseline = self._baseline
         if not objects.is_whole:

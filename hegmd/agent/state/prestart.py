@@ -33,7 +33,7 @@ _LEFT_OUT = ("torch.utils.tensorboard", "torch.testing", "torch._inductor")
 _MAX_MODULES, _MAX_FOLDERS = 4000, 200
 
 
-class Beforehand:
+class PrestartModules:
     """The modules in the order of their imports, and the path that they are found by."""
 
     __slots__ = ("modules", "path")
@@ -43,7 +43,7 @@ class Beforehand:
         self.path = path
 
 
-def beforehand(*, is_launched: bool = False) -> Beforehand:
+def beforehand(*, is_launched: bool = False) -> PrestartModules:
     """Return what can be imported for the script of this process; nothing if the script could notice.
 
     `is_launched` is True for a rank whose launcher is its supervisor.
@@ -51,11 +51,11 @@ def beforehand(*, is_launched: bool = False) -> Beforehand:
     path: tuple[Any, ...] = tuple(sys.path)
     is_other = not is_launched and any(name in os.environb for name in _LAUNCHED)
     if _TORCH not in sys.modules or is_other or _has_changed(os.environb):
-        return Beforehand()
+        return PrestartModules()
     modules = tuple([name for name in list(sys.modules) if _is_wanted(name)])
     if len(modules) > _MAX_MODULES or len(path) > _MAX_FOLDERS or not all(isinstance(one, str) for one in path):
-        return Beforehand()
-    return Beforehand(modules, path)
+        return PrestartModules()
+    return PrestartModules(modules, path)
 
 
 def _is_wanted(name: str) -> bool:

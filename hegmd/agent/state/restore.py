@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from .capture import FORM
-from .code.position import Place
+from .code.position import ThreadPosition
 from .frameworks import accelerate_hf
 from .script import kind_table, restore_variables, variables
 from .script.discovery import (
@@ -26,7 +26,7 @@ from .script.discovery import (
 )
 from .script.references import matched, part_of
 from .values import contents, devices, rng
-from .values.refusals import DoesNotFit
+from .values.refusals import IncompatibleState
 from .values.script_api import KEY, registrations
 
 TYPE_CHECKING = False
@@ -39,21 +39,21 @@ if TYPE_CHECKING:
 def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
     """Set everything in the script, which is at its place; `frame` is the training thread's. Raises DoesNotFit."""
     if state["form"] != FORM:
-        raise DoesNotFit([f"the state has form {state['form']}, and this release reads form {FORM}"])
-    frames = Place(frame).frames
+        raise IncompatibleState([f"the state has form {state['form']}, and this release reads form {FORM}"])
+    frames = ThreadPosition(frame).frames
     pairs, reasons = _compared(state, frames)
     reasons += registrations.misfits(state[KEY], _optimizers_in(pairs))
     reasons += accelerate_hf.resuming.misfits(state[accelerate_hf.KEY])
     reasons += restore_variables.misfits(state[variables.KEY], frames)
     if reasons:
-        raise DoesNotFit(reasons)
+        raise IncompatibleState(reasons)
     stateful_ones = [(saved, found) for saved, found in pairs.values() if found.kind == STATEFUL]
     for saved, found in stateful_ones:
         kind_table.put(found, saved["content"])
     if any(is_open(found) for _saved, found in stateful_ones):
         pairs, reasons = _compared(state, frames)  # their content may be another object now
         if reasons:
-            raise DoesNotFit(reasons)
+            raise IncompatibleState(reasons)
     told: list[str] = []
     for kind in (MODULE, OPTIMIZER, SCHEDULER, SCALER, TENSOR, GENERATOR):
         for saved, found in pairs.values():

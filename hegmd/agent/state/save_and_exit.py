@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any, NoReturn
 
-    from .storage.state_file import Rest
+    from .storage.state_file import UnwrittenRest
 
 _DENSE = "make the embedding with sparse=False, and its optimizer one for dense gradients (Adam in place of SparseAdam)"
 _HELD_ELSEWHERE = "create it again in each batch, or keep its parts with hegm.keep(name, get, set)"
@@ -45,7 +45,7 @@ def weigh() -> tuple[int, list[Refusal], list[str]]:
     lasting = [*source_check.refusals(), *(found for found in refusals if not found.passes)]
     try:
         return state_file.size_bytes(state), lasting, variables.begin_anew(state)
-    except state_file.NotPlain as error:
+    except state_file.UnsupportedValue as error:
         return 0, [*lasting, not_plain(state, error)], []
 
 
@@ -57,7 +57,7 @@ class TooLarge(Exception):
         self.size_bytes = size_bytes
 
 
-class Prevented(Exception):
+class SaveObstacles(Exception):
     """Reasons that prevent saving the state; `passes` is True if all of them are temporary."""
 
     def __init__(self, refusals: list[Refusal]) -> None:
@@ -66,7 +66,9 @@ class Prevented(Exception):
         self.passes = all(found.passes for found in refusals)
 
 
-def snapshot(fd: int | None, most_bytes: int, begin: Callable[[], object]) -> tuple[int, list[str], Rest | None]:
+def snapshot(
+    fd: int | None, most_bytes: int, begin: Callable[[], object]
+) -> tuple[int, list[str], UnwrittenRest | None]:
     """Write the state of the parked training to the start of a descriptor. The training then continues.
 
     Returns the size, what starts over in a process that starts from it, and what is still to be written while the
@@ -84,14 +86,14 @@ def snapshot(fd: int | None, most_bytes: int, begin: Callable[[], object]) -> tu
     times.append(monotonic())
     refusals = [*source_check.refusals(), *refusals]
     if refusals:
-        raise Prevented(refusals)
+        raise SaveObstacles(refusals)
     if output_files.is_wanted():
         _flush_again()
         state[output_files.KEY] = output_files.lengths()
     try:
         whole = state_file.State(state)
-    except state_file.NotPlain as error:
-        raise Prevented([not_plain(state, error)]) from error
+    except state_file.UnsupportedValue as error:
+        raise SaveObstacles([not_plain(state, error)]) from error
     if fd is None or whole.size_bytes > most_bytes:
         raise TooLarge(whole.size_bytes)
     if cuda_state.in_use() is not None:
@@ -156,7 +158,7 @@ def _save(
             if tell is not None:
                 tell(variables.begin_anew(state))
             return written_bytes
-        except state_file.NotPlain as error:
+        except state_file.UnsupportedValue as error:
             refusals = [not_plain(state, error)]
     raise refusal("; ".join([found.what for found in refusals]), hints_of(refusals))
 

@@ -13,7 +13,7 @@ import sys
 from time import monotonic
 
 from ..notes import note
-from .code.loop_shadows import Entering, Shadows
+from .code.loop_shadows import PendingLoops, Shadows
 from .code.position import is_of_another_script, path_of, script_frames, step_text
 from .code.value_stack import caller
 from .frameworks import accelerate_hf, lightning
@@ -23,7 +23,7 @@ from .save_and_exit import end_unrestored, flush_all, tell_waiting
 from .script import capture_points, output_files
 from .script.baseline import note_place
 from .values import inherited
-from .values.refusals import DoesNotFit
+from .values.refusals import IncompatibleState
 from .values.script_api import registrations
 
 TYPE_CHECKING = False
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 ALLOWED = "HEGM_ALLOW_RESTART"
-_due: Due | None = None
+_due: PendingRestore | None = None
 _passes = 0
 
 
@@ -78,7 +78,7 @@ def expect(loaders: Any) -> None:
             end_unrestored([f"the state cannot be read: {error}"])
         if not inherited.is_there():  # of a rank that its launcher starts again long after
             return
-        _due = Due()
+        _due = PendingRestore()
         accelerate_hf.resuming.expect()
         os.register_at_fork(after_in_child=_forget_in_child)
         import atexit
@@ -88,12 +88,12 @@ def expect(loaders: Any) -> None:
         _due.watch_batches(loaders)
 
 
-class Due:
+class PendingRestore:
     """A state on its way back into this process."""
 
     def __init__(self) -> None:
         self._state: dict[str, Any] | None = None
-        self._entering: Entering | None = None
+        self._entering: PendingLoops | None = None
         self._passes: list[Any] = []
         self._awaited: Any = None
         self._undo: list[Callable[[], None]] = []
@@ -143,7 +143,7 @@ class Due:
         try:
             again = made.rest_again if taken["rests"] else made.begin_again
             iterator = again(loader, taken, make)
-        except DoesNotFit as error:
+        except IncompatibleState as error:
             end_unrestored(error.reasons)
         if taken["number"] == state["place"]["driver"]:
             self._awaited = iterator
@@ -173,7 +173,7 @@ class Due:
             output_files.cut_back(state[output_files.KEY])
         try:
             put_back(state, frame)
-        except DoesNotFit as error:
+        except IncompatibleState as error:
             end_unrestored(error.reasons)
         inherited.forget()
         self._state = {"place": {"driver": None}}
@@ -205,7 +205,7 @@ class Due:
             except (OSError, ValueError) as error:
                 end_unrestored([f"the state cannot be read: {error}"])
             self._passes = list(state["passes"])
-            self._entering = Entering(state["place"], self.arrive)
+            self._entering = PendingLoops(state["place"], self.arrive)
             self._state = state
         return state
 
@@ -221,7 +221,7 @@ class Due:
         )
 
 
-_resting: Due | None = None
+_resting: PendingRestore | None = None
 
 
 def _arrived() -> None:

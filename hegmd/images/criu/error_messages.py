@@ -172,7 +172,7 @@ def failure(step: str, log: str, output: str, status: int | None) -> HegmError:
     for row in _TABLE:
         for line in errors:
             if (found := re.search(row.pattern, line)) is not None:
-                sentence = row.message.format_map(_Known(found.groupdict()))
+                sentence = row.message.format_map(_MatchedErrors(found.groupdict()))
                 message = f"CRIU's {step} {ended}: {sentence}"
                 return HegmError(EXTERNAL, message, row.hint, {**facts, "complaint": bare_error(line)})
     reason = bare_error(errors[0]) if errors else "CRIU logged no reason"
@@ -187,7 +187,7 @@ def not_there(pid: int) -> HegmError:
     return HegmError(EXTERNAL, message, hint, {"pid": pid})
 
 
-class _Known(dict[str, str | None]):
+class _MatchedErrors(dict[str, str | None]):
     """The groups that matched; of several for one thing, whichever did."""
 
     def __getitem__(self, name: str) -> str:

@@ -59,7 +59,7 @@ from hegmd.system.detached_programs import start_apart
 from hegmd.system.programs import run
 from hegmd.system.task_group import accompanied
 from hegmd.system.threads import run_detached
-from hegmd.system.transient_units import UnitTaken, start_unit, stop_unit, systemd_run
+from hegmd.system.transient_units import UnitNameTaken, start_unit, stop_unit, systemd_run
 from hegmd.telemetry.step_timings import HELPER, note_step
 
 logger = logging.getLogger(__name__)
@@ -279,7 +279,7 @@ async def _restore_in_unit(
             if done.status != 0:
                 raise _failed("restore", _log(log_dir_fd, RESTORE_LOG), "", done.status)
         await anyio.lowlevel.checkpoint()  # a cancellation takes effect here
-    except UnitTaken:
+    except UnitNameTaken:
         raise  # belongs to another operation
     except BaseException:
         with anyio.CancelScope(shield=True):

@@ -19,7 +19,7 @@ from typing import Any
 
 from hegmd.errors import CANCELLED, Bug, HegmError
 from hegmd.gpu_helper.child import run
-from hegmd.gpu_helper.wire import Answer, Handler, Request
+from hegmd.gpu_helper.wire import Handler, HelperReply, Request
 from hegmd.images.files.catalogue import manifest_in, remove, sweep, trim
 from hegmd.images.files.copy_file import copy
 from hegmd.images.files.folder import (
@@ -47,7 +47,7 @@ TELL_EVERY_S = 0.1
 BESIDE_NICE = 10
 
 
-class Work:
+class CurrentImage:
     """The one image that this process writes or reads."""
 
     def __init__(self) -> None:
@@ -115,34 +115,34 @@ class Work:
                 CANCELLED, "the image was cancelled", "repeat the command to write it; its files are removed"
             )
 
-    def give_way(self, request: Request) -> Answer:
+    def give_way(self, request: Request) -> HelperReply:
         """Lower the priority of this process from now on. New threads inherit it from the first thread."""
         first = os.getpid()
         os.setpriority(os.PRIO_PROCESS, first, max(BESIDE_NICE, os.getpriority(os.PRIO_PROCESS, first)))
-        return Answer({})
+        return HelperReply({})
 
     # -- writing one ---------------------------------------------------------------------------------------------------
 
-    def room(self, request: Request) -> Answer:
+    def room(self, request: Request) -> HelperReply:
         """Return the free space for an image at that path."""
-        return Answer({"free_bytes": free_bytes_at(str(request.args["path"]))})
+        return HelperReply({"free_bytes": free_bytes_at(str(request.args["path"]))})
 
-    def make(self, request: Request) -> Answer:
+    def make(self, request: Request) -> HelperReply:
         """Create a new directory. Returns the descriptor of the folder for CRIU."""
         self._folder = make(str(request.args["path"]))
         self._folder.reads_back = bool(request.args["read_back"])
-        return Answer({"name": self._folder.name}, Descriptors([os.dup(self._folder.criu_fd)]))
+        return HelperReply({"name": self._folder.name}, Descriptors([os.dup(self._folder.criu_fd)]))
 
-    def write(self, request: Request) -> Answer:
+    def write(self, request: Request) -> HelperReply:
         """Write bytes from the memory that came with the request, and read them back."""
         (memory_fd,) = request.fds.view()
         name, size_bytes = str(request.args["name"]), int(request.args["size_bytes"])
         with self._busy(), told(self.folder.path, "written"):
             tell = self._wanted(progress_of(request))
             written = self.folder.write_bytes(name, str(request.args["id"]), memory_fd, size_bytes, tell)
-        return Answer({name: getattr(written, name) for name in ("stored_bytes", "sum", "direct", "wrote_s")})
+        return HelperReply({name: getattr(written, name) for name in ("stored_bytes", "sum", "direct", "wrote_s")})
 
-    def take(self, request: Request) -> Answer:
+    def take(self, request: Request) -> HelperReply:
         """Copy CRIU's files, given as descriptors, into the image, and read the copies back."""
         with self._busy(), told(self.folder.path, "written"):
             tell = self._wanted(progress_of(request))
@@ -155,24 +155,24 @@ class Work:
             self.folder.read_back(files, tell)
         return answer
 
-    def sum(self, request: Request) -> Answer:
+    def sum(self, request: Request) -> HelperReply:
         """Return the checksums of CRIU's files in the image itself, after reading them back."""
         with self._busy(), told(self.folder.path, "read"):
             tell = self._wanted(progress_of(request))
             files = summed(self.folder.criu_fd, tell)
             self.folder.read_back(files, tell)
-            return Answer({"files": plain_value(files)})
+            return HelperReply({"files": plain_value(files)})
 
-    def finish(self, request: Request) -> Answer:
+    def finish(self, request: Request) -> HelperReply:
         """Read back what was not read back yet, and give it its manifest and its name."""
         data, seal = bytes(request.args["manifest"]), bytes(request.args["seal"])
         with self._busy(), told(self.folder.path, "written"):
             manifest = read_manifest(self.folder.path, data, seal)
             self.folder.verify(manifest, self._wanted(progress_of(request)))
             self.folder.publish(data, seal)
-        return Answer({})
+        return HelperReply({})
 
-    def discard(self, request: Request) -> Answer:
+    def discard(self, request: Request) -> HelperReply:
         """Remove the image. A running request that was cancelled is ended first."""
         with self._changed:
             self._unwanted = True
@@ -181,11 +181,11 @@ class Work:
         unnamed = os.path.join(os.path.dirname(folder.path), folder.name)
         folder.close()
         remove(unnamed)
-        return Answer({})
+        return HelperReply({})
 
     # -- reading one ---------------------------------------------------------------------------------------------------
 
-    def open(self, request: Request) -> Answer:
+    def open(self, request: Request) -> HelperReply:
         """Open an existing image of the caller: locked, with every file present. Returns its manifest as written."""
         folder = find(str(request.args["path"]))
         try:
@@ -201,26 +201,26 @@ class Work:
             raise
         self._folder = folder
         told_of = {"manifest": data, "seal": seal, "foreign": plain_value(foreign)}
-        return Answer(told_of, Descriptors([os.dup(folder.criu_fd)]))
+        return HelperReply(told_of, Descriptors([os.dup(folder.criu_fd)]))
 
-    def verify(self, request: Request) -> Answer:
+    def verify(self, request: Request) -> HelperReply:
         """Verify every byte of CRIU's files, or of the byte files."""
         with told(self.folder.path, "read"):
             is_criu = bool(request.args.get("only_criu"))
             verify = self.folder.verify_criu_files if is_criu else self.folder.verify_byte_files
             verify(manifest_in(self.folder), progress_of(request))
-        return Answer({})
+        return HelperReply({})
 
-    def read(self, request: Request) -> Answer:
+    def read(self, request: Request) -> HelperReply:
         """Read bytes into the memory that came with the request."""
         (memory_fd,) = request.fds.view()
         file = self.folder.byte_file(str(request.args["name"]), str(request.args["id"]))
         with told(self.folder.path, "read"):
             size_bytes, total = int(request.args["size_bytes"]), str(request.args["sum"])
             file.read(size_bytes, total, memory_fd, progress_of(request))
-        return Answer({})
+        return HelperReply({})
 
-    def show(self, request: Request) -> Answer:
+    def show(self, request: Request) -> HelperReply:
         """Return CRIU's files as descriptors, for a process that may not open them here."""
         fds = Descriptors([])
         try:
@@ -231,35 +231,35 @@ class Work:
         except BaseException:
             fds.close()
             raise
-        return Answer({}, fds)
+        return HelperReply({}, fds)
 
-    def sweep(self, request: Request) -> Answer:
+    def sweep(self, request: Request) -> HelperReply:
         """Remove what killed writers left."""
-        return Answer({"gone": list(sweep(str(request.args["path"])))})
+        return HelperReply({"gone": list(sweep(str(request.args["path"])))})
 
-    def trim(self, request: Request) -> Answer:
+    def trim(self, request: Request) -> HelperReply:
         """Remove all images of a series except the newest."""
         args = request.args
-        return Answer({"gone": list(trim(str(args["path"]), str(args["series"]), int(args["keep"])))})
+        return HelperReply({"gone": list(trim(str(args["path"]), str(args["series"]), int(args["keep"])))})
 
     # -- with the daemon's own rights ----------------------------------------------------------------------------------
 
-    def keep(self, request: Request) -> Answer:
+    def keep(self, request: Request) -> HelperReply:
         """Copy files into the private directory that came first with the request."""
         dir_fd, *files = request.fds.view()
         with told("the daemon's private folder", "written"):
             return _copied(request, dir_fd, tuple(files), progress_of(request))
 
-    def sum_of(self, request: Request) -> Answer:
+    def sum_of(self, request: Request) -> HelperReply:
         """Return the checksums of CRIU's files in the private folder that was sent along."""
         (dir_fd,) = request.fds.view()
         with told("the daemon's private folder", "read"):
             files = summed(dir_fd, progress_of(request))
             sizes = {name: status.st_size for name, status in listed(dir_fd)}
-            return Answer({"files": plain_value(files), "sizes": sizes})
+            return HelperReply({"files": plain_value(files), "sizes": sizes})
 
 
-def _copied(request: Request, dir_fd: int, files: tuple[int, ...], tell: Progress) -> Answer:
+def _copied(request: Request, dir_fd: int, files: tuple[int, ...], tell: Progress) -> HelperReply:
     """Copy the files under their names. Returns the checksum of each."""
     sums: list[str] = []
     before_bytes = 0
@@ -267,7 +267,7 @@ def _copied(request: Request, dir_fd: int, files: tuple[int, ...], tell: Progres
         sums.append(copy(fd, int(size_bytes), dir_fd, str(name), after(before_bytes, tell)))
         before_bytes += int(size_bytes)
     os.fsync(dir_fd)
-    return Answer({"sums": sums})
+    return HelperReply({"sums": sums})
 
 
 def progress_of(request: Request) -> Progress:
@@ -288,7 +288,7 @@ def make_ready() -> tuple[Mapping[str, Handler], Callable[[], int], Mapping[str,
     """Return the table of requests. The process has descriptors of the daemon, so its user may not inspect it."""
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
     os.umask(0o077)
-    work = Work()
+    work = CurrentImage()
     return work.requests(), work.held, {"uid": os.geteuid()}
 
 

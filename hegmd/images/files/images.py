@@ -16,7 +16,7 @@ import anyio.abc
 
 from hegmd.errors import DENIED, UNAVAILABLE, HegmError
 from hegmd.images.files.open_image import Image, ImageWriter, end_processes
-from hegmd.images.files.private_directory import Private, require_bytes
+from hegmd.images.files.private_directory import PrivateDirectory, require_bytes
 from hegmd.images.files.signature import KEY_NAME, load_key, read_manifest
 from hegmd.images.files.user_processes import UserProcess, UserProcesses
 from hegmd.protocol.images import Manifest
@@ -112,7 +112,7 @@ class Images:
         """Open the image with the caller's rights. Raises HegmError: broken, truncated, foreign, too new, in use."""
         hand = await self._hands.start(rights)
         own: UserProcess | None = None
-        private: Private | None = None
+        private: PrivateDirectory | None = None
         try:
             answer = await hand.call("open", {"path": path})
             with answer.fds:
@@ -128,9 +128,9 @@ class Images:
                 await end_processes(hand, own, private)
             raise
 
-    def own_folder(self) -> Private:
+    def own_folder(self) -> PrivateDirectory:
         """Return a new folder of the daemon's own; the caller closes it, or the next daemon removes it."""
-        return Private(self._private)
+        return PrivateDirectory(self._private)
 
     async def sweep(self, path: str, rights: Rights) -> list[str]:
         """Remove what killed writers left of an image of that path, and return it. Raises HegmError."""
@@ -169,13 +169,13 @@ class Images:
                 {"path": path, "uid": manifest.uid},
             )
 
-    async def _private_for(self, rights: Rights, *, apart: bool) -> tuple[UserProcess | None, Private | None]:
+    async def _private_for(self, rights: Rights, *, apart: bool) -> tuple[UserProcess | None, PrivateDirectory | None]:
         """Return the daemon's own process and directory, if CRIU must not use the caller's directory."""
         if not apart and not self._is_other(rights):
             return None, None
         own = await self._hands.start(None)
         try:
-            return own, Private(self._private)
+            return own, PrivateDirectory(self._private)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await end_processes(None, own, None)

@@ -27,7 +27,7 @@ import anyio
 
 from hegmd import __version__
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
-from hegmd.images.files.private_directory import Private, require_bytes
+from hegmd.images.files.private_directory import PrivateDirectory, require_bytes
 from hegmd.images.files.signature import Key, written
 from hegmd.images.files.user_processes import UserProcess
 from hegmd.protocol.images import ImageFile, Manifest
@@ -52,7 +52,7 @@ class OpenImage:
     """An image's path, the processes that work on it, and CRIU's directory, if that is inside the image."""
 
     def __init__(
-        self, path: str, hand: UserProcess, criu_dir_fd: int, own: UserProcess | None, private: Private | None
+        self, path: str, hand: UserProcess, criu_dir_fd: int, own: UserProcess | None, private: PrivateDirectory | None
     ) -> None:
         self.path = path
         self._hand, self._own, self._private = hand, own, private
@@ -77,7 +77,7 @@ class ImageWriter(OpenImage):
         key: Key,
         hand: UserProcess,
         own: UserProcess | None,
-        private: Private | None,
+        private: PrivateDirectory | None,
         *,
         read_back: bool,
     ) -> None:
@@ -188,7 +188,7 @@ class Image(OpenImage):
         hand: UserProcess,
         criu_dir_fd: int,
         own: UserProcess | None,
-        private: Private | None,
+        private: PrivateDirectory | None,
         foreign: Sequence[str] = (),
     ) -> None:
         super().__init__(path, hand, criu_dir_fd, own, private)
@@ -238,7 +238,9 @@ class Image(OpenImage):
             logger.debug("image %s: checked CRIU's files in %.1f ms", self.path, took_ms)
         return self._criu_dir_fd if self._private is None else self._private.fd
 
-    async def _copy(self, some: Sequence[ImageFile], own: UserProcess, private: Private, on_progress: Progress) -> None:
+    async def _copy(
+        self, some: Sequence[ImageFile], own: UserProcess, private: PrivateDirectory, on_progress: Progress
+    ) -> None:
         shown = await self._hand.call("show", {"names": [file.name for file in some]})
         with shown.fds:
             args = {"files": [[file.name, file.size_bytes] for file in some]}
@@ -247,7 +249,7 @@ class Image(OpenImage):
         _require_same(some, answer.values["sums"], self.path)
 
 
-async def end_processes(hand: UserProcess | None, own: UserProcess | None, private: Private | None) -> None:
+async def end_processes(hand: UserProcess | None, own: UserProcess | None, private: PrivateDirectory | None) -> None:
     """End these processes, if they exist, and empty the private directory."""
     for each in (hand, own):
         if each is not None:

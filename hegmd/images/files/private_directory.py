@@ -17,7 +17,7 @@ from hegmd.system.threads import run_detached
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Private:
+class PrivateDirectory:
     """A folder of the daemon's own, for CRIU's files of one image; there until it is closed, descriptor and all."""
 
     def __init__(self, parent: Path) -> None:

@@ -23,7 +23,7 @@ from hegmd.errors import Bug
 from hegmd.gpu_helper.calls import OnProgress, Role
 from hegmd.gpu_helper.link import child_environment
 from hegmd.gpu_helper.session import Session
-from hegmd.gpu_helper.wire import Answer
+from hegmd.gpu_helper.wire import HelperReply
 from hegmd.system.background_tasks import BackgroundTasks
 from hegmd.system.programs import SYSTEM_PATH, Rights, find_program
 
@@ -55,7 +55,7 @@ class UserProcess:
         *,
         fds: Sequence[int] = (),
         on_progress: OnProgress | None = None,
-    ) -> Answer:
+    ) -> HelperReply:
         """Call the process. No time limit of its own, since a disk may be slow; the caller can cancel.
 
         When cancelled, the request continues until the process is closed. Raises its error, and HelperLost.

@@ -35,7 +35,7 @@ _DECISIVE, _DECISIVE_NAMES = ("PYTHON", "LD_"), frozenset(("PATH", "HOME"))
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class PrestartPolicy:
     """When the next process imports what takes long, and how long a job trains on for that at most."""
 
     when: str = BEFOREHAND
@@ -43,7 +43,7 @@ class Ready:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _RequestedPrestart:
     """A prestart that was requested for an operation, and whether the operation waits for it now."""
 
     supervisor: Supervisor
@@ -58,15 +58,15 @@ class PrestartService:
         self,
         supervisors: Supervisors,
         surroundings: Callable[[MigratedProcess, str], Mapping[str, Any]],
-        ready: Ready | None = None,
+        ready: PrestartPolicy | None = None,
         *,
         available_bytes: Callable[[], int | None] = read_available_bytes,
     ) -> None:
         self._supervisors = supervisors
         self._surroundings = surroundings
-        self._ready = ready or Ready()
+        self._ready = ready or PrestartPolicy()
         self._available_bytes = available_bytes
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[str, _RequestedPrestart] = {}
 
     async def begin(self, subject: MigratedProcess, size_bytes: int) -> None:
         """Have it made ready, where that can be and the node has the memory beside a state of that size."""
@@ -80,7 +80,7 @@ class PrestartService:
         except SupervisorAway as error:
             logger.debug("nothing is made ready for operation %s: %s", subject.operation, error.message)
         else:
-            self._asked[subject.operation] = _Asked(supervisor, anyio.current_time())
+            self._asked[subject.operation] = _RequestedPrestart(supervisor, anyio.current_time())
             logger.debug(
                 "operation %s has the next process made ready: %d modules", subject.operation, len(worker.imports)
             )

@@ -249,7 +249,7 @@ def _framed(entry: Entry) -> bytes:
 
 def read(data: bytes) -> Reading:
     """Return the histories in a journal. Raises JournalBroken for records that are invalid or out of order."""
-    folded: dict[str, _Folded] = {}
+    folded: dict[str, _OperationBuilder] = {}
     sound = start = _after_magic(data)
     try:
         for start, end, payload in payloads(data):  # noqa: B007 - it is where the reading stopped
@@ -318,7 +318,7 @@ class _OutOfOrder(Exception):
     """A record does not follow the one before."""
 
 
-class _Folded:
+class _OperationBuilder:
     """An operation while it is read, as plain values: making records of it once, at the end, takes a tenth the time."""
 
     def __init__(self, entry: Entry) -> None:
@@ -349,12 +349,12 @@ class _Folded:
         return History(operation, tuple(self.story[dropped:]), self.untold + dropped)
 
 
-def _fold(folded: dict[str, _Folded], entry: Entry) -> None:
+def _fold(folded: dict[str, _OperationBuilder], entry: Entry) -> None:
     known = folded.get(entry.op)
     if entry.whole:
         if known is not None:
             raise _OutOfOrder(f"operation {entry.op} begins a second time")
-        folded[entry.op] = _Folded(entry)
+        folded[entry.op] = _OperationBuilder(entry)
     elif known is None:
         raise _OutOfOrder(f"an event of operation {entry.op}, which never began")
     elif entry.seq != known.seq + 1:

@@ -11,7 +11,7 @@ import anyio
 import anyio.to_thread
 
 from hegmd.gpu_helper.link import Stuck
-from hegmd.migration.methods.progress_probe import Patience, Work, look_at
+from hegmd.migration.methods.progress_probe import ProgressLimits, WatchedCall, look_at
 
 
 async def no_progress_expected() -> int | None:
@@ -22,13 +22,13 @@ async def no_progress_expected() -> int | None:
 async def watch(
     op: str,
     pid: int,
-    patience: Patience,
+    patience: ProgressLimits,
     *,
     expected_s: float = 0.0,
     free_bytes: Callable[[], Awaitable[int | None]] = no_progress_expected,
 ) -> Stuck:
     """Wait until the call is stuck and return the reason. The caller cancels this when it has an answer."""
-    work = Work(op, pid, expected_s, patience, anyio.current_time())
+    work = WatchedCall(op, pid, expected_s, patience, anyio.current_time())
     while True:
         await anyio.sleep(patience.look_s)
         free = await free_bytes()

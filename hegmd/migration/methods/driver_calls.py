@@ -22,7 +22,7 @@ from hegmd.migration.contracts import MigratedProcess
 from hegmd.migration.methods.call_watchdog import watch
 from hegmd.migration.methods.gpus import Gpus
 from hegmd.migration.methods.other_processes import OtherProcesses
-from hegmd.migration.methods.progress_probe import Patience
+from hegmd.migration.methods.progress_probe import ProgressLimits
 from hegmd.node.gpu_sets import gpus_of
 from hegmd.telemetry.log import fields
 
@@ -51,12 +51,12 @@ class Steps:
     """Calls the helper. `patience` says how long to wait for a call that shows no progress."""
 
     def __init__(
-        self, helper: Link, gpus: Gpus, other_processes: OtherProcesses, patience: Patience | None = None
+        self, helper: Link, gpus: Gpus, other_processes: OtherProcesses, patience: ProgressLimits | None = None
     ) -> None:
         self._helper = helper
         self._gpus = gpus
         self._other_processes = other_processes
-        self._patience = patience or Patience()
+        self._patience = patience or ProgressLimits()
         # The GPUs that the driver listed, and for which helper: they do not change while that helper lives.
         self._devices: tuple[int | None, list[str]] = None, []
 

@@ -25,9 +25,9 @@ import anyio
 import anyio.to_thread
 
 from hegmd.errors import HegmError
-from hegmd.gpu_helper.link import Answer, DriverFailed, HelperLost, Link
+from hegmd.gpu_helper.link import DriverFailed, HelperLost, HelperReply, Link
 from hegmd.migration.methods.call_watchdog import watch
-from hegmd.migration.methods.progress_probe import Patience
+from hegmd.migration.methods.progress_probe import ProgressLimits
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ LOCK_S = 0.3
 MAX_PAUSE_S = 2.0
 _DEADLINE_S = 10.0
 # None of these calls moves any bytes, and each ends within milliseconds of its limit.
-_PATIENCE = Patience(look_s=0.5, stopped_s=0.5, floor_s=5.0, times=0.0, quiet_s=5.0)
+_PATIENCE = ProgressLimits(look_s=0.5, stopped_s=0.5, floor_s=5.0, times=0.0, quiet_s=5.0)
 _UNLOCK_WITHIN_S = 30.0
 _AGAIN_S = 1.0
 # The driver reports a state once no step is running. A restore copies 8 GB/s, or 1 in the worst case.
@@ -195,7 +195,7 @@ class OtherProcesses:
                             "state",
                             {"pid": who[0]},
                             deadline_s=2 * _STEP_OVER_S,
-                            watch=lambda: watch("state", who[0], Patience(floor_s=_STEP_OVER_S)),
+                            watch=lambda: watch("state", who[0], ProgressLimits(floor_s=_STEP_OVER_S)),
                         )
                         return
                 except HelperLost as error:
@@ -268,7 +268,7 @@ class OtherProcesses:
     async def _is_locked(self, who: ProcessKey) -> bool:
         return bool((await self._ask("state", who)).values["state"] == "locked")
 
-    async def _ask(self, op: str, who: ProcessKey, **args: object) -> Answer:
+    async def _ask(self, op: str, who: ProcessKey, **args: object) -> HelperReply:
         return await self._helper.call(
             op, {"pid": who[0], **args}, deadline_s=_DEADLINE_S, watch=lambda: watch(op, who[0], _PATIENCE)
         )

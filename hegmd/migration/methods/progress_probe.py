@@ -45,7 +45,7 @@ class ProgressSample:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class ProgressLimits:
     """The time limits. A step gets `floor_s`, and `times` its expected duration."""
 
     #: Between two looks. Most steps are over before the first.
@@ -60,10 +60,10 @@ class Patience:
     moved_bytes: int = 16 << 20
 
 
-class Work:
+class WatchedCall:
     """A call about one process, with the samples so far."""
 
-    def __init__(self, op: str, pid: int, expected_s: float, patience: Patience, now: float) -> None:
+    def __init__(self, op: str, pid: int, expected_s: float, patience: ProgressLimits, now: float) -> None:
         self._op, self._pid, self._expected_s, self._patience = op, pid, expected_s, patience
         self._began = self._moved = now
         self._stopped_since: float | None = None

@@ -67,7 +67,7 @@ _HELD = frozenset(("nvidia", SIMULATED))
 
 
 @dataclass(slots=True)
-class _Start:
+class _JobStart:
     """A start of a job, awaited by every process that it restores."""
 
     key: str
@@ -110,7 +110,7 @@ class RestartMethod:
         self._pool = pool
         self._by = by
         self._gpus = gpus
-        self._starts: dict[str, _Start] = {}
+        self._starts: dict[str, _JobStart] = {}
         self._superseded = Condition()
 
     # -- reservations --------------------------------------------------------------------------------------------------
@@ -223,12 +223,12 @@ class RestartMethod:
         raise Refused(f"the job is no longer started on {gpu}", "wait: it is started on another GPU")
 
     @contextmanager
-    def _start_of(self, subject: MigratedProcess) -> Generator[_Start, None, None]:
+    def _start_of(self, subject: MigratedProcess) -> Generator[_JobStart, None, None]:
         """Hold the start that all processes to be restored now share; it replaces an earlier one."""
         operation = subject.operation
         start = self._starts.get(operation)
         if start is None or start.key != subject.start:
-            start = self._starts[operation] = _Start(subject.start)
+            start = self._starts[operation] = _JobStart(subject.start)
             self._superseded.notify_all()
         start.waiting += 1
         try:
@@ -238,7 +238,7 @@ class RestartMethod:
             if not start.waiting and self._starts.get(operation) is start:
                 del self._starts[operation]
 
-    async def _have_started(self, start: _Start, supervisor: Supervisor, subject: MigratedProcess, gpu: str) -> None:
+    async def _have_started(self, start: _JobStart, supervisor: Supervisor, subject: MigratedProcess, gpu: str) -> None:
         """Start the command, unless another rank has; before that, end what is left of its launcher."""
         async with start.turn:
             if start.asked is supervisor or start.failure is not None:
@@ -254,7 +254,7 @@ class RestartMethod:
                 raise
 
     async def _look_after(
-        self, rank: StartingRank, start: _Start, supervisor: Supervisor, subject: MigratedProcess
+        self, rank: StartingRank, start: _JobStart, supervisor: Supervisor, subject: MigratedProcess
     ) -> None:
         """End the launcher of a rank that failed; its supervisor then handles the job like any that has exited."""
         for worker in self._workers:

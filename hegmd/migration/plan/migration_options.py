@@ -31,7 +31,7 @@ def ways_of(
 ) -> Mapping[int, tuple[Way, ...]]:
     """Return the four ways of each process by pid, in the order of preference."""
     families = _Families(snapshot)
-    return {process.pid: tuple(_Judge(families, process, criu_path).ways()) for process in processes}
+    return {process.pid: tuple(_ProcessOnNode(families, process, criu_path).ways()) for process in processes}
 
 
 class _Families:
@@ -77,7 +77,7 @@ def _as_if_asked(candidate: Candidate) -> Candidate:
     return candidate.replace(agent=known)
 
 
-class _Judge:
+class _ProcessOnNode:
     """A process and the node it is on."""
 
     def __init__(self, families: _Families, process: GpuProcess, criu_path: str | None) -> None:

@@ -20,7 +20,7 @@ LEFT = "left"
 _MIN_S = 0.05
 
 
-class Paces:
+class Throughputs:
     """Begins with the figures that were measured elsewhere."""
 
     def __init__(self, carriers: Mapping[str, CarrierRow] = CARRIERS) -> None:

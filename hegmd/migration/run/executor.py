@@ -39,7 +39,7 @@ from hegmd.migration.machine.events import Event
 from hegmd.migration.machine.operation import RESTART, SIMULATED, Operation
 from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.methods.progress_probe import is_ending, is_stopped
-from hegmd.migration.plan.throughput import IN, OUT, Paces
+from hegmd.migration.plan.throughput import IN, OUT, Throughputs
 from hegmd.migration.run.agent_effects import SURVEY_LIMIT_S, AgentEffects
 from hegmd.migration.run.image_effects import ImageEffects
 from hegmd.migration.run.image_service import Imager
@@ -63,7 +63,7 @@ class EffectExecutor:
         *,
         start_ticks: Callable[[int], int | None],
         imager: Imager | None = None,
-        paces: Paces | None = None,
+        paces: Throughputs | None = None,
         is_stopped: Callable[[int], bool] = is_stopped,
         utc: Callable[[], float] = time.time,
         slot_for: SlotFor = no_slot,
@@ -72,7 +72,7 @@ class EffectExecutor:
         self._cast = Participants(workers, methods, carriers, start_ticks=start_ticks, imager=imager, slot_for=slot_for)
         self._is_stopped = is_stopped
         #: How fast bytes went, for the next estimate.
-        self.paces = Paces() if paces is None else paces
+        self.paces = Throughputs() if paces is None else paces
         agents, images = AgentEffects(self._cast), ImageEffects(self._cast)
         self._abandon = images.abandon
         self._do: dict[str, Callable[[Operation, Member, Any, Progress], Awaitable[Event]]] = {

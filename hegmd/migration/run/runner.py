@@ -41,7 +41,15 @@ from hegmd.migration.machine.next_effects import TERMINAL
 from hegmd.migration.machine.operation import RESTART, Operation
 from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.run.executor import EffectExecutor
-from hegmd.migration.run.task import AT_REST, SETTLED, Asking, EndedWell, OperationTask, PendingEffect, exit_unknown
+from hegmd.migration.run.task import (
+    AT_REST,
+    SETTLED,
+    EndedWell,
+    OperationTask,
+    PendingEffect,
+    QueuedEvent,
+    exit_unknown,
+)
 from hegmd.protocol import operations as told
 from hegmd.telemetry.events import EventLog
 from hegmd.telemetry.log import fields
@@ -349,7 +357,7 @@ class Runner:
         await ended(member.pid, lambda: self._performer.is_alive(member))
         running.enqueue(events.WorkerExited(worker=member.name, cause="the process"))
 
-    async def _handle(self, running: OperationTask, asking: Asking) -> tuple[Effect, ...]:
+    async def _handle(self, running: OperationTask, asking: QueuedEvent) -> tuple[Effect, ...]:
         """Handle one event and have what follows on disk. Raises Refused, with nothing changed."""
         now = self._clock()
         before, event = running.op, asking.event

@@ -38,7 +38,7 @@ async def exit_unknown(_uid: int, _run: str | None, _pid: int) -> bool:
     return False
 
 
-class Asking:
+class QueuedEvent:
     """An event in the inbox of an operation whose sender waits until it is handled.
 
     `connection` is the agent connection that reported it, if any. `timings` are the steps of the effect that it ends.
@@ -95,7 +95,7 @@ class OperationTask:
 
     def __init__(self, history: History) -> None:
         self.history = history
-        self.inbox: deque[Asking] = deque()
+        self.inbox: deque[QueuedEvent] = deque()
         #: Whether something that happened is being handled: taken from the inbox, and not on disk yet.
         self.taking = False
         self.news = anyio.Event()
@@ -110,8 +110,8 @@ class OperationTask:
     def op(self) -> Operation:
         return self.history.operation
 
-    def enqueue(self, event: Event, connection: int | None = None, timings: tuple[Timing, ...] = ()) -> Asking:
-        asking = Asking(event, connection, timings)
+    def enqueue(self, event: Event, connection: int | None = None, timings: tuple[Timing, ...] = ()) -> QueuedEvent:
+        asking = QueuedEvent(event, connection, timings)
         self.inbox.append(asking)
         self.news.set()
         return asking
@@ -124,7 +124,7 @@ class OperationTask:
         """Forget the connections of a worker that another process replaces: its connections are counted from 0."""
         self.heard.pop(worker, None)
 
-    async def next(self, clock: Callable[[], float]) -> Asking:
+    async def next(self, clock: Callable[[], float]) -> QueuedEvent:
         """Return the next event, or DeadlinePassed once the deadline is over."""
         while not self.inbox:
             self.news = anyio.Event()
@@ -133,7 +133,7 @@ class OperationTask:
             with anyio.move_on_after(wait_s):
                 await self.news.wait()
                 continue
-            return Asking(events.DeadlinePassed(cause="the clock"))
+            return QueuedEvent(events.DeadlinePassed(cause="the clock"))
         return self.inbox.popleft()
 
     def start(self, effect: Effect) -> PendingEffect:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from hegmd.node.devices.amd_binding import DEFAULT_ROCM, Unfit, load_binding
+from hegmd.node.devices.amd_binding import DEFAULT_ROCM, AmdSmiUnusable, load_binding
 from hegmd.node.devices.amd_facts import VENDOR, AmdFacts, records_of, uuids_of
 from hegmd.node.devices.amd_smi import AmdSmi
 from hegmd.node.devices.base import DeviceAbsent, DeviceError, VendorSnapshot
@@ -49,7 +49,7 @@ class AmdProvider:
             smi = AmdSmi(self._load(self._rocm), self._kfd)
             smi.start()
             self._smi = smi
-        except Unfit as unfit:
+        except AmdSmiUnusable as unfit:
             self._fall_back(str(unfit))
         self._is_open = True
 

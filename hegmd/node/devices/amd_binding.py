@@ -26,7 +26,7 @@ _LAYOUT_OF_ROCM = {7: 26}
 _FIRST_LAYOUT = 20
 
 
-class Unfit(Exception):
+class AmdSmiUnusable(Exception):
     """AMD SMI cannot be used, for that reason. The kernel's files still can."""
 
 
@@ -35,7 +35,7 @@ def check_fit(binding: Any) -> str:
     version = binding.amdsmi_wrapper.amdsmi_version_t()
     status = binding.amdsmi_wrapper.amdsmi_get_lib_version(ctypes.byref(version))
     if status != 0:
-        raise Unfit(f"AMD SMI does not report its version (status {status})")
+        raise AmdSmiUnusable(f"AMD SMI does not report its version (status {status})")
     names = [str(field[0]) for field in version._fields_]
     numbers = [int(getattr(version, name)) for name in names if name in {"year", "major", "minor", "release"}]
     library = ".".join(str(number) for number in numbers)
@@ -45,7 +45,7 @@ def check_fit(binding: Any) -> str:
     layout = made_for if made_for >= _FIRST_LAYOUT else _LAYOUT_OF_ROCM.get(made_for)
     # With "year" first it is the layout of ROCm 6, and earlier.
     if layout is None or "year" in names or numbers[0] != layout:
-        raise Unfit(f"the library of AMD SMI is {library}, but its binding is made for {theirs}")
+        raise AmdSmiUnusable(f"the library of AMD SMI is {library}, but its binding is made for {theirs}")
     return library
 
 
@@ -56,14 +56,14 @@ def load_binding(rocm: Path) -> ModuleType:
         return loaded
     shipped = rocm / _SHIPPED_BINDING
     if not _find_library(shipped):
-        raise Unfit(f"the library of AMD SMI, {LIBRARY}, is not installed")
+        raise AmdSmiUnusable(f"the library of AMD SMI, {LIBRARY}, is not installed")
     try:
         return _import_from(shipped) if (shipped / "__init__.py").is_file() else _import_installed()
     except ImportError:
-        raise Unfit("the Python package amdsmi is not installed") from None
+        raise AmdSmiUnusable("the Python package amdsmi is not installed") from None
     except (AttributeError, KeyError) as error:
         # It looks up every function of the library while it is imported.
-        raise Unfit(f"the library of AMD SMI lacks what its binding needs ({error})") from None
+        raise AmdSmiUnusable(f"the library of AMD SMI lacks what its binding needs ({error})") from None
     finally:
         if "amdsmi" not in sys.modules:
             for name in [name for name in sys.modules if name.startswith("amdsmi.")]:

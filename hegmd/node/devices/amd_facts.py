@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hegmd.node.devices.condition import FAILED, WARN, Note, conditioned, corrected_note
+from hegmd.node.devices.condition import FAILED, WARN, GpuProblem, conditioned, corrected_note
 from hegmd.protocol.snapshots import CORRECTED, GONE, LOST, ROWS, UNCORRECTED, Gpu, Health, PeerLink
 
 VENDOR = "amd"
@@ -157,25 +157,25 @@ def judge(facts: AmdFacts) -> Health:
     """Return the GPU's health, with a sentence for each problem."""
     if facts.state == "lost":
         note = "the GPU fell off the bus; read the kernel log (dmesg | grep -i amdgpu), then reset or reboot the node"
-        return conditioned([Note(FAILED, note, LOST, GONE)]).replace(state="failed")
+        return conditioned([GpuProblem(FAILED, note, LOST, GONE)]).replace(state="failed")
     told = [f"{what} ({words})" for what, words in facts.failures.items()]
     if facts.state == "unknown":
         note = f"the driver reports nothing about this GPU: {', '.join(told)}; compare with amd-smi and the kernel log"
         return Health(state="unknown", notes=(note,))
-    notes = [Note(WARN, f"the driver failed to report its {each}") for each in told]
+    notes = [GpuProblem(WARN, f"the driver failed to report its {each}") for each in told]
     if facts.ecc_uncorrected:
         words = f"{facts.ecc_uncorrected} uncorrected memory errors since the driver was loaded"
-        notes.append(Note(WARN, words, UNCORRECTED))
+        notes.append(GpuProblem(WARN, words, UNCORRECTED))
     if facts.ecc_deferred:
         words = f"{facts.ecc_deferred} memory errors will hit the next process that reads that memory"
-        notes.append(Note(WARN, words, UNCORRECTED))
+        notes.append(GpuProblem(WARN, words, UNCORRECTED))
     if facts.risen_corrected:
-        notes.append(Note(WARN, corrected_note(facts.risen_corrected), CORRECTED))
+        notes.append(GpuProblem(WARN, corrected_note(facts.risen_corrected), CORRECTED))
     pages = facts.bad_pages
     if pages is not None and pages.pending:
-        notes.append(Note(WARN, f"{pages.pending} bad memory pages are retired at the next reset", ROWS))
+        notes.append(GpuProblem(WARN, f"{pages.pending} bad memory pages are retired at the next reset", ROWS))
     if pages is not None and pages.failed:
-        notes.append(Note(FAILED, f"{pages.failed} bad memory pages could not be retired; reset the GPU", ROWS))
+        notes.append(GpuProblem(FAILED, f"{pages.failed} bad memory pages could not be retired; reset the GPU", ROWS))
     failed = any(note.weight == FAILED for note in notes)
     doubtless = facts.ecc_uncorrected is not None or pages is not None
     return conditioned(notes).replace(

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hegmd.node.devices.amd_binding import Unfit, check_fit
+from hegmd.node.devices.amd_binding import AmdSmiUnusable, check_fit
 from hegmd.node.devices.amd_facts import AmdFacts, AmdLink, BadPages, celsius, gfx_name, percent, watts
 from hegmd.node.devices.base import DeviceAbsent, DeviceError, ProcessUse
 from hegmd.node.devices.kfd import Kfd
@@ -84,7 +84,7 @@ class AmdSmi:
         self.stop()
         try:
             self.start()
-        except Unfit as unfit:
+        except AmdSmiUnusable as unfit:
             raise DeviceError(f"AMD SMI changed while it was in use: {unfit}", "sudo systemctl restart hegmd") from None
 
     # ---- calls ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ OK, NOTED, WARN, FAILED = range(4)
 MANY_CORRECTED, WITHIN_S, EVERY_S = 100, 3600.0, 300.0
 
 
-class Note(NamedTuple):
+class GpuProblem(NamedTuple):
     """A problem of a GPU. With a cause it makes the GPU failing or gone."""
 
     weight: int
@@ -22,7 +22,7 @@ class Note(NamedTuple):
     condition: str = FAILING
 
 
-def conditioned(notes: Sequence[Note]) -> Health:
+def conditioned(notes: Sequence[GpuProblem]) -> Health:
     """Return a record with the notes in this order, and the condition that follows from them."""
     told = tuple(note.words for note in notes)
     grave = [(note.cause, note) for note in notes if note.cause is not None]

@@ -55,7 +55,7 @@ _ARCHITECTURES = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Card:
+class _GpuProperties:
     """The properties of a GPU that do not change while the library is open."""
 
     uuid: str
@@ -87,7 +87,7 @@ class NvidiaProvider:
         self._clock_utc = clock_utc
         self._inside = threading.Lock()
         self._histories: dict[str, ErrorHistory] = {}
-        self._last_at: dict[int, _Card] = {}
+        self._last_at: dict[int, _GpuProperties] = {}
         self._nvml: Nvml | None = None
         self._forget()
 
@@ -95,7 +95,7 @@ class NvidiaProvider:
         """Drop everything that belongs to an opened library."""
         self._versions: tuple[str | None, str | None, str | None] = (None, None, None)
         self._driven: tuple[str, ...] = ()
-        self._cards: dict[str, _Card] = {}
+        self._cards: dict[str, _GpuProperties] = {}
         self._watched: dict[int, str] = {}
         self._links: dict[str, tuple[PeerLink, ...]] = {}
         self._linked: frozenset[tuple[str, bool | None]] | None = None
@@ -268,7 +268,7 @@ class NvidiaProvider:
         )
         return _Reading(gpu, asked, self._uses(uuid, lists))
 
-    def _meet(self, asked: NvmlGpu, uuid: str) -> _Card:
+    def _meet(self, asked: NvmlGpu, uuid: str) -> _GpuProperties:
         pci = asked.pci()
         architecture = asked.architecture()
         capability = asked.compute_capability()
@@ -280,7 +280,7 @@ class NvidiaProvider:
         if numa_node is None:
             nearest = asked.nearest_numa_nodes()
             numa_node = nearest[0] if len(nearest) == 1 else None
-        return _Card(uuid, None if pci is None else pci[0], asked.name(), chip, numa_node)
+        return _GpuProperties(uuid, None if pci is None else pci[0], asked.name(), chip, numa_node)
 
     def _health(self, asked: NvmlGpu, index: int, uuid: str, *, processes_untold: bool) -> Health:
         corrected, uncorrected = asked.ecc_errors(corrected=True), asked.ecc_errors(corrected=False)
@@ -306,7 +306,7 @@ class NvidiaProvider:
         for index, state, words in silent:
             card = self._last_at.get(index)
             if card is None or card.uuid in present:
-                card = _Card(f"GPU-unknown-at-index-{index}")  # it never said who it is
+                card = _GpuProperties(f"GPU-unknown-at-index-{index}")  # it never said who it is
             present.add(card.uuid)
             history = self._history_of(card.uuid)
             history.is_lost = history.is_lost or state == "lost"

@@ -11,7 +11,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hegmd.node.devices.condition import FAILED, NOTED, OK, WARN, CorrectedErrors, Note, conditioned, corrected_note
+from hegmd.node.devices.condition import (
+    FAILED,
+    NOTED,
+    OK,
+    WARN,
+    CorrectedErrors,
+    GpuProblem,
+    conditioned,
+    corrected_note,
+)
 from hegmd.node.devices.nvml_gpu import RemappedRows
 from hegmd.protocol.snapshots import CORRECTED, DRIVER, FAILING, GONE, LINK, LOST, ROWS, UNCORRECTED, Health
 
@@ -156,61 +165,67 @@ def without_answer(state: str, words: str, history: ErrorHistory) -> Health:
     """Return the record of a GPU that is lost, or about which the driver reports nothing."""
     if state == "lost":
         note = "the GPU fell off the bus; read the kernel log (dmesg | grep -i xid), then reset it or reboot the node"
-        first, state = Note(FAILED, note, LOST, GONE), "failed"
+        first, state = GpuProblem(FAILED, note, LOST, GONE), "failed"
     else:
         note = f"the driver reports nothing about this GPU ({words}); compare with nvidia-smi and the kernel log"
-        first, state = Note(NOTED, note), "unknown"
+        first, state = GpuProblem(NOTED, note), "unknown"
     health = conditioned([first, *_xid_notes(history)])
     return health.replace(state=state, last_xid=history.newest, xid_count=history.count)
 
 
-def _xid_notes(history: ErrorHistory) -> list[Note]:
-    notes: list[Note] = []
+def _xid_notes(history: ErrorHistory) -> list[GpuProblem]:
+    notes: list[GpuProblem] = []
     for number, (count, last_utc) in history.seen.items():
         weight, words = _XIDS.get(number, (WARN, "see NVIDIA's catalogue of XID errors"))
         times = "" if count == 1 else f", {count} times"
         when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(last_utc))
         text = f"XID {number}{times}, last seen {when}: {words}"
-        notes.append(Note(weight, text, _CAUSES.get(number), GONE if number in _GONE_XIDS else FAILING))
+        notes.append(GpuProblem(weight, text, _CAUSES.get(number), GONE if number in _GONE_XIDS else FAILING))
     return notes
 
 
-def _memory_notes(facts: HealthFacts) -> list[Note]:
-    notes: list[Note] = []
+def _memory_notes(facts: HealthFacts) -> list[GpuProblem]:
+    notes: list[GpuProblem] = []
     if facts.ecc_uncorrected:
         words = f"{facts.ecc_uncorrected} uncorrected memory errors since the driver was loaded"
-        notes.append(Note(WARN, words, UNCORRECTED))
+        notes.append(GpuProblem(WARN, words, UNCORRECTED))
     if facts.risen_corrected:
-        notes.append(Note(WARN, corrected_note(facts.risen_corrected), CORRECTED))
+        notes.append(GpuProblem(WARN, corrected_note(facts.risen_corrected), CORRECTED))
     if facts.retired_pending:
-        notes.append(Note(WARN, "bad memory pages are retired at the next reset", ROWS))
+        notes.append(GpuProblem(WARN, "bad memory pages are retired at the next reset", ROWS))
     if facts.rows is not None and facts.rows.pending:
-        notes.append(Note(WARN, "bad memory rows are replaced at the next reset", ROWS))
+        notes.append(GpuProblem(WARN, "bad memory rows are replaced at the next reset", ROWS))
     if facts.rows is not None and facts.rows.failed:
         words = "a bad memory row could not be replaced: no spare rows are left; replace the GPU"
-        notes.append(Note(FAILED, words, ROWS))
+        notes.append(GpuProblem(FAILED, words, ROWS))
     return notes
 
 
-def _driver_notes(facts: HealthFacts) -> list[Note]:
-    notes: list[Note] = []
+def _driver_notes(facts: HealthFacts) -> list[GpuProblem]:
+    notes: list[GpuProblem] = []
     if facts.recovery_action:
         wanted = _RECOVERY_ACTIONS.get(facts.recovery_action, f"recovery action {facts.recovery_action}")
-        notes.append(Note(FAILED, "the driver asks for " + wanted.format(index=facts.index), DRIVER))
+        notes.append(GpuProblem(FAILED, "the driver asks for " + wanted.format(index=facts.index), DRIVER))
     reasons = facts.clocks_event_reasons or 0
     if reasons & _HARDWARE_CAUSES:
         reasons &= ~_HARDWARE_SLOWDOWN  # it only repeats that there is a cause
-    notes += [Note(WARN, words) for bit, words in _SLOWDOWNS.items() if reasons & bit]
+    notes += [GpuProblem(WARN, words) for bit, words in _SLOWDOWNS.items() if reasons & bit]
     if facts.fabric is not None and facts.fabric[0] in _FABRIC_STATES:
         wanting = _FABRIC_STATES[facts.fabric[0]]
         notes.append(
-            Note(WARN, f"its registration with the NVLink switches {wanting}: systemctl status nvidia-fabricmanager")
+            GpuProblem(
+                WARN, f"its registration with the NVLink switches {wanting}: systemctl status nvidia-fabricmanager"
+            )
         )
     elif facts.fabric is not None and facts.fabric[1]:
         notes.append(
-            Note(WARN, f"the NVLink switches refused it (status {facts.fabric[1]}): journalctl -u nvidia-fabricmanager")
+            GpuProblem(
+                WARN, f"the NVLink switches refused it (status {facts.fabric[1]}): journalctl -u nvidia-fabricmanager"
+            )
         )
-    notes += [Note(WARN, f"the driver failed to report: {what} ({words})") for what, words in facts.failures.items()]
+    notes += [
+        GpuProblem(WARN, f"the driver failed to report: {what} ({words})") for what, words in facts.failures.items()
+    ]
     if facts.processes_untold and "processes" not in facts.failures:
-        notes.append(Note(WARN, "the driver does not report which processes use this GPU"))
+        notes.append(GpuProblem(WARN, "the driver does not report which processes use this GPU"))
     return notes

@@ -30,7 +30,7 @@ _LINK_BYTES_PER_S = {
 
 
 @dataclass(slots=True)
-class _Ends:
+class _LinkEnds:
     """The devices at the other ends of a GPU's active links."""
 
     at_gpus: Counter[str] = field(default_factory=Counter[str])  # by PCI address
@@ -53,8 +53,8 @@ def read_links(gpus: Mapping[str, NvmlGpu], addresses: Mapping[str, str | None])
     return links
 
 
-def _ends_of(gpu: NvmlGpu, known: set[str | None]) -> _Ends:
-    ends = _Ends()
+def _ends_of(gpu: NvmlGpu, known: set[str | None]) -> _LinkEnds:
+    ends = _LinkEnds()
     for number in range(_MAX_LINKS):
         link = gpu.nvlink(number)
         if link is None:
@@ -68,7 +68,7 @@ def _ends_of(gpu: NvmlGpu, known: set[str | None]) -> _Ends:
 
 
 def _way(
-    gpu: NvmlGpu, other: NvmlGpu, ends: _Ends, other_ends: _Ends, other_uuid: str, other_address: str | None
+    gpu: NvmlGpu, other: NvmlGpu, ends: _LinkEnds, other_ends: _LinkEnds, other_uuid: str, other_address: str | None
 ) -> PeerLink | None:
     lanes = ends.at_gpus[other_address] if other_address is not None else 0
     if not lanes and gpu.reaches(other, _OVER_NVLINK):

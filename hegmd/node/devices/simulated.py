@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from hegmd.errors import BAD_REQUEST, NOT_FOUND, HegmError, Refused
 from hegmd.node.devices.base import DeviceAbsent, DeviceError, ProcessUse, VendorSnapshot
-from hegmd.node.devices.condition import FAILED, OK, WARN, Note, conditioned
+from hegmd.node.devices.condition import FAILED, OK, WARN, GpuProblem, conditioned
 from hegmd.node.devices.node_spec import GPU_FAULTS, VENDOR, VENDOR_FAULTS, GpuSpec, Topology, gpu_id, write_size
 from hegmd.protocol.snapshots import GONE, LINK, LOST, UNCORRECTED, Gpu, GpuUse, Health, PeerLink
 
@@ -24,16 +24,16 @@ MEND = "none"
 # GPU that fell off the bus.
 _XIDS = {"ecc": 48, "xid": 74, "xid79": 79}
 _XID_NOTES = {
-    48: Note(FAILED, "the driver reported XID 48, an uncorrectable memory error", UNCORRECTED),
-    74: Note(WARN, "the driver reported XID 74, an error of a link", LINK),
-    79: Note(FAILED, "the driver reported XID 79: it fell off the bus", LOST, GONE),
+    48: GpuProblem(FAILED, "the driver reported XID 48, an uncorrectable memory error", UNCORRECTED),
+    74: GpuProblem(WARN, "the driver reported XID 74, an error of a link", LINK),
+    79: GpuProblem(FAILED, "the driver reported XID 79: it fell off the bus", LOST, GONE),
 }
 _SHUTS_OUT = ("lost", "error", "hang", "xid79")
 _MENDING = "repair it with the fault `none`"
 
 
 @dataclass(frozen=True, slots=True)
-class _Hold:
+class _SimulatedHold:
     pid: int
     vram_bytes: int
 
@@ -49,7 +49,7 @@ class SimulatedProvider:
         self._opened = 0  # counts the times it was opened, so that a hanging snapshot notices a close in between
         self._is_open = False
         self._snapshots = 0
-        self._holds: dict[object, dict[int, _Hold]] = {}
+        self._holds: dict[object, dict[int, _SimulatedHold]] = {}
         self._set_faults: dict[str, str] = {}
         self._coming_faults = list(topology.faults)
 
@@ -97,12 +97,12 @@ class SimulatedProvider:
             raise HegmError(BAD_REQUEST, f"{vram_bytes} bytes cannot be reserved", "ask for 0 bytes or more")
         with self._changed:
             index = self._index_of(gpu)
-            held = self._holds.get(owner, {}).get(index, _Hold(pid, 0)).vram_bytes
+            held = self._holds.get(owner, {}).get(index, _SimulatedHold(pid, 0)).vram_bytes
             if vram_bytes > held:
                 self._refuse_unless_it_answers(index)
                 self._refuse_unless_it_fits(index, vram_bytes, held)
             if vram_bytes:
-                self._holds.setdefault(owner, {})[index] = _Hold(pid, vram_bytes)
+                self._holds.setdefault(owner, {})[index] = _SimulatedHold(pid, vram_bytes)
             else:
                 self._give_back(owner, index)
             return vram_bytes
@@ -210,7 +210,7 @@ class SimulatedProvider:
             fault = faults.get(gpu_id(index))
             known = self._identity(index, spec)
             if fault == "lost":
-                note = Note(FAILED, "it fell off the bus, as requested", LOST, GONE)
+                note = GpuProblem(FAILED, "it fell off the bus, as requested", LOST, GONE)
                 health = conditioned([note]).replace(state="failed")
                 gpus.append(known.replace(state="lost", health=health))
             elif fault == "error":
@@ -294,11 +294,11 @@ def _as_float(value: int | None) -> float | None:
 def _health(spec: GpuSpec, fault: str | None) -> Health:
     uncorrected = (spec.ecc_uncorrected or 0) + 1 if fault == "ecc" else spec.ecc_uncorrected
     last_xid = _XIDS.get(fault or "", spec.last_xid)
-    notes: list[Note] = []
+    notes: list[GpuProblem] = []
     if uncorrected:
-        notes.append(Note(WARN, f"uncorrected memory errors: {uncorrected}", UNCORRECTED))
+        notes.append(GpuProblem(WARN, f"uncorrected memory errors: {uncorrected}", UNCORRECTED))
     if last_xid is not None:
-        notes.append(_XID_NOTES.get(last_xid, Note(WARN, f"the driver reported XID {last_xid}")))
+        notes.append(_XID_NOTES.get(last_xid, GpuProblem(WARN, f"the driver reported XID {last_xid}")))
     worst = max((note.weight for note in notes), default=OK)
     return conditioned(notes).replace(
         state={FAILED: "failed", OK: "ok"}.get(worst, "warn"),

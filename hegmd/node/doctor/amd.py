@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hegmd.node.doctor import pci
-from hegmd.node.doctor.facts import Finding, NodeFacts, counted, fail, listed, ok, skip, warn
+from hegmd.node.doctor.facts import CheckResult, NodeFacts, counted, fail, listed, ok, skip, warn
 from hegmd.node.doctor.rights import READ_WRITE, may_use
 
 
@@ -19,7 +19,7 @@ def absent(facts: NodeFacts) -> str | None:
     return "there is no AMD GPU on this node"
 
 
-def driver(facts: NodeFacts) -> Finding:
+def driver(facts: NodeFacts) -> CheckResult:
     """The kernel's amdgpu module drives the GPUs."""
     devices = pci.devices_of(facts, pci.AMD)
     if devices and {device.driver for device in devices} == {"vfio-pci"}:
@@ -36,7 +36,7 @@ def driver(facts: NodeFacts) -> Finding:
     return ok(f"amdgpu {version or f'of kernel {facts.kernel_release}'} is loaded")
 
 
-def library(facts: NodeFacts) -> Finding:
+def library(facts: NodeFacts) -> CheckResult:
     """AMD SMI answers, or the kernel's files replace it."""
     vendor = facts.vendor("amd")
     if vendor is None:
@@ -52,7 +52,7 @@ def library(facts: NodeFacts) -> Finding:
     return ok(f"AMD SMI {vendor.library_version} answers for {number}")
 
 
-def nodes(facts: NodeFacts) -> Finding:
+def nodes(facts: NodeFacts) -> CheckResult:
     """This user can open the device nodes of ROCm."""
     renders = [f"dri/{name}" for name in facts.names_in("dev/dri") if name.startswith("renderD")]
     missing = [*([] if facts.at("dev/kfd").exists() else ["kfd"]), *([] if renders else ["dri/renderD*"])]

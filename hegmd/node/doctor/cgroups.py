@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from hegmd.node.doctor.facts import Finding, NodeFacts, clipped, ok, size_text, skip, warn
+from hegmd.node.doctor.facts import CheckResult, NodeFacts, clipped, ok, size_text, skip, warn
 
 _ROOT = "sys/fs/cgroup"
 # Version 1 writes "no limit" as the largest multiple of a page that fits: anything near it is none.
 _NO_LIMIT_BYTES = 1 << 60
 
 
-def hierarchy(facts: NodeFacts) -> Finding:
+def hierarchy(facts: NodeFacts) -> CheckResult:
     """Version 2 is mounted and counts memory."""
     controllers = facts.read(f"{_ROOT}/cgroup.controllers")
     if controllers is not None:
@@ -30,7 +30,7 @@ def hierarchy(facts: NodeFacts) -> Finding:
     return warn(f"no control groups are mounted at /{_ROOT}", f"sudo mount -t cgroup2 cgroup2 /{_ROOT}")
 
 
-def own_memory(facts: NodeFacts) -> Finding:
+def own_memory(facts: NodeFacts) -> CheckResult:
     """The daemon may use enough memory for the bytes of one GPU."""
     limits = sorted(_limits(facts))
     if not limits:

@@ -11,7 +11,7 @@ import re
 from hegmd.errors import ExternalError
 from hegmd.node.criu_program import WANTED, Candidate, first_error, rights_missing, survey
 from hegmd.node.criu_program import check as ask_criu
-from hegmd.node.doctor.facts import Finding, NodeFacts, clipped, fail, ok, skip, warn
+from hegmd.node.doctor.facts import CheckResult, NodeFacts, clipped, fail, ok, skip, warn
 from hegmd.system.programs import ProgramMissing
 
 # `criu check` asks the kernel a few dozen questions, in about a second; the version is a line.
@@ -32,7 +32,7 @@ def _install_step(facts: NodeFacts) -> str:
     return f"install CRIU {_LEAST} or newer: {how}"
 
 
-async def program(facts: NodeFacts) -> Finding:
+async def program(facts: NodeFacts) -> CheckResult:
     """This node has a CRIU that works with today's kernels; names it, and the ones that are not used."""
     found = await _survey(facts)
     if not found:
@@ -60,13 +60,13 @@ def _mending_step(facts: NodeFacts) -> str:
     return f"set images.criu (now {facts.criu}) to another, or remove it and {_install_step(facts)}"
 
 
-def rights(facts: NodeFacts) -> Finding:
+def rights(facts: NodeFacts) -> CheckResult:
     """The daemon may dump and restore processes."""
     missing = rights_missing(facts.uid)
     return ok("hegmd may dump and restore processes") if missing is None else warn(missing.message, missing.hint)
 
 
-async def check(facts: NodeFacts) -> Finding:
+async def check(facts: NodeFacts) -> CheckResult:
     """CRIU's own check of the kernel succeeds."""
     if facts.uid != 0:
         return skip("only root can ask CRIU: sudo criu check")

@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from hegmd.node.doctor.facts import MIB, Finding, NodeFacts, clipped, fail, ok, size_text, skip, warn
+from hegmd.node.doctor.facts import MIB, CheckResult, NodeFacts, clipped, fail, ok, size_text, skip, warn
 from hegmd.node.doctor.rights import may_use
 
 STATE_BYTES = 256 * MIB
@@ -53,19 +53,19 @@ def _unescaped(text: str) -> str:
     return text
 
 
-def state(facts: NodeFacts) -> Finding:
+def state(facts: NodeFacts) -> CheckResult:
     """The state directory is private to the daemon, and on a local disk that keeps its contents."""
     return _examine(facts, facts.state_dir) or _judge_state(facts, facts.state_dir)
 
 
-def images(facts: NodeFacts) -> Finding:
+def images(facts: NodeFacts) -> CheckResult:
     """The directory for images has space for a process that fills the largest GPU."""
     if facts.image_dir is None:
         return skip("no directory for images is configured (doctor.image_dir)")
     return _examine(facts, facts.image_dir) or _judge_images(facts, facts.image_dir)
 
 
-def _examine(facts: NodeFacts, directory: Path) -> Finding | None:
+def _examine(facts: NodeFacts, directory: Path) -> CheckResult | None:
     """Return what is wrong with a directory for memory of processes, or None."""
     sudo = "" if facts.user_mode else "sudo "
     shown = clipped(str(directory), 50)
@@ -93,7 +93,7 @@ def _examine(facts: NodeFacts, directory: Path) -> Finding | None:
     return None
 
 
-def unwritable(facts: NodeFacts, directory: Path, error: OSError) -> Finding:
+def unwritable(facts: NodeFacts, directory: Path, error: OSError) -> CheckResult:
     """Return the error of an attempt to write there, and its remedy."""
     fix = f"ls -ld {directory}" if facts.user_mode else f"sudo ls -ld {directory}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -103,7 +103,7 @@ def unwritable(facts: NodeFacts, directory: Path, error: OSError) -> Finding:
     return fail(f"{clipped(str(directory), 50)} cannot be written: {error.strerror}", fix)
 
 
-def _judge_state(facts: NodeFacts, directory: Path) -> Finding:
+def _judge_state(facts: NodeFacts, directory: Path) -> CheckResult:
     mount = mount_of(facts, directory)
     kind = "unknown file system" if mount is None else mount.kind
     shown = clipped(str(directory), 40)
@@ -115,7 +115,7 @@ def _judge_state(facts: NodeFacts, directory: Path) -> Finding:
     return judge_space(directory, kind, STATE_BYTES)
 
 
-def judge_space(directory: Path, kind: str, wanted_bytes: int) -> Finding:
+def judge_space(directory: Path, kind: str, wanted_bytes: int) -> CheckResult:
     """Check that enough space is free there."""
     free_bytes, shown = free_on(directory), f"{clipped(str(directory), 40)} ({kind})"
     if free_bytes < wanted_bytes:
@@ -124,7 +124,7 @@ def judge_space(directory: Path, kind: str, wanted_bytes: int) -> Finding:
     return ok(f"{shown} can be written, {size_text(free_bytes)} free")
 
 
-def _judge_images(facts: NodeFacts, directory: Path) -> Finding:
+def _judge_images(facts: NodeFacts, directory: Path) -> CheckResult:
     free_bytes, gpu = free_on(directory), facts.largest_gpu()
     mount = mount_of(facts, directory)
     shown = f"{clipped(str(directory), 35)} ({'unknown' if mount is None else mount.kind})"

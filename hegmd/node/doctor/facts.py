@@ -25,7 +25,7 @@ GIB = 1024 * MIB
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """The result of a check: its status, one short line, and the next step if there is one."""
 
     status: str
@@ -33,24 +33,24 @@ class Finding:
     fix: str | None
 
 
-def ok(summary: str) -> Finding:
+def ok(summary: str) -> CheckResult:
     """All is as it should be."""
-    return Finding("ok", clipped(summary), None)
+    return CheckResult("ok", clipped(summary), None)
 
 
-def skip(reason: str) -> Finding:
+def skip(reason: str) -> CheckResult:
     """The check does not apply here, or its facts are unknown."""
-    return Finding("skip", clipped(reason), None)
+    return CheckResult("skip", clipped(reason), None)
 
 
-def warn(summary: str, fix: str) -> Finding:
+def warn(summary: str, fix: str) -> CheckResult:
     """hegmd works, but something is slow, closed or at risk."""
-    return Finding("warn", clipped(summary), fix)
+    return CheckResult("warn", clipped(summary), fix)
 
 
-def fail(summary: str, fix: str) -> Finding:
+def fail(summary: str, fix: str) -> CheckResult:
     """Something that hegmd needs cannot work."""
-    return Finding("fail", clipped(summary), fix)
+    return CheckResult("fail", clipped(summary), fix)
 
 
 def _group_id(name: str) -> int | None:

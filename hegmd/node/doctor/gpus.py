@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from hegmd.node.doctor.facts import Finding, NodeFacts, counted, fail, listed, ok, skip, warn
+from hegmd.node.doctor.facts import CheckResult, NodeFacts, counted, fail, listed, ok, skip, warn
 from hegmd.protocol.snapshots import Gpu
 
 
@@ -13,7 +13,7 @@ def absent(facts: NodeFacts) -> str | None:
     return None if facts.gpus else "there is no GPU on this node"
 
 
-def health(facts: NodeFacts) -> Finding:
+def health(facts: NodeFacts) -> CheckResult:
     """No GPU is lost, and none reports errors."""
     for gpu in facts.gpus:
         if gpu.state == "lost":
@@ -34,7 +34,7 @@ def health(facts: NodeFacts) -> Finding:
     return ok(f"{counted(told, 'GPU')} without errors" + (f"; {listed(silent)} unknown" if silent else ""))
 
 
-def peers(facts: NodeFacts) -> Finding:
+def peers(facts: NodeFacts) -> CheckResult:
     """Every two GPUs of one chip have a link that avoids host memory."""
     pairs = [
         (one, other)

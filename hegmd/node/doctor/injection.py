@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hegmd.errors import ExternalError
-from hegmd.node.doctor.facts import Finding, NodeFacts, clipped, listed, ok, skip, version_numbers, warn
+from hegmd.node.doctor.facts import CheckResult, NodeFacts, clipped, listed, ok, skip, version_numbers, warn
 from hegmd.system.programs import run
 from hegmd.system.threads import run_detached
 
@@ -26,7 +26,7 @@ _LOADED = "hegm-sitecustomize-loaded"
 _TELL = "import platform; print(platform.python_version())"
 
 
-async def injection(facts: NodeFacts) -> Finding:
+async def injection(facts: NodeFacts) -> CheckResult:
     """Every python3 on the node's path loads a sitecustomize from PYTHONPATH."""
     interpreters = await run_detached(lambda _: interpreters_on(facts.python_path), name="find python3")
     if not interpreters:
@@ -58,7 +58,7 @@ def _probe_directory() -> Generator[Path]:
         yield Path(name)
 
 
-async def _probe(interpreter: str, directory: Path) -> tuple[str, Finding | None]:
+async def _probe(interpreter: str, directory: Path) -> tuple[str, CheckResult | None]:
     """Return the interpreter's version, and what is wrong with it, if anything."""
     # No bytecode: this process might not be able to remove the files that the interpreter writes.
     environment = {"PYTHONPATH": str(directory), "PYTHONDONTWRITEBYTECODE": "1"}

@@ -7,7 +7,7 @@ import os
 import re
 
 from hegmd.node.doctor.disk import mounts
-from hegmd.node.doctor.facts import Finding, NodeFacts, fail, listed, ok, skip, version_numbers, warn
+from hegmd.node.doctor.facts import CheckResult, NodeFacts, fail, listed, ok, skip, version_numbers, warn
 from hegmd.node.doctor.permissions import CAP_SYS_PTRACE, has_capability
 
 OLDEST = (5, 3)
@@ -34,7 +34,7 @@ _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 DESCRIPTORS = 16384
 
 
-def version(facts: NodeFacts) -> Finding:
+def version(facts: NodeFacts) -> CheckResult:
     """The kernel has pidfd_open, and the sandbox allows it."""
     release = facts.kernel_release
     if not release:
@@ -51,7 +51,7 @@ def version(facts: NodeFacts) -> Finding:
     return ok(f"Linux {release}")
 
 
-def options(facts: NodeFacts) -> Finding:
+def options(facts: NodeFacts) -> CheckResult:
     """The kernel was built with what CRIU and the host pool need."""
     text = _config_text(facts)
     if text is None:
@@ -81,7 +81,7 @@ def _config_text(facts: NodeFacts) -> str | None:
     return None
 
 
-def ptrace(facts: NodeFacts) -> Finding:
+def ptrace(facts: NodeFacts) -> CheckResult:
     """Yama lets root trace a process, which CRIU needs."""
     scope = facts.read_int("proc/sys/kernel/yama/ptrace_scope")
     if scope is None:
@@ -94,7 +94,7 @@ def ptrace(facts: NodeFacts) -> Finding:
     return ok(f"ptrace_scope is {scope}: root may trace")
 
 
-def hidepid(facts: NodeFacts) -> Finding:
+def hidepid(facts: NodeFacts) -> CheckResult:
     """/proc shows the processes that the daemon needs to see."""
     proc = [mount for mount in mounts(facts) if mount.kind == "proc" and mount.point == "/proc"]
     mode = next((option for option in (proc[-1].options if proc else ()) if option.startswith("hidepid=")), None)
@@ -110,7 +110,7 @@ def hidepid(facts: NodeFacts) -> Finding:
     )
 
 
-def pid_namespace(facts: NodeFacts) -> Finding:
+def pid_namespace(facts: NodeFacts) -> CheckResult:
     """The driver's pids mean the same processes here."""
     if facts.simulated:
         return skip("simulated GPUs name pids of the daemon's own namespace")
@@ -126,7 +126,7 @@ def pid_namespace(facts: NodeFacts) -> Finding:
     )
 
 
-def descriptors(facts: NodeFacts) -> Finding:
+def descriptors(facts: NodeFacts) -> CheckResult:
     """The daemon may open enough descriptors: for clients, processes and offloaded bytes."""
     found = re.search(r"^Max open files\s+(\d+|unlimited)", facts.read("proc/self/limits") or "", re.MULTILINE)
     if found is None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import re
 
-from hegmd.node.doctor.facts import MIB, Finding, NodeFacts, listed, ok, size_text, skip, warn
+from hegmd.node.doctor.facts import MIB, CheckResult, NodeFacts, listed, ok, size_text, skip, warn
 
 PAGE_BYTES = 2 * MIB
 _POOL = "hugepages-2048kB"
 _LASTING = "/etc/sysctl.d/60-hegm.conf"
 
 
-def hugepages(facts: NodeFacts) -> Finding:
+def hugepages(facts: NodeFacts) -> CheckResult:
     """The 2 MiB pages suffice for the largest GPU, near the GPUs."""
     if facts.simulated:
         return skip("the simulation needs no huge pages")
@@ -61,7 +61,7 @@ def _pages_by_node(facts: NodeFacts) -> dict[int, int]:
     return dict(sorted(pages.items()))
 
 
-def host(facts: NodeFacts) -> Finding:
+def host(facts: NodeFacts) -> CheckResult:
     """The host memory suffices to offload at least one GPU."""
     sizes = sorted(gpu.memory_total_bytes for gpu in facts.gpus if gpu.memory_total_bytes is not None)
     if not sizes:
@@ -85,7 +85,7 @@ def host(facts: NodeFacts) -> Finding:
     return ok(f"{size_text(usable_bytes)} of host memory: enough to suspend {fitting} of {len(sizes)} full GPUs")
 
 
-def ready(facts: NodeFacts) -> Finding:
+def ready(facts: NodeFacts) -> CheckResult:
     """As much host memory is ready for the next suspend as is configured."""
     wanted_bytes, ready_bytes = facts.ready_wanted_bytes, facts.ready_bytes
     if not wanted_bytes:

@@ -11,7 +11,18 @@ import re
 from pathlib import Path
 
 from hegmd.node.doctor import pci
-from hegmd.node.doctor.facts import Finding, NodeFacts, clipped, counted, fail, listed, ok, skip, version_numbers, warn
+from hegmd.node.doctor.facts import (
+    CheckResult,
+    NodeFacts,
+    clipped,
+    counted,
+    fail,
+    listed,
+    ok,
+    skip,
+    version_numbers,
+    warn,
+)
 from hegmd.node.doctor.rights import READ_WRITE, may_use
 from hegmd.system import elf
 
@@ -49,7 +60,7 @@ def module_version(facts: NodeFacts) -> str | None:
     return None if found is None else found[1]
 
 
-def driver(facts: NodeFacts) -> Finding:
+def driver(facts: NodeFacts) -> CheckResult:
     """The kernel module is loaded and drives the GPUs, and NVML answers for them."""
     vendor = facts.vendor("nvidia")
     # WSL and some sandboxes have no /proc/driver/nvidia, but NVML works.
@@ -72,7 +83,7 @@ def driver(facts: NodeFacts) -> Finding:
     return ok(f"driver {version} is loaded and answers for {counted(len(facts.gpus_of('nvidia')), 'GPU')}")
 
 
-def _not_loaded(devices: tuple[pci.PciDevice, ...]) -> Finding:
+def _not_loaded(devices: tuple[pci.PciDevice, ...]) -> CheckResult:
     drivers = {device.driver for device in devices}
     number = counted(len(devices), "NVIDIA GPU")
     if drivers == {"vfio-pci"}:
@@ -82,7 +93,7 @@ def _not_loaded(devices: tuple[pci.PciDevice, ...]) -> Finding:
     return fail(f"{number} on the PCI bus, but the NVIDIA driver is not loaded", f"sudo modprobe nvidia, or {_INSTALL}")
 
 
-def library(facts: NodeFacts) -> Finding:
+def library(facts: NodeFacts) -> CheckResult:
     """libcuda is installed in the version of the loaded module."""
     module = module_version(facts)
     path = find_library(facts, "libcuda.so.1")
@@ -106,7 +117,7 @@ def _library_version(path: Path) -> str | None:
     return None if found is None else found[1]
 
 
-def checkpoint(facts: NodeFacts) -> Finding:
+def checkpoint(facts: NodeFacts) -> CheckResult:
     """The driver can checkpoint processes and restore them on another GPU."""
     path = find_library(facts, "libcuda.so.1")
     if path is None:
@@ -130,7 +141,7 @@ def checkpoint(facts: NodeFacts) -> Finding:
     return ok(f"libcuda{shown} has the checkpoint calls and restores onto other GPUs")
 
 
-def nodes(facts: NodeFacts) -> Finding:
+def nodes(facts: NodeFacts) -> CheckResult:
     """This user can open the device nodes of CUDA."""
     minors = _minors(facts)
     wanted = ["nvidiactl", "nvidia-uvm", *(f"nvidia{minor}" for minor in minors)]
@@ -162,7 +173,7 @@ def _minors(facts: NodeFacts) -> list[int]:
     return minors
 
 
-def persistence(facts: NodeFacts) -> Finding:
+def persistence(facts: NodeFacts) -> CheckResult:
     """The driver stays loaded when no process uses a GPU."""
     known = [gpu for gpu in facts.gpus_of("nvidia") if gpu.persistence is not None]
     if not known:
@@ -176,7 +187,7 @@ def persistence(facts: NodeFacts) -> Finding:
     return ok(f"on for {counted(len(known), 'GPU')}")
 
 
-def mig(facts: NodeFacts) -> Finding:
+def mig(facts: NodeFacts) -> CheckResult:
     """No GPU has MIG enabled."""
     known = [gpu for gpu in facts.gpus_of("nvidia") if gpu.mig is not None]
     if not known:
@@ -191,7 +202,7 @@ def mig(facts: NodeFacts) -> Finding:
     return ok(f"off for {counted(len(known), 'GPU')}")
 
 
-def mps(facts: NodeFacts) -> Finding:
+def mps(facts: NodeFacts) -> CheckResult:
     """No process uses MPS."""
     known = [gpu for gpu in facts.gpus_of("nvidia") if gpu.mps is not None]
     if not known:
@@ -205,7 +216,7 @@ def mps(facts: NodeFacts) -> Finding:
     return ok(f"not in use on {counted(len(known), 'GPU')}")
 
 
-def fabric(facts: NodeFacts) -> Finding:
+def fabric(facts: NodeFacts) -> CheckResult:
     """On a node with NVSwitches, their service is running."""
     switches = pci.devices_of(facts, pci.NVIDIA, pci.BRIDGE_CLASSES)
     if not switches:

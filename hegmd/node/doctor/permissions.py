@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import stat
 
-from hegmd.node.doctor.facts import Finding, NodeFacts, clipped, fail, listed, ok, skip, warn
+from hegmd.node.doctor.facts import CheckResult, NodeFacts, clipped, fail, listed, ok, skip, warn
 
 CAP_DAC_OVERRIDE = 1
 CAP_KILL = 5
@@ -18,7 +18,7 @@ def has_capability(facts: NodeFacts, number: int) -> bool:
     return found is not None and bool(int(found[1], 16) >> number & 1)
 
 
-def rights(facts: NodeFacts) -> Finding:
+def rights(facts: NodeFacts) -> CheckResult:
     """The daemon may see and signal the processes that it serves."""
     if facts.user_mode:
         return ok(f"user mode: processes of uid {facts.uid} only")
@@ -45,7 +45,7 @@ def rights(facts: NodeFacts) -> Finding:
     return ok("root, with the capabilities to see, signal and move every process")
 
 
-def group(facts: NodeFacts) -> Finding:
+def group(facts: NodeFacts) -> CheckResult:
     """The group whose members may use the daemon exists."""
     if facts.user_mode:
         return skip("in user mode only its user can use the socket")
@@ -57,7 +57,7 @@ def group(facts: NodeFacts) -> Finding:
     return ok(f"group {facts.group} exists (gid {gid}); its members may act on every process")
 
 
-def socket(facts: NodeFacts) -> Finding:
+def socket(facts: NodeFacts) -> CheckResult:
     """Only the daemon can change the socket's directory, and the permitted users can open the socket."""
     path, directory = facts.socket_path, facts.socket_path.parent
     sudo = "" if facts.user_mode else "sudo "
@@ -78,7 +78,7 @@ def socket(facts: NodeFacts) -> Finding:
     return _judge_access(facts, status.st_mode, status.st_gid)
 
 
-def _judge_access(facts: NodeFacts, mode: int, gid: int) -> Finding:
+def _judge_access(facts: NodeFacts, mode: int, gid: int) -> CheckResult:
     path, shown = facts.socket_path, clipped(str(facts.socket_path), 50)
     bits = f"{stat.S_IMODE(mode):04o}"
     owner = facts.group_name(gid) or str(gid)

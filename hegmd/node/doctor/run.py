@@ -15,7 +15,7 @@ import anyio
 
 from hegmd.errors import HegmError
 from hegmd.node.doctor import amd, cgroups, criu, disk, gpus, injection, kernel, memory, nvidia, permissions
-from hegmd.node.doctor.facts import Finding, NodeFacts, fail, skip, warn
+from hegmd.node.doctor.facts import CheckResult, NodeFacts, fail, skip, warn
 from hegmd.protocol.snapshots import Check
 from hegmd.system.threads import run_detached
 
@@ -36,7 +36,7 @@ class BlockingCheck:
     """A check that reads; blocking."""
 
     id: str
-    check: Callable[[NodeFacts], Finding]
+    check: Callable[[NodeFacts], CheckResult]
     absent: Absent = _always
 
 
@@ -45,7 +45,7 @@ class ProgramCheck:
     """A check that runs a program."""
 
     id: str
-    check: Callable[[NodeFacts], Awaitable[Finding]]
+    check: Callable[[NodeFacts], Awaitable[CheckResult]]
     absent: Absent = _always
 
 
@@ -126,7 +126,7 @@ async def run_checks(
     return tuple(made[row.id] for row in checks)
 
 
-async def _finding(row: Row, facts: NodeFacts, deadline_s: float) -> Finding:
+async def _finding(row: Row, facts: NodeFacts, deadline_s: float) -> CheckResult:
     try:
         with anyio.fail_after(deadline_s):
             reason = await run_detached(lambda _: row.absent(facts), name=f"doctor {row.id}")

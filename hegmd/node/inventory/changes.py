@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hegmd.node.processes.roll import Roll
+from hegmd.node.processes.roll import ProcessList
 from hegmd.protocol.snapshots import GONE, HEALTHY, Gpu, GpuProcess, Health, Vendor
 from hegmd.telemetry.events import EventLog
 
@@ -24,7 +24,7 @@ _ROLL = "processes"
 
 
 @dataclass(slots=True)
-class _Known:
+class _LastReport:
     """The last report about a GPU; None for a fact that was never known."""
 
     state: str
@@ -48,13 +48,13 @@ class Changes:
     def __init__(self, events: EventLog) -> None:
         self._events = events
         self._ready = False
-        self._gpus: dict[str, _Known] = {}
+        self._gpus: dict[str, _LastReport] = {}
         self._processes: dict[int, GpuProcess] = {}
         self._answered: set[str] = set()
         self._stale: set[str] = set()
         self._failed: set[str] = set()
 
-    def tell(self, gpus: Sequence[Gpu], roll: Roll, vendors: Sequence[Vendor], *, roll_is_late: bool) -> None:
+    def tell(self, gpus: Sequence[Gpu], roll: ProcessList, vendors: Sequence[Vendor], *, roll_is_late: bool) -> None:
         """Record an event for each difference."""
         for vendor in vendors:
             self._tell_vendor(vendor)
@@ -106,7 +106,7 @@ class Changes:
     def _tell_gpu(self, gpu: Gpu) -> None:
         known = self._gpus.get(gpu.uuid)
         if known is None:
-            known = self._gpus[gpu.uuid] = _Known(state=gpu.state, health=gpu.health.state)
+            known = self._gpus[gpu.uuid] = _LastReport(state=gpu.state, health=gpu.health.state)
             if self._ready:
                 text = f"{gpu.id} was found: {gpu.name or 'a GPU without a name'}"
                 self._record_gpu("gpu.found", "info", text, gpu)
@@ -128,7 +128,7 @@ class Changes:
         else:
             self._record_gpu("gpu.health", "warning", f"{gpu.id} does not answer{_why(gpu)}", gpu)
 
-    def _tell_gpu_health(self, gpu: Gpu, known: _Known) -> None:
+    def _tell_gpu_health(self, gpu: Gpu, known: _LastReport) -> None:
         """Record one event for all changes of a GPU's health: an XID seldom comes alone."""
         health, found = gpu.health, list[tuple[str, str]]()
         if health.last_xid is not None and (
@@ -155,7 +155,7 @@ class Changes:
             facts |= {"ecc_uncorrected": health.ecc_uncorrected, "retired_pages": health.retired_pages}
             self._record_gpu("gpu.health", severity, text, gpu, facts)
 
-    def _tell_gpu_modes(self, gpu: Gpu, known: _Known) -> None:
+    def _tell_gpu_modes(self, gpu: Gpu, known: _LastReport) -> None:
         changed: dict[str, object] = {}
         for field, _ in _MODES:
             before, now = getattr(known, field), getattr(gpu, field)
@@ -172,7 +172,7 @@ class Changes:
 
     # ---- processes --------------------------------------------------------------------------------------------------
 
-    def _tell_processes(self, roll: Roll, vendor_of: dict[str, str]) -> None:
+    def _tell_processes(self, roll: ProcessList, vendor_of: dict[str, str]) -> None:
         told, running = self._processes, {p.pid: p for p in roll.processes if p.pid not in roll.ended}
         for pid in told.keys() - running.keys():
             self._tell_end(told[pid], lives=pid in roll.departed)
@@ -202,7 +202,7 @@ class Changes:
         self._events.record("process.ended", "info", text, gpu=_gpu(process), pid=process.pid, facts=facts)
 
 
-def _remember(known: _Known, gpu: Gpu) -> None:
+def _remember(known: _LastReport, gpu: Gpu) -> None:
     """Store what is known now; what is unknown now keeps its old value."""
     known.state = gpu.state
     for field in ("last_xid", "xid_count", "ecc_uncorrected", "retired_pages"):

@@ -22,9 +22,9 @@ from anyio.abc import TaskStatus
 from hegmd.node.devices.base import DeviceProvider
 from hegmd.node.inventory.changes import Changes
 from hegmd.node.inventory.register import GpuRegister
-from hegmd.node.inventory.rolls import RollWatch
+from hegmd.node.inventory.rolls import ProcessListWatch
 from hegmd.node.inventory.vendors import VendorWatch
-from hegmd.node.processes.roll import RollBuilder, RollInputs
+from hegmd.node.processes.roll import ProcessListBuilder, ProcessListInputs
 from hegmd.node.processes.table import ProcessTable
 from hegmd.protocol.snapshots import AgentInfo, Gpu, GpuProcess, Vendor
 from hegmd.telemetry.events import EventLog
@@ -54,7 +54,7 @@ class NodeSnapshot:
     monotonic: float
 
 
-class _Round:
+class _Refresh:
     """A refresh and its callers. Ends without a snapshot if its leader was cancelled."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Inventory:
         self._query_deadline_s = query_deadline_s
         self._changes = Changes(events)
         self._table = table
-        self._rolls = RollWatch(RollBuilder(table), monotonic=monotonic)
+        self._rolls = ProcessListWatch(ProcessListBuilder(table), monotonic=monotonic)
         self._register = GpuRegister()
         self._agents = agents
         self._held = held
@@ -95,7 +95,7 @@ class Inventory:
         self._on_look = on_look
         self._clock = clock
         self._monotonic = monotonic
-        self._round: _Round | None = None
+        self._round: _Refresh | None = None
         self._rhythm_changed = anyio.Event()
         self._refresh_s = 0.0
         # How many changes were announced by `expire`, and how many of them the newest snapshot was made after.
@@ -146,7 +146,7 @@ class Inventory:
             await under_way.over.wait()
             if under_way.snapshot is not None:
                 return under_way.snapshot
-        self._round = mine = _Round()
+        self._round = mine = _Refresh()
         try:
             mine.snapshot = await self._look()
         finally:
@@ -226,10 +226,10 @@ class Inventory:
         self._on_look(snapshot, self.last_refresh_s)
         return snapshot
 
-    def _roll_call(self) -> RollInputs:
+    def _roll_call(self) -> ProcessListInputs:
         hardware = frozenset(vendor.name for vendor in self._vendors) - COUNTS_IN_OUR_NAMESPACE
         doubted = not self._table.in_first_namespace
-        return RollInputs(
+        return ProcessListInputs(
             uses=self._register.uses,
             ids=self._register.ids,
             unproven=self._register.pids_of(hardware) if doubted else frozenset(),

@@ -26,7 +26,7 @@ _UNKNOWN = Health(state="unknown", notes=("the vendor's library does not report 
 
 
 @dataclass(slots=True)
-class _Card:
+class _RegisteredGpu:
     """One GPU: its name on this node, its vendor, and its record."""
 
     id: str
@@ -38,7 +38,7 @@ class GpuRegister:
     """Every GPU that was ever seen, and its processes."""
 
     def __init__(self) -> None:
-        self._cards: dict[str, _Card] = {}
+        self._cards: dict[str, _RegisteredGpu] = {}
         self._uses: dict[str, tuple[ProcessUse, ...]] = {}
         self._placed: dict[str, int] = {}
 
@@ -95,13 +95,13 @@ class GpuRegister:
         """Name a new card. One that failed without an identity before may already have a name."""
         for uuid, card in self._cards.items():
             if card.vendor == vendor and card.shown.index == gpu.index and _is_nameless(card.shown):
-                known = _Card(id=card.id, vendor=vendor, shown=gpu.replace(id=card.id))
+                known = _RegisteredGpu(id=card.id, vendor=vendor, shown=gpu.replace(id=card.id))
                 # In the same place, because the order of the cards is that of their ids.
                 self._cards = {gpu.uuid if one == uuid else one: each for one, each in self._cards.items()}
                 self._cards[gpu.uuid] = known
                 return
         name = f"gpu{len(self._cards)}"
-        self._cards[gpu.uuid] = _Card(id=name, vendor=vendor, shown=gpu.replace(id=name))
+        self._cards[gpu.uuid] = _RegisteredGpu(id=name, vendor=vendor, shown=gpu.replace(id=name))
 
     def _carried(self, vendor: str, snapshot: VendorSnapshot, doubtful: set[str]) -> list[ProcessUse]:
         """Return the earlier uses of GPUs that cannot be read now and that the snapshot lacks."""

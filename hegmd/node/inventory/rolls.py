@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import anyio
 
 from hegmd.node.inventory.jobs import SHORTAGE_HINT, Job, shortage
-from hegmd.node.processes.lookups import Wanted
-from hegmd.node.processes.roll import Roll, RollBuilder, RollInputs, stand_in
+from hegmd.node.processes.lookups import LookupRequest
+from hegmd.node.processes.roll import ProcessList, ProcessListBuilder, ProcessListInputs, stand_in
 from hegmd.telemetry.log import limited
 
 log = logging.getLogger(__name__)
@@ -27,21 +27,21 @@ T = TypeVar("T")
 LOOKUP_LIMIT_S = 0.2
 
 
-class RollWatch:
+class ProcessListWatch:
     """Reads the processes and keeps the last result. Belongs to the event loop."""
 
-    def __init__(self, roster: RollBuilder, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, roster: ProcessListBuilder, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._roster = roster
         self._monotonic = monotonic
         self._step_job: Job[Any] | None = None
         self._lookup_job: Job[None] | None = None
-        self.roll = Roll()
+        self.roll = ProcessList()
         #: True if the last read failed and the result before it is used.
         self.late = False
 
-    async def update(self, call: RollInputs, limit_s: float) -> None:
+    async def update(self, call: ProcessListInputs, limit_s: float) -> None:
         """Read the processes; after the deadline, use what is known."""
-        roll: Roll | None = None
+        roll: ProcessList | None = None
         with anyio.move_on_after(limit_s):
             roll = await self._call(call, min(LOOKUP_LIMIT_S, limit_s / 2))
         self.late = roll is None
@@ -59,7 +59,7 @@ class RollWatch:
             self._step_job.abandon()
             self._step_job = None
 
-    async def _call(self, call: RollInputs, lookup_limit_s: float) -> Roll | None:
+    async def _call(self, call: ProcessListInputs, lookup_limit_s: float) -> ProcessList | None:
         """Return one whole result; None if a step failed, which is logged."""
         await self._finish_step()
         seen = await self._step("look", lambda: self._roster.look(call))
@@ -87,7 +87,7 @@ class RollWatch:
             self._step_job = None
         return True
 
-    async def _look_up(self, wanted: Wanted, limit_s: float) -> None:
+    async def _look_up(self, wanted: LookupRequest, limit_s: float) -> None:
         """Start lookups, and wait briefly if their result is needed. One that hangs is abandoned."""
         if not self._end_look_up() or not (wanted.commands or wanted.uids):
             return

@@ -4,7 +4,7 @@
 drivers' reports into records. The inventory drives them; they use no event loop.
 """
 
-from hegmd.node.processes.roll import Roll, RollBuilder, RollInputs
-from hegmd.node.processes.table import Presence, ProcessFacts, ProcessTable
+from hegmd.node.processes.roll import ProcessList, ProcessListBuilder, ProcessListInputs
+from hegmd.node.processes.table import ProcessFacts, ProcessTable, Visibility
 
-__all__ = ["Presence", "ProcessFacts", "ProcessTable", "Roll", "RollInputs", "RollBuilder"]
+__all__ = ["Visibility", "ProcessFacts", "ProcessTable", "ProcessList", "ProcessListInputs", "ProcessListBuilder"]

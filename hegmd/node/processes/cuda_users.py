@@ -14,7 +14,7 @@ import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
-from hegmd.node.processes.procfs import Unreadable, Vanished, read_kernel_facts
+from hegmd.node.processes.procfs import ProcessGone, Unreadable, read_kernel_facts
 
 _LIBRARY = b"/libcuda.so"
 _DEVICES = "/dev/nvidia"
@@ -68,7 +68,7 @@ def read_cuda_user(pid: int, proc_root: str = "/proc") -> CudaUser | None:
         has_devices = _has_devices(f"{proc_root}/{pid}/fd")
         if read_kernel_facts(proc_root, pid).start_ticks != facts.start_ticks:
             return None  # another process has its number by now
-    except (Vanished, Unreadable, OSError):
+    except (ProcessGone, Unreadable, OSError):
         return None
     return CudaUser(
         pid=pid,

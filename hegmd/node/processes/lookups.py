@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from hegmd.node.processes.procfs import Unreadable, Vanished, read_command, read_start
+from hegmd.node.processes.procfs import ProcessGone, Unreadable, read_command, read_start
 
 REREAD_PER_ROUND = 32
 USER_NAME_MAX_AGE_S = 600.0
@@ -27,7 +27,7 @@ NOTE_UNREADABLE = "its command line may not be read"
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LookupRequest:
     """What to look up: processes as (pid, start ticks, name), users as uids, and what to keep."""
 
     commands: tuple[tuple[int, int, str], ...]
@@ -62,7 +62,7 @@ class Lookups:
         self._next_reread = 0
         self._reading: tuple[int, int] | None = None
 
-    def wanted(self, processes: Iterable[tuple[int, int, str, int]]) -> Wanted:
+    def wanted(self, processes: Iterable[tuple[int, int, str, int]]) -> LookupRequest:
         """Return what to look up for these processes, each given as (pid, start ticks, name, uid).
 
         That is all that is unknown, the command lines of processes whose name changed (by exec), and a limited share of
@@ -81,14 +81,14 @@ class Lookups:
         again = read[first : first + REREAD_PER_ROUND]
         self._next_reread = first + len(again)
         due = tuple(uid for uid in uids if self._is_due(uid, now))
-        return Wanted(
+        return LookupRequest(
             commands=(*missing, *again),
             uids=due,
             known=frozenset((pid, start_ticks) for pid, start_ticks, _ in (*missing, *read)),
             urgent=bool(missing) or any(uid not in self._users for uid in due),
         )
 
-    def read(self, wanted: Wanted) -> None:
+    def read(self, wanted: LookupRequest) -> None:
         """Look all of it up, and forget unknown processes. May block without limit."""
         for key in self._commands.keys() - wanted.known:
             del self._commands[key]
@@ -120,7 +120,7 @@ class Lookups:
             text: str | None = self._read_command(self._proc_root, pid)
             if read_start(self._proc_root, pid)[0] != start_ticks:
                 return
-        except Vanished:
+        except ProcessGone:
             return
         except Unreadable:
             text = None

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hegmd.node.processes.procfs import Scarce, Unreadable, Vanished, read_start
+from hegmd.node.processes.procfs import ProcessGone, Scarce, Unreadable, read_start
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def population_of(pids: Iterable[int]) -> ProcessSet:
                 stopped.add(pid)
         except Scarce as error:
             raise OSError(error.number, str(error)) from error
-        except (Vanished, Unreadable):
+        except (ProcessGone, Unreadable):
             continue
     return ProcessSet(ticks, frozenset(stopped))
 
@@ -213,7 +213,7 @@ def _held(pid: int, start_ticks: int) -> Generator[int | None, None, None]:
             is_same = read_start("/proc", pid)[0] == start_ticks
         except Scarce as error:
             raise OSError(error.number, str(error)) from error
-        except (Vanished, Unreadable):
+        except (ProcessGone, Unreadable):
             is_same = False
         yield pidfd if is_same else None
     finally:

@@ -23,7 +23,7 @@ _STATE, _PARENT, _GROUP, _SESSION, _TERMINAL, _START_TICKS = 0, 1, 2, 3, 4, 19
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class TreeProcess:
     """A process of the tree."""
 
     pid: int
@@ -93,7 +93,7 @@ class Tree:
     """A process and its descendants."""
 
     root: int
-    members: tuple[Member, ...]
+    members: tuple[TreeProcess, ...]
     descriptors: tuple[Descriptor, ...] = ()
     mappings: tuple[Mapping, ...] = ()
     unix: dict[int, UnixEnd] = field(default_factory=dict[int, UnixEnd])  # by inode, of the whole namespace
@@ -105,7 +105,7 @@ class Tree:
     def pids(self) -> frozenset[int]:
         return frozenset(member.pid for member in self.members)
 
-    def member(self, pid: int) -> Member:
+    def member(self, pid: int) -> TreeProcess:
         return next(member for member in self.members if member.pid == pid)
 
 
@@ -159,7 +159,7 @@ def _stat_fields(process: Path) -> list[bytes]:
         return []
 
 
-def _member(proc: Path, pid: int) -> Member | None:
+def _member(proc: Path, pid: int) -> TreeProcess | None:
     process = proc / str(pid)
     fields = _stat_fields(process)
     if len(fields) <= _START_TICKS:
@@ -167,7 +167,7 @@ def _member(proc: Path, pid: int) -> Member | None:
     status = _status(process)
     command = _bytes(process / "cmdline").rstrip(b"\0").split(b"\0")
     uids, gids = ([int(each) for each in status.get(kind, "0").split()] for kind in ("Uid", "Gid"))
-    return Member(
+    return TreeProcess(
         pid=pid,
         parent=int(fields[_PARENT]),
         start_ticks=int(fields[_START_TICKS]),

@@ -41,7 +41,7 @@ _PIDFD_GET_INFO = (3 << 30) | (_PIDFD_INFO.size << 16) | (0xFF << 8) | 11  # _IO
 _SIGNALS = {int(number): number.name for number in signal.Signals}
 
 
-class Vanished(Exception):
+class ProcessGone(Exception):
     """/proc has no such process: it ended, or is hidden."""
 
 
@@ -75,7 +75,7 @@ def read_kernel_facts(proc_root: str, pid: int) -> KernelFacts:
     uid = _owner(_read(proc_root, pid, "status", _STAT_MAX_BYTES))
     try:
         cgroup_text = _text(_read(proc_root, pid, "cgroup", _CGROUP_MAX_BYTES))
-    except (Vanished, Unreadable):
+    except (ProcessGone, Unreadable):
         cgroup_text = ""  # a kernel without control groups has no such file
     stopped = state in _STOPPED_STATES
     return KernelFacts(start_ticks=start_ticks, name=name, uid=uid, cgroup_text=cgroup_text, stopped=stopped)
@@ -96,7 +96,7 @@ def _read_stat(proc_root: str, pid: int) -> tuple[int, str, str]:
         raise Unreadable(f"{proc_root}/{pid}/stat has an unknown form")
     state = fields[_STATE].decode("ascii", "replace")
     if state in _ENDED_STATES:
-        raise Vanished
+        raise ProcessGone
     return int(fields[_START_TICKS]), _text(before.partition(b"(")[2]), state
 
 
@@ -114,7 +114,7 @@ def start_ticks_of(pid: int, proc_root: str = "/proc") -> int | None:
             "try again; if it fails again, raise LimitNOFILE= of hegmd.service, or free memory",
             {"pid": pid},
         ) from None
-    except (Vanished, Unreadable):
+    except (ProcessGone, Unreadable):
         return None
 
 
@@ -159,7 +159,7 @@ def _zombie_status(pid: int, start_ticks: int, proc_root: str = "/proc") -> int 
         state, ticks = fields[_STATE].decode("ascii", "replace"), int(fields[_START_TICKS])
         status = int(fields[_EXIT_CODE])
         may_look = os.geteuid() in (0, _owner(_read(proc_root, pid, "status", _STAT_MAX_BYTES)))
-    except (Vanished, Unreadable, Scarce, IndexError, ValueError):
+    except (ProcessGone, Unreadable, Scarce, IndexError, ValueError):
         return None
     if state not in _ENDED_STATES or ticks != start_ticks or not may_look:
         return None
@@ -200,7 +200,7 @@ def _read(proc_root: str, pid: int, name: str, size_bytes: int) -> bytes:
             os.close(descriptor)
     except OSError as error:
         if error.errno in _GONE:
-            raise Vanished from None
+            raise ProcessGone from None
         why = error.strerror or str(error)
         if error.errno in _SCARCE:
             raise Scarce(why, error.errno) from None

@@ -15,15 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hegmd.node.devices.base import ProcessUse
-from hegmd.node.processes.lookups import Lookups, Wanted
-from hegmd.node.processes.table import NOTE_ENDED, NOTE_HELD, Presence, ProcessFacts, ProcessTable
+from hegmd.node.processes.lookups import LookupRequest, Lookups
+from hegmd.node.processes.table import NOTE_ENDED, NOTE_HELD, ProcessFacts, ProcessTable, Visibility
 from hegmd.protocol.snapshots import AgentInfo, GpuProcess, GpuUse
 
 NOTE_NOT_LOOKED_AT = "/proc was not read in time; try again"
 
 
 @dataclass(frozen=True, slots=True)
-class RollInputs:
+class ProcessListInputs:
     """The facts that are known before /proc is read.
 
     `uses` name GPUs by UUID; `ids` maps them to the node's ids. `unproven` are pids of a driver that may count in
@@ -39,17 +39,17 @@ class RollInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class RollReadings:
+class ProcessReadings:
     """The facts that were read about the pids, and the processes that left the GPUs without ending."""
 
     uses_of: Mapping[int, list[ProcessUse]]
     facts_of: Mapping[int, ProcessFacts]
     departed: frozenset[int]
-    wanted: Wanted
+    wanted: LookupRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Roll:
+class ProcessList:
     """The processes, ordered by pid.
 
     `ended` are those that a driver still lists though they have ended. `departed` are those of the previous list that
@@ -75,7 +75,7 @@ class _Line:
     record: GpuProcess
 
 
-class RollBuilder:
+class ProcessListBuilder:
     """Creates the list again and again, over one table."""
 
     def __init__(self, table: ProcessTable) -> None:
@@ -88,7 +88,7 @@ class RollBuilder:
         """The facts to be read between `look` and `write`."""
         return self._table.lookups
 
-    def look(self, call: RollInputs) -> RollReadings:
+    def look(self, call: ProcessListInputs) -> ProcessReadings:
         """Identify the pids. Reads /proc, but nothing that waits for another process."""
         uses_of: dict[int, list[ProcessUse]] = {}
         for use in call.uses:
@@ -101,24 +101,24 @@ class RollBuilder:
             for facts in facts_of.values()
             if facts.start_ticks is not None and facts.name is not None and facts.uid is not None
         )
-        return RollReadings(
+        return ProcessReadings(
             uses_of=uses_of, facts_of=facts_of, departed=self._table.departed, wanted=self.lookups.wanted(visible)
         )
 
-    def write(self, call: RollInputs, seen: RollReadings) -> Roll:
+    def write(self, call: ProcessListInputs, seen: ProcessReadings) -> ProcessList:
         """Create the records from what was read."""
         if call.ids != self._ids:
             self._ids = dict(call.ids)
             self._lines.clear()
         lines = {pid: self._line(pid, call, seen) for pid in sorted(seen.uses_of)}
         self._lines = lines
-        return Roll(
+        return ProcessList(
             processes=tuple(line.record for line in lines.values()),
-            ended=frozenset(pid for pid, facts in seen.facts_of.items() if facts.presence is Presence.ENDED),
+            ended=frozenset(pid for pid, facts in seen.facts_of.items() if facts.presence is Visibility.ENDED),
             departed=seen.departed,
         )
 
-    def _line(self, pid: int, call: RollInputs, seen: RollReadings) -> _Line:
+    def _line(self, pid: int, call: ProcessListInputs, seen: ProcessReadings) -> _Line:
         facts = seen.facts_of[pid]
         uses = seen.uses_of[pid]
         command, command_note, user = None, None, None
@@ -174,7 +174,7 @@ def has_ended(process: GpuProcess) -> bool:
     return process.start_ticks is None and NOTE_ENDED in (process.note or "")
 
 
-def stand_in(call: RollInputs, before: Roll) -> Roll:
+def stand_in(call: ProcessListInputs, before: ProcessList) -> ProcessList:
     """Return a list for when /proc could not be read: earlier records, and bare pids for others.
 
     For pids that are no longer reported it is unknown whether they ended.
@@ -190,7 +190,7 @@ def stand_in(call: RollInputs, before: Roll) -> Roll:
         named = _named_uses(uses, call.ids)
         record = known.get(pid) or GpuProcess(pid=pid, gpus=named, note=NOTE_NOT_LOOKED_AT)
         processes.append(record if record.gpus == named else record.replace(gpus=named))
-    return Roll(
+    return ProcessList(
         processes=tuple(processes),
         ended=before.ended & uses_of.keys(),
         departed=frozenset(known.keys() - uses_of.keys() - before.ended),

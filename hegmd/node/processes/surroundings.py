@@ -20,7 +20,7 @@ _MAPS_MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Outside:
+class SurroundingFacts:
     """The facts. None is unknown; `cgroup_free_bytes` None also means no limit."""
 
     stopped: bool = False
@@ -30,11 +30,11 @@ class Outside:
     same_ipc: bool | None = None
 
 
-def read_outside(pid: int, proc_root: str = "/proc", cgroups: Path = _CGROUPS) -> Outside:
+def read_outside(pid: int, proc_root: str = "/proc", cgroups: Path = _CGROUPS) -> SurroundingFacts:
     """Read one process. May block while the process holds the lock of its memory map."""
     process = Path(proc_root) / str(pid)
     environment = _read(process / "environ").split(b"\0")
-    return Outside(
+    return SurroundingFacts(
         stopped=_stat(process)[_STATE : _STATE + 1] in ([b"T"], [b"t"]),
         nccl_shared=_maps_nccl(process),
         nccl_p2p_disabled=b"NCCL_P2P_DISABLE=1" in environment,

@@ -23,7 +23,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from hegmd.node.processes.lookups import Lookups
-from hegmd.node.processes.procfs import TICKS_PER_S, KernelFacts, Unreadable, Vanished, boot_time_utc, read_kernel_facts
+from hegmd.node.processes.procfs import (
+    TICKS_PER_S,
+    KernelFacts,
+    ProcessGone,
+    Unreadable,
+    boot_time_utc,
+    read_kernel_facts,
+)
 from hegmd.node.workloads import workload_of
 from hegmd.protocol.snapshots import Workload
 
@@ -42,7 +49,7 @@ NOTE_GONE_OR_HIDDEN = "it is not in /proc: it has ended, or is hidden from hegmd
 NOTE_NO_PID = "the driver does not report its pid"
 
 
-class Presence(enum.Enum):
+class Visibility(enum.Enum):
     """The visibility of a process from here."""
 
     VISIBLE = enum.auto()
@@ -55,7 +62,7 @@ class ProcessFacts:
     """The known facts about the process of a pid; None for the rest, with a note that gives the reason."""
 
     pid: int
-    presence: Presence
+    presence: Visibility
     start_ticks: int | None = None
     started_utc: float | None = None
     uid: int | None = None
@@ -109,7 +116,7 @@ class ProcessTable:
         self._max_pidfds = _half_of_the_descriptors() if self._pidfd_limit is None else self._pidfd_limit
         self._mark_ended()
         leavers = self._entries.keys() - wanted
-        self.departed = frozenset(pid for pid in leavers if self._entries[pid].facts.presence is not Presence.ENDED)
+        self.departed = frozenset(pid for pid in leavers if self._entries[pid].facts.presence is not Visibility.ENDED)
         for pid in leavers:
             self._drop(pid)
         doubted: frozenset[int] = frozenset() if self.in_first_namespace else unproven
@@ -140,7 +147,7 @@ class ProcessTable:
             pid = self._pid_of[pidfd]
             entry = self._entries[pid]
             self._release(entry)
-            entry.facts = ProcessFacts(pid=pid, presence=Presence.ENDED, note=NOTE_ENDED)
+            entry.facts = ProcessFacts(pid=pid, presence=Visibility.ENDED, note=NOTE_ENDED)
 
     def _admit(self, pid: int, known: _Entry | None, doubted: bool) -> None:
         """Find the process of a pid that is new, whose process just ended, or that has no pidfd."""
@@ -151,11 +158,11 @@ class ProcessTable:
         cgroup_text = ""
         try:
             if pidfd is None and why_none is None:
-                raise Vanished
+                raise ProcessGone
             kernel_facts = read_kernel_facts(self._proc_root, pid)
             if pidfd is not None and not _is_alive(pidfd):
-                raise Vanished
-        except Vanished:
+                raise ProcessGone
+        except ProcessGone:
             facts = self._absent(pid, known, pidfd, why_none)
         except Unreadable as reason:
             facts = _unseen(pid, f"/proc/{pid} cannot be read: {reason}")
@@ -183,9 +190,9 @@ class ProcessTable:
         """Return the facts of a pid that /proc lacks: it ended, is hidden, or was never in this namespace."""
         if pidfd is not None and _is_alive(pidfd):
             return _unseen(pid, NOTE_HIDDEN)
-        seen_before = known is not None and known.facts.presence is not Presence.UNSEEN
+        seen_before = known is not None and known.facts.presence is not Visibility.UNSEEN
         if pidfd is not None or seen_before or (self.in_first_namespace and why_no_pidfd is None):
-            return ProcessFacts(pid=pid, presence=Presence.ENDED, note=NOTE_ENDED)
+            return ProcessFacts(pid=pid, presence=Visibility.ENDED, note=NOTE_ENDED)
         return _unseen(pid, NOTE_GONE_OR_HIDDEN if self.in_first_namespace else NOTE_OTHER_NAMESPACE)
 
     def _visible(
@@ -204,7 +211,7 @@ class ProcessTable:
             workload = workload_of(kernel_facts.cgroup_text)
         facts = ProcessFacts(
             pid=pid,
-            presence=Presence.VISIBLE,
+            presence=Visibility.VISIBLE,
             start_ticks=kernel_facts.start_ticks,
             started_utc=started_utc,
             uid=kernel_facts.uid,
@@ -218,7 +225,7 @@ class ProcessTable:
         self, pid: int, known: _Entry | None, facts: ProcessFacts, cgroup_text: str = "", pidfd: int | None = None
     ) -> None:
         """Store the facts. The descriptor is closed unless it holds a living process."""
-        if pidfd is not None and facts.presence is Presence.ENDED:
+        if pidfd is not None and facts.presence is Visibility.ENDED:
             os.close(pidfd)
             pidfd = None
         if known is None:
@@ -245,11 +252,11 @@ class ProcessTable:
         """Read a process again. The result counts only if it still lives afterwards."""
         try:
             kernel_facts = read_kernel_facts(self._proc_root, pid)
-        except (Vanished, Unreadable):
+        except (ProcessGone, Unreadable):
             return  # it is about to end, which the next refresh sees; or it is as hidden as before
         if entry.pidfd is None or not _is_alive(entry.pidfd):
             return
-        if doubted and entry.facts.presence is Presence.UNSEEN and not _holds_gpu_device(self._proc_root, pid):
+        if doubted and entry.facts.presence is Visibility.UNSEEN and not _holds_gpu_device(self._proc_root, pid):
             return
         facts, entry.cgroup_text = self._visible(pid, kernel_facts, entry, None)
         if facts != entry.facts:
@@ -278,7 +285,7 @@ def _note(pid: int, kernel_facts: KernelFacts, why_no_pidfd: str | None) -> str 
 
 
 def _unseen(pid: int, note: str) -> ProcessFacts:
-    return ProcessFacts(pid=pid, presence=Presence.UNSEEN, note=note)
+    return ProcessFacts(pid=pid, presence=Visibility.UNSEEN, note=note)
 
 
 def _is_alive(pidfd: int) -> bool:

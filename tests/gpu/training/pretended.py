@@ -16,7 +16,7 @@ from tests.e2e.cuda_agent import Agent
 from tests.stubs.cuda.program import Program
 
 
-class StandingAgent(Agent):
+class ParkingAgent(Agent):
     """The model agent, and the gate at which the loop below stands while it is parked."""
 
     def __init__(self, program: Program) -> None:
@@ -67,9 +67,9 @@ def main() -> None:
     program.reach()  # as frameworks have it between GPUs of one process, which the driver does not bring back
     if "stay" in dict(given):  # as beside what a library keeps where Python does not see it
         program.stay(dict(given)["stay"])
-    agent: StandingAgent | None = None
+    agent: ParkingAgent | None = None
     if "HEGM_RUN" in os.environ:
-        agent = StandingAgent(program)
+        agent = ParkingAgent(program)
         agent.tells_devices = len(program.ordinals) > 1
         agent.facts = dict(_fact(value) for name, value in given if name == "fact")
         threading.Thread(target=agent.attend, args=(os.environ["HEGM_SOCKET"],), daemon=True).start()

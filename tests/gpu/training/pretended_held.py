@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 
-from tests.gpu.training.pretended import StandingAgent
+from tests.gpu.training.pretended import ParkingAgent
 from tests.stubs.cuda.program import Program
 
 PAUSE_S = 0.02
@@ -22,7 +22,7 @@ def main() -> None:
         _say("waits")
         sys.stdin.readline()
     program = Program([0], [max(1, int(sys.argv[1]))] * 2)
-    agent = StandingAgent(program) if "HEGM_RUN" in os.environ else None
+    agent = ParkingAgent(program) if "HEGM_RUN" in os.environ else None
     if agent is not None:
         threading.Thread(target=agent.attend, args=(os.environ["HEGM_SOCKET"],), daemon=True).start()
     _say(program.digest())

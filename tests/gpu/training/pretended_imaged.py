@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from tests.gpu.training.pretended import StandingAgent
+from tests.gpu.training.pretended import ParkingAgent
 from tests.stubs.cuda.program import Program
 
 DIGEST_EVERY, PAUSE_S = 20, 0.15
@@ -20,7 +20,7 @@ def main() -> None:
     while not (folder / "go").exists():
         pause.wait(0.02)
     program = Program([0], [max(1, size_mib >> 10)] * 2)
-    agent = StandingAgent(program) if "HEGM_RUN" in os.environ else None
+    agent = ParkingAgent(program) if "HEGM_RUN" in os.environ else None
     if agent is not None:
         threading.Thread(target=agent.attend, args=(os.environ["HEGM_SOCKET"],), daemon=True).start()
     unlike = " unlike" if agent is not None and "HEGM_TEST_UNLIKE" in os.environ else ""

@@ -15,7 +15,7 @@ from tests.patience import HANG_S
 PATIENCE_S = HANG_S
 
 
-class StuckGate(Gate):
+class BlockedGate(Gate):
     """One whose door does not open, for want of whatever."""
 
     stuck = True
@@ -26,7 +26,7 @@ class StuckGate(Gate):
         return super().withdraw()
 
 
-def _parked(gate: StuckGate) -> tuple[Orders, threading.Thread]:
+def _parked(gate: BlockedGate) -> tuple[Orders, threading.Thread]:
     """Orders with one to park that has stopped a thread, and is not answered yet."""
     orders, reports, news = Orders(gate), list[AgentReport](), threading.Semaphore(0)
     orders.begin(reports.append)
@@ -41,7 +41,7 @@ def _parked(gate: StuckGate) -> tuple[Orders, threading.Thread]:
 
 def test_a_thread_stood_for_good_when_letting_it_go_failed_as_the_daemon_went(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEGM_PARK_LIMIT_S", "0")
-    gate = StuckGate()
+    gate = BlockedGate()
     orders, thread = _parked(gate)
     with pytest.raises(MemoryError):
         orders.end()
@@ -55,7 +55,7 @@ def test_a_thread_stood_for_good_when_letting_it_go_failed_as_the_daemon_went(mo
 
 def test_a_thread_stood_for_good_when_coming_back_failed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEGM_PARK_LIMIT_S", "0")
-    gate = StuckGate()
+    gate = BlockedGate()
     orders, thread = _parked(gate)
     with pytest.raises(MemoryError):
         orders.end()

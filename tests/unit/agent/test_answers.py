@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hegmd.agent.answers import Answers
+from hegmd.agent.answers import ReportSender
 from hegmd.agent.ipc_storages import View
 from hegmd.agent.quiesce import Gate
 from hegmd.agent.torch_state import LapTimer
@@ -29,7 +29,7 @@ class Three:
 
 def answered(order: Order) -> AgentReport:
     reports: list[AgentReport] = []
-    answers, view = Answers(Gate()), View(0, 0, 0)
+    answers, view = ReportSender(Gate()), View(0, 0, 0)
     answers.send = reports.append
     view.handles, view.spots = [b"h" * 64] * 3, list(SPOTS)
     shown: Any = Three()

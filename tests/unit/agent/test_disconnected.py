@@ -12,7 +12,7 @@ from hegmd.agent.disconnected import LOOK_EVERY_S, RendezvousWait
 from tests.patience import HANG_S
 
 
-class Looking:
+class DisconnectedAgent:
     """An agent that is aside, in a thread of its own."""
 
     def __init__(self, aside: RendezvousWait) -> None:
@@ -28,7 +28,7 @@ class Looking:
 def test_it_stays_while_the_place_is_empty_and_comes_where_it_is_called(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.touch()
-    looking = Looking(RendezvousWait(str(place), 60.0))
+    looking = DisconnectedAgent(RendezvousWait(str(place), 60.0))
     (tmp_path / "new").write_text("/run/other.sock\n")
     assert not looking.found
     os.replace(tmp_path / "new", place)
@@ -38,7 +38,7 @@ def test_it_stays_while_the_place_is_empty_and_comes_where_it_is_called(tmp_path
 def test_without_the_place_it_comes_to_the_usual_socket(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.touch()
-    looking = Looking(RendezvousWait(str(place), 60.0))
+    looking = DisconnectedAgent(RendezvousWait(str(place), 60.0))
     place.unlink()
     assert looking.result() is None
 
@@ -54,7 +54,7 @@ def test_no_descriptor_of_the_place_is_open_while_it_stays(tmp_path: Path) -> No
     """An open file would be in the image, and have to be there wherever that is restored."""
     place = tmp_path / "place"
     place.touch()
-    looking = Looking(RendezvousWait(str(place), 60.0))
+    looking = DisconnectedAgent(RendezvousWait(str(place), 60.0))
     try:
         for _ in range(2000):
             assert str(place) not in {_target(fd) for fd in os.listdir("/proc/self/fd")}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.agent.hegm_launcher import Departure, warn_of_another, write_whole
+from hegmd.agent.hegm_launcher import ProcessExit, warn_of_another, write_whole
 from hegmd.agent.hegm_signal import Request
 from hegmd.agent.orders import Orders
 from hegmd.agent.quiesce import Gate
@@ -23,7 +23,7 @@ from tests.patience import HANG_S
 PATIENCE_S = HANG_S
 
 
-class _Trained:
+class _TrainingThread:
     """A training thread that passes a boundary whenever it is let, and the way out of its process."""
 
     def __init__(self, folder: Path, save: Callable[[int], object], busy: str | None = None, **environ: str) -> None:
@@ -40,7 +40,7 @@ class _Trained:
         self.news = threading.Semaphore(0)
         self.gate.on_change = self.news.release
         place = {"HEGM_CHECKPOINT_PATH": str(folder / "latest.pt"), **environ}
-        self.departure = Departure(self.request, self.gate, self.orders, self, place, lambda _gate: busy)
+        self.departure = ProcessExit(self.request, self.gate, self.orders, self, place, lambda _gate: busy)
         self._thread = threading.Thread(target=self._train)
 
     def _train(self) -> None:
@@ -74,11 +74,11 @@ class _Trained:
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Iterator[Callable[..., _Trained]]:
-    all_made: list[_Trained] = []
+def made(tmp_path: Path) -> Iterator[Callable[..., _TrainingThread]]:
+    all_made: list[_TrainingThread] = []
 
-    def make(save: Callable[[int], object] = lambda fd: os.write(fd, b"state"), **more: str) -> _Trained:
-        all_made.append(_Trained(tmp_path, save, **more))
+    def make(save: Callable[[int], object] = lambda fd: os.write(fd, b"state"), **more: str) -> _TrainingThread:
+        all_made.append(_TrainingThread(tmp_path, save, **more))
         return all_made[-1]
 
     yield make
@@ -86,7 +86,7 @@ def made(tmp_path: Path) -> Iterator[Callable[..., _Trained]]:
         one.end()
 
 
-def test_nothing_is_asked_of_a_training_before_somebody_wants_its_state(made: Callable[..., _Trained]) -> None:
+def test_nothing_is_asked_of_a_training_before_somebody_wants_its_state(made: Callable[..., _TrainingThread]) -> None:
     training = made()
     training.departure.tick()
     assert training.departure.next_deadline() is None
@@ -95,7 +95,7 @@ def test_nothing_is_asked_of_a_training_before_somebody_wants_its_state(made: Ca
 
 
 def test_at_the_next_boundary_the_state_is_written_and_the_process_left(
-    made: Callable[..., _Trained], tmp_path: Path
+    made: Callable[..., _TrainingThread], tmp_path: Path
 ) -> None:
     training = made()
     training.request.make()
@@ -112,7 +112,7 @@ def test_at_the_next_boundary_the_state_is_written_and_the_process_left(
 
 
 def test_what_begins_anew_went_without_a_word_from_a_launcher(
-    made: Callable[..., _Trained], capfd: pytest.CaptureFixture[str]
+    made: Callable[..., _TrainingThread], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It has no plan in which that would stand."""
     training = made()
@@ -128,7 +128,7 @@ def test_what_begins_anew_went_without_a_word_from_a_launcher(
 
 
 def test_what_cannot_be_saved_is_said_and_the_training_goes_on(
-    made: Callable[..., _Trained], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    made: Callable[..., _TrainingThread], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(_fd: int) -> None:
         raise refusal("a loop over a list cannot be found again", "use hegm.keep for it")
@@ -152,7 +152,7 @@ def test_what_cannot_be_saved_is_said_and_the_training_goes_on(
 
 @pytest.mark.parametrize("failure", [MemoryError("no memory"), OSError(28, "No space left on device")])
 def test_a_failure_in_the_middle_of_the_file_leaves_the_state_before_it(
-    made: Callable[..., _Trained], tmp_path: Path, failure: Exception
+    made: Callable[..., _TrainingThread], tmp_path: Path, failure: Exception
 ) -> None:
     def fail(fd: int) -> None:
         os.write(fd, b"half")
@@ -170,7 +170,9 @@ def test_a_failure_in_the_middle_of_the_file_leaves_the_state_before_it(
     assert sorted(os.listdir(tmp_path)) == ["latest.pt", "refused"]
 
 
-def test_one_of_several_ranks_does_not_leave_the_others_alone(made: Callable[..., _Trained], tmp_path: Path) -> None:
+def test_one_of_several_ranks_does_not_leave_the_others_alone(
+    made: Callable[..., _TrainingThread], tmp_path: Path
+) -> None:
     training = made(WORLD_SIZE="2")
     training.request.make()
     training.departure.tick()
@@ -180,7 +182,7 @@ def test_one_of_several_ranks_does_not_leave_the_others_alone(made: Callable[...
 
 
 def test_while_another_thread_is_busy_nothing_is_taken_from_under_it(
-    made: Callable[..., _Trained], tmp_path: Path
+    made: Callable[..., _TrainingThread], tmp_path: Path
 ) -> None:
     training = made(busy="thread saver is at save.py:3")
     training.request.make()
@@ -194,7 +196,7 @@ def test_while_another_thread_is_busy_nothing_is_taken_from_under_it(
 
 
 def test_what_the_daemon_has_in_hand_comes_first_and_what_it_wants_then_is_refused(
-    made: Callable[..., _Trained],
+    made: Callable[..., _TrainingThread],
 ) -> None:
     training = made()
     training.orders.obey(Order(order=1, do="park", limit_s=PATIENCE_S), None)
@@ -211,7 +213,7 @@ def test_what_the_daemon_has_in_hand_comes_first_and_what_it_wants_then_is_refus
     assert training.left == 1
 
 
-def test_a_state_that_is_not_back_yet_is_not_saved_over(made: Callable[..., _Trained]) -> None:
+def test_a_state_that_is_not_back_yet_is_not_saved_over(made: Callable[..., _TrainingThread]) -> None:
     """A request that comes while a restarted script is on its way to its place would save what it began with."""
     training = made()
     training.is_due_now = True
@@ -225,7 +227,7 @@ def test_a_state_that_is_not_back_yet_is_not_saved_over(made: Callable[..., _Tra
     assert training.gate.requested
 
 
-def test_a_training_whose_park_was_withdrawn_is_parked_again(made: Callable[..., _Trained]) -> None:
+def test_a_training_whose_park_was_withdrawn_is_parked_again(made: Callable[..., _TrainingThread]) -> None:
     training = made()
     training.request.make()
     training.departure.tick()
@@ -286,7 +288,7 @@ def test_a_request_that_came_before_the_agent_is_kept(when: str, first: str) -> 
 
 
 def test_a_training_that_stood_where_it_could_not_go_on_from_was_asked_no_further(
-    made: Callable[..., _Trained], tmp_path: Path
+    made: Callable[..., _TrainingThread], tmp_path: Path
 ) -> None:
     """A loop without a loader passes its boundaries in its body: it was refused there, and told to ask again."""
     training = made()
@@ -302,7 +304,7 @@ def test_a_training_that_stood_where_it_could_not_go_on_from_was_asked_no_furthe
 
 
 def test_one_whose_parent_is_not_its_launcher_left_and_was_never_started_again(
-    made: Callable[..., _Trained], tmp_path: Path
+    made: Callable[..., _TrainingThread], tmp_path: Path
 ) -> None:
     """`bash -c 'python train.py; python upload.py'` went on with the upload, of a training that was half done."""
     training = made(HEGM_LAUNCHER=str(os.getpid()))

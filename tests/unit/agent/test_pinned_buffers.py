@@ -80,7 +80,7 @@ ground.wait()
 address = ground._ahead.ground.address
 print(in_child(lambda: is_mapped(address)), is_mapped(address))
 ground.drop()
-ground._ahead = late = ground._Ahead()
+ground._ahead = late = ground._EarlyAllocation()
 print(in_child(lambda: ground.wait() or ground.drop() or False))
 late.work()
 ground.take().close()

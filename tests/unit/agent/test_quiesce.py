@@ -8,7 +8,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from hegmd.agent.other_threads import busy_threads
-from hegmd.agent.quiesce import CALL, PARK, STEPS_WITHOUT_LOADER, Asked, Gate
+from hegmd.agent.quiesce import CALL, PARK, STEPS_WITHOUT_LOADER, Gate, ParkRequest
 from tests.patience import HANG_S
 
 PATIENCE_S = HANG_S
@@ -87,7 +87,7 @@ def test_it_parks_at_the_count_that_was_asked_for_and_goes_on_when_released() ->
     gate = Gate()
     script = _Script(gate, _ask_loader)
     script.steps(2)
-    gate.ask(Asked(PARK, at=4))
+    gate.ask(ParkRequest(PARK, at=4))
     script.steps(1)
     assert not gate.parked
     script.start_step()
@@ -106,7 +106,7 @@ def test_a_count_that_is_past_means_the_next_boundary() -> None:
     gate = Gate()
     script = _Script(gate, _ask_loader)
     script.steps(7)
-    gate.ask(Asked(PARK, at=3))
+    gate.ask(ParkRequest(PARK, at=3))
     script.start_step()
     script.wait_for_news()
     assert gate.count == 8
@@ -117,7 +117,7 @@ def test_a_count_that_is_past_means_the_next_boundary() -> None:
 
 def test_a_withdrawn_request_leaves_no_trace() -> None:
     gate = Gate()
-    gate.ask(Asked(PARK, at=100))
+    gate.ask(ParkRequest(PARK, at=100))
     assert not gate.withdraw()
     _ask_loader(gate)
     assert (gate.requested, gate.parked, gate.count) == (False, False, 1)
@@ -127,7 +127,7 @@ def test_a_call_is_made_in_the_training_thread() -> None:
     gate = Gate()
     callers: list[int] = []
     script = _Script(gate, _ask_loader)
-    gate.ask(Asked(CALL, call=lambda: callers.append(threading.get_ident())))
+    gate.ask(ParkRequest(CALL, call=lambda: callers.append(threading.get_ident())))
     script.steps(1)
     assert callers == [gate.thread]
     assert gate.passed == 1
@@ -141,9 +141,9 @@ def test_a_call_that_came_too_late_was_taken_for_the_answer_to_the_next_one() ->
 
     def late() -> None:
         gate.withdraw()
-        gate.ask(Asked(CALL, call=lambda: None))
+        gate.ask(ParkRequest(CALL, call=lambda: None))
 
-    gate.ask(Asked(CALL, call=late))
+    gate.ask(ParkRequest(CALL, call=late))
     _ask_loader(gate)
     assert gate.passed is None
     _ask_loader(gate)
@@ -178,7 +178,7 @@ def test_a_loader_that_another_thread_reads_ahead_is_not_counted_but_stopped() -
     assert gate.count == 1
     reader.steps(2)
     assert gate.count == 1
-    gate.ask(Asked(PARK))
+    gate.ask(ParkRequest(PARK))
     reader.start_step()
     reader.wait_for_news()
     assert len(gate.parked_threads) == 1
@@ -201,15 +201,15 @@ def test_a_boundary_by_hand_is_the_only_one_from_then_on() -> None:
 def test_an_inert_gate_never_stops_anybody() -> None:
     gate = Gate()
     _ask_loader(gate)
-    gate.ask(Asked(PARK))
+    gate.ask(ParkRequest(PARK))
     gate.make_inert()
     _ask_loader(gate)
-    gate.ask(Asked(PARK))
+    gate.ask(ParkRequest(PARK))
     gate.explicit_boundary()
     assert not gate.requested
 
 
-class _Raiser:
+class _ScriptThread:
     """A script's thread at a boundary at which it is to park; while its agent is told of it, it can be held up."""
 
     def __init__(self) -> None:
@@ -218,7 +218,7 @@ class _Raiser:
         self.go_on = threading.Event()
         self.raised: list[BaseException] = []
         self.gate.on_change = self._tell
-        self.gate.ask(Asked(PARK))
+        self.gate.ask(ParkRequest(PARK))
         self.thread = threading.Thread(target=self._pass)
         self.thread.start()
         assert self.told.acquire(timeout=PATIENCE_S)
@@ -251,7 +251,7 @@ class _Raiser:
 
 def test_a_thread_about_to_park_was_taken_for_a_parked_one() -> None:
     """A signal's handler could still run in it, and would have found the storages gone."""
-    script = _Raiser()
+    script = _ScriptThread()
     assert script.gate.parked
     assert not script.stands()
     script.come_to_a_stand()
@@ -260,7 +260,7 @@ def test_a_thread_about_to_park_was_taken_for_a_parked_one() -> None:
 
 
 def test_a_thread_that_something_was_raised_in_left_and_was_still_counted_as_parked() -> None:
-    script = _Raiser()
+    script = _ScriptThread()
     ident = script.thread.ident
     assert ident is not None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(TimeoutError))

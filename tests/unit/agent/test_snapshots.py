@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import pytest
 
-from hegmd.agent.snapshots import Fetching
-from hegmd.agent.state.storage.shadow import Ended
+from hegmd.agent.snapshots import SnapshotFetch
+from hegmd.agent.state.storage.shadow import CopyStopped
 from hegmd.protocol.messages import Order
 from hegmd.protocol.slots import RECORD_BYTES, SlotRecord, unpacked
 from tests.patience import HANG_S
@@ -120,7 +120,7 @@ class Rest:
     def write(self, fd: int, is_over: Callable[[], bool]) -> None:
         while not self.finish.wait(PAUSE_S):
             if is_over():
-                raise Ended
+                raise CopyStopped
             self.looks.set()
         os.pwrite(fd, b"rest", 0)
 
@@ -136,7 +136,7 @@ def slot() -> Iterator[int]:
 def _fetch(rank: _Rank, slot: int) -> Rest:
     """The training goes on, and the rest of its snapshot is being written."""
     rest, told = Rest(), {"size_bytes": 4, "parked_s": 0.5, "begin_anew": ()}
-    fetching = Fetching(os.dup(slot), END, cast("Any", rest), RECORD)
+    fetching = SnapshotFetch(os.dup(slot), END, cast("Any", rest), RECORD)
     rank.orders.snapshots.fetch(fetching, 7, told)
     assert rest.looks.wait(HANG_S)
     return rest

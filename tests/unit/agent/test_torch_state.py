@@ -32,11 +32,11 @@ def memory() -> Iterator[int]:
     os.close(fd)
 
 
-def _addresses(found: torch_state.Found) -> set[int]:
+def _addresses(found: torch_state.FoundStorages) -> set[int]:
     return {storage.data_ptr() for storage in found.storages}
 
 
-def _reason(found: torch_state.Found, size_bytes: int) -> list[str]:
+def _reason(found: torch_state.FoundStorages, size_bytes: int) -> list[str]:
     return [why for why, (_, left_bytes) in found.left_alone.items() if left_bytes >= size_bytes]
 
 
@@ -133,7 +133,7 @@ def test_fake_and_meta_tensors_weigh_nothing() -> None:
 
 
 def test_the_smallest_stay_when_there_is_less_room_than_was_surveyed() -> None:
-    found = torch_state.Found()
+    found = torch_state.FoundStorages()
     for size_bytes in (100, 50_000, 7_000):
         found.take(object(), size_bytes)
     found.keep_what_fits(60_000, transfer.required_bytes)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hegmd.agent import torch_state, transfer
-from hegmd.agent.storage_transfer import Carrying
+from hegmd.agent.storage_transfer import StorageTransfer
 from hegmd.errors import HegmError
 from hegmd.memory import pool_memory
 from tests.needs import need_torch
@@ -57,7 +57,7 @@ def _own_kib() -> dict[str, int]:
     return {key: int(kib) for key, kib in KIB_LINE.findall(Path("/proc/self/smaps_rollup").read_text())}
 
 
-class Stubborn:
+class FailingStorage:
     """A storage that fails to change its size, `after` so many times that it did."""
 
     def __init__(self, storage: Any, after: int) -> None:
@@ -121,7 +121,7 @@ def test_a_storage_that_cannot_be_freed_leaves_all_as_it_was(room: int) -> None:
     sizes = (5000, 6 * MIB, 7 * MIB, 100)
     tensors, storages, expected = _random(sizes)
     before = [tensor.untyped_storage()._cdata for tensor in tensors]
-    listed = [*storages[:2], Stubborn(storages[2], after=0), storages[3]]
+    listed = [*storages[:2], FailingStorage(storages[2], after=0), storages[3]]
     fd = os.dup(room)
     with pytest.raises(HegmError, match=r"could not be freed: .* not resizable"):
         transfer.offload(fd, listed, list(sizes), _ignore)
@@ -134,7 +134,7 @@ def test_a_storage_that_cannot_be_freed_leaves_all_as_it_was(room: int) -> None:
 def test_without_memory_to_come_back_all_stays_out_and_the_next_time_it_comes(room: int) -> None:
     sizes = (5000, 6 * MIB, 7 * MIB)
     tensors, storages, expected = _random(sizes)
-    listed = [storages[0], storages[1], Stubborn(storages[2], after=1)]
+    listed = [storages[0], storages[1], FailingStorage(storages[2], after=1)]
     offloaded = transfer.offload(os.dup(room), listed, list(sizes), _ignore)
     with pytest.raises(HegmError, match="could not be reloaded into process"):
         offloaded.bring_back(room, _ignore)
@@ -190,10 +190,10 @@ def test_memory_of_mapped_files_and_numpy_stays_while_others_go(room: int, tmp_p
 def test_a_process_that_had_its_bytes_again_kept_the_descriptor_of_them(room: int, with_one: bool) -> None:
     """Issue 14, row 20: no test noticed it. The memory would be the node's again only when the job ends."""
     _tensors, storages, expected = _random((5001, 100_003))
-    found = torch_state.Found()
+    found = torch_state.FoundStorages()
     for storage in storages:
         found.take(storage, storage.nbytes())
-    carrying = Carrying()
+    carrying = StorageTransfer()
     own = os.dup(room)
     assert carrying.offload(own, found, _ignore) == 2
     assert carrying.keeps(own)

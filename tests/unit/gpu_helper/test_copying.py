@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hegmd.errors import HegmError
-from hegmd.gpu_helper.allocations import Place, joined
+from hegmd.gpu_helper.allocations import MemoryRange, joined
 from hegmd.gpu_helper.copying import batches, chunks
 from hegmd.gpu_helper.staging import loads
 from tests.cells import in_one_test
@@ -18,7 +18,7 @@ UNIT = 512
 
 
 def test_neighbours_on_both_sides_are_one_copy() -> None:
-    assert joined([[0, 512, 512, 1024], [0, 0, 512, 512]], 1) == [Place(0, 0, 1024, 512)]
+    assert joined([[0, 512, 512, 1024], [0, 0, 512, 512]], 1) == [MemoryRange(0, 0, 1024, 512)]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_what_is_apart_on_either_side_is_copied_apart(second: list[int]) -> None
 def test_a_gap_that_is_the_same_on_both_sides_is_not_written() -> None:
     """The gap in the process may be somebody else's by the time that the bytes come back."""
     places = joined([[0, 0, 500, 0], [0, 512, 500, 512]], 1)
-    assert places == [Place(0, 0, 500, 0), Place(0, 512, 500, 512)]
+    assert places == [MemoryRange(0, 0, 500, 0), MemoryRange(0, 512, 500, 512)]
 
 
 def test_empty_storages_cost_nothing() -> None:
@@ -47,12 +47,17 @@ def test_what_is_no_place_is_refused(place: list[int]) -> None:
 
 
 def test_no_copy_is_larger_than_a_chunk() -> None:
-    cut = list(chunks([Place(0, 10, 500, 250)], chunk_bytes=200))
-    assert cut == [Place(0, 10, 200, 250), Place(0, 210, 200, 450), Place(0, 410, 100, 650)]
+    cut = list(chunks([MemoryRange(0, 10, 500, 250)], chunk_bytes=200))
+    assert cut == [MemoryRange(0, 10, 200, 250), MemoryRange(0, 210, 200, 450), MemoryRange(0, 410, 100, 650)]
 
 
 def test_small_places_share_a_slot_and_large_ones_are_cut() -> None:
-    places = [Place(0, 0, 30, 0), Place(1, 0, 50, 512), Place(2, 0, 250, 1024), Place(3, 0, 10, 2048)]
+    places = [
+        MemoryRange(0, 0, 30, 0),
+        MemoryRange(1, 0, 50, 512),
+        MemoryRange(2, 0, 250, 1024),
+        MemoryRange(3, 0, 10, 2048),
+    ]
     shares = [[(part.place.handle, part.within, part.place.size_bytes) for part in load] for load in loads(places, 100)]
     assert shares == [[(0, 0, 30), (1, 30, 50)], [(2, 0, 100)], [(2, 0, 100)], [(2, 0, 50), (3, 50, 10)]]
 

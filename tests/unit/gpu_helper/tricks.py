@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from hegmd.errors import Refused
 from hegmd.gpu_helper.child import run
-from hegmd.gpu_helper.wire import Answer, DriverFailed, Handler, Request
+from hegmd.gpu_helper.wire import DriverFailed, Handler, HelperReply, Request
 from hegmd.system.descriptors import Descriptors
 
 SOCKET = int(sys.argv[-1])
@@ -21,84 +21,84 @@ go = threading.Event()
 held: list[int] = []
 
 
-def ping(request: Request) -> Answer:
-    return Answer({"pong": request.args})
+def ping(request: Request) -> HelperReply:
+    return HelperReply({"pong": request.args})
 
 
-def hang(request: Request) -> Answer:
+def hang(request: Request) -> HelperReply:
     request.tell({"pid": os.getpid()})
     threading.Event().wait()
-    return Answer({})
+    return HelperReply({})
 
 
-def wait(request: Request) -> Answer:
+def wait(request: Request) -> HelperReply:
     """Until somebody asks for `go`."""
     request.tell({"waiting": True})
     go.wait()
-    return Answer({}, Descriptors([os.memfd_create("late")]))
+    return HelperReply({}, Descriptors([os.memfd_create("late")]))
 
 
-def release(_: Request) -> Answer:
+def release(_: Request) -> HelperReply:
     """Let those that wait go on; the answer to this comes after theirs."""
     go.set()
     for thread in threading.enumerate():
         if thread.name == "wait":
             thread.join()
-    return Answer({})
+    return HelperReply({})
 
 
-def stop(_: Request) -> Answer:
+def stop(_: Request) -> HelperReply:
     """As if the interpreter's lock were held for good: nothing is read, nothing is answered."""
     os.kill(os.getpid(), signal.SIGSTOP)  # may take effect on another thread, and later
     threading.Event().wait()
-    return Answer({})
+    return HelperReply({})
 
 
-def give_back(request: Request) -> Answer:
-    return Answer({"came": len(request.fds)}, Descriptors(request.fds.take()))
+def give_back(request: Request) -> HelperReply:
+    return HelperReply({"came": len(request.fds)}, Descriptors(request.fds.take()))
 
 
-def make(request: Request) -> Answer:
-    return Answer({}, Descriptors([os.memfd_create(f"made {i}") for i in range(request.args["count"])]))
+def make(request: Request) -> HelperReply:
+    return HelperReply({}, Descriptors([os.memfd_create(f"made {i}") for i in range(request.args["count"])]))
 
 
-def hold(request: Request) -> Answer:
+def hold(request: Request) -> HelperReply:
     held[:] = [0] * request.args["count"]
-    return Answer({})
+    return HelperReply({})
 
 
-def refuse(_: Request) -> Answer:
+def refuse(_: Request) -> HelperReply:
     raise Refused("no room: 7 of 9", "try later", {"free_bytes": 7})
 
 
-def fail_in_the_driver(request: Request) -> Answer:
+def fail_in_the_driver(request: Request) -> HelperReply:
     raise DriverFailed("cuCheckpointProcessLock", request.args["number"], "CUDA_ERROR_NOT_READY")
 
 
-def stumble(_: Request) -> Answer:
+def stumble(_: Request) -> HelperReply:
     raise ValueError("a mistake in the helper")
 
 
-def count(request: Request) -> Answer:
+def count(request: Request) -> HelperReply:
     for number in range(request.args["to"]):
         request.tell({"at": number})
-    return Answer({})
+    return HelperReply({})
 
 
-def environment(_: Request) -> Answer:
-    return Answer({"environment": dict(os.environ), "descriptors": len(os.listdir("/proc/self/fd")) - 1})
+def environment(_: Request) -> HelperReply:
+    return HelperReply({"environment": dict(os.environ), "descriptors": len(os.listdir("/proc/self/fd")) - 1})
 
 
-def leave(request: Request) -> Answer:
+def leave(request: Request) -> HelperReply:
     os.write(2, b"the last words\n")
     os._exit(request.args["status"])
 
 
-def talk_nonsense(request: Request) -> Answer:
+def talk_nonsense(request: Request) -> HelperReply:
     os.write(SOCKET, request.args["bytes"])
     if request.args["leave"]:
         os._exit(0)
-    return Answer({})
+    return HelperReply({})
 
 
 TABLE: Mapping[str, Handler] = {

@@ -49,7 +49,7 @@ class _Daemon:
         self.heard.append("closed")
 
 
-class _Both:
+class _TwoDesks:
     """The two desks of one command, which has been started."""
 
     def __init__(self, folder: Path, daemon: _Daemon) -> None:
@@ -69,18 +69,18 @@ class _Both:
 
 
 @pytest.fixture
-def both(tmp_path: Path) -> Iterator[_Both]:
-    made = _Both(tmp_path, _Daemon())
+def both(tmp_path: Path) -> Iterator[_TwoDesks]:
+    made = _TwoDesks(tmp_path, _Daemon())
     yield made
     made.desks.close()
 
 
-def test_both_hear_of_a_start_and_the_sooner_look_counts(both: _Both) -> None:
+def test_both_hear_of_a_start_and_the_sooner_look_counts(both: _TwoDesks) -> None:
     assert both.desks.turn(100.0, 4711) == 105.0
     assert both.daemon.heard == ["started 4711", "turn 4711"]
 
 
-def test_a_state_in_the_file_is_held_behind_a_lock_without_a_connection(both: _Both) -> None:
+def test_a_state_in_the_file_is_held_behind_a_lock_without_a_connection(both: _TwoDesks) -> None:
     both.state.write_bytes(b"state")
     assert both.desks.ended(99, told=None)
     assert both.daemon.heard == ["started 4711", "ended 99", "closed"]
@@ -97,7 +97,9 @@ def test_a_state_in_the_file_is_held_behind_a_lock_without_a_connection(both: _B
     assert both.desks.wanted() is None
 
 
-def test_a_worker_that_had_saved_its_state_before_its_start_was_told_of_was_taken_for_one_without(both: _Both) -> None:
+def test_a_worker_that_had_saved_its_state_before_its_start_was_told_of_was_taken_for_one_without(
+    both: _TwoDesks,
+) -> None:
     """What is new was told by a look after the start, so that a quick worker's state was old already."""
     both.state.write_bytes(b"state")
     assert both.desks.ended(99, told=None)
@@ -110,7 +112,7 @@ def test_a_worker_that_had_saved_its_state_before_its_start_was_told_of_was_take
 
 
 def test_a_worker_that_left_for_the_daemon_is_the_daemons(tmp_path: Path) -> None:
-    both = _Both(tmp_path, _Daemon(expects=True))
+    both = _TwoDesks(tmp_path, _Daemon(expects=True))
     assert both.desks.ended(99, told=None)
     assert not both.lock.exists()
     assert os.listdir(tmp_path / ".workers") == []
@@ -122,7 +124,7 @@ def test_a_worker_that_left_for_the_daemon_is_the_daemons(tmp_path: Path) -> Non
 
 def test_where_the_daemon_has_it_started_it_also_goes_on_from_its_file(tmp_path: Path) -> None:
     """Started again with what it had at first, it would be back on the GPU that it was moved away from."""
-    both = _Both(tmp_path, _Daemon(expects=True))
+    both = _TwoDesks(tmp_path, _Daemon(expects=True))
     both.desks.ended(99, told=None)
     elsewhere = {"HIP_VISIBLE_DEVICES": "GPU-1", "HEGM_STATE_FD": "7", "HEGM_RESTART": "12"}
     both.daemon.start = Start(["python-for-amd", "train.py"], elsewhere)
@@ -146,7 +148,7 @@ def test_where_the_daemon_has_it_started_it_also_goes_on_from_its_file(tmp_path:
 
 
 def test_a_state_in_the_file_counts_whatever_the_daemon_expects(tmp_path: Path) -> None:
-    both = _Both(tmp_path, _Daemon(expects=True))
+    both = _TwoDesks(tmp_path, _Daemon(expects=True))
     both.state.write_bytes(b"state")
     assert both.desks.ended(99, told=None)
     assert both.lock.exists()
@@ -154,13 +156,13 @@ def test_a_state_in_the_file_counts_whatever_the_daemon_expects(tmp_path: Path) 
     assert not both.lock.exists()
 
 
-def test_an_end_that_nobody_expects_is_the_end(both: _Both) -> None:
+def test_an_end_that_nobody_expects_is_the_end(both: _TwoDesks) -> None:
     assert not both.desks.ended(3, told=None)
     both.desks.close()
     assert both.daemon.heard == ["started 4711", "ended 3", "closed"]
 
 
-def test_what_the_daemon_starts_with_has_no_state_of_the_files(both: _Both) -> None:
+def test_what_the_daemon_starts_with_has_no_state_of_the_files(both: _TwoDesks) -> None:
     both.state.write_bytes(b"state")
     assert "HEGM_STATE" not in both.files.environ
     assert both.files.environ["HEGM_ALLOW_RESTART"] == "1"

@@ -19,7 +19,7 @@ from typing_extensions import Self
 
 from hegmd.errors import CANCELLED, HegmError
 from hegmd.protocol import messages as m
-from hegmd.protocol.connection import Asked, ProtocolBroken, ServerConnection, Unfit
+from hegmd.protocol.connection import IncomingRequest, InvalidRequest, ProtocolBroken, ServerConnection
 from hegmd.protocol.record import Record
 from hegmd.protocol.snapshots import Event
 from tests.patience import HANG_S
@@ -58,7 +58,7 @@ class Caller:
 
 
 # None leaves the request unanswered, for the test to answer or not.
-Answerer = Callable[[Caller, Asked], Record | None]
+Answerer = Callable[[Caller, IncomingRequest], Record | None]
 
 
 class FakeDaemon:
@@ -160,8 +160,8 @@ class FakeDaemon:
                 caller.send(caller.protocol.error(error.request_id, error))
                 return
 
-    def _answer(self, caller: Caller, asked: Asked | Unfit) -> None:
-        if isinstance(asked, Unfit):
+    def _answer(self, caller: Caller, asked: IncomingRequest | InvalidRequest) -> None:
+        if isinstance(asked, InvalidRequest):
             caller.send(caller.protocol.error(asked.id, asked.error))
             return
         caller.unanswered.add(asked.id)
@@ -178,11 +178,11 @@ class FakeDaemon:
             self.news.notify_all()
 
 
-def unanswered(_caller: Caller, _asked: Asked) -> None:
+def unanswered(_caller: Caller, _asked: IncomingRequest) -> None:
     """Say nothing."""
 
 
-def registering(_caller: Caller, asked: Asked) -> m.JobRegistered:
+def registering(_caller: Caller, asked: IncomingRequest) -> m.JobRegistered:
     """What `hegmctl run` is told of its job."""
     assert isinstance(asked.request, m.RegisterJob)
     return m.JobRegistered(id="j1", name=asked.request.name or "job")
@@ -196,13 +196,13 @@ def saying(reply: Record) -> Answerer:
 def failing(error: HegmError) -> Answerer:
     """Answer with that error."""
 
-    def answer(_caller: Caller, _asked: Asked) -> None:
+    def answer(_caller: Caller, _asked: IncomingRequest) -> None:
         raise error
 
     return answer
 
 
-def cancelling(caller: Caller, asked: Asked) -> m.CancelReply:
+def cancelling(caller: Caller, asked: IncomingRequest) -> m.CancelReply:
     """Answer a cancellation as hegmd does: the request that it names ends with an error."""
     assert isinstance(asked.request, m.Cancel)
     found = asked.request.request in caller.unanswered
@@ -216,7 +216,7 @@ def cancelling(caller: Caller, asked: Asked) -> m.CancelReply:
 def remembering(events: Iterable[Event], *, then: Callable[[Caller], object] | None = None) -> Answerer:
     """Send those events; then answer, or with `follow` call `then` and leave the request open."""
 
-    def answer(caller: Caller, asked: Asked) -> m.EventsReply | None:
+    def answer(caller: Caller, asked: IncomingRequest) -> m.EventsReply | None:
         assert isinstance(asked.request, m.Events)
         wanted = [event for event in events if event.seq >= asked.request.since]
         for event in wanted:

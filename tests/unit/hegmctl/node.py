@@ -17,7 +17,7 @@ from hegmd.protocol.snapshots import (
     Way,
     Workload,
 )
-from tests.unit.hegmctl.fake_daemon import Answerer, Asked, Caller, cancelling, remembering, saying
+from tests.unit.hegmctl.fake_daemon import Answerer, Caller, IncomingRequest, cancelling, remembering, saying
 
 GIB = 1024**3
 
@@ -110,7 +110,7 @@ CONFIG = m.ConfigReply(
 def answers(welcome: m.Welcome = WELCOME) -> dict[type[m.Request], Answerer]:
     """What a healthy daemon answers; a test puts its own in place of some."""
 
-    def check_all(caller: Caller, asked: Asked) -> m.DoctorReply:
+    def check_all(caller: Caller, asked: IncomingRequest) -> m.DoctorReply:
         for check in CHECKS:
             caller.event(asked.id, check)
         return m.DoctorReply(checks=CHECKS)

@@ -13,7 +13,7 @@ from hegmctl.async_connection import connect_async
 from hegmctl.exchange import MAX_UNREAD
 from hegmd.errors import BUSY, DISCONNECTED, INCOMPATIBLE, NO_DAEMON, NOT_FOUND, TIMEOUT, HegmError
 from hegmd.protocol import messages as m
-from hegmd.protocol.connection import Asked
+from hegmd.protocol.connection import IncomingRequest
 from hegmd.protocol.snapshots import Check
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, failing, remembering, saying, unanswered
@@ -62,10 +62,10 @@ async def test_every_operation_asks_for_its_own(daemon: FakeDaemon) -> None:
 
 async def test_several_requests_are_under_way_at_once(daemon: FakeDaemon) -> None:
     """The first is answered last; had each waited for the one before, nobody would get anything."""
-    kept: list[tuple[Caller, Asked]] = []
+    kept: list[tuple[Caller, IncomingRequest]] = []
     daemon.answers[m.Gpus] = lambda caller, asked: kept.append((caller, asked))
 
-    def answer(_caller: Caller, _asked: Asked) -> m.Pong:
+    def answer(_caller: Caller, _asked: IncomingRequest) -> m.Pong:
         for caller, asked in kept:
             caller.reply(asked.id, node.GPUS)
         return m.Pong()
@@ -137,7 +137,7 @@ async def test_calls_can_be_made_from_within_a_stream(daemon: FakeDaemon) -> Non
 
 @pytest.mark.thorough
 async def test_a_reader_that_takes_nothing_loses_its_stream_and_not_the_connection(daemon: FakeDaemon) -> None:
-    def flood(caller: Caller, asked: Asked) -> None:
+    def flood(caller: Caller, asked: IncomingRequest) -> None:
         caller.send(caller.protocol.event(asked.id, node.EVENTS[0]) * (MAX_UNREAD + 2))
 
     daemon.answers[m.Events] = flood
@@ -219,7 +219,7 @@ async def test_a_missing_daemon_and_a_silent_one_are_told_as_by_the_other_face(s
 
 
 async def test_descriptors_go_both_ways(daemon: FakeDaemon) -> None:
-    def give_back(caller: Caller, asked: Asked) -> None:
+    def give_back(caller: Caller, asked: IncomingRequest) -> None:
         assert asked.fds == len(caller.fds) == 1
         caller.reply(asked.id, m.Pong(), caller.fds)
 

@@ -21,7 +21,7 @@ from hegmctl.output import SCHEMA
 from hegmd import __version__
 from hegmd.errors import CODES, NOT_FOUND, HegmError
 from hegmd.protocol import messages as m
-from hegmd.protocol.connection import Asked
+from hegmd.protocol.connection import IncomingRequest
 from hegmd.protocol.record import Record
 from tests.patience import HANG_S
 from tests.unit.hegmctl import node
@@ -254,9 +254,9 @@ class Running:
 
 def test_doctor_shows_each_check_as_it_comes(daemon: FakeDaemon) -> None:
     """The second check is only made when the first was seen."""
-    waiting: list[tuple[Caller, Asked]] = []
+    waiting: list[tuple[Caller, IncomingRequest]] = []
 
-    def check_one(caller: Caller, asked: Asked) -> None:
+    def check_one(caller: Caller, asked: IncomingRequest) -> None:
         caller.event(asked.id, node.CHECKS[0])
         waiting.append((caller, asked))
 

@@ -25,7 +25,7 @@ from hegmd.errors import (
 )
 from hegmd.protocol import messages as m
 from hegmd.protocol.codec import encode
-from hegmd.protocol.connection import Asked, ServerConnection
+from hegmd.protocol.connection import IncomingRequest, ServerConnection
 from hegmd.protocol.frames import frame
 from hegmd.protocol.snapshots import Check
 from tests.patience import HANG_S
@@ -109,7 +109,7 @@ def test_two_streams_do_not_take_each_others_events(hegmd: Connection) -> None:
 
 
 def test_an_answer_that_comes_too_late_is_not_taken_for_another(hegmd: Connection, daemon: FakeDaemon) -> None:
-    late: list[tuple[Caller, Asked]] = []
+    late: list[tuple[Caller, IncomingRequest]] = []
     daemon.answers[m.Gpus] = lambda caller, asked: late.append((caller, asked))
     hegmd.timeout_s = 0.05
     with pytest.raises(HegmError, match=r"no answer to gpus within 0.05 s") as raised:
@@ -121,7 +121,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_another(hegmd: Connectio
 
 
 def _serving_with_descriptors(fds: tuple[int, ...]) -> Answerer:
-    def answer(caller: Caller, asked: Asked) -> None:
+    def answer(caller: Caller, asked: IncomingRequest) -> None:
         caller.reply(asked.id, m.Pong(), fds)
 
     return answer
@@ -152,7 +152,7 @@ def test_descriptors_that_nobody_asked_for_are_closed(hegmd: Connection, daemon:
 def test_descriptors_are_sent_with_a_request(hegmd: Connection, daemon: FakeDaemon) -> None:
     seen: list[int] = []
 
-    def answer(caller: Caller, asked: Asked) -> m.Pong:
+    def answer(caller: Caller, asked: IncomingRequest) -> m.Pong:
         seen.extend(os.fstat(fd).st_ino for fd in caller.fds)
         assert asked.fds == 1
         return m.Pong()
@@ -184,7 +184,7 @@ def test_a_daemon_that_goes_away_in_the_middle_is_told_as_that(hegmd: Connection
 def test_a_daemon_that_goes_away_in_the_middle_of_a_frame_is_told_as_that(
     hegmd: Connection, daemon: FakeDaemon
 ) -> None:
-    def answer(caller: Caller, asked: Asked) -> None:
+    def answer(caller: Caller, asked: IncomingRequest) -> None:
         caller.send(caller.protocol.reply(asked.id, node.GPUS)[:-5])
         daemon.hang_up()
 
@@ -276,7 +276,7 @@ def test_an_operation_that_the_daemon_lacks_names_both_versions_and_the_older(
 
 
 def test_a_reply_that_is_not_understood_is_blamed_on_the_versions(hegmd: Connection, daemon: FakeDaemon) -> None:
-    def answer(caller: Caller, asked: Asked) -> None:
+    def answer(caller: Caller, asked: IncomingRequest) -> None:
         caller.send(frame(encode({"id": asked.id, "ok": {"taken_utc": "yesterday"}})))
 
     daemon.answers[m.Gpus] = answer
@@ -286,7 +286,7 @@ def test_a_reply_that_is_not_understood_is_blamed_on_the_versions(hegmd: Connect
 
 
 def test_fields_of_a_newer_daemon_are_ignored(hegmd: Connection, daemon: FakeDaemon) -> None:
-    def answer(caller: Caller, asked: Asked) -> None:
+    def answer(caller: Caller, asked: IncomingRequest) -> None:
         plain = {**m.Pong().to_plain(), "mood": "fine"}
         caller.send(frame(encode({"id": asked.id, "ok": plain, "more": 1})))
 
@@ -295,7 +295,7 @@ def test_fields_of_a_newer_daemon_are_ignored(hegmd: Connection, daemon: FakeDae
 
 
 def test_a_reply_one_byte_at_a_time_is_a_reply(hegmd: Connection, daemon: FakeDaemon) -> None:
-    def answer(caller: Caller, asked: Asked) -> None:
+    def answer(caller: Caller, asked: IncomingRequest) -> None:
         for byte in caller.protocol.reply(asked.id, m.Pong()):
             caller.send(bytes([byte]))
 

@@ -63,7 +63,7 @@ def test_only_a_training_that_has_made_no_step_begins_anew() -> None:
     assert choose((None, None), _recorded(2), {}, is_new=False) is None
 
 
-class NotingCrew:
+class RecordingActions:
     """Two ranks and no daemon."""
 
     def __init__(self) -> None:
@@ -113,12 +113,12 @@ class NotingCrew:
 
 
 @pytest.fixture
-def crew() -> NotingCrew:
-    return NotingCrew()
+def crew() -> RecordingActions:
+    return RecordingActions()
 
 
 @pytest.fixture
-def running(crew: NotingCrew) -> Generations:
+def running(crew: RecordingActions) -> Generations:
     """Two ranks that have begun at step 0, and are at step 7."""
     made = Generations(2, crew)
     for rank in (0, 1):
@@ -145,7 +145,7 @@ def _recovered(made: Generations, step: int, now: float) -> None:
 
 
 def test_a_fault_of_one_rank_stops_all_and_each_goes_on_from_its_own_memory(
-    crew: NotingCrew, running: Generations
+    crew: RecordingActions, running: Generations
 ) -> None:
     running.failed(1, 1, "ValueError: no", 11.0)
     assert crew.told("abort") == [(0, {"generation": 2}), (1, {"generation": 2})]
@@ -159,7 +159,7 @@ def test_a_fault_of_one_rank_stops_all_and_each_goes_on_from_its_own_memory(
     assert (last.gathered_s, last.restored_s, last.trained_s) == (0.5, 0.5, 0.5)
 
 
-def test_what_ranks_say_of_an_older_generation_is_ignored(crew: NotingCrew, running: Generations) -> None:
+def test_what_ranks_say_of_an_older_generation_is_ignored(crew: RecordingActions, running: Generations) -> None:
     running.failed(1, 1, "first", 11.0)
     crew.told("abort")
     running.failed(0, 1, "its collective ended", 11.0)
@@ -172,7 +172,7 @@ def test_what_ranks_say_of_an_older_generation_is_ignored(crew: NotingCrew, runn
 
 
 def test_a_rank_in_the_place_of_a_dead_one_is_given_the_state_of_one_that_lives(
-    crew: NotingCrew, running: Generations
+    crew: RecordingActions, running: Generations
 ) -> None:
     crew.held = {0: (1, 5)}
     running.died(1, "was ended by signal 9", 11.0)
@@ -191,7 +191,7 @@ def test_a_rank_in_the_place_of_a_dead_one_is_given_the_state_of_one_that_lives(
 
 
 def test_the_death_of_another_rank_while_all_stop_is_no_further_recovery(
-    crew: NotingCrew, running: Generations
+    crew: RecordingActions, running: Generations
 ) -> None:
     running.failed(0, 1, "its peer closed the connection", 11.0)
     running.died(1, "was ended by signal 9", 11.0)
@@ -201,7 +201,7 @@ def test_the_death_of_another_rank_while_all_stop_is_no_further_recovery(
     assert (running.generation, running.recoveries) == (3, 2)
 
 
-def test_a_snapshot_that_cannot_be_used_is_not_used_again(crew: NotingCrew, running: Generations) -> None:
+def test_a_snapshot_that_cannot_be_used_is_not_used_again(crew: RecordingActions, running: Generations) -> None:
     crew.held = {0: (1, 5), 1: (1, 6)}
     running.failed(0, 1, "torn", 11.0)
     for rank in (0, 1):
@@ -218,7 +218,9 @@ def test_a_snapshot_that_cannot_be_used_is_not_used_again(crew: NotingCrew, runn
     assert "no step has a state" in (crew.why or "")
 
 
-def test_recoveries_that_bring_the_training_no_further_are_bounded(crew: NotingCrew, running: Generations) -> None:
+def test_recoveries_that_bring_the_training_no_further_are_bounded(
+    crew: RecordingActions, running: Generations
+) -> None:
     for _ in range(MAX_FRUITLESS):
         running.failed(1, running.generation, "again", 11.0)
         _recovered(running, 7, 11.0)
@@ -227,7 +229,7 @@ def test_recoveries_that_bring_the_training_no_further_are_bounded(crew: NotingC
     assert "brought it no further" in (crew.why or "")
 
 
-def test_the_number_of_recoveries_is_bounded_where_it_is_said(crew: NotingCrew) -> None:
+def test_the_number_of_recoveries_is_bounded_where_it_is_said(crew: RecordingActions) -> None:
     made = Generations(2, crew, max_recoveries=0)
     for rank in (0, 1):
         made.joined(rank, 1, None, 0.0, is_new=True)
@@ -236,7 +238,7 @@ def test_the_number_of_recoveries_is_bounded_where_it_is_said(crew: NotingCrew) 
 
 
 def test_a_rank_without_progress_is_asked_first_and_one_that_is_parked_does_not_hang(
-    crew: NotingCrew, running: Generations
+    crew: RecordingActions, running: Generations
 ) -> None:
     assert running.tick(10.9)
     assert crew.told("ask") == []
@@ -252,7 +254,7 @@ def test_a_rank_without_progress_is_asked_first_and_one_that_is_parked_does_not_
 
 
 def test_a_rank_that_does_not_stop_is_killed_and_a_section_without_a_limit_may_take_long(
-    crew: NotingCrew, running: Generations
+    crew: RecordingActions, running: Generations
 ) -> None:
     crew.at = {0: (10.0, 0.0, 7), 1: (10.0, 0.0, 7)}
     running.tick(1000.0)
@@ -265,7 +267,7 @@ def test_a_rank_that_does_not_stop_is_killed_and_a_section_without_a_limit_may_t
     assert crew.killed == [0]
 
 
-def test_a_second_block_begins_without_what_the_first_one_left(crew: NotingCrew, running: Generations) -> None:
+def test_a_second_block_begins_without_what_the_first_one_left(crew: RecordingActions, running: Generations) -> None:
     crew.held = {0: (1, 7)}
     running.finished(0, 1, 12.0)
     assert crew.told("over") == []  # the other rank may need its state
@@ -280,7 +282,7 @@ def test_a_second_block_begins_without_what_the_first_one_left(crew: NotingCrew,
     assert not running.can_replace
 
 
-def test_once_a_rank_ends_the_training_nothing_is_a_fault(crew: NotingCrew, running: Generations) -> None:
+def test_once_a_rank_ends_the_training_nothing_is_a_fault(crew: RecordingActions, running: Generations) -> None:
     running.ends()
     running.tick(1000.0)
     running.failed(0, 1, "its peer closed the connection", 1000.0)

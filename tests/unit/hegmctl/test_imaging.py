@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from hegmctl.outputs import Cut, cut_back
+from hegmctl.outputs import TruncatedFile, cut_back
 from hegmd.errors import EXTERNAL, NOT_FOUND, REFUSED, UNAVAILABLE, HegmError
 from hegmd.protocol import messages as m
 from hegmd.protocol.operations import OperationProgress
 from hegmd.protocol.record import Record
 from tests.unit.hegmctl import node
-from tests.unit.hegmctl.fake_daemon import Answerer, Asked, Caller, FakeDaemon, cancelling, failing, saying
+from tests.unit.hegmctl.fake_daemon import Answerer, Caller, FakeDaemon, IncomingRequest, cancelling, failing, saying
 from tests.unit.hegmctl.running import hegmctl
 from tests.unit.hegmctl.terminal import Terminal
 from tests.unit.hegmctl.test_move_commands import DONE, PLAN
 from tests.unit.images.files.directory import MANIFEST, built
 
 
-def cut_of(path: Path, size_bytes: int) -> Cut:
-    done: list[Cut] = []
+def cut_of(path: Path, size_bytes: int) -> TruncatedFile:
+    done: list[TruncatedFile] = []
     cut_back([[str(path), size_bytes]], done)
     return done[0]
 
@@ -31,7 +31,7 @@ def test_what_has_grown_is_cut_and_nothing_else(tmp_path: Path) -> None:
     longer, shorter = tmp_path / "longer", tmp_path / "shorter"
     longer.write_text("0123456789")
     shorter.write_text("01")
-    done: list[Cut] = []
+    done: list[TruncatedFile] = []
     cut_back([[str(longer), 4], [str(shorter), 4], "nonsense"], done)
     (cut,) = done
     assert (cut.path, cut.size_bytes) == (str(longer), 4)
@@ -85,7 +85,7 @@ def test_a_restore_that_is_refused_for_what_has_grown_is_asked_for_again(tmp_pat
     output.write_text("0123456789")
     refused = HegmError(REFUSED, "it has grown", "cut it back", {"grown": [[str(output), 4]]})
 
-    def as_it_is(caller: Caller, asked: Asked) -> Record | None:
+    def as_it_is(caller: Caller, asked: IncomingRequest) -> Record | None:
         answer = saying(m.OperationReply(operation=DONE)) if output.stat().st_size == 4 else failing(refused)
         return answer(caller, asked)
 
@@ -124,7 +124,7 @@ def test_outputs_stayed_cut_when_the_restore_that_they_were_cut_for_failed(tmp_p
     refused = HegmError(REFUSED, "it has grown", "cut it back", {"grown": [[str(output), 4]]})
     failed = HegmError(EXTERNAL, "CRIU's restore failed with status 1", "see its log")
 
-    def as_it_is(caller: Caller, asked: Asked) -> Record | None:
+    def as_it_is(caller: Caller, asked: IncomingRequest) -> Record | None:
         return failing(failed if output.stat().st_size == 4 else refused)(caller, asked)
 
     with FakeDaemon(tmp_path / "hegmd.sock", {**node.answers(), m.Restore: as_it_is}) as daemon:
@@ -155,7 +155,7 @@ SUSPENDED = OperationProgress(id="7", phase="suspended")
 def restoring(output: Path, *seen: OperationProgress) -> dict[type[m.Request], Answerer]:
     """Answers of a daemon to which an output has grown, and which restores for ever once it was cut back."""
 
-    def as_it_is(caller: Caller, asked: Asked) -> Record | None:
+    def as_it_is(caller: Caller, asked: IncomingRequest) -> Record | None:
         if output.stat().st_size != 4:
             return failing(grown(output))(caller, asked)
         for progress in seen:
@@ -205,7 +205,7 @@ def test_outputs_were_put_back_under_a_job_whose_resume_was_cancelled(tmp_path: 
     output.write_text("0123456789")
     stopping = HegmError(UNAVAILABLE, "hegmd is stopping", "ask again in a moment")
 
-    def as_it_is(caller: Caller, asked: Asked) -> Record | None:
+    def as_it_is(caller: Caller, asked: IncomingRequest) -> Record | None:
         if output.stat().st_size == 4:
             caller.event(asked.id, SUSPENDED)
         return failing(stopping if output.stat().st_size == 4 else grown(output))(caller, asked)
@@ -220,7 +220,7 @@ def test_outputs_are_opened_by_the_caller_and_sent_along(tmp_path: Path) -> None
     log, kept = tmp_path / "log", tmp_path / "kept"
     kept.write_text("before\n")
 
-    def write(caller: Caller, asked: Asked) -> Record:
+    def write(caller: Caller, asked: IncomingRequest) -> Record:
         for number, fd in enumerate(caller.fds):
             os.write(fd, f"from {number}\n".encode())
         return m.OperationReply(operation=DONE)
@@ -241,7 +241,7 @@ def test_a_restore_that_was_refused_or_only_planned_left_an_empty_file_for_its_o
     kept.touch()
     plan = m.OperationReply(plan=PLAN.replace(kind="restore"))
 
-    def answer(caller: Caller, asked: Asked) -> Record | None:
+    def answer(caller: Caller, asked: IncomingRequest) -> Record | None:
         assert log.exists(), "it is sent along"
         is_dry = asked.request.dry_run if isinstance(asked.request, m.Restore) else False
         refused = HegmError(REFUSED, "its number is taken", "end that process")
@@ -258,7 +258,7 @@ def test_ctrl_c_while_an_image_is_read_leaves_the_image_and_asks_nothing(tmp_pat
     """There is no operation yet that could be cancelled, or go on."""
     reading = OperationProgress(id="7", phase="reading", moved_bytes=1 << 30, size_bytes=2 << 30)
 
-    def never(caller: Caller, asked: Asked) -> Record | None:
+    def never(caller: Caller, asked: IncomingRequest) -> Record | None:
         caller.event(asked.id, reading)
         return None
 

@@ -21,7 +21,7 @@ from hegmd.protocol.operations import (
 )
 from hegmd.protocol.record import Record
 from tests.cells import in_one_test
-from tests.unit.hegmctl.fake_daemon import Answerer, Asked, Caller, FakeDaemon, failing, saying
+from tests.unit.hegmctl.fake_daemon import Answerer, Caller, FakeDaemon, IncomingRequest, failing, saying
 from tests.unit.hegmctl.running import hegmctl
 from tests.unit.hegmctl.terminal import Terminal
 from tests.unit.hegmctl.test_cli import Running
@@ -63,7 +63,7 @@ QUESTION = "Cancel operation 7? Otherwise it continues [y/N] "
 def coming_on(reply: Record | None) -> Answerer:
     """Tell that the bytes are half way, then answer; or with None, never."""
 
-    def answer(caller: Caller, asked: Asked) -> Record | None:
+    def answer(caller: Caller, asked: IncomingRequest) -> Record | None:
         caller.event(asked.id, OUT)
         return reply
 
@@ -244,9 +244,9 @@ def test_without_waiting_the_id_is_printed(daemon: FakeDaemon) -> None:
 
 
 def test_on_a_terminal_a_bar_comes_on_and_goes_away(daemon: FakeDaemon) -> None:
-    waiting: list[tuple[Caller, Asked]] = []
+    waiting: list[tuple[Caller, IncomingRequest]] = []
 
-    def answer(caller: Caller, asked: Asked) -> None:
+    def answer(caller: Caller, asked: IncomingRequest) -> None:
         caller.event(asked.id, OUT.replace(moved_bytes=0))
         caller.event(asked.id, OUT)
         waiting.append((caller, asked))

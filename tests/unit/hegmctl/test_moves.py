@@ -18,7 +18,7 @@ from hegmd.protocol import messages as m
 from hegmd.protocol.operations import Operation, OperationProgress
 from hegmd.protocol.record import Record
 from tests.unit.hegmctl import node
-from tests.unit.hegmctl.fake_daemon import Answerer, Asked, Caller, FakeDaemon, failing, saying
+from tests.unit.hegmctl.fake_daemon import Answerer, Caller, FakeDaemon, IncomingRequest, failing, saying
 from tests.unit.hegmctl.running import ROOT
 
 DONE = Operation(id="7", kind="migrate", phase="done", processes=(), created_utc=0.0, size_bytes=10)
@@ -76,7 +76,7 @@ CALLS: list[tuple[Callable[[Any], Any], m.Request, Record]] = [
 def telling(reply: Record) -> Answerer:
     """Tell how it comes on, then answer."""
 
-    def answer(caller: Caller, asked: Asked) -> Record:
+    def answer(caller: Caller, asked: IncomingRequest) -> Record:
         for progress in PROGRESS:
             caller.event(asked.id, progress)
         return reply

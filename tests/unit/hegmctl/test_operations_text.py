@@ -12,7 +12,7 @@ from hegmctl.tables import Style
 from hegmd.migration.machine.events import Event
 from hegmd.protocol import messages as m
 from hegmd.protocol.operations import Operation, OperationProcess, OperationProgress, Reason, StoryLine, Wait
-from tests.unit.hegmctl.fake_daemon import Asked, Caller, FakeDaemon
+from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, IncomingRequest
 from tests.unit.hegmctl.running import hegmctl
 
 PIPE = Style()
@@ -132,7 +132,7 @@ def test_a_success_was_told_on_stderr_as_something_that_waits(daemon: FakeDaemon
     rest = Wait(why="it is suspended", next="hegmctl resume 4711")
     ended = SUSPENDED.replace(phase=phase, waits=rest)
 
-    def come_to_rest(caller: Caller, asked: Asked) -> m.OperationReply:
+    def come_to_rest(caller: Caller, asked: IncomingRequest) -> m.OperationReply:
         caller.event(
             asked.id, OperationProgress(id="7", phase=phase, moved_bytes=0, size_bytes=10, doing=None, waits=rest)
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hegmctl.prestart import LOCK_FD, OPERATION, READY_FD, STATE_FD, Beforehand, Readied, make_ready
+from hegmctl.prestart import LOCK_FD, OPERATION, READY_FD, STATE_FD, PrestartedProcess, PrestartSpec, make_ready
 from hegmctl.rank_states import STATES
 from hegmctl.running import inject_folder, msgpack_folder
 from hegmctl.supervisor import NOT_ITS_TURN_STATUS
@@ -61,7 +61,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-class Next:
+class PrestartCase:
     """What is to be made ready of that script, and where it says something, which is its descriptor 3."""
 
     def __init__(self, script: Path, *, inject: str | None = None, shadow: str | None = None) -> None:
@@ -75,22 +75,22 @@ class Next:
         self.said = script.parents[1] / "said"
         self.path = [str(script.parent), str(library), *sys.path]
 
-    def expected(self) -> Beforehand:
-        return Beforehand(self.command, self.environ, ("torch", "torch.inner", "torch.missing"), self.path)
+    def expected(self) -> PrestartSpec:
+        return PrestartSpec(self.command, self.environ, ("torch", "torch.inner", "torch.missing"), self.path)
 
     def start(self, state: int, **more: str) -> tuple[tuple[str, ...], dict[str, str]]:
         own = {STATE_FD: str(state), LOCK_FD: str(state), OPERATION: "4"}
         return self.command, {**self.environ, **own, **more}
 
 
-def made_ready(what: Beforehand) -> Readied:
+def made_ready(what: PrestartSpec) -> PrestartedProcess:
     readied = make_ready(what, set())
     assert readied is not None
     heard_of(readied)
     return readied
 
 
-def heard_of(readied: Readied) -> None:
+def heard_of(readied: PrestartedProcess) -> None:
     """Wait until it has said something, or has ended."""
     poll = select.poll()
     assert readied._line is not None
@@ -98,7 +98,7 @@ def heard_of(readied: Readied) -> None:
     assert poll.poll(PATIENCE_S * 1000)
 
 
-def end(readied: Readied) -> None:
+def end(readied: PrestartedProcess) -> None:
     """Let go of it, and take it up."""
     readied.end()
     status_of(readied.pid)
@@ -125,7 +125,7 @@ def test_it_waits_before_the_first_line_and_goes_on_as_that_very_start(script: P
 
     Whatever PyTorch starts while it is imported is not told to wait as well.
     """
-    known = Next(script)
+    known = PrestartCase(script)
     readied = made_ready(known.expected())
     wanted = known.start(state)
     assert readied.look()
@@ -140,7 +140,7 @@ def test_it_waits_before_the_first_line_and_goes_on_as_that_very_start(script: P
 
 @pytest.mark.parametrize("what", ["killed", "another environment", "ranks", "another command"])
 def test_one_that_cannot_go_on_as_that_start_is_ended(script: Path, state: int, what: str) -> None:
-    known = Next(script)
+    known = PrestartCase(script)
     readied = made_ready(known.expected())
     wanted = known.start(state, **{"another environment": {"MORE": "1"}, "ranks": {STATES: "2:x"}}.get(what, {}))
     if what == "killed":
@@ -155,7 +155,7 @@ def test_one_that_cannot_go_on_as_that_start_is_ended(script: Path, state: int, 
 
 
 def test_nobody_waits_any_more_once_it_is_let_go_of(script: Path) -> None:
-    known = Next(script)
+    known = PrestartCase(script)
     readied = made_ready(known.expected())
     readied.end()
     readied.end()
@@ -186,7 +186,7 @@ def test_a_supervisor_waited_for_one_that_it_had_killed_and_that_could_not_end(s
 def end_one_when_told(script: Path) -> None:
     """A supervisor, in a process of its own."""
     signal.signal(signal.SIGIO, signal.SIG_IGN)
-    readied = made_ready(Next(script).expected())
+    readied = made_ready(PrestartCase(script).expected())
     os.write(1, b"%d\n" % readied.pid)
     sys.stdin.readline()
     readied.end()
@@ -196,7 +196,7 @@ def end_one_when_told(script: Path) -> None:
 
 def test_one_that_could_not_take_its_turn_ended_as_a_training_that_is_over(script: Path, state: int) -> None:
     """It may have no descriptors but those that it has, and ended with 0: the restart was dropped for that."""
-    known = Next(script)
+    known = PrestartCase(script)
     readied = made_ready(known.expected())
     resource.prlimit(readied.pid, resource.RLIMIT_NOFILE, (3, 3))
     assert readied.activate_as(*known.start(state)) == readied.pid
@@ -206,7 +206,7 @@ def test_one_that_could_not_take_its_turn_ended_as_a_training_that_is_over(scrip
 
 def test_it_ends_by_itself_where_the_script_would_import_another_module(script: Path, state: int) -> None:
     """The script's folder comes first on its path, and has a module by the name of one that was imported without it."""
-    known = Next(script, shadow="socket.py")
+    known = PrestartCase(script, shadow="socket.py")
     readied = made_ready(known.expected())
     assert readied.look(), "nobody is told that it is not to be waited for"
     assert not readied.waits
@@ -230,22 +230,22 @@ PLACED = {"HEGM_GPU": "gpu0", "CUDA_VISIBLE_DEVICES": "GPU-0", "OMP_NUM_THREADS"
 
 
 @pytest.fixture
-def kept(script: Path) -> Next:
+def kept(script: Path) -> PrestartCase:
     """One that was made ready long before anybody knew what for, where it was."""
     script.write_text(KEPT_SCRIPT)
     (script.parents[1] / "lib/torch/later.py").write_text("import torch\nmade = torch.made\n")
-    known = Next(script)
+    known = PrestartCase(script)
     known.environ.update(PLACED)
     return known
 
 
-def differing(known: Next, **different: str | None) -> Beforehand:
+def differing(known: PrestartCase, **different: str | None) -> PrestartSpec:
     """The start that is then expected."""
     environ = {name: value for name, value in {**known.environ, **different}.items() if value is not None}
-    return Beforehand(known.command, environ, ("torch", "torch.inner", "torch.later"), known.path)
+    return PrestartSpec(known.command, environ, ("torch", "torch.inner", "torch.later"), known.path)
 
 
-def test_one_that_was_kept_goes_on_elsewhere_with_what_was_imported_since(kept: Next, state: int) -> None:
+def test_one_that_was_kept_goes_on_elsewhere_with_what_was_imported_since(kept: PrestartCase, state: int) -> None:
     """What nothing has read yet it is given in its turn, or loses then; and only then it is a process as any."""
     readied = made_ready(kept.expected())
     assert readied.look()
@@ -280,7 +280,7 @@ os.write(3, repr(asked).encode())
 
 
 def test_after_one_restart_on_another_gpu_no_python_was_ever_made_ready_again(
-    kept: Next, script: Path, state: int
+    kept: PrestartCase, script: Path, state: int
 ) -> None:
     """The kernel tells the environment of its start; what its turn changed was taken for a change by the script."""
     script.write_text(ASKED_SCRIPT)
@@ -293,7 +293,7 @@ def test_after_one_restart_on_another_gpu_no_python_was_ever_made_ready_again(
     assert kept.said.read_text() == repr([["torch", "torch.inner", "torch.later"], []])
 
 
-def test_the_end_of_one_that_had_been_ready_was_told_to_nobody(kept: Next) -> None:
+def test_the_end_of_one_that_had_been_ready_was_told_to_nobody(kept: PrestartCase) -> None:
     """The next daemon would have been told that it is there still."""
     readied = made_ready(kept.expected())
     assert readied.look()
@@ -307,7 +307,7 @@ def test_the_end_of_one_that_had_been_ready_was_told_to_nobody(kept: Next) -> No
 
 @pytest.mark.parametrize("different", [{"OMP_NUM_THREADS": "3"}, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, {"X": None}])
 def test_one_is_not_kept_for_an_environment_that_its_imports_may_have_read(
-    kept: Next, different: dict[str, str | None]
+    kept: PrestartCase, different: dict[str, str | None]
 ) -> None:
     kept.environ["X"] = "1"
     readied = made_ready(kept.expected())
@@ -316,7 +316,7 @@ def test_one_is_not_kept_for_an_environment_that_its_imports_may_have_read(
     end(readied)
 
 
-def test_one_whose_modules_have_changed_on_disk_ends_as_soon_as_it_is_wanted(kept: Next, script: Path) -> None:
+def test_one_whose_modules_have_changed_on_disk_ends_as_soon_as_it_is_wanted(kept: PrestartCase, script: Path) -> None:
     """An edited module would have been another one in the process that goes on than in a start as any."""
     readied = made_ready(kept.expected())
     assert readied.look()
@@ -331,7 +331,7 @@ def test_one_whose_modules_have_changed_on_disk_ends_as_soon_as_it_is_wanted(kep
 
 @pytest.mark.parametrize("how", ["edited", "shadowed"])
 def test_one_whose_modules_have_changed_since_it_was_asked_does_not_take_its_turn(
-    kept: Next, script: Path, state: int, how: str
+    kept: PrestartCase, script: Path, state: int, how: str
 ) -> None:
     """It ends as one that cannot: it is started as without one, and not counted as another try."""
     readied = made_ready(kept.expected())
@@ -355,7 +355,7 @@ def test_one_whose_modules_have_changed_since_it_was_asked_does_not_take_its_tur
     ],
 )  # fmt: skip
 def test_its_gpus_may_change_until_the_driver_has_looked_at_them(
-    kept: Next, tmp_path: Path, does: str, visible: str, may_change: bool
+    kept: PrestartCase, tmp_path: Path, does: str, visible: str, may_change: bool
 ) -> None:
     """The driver reads them in cuInit, once; until then its functions answer that it was not called."""
     node = CudaNode.make(tmp_path)
@@ -372,7 +372,7 @@ def test_its_gpus_may_change_until_the_driver_has_looked_at_them(
 
 def test_it_ends_with_its_supervisor_and_runs_no_line_of_the_script(script: Path) -> None:
     """Whoever has the other end of the pair has ended, whatever it was told until then."""
-    known = Next(script)
+    known = PrestartCase(script)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         environ = {**known.environ, READY_FD: str(theirs.fileno())}
@@ -384,7 +384,7 @@ def test_it_ends_with_its_supervisor_and_runs_no_line_of_the_script(script: Path
 def test_an_agent_that_knows_of_no_turn_would_have_run_the_script_at_once(script: Path, tmp_path: Path) -> None:
     """As after a release was taken back while the job ran: nothing is started by it before its turn."""
     (tmp_path / "sitecustomize.py").write_text("")
-    known = Next(script, inject=str(tmp_path))
+    known = PrestartCase(script, inject=str(tmp_path))
     assert make_ready(known.expected(), set()) is None
     assert not known.said.exists()
 

@@ -23,7 +23,7 @@ from hegmctl.recovering import Recovery
 from hegmctl.restart_client import DAEMON_WITHIN_S, LONG_S, DaemonAuthority
 from hegmctl.supervisor import GAVE_UP_STATUS, LEFT_STATUS, NOT_ITS_TURN_STATUS, GiveUp, Start
 from hegmd.errors import Refused
-from hegmd.protocol.connection import Asked
+from hegmd.protocol.connection import IncomingRequest
 from hegmd.protocol.messages import Noted, RecoveryWish, Supervise, SuperviseReport, SupervisorOrder
 from tests.patience import HANG_S
 from tests.unit.hegmctl import node
@@ -44,7 +44,7 @@ def without_signals() -> Iterator[None]:
     signal.signal(signal.SIGIO, before)
 
 
-class Attended:
+class AttendedDesk:
     """A desk, the daemon that it attends, and what both have said."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Attended:
         self.daemon = FakeDaemon(self.path, answers)
         return self.daemon
 
-    def _attend(self, caller: Caller, asked: Asked) -> None:
+    def _attend(self, caller: Caller, asked: IncomingRequest) -> None:
         self._caller, self._asked = caller, asked.id
 
     def until(self, is_so: Callable[[], bool]) -> None:
@@ -121,33 +121,33 @@ class Attended:
 
 
 @pytest.fixture
-def attended(socket_path: Path, tmp_path: Path) -> Iterator[Attended]:
-    one = Attended(socket_path, tmp_path)
+def attended(socket_path: Path, tmp_path: Path) -> Iterator[AttendedDesk]:
+    one = AttendedDesk(socket_path, tmp_path)
     with one.listen():
         yield one
         one.desk.close()
 
 
-def test_it_offers_its_run_and_what_it_is_the_parent_of(attended: Attended) -> None:
+def test_it_offers_its_run_and_what_it_is_the_parent_of(attended: AttendedDesk) -> None:
     offer = attended.attend()
     assert (offer.run, offer.python, offer.left, offer.operation) == ("run-1", True, False, None)
 
 
-def test_the_exit_status_of_a_restart_that_nobody_expects_is_the_commands_own(attended: Attended) -> None:
+def test_the_exit_status_of_a_restart_that_nobody_expects_is_the_commands_own(attended: AttendedDesk) -> None:
     attended.attend()
     assert not attended.desk.ended(LEFT_STATUS, told=None)
     attended.until(lambda: bool(attended.reports()))
     assert (attended.reports()[0].result, attended.reports()[0].status) == ("ended", LEFT_STATUS)
 
 
-def test_an_end_that_somebody_wanted_by_a_signal_is_none_of_a_restart(attended: Attended) -> None:
+def test_an_end_that_somebody_wanted_by_a_signal_is_none_of_a_restart(attended: AttendedDesk) -> None:
     attended.attend()
     attended.order("expect")
     attended.until(lambda: bool(attended.reports()))
     assert not attended.desk.ended(-signal.SIGTERM, told=signal.SIGTERM)
 
 
-def test_it_is_started_with_other_surroundings_from_the_state_and_its_lock(attended: Attended) -> None:
+def test_it_is_started_with_other_surroundings_from_the_state_and_its_lock(attended: AttendedDesk) -> None:
     attended.attend()
     attended.expect()
     assert attended.desk.wanted() is None
@@ -167,7 +167,7 @@ def test_it_is_started_with_other_surroundings_from_the_state_and_its_lock(atten
     assert start.keep == (state, lock)
 
 
-def test_no_variable_of_an_earlier_start_leads_away_from_the_state(attended: Attended) -> None:
+def test_no_variable_of_an_earlier_start_leads_away_from_the_state(attended: AttendedDesk) -> None:
     """With a HEGM_STATES from somewhere the script found no state, and began anew without a word."""
     attended.attend()
     attended.expect()
@@ -178,7 +178,7 @@ def test_no_variable_of_an_earlier_start_leads_away_from_the_state(attended: Att
 
 
 def test_another_python_for_a_command_that_is_none_is_refused(socket_path: Path, tmp_path: Path) -> None:
-    attended = Attended(socket_path, tmp_path, ("bash", "train.sh"))
+    attended = AttendedDesk(socket_path, tmp_path, ("bash", "train.sh"))
     with attended.listen():
         assert not attended.attend().python
         attended.expect()
@@ -190,7 +190,7 @@ def test_another_python_for_a_command_that_is_none_is_refused(socket_path: Path,
 
 
 @pytest.mark.parametrize("python", [sys.executable, "true", "/nowhere/python3"])
-def test_it_is_said_which_python_a_program_is_before_anything_ends(attended: Attended, python: str) -> None:
+def test_it_is_said_which_python_a_program_is_before_anything_ends(attended: AttendedDesk, python: str) -> None:
     others = children()
     assert attended.attend().asks
     attended.order("ask", operation="", python=python, set={"PATH": "/usr/bin:/bin"})
@@ -202,7 +202,7 @@ def test_it_is_said_which_python_a_program_is_before_anything_ends(attended: Att
     reap(children() - others)
 
 
-def test_a_start_that_ends_at_once_is_tried_again_and_then_told_of(attended: Attended) -> None:
+def test_a_start_that_ends_at_once_is_tried_again_and_then_told_of(attended: AttendedDesk) -> None:
     """And a process that had the state back before it fell says nothing of the one after it."""
     attended.attend()
     attended.expect()
@@ -218,7 +218,9 @@ def test_a_start_that_ends_at_once_is_tried_again_and_then_told_of(attended: Att
     assert attended.reports()[-1].starts == 2
 
 
-def test_a_restart_was_given_up_where_the_one_that_was_made_ready_could_not_take_its_turn(attended: Attended) -> None:
+def test_a_restart_was_given_up_where_the_one_that_was_made_ready_could_not_take_its_turn(
+    attended: AttendedDesk,
+) -> None:
     """It is started as without one then, as often as any other is; the script itself may end with that status."""
     attended.attend()
     attended.expect()
@@ -235,7 +237,7 @@ def test_a_restart_was_given_up_where_the_one_that_was_made_ready_could_not_take
     assert attended.reports()[-1].starts == 2
 
 
-def test_one_that_failed_hours_after_its_restart_was_started_again_from_its_old_state(attended: Attended) -> None:
+def test_one_that_failed_hours_after_its_restart_was_started_again_from_its_old_state(attended: AttendedDesk) -> None:
     """No daemon had been there since to say that the operation was over."""
     attended.attend()
     attended.expect()
@@ -247,7 +249,9 @@ def test_one_that_failed_hours_after_its_restart_was_started_again_from_its_old_
 
 
 @pytest.mark.parametrize(("notes", "goes_on"), [(b"++", False), (b"+\0", True), (b"", True)])
-def test_ranks_are_started_again_unless_all_have_trained_on(attended: Attended, notes: bytes, goes_on: bool) -> None:
+def test_ranks_are_started_again_unless_all_have_trained_on(
+    attended: AttendedDesk, notes: bytes, goes_on: bool
+) -> None:
     attended.attend()
     attended.expect()
     wanted = attended.start(ranks=(0, 1))
@@ -257,7 +261,7 @@ def test_ranks_are_started_again_unless_all_have_trained_on(attended: Attended, 
     assert not goes_on or not attended.lock_path.read_bytes()
 
 
-def test_one_that_says_that_it_cannot_go_on_is_not_tried_again(attended: Attended) -> None:
+def test_one_that_says_that_it_cannot_go_on_is_not_tried_again(attended: AttendedDesk) -> None:
     attended.attend()
     attended.expect()
     attended.start()
@@ -265,7 +269,7 @@ def test_one_that_says_that_it_cannot_go_on_is_not_tried_again(attended: Attende
     assert attended.desk.wanted() is None
 
 
-def test_the_end_of_the_training_is_noted_where_the_next_daemon_finds_it(attended: Attended) -> None:
+def test_the_end_of_the_training_is_noted_where_the_next_daemon_finds_it(attended: AttendedDesk) -> None:
     """It ended with 0 while no daemon was there, and its state was held for nobody."""
     attended.attend()
     attended.expect()
@@ -275,7 +279,7 @@ def test_the_end_of_the_training_is_noted_where_the_next_daemon_finds_it(attende
     assert attended.lock_path.read_bytes() == b"backover"
 
 
-def test_the_end_of_a_command_that_never_had_its_state_back_is_none_of_the_training(attended: Attended) -> None:
+def test_the_end_of_a_command_that_never_had_its_state_back_is_none_of_the_training(attended: AttendedDesk) -> None:
     """As of `--resume 4 -- true`, which ended with 0 as if the training were over. Both words let go of the state."""
     attended.attend()
     attended.expect()
@@ -287,7 +291,7 @@ def test_the_end_of_a_command_that_never_had_its_state_back_is_none_of_the_train
     assert attended.desk.wanted() is None
 
 
-def test_a_training_without_the_agent_began_anew_and_was_not_ended(attended: Attended, tmp_path: Path) -> None:
+def test_a_training_without_the_agent_began_anew_and_was_not_ended(attended: AttendedDesk, tmp_path: Path) -> None:
     """As of `--resume 4 -- ./wrapper.sh`, which drops PYTHONPATH. It is not tried again: it would do so again."""
     torch = tmp_path / "libtorch_cpu.so"
     torch.write_bytes(bytes(4096))
@@ -309,7 +313,7 @@ def test_a_training_without_the_agent_began_anew_and_was_not_ended(attended: Att
 
 
 def test_a_script_that_looked_at_pytorch_by_another_python_was_ended_on_its_way(
-    attended: Attended, tmp_path: Path
+    attended: AttendedDesk, tmp_path: Path
 ) -> None:
     torch = tmp_path / "libtorch_cpu.so"
     torch.write_bytes(bytes(4096))
@@ -324,7 +328,7 @@ def test_a_script_that_looked_at_pytorch_by_another_python_was_ended_on_its_way(
     assert attended.said == []
 
 
-def test_a_start_in_which_nobody_has_its_state_for_long_is_told_of_once(attended: Attended) -> None:
+def test_a_start_in_which_nobody_has_its_state_for_long_is_told_of_once(attended: AttendedDesk) -> None:
     """As of `--resume 4 -- docker run ...`, whose processes nobody here can look into."""
     attended.attend()
     attended.expect()
@@ -337,7 +341,7 @@ def test_a_start_in_which_nobody_has_its_state_for_long_is_told_of_once(attended
 
 def test_a_job_with_an_exit_code_of_its_own_was_taken_for_ended(socket_path: Path, tmp_path: Path) -> None:
     """Its agent ends with HEGM_EXIT_CODE, and 99 alone was known for leaving: nobody started it again."""
-    attended = Attended(socket_path, tmp_path, HEGM_EXIT_CODE="77")
+    attended = AttendedDesk(socket_path, tmp_path, HEGM_EXIT_CODE="77")
     with attended.listen():
         attended.attend()
         attended.order("expect")
@@ -347,7 +351,7 @@ def test_a_job_with_an_exit_code_of_its_own_was_taken_for_ended(socket_path: Pat
         attended.desk.close()
 
 
-def test_without_the_descriptors_of_its_state_a_command_began_anew(attended: Attended) -> None:
+def test_without_the_descriptors_of_its_state_a_command_began_anew(attended: AttendedDesk) -> None:
     """A process at its limit of open files loses them on the way; it was started without, and trained from nothing."""
     attended.attend()
     attended.expect()
@@ -357,7 +361,7 @@ def test_without_the_descriptors_of_its_state_a_command_began_anew(attended: Att
     assert attended.desk.wanted() is None
 
 
-def test_a_restart_after_one_whose_end_was_not_heard_of_lost_what_that_had_set(attended: Attended) -> None:
+def test_a_restart_after_one_whose_end_was_not_heard_of_lost_what_that_had_set(attended: AttendedDesk) -> None:
     """The daemon's word that the former operation is over came over a connection that had gone by then."""
     attended.attend()
     attended.expect()
@@ -373,7 +377,9 @@ def test_a_restart_after_one_whose_end_was_not_heard_of_lost_what_that_had_set(a
     assert (wanted.environ[OPERATION], wanted.environ["TRIED"]) == ("5", "1")
 
 
-def test_one_that_was_killed_before_it_had_left_ended_its_supervisor_with_another_status(attended: Attended) -> None:
+def test_one_that_was_killed_before_it_had_left_ended_its_supervisor_with_another_status(
+    attended: AttendedDesk,
+) -> None:
     attended.attend()
     attended.order("expect")
     attended.until(lambda: bool(attended.reports()))
@@ -385,7 +391,7 @@ def test_one_that_was_killed_before_it_had_left_ended_its_supervisor_with_anothe
     assert wanted.status == -signal.SIGKILL
 
 
-def test_what_was_different_for_a_start_that_went_well_stays_so(attended: Attended) -> None:
+def test_what_was_different_for_a_start_that_went_well_stays_so(attended: AttendedDesk) -> None:
     attended.attend()
     attended.expect()
     attended.start(set={"EXTRA": "1"}, python="/opt/python3")
@@ -405,7 +411,7 @@ def test_a_path_of_modules_that_was_asked_for_had_the_script_begin_anew_without_
     tmp_path: Path, changed: dict[str, Any], path: str
 ) -> None:
     """`--env PYTHONPATH=...` took the place of the folder that the agent comes from: its losses began a second time."""
-    one = Attended(tmp_path / "socket", tmp_path, PYTHONPATH="/agent:/before")
+    one = AttendedDesk(tmp_path / "socket", tmp_path, PYTHONPATH="/agent:/before")
     with one.listen():
         one.attend()
         one.expect()
@@ -413,7 +419,7 @@ def test_a_path_of_modules_that_was_asked_for_had_the_script_begin_anew_without_
         one.desk.close()
 
 
-def test_while_it_waits_it_can_be_given_up(attended: Attended) -> None:
+def test_while_it_waits_it_can_be_given_up(attended: AttendedDesk) -> None:
     attended.attend()
     attended.expect()
     attended.order("give-up", message="its state is held by operation 4", hint="go on with: hegmctl run --resume 4")
@@ -423,7 +429,7 @@ def test_while_it_waits_it_can_be_given_up(attended: Attended) -> None:
     assert (given_up.status, given_up.hint) == (GAVE_UP_STATUS, "go on with: hegmctl run --resume 4")
 
 
-def test_a_daemon_that_was_away_hears_what_it_waits_for_when_it_is_back(attended: Attended) -> None:
+def test_a_daemon_that_was_away_hears_what_it_waits_for_when_it_is_back(attended: AttendedDesk) -> None:
     attended.attend()
     attended.expect()
     assert attended.daemon is not None
@@ -437,7 +443,7 @@ def test_a_daemon_that_was_away_hears_what_it_waits_for_when_it_is_back(attended
         attended.desk.close()
 
 
-def test_a_start_that_an_earlier_daemon_has_ordered_is_not_done_twice(attended: Attended) -> None:
+def test_a_start_that_an_earlier_daemon_has_ordered_is_not_done_twice(attended: AttendedDesk) -> None:
     attended.attend()
     attended.expect()
     attended.start()
@@ -453,7 +459,7 @@ def test_a_start_that_an_earlier_daemon_has_ordered_is_not_done_twice(attended: 
         attended.desk.close()
 
 
-def test_what_was_made_ready_ended_with_the_daemon_that_had_asked_for_it(attended: Attended) -> None:
+def test_what_was_made_ready_ended_with_the_daemon_that_had_asked_for_it(attended: AttendedDesk) -> None:
     """The next one is told of it, and says what it does not want. A job that had left stood for a whole start then."""
     offer = attended.attend()
     assert (offer.kept, offer.readies) == (False, None)
@@ -476,7 +482,7 @@ def test_what_was_made_ready_ended_with_the_daemon_that_had_asked_for_it(attende
         attended.desk.close()
 
 
-def test_one_that_could_not_be_kept_is_offered_to_nobody(attended: Attended) -> None:
+def test_one_that_could_not_be_kept_is_offered_to_nobody(attended: AttendedDesk) -> None:
     attended.attend()
     attended.order("ready", operation="", imports=("torch",))
     attended.until(lambda: attended.desk.expected() is not None)
@@ -489,7 +495,7 @@ def test_one_that_could_not_be_kept_is_offered_to_nobody(attended: Attended) -> 
         attended.desk.close()
 
 
-def test_nobody_is_kept_for_a_daemon_that_declines(attended: Attended) -> None:
+def test_nobody_is_kept_for_a_daemon_that_declines(attended: AttendedDesk) -> None:
     attended.attend()
     attended.order("ready", operation="", imports=("torch",))
     attended.until(lambda: attended.desk.expected() is not None)
@@ -504,7 +510,7 @@ def test_nobody_is_kept_for_a_daemon_that_declines(attended: Attended) -> None:
 @pytest.mark.parametrize("resumes", ["9", None])
 def test_a_daemon_that_will_not_have_it_is_told_of_once(socket_path: Path, tmp_path: Path, resumes: str | None) -> None:
     """One that wants to go on from a state gives up; a job that runs goes on running, without restarts."""
-    attended = Attended(socket_path, tmp_path, resumes=resumes)
+    attended = AttendedDesk(socket_path, tmp_path, resumes=resumes)
     refusal = failing(Refused("operation 9 is done, and holds no state", "hegmctl ops lists operations"))
     with FakeDaemon(socket_path, {**node.answers(), Supervise: refusal}):
         if resumes is None:
@@ -517,15 +523,15 @@ def test_a_daemon_that_will_not_have_it_is_told_of_once(socket_path: Path, tmp_p
         attended.desk.close()
 
 
-def _lock(attended: Attended) -> int:
+def _lock(attended: AttendedDesk) -> int:
     """The descriptor that the process it started has inherited."""
     target = attended.lock_path.resolve()
     found = [int(link.name) for link in Path("/proc/self/fd").iterdir() if link.exists() and link.resolve() == target]
     return found[0]
 
 
-def _recovered(socket_path: Path, tmp_path: Path) -> Attended:
-    attended = Attended(socket_path, tmp_path)
+def _recovered(socket_path: Path, tmp_path: Path) -> AttendedDesk:
+    attended = AttendedDesk(socket_path, tmp_path)
     attended.desk = DaemonAuthority(
         str(socket_path), COMMAND, ENVIRON, say=attended.said.append, recovery=Recovery(RecoveryWish(interval_s=30.0))
     )

@@ -18,7 +18,7 @@ import pytest
 
 from hegmd.errors import NO_DAEMON
 from hegmd.protocol import messages as m
-from hegmd.protocol.connection import Asked
+from hegmd.protocol.connection import IncomingRequest
 from tests.patience import HANG_S
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, saying
@@ -138,7 +138,7 @@ def test_images_that_cannot_be_had_are_refused_before_anything_runs(
 def test_images_that_are_missed_were_told_of_in_the_daemons_log_alone(socket_path: Path) -> None:
     """Whoever stays with the job says what the daemon has to say, the job running on."""
 
-    def supervise(caller: Caller, asked: Asked) -> None:
+    def supervise(caller: Caller, asked: IncomingRequest) -> None:
         for number, do in enumerate(("note", "of a later release", "note"), 1):
             order = m.SupervisorOrder(order=number, do=do, operation="", message=f"no image {number}", hint="free some")
             caller.event(asked.id, order)

@@ -10,7 +10,7 @@ import pytest
 from hegmctl.connection import Connection, connect
 from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.protocol import messages as m
-from hegmd.protocol.connection import Asked
+from hegmd.protocol.connection import IncomingRequest
 from hegmd.protocol.record import Record
 from tests.patience import HANG_S
 from tests.unit.hegmctl import node
@@ -23,7 +23,7 @@ def leaving(*, times: int) -> Answerer:
     """What a daemon says that stops while it is asked, so many times; then the answer of the next daemon."""
     left = times
 
-    def answer(caller: Caller, asked: Asked) -> m.GpusReply | None:
+    def answer(caller: Caller, asked: IncomingRequest) -> m.GpusReply | None:
         nonlocal left
         if not left:
             return node.GPUS
@@ -48,7 +48,7 @@ def test_a_daemon_that_stops_while_it_is_greeted_is_not_the_one_that_was_meant(
     welcomes = daemon.answers[m.Hello]
     refused = 0
 
-    def greet(caller: Caller, asked: Asked) -> Record | None:
+    def greet(caller: Caller, asked: IncomingRequest) -> Record | None:
         nonlocal refused
         if refused:
             return welcomes(caller, asked)
@@ -82,7 +82,7 @@ def test_what_the_daemon_held_for_a_connection_is_not_taken_to_be_held_by_the_ne
 def test_a_daemon_that_stops_and_has_no_next_one_is_heard(hegmd: Connection, daemon: FakeDaemon) -> None:
     leave = leaving(times=1)
 
-    def answer(caller: Caller, asked: Asked) -> Record | None:
+    def answer(caller: Caller, asked: IncomingRequest) -> Record | None:
         daemon.path.unlink()
         return leave(caller, asked)
 

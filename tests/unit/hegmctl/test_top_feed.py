@@ -15,7 +15,7 @@ from hegmd.protocol.jobs import Job, JobProcess
 from hegmd.protocol.operations import Operation, Plan
 from hegmd.protocol.snapshots import Event
 from tests.patience import HANG_S
-from tests.unit.hegmctl.fake_daemon import Asked, Caller, FakeDaemon, saying
+from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, IncomingRequest, saying
 from tests.unit.hegmctl.running import hegmctl
 from tests.unit.hegmctl.terminal import Picture as Painting
 from tests.unit.hegmctl.terminal import Terminal
@@ -48,7 +48,7 @@ PLAN = Plan(
 EVENT = Event(seq=5, time_utc=4e9, kind="operation.done", severity="info", message="operation 3: done")
 
 
-class Heard(Listener):
+class RecordingCallbacks(Listener):
     """Keeps what it hears, and wakes whoever waits for it."""
 
     def __init__(self, daemon: FakeDaemon) -> None:
@@ -88,9 +88,9 @@ def feed_of(daemon: FakeDaemon) -> Feed:
 
 @pytest.mark.thorough
 def test_an_event_is_followed_by_a_look_and_a_daemon_that_leaves_is_told_of(answering: FakeDaemon) -> None:
-    requests: list[tuple[Caller, Asked]] = []
+    requests: list[tuple[Caller, IncomingRequest]] = []
     answering.answers[m.Events] = lambda caller, asked: requests.append((caller, asked))
-    feed, heard = feed_of(answering), Heard(answering)
+    feed, heard = feed_of(answering), RecordingCallbacks(answering)
     feed.start(heard)
     try:
         answering.wait_until(lambda: bool(heard.looks) and bool(requests))
@@ -113,7 +113,7 @@ def test_an_event_is_followed_by_a_look_and_a_daemon_that_leaves_is_told_of(answ
 
 
 def test_a_daemon_that_is_away_is_told_of_once_it_is_missed(answering: FakeDaemon) -> None:
-    feed, heard = feed_of(answering), Heard(answering)
+    feed, heard = feed_of(answering), RecordingCallbacks(answering)
     answering.stop()
     feed.start(heard)
     try:
@@ -148,7 +148,7 @@ def test_without_a_terminal_it_says_what_to_use_instead(daemon: FakeDaemon) -> N
         assert terminal.end() == 2
 
 
-class Undrawn(Painting):
+class SentMessages(Painting):
     """Keeps what was sent: textual sends more than the terminal of these tests can draw."""
 
     def feed(self, text: str) -> None:
@@ -170,7 +170,7 @@ def test_the_screen_has_colours_only_where_the_terminal_has(
 ) -> None:
     """Issue 19: a VT100 was sent colours, and textual ignores --color beside NO_COLOR."""
     with Terminal("top", *words, socket=answering.path, environ=environ) as terminal:
-        terminal.picture = Undrawn()
+        terminal.picture = SentMessages()
         terminal.until(lambda _lines: "GPUs" in terminal.picture.raw)
         terminal.type("q")
         terminal.end()

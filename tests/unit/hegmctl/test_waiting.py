@@ -5,7 +5,7 @@ from __future__ import annotations
 from hegmd.protocol import messages as m
 from hegmd.protocol.operations import Operation, OperationProgress, Wait
 from hegmd.protocol.record import Record
-from tests.unit.hegmctl.fake_daemon import Asked, Caller, FakeDaemon
+from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, IncomingRequest
 from tests.unit.hegmctl.running import hegmctl
 
 DONE = Operation(id="7", kind="migrate", phase="done", processes=(), created_utc=1.7e9, size_bytes=0)
@@ -16,7 +16,7 @@ def test_a_command_in_a_pipe_waited_for_a_stopped_job_without_a_word(daemon: Fak
     wait = Wait(why="process 4711 is stopped by a signal or a debugger", next="kill -CONT 4711")
     waiting = OperationProgress(id="7", phase="quiescing", waits=wait)
 
-    def answer(caller: Caller, asked: Asked) -> Record | None:
+    def answer(caller: Caller, asked: IncomingRequest) -> Record | None:
         for progress in (OperationProgress(id="7", phase="reserving"), waiting, waiting.replace(size_bytes=1)):
             caller.event(asked.id, progress)
         return m.OperationReply(operation=DONE)

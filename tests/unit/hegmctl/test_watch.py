@@ -10,7 +10,7 @@ import pytest
 
 from hegmd.errors import DENIED, UNAVAILABLE, HegmError
 from hegmd.protocol import messages as m
-from hegmd.protocol.connection import Asked
+from hegmd.protocol.connection import IncomingRequest
 from hegmd.protocol.snapshots import Event
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, failing, remembering, saying
@@ -88,13 +88,13 @@ def test_following_goes_on_with_the_events_of_the_next_daemon(socket_path: Path)
 
 @pytest.mark.thorough
 def test_following_repeats_nothing_when_only_the_connection_broke(socket_path: Path) -> None:
-    def answer(caller: Caller, asked: Asked) -> None:
+    def answer(caller: Caller, asked: IncomingRequest) -> None:
         remembering(node.EVENTS if len(seen) == 0 else [*node.EVENTS, NEXT])(caller, asked)
         seen.append(asked)
         if len(seen) == 1:
             caller.daemon.hang_up()
 
-    seen: list[Asked] = []
+    seen: list[IncomingRequest] = []
     answers = node.answers()
     answers[m.Events] = answer
     with FakeDaemon(socket_path, answers), Running("events", "-f", "--since", "2", socket=socket_path) as following:

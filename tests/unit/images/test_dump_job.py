@@ -30,7 +30,17 @@ from hegmd.protocol.messages import Order
 from hegmd.system.programs import Rights
 from hegmd.workers.agent_orders import AgentAway
 from hegmd.workers.workers import Workers
-from tests.unit.handed import Borrowed, HangingUp, Shelf, attended, handoff_with, none, some_criu, state, wished
+from tests.unit.handed import (
+    DisconnectingAgents,
+    ImageBeingWritten,
+    ImageCatalogue,
+    attended,
+    handoff_with,
+    none,
+    some_criu,
+    state,
+    wished,
+)
 from tests.unit.migration.operations import operation
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import start_ticks
@@ -80,14 +90,14 @@ async def _no_criu() -> NoReturn:
 
 async def test_no_criu_and_no_room_are_told_before_anybody_is_stopped(tmp_path: Path, paused: int) -> None:
     full = HegmError(REFUSED, "/images has 1 MiB free", "free some")
-    handoff = handoff_with(Shelf(why=full), tmp_path, _no_criu)
+    handoff = handoff_with(ImageCatalogue(why=full), tmp_path, _no_criu)
     looked = await handoff.against([paused], "/images/one", 1 << 30, Rights(os.geteuid(), os.getegid(), ()))
     assert [reason.message for reason in looked.reasons] == ["there is no CRIU", "/images has 1 MiB free"]
     assert looked.root_pid == paused
 
 
 async def test_a_job_that_has_ended_is_in_no_image(tmp_path: Path, paused: int) -> None:
-    handoff = handoff_with(Shelf(), tmp_path, some_criu)
+    handoff = handoff_with(ImageCatalogue(), tmp_path, some_criu)
     for gone in (wished(1 << 22), wished(paused, root_ticks=1)):  # it is no more, or its number is another's
         with pytest.raises(HegmError, match=r"process \d+ has ended"):
             await handoff.dump(gone, lambda _: None)
@@ -111,14 +121,14 @@ def test_bytes_that_are_elsewhere_by_their_mark_are_put_in_no_image() -> None:
 
 
 async def test_an_agent_that_is_not_there_cannot_step_aside(tmp_path: Path, paused: int) -> None:
-    lent = Borrowed()
+    lent = ImageBeingWritten()
     with pytest.raises(AgentAway, match="it cannot get the order to disconnect"):
         await handoff_with(lent, tmp_path, some_criu).dump(wished(paused), lambda _: None)
     assert lent.ends == ["discarded"]
 
 
 async def test_an_agent_that_does_not_hang_up_is_told_of_and_the_job_goes_on(tmp_path: Path, paused: int) -> None:
-    lent, workers = Borrowed(), Workers(start_ticks)
+    lent, workers = ImageBeingWritten(), Workers(start_ticks)
     async with anyio.create_task_group() as tasks:
         await tasks.start(workers.run)
         agent = ModelAgent(workers, paused)
@@ -136,7 +146,7 @@ async def test_bytes_that_would_be_lost_with_the_daemon_are_no_agents_to_step_as
     tmp_path: Path, paused: int
 ) -> None:
     """An agent that stepped aside has let go of its own descriptor of them."""
-    lent, workers, pool = Borrowed(), Workers(start_ticks), Pool(64 << 20)
+    lent, workers, pool = ImageBeingWritten(), Workers(start_ticks), Pool(64 << 20)
     op = attended(paused, offloaded=True)
     await pool.take(Key(op.id, "a"), 1 << 10)
     try:
@@ -153,7 +163,7 @@ async def test_bytes_that_would_be_lost_with_the_daemon_are_no_agents_to_step_as
         await pool.release(Key(op.id, "a"))
 
 
-class Guarding(HangingUp):
+class Guarding(DisconnectingAgents):
     """By then its process keeps its memory from its own user."""
 
     def __init__(self, workers: Workers, job: subprocess.Popen[str]) -> None:
@@ -193,7 +203,7 @@ async def test_a_job_that_gets_other_rights_while_it_steps_aside_is_in_no_image(
     tmp_path: Path, hiding: subprocess.Popen[str]
 ) -> None:
     """CRIU was to have its user's rights, which are not enough any more."""
-    lent, workers = Borrowed(), Workers(start_ticks)
+    lent, workers = ImageBeingWritten(), Workers(start_ticks)
     async with anyio.create_task_group() as tasks:
         await tasks.start(workers.run)
         agent = Guarding(workers, hiding)
@@ -215,19 +225,19 @@ async def test_what_an_earlier_daemon_has_written_of_an_image_is_none(tmp_path: 
     """Nobody has read it back. One of another operation at that path stays as it is."""
     op = wished(paused, leave_running=True, begun=True, written=True)
     for shelf, why in (
-        (Shelf(), "is no image"),
-        (Shelf(Manifest(more={"operation": "another"})), "is the image of another operation"),
+        (ImageCatalogue(), "is no image"),
+        (ImageCatalogue(Manifest(more={"operation": "another"})), "is the image of another operation"),
     ):
         with pytest.raises(Refused, match=f"hegmd was stopped before the image in /images/one was complete: .*{why}"):
             await handoff_with(shelf, tmp_path).seal(op, lambda _: None)
         assert shelf.swept == ["/images/one"]
-    whole = Shelf(Manifest(more={"operation": op.id, "asked_utc": op.created_utc}))
+    whole = ImageCatalogue(Manifest(more={"operation": op.id, "asked_utc": op.created_utc}))
     await handoff_with(whole, tmp_path).seal(op, lambda _: None)
     assert whole.swept == []
 
 
 async def test_an_image_that_is_scrapped_after_its_daemon_is_swept_away(tmp_path: Path, paused: int) -> None:
-    shelf = Shelf()
+    shelf = ImageCatalogue()
     await handoff_with(shelf, tmp_path).scrap(wished(paused, leave_running=True, begun=True, written=True))
     assert shelf.swept == ["/images/one"]
 
@@ -238,18 +248,20 @@ async def test_a_child_of_a_job_that_was_killed_as_its_daemon_was_stood_for_ever
     ticks = population_of([paused]).start_ticks[paused]
     op = wished(1 << 22, root_ticks=1, begun=True, whole=True)
     more = {"operation": op.id, "asked_utc": op.created_utc, "start_ticks": [[1 << 22, 1], [paused, ticks]]}
-    handoff = handoff_with(Shelf(Manifest(more=more)), tmp_path)
+    handoff = handoff_with(ImageCatalogue(Manifest(more=more)), tmp_path)
     await handoff.end(op, op.workers[0])
     assert population_of([paused]).start_ticks == {}
     await handoff.end(op, op.workers[0])
-    await handoff_with(Shelf(), tmp_path).end(op, op.workers[0])  # of an image that was taken away nobody knows
+    await handoff_with(ImageCatalogue(), tmp_path).end(
+        op, op.workers[0]
+    )  # of an image that was taken away nobody knows
 
 
 async def test_nobody_let_go_of_a_job_whose_dump_was_given_up_once_that_daemon_was_killed(
     tmp_path: Path, stopped: int
 ) -> None:
     """Nor took away what it had written. One that stands later on does so for another reason."""
-    shelf, op = Shelf(), wished(stopped, begun=True)
+    shelf, op = ImageCatalogue(), wished(stopped, begun=True)
     op = op.replace(workers=(op.workers[0].replace(token="a" * 32),))
     handoff = handoff_with(shelf, tmp_path)
     place = Rendezvous(tmp_path / "hegmd.sock").hold("a" * 32)

@@ -16,7 +16,15 @@ from hegmd.images.dump_records import DumpRecords
 from hegmd.node.criu_program import Criu
 from hegmd.node.processes.process_set import ProcessSet, population_of
 from hegmd.workers.workers import Workers
-from tests.unit.handed import Borrowed, HangingUp, Shelf, attended, handoff_with, state, wished
+from tests.unit.handed import (
+    DisconnectingAgents,
+    ImageBeingWritten,
+    ImageCatalogue,
+    attended,
+    handoff_with,
+    state,
+    wished,
+)
 from tests.unit.moving_node import start_ticks
 
 
@@ -28,7 +36,7 @@ async def test_a_child_of_a_job_that_was_killed_with_its_daemon_before_the_image
     people = ProcessSet({1 << 22: 1, **population_of([stopped]).start_ticks})
     op = wished(1 << 22, root_ticks=1, begun=True)
     DumpRecords(tmp_path).note(op.id, people)
-    handoff = handoff_with(Shelf(), tmp_path)
+    handoff = handoff_with(ImageCatalogue(), tmp_path)
     if how == "abandon":
         await handoff.abandon(op)
     else:
@@ -52,11 +60,11 @@ async def test_whom_criu_stops_is_on_disk_from_before_that_until_they_go_on(tmp_
     async def criu() -> Criu:
         return Criu(str(program), "4.2")
 
-    lent, workers = Borrowed(), Workers(start_ticks)
+    lent, workers = ImageBeingWritten(), Workers(start_ticks)
     lent.criu_dir_fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     async with anyio.create_task_group() as tasks:
         await tasks.start(workers.run)
-        agent = HangingUp(workers, paused)
+        agent = DisconnectingAgents(workers, paused)
         await agent.attend(tasks)
 
         async def come_back() -> None:
@@ -105,7 +113,7 @@ async def test_a_job_stood_for_ever_whose_daemon_had_no_descriptor_left_to_let_i
     tmp_path: Path, stopped: int
 ) -> None:
     op = wished(stopped, begun=True)
-    handoff = handoff_with(Shelf(), tmp_path)
+    handoff = handoff_with(ImageCatalogue(), tmp_path)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with anyio.create_task_group() as tasks:
         try:

@@ -18,8 +18,8 @@ from hegmd.images.criu.needs import needs_of
 from hegmd.images.dump_tree import end_tree, not_theirs, outside_relatives, require_no_more, resume_all
 from hegmd.migration.machine.operation import ImageRequest as Wish
 from hegmd.node.processes.process_set import ProcessSet, end_all, population_of
-from hegmd.node.processes.process_tree import Member as Process
 from hegmd.node.processes.process_tree import Tree, read_tree
+from hegmd.node.processes.process_tree import TreeProcess as Process
 from hegmd.system.programs import Rights
 from tests.cells import in_one_test
 from tests.unit.migration.operations import worker

@@ -10,13 +10,13 @@ from hegmd.errors import HegmError
 from hegmd.images.criu.needs import Needs
 from hegmd.images.manifests import candidates_in, composed, is_of, meeting_in, needs_in, revived, start_ticks_in
 from hegmd.migration.machine.operation import CHECKPOINT, ImageRequest, Operation
-from hegmd.node.processes.process_tree import Member, Tree
+from hegmd.node.processes.process_tree import Tree, TreeProcess
 from hegmd.protocol.images import ImageWorker, Manifest
 from hegmd.protocol.snapshots import Gpu
 from tests.unit.migration.operations import operation, worker
 
 NEEDS = Needs(pids=(197, 300), dump_options=("--file-locks",))
-TREE = Tree(197, (Member(197, 1, 7, "S", 197, 197, uid=1000), Member(300, 197, 8, "S", 197, 197, uid=1000)))
+TREE = Tree(197, (TreeProcess(197, 1, 7, "S", 197, 197, uid=1000), TreeProcess(300, 197, 8, "S", 197, 197, uid=1000)))
 
 
 def gpu(name: str, uuid: str) -> Gpu:

@@ -15,7 +15,7 @@ from hegmd.errors import HegmError, Refused
 from hegmd.memory.pool import Key, MemoryKeeping, Pool
 from hegmd.memory.pool_memory import Memory, make_memory, read_available_bytes, read_huge_free_bytes
 from hegmd.memory.pool_names import PieceName
-from hegmd.memory.pool_places import Place
+from hegmd.memory.pool_places import PoolDirectory
 from hegmd.memory.sizes import HUGE_PAGE_BYTES, MIB, whole_size
 from tests.unit.descriptor_store import DescriptorStore
 from tests.unit.pools import KEY, OTHER, files_under, found_again, keep_in, opened
@@ -215,7 +215,7 @@ def test_memory_that_cannot_be_filled_leaves_no_descriptor_and_no_file(tmp_path:
 
     name = PieceName(KEY, MIB, "00c0ffee")
     with pytest.raises(ValueError, match=str(MIB)):
-        make_memory(name, MIB, places=[Place(tmp_path / "memory", huge=False)], huge=False, fill=fill)
+        make_memory(name, MIB, places=[PoolDirectory(tmp_path / "memory", huge=False)], huge=False, fill=fill)
     assert files_under(tmp_path) == []
 
 
@@ -238,7 +238,7 @@ async def test_a_store_that_fails_costs_the_survival_and_not_the_move() -> None:
 async def test_a_place_that_is_full_is_passed_over_for_nameless_memory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     store = DescriptorStore()
-    pool = opened(MemoryKeeping([Place(tmp_path / "file" / "under", huge=False)], store))
+    pool = opened(MemoryKeeping([PoolDirectory(tmp_path / "file" / "under", huge=False)], store))
     memory = await pool.take(KEY, MIB)
     assert memory.place is None
     assert len(store.kept) == 1

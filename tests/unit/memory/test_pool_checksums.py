@@ -15,7 +15,7 @@ from hegmd.errors import REFUSED, UNAVAILABLE, HegmError
 from hegmd.memory.pool import Pool
 from hegmd.memory.pool_checksums import COMPARED_FOR_S, SumFolder, compare, sums_of
 from hegmd.memory.pool_piece import MemoryKeeping
-from hegmd.memory.spill_file import Unwanted
+from hegmd.memory.spill_file import ResultUnwanted
 from hegmd.system.direct_io import CHUNK_BYTES
 from tests.unit.descriptor_store import DescriptorStore
 from tests.unit.moving_node import Node, running
@@ -210,7 +210,7 @@ async def test_who_wants_the_bytes_does_not_wait_for_their_sums(tmp_path: Path) 
 def test_what_nobody_waits_for_any_more_ends_at_the_next_chunk() -> None:
     fd = os.memfd_create("piece")
     os.truncate(fd, SIZE_BYTES)
-    with pytest.raises(Unwanted):
+    with pytest.raises(ResultUnwanted):
         sums_of(fd, SIZE_BYTES, lambda: True)
     os.close(fd)
 

@@ -15,7 +15,7 @@ from hegmd.memory.pool_found import find_pieces
 from hegmd.memory.pool_memory import Memory, make_memory
 from hegmd.memory.pool_names import Key, PieceName, Source, parse_name
 from hegmd.memory.pool_piece import MemoryKeeping
-from hegmd.memory.pool_places import Place, find_places
+from hegmd.memory.pool_places import PoolDirectory, find_places
 from hegmd.memory.spill_file import SpillFolder
 
 NAME = str(PieceName(Key("7", "4711-9"), 4096, "00c0ffee"))
@@ -26,11 +26,11 @@ CLAIMED = SOURCED.claimed_by(Key("9", "4711")).claimed_by(Key("12", "4711"))
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path / "own", huge=False)
+def place(tmp_path: Path) -> PoolDirectory:
+    return PoolDirectory(tmp_path / "own", huge=False)
 
 
-def put(place: Place, name: str, size_bytes: int = 4096) -> Path:
+def put(place: PoolDirectory, name: str, size_bytes: int = 4096) -> Path:
     fd = place.create(name)
     os.ftruncate(fd, size_bytes)
     os.close(fd)
@@ -56,14 +56,14 @@ def test_a_piece_says_whose_it_was_and_its_name_does_not_grow_for_ever() -> None
     assert len(str(name)) < 128
 
 
-def test_a_directory_of_somebody_else_or_open_to_others_is_not_used(place: Place) -> None:
+def test_a_directory_of_somebody_else_or_open_to_others_is_not_used(place: PoolDirectory) -> None:
     place.folder.mkdir(mode=0o755)
     with pytest.raises(PermissionError, match="private"):
         place.create(NAME)
     assert list(place.folder.iterdir()) == []
 
 
-def test_a_directory_that_is_a_link_is_not_followed(place: Place, tmp_path: Path) -> None:
+def test_a_directory_that_is_a_link_is_not_followed(place: PoolDirectory, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.mkdir(mode=0o700)
     place.folder.symlink_to(victim)
@@ -72,13 +72,13 @@ def test_a_directory_that_is_a_link_is_not_followed(place: Place, tmp_path: Path
     assert list(victim.iterdir()) == []
 
 
-def test_a_file_that_is_there_is_never_taken_over(place: Place) -> None:
+def test_a_file_that_is_there_is_never_taken_over(place: PoolDirectory) -> None:
     os.close(place.create(NAME))
     with pytest.raises(FileExistsError):
         place.create(NAME)
 
 
-async def test_what_was_still_being_made_is_taken_away_and_the_rest_is_found(place: Place) -> None:
+async def test_what_was_still_being_made_is_taken_away_and_the_rest_is_found(place: PoolDirectory) -> None:
     put(place, NAME)
     os.close(place.create(f"{NAME}1"))
     found = await find_pieces(MemoryKeeping([place]))
@@ -102,7 +102,7 @@ async def test_what_was_still_being_made_is_taken_away_and_the_rest_is_found(pla
     ],
     ids=["cut", "readable", "linked", "renamed", "fifo", "symlink"],
 )
-async def test_what_is_not_as_it_was_left_is_told_of_and_stays(place: Place, spoil: object, why: str) -> None:
+async def test_what_is_not_as_it_was_left_is_told_of_and_stays(place: PoolDirectory, spoil: object, why: str) -> None:
     path = put(place, NAME)
     assert callable(spoil)
     spoil(path)
@@ -113,7 +113,7 @@ async def test_what_is_not_as_it_was_left_is_told_of_and_stays(place: Place, spo
     assert list(place.folder.iterdir()), "it was deleted"
 
 
-async def test_a_directory_called_as_what_is_being_made_kept_all_pieces_from_being_found(place: Place) -> None:
+async def test_a_directory_called_as_what_is_being_made_kept_all_pieces_from_being_found(place: PoolDirectory) -> None:
     put(place, NAME)
     (place.folder / "what.new").mkdir()
     found = await find_pieces(MemoryKeeping([place]))
@@ -124,7 +124,7 @@ async def test_a_directory_called_as_what_is_being_made_kept_all_pieces_from_bei
         piece.memory.close()
 
 
-async def test_a_place_that_cannot_be_looked_into_keeps_no_daemon_from_starting(place: Place) -> None:
+async def test_a_place_that_cannot_be_looked_into_keeps_no_daemon_from_starting(place: PoolDirectory) -> None:
     place.folder.mkdir(mode=0o777)
     place.folder.chmod(0o777)
     found = await find_pieces(MemoryKeeping([place], None, SpillFolder(place.folder / "none", spare_bytes=0)))
@@ -168,7 +168,7 @@ def test_whoever_made_the_directory_first_kept_bytes_from_having_a_name(
     assert found.name == NAME, "what is there from before is lost"
 
 
-def test_a_directory_that_went_with_its_last_piece_could_be_made_by_somebody_else(place: Place) -> None:
+def test_a_directory_that_went_with_its_last_piece_could_be_made_by_somebody_else(place: PoolDirectory) -> None:
     place.keep()
     put(place, NAME)
     place.remove(NAME)

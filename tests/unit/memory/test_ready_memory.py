@@ -16,7 +16,7 @@ import pytest
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
 from hegmd.memory.pool import Key, MemoryKeeping, Pool
 from hegmd.memory.pool_found import find_pieces
-from hegmd.memory.pool_places import Place
+from hegmd.memory.pool_places import PoolDirectory
 from hegmd.memory.ready_memory import NodeMemory, ReadyMemory, allowed_bytes, layout, read_node_memory
 from hegmd.memory.sizes import MIB, storages_in, whole_size, with_margin
 from tests.patience import HANG_S
@@ -62,7 +62,7 @@ class StuckStore(DescriptorStore):
         await super().drop(*names)
 
 
-class KilledAtPut(DescriptorStore):
+class KilledWhileStoring(DescriptorStore):
     """The daemon ends when a piece is to be stored."""
 
     async def put(self, name: str, fd: int) -> None:
@@ -71,7 +71,7 @@ class KilledAtPut(DescriptorStore):
         await super().put(name, fd)
 
 
-class FullPlace(Place):
+class FullDirectory(PoolDirectory):
     """Takes no file."""
 
     def create(self, name: str) -> int:
@@ -246,7 +246,7 @@ async def test_it_is_given_back_when_the_node_is_short_and_grows_only_when_there
 
 
 async def test_nameless_memory_is_ready_where_no_place_takes_it(tmp_path: Path, store: DescriptorStore) -> None:
-    pool = opened(MemoryKeeping([FullPlace(tmp_path / "memory", huge=False)], store), 8 * MIB)
+    pool = opened(MemoryKeeping([FullDirectory(tmp_path / "memory", huge=False)], store), 8 * MIB)
     while await pool.adjust_ready():
         pass
     assert pool.ready.size_bytes == 8 * MIB
@@ -286,7 +286,7 @@ async def test_a_daemon_with_another_setting_frees_what_it_finds(keep: MemoryKee
     assert names_of(keep) == []
 
 
-@pytest.mark.parametrize("store", [KilledAtPut], indirect=True)
+@pytest.mark.parametrize("store", [KilledWhileStoring], indirect=True)
 async def test_a_daemon_killed_while_it_hands_out_leaves_the_memory_under_no_name(store: DescriptorStore) -> None:
     pool = await filled(MemoryKeeping(store=store), 12 * MIB)
     with pytest.raises(KeyboardInterrupt):

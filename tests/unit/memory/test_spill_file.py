@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from hegmd.errors import HegmError, Refused
-from hegmd.memory.spill_file import SpillFolder, Unwanted
+from hegmd.memory.spill_file import ResultUnwanted, SpillFolder
 from hegmd.memory.spilling import _told
 from hegmd.system.direct_io import BLOCK_BYTES, CHUNK_BYTES
 from tests.patience import HANG_S
@@ -142,7 +142,7 @@ def test_memory_that_was_cut_under_it_is_refused_and_kills_nobody(
 @pytest.mark.thorough
 def test_one_that_is_not_wanted_any_more_leaves_nothing(folder: SpillFolder, memory: tuple[int, bytes]) -> None:
     asked = iter([False, True])
-    with pytest.raises(Unwanted):
+    with pytest.raises(ResultUnwanted):
         folder.write(NAME, memory[0], SIZE_BYTES, lambda: next(asked, True), ignore)
     assert list(folder.folder.iterdir()) == []
 
@@ -154,7 +154,7 @@ def test_a_copy_that_was_given_up_when_it_was_whole_got_its_name_all_the_same(
     """A thread left behind by who waited for it named its file after other bytes had gone to that memory."""
     chunks = SIZE_BYTES // CHUNK_BYTES + 1
     asked = iter([False] * (2 * chunks))  # copied, synced and compared
-    with pytest.raises(Unwanted):
+    with pytest.raises(ResultUnwanted):
         folder.write(NAME, memory[0], SIZE_BYTES, lambda: next(asked, True), ignore)
     assert list(folder.folder.iterdir()) == []
 

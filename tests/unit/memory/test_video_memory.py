@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from hegmd.errors import HegmError, Refused
-from hegmd.gpu_helper.link import Answer, HelperLost
+from hegmd.gpu_helper.link import HelperLost, HelperReply
 from hegmd.memory.sizes import MAX_PIECES
 from hegmd.memory.video_memory import GIB, MIB, VideoMemory, piece_sizes
 from hegmd.system.descriptors import Descriptors
@@ -31,7 +31,7 @@ class Gpus:
         self.begun = anyio.Event()
         self.losses = 0
 
-    async def call(self, op: str, args: Mapping[str, object], *, deadline_s: float) -> Answer:
+    async def call(self, op: str, args: Mapping[str, object], *, deadline_s: float) -> HelperReply:
         assert op == "hold"
         assert deadline_s > 1
         self.asked.append(args)
@@ -44,7 +44,7 @@ class Gpus:
         assert isinstance(sizes, list)
         if sum(sizes) > self.capacity_bytes:
             raise Refused("no room", "free some", {"asked_bytes": sum(sizes)})
-        return Answer({"sizes": sizes}, Descriptors([os.memfd_create("video") for _ in sizes]))
+        return HelperReply({"sizes": sizes}, Descriptors([os.memfd_create("video") for _ in sizes]))
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def operation(*workers: JobProcess, kind: str = MIGRATE, **values: Any) -> Opera
 
 
 @dataclass
-class Drive:
+class DrivenOperation:
     """An operation, what is to be done for it, and every phase that it was in."""
 
     op: Operation
@@ -68,11 +68,11 @@ class Drive:
             events.Failed(effect=effect.number, worker=effect.worker, fault=fault, message=message, hint="wait")
         )
 
-    def until(self, phase: str) -> Drive:
+    def until(self, phase: str) -> DrivenOperation:
         """End effects well until it is in that phase."""
         return self.on(lambda: self.op.phase == phase)
 
-    def on(self, is_there: Callable[[], bool]) -> Drive:
+    def on(self, is_there: Callable[[], bool]) -> DrivenOperation:
         if not self.phases:
             self.feed(events.Begin())
         while not is_there():

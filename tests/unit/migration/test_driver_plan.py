@@ -26,7 +26,7 @@ from tests.unit.migration.nvidia_nodes import (
     the_reasons,
     to,
 )
-from tests.unit.migration.operations import Drive
+from tests.unit.migration.operations import DrivenOperation
 
 
 def test_an_agents_storages_go_from_gpu_to_gpu_and_the_plan_says_how_long_that_takes() -> None:
@@ -211,7 +211,7 @@ def test_an_older_driver_suspends_and_resumes_where_it_was() -> None:
     snapshot = a_snapshot(a_process(), gpus=gpus)
     plan = the_plan(planned(snapshot, SUSPENSION))
     op = plan.operation("1", snapshot.candidates, {}, limits=Limits(), utc=0.0)
-    suspended = Drive(op).until("suspended").op
+    suspended = DrivenOperation(op).until("suspended").op
     assert the_plan(planned_resume(snapshot, PlanRequest(kind=RESUME, pids=(4711,)), suspended)).estimate_s > 4
     (reason,) = the_reasons(planned_resume(snapshot, PlanRequest(kind=RESUME, pids=(4711,), to="gpu1"), suspended))
     assert "575.1" in reason.message

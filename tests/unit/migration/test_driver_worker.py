@@ -7,7 +7,7 @@ from typing import Any
 from hegmd.migration.machine import events
 from hegmd.migration.machine.describe import waiting
 from hegmd.migration.machine.operation import BACK, SUSPEND, JobProcess
-from tests.unit.migration.operations import Drive, ending, operation, tags, worker
+from tests.unit.migration.operations import DrivenOperation, ending, operation, tags, worker
 
 
 def bare(to: str | None = "gpu1", **values: Any) -> JobProcess:
@@ -16,18 +16,18 @@ def bare(to: str | None = "gpu1", **values: Any) -> JobProcess:
     return worker(to=to, **{**plain, **values})
 
 
-def _effects(drive: Drive) -> list[str]:
+def _effects(drive: DrivenOperation) -> list[str]:
     return [effect.tag for _, _, _, wanted in drive.taken for effect in wanted]
 
 
 def test_a_process_without_an_agent_is_not_asked_anything() -> None:
-    drive = Drive(operation(bare())).until("done")
+    drive = DrivenOperation(operation(bare())).until("done")
     assert _effects(drive) == ["reserve", "checkpoint", "restore", "verify", "release-reservation"]
     assert drive.op.workers[0].previous_gpu == "gpu0"
 
 
 def test_it_is_suspended_and_resumed_by_the_driver_alone() -> None:
-    drive = Drive(operation(bare(to=None), kind=SUSPEND)).until("suspended")
+    drive = DrivenOperation(operation(bare(to=None), kind=SUSPEND)).until("suspended")
     assert _effects(drive) == ["checkpoint", "release-reservation"]
     before = len(_effects(drive))
     drive.feed(events.ResumeRequested(to={"a": "gpu1"}))
@@ -36,13 +36,13 @@ def test_it_is_suspended_and_resumed_by_the_driver_alone() -> None:
 
 
 def test_an_agents_process_is_parked_though_the_driver_carries_everything() -> None:
-    drive = Drive(operation(bare(token="t"))).until("done")
+    drive = DrivenOperation(operation(bare(token="t"))).until("done")
     assert _effects(drive) == "reserve park survey checkpoint restore release verify release-reservation".split()
     assert drive.op.workers[0].size_bytes == 0, "what its agent counts would be held twice"
 
 
 def test_a_restore_takes_the_room_that_was_measured_at_the_checkpoint() -> None:
-    drive = Drive(operation(bare()))
+    drive = DrivenOperation(operation(bare()))
     drive.on(lambda: "checkpoint" in tags(drive.wanted))
     (wanted,) = drive.end(driver_bytes=25, reserved_bytes=25)
     assert (wanted.tag, wanted.to_plain()["size_bytes"]) == ("reserve", 25)
@@ -50,7 +50,7 @@ def test_a_restore_takes_the_room_that_was_measured_at_the_checkpoint() -> None:
 
 
 def test_room_that_could_not_be_kept_for_the_way_back_is_taken_again_before_it_is_relied_upon() -> None:
-    drive = Drive(operation(bare()))
+    drive = DrivenOperation(operation(bare()))
     drive.on(lambda: "checkpoint" in tags(drive.wanted))
     drive.end(driver_bytes=10, reserved_bytes=4)
     assert drive.op.direction != BACK
@@ -63,7 +63,7 @@ def test_room_that_could_not_be_kept_for_the_way_back_is_taken_again_before_it_i
 
 def test_a_checkpoint_that_was_cut_off_was_believed_to_have_kept_the_way_back_and_cost_a_pause() -> None:
     """The restore was refused, the room counted, and all of it tried again 5 s later, with the job off its GPU."""
-    drive = Drive(operation(bare()))
+    drive = DrivenOperation(operation(bare()))
     drive.on(lambda: "checkpoint" in tags(drive.wanted))
     assert tags(drive.fail("broken")) == ["inspect"]
     (wanted,) = drive.end(parked=False, gpu=None, reservations={"gpu1": 10})
@@ -71,7 +71,7 @@ def test_a_checkpoint_that_was_cut_off_was_believed_to_have_kept_the_way_back_an
 
 
 def test_without_room_on_the_way_back_it_waits_and_says_why_until_there_is_room() -> None:
-    drive = Drive(operation(bare()))
+    drive = DrivenOperation(operation(bare()))
     drive.on(lambda: "restore" in tags(drive.wanted))
     drive.fail("out-of-memory")
     drive.end(parked=False, gpu=None)
@@ -90,10 +90,10 @@ def test_without_room_on_the_way_back_it_waits_and_says_why_until_there_is_room(
     assert drive.op.workers[0].gpu == "gpu0"
 
 
-def _reloaded_without_room(**values: Any) -> Drive:
+def _reloaded_without_room(**values: Any) -> DrivenOperation:
     """One that turned back when its bytes could not go in where it was to go, and finds no room at home either."""
     plain = {"token": "t", "carrier": "host", "size_bytes": 8, "driver_bytes": 2, **values}
-    drive = Drive(operation(worker(method="driver", **plain)))
+    drive = DrivenOperation(operation(worker(method="driver", **plain)))
     drive.on(lambda: "reload" in tags(drive.wanted))
     drive.fail("broken")
     drive.end(parked=True, out_bytes=8, gpu="gpu1")
@@ -103,7 +103,7 @@ def _reloaded_without_room(**values: Any) -> Drive:
     return drive
 
 
-def _after_a_while(drive: Drive) -> None:
+def _after_a_while(drive: DrivenOperation) -> None:
     assert (drive.op.phase, drive.wanted) == ("settling", [])
     assert drive.op.deadline is not None
     drive.now = drive.op.deadline
@@ -138,7 +138,7 @@ def test_storages_that_are_made_in_rounds_are_asked_for_without_room_for_all_of_
 
 def test_a_checkpoint_that_failed_on_the_way_back_leaves_the_job_waiting_for_room_where_it_is() -> None:
     """With 999, on two H200, beside somebody who took all memory: it was held, and had to be resumed by hand."""
-    drive = Drive(operation(worker(token="t", method="driver", carrier="host", size_bytes=8, driver_bytes=2)))
+    drive = DrivenOperation(operation(worker(token="t", method="driver", carrier="host", size_bytes=8, driver_bytes=2)))
     drive.on(lambda: "reload" in tags(drive.wanted))
     drive.fail("out-of-memory")
     drive.end(parked=True, out_bytes=8, gpu="gpu1")
@@ -158,7 +158,7 @@ def test_a_checkpoint_that_failed_on_the_way_back_leaves_the_job_waiting_for_roo
 
 def test_a_driver_without_memory_for_itself_on_the_way_back_is_asked_again_and_no_room_is_taken_twice() -> None:
     """It was held after the first attempt, and had to be resumed by hand while its storages were there."""
-    drive = Drive(operation(worker(token="t", method="driver", carrier="host", size_bytes=8, driver_bytes=2)))
+    drive = DrivenOperation(operation(worker(token="t", method="driver", carrier="host", size_bytes=8, driver_bytes=2)))
     drive.on(lambda: "reload" in tags(drive.wanted))
     drive.fail("driver-out-of-memory")
     assert drive.op.direction == BACK
@@ -180,7 +180,7 @@ def test_a_driver_without_memory_for_itself_on_the_way_back_is_asked_again_and_n
 
 
 def test_a_process_that_the_driver_has_given_up_is_lost_and_frees_what_was_held_for_it() -> None:
-    drive = Drive(operation(bare()))
+    drive = DrivenOperation(operation(bare()))
     drive.on(lambda: "restore" in tags(drive.wanted))
     drive.fail("broken")
     drive.end(parked=False, gpu=None, failed="the driver says so")
@@ -190,7 +190,7 @@ def test_a_process_that_the_driver_has_given_up_is_lost_and_frees_what_was_held_
 
 
 def test_one_that_was_brought_back_by_somebody_else_meanwhile_stays_where_it_is() -> None:
-    drive = Drive(operation(bare()))
+    drive = DrivenOperation(operation(bare()))
     drive.on(lambda: "restore" in tags(drive.wanted))
     drive.fail("broken")
     drive.end(parked=False, gpu="gpu1", reservations={"gpu0": 10, "gpu1": 10})
@@ -199,7 +199,7 @@ def test_one_that_was_brought_back_by_somebody_else_meanwhile_stays_where_it_is(
 
 
 def test_an_inspection_knows_where_a_process_was_taken_off_in_the_middle_of_a_crash() -> None:
-    drive = Drive(operation(bare()))
+    drive = DrivenOperation(operation(bare()))
     drive.on(lambda: "checkpoint" in tags(drive.wanted))
     drive.wanted.clear()
     drive.feed(events.Recovered())
@@ -210,7 +210,7 @@ def test_an_inspection_knows_where_a_process_was_taken_off_in_the_middle_of_a_cr
 
 
 def test_what_has_grown_is_written_down_and_has_its_room_before_it_is_taken_off() -> None:
-    drive = Drive(operation(bare()))
+    drive = DrivenOperation(operation(bare()))
     drive.on(lambda: "checkpoint" in tags(drive.wanted))
     (checkpoint,) = drive.wanted
     (wanted,) = drive.feed(events.GrewBeyondPlan(effect=checkpoint.number, worker="a", driver_bytes=25))

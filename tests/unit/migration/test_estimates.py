@@ -8,20 +8,24 @@ from hegmd.migration.machine.operation import MIGRATE, RESUME, SUSPEND, Limits
 from hegmd.migration.model import CARRIERS, PlanRequest, Rates
 from hegmd.migration.plan.carrier_choice import OverlappedCopies, estimate_s
 from hegmd.migration.plan.planner import planned, planned_resume
-from hegmd.migration.plan.throughput import IN, OUT, Paces
+from hegmd.migration.plan.throughput import IN, OUT, Throughputs
 from tests.cells import in_one_test
 from tests.unit.migration.nvidia_nodes import GIB, MIB, SUSPENSION, a_gpu, a_process, a_snapshot, an_agent, the_plan, to
-from tests.unit.migration.operations import Drive
+from tests.unit.migration.operations import DrivenOperation
 
 
 def test_a_job_that_is_resumed_stands_while_the_helper_is_made_ready_too() -> None:
     """Its estimate was half of what was measured: contexts and the like take their time while the job stands."""
     snapshot = a_snapshot(a_process(an_agent()), gpus=(a_gpu("gpu0", free_bytes=50 * GIB), a_gpu("gpu1")))
     suspension = the_plan(planned(snapshot, SUSPENSION))
-    op = Drive(suspension.operation("1", snapshot.candidates, {}, limits=Limits(), utc=0.0)).until("suspended").op
+    op = (
+        DrivenOperation(suspension.operation("1", snapshot.candidates, {}, limits=Limits(), utc=0.0))
+        .until("suspended")
+        .op
+    )
     op = op.with_worker(op.workers[0].replace(size_bytes=32 * GIB, driver_bytes=GIB))
     request = PlanRequest(kind=RESUME, pids=(4711,))
-    paces = Paces()
+    paces = Throughputs()
     estimates: list[float] = []
     for _ in range(2):
         estimates.append(the_plan(planned_resume(snapshot.replace(rates=paces.rates()), request, op)).estimate_s)
@@ -112,7 +116,7 @@ def test_an_estimate_follows_the_rates_of_its_own_carrier_and_of_no_other(carrie
 @pytest.mark.parametrize("carrier", ["peer", "host", "worker"])
 def test_what_a_carrier_took_is_what_it_is_estimated_to_take_next(carrier: str) -> None:
     """Half of what was paid for making and for rounds went into the rate of the copies, and was counted twice then."""
-    paces = Paces()
+    paces = Throughputs()
     for _ in range(40):
         paces.note(carrier, OUT, 32 * GIB, 3.0)
         paces.note(carrier, IN, 32 * GIB, 5.0, rounds=9)
@@ -124,7 +128,7 @@ def test_what_a_carrier_took_is_what_it_is_estimated_to_take_next(carrier: str) 
 
 
 def test_what_a_move_took_goes_into_the_next_estimate() -> None:
-    paces = Paces()
+    paces = Throughputs()
     snapshot = a_snapshot(a_process(an_agent()))
     before = the_plan(planned(snapshot.replace(rates=paces.rates()), to())).estimate_s
     for _ in range(8):
@@ -139,7 +143,7 @@ def test_what_a_move_took_goes_into_the_next_estimate() -> None:
 
 def test_a_copy_beside_a_step_says_how_fast_the_link_is_and_nothing_of_the_step() -> None:
     """Noted as the carrier's work, copies within a GPU came to 500 GB/s over the link, and steps were too slow."""
-    paces = Paces()
+    paces = Throughputs()
     for _ in range(20):
         paces.note_overlapped("host", OUT, 32 * GIB, 0.64)
         paces.note_overlapped("host", IN, 32 * GIB, 0.8)

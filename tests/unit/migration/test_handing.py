@@ -12,7 +12,7 @@ from hegmd.migration.machine.describe import busy_message
 from hegmd.migration.machine.operation import CHECKPOINT, ImageRequest, Operation
 from hegmd.migration.run.executor import EffectExecutor
 from hegmd.workers.workers import Workers
-from tests.unit.migration.operations import Drive, operation, worker
+from tests.unit.migration.operations import DrivenOperation, operation, worker
 
 
 def checkpoint(*names: str, leave_running: bool = False, **values: Any) -> Operation:
@@ -21,12 +21,12 @@ def checkpoint(*names: str, leave_running: bool = False, **values: Any) -> Opera
     return operation(*workers, kind=CHECKPOINT, image=handoff, is_distributed=len(workers) > 1)
 
 
-def asked(drive: Drive) -> list[str]:
+def asked(drive: DrivenOperation) -> list[str]:
     return [effect.tag for *_, wanted in drive.taken for effect in wanted]
 
 
 def test_a_checkpoint_ends_the_process_after_its_image_is_whole() -> None:
-    drive = Drive(checkpoint()).until("done")
+    drive = DrivenOperation(checkpoint()).until("done")
     assert drive.phases == [
         "reserving",
         "quiescing",
@@ -44,7 +44,7 @@ def test_a_checkpoint_ends_the_process_after_its_image_is_whole() -> None:
 
 
 def test_a_job_that_is_left_running_goes_home_and_proves_itself() -> None:
-    drive = Drive(checkpoint(leave_running=True)).until("done")
+    drive = DrivenOperation(checkpoint(leave_running=True)).until("done")
     assert "end" not in asked(drive)
     assert drive.phases[-7:] == ["restoring", "reloading", "releasing", "verifying", "sealing", "tidying", "done"]
     assert asked(drive)[-2:] == ["seal", "release-pool"]
@@ -54,7 +54,7 @@ def test_a_job_that_is_left_running_goes_home_and_proves_itself() -> None:
 
 def test_a_job_that_was_to_go_on_stood_while_its_image_was_written_and_read_back() -> None:
     """That takes what the pool has and nothing of the job, which stood for four times as long as it had to."""
-    drive = Drive(checkpoint(leave_running=True)).until("sealing")
+    drive = DrivenOperation(checkpoint(leave_running=True)).until("sealing")
     assert asked(drive).index("dump") < asked(drive).index("release") < asked(drive).index("seal")
     assert drive.op.image is not None
     assert not drive.op.image.whole, "nobody has read it yet"
@@ -62,8 +62,8 @@ def test_a_job_that_was_to_go_on_stood_while_its_image_was_written_and_read_back
     assert drive.op.image.whole
 
 
-def sealing(*names: str) -> Drive:
-    return Drive(checkpoint(*names, leave_running=True)).until("sealing")
+def sealing(*names: str) -> DrivenOperation:
+    return DrivenOperation(checkpoint(*names, leave_running=True)).until("sealing")
 
 
 def test_whoever_wants_a_job_whose_image_is_being_written_is_told_how_to_have_it() -> None:
@@ -149,7 +149,7 @@ def test_an_agent_that_is_late_while_an_image_is_read_back_does_not_have_it_read
 
 
 def test_an_image_whose_job_cannot_come_back_is_made_whole_all_the_same() -> None:
-    drive = Drive(checkpoint(leave_running=True)).until("restoring")
+    drive = DrivenOperation(checkpoint(leave_running=True)).until("restoring")
     drive.feed(events.WorkerExited(worker="a", why="it was killed"))
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "restore"]
     drive.until("lost")
@@ -160,7 +160,7 @@ def test_an_image_whose_job_cannot_come_back_is_made_whole_all_the_same() -> Non
 
 def test_an_image_that_was_written_just_when_it_was_dropped_was_left_over() -> None:
     """Nobody knew of it any more, and its lock was held until the daemon ended."""
-    drive = Drive(checkpoint(leave_running=True)).until("handing")
+    drive = DrivenOperation(checkpoint(leave_running=True)).until("handing")
     drive.feed(events.CancelRequested(by="somebody"))
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "dump"]
     drive.until("rolled-back")
@@ -168,20 +168,20 @@ def test_an_image_that_was_written_just_when_it_was_dropped_was_left_over() -> N
 
 
 def test_the_room_on_the_old_gpu_is_kept_until_the_image_is_whole() -> None:
-    drive = Drive(checkpoint()).until("handing")
+    drive = DrivenOperation(checkpoint()).until("handing")
     assert "release-reservation" not in asked(drive)
     assert drive.op.workers[0].reservations == {"gpu0": 10}
 
 
 def test_one_dump_is_for_all_ranks_and_each_is_ended() -> None:
-    drive = Drive(checkpoint("a", "b")).until("done")
+    drive = DrivenOperation(checkpoint("a", "b")).until("done")
     assert asked(drive).count("dump") == 1
     assert asked(drive).count("end") == 2
 
 
 @pytest.mark.parametrize("leave_running", [True, False])
 def test_an_image_that_cannot_be_made_leads_back(leave_running: bool) -> None:
-    drive = Drive(checkpoint(leave_running=leave_running)).until("handing")
+    drive = DrivenOperation(checkpoint(leave_running=leave_running)).until("handing")
     drive.fail("refused")
     drive.until("rolled-back")
     assert "end" not in asked(drive)
@@ -191,7 +191,7 @@ def test_an_image_that_cannot_be_made_leads_back(leave_running: bool) -> None:
 
 
 def test_cancelling_while_the_image_is_made_drops_it_and_leads_back() -> None:
-    drive = Drive(checkpoint()).until("handing")
+    drive = DrivenOperation(checkpoint()).until("handing")
     drive.feed(events.CancelRequested(by="somebody"))
     assert [pending.effect for pending in drive.op.pending] == ["restore"]
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "dump"]
@@ -199,16 +199,16 @@ def test_cancelling_while_the_image_is_made_drops_it_and_leads_back() -> None:
 
 
 def test_cancelling_is_refused_once_the_image_is_whole() -> None:
-    drive = Drive(checkpoint()).until("ending")
+    drive = DrivenOperation(checkpoint()).until("ending")
     with pytest.raises(Refused, match="it has already done what was requested"):
         drive.feed(events.CancelRequested(by="somebody"))
-    home = Drive(checkpoint(leave_running=True)).until("restoring")
+    home = DrivenOperation(checkpoint(leave_running=True)).until("restoring")
     with pytest.raises(Refused, match="no longer be rolled back"):
         home.feed(events.CancelRequested(by="somebody"))
 
 
 def test_an_agent_that_steps_aside_for_the_dump_is_not_waited_for() -> None:
-    drive = Drive(checkpoint()).until("handing")
+    drive = DrivenOperation(checkpoint()).until("handing")
     drive.feed(events.AgentLost(worker="a"))
     assert drive.op.phase == "handing"
     drive.end()
@@ -216,14 +216,14 @@ def test_an_agent_that_steps_aside_for_the_dump_is_not_waited_for() -> None:
 
 
 def test_a_process_that_ends_by_itself_once_its_image_is_whole_is_not_lost() -> None:
-    drive = Drive(checkpoint()).until("ending")
+    drive = DrivenOperation(checkpoint()).until("ending")
     drive.feed(events.WorkerExited(worker="a", why="it was killed"))
     drive.until("done")
     assert drive.op.failure is None
 
 
 def test_a_process_that_ends_while_its_image_is_made_is_lost_and_the_dump_is_dropped() -> None:
-    drive = Drive(checkpoint()).until("handing")
+    drive = DrivenOperation(checkpoint()).until("handing")
     drive.feed(events.WorkerExited(worker="a", why="it was killed"))
     assert "dump" not in [pending.effect for pending in drive.op.pending]
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "dump"]
@@ -232,7 +232,7 @@ def test_a_process_that_ends_while_its_image_is_made_is_lost_and_the_dump_is_dro
 
 def test_after_a_restart_an_image_is_looked_for_before_anybody_is_asked() -> None:
     """Its processes may be held still by a dump that nobody waits for any more: no agent would answer."""
-    drive = Drive(checkpoint()).until("handing")
+    drive = DrivenOperation(checkpoint()).until("handing")
     drive.wanted.clear()
     (found,) = drive.feed(events.Recovered())
     assert found.tag == "dump"
@@ -242,14 +242,14 @@ def test_after_a_restart_an_image_is_looked_for_before_anybody_is_asked() -> Non
 
 
 def test_after_a_restart_processes_that_are_in_an_image_end_without_being_asked() -> None:
-    drive = Drive(checkpoint()).until("ending")
+    drive = DrivenOperation(checkpoint()).until("ending")
     drive.wanted.clear()
     (end,) = drive.feed(events.Recovered())
     assert end.tag == "end"
 
 
 def test_a_process_that_does_not_end_is_told_to_again() -> None:
-    drive = Drive(checkpoint()).until("ending")
+    drive = DrivenOperation(checkpoint()).until("ending")
     drive.fail("broken")
     drive.now = drive.op.deadline or 0.0
     (again,) = drive.feed(events.DeadlinePassed())
@@ -258,7 +258,7 @@ def test_a_process_that_does_not_end_is_told_to_again() -> None:
 
 
 def test_an_image_that_is_late_leads_back() -> None:
-    drive = Drive(checkpoint()).until("handing")
+    drive = DrivenOperation(checkpoint()).until("handing")
     drive.now = drive.op.deadline or 0.0
     drive.feed(events.DeadlinePassed())
     assert drive.op.direction == "back"
@@ -266,7 +266,7 @@ def test_an_image_that_is_late_leads_back() -> None:
     assert "did not finish handing within" in drive.op.failure.message
 
 
-class Letting:
+class DroppedDumps:
     """Makes images; of that it is only known whose dump was dropped."""
 
     def __init__(self) -> None:
@@ -278,9 +278,9 @@ class Letting:
 
 async def test_a_job_stood_whose_dump_was_given_up_by_a_daemon_that_was_killed_then() -> None:
     """Or that was through just then. Its agent, which stands aside, was waited for; nobody called it back."""
-    imager: Any = Letting()
+    imager: Any = DroppedDumps()
     performer = EffectExecutor(Workers(), {}, {}, start_ticks=lambda _pid: None, imager=imager)
-    drive = Drive(checkpoint()).until("handing")
+    drive = DrivenOperation(checkpoint()).until("handing")
 
     async def look() -> None:
         look_at = effects.Inspect(number=99, worker="a", cause=1)
@@ -291,12 +291,12 @@ async def test_a_job_stood_whose_dump_was_given_up_by_a_daemon_that_was_killed_t
     drive.feed(events.CancelRequested(by="somebody"))
     await look()
     assert imager.abandoned == ["restoring"]
-    drive = Drive(checkpoint()).until("ending")
+    drive = DrivenOperation(checkpoint()).until("ending")
     await look()
-    drive = Drive(checkpoint(leave_running=True)).until("restoring")
+    drive = DrivenOperation(checkpoint(leave_running=True)).until("restoring")
     await look()
     assert imager.abandoned == ["restoring"], "nobody has given that up"
-    drive = Drive(checkpoint()).until("handing")
+    drive = DrivenOperation(checkpoint()).until("handing")
     drive.feed(events.WorkerExited(worker="a", why="it was killed"))
     release_pool = effects.ReleasePool(number=99, worker="a", cause=1)
     await performer.perform(drive.op, release_pool, lambda _: None, None)

@@ -9,7 +9,7 @@ import pytest
 from hegmd.errors import Refused
 from hegmd.migration.machine import events
 from hegmd.migration.machine.operation import CHECKPOINT, QUIESCE, SUSPEND, ImageRequest, Operation
-from tests.unit.migration.operations import Drive, operation, tags, worker
+from tests.unit.migration.operations import DrivenOperation, operation, tags, worker
 
 WISH = ImageRequest(path="/images/one", uid=1000, gid=1000)
 
@@ -19,20 +19,20 @@ def quiesce(*names: str, **values: Any) -> Operation:
     return operation(*workers, kind=QUIESCE, is_distributed=len(workers) > 1)
 
 
-def held(*names: str) -> Drive:
-    return Drive(quiesce(*names)).until("holding")
+def held(*names: str) -> DrivenOperation:
+    return DrivenOperation(quiesce(*names)).until("holding")
 
 
-def suspended() -> Drive:
-    return Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended")
+def suspended() -> DrivenOperation:
+    return DrivenOperation(operation(worker(to=None), kind=SUSPEND)).until("suspended")
 
 
-def asked(drive: Drive) -> list[str]:
+def asked(drive: DrivenOperation) -> list[str]:
     return [effect.tag for *_, wanted in drive.taken for effect in wanted]
 
 
 def test_a_job_is_stopped_stands_and_goes_on_and_nothing_of_it_is_moved() -> None:
-    drive = Drive(quiesce()).until("done")
+    drive = DrivenOperation(quiesce()).until("done")
     assert drive.phases == ["quiescing", "holding", "releasing", "verifying", "done"]
     assert asked(drive) == ["park", "hold", "release", "verify"]
     assert drive.op.failure is None
@@ -105,7 +105,7 @@ def test_a_hold_was_broken_because_agents_took_longer_than_5_s_to_come_to_the_ne
 
 
 def test_a_job_that_has_not_stood_yet_is_not_waited_for_longer_than_it_may_take() -> None:
-    drive = Drive(quiesce()).until("quiescing")
+    drive = DrivenOperation(quiesce()).until("quiescing")
     drive.feed(events.AgentLost(worker="a"))
     drive.now = drive.op.deadline or 0.0
     drive.feed(events.DeadlinePassed())
@@ -191,7 +191,7 @@ def test_after_a_restart_an_image_of_a_suspended_job_that_is_not_whole_leaves_it
 
 
 def test_a_job_of_which_a_part_is_on_its_gpu_is_not_handed_over() -> None:
-    drive = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended")
+    drive = DrivenOperation(operation(worker(to=None), kind=SUSPEND)).until("suspended")
     drive.op = drive.op.with_worker(drive.op.workers[0].replace(gpu="gpu0", is_parked=False))
     with pytest.raises(Refused, match="not suspended"):
         drive.feed(events.ImageRequested(handoff=WISH))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from hegmd.migration.machine import events
 from hegmd.migration.machine.operation import SUSPEND
-from tests.unit.migration.operations import Drive, operation, tags, worker
+from tests.unit.migration.operations import DrivenOperation, operation, tags, worker
 
 
 def test_an_operation_that_had_not_begun_does_not_begin_with_the_next_daemon() -> None:
     """Issue 4: what was refused, since its record could not be synced, was carried out by the next daemon."""
-    drive = Drive(operation())
+    drive = DrivenOperation(operation())
     assert drive.feed(events.Recovered()) == ()
     assert drive.op.phase == "rolled-back"
     assert drive.op.failure is not None
@@ -19,7 +19,7 @@ def test_an_operation_that_had_not_begun_does_not_begin_with_the_next_daemon() -
 
 def test_after_a_reboot_the_deadline_is_one_of_the_new_clock() -> None:
     """Issue 4: the clock starts over, and a deadline of the old one was days away."""
-    drive = Drive(operation(), now=1e6).until("offloading")
+    drive = DrivenOperation(operation(), now=1e6).until("offloading")
     drive.feed(events.AgentLost(worker="a"))
     assert drive.op.phase == "settling"
     drive.now = 3.0
@@ -30,7 +30,7 @@ def test_after_a_reboot_the_deadline_is_one_of_the_new_clock() -> None:
 
 def test_the_room_is_counted_again_when_a_restore_has_failed() -> None:
     """Issue 4: room that somebody else had got was believed held, and the first resume failed on it."""
-    drive = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended")
+    drive = DrivenOperation(operation(worker(to=None), kind=SUSPEND)).until("suspended")
     drive.feed(events.ResumeRequested(to={"a": "gpu1"}))
     drive.on(lambda: drive.op.phase == "restoring")
     drive.fail()
@@ -56,7 +56,7 @@ def test_a_reloaded_rank_stays_parked_while_another_rank_is_suspended() -> None:
         reservations={},
     )
     held = operation(home, away, kind=SUSPEND, is_distributed=True, phase="suspended", direction="hold")
-    drive = Drive(held)
+    drive = DrivenOperation(held)
     drive.feed(events.ResumeRequested(to={"a": "gpu0", "b": "gpu1"}))
     assert tags(drive.wanted) == ["reserve"]
     drive.fail("refused")
@@ -66,7 +66,7 @@ def test_a_reloaded_rank_stays_parked_while_another_rank_is_suspended() -> None:
 
 
 def test_a_worker_that_was_parked_again_after_the_move_is_at_its_new_boundary() -> None:
-    drive = Drive(operation()).until("verifying")
+    drive = DrivenOperation(operation()).until("verifying")
     drive.wanted.clear()
     drive.now = 40.0
     drive.feed(events.DeadlinePassed())

@@ -22,7 +22,7 @@ from hegmd.migration.run.executor import EffectExecutor
 from hegmd.protocol import operations as told
 from hegmd.workers.supervisors import Supervisors
 from hegmd.workers.workers import Workers
-from tests.unit.migration.operations import Drive, operation, tags, worker
+from tests.unit.migration.operations import DrivenOperation, operation, tags, worker
 
 OLD, NEW = (197, 7, "token-a"), (300, 9, "token-new")
 
@@ -32,20 +32,22 @@ def restart(to: str = "gpu1") -> Operation:
     return operation(leaving, respawn=Respawn(set={"A": "1"}))
 
 
-def reborn(drive: Drive, gpu: str = "gpu1", who: tuple[int, int, str] = NEW, *, is_earlier: bool = False) -> None:
+def reborn(
+    drive: DrivenOperation, gpu: str = "gpu1", who: tuple[int, int, str] = NEW, *, is_earlier: bool = False
+) -> None:
     """End the restore with another process, which stands at the boundary at which the state was saved."""
     pid, start_ticks, token = who
     said = {"landed": gpu, "run": "run-1", "boundary": 5, "is_earlier": is_earlier}
     drive.end(pid=pid, start_ticks=start_ticks, token=token, **said)
 
 
-def found(drive: Drive, gpu: str = "gpu1", **seen: Any) -> None:
+def found(drive: DrivenOperation, gpu: str = "gpu1", **seen: Any) -> None:
     drive.end(**{"parked": False, "boundary": 5, "gpu": gpu, "reservations": {gpu: 10}, "pool_bytes": 10, **seen})
 
 
-def left() -> Drive:
+def left() -> DrivenOperation:
     """Its process has ended as it was to, and another is wanted."""
-    drive = Drive(restart()).until("checkpointing")
+    drive = DrivenOperation(restart()).until("checkpointing")
     drive.feed(events.WorkerExited(worker="a", why="it left"))
     drive.wanted = [effect for effect in drive.wanted if isinstance(effect, Restore)]
     return drive
@@ -83,13 +85,13 @@ def test_nothing_of_the_state_is_given_back_before_the_next_boundary() -> None:
 
 def test_a_process_may_be_started_anew_where_it_is() -> None:
     """With another environment or Python: it has to leave although it is where it is to be."""
-    drive = Drive(restart("gpu0")).until("offloading")
+    drive = DrivenOperation(restart("gpu0")).until("offloading")
     assert tags(drive.wanted) == ["offload"]
 
 
 @pytest.mark.parametrize("phase", ["reserving", "quiescing", "measuring", "offloading"])
 def test_a_failure_before_it_has_left_lets_it_go_on(phase: str) -> None:
-    drive = Drive(restart()).until(phase)
+    drive = DrivenOperation(restart()).until(phase)
     drive.fail()
     while drive.wanted:
         found(drive, "gpu0", parked=True) if tags(drive.wanted)[0] == "inspect" else drive.end()
@@ -98,7 +100,7 @@ def test_a_failure_before_it_has_left_lets_it_go_on(phase: str) -> None:
 
 
 def test_a_process_that_ends_before_its_state_is_saved_has_ended_and_nothing_is_lost_by_us() -> None:
-    drive = Drive(restart()).until("offloading")
+    drive = DrivenOperation(restart()).until("offloading")
     drive.feed(events.WorkerExited(worker="a", why="killed"))
     drive.until("rolled-back")
     assert drive.op.workers[0].has_exited
@@ -107,7 +109,7 @@ def test_a_process_that_ends_before_its_state_is_saved_has_ended_and_nothing_is_
 
 def test_a_process_that_is_killed_once_its_state_is_saved_is_replaced_all_the_same() -> None:
     """Killed between the end of saving and its own leaving: what it was is in the pool."""
-    drive = Drive(restart()).until("checkpointing")
+    drive = DrivenOperation(restart()).until("checkpointing")
     drive.feed(events.AgentLost(worker="a"))
     drive.feed(events.WorkerExited(worker="a", why="killed"))
     assert drive.op.phase == "restoring"
@@ -116,7 +118,7 @@ def test_a_process_that_is_killed_once_its_state_is_saved_is_replaced_all_the_sa
 
 def test_the_end_of_a_process_that_is_known_to_have_left_asks_for_nobody_twice() -> None:
     """The driver of the restart said that it left, and its pidfd said so after that: two were started."""
-    drive = Drive(restart()).until("checkpointing")
+    drive = DrivenOperation(restart()).until("checkpointing")
     drive.end(reserved_bytes=0)
     assert tags(drive.wanted) == ["restore"]
     assert drive.feed(events.WorkerExited(worker="a", why="it left")) == ()
@@ -125,7 +127,7 @@ def test_the_end_of_a_process_that_is_known_to_have_left_asks_for_nobody_twice()
 
 def test_a_process_that_has_ended_no_longer_counts_as_parked() -> None:
     """The order's end came before the kernel's word: the next one was taken for the first, gone on by itself."""
-    drive = Drive(restart()).until("checkpointing")
+    drive = DrivenOperation(restart()).until("checkpointing")
     drive.end()
     drive.feed(events.WorkerExited(worker="a", why="it left"))
     reborn(drive)
@@ -167,7 +169,7 @@ def test_where_nobody_can_be_started_the_state_is_held_and_resumed() -> None:
     drive.until("done")
 
 
-def _held() -> Drive:
+def _held() -> DrivenOperation:
     """Nobody could be started from its state."""
     drive = left()
     for _ in range(2):
@@ -194,7 +196,7 @@ def test_a_state_that_was_held_could_not_be_given_up() -> None:
 
 
 def test_what_is_held_of_a_process_that_lives_is_not_given_up() -> None:
-    drive = Drive(operation(worker(to=None, origin_gpu="gpu0"), kind="suspend")).until("suspended")
+    drive = DrivenOperation(operation(worker(to=None, origin_gpu="gpu0"), kind="suspend")).until("suspended")
     with pytest.raises(Refused, match="process 197 is running and owns its saved state"):
         drive.feed(events.DropRequested(by="ada"))
     with pytest.raises(Refused) as refused:
@@ -232,8 +234,8 @@ def test_one_that_was_started_again_where_it_was_wanted_was_told_to_be_as_it_was
 
 @pytest.mark.parametrize("phase", ["checkpointing", "restoring"])
 def test_a_daemon_that_finds_it_gone_after_a_start_has_another_started(phase: str) -> None:
-    drive = Drive(restart()).until("checkpointing") if phase == "checkpointing" else left()
-    again = Drive(drive.op)
+    drive = DrivenOperation(restart()).until("checkpointing") if phase == "checkpointing" else left()
+    again = DrivenOperation(drive.op)
     again.feed(events.Recovered())
     assert tags(again.wanted) == ["inspect"]
     again.wanted.clear()
@@ -244,7 +246,7 @@ def test_a_daemon_that_finds_it_gone_after_a_start_has_another_started(phase: st
 def test_a_daemon_that_finds_the_next_one_training_after_a_start_is_done() -> None:
     drive = left()
     reborn(drive)
-    again = Drive(drive.op)
+    again = DrivenOperation(drive.op)
     again.feed(events.Recovered())
     found(again, boundary=9)
     again.until("done")
@@ -294,7 +296,7 @@ def test_a_state_that_is_held_of_a_training_that_had_come_to_its_end_is_given_ba
 @pytest.mark.parametrize(("begins", "other"), [(told.IMPORTING, told.READIED), (told.READIED, told.IMPORTING)])
 def test_it_is_told_what_the_next_process_does_while_there_is_none(begins: str, other: str) -> None:
     """All that could be seen of a restart, most of its time, was `settling`."""
-    drive = Drive(restart()).until("offloading")
+    drive = DrivenOperation(restart()).until("offloading")
     said = [doing(drive.op)]
     drive.until("checkpointing")
     said.append(doing(drive.op))
@@ -317,7 +319,7 @@ def test_it_is_told_what_the_next_process_does_while_there_is_none(begins: str, 
 
 
 def test_the_end_of_a_training_whose_state_is_not_whole_is_none_of_a_restart() -> None:
-    drive = Drive(restart()).until("offloading")
+    drive = DrivenOperation(restart()).until("offloading")
     before = drive.op
     drive.feed(events.TrainingEnded(worker="a"))
     assert drive.op is before
@@ -327,7 +329,7 @@ def test_the_end_of_a_training_whose_state_is_not_whole_is_none_of_a_restart() -
 def test_it_is_parked_all_the_same_where_the_next_process_does_not_become_ready(how: str) -> None:
     """Nothing rests on that process: neither a failure nor a limit that passes is one of the restart, nor is it waited
     for a second time."""
-    drive = Drive(restart()).until("readying")
+    drive = DrivenOperation(restart()).until("readying")
     assert tags(drive.wanted) == ["await-successor"]
     if how == "failed":
         drive.fail()
@@ -342,7 +344,7 @@ def test_it_is_parked_all_the_same_where_the_next_process_does_not_become_ready(
 
 
 def test_a_cancel_does_not_wait_for_the_next_process() -> None:
-    drive = Drive(restart()).until("readying")
+    drive = DrivenOperation(restart()).until("readying")
     drive.feed(events.CancelRequested(by="somebody"))
     assert not any(pending.effect == "await-successor" for pending in drive.op.pending)
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "await-successor"]
@@ -353,7 +355,7 @@ def test_a_cancel_does_not_wait_for_the_next_process() -> None:
 @pytest.mark.parametrize("phase", ["reserving", "readying", "quiescing", "offloading"])
 def test_a_training_that_ends_of_itself_before_it_was_moved_is_done(phase: str) -> None:
     """It had trained on until the next process was ready, and its last batch came first: the restart had failed."""
-    drive = Drive(restart()).until(phase)
+    drive = DrivenOperation(restart()).until(phase)
     drive.feed(events.WorkerExited(worker="a", why="it ended", finished=True))
     drive.wanted = [effect for effect in drive.wanted if drive.op.pending_numbered(effect.number)]
     drive.until("done")
@@ -363,7 +365,7 @@ def test_a_training_that_ends_of_itself_before_it_was_moved_is_done(phase: str) 
 
 
 def test_one_that_ends_on_its_way_back_is_as_it_was() -> None:
-    drive = Drive(restart()).until("readying")
+    drive = DrivenOperation(restart()).until("readying")
     drive.feed(events.CancelRequested(by="somebody"))
     drive.feed(events.WorkerExited(worker="a", finished=True))
     drive.wanted = [effect for effect in drive.wanted if drive.op.pending_numbered(effect.number)]
@@ -407,12 +409,12 @@ async def test_whoever_looks_for_a_process_that_has_left_sees_whether_its_state_
 
 def test_while_a_process_left_it_was_said_that_its_agent_is_not_connected() -> None:
     """As if something were wrong. What is waited for is its end, and then the word of whoever has gone on."""
-    drive = Drive(restart()).until("offloading")
+    drive = DrivenOperation(restart()).until("offloading")
     drive.feed(events.AgentLost(worker="a"))
     waits = waiting(drive.op)
     assert waits is not None
     assert "agent of process 197 is not connected" in waits.why
-    drive = Drive(restart()).until("checkpointing")
+    drive = DrivenOperation(restart()).until("checkpointing")
     drive.feed(events.AgentLost(worker="a"))
     waits = waiting(drive.op)
     assert waits is not None

@@ -8,7 +8,7 @@ import pytest
 
 from hegmd.migration.machine import events
 from hegmd.migration.machine.operation import BY_STATE, RESTART, Operation
-from tests.unit.migration.operations import Drive, operation, tags, worker
+from tests.unit.migration.operations import DrivenOperation, operation, tags, worker
 
 NEW = {"a": (300, "token-300"), "b": (301, "token-301")}
 
@@ -20,35 +20,35 @@ def ranks(to: str = "gpu1") -> Operation:
     return operation(*members, is_distributed=True)
 
 
-def gone(drive: Drive, name: str) -> None:
+def gone(drive: DrivenOperation, name: str) -> None:
     drive.feed(events.WorkerExited(worker=name, why="it ended"))
     drive.wanted = [wanted for wanted in drive.wanted if wanted.number in {one.number for one in drive.op.pending}]
 
 
-def left() -> Drive:
+def left() -> DrivenOperation:
     """Both have left, and are wanted elsewhere."""
-    drive = Drive(ranks()).until("checkpointing")
+    drive = DrivenOperation(ranks()).until("checkpointing")
     gone(drive, "a")
     gone(drive, "b")
     assert tags(drive.wanted) == ["restore", "restore"]
     return drive
 
 
-def reborn(drive: Drive, name: str, gpu: str = "gpu1") -> None:
+def reborn(drive: DrivenOperation, name: str, gpu: str = "gpu1") -> None:
     index = next(index for index, wanted in enumerate(drive.wanted) if (wanted.tag, wanted.worker) == ("restore", name))
     drive.wanted.insert(0, drive.wanted.pop(index))
     pid, token = NEW[name]
     drive.end(landed=gpu, pid=pid, start_ticks=9, token=token, run="run-1", boundary=4)
 
 
-def found(drive: Drive, gpu: str = "gpu1", **seen: Any) -> None:
+def found(drive: DrivenOperation, gpu: str = "gpu1", **seen: Any) -> None:
     """End every look at who has come."""
     while (index := next((i for i, one in enumerate(drive.wanted) if one.tag == "inspect"), None)) is not None:
         drive.wanted.insert(0, drive.wanted.pop(index))
         drive.end(**{"parked": False, "boundary": 4, "gpu": gpu, "reservations": {gpu: 10}, "pool_bytes": 10, **seen})
 
 
-def saved_twice(drive: Drive) -> bool:
+def saved_twice(drive: DrivenOperation) -> bool:
     offloaded = [event.worker for _, event, *_ in drive.taken if isinstance(event, events.Offloaded)]
     return len(offloaded) != len(set(offloaded))
 
@@ -70,7 +70,7 @@ def test_all_leave_once_all_are_saved_and_all_prove_themselves() -> None:
 
 def test_a_rank_that_dies_before_all_are_saved_has_nobody_restarted() -> None:
     """The other had its state saved, and would have been started again alone."""
-    drive = Drive(ranks()).until("offloading")
+    drive = DrivenOperation(ranks()).until("offloading")
     drive.end()
     assert drive.op.workers[0].state_saved
     gone(drive, "b")
@@ -81,7 +81,7 @@ def test_a_rank_that_dies_before_all_are_saved_has_nobody_restarted() -> None:
 
 def test_a_rank_that_does_not_leave_is_made_to_once_another_has() -> None:
     """Turned back it would have gone on alone, beside nobody."""
-    drive = Drive(ranks()).until("checkpointing")
+    drive = DrivenOperation(ranks()).until("checkpointing")
     gone(drive, "a")
     drive.fail()
     found(drive, "gpu0", parked=True)
@@ -163,7 +163,7 @@ def test_a_resume_ends_a_rank_that_is_left_of_an_earlier_start() -> None:
     reborn(drive, "a")
     found(drive)
     held = drive.op.replace(phase="suspended", direction="hold", pending=())
-    again = Drive(held)
+    again = DrivenOperation(held)
     again.feed(events.ResumeRequested(to={"a": "gpu1", "b": "gpu1"}))
     while "checkpoint" not in tags(again.wanted):
         again.end()
@@ -175,8 +175,8 @@ def test_a_resume_ends_a_rank_that_is_left_of_an_earlier_start() -> None:
 
 
 def test_a_daemon_that_was_away_while_one_left_has_the_other_leave_without_saving_it_again() -> None:
-    drive = Drive(ranks()).until("checkpointing")
-    again = Drive(drive.op)
+    drive = DrivenOperation(ranks()).until("checkpointing")
+    again = DrivenOperation(drive.op)
     again.feed(events.Recovered())
     again.wanted.clear()
     gone(again, "a")

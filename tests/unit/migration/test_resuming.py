@@ -5,11 +5,11 @@ from __future__ import annotations
 from hegmd.errors import TIMEOUT
 from hegmd.migration.machine import events
 from hegmd.migration.machine.operation import RESTORE, SUSPEND
-from tests.unit.migration.operations import Drive, operation, worker
+from tests.unit.migration.operations import DrivenOperation, operation, worker
 
 
-def _suspending() -> Drive:
-    return Drive(operation(worker(to=None), kind=SUSPEND))
+def _suspending() -> DrivenOperation:
+    return DrivenOperation(operation(worker(to=None), kind=SUSPEND))
 
 
 def test_a_resume_that_takes_too_long_is_suspended_again() -> None:
@@ -51,7 +51,7 @@ def test_a_resume_keeps_its_time_over_a_restart_of_the_daemon() -> None:
 
 
 def test_what_a_restore_made_is_called_restore() -> None:
-    drive = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended")
+    drive = DrivenOperation(operation(worker(to=None), kind=SUSPEND)).until("suspended")
     drive.op = drive.op.replace(kind=RESTORE)
     drive.feed(events.ResumeRequested(to={"a": "gpu0"}))
     assert drive.until("done").op.kind == RESTORE

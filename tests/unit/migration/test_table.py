@@ -12,7 +12,7 @@ from hegmd.migration.machine.events import Ending, Event
 from hegmd.migration.machine.machine import EVENTS, IGNORE, MOVE, REFUSE, TABLE, handle
 from hegmd.migration.machine.operation import ImageRequest, Operation
 from tests.cells import in_one_test
-from tests.unit.migration.operations import Drive, operation
+from tests.unit.migration.operations import DrivenOperation, operation
 
 
 def _some(tag: str) -> Event:
@@ -71,7 +71,7 @@ def test_an_event_is_the_same_from_plain_data(tag: str) -> None:
 
 
 def test_an_effect_is_the_same_from_plain_data_and_carries_its_cause() -> None:
-    drive = Drive(operation()).until("done")
+    drive = DrivenOperation(operation()).until("done")
     seen: set[str] = set()
     for before, _, after, wanted in drive.taken:
         for effect in wanted:
@@ -82,7 +82,7 @@ def test_an_effect_is_the_same_from_plain_data_and_carries_its_cause() -> None:
 
 
 def test_an_operation_is_the_same_from_plain_data() -> None:
-    op = Drive(operation()).until("reloading").op
+    op = DrivenOperation(operation()).until("reloading").op
     assert Operation.from_plain(op.to_plain(), "test") == op
 
 

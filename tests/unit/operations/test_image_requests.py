@@ -14,7 +14,7 @@ from hegmd.images.manifests import is_unrevived
 from hegmd.images.restore_checks import GrownFile
 from hegmd.migration.machine.describe import description
 from hegmd.migration.machine.operation import Failure, Operation
-from hegmd.migration.plan.throughput import Paces
+from hegmd.migration.plan.throughput import Throughputs
 from hegmd.operations.image_requests import Checkpoints, reading, to_cut_back
 from hegmd.operations.request_context import RequestContext
 from hegmd.protocol.images import ImageWorker, Manifest
@@ -75,7 +75,7 @@ async def test_what_fails_while_it_is_read_is_told_as_it_is() -> None:
             raise HegmError(REFUSED, "it is damaged", "use another")
 
 
-class Revived:
+class RestoresAnyImage:
     """Brings back whatever is asked for, and has runner and operations to go with it."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Revived:
 @pytest.mark.parametrize("is_gone", [False, True])
 async def test_that_a_job_is_back_is_told_before_what_comes_then_can_fail(*, is_gone: bool) -> None:
     """Who asked put files back under it that it has open: the last that was heard was how much had been read."""
-    double: Any = Revived()
+    double: Any = RestoresAnyImage()
 
     async def emit(progress: OperationProgress) -> None:
         double.done.append(progress.phase)
@@ -105,12 +105,12 @@ async def test_that_a_job_is_back_is_told_before_what_comes_then_can_fail(*, is_
 
     asked = RequestContext(by="the test", may=lambda _: True, emit=emit)
     image: Any = SimpleNamespace(manifest=Manifest(more={"needs": Needs(pids=(7,)).plain()}))
-    checkpoints = Checkpoints(double, double, double, double, Paces())
+    checkpoints = Checkpoints(double, double, double, double, Throughputs())
     await checkpoints._bring_back(image, Rights(0, 0, ()), asked, {})
     assert [step for step in double.done if step != "reading"] == ["back", "begun", "suspended", "settled"]
 
 
-class Failing(Revived):
+class FailingWhereTold(RestoresAnyImage):
     """Fails where it is told to; what is remembered of it is kept."""
 
     def __init__(self, error: HegmError, *, at_begin: bool) -> None:
@@ -151,8 +151,8 @@ async def _heard(_: OperationProgress) -> None:
 async def test_a_restore_that_failed_left_no_row_in_ops(*, at_begin: bool) -> None:
     """Issue 14, row 12."""
     error = HegmError(REFUSED, "criu cannot restore process 7", "see its log")
-    double: Any = Failing(error, at_begin=at_begin)
-    checkpoints = Checkpoints(double, double, double, double, Paces())
+    double: Any = FailingWhereTold(error, at_begin=at_begin)
+    checkpoints = Checkpoints(double, double, double, double, Throughputs())
     asked = RequestContext(by="the test", may=lambda _: True, emit=_heard)
     with pytest.raises(HegmError, match="criu cannot restore"):
         await checkpoints._bring_back(_IMAGE, Rights(0, 0, ()), asked, {})
@@ -173,7 +173,7 @@ async def test_a_restore_that_failed_left_no_row_in_ops(*, at_begin: bool) -> No
 
 
 async def test_a_restore_that_was_stopped_says_so_in_ops() -> None:
-    double: Any = Failing(HegmError(REFUSED, "never raised", "never shown"), at_begin=False)
+    double: Any = FailingWhereTold(HegmError(REFUSED, "never raised", "never shown"), at_begin=False)
     started = anyio.Event()
 
     async def bring_back(*_: object) -> None:
@@ -181,7 +181,7 @@ async def test_a_restore_that_was_stopped_says_so_in_ops() -> None:
         await anyio.sleep_forever()
 
     double.restore = bring_back
-    checkpoints = Checkpoints(double, double, double, double, Paces())
+    checkpoints = Checkpoints(double, double, double, double, Throughputs())
     asked = RequestContext(by="the test", may=lambda _: True, emit=_heard)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(checkpoints._bring_back, _IMAGE, Rights(0, 0, ()), asked, {})
@@ -194,7 +194,7 @@ async def test_a_restore_that_was_stopped_says_so_in_ops() -> None:
 
 async def test_a_job_that_was_back_was_ended_because_its_restore_was_cancelled_then() -> None:
     """Its operation had begun: to undo it took the processes from under that."""
-    double: Any = Failing(HegmError(REFUSED, "never raised", "never shown"), at_begin=False)
+    double: Any = FailingWhereTold(HegmError(REFUSED, "never raised", "never shown"), at_begin=False)
     telling = anyio.Event()
 
     async def back(*_: object) -> object:
@@ -209,7 +209,7 @@ async def test_a_job_that_was_back_was_ended_because_its_restore_was_cancelled_t
             await anyio.sleep_forever()
 
     double.restore, double.runner.begin = back, begin
-    checkpoints = Checkpoints(double, double, double, double, Paces())
+    checkpoints = Checkpoints(double, double, double, double, Throughputs())
     async with anyio.create_task_group() as tasks:
         asked = RequestContext(by="the test", may=lambda _: True, emit=emit)
         tasks.start_soon(checkpoints._bring_back, _IMAGE, Rights(0, 0, ()), asked, {})

@@ -13,8 +13,8 @@ import anyio
 import pytest
 
 from hegmd.errors import TIMEOUT, HegmError
-from hegmd.migration.carriers.prestart import ALWAYS, BEFOREHAND, MIN_AVAILABLE_BYTES, PrestartService, Ready
-from hegmd.operations.prestarted import ANSWERS_WITHIN_S, Patience, PrestartedJobs
+from hegmd.migration.carriers.prestart import ALWAYS, BEFOREHAND, MIN_AVAILABLE_BYTES, PrestartPolicy, PrestartService
+from hegmd.operations.prestarted import ANSWERS_WITHIN_S, PrestartedJobs, RetryDelays
 from hegmd.protocol.agents import AgentAttend
 from hegmd.protocol.messages import AgentReport, Order, Supervise, SuperviseReport, SupervisorOrder
 from hegmd.protocol.snapshots import AgentInfo
@@ -27,7 +27,7 @@ from hegmd.workers.workers import AgentConnection, Workers
 PID = os.getpid()
 
 
-class Deaf(PrestartService):
+class UnansweringAgents(PrestartService):
     """Whose agents do not answer for so many times, for that reason."""
 
     deaf_times = 0
@@ -51,16 +51,19 @@ class Node:
         uid: int = 0,
         answers: bool = True,
         deaf_times: int = 0,
-        why: HegmError = Deaf.why,
-        patience: Patience | None = None,
+        why: HegmError = UnansweringAgents.why,
+        patience: RetryDelays | None = None,
     ) -> None:
         self.uid, self.answers = uid, answers
         self.ticks = 1
         self.workers = Workers(lambda _pid: self.ticks)
         self.supervisors = Supervisors(lambda pid: pid)
         self.available_bytes, self.events = available_bytes, EventLog()
-        readying = Deaf(
-            self.supervisors, lambda _subject, _place: {}, Ready(when), available_bytes=lambda: self.available_bytes
+        readying = UnansweringAgents(
+            self.supervisors,
+            lambda _subject, _place: {},
+            PrestartPolicy(when),
+            available_bytes=lambda: self.available_bytes,
         )
         readying.deaf_times, readying.why = deaf_times, why
         self.in_hand = False
@@ -70,7 +73,7 @@ class Node:
             readying,
             self.events,
             in_hand=lambda _pid: self.in_hand,
-            patience=patience or Patience(first_s=3600.0, longest_s=36000.0),
+            patience=patience or RetryDelays(first_s=3600.0, longest_s=36000.0),
         )
         self.asked: list[str] = []
         self.told: list[SupervisorOrder] = []
@@ -202,10 +205,10 @@ async def test_one_job_that_did_not_answer_kept_all_others_from_being_asked(othe
             tasks.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize("why", [Deaf.why, AgentAway(PID, "it left")], ids=["stopped", "away"])
+@pytest.mark.parametrize("why", [UnansweringAgents.why, AgentAway(PID, "it left")], ids=["stopped", "away"])
 async def test_whoever_did_not_answer_is_asked_again_later(why: HegmError) -> None:
     """As a job that was stopped when it was asked, and goes on; one whose agent was away was asked no more."""
-    node = Node(ALWAYS, deaf_times=2, why=why, patience=Patience(first_s=0.0))
+    node = Node(ALWAYS, deaf_times=2, why=why, patience=RetryDelays(first_s=0.0))
     async with node.running():
         assert [order.do for order in node.told] == ["ready"]
 
@@ -246,7 +249,7 @@ async def test_one_that_is_kept_though_it_is_not_to_be_any_more_is_let_go_of() -
 
 async def test_one_that_was_ended_where_memory_ran_short_was_not_replaced_before_a_restart_was_asked_for() -> None:
     """Each is told of. What its supervisor says of another one, an operation's, is no word of this one."""
-    node = Node(ALWAYS, patience=Patience(first_s=0.0))
+    node = Node(ALWAYS, patience=RetryDelays(first_s=0.0))
     async with node.running():
         for pid in (7, None, 8, None):
             node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=pid))
@@ -274,12 +277,12 @@ async def test_one_that_falls_again_and_again_is_replaced_later_each_time() -> N
         await anyio.wait_all_tasks_blocked()
         assert [order.do for order in node.told] == ["ready"]
         assert [event.facts["wait_s"] for event in node.events.remembered(kinds=("process.next-fell",))] == [3600.0]
-    assert [Patience(10.0, 600.0).after(fallen) for fallen in (1, 2, 3, 7, 1000)] == [10.0, 20.0, 40.0, 600.0, 600.0]
+    assert [RetryDelays(10.0, 600.0).after(fallen) for fallen in (1, 2, 3, 7, 1000)] == [10.0, 20.0, 40.0, 600.0, 600.0]
 
 
 @pytest.mark.thorough
 async def test_where_there_was_no_memory_for_it_it_is_made_once_there_is() -> None:
-    node = Node(ALWAYS, MIN_AVAILABLE_BYTES - 1, patience=Patience(first_s=0.001, longest_s=0.002))
+    node = Node(ALWAYS, MIN_AVAILABLE_BYTES - 1, patience=RetryDelays(first_s=0.001, longest_s=0.002))
     async with node.running():
         assert node.told == []
         node.available_bytes = MIN_AVAILABLE_BYTES
@@ -291,7 +294,7 @@ async def test_where_there_was_no_memory_for_it_it_is_made_once_there_is() -> No
 async def test_one_that_was_made_ready_long_ago_had_files_of_long_ago() -> None:
     """It is told once more what to import, whereupon it looks at its files; of an earlier daemon's too."""
     for kept in (False, True):
-        node = Node(ALWAYS, patience=Patience(first_s=3600.0, longest_s=0.001))
+        node = Node(ALWAYS, patience=RetryDelays(first_s=3600.0, longest_s=0.001))
         async with node.running(kept=kept):
             await node.until_told(2)
         assert {(order.do, order.operation) for order in node.told} == {("ready", "")}
@@ -300,7 +303,7 @@ async def test_one_that_was_made_ready_long_ago_had_files_of_long_ago() -> None:
 
 async def test_one_that_waited_on_a_node_short_of_memory_was_said_to_have_ended() -> None:
     """Every ten minutes, with another to be made; and nobody looked at its files."""
-    node = Node(ALWAYS, patience=Patience(first_s=3600.0, longest_s=0.001))
+    node = Node(ALWAYS, patience=RetryDelays(first_s=3600.0, longest_s=0.001))
     async with node.running():
         node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=7))
         node.available_bytes = MIN_AVAILABLE_BYTES - 1
@@ -317,4 +320,4 @@ async def test_one_that_waited_on_a_node_short_of_memory_was_said_to_have_ended(
 
 def test_an_agent_that_does_not_say_what_it_has_imported_is_not_waited_for_without_end() -> None:
     assert "beforehand" in LIMITED
-    assert answered_within_s("beforehand", None) < ANSWERS_WITHIN_S < Patience().longest_s
+    assert answered_within_s("beforehand", None) < ANSWERS_WITHIN_S < RetryDelays().longest_s

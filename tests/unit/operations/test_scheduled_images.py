@@ -45,7 +45,7 @@ class Clock:
         await anyio.lowlevel.checkpoint()
 
 
-class Shelf:
+class ImageCatalogue:
     """Takes images, each in so many seconds; the numbers in `fails` do not come off."""
 
     def __init__(self, node: Node, clock: Clock, *, takes_s: float = 0.0, fails: Sequence[int] = ()) -> None:
@@ -78,7 +78,7 @@ class Shelf:
 
 
 @asynccontextmanager
-async def attended(node: Node, clock: Clock, shelf: Shelf) -> AsyncIterator[None]:
+async def attended(node: Node, clock: Clock, shelf: ImageCatalogue) -> AsyncIterator[None]:
     periodic = ScheduledImages(
         node.workers,
         node.operations.runner,
@@ -103,7 +103,7 @@ async def attended(node: Node, clock: Clock, shelf: Shelf) -> AsyncIterator[None
 async def test_one_is_taken_every_so_often_and_the_old_ones_go_after_it(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         clock = Clock(2000.0)
-        shelf = Shelf(node, clock)
+        shelf = ImageCatalogue(node, clock)
         async with attended(node, clock, shelf):
             await node.attend(process.pid, images=WISH, run="ab12", job="train")
         begun = clock.end_s - 2000.0
@@ -127,7 +127,7 @@ async def test_a_job_had_no_images_while_one_of_another_user_said_that_it_was_of
         its_own = ModelAgent(node.workers, process.pid)
         its_own.about = {"images": WISH, "run": "ab12", "job": "train"}
         clock = Clock(6300.0)
-        shelf = Shelf(node, clock)
+        shelf = ImageCatalogue(node, clock)
         async with attended(node, clock, shelf):
             stranger = ModelAgent(node.workers, other.pid, token="b" * 32)
             stranger.uid, stranger.boundary = stranger.uid + 1, 9
@@ -140,7 +140,7 @@ async def test_a_job_had_no_images_while_one_of_another_user_said_that_it_was_of
 async def test_one_that_fails_is_told_of_and_nothing_is_removed_for_it(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         clock = Clock(1300.0)
-        shelf = Shelf(node, clock, fails=[1])
+        shelf = ImageCatalogue(node, clock, fails=[1])
         async with attended(node, clock, shelf):
             await node.attend(process.pid, images=WISH, run="ab12")
         assert len(shelf.taken) == 2
@@ -156,7 +156,7 @@ async def test_who_watches_the_job_was_told_of_no_miss_and_is_told_of_the_first_
 ) -> None:
     async with running(tmp_path) as node:
         clock = Clock(3700.0)
-        shelf = Shelf(node, clock, fails=[1, 2, 3, 5])
+        shelf = ImageCatalogue(node, clock, fails=[1, 2, 3, 5])
         async with attended(node, clock, shelf):
             await node.attend(process.pid, images=WISH, run="ab12")
         lost, found, lost_again, found_again = shelf.notes
@@ -171,7 +171,7 @@ async def test_a_missed_image_is_shown_with_the_job_until_one_is_made(tmp_path: 
     async with running(tmp_path) as node:
         for end_s, missed in ((700.0, True), (1300.0, False)):
             clock = Clock(end_s)
-            async with attended(node, clock, Shelf(node, clock, fails=[1])):
+            async with attended(node, clock, ImageCatalogue(node, clock, fails=[1])):
                 await node.attend(process.pid, images=WISH, run=f"ab{end_s:.0f}")
             worker = node.workers.find(process.pid)
             assert worker is not None
@@ -185,7 +185,7 @@ async def test_images_that_take_longer_than_the_time_between_them_leave_the_job_
 ) -> None:
     async with running(tmp_path) as node:
         clock = Clock(4000.0)
-        shelf = Shelf(node, clock, takes_s=1000.0)
+        shelf = ImageCatalogue(node, clock, takes_s=1000.0)
         async with attended(node, clock, shelf):
             await node.attend(process.pid, images=WISH, run="ab12")
         begun = [utc_s for utc_s, _ in shelf.taken]
@@ -195,7 +195,7 @@ async def test_images_that_take_longer_than_the_time_between_them_leave_the_job_
 async def test_none_is_taken_while_another_operation_has_the_job(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         clock = Clock(1000.0)
-        shelf = Shelf(node, clock)
+        shelf = ImageCatalogue(node, clock)
         agent = await node.attend(process.pid, images=WISH, run="ab12")
         await node.operations.quiesce([process.pid], 900.0, node.asked())
         async with attended(node, clock, shelf):
@@ -218,7 +218,7 @@ async def test_none_is_taken_while_another_operation_has_the_job(tmp_path: Path,
 async def test_a_wish_that_makes_no_sense_is_not_granted(tmp_path: Path, process: Child, wish: PeriodicImages) -> None:
     async with running(tmp_path) as node:
         clock = Clock(5000.0)
-        shelf = Shelf(node, clock)
+        shelf = ImageCatalogue(node, clock)
         async with attended(node, clock, shelf):
             await node.attend(process.pid, images=wish, run="ab12")
             clock.over.set()

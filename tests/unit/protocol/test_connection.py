@@ -12,14 +12,14 @@ from hegmd.protocol.connection import (
     HELLO_FRAME_BYTES,
     MAX_FDS,
     REPLY_FRAME_BYTES,
-    Answer,
-    Asked,
     ClientConnection,
     Failure,
+    IncomingRequest,
+    InvalidRequest,
     Progress,
     ProtocolBroken,
+    Reply,
     ServerConnection,
-    Unfit,
 )
 from hegmd.protocol.frames import HEADER_BYTES, frame
 from hegmd.protocol.messages import (
@@ -63,13 +63,13 @@ def joined(*, in_flight: int = 4) -> tuple[ClientConnection, ServerConnection]:
     request_id, data = client.request(Hello(versions=(2,), name="test"))
     daemon.feed(data)
     asked = daemon.next_event()
-    assert isinstance(asked, Asked)
+    assert isinstance(asked, IncomingRequest)
     client.feed(daemon.reply(request_id, welcome()))
-    assert isinstance(client.next_event(), Answer)
+    assert isinstance(client.next_event(), Reply)
     return client, daemon
 
 
-def ask(daemon: ServerConnection, **envelope: object) -> Asked | Unfit | None:
+def ask(daemon: ServerConnection, **envelope: object) -> IncomingRequest | InvalidRequest | None:
     daemon.feed(frame(codec.encode(envelope)))
     return daemon.next_event()
 
@@ -84,7 +84,7 @@ def test_requests_overlap_and_each_gets_its_own_answer() -> None:
     client.feed(daemon.reply(second, Pong()))
     client.feed(daemon.reply(first, GpusReply(taken_utc=1.0, gpus=(), vendors=())))
     answers = [client.next_event(), client.next_event()]
-    assert [answer.id for answer in answers if isinstance(answer, Answer)] == [second, first]
+    assert [answer.id for answer in answers if isinstance(answer, Reply)] == [second, first]
     assert client.next_event() is None
 
 
@@ -99,7 +99,7 @@ def test_events_come_before_the_reply_and_not_after_it() -> None:
     progress = client.next_event()
     assert isinstance(progress, Progress)
     assert progress.event == EVENT
-    assert isinstance(client.next_event(), Answer)
+    assert isinstance(client.next_event(), Reply)
     with pytest.raises(Bug):
         daemon.event(request_id, EVENT)
 
@@ -130,12 +130,12 @@ def test_an_error_code_from_a_newer_daemon_is_still_an_error() -> None:
 def test_one_byte_at_a_time_gives_the_same_conversation(step: int) -> None:
     client, daemon = ClientConnection(), server()
     _, data = client.request(Hello(versions=(2,), name="drip"))
-    seen: list[Asked | Unfit] = []
+    seen: list[IncomingRequest | InvalidRequest] = []
     for start in range(0, len(data), step):
         daemon.feed(data[start : start + step])
         while (event := daemon.next_event()) is not None:
             seen.append(event)
-    assert [type(event) for event in seen] == [Asked]
+    assert [type(event) for event in seen] == [IncomingRequest]
     assert not daemon.mid_frame
 
 
@@ -165,7 +165,7 @@ def test_a_first_word_that_is_no_good_hello_breaks_the_connection(envelope: dict
 def test_versions_are_negotiated_down_to_the_highest_in_common() -> None:
     daemon = server()
     asked = ask(daemon, v=1, id=1, op="hello", args={"versions": [99, 2, 0], "name": "x"})
-    assert isinstance(asked, Asked)
+    assert isinstance(asked, IncomingRequest)
     assert daemon.version == 2
 
 
@@ -183,12 +183,12 @@ def test_versions_are_negotiated_down_to_the_highest_in_common() -> None:
 def test_an_unfit_request_is_answered_and_breaks_nothing(envelope: dict[str, object], code: object) -> None:
     client, daemon = joined()
     unfit = ask(daemon, **envelope)
-    assert isinstance(unfit, Unfit)
+    assert isinstance(unfit, InvalidRequest)
     assert unfit.error.code is code
     daemon.error(unfit.id, unfit.error)
     request_id, data = client.request(Ping())
     daemon.feed(data)
-    assert isinstance(daemon.next_event(), Asked)
+    assert isinstance(daemon.next_event(), IncomingRequest)
     assert daemon.reply(request_id, Pong())
 
 
@@ -202,19 +202,19 @@ def test_one_request_over_the_limit_is_busy_and_the_next_after_a_reply_is_not() 
         event = daemon.next_event()
         ids.append(request_id)
         kinds.append(type(event))
-        if isinstance(event, Unfit):
+        if isinstance(event, InvalidRequest):
             assert event.error.code is BUSY
             daemon.error(event.id, event.error)
-    assert kinds == [Asked, Asked, Unfit]
+    assert kinds == [IncomingRequest, IncomingRequest, InvalidRequest]
     daemon.reply(ids[0], Pong())
     _, data = client.request(Ping())
     daemon.feed(data)
-    assert isinstance(daemon.next_event(), Asked)
+    assert isinstance(daemon.next_event(), IncomingRequest)
 
 
 def test_an_id_that_is_still_unanswered_breaks_the_connection() -> None:
     _, daemon = joined()
-    assert isinstance(ask(daemon, v=2, id=9, op="ping"), Asked)
+    assert isinstance(ask(daemon, v=2, id=9, op="ping"), IncomingRequest)
     with pytest.raises(ProtocolBroken, match="unanswered") as caught:
         ask(daemon, v=2, id=9, op="ping")
     assert caught.value.request_id is None
@@ -228,7 +228,7 @@ def test_the_frame_limit_is_small_until_hello_and_large_after_it() -> None:
     client, daemon = joined()
     _, data = client.request(Processes(gpus=("x" * (2 * HELLO_FRAME_BYTES),)))
     daemon.feed(data)
-    assert isinstance(daemon.next_event(), Asked)
+    assert isinstance(daemon.next_event(), IncomingRequest)
 
 
 def test_the_number_of_descriptors_is_told() -> None:
@@ -236,7 +236,7 @@ def test_the_number_of_descriptors_is_told() -> None:
     _, data = client.request(Ping(), fds=MAX_FDS)
     daemon.feed(data)
     event = daemon.next_event()
-    assert isinstance(event, Asked)
+    assert isinstance(event, IncomingRequest)
     assert event.fds == MAX_FDS
 
 
@@ -252,7 +252,7 @@ def test_our_own_mistakes_are_bugs_and_change_nothing() -> None:
     with pytest.raises(Bug):
         daemon.reply(request_id + 1, Pong())
     client.feed(daemon.reply(request_id, Pong()))
-    assert isinstance(client.next_event(), Answer)
+    assert isinstance(client.next_event(), Reply)
     with pytest.raises(Bug):
         client.request(Hello(versions=(2,), name="twice"))
     with pytest.raises(Bug):

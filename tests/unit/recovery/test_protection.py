@@ -309,7 +309,7 @@ async def test_a_job_that_its_user_continues_has_all_its_recoveries_again() -> N
     assert rig.job.record.budget == Budget(furthest_step=40)
 
 
-class Beside(SnapshotRounds):
+class NumberedRounds(SnapshotRounds):
     """Rounds that hand out one number for each image."""
 
     asked: list[str]
@@ -322,10 +322,10 @@ class Beside(SnapshotRounds):
         return worker.pid, beside.generation
 
 
-def _protected(*workers: Any) -> tuple[Rig, Protection, Beside]:
+def _protected(*workers: Any) -> tuple[Rig, Protection, NumberedRounds]:
     rig = Rig(*workers)
     rig.job.newest = cast("Any", SimpleNamespace(step=3))
-    protection, rounds = Protection(rig.job), Beside(rig.job)
+    protection, rounds = Protection(rig.job), NumberedRounds(rig.job)
     rounds.asked, protection._rounds = [], rounds
     return rig, protection, rounds
 

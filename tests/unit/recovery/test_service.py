@@ -30,7 +30,7 @@ from tests.unit.recovery.test_snapshots import write
 ANOTHER_UID = 54321
 
 
-class Failing:
+class FailingProtection:
     """A protection that fails, as where the disk is full."""
 
     job = "job j1"
@@ -42,7 +42,7 @@ class Failing:
 async def test_a_protection_that_fails_does_not_end_the_daemon(caplog: pytest.LogCaptureFixture) -> None:
     """Its error ends nothing but that run of it, and is in the log."""
     with caplog.at_level(logging.ERROR):
-        await run_once(cast("Protection", Failing()), pause_s=0.0)
+        await run_once(cast("Protection", FailingProtection()), pause_s=0.0)
     assert "failed, and starts again" in caplog.text
     assert "No space left" in caplog.text
 

@@ -8,11 +8,11 @@ import socket
 import anyio
 from typing_extensions import Self
 
-from hegmd.protocol.connection import Answer, ClientConnection, Failure, Progress
+from hegmd.protocol.connection import ClientConnection, Failure, Progress, Reply
 from hegmd.protocol.messages import Hello, Request
 
 
-class Talker:
+class RawClient:
     """The client's end of a socket. Owns it."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -45,7 +45,7 @@ class Talker:
             except ConnectionResetError:
                 return b""
 
-    async def next(self) -> Answer | Failure | Progress | None:
+    async def next(self) -> Reply | Failure | Progress | None:
         """What the daemon says next; None when it closed."""
         while True:
             event = self.protocol.next_event()
@@ -56,10 +56,10 @@ class Talker:
                 return None
             self.protocol.feed(data)
 
-    async def ask(self, request: Request) -> Answer | Failure | Progress | None:
+    async def ask(self, request: Request) -> Reply | Failure | Progress | None:
         _, data = self.protocol.request(request)
         await self.send(data)
         return await self.next()
 
-    async def hello(self, role: str = "client") -> Answer | Failure | Progress | None:
+    async def hello(self, role: str = "client") -> Reply | Failure | Progress | None:
         return await self.ask(Hello(versions=(2,), name="talker", role=role))

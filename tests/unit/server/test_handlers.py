@@ -19,7 +19,7 @@ from hegmd.operations.image_requests import Checkpoints
 from hegmd.operations.job_requests import JobRequests
 from hegmd.operations.operations import Operations
 from hegmd.operations.orphans import Orphans
-from hegmd.operations.proofs import Proving
+from hegmd.operations.proofs import ProofRequests
 from hegmd.operations.restart_requests import Restarts
 from hegmd.operations.sequences import MultiStepOperations
 from hegmd.operations.survey import PlanSurvey
@@ -93,7 +93,7 @@ def handlers_of(node: Node) -> Handlers:
         restarts=cast(Restarts, None),
         jobs=_only_pids(node),
         recoveries=cast(Recoveries, None),
-        proving=cast(Proving, None),
+        proving=cast(ProofRequests, None),
         sharing=cast(SharingRequests, None),
         simulator=None,
         limits=Limits(frame_bytes=65_536, requests_in_flight=4),

@@ -16,7 +16,7 @@ import anyio
 import pytest
 
 from hegmd.errors import BUSY, DENIED, REFUSED, UNAVAILABLE, HegmError
-from hegmd.protocol.connection import Answer, Failure, ServerConnection
+from hegmd.protocol.connection import Failure, Reply, ServerConnection
 from hegmd.protocol.messages import Caller, Hello, Limits, Ping, Pong, Welcome
 from hegmd.protocol.record import Record
 from hegmd.server.auth import Peer, Policy
@@ -24,7 +24,7 @@ from hegmd.server.listener import Admission, Listener, bind, take_away
 from hegmd.server.session import Call, Session, SessionLimits
 from hegmd.system.stream import PeerStream
 from hegmd.telemetry.metrics import Counters
-from tests.unit.server.talker import Talker
+from tests.unit.server.talker import RawClient
 
 LIMITS = SessionLimits(
     frame_bytes=65_536, requests_in_flight=4, hello_deadline_s=60, frame_deadline_s=60, send_deadline_s=60
@@ -63,23 +63,23 @@ async def listening(
         tasks.cancel_scope.cancel()
 
 
-def connected(path: Path) -> Talker:
+def connected(path: Path) -> RawClient:
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(str(path))
     except OSError:
         connection.close()
         raise
-    return Talker(connection)
+    return RawClient(connection)
 
 
 async def test_clients_come_and_go_and_are_counted(socket_path: Path) -> None:
     async with listening(socket_path) as (_, admission, _):
         with connected(socket_path) as one, connected(socket_path) as two:
-            assert isinstance(await one.hello(), Answer)
-            assert isinstance(await two.hello(), Answer)
+            assert isinstance(await one.hello(), Reply)
+            assert isinstance(await two.hello(), Reply)
             assert admission.current == 2
-            assert isinstance(await one.ask(Ping()), Answer)
+            assert isinstance(await one.ask(Ping()), Reply)
         with connected(socket_path) as three:
             await three.hello()
             while admission.current > 1:
@@ -111,7 +111,7 @@ async def test_nothing_of_a_connection_stays_when_it_has_ended(socket_path: Path
         assert alive() == before
 
 
-async def _refusal(talker: Talker) -> HegmError:
+async def _refusal(talker: RawClient) -> HegmError:
     told = await talker.next()
     assert isinstance(told, Failure)
     assert told.id is None
@@ -128,7 +128,7 @@ async def test_one_client_too_many_is_told_so_and_the_others_stay(
             await one.hello()
             with connected(socket_path) as two:
                 assert (await _refusal(two)).code is BUSY
-            assert isinstance(await one.ask(Ping()), Answer)
+            assert isinstance(await one.ask(Ping()), Reply)
             assert admission.current == 1
         assert dict(counters.refusals) == {BUSY.name: 1}
 
@@ -145,7 +145,7 @@ def test_users_together_cannot_shut_out_whoever_administers_the_node() -> None:
     assert admission.current == 31
 
 
-class Hermit(Policy):
+class ServesNobody(Policy):
     """Serves nobody, not even root, who is served by every real daemon."""
 
     def may_connect(self, peer: Peer) -> bool:
@@ -153,7 +153,7 @@ class Hermit(Policy):
 
 
 async def test_whom_the_daemon_does_not_serve_is_told_so(socket_path: Path) -> None:
-    async with listening(socket_path, policy=Hermit(daemon_uid=0)) as (_, admission, counters):
+    async with listening(socket_path, policy=ServesNobody(daemon_uid=0)) as (_, admission, counters):
         with connected(socket_path) as talker:
             assert (await _refusal(talker)).code is DENIED
         assert dict(counters.refusals) == {DENIED.name: 1}
@@ -179,7 +179,7 @@ async def test_a_burst_of_connections_is_served_whole(socket_path: Path) -> None
     async with listening(socket_path, clients=300, clients_per_uid=300) as (_, admission, _):
         talkers = [connected(socket_path) for _ in range(200)]
         for talker in talkers:
-            assert isinstance(await talker.hello(), Answer)
+            assert isinstance(await talker.hello(), Reply)
         assert admission.current == 200
         for talker in talkers:
             talker.socket.close()
@@ -260,10 +260,10 @@ async def test_a_client_that_was_not_accepted_yet_is_served_after_the_socket_was
                     assert not listener.is_found
                     listener.take(bind(socket_path, 0o600, None))
                     assert listener.is_found
-                assert isinstance(await waiting.hello(), Answer)
+                assert isinstance(await waiting.hello(), Reply)
                 with connected(socket_path) as after:
-                    assert isinstance(await after.hello(), Answer)
-                    assert isinstance(await accepted.ask(Ping()), Answer)
+                    assert isinstance(await after.hello(), Reply)
+                    assert isinstance(await accepted.ask(Ping()), Reply)
                     assert admission.current == 3
 
 
@@ -284,7 +284,7 @@ async def test_a_replaced_socket_is_closed_even_if_the_daemon_was_busy_with_it(s
             sockets = [bind(socket_path.with_name(str(number)), 0o600, None) for number in range(3)]
             for replacement in sockets:
                 listener.take(replacement)
-            assert isinstance(await client.ask(Ping()), Answer)
+            assert isinstance(await client.ask(Ping()), Reply)
             assert [one.fileno() == -1 for one in sockets] == [True, True, False]
             assert _descriptors() == before
 
@@ -301,4 +301,4 @@ async def test_a_client_is_served_later_while_no_descriptor_is_free(
                     await anyio.lowlevel.checkpoint()
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            assert isinstance(await waiting.hello(), Answer)
+            assert isinstance(await waiting.hello(), Reply)

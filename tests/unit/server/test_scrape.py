@@ -194,7 +194,7 @@ async def test_a_bug_is_an_answer_and_a_traceback_in_the_log_under_the_same_refe
     assert record.__dict__["fields"]["error_ref"].encode() in answer
 
 
-class _Heard(logging.Handler):
+class FirstRecord(logging.Handler):
     """Tells when the first record has come."""
 
     def __init__(self) -> None:
@@ -210,7 +210,7 @@ class _Heard(logging.Handler):
 async def test_running_out_of_descriptors_is_logged_and_waiting_clients_are_served_later() -> None:
     """Issue 14, row 20: no test missed the line in the log."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    heard = _Heard()
+    heard = FirstRecord()
     log = logging.getLogger("hegmd.server.scrape")
     log.addHandler(heard)
     try:
@@ -289,9 +289,9 @@ async def test_other_tasks_run_between_two_connections_and_between_two_reads() -
     """Peers that connect and send without a pause must not hold up the daemon."""
     turn = 0
     accepted_at: list[int] = []
-    peers: list[Talker] = []
+    peers: list[RawClient] = []
 
-    class Talker(socket.socket):
+    class RawClient(socket.socket):
         def __init__(self) -> None:
             super().__init__()
             self.read_at: list[int] = []
@@ -300,12 +300,12 @@ async def test_other_tasks_run_between_two_connections_and_between_two_reads() -
             self.read_at.append(turn)
             return GET[len(self.read_at) - 1 :][:1]
 
-    class Crowd(socket.socket):
+    class ManyClients(socket.socket):
         def accept(self) -> tuple[socket.socket, None]:
             if len(peers) == 5:
                 raise BlockingIOError
             accepted_at.append(turn)
-            peers.append(Talker())
+            peers.append(RawClient())
             return peers[-1], None
 
     async def other_task() -> None:
@@ -314,7 +314,7 @@ async def test_other_tasks_run_between_two_connections_and_between_two_reads() -
             turn += 1
             await anyio.lowlevel.checkpoint()
 
-    crowd = Crowd()
+    crowd = ManyClients()
     crowd.bind(("127.0.0.1", 0))
     crowd.listen()
     async with anyio.create_task_group() as tasks:

@@ -14,7 +14,7 @@ import pytest
 
 from hegmd.errors import BAD_REQUEST, CANCELLED, NOT_FOUND, TIMEOUT, UNAVAILABLE, HegmError
 from hegmd.protocol import codec
-from hegmd.protocol.connection import Answer, Failure, Progress
+from hegmd.protocol.connection import Failure, Progress, Reply
 from hegmd.protocol.frames import frame
 from hegmd.protocol.messages import (
     Caller,
@@ -38,7 +38,7 @@ from hegmd.server.auth import Peer
 from hegmd.server.session import Call, Session, SessionLimits
 from hegmd.system.stream import PeerStream
 from hegmd.telemetry.metrics import Counters
-from tests.unit.server.talker import Talker
+from tests.unit.server.talker import RawClient
 
 PATIENT = SessionLimits(
     frame_bytes=65_536, requests_in_flight=4, hello_deadline_s=60, frame_deadline_s=60, send_deadline_s=60
@@ -89,7 +89,7 @@ class Daemon:
 
 
 @asynccontextmanager
-async def talking(limits: SessionLimits = PATIENT) -> AsyncIterator[tuple[Talker, Session, Daemon, anyio.Event]]:
+async def talking(limits: SessionLimits = PATIENT) -> AsyncIterator[tuple[RawClient, Session, Daemon, anyio.Event]]:
     """A session being served, its peer, its handler, and an event that its end sets."""
     here, there = socket.socketpair()
     daemon = Daemon()
@@ -100,7 +100,7 @@ async def talking(limits: SessionLimits = PATIENT) -> AsyncIterator[tuple[Talker
         await session.serve()
         ended.set()
 
-    with Talker(here) as talker:
+    with RawClient(here) as talker:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(serve)
             yield talker, session, daemon, ended
@@ -116,8 +116,8 @@ async def test_requests_overlap_and_the_quick_one_is_answered_first() -> None:
         first = await talker.next()
         daemon.go_on.set()
         second = await talker.next()
-        assert isinstance(first, Answer)
-        assert isinstance(second, Answer)
+        assert isinstance(first, Reply)
+        assert isinstance(second, Reply)
         assert (first.id, second.id) == (quick_id, slow_id)
 
 
@@ -127,7 +127,7 @@ async def test_a_refusal_is_answered_and_the_connection_goes_on() -> None:
         refused = await talker.ask(Processes(pids=(1,)))
         assert isinstance(refused, Failure)
         assert refused.error.code is NOT_FOUND
-        assert isinstance(await talker.ask(Ping()), Answer)
+        assert isinstance(await talker.ask(Ping()), Reply)
 
 
 async def test_cancel_ends_the_request_and_nothing_else() -> None:
@@ -139,15 +139,15 @@ async def test_cancel_ends_the_request_and_nothing_else() -> None:
         _, cancel = talker.protocol.request(Cancel(request=slow_id))
         await talker.send(cancel)
         answers = {type(event): event for event in (await talker.next(), await talker.next())}
-        failure, done = answers[Failure], answers[Answer]
+        failure, done = answers[Failure], answers[Reply]
         assert isinstance(failure, Failure)
-        assert isinstance(done, Answer)
+        assert isinstance(done, Reply)
         assert failure.id == slow_id
         assert failure.error.code is CANCELLED
         assert done.reply == CancelReply(found=True)
         assert daemon.ended == ["gpus"]
         nothing = await talker.ask(Cancel(request=slow_id))
-        assert isinstance(nothing, Answer)
+        assert isinstance(nothing, Reply)
         assert nothing.reply == CancelReply(found=False)
 
 
@@ -162,8 +162,8 @@ async def test_a_cancel_while_an_event_is_being_written_leaves_whole_frames() ->
         seen: list[type] = []
         while len([kind for kind in seen if kind is not Progress]) < 2:
             seen.append(type(await talker.next()))
-        assert {Failure, Answer} <= set(seen)
-        assert isinstance(await talker.ask(Ping()), Answer)
+        assert {Failure, Reply} <= set(seen)
+        assert isinstance(await talker.ask(Ping()), Reply)
 
 
 async def test_descriptors_of_an_event_come_with_its_own_frame_though_the_socket_is_full() -> None:
@@ -214,7 +214,7 @@ async def test_what_handlers_want_undone_is_undone_at_the_end() -> None:
     assert undone == ["again"], "asked for twice under one key, undone once"
 
 
-async def _last_word(talker: Talker) -> HegmError | None:
+async def _last_word(talker: RawClient) -> HegmError | None:
     """The error about the connection itself, and that it is closed after it."""
     last = await talker.next()
     assert await talker.next() is None
@@ -246,7 +246,7 @@ async def test_an_idle_peer_between_frames_stays() -> None:
         await talker.send(frame(b"")[:0])
         for _ in range(50):
             await anyio.lowlevel.checkpoint()
-        assert isinstance(await talker.ask(Ping()), Answer)
+        assert isinstance(await talker.ask(Ping()), Reply)
 
 
 async def test_a_peer_that_never_reads_loses_its_connection() -> None:
@@ -287,7 +287,7 @@ async def test_a_flood_over_the_limit_is_answered_busy_and_breaks_nothing() -> N
         assert all(isinstance(event, Failure) and event.error.code.name == "busy" for event in refused)
         daemon.go_on.set()
         served = [await talker.next() for _ in range(4)]
-        assert all(isinstance(event, Answer) for event in served)
+        assert all(isinstance(event, Reply) for event in served)
 
 
 async def test_at_the_limit_of_requests_one_of_them_can_be_cancelled() -> None:
@@ -299,7 +299,7 @@ async def test_at_the_limit_of_requests_one_of_them_can_be_cancelled() -> None:
         _, cancel = talker.protocol.request(Cancel(request=flood[0][0]))
         await talker.send(cancel)
         answers = [await talker.next(), await talker.next()]
-        assert [event.reply for event in answers if isinstance(event, Answer)] == [CancelReply(found=True)]
+        assert [event.reply for event in answers if isinstance(event, Reply)] == [CancelReply(found=True)]
         assert [event.id for event in answers if isinstance(event, Failure)] == [flood[0][0]]
 
 

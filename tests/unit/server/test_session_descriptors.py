@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hegmd.protocol.connection import Answer, Failure
+from hegmd.protocol.connection import Failure, Reply
 from hegmd.protocol.frames import frame
 from hegmd.protocol.messages import Ping, Processes
 from tests.unit.server.test_session import talking
@@ -16,7 +16,7 @@ async def test_descriptors_reach_the_request_that_names_them_and_are_closed_on_e
         read_end, write_end = os.pipe()
         _, data = talker.protocol.request(Ping(), fds=1)
         await talker.send(data, [read_end])
-        assert isinstance(await talker.next(), Answer)
+        assert isinstance(await talker.next(), Reply)
         (taken,) = daemon.taken_fds
         os.write(write_end, b"!")
         assert os.read(taken, 1) == b"!"
@@ -57,13 +57,13 @@ async def test_descriptors_that_no_frame_names_are_not_hoarded_for_the_peer() ->
         _, data = talker.protocol.request(Ping())
         await talker.send(data, [write_end] * 16)
         os.close(write_end)
-        assert isinstance(await talker.next(), Answer)
+        assert isinstance(await talker.next(), Reply)
         assert os.read(read_end, 1) == b""
         os.close(read_end)
         other_read_end, other_write_end = os.pipe()
         _, data = talker.protocol.request(Ping(), fds=1)
         await talker.send(data, [other_write_end])
-        assert isinstance(await talker.next(), Answer)
+        assert isinstance(await talker.next(), Reply)
         (taken,) = daemon.taken_fds
         assert os.fstat(taken).st_ino == os.fstat(other_write_end).st_ino, "the frame got its own"
         for fd in (taken, other_read_end, other_write_end):

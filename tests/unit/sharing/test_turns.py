@@ -22,7 +22,7 @@ from hegmd.sharing.memory_use import kept_by_gpu
 from hegmd.sharing.policy import decide
 from hegmd.sharing.records import QueuedRecord
 from hegmd.sharing.service import PREPARE_AHEAD_S
-from hegmd.sharing.view import Leaving, SharingView
+from hegmd.sharing.view import SharingView, SuspendOptions
 from hegmd.workers.job_file import JobRecord
 from tests.unit.migration.operations import worker
 from tests.unit.sharing.shared_node import ADMIN, MIB, rules, sharing_on
@@ -118,17 +118,17 @@ def test_what_stays_with_a_context_is_counted_on_its_gpu() -> None:
     assert kept_by_gpu([kept, whole]) == {"gpu0": 7}
 
 
-class KeepingView(SharingView):
+class KeepContextView(SharingView):
     """A view of a job that can only leave with its contexts kept, of which 20 bytes stay."""
 
-    def _judge(self, *_about: object) -> Leaving:
-        return Leaving("", 1.0, {"gpu0": 20}, keeps_context=True)
+    def _judge(self, *_about: object) -> SuspendOptions:
+        return SuspendOptions("", 1.0, {"gpu0": 20}, keeps_context=True)
 
 
 def test_what_stays_of_a_running_job_was_also_kept_free_for_it() -> None:
     """It had 30 bytes of the 60 that it said it needs, and 50 more were kept for it: 20 too many."""
     nothing: Any = SimpleNamespace(queue={}, suspended={}, leases=())
-    view = KeepingView(
+    view = KeepContextView(
         *(nothing, nothing, nothing, nothing, nothing, History(), rules(method="keep-context")),
         acting=lambda _job: None,
         returns_to=lambda _job: (),
@@ -139,7 +139,7 @@ def test_what_stays_of_a_running_job_was_also_kept_free_for_it() -> None:
     assert (job.held_bytes, job.needs_bytes) == ({"gpu0": 10}, (40,))
 
 
-class ByHost(JobOperationsOf):
+class HostCarrierOperations(JobOperationsOf):
     """The operations of jobs, as if the GPU helper had copied their bytes."""
 
     def of(self, job: JobRecord) -> Operation | None:
@@ -166,7 +166,7 @@ async def test_a_suspended_job_needs_room_for_the_context_that_copies_its_bytes_
                     returns_to=lambda _job: (),
                 ).take()
             ).snapshot.jobs[0]
-            for operations in (JobOperationsOf(moving.runner), ByHost(moving.runner))
+            for operations in (JobOperationsOf(moving.runner), HostCarrierOperations(moving.runner))
         ]
         plain, by_host = needs
         assert plain.needs_bytes is not None

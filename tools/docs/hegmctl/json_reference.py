@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hegmctl.grammar import COMMANDS
-from hegmctl.grammar.rows import AFTER_PROGRESS, ONE, Command, Form, load
+from hegmctl.grammar.rows import AFTER_PROGRESS, ONE, Command, CommandForm, load
 from hegmctl.library import is_operation
 from hegmd.protocol.messages import REQUESTS, ErrorInfo, RoomProgress
 from hegmd.protocol.operations import OperationProgress
@@ -24,7 +24,7 @@ def printed(rows: Iterable[Command] = COMMANDS.values()) -> list[tuple[str, type
     return [(f"{row.name} {form.words}".rstrip(), *_printed(form)) for row in rows for form in row.forms]
 
 
-def _printed(form: Form) -> tuple[type[Record], str]:
+def _printed(form: CommandForm) -> tuple[type[Record], str]:
     request = REQUESTS.get(form.request)
     how = form.prints or (AFTER_PROGRESS if request is not None and is_operation(request) else ONE)
     if how == AFTER_PROGRESS and request is not None and request.event is not None:

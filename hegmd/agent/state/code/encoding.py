@@ -38,22 +38,24 @@ SHARED = "shared"
 _SHARED = frozenset(("list", "set", "deque", "mapping", "tensor", "array", named_values.MADE))
 
 
-class NotKept(Exception):
+class NotEncodable(Exception):
     """A value that goes along in no form."""
 
 
-class TooLarge(NotKept):
+class TooLarge(NotEncodable):
     """The value has more content than is searched."""
 
 
-class Forms:
+class ValueEncoder:
     """The form of a value. `refer` gives a reference, in a tuple, to an object that is recreated anyway, and None for
     all others.
 
     `known` has the forms of one moment by the addresses of their values, each with its value, which keeps the address.
     """
 
-    def __init__(self, refer: Callable[[Any, Forms], tuple[Any] | None], known: dict[int, tuple[Any, Any]]) -> None:
+    def __init__(
+        self, refer: Callable[[Any, ValueEncoder], tuple[Any] | None], known: dict[int, tuple[Any, Any]]
+    ) -> None:
         self._refer = refer
         self._known = known
         self._parts = 0
@@ -87,7 +89,7 @@ class Forms:
         if is_a(value, tuple) and hasattr(kind, "_make"):
             module, name = kind.__module__, kind.__qualname__
             if depth and named_values.named_tuple(module, name, len(value)) is not kind:
-                raise NotKept(name)
+                raise NotEncodable(name)
             return (NAMED, kind.__name__, [self.of(found, depth + 1) for found in value], module, name)
         return self._other(value)
 
@@ -117,14 +119,14 @@ class Forms:
             return ("array", value)
         if is_a(value, *_FIXED) or (torch is not None and is_a(value, torch.device)):
             return (SAME, type(value).__name__, named_values.mark_of(value))
-        raise NotKept(type(value).__qualname__)
+        raise NotEncodable(type(value).__qualname__)
 
 
 def _odd(array: Any) -> bool:
     return bool(array.dtype.hasobject) or array.dtype.kind == "V"
 
 
-class Place:
+class RestoreTarget:
     """A variable or another place to restore: its present value, and how to set it."""
 
     __slots__ = ("form", "here", "is_shared", "is_stored", "name", "put")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any
 
-    from .position import Place
+    from .position import ThreadPosition
 
 _NOTED = 2
 _LATER = "try again shortly; nothing has to change"
@@ -30,7 +30,7 @@ _ASIDE = "go over both loaders in the head of the loop, with zip(), or begin the
 _PROBE = "take such a batch from a separate iterator, as in next(iter(loader))"
 
 
-class Asked:
+class FirstBatchRequests:
     """The places that asked a pass for its first batches, the first one first."""
 
     __slots__ = ("paths",)
@@ -54,7 +54,7 @@ class Asked:
 
         iterator._next_data = _next_data
 
-    def against(self, place: Place) -> Iterator[Refusal]:
+    def against(self, place: ThreadPosition) -> Iterator[Refusal]:
         """Yield why the pass that is being asked at this place would not continue there in a restarted script."""
         heads = heads_of(place)
         if not self.paths or _is_of_framework(place) or self.paths[0] == place.path:
@@ -71,13 +71,13 @@ class Asked:
                 f"the loader that the loop at {step_text(head[-1])} goes over was first asked at {first}", _PROBE
             )
 
-    def is_over_above(self, place: Place) -> bool:
+    def is_over_above(self, place: ThreadPosition) -> bool:
         """Return True if the pass was asked above the loops only: the restarted script does so again."""
         heads = [] if _is_of_framework(place) else heads_of(place)
         return bool(heads) and 0 < len(self.paths) < _NOTED and is_above(self.paths[0], heads[0])
 
 
-def against_aside(began: Any, asked: Asked, place: Place) -> Iterator[Refusal]:
+def against_aside(began: Any, asked: FirstBatchRequests, place: ThreadPosition) -> Iterator[Refusal]:
     """Yield why a pass that no loop iterates over, and that started there, would not continue in a restarted script."""
     heads = [] if _is_of_framework(place) else heads_of(place)
     if not heads:
@@ -96,7 +96,7 @@ def frames_of(frame: FrameType) -> Any:
     return path_of(script_frames(frame))
 
 
-def heads_of(place: Place) -> list[Any]:
+def heads_of(place: ThreadPosition) -> list[Any]:
     """Return the paths to the heads of all loops that the place is in, outermost first."""
     found = [(*place.path[: loop.depth], (*place.path[loop.depth][:3], loop.line)) for loop in place.loops]
     for step in place.whiles():
@@ -113,5 +113,5 @@ def is_above(path: Any, head: Any) -> bool:
     return False
 
 
-def _is_of_framework(place: Place) -> bool:
+def _is_of_framework(place: ThreadPosition) -> bool:
     return any(accelerate_hf.is_own(frame) for frame in place.frames)

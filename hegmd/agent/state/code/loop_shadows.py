@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _BARS = "tqdm."  # its trange calls range for the script
 
 
-class Entering:
+class PendingLoops:
     """The loops of a place that are still to be entered."""
 
     def __init__(self, place: Any, last_entered: Callable[[FrameType], None]) -> None:

@@ -161,7 +161,7 @@ class Loop:
         self.names = names  # the names in the expression that it iterates over
 
 
-class Place:
+class ThreadPosition:
     """The position of a thread, with its loops. `at_head`: the innermost loop is asked for its next item."""
 
     __slots__ = ("at_head", "frames", "loops", "path")

@@ -31,7 +31,7 @@ _DRAWING = frozenset(
 )
 
 
-class Spot:
+class ReentryFrame:
     """A frame: which of its code is run again before the script comes here once more."""
 
     def __init__(self, frame: FrameType, depth: int, *, is_inside: bool) -> None:
@@ -92,16 +92,16 @@ class Spot:
         return f"{function} at {os.path.basename(self.code.co_filename)}:{line}"
 
 
-def spots_of(frames: list[FrameType]) -> Iterator[Spot]:
+def spots_of(frames: list[FrameType]) -> Iterator[ReentryFrame]:
     """Yield one for each frame, outermost first."""
     is_inside = False
     for depth, frame in enumerate(frames):
-        spot = Spot(frame, depth, is_inside=is_inside)
+        spot = ReentryFrame(frame, depth, is_inside=is_inside)
         is_inside = is_inside or bool(spot.loop)
         yield spot
 
 
-def all_set_before_resume(spots: list[Spot]) -> frozenset[str]:
+def all_set_before_resume(spots: list[ReentryFrame]) -> frozenset[str]:
     """Return the variables of all spots, as `script_objects` names them."""
     functions = {id(frame): name for name, frame in named_frames(spot.frame for spot in spots)}
     looked_at = (spot for spot in spots if spot.is_looked_at)

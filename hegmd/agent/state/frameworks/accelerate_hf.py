@@ -190,7 +190,7 @@ def _class_of(thing: object) -> Any:
 def _is_plain(value: Any) -> bool:
     try:
         state_file.size_bytes(value)
-    except state_file.NotPlain:
+    except state_file.UnsupportedValue:
         return False
     return True
 

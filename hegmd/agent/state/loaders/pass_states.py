@@ -6,7 +6,7 @@ A pass depends on these when it starts and when its sampler is first asked; `pas
 from __future__ import annotations
 
 from ..values import rng
-from ..values.refusals import DoesNotFit
+from ..values.refusals import IncompatibleState
 from . import sampler_inputs
 from .loaders import samplers_of
 
@@ -23,7 +23,9 @@ def states_of(gathered: list[Any]) -> dict[str, Any]:
 def set_states(gathered: list[Any], states: Any) -> None:
     rng.set_shared(states["shared"])
     if len(states["own"]) != len(gathered):
-        raise DoesNotFit([f"a loader had {len(states['own'])} random generators of its own and has {len(gathered)}"])
+        raise IncompatibleState(
+            [f"a loader had {len(states['own'])} random generators of its own and has {len(gathered)}"]
+        )
     for found, state in zip(gathered, states["own"]):
         rng.set_to(found, state)
 

@@ -17,7 +17,7 @@ from _thread import get_ident
 from ..code import loop_position
 from ..code.position import step_text
 from ..values import contents, rng
-from ..values.refusals import DoesNotFit, Refusal
+from ..values.refusals import IncompatibleState, Refusal
 from ..values.script_api import replayed
 from . import dataset_identity, sampler_inputs, sampler_rng, stateful_loader
 from .loaders import data_of, generators_of, kept_iterator, signature_of
@@ -75,7 +75,7 @@ class Stream:
     def prepare(self, taken: Any) -> None:
         """Set the position of a dataset that reports it, before the loader creates its iterator."""
         if taken["replays"] != self._replays:
-            raise DoesNotFit(["a loader that could be replayed cannot be now, or the reverse"])
+            raise IncompatibleState(["a loader that could be replayed cannot be now, or the reverse"])
         if taken.get("of") == "dataset":
             self._dataset.load_state_dict(contents.owned(taken["state"]))
 
@@ -86,7 +86,7 @@ class Stream:
                 try:
                     iterator._next_data()
                 except StopIteration:
-                    raise DoesNotFit(
+                    raise IncompatibleState(
                         [f"an iterable dataset had given {delivered} batches, and ends after {index}"]
                     ) from None
         elif taken["of"] == "reader":
@@ -134,7 +134,7 @@ class Iteration:
         self.ident = get_ident()
         self.signature = signature_of(loader)
         self.iterator: Any = None
-        self.asked = loop_position.Asked()
+        self.asked = loop_position.FirstBatchRequests()
         self.base = 0  # the first batch that this process's workers made of it
         self.sent: list[int] = []  # how many batches each worker has made in earlier passes
         self.given_states: dict[int, Any] = {}
@@ -143,7 +143,7 @@ class Iteration:
         self._creation: Any = None
         self._first: Any = None
         self._seeds: Seeds | None = None
-        self._own = stateful_loader.Own(loader) if stateful_loader.restores_by_own_state(loader) else None
+        self._own = stateful_loader.OwnLoaderState(loader) if stateful_loader.restores_by_own_state(loader) else None
         self._stream = None if self._own is not None else stream_of(loader)
         self._data = data_of(loader, path)
         before = _read_at.get(path)
@@ -167,7 +167,7 @@ class Iteration:
             iterator = self._make_with_workers(loader, make)
         else:
             iterator = make(loader)
-            Starting.stand_in(iterator, self)
+            PendingIterator.stand_in(iterator, self)
         self._follow(iterator)
         return iterator
 
@@ -296,7 +296,7 @@ class Iteration:
             rng.set_shared(before)
 
 
-class Starting:
+class PendingIterator:
     """Replaces a sampler's iterator until it is first asked, so that later batches do not pass through our code."""
 
     def __init__(self, iterator: Any, iteration: Iteration) -> None:

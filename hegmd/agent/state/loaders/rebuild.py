@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 
 from ..code.position import step_text
-from ..values.refusals import DoesNotFit
+from ..values.refusals import IncompatibleState
 from . import sampler_inputs, stateful_loader
 from .loaders import datasets_of, signature_of, unlike
 from .pass_states import set_attributes, set_beginning, set_orders, set_states
-from .passes import Iteration, Starting
+from .passes import Iteration, PendingIterator
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ class RebuiltPass(Iteration):
         set_orders(loader, taken["before"])
         self.signature = signature_of(loader)
         if dict(taken["signature"]) != self.signature:
-            raise DoesNotFit([unlike(taken, self.signature)])
+            raise IncompatibleState([unlike(taken, self.signature)])
         if any(self._sums.get(name) != found for name, found in taken["sums"].items()):
-            raise DoesNotFit([f"the loader at {step_text(taken['path'][-1])} has different data than before"])
+            raise IncompatibleState([f"the loader at {step_text(taken['path'][-1])} has different data than before"])
         self._before, self._creation, self._first = taken["before"], taken["creation"], taken["first"]
         self._set_data(loader, taken)
         set_beginning(self.gathered, loader, self._creation or self._before)
@@ -52,7 +52,7 @@ class RebuiltPass(Iteration):
             self._stream.prepare(taken["stream"])
         iterator = make(loader)
         if self._first is None:
-            Starting.stand_in(iterator, self)
+            PendingIterator.stand_in(iterator, self)
             return iterator
         if self._stream is not None:
             set_states(self.gathered, self._first)
@@ -84,7 +84,7 @@ class RebuiltPass(Iteration):
     def rest_again(self, loader: Any, taken: Any, make: Callable[[Any], Any]) -> Any:
         """Create the workers that waited between two passes, and begin the next pass with their present states."""
         if dict(taken["signature"]) != self.signature:
-            raise DoesNotFit([unlike(taken, self.signature)])
+            raise IncompatibleState([unlike(taken, self.signature)])
         now = self._before
         self._set_data(loader, taken)
         self._creation = taken["creation"] or taken["before"]
@@ -121,5 +121,7 @@ def _skip(iterator: Any, batches: int) -> None:
         try:
             next(iterator._sampler_iter)
         except StopIteration:
-            raise DoesNotFit([f"a loader had given {batches} batches, and its sampler ends after {index}"]) from None
+            raise IncompatibleState(
+                [f"a loader had given {batches} batches, and its sampler ends after {index}"]
+            ) from None
     iterator._num_yielded = batches

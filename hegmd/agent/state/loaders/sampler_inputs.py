@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 from ..code.drift import print_of
-from ..code.encoding import Decoding, Forms, NotKept
+from ..code.encoding import Decoding, NotEncodable, ValueEncoder
 from ..values.duck_types import is_a
 
 TYPE_CHECKING = False
@@ -75,6 +75,6 @@ def _form_of(value: Any) -> Any:
     try:
         if _is_large(value):
             return None
-        return Forms(lambda _value, _forms: None, {}).of(copy.deepcopy(value))
-    except (NotKept, RuntimeError, TypeError):
+        return ValueEncoder(lambda _value, _forms: None, {}).of(copy.deepcopy(value))
+    except (NotEncodable, RuntimeError, TypeError):
         return None

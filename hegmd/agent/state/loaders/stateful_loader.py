@@ -63,7 +63,7 @@ def restores_by_own_state(loader: Any) -> bool:
     return is_stateful(loader) and loader.num_workers > 0
 
 
-class Own:
+class OwnLoaderState:
     """The state that a loader with workers reports itself."""
 
     def __init__(self, loader: Any) -> None:

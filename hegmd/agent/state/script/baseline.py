@@ -43,7 +43,7 @@ _SIZED = (list, dict, set, bytearray)
 _known: dict[Any, Baseline] = {}
 
 
-class Mark:
+class TensorMark:
     """The state of one tensor: its count of writes and its checksum."""
 
     __slots__ = ("total", "version")
@@ -53,17 +53,17 @@ class Mark:
         self.total = total
 
 
-class Marking:
+class TensorMarks:
     """Marks of one moment. Each memory is summed once, however many tensors share it."""
 
     def __init__(self) -> None:
         self._known: dict[Any, int | None] = {}
         self._left_bytes = _MAX_SUMMED_BYTES
 
-    def mark(self, tensor: Any) -> Mark:
-        return Mark(_version_of(tensor), self._sum_of(tensor))
+    def mark(self, tensor: Any) -> TensorMark:
+        return TensorMark(_version_of(tensor), self._sum_of(tensor))
 
-    def was_written_to(self, tensor: Any, before: Mark, *, is_late: bool) -> bool:
+    def was_written_to(self, tensor: Any, before: TensorMark, *, is_late: bool) -> bool:
         """Return True if the tensor has changed, or may have. `is_late`: writes before the mark count too."""
         version = _version_of(tensor)
         if version != before.version or (is_late and version != 0):
@@ -125,10 +125,10 @@ class Baseline:
     def __init__(self, frames: list[FrameType], *, is_late: bool = False) -> None:
         self._is_late = is_late
         self._kinds: dict[str, tuple[str, str]] = {}
-        self._marks: dict[str, tuple[Any, Mark]] = {}
+        self._marks: dict[str, tuple[Any, TensorMark]] = {}
         self._names: dict[int, tuple[Any, list[str]]] = {}
         objects = ScriptSearch(frames)
-        marking, elsewhere = Marking(), objects.tensors_elsewhere()
+        marking, elsewhere = TensorMarks(), objects.tensors_elsewhere()
         for found in objects.list:
             self._names[id(found.thing)] = (_weak(found.thing), found.names)
             for name in found.names:
@@ -150,10 +150,10 @@ class Baseline:
 
     def written_to(self, objects: list[FoundObject]) -> set[int]:
         """Return the addresses of the tensors that were here and have changed in place, or may have."""
-        marking = Marking()
+        marking = TensorMarks()
         return {id(found.thing) for found in objects if found.kind == TENSOR and self._was_written_to(found, marking)}
 
-    def _was_written_to(self, found: FoundObject, marking: Marking) -> bool:
+    def _was_written_to(self, found: FoundObject, marking: TensorMarks) -> bool:
         for name in found.names:
             tensor, mark = self._marks.get(name, (None, None))
             if tensor is not None and mark is not None and tensor() is found.thing:

@@ -12,7 +12,7 @@ import sys
 
 from ...notes import note
 from ..code.loops import loops_of
-from ..code.position import Place, Unreadable, is_of_script, look_into, step_text
+from ..code.position import ThreadPosition, Unreadable, is_of_script, look_into, step_text
 from ..code.value_stack import caller
 from ..frameworks import accelerate_hf
 from ..loaders import passes as loaders_passes
@@ -40,7 +40,7 @@ def note_step(frame: FrameType | None) -> None:
     global is_news  # noqa: PLW0603 - read at every step, so that it has to be cheap
     is_news = False
     try:
-        place = Place(frame)
+        place = ThreadPosition(frame)
         chain = chain_of(place)
         _trained[chain] = positions_of(place)
         _note_entered(place, chain)
@@ -49,7 +49,7 @@ def note_step(frame: FrameType | None) -> None:
         note(f"the loops around a step are not known: {error!r}")
 
 
-def _note_without_loader(place: Place) -> None:
+def _note_without_loader(place: ThreadPosition) -> None:
     """Record a loop without a loader at its first step: its start is not seen."""
     if place.loops and _progress_in(place.loops[-1].iterator) is None:
         loop = place.loops[-1]
@@ -69,13 +69,13 @@ def _progress_in(iterator: object) -> Any:
     return None
 
 
-def chain_of(place: Place) -> tuple[Any, ...]:
+def chain_of(place: ThreadPosition) -> tuple[Any, ...]:
     """Return the loops that a place is in, outermost first, each with the calls that lead to its function."""
     calls = [(*step, frame.f_lasti) for step, frame in zip(place.path, place.frames)]
     return tuple((tuple(calls[: loop.depth]), (*place.path[loop.depth][:3], loop.line)) for loop in place.loops)
 
 
-def _note_entered(place: Place, chain: tuple[Any, ...]) -> None:
+def _note_entered(place: ThreadPosition, chain: tuple[Any, ...]) -> None:
     entry = _entry_of(place)
     if entry is None:
         return
@@ -85,7 +85,7 @@ def _note_entered(place: Place, chain: tuple[Any, ...]) -> None:
         _entered_again.add(chain[0])
 
 
-def _entry_of(place: Place) -> _Entry | None:
+def _entry_of(place: ThreadPosition) -> _Entry | None:
     """Return what identifies this entry into the outermost loop; None if unknown, or inside a `while`."""
     if not place.loops:
         return None
@@ -115,7 +115,7 @@ class _Entry:
         return self._numbers is other._numbers
 
 
-def positions_of(place: Place) -> tuple[Any, ...]:
+def positions_of(place: ThreadPosition) -> tuple[Any, ...]:
     return tuple(repr(look_into(loop.iterator, 1, _progress_of)) for loop in place.loops)
 
 
@@ -124,7 +124,7 @@ def _progress_of(iterator: object) -> Any:
     return None if found is None else (found.number, found.iterator()._num_yielded)
 
 
-def refusals_of(place: Place, driver: Any) -> Iterator[Refusal]:
+def refusals_of(place: ThreadPosition, driver: Any) -> Iterator[Refusal]:
     """Yield why a restart could not continue from here. `driver` is the loader's iterator that is asked, if any."""
     theirs = accelerate_hf.against(place.frames)
     if theirs is not None:
@@ -172,11 +172,11 @@ def _common(one: tuple[Any, ...], other: tuple[Any, ...]) -> int:
 
 def fits_of(gate: Any) -> Callable[[], bool]:
     """Return the check that the gate makes at each boundary, to park the training where a restart can continue."""
-    approach = Approach(gate.arrive_late)
+    approach = CapturePointCheck(gate.arrive_late)
     return lambda: approach.will_do(caller())
 
 
-class Approach:
+class CapturePointCheck:
     """Checks at each boundary whether the training thread can be parked here.
 
     `park` is called in that thread when it reaches the head of a suitable loop later.
@@ -188,7 +188,7 @@ class Approach:
     def will_do(self, frame: FrameType) -> bool:
         """Return True if it can be parked here. Otherwise it continues to the head of its loop or its next boundary."""
         try:
-            place = Place(frame)
+            place = ThreadPosition(frame)
         except Unreadable:
             return True  # continuing would not help
         refused = list(refusals_of(place, asked_iterator(frame)))
@@ -198,7 +198,7 @@ class Approach:
             self._run_to_loop_head(place)
         return False
 
-    def _run_to_loop_head(self, place: Place) -> None:
+    def _run_to_loop_head(self, place: ThreadPosition) -> None:
         loop = place.loops[-1]
         frame = place.frames[loop.depth]
         loops = loops_of(frame.f_code)
@@ -207,7 +207,7 @@ class Approach:
         def follow(found: FrameType, event: str, _argument: object) -> Any:
             if event == "opcode" and loops.instruction_start(found.f_lasti) == head:
                 _trace_no_more(found)
-                if not any(refused.passes for refused in refusals_of(Place(found), None)):
+                if not any(refused.passes for refused in refusals_of(ThreadPosition(found), None)):
                     self._park()
                 return None
             if event == "return":  # out of the loop in another way

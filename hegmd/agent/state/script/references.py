@@ -13,7 +13,7 @@ import sys
 from collections import deque
 from functools import partial
 
-from ..code.encoding import NotKept, Place
+from ..code.encoding import NotEncodable, RestoreTarget
 from ..code.position import is_users_module
 from ..code.script_objects import set_value, values_of
 from ..values.duck_types import class_of, is_a, members_of
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from ..code.drift import Drift
-    from ..code.encoding import Decoding, Forms
+    from ..code.encoding import Decoding, ValueEncoder
     from ..code.script_objects import Instances
 
 HELD = "held"
@@ -56,7 +56,7 @@ class CapturedReferences:
         self.entries: list[dict[str, Any]] = []
         self._things: list[Any] = []
 
-    def of(self, value: Any, forms: Forms) -> tuple[Any] | None:
+    def of(self, value: Any, forms: ValueEncoder) -> tuple[Any] | None:
         """Return the reference in a tuple; None for a plain value. Raises NotKept for what cannot be created again."""
         if id(value) in self._held:
             return (self._held[id(value)],)
@@ -64,7 +64,7 @@ class CapturedReferences:
             return None
         return ((OWN, self.number(value, forms)),)
 
-    def number(self, thing: Any, forms: Forms) -> int:
+    def number(self, thing: Any, forms: ValueEncoder) -> int:
         """Return the number of an object of the script. Raises NotKept."""
         known = self._numbers.get(id(thing))
         if known is not None:
@@ -83,14 +83,14 @@ class CapturedReferences:
             "whole": None,
         }
         if is_later and not entry["names"] and class_named(kind.__module__, kind.__qualname__) is not kind:
-            raise NotKept(kind.__qualname__)
+            raise NotEncodable(kind.__qualname__)
         number = self._numbers[id(thing)] = len(self.entries)
         self.entries.append(entry)
         self._things.append(thing)
         if is_later:
             try:
                 entry["whole"] = self._whole(thing, kind, forms)
-            except NotKept:
+            except NotEncodable:
                 if not self._may_be_recreated(entry):
                     del self._numbers[id(thing)]
                     raise
@@ -101,13 +101,13 @@ class CapturedReferences:
         ends = [at for at, sign in enumerate(name) if sign in ".[<"]
         return name in self._on_the_way or any(name[:end] in self._on_the_way for end in ends)
 
-    def _whole(self, thing: Any, kind: Any, forms: Forms) -> dict[str, Any]:
+    def _whole(self, thing: Any, kind: Any, forms: ValueEncoder) -> dict[str, Any]:
         if class_named(kind.__module__, kind.__qualname__) is not kind:
-            raise NotKept(kind.__qualname__)
+            raise NotEncodable(kind.__qualname__)
         try:
             return {name: forms.of(value) for name, value in values_of(thing)}
-        except NotKept as error:
-            raise NotKept(f"{kind.__qualname__}, which holds {error}") from None
+        except NotEncodable as error:
+            raise NotEncodable(f"{kind.__qualname__}, which holds {error}") from None
 
     @staticmethod
     def _may_be_recreated(entry: dict[str, Any]) -> bool:
@@ -155,7 +155,7 @@ class RestoredReferences:
         for name, form in entry["whole"].items():
             set_value(thing, name, settling.settle(form, None, f"{entry['class']}.{name}"))
 
-    def places(self, missing: list[str]) -> Iterator[Place]:
+    def places(self, missing: list[str]) -> Iterator[RestoreTarget]:
         """Yield the changes of each object. Objects without a counterpart are added to `missing`."""
         for number, entry in enumerate(self._entries):
             thing = self._found.get(number)
@@ -166,7 +166,7 @@ class RestoredReferences:
             here = dict(values_of(thing))
             for name, (form, is_stored) in entry["values"].items():
                 said = f"{entry['class']}.{name}"
-                yield Place(form, here.get(name), said, partial(set_value, thing, name), is_stored=is_stored)
+                yield RestoreTarget(form, here.get(name), said, partial(set_value, thing, name), is_stored=is_stored)
 
 
 def references_to(addresses: set[int], things: list[Any]) -> dict[int, Any]:

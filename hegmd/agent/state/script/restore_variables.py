@@ -10,7 +10,7 @@ import sys
 from functools import partial
 
 from ..code.drift import holders_in
-from ..code.encoding import Decoding, Place
+from ..code.encoding import Decoding, RestoreTarget
 from ..code.reentry import known_by
 from ..code.script_objects import Instances, held_by_several
 from ..frameworks.accelerate_hf import is_own
@@ -69,7 +69,7 @@ def put_back(taken: Any, frames: list[FrameType], held: Callable[[Any], Any], *,
     return missing
 
 
-def _places_of_drift(saved: list[Any], instances: Instances, missing: list[str]) -> Iterator[Place]:
+def _places_of_drift(saved: list[Any], instances: Instances, missing: list[str]) -> Iterator[RestoreTarget]:
     here = {(holder.kind, holder.name): holder for holder in holders_in(instances)} if saved else {}
     for kind, name, key, form in saved:
         holder = here.get((kind, name))
@@ -77,10 +77,10 @@ def _places_of_drift(saved: list[Any], instances: Instances, missing: list[str])
         if holder is None:
             missing.append(said)
         else:
-            yield Place(form, dict(holder.values()).get(key), said, partial(holder.put, key), is_stored=True)
+            yield RestoreTarget(form, dict(holder.values()).get(key), said, partial(holder.put, key), is_stored=True)
 
 
-def _places_of_globals(saved: list[Any], missing: list[str]) -> Iterator[Place]:
+def _places_of_globals(saved: list[Any], missing: list[str]) -> Iterator[RestoreTarget]:
     for module_name, name, form, is_stored in saved:
         if module_name not in sys.modules:
             missing.append(f"{name} of {module_name}")
@@ -88,22 +88,22 @@ def _places_of_globals(saved: list[Any], missing: list[str]) -> Iterator[Place]:
             yield _place_in(vars(sys.modules[module_name]), name, form, is_stored=is_stored)
 
 
-def _places_of_frames(saved: list[Any], frames: list[FrameType]) -> Iterator[Place]:
+def _places_of_frames(saved: list[Any], frames: list[FrameType]) -> Iterator[RestoreTarget]:
     for frame, taken in zip(frames, saved):
         names: Any = frame.f_locals  # read once: up to Python 3.12 each read discards what was set
         for name, (form, is_stored) in taken["values"].items():
             yield _place_in(names, name, form, is_stored=is_stored)
 
 
-def _place_in(names: Any, name: str, form: Any, *, is_stored: bool) -> Place:
-    return Place(form, names.get(name), name, partial(names.__setitem__, name), is_stored=is_stored)
+def _place_in(names: Any, name: str, form: Any, *, is_stored: bool) -> RestoreTarget:
+    return RestoreTarget(form, names.get(name), name, partial(names.__setitem__, name), is_stored=is_stored)
 
 
-def _places_of_classes(saved: list[Any], missing: list[str]) -> Iterator[Place]:
+def _places_of_classes(saved: list[Any], missing: list[str]) -> Iterator[RestoreTarget]:
     for module_name, class_name, name, form in saved:
         kind = getattr(sys.modules.get(module_name), class_name, None)
         said = f"{class_name}.{name}"
         if not is_a(kind, type):
             missing.append(said)
         else:
-            yield Place(form, getattr(kind, name, None), said, partial(setattr, kind, name), is_stored=True)
+            yield RestoreTarget(form, getattr(kind, name, None), said, partial(setattr, kind, name), is_stored=True)

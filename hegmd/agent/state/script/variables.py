@@ -12,8 +12,8 @@ import sys
 
 from ..code.assignments import ATTRIBUTE, GLOBAL, MAX_CODES, Functions, changes_of, nested_in
 from ..code.drift import OTHERS, OWN
-from ..code.encoding import MUTABLE, SAME, SHARED, Forms, NotKept, TooLarge
-from ..code.reentry import Spot, all_set_before_resume, known_by, spots_of
+from ..code.encoding import MUTABLE, SAME, SHARED, NotEncodable, TooLarge, ValueEncoder
+from ..code.reentry import ReentryFrame, all_set_before_resume, known_by, spots_of
 from ..code.script_objects import Instances, held_by_several, users_modules, values_of
 from ..loaders import passes
 from ..values.duck_types import FUNCTION, class_of, is_a, members_of
@@ -52,7 +52,7 @@ def capture(
     script keeps objects itself. `changed` are variables that `baseline` has seen to change. `drift` has all other
     former values.
     """
-    return _Taking(frames, held, kept, changed, drift).taken
+    return _Capture(frames, held, kept, changed, drift).taken
 
 
 def begin_anew(state: Any) -> list[str]:
@@ -61,7 +61,7 @@ def begin_anew(state: Any) -> list[str]:
     return [*own.get("anew", ()), *[f"{UNSEEN}{what}" for what in own.get("unseen", ())]]
 
 
-class _Taking:
+class _Capture:
     """A capture."""
 
     def __init__(
@@ -129,7 +129,7 @@ class _Taking:
 
     # ---- variables
 
-    def _locals(self, spot: Spot) -> dict[str, Any]:
+    def _locals(self, spot: ReentryFrame) -> dict[str, Any]:
         if not spot.is_looked_at:
             return {}
         live, values = spot.live(), spot.frame.f_locals
@@ -167,7 +167,7 @@ class _Taking:
                 if is_stored and id(values.get(name)) in several:
                     saved["values"][name] = (form, SHARED)
 
-    def _choose_seen(self, spot: Spot, chosen: dict[str, Any], live: set[str]) -> None:
+    def _choose_seen(self, spot: ReentryFrame, chosen: dict[str, Any], live: set[str]) -> None:
         """Choose variables that were seen to change, such as by a library, and those that change when they are read."""
         mentioned = spot.changes.mentions(spot.region)
         values: dict[str, Any] = dict(spot.frame.f_locals)
@@ -195,7 +195,7 @@ class _Taking:
             or passes.followed(iterator) is not None
         )
 
-    def _note_cut(self, spot: Spot, chosen: dict[str, Any]) -> None:
+    def _note_cut(self, spot: ReentryFrame, chosen: dict[str, Any]) -> None:
         """Note tensors through which the loop continues to compute gradients."""
         looped: set[str] = set()
         for name, (form, _is_stored) in chosen.items():
@@ -219,7 +219,7 @@ class _Taking:
         except TooLarge as error:
             self._unseen[f"{said or type(value).__qualname__}, which has {error}"] = None
             return None
-        except NotKept as error:
+        except NotEncodable as error:
             if is_named or (is_altered and is_a(value, *MUTABLE)):
                 inside = "" if str(error) == type(value).__qualname__ else f", which holds {error}"
                 self._note(f"{said}{inside}")
@@ -229,10 +229,10 @@ class _Taking:
             self._taken_ids.add(id(value))
         return None if stays else (form,)
 
-    def _new_forms(self) -> Forms:
-        return Forms(self._refer, self._forms)
+    def _new_forms(self) -> ValueEncoder:
+        return ValueEncoder(self._refer, self._forms)
 
-    def _refer(self, value: Any, forms: Forms) -> tuple[Any] | None:
+    def _refer(self, value: Any, forms: ValueEncoder) -> tuple[Any] | None:
         return self._referring.of(value, forms)
 
     def _was_there(self, thing: Any) -> bool:

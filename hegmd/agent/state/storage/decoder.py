@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 
 from . import tags
 from . import tensors as storage_tensors
-from .errors import Damaged
+from .errors import DamagedStateFile
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ def value_of(data: bytes, mapping: Any, places: list[tuple[int, int]]) -> Any:
     try:
         value = reading.one()
     except (TypeError, ValueError, OverflowError, MemoryError, RecursionError) as error:
-        if isinstance(error, Damaged):
+        if isinstance(error, DamagedStateFile):
             raise
-        raise Damaged(f"its tree cannot be read: {error!r}") from error
+        raise DamagedStateFile(f"its tree cannot be read: {error!r}") from error
     if reading.left():
-        raise Damaged(f"its tree has {reading.left()} bytes after its end")
+        raise DamagedStateFile(f"its tree has {reading.left()} bytes after its end")
     return value
 
 
@@ -48,7 +48,7 @@ class _Reading:
         storages = self.number()
         tensors = self.number()
         if storages > len(places) or tensors > len(data):
-            raise Damaged(f"its tree has {storages} storages and {tensors} tensors, which is impossible")
+            raise DamagedStateFile(f"its tree has {storages} storages and {tensors} tensors, which is impossible")
         self._beside = places[storages:]
         described = [self._described() for _ in range(tensors)]
         self._tensors = storage_tensors.tensors_in(mapping, places[:storages], described)
@@ -60,7 +60,7 @@ class _Reading:
 
     def take(self, size_bytes: int) -> bytes:
         if size_bytes > self.left():
-            raise Damaged(f"its tree ends {size_bytes - self.left()} bytes too early")
+            raise DamagedStateFile(f"its tree ends {size_bytes - self.left()} bytes too early")
         part = self._data[self._at : self._at + size_bytes]
         self._at += size_bytes
         return part
@@ -72,13 +72,13 @@ class _Reading:
             number |= (byte & 0x7F) << 7 * index
             if byte < 0x80:
                 return number
-        raise Damaged("its tree has a number that never ends")
+        raise DamagedStateFile("its tree has a number that never ends")
 
     def count(self) -> int:
         """Read the number of values that follow. Each of them takes at least one byte."""
         number = self.number()
         if number > self.left():
-            raise Damaged(f"its tree announces {number} values in its last {self.left()} bytes")
+            raise DamagedStateFile(f"its tree announces {number} values in its last {self.left()} bytes")
         return number
 
     def text(self) -> str:
@@ -90,7 +90,7 @@ class _Reading:
     def beside(self) -> tuple[int, int]:
         index = self.number()
         if index >= len(self._beside):
-            raise Damaged(f"its tree names piece {index} of {len(self._beside)}")
+            raise DamagedStateFile(f"its tree names piece {index} of {len(self._beside)}")
         return self._beside[index]
 
     def bytes_beside(self) -> bytes:
@@ -100,14 +100,14 @@ class _Reading:
     def tensor(self) -> Any:
         index = self.number()
         if index >= len(self._tensors):
-            raise Damaged(f"its tree names tensor {index} of {len(self._tensors)}")
+            raise DamagedStateFile(f"its tree names tensor {index} of {len(self._tensors)}")
         return self._tensors[index]
 
     def _described(self) -> tuple[Any, ...]:
         slot, start, kind = self.number() - 1, self.number(), self.text()
         dimensions = self.number()
         if dimensions > storage_tensors.MAX_DIMENSIONS:
-            raise Damaged(f"its tree has a tensor of {dimensions} dimensions")
+            raise DamagedStateFile(f"its tree has a tensor of {dimensions} dimensions")
         shape = tuple(self.number() for _ in range(dimensions))
         strides = tuple(self.number() for _ in range(dimensions))
         return slot, start, kind, shape, strides, self.text(), bool(self.number())
@@ -123,9 +123,9 @@ class _Reading:
             return self._again()
         make = _SHARED.get(tag)
         if make is None:
-            raise Damaged(f"its tree has the tag {tag!r}, which means nothing here")
+            raise DamagedStateFile(f"its tree has the tag {tag!r}, which means nothing here")
         if self._depth >= tags.MAX_DEPTH:
-            raise Damaged(f"its tree is deeper than {tags.MAX_DEPTH}")
+            raise DamagedStateFile(f"its tree is deeper than {tags.MAX_DEPTH}")
         self._depth += 1
         place = len(self._made)
         self._made.append(_UNFINISHED)
@@ -136,7 +136,7 @@ class _Reading:
     def _again(self) -> Any:
         index = self.number()
         if index >= len(self._made) or self._made[index] is _UNFINISHED:
-            raise Damaged(f"its tree refers to value {index}, which is not there yet")
+            raise DamagedStateFile(f"its tree refers to value {index}, which is not there yet")
         return self._made[index]
 
     def items(self) -> list[Any]:
@@ -149,13 +149,13 @@ class _Reading:
         key = self.one()
         torch = storage_tensors.module("torch")
         if torch is not None and isinstance(key, getattr(torch, "Tensor", ())):
-            raise Damaged("its tree has a tensor for a key")
+            raise DamagedStateFile("its tree has a tensor for a key")
         return key
 
     def ints(self) -> list[int]:
         tag = self.take(1)
         if tag not in (tags.BYTES, tags.BYTES_BESIDE):
-            raise Damaged(f"its tree has numbers in {tag!r}")
+            raise DamagedStateFile(f"its tree has numbers in {tag!r}")
         numbers = array("q", self.data() if tag == tags.BYTES else self.bytes_beside())
         if sys.byteorder == "big":
             numbers.byteswap()
@@ -196,7 +196,7 @@ def _counter(reading: _Reading) -> Counter[Any]:
 def _torch_size(reading: _Reading) -> Any:
     torch = storage_tensors.module("torch")
     if torch is None:
-        raise Damaged("it holds a size of torch, and this process has not imported torch")
+        raise DamagedStateFile("it holds a size of torch, and this process has not imported torch")
     return torch.Size(reading.items())
 
 

@@ -14,7 +14,7 @@ from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 
 from . import tags, tensors
-from .errors import NotPlain
+from .errors import UnsupportedValue
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -83,19 +83,19 @@ class Tree:
             _text(self.out, name)
             _data(self.out, array_of_one.tobytes())
         else:
-            raise NotPlain(self.path(), _what_it_is(value))
+            raise UnsupportedValue(self.path(), _what_it_is(value))
 
     def _add_shared(self, value: Any, add: Callable[[Tree, Any], None]) -> None:
         """Add a value that others can hold too, and write it once."""
         known = self._seen.get(id(value))
         if known is not None:
             if id(value) in self._open:
-                raise NotPlain(self.path(), "contains itself")
+                raise UnsupportedValue(self.path(), "contains itself")
             self.out += tags.AGAIN
             _number(self.out, known)
             return
         if len(self._open) >= tags.MAX_DEPTH:
-            raise NotPlain(self.path(), f"is inside more than {tags.MAX_DEPTH} containers")
+            raise UnsupportedValue(self.path(), f"is inside more than {tags.MAX_DEPTH} containers")
         self._seen[id(value)] = len(self._seen)
         self._kept.append(value)
         self._open.add(id(value))
@@ -218,7 +218,7 @@ def _add_counter(tree: Tree, value: Counter[Any]) -> None:
 
 def _add_default_dict(tree: Tree, value: defaultdict[Any, Any]) -> None:
     if value.default_factory is not None:
-        raise NotPlain(tree.path(), "is a defaultdict with a factory, which is code")
+        raise UnsupportedValue(tree.path(), "is a defaultdict with a factory, which is code")
     _add_pairs(tree, value, tags.DEFAULT_DICT)
 
 
@@ -228,7 +228,7 @@ def _add_pairs(tree: Tree, value: dict[Any, Any], tag: bytes) -> None:
     _number(tree.out, len(pairs))
     for key, item in pairs:
         if type(key) not in _HASHED and not _is_torch_or_numpy_key(key):
-            raise NotPlain(tree.path(), f"has a key that {_what_it_is(key)}")
+            raise UnsupportedValue(tree.path(), f"has a key that {_what_it_is(key)}")
         tree.add_at("{key}", key)
         tree.add_at(f".{key}" if type(key) is str and key.isidentifier() else f"[{key!r:.60}]", item)
 

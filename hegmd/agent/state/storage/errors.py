@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class NotPlain(ValueError):
+class UnsupportedValue(ValueError):
     """A value has no form in a state file; `path` is its place in the state."""
 
     def __init__(self, path: str, why: str) -> None:
@@ -12,5 +12,5 @@ class NotPlain(ValueError):
         self.why = why
 
 
-class Damaged(ValueError):
+class DamagedStateFile(ValueError):
     """The file is not a complete state file, or this release cannot read it. Nothing was created from it."""

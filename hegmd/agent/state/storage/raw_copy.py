@@ -119,7 +119,7 @@ def copy_pieces_out(
     """Copy them to their places, and put the checksum of each part under its place. Raises OSError, HegmError."""
     driver = _driver_for([raw[3] for raw in raws], Copies)
     here, there, _fetched_ones = _by_memory(raws, places, driver)
-    done = _Done(progress)
+    done = _CopyProgress(progress)
     with copying.Writing(fd, capacity_bytes) as write:
         copying.in_threads(checksums.summing(write, found), here, done.tell)
         done.add(here)
@@ -144,7 +144,7 @@ def shadow_pieces_out(
     shadows = Shadows(driver)
     try:
         for where, pairs in there.items():
-            with _Chosen(where):
+            with _SelectedGpu(where):
                 if not shadows.add(pairs, partial(_sum_up, pairs, found)):
                     shadows.close()
                     return None
@@ -183,7 +183,7 @@ def _by_memory(
 
 
 def _copy_video_out(
-    driver: Copies, where: str, pairs: list[tuple[Raw, int]], write: Copy, found: dict[int, int], done: _Done
+    driver: Copies, where: str, pairs: list[tuple[Raw, int]], write: Copy, found: dict[int, int], done: _CopyProgress
 ) -> None:
     """Copy all tensors of one GPU. Parts that the GPU could not sum are summed on the CPU after the copy."""
     spans = [(raw[1], place, raw[2]) for raw, place in pairs]
@@ -226,7 +226,7 @@ def fill(pairs: Iterable[tuple[Any, Any]], progress: Progress | None = None) -> 
         if size_bytes > mine.get(target.data_ptr(), (0, 0, 0))[2]:  # a view can start where its base starts
             mine[target.data_ptr()] = (saved.data_ptr(), target.data_ptr(), size_bytes)
         filled.append(target)
-    done = _Done(progress or copying.ignore)
+    done = _CopyProgress(progress or copying.ignore)
     for where, by_target in spans.items():
         moves = list(by_target.values())
         if where == CPU or driver is None:
@@ -246,7 +246,7 @@ def _note_changes(torch: Any, tensors: list[Any]) -> None:
             increment_version(tensor)
 
 
-class _Done:
+class _CopyProgress:
     """Progress over several rounds of copying."""
 
     def __init__(self, progress: Progress) -> None:
@@ -306,7 +306,7 @@ def _driver_for(devices: Iterable[str], kind: type[Driver]) -> Driver | None:
         return None
 
 
-class _Chosen:
+class _SelectedGpu:
     """Select one GPU for this thread while the context lasts, and finish its work at the end."""
 
     def __init__(self, where: str) -> None:
@@ -331,7 +331,7 @@ class _Video:
 
     def __init__(self, driver: Copies, where: str) -> None:
         self._driver = driver
-        self._chosen = _Chosen(where)
+        self._chosen = _SelectedGpu(where)
 
     def __enter__(self) -> Ring:
         self._chosen.__enter__()

@@ -4,7 +4,7 @@ continues.
 Owns that memory. It is the driver's own: PyTorch's allocator does not know it, so it splits none of the job's blocks,
 and is in no graph's pool. It is allocated only if the GPU has much more free memory than it needs, and freed as soon as
 it was copied to the host. If the job uses so much memory meanwhile that little is left, the copying ends at once with
-`Ended`: then there is no snapshot, and the next one is taken without a shadow.
+`CopyStopped`: then there is no snapshot, and the next one is taken without a shadow.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ THREADS = 4
 _BORDER_BYTES = 512
 
 
-class Ended(Exception):
+class CopyStopped(Exception):
     """The copying was stopped: the snapshot is no longer needed, or the job needs the memory."""
 
 
@@ -53,7 +53,7 @@ def is_wanted() -> bool:
     return not was_squeezed and os.environ.get(SWITCH, "") not in ("off", "0")
 
 
-class _Ending:
+class _InterpreterExit:
     """The end of the interpreter, after which CUDA must not be used: running copies end before it."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class _Ending:
             pass
 
 
-_ending = _Ending()
+_ending = _InterpreterExit()
 
 
 class _Shadow:
@@ -146,7 +146,7 @@ class Shadows:
 
                 def move(host: int, place: int, size_bytes: int, places: set[int] = places) -> None:
                     if _ending.has_come or is_over():
-                        raise Ended
+                        raise CopyStopped
                     (write if place in places else summing)(host, place, size_bytes)
 
                 self._driver.use(made.context)
@@ -161,7 +161,7 @@ class Shadows:
         if free_bytes < total_bytes * SHARE_LEFT_FREE / 2:
             note(f"snapshot: the shadow is given up, {free_bytes} bytes are free")
             _was_squeezed = True
-            raise Ended
+            raise CopyStopped
 
     def _give_back(self) -> None:
         made = self._made.pop()

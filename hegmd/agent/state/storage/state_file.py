@@ -23,9 +23,9 @@ from ... import copying
 from ...copying import PAGE_BYTES, PIECE_BYTES, round_up
 from . import checksums, decoder
 from .encoder import Tree
-from .errors import Damaged, NotPlain
+from .errors import DamagedStateFile, UnsupportedValue
 from .raw_copy import copy_pieces_out, shadow_pieces_out
-from .shadow import Ended
+from .shadow import CopyStopped
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,7 +36,16 @@ if TYPE_CHECKING:
 
     Progress = Callable[[int], None]
 
-__all__ = ["Damaged", "Ended", "NotPlain", "Rest", "State", "read", "size_bytes", "write"]
+__all__ = [
+    "DamagedStateFile",
+    "CopyStopped",
+    "UnsupportedValue",
+    "UnwrittenRest",
+    "State",
+    "read",
+    "size_bytes",
+    "write",
+]
 
 MAGIC = b"HEGMSTAT"
 VERSION = 1
@@ -73,14 +82,14 @@ class State:
         copy_pieces_out(fd, self.size_bytes, self._tree.raws, self._places, found, progress or copying.ignore)
         return _seal(fd, self._tree.data, self._sizes, found)
 
-    def begin(self, fd: int) -> Rest | None:
+    def begin(self, fd: int) -> UnwrittenRest | None:
         """Write what can be written at once, so that it may change; None if `write` does all. Raises OSError,
         HegmError.
         """
         found: dict[int, int] = {}
         self._prepare(fd)
         shadows = shadow_pieces_out(fd, self.size_bytes, self._tree.raws, self._places, found)
-        return None if shadows is None else Rest(shadows, self._tree.data, self._sizes, self.size_bytes, found)
+        return None if shadows is None else UnwrittenRest(shadows, self._tree.data, self._sizes, self.size_bytes, found)
 
     def _prepare(self, fd: int) -> None:
         if os.fstat(fd).st_size < self.size_bytes:
@@ -88,7 +97,7 @@ class State:
         copying.write_small(fd, 0, bytes(HEADER_BYTES))
 
 
-class Rest:
+class UnwrittenRest:
     """The rest of a value that must still be written, and may have changed. Keeps nothing of the value alive."""
 
     def __init__(self, shadows: Shadows, tree: bytes, sizes: list[int], size_bytes: int, found: dict[int, int]) -> None:
@@ -134,7 +143,7 @@ def read(fd: int) -> Any:
     copying.fetch_pages(ctypes.addressof(ctypes.c_char.from_buffer(mapping)), min(front_bytes, mapped_bytes))
     tree = bytes(mapping[HEADER_BYTES : HEADER_BYTES + tree_bytes])
     if crc32(tree) != sum_of_tree:
-        raise Damaged("its tree does not fit its checksum")
+        raise DamagedStateFile("its tree does not fit its checksum")
     places, sizes = _read_table(mapping, HEADER_BYTES + tree_bytes, pieces, total_bytes, sum_of_table)
     return decoder.value_of(tree, mapping, list(zip(places, sizes)))
 
@@ -151,18 +160,20 @@ def _header(tree: bytes, table: bytes, pieces: int, total_bytes: int) -> bytes:
 def _read_header(fd: int, given_bytes: int) -> tuple[int, int, int, int, int]:
     head = os.pread(fd, HEADER_BYTES, 0)
     if head[: len(MAGIC)] != MAGIC:
-        raise Damaged("it is no state file, or one whose writing was cut short")
+        raise DamagedStateFile("it is no state file, or one whose writing was cut short")
     if len(head) < HEADER_BYTES:
-        raise Damaged(f"it ends after {len(head)} bytes")
+        raise DamagedStateFile(f"it ends after {len(head)} bytes")
     _magic, version, _none, tree_bytes, pieces, total_bytes, sum_of_tree, sum_of_table = _HEADER.unpack_from(head)
     if struct.unpack_from("<I", head, HEADER_BYTES - 4)[0] != crc32(head[: HEADER_BYTES - 4]):
-        raise Damaged("its header does not fit its checksum")
+        raise DamagedStateFile("its header does not fit its checksum")
     if version != VERSION:
-        raise Damaged(f"it is of version {version}, and this hegmd reads version {VERSION}")
+        raise DamagedStateFile(f"it is of version {version}, and this hegmd reads version {VERSION}")
     if total_bytes > given_bytes:
-        raise Damaged(f"it was of {total_bytes} bytes and has {given_bytes}")
+        raise DamagedStateFile(f"it was of {total_bytes} bytes and has {given_bytes}")
     if HEADER_BYTES + tree_bytes + 8 * pieces > total_bytes:
-        raise Damaged(f"its header announces {tree_bytes} bytes and {pieces} pieces within {total_bytes} bytes")
+        raise DamagedStateFile(
+            f"its header announces {tree_bytes} bytes and {pieces} pieces within {total_bytes} bytes"
+        )
     return tree_bytes, pieces, total_bytes, sum_of_tree, sum_of_table
 
 
@@ -172,14 +183,14 @@ def _read_table(
     """Return the offsets and sizes of the pieces, after all checksums were verified. Raises Damaged."""
     sizes = list(struct.unpack_from(f"<{pieces}Q", mapping, table_at))
     if sum(sizes) > total_bytes:
-        raise Damaged(f"its table announces {sum(sizes)} bytes within {total_bytes}")
+        raise DamagedStateFile(f"its table announces {sum(sizes)} bytes within {total_bytes}")
     places, needed_bytes = _layout(table_at, sizes)
     if needed_bytes != total_bytes:
-        raise Damaged(f"its pieces take {needed_bytes} bytes, and its header announces {total_bytes}")
+        raise DamagedStateFile(f"its pieces take {needed_bytes} bytes, and its header announces {total_bytes}")
     parts = _parts(places, sizes)
     table_bytes = 8 * pieces + 4 * len(parts)
     if crc32(mapping[table_at : table_at + table_bytes]) != sum_of_table:
-        raise Damaged("its table does not fit its checksum")
+        raise DamagedStateFile("its table does not fit its checksum")
     expected = struct.unpack_from(f"<{len(parts)}I", mapping, table_at + 8 * pieces)
     _check(mapping, places, sizes, dict(zip(parts, expected)))
     return places, sizes
@@ -200,7 +211,9 @@ def _check(mapping: memoryview, places: list[int], sizes: list[int], expected: d
     copying.in_threads(check, spans, copying.ignore, CHECKING_THREADS)
     if wrong:
         total = len(expected)
-        raise Damaged(f"{len(wrong)} of {total} parts do not fit their checksums, the first at byte {min(wrong)}")
+        raise DamagedStateFile(
+            f"{len(wrong)} of {total} parts do not fit their checksums, the first at byte {min(wrong)}"
+        )
 
 
 # ---- layout ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
-from .errors import Damaged, NotPlain
+from .errors import DamagedStateFile, UnsupportedValue
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -97,16 +97,16 @@ def _bare(tensor: Any, path: str) -> Any:
     """Return the tensor as ordinary memory. Raises NotPlain for a tensor without."""
     torch = module("torch")
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise NotPlain(path, f"is a {type(tensor).__name__}, a tensor class with data besides its elements")
+        raise UnsupportedValue(path, f"is a {type(tensor).__name__}, a tensor class with data besides its elements")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        raise NotPlain(path, f"is a tensor without ordinary memory ({tensor.layout}, on {tensor.device})")
+        raise UnsupportedValue(path, f"is a tensor without ordinary memory ({tensor.layout}, on {tensor.device})")
     bare = tensor.detach().resolve_conj().resolve_neg()
     try:
         address = bare.untyped_storage().data_ptr()
     except RuntimeError as error:
-        raise NotPlain(path, f"is a tensor whose memory cannot be reached: {error}") from error
+        raise UnsupportedValue(path, f"is a tensor whose memory cannot be reached: {error}") from error
     if bare.numel() and not address:
-        raise NotPlain(path, "is a tensor without memory of its own")
+        raise UnsupportedValue(path, "is a tensor without memory of its own")
     return bare
 
 
@@ -119,7 +119,7 @@ def tensors_in(mapping: Any, places: list[tuple[int, int]], described: list[tupl
         return []
     torch = module("torch")
     if torch is None or not hasattr(torch, "frombuffer"):
-        raise Damaged("it holds tensors, and this process has not imported torch")
+        raise DamagedStateFile("it holds tensors, and this process has not imported torch")
     storages = [
         torch.frombuffer(mapping, dtype=torch.uint8, offset=place, count=size_bytes).untyped_storage()
         for place, size_bytes in places
@@ -131,27 +131,27 @@ def _tensor_in(torch: Any, storages: list[Any], places: list[tuple[int, int]], d
     slot, start, kind, shape, strides, where, requires_grad = described
     dtype = dtype_named(kind)
     if len(shape) != len(strides) or len(shape) > MAX_DIMENSIONS:
-        raise Damaged(f"a tensor of {len(shape)} dimensions has {len(strides)} strides")
+        raise DamagedStateFile(f"a tensor of {len(shape)} dimensions has {len(strides)} strides")
     if max((*shape, *strides, 0)) >= MAX_ELEMENTS:
-        raise Damaged(f"a tensor has the shape {shape} and the strides {strides}")
+        raise DamagedStateFile(f"a tensor has the shape {shape} and the strides {strides}")
     itemsize = dtype.itemsize if hasattr(dtype, "itemsize") else torch.empty(0, dtype=dtype).element_size()
     elements = 1
     for size in shape:
         elements *= size
     if elements >= MAX_ELEMENTS:
-        raise Damaged(f"a tensor would have {elements} elements")
+        raise DamagedStateFile(f"a tensor would have {elements} elements")
     with torch.no_grad():
         if not elements:
             tensor = torch.empty_strided(shape, strides, dtype=dtype, device=CPU)
         else:
             reached = sum((size - 1) * stride for size, stride in zip(shape, strides)) + 1
             if not 0 <= slot < len(places) or start % itemsize or start + reached * itemsize > places[slot][1]:
-                raise Damaged(f"a tensor of the shape {shape} reaches beyond its bytes")
+                raise DamagedStateFile(f"a tensor of the shape {shape} reaches beyond its bytes")
             tensor = torch.empty(0, dtype=dtype, device=CPU)
             tensor.set_(storages[slot], start // itemsize, shape, strides)
     if requires_grad:
         if not (dtype.is_floating_point or dtype.is_complex):
-            raise Damaged(f"a tensor of {kind} wants a gradient")
+            raise DamagedStateFile(f"a tensor of {kind} wants a gradient")
         tensor.requires_grad_(True)
     setattr(tensor, WAS_ON, device_named(where))
     return tensor
@@ -167,7 +167,7 @@ def dtype_named(name: str) -> Any:
     torch = module("torch")
     dtype = getattr(torch, name, None) if torch is not None and name.isidentifier() else None
     if torch is None or not isinstance(dtype, torch.dtype):
-        raise Damaged(f"this process's torch has no dtype {name!r}")
+        raise DamagedStateFile(f"this process's torch has no dtype {name!r}")
     return dtype
 
 
@@ -175,11 +175,11 @@ def device_named(name: str) -> Any:
     """Return a torch device by its name. Raises Damaged."""
     torch = module("torch")
     if torch is None:
-        raise Damaged("it names a device, and this process has not imported torch")
+        raise DamagedStateFile("it names a device, and this process has not imported torch")
     try:
         return torch.device(name)
     except (RuntimeError, ValueError) as error:
-        raise Damaged(f"this process's torch has no device {name!r}") from error
+        raise DamagedStateFile(f"this process's torch has no device {name!r}") from error
 
 
 # ---- numpy ----------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def described_array(value: Any, path: str) -> tuple[Any, str, bool]:
     """Return an array in one piece, its dtype, and whether its columns are contiguous. Raises NotPlain."""
     numpy = module("numpy")
     if value.dtype.kind not in _NUMPY_KINDS:
-        raise NotPlain(path, f"is a numpy array of {value.dtype}")
+        raise UnsupportedValue(path, f"is a numpy array of {value.dtype}")
     if value.flags["F_CONTIGUOUS"] and not value.flags["C_CONTIGUOUS"]:
         return value, str(value.dtype.str), True
     return numpy.ascontiguousarray(value).reshape(value.shape), str(value.dtype.str), False
@@ -202,7 +202,7 @@ def array_in(mapping: Any, place: int, size_bytes: int, kind: str, shape: tuple[
     for size in shape:
         elements *= size
     if len(shape) > MAX_DIMENSIONS or elements >= MAX_ELEMENTS or elements * dtype.itemsize != size_bytes:
-        raise Damaged(f"an array of {kind} and the shape {shape} has {size_bytes} bytes")
+        raise DamagedStateFile(f"an array of {kind} and the shape {shape} has {size_bytes} bytes")
     numpy = module("numpy")
     try:
         flat = numpy.frombuffer(mapping, dtype=dtype, count=elements, offset=place) if size_bytes else None
@@ -210,14 +210,14 @@ def array_in(mapping: Any, place: int, size_bytes: int, kind: str, shape: tuple[
         _check_characters(found)
         return found.reshape(shape, order="F" if columns else "C")
     except ValueError as error:
-        raise Damaged(f"an array of {kind} and the shape {shape} cannot be made: {error}") from error
+        raise DamagedStateFile(f"an array of {kind} and the shape {shape} cannot be made: {error}") from error
 
 
 def scalar_in(kind: str, data: bytes) -> Any:
     """Return the saved scalar. Raises Damaged."""
     dtype = numpy_dtype(kind)
     if len(data) != dtype.itemsize:
-        raise Damaged(f"a value of {dtype} has {len(data)} bytes")
+        raise DamagedStateFile(f"a value of {dtype} has {len(data)} bytes")
     found = module("numpy").ndarray((1,), dtype, data)
     _check_characters(found)
     return found[0]
@@ -228,22 +228,22 @@ def _check_characters(found: Any) -> None:
     if found.dtype.kind == "U" and found.nbytes:
         numbers = found.view("u4" if found.dtype.isnative else found.dtype.byteorder + "u4")
         if int(numbers.max()) > _LAST_CHARACTER:
-            raise Damaged("a text array of numpy has invalid characters")
+            raise DamagedStateFile("a text array of numpy has invalid characters")
 
 
 def numpy_dtype(kind: str) -> Any:
     """Return a dtype of numpy by its short name. Raises Damaged."""
     numpy = module("numpy")
     if numpy is None or not hasattr(numpy, "dtype"):
-        raise Damaged("it holds numpy's values, and this process has not imported numpy")
+        raise DamagedStateFile("it holds numpy's values, and this process has not imported numpy")
     if kind[:1] not in _NUMPY_ORDERS or kind[1:2] not in _NUMPY_KINDS or not kind[2:3].isdigit():
-        raise Damaged(f"it holds numpy's values of {kind!r}")
+        raise DamagedStateFile(f"it holds numpy's values of {kind!r}")
     try:
         dtype = numpy.dtype(kind)
     except (TypeError, ValueError) as error:
-        raise Damaged(f"this process's numpy has no dtype {kind!r}") from error
+        raise DamagedStateFile(f"this process's numpy has no dtype {kind!r}") from error
     if dtype.kind not in _NUMPY_KINDS:
-        raise Damaged(f"it holds numpy's values of {kind!r}")
+        raise DamagedStateFile(f"it holds numpy's values of {kind!r}")
     return dtype
 
 

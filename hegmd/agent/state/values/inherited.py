@@ -176,9 +176,9 @@ def _read() -> Any:
             _step = None if record is None else record.step
             return state_file.read(int(number))
         except ValueError as error:
-            if isinstance(error, state_file.Damaged):
+            if isinstance(error, state_file.DamagedStateFile):
                 raise
-            raise state_file.Damaged(f"{DESCRIPTOR} is {number!r}, which is no descriptor") from error
+            raise state_file.DamagedStateFile(f"{DESCRIPTOR} is {number!r}, which is no descriptor") from error
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         return state_file.read(fd)

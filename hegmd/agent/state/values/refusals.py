@@ -23,7 +23,7 @@ class Refusal:
         return f"Refusal({self.what!r}, {self.hint!r}, passes={self.passes})"
 
 
-class DoesNotFit(Exception):
+class IncompatibleState(Exception):
     """The state does not belong to this script as it runs here; `reasons` says all that is known. Nothing was set."""
 
     def __init__(self, reasons: list[str]) -> None:

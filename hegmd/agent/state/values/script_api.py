@@ -175,7 +175,7 @@ class Registrations:
             try:
                 kept[name] = value = get()
                 state_file.size_bytes(value)
-            except state_file.NotPlain as error:
+            except state_file.UnsupportedValue as error:
                 against.append((f"what hegm.keep({name!r}) keeps cannot be written: {error}", _HINT))
             except Exception as error:  # noqa: BLE001 - the script's own function
                 against.append((f"what hegm.keep({name!r}) keeps cannot be read: {error!r}", _HINT))
@@ -221,7 +221,7 @@ def _given() -> Any:
         return None
     try:
         return inherited.state()
-    except (state_file.Damaged, OSError) as error:
+    except (state_file.DamagedStateFile, OSError) as error:
         # the restore fails the same way, and ends the process with its reason
         note(f"the state cannot be read: {error}")
         return None

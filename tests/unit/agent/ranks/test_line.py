@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import socket
 
-from hegmd.agent.ranks.line import Line
+from hegmd.agent.ranks.line import LauncherConnection
 
 
 def test_a_slot_is_the_descriptor_that_came_with_it_and_replaces_the_former() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        line = Line(ours, 0, 1, lambda: None)
+        line = LauncherConnection(ours, 0, 1, lambda: None)
         former, newer = (os.memfd_create(name) for name in ("former", "newer"))
         try:
             for fd in (former, newer):

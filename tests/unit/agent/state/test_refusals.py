@@ -11,7 +11,7 @@ import pytest
 
 from hegmd.agent.state.capture import instead_of
 from hegmd.agent.state.save_and_exit import hints_of, not_plain
-from hegmd.agent.state.storage.errors import NotPlain
+from hegmd.agent.state.storage.errors import UnsupportedValue
 from hegmd.agent.state.values.refusals import Refusal
 from tests.cells import in_one_test
 
@@ -112,7 +112,7 @@ def test_what_to_write_in_place_of_a_loop_was_one_text_for_all(name: str, named:
 def test_sparse_gradients_were_refused_without_a_way_out(why: str, named: str) -> None:
     """Issue 14, row 19: the hint was to leave them out of a state that the script does not make."""
     state: dict[str, Any] = {"holdings": []}
-    assert named in not_plain(state, NotPlain("holdings", why)).hint
+    assert named in not_plain(state, UnsupportedValue("holdings", why)).hint
 
 
 def test_only_the_first_of_several_reasons_had_its_hint() -> None:

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from hegmd.agent.state import capture, restore
-from hegmd.agent.state.code.position import Place
+from hegmd.agent.state.code.position import ThreadPosition
 from hegmd.agent.state.script import baseline
 from hegmd.agent.state.storage import state_file
 
@@ -56,7 +56,7 @@ class Run:
     def come_to(self, step: int, frame: FrameType) -> None:
         """Remember what there is at the first step, be taken at one, or go on from there."""
         if step == 0:
-            place = Place(frame)
+            place = ThreadPosition(frame)
             baseline.note_place(place.path, place.frames)
         elif step == LEFT_AT and not self.is_half:
             taken, against = capture.capture(threading.get_ident(), frame)

@@ -8,13 +8,13 @@ import stat
 from dataclasses import replace
 
 from hegmd.images.criu.needs import Needs, needs_of
-from hegmd.node.processes.process_tree import Descriptor, Mapping, Member, Tree
+from hegmd.node.processes.process_tree import Descriptor, Mapping, Tree, TreeProcess
 from hegmd.node.processes.socket_peers import TcpEnd, UnixEnd
 from tests.cells import in_one_test
 
 HERE = (("mnt", "mnt:[1]"), ("net", "net:[1]"), ("pid", "pid:[1]"))
-ROOT = Member(pid=100, parent=1, start_ticks=5, state="S", group=100, session=100, namespaces=HERE)
-CHILD = Member(pid=101, parent=100, start_ticks=6, state="S", group=100, session=100, namespaces=HERE)
+ROOT = TreeProcess(pid=100, parent=1, start_ticks=5, state="S", group=100, session=100, namespaces=HERE)
+CHILD = TreeProcess(pid=101, parent=100, start_ticks=6, state="S", group=100, session=100, namespaces=HERE)
 FIFO, SOCKET, CHARACTER = stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR
 
 

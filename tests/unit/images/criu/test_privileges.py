@@ -20,7 +20,7 @@ from hegmd.images.criu.privileges import (
     to_dump,
     to_restore,
 )
-from hegmd.node.processes.process_tree import Descriptor, Member, Tree, read_tree
+from hegmd.node.processes.process_tree import Descriptor, Tree, TreeProcess, read_tree
 
 BOB, HIS = 1000, frozenset({1000, 100})
 ALL = (1 << 41) - 1
@@ -39,7 +39,7 @@ def proc(folder: Path, permitted: int, bounding: int = ALL) -> str:
 
 
 def job(*descriptors: Descriptor) -> Tree:
-    member = Member(pid=4, parent=1, start_ticks=5, state="S", group=4, session=4, uid=BOB, gid=BOB)
+    member = TreeProcess(pid=4, parent=1, start_ticks=5, state="S", group=4, session=4, uid=BOB, gid=BOB)
     return Tree(root=4, members=(member,), descriptors=descriptors)
 
 

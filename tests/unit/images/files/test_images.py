@@ -22,7 +22,7 @@ from hegmd.gpu_helper.calls import HelperLost
 from hegmd.images.files.catalogue import look_into, sweep
 from hegmd.images.files.images import Images
 from hegmd.images.files.open_image import ImageWriter
-from hegmd.images.files.private_directory import Private
+from hegmd.images.files.private_directory import PrivateDirectory
 from hegmd.protocol.images import ImageProcess, Manifest
 from hegmd.system.programs import Rights
 from tests.patience import HANG_S
@@ -382,11 +382,11 @@ def test_a_state_directory_that_is_none_is_told_with_its_disk(tmp_path: Path) ->
     with pytest.raises(HegmError, match="images cannot be created: Not a directory"):
         Images(tmp_path / "state", in_unit=False)
     with pytest.raises(HegmError, match=r"state/[0-9a-f]{16} cannot be created: Not a directory"):
-        Private(tmp_path / "state")
+        PrivateDirectory(tmp_path / "state")
 
 
 async def test_what_criu_wrote_in_private_is_missed_by_name(tmp_path: Path) -> None:
-    private = Private(tmp_path)
+    private = PrivateDirectory(tmp_path)
     try:
         with pytest.raises(HegmError, match=r"cannot be read: .*gone.img"):
             private.open_files(["gone.img"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 
-from hegmd.images.files.private_directory import Private
+from hegmd.images.files.private_directory import PrivateDirectory
 from hegmd.images.files.user_processes import UserProcesses
 from tests.unit.offspring import children
 
@@ -32,6 +32,6 @@ async def test_a_start_that_is_cancelled_leaves_no_process(process: subprocess.P
 
 
 async def test_a_private_folder_is_for_the_daemon_alone(tmp_path: Path) -> None:
-    private = Private(tmp_path)
+    private = PrivateDirectory(tmp_path)
     assert os.fstat(private.fd).st_mode & 0o777 == 0o700
     await private.close()

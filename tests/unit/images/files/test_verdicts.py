@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from hegmd.errors import DENIED, HegmError
-from hegmd.gpu_helper.wire import Answer, Request
+from hegmd.gpu_helper.wire import HelperReply, Request
 from hegmd.images.files import catalogue
-from hegmd.images.files.child import Work
+from hegmd.images.files.child import CurrentImage
 from hegmd.images.files.images import Images
 from hegmd.images.rendezvous import Rendezvous
 from hegmd.images.restore_job import JobRestorer
@@ -31,17 +31,17 @@ WORKER = ImageWorker(pid=4711, gpus=(), carrier="worker", size_bytes=SIZE_BYTES,
 FILES = ["manifest.json", "seal", "bytes/4711.0", *(f"criu/{name}" for name in CRIU_FILES)]
 
 
-class HandHere:
+class InProcessUser:
     """A hand that does in this process what the real one does in its own."""
 
     pid = None
 
     def __init__(self) -> None:
-        self._work = Work()
+        self._work = CurrentImage()
 
     async def call(
         self, op: str, args: Mapping[str, object] | None = None, *, fds: Sequence[int] = (), **_: object
-    ) -> Answer:
+    ) -> HelperReply:
         with Descriptors([os.dup(fd) for fd in fds]) as owned:
             return self._work.requests()[op](Request(args or {}, owned, lambda _: None))
 
@@ -53,9 +53,9 @@ class HandHere:
         """It has no process of its own."""
 
 
-class HandsHere:
-    async def start(self, _rights: Rights | None) -> HandHere:
-        return HandHere()
+class InProcessUsers:
+    async def start(self, _rights: Rights | None) -> InProcessUser:
+        return InProcessUser()
 
 
 def _cut(path: Path) -> None:
@@ -110,7 +110,7 @@ async def _refused(work: Any) -> bool:
 
 async def _verdicts(folder: Path, path: Path) -> tuple[bool, bool, bool]:
     """Whether it is refused by `images verify`, by a dry run, and by a restore as far as that reads the image."""
-    hands: Any = HandsHere()
+    hands: Any = InProcessUsers()
     never: Any = None  # none of these is asked
     pool = Pool(1 << 30)
     images = Images(folder, in_unit=False, hands=hands)
@@ -179,7 +179,7 @@ async def test_a_foreign_file_in_an_image_was_not_told_of(tmp_path: Path) -> Non
     (tmp_path / "state").mkdir()
     assert await _verdicts(tmp_path / "state", path) == (False, False, False)
     assert catalogue.verify(str(path), ignore).foreign == ("bytes/4712.0", "thesis.txt")
-    hands: Any = HandsHere()
+    hands: Any = InProcessUsers()
     images = Images(tmp_path / "state", in_unit=False, hands=hands)
     image = await images.open(str(path), SELF)
     assert image.foreign == ("bytes/4712.0", "thesis.txt")

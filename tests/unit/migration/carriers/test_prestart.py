@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import pytest
 
-from hegmd.migration.carriers.prestart import BEFOREHAND, IN_TURN, MIN_AVAILABLE_BYTES, PrestartService, Ready
+from hegmd.migration.carriers.prestart import BEFOREHAND, IN_TURN, MIN_AVAILABLE_BYTES, PrestartPolicy, PrestartService
 from hegmd.migration.contracts import MigratedProcess, Rank, Respawn
 from hegmd.protocol.agents import AgentAttend
 from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
@@ -102,7 +102,9 @@ async def test_one_whose_supervisor_has_gone_is_not_waited_for() -> None:
 
 async def test_one_that_does_not_become_ready_is_not_waited_for_for_ever() -> None:
     async with supervised([]) as supervisors:
-        readying = PrestartService(supervisors, surroundings, Ready(within_s=0.0), available_bytes=lambda: None)
+        readying = PrestartService(
+            supervisors, surroundings, PrestartPolicy(within_s=0.0), available_bytes=lambda: None
+        )
         await readying.begin(subject(), STATE_BYTES)
         assert not await readying.until_ready(subject(), ignore)
 
@@ -143,7 +145,9 @@ async def test_nothing_is_made_ready_behind_a_launcher_against_the_settings_or_w
 ) -> None:
     orders: list[SupervisorOrder] = []
     async with supervised(orders, **offer) as supervisors:
-        readying = PrestartService(supervisors, surroundings, Ready(when), available_bytes=lambda: available_bytes)
+        readying = PrestartService(
+            supervisors, surroundings, PrestartPolicy(when), available_bytes=lambda: available_bytes
+        )
         await readying.begin(subject(), STATE_BYTES)
         await readying.end(subject())
     assert orders == []

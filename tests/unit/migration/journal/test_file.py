@@ -15,7 +15,7 @@ from hegmd.migration.journal.file import NAME, OPERATION_BYTES, JournalFile
 from hegmd.migration.journal.records import History
 from hegmd.migration.machine.operation import Operation
 from tests.simulation.disk import ModelDisk
-from tests.unit.migration.operations import Drive, operation, worker
+from tests.unit.migration.operations import DrivenOperation, operation, worker
 
 FOLDER = Path("/model")
 
@@ -155,7 +155,7 @@ def test_an_operation_does_not_begin_without_room_for_its_records_and_one_that_b
     with _opened(disk) as file:
         file.append(OPENING, [], ahead_bytes=OPERATION_BYTES)
         disk.full = True
-        drive = Drive(OP).until("done")
+        drive = DrivenOperation(OP).until("done")
         for before, event, after, wanted in drive.taken:
             file.append(journal_records.step(before, event, after, wanted, now=1.0, utc=2.0)[0], [])
         assert _read(disk) == {"op1": drive.op}
@@ -166,7 +166,7 @@ def test_an_operation_does_not_begin_without_room_for_its_records_and_one_that_b
 
 def test_the_reserved_room_is_enough_for_an_operation_on_eight_ranks() -> None:
     ranks = [worker(f"rank{index}", pid=1000 + index) for index in range(8)]
-    drive = Drive(operation(*ranks, is_distributed=True)).until("done")
+    drive = DrivenOperation(operation(*ranks, is_distributed=True)).until("done")
     records = [
         journal_records.step(before, event, after, wanted, now=1e6, utc=1.7e9)[0]
         for before, event, after, wanted in drive.taken

@@ -16,7 +16,7 @@ from hegmd.migration.machine import events
 from hegmd.migration.machine.operation import Operation
 from hegmd.protocol import codec
 from tests.cells import in_one_test
-from tests.unit.migration.operations import Drive, operation, worker
+from tests.unit.migration.operations import DrivenOperation, operation, worker
 
 
 class Book:
@@ -30,7 +30,7 @@ class Book:
     def begin(self, op: Operation) -> None:
         self._write(journal_records.opening(op, 1.0), op)
 
-    def follow(self, drive: Drive) -> None:
+    def follow(self, drive: DrivenOperation) -> None:
         for before, event, after, wanted in drive.taken:
             record, _ = journal_records.step(before, event, after, wanted, now=drive.now, utc=2.0)
             self._write(record, after)
@@ -46,10 +46,10 @@ class Book:
 
 def _book() -> Book:
     book = Book()
-    done = Drive(operation(worker("a"), worker("b"))).until("done")
+    done = DrivenOperation(operation(worker("a"), worker("b"))).until("done")
     book.begin(done.taken[0][0])
     book.follow(done)
-    turned = Drive(operation(id="op2")).until("checkpointing")
+    turned = DrivenOperation(operation(id="op2")).until("checkpointing")
     turned.feed(events.CancelRequested(by="ada"))
     book.begin(turned.taken[0][0])
     book.follow(turned)
@@ -84,7 +84,7 @@ def _see_what_is_read_of(book: Book, length: int) -> None:
 def test_a_journal_that_is_cut_off_anywhere_is_read_up_to_the_last_whole_record() -> None:
     """At every byte of a journal of a few records: what a record means does not depend on how many are before it."""
     book = Book()
-    refused = Drive(operation()).until("reserving")
+    refused = DrivenOperation(operation()).until("reserving")
     refused.feed(events.CancelRequested(by="ada"))
     book.begin(refused.taken[0][0])
     book.follow(refused)
@@ -218,7 +218,7 @@ def test_compaction_keeps_operations_and_their_stories() -> None:
 
 
 def test_events_go_on_after_a_compaction() -> None:
-    drive = Drive(operation()).until("offloading")
+    drive = DrivenOperation(operation()).until("offloading")
     small = journal_records.compacted([journal_records.History(drive.op)])
     before = drive.op
     wanted = drive.end()
@@ -230,7 +230,7 @@ def test_events_go_on_after_a_compaction() -> None:
 
 
 def test_compaction_forgets_the_oldest_that_are_over_and_none_that_are_not() -> None:
-    done = Drive(operation()).until("done").op
+    done = DrivenOperation(operation()).until("done").op
     over = [journal_records.History(done.replace(id=f"op{number}")) for number in range(journal_records.REMEMBERED + 5)]
     running = journal_records.History(operation(id="running"))
     kept = journal_records.read(journal_records.compacted([running, *over])).histories

@@ -5,19 +5,19 @@ from __future__ import annotations
 from hegmd.memory.sizes import LAST_BYTES, UNSEEN_BYTES
 from hegmd.migration.machine import events
 from hegmd.migration.machine.adoption import DriverProcess, adopted_of_driver, driver_bytes_bound
-from tests.unit.migration.operations import Drive, tags
+from tests.unit.migration.operations import DrivenOperation, tags
 
 GIB = 1 << 30
 
 
-def driven(gpu: str | None) -> Drive:
+def driven(gpu: str | None) -> DrivenOperation:
     state = "checkpointed" if gpu is None else "locked"
     driver_bytes = 3 * GIB if gpu is None else 0
     found = DriverProcess(pid=7, start_ticks=1, uid=0, name="x", state=state, gpu=gpu, driver_bytes=driver_bytes)
-    return Drive(adopted_of_driver("1", found, utc=0.0), phases=["suspended"])
+    return DrivenOperation(adopted_of_driver("1", found, utc=0.0), phases=["suspended"])
 
 
-def inspected(drive: Drive, gpu: str | None) -> None:
+def inspected(drive: DrivenOperation, gpu: str | None) -> None:
     """It is looked at first, and found so."""
     assert tags(drive.wanted) == ["inspect"]
     drive.end(gpu=gpu, parked=False, boundary=0, reservations={})

@@ -10,7 +10,7 @@ from hegmd.errors import Refused
 from hegmd.migration.machine import events
 from hegmd.migration.machine.effects import Effect
 from hegmd.migration.machine.operation import FORWARD, HOLD, SUSPEND, ImageRequest, Operation
-from tests.unit.migration.operations import Drive, ending, operation, tags, worker
+from tests.unit.migration.operations import DrivenOperation, ending, operation, tags, worker
 
 
 def ranks(to: tuple[str | None, str | None] = ("gpu1", "gpu0"), **values: Any) -> Operation:
@@ -21,13 +21,13 @@ def ranks(to: tuple[str | None, str | None] = ("gpu1", "gpu0"), **values: Any) -
     return operation(*workers, is_distributed=True, created_utc=1.0, **values)
 
 
-def _of(drive: Drive, tag: str) -> list[Effect]:
+def _of(drive: DrivenOperation, tag: str) -> list[Effect]:
     return [effect for effect in drive.wanted if effect.tag == tag]
 
 
 def test_all_ranks_disconnect_and_are_locked_before_the_first_is_checkpointed_and_reconnect_before_any_runs() -> None:
     """Bytes leave while the ranks disconnect, and return while they reconnect."""
-    drive = Drive(ranks()).until("done")
+    drive = DrivenOperation(ranks()).until("done")
     asked = [[effect.tag for effect in wanted] for _, _, _, wanted in drive.taken if len(wanted) > 1]
     assert asked == [
         ["reserve", "reserve-pool"] * 2,
@@ -47,7 +47,7 @@ def test_all_ranks_disconnect_and_are_locked_before_the_first_is_checkpointed_an
 
 
 def test_a_rank_that_cannot_disconnect_is_inspected_when_its_bytes_have_left() -> None:
-    drive = Drive(ranks()).until("disconnecting")
+    drive = DrivenOperation(ranks()).until("disconnecting")
     drive.fail()  # the disconnect of rank a
     assert drive.op.phase == "settling"
     assert not _of(drive, "inspect")
@@ -57,12 +57,12 @@ def test_a_rank_that_cannot_disconnect_is_inspected_when_its_bytes_have_left() -
 
 def test_a_job_without_communicators_has_none_of_these_steps() -> None:
     bare = [one.replace(communicators="") for one in ranks().workers]
-    phases = Drive(operation(*bare, is_distributed=True)).until("done").phases
+    phases = DrivenOperation(operation(*bare, is_distributed=True)).until("done").phases
     assert not {"disconnecting", "locking", "unlocking", "reconnecting"}.intersection(phases)
 
 
 def test_a_rank_that_stays_is_disconnected_and_locked_too_and_unlocked_where_it_is() -> None:
-    drive = Drive(ranks(("gpu0", "gpu2"))).until("done")
+    drive = DrivenOperation(ranks(("gpu0", "gpu2"))).until("done")
     told = [(effect.tag, effect.worker) for _, _, _, wanted in drive.taken for effect in wanted]
     assert {("disconnect", "a"), ("lock", "a"), ("unlock", "a"), ("reconnect", "a")} <= set(told)
     assert not {("checkpoint", "a"), ("offload", "a"), ("unlock", "b")}.intersection(told)
@@ -70,7 +70,7 @@ def test_a_rank_that_stays_is_disconnected_and_locked_too_and_unlocked_where_it_
 
 def test_one_helper_that_was_lost_in_the_restore_of_all_ranks_had_the_job_held() -> None:
     """The failure of the second rank's restore counted as that of the rollback, which had not begun."""
-    drive = Drive(ranks()).until("restoring")
+    drive = DrivenOperation(ranks()).until("restoring")
     drive.fail()
     drive.fail()
     drive.until("rolled-back")
@@ -78,7 +78,7 @@ def test_one_helper_that_was_lost_in_the_restore_of_all_ranks_had_the_job_held()
 
 
 def test_a_rollback_whose_restore_fails_is_held() -> None:
-    drive = Drive(ranks()).until("restoring")
+    drive = DrivenOperation(ranks()).until("restoring")
     drive.fail()
     drive.until("restoring")
     drive.fail()
@@ -87,7 +87,7 @@ def test_a_rollback_whose_restore_fails_is_held() -> None:
 
 
 def test_a_lock_that_fails_is_undone_on_all_ranks_in_the_reverse_order() -> None:
-    drive = Drive(ranks(kind=SUSPEND, to=(None, None))).until("locking")
+    drive = DrivenOperation(ranks(kind=SUSPEND, to=(None, None))).until("locking")
     drive.end()
     drive.fail("refused")
     drive.until("rolled-back")
@@ -97,7 +97,7 @@ def test_a_lock_that_fails_is_undone_on_all_ranks_in_the_reverse_order() -> None
 
 
 def test_a_rank_that_has_grown_is_locked_again_before_any_is_checkpointed() -> None:
-    drive = Drive(ranks()).until("locking")
+    drive = DrivenOperation(ranks()).until("locking")
     grown = drive.wanted.pop(0)
     drive.feed(events.GrewBeyondPlan(effect=grown.number, worker=grown.worker, driver_bytes=5))
     assert not drive.op.workers[0].is_locked
@@ -106,7 +106,7 @@ def test_a_rank_that_has_grown_is_locked_again_before_any_is_checkpointed() -> N
     assert drive.op.workers[0].driver_bytes == 5
 
 
-def _failing_to_reconnect(drive: Drive) -> None:
+def _failing_to_reconnect(drive: DrivenOperation) -> None:
     """Both ranks fail in this round, and are looked at once their bytes have returned."""
     drive.on(lambda: bool(_of(drive, "reconnect")))
     for reconnect in _of(drive, "reconnect"):
@@ -123,7 +123,7 @@ def _failing_to_reconnect(drive: Drive) -> None:
 
 
 def test_ranks_that_cannot_connect_try_once_more_in_a_new_generation_and_are_then_held_with_their_bytes() -> None:
-    drive = Drive(ranks()).until("reloading")
+    drive = DrivenOperation(ranks()).until("reloading")
     first = drive.op.generation
     _failing_to_reconnect(drive)
     assert drive.op.direction == FORWARD
@@ -136,9 +136,9 @@ def test_ranks_that_cannot_connect_try_once_more_in_a_new_generation_and_are_the
     drive.until("done")
 
 
-def _reconnecting() -> Drive:
+def _reconnecting() -> DrivenOperation:
     """Both ranks have their bytes, and neither has connected."""
-    drive = Drive(ranks()).until("reloading")
+    drive = DrivenOperation(ranks()).until("reloading")
     for reload in _of(drive, "reload"):
         drive.wanted.remove(reload)
         drive.feed(ending(reload))
@@ -167,7 +167,7 @@ def test_ranks_whose_peer_has_ended_are_not_connected_again_and_go_on() -> None:
 
 
 def test_ranks_whose_communicators_nccl_has_suspended_go_into_no_image() -> None:
-    drive = Drive(ranks(kind=SUSPEND, to=(None, None))).until("suspended")
+    drive = DrivenOperation(ranks(kind=SUSPEND, to=(None, None))).until("suspended")
     with pytest.raises(Refused, match="which CRIU cannot dump"):
         drive.feed(events.ImageRequested(handoff=ImageRequest(path="/images/one", uid=0, gid=0)))
 
@@ -175,13 +175,13 @@ def test_ranks_whose_communicators_nccl_has_suspended_go_into_no_image() -> None
 def test_ranks_whose_communicators_were_aborted_go_into_an_image() -> None:
     suspended = ranks(kind=SUSPEND, to=(None, None))
     workers = tuple([one.replace(communicators="replace") for one in suspended.workers])
-    drive = Drive(suspended.replace(workers=workers)).until("suspended")
+    drive = DrivenOperation(suspended.replace(workers=workers)).until("suspended")
     drive.feed(events.ImageRequested(handoff=ImageRequest(path="/images/one", uid=0, gid=0)))
     assert drive.until("done").op.is_image_complete
 
 
 def test_ranks_that_exchange_gpus_reserve_them_when_all_have_left_and_give_up_their_own_first() -> None:
-    drive = Drive(ranks(reserves_late=True)).until("checkpointing")
+    drive = DrivenOperation(ranks(reserves_late=True)).until("checkpointing")
     assert not any(effect.tag == "reserve" for _, _, _, wanted in drive.taken for effect in wanted)
     drive.end()
     assert not _of(drive, "reserve")

@@ -16,25 +16,25 @@ from hegmd.migration.machine.describe import (
     waiting,
 )
 from hegmd.migration.machine.operation import CHECKPOINT, RESTART, SUSPEND, Failure, ImageRequest
-from tests.unit.migration.operations import Drive, operation, tags, worker
+from tests.unit.migration.operations import DrivenOperation, operation, tags, worker
 
 
-def _told(drive: Drive) -> list[Happening]:
+def _told(drive: DrivenOperation) -> list[Happening]:
     return [happening for before, event, after, _ in drive.taken for happening in happenings(before, event, after)]
 
 
-def _kinds(drive: Drive) -> list[str]:
+def _kinds(drive: DrivenOperation) -> list[str]:
     found = [happening.kind for happening in _told(drive)]
     assert set(found) <= HAPPENINGS.keys()
     return found
 
 
 def test_a_move_that_goes_well_is_worth_no_more_than_its_beginning_and_end() -> None:
-    assert _kinds(Drive(operation()).until("done")) == []
+    assert _kinds(DrivenOperation(operation()).until("done")) == []
 
 
 def test_a_rollback_is_told_once_with_its_reason() -> None:
-    drive = Drive(operation()).until("offloading")
+    drive = DrivenOperation(operation()).until("offloading")
     drive.fail()
     drive.on(lambda: tags(drive.wanted) == ["inspect"])
     drive.end(parked=True)
@@ -44,13 +44,13 @@ def test_a_rollback_is_told_once_with_its_reason() -> None:
 
 
 def test_a_refusal_before_anything_was_done_is_no_rollback() -> None:
-    drive = Drive(operation())
+    drive = DrivenOperation(operation())
     drive.feed(events.Recovered())
     assert _kinds(drive) == ["operation.recovered"]
 
 
 def test_a_job_that_is_held_is_an_error_with_the_command() -> None:
-    drive = Drive(operation()).until("checkpointing")
+    drive = DrivenOperation(operation()).until("checkpointing")
     drive.fail()
     drive.on(lambda: tags(drive.wanted) == ["inspect"])
     drive.end(parked=True, out_bytes=10)
@@ -62,7 +62,7 @@ def test_a_job_that_is_held_is_an_error_with_the_command() -> None:
 
 
 def test_a_process_that_was_stopped_while_it_was_restored_was_in_the_log_alone() -> None:
-    op = Drive(operation()).until("restoring").op
+    op = DrivenOperation(operation()).until("restoring").op
     assert waiting(op) is None
     waits = waiting(op, stopped=(4711,))
     assert waits is not None
@@ -75,7 +75,7 @@ def test_a_process_that_was_stopped_while_it_was_restored_was_in_the_log_alone()
 
 def test_a_job_that_ended_was_said_to_wait_for_its_agent_to_come_back() -> None:
     """Issue 14, row 11: `settling waits: the agent is not connected`, and then that it is gone."""
-    drive = Drive(operation()).until("quiescing")
+    drive = DrivenOperation(operation()).until("quiescing")
     drive.feed(events.AgentLost(worker="a"))
     pid = drive.op.workers[0].pid
     assert waiting(drive.op) is not None
@@ -86,18 +86,18 @@ def test_a_job_that_ended_was_said_to_wait_for_its_agent_to_come_back() -> None:
 def test_a_job_parked_for_its_image_was_reported_as_stopped_with_a_resume_command() -> None:
     """Whoever followed that had a job that wrote to files beyond what is in its image."""
     wish = ImageRequest(path="/images/one", uid=0, gid=0, root_pid=4711)
-    drive = Drive(operation(worker(to=None), kind=CHECKPOINT, image=wish)).until("handing")
+    drive = DrivenOperation(operation(worker(to=None), kind=CHECKPOINT, image=wish)).until("handing")
     assert waiting(drive.op, stopped=(4711,)) is None
     drive.until("ending")
     assert waiting(drive.op, stopped=(4711,)) is None
     left = wish.replace(leave_running=True)
-    drive = Drive(operation(worker(to=None), kind=CHECKPOINT, image=left)).until("restoring")
+    drive = DrivenOperation(operation(worker(to=None), kind=CHECKPOINT, image=left)).until("restoring")
     assert waiting(drive.op, stopped=(4711,)) is not None, "by then CRIU has let it go"
 
 
 def test_a_job_that_was_killed_while_its_image_was_written_was_lost_and_nobody_told_of_the_image() -> None:
     wish = ImageRequest(path="/images/one", uid=0, gid=0, leave_running=True)
-    drive = Drive(operation(worker(to=None, kept_gpu="gpu0"), kind=CHECKPOINT, image=wish)).until("restoring")
+    drive = DrivenOperation(operation(worker(to=None, kept_gpu="gpu0"), kind=CHECKPOINT, image=wish)).until("restoring")
     drive.feed(events.WorkerExited(worker="a", why="it is not there any more"))
     drive.until("lost")
     told = description(drive.op)
@@ -107,13 +107,13 @@ def test_a_job_that_was_killed_while_its_image_was_written_was_lost_and_nobody_t
 
 def test_more_bytes_were_moved_than_there_were() -> None:
     """Pieces of the pool have whole pages, and it was said: 6.0 MiB of 112.0 KiB."""
-    op = Drive(operation()).until("offloading").op
+    op = DrivenOperation(operation()).until("offloading").op
     told = description(op, moved_bytes=1 << 50)
     assert told.moved_bytes == told.size_bytes
 
 
 def test_a_recovery_tells_what_was_and_what_was_found() -> None:
-    drive = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended")
+    drive = DrivenOperation(operation(worker(to=None), kind=SUSPEND)).until("suspended")
     assert _kinds(drive) == ["operation.suspended"]
     drive.taken.clear()
     drive.feed(events.Recovered())
@@ -126,7 +126,7 @@ def test_a_recovery_tells_what_was_and_what_was_found() -> None:
 
 
 def test_a_process_that_is_found_to_have_ended_is_told_too() -> None:
-    drive = Drive(operation()).until("offloading")
+    drive = DrivenOperation(operation()).until("offloading")
     drive.feed(events.Recovered())
     drive.taken.clear()
     drive.feed(events.WorkerExited(worker="a"))
@@ -134,20 +134,21 @@ def test_a_process_that_is_found_to_have_ended_is_told_too() -> None:
 
 
 def test_what_comes_on_by_itself_or_is_over_waits_for_nothing() -> None:
-    assert waiting(Drive(operation()).until("offloading").op) is None
+    assert waiting(DrivenOperation(operation()).until("offloading").op) is None
     assert (
-        waiting(Drive(operation()).until("done").op, HegmError(UNAVAILABLE, "the disk is full", "look at it")) is None
+        waiting(DrivenOperation(operation()).until("done").op, HegmError(UNAVAILABLE, "the disk is full", "look at it"))
+        is None
     )
 
 
 def test_a_suspended_job_names_the_command_that_brings_it_back() -> None:
-    waits = waiting(Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended").op)
+    waits = waiting(DrivenOperation(operation(worker(to=None), kind=SUSPEND)).until("suspended").op)
     assert waits is not None
     assert waits.next == "hegmctl resume 197"
 
 
 def test_a_suspended_job_was_to_be_resumed_and_stopped_again_for_an_image() -> None:
-    op = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended").op
+    op = DrivenOperation(operation(worker(to=None), kind=SUSPEND)).until("suspended").op
     assert busy_message(op, 197, CHECKPOINT)[1].startswith("write it into an image: hegmctl handoff 197 DIR")
     assert busy_message(op, 197)[1] == "run: hegmctl resume 197"
     saved = op.workers[0].replace(method=RESTART, state_saved=True, gpu=None)
@@ -157,7 +158,7 @@ def test_a_suspended_job_was_to_be_resumed_and_stopped_again_for_an_image() -> N
 
 
 def test_a_job_that_is_held_says_why() -> None:
-    drive = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended")
+    drive = DrivenOperation(operation(worker(to=None), kind=SUSPEND)).until("suspended")
     drive.feed(events.ResumeRequested(to={"a": "gpu1"}))
     drive.fail("refused")
     waits = waiting(drive.op)
@@ -166,7 +167,7 @@ def test_a_job_that_is_held_says_why() -> None:
 
 
 def test_an_agent_that_is_away_and_a_stage_that_does_not_end_are_named() -> None:
-    drive = Drive(operation()).until("verifying")
+    drive = DrivenOperation(operation()).until("verifying")
     drive.feed(events.AgentLost(worker="a"))
     waits = waiting(drive.op)
     assert waits is not None
@@ -180,7 +181,7 @@ def test_an_agent_that_is_away_and_a_stage_that_does_not_end_are_named() -> None
 
 def test_a_journal_that_cannot_be_written_is_what_everything_waits_for() -> None:
     trouble = HegmError(UNAVAILABLE, "the disk is full", "look at it")
-    waits = waiting(Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended").op, trouble)
+    waits = waiting(DrivenOperation(operation(worker(to=None), kind=SUSPEND)).until("suspended").op, trouble)
     assert waits is not None
     assert (waits.why, waits.next) == ("the operation is stopped: the disk is full", "look at it")
 
@@ -203,11 +204,11 @@ def test_how_long_it_took_is_told_once_it_is_over() -> None:
 
 
 def test_only_what_does_not_come_on_by_itself_waits_for_a_person() -> None:
-    suspended = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended").op
+    suspended = DrivenOperation(operation(worker(to=None), kind=SUSPEND)).until("suspended").op
     assert state_of(description(suspended)) == "suspended"
     failed = suspended.replace(failure=Failure(code="refused", message="no memory", hint="free some"))
     assert state_of(description(failed)) == "waiting"
-    moving = Drive(operation()).until("reloading").op
+    moving = DrivenOperation(operation()).until("reloading").op
     assert state_of(description(moving)) == "moving"
     assert state_of(description(moving, stopped=[4711])) == "waiting"
     assert state_of(description(moving.replace(phase="holding"))) == "quiesced"

@@ -11,19 +11,19 @@ from hegmd.migration.machine import events
 from hegmd.migration.machine.machine import TERMINAL, handle
 from hegmd.migration.machine.operation import SUSPEND
 from tests.cells import in_one_test
-from tests.unit.migration.operations import Drive, ending, operation, tags, worker
+from tests.unit.migration.operations import DrivenOperation, ending, operation, tags, worker
 
 FORWARD = "reserving quiescing measuring offloading checkpointing restoring reloading releasing verifying tidying done"
 TURNING = FORWARD.split()[:5]
 PAST_RETURN = FORWARD.split()[5:-1]
 
 
-def _suspending() -> Drive:
-    return Drive(operation(worker(to=None), kind=SUSPEND))
+def _suspending() -> DrivenOperation:
+    return DrivenOperation(operation(worker(to=None), kind=SUSPEND))
 
 
 def test_a_migration_passes_its_stages_in_order() -> None:
-    drive = Drive(operation()).until("done")
+    drive = DrivenOperation(operation()).until("done")
     assert drive.phases == FORWARD.split()
     moved = drive.op.workers[0]
     assert (moved.gpu, moved.reservations, moved.pool_bytes, moved.verified) == ("gpu1", {"gpu1": 10}, 0, True)
@@ -32,27 +32,27 @@ def test_a_migration_passes_its_stages_in_order() -> None:
 
 
 def test_nothing_is_asked_of_a_worker_before_room_and_pool_are_held() -> None:
-    drive = Drive(operation())
+    drive = DrivenOperation(operation())
     assert tags(drive.feed(events.Begin())) == ["reserve", "reserve-pool"]
     assert drive.end() == ()
     assert tags(drive.end()) == ["park"]
 
 
 def test_the_pool_is_given_back_only_after_the_next_boundary() -> None:
-    drive = Drive(operation()).until("verifying")
+    drive = DrivenOperation(operation()).until("verifying")
     assert tags(drive.wanted) == ["verify"]
     assert tags(drive.end()) == ["release-reservation", "release-pool"]
 
 
 def test_what_has_grown_is_taken_before_it_is_offloaded() -> None:
-    drive = Drive(operation()).until("measuring")
+    drive = DrivenOperation(operation()).until("measuring")
     wanted: Any = drive.end(size_bytes=25)
     assert [(effect.tag, effect.size_bytes) for effect in wanted] == [("reserve", 25), ("reserve-pool", 25)]
     assert drive.op.phase == "reserving"
 
 
 def test_what_has_grown_over_the_room_lets_the_job_go_on_unharmed() -> None:
-    drive = Drive(operation()).until("measuring")
+    drive = DrivenOperation(operation()).until("measuring")
     drive.end(size_bytes=25)
     drive.fail("refused")
     assert drive.until("rolled-back").op.workers[0].was_offloaded is False
@@ -61,7 +61,7 @@ def test_what_has_grown_over_the_room_lets_the_job_go_on_unharmed() -> None:
 
 
 def test_a_process_that_is_there_already_only_stands_by() -> None:
-    drive = Drive(operation(worker("a"), worker("b", to="gpu0")))
+    drive = DrivenOperation(operation(worker("a"), worker("b", to="gpu0")))
     drive.until("done")
     done_to = {(effect.worker, effect.tag) for _, _, _, wanted in drive.taken for effect in wanted}
     assert {tag for name, tag in done_to if name == "b"} == {"park", "release"}
@@ -92,14 +92,14 @@ def test_a_resume_without_room_is_suspended_again_and_says_why() -> None:
 
 
 def test_a_resume_names_a_gpu_for_every_process() -> None:
-    drive = Drive(operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND)).until("suspended")
+    drive = DrivenOperation(operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND)).until("suspended")
     with pytest.raises(Refused, match="no target GPU is given for b"):
         handle(drive.op, events.ResumeRequested(to={"a": "gpu1"}), 0.0)
 
 
 @in_one_test("phase", TURNING)
 def test_cancelling_before_the_job_has_left_brings_everything_back(phase: str) -> None:
-    drive = Drive(operation()).until(phase)
+    drive = DrivenOperation(operation()).until(phase)
     drive.feed(events.CancelRequested(by="ada"))
     drive.on(lambda: drive.op.phase in TERMINAL)
     back = drive.op.workers[0]
@@ -118,7 +118,7 @@ def test_cancelling_before_the_job_has_left_brings_everything_back(phase: str) -
 
 @in_one_test("phase", PAST_RETURN)
 def test_cancelling_after_the_job_has_left_is_refused_and_it_goes_on(phase: str) -> None:
-    drive = Drive(operation()).until(phase)
+    drive = DrivenOperation(operation()).until(phase)
     with pytest.raises(Refused) as refused:
         drive.feed(events.CancelRequested(by="ada"))
     assert refused.value.hint
@@ -127,7 +127,7 @@ def test_cancelling_after_the_job_has_left_is_refused_and_it_goes_on(phase: str)
 
 @in_one_test("phase", FORWARD.split()[:7])
 def test_a_failure_on_the_way_leads_back(phase: str) -> None:
-    drive = Drive(operation()).until(phase)
+    drive = DrivenOperation(operation()).until(phase)
     failed = drive.wanted[0]
     drive.fail()
     at = "gpu0" if phase != "reloading" else "gpu1"
@@ -145,7 +145,7 @@ def test_a_failure_on_the_way_leads_back(phase: str) -> None:
 
 
 def test_a_way_back_that_is_closed_holds_the_job_until_it_is_resumed() -> None:
-    drive = Drive(operation()).until("checkpointing")
+    drive = DrivenOperation(operation()).until("checkpointing")
     drive.feed(events.CancelRequested())
     drive.until("reloading")
     drive.fail()
@@ -159,7 +159,7 @@ def test_a_way_back_that_is_closed_holds_the_job_until_it_is_resumed() -> None:
 
 
 def test_no_boundary_within_the_limit_withdraws_without_a_trace() -> None:
-    drive = Drive(operation()).until("quiescing")
+    drive = DrivenOperation(operation()).until("quiescing")
     drive.now = 20.0
     assert tags(drive.feed(events.DeadlinePassed())) == ["withdraw"]
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "park"]
@@ -183,13 +183,13 @@ def test_the_next_step_of_a_refusal_can_be_typed_as_it_stands() -> None:
 
 
 def test_an_alarm_that_comes_early_changes_nothing() -> None:
-    drive = Drive(operation()).until("quiescing")
+    drive = DrivenOperation(operation()).until("quiescing")
     assert drive.op.deadline == 20.0
     assert handle(drive.op, events.DeadlinePassed(), 19.9)[0] is drive.op
 
 
 def test_a_boundary_that_is_late_after_the_move_is_looked_for_and_waited_for() -> None:
-    drive = Drive(operation()).until("verifying")
+    drive = DrivenOperation(operation()).until("verifying")
     drive.wanted.clear()
     drive.now = 40.0
     assert tags(drive.feed(events.DeadlinePassed())) == ["inspect"]
@@ -200,14 +200,14 @@ def test_a_boundary_that_is_late_after_the_move_is_looked_for_and_waited_for() -
 
 
 def test_ranks_stop_one_past_the_highest_count() -> None:
-    drive = Drive(operation(worker("a"), worker("b"), is_distributed=True)).until("counting")
+    drive = DrivenOperation(operation(worker("a"), worker("b"), is_distributed=True)).until("counting")
     drive.end(boundary=7)
     parks: Any = drive.end(boundary=9)
     assert [(effect.tag, effect.at) for effect in parks] == [("park", 10), ("park", 10)]
 
 
 def test_a_rank_that_has_passed_the_boundary_moves_it_for_all() -> None:
-    drive = Drive(operation(worker("a"), worker("b"), is_distributed=True)).until("counting")
+    drive = DrivenOperation(operation(worker("a"), worker("b"), is_distributed=True)).until("counting")
     drive.end(boundary=7)
     drive.end(boundary=7)
     assert drive.end(boundary=8) == ()
@@ -221,7 +221,7 @@ def test_a_rank_that_has_passed_the_boundary_moves_it_for_all() -> None:
 
 
 def test_ranks_that_never_meet_are_let_go() -> None:
-    drive = Drive(operation(worker("a"), worker("b"), is_distributed=True)).until("quiescing")
+    drive = DrivenOperation(operation(worker("a"), worker("b"), is_distributed=True)).until("quiescing")
     for _ in range(20):
         if drive.op.direction == "forward":
             drive.end(boundary=2)
@@ -230,14 +230,14 @@ def test_ranks_that_never_meet_are_let_go() -> None:
 
 
 def test_no_rank_goes_on_before_all_have_their_bytes() -> None:
-    drive = Drive(operation(worker("a"), worker("b"), is_distributed=True)).until("reloading")
+    drive = DrivenOperation(operation(worker("a"), worker("b"), is_distributed=True)).until("reloading")
     assert drive.end() == ()
     assert tags(drive.end()) == ["release", "release"]
 
 
 @in_one_test("phase", FORWARD.split()[:-1])
 def test_a_worker_that_ends_takes_nothing_with_it(phase: str) -> None:
-    drive = Drive(operation()).until(phase)
+    drive = DrivenOperation(operation()).until(phase)
     drive.feed(events.WorkerExited(worker="a", why="killed by signal 9"))
     drive.wanted = [effect for effect in drive.wanted if drive.op.pending_numbered(effect.number)]
     drive.on(lambda: drive.op.phase in TERMINAL)
@@ -251,7 +251,7 @@ def test_a_worker_that_ends_takes_nothing_with_it(phase: str) -> None:
 
 
 def test_the_others_of_a_job_come_back_when_one_ends() -> None:
-    drive = Drive(operation(worker("a"), worker("b"))).until("offloading")
+    drive = DrivenOperation(operation(worker("a"), worker("b"))).until("offloading")
     drive.feed(events.WorkerExited(worker="b"))
     drive.wanted = [effect for effect in drive.wanted if effect.worker == "a"]
     drive.on(lambda: drive.op.phase in TERMINAL)
@@ -260,14 +260,14 @@ def test_the_others_of_a_job_come_back_when_one_ends() -> None:
 
 
 def test_another_agent_under_the_same_pid_is_another_program() -> None:
-    drive = Drive(operation()).until("quiescing")
+    drive = DrivenOperation(operation()).until("quiescing")
     drive.feed(events.AgentBack(worker="a", token="another"))
     assert drive.op.workers[0].has_exited
 
 
 @in_one_test("phase", FORWARD.split()[:-1])
 def test_a_restart_of_the_daemon_asks_and_goes_on(phase: str) -> None:
-    drive = Drive(operation()).until(phase)
+    drive = DrivenOperation(operation()).until(phase)
     drive.wanted.clear()
     was = drive.op.workers[0]
     assert tags(drive.feed(events.Recovered())) == ["inspect"]
@@ -283,7 +283,7 @@ def test_a_restart_of_the_daemon_asks_and_goes_on(phase: str) -> None:
 
 
 def test_an_agent_that_went_on_by_itself_is_not_given_old_bytes() -> None:
-    drive = Drive(operation()).until("checkpointing")
+    drive = DrivenOperation(operation()).until("checkpointing")
     drive.wanted.clear()
     drive.feed(events.Recovered())
     drive.end(parked=False, out_bytes=0, gpu="gpu0", reservations={"gpu0": 10}, pool_bytes=10, boundary=9)
@@ -295,9 +295,9 @@ def test_an_agent_that_went_on_by_itself_is_not_given_old_bytes() -> None:
 
 def test_a_rank_whose_bytes_are_out_is_never_asked_to_go_on_to_another_boundary() -> None:
     """One rank went on by itself while the job was suspended; to bring the other back, nobody has to be stopped."""
-    drive = Drive(operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND, is_distributed=True)).until(
-        "suspended"
-    )
+    drive = DrivenOperation(
+        operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND, is_distributed=True)
+    ).until("suspended")
     alone = drive.op.workers[1].replace(
         is_parked=False, park_requested=False, offloaded=False, gpu="gpu0", target_gpu="gpu0", reservations={"gpu0": 10}
     )
@@ -319,9 +319,9 @@ def test_a_process_that_went_on_without_a_gpu_gets_room_before_it_gets_the_gpu()
 
 def test_a_rank_that_waits_for_a_suspended_one_does_not_keep_the_operation_from_being_resumed() -> None:
     """It comes to no boundary, so waiting for one never ended."""
-    drive = Drive(operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND, is_distributed=True)).until(
-        "suspended"
-    )
+    drive = DrivenOperation(
+        operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND, is_distributed=True)
+    ).until("suspended")
     alone = drive.op.workers[1].replace(
         is_parked=False, park_requested=False, offloaded=False, gpu="gpu0", target_gpu="gpu0", reservations={"gpu0": 10}
     )
@@ -355,7 +355,7 @@ def test_a_process_that_runs_is_not_stopped_for_the_way_back() -> None:
 
 def test_what_was_given_to_a_worker_that_ends_meanwhile_is_given_back() -> None:
     """A retry that waited for the dead worker waited for ever."""
-    drive = Drive(operation()).until("quiescing")
+    drive = DrivenOperation(operation()).until("quiescing")
     drive.feed(events.WorkerExited(worker="a"))
     drive.wanted = [effect for effect in drive.wanted if effect.tag.startswith("release-")]
     drive.fail()
@@ -367,7 +367,7 @@ def test_what_was_given_to_a_worker_that_ends_meanwhile_is_given_back() -> None:
 
 def test_the_room_of_one_that_arrives_late_is_not_given_away() -> None:
     """A restore that ended after the way back had turned out to be closed left the process without its room."""
-    drive = Drive(operation(worker("a"), worker("b"))).until("restoring")
+    drive = DrivenOperation(operation(worker("a"), worker("b"))).until("restoring")
     drive.feed(events.WorkerExited(worker="b"))
     restore = drive.wanted[0]
     held = drive.op.replace(direction="hold")
@@ -378,7 +378,7 @@ def test_the_room_of_one_that_arrives_late_is_not_given_away() -> None:
 
 
 def test_an_ending_that_comes_twice_means_nothing() -> None:
-    drive = Drive(operation())
+    drive = DrivenOperation(operation())
     drive.feed(events.Begin())
     taken = ending(drive.wanted[0])
     drive.feed(taken)
@@ -386,7 +386,7 @@ def test_an_ending_that_comes_twice_means_nothing() -> None:
 
 
 def test_an_ending_for_another_worker_or_effect_means_nothing() -> None:
-    drive = Drive(operation())
+    drive = DrivenOperation(operation())
     drive.feed(events.Begin())
     number = drive.wanted[0].number
     for event in (

@@ -13,7 +13,7 @@ from tests.unit.doubles import gpu
 
 
 @dataclass
-class Seen:
+class NodeWithVendor:
     """A node with one vendor in that state."""
 
     state: str
@@ -35,8 +35,8 @@ class Seen:
 async def test_figures_of_a_driver_that_does_not_answer_were_taken_for_those_of_now(state: str) -> None:
     """Issue 14, row 20: no test noticed that they were used."""
 
-    async def look() -> Seen:
-        return Seen(state)
+    async def look() -> NodeWithVendor:
+        return NodeWithVendor(state)
 
     gpus = Gpus(look)
     for ask in (gpus.seen, lambda: gpus.gpu("gpu0")):
@@ -46,7 +46,7 @@ async def test_figures_of_a_driver_that_does_not_answer_were_taken_for_those_of_
 
 
 async def test_a_driver_that_answers_is_believed() -> None:
-    async def look() -> Seen:
-        return Seen("ok")
+    async def look() -> NodeWithVendor:
+        return NodeWithVendor("ok")
 
     assert (await Gpus(look).gpu("gpu0")).id == "gpu0"

@@ -11,17 +11,17 @@ from collections.abc import Iterator
 import pytest
 
 from hegmd.gpu_helper.link import Stuck
-from hegmd.migration.methods.progress_probe import Patience, ProgressSample, Work, is_stopped, look_at
+from hegmd.migration.methods.progress_probe import ProgressLimits, ProgressSample, WatchedCall, is_stopped, look_at
 from tests.patience import HANG_S
 
 MIB = 1 << 20
-PLAIN = Patience(look_s=1, stopped_s=2, floor_s=15, times=4, quiet_s=10, moved_bytes=16 * MIB)
+PLAIN = ProgressLimits(look_s=1, stopped_s=2, floor_s=15, times=4, quiet_s=10, moved_bytes=16 * MIB)
 RUNNING = {"S": 30, "D": 1}
 
 
 def judged(*sights: ProgressSample, expected_s: float = 1.0) -> list[int]:
     """At which of these looks, one a second, it is given up."""
-    work = Work("checkpoint", 4711, expected_s, PLAIN, 0.0)
+    work = WatchedCall("checkpoint", 4711, expected_s, PLAIN, 0.0)
     return [number for number, sight in enumerate(sights) if work.judge(sight, float(number)) is not None]
 
 
@@ -58,7 +58,7 @@ def test_one_that_is_stopped_is_given_up_at_once_and_one_that_a_debugger_looks_a
 
 
 def test_what_is_said_of_a_call_that_is_given_up_has_the_figures_and_the_next_step() -> None:
-    work = Work("restore", 4711, 2.0, PLAIN, 100.0)
+    work = WatchedCall("restore", 4711, 2.0, PLAIN, 100.0)
     assert work.judge(ProgressSample(2 << 30, 0, RUNNING), 101.0) is None
     stuck = work.judge(ProgressSample(2 << 30, 0, RUNNING), 130.0)
     assert isinstance(stuck, Stuck)

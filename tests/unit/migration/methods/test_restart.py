@@ -34,14 +34,14 @@ UID, TICKS = 1000, 7
 BEFORE, NEXT = 4711, 4712
 
 
-class Gone(Supervisors):
+class EndedSupervisors(Supervisors):
     """The supervisor of every run has ended."""
 
     def has_ended(self, uid: int | None, run: str | None) -> bool:
         return True
 
 
-class Attending(Workers):
+class AttendingWorkers(Workers):
     """Workers that attend, whatever has become of them."""
 
     def __init__(self, *pids: int) -> None:
@@ -98,7 +98,7 @@ def method(
     gpus = [Gpu(id=name, index=index, uuid=name, vendor="simulated") for index, name in enumerate(("gpu0", "gpu1"))]
     by = SimulatedMethod(SimulatedMemory(None))
     pool = Pool(1 << 20, keep=MemoryKeeping())
-    parts = workers or Attending(*pids), supervisors or Gone(lambda _: TICKS), pool
+    parts = workers or AttendingWorkers(*pids), supervisors or EndedSupervisors(lambda _: TICKS), pool
     return RestartMethod(
         *parts, by=by, gpus=lambda: gpus, folder=folder, position_of=position_of, ranks_below=ranks_below
     )
@@ -122,7 +122,7 @@ async def test_one_that_was_started_again_by_an_earlier_order_is_where_that_had_
     tmp_path: Path,
 ) -> None:
     """On a real GPU it says itself nothing of where it is: it was taken to be where it was to be brought back to."""
-    supervisors, workers = Supervisors(start_ticks_of), Attending()
+    supervisors, workers = Supervisors(start_ticks_of), AttendingWorkers()
     forth, back = (start_key("migrate", heading, [gpu]) for heading, gpu in (("forward", "gpu1"), ("back", "gpu0")))
     offer = Supervise(run="run-1", python=True, pid=NEXT, started=True, operation="4", key=forth)
     workers.go_on(NEXT, gpu=None)
@@ -199,7 +199,7 @@ SUPERVISOR = 'sh -c "$LAUNCHER"; echo ended; read _'
 class Launched:
     """The processes of a start, and what is said of them to the daemon."""
 
-    def __init__(self, workers: Attending, supervisors: Supervisors) -> None:
+    def __init__(self, workers: AttendingWorkers, supervisors: Supervisors) -> None:
         self._workers = workers
         self._supervisors = supervisors
         environ, pipe = {**os.environ, "LAUNCHER": LAUNCHER}, subprocess.PIPE
@@ -255,7 +255,7 @@ async def refusal_of_a_rank(parts: RestartMethod) -> Refused:
 
 async def test_a_rank_that_fell_before_it_was_seen_left_the_operation_waiting(tmp_path: Path) -> None:
     """Its launcher had started it anew by itself, where it waited for ranks that were gone, and nobody ended them."""
-    workers, supervisors = Attending(), Supervisors(start_ticks_of)
+    workers, supervisors = AttendingWorkers(), Supervisors(start_ticks_of)
     launched = Launched(workers, supervisors)
     parts = method(tmp_path, workers=workers, supervisors=supervisors, position_of=launched.position_of)
     failures: list[Refused] = []
@@ -283,7 +283,7 @@ async def test_a_rank_that_fell_before_it_was_seen_left_the_operation_waiting(tm
 @pytest.mark.thorough
 async def test_a_daemon_that_was_not_there_at_the_start_saw_no_rank_fall_before_its_agent_came(tmp_path: Path) -> None:
     """An earlier daemon had asked for the start; the one that waits now finds the rank below the launcher itself."""
-    workers, supervisors = Attending(), Supervisors(start_ticks_of)
+    workers, supervisors = AttendingWorkers(), Supervisors(start_ticks_of)
     launched = Launched(workers, supervisors)
     parts = method(tmp_path, workers=workers, supervisors=supervisors, ranks_below=launched.ranks_below)
     failures: list[Refused] = []

@@ -23,7 +23,7 @@ from tests.unit.migration.nvidia_nodes import (
     the_reasons,
     to,
 )
-from tests.unit.migration.operations import Drive
+from tests.unit.migration.operations import DrivenOperation
 
 
 def groups(**values: Any) -> Communicators:
@@ -174,7 +174,7 @@ def test_one_gpu_for_ranks_on_several_is_refused_and_the_hint_names_one_for_each
     snapshot = a_job(*GLOO, gpus=FOUR)
     op = the_plan(planned(snapshot, SUSPENSION)).operation("1", snapshot.candidates, {}, limits=Limits(), utc=0.0)
     resume = PlanRequest(kind="resume", pids=(4711,), to="gpu2")
-    (again,) = the_reasons(planned_resume(snapshot, resume, Drive(op).until("suspended").op))
+    (again,) = the_reasons(planned_resume(snapshot, resume, DrivenOperation(op).until("suspended").op))
     assert again.message == reason.message
 
 
@@ -215,7 +215,7 @@ def test_words_that_fit_no_job_of_two_ranks_are_refused(asked: str, message: str
 def test_ranks_are_resumed_on_exchanged_gpus() -> None:
     snapshot = a_job()
     op = the_plan(planned(snapshot, SUSPENSION)).operation("1", snapshot.candidates, {}, limits=Limits(), utc=0.0)
-    suspended = Drive(op).until("suspended").op
+    suspended = DrivenOperation(op).until("suspended").op
     plan = the_plan(planned_resume(snapshot, PlanRequest(kind="resume", pids=(4711,), to="gpu1,gpu0"), suspended))
     assert plan.destinations == {"4711": "gpu1", "4712": "gpu0"}
 

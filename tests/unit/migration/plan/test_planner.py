@@ -21,11 +21,11 @@ from hegmd.migration.model import (
 from hegmd.migration.plan import throughput as pace
 from hegmd.migration.plan.estimate import from_image, with_image
 from hegmd.migration.plan.planner import planned, planned_resume
-from hegmd.migration.plan.throughput import IN, OUT, Paces, image_s
+from hegmd.migration.plan.throughput import IN, OUT, Throughputs, image_s
 from hegmd.protocol.messages import LeftAlone
 from hegmd.protocol.operations import Reason
 from tests.cells import in_one_test
-from tests.unit.migration.operations import Drive, operation, worker
+from tests.unit.migration.operations import DrivenOperation, operation, worker
 
 GIB = 2**30
 
@@ -113,7 +113,7 @@ def test_a_plan_becomes_the_operation_that_the_machine_takes() -> None:
     plan = _plan(planned(snapshot, _to()))
     chips = {gpu.id: gpu.chip for gpu in snapshot.gpus}
     op = plan.operation("op1", snapshot.candidates, chips, limits=Limits(), utc=5.0)
-    moved = Drive(op).until("done").op.workers[0]
+    moved = DrivenOperation(op).until("done").op.workers[0]
     assert (moved.pid, moved.start_ticks, moved.token, moved.chip, moved.gpu) == (4711, 7, "t", "sim", "gpu1")
     assert op.owner_uid == 1000
 
@@ -282,7 +282,7 @@ def test_a_gpu_that_a_job_is_to_leave_is_not_where_there_is_room_for_it() -> Non
 
 def _suspended() -> Operation:
     op = operation(worker(pid=4711, to=None, size_bytes=2 * GIB, chip="sim"), kind=SUSPEND)
-    return Drive(op).until("suspended").op.replace(id="op7")
+    return DrivenOperation(op).until("suspended").op.replace(id="op7")
 
 
 def _resume(gpu: str | None) -> PlanRequest:
@@ -317,7 +317,7 @@ def test_only_what_is_suspended_can_be_resumed() -> None:
 
 
 def test_a_held_job_needs_no_room_where_its_room_was_kept() -> None:
-    drive = Drive(operation(worker(pid=4711, chip="sim"))).until("checkpointing")
+    drive = DrivenOperation(operation(worker(pid=4711, chip="sim"))).until("checkpointing")
     held = drive.op.replace(phase="suspended", direction="hold")
     held = held.with_worker(held.workers[0].replace(target_gpu=None, kept_gpu="gpu0"))
     full = (_gpu("gpu0", free_bytes=0), _gpu("gpu1", free_bytes=0))
@@ -351,7 +351,7 @@ def test_a_job_that_comes_back_takes_the_reading_and_the_resume() -> None:
 
 
 def test_estimates_of_images_follow_what_this_node_took() -> None:
-    paces = Paces()
+    paces = Throughputs()
     assert image_s(paces.rates(), OUT, 0) == paces.rates().image_out_s
     for _ in range(20):
         paces.note_image(OUT, 0, 3.0)

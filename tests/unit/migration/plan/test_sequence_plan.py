@@ -11,7 +11,7 @@ from hegmd.migration.plan.forecast import after, expected
 from hegmd.migration.plan.sequence_plan import at_once, departure, occupants, planned_drain, planned_swap
 from hegmd.protocol.messages import CudaFacts
 from hegmd.protocol.operations import PlannedProcess, Reason
-from tests.unit.migration.operations import Drive, operation, worker
+from tests.unit.migration.operations import DrivenOperation, operation, worker
 
 GIB = 1 << 30
 
@@ -208,7 +208,7 @@ def test_a_job_is_listed_once_and_a_drain_plans_each_after_the_others() -> None:
 def _under_way(phase: str) -> Operation:
     size_bytes = 2 * GIB
     mine = worker(pid=9, size_bytes=size_bytes, reservations={"gpu0": size_bytes})
-    return Drive(operation(mine)).until(phase).op
+    return DrivenOperation(operation(mine)).until(phase).op
 
 
 def test_what_was_promised_and_not_taken_yet_is_not_there_for_others() -> None:
@@ -227,11 +227,11 @@ def test_what_goes_by_peer_was_promised_video_memory_and_none_of_the_pool() -> N
     mine = worker(
         pid=9, method="driver", carrier="peer", size_bytes=2 * GIB, driver_bytes=GIB, reservations={"gpu0": 3 * GIB}
     )
-    seen = expected(_snapshot(gpus=gpus, running=(Drive(operation(mine)).until("reserving").op,)))
+    seen = expected(_snapshot(gpus=gpus, running=(DrivenOperation(operation(mine)).until("reserving").op,)))
     assert [gpu.free_bytes for gpu in seen.gpus] == [8 * GIB, 3 * GIB]
     assert seen.pool.free_bytes == 16 * GIB
     by_driver = mine.replace(carrier="driver", size_bytes=0, driver_bytes=3 * GIB)
-    seen = expected(_snapshot(gpus=gpus, running=(Drive(operation(by_driver)).until("reserving").op,)))
+    seen = expected(_snapshot(gpus=gpus, running=(DrivenOperation(operation(by_driver)).until("reserving").op,)))
     assert [gpu.free_bytes for gpu in seen.gpus] == [8 * GIB, 5 * GIB]
     assert seen.pool.free_bytes == 16 * GIB
 

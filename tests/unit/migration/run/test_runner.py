@@ -24,7 +24,7 @@ MIB = 1 << 20
 Child = subprocess.Popen[bytes]
 
 
-class HeldDisk(Disk):
+class StalledDisk(Disk):
     """The real one, which holds up all records with that in them that are written once the journal is open."""
 
     def __init__(self, held: bytes = b"") -> None:
@@ -248,7 +248,7 @@ async def test_a_suspended_job_was_told_at_rest_while_its_recovery_was_on_its_wa
     async with running(tmp_path) as node:
         await node.attend(process.pid)
         await node.operations.suspend([process.pid], node.asked())
-    disk = HeldDisk()
+    disk = StalledDisk()
     async with running(tmp_path, disk=disk) as node:
         try:
             await anyio.to_thread.run_sync(disk.wait_for_a_record)
@@ -266,7 +266,7 @@ async def test_a_process_that_ended_while_its_operation_did_was_listed_on_its_gp
     tmp_path: Path, process: Child
 ) -> None:
     """The operation had it in hand still, so its room was left to it; and it did not hear of the end any more."""
-    disk = HeldDisk(b"done")
+    disk = StalledDisk(b"done")
     async with running(tmp_path, disk=disk) as node:
         await node.attend(process.pid)
         who = (process.pid, start_ticks(process.pid) or 0)

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from hegmd.errors import EXTERNAL, HegmError
-from hegmd.node.doctor.facts import SUMMARY_CHARACTERS, Finding, NodeFacts, ok, warn
+from hegmd.node.doctor.facts import SUMMARY_CHARACTERS, CheckResult, NodeFacts, ok, warn
 from hegmd.node.doctor.run import CHECKS, BlockingCheck, ProgramCheck, Row, run_checks
 from hegmd.protocol.snapshots import Check, Gpu, Vendor
 from tests.patience import longer_and_longer
@@ -30,11 +30,11 @@ async def test_the_order_is_the_tables_whatever_takes_how_long(node: FileNode) -
     quick_is_made = anyio.Event()
     heard: list[str] = []
 
-    async def slow(_: NodeFacts) -> Finding:
+    async def slow(_: NodeFacts) -> CheckResult:
         await quick_is_made.wait()
         return ok("slow")
 
-    async def quick(_: NodeFacts) -> Finding:
+    async def quick(_: NodeFacts) -> CheckResult:
         quick_is_made.set()
         return ok("quick")
 
@@ -49,7 +49,7 @@ async def test_the_order_is_the_tables_whatever_takes_how_long(node: FileNode) -
 async def test_a_check_is_told_before_the_next_is_made(node: FileNode) -> None:
     told = anyio.Event()
 
-    async def second(_: NodeFacts) -> Finding:
+    async def second(_: NodeFacts) -> CheckResult:
         await told.wait()
         return ok("second")
 
@@ -63,7 +63,7 @@ async def test_a_check_is_told_before_the_next_is_made(node: FileNode) -> None:
 
 
 def breaks(error: Exception) -> BlockingCheck:
-    def check(_: NodeFacts) -> Finding:
+    def check(_: NodeFacts) -> CheckResult:
         raise error
 
     return BlockingCheck("broken", check)
@@ -91,11 +91,11 @@ async def test_a_check_that_fails_is_a_line_and_the_others_go_on(
 async def test_a_check_that_hangs_is_a_line_and_left_behind(node: FileNode) -> None:
     release = threading.Event()
 
-    def hang(_: NodeFacts) -> Finding:
+    def hang(_: NodeFacts) -> CheckResult:
         release.wait()
         return ok("too late")
 
-    async def wait(_: NodeFacts) -> Finding:
+    async def wait(_: NodeFacts) -> CheckResult:
         await anyio.Event().wait()
         return ok("never")
 
@@ -114,7 +114,7 @@ async def test_a_check_that_hangs_is_a_line_and_left_behind(node: FileNode) -> N
 async def test_more_hanging_checks_than_places_do_not_stop_the_rest(node: FileNode) -> None:
     release = threading.Event()
 
-    def hang(_: NodeFacts) -> Finding:
+    def hang(_: NodeFacts) -> CheckResult:
         release.wait()
         return ok("too late")
 
@@ -145,7 +145,7 @@ async def test_what_the_listener_raises_ends_the_run_as_it_is(node: FileNode) ->
     async def hear(_check: Check) -> None:
         raise Gone
 
-    async def wait(_: NodeFacts) -> Finding:
+    async def wait(_: NodeFacts) -> CheckResult:
         try:
             await anyio.Event().wait()
         finally:

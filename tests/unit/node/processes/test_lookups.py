@@ -18,13 +18,13 @@ from hegmd.node.processes.lookups import (
     USER_NAME_MAX_AGE_S,
     Lookups,
 )
-from hegmd.node.processes.procfs import COMMAND_MAX_CHARS, Unreadable, Vanished, read_command, read_start
+from hegmd.node.processes.procfs import COMMAND_MAX_CHARS, ProcessGone, Unreadable, read_command, read_start
 from tests.patience import HANG_S
 
 Process = tuple[int, int, str, int]
 
 
-class Pretended:
+class DictNode:
     """A node whose command lines and users are in dicts."""
 
     def __init__(self) -> None:
@@ -54,8 +54,8 @@ def me(name: str = "python3", uid: int = 1000) -> Process:
 
 
 @pytest.fixture
-def node() -> Pretended:
-    node = Pretended()
+def node() -> DictNode:
+    node = DictNode()
     node.commands[os.getpid()] = "python3 train.py"
     return node
 
@@ -64,7 +64,7 @@ def round_of(lookups: Lookups, *processes: Process) -> None:
     lookups.read(lookups.wanted(processes))
 
 
-def test_nothing_is_known_before_it_was_looked_up(node: Pretended) -> None:
+def test_nothing_is_known_before_it_was_looked_up(node: DictNode) -> None:
     lookups = node.lookups()
     pid, start_ticks, _, _ = me()
     assert lookups.command(pid, start_ticks) == (None, NOTE_UNREAD)
@@ -76,7 +76,7 @@ def test_nothing_is_known_before_it_was_looked_up(node: Pretended) -> None:
     assert lookups.user(1000) == "ada"
 
 
-def test_the_known_are_read_again_in_small_shares_and_without_hurry(node: Pretended) -> None:
+def test_the_known_are_read_again_in_small_shares_and_without_hurry(node: DictNode) -> None:
     pid, start_ticks, _, _ = me()
     lookups = node.lookups()
     round_of(lookups, me())
@@ -89,14 +89,14 @@ def test_the_known_are_read_again_in_small_shares_and_without_hurry(node: Preten
     assert lookups.command(pid, start_ticks) == ("python3 evaluate.py", None)
 
 
-def test_a_new_name_means_a_new_program(node: Pretended) -> None:
+def test_a_new_name_means_a_new_program(node: DictNode) -> None:
     lookups = node.lookups()
     round_of(lookups, me("bash"))
     assert not lookups.wanted([me("bash")]).urgent
     assert lookups.wanted([me("python3")]).urgent
 
 
-def test_the_successor_of_a_pid_does_not_get_the_words_of_its_predecessor(node: Pretended) -> None:
+def test_the_successor_of_a_pid_does_not_get_the_words_of_its_predecessor(node: DictNode) -> None:
     lookups = node.lookups()
     pid, start_ticks, name, uid = me()
     earlier = (pid, start_ticks - 100, name, uid)
@@ -107,7 +107,7 @@ def test_the_successor_of_a_pid_does_not_get_the_words_of_its_predecessor(node: 
     assert lookups.command(pid, start_ticks - 100) == (None, NOTE_UNREAD)
 
 
-def test_what_left_is_forgotten(node: Pretended) -> None:
+def test_what_left_is_forgotten(node: DictNode) -> None:
     lookups = node.lookups()
     pid, start_ticks, _, _ = me()
     round_of(lookups, me())
@@ -115,14 +115,14 @@ def test_what_left_is_forgotten(node: Pretended) -> None:
     assert lookups.command(pid, start_ticks) == (None, NOTE_UNREAD)
 
 
-def test_an_unreadable_command_line_is_told_and_not_asked_for_each_time(node: Pretended) -> None:
+def test_an_unreadable_command_line_is_told_and_not_asked_for_each_time(node: DictNode) -> None:
     lookups = node.lookups()
     pid, start_ticks, _, _ = me()
     node.error = Unreadable("Permission denied")
     round_of(lookups, me())
     assert lookups.command(pid, start_ticks) == (None, NOTE_UNREADABLE)
     assert not lookups.wanted([me()]).urgent
-    node.error = Vanished()
+    node.error = ProcessGone()
     round_of(lookups, me())
     assert lookups.command(pid, start_ticks) == (None, NOTE_UNREADABLE)
     node.error = None
@@ -130,7 +130,7 @@ def test_an_unreadable_command_line_is_told_and_not_asked_for_each_time(node: Pr
     assert lookups.command(pid, start_ticks) == ("python3 train.py", None)
 
 
-def test_users_are_asked_for_once_in_a_while(node: Pretended) -> None:
+def test_users_are_asked_for_once_in_a_while(node: DictNode) -> None:
     lookups = node.lookups()
     round_of(lookups, me(uid=1000), me(uid=4242))
     assert (lookups.user(1000), lookups.user(4242)) == ("ada", None)
@@ -143,7 +143,7 @@ def test_users_are_asked_for_once_in_a_while(node: Pretended) -> None:
     assert not wanted.urgent  # the old name serves until the new one is there
 
 
-def test_while_one_command_line_hangs_it_is_named_and_the_others_are_there(node: Pretended) -> None:
+def test_while_one_command_line_hangs_it_is_named_and_the_others_are_there(node: DictNode) -> None:
     entered, release = threading.Event(), threading.Event()
     lookups = node.lookups()
     pid, start_ticks, _, _ = me()
@@ -152,7 +152,7 @@ def test_while_one_command_line_hangs_it_is_named_and_the_others_are_there(node:
     def hang(_: str, asked: int) -> str:
         entered.set()
         assert release.wait(HANG_S)
-        raise Vanished
+        raise ProcessGone
 
     stuck = Lookups(read_command=hang, user_name=node.user_name)
     thread = threading.Thread(target=stuck.read, args=(stuck.wanted([me()]),))
@@ -186,7 +186,7 @@ def test_a_process_without_a_command_line_shows_its_name_in_brackets() -> None:
     kernel_thread = 2
     try:
         name = read_start("/proc", kernel_thread)[1]
-    except Vanished:
+    except ProcessGone:
         pytest.skip("no kernel threads in this pid namespace")
     if read_command("/proc", kernel_thread) != f"[{name}]":
         pytest.fail(f"process 2 is {read_command('/proc', kernel_thread)!r}")

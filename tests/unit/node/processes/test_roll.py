@@ -13,7 +13,7 @@ import pytest
 from hegmd.node.devices.base import ProcessUse
 from hegmd.node.processes.lookups import NOTE_UNREAD
 from hegmd.node.processes.procfs import read_command
-from hegmd.node.processes.roll import NOTE_NOT_LOOKED_AT, Roll, RollBuilder, RollInputs, stand_in
+from hegmd.node.processes.roll import NOTE_NOT_LOOKED_AT, ProcessList, ProcessListBuilder, ProcessListInputs, stand_in
 from hegmd.node.processes.table import NOTE_ENDED, NOTE_HELD, NOTE_NO_PID, ProcessTable
 from hegmd.protocol.snapshots import AgentInfo, GpuProcess, GpuUse
 
@@ -24,31 +24,31 @@ def use(pid: int, gpu: str = "GPU-a", vram_bytes: int | None = 1 << 30, kind: st
     return ProcessUse(pid=pid, use=GpuUse(gpu=gpu, vram_bytes=vram_bytes, kind=kind))
 
 
-CALL = RollInputs(
+CALL = ProcessListInputs(
     uses=(use(ME),), ids={"GPU-a": "gpu0", "GPU-b": "gpu1"}, unproven=frozenset(), agents={}, held_bytes={}
 )
 
 
 @pytest.fixture
-def roster() -> Iterator[RollBuilder]:
-    roster = RollBuilder(ProcessTable())
+def roster() -> Iterator[ProcessListBuilder]:
+    roster = ProcessListBuilder(ProcessTable())
     yield roster
     roster.close()
 
 
-def call_roll(roster: RollBuilder, call: RollInputs, *, look_up: bool = True) -> Roll:
+def call_roll(roster: ProcessListBuilder, call: ProcessListInputs, *, look_up: bool = True) -> ProcessList:
     seen = roster.look(call)
     if look_up:
         roster.lookups.read(seen.wanted)
     return roster.write(call, seen)
 
 
-def only(roll: Roll) -> GpuProcess:
+def only(roll: ProcessList) -> GpuProcess:
     (process,) = roll.processes
     return process
 
 
-def test_a_process_with_all_that_is_known_of_it(roster: RollBuilder) -> None:
+def test_a_process_with_all_that_is_known_of_it(roster: ProcessListBuilder) -> None:
     agent = AgentInfo(name="hegm-agent", version="0.2")
     process = only(call_roll(roster, replace(CALL, agents={ME: agent}, held_bytes={ME: 77})))
     assert (process.pid, process.uid, process.agent, process.held_bytes) == (ME, os.getuid(), agent, 77)
@@ -58,7 +58,7 @@ def test_a_process_with_all_that_is_known_of_it(roster: RollBuilder) -> None:
     assert process.note is None
 
 
-def test_nothing_new_makes_the_same_objects(roster: RollBuilder) -> None:
+def test_nothing_new_makes_the_same_objects(roster: ProcessListBuilder) -> None:
     first = call_roll(roster, CALL)
     again = call_roll(roster, replace(CALL, uses=(use(ME),), ids=dict(CALL.ids)))
     assert again.processes[0] is first.processes[0]
@@ -76,14 +76,14 @@ def test_nothing_new_makes_the_same_objects(roster: RollBuilder) -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_every_change_makes_a_new_record(roster: RollBuilder, change: dict[str, object]) -> None:
+def test_every_change_makes_a_new_record(roster: ProcessListBuilder, change: dict[str, object]) -> None:
     first = call_roll(roster, CALL)
     second = call_roll(roster, replace(CALL, **change))  # type: ignore[arg-type]  # the table above has the right ones
     assert second.processes[0] != first.processes[0]
     assert call_roll(roster, CALL).processes[0] == first.processes[0]
 
 
-def test_a_command_line_that_comes_late_is_missed_until_then(roster: RollBuilder) -> None:
+def test_a_command_line_that_comes_late_is_missed_until_then(roster: ProcessListBuilder) -> None:
     early = only(call_roll(roster, CALL, look_up=False))
     assert (early.command, early.user, early.note) == (None, None, NOTE_UNREAD)
     assert early.start_ticks is not None
@@ -92,7 +92,7 @@ def test_a_command_line_that_comes_late_is_missed_until_then(roster: RollBuilder
     assert late.note is None
 
 
-def test_processes_come_by_pid_and_their_gpus_by_number(roster: RollBuilder) -> None:
+def test_processes_come_by_pid_and_their_gpus_by_number(roster: ProcessListBuilder) -> None:
     ids = {f"GPU-{number}": f"gpu{number}" for number in range(12)}
     parent = os.getppid()
     uses = (use(ME, "GPU-10"), use(parent, "GPU-0"), use(ME, "GPU-2"))
@@ -102,15 +102,15 @@ def test_processes_come_by_pid_and_their_gpus_by_number(roster: RollBuilder) -> 
     assert [held.gpu for held in mine.gpus] == ["gpu2", "gpu10"]
 
 
-def test_unknown_memory_stays_unknown(roster: RollBuilder) -> None:
+def test_unknown_memory_stays_unknown(roster: ProcessListBuilder) -> None:
     assert only(call_roll(roster, replace(CALL, uses=(use(ME, vram_bytes=None),)))).gpus[0].vram_bytes is None
 
 
-def test_a_gpu_that_nobody_knows_keeps_its_uuid(roster: RollBuilder) -> None:
+def test_a_gpu_that_nobody_knows_keeps_its_uuid(roster: ProcessListBuilder) -> None:
     assert only(call_roll(roster, replace(CALL, uses=(use(ME, "MIG-1"),)))).gpus[0].gpu == "MIG-1"
 
 
-def test_a_pid_without_a_process_is_listed_with_nothing_but_the_reason(roster: RollBuilder) -> None:
+def test_a_pid_without_a_process_is_listed_with_nothing_but_the_reason(roster: ProcessListBuilder) -> None:
     process = only(call_roll(roster, replace(CALL, uses=(use(0),))))
     assert (process.start_ticks, process.uid, process.name, process.command) == (None, None, None, None)
     assert process.note == NOTE_NO_PID
@@ -123,19 +123,19 @@ def test_an_ended_process_is_listed_while_the_driver_does_and_marked() -> None:
     table = ProcessTable(open_pidfd=ended)
     if not table.in_first_namespace:
         pytest.skip("elsewhere a pid without a process is one of another namespace")
-    roll = call_roll(RollBuilder(table), CALL)
+    roll = call_roll(ProcessListBuilder(table), CALL)
     assert (only(roll).note, roll.ended) == (NOTE_ENDED, {ME})
-    held = call_roll(RollBuilder(table), replace(CALL, uses=(), held_bytes={ME: 1}))
+    held = call_roll(ProcessListBuilder(table), replace(CALL, uses=(), held_bytes={ME: 1}))
     assert only(held).note == NOTE_HELD  # a restart's state was said to be listed by the driver
 
 
-def test_processes_that_left_are_not_in_the_roll(roster: RollBuilder) -> None:
+def test_processes_that_left_are_not_in_the_roll(roster: ProcessListBuilder) -> None:
     call_roll(roster, CALL)
-    assert call_roll(roster, replace(CALL, uses=())) == Roll(departed=frozenset({ME}))
-    assert call_roll(roster, replace(CALL, uses=())) == Roll()
+    assert call_roll(roster, replace(CALL, uses=())) == ProcessList(departed=frozenset({ME}))
+    assert call_roll(roster, replace(CALL, uses=())) == ProcessList()
 
 
-def test_the_stand_in_keeps_what_was_known_and_names_what_was_not(roster: RollBuilder) -> None:
+def test_the_stand_in_keeps_what_was_known_and_names_what_was_not(roster: ProcessListBuilder) -> None:
     before = call_roll(roster, CALL)
     parent = os.getppid()
     roll = stand_in(replace(CALL, uses=(use(ME, vram_bytes=9), use(parent))), before)
@@ -145,4 +145,4 @@ def test_the_stand_in_keeps_what_was_known_and_names_what_was_not(roster: RollBu
     assert by_pid[parent] == GpuProcess(
         pid=parent, gpus=(GpuUse(gpu="gpu0", vram_bytes=1 << 30),), note=NOTE_NOT_LOOKED_AT
     )
-    assert stand_in(replace(CALL, uses=()), before) == Roll(departed=frozenset({ME}))
+    assert stand_in(replace(CALL, uses=()), before) == ProcessList(departed=frozenset({ME}))

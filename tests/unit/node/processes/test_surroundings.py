@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.node.processes.surroundings import Outside, nearest_ancestor, read_outside
+from hegmd.node.processes.surroundings import SurroundingFacts, nearest_ancestor, read_outside
 from tests.patience import HANG_S
 
 MAPS = """
@@ -61,7 +61,7 @@ def quiet() -> Iterator[Child]:
 
 def test_a_process_of_ours_with_nothing_about_it(quiet: Child) -> None:
     seen = read_outside(quiet.pid, cgroups=Path("/nowhere"))
-    assert seen == Outside(nccl_shared=False, same_ipc=True)
+    assert seen == SurroundingFacts(nccl_shared=False, same_ipc=True)
 
 
 def test_nccls_shared_memory_is_seen_though_its_name_is_gone() -> None:
@@ -85,7 +85,7 @@ def test_a_process_that_is_stopped(quiet: Child) -> None:
 
 
 def test_a_process_that_is_gone_is_unknown_and_not_clean(quiet: Child) -> None:
-    assert read_outside(2**22 + 1) == Outside()
+    assert read_outside(2**22 + 1) == SurroundingFacts()
     assert nearest_ancestor(2**22 + 1, [1]) is None
 
 

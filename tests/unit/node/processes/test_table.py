@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.node.processes.table import NOTE_ENDED, REREAD_PER_REFRESH, Presence, ProcessFacts, ProcessTable
+from hegmd.node.processes.table import NOTE_ENDED, REREAD_PER_REFRESH, ProcessFacts, ProcessTable, Visibility
 from tests.unit.node.processes.pretended_proc import PretendedProc, Start, end, one
 
 POD = "214f3ba8-4b69-4bdb-a7d5-5ecc73f04ae9"
@@ -17,7 +17,7 @@ POD = "214f3ba8-4b69-4bdb-a7d5-5ecc73f04ae9"
 def test_a_living_process_is_known_by_pid_and_start_time(table: ProcessTable, start: Start) -> None:
     child = start()
     facts = one(table, child.pid)
-    assert (facts.presence, facts.name, facts.uid, facts.note) == (Presence.VISIBLE, "sleep", os.getuid(), None)
+    assert (facts.presence, facts.name, facts.uid, facts.note) == (Visibility.VISIBLE, "sleep", os.getuid(), None)
     stat = Path(f"/proc/{child.pid}/stat").read_text()
     assert facts.start_ticks == int(stat.rpartition(")")[2].split()[19])
     assert facts.started_utc is not None
@@ -32,14 +32,14 @@ def test_what_did_not_change_is_the_same_object(table: ProcessTable, start: Star
 
 def test_a_death_shows_without_the_pid_being_reaped(table: ProcessTable, start: Start) -> None:
     child = start()
-    assert one(table, child.pid).presence is Presence.VISIBLE
+    assert one(table, child.pid).presence is Visibility.VISIBLE
     child.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and a zombie still
     facts = one(table, child.pid)
-    assert facts == ProcessFacts(pid=child.pid, presence=Presence.ENDED, note=NOTE_ENDED)
+    assert facts == ProcessFacts(pid=child.pid, presence=Visibility.ENDED, note=NOTE_ENDED)
     assert table.pidfd_count == 0
     child.wait()
-    assert one(table, child.pid).presence is Presence.ENDED
+    assert one(table, child.pid).presence is Visibility.ENDED
 
 
 def test_one_that_is_stopped_by_a_signal_was_not_told_from_one_that_runs(table: ProcessTable, start: Start) -> None:
@@ -69,7 +69,7 @@ def test_closing_twice_and_using_again_is_fine(start: Start) -> None:
     one(table, child.pid)
     table.close()
     table.close()
-    assert one(table, child.pid).presence is Presence.VISIBLE
+    assert one(table, child.pid).presence is Visibility.VISIBLE
     table.close()
 
 
@@ -87,7 +87,7 @@ def test_a_reused_pid_is_a_new_process(table: ProcessTable, start: Start) -> Non
     else:
         pytest.skip("the machine is too busy to hand out a pid on request")
     after = one(table, old.pid)
-    assert (after.presence, after.pid) == (Presence.VISIBLE, before.pid)
+    assert (after.presence, after.pid) == (Visibility.VISIBLE, before.pid)
     assert after is not before
     assert after.started_utc is not None
     assert before.started_utc is not None
@@ -122,7 +122,7 @@ def test_a_process_that_ends_while_it_is_read_leaves_no_facts(proc: PretendedPro
 
     table = ProcessTable(str(proc.root), open_pidfd=open_and_kill)
     facts = one(table, 4711)
-    assert (facts.presence, facts.name, facts.start_ticks) == (Presence.ENDED, None, None)
+    assert (facts.presence, facts.name, facts.start_ticks) == (Visibility.ENDED, None, None)
     assert table.pidfd_count == 0
     table.close()
 
@@ -173,11 +173,11 @@ def test_no_facts_of_a_death_in_the_middle_of_reading_again(proc: PretendedProc,
     proc.held[7] = child.pid
     proc.put(7)
     table = proc.table()
-    assert one(table, 7).presence is Presence.VISIBLE
+    assert one(table, 7).presence is Visibility.VISIBLE
     proc.remove(7)
     assert one(table, 7).name == "train"  # unreadable for a moment is no news
     end(child)
-    assert one(table, 7).presence is Presence.ENDED
+    assert one(table, 7).presence is Visibility.ENDED
     table.close()
 
 
@@ -197,7 +197,7 @@ def test_no_facts_of_the_successor_of_a_death_in_the_middle_of_reading_again(pro
     table = ProcessTable(str(proc.root), open_pidfd=open_pidfd)
     before = one(table, 7)
     found = table.refresh([7, 8])
-    assert found[8].presence is Presence.VISIBLE
+    assert found[8].presence is Visibility.VISIBLE
     assert found[7] is before
-    assert table.refresh([7, 8])[7].presence is Presence.ENDED
+    assert table.refresh([7, 8])[7].presence is Visibility.ENDED
     table.close()

@@ -15,9 +15,9 @@ from hegmd.node.processes.table import (
     NOTE_HIDDEN,
     NOTE_NO_PID,
     NOTE_OTHER_NAMESPACE,
-    Presence,
     ProcessFacts,
     ProcessTable,
+    Visibility,
 )
 from tests.patience import HANG_S
 from tests.unit.node.processes.pretended_proc import PretendedProc, Start, end, one
@@ -28,12 +28,12 @@ def test_a_hidden_process_is_told_from_an_ended_one(proc: PretendedProc, start: 
     proc.held[7] = child.pid
     table = proc.table()
     facts = one(table, 7)
-    assert (facts.presence, facts.note, facts.start_ticks) == (Presence.UNSEEN, NOTE_HIDDEN, None)
+    assert (facts.presence, facts.note, facts.start_ticks) == (Visibility.UNSEEN, NOTE_HIDDEN, None)
     proc.put(7)
-    assert one(table, 7).presence is Presence.VISIBLE
+    assert one(table, 7).presence is Visibility.VISIBLE
     proc.remove(7)
     end(child)
-    assert one(table, 7).presence is Presence.ENDED
+    assert one(table, 7).presence is Visibility.ENDED
     table.close()
 
 
@@ -41,7 +41,7 @@ def test_a_pid_that_nobody_has_in_the_first_namespace_has_ended(table: ProcessTa
     child = start()
     end(child)
     facts = one(table, child.pid)
-    expected = Presence.ENDED if table.in_first_namespace else Presence.UNSEEN
+    expected = Visibility.ENDED if table.in_first_namespace else Visibility.UNSEEN
     assert (facts.presence, facts.start_ticks) == (expected, None)
 
 
@@ -52,20 +52,20 @@ def test_without_a_pidfd_an_ended_process_cannot_be_told_from_a_hidden_one(start
     table, child = ProcessTable(open_pidfd=no_pidfds), start()
     end(child)
     facts = one(table, child.pid)
-    assert facts.presence is Presence.UNSEEN
+    assert facts.presence is Visibility.UNSEEN
     assert facts.note == (NOTE_GONE_OR_HIDDEN if table.in_first_namespace else NOTE_OTHER_NAMESPACE)
 
 
 def test_a_pid_that_nobody_has_elsewhere_is_in_another_namespace(proc: PretendedProc) -> None:
     table = proc.table()
     facts = one(table, 7)
-    assert (facts.presence, facts.note) == (Presence.UNSEEN, NOTE_OTHER_NAMESPACE)
+    assert (facts.presence, facts.note) == (Visibility.UNSEEN, NOTE_OTHER_NAMESPACE)
     table.close()
 
 
 @pytest.mark.parametrize("pid", [0, -1])
 def test_a_pid_that_is_none(table: ProcessTable, pid: int) -> None:
-    assert one(table, pid) == ProcessFacts(pid=pid, presence=Presence.UNSEEN, note=NOTE_NO_PID)
+    assert one(table, pid) == ProcessFacts(pid=pid, presence=Visibility.UNSEEN, note=NOTE_NO_PID)
 
 
 def test_an_unproven_pid_needs_a_gpus_device_outside_the_first_namespace(proc: PretendedProc, start: Start) -> None:
@@ -73,10 +73,10 @@ def test_an_unproven_pid_needs_a_gpus_device_outside_the_first_namespace(proc: P
     proc.put(7)
     table = proc.table()
     assert one(table, 7, frozenset({7})).note == NOTE_OTHER_NAMESPACE
-    assert one(table, 7, frozenset({7})).presence is Presence.UNSEEN
+    assert one(table, 7, frozenset({7})).presence is Visibility.UNSEEN
     (proc.root / "7" / "fd").mkdir()
     (proc.root / "7" / "fd" / "3").symlink_to("/dev/kfd")
-    assert one(table, 7, frozenset({7})).presence is Presence.VISIBLE
+    assert one(table, 7, frozenset({7})).presence is Visibility.VISIBLE
     table.close()
 
 
@@ -86,11 +86,11 @@ def test_with_too_few_descriptors_the_start_time_is_read_each_time(start: Start)
     facts = table.refresh([held.pid, other.pid])
     loose = next(pid for pid, found in facts.items() if found.note is not None)
     assert table.pidfd_count == 1
-    assert facts[loose].presence is Presence.VISIBLE
+    assert facts[loose].presence is Visibility.VISIBLE
     assert "LimitNOFILE" in str(facts[loose].note)
     assert table.refresh([held.pid, other.pid])[loose] is facts[loose]
     end(held if held.pid == loose else other)
-    assert table.refresh([held.pid, other.pid])[loose].presence is Presence.ENDED
+    assert table.refresh([held.pid, other.pid])[loose].presence is Visibility.ENDED
     table.close()
 
 
@@ -107,7 +107,7 @@ def test_a_reused_pid_without_descriptors_is_told_by_its_start_time(proc: Preten
     assert (after.name, after.start_ticks) == ("new", 200)
     assert after.started_utc != before.started_utc
     proc.put(7, name=b"new", start_ticks=200, state="Z")
-    assert one(table, 7).presence is Presence.ENDED
+    assert one(table, 7).presence is Visibility.ENDED
 
 
 def test_descriptors_that_become_free_again_are_used(proc: PretendedProc, start: Start) -> None:
@@ -128,7 +128,7 @@ def test_another_namespaces_proc_is_read_without_pidfds(tmp_path: Path) -> None:
     proc.put(7)
     table = proc.table()
     facts = one(table, 7)
-    assert (facts.presence, facts.start_ticks, proc.opened) == (Presence.VISIBLE, 5000, 0)
+    assert (facts.presence, facts.start_ticks, proc.opened) == (Visibility.VISIBLE, 5000, 0)
     assert "another pid namespace" in str(facts.note)
 
 
@@ -138,7 +138,7 @@ def test_an_unreadable_proc_is_unknown_and_not_gone(proc: PretendedProc, start: 
     (proc.root / "7" / "stat").mkdir()  # reading a folder fails with EISDIR, as good an error as any
     table = proc.table()
     facts = one(table, 7)
-    assert facts.presence is Presence.UNSEEN
+    assert facts.presence is Visibility.UNSEEN
     assert "Is a directory" in str(facts.note)
     table.close()
 

@@ -35,7 +35,7 @@ class Asked:
     def __next__(self) -> int:
         if len(self.seen) == 2:
             raise StopIteration
-        place = position.Place(caller(1))
+        place = position.ThreadPosition(caller(1))
         self.seen.append((type(place.loops[-1].iterator).__name__, place.at_head))
         return len(self.seen)
 
@@ -84,7 +84,7 @@ def test_a_loop_that_asks_for_its_next_item_is_seen_at_its_head() -> None:
     asked = Asked()
     for _item in asked:
         pass
-    assert asked.seen == [("Asked", True)] * 2
+    assert asked.seen == [("FirstBatchRequests", True)] * 2
 
 
 def test_a_generator_on_the_way_has_loops_of_its_own() -> None:
@@ -93,7 +93,7 @@ def test_a_generator_on_the_way_has_loops_of_its_own() -> None:
 
     asked = Asked()
     assert list(passing(asked)) == [1, 2]
-    assert {kind for kind, _at_head in asked.seen} == {"Asked"}
+    assert {kind for kind, _at_head in asked.seen} == {"FirstBatchRequests"}
 
 
 def test_while_loops_are_said_with_their_line() -> None:

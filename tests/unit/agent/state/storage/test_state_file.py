@@ -134,7 +134,7 @@ _Pair = namedtuple("_Pair", "a b")  # noqa: PYI024 - what a script would have
     ],
 )
 def test_what_cannot_be_written_is_named_by_its_place(fd: int, value: Any, told: str) -> None:
-    with pytest.raises(state_file.NotPlain) as caught:
+    with pytest.raises(state_file.UnsupportedValue) as caught:
         state_file.write(fd, value)
     assert str(caught.value) == told
     assert os.fstat(fd).st_size == 0, "nothing was written"
@@ -144,7 +144,7 @@ def test_a_value_that_contains_itself_is_refused(fd: int) -> None:
     inner: dict[str, Any] = {}
     value = [1, inner]
     inner["up"] = value
-    with pytest.raises(state_file.NotPlain, match=r"\[1\]\.up contains itself"):
+    with pytest.raises(state_file.UnsupportedValue, match=r"\[1\]\.up contains itself"):
         state_file.write(fd, value)
 
 
@@ -162,7 +162,7 @@ def test_depth_has_an_end_for_the_writer(fd: int) -> None:
     for _ in range(tags.MAX_DEPTH):
         value = [value]
     assert exact(_through(fd, value)) == exact(value)
-    with pytest.raises(state_file.NotPlain, match=f"is inside more than {tags.MAX_DEPTH} containers"):
+    with pytest.raises(state_file.UnsupportedValue, match=f"is inside more than {tags.MAX_DEPTH} containers"):
         state_file.write(fd, [value])
 
 
@@ -194,7 +194,7 @@ def _read(data: bytes) -> Any:
 def test_a_file_that_was_cut_anywhere_is_refused() -> None:
     whole = _file_of(_small())
     for length in range(len(whole)):
-        with pytest.raises(state_file.Damaged):
+        with pytest.raises(state_file.DamagedStateFile):
             _read(whole[:length])
     assert exact(_read(whole)) == exact(_small())
 
@@ -211,7 +211,7 @@ def test_a_file_with_any_bit_flipped_is_refused_or_the_same() -> None:
             try:
                 assert exact(_read(bytes(flipped))) == exact(_small())
                 harmless += 1
-            except state_file.Damaged:
+            except state_file.DamagedStateFile:
                 continue
     assert harmless < 2 * 3 * 63, "no more than the gaps before the table's end and two pieces"
 
@@ -220,7 +220,7 @@ def test_a_file_with_any_bit_flipped_is_refused_or_the_same() -> None:
 def test_a_flip_in_any_page_of_a_large_piece_is_found_and_said() -> None:
     whole = bytearray(_file_of(torch.zeros(5 << 20, dtype=torch.float32)))
     whole[-(3 << 20)] ^= 4
-    with pytest.raises(state_file.Damaged, match="1 of 3 parts do not fit their checksums, the first at byte"):
+    with pytest.raises(state_file.DamagedStateFile, match="1 of 3 parts do not fit their checksums, the first at byte"):
         _read(bytes(whole))
 
 
@@ -229,7 +229,7 @@ def test_two_pages_that_changed_places_are_found() -> None:
     whole = _file_of(value)
     start = len(whole) - value.nbytes
     swapped = whole[:start] + whole[start + 4096 : start + 8192] + whole[start : start + 4096] + whole[start + 8192 :]
-    with pytest.raises(state_file.Damaged):
+    with pytest.raises(state_file.DamagedStateFile):
         _read(swapped)
 
 
@@ -248,7 +248,7 @@ def test_writing_that_was_cut_short_leaves_no_state_file(tmp_path: Path, request
         request.getfixturevalue("short_files")
         with pytest.raises(OSError, match="File too large"):
             state_file.write(file.fileno(), torch.ones(1 << 20))
-        with pytest.raises(state_file.Damaged, match="whose writing was cut short"):
+        with pytest.raises(state_file.DamagedStateFile, match="whose writing was cut short"):
             state_file.read(file.fileno())
 
 
@@ -272,7 +272,7 @@ def test_a_forged_file_that_is_right_is_read() -> None:
 
 
 def test_a_newer_version_is_refused_with_both_numbers() -> None:
-    with pytest.raises(state_file.Damaged, match="it is of version 2, and this hegmd reads version 1"):
+    with pytest.raises(state_file.DamagedStateFile, match="it is of version 2, and this hegmd reads version 1"):
         _read(_forged(b"\0\0" + tags.TRUE, version=2))
 
 
@@ -315,7 +315,7 @@ SMALL_TENSOR = b"\x01\x00\x07float32"
     ],
 )
 def test_a_hostile_file_is_refused_and_takes_neither_time_nor_memory(data: bytes) -> None:
-    with pytest.raises(state_file.Damaged):
+    with pytest.raises(state_file.DamagedStateFile):
         _read(data)
 
 
@@ -327,7 +327,7 @@ def test_a_tensor_that_reaches_beyond_its_bytes_is_refused() -> None:
     for wrong in (tree.replace(b"\1\4\1", b"\1\5\1"), tree.replace(b"\1\4\1", b"\1\4\2")):
         assert wrong != tree
         head = HEADER.pack(*HEADER.unpack_from(whole)[:6], crc32(wrong), HEADER.unpack_from(whole)[7]).ljust(60, b"\0")
-        with pytest.raises(state_file.Damaged, match="reaches beyond its bytes"):
+        with pytest.raises(state_file.DamagedStateFile, match="reaches beyond its bytes"):
             _read(head + struct.pack("<I", crc32(head)) + wrong + whole[64 + tree_bytes :])
 
 
@@ -344,7 +344,7 @@ def test_random_trees_with_right_checksums_are_refused_or_read() -> None:
             tree[draw.randrange(len(tree))] = draw.randrange(256)
         try:
             _read(_forged(bytes(tree)))
-        except state_file.Damaged:
+        except state_file.DamagedStateFile:
             refused += 1
     assert refused > 500
 

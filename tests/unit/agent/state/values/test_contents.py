@@ -111,7 +111,7 @@ def test_what_an_optimizer_has_in_its_state_beside_its_parameters_was_lost() -> 
 def test_a_state_of_a_tensor_that_is_none_of_an_optimizers_parameters_has_no_form() -> None:
     before = Optimizer("cpu")
     before.state[torch.nn.Parameter(torch.ones(2))] = {"seen": torch.ones(2)}
-    with pytest.raises(state_file.NotPlain):
+    with pytest.raises(state_file.UnsupportedValue):
         written(contents.take_optimizer(before, {}))
 
 
