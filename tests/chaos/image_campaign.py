@@ -249,9 +249,9 @@ class ImageCampaign:
         self._node.await_jobs(job.workers, agents=job.workers)
         return job
 
-    def _start(self, folder: Path, socket_path: Path | None) -> HandedJob:
+    def _start(self, folder: Path, socket_path: Path | None) -> ImageJob:
         """Start a job of the kind that this campaign plays with; without a socket one that nobody disturbs."""
-        return HandedJob(folder, socket_path, steps=STEPS)
+        return ImageJob(folder, socket_path, steps=STEPS)
 
     def _end_job(self) -> None:
         job, self._job = self._job, None

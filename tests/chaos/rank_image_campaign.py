@@ -17,7 +17,7 @@ from tests.chaos.image_cells import RESTORE, WORKER, ImageCell
 from tests.chaos.node import REST_LIMIT_S, Client
 from tests.chaos.rank_cells import LAUNCHER, RANK
 from tests.chaos.ranked_job import HandedRanks
-from tests.e2e.handed_job import HandedJob
+from tests.e2e.handed_job import ImageJob
 from tests.looks import pause
 
 
@@ -27,14 +27,14 @@ class RankImageCampaign(ImageCampaign):
     def _start(self, folder: Path, socket_path: Path | None) -> HandedRanks:
         return HandedRanks(folder, socket_path)
 
-    def _hit(self, cell: ImageCell, client: Client, job: HandedJob) -> int:
+    def _hit(self, cell: ImageCell, client: Client, job: ImageJob) -> int:
         if cell.victim == RANK:
             return self._node.strike(WORKER, client, job.workers[-1])
         if cell.victim == LAUNCHER:
             return self._node.strike(WORKER, client, job.pid)
         return super()._hit(cell, client, job)
 
-    def _see(self, cell: ImageCell, job: HandedJob, op: Operation | None) -> str:
+    def _see(self, cell: ImageCell, job: ImageJob, op: Operation | None) -> str:
         if not cell.may_end_the_job:
             return super()._see(cell, job, op)
         assert isinstance(job, HandedRanks)

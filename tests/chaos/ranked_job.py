@@ -23,7 +23,7 @@ from tests.chaos.jobs import PATIENCE_S
 from tests.chaos.node import mentioning
 from tests.e2e.agented import SCRIPTS, undisturbed
 from tests.e2e.forked import started
-from tests.e2e.handed_job import HandedJob
+from tests.e2e.handed_job import ImageJob
 from tests.e2e.moved_job import BARE, environment
 from tests.e2e.references import TWO_RANKS
 from tests.looks import pause
@@ -165,7 +165,7 @@ def losses_of(path: str) -> list[list[str]]:
     return [text[: text.rfind("\n") + 1].splitlines() for text in texts]
 
 
-class HandedRanks(HandedJob):
+class HandedRanks(ImageJob):
     """Both ranks with their launcher, which is the root of what goes into an image."""
 
     size = RANKS + 1

@@ -38,11 +38,11 @@ READ_AT_START = ("PYTHON", "LD_PRELOAD", "MALLOC_", "GLIBC_", "LANG", "LC_", "TZ
 # A daemon loads this one by its name, if it is to look for NVIDIA's GPUs.
 LIBRARY = "libnvidia-ml.so.1"
 
-_with_torch: list[TorchPreloaded] = []
-_with_hegmd: list[TorchPreloaded] = []
+_with_torch: list[PreloadedPython] = []
+_with_hegmd: list[PreloadedPython] = []
 
 
-class TorchPreloaded:
+class PreloadedPython:
     """The Python with PyTorch or hegmd in it, and what it has forked."""
 
     def __init__(self, environ: Mapping[str, str], *words: str) -> None:
@@ -101,7 +101,7 @@ class TorchPreloaded:
 class Forked:
     """A forked process, with what tests use of `subprocess.Popen`."""
 
-    def __init__(self, python: TorchPreloaded, wanted: dict[str, Any], stdin: Any, stdout: Any, stderr: Any) -> None:
+    def __init__(self, python: PreloadedPython, wanted: dict[str, Any], stdin: Any, stdout: Any, stderr: Any) -> None:
         self.stdin: IO[str] | None = None
         self.stdout: IO[str] | None = None
         self.stderr: IO[str] | None = None
@@ -184,19 +184,19 @@ class Forked:
 @contextmanager
 def preloaded_python(environ: Mapping[str, str], *modules: str) -> Iterator[None]:
     """From here on, scripts are forked from a Python with PyTorch and these modules, which has that environment."""
-    with _kept(TorchPreloaded(environ, *modules), _with_torch):
+    with _kept(PreloadedPython(environ, *modules), _with_torch):
         yield
 
 
 @contextmanager
 def preloaded_hegmd() -> Iterator[None]:
     """From here on, daemons are forked from a Python with hegmd, which has this environment."""
-    with _kept(TorchPreloaded(os.environ, "--no-torch", "hegmd.app", "anyio._backends._asyncio"), _with_hegmd):
+    with _kept(PreloadedPython(os.environ, "--no-torch", "hegmd.app", "anyio._backends._asyncio"), _with_hegmd):
         yield
 
 
 @contextmanager
-def _kept(python: TorchPreloaded, there: list[TorchPreloaded]) -> Iterator[None]:
+def _kept(python: PreloadedPython, there: list[PreloadedPython]) -> Iterator[None]:
     there.append(python)
     try:
         yield
