@@ -44,7 +44,7 @@ def without_signals() -> Iterator[None]:
     signal.signal(signal.SIGIO, before)
 
 
-class AttendedDesk:
+class DeskNode:
     """A desk, the daemon that it attends, and what both have said."""
 
     def __init__(
@@ -121,33 +121,33 @@ class AttendedDesk:
 
 
 @pytest.fixture
-def attended(socket_path: Path, tmp_path: Path) -> Iterator[AttendedDesk]:
-    one = AttendedDesk(socket_path, tmp_path)
+def attended(socket_path: Path, tmp_path: Path) -> Iterator[DeskNode]:
+    one = DeskNode(socket_path, tmp_path)
     with one.listen():
         yield one
         one.desk.close()
 
 
-def test_it_offers_its_run_and_what_it_is_the_parent_of(attended: AttendedDesk) -> None:
+def test_it_offers_its_run_and_what_it_is_the_parent_of(attended: DeskNode) -> None:
     offer = attended.attend()
     assert (offer.run, offer.python, offer.left, offer.operation) == ("run-1", True, False, None)
 
 
-def test_the_exit_status_of_a_restart_that_nobody_expects_is_the_commands_own(attended: AttendedDesk) -> None:
+def test_the_exit_status_of_a_restart_that_nobody_expects_is_the_commands_own(attended: DeskNode) -> None:
     attended.attend()
     assert not attended.desk.ended(LEFT_STATUS, told=None)
     attended.until(lambda: bool(attended.reports()))
     assert (attended.reports()[0].result, attended.reports()[0].status) == ("ended", LEFT_STATUS)
 
 
-def test_an_end_that_somebody_wanted_by_a_signal_is_none_of_a_restart(attended: AttendedDesk) -> None:
+def test_an_end_that_somebody_wanted_by_a_signal_is_none_of_a_restart(attended: DeskNode) -> None:
     attended.attend()
     attended.order("expect")
     attended.until(lambda: bool(attended.reports()))
     assert not attended.desk.ended(-signal.SIGTERM, told=signal.SIGTERM)
 
 
-def test_it_is_started_with_other_surroundings_from_the_state_and_its_lock(attended: AttendedDesk) -> None:
+def test_it_is_started_with_other_surroundings_from_the_state_and_its_lock(attended: DeskNode) -> None:
     attended.attend()
     attended.expect()
     assert attended.desk.wanted() is None
@@ -167,7 +167,7 @@ def test_it_is_started_with_other_surroundings_from_the_state_and_its_lock(atten
     assert start.keep == (state, lock)
 
 
-def test_no_variable_of_an_earlier_start_leads_away_from_the_state(attended: AttendedDesk) -> None:
+def test_no_variable_of_an_earlier_start_leads_away_from_the_state(attended: DeskNode) -> None:
     """With a HEGM_STATES from somewhere the script found no state, and began anew without a word."""
     attended.attend()
     attended.expect()
@@ -178,7 +178,7 @@ def test_no_variable_of_an_earlier_start_leads_away_from_the_state(attended: Att
 
 
 def test_another_python_for_a_command_that_is_none_is_refused(socket_path: Path, tmp_path: Path) -> None:
-    attended = AttendedDesk(socket_path, tmp_path, ("bash", "train.sh"))
+    attended = DeskNode(socket_path, tmp_path, ("bash", "train.sh"))
     with attended.listen():
         assert not attended.attend().python
         attended.expect()
@@ -190,7 +190,7 @@ def test_another_python_for_a_command_that_is_none_is_refused(socket_path: Path,
 
 
 @pytest.mark.parametrize("python", [sys.executable, "true", "/nowhere/python3"])
-def test_it_is_said_which_python_a_program_is_before_anything_ends(attended: AttendedDesk, python: str) -> None:
+def test_it_is_said_which_python_a_program_is_before_anything_ends(attended: DeskNode, python: str) -> None:
     others = children()
     assert attended.attend().asks
     attended.order("ask", operation="", python=python, set={"PATH": "/usr/bin:/bin"})
@@ -202,7 +202,7 @@ def test_it_is_said_which_python_a_program_is_before_anything_ends(attended: Att
     reap(children() - others)
 
 
-def test_a_start_that_ends_at_once_is_tried_again_and_then_told_of(attended: AttendedDesk) -> None:
+def test_a_start_that_ends_at_once_is_tried_again_and_then_told_of(attended: DeskNode) -> None:
     """And a process that had the state back before it fell says nothing of the one after it."""
     attended.attend()
     attended.expect()
@@ -218,9 +218,7 @@ def test_a_start_that_ends_at_once_is_tried_again_and_then_told_of(attended: Att
     assert attended.reports()[-1].starts == 2
 
 
-def test_a_restart_was_given_up_where_the_one_that_was_made_ready_could_not_take_its_turn(
-    attended: AttendedDesk,
-) -> None:
+def test_a_restart_was_given_up_where_the_one_that_was_made_ready_could_not_take_its_turn(attended: DeskNode) -> None:
     """It is started as without one then, as often as any other is; the script itself may end with that status."""
     attended.attend()
     attended.expect()
@@ -237,7 +235,7 @@ def test_a_restart_was_given_up_where_the_one_that_was_made_ready_could_not_take
     assert attended.reports()[-1].starts == 2
 
 
-def test_one_that_failed_hours_after_its_restart_was_started_again_from_its_old_state(attended: AttendedDesk) -> None:
+def test_one_that_failed_hours_after_its_restart_was_started_again_from_its_old_state(attended: DeskNode) -> None:
     """No daemon had been there since to say that the operation was over."""
     attended.attend()
     attended.expect()
@@ -249,9 +247,7 @@ def test_one_that_failed_hours_after_its_restart_was_started_again_from_its_old_
 
 
 @pytest.mark.parametrize(("notes", "goes_on"), [(b"++", False), (b"+\0", True), (b"", True)])
-def test_ranks_are_started_again_unless_all_have_trained_on(
-    attended: AttendedDesk, notes: bytes, goes_on: bool
-) -> None:
+def test_ranks_are_started_again_unless_all_have_trained_on(attended: DeskNode, notes: bytes, goes_on: bool) -> None:
     attended.attend()
     attended.expect()
     wanted = attended.start(ranks=(0, 1))
@@ -261,7 +257,7 @@ def test_ranks_are_started_again_unless_all_have_trained_on(
     assert not goes_on or not attended.lock_path.read_bytes()
 
 
-def test_one_that_says_that_it_cannot_go_on_is_not_tried_again(attended: AttendedDesk) -> None:
+def test_one_that_says_that_it_cannot_go_on_is_not_tried_again(attended: DeskNode) -> None:
     attended.attend()
     attended.expect()
     attended.start()
@@ -269,7 +265,7 @@ def test_one_that_says_that_it_cannot_go_on_is_not_tried_again(attended: Attende
     assert attended.desk.wanted() is None
 
 
-def test_the_end_of_the_training_is_noted_where_the_next_daemon_finds_it(attended: AttendedDesk) -> None:
+def test_the_end_of_the_training_is_noted_where_the_next_daemon_finds_it(attended: DeskNode) -> None:
     """It ended with 0 while no daemon was there, and its state was held for nobody."""
     attended.attend()
     attended.expect()
@@ -279,7 +275,7 @@ def test_the_end_of_the_training_is_noted_where_the_next_daemon_finds_it(attende
     assert attended.lock_path.read_bytes() == b"backover"
 
 
-def test_the_end_of_a_command_that_never_had_its_state_back_is_none_of_the_training(attended: AttendedDesk) -> None:
+def test_the_end_of_a_command_that_never_had_its_state_back_is_none_of_the_training(attended: DeskNode) -> None:
     """As of `--resume 4 -- true`, which ended with 0 as if the training were over. Both words let go of the state."""
     attended.attend()
     attended.expect()
@@ -291,7 +287,7 @@ def test_the_end_of_a_command_that_never_had_its_state_back_is_none_of_the_train
     assert attended.desk.wanted() is None
 
 
-def test_a_training_without_the_agent_began_anew_and_was_not_ended(attended: AttendedDesk, tmp_path: Path) -> None:
+def test_a_training_without_the_agent_began_anew_and_was_not_ended(attended: DeskNode, tmp_path: Path) -> None:
     """As of `--resume 4 -- ./wrapper.sh`, which drops PYTHONPATH. It is not tried again: it would do so again."""
     torch = tmp_path / "libtorch_cpu.so"
     torch.write_bytes(bytes(4096))
@@ -313,7 +309,7 @@ def test_a_training_without_the_agent_began_anew_and_was_not_ended(attended: Att
 
 
 def test_a_script_that_looked_at_pytorch_by_another_python_was_ended_on_its_way(
-    attended: AttendedDesk, tmp_path: Path
+    attended: DeskNode, tmp_path: Path
 ) -> None:
     torch = tmp_path / "libtorch_cpu.so"
     torch.write_bytes(bytes(4096))
@@ -328,7 +324,7 @@ def test_a_script_that_looked_at_pytorch_by_another_python_was_ended_on_its_way(
     assert attended.said == []
 
 
-def test_a_start_in_which_nobody_has_its_state_for_long_is_told_of_once(attended: AttendedDesk) -> None:
+def test_a_start_in_which_nobody_has_its_state_for_long_is_told_of_once(attended: DeskNode) -> None:
     """As of `--resume 4 -- docker run ...`, whose processes nobody here can look into."""
     attended.attend()
     attended.expect()
@@ -341,7 +337,7 @@ def test_a_start_in_which_nobody_has_its_state_for_long_is_told_of_once(attended
 
 def test_a_job_with_an_exit_code_of_its_own_was_taken_for_ended(socket_path: Path, tmp_path: Path) -> None:
     """Its agent ends with HEGM_EXIT_CODE, and 99 alone was known for leaving: nobody started it again."""
-    attended = AttendedDesk(socket_path, tmp_path, HEGM_EXIT_CODE="77")
+    attended = DeskNode(socket_path, tmp_path, HEGM_EXIT_CODE="77")
     with attended.listen():
         attended.attend()
         attended.order("expect")
@@ -351,7 +347,7 @@ def test_a_job_with_an_exit_code_of_its_own_was_taken_for_ended(socket_path: Pat
         attended.desk.close()
 
 
-def test_without_the_descriptors_of_its_state_a_command_began_anew(attended: AttendedDesk) -> None:
+def test_without_the_descriptors_of_its_state_a_command_began_anew(attended: DeskNode) -> None:
     """A process at its limit of open files loses them on the way; it was started without, and trained from nothing."""
     attended.attend()
     attended.expect()
@@ -361,7 +357,7 @@ def test_without_the_descriptors_of_its_state_a_command_began_anew(attended: Att
     assert attended.desk.wanted() is None
 
 
-def test_a_restart_after_one_whose_end_was_not_heard_of_lost_what_that_had_set(attended: AttendedDesk) -> None:
+def test_a_restart_after_one_whose_end_was_not_heard_of_lost_what_that_had_set(attended: DeskNode) -> None:
     """The daemon's word that the former operation is over came over a connection that had gone by then."""
     attended.attend()
     attended.expect()
@@ -377,9 +373,7 @@ def test_a_restart_after_one_whose_end_was_not_heard_of_lost_what_that_had_set(a
     assert (wanted.environ[OPERATION], wanted.environ["TRIED"]) == ("5", "1")
 
 
-def test_one_that_was_killed_before_it_had_left_ended_its_supervisor_with_another_status(
-    attended: AttendedDesk,
-) -> None:
+def test_one_that_was_killed_before_it_had_left_ended_its_supervisor_with_another_status(attended: DeskNode) -> None:
     attended.attend()
     attended.order("expect")
     attended.until(lambda: bool(attended.reports()))
@@ -391,7 +385,7 @@ def test_one_that_was_killed_before_it_had_left_ended_its_supervisor_with_anothe
     assert wanted.status == -signal.SIGKILL
 
 
-def test_what_was_different_for_a_start_that_went_well_stays_so(attended: AttendedDesk) -> None:
+def test_what_was_different_for_a_start_that_went_well_stays_so(attended: DeskNode) -> None:
     attended.attend()
     attended.expect()
     attended.start(set={"EXTRA": "1"}, python="/opt/python3")
@@ -411,7 +405,7 @@ def test_a_path_of_modules_that_was_asked_for_had_the_script_begin_anew_without_
     tmp_path: Path, changed: dict[str, Any], path: str
 ) -> None:
     """`--env PYTHONPATH=...` took the place of the folder that the agent comes from: its losses began a second time."""
-    one = AttendedDesk(tmp_path / "socket", tmp_path, PYTHONPATH="/agent:/before")
+    one = DeskNode(tmp_path / "socket", tmp_path, PYTHONPATH="/agent:/before")
     with one.listen():
         one.attend()
         one.expect()
@@ -419,7 +413,7 @@ def test_a_path_of_modules_that_was_asked_for_had_the_script_begin_anew_without_
         one.desk.close()
 
 
-def test_while_it_waits_it_can_be_given_up(attended: AttendedDesk) -> None:
+def test_while_it_waits_it_can_be_given_up(attended: DeskNode) -> None:
     attended.attend()
     attended.expect()
     attended.order("give-up", message="its state is held by operation 4", hint="go on with: hegmctl run --resume 4")
@@ -429,7 +423,7 @@ def test_while_it_waits_it_can_be_given_up(attended: AttendedDesk) -> None:
     assert (given_up.status, given_up.hint) == (GAVE_UP_STATUS, "go on with: hegmctl run --resume 4")
 
 
-def test_a_daemon_that_was_away_hears_what_it_waits_for_when_it_is_back(attended: AttendedDesk) -> None:
+def test_a_daemon_that_was_away_hears_what_it_waits_for_when_it_is_back(attended: DeskNode) -> None:
     attended.attend()
     attended.expect()
     assert attended.daemon is not None
@@ -443,7 +437,7 @@ def test_a_daemon_that_was_away_hears_what_it_waits_for_when_it_is_back(attended
         attended.desk.close()
 
 
-def test_a_start_that_an_earlier_daemon_has_ordered_is_not_done_twice(attended: AttendedDesk) -> None:
+def test_a_start_that_an_earlier_daemon_has_ordered_is_not_done_twice(attended: DeskNode) -> None:
     attended.attend()
     attended.expect()
     attended.start()
@@ -459,7 +453,7 @@ def test_a_start_that_an_earlier_daemon_has_ordered_is_not_done_twice(attended: 
         attended.desk.close()
 
 
-def test_what_was_made_ready_ended_with_the_daemon_that_had_asked_for_it(attended: AttendedDesk) -> None:
+def test_what_was_made_ready_ended_with_the_daemon_that_had_asked_for_it(attended: DeskNode) -> None:
     """The next one is told of it, and says what it does not want. A job that had left stood for a whole start then."""
     offer = attended.attend()
     assert (offer.kept, offer.readies) == (False, None)
@@ -482,7 +476,7 @@ def test_what_was_made_ready_ended_with_the_daemon_that_had_asked_for_it(attende
         attended.desk.close()
 
 
-def test_one_that_could_not_be_kept_is_offered_to_nobody(attended: AttendedDesk) -> None:
+def test_one_that_could_not_be_kept_is_offered_to_nobody(attended: DeskNode) -> None:
     attended.attend()
     attended.order("ready", operation="", imports=("torch",))
     attended.until(lambda: attended.desk.expected() is not None)
@@ -495,7 +489,7 @@ def test_one_that_could_not_be_kept_is_offered_to_nobody(attended: AttendedDesk)
         attended.desk.close()
 
 
-def test_nobody_is_kept_for_a_daemon_that_declines(attended: AttendedDesk) -> None:
+def test_nobody_is_kept_for_a_daemon_that_declines(attended: DeskNode) -> None:
     attended.attend()
     attended.order("ready", operation="", imports=("torch",))
     attended.until(lambda: attended.desk.expected() is not None)
@@ -510,7 +504,7 @@ def test_nobody_is_kept_for_a_daemon_that_declines(attended: AttendedDesk) -> No
 @pytest.mark.parametrize("resumes", ["9", None])
 def test_a_daemon_that_will_not_have_it_is_told_of_once(socket_path: Path, tmp_path: Path, resumes: str | None) -> None:
     """One that wants to go on from a state gives up; a job that runs goes on running, without restarts."""
-    attended = AttendedDesk(socket_path, tmp_path, resumes=resumes)
+    attended = DeskNode(socket_path, tmp_path, resumes=resumes)
     refusal = failing(Refused("operation 9 is done, and holds no state", "hegmctl ops lists operations"))
     with FakeDaemon(socket_path, {**node.answers(), Supervise: refusal}):
         if resumes is None:
@@ -523,15 +517,15 @@ def test_a_daemon_that_will_not_have_it_is_told_of_once(socket_path: Path, tmp_p
         attended.desk.close()
 
 
-def _lock(attended: AttendedDesk) -> int:
+def _lock(attended: DeskNode) -> int:
     """The descriptor that the process it started has inherited."""
     target = attended.lock_path.resolve()
     found = [int(link.name) for link in Path("/proc/self/fd").iterdir() if link.exists() and link.resolve() == target]
     return found[0]
 
 
-def _recovered(socket_path: Path, tmp_path: Path) -> AttendedDesk:
-    attended = AttendedDesk(socket_path, tmp_path)
+def _recovered(socket_path: Path, tmp_path: Path) -> DeskNode:
+    attended = DeskNode(socket_path, tmp_path)
     attended.desk = DaemonAuthority(
         str(socket_path), COMMAND, ENVIRON, say=attended.said.append, recovery=Recovery(RecoveryWish(interval_s=30.0))
     )

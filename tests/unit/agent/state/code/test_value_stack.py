@@ -84,7 +84,7 @@ def test_a_loop_that_asks_for_its_next_item_is_seen_at_its_head() -> None:
     asked = Asked()
     for _item in asked:
         pass
-    assert asked.seen == [("FirstBatchRequests", True)] * 2
+    assert asked.seen == [("Asked", True)] * 2
 
 
 def test_a_generator_on_the_way_has_loops_of_its_own() -> None:
@@ -93,7 +93,7 @@ def test_a_generator_on_the_way_has_loops_of_its_own() -> None:
 
     asked = Asked()
     assert list(passing(asked)) == [1, 2]
-    assert {kind for kind, _at_head in asked.seen} == {"FirstBatchRequests"}
+    assert {kind for kind, _at_head in asked.seen} == {"Asked"}
 
 
 def test_while_loops_are_said_with_their_line() -> None:
