@@ -51,6 +51,9 @@ _UP_LIMIT_S = 15.0
 _WATCHDOG_S = 0.2
 _MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 _MULTICAST = "NCCL may use NVLink multicast (NVLS), and the driver's checkpoint hangs with live multicast memory"
+_HINT_PIPELINE = (
+    "if it is a pipeline: gloo also counts sends and receives, so use NCCL, or a restart: hegmctl run --allow-restart"
+)
 _HINT_UNCOVERED = "nothing was changed; use a restart instead: hegmctl run --allow-restart"
 
 
@@ -319,7 +322,12 @@ def _require_agreement(agreed: Agreement, groups: list[GroupBackend]) -> None:
             raise refusal(f"group {group.name} has {group.size} ranks, and {len(counts)} know it", _HINT_UNCOVERED)
         if len(set(counts.values())) > 1:
             told = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(counts.items()))
-            raise refusal(f"collectives of group {group.name} are not finished ({told})", HINT_AGAIN)
+            raise refusal(f"collectives of group {group.name} are not finished ({told})", _hint_of_counts(group))
+
+
+def _hint_of_counts(group: GroupBackend) -> str:
+    # NCCL's number has collectives only. gloo's has each `send` and `recv` too, of which a stage has more than another.
+    return f"{HINT_AGAIN}; {_HINT_PIPELINE}" if group.kind == GLOO else HINT_AGAIN
 
 
 def _require_all(agreed: Agreement) -> None:

@@ -29,7 +29,7 @@ KINDS = [
     ("tensor", 2, "both"),
     ("tensor", 2, "eager groups"),
     ("pipeline", 2, "groups"),
-    ("pipeline", 3, "eager both"),
+    ("pipeline", 2, "eager both"),
     ("grid", 4, "groups both"),
     ("grid", 4, "eager"),
 ]

@@ -32,6 +32,8 @@ def destination(draft: Draft, pid: int, source: str | None, asked: str, *, anew:
         return CPU if anew else None
     if _TO in asked:
         return _exchanged(draft, pid, here, asked)
+    if _has_empty_name(draft, pid, asked):
+        return None
     there = gpus_of(asked)
     if len(there) != max(1, len(here)) and not (anew and len(there) == 1):
         _against_count(draft, pid, here, there)
@@ -55,11 +57,15 @@ def place_ranks(draft: Draft, ranks: Sequence[tuple[int, str | None]]) -> bool:
         to = {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[1]}
         strange = [gpu for gpu in to if gpu not in sources]
         if len(to) != len(pairs) or strange:
-            hint = f"for example: hegmctl migrate {ranks[0][0]} --to {sources[0] if sources else 'gpu0'}{_TO}gpu2"
+            old = sources[0] if sources else "gpu0"
+            new = next((gpu.id for gpu in draft.snapshot.gpus if gpu.id != old), old)
+            hint = f"name a pair of GPUs, such as --to {old}{_TO}{new}; several are separated by commas"
             message = f"{asked[:80]!r} does not say which GPU replaces which of {listed(sources) or 'none'}"
             draft.against(BAD_REQUEST, message, hint, pid=ranks[0][0])
             return False
         placement = {str(pid): to.get(source, source) for pid, source in ranks if source is not None}
+    elif _has_empty_name(draft, ranks[0][0], asked):
+        return False
     else:
         there = gpus_of(asked)
         if len(there) != len(ranks):
@@ -70,6 +76,16 @@ def place_ranks(draft: Draft, ranks: Sequence[tuple[int, str | None]]) -> bool:
             return False
         placement = {str(pid): gpu for (pid, _), gpu in zip(ranks, there, strict=True)}
     draft.request = draft.request.replace(to=None, placement={**placement, **draft.request.placement})
+    return True
+
+
+def _has_empty_name(draft: Draft, pid: int, asked: str) -> bool:
+    """Return True, with the reason in the draft, if a name between the commas of `--to` is empty."""
+    if all(gpus_of(asked)):
+        return False
+    ids = [gpu.id for gpu in draft.snapshot.gpus]
+    hint = f"name GPUs with commas between them, such as --to {place_of(ids[:2])}; see hegmctl gpus"
+    draft.against(BAD_REQUEST, f"{asked[:80]!r} has an empty name in it", hint, pid=pid)
     return True
 
 

@@ -205,11 +205,16 @@ def test_ranks_can_be_put_on_one_gpu_by_name_with_gloo_but_not_with_nccl() -> No
         ("gpu0,gpu1,gpu2", "2 ranks, and 3 GPUs"),
         ("gpu3=gpu2", "does not say which GPU replaces which of"),
         ("gpu0=", "does not say which GPU replaces which of"),
+        (",,", "has an empty name in it"),
+        ("gpu1,", "has an empty name in it"),
     ],
 )
 def test_words_that_fit_no_job_of_two_ranks_are_refused(asked: str, message: str) -> None:
+    """The next step was `--to ,,`, or a `hegmctl migrate` with a GPU that the node may not have, also for a resume."""
     (reason,) = the_reasons(planned(a_job(gpus=FOUR), to(asked)))
     assert message in reason.message
+    assert "--to gpu0" in reason.hint
+    assert "migrate" not in reason.hint
 
 
 def test_ranks_are_resumed_on_exchanged_gpus() -> None:
