@@ -24,6 +24,7 @@ from hegmd.migration.machine.operation import (
     Pending,
 )
 from hegmd.migration.machine.stages import is_quicker_to_finish, limit_s
+from hegmd.migration.machine.wording import listed
 
 # Phases in which a missed deadline rolls a forward operation back, if no bytes are offloaded.
 _TURN_WHEN_LATE = frozenset(
@@ -217,7 +218,7 @@ def deadline_passed(op: Operation, event: events.DeadlinePassed, now: float) -> 
         # A late agent and an agent that reports no boundary get the same message.
         late = f"operation {op.id} did not finish {op.phase} {within}"
         message = f"no batch boundary {within}" if op.phase == "quiescing" else late
-        return reversal.back(op, TIMEOUT.name, message, "retry with a longer --timeout, or check what the job is doing")
+        return reversal.back(op, TIMEOUT.name, *_with_silent_ranks(op, message))
     is_reconnecting = any(pending.effect == effects.Reconnect.tag for pending in op.pending)
     for pending in op.pending:
         if pending.effect != effects.Seal.tag:  # sealing has its own limit and always ends
@@ -228,6 +229,17 @@ def deadline_passed(op: Operation, event: events.DeadlinePassed, now: float) -> 
         late = f"operation {op.id} was not through with {op.phase} within {limit_s(op.limits, op.phase):g} s"
         op = communicators.another_round(op, TIMEOUT.name, late)
     return next_effects.later(op, now)
+
+
+def _with_silent_ranks(op: Operation, message: str) -> tuple[str, str]:
+    """Return the message and its next step. If only some ranks did not answer, name these."""
+    silent = {pending.worker for pending in op.pending}
+    pids = [worker.pid for worker in op.live if worker.name in silent]
+    if not pids or len(pids) == len(list(op.live)):
+        return message, "retry with a longer --timeout, or check what the job is doing"
+    who = f"process{'es' * (len(pids) > 1)} {listed([str(pid) for pid in pids])}"
+    hint = f"check what it is doing: hegmctl inspect {pids[0]}; or retry with a longer --timeout"
+    return f"{message}: {who} did not answer", hint
 
 
 def _waits_for_moved(op: Operation) -> bool:

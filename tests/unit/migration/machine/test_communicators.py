@@ -55,6 +55,18 @@ def test_a_rank_that_cannot_disconnect_is_inspected_when_its_bytes_have_left() -
     assert [effect.worker for effect in _of(drive, "inspect")] == ["a"]
 
 
+@pytest.mark.parametrize("phase", ["counting", "quiescing"])
+def test_a_stopped_rank_was_not_named_when_the_limit_passed(phase: str) -> None:
+    """Of eight ranks one had been stopped by SIGSTOP, and the operation said only that it did not finish `counting`."""
+    drive = Drive(ranks()).until(phase)
+    drive.end()  # rank a answers
+    drive.now = drive.op.deadline or 0.0
+    drive.feed(events.DeadlinePassed())
+    assert drive.op.failure is not None
+    assert drive.op.failure.message.endswith(f": process {drive.op.workers[1].pid} did not answer")
+    assert f"hegmctl inspect {drive.op.workers[1].pid}" in drive.op.failure.hint
+
+
 def test_a_job_without_communicators_has_none_of_these_steps() -> None:
     bare = [one.replace(communicators="") for one in ranks().workers]
     phases = DrivenOperation(operation(*bare, is_distributed=True)).until("done").phases
