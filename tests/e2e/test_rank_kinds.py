@@ -12,7 +12,7 @@ import pytest
 
 from hegmd.node.processes.process_set import population_of
 from tests.e2e.agented import SCRIPTS, undisturbed
-from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, daemon_with_criu
+from tests.e2e.handed_job import ENDS_WITHIN_S, ImageJob, daemon_with_criu
 from tests.looks import COMMAND_MS, pause
 from tests.needs import need_torch
 from tests.wide import telling
@@ -45,7 +45,7 @@ def test_ranks_of_each_kind_are_moved_and_written_into_an_image(
     script = [*launcher, SCRIPT, kind, str(out), *words.split()]
     with (
         daemon_with_criu(tmp_path) as daemon,
-        HandedJob(tmp_path / "job", daemon.socket_path, script=script, bare=False) as job,
+        ImageJob(tmp_path / "job", daemon.socket_path, script=script, bare=False) as job,
     ):
         pid = str(_pids(job, ranks)[0])
         _await_steps(job, out, ranks, 3)
@@ -72,7 +72,7 @@ def test_ranks_go_into_images_with_their_launcher_and_its_store(tmp_path: Path) 
     script, out = str(SCRIPTS / "ranks.py"), tmp_path / "out"
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     launched = ["-m", "torch.distributed.run", "--nproc-per-node", "2", script, str(out)]
-    with daemon_with_criu(tmp_path) as daemon, HandedJob(tmp_path / "job", daemon.socket_path, script=launched) as job:
+    with daemon_with_criu(tmp_path) as daemon, ImageJob(tmp_path / "job", daemon.socket_path, script=launched) as job:
         ranks = _pids(job, 2)
         left = job.operation("checkpoint", "--leave-running", str(ranks[0]), first)
         assert [process["state"] for process in left["processes"]] == ["running", "running"]
@@ -94,7 +94,7 @@ def test_ranks_go_into_images_with_their_launcher_and_its_store(tmp_path: Path) 
         assert found == [losses[: len(own)] for losses, own in zip(expected, found, strict=True)]
 
 
-def _pids(job: HandedJob, count: int) -> list[int]:
+def _pids(job: ImageJob, count: int) -> list[int]:
     """The pids of the ranks, once each is on a GPU."""
     until = monotonic() + ENDS_WITHIN_S
     while len(found := [one["pid"] for one in job.command("ps")["processes"] if one["gpus"]]) < count:
@@ -111,7 +111,7 @@ def _places(operation: dict[str, object]) -> str:
     return ",".join(one["gpu"] for one in sorted(processes, key=lambda one: one["rank"]))
 
 
-def _end(job: HandedJob, out: Path) -> None:
+def _end(job: ImageJob, out: Path) -> None:
     """Have the ranks end at one step, with their launcher, whose number is free then."""
     stop = Path(f"{out}.stop")
     stop.touch()
@@ -128,7 +128,7 @@ def _losses(out: Path, ranks: int) -> list[list[str]]:
     return [text.splitlines() for text in texts]
 
 
-def _await_steps(job: HandedJob, out: Path, ranks: int, count: int) -> None:
+def _await_steps(job: ImageJob, out: Path, ranks: int, count: int) -> None:
     """Wait until each rank has made so many steps more."""
     wanted = [len(losses) + count for losses in _losses(out, ranks)]
     until = monotonic() + ENDS_WITHIN_S
