@@ -231,6 +231,10 @@ class Generations:
         """A rank ends the training by its own will: from now on nothing is a fault."""
         self.phase = OVER
 
+    def hold(self, now: float) -> None:
+        """The job is suspended, and ranks wait for its resume: none has to come before."""
+        self._since = now
+
     def is_parked(self) -> None:
         """A rank that makes no step is parked for an operation: that is no hang."""
         self._asked_at = None

@@ -27,6 +27,8 @@ from hegmd.protocol.board import Board, board_bytes
 from hegmd.protocol.messages import (
     DropRecovery,
     HoldSlot,
+    MayStartRank,
+    RankStart,
     RecoveryAttempt,
     RecoveryDropped,
     ReportRecovery,
@@ -54,6 +56,8 @@ MESSAGE_BYTES = 1 << 18
 END_WITHIN_S = 10.0
 # How long the daemon may take to accept a report: ranks wait for this process meanwhile.
 REPORT_S = 2.0
+# The daemon has so long to say whether a rank may be started, and is asked again so often while the job is suspended.
+ASK_WITHIN_S, ASK_INTERVAL_S = 0.5, 1.0
 _MEMORY = "/dev/shm"  # noqa: S108 - a private folder is made in it
 
 
@@ -104,6 +108,9 @@ class Launcher:
         self._spare: PrestartedProcess | None = None
         #: The rank that the spare process is to be once it is ready.
         self._awaits_spare: int | None = None
+        #: The ranks to start once their job is no longer suspended, and when the daemon is asked next.
+        self._held_back: list[int] = []
+        self._ask_at = 0.0
         #: The signal that should end the ranks, the first status other than 0, and when the remaining ones are killed.
         self._told: int | None = None
         self._status = 0
@@ -117,7 +124,7 @@ class Launcher:
             try:
                 for rank in range(self._ranks):
                     self._start(rank)
-                while self._processes or self._awaits_spare is not None:
+                while self._processes or self._awaits_spare is not None or self._held_back:
                     self._on_signal(signals.next(self._tick()))
                     self._read_all()
             finally:
@@ -134,7 +141,12 @@ class Launcher:
                 self._kill_at = now + END_WITHIN_S
             return self._kill_at - now
         self._look_at_spare()
-        return self._generations.tick(now)
+        if self._held_back:
+            self._generations.hold(now)
+            if now >= self._ask_at:
+                self._start_held_back(now)
+        wait_s = self._generations.tick(now)
+        return wait_s if not self._held_back else min(ASK_INTERVAL_S, ASK_INTERVAL_S if wait_s is None else wait_s)
 
     def _close(self) -> None:
         if self._spare is not None:
@@ -178,7 +190,21 @@ class Launcher:
                 self._imports = None
         if self._awaits_spare is not None and not self._spare_is_coming():
             rank, self._awaits_spare = self._awaits_spare, None
-            self.replace(rank)
+            self._start_in_place_of(rank)
+
+    def _start_held_back(self, now: float) -> None:
+        """Start the ranks that wait, if the job is no longer suspended."""
+        self._ask_at = now + ASK_INTERVAL_S
+        if self._may_start():
+            ranks, self._held_back = self._held_back, []
+            for rank in ranks:
+                self._start_in_place_of(rank)
+
+    def _may_start(self) -> bool:
+        """Return False while the job is suspended: others may have its GPU memory. Without a daemon it may start."""
+        request = MayStartRank(run=self._environ["HEGM_RUN"])
+        answer = self._ask(lambda connection: connection.call(request, RankStart), ASK_WITHIN_S)
+        return not isinstance(answer, RankStart) or answer.may_start
 
     def _spare_is_coming(self) -> bool:
         """Whether the spare process is still importing: it began before any other that could be started now."""
@@ -192,6 +218,7 @@ class Launcher:
             return
         if came.number in ENDS:
             self._told = came.number
+            self._held_back.clear()
         if came.was_sent:
             for process in self._processes.values():
                 _send_signal(process.pid, came.number)
@@ -230,6 +257,7 @@ class Launcher:
 
     def _end_all(self) -> None:
         """End the remaining ranks, except those that are already ending."""
+        self._held_back.clear()
         if self._kill_at is None:
             self._kill_at = monotonic() + END_WITHIN_S
             for process in self._processes.values():
@@ -304,7 +332,16 @@ class Launcher:
             _send_signal(process.pid, signal.SIGKILL)
 
     def replace(self, rank: int) -> None:
-        """Replace that rank by another process: the spare one if there is one."""
+        """Replace that rank by another process: the spare one if there is one. While the job is suspended, it waits."""
+        if not self._may_start():
+            if not self._held_back:
+                self._say(f"rank {rank} is started again once its job is resumed")
+            self._held_back.append(rank)
+            self._ask_at = monotonic() + ASK_INTERVAL_S
+        else:
+            self._start_in_place_of(rank)
+
+    def _start_in_place_of(self, rank: int) -> None:
         if self._awaits_spare is None and self._spare_is_coming():
             self._awaits_spare = rank
             return
@@ -360,6 +397,7 @@ class Launcher:
         """End all ranks. The one that failed last ends with its own error."""
         self._say(f"not recovered: {why}")
         self._gave_up = True
+        self._held_back.clear()
         self._kill_at = monotonic() + END_WITHIN_S
         for one, process in self._processes.items():
             if one == rank:

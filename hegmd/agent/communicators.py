@@ -245,6 +245,18 @@ class ProcessGroups:
         note(f"{len(groups)} groups are connected")
         return self._told
 
+    def give_up(self) -> None:
+        """Leave the groups as they are, since a rank of them has ended: the training fails at its next collective."""
+        if self._is_stepping:
+            return
+        for group in self._known:
+            if group.state == SUSPENDED:
+                try:
+                    group.abort()
+                except HegmError as error:
+                    note(error.message)
+        self._is_down = self._is_unsure = self._has_failed = False
+
     # ---- parts ------------------------------------------------------------------------------------------------------
 
     def _agree(self, world: Any, name: str, statement: dict[str, Any], step: Step) -> Agreement:

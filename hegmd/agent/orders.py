@@ -273,6 +273,8 @@ class Orders:
         self.aside = aside
 
     def _release(self, order: Order, _fd: int | None) -> None:
+        if order.abort:
+            self._state.groups.give_up()
         self._state.require_all_here("reload it first")
         self._state.require_parked("release")
         self._carrying.forget()

@@ -102,7 +102,9 @@ class Order(Record):
         default=False,
     )
     abort: bool = field(
-        "disconnect: abort communicators that NCCL could suspend, because an image cannot contain them", default=False
+        "disconnect: abort communicators that NCCL could suspend, because an image cannot contain them; release: "
+        "continue without the communicators, because a rank of them has ended",
+        default=False,
     )
     generation: int | None = field(
         "reconnect: a number that is the same for all ranks, and larger than in any earlier reconnect of the job; "

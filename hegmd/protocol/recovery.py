@@ -116,3 +116,15 @@ class ReportRecovery(Request, op="recovery.report", reply=Noted, changes_state=T
         "a recovery that has begun or progressed, with the time of its failure as its name", default=None
     )
     unprotected: str | None = field("what prevents snapshots; nil once there is one", default=None)
+
+
+class RankStart(Record):
+    """Whether a rank may be started now."""
+
+    may_start: bool = field("false: its job is suspended, and others may have its GPU memory")
+
+
+class MayStartRank(Request, op="recovery.may-start", reply=RankStart):
+    """A launcher of ranks asks before it starts a rank in the place of one that has ended."""
+
+    run: str = field("which `hegmctl run` it is")

@@ -68,6 +68,11 @@ class InProcess:
             record = record.with_attempt(attempt)
         self._node.save(record)
 
+    def may_start(self, uid: int, run: str) -> bool:
+        """Return True unless that job is off its GPUs. Raises HegmError."""
+        job, _ = self._job_of(uid, run)
+        return not self._node.must_wait(job.id)
+
     def _job_of(self, uid: int, run: str) -> tuple[JobRecord, JobSnapshots]:
         job = self._jobs.of_run(uid, run)
         if job is None:

@@ -58,7 +58,7 @@ class Node:
     until_saved: Callable[[], Awaitable[object]]
     workers_of: Callable[[str], Sequence[AgentConnection]]
     news: Condition
-    #: Whether the job, by its id, was off its GPUs for others when it failed: then it waits until they have room again.
+    #: Whether the job, by its id, was off its GPUs when it failed: then it waits until they have room again.
     must_wait: Callable[[str], bool] = lambda _job: False
     utc: Callable[[], float] = time.time
 

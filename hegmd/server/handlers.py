@@ -97,6 +97,7 @@ class Handlers:
             m.DropRecovery: self.drop_recovery,
             m.HoldSlot: self.hold_slot,
             m.ReportRecovery: self.report_recovery,
+            m.MayStartRank: self.may_start_rank,
             m.BeginProof: self.begin_proof,
             m.EndProof: self.end_proof,
             **self._sharing.table(),
@@ -238,6 +239,9 @@ class Handlers:
     async def report_recovery(self, call: Call, request: m.ReportRecovery) -> m.Noted:
         self._s.recoveries.in_process.report(call.peer.uid, request)
         return m.Noted()
+
+    async def may_start_rank(self, call: Call, request: m.MayStartRank) -> m.RankStart:
+        return m.RankStart(may_start=self._s.recoveries.in_process.may_start(call.peer.uid, request.run))
 
     async def begin_proof(self, call: Call, request: m.BeginProof) -> m.Proof:
         return await self._s.proving.begin(request.pid, partial(self._s.policy.may_act_on, call.peer))

@@ -17,7 +17,7 @@ import anyio.abc
 from hegmd.errors import HegmError
 from hegmd.migration.machine.machine import HOLDING
 from hegmd.migration.machine.next_effects import SUSPENDED
-from hegmd.migration.machine.operation import Operation
+from hegmd.migration.machine.operation import RESUME, Operation
 from hegmd.migration.machine.wording import gigabytes
 from hegmd.migration.methods.progress_probe import is_stopped
 from hegmd.migration.model import Candidate
@@ -262,13 +262,18 @@ class Sharing:
     def must_wait(self, job_id: str) -> bool:
         """Return True if a job that is to be started again had left its GPUs, and there is no room for it yet.
 
-        One that its user had suspended is entered into the queue once: others may have its memory.
+        One that its user had suspended is entered into the queue once: others may have its memory. While other ranks of
+        it are suspended, it waits for them.
         """
         job = next((job for job in self._moving.jobs if job.id == job_id), None)
         if job is None:
             return False
         op = self._operations_of.last_of(job)
-        was_away = op is not None and (op.phase == SUSPENDED or any(worker.lost for worker in op.workers))
+        if op is not None and op.phase == SUSPENDED:
+            return True
+        if op is not None and op.kind == RESUME and self._operations_of.of(job) is op:
+            return False
+        was_away = op is not None and any(worker.lost for worker in op.workers)
         if op is not None and was_away and op.id not in self._failed_away:
             self._failed_away.add(op.id)
             if job.number not in self.memory.suspended:

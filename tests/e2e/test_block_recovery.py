@@ -6,14 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from hegmctl.connection import connect
+from hegmctl.connection import Connection, connect
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import SCRIPTS
+from tests.looks import pause
 from tests.needs import need_torch
 from tests.patience import HANG_S
 
@@ -94,3 +97,53 @@ def test_an_end_that_is_wanted_and_a_fault_that_comes_again_end_all_ranks(daemon
     os.kill(one.pid, signal.SIGTERM)
     one.communicate(timeout=HANG_S)
     assert one.returncode == -signal.SIGTERM
+
+
+def test_a_rank_that_ends_while_its_job_is_suspended_for_others_is_started_again_in_its_turn(tmp_path: Path) -> None:
+    """The other rank returned into memory that a lease had, and was killed as it did not join the new one in time."""
+    limit_s, out, errors = "1", tmp_path / "out", tmp_path / "errors"
+    with RunningDaemon(tmp_path, "--simulate", "1x4MiB") as daemon, connect(str(daemon.socket_path)) as hegmd:
+        words = [sys.executable, "-m", "hegmctl", "--socket", str(daemon.socket_path), "run", "--ranks", "2"]
+        script = [sys.executable, str(SCRIPTS / "block_ranks.py"), "100000", limit_s, "gloo", "64", "0.02"]
+        with out.open("w") as told, errors.open("w") as noted:
+            job = subprocess.Popen([*words, "--gpu", "gpu0", "--", *script], stdout=told, stderr=noted)
+        try:
+            _until(lambda: _steps(out) > 3 and len(_on_gpu(hegmd)) == 2)
+            lease = hegmd.make_room(4 << 20, until_free=True).lease
+            assert lease is not None
+            (suspended,) = hegmd.operations().operations
+            os.kill(suspended.processes[1].pid, signal.SIGKILL)
+            _until(lambda: "is started again once its job is resumed" in errors.read_text())
+            began = time.monotonic()
+            _until(lambda: time.monotonic() > began + 3 * float(limit_s))
+            assert (_on_gpu(hegmd), [one.state for one in hegmd.queue().jobs]) == ([], ["suspended"])
+            assert len(psutil.Process(job.pid).children()) <= 2, "a rank, and the process that is kept ready"
+            before = _steps(out)
+            hegmd.release(lease.id)
+            _until(lambda: _steps(out) > before + 3)
+            assert "recovered from step" in errors.read_text()
+        finally:
+            job.terminate()
+            job.wait()
+    (tmp_path / "alone").mkdir()
+    with RunningDaemon(tmp_path / "alone") as daemon:
+        steps = str(_steps(out) + 1)
+        script = [sys.executable, str(SCRIPTS / "block_ranks.py"), steps, SOFT_LIMIT_S]
+        words = [sys.executable, "-m", "hegmctl", "--socket", str(daemon.socket_path), "run", "--ranks", "2", "--"]
+        expected = subprocess.run([*words, *script], stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert _losses(out.read_text()) <= _losses(expected), errors.read_text()
+
+
+def _steps(out: Path) -> int:
+    """The last step of which both ranks have told their losses."""
+    done = [{int(line.split()[1]) for line in out.read_text().splitlines() if line[0] == rank} for rank in "01"]
+    return max(done[0] & done[1], default=0)
+
+
+def _on_gpu(hegmd: Connection) -> list[int]:
+    return [process.pid for process in hegmd.processes().processes if process.gpus]
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        pause()

@@ -26,7 +26,7 @@ END = "<!-- generated: end -->"
 _SHARED_FROM = 3
 # The requests of agents, supervisors and launchers of ranks. A client has no use for them.
 _WORD = re.compile(r"\w+")
-_INTERNAL = ("agent.", "supervise", "recovery.hold", "recovery.report")
+_INTERNAL = ("agent.", "supervise", "recovery.hold", "recovery.report", "recovery.may-start")
 
 _Same = tuple[str, str, object, str]
 

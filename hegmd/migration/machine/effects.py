@@ -176,6 +176,8 @@ class Reconnect(Effect, tag="reconnect", ends=("reconnected",), on_cancel=FINISH
 class Release(Effect, tag="release", ends=("released",), on_cancel=FINISH):
     """Resume the training thread. Ends when the agent has the order, without waiting for its effect."""
 
+    abort: bool = field("whether its communicators are given up, because a rank of them has ended", default=False)
+
 
 class Verify(Effect, tag="verify", ends=("verified",), on_cancel=CUT):
     """Wait until the worker has passed more than that many boundaries."""

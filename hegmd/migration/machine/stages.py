@@ -234,7 +234,8 @@ def _releasing(op: Operation, worker: JobProcess) -> Iterator[Want]:
     if worker.is_parked:
         # Ranks resume together or not at all: a rank that has its bytes stays parked while another is suspended.
         if not (op.is_distributed and any(other.target_gpu is None for other in op.live)):
-            yield effects.Release, {}
+            has_lost_rank = worker.is_unlinked and any(other.has_exited for other in op.workers)
+            yield effects.Release, {"abort": has_lost_rank}
     elif worker.park_requested:
         yield effects.Withdraw, {}
 

@@ -26,7 +26,8 @@ def gone(op: Operation, name: str, why: str, *, finished: bool = False) -> Opera
         op
     ):  # it is in an image and was to end, or has trained on and ended by itself
         return without_orders(op, name).with_worker(departed(worker, lost=False))
-    away = is_away(op) or op.holds
+    # A suspended job stays off its GPUs until it is resumed: others may have its memory.
+    away = (is_away(op) or op.holds) and op.phase != next_effects.SUSPENDED
     lost = worker.was_offloaded and not worker.verified and (worker.offloaded or worker.gpu is None or worker.is_parked)
     lost = lost and not worker.restarts  # no bytes had left it: it ended as it would have without hegmd
     op = without_orders(op, name).with_worker(departed(worker, lost=lost))

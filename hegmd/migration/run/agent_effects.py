@@ -91,7 +91,7 @@ class AgentEffects:
 
     async def release(self, op: Operation, member: Member, effect: effects.Release, _: Progress) -> Event:
         worker = self._cast.worker(member)
-        self._released[_who(member)] = await worker.give("release", restored=_was_restored(member))
+        self._released[_who(member)] = await worker.give("release", restored=_was_restored(member), abort=effect.abort)
         worker.parked = False
         return events.Released(**effect.ending())
 

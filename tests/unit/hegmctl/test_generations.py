@@ -190,6 +190,16 @@ def test_a_rank_in_the_place_of_a_dead_one_is_given_the_state_of_one_that_lives(
     assert [rank for rank, _ in crew.told("go")] == [0, 1]
 
 
+def test_no_rank_is_killed_for_being_late_while_the_job_is_suspended(crew: NotingCrew, running: Generations) -> None:
+    running.died(1, "was ended by signal 9", 11.0)
+    for now in (50.0, 100.0, 1000.0):
+        running.hold(now)
+        running.tick(now + 1.0)
+    assert crew.killed == []
+    running.tick(1000.0 + 2 * running.hard_limit_s)
+    assert crew.killed == [0]
+
+
 def test_the_death_of_another_rank_while_all_stop_is_no_further_recovery(
     crew: RecordingActions, running: Generations
 ) -> None:

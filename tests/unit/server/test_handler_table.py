@@ -57,6 +57,7 @@ CALLED = {
     "recovery": "recoveries.show",
     "recovery.drop": "recoveries.drop",
     "recovery.hold": "recoveries.in_process.hold emit",
+    "recovery.may-start": "recoveries.in_process.may_start",
     "recovery.report": "recoveries.in_process.report",
     "reload": "reload",
     "restore": "fds.view checkpoints.restore jobs.with_job jobs.plan_with_jobs",

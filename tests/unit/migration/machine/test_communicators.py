@@ -8,7 +8,7 @@ import pytest
 
 from hegmd.errors import Refused
 from hegmd.migration.machine import events
-from hegmd.migration.machine.effects import Effect
+from hegmd.migration.machine.effects import Effect, Release
 from hegmd.migration.machine.operation import FORWARD, HOLD, SUSPEND, ImageRequest, Operation
 from tests.unit.migration.operations import DrivenOperation, ending, operation, tags, worker
 
@@ -176,6 +176,19 @@ def test_ranks_whose_peer_has_ended_are_not_connected_again_and_go_on() -> None:
     told = [effect.tag for effect in drive.wanted]
     assert "release" in told
     assert "reconnect" not in told
+
+
+def test_ranks_of_a_suspended_job_stay_suspended_when_one_of_them_ends_and_give_its_groups_up_at_the_resume() -> None:
+    """They returned into memory that others had by then, and their release was refused for ever."""
+    drive = Drive(ranks((None, None), kind=SUSPEND)).until("suspended")
+    drive.feed(events.WorkerExited(worker="b", why="it was killed"))
+    assert tags(drive.wanted) == ["release-pool"], "of the rank that has ended"
+    drive.until("suspended").feed(events.ResumeRequested(to={"a": "gpu0"}))
+    drive.on(lambda: drive.op.phase == "releasing")
+    assert [effect.abort for effect in _of(drive, "release") if isinstance(effect, Release)] == [True]
+    assert drive.until("lost").op.workers[0].gpu == "gpu0"
+    together = Drive(ranks()).until("releasing")
+    assert [effect.abort for effect in _of(together, "release") if isinstance(effect, Release)] == [False, False]
 
 
 def test_ranks_whose_communicators_nccl_has_suspended_go_into_no_image() -> None:
