@@ -13,12 +13,13 @@ import contextlib
 import gc
 import logging
 import os
-import platform
 import resource
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -40,7 +41,6 @@ from hegmd.server.auth import Peer
 from hegmd.server.dispatch import Dispatcher
 from hegmd.server.handlers import FRESH_S, Handlers, Services
 from hegmd.server.listener import Admission, Listener, bind, take_away
-from hegmd.server.scrape import ScrapePort, bind_loopback
 from hegmd.server.session import Session, SessionLimits
 from hegmd.server.textfile import Textfile
 from hegmd.sharing.requests import SharingRequests
@@ -66,6 +66,9 @@ from hegmd.wiring import (
     vendors_off,
 )
 from hegmd.workers.workers import Workers
+
+if TYPE_CHECKING:
+    from hegmd.server.scrape import ScrapePort
 
 logger = logging.getLogger(__name__)
 
@@ -145,8 +148,7 @@ class App:
             held.callback(self._audit.close)
             state = held.enter_context(StateDir(self._config.daemon.state_dir))
             passed = held.enter_context(self._offer.descriptors())
-            port = self._config.metrics.port
-            scrape_sockets = [held.enter_context(one) for one in bind_loopback(port)] if port else []
+            scrape_port = self._scrape_port(held)
             held.callback(self._moving.close)
             keeping = self._manager if self._offer.keeps_descriptors else None
             self._moving.keep_by(keep_for(self._config, state, keeping, passed))
@@ -160,8 +162,8 @@ class App:
                     await background.start(self._sharing.run)
                     background.start_soon(self._keep_alive)
                     background.start_soon(self._textfile.run)
-                    if scrape_sockets:
-                        await background.start(ScrapePort(scrape_sockets, self._metrics).run)
+                    if scrape_port is not None:
+                        await background.start(scrape_port.run)
                     background.start_soon(self._leave_when_done)
                     for listener in listeners:
                         background.start_soon(self._keep_socket, listener, held)
@@ -197,6 +199,15 @@ class App:
             sockets = [self._bind(path)]
             held.callback(take_away, path, path.lstat())
         return sockets
+
+    def _scrape_port(self, held: contextlib.ExitStack) -> ScrapePort | None:
+        """Return the port on which metrics are scraped, bound, if there is to be one."""
+        port = self._config.metrics.port
+        if not port:
+            return None
+        from hegmd.server.scrape import ScrapePort, bind_loopback  # imports `email`, and most daemons have no port
+
+        return ScrapePort([held.enter_context(one) for one in bind_loopback(port)], self._metrics)
 
     async def _keep_socket(self, listener: Listener, held: contextlib.ExitStack) -> None:
         """Bind the socket again if its file was removed: no client could connect, and none could start another daemon.
@@ -403,7 +414,7 @@ class App:
         """Return the metrics as text, for the socket, the loopback port and the textfile alike."""
         snapshot = await self._inventory.fresh(FRESH_S)
         jobs = await self._moving.job_requests.jobs((), lambda _: True, ended=False)
-        build = Build(__version__, PROTOCOL_VERSION, platform.python_version())
+        build = Build(__version__, PROTOCOL_VERSION, sys.version.split()[0])
         tallies = Tallies(
             events=self._events.counts,
             log_dropped=self._log.dropped,

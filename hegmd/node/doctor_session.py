@@ -12,7 +12,6 @@ import anyio
 from anyio.streams.memory import MemoryObjectSendStream
 
 from hegmd.node.doctor.facts import NodeFacts
-from hegmd.node.doctor.run import run_checks
 from hegmd.protocol.snapshots import Check
 
 
@@ -44,5 +43,7 @@ class Examination:
 
     async def _make(self, told: MemoryObjectSendStream[Check]) -> None:
         """Run the checks for one caller at a time, independently of how fast it reads them."""
+        from hegmd.node.doctor.run import run_checks  # with all its checks, of which a start needs none
+
         async with told, self._turn:
             await run_checks(await self._look(), told.send)

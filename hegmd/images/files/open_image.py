@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import platform
 import secrets
 import shlex
 import time
@@ -132,14 +131,14 @@ class ImageWriter(OpenImage):
         """
         began = time.monotonic()
         await self.collect_criu_files()
-        node = platform.uname()
+        node = os.uname()
         manifest = manifest.replace(
             id=self.id,
             made_utc=time.time(),
             uid=self._rights.uid,
             gid=self._rights.gid,
             hegmd_version=__version__,
-            host=node.node,
+            host=node.nodename,
             kernel=node.release,
             architecture=node.machine,
             criu_files=tuple(self._criu_files or ()),
