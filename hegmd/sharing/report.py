@@ -88,6 +88,8 @@ def _job_view(
     why = waiting.waits if waiting is not None else _BY_USER if job.state == model.USER_SUSPENDED else None
     if job.state == model.RUNNING and job.hindrance:
         why = f"cannot be suspended: {job.hindrance}"
+    if job.state == model.ARRIVING and job.hindrance:
+        why = f"{job.hindrance}: no memory is kept for it"
     return told.QueuedJob(
         job=job.id,
         name=job.name,

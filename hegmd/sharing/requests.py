@@ -28,7 +28,7 @@ from hegmd.sharing import model, wording
 from hegmd.sharing.records import LeaseRecord, QueuedRecord
 from hegmd.sharing.report import job_views, lease_view, steps_for
 from hegmd.sharing.service import Sharing
-from hegmd.sharing.view import View
+from hegmd.sharing.view import STARTS_WITHIN_S, View
 from hegmd.workers.job_file import JobRecord
 from hegmd.workers.jobs import Jobs
 
@@ -36,8 +36,6 @@ MAX_SIZE_BYTES = 1 << 50
 # How often a waiting client is told how much is free, while nothing else changes.
 TELL_INTERVAL_S = 1.0
 FRESH_S = 0.25
-# A job that was given a GPU, and does not train after so long, is not counted on.
-STARTS_WITHIN_S = 600.0
 # In the facts of an error: the daemon has not gone away, and asking again would not help.
 FINAL = {"final": True}
 

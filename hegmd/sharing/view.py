@@ -46,6 +46,8 @@ from hegmd.workers.workers import AgentConnection, Workers
 ASK_AGAIN_S = 10.0
 # A process that has had no batch yet is asked again after this long, and has so long to answer.
 COUNT_AGAIN_S, COUNT_S = 2.0, 0.3
+# A job that was given a GPU has so long to train. After that no memory is kept for it which it has not taken.
+STARTS_WITHIN_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +365,9 @@ class SharingView:
     ) -> tuple[model.Job, JobView]:
         """A job that waits for its start, or was given a GPU and has not trained yet."""
         needs = None if queued.size_bytes is None else (queued.size_bytes,)
+        is_overdue = self._is_overdue(queued)
+        if is_overdue:
+            needs = (held.get(queued.placed or "", 0),)
         state = model.QUEUED if queued.placed is None else model.ARRIVING
         gpus = () if queued.placed is None else (queued.placed,)
         return self._told(
@@ -372,7 +377,13 @@ class SharingView:
             held=held,
             allowed=None if queued.gpu is None else (queued.gpu,),
             since_utc=queued.since_utc,
+            hindrance=f"it has not trained within {STARTS_WITHIN_S / 60:.0f} min of its start" if is_overdue else "",
         )
+
+    def _is_overdue(self, queued: QueuedRecord) -> bool:
+        """Return True if a job that was given a GPU has not trained in time."""
+        is_started = queued.placed is not None and not queued.has_trained
+        return is_started and self._utc() - (queued.placed_utc or queued.since_utc) >= STARTS_WITHIN_S
 
     def _pinned_in_queue(self, record: JobRecord, former: Mapping[str, int]) -> tuple[str, ...] | None:
         workers = [worker for worker in self._attending.get(record.number, ()) if trains(worker)]
@@ -460,7 +471,7 @@ class SharingView:
         jobs = {job.number: job for job in self._jobs}
         for number, record in self._memory.queue.items():
             job = jobs.get(number)
-            if job is None or record.placed is None or record.size_bytes is None:
+            if job is None or record.placed is None or record.size_bytes is None or self._is_overdue(record):
                 continue
             held = held_by_gpu(by_job.get(number, ()))
             gpu = record.placed if not record.has_trained else next(iter(held), None)

@@ -46,9 +46,9 @@ def rules(**changes: Any) -> SharingRules:
 class SharedNode:
     """The node, what shares its GPUs, and what it is asked."""
 
-    def __init__(self, node: Node, own: SharingRules, clock: Callable[[], float]) -> None:
+    def __init__(self, node: Node, own: SharingRules, clock: Callable[[], float], utc: Callable[[], float]) -> None:
         self.node = node
-        self.sharing = Sharing(node.moving, node.events, own, start_ticks, clock=clock)
+        self.sharing = Sharing(node.moving, node.events, own, start_ticks, clock=clock, utc=utc)
         self.requests = SharingRequests(
             *(self.sharing, node.moving.jobs, node.moving.job_requests, node.inventory),
             start_ticks=start_ticks,
@@ -90,11 +90,16 @@ class SharedNode:
 
 @asynccontextmanager
 async def sharing_on(
-    state_dir: Path, spec: str = "1x8MiB", *, clock: Callable[[], float] = time.monotonic, **changes: Any
+    state_dir: Path,
+    spec: str = "1x8MiB",
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    utc: Callable[[], float] = time.time,
+    **changes: Any,
 ) -> AsyncIterator[SharedNode]:
     """A node that shares its GPUs; leaving it is the daemon's end."""
     async with running(state_dir, spec) as node:
-        shared = SharedNode(node, rules(**changes), clock)
+        shared = SharedNode(node, rules(**changes), clock, utc)
         shared.sharing.open(state_dir)
         await node.tasks.start(shared.sharing.run)
         yield shared
