@@ -190,7 +190,9 @@ def test_a_rank_in_the_place_of_a_dead_one_is_given_the_state_of_one_that_lives(
     assert [rank for rank, _ in crew.told("go")] == [0, 1]
 
 
-def test_no_rank_is_killed_for_being_late_while_the_job_is_suspended(crew: NotingCrew, running: Generations) -> None:
+def test_no_rank_is_killed_for_being_late_while_the_job_is_suspended(
+    crew: RecordingActions, running: Generations
+) -> None:
     running.died(1, "was ended by signal 9", 11.0)
     for now in (50.0, 100.0, 1000.0):
         running.hold(now)

@@ -58,7 +58,7 @@ def test_a_rank_that_cannot_disconnect_is_inspected_when_its_bytes_have_left() -
 @pytest.mark.parametrize("phase", ["counting", "quiescing"])
 def test_a_stopped_rank_was_not_named_when_the_limit_passed(phase: str) -> None:
     """Of eight ranks one had been stopped by SIGSTOP, and the operation said only that it did not finish `counting`."""
-    drive = Drive(ranks()).until(phase)
+    drive = DrivenOperation(ranks()).until(phase)
     drive.end()  # rank a answers
     drive.now = drive.op.deadline or 0.0
     drive.feed(events.DeadlinePassed())
@@ -180,14 +180,14 @@ def test_ranks_whose_peer_has_ended_are_not_connected_again_and_go_on() -> None:
 
 def test_ranks_of_a_suspended_job_stay_suspended_when_one_of_them_ends_and_give_its_groups_up_at_the_resume() -> None:
     """They returned into memory that others had by then, and their release was refused for ever."""
-    drive = Drive(ranks((None, None), kind=SUSPEND)).until("suspended")
+    drive = DrivenOperation(ranks((None, None), kind=SUSPEND)).until("suspended")
     drive.feed(events.WorkerExited(worker="b", why="it was killed"))
     assert tags(drive.wanted) == ["release-pool"], "of the rank that has ended"
     drive.until("suspended").feed(events.ResumeRequested(to={"a": "gpu0"}))
     drive.on(lambda: drive.op.phase == "releasing")
     assert [effect.abort for effect in _of(drive, "release") if isinstance(effect, Release)] == [True]
     assert drive.until("lost").op.workers[0].gpu == "gpu0"
-    together = Drive(ranks()).until("releasing")
+    together = DrivenOperation(ranks()).until("releasing")
     assert [effect.abort for effect in _of(together, "release") if isinstance(effect, Release)] == [False, False]
 
 
