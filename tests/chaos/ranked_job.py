@@ -96,15 +96,7 @@ class RankedJob:
 
     def living(self) -> list[psutil.Process]:
         """The ranks that have not ended."""
-        found: list[psutil.Process] = []
-        for pid in self.pids:
-            try:
-                process = psutil.Process(pid)
-                if process.status() != psutil.STATUS_ZOMBIE and SCRIPT in process.cmdline():
-                    found.append(process)
-            except psutil.NoSuchProcess:
-                continue
-        return found
+        return living(self.pids, SCRIPT)
 
     # -- what is done to it --------------------------------------------------------------------------------------------
 
@@ -159,6 +151,21 @@ class Undisturbed:
         return sum(map(len, losses))
 
 
+def living(pids: list[int], word: str) -> list[psutil.Process]:
+    """Return those of these processes that have not ended and have that word in their command.
+
+    They are looked up anew: of a pid that is used again, as after a restore, `psutil.process_iter` shows the former
+    process once more, and then none.
+    """
+    found: list[psutil.Process] = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if process.status() != psutil.STATUS_ZOMBIE and word in process.cmdline():
+                found.append(process)
+    return found
+
+
 def losses_of(path: str) -> list[list[str]]:
     """Return the whole lines that each rank has written."""
     texts = [Path(f"{path}.{rank}").read_text() for rank in range(RANKS)]
@@ -191,8 +198,7 @@ class HandedRanks(ImageJob):
 
     def living(self) -> list[psutil.Process]:
         """The ranks that have not ended."""
-        ranks = [one for one in mentioning(self.folder) if one.pid != self.pid]
-        return [one for one in ranks if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        return living(self.workers, str(self.folder))
 
     def tell_to_end(self) -> None:
         """Have both ranks end at one step, if they train."""
