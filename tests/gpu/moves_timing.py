@@ -33,7 +33,7 @@ SPLIT = {
 COLUMNS = ("arm", "park", "out", "copy out", "lock", "checkpoint", "restore", "in", "copy in", "release", "verify")
 NAMED = {phase for phases in SPLIT.values() for phase in phases}
 _COPIED = re.compile(
-    r"copied (out|in)(?: during the \w+)?: Copied\(copied_bytes=(\d+), open_s=([\d.e-]+), copy_s=([\d.e-]+)"
+    r"copied (out|in)(?: during the \w+)?: CopyReport\(copied_bytes=(\d+), open_s=([\d.e-]+), copy_s=([\d.e-]+)"
 )
 # Of the parts, so many are shown: those that come to the most.
 LARGEST = 16

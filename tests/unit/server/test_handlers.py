@@ -30,6 +30,7 @@ from hegmd.server.auth import Peer, Policy
 from hegmd.server.handlers import Handlers, Services
 from hegmd.server.session import Call, Session, SessionLimits
 from hegmd.sharing.requests import SharingRequests
+from hegmd.sharing.resumes import QueuedResumes
 from hegmd.system.descriptors import Descriptors
 from hegmd.system.stream import PeerStream
 from hegmd.telemetry.metrics import Counters
@@ -95,6 +96,7 @@ def handlers_of(node: Node) -> Handlers:
         recoveries=cast(Recoveries, None),
         proving=cast(ProofRequests, None),
         sharing=cast(SharingRequests, None),
+        queued_resumes=cast(QueuedResumes, None),
         simulator=None,
         limits=Limits(frame_bytes=65_536, requests_in_flight=4),
         doctor=_nothing,
