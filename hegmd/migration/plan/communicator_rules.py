@@ -173,7 +173,10 @@ def _against_missing(ranks: Sequence[Candidate], members: Sequence[Candidate]) -
         message = (
             f"{len(here)} of the job's {world} ranks are known here, and communicators are disconnected on all or none"
         )
-        hint = "jobs with ranks on other nodes are moved by a restart of the whole job; see hegmctl ps"
+        hint = (
+            "the others have ended, have no agent, or are on other nodes; see hegmctl ps. Start all ranks with hegmctl "
+            "run, in front of their launcher; a job on several nodes is restarted as a whole"
+        )
         yield message, hint, ranks[0].pid
 
 

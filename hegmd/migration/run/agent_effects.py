@@ -10,13 +10,14 @@ from typing import Any
 
 import anyio
 
-from hegmd.errors import TIMEOUT, Refused
+from hegmd.errors import TIMEOUT, HegmError, Refused
 from hegmd.migration.contracts import Progress
 from hegmd.migration.machine import effects, events
 from hegmd.migration.machine.events import Event
 from hegmd.migration.machine.operation import CHECKPOINT, SIMULATED, Operation
 from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.run.participants import Participants
+from hegmd.protocol.messages import AgentReport
 from hegmd.protocol.operations import BY_DRIVER
 from hegmd.workers.workers import AgentConnection, OrderFailed, SentOrder
 
@@ -37,7 +38,7 @@ class AgentEffects:
         if member.restarts and member.is_parked:
             size_bytes = await _weighed(worker)
             return events.Surveyed(**effect.ending(), boundary=worker.boundary, size_bytes=size_bytes)
-        report = await worker.order("survey", limit_s=SURVEY_LIMIT_S)
+        report = await _surveyed(worker, 0.0 if member.is_parked else op.limits.park_s)
         size_bytes = member.size_bytes if report.size_bytes is None else report.size_bytes
         had_bytes = member.reservations.get(member.gpu, 0) if member.gpu is not None else 0
         self._cast.method(member).note_size(self._cast.subject(op, member), max(size_bytes, had_bytes))
@@ -112,6 +113,19 @@ class AgentEffects:
         if member.start_count:
             await self._cast.method(member).note_resumed(subject)
         return events.Verified(**effect.ending(), boundary=worker.boundary)
+
+
+async def _surveyed(worker: AgentConnection, limit_s: float) -> AgentReport:
+    """Survey a worker, again and again until that limit if its agent does not answer: its node may be busy, or it is
+    stopped by a signal. Raises what `order` raises.
+    """
+    until = anyio.current_time() + limit_s
+    while True:
+        try:
+            return await worker.order("survey", limit_s=SURVEY_LIMIT_S)
+        except HegmError as error:
+            if error.code is not TIMEOUT or anyio.current_time() >= until:
+                raise
 
 
 async def _weighed(worker: AgentConnection) -> int:
