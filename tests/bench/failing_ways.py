@@ -19,11 +19,13 @@ from hegmd.errors import HegmError
 from hegmd.protocol.messages import FaultReply, SimulateFault
 from hegmd.protocol.recovery import JobRecovery
 from tests.e2e.daemon import RunningDaemon
+from tests.e2e.moved_job import BARE, BRISK
 
 SCRIPT = Path(__file__).parents[1] / "e2e/moved/failing.py"
+LAUNCHER = Path(__file__).with_name("forking_launcher.py")
 POLL_INTERVAL_S = 0.1
 # It fails so many steps after it was seen to be protected, at one step on all ranks, and ends so many steps later.
-AHEAD, MORE, STEPS = 10, 15, 1500
+AHEAD, MORE, STEPS = 10, 15, 800
 REAL, SIMULATED = "real", "simulated"
 # The log lines that are kept of a wrong case, and how many times its stacks are looked for.
 TAIL_LINES, LOOKS = 40, 10
@@ -55,6 +57,11 @@ class Case:
     #: On which GPUs alone it can be.
     only_on: str | None = None
 
+    @property
+    def shares_daemon(self) -> bool:
+        """Whether other cases may have the same daemon: it is not killed, nor are its files or GPUs changed."""
+        return self.strike in (None, kill_in_restore)
+
     def ranks(self, world: int) -> str:
         """The ranks that fail, each a digit."""
         return {ALL: "".join(map(str, range(world))), LAST: str(world - 1), FIRST: "0"}[self.who]
@@ -72,10 +79,13 @@ class Asked(argparse.Namespace):
     out: Path | None
     case_limit_s: float
     hang_limit: str
+    fork_ranks: bool
     budget_s: float
     grace_s: float
     begins_until: float
     ends_at: float
+    #: Where the Python listens that forks ranks, if there is to be one.
+    forks: Path | None = None
 
     def place(self, case: Case) -> str:
         """On which GPUs it is."""
@@ -83,7 +93,10 @@ class Asked(argparse.Namespace):
 
 
 class Run:
-    """One training in a folder of its own. `struck_at` is when it was struck from outside, and `end` its last step."""
+    """One training in a folder of its own, whose name it has too.
+
+    `struck_at` is when it was struck from outside, and `last_step` where it ends.
+    """
 
     def __init__(
         self, daemon: RunningDaemon, folder: Path, case: Case, world: int, asked: Asked, *, alone: bool = False
@@ -91,21 +104,24 @@ class Run:
         self.daemon, self.folder, self.world, self.asked = daemon, folder, world, asked
         self.struck_at, self.last_step = 0.0, STEPS
         self._deadline = time.monotonic() + asked.case_limit_s
-        folder.mkdir()
         command = [sys.executable, str(SCRIPT)]
-        if world > 1:
+        is_real = asked.place(case) == REAL
+        if world > 1 and asked.forks is not None and not is_real:
+            command = [sys.executable, str(LAUNCHER), "run", str(asked.forks), str(world), str(SCRIPT)]
+        elif world > 1:
             launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
             command = [sys.executable, *launcher, str(SCRIPT)]
         # On a machine with other work, such a limit kills trainings that do not hang.
         limit = ["--hang-limit", asked.hang_limit] if case.name.startswith(HANG) else []
         recover = ["--recover=0.3s", *limit, "--gpu", "gpu0", "--no-daemon-start"]
-        run = [sys.executable, "-m", "hegmctl", "run", *recover, "--"]
+        run = [sys.executable, "-m", "hegmctl", "run", "--name", folder.name, *recover, "--"]
         roots = (str(SCRIPT.parents[3]), str(SCRIPT.parents[3] / "client"))
-        paths = os.pathsep.join(filter(None, (*roots, os.environ.get("PYTHONPATH"))))
+        light = () if is_real else (str(BRISK),)  # the import of PyTorch is most of a trial's work
+        paths = os.pathsep.join(filter(None, (*roots, *light, os.environ.get("PYTHONPATH"))))
         told = {"FAILS": f"{case.kind} {case.phase} {case.ranks(world)}", "CHILDREN": str(case.children)}
         quick = {"PACE_S": "0"} if alone else told
         environ = {**os.environ, "HEGM_SOCKET": str(daemon.socket_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-        environ |= {"STEPS": str(STEPS), "DEVICE": asked.device if asked.place(case) == REAL else "cpu"}
+        environ |= {"STEPS": str(STEPS), "DEVICE": asked.device} if is_real else {"STEPS": str(STEPS), **BARE}
         self.out, self.err = folder / "out", folder / "err"
         with self.out.open("wb") as out, self.err.open("wb") as err:
             words = command if alone else [*run, *command]
@@ -127,11 +143,11 @@ class Run:
     def recovery(self) -> JobRecovery | None:
         """Return what the daemon knows of the job, or None without a daemon."""
         with suppress(HegmError, OSError), connect(str(self.daemon.socket_path)) as hegmd:
-            return next(iter(hegmd.recovery().jobs[-1:]), None)
+            return next((job for job in hegmd.recovery().jobs if job.name == self.folder.name), None)
         return None
 
     def until(self, is_so: Callable[[], bool], what: str) -> None:
-        """Look again until it is so. Raises GoneWrong."""
+        """Look again until it is so. Raises UnexpectedEnd."""
         pause = Event()
         while not is_so():
             if time.monotonic() > self.asked.ends_at:

@@ -1,6 +1,7 @@
 """`python -m tests.bench.failures`: ways in which a training fails, each so many times, and what became of it.
 
-Each is a training under `hegmctl run --recover`, with a daemon of its own: one process, or ranks of torchrun over gloo.
+Each is a training under `hegmctl run --recover`: one process, or ranks of torchrun over gloo. Cases that do nothing to
+their daemon follow each other on one.
 With `--gpus real` all ranks are on the node's first GPU; a way that needs a simulated fault stays on simulated GPUs.
 The end of a case is `exact` (it made all steps, and every loss, of repeated steps too, is that of an undisturbed run),
 `ended` (by a failure from which no recovery is wanted), or WRONG with what was seen. The exit status is 1 if one is
@@ -13,20 +14,35 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.bench.failing_ways import CASES, REAL, SIMULATED, STEPS, Asked, Case, Cut, Run, UnexpectedEnd
+from tests.bench.failing_ways import (
+    CASES,
+    LAUNCHER,
+    POLL_INTERVAL_S,
+    REAL,
+    SIMULATED,
+    STEPS,
+    Asked,
+    Case,
+    Cut,
+    Run,
+    UnexpectedEnd,
+)
 from tests.e2e.daemon import RunningDaemon
+from tests.e2e.moved_job import BRISK
 
 Steps = set[tuple[int, int, str]]
 
@@ -39,6 +55,9 @@ class Table:
     expected: dict[tuple[int, str], Steps] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     not_ended: int = 0
+    #: Daemons that no case has now, with where they are.
+    _spare: list[tuple[str, RunningDaemon]] = field(default_factory=list)
+    _nodes: ExitStack = field(default_factory=ExitStack)
     _guard: threading.Lock = field(default_factory=threading.Lock)
 
     def cells(self) -> list[tuple[Case, int]]:
@@ -51,7 +70,7 @@ class Table:
     def run(self) -> None:
         """Run all of it, until it is done or the time is over."""
         cells = self.cells()
-        with ThreadPoolExecutor(self.asked.jobs) as pool:
+        with self._nodes, ThreadPoolExecutor(self.asked.jobs) as pool:
             list(pool.map(self._learn, sorted({(world, self.asked.place(case)) for case, world in cells})))
             turns = [(number, case, world) for number in range(self.asked.times) for case, world in cells]
             list(pool.map(lambda turn: self._try(*turn), turns))
@@ -60,8 +79,8 @@ class Table:
         """The steps of a run that nothing disturbs."""
         world, place = what
         case = Case("alone", only_on=place)
-        with node(place) as (daemon, folder):
-            alone = Run(daemon, folder / "alone", case, world, self.asked, alone=True)
+        with self._node(case, place) as daemon, folder_of("alone") as folder:
+            alone = Run(daemon, folder, case, world, self.asked, alone=True)
             try:
                 alone.until(lambda: alone.process.poll() is not None, "its end")
             finally:
@@ -75,8 +94,8 @@ class Table:
             return
         place, began = self.asked.place(case), time.monotonic()
         row: dict[str, Any] = {"case": case.name, "ranks": world, "turn": number + 1, "gpus": place}
-        with node(place) as (daemon, folder):
-            run = Run(daemon, folder / "run", case, world, self.asked)
+        with self._node(case, place) as daemon, folder_of(f"run-{world}-{number}") as folder:
+            run = Run(daemon, folder, case, world, self.asked)
             try:
                 row["result"] = result_of(run, case, self.expected[world, place])
             except Cut:
@@ -88,6 +107,25 @@ class Table:
                 run.end()
             row |= {"next_step_s": run.next_step_s(), "seconds": round(time.monotonic() - began, 1)}
         self._keep(row)
+
+    @contextmanager
+    def _node(self, case: Case, place: str) -> Iterator[RunningDaemon]:
+        """A daemon for this case alone, or one that had others before."""
+        if not case.shares_daemon:
+            with node(place) as daemon:
+                yield daemon
+            return
+        with self._guard:
+            found = next((one for one in self._spare if one[0] == place), None)
+            if found is not None:
+                self._spare.remove(found)
+            else:
+                found = place, self._nodes.enter_context(node(place))
+        try:
+            yield found[1]
+        finally:
+            with self._guard:
+                self._spare.append(found)
 
     def _keep(self, row: dict[str, Any]) -> None:
         with self._guard:
@@ -128,7 +166,7 @@ def is_wrong(row: dict[str, Any]) -> bool:
 
 
 def result_of(run: Run, case: Case, expected: Steps) -> str:
-    """Return the result. Raises GoneWrong and Cut."""
+    """Return the result. Raises UnexpectedEnd and Cut."""
     run.until_protected()
     if case.strike is None:
         run.have_it_fail()
@@ -149,13 +187,35 @@ def result_of(run: Run, case: Case, expected: Steps) -> str:
 
 
 @contextmanager
-def node(place: str) -> Iterator[tuple[RunningDaemon, Path]]:
-    """A daemon with the GPUs of this node, or with two simulated ones, in a folder that is deleted afterwards."""
-    with (
-        tempfile.TemporaryDirectory(prefix="hegm-failures-", ignore_cleanup_errors=True) as name,
-        RunningDaemon(Path(name), simulate=place == SIMULATED) as daemon,
-    ):
-        yield daemon, Path(name)
+def node(place: str) -> Iterator[RunningDaemon]:
+    """A daemon with the GPUs of this node, or with two simulated ones."""
+    with folder_of("daemon") as folder, RunningDaemon(folder, simulate=place == SIMULATED) as daemon:
+        yield daemon
+
+
+@contextmanager
+def folder_of(name: str) -> Iterator[Path]:
+    """A folder that is deleted afterwards."""
+    with tempfile.TemporaryDirectory(prefix=f"hegm-{name}-", ignore_cleanup_errors=True) as path:
+        yield Path(path)
+
+
+@contextmanager
+def forking_python() -> Iterator[Path]:
+    """Where a Python listens that forks ranks; see forking_launcher.py."""
+    with folder_of("forking") as folder:
+        address = folder / "sock"
+        environ = {**os.environ, "PYTHONPATH": str(BRISK), "OMP_NUM_THREADS": "1"}
+        server = subprocess.Popen([sys.executable, str(LAUNCHER), "serve", str(address)], env=environ)
+        try:
+            while not address.exists():
+                if server.poll() is not None:
+                    raise SystemExit("the Python that forks ranks has ended")
+                threading.Event().wait(POLL_INTERVAL_S)
+            yield address
+        finally:
+            server.kill()
+            server.wait()
 
 
 def parsed() -> Asked:
@@ -170,6 +230,7 @@ def parsed() -> Asked:
     parser.add_argument("--out", type=Path, help="a file for the results, as lines of JSON")
     parser.add_argument("--hang-limit", default="6s", help="of the trainings that hang")
     parser.add_argument("--case-limit-s", type=float, default=1800.0)
+    parser.add_argument("--fork-ranks", action="store_true", help="on simulated GPUs, instead of torchrun: cheaper")
     parser.add_argument("--budget-s", type=float, default=1e9)
     parser.add_argument("--grace-s", type=float, default=30.0)
     asked = parser.parse_args(namespace=Asked())
@@ -181,7 +242,9 @@ def parsed() -> Asked:
 def main() -> int:
     """Run the cases; the exit status."""
     table = Table(parsed())
-    table.run()
+    with ExitStack() as stack:
+        table.asked.forks = stack.enter_context(forking_python()) if table.asked.fork_ranks else None
+        table.run()
     print(table.text(), flush=True)
     return int(any(map(is_wrong, table.rows)))
 

@@ -26,6 +26,7 @@ import threading
 import traceback
 import types
 import weakref
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ ROOT = Path(__file__).parents[2]
 REFUSED_STATUS = 97
 # Nobody waits longer for a script that hangs; on a machine with others to do, one may take minutes.
 MAX_S = 300
+# The files below a script on its stack, which are no part of it.
+OURS = {__file__}
 
 
 def main() -> None:
@@ -42,18 +45,7 @@ def main() -> None:
     parser.add_argument("--no-torch", action="store_true")
     parser.add_argument("modules", nargs="*")
     asked = parser.parse_args()
-    gc.disable()
-    if not asked.no_torch:
-        import_torch()
-    for name in asked.modules:
-        import_module(name)
-    # Whoever asks the collector for all objects, as the agent does, writes a count into each of them: a hundred
-    # megabytes were copied for each script. It is not asked for what was there before the script.
-    gc.collect()
-    gc.freeze()
-    gc.enable()
-    for made in vars(weakref.finalize)["_registry"]:
-        made.atexit = False  # PyTorch's libraries need not be taken apart at each script's end
+    get_ready(asked.modules, has_torch=not asked.no_torch)
     if asked.socket is not None:
         with socket.socket(fileno=asked.socket) as asking:
             serve(asking)
@@ -65,6 +57,22 @@ def main() -> None:
             run(wanted)
         _pid, status = os.waitpid(child, 0)
         print(wanted["number"], os.waitstatus_to_exitcode(status), flush=True)
+
+
+def get_ready(names: Sequence[str], *, has_torch: bool = True) -> None:
+    """Import these, and have what there is then cost the forked scripts nothing."""
+    gc.disable()
+    if has_torch:
+        import_torch()
+    for name in names:
+        import_module(name)
+    # Whoever asks the collector for all objects, as the agent does, writes a count into each of them: a hundred
+    # megabytes were copied for each script. It is not asked for what was there before the script.
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    for made in vars(weakref.finalize)["_registry"]:
+        made.atexit = False  # PyTorch's libraries need not be taken apart at each script's end
 
 
 def serve(asking: socket.socket) -> None:
@@ -211,8 +219,8 @@ def mount(wanted: dict, recorder: Any) -> None:
     sys.path.insert(0, str(inject.parent))
     exec(compile(inject.read_text(), str(inject), "exec"), {"__file__": str(inject), "__name__": "sitecustomize"})
     mounting, life = import_module("_hegm.agent.import_hooks"), import_module("_hegm.agent.lifecycle")
-    recorded, places = import_module("recorded"), import_module("_hegm.agent.state.code.position")
-    places.FILES_LOOKED_THROUGH.update((__file__, recorded.__file__))
+    places = import_module("_hegm.agent.state.code.position")
+    places.FILES_LOOKED_THROUGH.update((*OURS, import_module("recorded").__file__))
     mounting._on_optimizer_import(sys.modules["torch.optim.optimizer"])
     mounting._on_loader_import(sys.modules["torch.utils.data.dataloader"])
     if wanted["at"] is None:
