@@ -62,11 +62,13 @@ def recovery_asked(arguments: Arguments) -> Recovery | None:
     text, most = arguments.text("recover"), arguments.whole("max-recoveries")
     causes, final, hang = (arguments.text(key) for key in ("recover-from", "final-status", "hang-limit"))
     if text is None:
-        own = (None if arguments.whole("ranks") is not None else most, causes, final, hang)
-        is_for_recovery = any(value is not None for value in own)
-        if is_for_recovery or arguments.flag("truncate-outputs") or arguments.flag("dry-run"):
-            hint = "hegmctl run --recover --max-recoveries 10 -- COMMAND"
-            raise HegmError(USAGE, "--max-recoveries, --hang-limit and their like are for --recover", hint)
+        most = None if arguments.whole("ranks") is not None else most
+        values = {"max-recoveries": most, "recover-from": causes, "final-status": final, "hang-limit": hang}
+        given = [f"--{name} {value}" for name, value in values.items() if value is not None]
+        given += [f"--{name}" for name in ("truncate-outputs", "dry-run") if arguments.flag(name)]
+        if given:
+            hint = f"run: hegmctl run --recover {' '.join(given)} -- COMMAND"
+            raise HegmError(USAGE, f"{given[0].split()[0]} is for --recover", hint)
         return None
     named = CAUSES if causes is None else tuple(causes.split(","))
     if not named or set(named) - set(CAUSES):

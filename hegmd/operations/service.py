@@ -43,6 +43,7 @@ from hegmd.migration.carriers.worker import WorkerCarrier
 from hegmd.migration.contracts import Carrier, Method
 from hegmd.migration.journal.disk import Disk
 from hegmd.migration.machine.next_effects import SUSPENDED, TERMINAL
+from hegmd.migration.machine.stages import SEALING, lets_train
 from hegmd.migration.methods.driver import DriverMethod
 from hegmd.migration.methods.driver_calls import Steps
 from hegmd.migration.methods.gpus import Gpus
@@ -217,7 +218,8 @@ class OperationsService:
             gpus=self._gpus,
             look=self._look,
             variables=self._restart.variables_for,
-            is_in_hand=self._is_busy,
+            is_in_hand=self._is_in_hand,
+            is_kept_from_training=self._is_kept_from_training,
         )
         self.restarts = Restarts(
             self.supervisors,
@@ -365,6 +367,16 @@ class OperationsService:
     def _is_busy(self, pid: int) -> bool:
         """Return True if an operation has that process, or is about to."""
         return self.runner.of_process(pid) is not None or self._reviving.is_coming(pid)
+
+    def _is_in_hand(self, pid: int) -> bool:
+        """Return True if an operation may give orders to the agent of that process."""
+        op = self.runner.of_process(pid)
+        return self._reviving.is_coming(pid) or (op is not None and op.phase != SEALING)
+
+    def _is_kept_from_training(self, pid: int) -> bool:
+        """Return True if an operation has that process, and has not let it train on."""
+        op = self.runner.of_process(pid)
+        return self._reviving.is_coming(pid) or (op is not None and not lets_train(op))
 
     def _opened_images(self) -> Images:
         if self._images is None:

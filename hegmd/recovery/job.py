@@ -53,7 +53,9 @@ class Node:
     gpus: Callable[[], Sequence[Gpu]]
     look: Callable[[], Awaitable[NodeSnapshot]]
     variables: Callable[[Sequence[str]], dict[str, Any]]
+    #: Whether an operation may give orders to the agent of that process; and whether it keeps it from its next step.
     is_in_hand: Callable[[int], bool]
+    is_kept_from_training: Callable[[int], bool]
     save: Callable[[JobSnapshots], object]
     until_saved: Callable[[], Awaitable[object]]
     workers_of: Callable[[str], Sequence[AgentConnection]]

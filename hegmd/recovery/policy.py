@@ -150,7 +150,7 @@ class HangWatch:
     def __init__(self, wished_s: float | None) -> None:
         self._wished_s = wished_s
         self._boundary: int | None = None
-        self._since = 0.0
+        self._since = self._seen = 0.0
         self._longest_s = 0.0
         self._least_s = LEAST_HANG_S
 
@@ -165,12 +165,22 @@ class HangWatch:
         """Reset: the training is not expected to make a step now."""
         self._boundary = None
 
+    def hold(self, now: float) -> None:
+        """Leave out the time since the last call: an operation kept the training from its next step.
+
+        The time before counts on. Otherwise images at short intervals, for each of which a training that hangs is
+        waited for, would hide the hang.
+        """
+        self._since += now - self._seen
+        self._seen = now
+
     def see(self, boundary: int, now: float, *, is_parked: bool = False) -> float | None:
         """Take its count of boundaries at that moment. Return how long it has not changed, if that is too long.
 
         A training that is parked for a snapshot has more time: the snapshot may be large. A learned limit doubles each
         time that it is reached, so that a long evaluation is not taken for a hang until the job is given up.
         """
+        self._seen = now
         if self._boundary is None or boundary != self._boundary:
             if self._boundary is not None:
                 self._longest_s = max(self._longest_s, now - self._since)

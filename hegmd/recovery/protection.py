@@ -151,9 +151,11 @@ class Protection:
             own = [worker for worker in workers if worker.boundary]
             self._learn_start([] if self.is_recovering else workers, own)
             await self.job.count([worker for worker in own if worker.connected])
-            is_held = any(self.job.node.is_in_hand(worker.pid) for worker in own)
-            if not own or self.is_recovering or is_held or is_stopped(self.job.supervisor.pid):  # as by Ctrl-Z
+            if not own or self.is_recovering or is_stopped(self.job.supervisor.pid):  # as by Ctrl-Z
                 hangs.forget()
+                continue
+            if any(self.job.node.is_kept_from_training(worker.pid) for worker in own):
+                hangs.hold(anyio.current_time())
                 continue
             self.job.boundary = min(worker.boundary for worker in own)
             is_parked = any(worker.parked for worker in own)

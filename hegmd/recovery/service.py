@@ -64,6 +64,7 @@ class Recoveries(BackgroundTasks):
         look: Callable[[], Awaitable[NodeSnapshot]],
         variables: Callable[[Sequence[str]], dict[str, Any]],
         is_in_hand: Callable[[int], bool],
+        is_kept_from_training: Callable[[int], bool],
         utc: Callable[[], float] = time.time,
     ) -> None:
         super().__init__()
@@ -86,6 +87,7 @@ class Recoveries(BackgroundTasks):
             look=look,
             variables=variables,
             is_in_hand=is_in_hand,
+            is_kept_from_training=is_kept_from_training,
             save=self._save,
             until_saved=self._files.until_saved,
             workers_of=self._workers_of,
@@ -135,6 +137,11 @@ class Recoveries(BackgroundTasks):
         """Return the GPUs on which that job will be started again, or is being started; none for any other job."""
         running = self._running.get(job)
         return () if running is None else running.returns_to
+
+    def start_on(self, job: str, gpus: Sequence[str]) -> None:
+        """Have a job that waits for room started on these GPUs."""
+        if (running := self._running.get(job)) is not None:
+            running.job.put(running.job.record.replace(gpus=tuple(gpus)))
 
     def _must_wait(self, job: str) -> bool:
         return self.must_wait(job)

@@ -213,7 +213,7 @@ class Starts:
     def _is_paused(self) -> bool:
         """Whether the job is stopped, as by Ctrl-Z or Slurm, or an operation has it: then no step can come."""
         pids = [worker.pid for worker in self._job.own_workers()]
-        is_held = any(self._job.node.is_in_hand(pid) for pid in pids)
+        is_held = any(self._job.node.is_kept_from_training(pid) for pid in pids)
         return is_held or any(is_stopped(pid) for pid in (self._job.supervisor.pid, *pids))
 
     async def _end_start(self, limit_s: float) -> bool:

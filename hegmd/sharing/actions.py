@@ -47,6 +47,7 @@ class SharingActions(BackgroundTasks):
         changed: Callable[[], object],
         *,
         returns_to: Callable[[str], Sequence[str]],
+        start_on: Callable[[str, Sequence[str]], object],
         clock: Callable[[], float] = time.monotonic,
         utc: Callable[[], float] = time.time,
     ) -> None:
@@ -57,7 +58,7 @@ class SharingActions(BackgroundTasks):
         self._events = events
         self._rules = rules
         self._changed = changed
-        self._returns_to = returns_to
+        self._returns_to, self._start_on = returns_to, start_on
         self._clock = clock
         self._utc = utc
         #: Actions that are under way, by the job.
@@ -99,6 +100,7 @@ class SharingActions(BackgroundTasks):
 
     def _let_start(self, action: Action, seen: JobView) -> None:
         """A job whose processes have ended while it was suspended: it is started again, which waited for this."""
+        self._start_on(seen.record.id, action.gpus)
         self._memory.forget_suspended(seen.record.number)
         where = ",".join(action.gpus)
         self._record("sharing.resumed", f"job {seen.record} is started again on {where}", gpu=where, job=seen.record.id)

@@ -81,6 +81,7 @@ class Sharing:
         self.actions = SharingActions(
             *(moving.operations, self.memory, self.history, events, rules, self._changed.notify_all),
             returns_to=moving.recoveries.returns_to,
+            start_on=moving.recoveries.start_on,
             clock=clock,
             utc=utc,
         )

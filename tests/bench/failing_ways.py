@@ -25,7 +25,7 @@ SCRIPT = Path(__file__).parents[1] / "e2e/moved/failing.py"
 LAUNCHER = Path(__file__).with_name("forking_launcher.py")
 POLL_INTERVAL_S = 0.1
 # It fails so many steps after it was seen to be protected, at one step on all ranks, and ends so many steps later.
-AHEAD, MORE, STEPS = 10, 15, 800
+AHEAD, MORE, STEPS = 10, 15, 400
 REAL, SIMULATED = "real", "simulated"
 # The log lines that are kept of a wrong case, and how many times its stacks are looked for.
 TAIL_LINES, LOOKS = 40, 10

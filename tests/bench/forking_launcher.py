@@ -15,7 +15,9 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 PRELOADED = Path(__file__).parents[1] / "e2e"
 MESSAGE_BYTES = 1 << 17
@@ -26,12 +28,8 @@ GRACE_S = 5
 def serve(address: str) -> None:
     """Fork ranks for each launcher, and tell it how they ended, until it is killed."""
     sys.path.insert(0, str(PRELOADED))
-    import preloaded  # type: ignore[import-not-found] # pyright: ignore - beside the tests that use it too
-    import torch.distributed
-    import torch.nn.parallel
-    import torch.utils.data  # noqa: F401 - so that the ranks have it
-
-    preloaded.get_ready()
+    preloaded = import_module("preloaded")
+    preloaded.get_ready(("torch.distributed", "torch.nn.parallel", "torch.utils.data"))
     preloaded.OURS.add(__file__)
     poll = select.poll()
     launchers: dict[int, socket.socket] = {}
@@ -64,7 +62,7 @@ def serve(address: str) -> None:
                         preloaded.answer(launchers[launcher_number], {"ended": pid, "status": status})
 
 
-def _fork(preloaded, launcher: socket.socket) -> tuple[int, int] | None:  # type: ignore[no-untyped-def]
+def _fork(preloaded: Any, launcher: socket.socket) -> tuple[int, int] | None:
     """The pid and the pidfd of the rank that the launcher wants; None if the launcher has ended."""
     try:
         data, fds, _flags, _address = socket.recv_fds(launcher, MESSAGE_BYTES, 3)
@@ -101,8 +99,9 @@ def run(address: str, ranks: int, script: str) -> int:
         server.connect(address)
         for rank in range(ranks):
             environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
-            wanted = {"argv": [script], "environment": environment, "folder": str(Path.cwd()), "record": None}
-            socket.send_fds(server, [json.dumps({**wanted, "agent": True, "at": None}).encode()], [0, 1, 2])
+            wanted = {"argv": [script], "environment": environment, "folder": str(Path.cwd()), "limit_s": 0}
+            wanted |= {"agent": True, "at": None, "record": None}
+            socket.send_fds(server, [json.dumps(wanted).encode()], [0, 1, 2])
         begun = 0
         while living or begun < ranks:
             answer = json.loads(server.recv(MESSAGE_BYTES))

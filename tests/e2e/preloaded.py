@@ -147,7 +147,7 @@ def run(wanted: dict) -> None:
     try:
         if "module" in wanted:
             run_module(wanted)
-        signal.alarm(MAX_S)
+        signal.alarm(wanted.get("limit_s", MAX_S))
         recorder = begin_record(wanted["record"])
         script = types.ModuleType("__main__")
         script.__file__ = wanted["argv"][0]

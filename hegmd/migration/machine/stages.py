@@ -269,6 +269,9 @@ def _tidying(op: Operation, worker: JobProcess) -> Iterator[Want]:
         yield effects.ReleasePool, {}
 
 
+#: The last phase of an image: the job trains, and its agents get no order any more.
+SEALING = "sealing"
+
 STAGES: tuple[Stage, ...] = (
     Stage("settling", _settling, ("inspect",), "retry_s", "running effects end, and unknown state is inspected"),
     Stage(
@@ -348,7 +351,7 @@ STAGES: tuple[Stage, ...] = (
         "what was held for the move is given back",
     ),
     Stage(
-        "sealing",
+        SEALING,
         _sealing,
         ("seal", "scrap"),
         "hand_s",
@@ -362,6 +365,12 @@ def limit_s(limits: Limits, phase: str) -> float | None:
     """Return the time limit of the phase in seconds; None if it has none."""
     stage = BY_PHASE.get(phase)
     return None if stage is None else getattr(limits, stage.limit)
+
+
+def lets_train(op: Operation) -> bool:
+    """Return True if all training threads have been released, so that steps are expected of them."""
+    is_released = op.phase in ("verifying", "tidying", SEALING)
+    return is_released and all(worker.gpu is not None and not worker.is_parked for worker in op.live)
 
 
 def is_quicker_to_finish(op: Operation) -> bool:

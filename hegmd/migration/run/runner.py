@@ -329,6 +329,7 @@ class Runner:
             for member in running.op.live:
                 if not member.has_agent:
                     tasks.start_soon(self._watch, running, member)
+            tasks.start_soon(self._watch_stopped, running)
             while running.op.phase not in TERMINAL:
                 asking = await running.next(self._clock)
                 running.taking = True
@@ -351,6 +352,24 @@ class Runner:
                 running.progress.notify_all()
             tasks.cancel_scope.cancel()
         self._finish(running)
+
+    async def _watch_stopped(self, running: OperationTask) -> None:
+        """Have a worker inspected once it runs again that was stopped while the operation waits for another attempt.
+
+        That may be minutes away. Runs until cancelled.
+        """
+        before: tuple[int, ...] = ()
+        while True:
+            if not running.op.attempts or running.op.phase in AT_REST:
+                before = ()
+                await running.progress.wait()
+                continue
+            stopped = self._performer.stopped(running.op)
+            for member in running.op.live:
+                if member.pid in before and member.pid not in stopped:
+                    running.enqueue(events.AgentBack(worker=member.name, token=member.token, cause="it runs again"))
+            before = stopped
+            await anyio.sleep(_POLL_INTERVAL_S)
 
     async def _watch(self, running: OperationTask, member: Member) -> None:
         """Wait for the end of a process without an agent, whose connection would report it."""

@@ -51,6 +51,24 @@ def test_an_end_that_somebody_wanted_is_no_failure(
     assert recovery.is_failure(status, told) is expected
 
 
+@in_one_test(
+    ("words", "named"),
+    [
+        (("--dry-run",), "--dry-run"),
+        (("--truncate-outputs",), "--truncate-outputs"),
+        (("--max-recoveries", "3"), "--max-recoveries"),
+        (("--hang-limit", "5s"), "--hang-limit"),
+        (("--final-status", "3", "--dry-run"), "--final-status"),
+    ],
+)
+def test_an_option_without_recover_is_named_and_its_command_is_given_back(words: tuple[str, ...], named: str) -> None:
+    """All of them were answered with a message about --max-recoveries."""
+    with pytest.raises(HegmError) as refused:
+        _asked(*words)
+    assert refused.value.message == f"{named} is for --recover"
+    assert refused.value.hint == f"run: hegmctl run --recover {' '.join(words)} -- COMMAND"
+
+
 def test_the_interval_is_chosen_unless_it_is_given() -> None:
     assert _asked() is None
     automatic, given = _asked("--recover"), _asked("--recover=2min", "--max-recoveries", "5", "--hang-limit", "off")
@@ -118,9 +136,3 @@ def test_a_dry_run_says_what_would_be_recovered_and_what_prevents_it(capsys: pyt
     assert run(["run", "--recover", "--truncate-outputs", "-n", "--json", "--", python, "no.py"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["interval_s"], plan["truncates"], plan["against"]) == (None, True, [])
-
-
-@pytest.mark.parametrize("option", ["--dry-run", "--truncate-outputs"])
-def test_what_is_about_recoveries_needs_one(option: str) -> None:
-    with pytest.raises(HegmError, match="are for --recover"):
-        _asked(option)

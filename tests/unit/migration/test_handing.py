@@ -9,7 +9,8 @@ import pytest
 from hegmd.errors import Refused
 from hegmd.migration.machine import effects, events
 from hegmd.migration.machine.describe import busy_message
-from hegmd.migration.machine.operation import CHECKPOINT, ImageRequest, Operation
+from hegmd.migration.machine.operation import CHECKPOINT, SUSPEND, ImageRequest, Operation
+from hegmd.migration.machine.stages import lets_train
 from hegmd.migration.run.executor import EffectExecutor
 from hegmd.workers.workers import Workers
 from tests.unit.migration.operations import DrivenOperation, operation, worker
@@ -60,6 +61,19 @@ def test_a_job_that_was_to_go_on_stood_while_its_image_was_written_and_read_back
     assert not drive.op.image.whole, "nobody has read it yet"
     drive.until("done")
     assert drive.op.image.whole
+
+
+def test_a_job_is_expected_to_train_from_the_release_on_and_not_before() -> None:
+    """A training that hung while its image was sealed, or at its first step after it was released, was not found."""
+    ops = _passed(checkpoint("a", "b", leave_running=True))
+    assert {op.phase for op in ops if lets_train(op)} == {"verifying", "sealing", "tidying"}
+    suspend = operation(worker("a", to=None), kind=SUSPEND)
+    assert not any(lets_train(op) for op in _passed(suspend, "suspended"))
+
+
+def _passed(op: Operation, phase: str = "done") -> list[Operation]:
+    """Each state of an operation on its way to that phase."""
+    return [after for *_, after, _ in DrivenOperation(op).until(phase).taken]
 
 
 def sealing(*names: str) -> DrivenOperation:

@@ -37,6 +37,30 @@ def test_what_is_not_expected_to_make_a_step_does_not_hang() -> None:
     assert watch.see(3, 206.0) == 6.0
 
 
+def test_a_training_that_hangs_is_found_though_an_image_is_tried_again_and_again() -> None:
+    """Each attempt waits a minute for its next step, and the limit began anew after it: the hang was never found."""
+    watch = HangWatch(100.0)
+    watch.see(3, 0.0)
+    seen, now = [], 0.0
+    while not seen and now < 1000.0:
+        now += 1.0
+        if now % 90.0 < 60.0:
+            watch.hold(now)
+        else:
+            seen = [found for found in [watch.see(3, now)] if found is not None]
+    assert seen == [101.0]
+    assert now == 340.0
+
+
+def test_the_time_of_an_operation_lengthens_no_limit() -> None:
+    watch = HangWatch(None)
+    watch.see(3, 0.0)
+    watch.hold(1.0)
+    watch.hold(500.0)
+    watch.see(4, 501.0)
+    assert watch.limit_s == LEAST_HANG_S
+
+
 def test_a_process_that_was_stopped_while_its_snapshot_was_taken_hangs_too() -> None:
     """It had been parked for ever, and no hang was seen."""
     watch = HangWatch(5.0)

@@ -64,6 +64,7 @@ class Rig:
             news=Condition(),
             gpus=lambda: self.gpus,
             is_in_hand=lambda _pid: False,
+            is_kept_from_training=lambda _pid: False,
             save=lambda _record: None,
             events=SimpleNamespace(record=lambda kind, *_more, **_facts: self.said.append(kind)),
             pool=None,

@@ -86,6 +86,7 @@ def recoveries(pool: Pool, state_dir: Path, *supervisors: Any) -> Recoveries:
         state_dir=state_dir,
         gpus=list,
         is_in_hand=lambda _pid: False,
+        is_kept_from_training=lambda _pid: False,
         **rest,
     )
     made.open()
@@ -138,6 +139,19 @@ async def test_the_slots_of_another_user_are_neither_shown_nor_used_nor_deleted(
     assert [slot.step for slot in shown.slots] == [7]
     assert await made.drop("j1", lambda _uid: True) > 0
     assert not slots.held()
+
+
+async def test_a_job_that_waited_for_room_is_started_where_the_policy_of_sharing_has_found_it(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """It was started where the recovery itself found most memory free, which may be kept for others."""
+    made = recoveries(pool, tmp_path)
+    record = JobSnapshots(job="j1", uid=ANOTHER_UID, gpus=("gpu0",))
+    job = ProtectedJob(made._node, record, "train", supervisor())
+    made._running["j1"] = Protection(job)
+    made.start_on("j1", ("gpu1",))
+    made.start_on("j2", ("gpu1",))
+    assert job.record.gpus == ("gpu1",)
 
 
 async def test_the_slots_of_a_job_whose_launcher_runs_are_not_deleted(pool: Pool, tmp_path: Path) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from hegmd.migration.machine.next_effects import PLANNED
-from hegmd.migration.machine.stages import STAGES
+from hegmd.migration.machine.stages import SEALING, STAGES
 from hegmd.protocol.operations import PHASES_IN_ORDER
 
 # Phases without a stage: an image is read before there is an operation, and a suspended job's bytes go to disk after.
 OF_NO_STAGE = ("reading", PLANNED, "spilling")
-# While an image is sealed its job goes on: the bar has come to its end.
-SEALING = "sealing"
 
 
 def test_the_protocol_names_the_stages_in_the_order_of_the_machine() -> None:
     """Issue 15, layout: the client's bar had a copy of this order that nothing compared with the machine."""
+    # While an image is sealed its job goes on: the bar has come to its end.
     assert [phase for phase in PHASES_IN_ORDER if phase not in OF_NO_STAGE] == [
         stage.phase for stage in STAGES if stage.phase != SEALING
     ]

@@ -23,7 +23,8 @@ from hegmd.migration.machine.effects import (
     Restore,
     Withdraw,
 )
-from hegmd.migration.machine.operation import Limits
+from hegmd.migration.machine.events import AgentBack
+from hegmd.migration.machine.operation import Limits, Operation
 from hegmd.migration.methods.simulated import SimulatedMethod
 from hegmd.migration.methods.simulated_memory import SimulatedMemory
 from hegmd.migration.run.executor import EffectExecutor
@@ -119,4 +120,41 @@ async def test_memory_that_came_after_it_was_given_up_stayed_in_the_pool(
                     pool.go_on.set()
         assert runner.describe("1").phase == "rolled-back"
         assert pool.held_bytes == 0
+        tasks.cancel_scope.cancel()
+
+
+class SeenStopped(EffectExecutor):
+    """Says at each look which processes are stopped."""
+
+    def __init__(self, *looks: tuple[int, ...]) -> None:
+        self.looks = list(looks)
+
+    def stopped(self, op: Operation) -> tuple[int, ...]:
+        return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+
+
+@pytest.mark.thorough
+async def test_an_operation_that_waits_for_another_attempt_looks_at_a_process_as_soon_as_it_runs_again(
+    tmp_path: Path,
+) -> None:
+    """After `kill -CONT` it waited for its next attempt, up to five minutes."""
+    op = operation(worker("a"), worker("b", pid=4712)).replace(phase="reloading", attempts=7)
+    pid = op.workers[0].pid
+    running = OperationTask(History(op))
+    runner = Runner(tmp_path, SeenStopped((pid, 4712), (4712,)), EventLog())
+    with anyio.fail_after(HANG_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(runner._watch_stopped, running)
+            await running.news.wait()
+            tasks.cancel_scope.cancel()
+    (asking,) = running.inbox
+    assert asking.event == AgentBack(worker="a", token=op.workers[0].token, cause="it runs again")
+
+
+async def test_stopped_processes_of_an_operation_that_waits_for_nothing_are_not_looked_for(tmp_path: Path) -> None:
+    running = OperationTask(History(operation(worker("a")).replace(phase="suspended", attempts=7)))
+    runner = Runner(tmp_path, SeenStopped(), EventLog())  # which cannot say
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(runner._watch_stopped, running)
+        await anyio.wait_all_tasks_blocked()
         tasks.cancel_scope.cancel()
