@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
 
 from hegmd.errors import INTERNAL, Bug, HegmError, code_named
 from hegmd.migration.machine.next_effects import DONE, SUSPENDED
@@ -34,6 +35,18 @@ logger = logging.getLogger(__name__)
 BY = "sharing"
 
 
+class StartsAgain(Protocol):
+    """Who starts jobs again that have failed."""
+
+    def returns_to(self, job: str) -> Sequence[str]:
+        """Return the GPUs on which that job will be started again; none for any other job."""
+        ...
+
+    def start_on(self, job: str, gpus: Sequence[str]) -> None:
+        """Have a job that waits for room started on these GPUs."""
+        ...
+
+
 class SharingActions(BackgroundTasks):
     """`run` has to be running. `changed` is called when an action has ended."""
 
@@ -46,8 +59,7 @@ class SharingActions(BackgroundTasks):
         rules: SharingRules,
         changed: Callable[[], object],
         *,
-        returns_to: Callable[[str], Sequence[str]],
-        start_on: Callable[[str, Sequence[str]], object],
+        recoveries: StartsAgain,
         clock: Callable[[], float] = time.monotonic,
         utc: Callable[[], float] = time.time,
     ) -> None:
@@ -58,7 +70,7 @@ class SharingActions(BackgroundTasks):
         self._events = events
         self._rules = rules
         self._changed = changed
-        self._returns_to, self._start_on = returns_to, start_on
+        self._recoveries = recoveries
         self._clock = clock
         self._utc = utc
         #: Actions that are under way, by the job.
@@ -100,7 +112,7 @@ class SharingActions(BackgroundTasks):
 
     def _let_start(self, action: Action, seen: JobView) -> None:
         """A job whose processes have ended while it was suspended: it is started again, which waited for this."""
-        self._start_on(seen.record.id, action.gpus)
+        self._recoveries.start_on(seen.record.id, action.gpus)
         self._memory.forget_suspended(seen.record.number)
         where = ",".join(action.gpus)
         self._record("sharing.resumed", f"job {seen.record} is started again on {where}", gpu=where, job=seen.record.id)
@@ -156,7 +168,7 @@ class SharingActions(BackgroundTasks):
         self._memory.put_suspended(note.replace(operation=operation.id))
         operation = await self._end_of(operation.id)
         # A job that failed meanwhile, and is started again, waits for its turn as if it had been suspended.
-        if operation.phase != SUSPENDED and not self._returns_to(seen.record.id):
+        if operation.phase != SUSPENDED and not self._recoveries.returns_to(seen.record.id):
             self._memory.forget_suspended(seen.record.number)
         return operation
 

@@ -80,8 +80,7 @@ class Sharing:
         self._operations_of = JobOperationsOf(moving.runner)
         self.actions = SharingActions(
             *(moving.operations, self.memory, self.history, events, rules, self._changed.notify_all),
-            returns_to=moving.recoveries.returns_to,
-            start_on=moving.recoveries.start_on,
+            recoveries=moving.recoveries,
             clock=clock,
             utc=utc,
         )

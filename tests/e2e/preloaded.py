@@ -234,7 +234,7 @@ def mount(wanted: dict, recorder: Any) -> None:
     if recorder is not None:
         kinds = opened(wanted["kinds"])
         asked = lambda: readiness.asked_iterator(sys._getframe(2))  # noqa: E731 - by whom it is called is what counts
-        fits = recorded.at_kind(recorder, kinds, asked, fits, wanted["kind"])
+        fits = import_module("recorded").at_kind(recorder, kinds, asked, fits, wanted["kind"])
     gate.ask(quiesce.ParkRequest(quiesce.PARK, at=wanted["at"], fits=fits))
     if into is not None:
         threading.Thread(target=leave, args=(gate, changed, into), daemon=True).start()
