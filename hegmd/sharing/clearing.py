@@ -8,8 +8,10 @@ one whose turn ended first leaves first. Decides nothing about GPUs and changes 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from hegmd.sharing.model import Job, Rules
 from hegmd.sharing.room import GpuBudget
@@ -40,6 +42,35 @@ class FreeingSteps:
         return self.at_s, equals, highest, sum(map(moved_bytes, self.victims)), self.room.gpu.id
 
 
+class ReadyJobs:
+    """The jobs of `jobs` that can leave a GPU at once for others of higher priority."""
+
+    def __init__(self, room: GpuBudget, jobs: Iterable[Job], rules: Rules, now: float) -> None:
+        self._room = room
+        ready = [job for job in jobs if has_run_s(job, rules) <= now]
+        lowest_first = sorted((job.priority, room.freed_bytes[job.id]) for job in ready)
+        self._priorities = [priority for priority, _ in lowest_first]
+        #: What each of them and those before it free there together.
+        self._sums_bytes = list(accumulate([freed_bytes for _, freed_bytes in lowest_first]))
+        self._by_bytes = sorted(ready, key=lambda job: (moved_bytes(job), job.priority, -job.since_s, job.id))
+
+    def highest_needed(self, missing_bytes: int, below: int) -> int | None:
+        """Return the highest priority of which a job has to leave, if those `below` suffice; None if they do not."""
+        if missing_bytes <= 0:
+            return -1
+        index = bisect_left(self._sums_bytes, missing_bytes)
+        if index == len(self._priorities) or self._priorities[index] >= below:
+            return None
+        return self._priorities[index]
+
+    def leaving(self, missing_bytes: int, highest: int) -> FreeingSteps:
+        """Return who of that priority and below leaves. Together they suffice, and of them the fewest bytes leave."""
+        freed = self._room.freed_bytes
+        jobs = [job for job in self._by_bytes if job.priority <= highest]
+        victims = _of_fewest_bytes(jobs, missing_bytes, freed)
+        return FreeingSteps(self._room, victims, -math.inf, _sum(victims, freed))
+
+
 def moved_bytes(job: Job) -> int:
     """Return how much has to be copied if `job` leaves its GPUs, and what a suspension puts into the pool."""
     return sum(job.held_bytes.values())
@@ -55,59 +86,46 @@ def turn_ends_s(job: Job, rules: Rules) -> float:
     return job.since_s + max(0.0, quantum_s(job, rules) - job.turn_s)
 
 
+def has_run_s(job: Job, rules: Rules) -> float:
+    """Return when a running job may be asked to leave for one of higher priority."""
+    return job.since_s + rules.run_per_switch * job.switch_s if job.turn_s > 0 else -math.inf
+
+
 def free_at_s(job: Job, wanted: MemoryRequest, rules: Rules) -> float:
     """Return when a running job may be asked to leave for `wanted`."""
-    has_run_s = job.since_s + rules.run_per_switch * job.switch_s if job.turn_s > 0 else -math.inf
-    return max(has_run_s, turn_ends_s(job, rules)) if job.priority == wanted.priority else has_run_s
+    at_s = has_run_s(job, rules)
+    return max(at_s, turn_ends_s(job, rules)) if job.priority == wanted.priority else at_s
 
 
 def clearing(
     room: GpuBudget, wanted: MemoryRequest, need_bytes: int, candidates: Sequence[Job], rules: Rules, now: float
 ) -> FreeingSteps:
-    """Return who has to leave `room` so that `wanted` fits, from those who may be asked to."""
-
+    """Return who has to leave `room` so that `wanted` fits, where others than those that are ready have to."""
     freed = room.freed_bytes
     missing_bytes = need_bytes - room.soon_bytes
-    times = {job.id: free_at_s(job, wanted, rules) for job in candidates}
-    ready = [job for job in candidates if job.priority < wanted.priority and times[job.id] <= now]
-    if _sum(ready, freed) >= missing_bytes:
-        victims = _of_lowest_priority(ready, missing_bytes, freed)
-        return FreeingSteps(room, victims, -math.inf, _sum(victims, freed))
-    ordered = sorted(candidates, key=lambda job: (job.priority == wanted.priority, times[job.id], job.since_s, job.id))
+    # Jobs of lower priority first, then those that may leave first: the id keeps jobs from being compared.
+    timed = [
+        (job.priority == wanted.priority, free_at_s(job, wanted, rules), job.since_s, job.id, job) for job in candidates
+    ]
+    timed.sort()
     leaving: list[Job] = []
     found_bytes = 0
-    for job in ordered:
+    for _, _, _, _, job in timed:
         leaving.append(job)
         found_bytes += freed[job.id]
         if found_bytes >= missing_bytes:
             kept = _without_needless(leaving, missing_bytes, freed)
-            at_s = max(times[one.id] for one in kept)
+            at_s = max(free_at_s(one, wanted, rules) for one in kept)
             return FreeingSteps(room, kept, at_s if at_s > now else -math.inf, _sum(kept, freed))
     return FreeingSteps(room, (), math.inf, found_bytes)
 
 
-def _of_lowest_priority(jobs: Sequence[Job], missing_bytes: int, freed: Freed) -> tuple[Job, ...]:
-    """Return those to suspend: none of higher priority than needed, and of these the fewest bytes.
-
-    All `jobs` together suffice.
-    """
-    ordered = sorted(jobs, key=lambda job: job.priority)
-    found_bytes, highest = 0, 0
-    for job in ordered:
-        found_bytes += freed[job.id]
-        highest = job.priority
-        if found_bytes >= missing_bytes:
-            break
-    return _of_fewest_bytes([job for job in ordered if job.priority <= highest], missing_bytes, freed)
-
-
 def _of_fewest_bytes(jobs: Sequence[Job], missing_bytes: int, freed: Freed) -> tuple[Job, ...]:
-    """Return one job that suffices, or several smaller ones if these are fewer bytes."""
-    ordered = sorted(jobs, key=lambda job: (moved_bytes(job), job.priority, -job.since_s, job.id))
-    single = next((job for job in ordered if freed[job.id] >= missing_bytes), None)
+    """Return one of `jobs` that suffices, or several smaller ones if these are fewer bytes. The smallest is first."""
+    single = next((job for job in jobs if freed[job.id] >= missing_bytes), None)
     several: list[Job] = []
     found_bytes = 0
-    for job in ordered:
+    for job in jobs:
         if found_bytes >= missing_bytes:
             break
         several.append(job)
@@ -118,13 +136,15 @@ def _of_fewest_bytes(jobs: Sequence[Job], missing_bytes: int, freed: Freed) -> t
 
 def _without_needless(jobs: Sequence[Job], missing_bytes: int, freed: Freed) -> tuple[Job, ...]:
     """Return `jobs` without those that need not leave, the ones of the highest priority and most bytes first."""
-    kept = sorted(jobs, key=lambda job: (job.priority, moved_bytes(job)))
-    spare_bytes = _sum(kept, freed) - missing_bytes
-    for job in reversed(tuple(kept)):
+    ordered = sorted(jobs, key=lambda job: (job.priority, moved_bytes(job)))
+    spare_bytes = _sum(ordered, freed) - missing_bytes
+    kept: list[Job] = []
+    for job in reversed(ordered):
         if freed[job.id] <= spare_bytes:
             spare_bytes -= freed[job.id]
-            kept.remove(job)
-    return tuple(kept)
+        else:
+            kept.append(job)
+    return tuple(reversed(kept))
 
 
 def _sum(jobs: Sequence[Job], freed: Freed) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 # What a job does, as far as the policy cares.
 QUEUED = "queued"  # it is not started yet
@@ -163,9 +164,11 @@ class Action:
     ends_turn: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class WaitReason:
-    """The reason for which a job or a pending lease waits, and the next step, in words."""
+class WaitReason(NamedTuple):
+    """The reason for which a job or a pending lease waits, and the next step, in words.
+
+    A tuple, since a decision makes a thousand of them.
+    """
 
     subject: str
     waits: str

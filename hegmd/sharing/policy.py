@@ -4,6 +4,8 @@ Owns the decision and nothing else: no clock, no I/O, no memory of earlier decis
 the highest priority first and equals in the order in which they began to wait. Each gets memory that is free, or is
 promised memory that becomes free, or has others suspended, or holds the GPU that it will have first. Nobody after it
 can have what it got. Jobs that have to leave are looked at in the same order, and migrate if a GPU has room for them.
+
+Longer than 400 lines because every step of a decision changes the same accounts.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from hegmd.sharing import wording
-from hegmd.sharing.clearing import FreeingSteps, clearing, moved_bytes
+from hegmd.sharing.clearing import FreeingSteps, ReadyJobs, clearing, moved_bytes
 from hegmd.sharing.model import (
     ARRIVING,
     BUSY,
@@ -30,12 +32,14 @@ from hegmd.sharing.model import (
     Action,
     Decision,
     Job,
+    Lease,
     Snapshot,
     WaitReason,
 )
 from hegmd.sharing.room import GpuBudget, GpuHold, rooms_of
-from hegmd.sharing.wanted import MemoryRequest, wanted_by, wanted_for
+from hegmd.sharing.wanted import MemoryRequest, request_of, turn_of, wanted_by
 
+Turn = tuple[int, int, float, str]
 Rooms = tuple[GpuBudget, ...]
 # For so many waiting jobs a decision has others leave. Who comes after them is served when those have left: that many
 # copies keep a node busy, and a decision stays short.
@@ -68,6 +72,7 @@ class _Decider:
         self._served_by_leaving = 0
         # What is computed once for all waiting jobs of a kind, with the number of jobs on the GPU for which it holds.
         self._known_candidates: dict[tuple[str, tuple[object, ...]], tuple[int, list[Job]]] = {}
+        self._known_ready: dict[tuple[str, int | None], tuple[int, ReadyJobs]] = {}
         self._most_freed: dict[tuple[str, int], tuple[int, int]] = {}
         self._known_suitable: dict[tuple[object, ...], tuple[list[GpuBudget], list[GpuBudget]]] = {}
         # The most that becomes free on one GPU; None if that has changed since it was computed.
@@ -81,42 +86,52 @@ class _Decider:
         self._actions: list[Action] = []
         self._waiting: list[WaitReason] = []
         self._again_at_s = math.inf
-        waiting = [wanted_by(job) for job in snapshot.jobs if job.state in (QUEUED, SUSPENDED)]
-        waiting += [wanted_for(lease) for lease in snapshot.leases if lease.state == PENDING]
-        self._line = [(wanted.turn, wanted) for wanted in waiting]
-        heapq.heapify(self._line)
-        for job in snapshot.jobs:
+        # All who wait, the first one last, with their places in the order; and the jobs that have to leave.
+        line = [(turn_of(job), job) for job in snapshot.jobs if job.state in (QUEUED, SUSPENDED)]
+        self._line: list[tuple[Turn, Job | Lease]] = [
+            *line,
+            *((turn_of(lease), lease) for lease in snapshot.leases if lease.state == PENDING),
+        ]
+        self._line.sort(key=lambda each: each[0], reverse=True)
+        self._leavers: list[tuple[Turn, Job]] = []
+        for _, job in line:
             if job.state == SUSPENDED:
                 self._suspended[job.priority] = self._suspended.get(job.priority, 0) + 1
 
     def decision(self) -> Decision:
         """Serve all who wait, in order, and see off those who have to leave for them."""
-        while self._line:
-            _, wanted = heapq.heappop(self._line)
-            if wanted.id not in self._displaced:
-                self._serve(wanted)
-            elif wanted.job is not None:
-                self._migrate_or_suspend(wanted, wanted.job)
+        while self._line or self._leavers:
+            if self._leavers and (not self._line or self._leavers[0][0] < self._line[-1][0]):
+                _, job = heapq.heappop(self._leavers)
+                self._migrate_or_suspend(wanted_by(job, self._now), job)
+            elif self._is_hindered(waiting := self._line.pop()[1]):
+                continue
+            elif self._served_by_leaving < MAX_SERVED_BY_LEAVING:
+                self._serve(request_of(waiting))
+            else:
+                self._waiting.append(WaitReason(waiting.id, "others are before it", "its turn, after theirs"))
         again_at_s = None if math.isinf(self._again_at_s) else self._again_at_s
         return Decision(tuple(self._actions), tuple(self._waiting), again_at_s)
 
     # -- who waits -----------------------------------------------------------------------------------------------------
 
+    def _is_hindered(self, waiting: Job | Lease) -> bool:
+        """Return whether nothing can be done with it now, and note why."""
+        if isinstance(waiting, Job) and waiting.hindrance:
+            self._wait(waiting.id, waiting.hindrance, "nothing, until that has changed")
+        elif waiting.retry_at_s is not None and waiting.retry_at_s > self._now:
+            self._wait(waiting.id, "its last attempt was refused", "another attempt", waiting.retry_at_s)
+        else:
+            return False
+        return True
+
     def _serve(self, wanted: MemoryRequest) -> None:
-        if wanted.hindrance:
-            self._wait(wanted, wanted.hindrance, "nothing, until that has changed")
-        elif wanted.retry_at_s is not None and wanted.retry_at_s > self._now:
-            self._wait(wanted, "its last attempt was refused", "another attempt", wanted.retry_at_s)
-        elif self._served_by_leaving >= MAX_SERVED_BY_LEAVING:
-            self._wait(wanted, "others are before it", "its turn, after theirs")
-        elif not (rooms := self._suitable(wanted)):
-            if self._admit_with_least(wanted):
-                return
-            self._wait(
-                wanted, wording.unsuitable(wanted, self._gpus.values(), self._rooms), "nothing, until a GPU can have it"
-            )
+        if not (rooms := self._suitable(wanted)):
+            if not self._admit_with_least(wanted):
+                waits = wording.unsuitable(wanted, self._gpus.values(), self._rooms)
+                self._wait(wanted.id, waits, "nothing, until a GPU can have it")
         elif self._is_blocked(wanted):
-            self._wait(wanted, "others are before it", "its turn, after theirs")
+            self._wait(wanted.id, "others are before it", "its turn, after theirs")
         elif chosen := self._fit(wanted, rooms, at_once=True):
             self._admit(wanted, chosen)
         elif chosen := self._fit(wanted, rooms, at_once=False):
@@ -175,14 +190,14 @@ class _Decider:
             if settled_s > self._now:
                 self._take(wanted, chosen, at_once=False)
                 then = wording.follows(wanted, chosen)
-                self._wait(wanted, "it was suspended a moment ago", then, settled_s, _ids(chosen))
+                self._wait(wanted.id, "it was suspended a moment ago", then, settled_s, _ids(chosen))
                 return
         sizes = tuple(min(room.now_bytes, wanted.claim_bytes(room.gpu, share)) for share, room in enumerate(chosen))
         self._take(wanted, chosen, at_once=True)
         reason = wording.admitted(wanted, chosen, sizes)
         self._actions.append(Action(wanted.action, wanted.id, _ids(chosen), sizes, reason))
         self._admitted.update(_ids(chosen))
-        self._wait(wanted, "nothing", reason, self._now, _ids(chosen))
+        self._wait(wanted.id, "nothing", reason, self._now, _ids(chosen))
 
     @cached_property
     def _changing(self) -> frozenset[str]:
@@ -214,7 +229,7 @@ class _Decider:
     def _await_leaving(self, wanted: MemoryRequest, chosen: Rooms) -> None:
         """Promise it memory that becomes free."""
         self._take(wanted, chosen, at_once=False)
-        self._wait(wanted, wording.leaving(chosen), wording.follows(wanted, chosen), gpus=_ids(chosen))
+        self._wait(wanted.id, wording.leaving(chosen), wording.follows(wanted, chosen), gpus=_ids(chosen))
 
     # -- who has to leave ----------------------------------------------------------------------------------------------
 
@@ -223,10 +238,12 @@ class _Decider:
         found: dict[int, FreeingSteps] = {}
         left = list(rooms)
         for share in wanted.shares():
-            options = [option for room in left if (option := self._clearing(wanted, room, share)) is not None]
+            options = self._at_once(wanted, left, share)
+            if not options:
+                options = [option for room in left if (option := self._clearing(wanted, room, share)) is not None]
             if not options:
                 self._block(wanted)
-                self._wait(wanted, wording.held(rooms), "its turn, after theirs")
+                self._wait(wanted.id, wording.held(rooms), "its turn, after theirs")
                 return
             found[share] = min(options, key=lambda option: option.cost(wanted.priority))
             left.remove(found[share].room)
@@ -239,11 +256,47 @@ class _Decider:
         elif not self._displace(wanted, clearings):
             self._hold(wanted, clearings, math.inf, wording.full_pool(self._pool_bytes))
 
+    def _at_once(self, wanted: MemoryRequest, rooms: Sequence[GpuBudget], share: int) -> list[FreeingSteps]:
+        """Return what makes room for a share of it at once, where jobs of the lowest priority have to leave."""
+        lowest, found = wanted.priority, list[tuple[ReadyJobs, int]]()
+        for room in rooms:
+            need_bytes = wanted.need_bytes(room.gpu, share, self._rules)
+            if self._is_closed(wanted, room, need_bytes):
+                continue
+            ready, missing_bytes = self._ready(wanted, room), need_bytes - room.soon_bytes
+            highest = ready.highest_needed(missing_bytes, wanted.priority)
+            if highest is not None and highest < lowest:
+                lowest, found = highest, []
+            if highest == lowest:
+                found.append((ready, missing_bytes))
+        return [ready.leaving(missing_bytes, lowest) for ready, missing_bytes in found]
+
+    def _ready(self, wanted: MemoryRequest, room: GpuBudget) -> ReadyJobs:
+        """Return who can leave `room` at once for a job like `wanted`: the same for all with its rights."""
+        key = room.gpu.id, None if wanted.preempts_others else wanted.uid
+        known = self._known_ready.get(key)
+        if known is None or known[0] != len(room.jobs):
+            jobs = [
+                job
+                for job in room.jobs
+                if job.is_preemptible
+                and not job.hindrance
+                and (job.retry_at_s is None or job.retry_at_s <= self._now)
+                and wanted.may_preempt(job.uid)
+            ]
+            known = len(room.jobs), ReadyJobs(room, jobs, self._rules, self._now)
+            self._known_ready[key] = known
+        return known[1]
+
+    def _is_closed(self, wanted: MemoryRequest, room: GpuBudget, need_bytes: int) -> bool:
+        """Return whether a GPU is too small for it or kept for others."""
+        limit_bytes = room.hold.limit_bytes(wanted) if room.hold is not None else None
+        return room.capacity_bytes < need_bytes or (limit_bytes is not None and limit_bytes < need_bytes)
+
     def _clearing(self, wanted: MemoryRequest, room: GpuBudget, share: int) -> FreeingSteps | None:
         """Return what makes room for a share of it on that GPU; None if the GPU is kept for others or too small."""
         need_bytes = wanted.need_bytes(room.gpu, share, self._rules)
-        limit_bytes = room.hold.limit_bytes(wanted) if room.hold is not None else None
-        if room.capacity_bytes < need_bytes or (limit_bytes is not None and limit_bytes < need_bytes):
+        if self._is_closed(wanted, room, need_bytes):
             return None
         most_bytes = self._most_freed_bytes(room, wanted.priority)
         if room.soon_bytes + most_bytes < need_bytes:
@@ -322,8 +375,7 @@ class _Decider:
             self._leave(job)
         for job in suspended:
             self._pool_bytes -= moved_bytes(job)
-            leaver = wanted_by(job, self._now)
-            heapq.heappush(self._line, (leaver.turn, leaver))
+            heapq.heappush(self._leavers, (wanted_by(job, self._now).turn, job))
         for job in jobs:
             if job.id in migrating:
                 self._act_on_leaver(job, migrating[job.id])
@@ -380,7 +432,7 @@ class _Decider:
         elif not waits and wanted.id in self._lack_pool:
             waits = wording.full_pool(self._pool_bytes)
         self._wait(
-            wanted, waits or wording.occupied(wanted, chosen), wording.follows(wanted, chosen), known_s, _ids(chosen)
+            wanted.id, waits or wording.occupied(wanted, chosen), wording.follows(wanted, chosen), known_s, _ids(chosen)
         )
 
     # -- accounts ------------------------------------------------------------------------------------------------------
@@ -400,10 +452,8 @@ class _Decider:
         blocked_bytes = self._blocked.get(wanted.kind())
         return blocked_bytes is not None and min(wanted.needs_bytes or (0,)) >= blocked_bytes
 
-    def _wait(
-        self, wanted: MemoryRequest, waits: str, then: str, at_s: float | None = None, gpus: tuple[str, ...] = ()
-    ) -> None:
-        self._waiting.append(WaitReason(wanted.id, waits, then, at_s, gpus))
+    def _wait(self, subject: str, waits: str, then: str, at_s: float | None = None, gpus: tuple[str, ...] = ()) -> None:
+        self._waiting.append(WaitReason(subject, waits, then, at_s, gpus))
         if at_s is not None:
             self._wake(at_s)
 

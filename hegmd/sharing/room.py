@@ -125,6 +125,8 @@ def rooms_of(snapshot: Snapshot) -> dict[str, GpuBudget]:
 
 def _count_jobs(jobs: Iterable[Job], rooms: Mapping[str, GpuBudget], gpus: Mapping[str, Gpu]) -> None:
     for job in jobs:
+        if not job.held_bytes and job.state not in PRESENT:
+            continue
         for gpu_id, held_bytes in job.held_bytes.items():
             if (room := rooms.get(gpu_id)) is None:
                 continue

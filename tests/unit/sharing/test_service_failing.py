@@ -314,3 +314,29 @@ async def test_a_job_that_is_about_to_leave_still_needs_what_it_said(tmp_path: P
         (job,) = view.snapshot.jobs
         assert (job.state, job.held_bytes, job.needs_bytes) == (model.LEAVING, {"gpu0": 2 * MIB}, (5 * MIB,))
         del shared.sharing.actions.acting["j1"]
+
+
+async def test_a_job_that_never_trains_keeps_its_memory_from_others_for_a_time_only(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    """A suspended job of the same priority waited for ever."""
+    later_s = 0.0
+    async with sharing_on(tmp_path, utc=lambda: time.time() + later_s) as shared:
+        await shared.node.attend(other.pid, b"2" * (4 * MIB), token="b" * 32)
+        lease = (await shared.make_room(7 * MIB, until_free=True)).lease
+        assert lease is not None
+        await shared.node.moving.job_requests.register(process.pid, UID, RegisterJob(run="first", command=("sleep",)))
+        async with anyio.create_task_group() as tasks:
+            asked = told.PlaceJob(run="first", gpu="gpu0", size_bytes=5 * MIB)
+            tasks.start_soon(shared.requests.place, asked, ADMIN, shared.emit)
+            await shared.until_states(j1="suspended", j2="waiting")
+            await shared.requests.set_priority(told.SetPriority(job="j2", priority=60), ADMIN)
+            await shared.requests.release(told.Release(lease=lease.id), ADMIN)
+            await shared.until_states(j1="suspended", j2="starting")
+        await shared.requests.set_priority(told.SetPriority(job="j2", priority="normal"), ADMIN)
+        assert await shared.states() == {"j1": "suspended", "j2": "starting"}
+        later_s = 601.0
+        shared.sharing.look_again()
+        await shared.until_states(j1="running", j2="starting")
+        (one,) = [job for job in (await shared.requests.queue(ADMIN)).jobs if job.job == "j2"]
+        assert one.why == "it has not trained within 10 min of its start: no memory is kept for it"
