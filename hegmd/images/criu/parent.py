@@ -18,6 +18,8 @@ parent.py tend FD PID [WISHES] -- PROGRAM ARGUMENTS...
     On SIGTERM before that, the program has some time to finish, since CRIU leaves files behind when it is killed, and
     then the same is done. SIGUSR1 does so at any time, and so does a closed FD.
 
+In both, the program is killed if PID has ended and the program does not: CRIU can wait for a killed root for ever.
+
 The wishes, each applied before the program starts:
 
 --spare
@@ -65,6 +67,9 @@ SYSCALL = 0x050F
 PTRACE = 101
 WORD = (1 << 64) - 1
 ASKED_GRACE_S = 20
+# How long the root may have ended while the program still runs; and the status that tells that it was killed for this.
+ROOT_GRACE_S = 20.0
+ROOT_ENDED = 121
 _AGAIN_S = 0.05
 _NOBODY = 65534
 
@@ -104,7 +109,7 @@ def run_to_end(pid_file: str, root: int, words: list[str]) -> int:
     if program == 0:
         _be_followed()
         start(words)
-    status = _status(_follow(program))
+    status = _see_through(program, root, ROOT_GRACE_S)
     if status == 0:
         fd = os.open(pid_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         os.write(fd, b"%d\n" % root)
@@ -112,7 +117,7 @@ def run_to_end(pid_file: str, root: int, words: list[str]) -> int:
     return status
 
 
-def tend(told: int, root: int, words: list[str]) -> int:
+def tend(told: int, root: int, words: list[str], root_grace_s: float = ROOT_GRACE_S) -> int:
     """Run the program and stay with the processes that it leaves. Returns the root's exit status as a shell would."""
     import ctypes
 
@@ -128,7 +133,7 @@ def tend(told: int, root: int, words: list[str]) -> int:
         os.close(told)
         _be_followed()
         start(words, attendant)
-    status = _status(_follow(program))
+    status = _see_through(program, root, root_grace_s)
     signal.alarm(0)
     if asked or status != 0:
         _end_descendants()
@@ -145,6 +150,37 @@ def tend(told: int, root: int, words: list[str]) -> int:
         _end_descendants()
     os.closerange(3, 1 << 16)
     return _reap(root)
+
+
+def _see_through(program: int, root: int, root_grace_s: float) -> int:
+    """Wait for the program to end, and kill it if the root ends long before it. Returns its status."""
+    import threading
+
+    ended, was_killed = threading.Event(), threading.Event()
+    held = os.pidfd_open(program)
+
+    def watch() -> None:
+        looks = 0
+        while looks < 10 and not ended.wait(root_grace_s / 10):
+            looks = looks + 1 if _is_zombie(root) else 0
+        if not ended.is_set():
+            was_killed.set()
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(held, signal.SIGKILL)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    status = _status(_follow(program))
+    ended.set()
+    watcher.join()
+    os.close(held)
+    return ROOT_ENDED if was_killed.is_set() and status != 0 else status
+
+
+def _is_zombie(pid: int) -> bool:
+    with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[0] == b"Z"
+    return False
 
 
 def _reap(root: int) -> int:

@@ -30,7 +30,7 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 
-from hegmd.errors import HegmError, Refused
+from hegmd.errors import EXTERNAL, HegmError, Refused
 from hegmd.images.criu.command_line import (
     DUMP_LOG,
     IMAGES_FD,
@@ -44,6 +44,7 @@ from hegmd.images.criu.command_line import (
 )
 from hegmd.images.criu.error_messages import failure, had_left_overs, had_numbers_taken, not_there
 from hegmd.images.criu.needs import Needs
+from hegmd.images.criu.parent import ROOT_ENDED
 from hegmd.images.criu.privileges import CriuPrivileges
 from hegmd.node.criu_program import Criu
 from hegmd.node.processes.process_set import (
@@ -196,7 +197,7 @@ async def _restore_once(
     attendant: int | None = None
     came = attended = ProcessSet({})
     if unit_name is not None:
-        await _restore_in_unit([root, *words], unit_name, description, log_dir_fd, deadline_s)
+        await _restore_in_unit([root, *words], needs.pids[0], unit_name, description, log_dir_fd, deadline_s)
     else:
         begun = await start_apart(
             lambda told: [*_PYTHON, "tend", str(told), root, *words],
@@ -204,7 +205,7 @@ async def _restore_once(
             end=lambda: end_all(population_of(needs.pids)),
         )
         if not begun.word:
-            error = _failed("restore", _log(log_dir_fd, RESTORE_LOG), "", begun.status)
+            error = _not_restored(log_dir_fd, needs.pids[0], begun.status)
             is_killed = begun.status is None or begun.status < 0
             raise ProcessesLeft(error.code, error.message, error.hint, error.facts) if is_killed else error
         attendant = begun.pid
@@ -268,7 +269,7 @@ async def _warn_of_long_dump(root_pid: int, is_long_s: float) -> None:
 
 
 async def _restore_in_unit(
-    words: Sequence[str], name: str, description: str, log_dir_fd: int, deadline_s: float
+    words: Sequence[str], root: int, name: str, description: str, log_dir_fd: int, deadline_s: float
 ) -> None:
     """Restore in a unit of that name. After a failure the unit and all its processes are ended."""
     pid_file = f"/run/{name}.pid"
@@ -277,7 +278,7 @@ async def _restore_in_unit(
         with anyio.CancelScope(shield=True):
             done = await start_unit(argv, name, pid_file=pid_file, description=description, deadline_s=deadline_s)
             if done.status != 0:
-                raise _failed("restore", _log(log_dir_fd, RESTORE_LOG), "", done.status)
+                raise _not_restored(log_dir_fd, root, done.status)
         await anyio.lowlevel.checkpoint()  # a cancellation takes effect here
     except UnitNameTaken:
         raise  # belongs to another operation
@@ -314,6 +315,14 @@ async def _take_numbers(needs: Needs, thread_numbers: Sequence[int]) -> None:
             "end that process (ps -eLo pid,tid,args), or restore in a new pid namespace: "
             "unshare --pid --fork --mount-proc",
         )
+
+
+def _not_restored(log_dir_fd: int, root: int, status: int | None) -> HegmError:
+    log = _log(log_dir_fd, RESTORE_LOG)
+    if status != ROOT_ENDED:
+        return _failed("restore", log, "", status)
+    hint = "restore the image again, which is whole; dmesg says whether the kernel lacked memory and killed the process"
+    return _logged(HegmError(EXTERNAL, f"process {root} was killed while CRIU restored the job", hint), log, "")
 
 
 def _failed(step: str, log: str, output: str, status: int | None) -> HegmError:

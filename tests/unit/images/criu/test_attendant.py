@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,3 +24,23 @@ def test_an_attendant_whose_end_took_long_was_killed_by_its_own_alarm() -> None:
     words = [sys.executable, "-SE", "-c", TENDED, str(Path(criu.__file__).parent)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S, check=True)
     assert done.stdout == "5 True\n"
+
+
+STUCK = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import parent
+root = os.fork()
+if root == 0:
+    os._exit(9)
+told = os.open(os.devnull, os.O_WRONLY)
+print(parent.tend(told, root, ["--", "/bin/cat", sys.argv[2]], root_grace_s=0.01) == parent.ROOT_ENDED)
+"""
+
+
+def test_criu_waited_for_a_quarter_of_an_hour_for_a_job_whose_first_process_had_been_killed(tmp_path: Path) -> None:
+    """Issue 16, outcome 3: the launcher was killed when it had its memory back, and CRIU did not hear of its end."""
+    os.mkfifo(endless := tmp_path / "endless")
+    words = [sys.executable, "-SE", "-c", STUCK, str(Path(criu.__file__).parent), str(endless)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S, check=True)
+    assert done.stdout == "True\n"
