@@ -384,7 +384,6 @@ class DaemonAuthority:
             operation=self._operation,
             resumes=self._resumes,
             gpu=self._gpu,
-            ranks=True,
             asks=True,
             key=self._key if self._started else "",
             ready=self._ready,

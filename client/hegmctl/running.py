@@ -27,18 +27,7 @@ from hegmctl.endpoint import (
 from hegmctl.exec_command import become, require
 from hegmctl.grammar.starting import NVLS, READY_WHEN
 from hegmctl.recovering import recovery_asked, tell_plan
-from hegmd.errors import (
-    BAD_REQUEST,
-    DENIED,
-    EXTERNAL,
-    INCOMPATIBLE,
-    NO_DAEMON,
-    NOT_FOUND,
-    REFUSED,
-    USAGE,
-    HegmError,
-    Refused,
-)
+from hegmd.errors import BAD_REQUEST, DENIED, EXTERNAL, NO_DAEMON, NOT_FOUND, REFUSED, USAGE, HegmError, Refused
 from hegmd.protocol.names import gpu_named
 
 TYPE_CHECKING = False
@@ -363,10 +352,7 @@ def _look_at_daemon(session: Session, asked: tuple[str, ...], run_id: str, socke
 
 
 def _register(session: Session, connection: Connection, run_id: str) -> tuple[str | None, str | None]:
-    """Have the daemon enter this process as a job; its name and id, which a daemon of an earlier release does not give.
-
-    Raises HegmError.
-    """
+    """Have the daemon enter this process as a job; return its name and id, if it could. Raises HegmError."""
     from hegmd.protocol.messages import JobRegistered, RegisterJob
 
     arguments = session.arguments
@@ -379,8 +365,7 @@ def _register(session: Session, connection: Connection, run_id: str) -> tuple[st
     except HegmError as error:
         if error.code in (BAD_REQUEST, NOT_FOUND, DENIED):
             raise
-        if error.code is not INCOMPATIBLE:  # as a daemon of an earlier release says
-            session.sink.note(f"{error.message}; the job runs, and is named once its agent connects")
+        session.sink.note(f"{error.message}; the job runs, and is named once its agent connects")
         return wanted, None
     if wanted is not None and job.name != wanted:
         session.sink.note(f"another job is called {wanted}: this one is {job.name} ({job.id})")

@@ -6,7 +6,7 @@ Defines the form of reports, and sends them to the daemon, if there is one. `ord
 from __future__ import annotations
 
 from ..errors import HegmError
-from ..protocol.agents import AgentReport, LeftAlone, StorageLocation, packed
+from ..protocol.agents import AgentReport, LeftAlone, packed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -38,17 +38,13 @@ class ReportSender:
         return lambda so_far_bytes: self._tell(order=order, result="progress", size_bytes=so_far_bytes)
 
     def view(self, order: Order, shown: IpcStorages, view: View) -> None:
-        """Return storages as another process can reach them; in an older form for an older daemon."""
-        places: tuple[StorageLocation, ...] = ()
-        if not order.packed:
-            places = tuple([StorageLocation(handle=spot[0], offset=spot[1], size_bytes=spot[2]) for spot in view.spots])
+        """Return storages as another process can reach them."""
         self.done(
             order.order,
             storages=len(shown),
             size_bytes=shown.size_bytes,
             handles=tuple(view.handles),
-            places=places,
-            packed_places=packed(view.spots) if order.packed else None,
+            places=packed(view.spots),
             gpus=tuple(view.gpus),
             devices=view.devices or None,
             first=view.first,

@@ -135,7 +135,6 @@ class Candidate(Record):
     supervisor: int | None = field("the process that would start it again after a restart", default=None)
     launched: bool = field("whether that has started a launcher, which started this rank", default=False)
     apart: bool = field("whether that is not its parent: the parent would take its exit for its end", default=False)
-    ranks: bool = field("whether that can start several ranks from a state of each", default=False)
     python: bool = field("whether that would take another Python for it", default=False)
     other_python: str = field("the version that the requested Python reports; empty if unknown", default="")
     no_python: str = field("why that is no Python; empty if it is one or if that is not known", default="")

@@ -309,7 +309,6 @@ class PlanSurvey:
                 supervisor=None if supervisor is None else supervisor.pid,
                 launched=supervisor is not None and _is_launched(process.pid, worker, supervisor),
                 apart=supervisor is not None and parent_of(process.pid) not in (None, supervisor.pid),
-                ranks=supervisor is not None and supervisor.offer.ranks,
                 python=supervisor is not None and supervisor.offer.python,
                 other_python=said if is_python else "",
                 no_python="" if is_python else said,

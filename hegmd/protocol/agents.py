@@ -85,9 +85,8 @@ class Order(Record):
     )
     first: int | None = field("filled: the first storage that has its bytes again, counted from 0", default=None)
     count: int | None = field("filled: the number of storages from there on that have their bytes again", default=None)
-    packed: bool = field("export, make: whether the report may have packed places", default=False)
     partly: bool = field(
-        "export, make: whether the packed places may include storages that CUDA IPC cannot export, without a handle",
+        "export, make: whether the places may include storages that CUDA IPC cannot export, without a handle",
         default=False,
     )
     direction: str | None = field("copy: `out` into the descriptor, or `in` from there", default=None)
@@ -263,14 +262,6 @@ class Communicators(Record):
     )
 
 
-class StorageLocation(Record):
-    """The location of a storage, for another process that opens the handle."""
-
-    handle: int = field("number of the handle, counted from 0")
-    offset: int = field("offset from that handle's address")
-    size_bytes: int = field("size of the storage")
-
-
 def packed(spots: Sequence[Spot] | Sequence[Span]) -> bytes:
     """Pack places or spans for a message. The job is parked while the message is made and read.
 
@@ -283,7 +274,7 @@ def packed(spots: Sequence[Spot] | Sequence[Span]) -> bytes:
 def unpacked(data: bytes) -> list[Spot]:
     """Return the places that `packed` was given. Raises BadValue for other data."""
     if len(data) % _SPOT.size:
-        raise BadValue("packed_places", f"{len(data)} bytes are no whole places of {_SPOT.size}")
+        raise BadValue("places", f"{len(data)} bytes are no whole places of {_SPOT.size}")
     return list(_SPOT.iter_unpack(data))
 
 
@@ -349,14 +340,9 @@ class AgentReport(Request, op="agent.report", reply=Noted):
         "survey, disconnect, reconnect: its communicator groups; nil if the process has none", default=None
     )
     handles: tuple[bytes, ...] = field("export, make: CUDA IPC handles, 64 bytes each", default=())
-    places: tuple[StorageLocation, ...] = field(
-        "export, make: where the storages are. The order stays the same while they are offloaded. Empty if they are "
-        "packed",
-        default=(),
-    )
-    packed_places: bytes | None = field(
-        "the same in packed form, if the order allows it: three numbers for each storage, as unsigned 64-bit "
-        "little-endian integers",
+    places: bytes | None = field(
+        "export, make: for each storage the number of its handle, the offset from that address and the size, as "
+        "unsigned 64-bit little-endian integers; the order stays the same while the storages are offloaded",
         default=None,
     )
     gpus: tuple[str, ...] = field(

@@ -115,7 +115,6 @@ class Supervise(Request, op="supervise", reply=SupervisionEnded, event=Superviso
     ready: str | None = field(
         "when to prestart the next process: in-turn, beforehand or always; nil for the daemon's setting", default=None
     )
-    ranks: bool = field("whether the supervisor can start several ranks, each from its own state", default=False)
     kept: bool = field(
         "whether a prestarted process that any restart can use waits, or is being started", default=False
     )

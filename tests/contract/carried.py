@@ -25,7 +25,7 @@ from hegmd.migration.contracts import MigratedProcess
 from hegmd.migration.methods.gpus import Gpus
 from hegmd.migration.methods.pool_keys import key_of
 from hegmd.protocol.agents import NO_HANDLE, packed, unpacked_spans
-from hegmd.protocol.messages import Order, StorageLocation
+from hegmd.protocol.messages import Order
 from hegmd.workers.workers import Workers
 from tests.contract.driven import driven, in_force
 from tests.contract.helped import MIB, SIZE_BYTES, SIZES_MIB, Owner
@@ -47,7 +47,6 @@ class IpcAgent(ModelAgent):
         #: How often it finds no room for its storages.
         self.crowded = 0
         #: Whether it is of a release that knows nothing of packed places.
-        self.is_old = False
         #: Which storages it shows no handle of, and which it has copied itself, each way.
         self.own: set[int] = set()
         #: The UUIDs of its GPUs, if it is on several: its storages lie on them in turn.
@@ -90,13 +89,8 @@ class IpcAgent(ModelAgent):
         shown: dict[str, Any] = {"handles": tuple(self.owner.handles()), "first": 0, "at_bytes": 0, "left": 0}
         if self.gpus:
             shown |= {"gpus": self.gpus, "devices": bytes(spot[0] % len(self.gpus) for spot in spots)}
-        if order.packed and not self.is_old:
-            spots = [(NO_HANDLE if spot[0] in self.own and order.partly else spot[0], *spot[1:]) for spot in spots]
-            return {**shown, "packed_places": packed(spots)}
-        places = [
-            StorageLocation(handle=handle, offset=offset, size_bytes=size_bytes) for handle, offset, size_bytes in spots
-        ]
-        return {**shown, "places": tuple(places)}
+        spots = [(NO_HANDLE if spot[0] in self.own and order.partly else spot[0], *spot[1:]) for spot in spots]
+        return {**shown, "places": packed(spots)}
 
 
 @dataclass

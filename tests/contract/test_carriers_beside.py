@@ -87,16 +87,6 @@ async def test_a_preparation_ahead_and_the_resume_share_one_copy_session(moving:
 
 
 @pytest.mark.thorough
-async def test_an_agent_of_an_earlier_release_shows_its_places_in_its_own_form(moving: Moving) -> None:
-    """It lives as long as its job does, through upgrades of hegmd, and knows nothing of packed ones."""
-    async with moving() as job:
-        job.agent.is_old = True
-        await job.settle()
-        assert job.in_pool() != bytes(SIZE_BYTES)
-        await job.put_back()
-
-
-@pytest.mark.thorough
 async def test_a_suspension_waited_for_the_helpers_contexts_after_the_driver_was_done(moving: Moving) -> None:
     """They go beside its step. One that goes home again soon, as with an image that is made of it, keeps them."""
     async with moving() as job:

@@ -24,7 +24,7 @@ from hegmctl.connection import Connection, connect
 from hegmctl.wire import Descriptors
 from hegmd.agent.cuda_driver import Driver, PeerAccess
 from hegmd.agent.disconnected import RendezvousWait
-from hegmd.protocol.agents import unpacked_spans
+from hegmd.protocol.agents import packed, unpacked_spans
 from hegmd.protocol.messages import (
     AgentAttend,
     AgentDismissed,
@@ -34,7 +34,6 @@ from hegmd.protocol.messages import (
     CudaFacts,
     Noted,
     Order,
-    StorageLocation,
 )
 from tests.e2e.stub_ranks import Ranks
 from tests.stubs.cuda.program import MIB, Address, Handle, Program, call, cuda
@@ -326,17 +325,14 @@ class Agent:
             handle = Handle()
             call("cuIpcGetMemHandle", ctypes.byref(handle), piece)
             handles.append(bytes(memoryview(handle)))
-        places = [
-            StorageLocation(handle=index, offset=0, size_bytes=size)
-            for index, size in enumerate(self.sizes[first:last])
-        ]
+        places = [(index, 0, size) for index, size in enumerate(self.sizes[first:last])]
         at_bytes = sum(-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in self.sizes[:first])
         uuids = [Driver().uuid_of(ordinal) for ordinal in self.program.ordinals] if self._count > 1 else []
         return {
             "gpus": tuple(uuids),
             "devices": bytes(number % self._count for number in range(first, last)) if uuids else None,
             "handles": tuple(handles),
-            "places": tuple(places),
+            "places": packed(places),
             "first": first,
             "at_bytes": at_bytes,
             "left": len(self.sizes) - last,

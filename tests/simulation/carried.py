@@ -67,7 +67,7 @@ class Process:
             (NO_HANDLE if number in own else number, 0, len(content)) for number, content in enumerate(self.contents)
         ]
         handles = tuple(bytes([number]) for number in range(len(self.contents)))
-        return {"handles": handles, "packed_places": packed(spots), "first": 0, "at_bytes": 0, "left": 0}
+        return {"handles": handles, "places": packed(spots), "first": 0, "at_bytes": 0, "left": 0}
 
     def _free(self, _: Sequence[int], __: Mapping[str, Any]) -> dict[str, Any]:
         self.storages = [bytearray(len(content)) for content in self.contents]

@@ -166,7 +166,7 @@ class CopyingCarrier(NoCopy):
 
     async def offload(self, subject: MigratedProcess, on_progress: Progress) -> int:
         """Raises HegmError; before the storages are freed, nothing has changed then."""
-        report = await subject.worker.order("export", packed=True, partly=True)
+        report = await subject.worker.order("export", partly=True)
         shares = await self._shares(subject, OUT, report)
         for share in shares:
             end_bytes, held_bytes = _end_of(share.places), self.space_bytes(share.subject)
@@ -190,7 +190,7 @@ class CopyingCarrier(NoCopy):
         done_bytes = 0
         while True:
             async with making() as made:
-                report = await subject.worker.order("make", size_bytes=most_bytes, packed=True, partly=True)
+                report = await subject.worker.order("make", size_bytes=most_bytes, partly=True)
                 has_spare_memory = made()
                 note_short(subject, report)
                 done_bytes += await self._fill(subject, report, partial(_add, on_progress, done_bytes))
@@ -407,11 +407,7 @@ def _places(report: AgentReport) -> list[Place]:
 
     Raises BadValue for malformed packed places.
     """
-    if report.packed_places is None:  # an agent of an earlier release
-        spots = [(place.handle, place.offset, place.size_bytes) for place in report.places]
-    else:
-        spots = unpacked(report.packed_places)
-    return _one_after_another(spots, report.at_bytes or 0)
+    return _one_after_another(unpacked(report.places or b""), report.at_bytes or 0)
 
 
 def _one_after_another(spots: Iterable[tuple[int, int, int]], at_bytes: int) -> list[Place]:

@@ -25,7 +25,7 @@ from hegmd.memory.sizes import MIB
 from hegmd.memory.video_memory import DEVICE_BYTES
 from hegmd.migration.carriers.copying import OUT, CopyingCarrier, Span, by_device, lane_of, lanes_of
 from hegmd.migration.contracts import MigratedProcess, OutOfMemory, Progress
-from hegmd.migration.methods.gpus import Gpus, VideoMemory, earlier_bytes_of, pool_owner
+from hegmd.migration.methods.gpus import Gpus, VideoMemory, pool_owner
 from hegmd.node.gpu_sets import gpus_of
 from hegmd.protocol.operations import PEER
 
@@ -96,18 +96,18 @@ class PeerCarrier(CopyingCarrier):
         taken: list[str] = []
         for part in parts:
             where = self._where(part) or await self.gpus.uuid_of(targets[part.device or 0] if targets else "")
-            if where not in self._memory.of(self._owner(subject)):
+            if where not in self._memory.of(pool_owner(subject)):
                 taken.append(where)
             try:
                 await self._reserve_on(where, part, _share_bytes(part, size_bytes))
             except HegmError:
                 for gpu in taken:
-                    await self._memory.release(self._owner(subject), gpu)
+                    await self._memory.release(pool_owner(subject), gpu)
                 raise
         await self.prepare_or_release(subject)
 
     async def _reserve_on(self, where: str, part: MigratedProcess, size_bytes: int) -> None:
-        owner = self._owner(part)
+        owner = pool_owner(part)
         async with self.gpus.turn(self.gpus.name_of(where)):
             try:
                 await self._memory.reserve(owner, where, size_bytes, start=_base_of(part))
@@ -122,19 +122,19 @@ class PeerCarrier(CopyingCarrier):
 
     async def release(self, subject: MigratedProcess) -> None:
         await self.abandon(subject)
-        for where in tuple(self._memory.of(self._owner(subject))):
-            await self._memory.release(self._owner(subject), where)
+        for where in tuple(self._memory.of(pool_owner(subject))):
+            await self._memory.release(pool_owner(subject), where)
             self.gpus.changed()
 
     def held_bytes(self, subject: MigratedProcess) -> int:
-        return sum(self._memory.of(self._owner(subject)).values())
+        return sum(self._memory.of(pool_owner(subject)).values())
 
     async def fetch(self, subject: MigratedProcess, on_progress: Progress) -> None:
         """Do nothing: GPU memory is copied nowhere else."""
 
     def space_bytes(self, subject: MigratedProcess) -> int:
         where = self._where(subject)
-        pieces = () if where is None else self._memory.pieces(self._owner(subject), where)
+        pieces = () if where is None else self._memory.pieces(pool_owner(subject), where)
         return pieces[-1].at + pieces[-1].size_bytes - _base_of(subject) if pieces else 0
 
     def session_of(self, subject: MigratedProcess, direction: str, device: int, place: int) -> int:
@@ -158,18 +158,18 @@ class PeerCarrier(CopyingCarrier):
         where = self._where(subject)
         if where is None:
             raise Refused(f"no memory is reserved for the bytes of process {subject.pid}", "run: hegmctl ops")
-        await route.attach_video(where, self._memory.pieces(self._owner(subject), where), _base_of(subject))
+        await route.attach_video(where, self._memory.pieces(pool_owner(subject), where), _base_of(subject))
 
     async def passed(self, subject: MigratedProcess, route: CopyClient, at_bytes: int) -> None:
         """Release memory whose bytes are reloaded, for the next round."""
         where = self._where(subject)
         if where is None or not subject.in_rounds:
             return
-        pieces = self._memory.pieces(self._owner(subject), where)
+        pieces = self._memory.pieces(pool_owner(subject), where)
         count = sum(piece.at + piece.size_bytes <= at_bytes for piece in pieces)
         if count:
             await route.detach_first(count)
-            await self._memory.give_first(self._owner(subject), where, count)
+            await self._memory.give_first(pool_owner(subject), where, count)
 
     # -- storages that the process copies itself
     # --------------------------------------------------------------------------
@@ -211,14 +211,9 @@ class PeerCarrier(CopyingCarrier):
             done_bytes += sum(span[2] for span in by_process)
             on_progress(done_bytes)
 
-    def _owner(self, subject: MigratedProcess) -> str:
-        """Under what name its bytes are held, or are to be."""
-        owner, earlier = pool_owner(subject), earlier_bytes_of(subject)
-        return earlier if not self._memory.of(owner) and self._memory.of(earlier) else owner
-
     def _where(self, subject: MigratedProcess) -> str | None:
         """The GPU that its bytes are held on; of several, those of its `device`."""
-        owner = self._owner(subject)
+        owner = pool_owner(subject)
         held = self._memory.of(owner)
         if subject.device is None:
             return next(iter(held), None)

@@ -54,11 +54,6 @@ class StateCarrier(Pooled):
         hegmd, the agent may reconnect before the supervisor.
         """
         supervisor = await self._come(subject)
-        if subject.ranks and not supervisor.offer.ranks:
-            hint = "start the job with this release of hegmctl; it continues to run"
-            raise Refused(
-                f"process {supervisor.pid} is of an older release that cannot restart ranks from their states", hint
-            )
         await supervisor.order("expect", subject.operation, launches=bool(subject.ranks))
         memory = await self._pool.to_fill(key_of(subject))
         report = await subject.worker.order("save", fds=[memory.fd], on_progress=on_progress)

@@ -119,11 +119,6 @@ def bytes_name(operation: str, worker: str, start_ticks: int) -> str:
     return f"{operation}.{worker}.{BYTES}@{start_ticks}"
 
 
-def earlier_bytes_of(subject: MigratedProcess) -> str:
-    """Return the owner name of an earlier release, whose memory a store may have kept through an upgrade."""
-    return f"{subject.operation}.{subject.name}.{BYTES}"
-
-
 def staging_out_owner(subject: MigratedProcess) -> str:
     """Under what name the memory is held that its bytes go through on their way to the pool."""
     return passing_name(subject.operation, subject.name)

@@ -186,9 +186,6 @@ def judge_ranks(draft: Draft, members: Sequence[Candidate]) -> None:
     elif len(members) > MAX_RANKS:
         hint = "save a checkpoint in the script, and start the ranks from that"
         draft.against(REFUSED, f"the job has {len(members)} ranks, but a restart supports {MAX_RANKS} at most", hint)
-    elif any(member.supervisor is not None and not member.ranks for member in members):
-        message = f"the hegmctl run that started processes {pids} is of an older release that cannot restart ranks"
-        draft.against(REFUSED, message, "start the job with this release of hegmctl")
     elif not draft.reasons:
         _judge_places(draft)
         for message, next_step, pid in communicator_rules.against_one_gpu(draft, members):

@@ -1,4 +1,4 @@
-"""What an agent says of its storages' places: in the form that the order allows, and nothing lost by it."""
+"""What an agent says of its storages' places: packed, and nothing lost by it."""
 
 from __future__ import annotations
 
@@ -40,17 +40,10 @@ def answered(order: Order) -> AgentReport:
 
 def test_places_took_an_agent_longer_to_write_than_the_copy_of_what_lies_there() -> None:
     """A training has a thousand tensors, and an agent's msgpack is in Python."""
-    report = answered(Order(order=1, do="export", packed=True))
-    assert report.places == ()
-    assert report.packed_places is not None
-    assert len(report.packed_places) == 24 * len(SPOTS)
-    assert unpacked(report.packed_places) == SPOTS
-
-
-def test_an_earlier_daemon_has_them_in_the_form_that_it_knows() -> None:
     report = answered(Order(order=1, do="export"))
-    assert report.packed_places is None
-    assert [(place.handle, place.offset, place.size_bytes) for place in report.places] == SPOTS
+    assert report.places is not None
+    assert len(report.places) == 24 * len(SPOTS)
+    assert unpacked(report.places) == SPOTS
 
 
 def test_what_is_no_whole_place_is_refused() -> None:

@@ -236,7 +236,7 @@ def ranked(
     *ranks: int | None, world: int = 2, gpus: tuple[str, ...] = ("gpu0",), **candidate: Any
 ) -> NodeSnapshotForPlan:
     """A job of such ranks, on those GPUs one after the other."""
-    one = node(ranks=True, **candidate)
+    one = node(**candidate)
     job = one.candidates[0]
     members: list[Candidate] = []
     for index, rank in enumerate(ranks):
@@ -262,13 +262,6 @@ def test_a_job_whose_ranks_are_not_all_here_or_not_known_is_not_restarted() -> N
     assert "have no RANK and WORLD_SIZE in their environment" in said(planned(ranked(None, None), via))
     assert "have no RANK and WORLD_SIZE in their environment" in said(planned(ranked(0, 0), via))
     assert "15 at most" in said(planned(ranked(*range(16), world=16), via))
-
-
-def test_a_supervisor_of_an_older_release_restarts_no_ranks() -> None:
-    """It knows one state alone, and would have started the launcher without any."""
-    older = ranked(0, 1)
-    older = older.replace(candidates=tuple([member.replace(ranks=False) for member in older.candidates]))
-    assert "cannot restart ranks" in said(planned(older, ask("gpu2", via=RESTART)))
 
 
 def test_ranks_keep_apart_and_together_as_they_were() -> None:

@@ -215,7 +215,7 @@ class Launched:
     async def attend(self) -> None:
         """The supervisor says that it has started its command; until this is cancelled."""
         command = int(await self.say())
-        offer = Supervise(run="run-1", python=False, pid=command, started=True, operation="4", ranks=True)
+        offer = Supervise(run="run-1", python=False, pid=command, started=True, operation="4")
         try:
             await self._supervisors.attend(self, self._process.pid, UID, offer, _send_to_supervisor)
         finally:
@@ -318,7 +318,7 @@ async def test_the_launcher_that_this_daemon_started_is_not_searched_for_ranks(t
     supervisors = Supervisors(lambda _: TICKS)
     restart = method(tmp_path, supervisors=supervisors, ranks_below=ranks_below)
     rank = StartingRank(lambda _: True)
-    offer = Supervise(run="run-1", python=False, pid=BEFORE, started=True, operation="4", ranks=True)
+    offer = Supervise(run="run-1", python=False, pid=BEFORE, started=True, operation="4")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(supervisors.attend, object(), os.getpid(), UID, offer, _send_to_supervisor)
         await supervisors.news.wait()
