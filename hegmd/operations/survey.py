@@ -31,6 +31,7 @@ from hegmd.migration.model import (
     Surroundings,
     Unreachable,
 )
+from hegmd.migration.plan.driver_rules import contexts_of
 from hegmd.migration.plan.migration_options import ways_of
 from hegmd.node.criu_program import usable_path
 from hegmd.node.inventory import Inventory, NodeSnapshot
@@ -117,6 +118,9 @@ class PlanSurvey:
         self._own_pids = own_pids
         #: How much memory of each GPU leases keep for others than these processes, by GPU; sharing sets it.
         self.leased: Leased = lambda _pids, _candidates: {}
+        #: What a CUDA context takes on each GPU, by the smallest measurement. So a job's need does not grow while it is
+        #: suspended, and only processes with more memory of their own are left there.
+        self._contexts: dict[str, int] = {}
         self._looks = BoundedReads(OUTSIDE_S, MAX_LOOKS)
 
     async def snapshot(
@@ -176,8 +180,17 @@ class PlanSurvey:
         leased = self.leased(tuple(pids), candidates)
         kept = self.kept_bytes(node)
         gpus = [_gpu_memory(gpu, node.gpus, kept.get(gpu.id, 0)) for gpu in node.gpus]
+        for gpu_id, size_bytes in contexts_of(gpus, candidates).items():
+            self._contexts[gpu_id] = min(size_bytes, self._contexts.get(gpu_id, size_bytes))
         return NodeSnapshotForPlan(
-            gpus=tuple([gpu.replace(leased_bytes=leased.get(gpu.id, 0)) for gpu in gpus]),
+            gpus=tuple(
+                [
+                    gpu.replace(
+                        leased_bytes=leased.get(gpu.id, 0), context_bytes=self._contexts.get(gpu.id, gpu.context_bytes)
+                    )
+                    for gpu in gpus
+                ]
+            ),
             candidates=candidates,
             unreachable=tuple(_unreachable(node)),
             beginning=tuple(pid for pid in pids if self._begins(pid)),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from hegmd.memory.sizes import CONTEXT_BYTES
 from hegmd.migration.machine.operation import JobProcess
-from hegmd.migration.model import Candidate, MigrationPlan
+from hegmd.migration.model import Candidate, GpuMemory, MigrationPlan
 from hegmd.migration.plan.carrier_choice import is_helped
 from hegmd.node.gpu_sets import gpus_of, shared_out
 from hegmd.node.processes.surroundings import parent_of
@@ -34,12 +33,15 @@ def needs_by_gpu(members: Sequence[JobProcess], place: Callable[[JobProcess], st
     return needs
 
 
-def copies_by_gpu(members: Sequence[JobProcess], place: Callable[[JobProcess], str | None]) -> dict[str, int]:
+def copies_by_gpu(
+    members: Sequence[JobProcess], place: Callable[[JobProcess], str | None], gpus: Sequence[GpuMemory]
+) -> dict[str, int]:
     """Return what the contexts that copy the bytes of these processes take on each GPU of that place, besides that."""
+    contexts = {gpu.id: gpu.context_bytes for gpu in gpus}
     copies: dict[str, int] = {}
     for member in members:
         for gpu in gpus_of(place(member)) if member.offloaded and is_helped(member.carrier) else ():
-            copies[gpu] = copies.get(gpu, 0) + CONTEXT_BYTES
+            copies[gpu] = copies.get(gpu, 0) + contexts.get(gpu, 0)
     return copies
 
 

@@ -328,7 +328,10 @@ class SharingView:
             is_ours = suspended is not None and self.is_ours(op, suspended)
             if suspended is not None and is_ours:  # a new daemon knows the turn by this alone
                 self._history.of(record.id).turn_s = suspended.turn_s
-            kept, copies = kept_by_gpu(members), copies_by_gpu(members, lambda one: one.previous_gpu or one.first_gpu)
+            kept, copies = (
+                kept_by_gpu(members),
+                copies_by_gpu(members, lambda one: one.previous_gpu or one.first_gpu, node.gpus),
+            )
             least = tuple([size + copies.get(gpu, 0) for gpu, size in former.items()])
             self._history.of(record.id).kept_bytes = kept or self._history.of(record.id).kept_bytes
             return self._told(

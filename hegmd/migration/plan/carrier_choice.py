@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hegmd.memory.sizes import (
-    CONTEXT_BYTES,
     NEXT_TO_NOTHING_BYTES,
     ROUND_BYTES,
     rounds_of,
@@ -151,7 +150,11 @@ def _choice(candidate: Candidate, shares: Sequence[Share], carrier: str) -> Choi
     pool_bytes = 0 if carrier in (BY_DRIVER, PEER) else size_bytes
     if carrier not in (PEER, HOST) or shares[0].to is None:
         return Choice(carrier, pool_bytes=pool_bytes)
-    copies_bytes = [(share.size_bytes if carrier == PEER else 0) + CONTEXT_BYTES for share in shares]
+    copies_bytes = [
+        (share.size_bytes if carrier == PEER else 0) + share.to.context_bytes
+        for share in shares
+        if share.to is not None
+    ]
     if len(shares) > 1:
         return Choice(carrier, target_bytes_by_gpu=tuple(copies_bytes), pool_bytes=pool_bytes)
     overlap_bytes = _overlap(candidate, shares[0]) if carrier == PEER else 0
@@ -168,7 +171,7 @@ def _overlap(candidate: Candidate, share: Share) -> int:
     if agent is None or agent.cuda is None or share.to is None or share.to.free_bytes is None:
         return 0
     size_bytes = share.size_bytes
-    lacking_bytes = 2 * size_bytes + CONTEXT_BYTES + share.reserved_bytes - share.to.free_bytes
+    lacking_bytes = 2 * size_bytes + share.to.context_bytes + share.reserved_bytes - share.to.free_bytes
     at_once_bytes = max(ROUND_BYTES, 2 * agent.cuda.largest_bytes)
     if lacking_bytes <= 0:
         return 0
@@ -219,9 +222,9 @@ def _against_showing(
     if candidate.around.same_ipc is False:
         yield "it is in another IPC namespace than hegmd"
     for share in shares:
-        if (share.source.free_bytes or 0) < CONTEXT_BYTES:
+        if (share.source.free_bytes or 0) < share.source.context_bytes:
             free = gigabytes(share.source.free_bytes or 0)
-            yield f"{share.source.id} has {free} free, but copying needs {gigabytes(CONTEXT_BYTES)} there"
+            yield f"{share.source.id} has {free} free, but copying needs {gigabytes(share.source.context_bytes)} there"
 
 
 def own_bytes(candidate: Candidate, carrier: str) -> int:
@@ -237,9 +240,9 @@ def _against_context(request: PlanRequest, candidate: Candidate, share: Share) -
         yield from _against_return(candidate, share)
     if to is None or to.id == share.source.id or to.free_bytes is None:
         return
-    needed_bytes = share.needed_bytes + CONTEXT_BYTES
+    needed_bytes = share.needed_bytes + to.context_bytes
     if to.free_bytes < needed_bytes:
-        free, needed, own = gigabytes(to.free_bytes), gigabytes(needed_bytes), gigabytes(CONTEXT_BYTES)
+        free, needed, own = gigabytes(to.free_bytes), gigabytes(needed_bytes), gigabytes(to.context_bytes)
         yield f"{to.id} has {free} free, and {needed} are needed there, {own} of these for copying"
 
 
@@ -252,9 +255,9 @@ def _against_return(candidate: Candidate, share: Share) -> Iterator[str]:
     if gpu.free_bytes is None:
         return
     room_bytes = gpu.free_bytes + candidate.driver_bytes_by_gpu.get(gpu.id, 0)
-    needed_bytes = share.needed_bytes + CONTEXT_BYTES
+    needed_bytes = share.needed_bytes + gpu.context_bytes
     if candidate.driver_bytes_by_gpu and room_bytes < needed_bytes:
-        room, needed, own = gigabytes(room_bytes), gigabytes(needed_bytes), gigabytes(CONTEXT_BYTES)
+        room, needed, own = gigabytes(room_bytes), gigabytes(needed_bytes), gigabytes(gpu.context_bytes)
         yield f"its return to {gpu.id} needs {needed}, {own} of these for copying, and {room} will be free there"
 
 
@@ -265,7 +268,7 @@ def _against_peer(request: PlanRequest, candidate: Candidate, share: Share, *, i
         return
     if to.id not in source.nvlinks and (is_alone or to.id != source.id):
         yield f"there is no NVLink from {source.id} to {to.id}"
-    copies_bytes = share.size_bytes + CONTEXT_BYTES
+    copies_bytes = share.size_bytes + to.context_bytes
     overlap_bytes = _overlap(candidate, share) if is_alone else 0
     # Its own bytes on a target are there until all copies are made.
     needed_bytes = max(copies_bytes if share.own_bytes else 0, share.needed_bytes + copies_bytes - overlap_bytes)

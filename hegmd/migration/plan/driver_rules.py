@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from hegmd.errors import DENIED, REFUSED, Code
-from hegmd.memory.sizes import CONTEXT_BYTES, LAST_BYTES, RESTORE_MARGIN_BYTES, SEGMENT_BYTES
+from hegmd.memory.sizes import CONTEXT_BYTES, LAST_BYTES, MAX_CONTEXT_BYTES, RESTORE_MARGIN_BYTES, SEGMENT_BYTES
 from hegmd.migration.machine.wording import gigabytes
 from hegmd.migration.model import Candidate, GpuMemory, NodeSnapshotForPlan
 from hegmd.protocol.messages import CudaDevice
@@ -143,6 +143,30 @@ def stacks_of(candidate: Candidate) -> int:
     return 0 if cuda is None else cuda.stacks_bytes
 
 
+def contexts_of(gpus: Sequence[GpuMemory], candidates: Sequence[Candidate]) -> dict[str, int]:
+    """Return what a CUDA context takes on each GPU, as measured there: the driver's bytes of a process without those
+    that its allocator has. A process may have other memory too, so the smallest counts, and never less than expected.
+    """
+    measured: dict[str, int] = {}
+    for candidate in candidates:
+        cuda = None if candidate.agent is None else candidate.agent.cuda
+        if cuda is None or len(candidate.gpus) != 1 or not cuda.reserved_bytes:
+            continue
+        (name,) = candidate.gpus
+        held_bytes = candidate.driver_bytes_by_gpu.get(name, 0)
+        size_bytes = held_bytes - cuda.reserved_bytes - cuda.stacks_bytes
+        if held_bytes and size_bytes > 0:
+            measured[name] = min(size_bytes, measured.get(name, size_bytes))
+    chips = {gpu.id: gpu.chip for gpu in gpus}
+    found: dict[str, int] = {}
+    for gpu in gpus:
+        alike = [size_bytes for name, size_bytes in measured.items() if chips.get(name) == gpu.chip]
+        size_bytes = measured.get(gpu.id, max(alike, default=0))
+        if size_bytes:
+            found[gpu.id] = min(MAX_CONTEXT_BYTES, max(CONTEXT_BYTES, size_bytes))
+    return found
+
+
 def agent_overhead_of(candidate: Candidate, own: GpuMemory) -> int:
     """Return how much more its allocator takes than its storages have, when they are allocated again.
 
@@ -183,7 +207,7 @@ def _max_free_in_addition(gpu: GpuMemory, others_bytes: int) -> int:
     """Return the most that could be free there in addition: a process alone may cache all of its memory."""
     if gpu.total_bytes is None:
         return sys.maxsize
-    return max(0, gpu.total_bytes - others_bytes - CONTEXT_BYTES - LAST_BYTES)
+    return max(0, gpu.total_bytes - others_bytes - gpu.context_bytes - LAST_BYTES)
 
 
 def devices_of(snapshot: NodeSnapshotForPlan, candidate: Candidate) -> tuple[CudaDevice, ...]:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 
 from hegmd.errors import BUSY, REFUSED
-from hegmd.memory.sizes import CONTEXT_BYTES, whole_size
+from hegmd.memory.sizes import whole_size
 from hegmd.migration.machine.operation import CHECKPOINT, QUIESCE, RESTART, RESUME, SUSPEND, JobProcess, Operation
 from hegmd.migration.machine.wording import gigabytes, listed, named, resuming
 from hegmd.migration.model import Candidate, GpuMemory, MigrationPlan, NodeSnapshotForPlan, PlanRequest
@@ -312,8 +312,10 @@ def _place_suspended(draft: Draft, worker: JobProcess, candidate: Candidate | No
     for reason in driver_rules.against_moving(left) if left is not None and worker.previous_gpu != to else ():
         if worker.method == DRIVER:
             draft.against(*reason, pid=worker.pid, gpu=to)
-    context_bytes = CONTEXT_BYTES if carrier_choice.is_helped(worker.carrier) else 0
-    by_gpu = (context_bytes,) * len(worker.storage_bytes_by_gpu)
+    on = [gpu for name in gpus_of(to) if (gpu := draft.gpu(name)) is not None]
+    contexts = tuple([gpu.context_bytes if carrier_choice.is_helped(worker.carrier) else 0 for gpu in on])
+    context_bytes = max(contexts, default=0)
+    by_gpu = contexts if worker.storage_bytes_by_gpu else ()
     draft.choices[worker.pid] = Choice(worker.carrier, target_bytes=context_bytes, target_bytes_by_gpu=by_gpu)
     draft.workers.append(
         PlannedProcess(

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from hegmd.memory.sizes import CONTEXT_BYTES, LAST_BYTES, RESTORE_MARGIN_BYTES, SEGMENT_BYTES
+from hegmd.memory.sizes import CONTEXT_BYTES, LAST_BYTES, MAX_CONTEXT_BYTES, RESTORE_MARGIN_BYTES, SEGMENT_BYTES
 from hegmd.migration.machine.operation import RESUME, Limits
 from hegmd.migration.model import Candidate, GpuMemory, PlanRequest, Surroundings
+from hegmd.migration.plan.driver_rules import contexts_of
 from hegmd.migration.plan.forecast import after, expected
 from hegmd.migration.plan.planner import planned, planned_resume
 from hegmd.protocol.messages import CudaDevice, LeftAlone
@@ -51,6 +52,35 @@ def test_a_suspended_process_can_return_to_the_memory_that_it_leaves() -> None:
         plan = the_plan(planned(a_snapshot(process, gpus=gpus), SUSPENSION))
         assert plan.workers[0].carrier == carrier
         assert any("its return to gpu0 needs" in hazard for hazard in plan.hazards) == (carrier == "worker")
+
+
+def test_what_a_context_takes_is_measured_on_each_gpu() -> None:
+    """With contexts of 600 to 900 MiB the copies back failed with out of memory, again and again for minutes."""
+    gpus = (a_gpu("gpu0"), a_gpu("gpu1"), a_gpu("gpu2", chip="other"))
+
+    def learnt(*sizes_mib: int, reserved_bytes: int = 32 * GIB) -> dict[str, int]:
+        facts = cuda_facts(reserved_bytes=reserved_bytes, stacks_bytes=GIB)
+        held = [{"gpu0": 33 * GIB + size_mib * MIB} for size_mib in sizes_mib]
+        return contexts_of(gpus, [a_process(an_agent(facts), driver_bytes_by_gpu=one) for one in held])
+
+    assert learnt(600) == {"gpu0": 600 * MIB, "gpu1": 600 * MIB}, "the other GPU is of the same chip"
+    assert learnt(900, 700)["gpu0"] == 700 * MIB, "one of them has memory of its own too"
+    assert learnt(300)["gpu0"] == CONTEXT_BYTES, "never less than expected"
+    assert learnt(5000)["gpu0"] == MAX_CONTEXT_BYTES, "that is no context"
+    assert learnt() == learnt(-1500) == learnt(600, reserved_bytes=0) == {}, "not measured"
+
+
+@pytest.mark.parametrize("context_mib", [300, 600, 900])
+def test_a_job_leaves_by_host_only_if_a_context_as_measured_fits_beside_it_at_its_return(context_mib: int) -> None:
+    context_bytes = context_mib * MIB
+    process = a_process(an_agent(), driver_bytes_by_gpu={"gpu0": 33 * GIB})
+    for free_bytes, carrier in (
+        (context_bytes + RESTORE_MARGIN_BYTES - 1, "worker"),
+        (context_bytes + RESTORE_MARGIN_BYTES, "host"),
+    ):
+        gpus = (a_gpu("gpu0", free_bytes=free_bytes, context_bytes=context_bytes), a_gpu("gpu1"))
+        plan = the_plan(planned(a_snapshot(process, gpus=gpus), SUSPENSION))
+        assert plan.workers[0].carrier == carrier
 
 
 def test_a_suspension_goes_to_the_pool_and_a_process_without_an_agent_by_the_driver() -> None:
