@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     Statement = dict[str, Any]
 
 _HINT = "nothing was changed; check that every rank is running and has an agent: hegmctl ps"
+_HINT_STORE = (
+    "check that the launcher runs, which serves the store; if it has ended, the ranks cannot meet again: kill them, "
+    "and start the job again or restore its image"
+)
 # Digits of the number that each statement begins with.
 _DRAWN = 16
 _FIRST_POLL_S, _MAX_POLL_S = 0.001, 0.01
@@ -84,7 +88,7 @@ class Ranks:
             raise
         except Exception as error:
             message = f"rank {self._rank} cannot reach the store of its job: {error}"
-            raise DisagreementError(refusal(message, _HINT), is_known=not seen) from error
+            raise DisagreementError(refusal(message, _HINT_STORE), is_known=not seen) from error
 
     def _confirmed(self, step: str) -> list[str] | None:
         return self._read(f"{step}/confirmed")

@@ -100,6 +100,8 @@ class RankImageCell(ImageCell):
 
     @property
     def ends(self) -> frozenset[str]:
+        if self.victim == CLIENT and self.state == READING:
+            return frozenset({"done", "rolled-back"})  # before there is an operation, a restore ends with its client
         if not self.may_end_the_job:
             return super().ends
         held = {"suspended"} if self.victim == LAUNCHER else set[str]()

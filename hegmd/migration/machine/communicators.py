@@ -49,14 +49,19 @@ def reconnected(op: Operation, worker: JobProcess, pending: Pending, event: even
 def not_reconnected(op: Operation, worker: JobProcess, pending: Pending, event: events.Failed) -> Operation:
     """One rank has failed, so all connect again, with new communicators; a failure of an earlier round is known."""
     op = op.with_worker(worker.replace(needs_inspection=True))
-    return op if pending.generation != op.generation else another_round(op, event.code, event.message)
+    return op if pending.generation != op.generation else another_round(op, event.code, event.message, event.hint)
 
 
-def another_round(op: Operation, code: str, message: str) -> Operation:
-    """All ranks connect again in a new generation; after the last attempt the job is held, with all its bytes."""
+def another_round(op: Operation, code: str, message: str, agents_hint: str = "") -> Operation:
+    """All ranks connect again in a new generation; after the last attempt the job is held, with all its bytes.
+
+    The agent knows what may be wrong if the next attempt fails as well, such as a store that has ended.
+    """
     workers = [worker.replace(is_connected=None) if worker.communicators else worker for worker in op.workers]
     op = op.replace(workers=tuple(workers), reconnects=op.reconnects + 1, failed_reconnects=op.failed_reconnects + 1)
     if op.failed_reconnects < MAX_RECONNECTS or any(worker.has_exited for worker in op.workers):
         return op
-    hint = f"run: hegmctl resume; its ranks are parked with all their bytes, see hegmctl op {op.id}"
+    otherwise = agents_hint.removeprefix("nothing was changed; ")
+    again = f"run: hegmctl resume; if that fails as well, {otherwise}" if otherwise else "run: hegmctl resume"
+    hint = f"{again}; its ranks are parked with all their bytes, see hegmctl op {op.id}"
     return next_effects.held(reversal.because(op, code, message, hint))

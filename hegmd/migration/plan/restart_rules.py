@@ -60,8 +60,10 @@ def place(draft: Draft, candidate: Candidate) -> None:
     if to != CPU:
         targets.judge_target(draft, to, "" if target is None else target.vendor, None, stays=to in candidate.gpus)
     if len(gpus_of(to)) > 1 or len(candidate.gpus) > 1:
-        message = f"process {pid} is on {listed(candidate.gpus)}, and its target is {to}"
-        draft.against(REFUSED, message, "use one source GPU and one target GPU per process for a restart", pid=pid)
+        count = max(len(gpus_of(to)), len(candidate.gpus))
+        message = f"process {pid} would be restarted from {source} on {to}: a restart knows one GPU for each process"
+        hint = f"omit --via restart, and name a GPU for each of its {count}"
+        draft.against(REFUSED, message, hint, pid=pid)
     if agent is None:
         draft.against(REFUSED, f"process {pid} has no agent, which a restart needs", _SUPERVISED, pid=pid)
         return

@@ -88,3 +88,18 @@ def test_a_store_that_cannot_be_reached_is_told() -> None:
 
     with pytest.raises(DisagreementError, match="the launcher is gone"):
         agree(Gone(), range(1), 2)
+
+
+class EndedStore(Store):
+    """The process that served it has ended."""
+
+    def set(self, key: str, value: str) -> None:
+        raise ConnectionError("Broken pipe")
+
+
+def test_ranks_whose_launcher_had_ended_were_told_to_try_again_and_again() -> None:
+    """`hegmctl resume` named itself as the next step, and could never succeed."""
+    with pytest.raises(DisagreementError) as failed:
+        Ranks(EndedStore(), 0, 2).agree("reconnect", {}, monotonic() + HANG_S, lambda: False)
+    assert "launcher" in failed.value.error.hint
+    assert "start the job again" in failed.value.error.hint

@@ -60,6 +60,13 @@ def test_of_a_process_whose_state_is_held_it_was_said_that_it_is_on_no_gpu(phase
     assert next_ in refused
 
 
+@pytest.mark.parametrize("to", ["gpu1,gpu0", "gpu1"])
+def test_a_process_on_several_gpus_is_not_restarted_and_the_next_step_is_a_move(to: str) -> None:
+    refused = said(planned(node(gpus=("gpu0", "gpu1")), ask(to, via=RESTART)))
+    assert f"process 7 would be restarted from gpu0,gpu1 on {to}: a restart knows one GPU for each process" in refused
+    assert "omit --via restart, and name a GPU for each of its 2" in refused
+
+
 def test_a_better_way_is_taken_where_there_is_one() -> None:
     plan = plan_of(planned(node(), ask("gpu1", allow_restart=True)))
     assert plan.workers[0].method != RESTART

@@ -143,6 +143,8 @@ def test_ranks_that_cannot_connect_try_once_more_in_a_new_generation_and_are_the
     _failing_to_reconnect(drive)
     assert (drive.op.phase, drive.op.direction) == ("suspended", HOLD)
     assert all(rank.is_parked and rank.pool_bytes for rank in drive.op.workers)
+    assert drive.op.failure is not None
+    assert "hegmctl resume; if that fails as well, wait; " in drive.op.failure.hint  # as the agent says
     drive.feed(events.ResumeRequested(to={"a": "gpu1", "b": "gpu0"}))
     assert {getattr(effect, "generation", None) for effect in _of(drive, "reconnect")} == {first + 3}
     drive.until("done")
