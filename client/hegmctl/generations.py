@@ -59,16 +59,16 @@ class Attempt:
     """A recovery: why, from where, and how long each phase took from the fault on."""
 
     __slots__ = (
-        *("fell_at", "fell_utc", "from_step", "gathered_s", "generation"),
+        *("failed_at", "failed_utc", "from_step", "gathered_s", "generation"),
         *("restored_s", "result", "step", "trained_s", "why"),
     )
 
-    def __init__(self, generation: int, why: str, step: int, fell_at: float) -> None:
+    def __init__(self, generation: int, why: str, step: int, failed_at: float) -> None:
         self.generation = generation
         self.why = why
         self.step = step
-        self.fell_at = fell_at
-        self.fell_utc: float | None = None
+        self.failed_at = failed_at
+        self.failed_utc: float | None = None
         self.from_step: int | None = None
         self.gathered_s: float | None = None
         self.restored_s: float | None = None
@@ -197,7 +197,7 @@ class Generations:
         if len(self._ready) == self.ranks:
             self.phase, self._asked_at = RUNNING, None
             if self._attempt is not None:
-                self._attempt.restored_s = now - self._attempt.fell_at
+                self._attempt.restored_s = now - self._attempt.failed_at
                 self._crew.note(self._attempt)
             for one in range(self.ranks):
                 self._crew.send(one, "go", generation=self.generation)
@@ -208,7 +208,7 @@ class Generations:
         self._has_stepped = True
         self._past.add(rank)
         if len(self._past) == self.ranks and self._attempt is not None:
-            self._attempt.trained_s = now - self._attempt.fell_at
+            self._attempt.trained_s = now - self._attempt.failed_at
             self._finish_attempt("recovered")
 
     def finished(self, rank: int, generation: int, now: float) -> None:
@@ -263,14 +263,14 @@ class Generations:
             self._since = now
             self._crew.replace(rank)
 
-    def _fall(self, why: str, now: float, rank: int | None, fell_at: float | None = None) -> None:
+    def _fall(self, why: str, now: float, rank: int | None, failed_at: float | None = None) -> None:
         """Begin the next generation, or give up."""
         step = max(self._crew.progress(one)[2] for one in range(self.ranks))
         if self._attempt is not None:
             self._finish_attempt("failed")
         self._fruitless = 0 if step > self._furthest else self._fruitless + 1
         self._furthest = max(step, self._furthest)
-        self._attempt = Attempt(self.generation + 1, why, step, now if fell_at is None else fell_at)
+        self._attempt = Attempt(self.generation + 1, why, step, now if failed_at is None else failed_at)
         if self._max_recoveries is not None and self.recoveries >= self._max_recoveries:
             self._give_up(f"it was recovered {self.recoveries} times, as often as --max-recoveries allows", rank)
             return
@@ -331,7 +331,7 @@ class Generations:
             return
         self._source, self.phase, self._since = source, RESTORING, now
         if self._attempt is not None:
-            self._attempt.gathered_s, self._attempt.from_step = now - self._attempt.fell_at, source.step
+            self._attempt.gathered_s, self._attempt.from_step = now - self._attempt.failed_at, source.step
             self._crew.note(self._attempt)
         self._send_plans([rank for rank, step in enumerate(offers) if source.donor is None or step == source.step])
 

@@ -379,7 +379,7 @@ class Launcher:
         elif attempt.result == "recovered" and attempt.trained_s is not None:
             self._say(f"recovered from step {attempt.from_step} in {attempt.trained_s:.3f} s")
         told = RecoveryAttempt(
-            fell_utc=time() - (monotonic() - attempt.fell_at) if attempt.fell_utc is None else attempt.fell_utc,
+            failed_utc=time() - (monotonic() - attempt.failed_at) if attempt.failed_utc is None else attempt.failed_utc,
             why=attempt.why,
             step=attempt.step,
             from_step=attempt.from_step,
@@ -389,7 +389,7 @@ class Launcher:
             trained_s=attempt.trained_s,
             result=attempt.result or UNDER_WAY,
         )
-        attempt.fell_utc = told.fell_utc
+        attempt.failed_utc = told.failed_utc
         if attempt.restored_s is not None or attempt.result is not None:  # not while ranks wait
             self._report(told)
 

@@ -67,7 +67,7 @@ def _job(job: JobRecovery, now_utc: float, style: Style) -> Iterator[str]:
         yield from ("  " + line for line in table(_RECOVERIES, [_attempt(one) for one in job.recoveries], style))
     for one in job.recoveries:
         if one.stacks:
-            yield f"  where its threads were at {_time(one.fell_utc)}:"
+            yield f"  where its threads were at {_time(one.failed_utc)}:"
             yield from (f"    {printable(line)}" for line in one.stacks.splitlines())
 
 
@@ -87,7 +87,7 @@ def _slot(slot: Snapshot, now_utc: float) -> list[str]:
 def _attempt(one: RecoveryAttempt) -> list[str | tuple[str, str]]:
     colour = {RECOVERED: "green", UNDER_WAY: "yellow"}.get(one.result, "red")
     return [
-        _time(one.fell_utc),
+        _time(one.failed_utc),
         one.why,
         _number(one.step),
         _number(one.from_step),

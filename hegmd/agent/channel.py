@@ -100,7 +100,7 @@ class Channel:
         hegm_launcher.warn_of_another(sys.modules)
         REQUEST.on_change = self.wake
         return hegm_launcher.ProcessExit(
-            REQUEST, self._gate, self._orders, hegm_launcher.Restarts(self._gate), os.environ
+            REQUEST, self._gate, self._orders, hegm_launcher.StatePackage(self._gate), os.environ
         )
 
     def wake(self) -> None:

@@ -48,32 +48,32 @@ class RestartCost:
 
 def weigh() -> RestartCost:
     """Weigh the state now, at a boundary. Raises HegmError if this process cannot be restarted at all."""
-    size_bytes, refusals, anew = _part("save_and_exit").weigh()
+    size_bytes, refusals, anew = _import_state_module("save_and_exit").weigh()
     bounded = [str(name)[:_MAX_NAME] for name in anew[:_MAX_NAMES]]
     refused = tuple([str(found) for found in refusals])
-    return RestartCost(int(size_bytes), refused, tuple(bounded), _part("prestart").beforehand())
+    return RestartCost(int(size_bytes), refused, tuple(bounded), _import_state_module("prestart").beforehand())
 
 
 def beforehand() -> PrestartModules:
     """Return what a prestarted process can import. Raises HegmError if there can be none."""
-    found: PrestartModules = _part("prestart").beforehand()
+    found: PrestartModules = _import_state_module("prestart").beforehand()
     return found
 
 
 def fits_of(gate: Gate) -> Callable[[], bool]:
     """Return the check that the gate makes at each boundary, to park where a restart can continue. Raises HegmError."""
-    found: Callable[[], bool] = _part("script.capture_points").fits_of(gate)
+    found: Callable[[], bool] = _import_state_module("script.capture_points").fits_of(gate)
     return found
 
 
 def can_restart_here() -> bool:
     """Return True if a restart can continue from where the training is parked. Raises HegmError."""
-    return not any(found.passes for found in _part("capture").capture()[1])
+    return not any(found.passes for found in _import_state_module("capture").capture()[1])
 
 
 def save(fd: int, progress: Callable[[int], None]) -> int:
     """Write the state of the parked training into the descriptor; how many bytes. Raises HegmError."""
-    return int(_part("save_and_exit").save(fd, progress=progress))
+    return int(_import_state_module("save_and_exit").save(fd, progress=progress))
 
 
 def snapshot(
@@ -85,8 +85,8 @@ def snapshot(
     continues. Calls `begin` before the first byte is written. Raises HegmError, whose facts have the needed size or
     what prevents it.
     """
-    leaving = _part("save_and_exit")
-    if _part("session").is_due():
+    leaving = _import_state_module("save_and_exit")
+    if _import_state_module("session").is_due():
         raise refusal("it has not reached the position of the state that it was started from", "try again after that")
     try:
         size_bytes, anew, rest = leaving.snapshot(fd, most_bytes, begin)
@@ -105,11 +105,11 @@ def snapshot(
 def leave() -> NoReturn:
     """End the process, its output flushed, with the exit code that tells its supervisor of a restart."""
     note("leaving for a restart")
-    _part("save_and_exit").leave()
+    _import_state_module("save_and_exit").leave()
     raise refusal("it did not end", "read its log")
 
 
-def _part(name: str) -> Any:
+def _import_state_module(name: str) -> Any:
     """Return a module of the package. Raises HegmError without a supervisor, or in a release without the package."""
     if os.environ.get(ALLOWED, "") in ("", "0"):
         raise refusal(

@@ -1,10 +1,9 @@
-"""Under `hegm-launcher`: SIGUSR1 requests the state of this process, which saves it at its next boundary and exits.
+"""Under `hegm-launcher`: SIGUSR1 asks this process to save its state at the next boundary, and to exit.
 
 The package `state` saves the state, as for a restart that the daemon requests. The signal's handler only records the
-request (`hegm_signal`). The agent's thread parks the training, lets it write the state under its name beside the
-launcher's lock, and ends the process. If no launcher names the state (`enabled`), the command that it belongs to is
-written beside it. If something prevents it, the reason is written to `refused` in the same directory, and the training
-continues.
+request (`hegm_signal`). The agent's thread parks the training, has it write the state file next to the launcher's lock
+file, and ends the process. Without a launcher (`enabled`) the command line is written next to the state file. If
+something prevents the save, the reason is written to `refused` in the same directory, and the training continues.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     class ExitInterface(Protocol):
         """The interface of the package `state` for saving and exiting."""
 
-        #: The variables that start over after a restart from the last saved state.
+        #: The variables that a restart from the last saved state does not preserve.
         begins_anew: list[str]
 
         def is_due(self) -> bool:
@@ -51,21 +50,21 @@ if TYPE_CHECKING:
 
 REFUSED = "refused"
 # How long other threads may stay busy after the training thread is parked.
-REST_LIMIT_S = 30.0
+IDLE_LIMIT_S = 30.0
 _POLL_INTERVAL_S = 0.02
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _STANDARD_ERROR = 2
 _COMMAND_BYTES = 1 << 20
 
 
-class Restarts:
-    """The package `state`, imported at once, because an upgrade may replace its files."""
+class StatePackage:
+    """The package `state`, imported eagerly, because an upgrade may replace its files."""
 
     def __init__(self, gate: Gate) -> None:
         # No import statement: the package `state` imports `lifecycle`, which imports this module.
         session, _capture, leaving, points = map(
-            _part, ("session", "capture", "save_and_exit", "script.capture_points")
+            _import_state_module, ("session", "capture", "save_and_exit", "script.capture_points")
         )
         self._gate = gate
         self._leaving = leaving
@@ -86,12 +85,12 @@ class Restarts:
         self.begins_anew = begins_anew
 
 
-def _part(name: str) -> Any:
+def _import_state_module(name: str) -> Any:
     return __import__(f"{__package__}.state.{name}", fromlist=["__name__"])
 
 
 class ProcessExit:
-    """The way out of this process. Runs in the agent's thread only."""
+    """Saves the state and ends this process. Runs in the agent's thread only."""
 
     def __init__(
         self,
@@ -151,7 +150,7 @@ class ProcessExit:
             self._go()
             return
         if self._gate.parked and self._rest_deadline is None:
-            self._rest_deadline = monotonic() + REST_LIMIT_S
+            self._rest_deadline = monotonic() + IDLE_LIMIT_S
         if self._rest_deadline is not None and attempts.busy is not None and monotonic() >= self._rest_deadline:
             self._stay(refusal(f"{attempts.busy}, not at rest", BUSY_HINT))
         elif attempts.is_stopped_too_long:
@@ -254,9 +253,9 @@ def write_whole(path: str, write: Callable[[int], object]) -> None:
     """
     folder_path, _, name = path.rpartition("/")
     unnamed = f".{name}-{os.urandom(8).hex()}"
-    folder = os.open(folder_path or "/", _FOLDER)
+    folder = os.open(folder_path or "/", _OPEN_FOLDER)
     try:
-        fd = os.open(unnamed, _NEW, 0o600, dir_fd=folder)
+        fd = os.open(unnamed, _CREATE, 0o600, dir_fd=folder)
         try:
             try:
                 write(fd)

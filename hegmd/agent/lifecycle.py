@@ -1,11 +1,11 @@
-"""Starts the agent in this process: its gate and its thread. Disarms both in a forked child.
+"""Starts the agent in this process: its gate and its thread. Disables both in a forked child.
 
 The first import of a training framework starts the agent. A forked child keeps the hooks with an inert gate, and has
 neither thread nor socket: a forked child that trains is not migrated.
 
 A forked child, such as a loader's worker, also drops the mappings and descriptors of NVIDIA's devices that it
 inherits. It cannot use them, because CUDA does not work across a fork, and CRIU cannot dump them. A child of a parent
-without CUDA keeps everything: NVML's descriptors, which it may use, look the same except for `-uvm`. All this runs
+without CUDA keeps everything: NVML's descriptors, which it may use, differ only by `/dev/nvidia-uvm`. All this runs
 right after the fork, where only the forking thread exists, so `prepare_for_forks` reads what it needs beforehand.
 """
 
@@ -37,7 +37,7 @@ _is_started = False
 _channel: Channel | None = None
 
 DEVICES = "/dev/nvidia"
-ONLY_OF_CUDA = "-uvm"
+CUDA_ONLY_SUFFIX = "-uvm"
 
 _munmap = ctypes.CDLL(None).munmap
 _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
@@ -61,7 +61,7 @@ def start() -> Gate:
     _is_started = True
     try:
         begin(os.environ)
-    except Exception as error:  # noqa: BLE001 - the edge: the script continues, with hooks that nothing uses
+    except Exception as error:  # noqa: BLE001 - top level: the script continues, with hooks that nothing uses
         note(f"not started: {error!r}")
     return made
 
@@ -73,15 +73,15 @@ def lending() -> Lending | None:
 
 
 def begin(environ: Mapping[str, str], unknown: Sequence[str] | None = None) -> Gate:
-    """Start the agent's thread with those variables. `unknown` lists what it cannot know about a process that it
-    was attached to.
+    """Start the agent's thread with those variables. `unknown` lists the facts that are missing because the
+    agent was attached late.
 
     Raises what prevents the start.
     """
     global _is_started, _channel  # noqa: PLW0603 - one agent a process
     # Python takes the thread that imports `threading` first for its main thread, and 3.9 waits for it at its end.
     __import__("threading")
-    # Imported here and not in our thread: beside a busy loop every file read there costs a turn of the interpreter.
+    # Imported here and not in our thread: beside a busy loop every file read there waits for the GIL.
     from . import storage_transfer
     from .channel import Channel
 
@@ -112,7 +112,7 @@ def _live(channel: Channel) -> None:
         try:
             attend(channel)
         except BaseException as error:  # noqa: BLE001 - raised here by another thread
-            note(f"ended: {error!r}; it begins again")
+            note(f"ended: {error!r}; restarting")
 
 
 def attend(channel: Channel) -> None:
@@ -120,11 +120,11 @@ def attend(channel: Channel) -> None:
     try:
         channel.run()
     except BaseException as error:  # noqa: BLE001 - the end of the thread: no other thread may stay parked
-        note(f"ended: {error!r}; it begins again")
+        note(f"ended: {error!r}; restarting")
     try:
         channel.hang_up()
     except BaseException as error:  # noqa: BLE001 - the same
-        note(f"not hung up: {error!r}; it begins again")
+        note(f"not hung up: {error!r}; restarting")
     sleep(PAUSE_S)
 
 
@@ -141,7 +141,7 @@ def _orphan() -> None:
 def leave_gpu(devices: str = DEVICES) -> int:
     """Unmap and close what belongs to devices with these path prefixes; returns how many mappings and descriptors."""
     held = _descriptors(devices)
-    if not any(path.startswith(devices + ONLY_OF_CUDA) for path in held.values()):
+    if not any(path.startswith(devices + CUDA_ONLY_SUFFIX) for path in held.values()):
         return 0
     dropped = sum([int(_munmap(start, size_bytes) == 0) for start, size_bytes in _ranges(devices)])
     for fd in held:

@@ -25,7 +25,7 @@ from hegmd.gpu_helper import cuda
 from hegmd.gpu_helper.address_space import VideoSpace, outside
 from hegmd.gpu_helper.allocations import IN, OUT, CopyResult, MemoryRange
 from hegmd.gpu_helper.copying import chunks
-from hegmd.gpu_helper.mark import MARK_BYTES, Mark, packed_mark
+from hegmd.gpu_helper.mark import MARK_BYTES, Mark, pack_mark
 from hegmd.gpu_helper.preallocation import settle
 from hegmd.system.thread_pool import share_out
 
@@ -174,7 +174,7 @@ class HostMemory:
         """Record at the end of the segment where its bytes are; None clears it. The first byte makes a record valid."""
         at = self.address(self.size_bytes - MARK_BYTES, MARK_BYTES)
         if mark is not None:
-            written = packed_mark(mark)
+            written = pack_mark(mark)
             ctypes.memmove(at + 1, written[1:], MARK_BYTES - 1)
             ctypes.memmove(at, written, 1)
         else:

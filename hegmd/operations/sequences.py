@@ -1,10 +1,10 @@
 """Requests of several operations in a row: draining a GPU, and swapping two jobs.
 
-Owns their order and the handling of a failed step. The daemon carries out a swap even if its client disconnects: half
-of it would leave a job waiting in the pool. If both jobs go through the pool, they go at the same time, over the links
+Owns their order and the handling of a failed step. The daemon completes a swap even if its client disconnects: half of
+it would leave one job suspended. If both jobs go through the pool, they go at the same time, over the links
 of both GPUs, and come back at the same time. A daemon that is killed in between leaves suspended operations in the
-journal, which show how to resume them. A drain whose client disconnects ends with the job in progress; one without a
-waiting client starts all its moves at once. `sequence_plan` decides the steps, and each step is an ordinary operation.
+journal, which show how to resume them. If its client disconnects, a drain stops after the current job; with `--no-wait`
+it starts all moves at once. `sequence_plan` decides the steps, and each step is an ordinary operation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hegmd.migration.plan.sequence_plan import at_once, departure, occupants, pl
 from hegmd.operations.operations import Operations
 from hegmd.operations.request_context import OperationResult, RequestContext, plan_or_raise, plan_record, refusal
 from hegmd.operations.survey import PlanSurvey
-from hegmd.protocol import operations as told
+from hegmd.protocol import operations as protocol
 from hegmd.protocol.operations import Reason
 from hegmd.system.background_tasks import BackgroundTasks
 from hegmd.system.condition import Condition
@@ -40,12 +40,12 @@ logger = logging.getLogger(__name__)
 class Outcome:
     """The result: the operations, for a dry run the plans, and why jobs were not moved."""
 
-    operations: list[told.Operation] = field(default_factory=list[told.Operation])
-    plans: list[told.Plan] = field(default_factory=list[told.Plan])
+    operations: list[protocol.Operation] = field(default_factory=list[protocol.Operation])
+    plans: list[protocol.Plan] = field(default_factory=list[protocol.Plan])
     left: list[Reason] = field(default_factory=list[Reason])
 
 
-class _Exchange:
+class _Swap:
     """A swap under way: the operations that it has begun, in their order, and what ended it early."""
 
     def __init__(self) -> None:
@@ -56,10 +56,10 @@ class _Exchange:
 
 
 class MultiStepOperations(BackgroundTasks):
-    """Runs these. `run` has to be running before a swap is asked for."""
+    """Carries out drains and swaps. Call `run` before `swap`."""
 
-    def __init__(self, lookout: PlanSurvey, operations: Operations) -> None:
-        self._lookout = lookout
+    def __init__(self, survey: PlanSurvey, operations: Operations) -> None:
+        self._survey = survey
         self._operations = operations
         super().__init__()
 
@@ -67,7 +67,7 @@ class MultiStepOperations(BackgroundTasks):
 
     async def drain(self, gpu: str, to: Sequence[str], asked: RequestContext) -> Outcome:
         """Move every job off a GPU. Raises NOT_FOUND for a GPU that is not there."""
-        snapshot = await self._lookout.snapshot_for(gpu, may=asked.may)
+        snapshot = await self._survey.snapshot_for(gpu, may=asked.may)
         _require_targets(snapshot, gpu, to)
         outcome = Outcome()
         if asked.dry_run:
@@ -75,7 +75,7 @@ class MultiStepOperations(BackgroundTasks):
             return outcome
         for number, pid in enumerate(tuple(occupants(snapshot, gpu))):
             if number:  # the job before has taken memory, and time
-                snapshot = await self._lookout.snapshot([pid], may=asked.may)
+                snapshot = await self._survey.snapshot([pid], may=asked.may)
             try:
                 self._operations.check(asked, [pid])
                 plan = plan_or_raise(departure(snapshot, pid, gpu, to))
@@ -114,10 +114,10 @@ class MultiStepOperations(BackgroundTasks):
         if asked.dry_run:
             return Outcome(plans=[plan_record(step) for step in steps])
         if self._tasks is None:
-            raise Bug("a swap was asked for before swaps are carried out")
+            raise Bug("swap() was called before run()")
         for step in steps:
             self._operations.check(asked, [worker.pid for worker in step.workers])
-        exchange = _Exchange()
+        exchange = _Swap()
         alone = RequestContext(by=asked.by, may=asked.may, emit=_discard_progress, wait=False, limit_s=asked.limit_s)
         self._tasks.start_soon(self._carry_out, exchange, steps, snapshot, alone, name=f"swap of {first} and {second}")
         await self._watch(exchange, asked)
@@ -129,7 +129,7 @@ class MultiStepOperations(BackgroundTasks):
             outcome.left.append(_reason(exchange.failure, second))
         return outcome
 
-    async def _watch(self, exchange: _Exchange, asked: RequestContext) -> None:
+    async def _watch(self, exchange: _Swap, asked: RequestContext) -> None:
         """Report progress until the end, or until it has begun if the client does not wait."""
         seen = 0
         while True:
@@ -143,7 +143,7 @@ class MultiStepOperations(BackgroundTasks):
             await exchange.news.wait()
 
     async def _carry_out(
-        self, exchange: _Exchange, steps: Sequence[MigrationPlan], snapshot: NodeSnapshotForPlan, asked: RequestContext
+        self, exchange: _Swap, steps: Sequence[MigrationPlan], snapshot: NodeSnapshotForPlan, asked: RequestContext
     ) -> None:
         try:
             async with anyio.create_task_group() as watching:
@@ -161,7 +161,7 @@ class MultiStepOperations(BackgroundTasks):
             exchange.over = True
             exchange.news.notify_all()
 
-    async def _cancel_when_it_ends(self, exchange: _Exchange, pid: int) -> None:
+    async def _cancel_when_it_ends(self, exchange: _Swap, pid: int) -> None:
         """Wait for the end of that process. Then cancel the step that takes the other job off its GPU."""
         try:
             pidfd = os.pidfd_open(pid)
@@ -181,7 +181,7 @@ class MultiStepOperations(BackgroundTasks):
                     await self._operations.runner.ask(op_id, events.CancelRequested(cause="request", by="the swap"))
 
     async def _exchange(
-        self, exchange: _Exchange, steps: Sequence[MigrationPlan], snapshot: NodeSnapshotForPlan, asked: RequestContext
+        self, exchange: _Swap, steps: Sequence[MigrationPlan], snapshot: NodeSnapshotForPlan, asked: RequestContext
     ) -> None:
         """Carry out part after part; if one fails, resume the jobs in the pool where they were, if that is free."""
         waiting: dict[int, MigrationPlan] = {}
@@ -204,13 +204,13 @@ class MultiStepOperations(BackgroundTasks):
 
     async def _all_of(
         self,
-        exchange: _Exchange,
+        exchange: _Swap,
         part: Sequence[MigrationPlan],
         snapshot: NodeSnapshotForPlan | None,
         asked: RequestContext,
-    ) -> dict[int, told.Operation | HegmError]:
+    ) -> dict[int, protocol.Operation | HegmError]:
         """Carry steps out at once; how each ended, by its process."""
-        ended: dict[int, told.Operation | HegmError] = {}
+        ended: dict[int, protocol.Operation | HegmError] = {}
 
         async def carry_out(step: MigrationPlan) -> None:
             try:
@@ -224,8 +224,8 @@ class MultiStepOperations(BackgroundTasks):
         return ended
 
     async def _step(
-        self, exchange: _Exchange, step: MigrationPlan, snapshot: NodeSnapshotForPlan | None, asked: RequestContext
-    ) -> told.Operation:
+        self, exchange: _Swap, step: MigrationPlan, snapshot: NodeSnapshotForPlan | None, asked: RequestContext
+    ) -> protocol.Operation:
         """Carry a step out, as things are by then, and wait for its end. Raises HegmError."""
         operations, pids = self._operations, [worker.pid for worker in step.workers]
         if snapshot is not None:
@@ -237,7 +237,7 @@ class MultiStepOperations(BackgroundTasks):
             answer = await operations.resume(pids[0], step.place, asked)
         return await self._end(exchange, answer)
 
-    async def _bring_back(self, exchange: _Exchange, suspended: MigrationPlan, asked: RequestContext) -> None:
+    async def _bring_back(self, exchange: _Swap, suspended: MigrationPlan, asked: RequestContext) -> None:
         """Resume a job of a failed swap. If that fails, it stays suspended, and `hegmctl ops` shows the command."""
         worker = suspended.workers[0]
         try:
@@ -245,7 +245,7 @@ class MultiStepOperations(BackgroundTasks):
         except HegmError as error:
             logger.warning("process %d stays suspended: %s", worker.pid, error.message, extra=fields(hint=error.hint))
 
-    async def _end(self, exchange: _Exchange, answer: OperationResult) -> told.Operation:
+    async def _end(self, exchange: _Swap, answer: OperationResult) -> protocol.Operation:
         if answer.operation is None:
             raise Bug("a step of a swap was planned and not begun")
         op_id = answer.operation.id
@@ -275,17 +275,17 @@ def _pid(step: MigrationPlan) -> int:
     return step.workers[0].pid
 
 
-def _is_well(ended: told.Operation | HegmError) -> bool:
-    return isinstance(ended, told.Operation) and ended.failure is None and ended.phase in (DONE, SUSPENDED)
+def _is_well(ended: protocol.Operation | HegmError) -> bool:
+    return isinstance(ended, protocol.Operation) and ended.failure is None and ended.phase in (DONE, SUSPENDED)
 
 
 def _reason(error: HegmError, pid: int | None) -> Reason:
     return Reason(code=error.code.name, message=error.message.replace("\n", "; "), hint=error.hint, pid=pid)
 
 
-def _operation(answer: OperationResult) -> list[told.Operation]:
+def _operation(answer: OperationResult) -> list[protocol.Operation]:
     return [] if answer.operation is None else [answer.operation]
 
 
-async def _discard_progress(_progress: told.OperationProgress) -> None:
+async def _discard_progress(_progress: protocol.OperationProgress) -> None:
     """Discard progress: the swap continues without a client."""

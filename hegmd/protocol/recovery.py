@@ -1,4 +1,4 @@
-"""Recovery of jobs from snapshots, as it is shown and asked for. `messages` gathers these."""
+"""Messages that show and request the recovery of jobs. `messages` re-exports them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from .agents import Noted
 from .record import Record, field
 from .requests import Request
 
-# How a job under `hegmctl run --recover` is.
+# States of a job under `hegmctl run --recover`.
 STARTING, PROTECTED, UNPROTECTED, RECOVERING, KEPT = "starting", "protected", "unprotected", "recovering", "kept"
-# How a recovery ended.
+# Results of a recovery.
 UNDER_WAY, RECOVERED, FAILED, GIVEN_UP = "under way", "recovered", "failed", "given up"
 
 
@@ -18,7 +18,7 @@ class Snapshot(Record):
     rank: int = field("the rank; 0 for a job of one process")
     slot: int = field("which of its two slots, 0 or 1")
     generation: int | None = field("number of the snapshot; nil: no complete one", default=None)
-    step: int | None = field("batch boundaries passed, with those before a recovery", default=None)
+    step: int | None = field("batch boundaries passed, those before a recovery included", default=None)
     size_bytes: int | None = field("bytes of the state", default=None)
     taken_utc: float | None = field("when it was taken", default=None)
     damaged: bool = field("a start from it has failed", default=False)
@@ -27,8 +27,8 @@ class Snapshot(Record):
 class RecoveryAttempt(Record):
     """One recovery of a job."""
 
-    fell_utc: float = field("when its command had failed")
-    why: str = field("how it ended")
+    failed_utc: float = field("when its command or one of its ranks failed")
+    why: str = field("why it was needed: how the command or a rank ended")
     step: int | None = field("the last known step", default=None)
     from_step: int | None = field("the step from which it was started again", default=None)
     generation: int | None = field("number of the snapshot", default=None)
@@ -37,7 +37,7 @@ class RecoveryAttempt(Record):
         "from the failure until it was started; in process, until all ranks were started", default=None
     )
     restored_s: float | None = field("from the failure until all processes had their state back", default=None)
-    trained_s: float | None = field("from the failure until the next step was made", default=None)
+    trained_s: float | None = field("from the failure until the first step after it", default=None)
     result: str = field("under way, recovered, failed, or given up", default=UNDER_WAY)
     stacks: str | None = field("where the threads of a hung job were", default=None)
 
@@ -86,7 +86,7 @@ class DropRecovery(Request, op="recovery.drop", reply=RecoveryDropped, changes_s
 
 
 class SlotMemory(Record):
-    """The memory of a slot, whose descriptor comes along."""
+    """The memory of a slot; its descriptor is sent with the message."""
 
     size_bytes: int = field("bytes that it has")
 
@@ -94,7 +94,7 @@ class SlotMemory(Record):
 class SlotHeld(Record):
     """The slot is held until the launcher has ended."""
 
-    job: str = field("the id of the job that it is of")
+    job: str = field("the id of the job that it belongs to")
 
 
 class HoldSlot(Request, op="recovery.hold", reply=SlotHeld, event=SlotMemory, changes_state=True):
@@ -109,11 +109,11 @@ class HoldSlot(Request, op="recovery.hold", reply=SlotHeld, event=SlotMemory, ch
 
 
 class ReportRecovery(Request, op="recovery.report", reply=Noted, changes_state=True):
-    """A launcher of ranks tells of a recovery in process, or why its job is not protected."""
+    """A launcher of ranks reports a recovery in process, or why its job is not protected."""
 
     run: str = field("which `hegmctl run` it is")
     recovery: RecoveryAttempt | None = field(
-        "a recovery that has begun or progressed, with the time of its failure as its name", default=None
+        "a recovery that has begun or progressed; `failed_utc` identifies it", default=None
     )
     unprotected: str | None = field("what prevents snapshots; nil once there is one", default=None)
 

@@ -61,7 +61,7 @@ class InProcess:
         record = record.replace(unprotected=told.unprotected)
         attempt = told.recovery
         if attempt is not None:
-            former = next((one for one in record.attempts if one.fell_utc == attempt.fell_utc), None)
+            former = next((one for one in record.attempts if one.failed_utc == attempt.failed_utc), None)
             if attempt.result in _EVENTS and (former is None or former.result != attempt.result):
                 kind, severity = _EVENTS[attempt.result]
                 self._node.events.record(kind, severity, _message(job, attempt), facts={"job": job.id})

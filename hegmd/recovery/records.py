@@ -63,7 +63,7 @@ class JobSnapshots(Record):
 
     def with_attempt(self, attempt: RecoveryAttempt) -> JobSnapshots:
         """Return the record with one more recovery, or with a newer state of the last one."""
-        others = [one for one in self.attempts if one.fell_utc != attempt.fell_utc]
+        others = [one for one in self.attempts if one.failed_utc != attempt.failed_utc]
         return self.replace(attempts=(*others, attempt)[-MAX_ATTEMPTS:])
 
 

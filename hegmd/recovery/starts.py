@@ -69,7 +69,7 @@ class Starts:
         self.is_recovering = True
         try:
             await self._await_start(
-                attempts[-1] if attempts else RecoveryAttempt(fell_utc=self._job.node.utc(), why="")
+                attempts[-1] if attempts else RecoveryAttempt(failed_utc=self._job.node.utc(), why="")
             )
         finally:
             self.is_recovering = False
@@ -97,7 +97,7 @@ class Starts:
             except HegmError as error:
                 await self._give_up(attempt, error.message)
                 return
-            attempt = attempt.replace(started_s=self._job.node.utc() - attempt.fell_utc)
+            attempt = attempt.replace(started_s=self._job.node.utc() - attempt.failed_utc)
             budget = self._job.record.budget
             record = self._job.record.spending(budget if fell is None else budget.spent()).with_attempt(attempt)
             self._job.put(record.replace(kept=None, kept_utc=None))
@@ -117,7 +117,7 @@ class Starts:
         why = "was continued by hegmctl run" if fell is None else f"ended {status_text(fell)}"
         killed, self._job.killed = self._job.killed, None
         why, stacks = (why, None) if killed is None else killed
-        attempt = RecoveryAttempt(fell_utc=self._job.node.utc(), why=why, step=step, stacks=stacks)
+        attempt = RecoveryAttempt(failed_utc=self._job.node.utc(), why=why, step=step, stacks=stacks)
         former = self._job.record.budget
         budget = Budget(furthest_step=former.furthest_step) if fell is None else former.fell(step)
         self._job.put(self._job.record.spending(budget).with_attempt(attempt))
@@ -187,7 +187,7 @@ class Starts:
         if attempt.result == RECOVERED:  # the supervisor was disconnected when the result was sent
             await self._job.supervisor.tell("forget", self._job.record.job)
             return
-        began, since = attempt.fell_utc, anyio.current_time()
+        began, since = attempt.failed_utc, anyio.current_time()
         longest_s = self._job.record.longest_start_s
         limit_s = start_limit_s(self._job.wish.hang_limit_s, longest_s, self._hung, self._least_start_s)
         while self._job.supervisor.is_alive and self.is_under_way():
@@ -242,7 +242,7 @@ class Starts:
         return has_all and all(worker.boundary > worker.about.boundary + _BATCH for worker in back)
 
     async def _note_recovered(self, attempt: RecoveryAttempt, back: Sequence[AgentConnection]) -> None:
-        attempt = attempt.replace(trained_s=self._job.node.utc() - attempt.fell_utc, result=RECOVERED)
+        attempt = attempt.replace(trained_s=self._job.node.utc() - attempt.failed_utc, result=RECOVERED)
         record = self._job.record.with_attempt(attempt)
         took_s = (attempt.trained_s or 0.0) - (attempt.started_s or 0.0)
         self._job.put(record.replace(longest_start_s=max(record.longest_start_s, took_s)))

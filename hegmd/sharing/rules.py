@@ -1,4 +1,4 @@
-"""The settings of sharing, and what follows from them for a caller: which priorities there are, and who may give them.
+"""The settings of sharing, and checks of the priorities that callers request.
 
 Pure.
 """
@@ -13,29 +13,32 @@ from hegmd.protocol.names import closest
 from hegmd.protocol.sharing import MAX_PRIORITY, MIN_PRIORITY, PRODUCTION
 from hegmd.sharing import model
 
-# How jobs leave: the values of the setting sharing.method.
+# How a job is taken off its GPU: the values of the setting sharing.method.
 AUTO, KEEP_CONTEXT, WHOLE = "auto", "keep-context", "whole"
 
 
 @dataclass(frozen=True, slots=True)
 class SharingRules:
-    """The settings. `priorities` are the numbers of the names."""
+    """The settings. `priorities` maps each name to its number."""
 
     priorities: Mapping[str, int]
     max_user_priority: int
     max_lease_s: float
-    #: Whether jobs of one user may be suspended for those of another, who is no administrator.
+    #: Whether jobs of one user may be suspended for a job of another user who is not an administrator.
     suspends_others: bool
     method: str
     policy: model.Rules
 
     @property
     def preemptible_below(self) -> int:
-        """Return the priority from which on no job is suspended for others."""
+        """Return the lowest priority whose jobs are never suspended for others."""
         return self.priorities[PRODUCTION]
 
     def priority(self, asked: int | str, *, is_admin: bool) -> int:
-        """Return the number of a priority that a caller names. Raises BAD_REQUEST, and DENIED above their limit."""
+        """Return the number of a priority that a caller names.
+
+        Raises BAD_REQUEST, and DENIED above the caller's limit.
+        """
         number = self._number(asked)
         if not is_admin and number > self.max_user_priority:
             raise HegmError(

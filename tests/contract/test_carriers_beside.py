@@ -21,7 +21,7 @@ import pytest
 
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
 from hegmd.gpu_helper.link import DriverFailed
-from hegmd.gpu_helper.mark import MARK_BYTES, Mark, packed_mark
+from hegmd.gpu_helper.mark import MARK_BYTES, Mark, pack_mark
 from hegmd.memory.pool_memory import Memory
 from hegmd.memory.pool_names import PieceName
 from hegmd.memory.pool_piece import Piece
@@ -354,7 +354,7 @@ async def test_a_mark_that_names_another_jobs_video_memory_has_nothing_read_from
         await job.rig.memory.reserve(victim, uuid, SIZE_BYTES)
         await job.settle()
         memory = job.rig.pool.memory(key_of(job.subject))
-        forged = packed_mark(Mark(victim, SIZE_BYTES))
+        forged = pack_mark(Mark(victim, SIZE_BYTES))
         os.pwrite(memory.fd, forged, memory.size_bytes - MARK_BYTES)
         with pytest.raises(Refused, match=r"7\.4321\.bytes', which is not its own"):
             await job.put_back()
@@ -458,7 +458,7 @@ async def test_an_untrusted_mark_is_no_failure_once_the_bytes_are_reloaded(movin
         @asynccontextmanager
         async def making() -> AsyncGenerator[Made]:
             yield lambda: True
-            os.pwrite(memory.fd, packed_mark(Mark("7.4321.bytes", SIZE_BYTES)), memory.size_bytes - MARK_BYTES)
+            os.pwrite(memory.fd, pack_mark(Mark("7.4321.bytes", SIZE_BYTES)), memory.size_bytes - MARK_BYTES)
 
         assert await job.carrier.reload(job.subject, ignored, making) == SIZE_BYTES
         assert job.rig.owner.ask("digest") == job.rig.owner.digest

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hegmd.errors import Bug, HegmError
-from hegmd.gpu_helper.mark import MARK_BYTES, Mark, packed_mark
+from hegmd.gpu_helper.mark import MARK_BYTES, Mark, pack_mark
 from hegmd.images.dump_files import used_bytes
 from hegmd.images.files.folder import find
 from hegmd.images.manifests import pool_bytes_in
@@ -94,7 +94,7 @@ def _reviving(folder: Path, pool: Pool) -> JobRestorer:
 
 def test_a_mark_at_the_end_of_what_was_reserved_is_no_part_of_an_image(tmp_path: Path) -> None:
     """What lies beyond the bytes of the boundary belongs to the piece and not to the job."""
-    assert len(packed_mark(Mark("7.4711.bytes", 9))) == MARK_BYTES
+    assert len(pack_mark(Mark("7.4711.bytes", 9))) == MARK_BYTES
     memory: Any = type("Piece", (), {"size_bytes": whole_size(8 * MIB)})()
     assert used_bytes(worker(size_bytes=MIB), memory) == whole_size(MIB) <= memory.size_bytes - MARK_BYTES
     assert used_bytes(worker(size_bytes=0), memory) == memory.size_bytes, "nobody has counted: all of it is written"

@@ -98,7 +98,7 @@ class PendingRestore:
         self._awaited: Any = None
         self._undo: list[Callable[[], None]] = []
         shadows = Shadows(self._needed, end_unrestored)
-        shadows.cast()
+        shadows.install()
         self._undo.append(shadows.lift)
         registrations.enumerate_loader = self._enumerate
         self._undo.append(lambda: setattr(registrations, "enumerate_loader", enumerate))

@@ -329,7 +329,7 @@ class Runner:
             for member in running.op.live:
                 if not member.has_agent:
                     tasks.start_soon(self._watch, running, member)
-            tasks.start_soon(self._watch_stopped, running)
+            watches_stopped = False
             while running.op.phase not in TERMINAL:
                 asking = await running.next(self._clock)
                 running.taking = True
@@ -350,6 +350,9 @@ class Runner:
                 for effect in wanted:
                     tasks.start_soon(self._perform, running, running.start(effect))
                 running.progress.notify_all()
+                if running.op.attempts and not watches_stopped:
+                    watches_stopped = True
+                    tasks.start_soon(self._watch_stopped, running)
             tasks.cancel_scope.cancel()
         self._finish(running)
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from hegmd.errors import HegmError
-from hegmd.gpu_helper.mark import MARK_BYTES, Mark, packed_mark, read_mark
+from hegmd.gpu_helper.mark import MARK_BYTES, Mark, pack_mark, read_mark
 from hegmd.gpu_helper.staging import HostMemory
 
 SIZE_BYTES = 1 << 20
@@ -15,7 +15,7 @@ SIZE_BYTES = 1 << 20
 
 def test_a_mark_is_read_as_it_was_written_and_wiped_by_one_byte() -> None:
     mark = Mark("12.4711.passing", 32 << 30)
-    packed = packed_mark(mark)
+    packed = pack_mark(mark)
     assert len(packed) == MARK_BYTES
     assert read_mark(packed) == mark
     assert read_mark(b"\0" + packed[1:]) is None
@@ -25,7 +25,7 @@ def test_a_mark_is_read_as_it_was_written_and_wiped_by_one_byte() -> None:
 @pytest.mark.parametrize("damaged", [b"", b"12", b"x 7.1.passing", b"12 "])
 def test_a_mark_that_makes_no_sense_is_not_taken_for_none(damaged: bytes) -> None:
     """What is in the pool would be taken for a job's bytes."""
-    whole = packed_mark(Mark("7.1.passing", 1))
+    whole = pack_mark(Mark("7.1.passing", 1))
     start = whole[: whole.index(b"1 7.1")]
     with pytest.raises(HegmError, match="a pool segment says that its bytes are elsewhere, but not where") as refused:
         read_mark((start + damaged).ljust(MARK_BYTES, b"\0"))

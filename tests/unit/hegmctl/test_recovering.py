@@ -101,7 +101,13 @@ def test_slots_and_recoveries_are_shown_with_what_they_cost() -> None:
         Snapshot(rank=0, slot=1),
     )
     attempt = RecoveryAttempt(
-        fell_utc=80.0, why="ended by signal 9", step=1190, from_step=1100, gpus=("gpu1",), started_s=0.1, trained_s=2.5
+        failed_utc=80.0,
+        why="ended by signal 9",
+        step=1190,
+        from_step=1100,
+        gpus=("gpu1",),
+        started_s=0.1,
+        trained_s=2.5,
     )
     job = JobRecovery(
         id="j7",

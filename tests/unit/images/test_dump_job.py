@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 from hegmd.errors import REFUSED, TIMEOUT, UNAVAILABLE, HegmError, Refused
-from hegmd.gpu_helper.mark import MARK_BYTES, Mark, packed_mark
+from hegmd.gpu_helper.mark import MARK_BYTES, Mark, pack_mark
 from hegmd.images.dump_files import require_unmarked
 from hegmd.images.dump_job import JobDumper
 from hegmd.images.dump_records import DumpRecords
@@ -113,7 +113,7 @@ def test_bytes_that_are_elsewhere_by_their_mark_are_put_in_no_image() -> None:
     try:
         os.pwrite(memory.fd, bytes(memory.size_bytes), 0)
         require_unmarked(memory, 4321)
-        os.pwrite(memory.fd, packed_mark(Mark("1.4321.passing", 9)), memory.size_bytes - MARK_BYTES)
+        os.pwrite(memory.fd, pack_mark(Mark("1.4321.passing", 9)), memory.size_bytes - MARK_BYTES)
         with pytest.raises(Refused, match="the pool segment of process 4321 says"):
             require_unmarked(memory, 4321)
     finally:

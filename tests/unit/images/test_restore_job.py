@@ -16,7 +16,7 @@ import anyio.lowlevel
 import pytest
 
 from hegmd.errors import BUSY, DENIED, TIMEOUT, UNAVAILABLE, HegmError
-from hegmd.gpu_helper.mark import MARK_BYTES, Mark, packed_mark
+from hegmd.gpu_helper.mark import MARK_BYTES, Mark, pack_mark
 from hegmd.images.criu.needs import Needs, needs_of
 from hegmd.images.criu.node import describe
 from hegmd.images.files.images import Images
@@ -117,7 +117,7 @@ def test_an_image_that_names_another_jobs_video_memory_has_its_mark_forgotten(hu
     """Whoever made the image could have written any name there. `huge` says by which way, of pages of any size."""
     memory = Memory(os.memfd_create("piece"), 1 << 20, huge=huge)
     try:
-        os.pwrite(memory.fd, b"x" * (memory.size_bytes - MARK_BYTES) + packed_mark(Mark("7.4321.bytes", 9)), 0)
+        os.pwrite(memory.fd, b"x" * (memory.size_bytes - MARK_BYTES) + pack_mark(Mark("7.4321.bytes", 9)), 0)
         forget_mark(memory)
         found = os.pread(memory.fd, memory.size_bytes, 0)
         assert found == b"x" * (memory.size_bytes - MARK_BYTES) + bytes(MARK_BYTES)

@@ -232,7 +232,7 @@ async def test_a_start_that_hangs_before_its_first_step_is_killed_with_its_comma
     rig.supervisor.pid = os.getpid()
     rig.supervisor.offer = rig.supervisor.offer.replace(pid=other.pid, started=True, operation="j1")
     with anyio.fail_after(HANG_S):
-        await Hanging(rig.job, least_start_s=0.0)._await_start(RecoveryAttempt(fell_utc=0.0, why=""))
+        await Hanging(rig.job, least_start_s=0.0)._await_start(RecoveryAttempt(failed_utc=0.0, why=""))
     assert await anyio.to_thread.run_sync(other.wait) == -9
     assert rig.job.killed_for == ("job.hung: came to no step within 0 s of its start from a snapshot, and was killed")
 

@@ -118,7 +118,7 @@ async def test_the_slots_of_another_user_are_neither_shown_nor_used_nor_deleted(
     slots = JobSlots(pool, "j1")
     memory = await slots.take(0, 0, 8192, Source(os.geteuid(), 1))
     write(memory.fd, generation=1, step=7)
-    attempt = RecoveryAttempt(fell_utc=1.0, why="ended by signal 9")
+    attempt = RecoveryAttempt(failed_utc=1.0, why="ended by signal 9")
     record = JobSnapshots(
         job="j1", uid=ANOTHER_UID, ranks=1, attempts=(attempt,), begins_anew=("secret",), kept="given up", kept_utc=1.0
     )

@@ -1,9 +1,9 @@
-"""`range` and `enumerate` in the modules of a restarted script, until the training has reached its place.
+"""`range` and `enumerate` in the modules of a restarted script, until it is back at the saved loop position.
 
 They return what Python's own return, except where a loop of the saved place is entered for the first time: there they
-return the rest of that loop. They return a real `range` or `enumerate`, so the loop contains nothing of ours. They are
-names in the script's modules, not in `builtins`; `isinstance` takes them for the types; and they are removed at the
-place, before the first step.
+return the remaining iterations of that loop. They return a real `range` or `enumerate`, so the loop contains nothing of
+ours. They are names in the script's modules, not in `builtins`; `isinstance` takes them for the types; and they are
+removed at the place, before the first step.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-_BARS = "tqdm."  # its trange calls range for the script
+_TQDM_PREFIX = "tqdm."  # its trange calls range for the script
 
 
 class PendingLoops:
     """The loops of a place that are still to be entered."""
 
     def __init__(self, place: Any, last_entered: Callable[[FrameType], None]) -> None:
-        """`last_entered` is called as the innermost loop is entered, if that is one over numbers."""
+        """`last_entered` is called as the innermost loop is entered, if that is a loop over numbers."""
         self._path = [tuple(step) for step in place["path"]]
         self._loops: list[dict[str, Any]] = [
             {"depth": loop["depth"], "line": loop["line"], "needs": [tuple(need) for need in loop["needs"]]}
@@ -71,7 +71,7 @@ class PendingLoops:
 
 
 class _Shadow(type):
-    """Passes for another class."""
+    """A metaclass whose classes compare as `real`, also for isinstance."""
 
     real: type
 
@@ -92,26 +92,26 @@ class _Shadow(type):
 
 
 class Shadows:
-    """Both names, in every module of the script's that is there or comes."""
+    """Both names, in every module of the script that is loaded now or later."""
 
     def __init__(self, needed: Callable[[str, FrameType], Any], end: Callable[[list[str]], None]) -> None:
-        """`needed` returns the value for a call of a name, or None for the usual result. `end` does not return."""
+        """`needed` returns the value for a call of a name, or None for the usual result. `end` ends the process."""
         self._modules: list[Any] = []
         self._needed = needed
         self._end = end
         self._sought: set[str] = set()
         self._names: dict[str, Any] = {
             "range": self._shadow_of(range, self._rest_of),
-            "enumerate": self._shadow_of(enumerate, _go_on),
+            "enumerate": self._shadow_of(enumerate, _continued_enumerate),
         }
 
-    def cast(self) -> None:
+    def install(self) -> None:
         """Install the shadows in all modules, and in those that are imported from now on."""
         for module in list(sys.modules.values()):
-            self.cast_on(module)
+            self.install_in(module)
         sys.meta_path.insert(0, self)
 
-    def cast_on(self, module: Any) -> None:
+    def install_in(self, module: Any) -> None:
         """Install the shadows in this module if it is the script's."""
         if module is None or module in self._modules or not (is_users_module(module) or _is_of_bars(module)):
             return
@@ -137,7 +137,7 @@ class Shadows:
             spec = self._found_by_others(name, path, target)
         finally:
             self._sought.discard(name)
-        if spec is not None and (is_users(spec.origin) or name.startswith(_BARS)):
+        if spec is not None and (is_users(spec.origin) or name.startswith(_TQDM_PREFIX)):
             self._follow(spec)
         return spec
 
@@ -157,7 +157,7 @@ class Shadows:
         def exec_module(module: Any) -> None:
             del spec.loader.exec_module  # restores the loader
             if self in sys.meta_path:
-                self.cast_on(module)
+                self.install_in(module)
             run(module)
 
         try:
@@ -184,8 +184,8 @@ class Shadows:
 
 
 def _is_of_bars(module: Any) -> bool:
-    return str(getattr(module, "__name__", "")).startswith(_BARS)
+    return str(getattr(module, "__name__", "")).startswith(_TQDM_PREFIX)
 
 
-def _go_on(need: int, iterable: Any, start: int = 0) -> Any:  # `need` includes the start
+def _continued_enumerate(need: int, iterable: Any, start: int = 0) -> Any:  # `need` includes the start
     return enumerate(iterable, need)
