@@ -121,7 +121,7 @@ docs: ## write the generated documents again, from the code
 	@$(PYTHON) tools/vectors.py docs/protocol-vectors
 	@$(PYTHON) -m tools.docs.hegmctl json docs/json.md
 	@$(PYTHON) -m tools.docs.hegmctl stub client/hegmctl/library.pyi
-	@$(PYTHON) -m hegmd.config
+	@$(PYTHON) -m tools.docs.settings
 	@$(PYTHON) -m tools.docs.states
 	@$(PYTHON) -m tools.docs.recovery
 	@$(PYTHON) -m tools.pictures.tables

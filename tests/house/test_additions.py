@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from hegmctl.grammar import COMMANDS
-from hegmd.config import example_of, load
+from hegmd.config import load
 from hegmd.migration.carriers.driver import DriverCarrier
 from hegmd.migration.model import CARRIERS, CarrierRow
 from hegmd.migration.plan.carrier_choice import Choice, choose_as_asked, estimate_s
@@ -29,6 +29,7 @@ from hegmd.settings import SECTIONS, InventorySettings, LogSettings, rows_of, se
 from hegmd.wiring import providers_for, vendors_off
 from tests.house.source import ROOT
 from tests.unit.migration.nvidia_nodes import GIB, a_gpu, a_process, a_snapshot, an_agent, to
+from tools.docs.settings import example_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

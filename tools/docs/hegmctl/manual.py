@@ -7,11 +7,11 @@ from hegmctl.grammar.words import Option
 from hegmctl.help import SOCKET_ORDER, option_forms, sentence, shown_commands, usage
 from hegmd import __main__ as daemon_arguments
 from hegmd import __version__
-from hegmd.config import toml_of
 from hegmd.errors import CODES
 from hegmd.settings import ROWS, SECTIONS, Row
 from tools.docs.hegmctl.hegm_manual import ctrl_page, launcher_page
 from tools.docs.hegmctl.roff import Page
+from tools.docs.settings import toml_of
 
 _SOURCE = f"hegm {__version__}"
 
