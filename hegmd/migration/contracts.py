@@ -13,7 +13,7 @@ that nothing has changed, OutOfMemory that memory must be freed first.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -366,3 +366,31 @@ class Carrier(Protocol):
     async def resumed(self, subject: MigratedProcess) -> None:
         """Release what is still reserved, once its thread runs. Raises nothing; does nothing if nothing is reserved."""
         ...
+
+
+class NoCopy:
+    """Base class of carriers whose bytes are in their final place as soon as they have left the process."""
+
+    async def await_successor(self, subject: MigratedProcess, on_progress: Progress) -> bool:
+        """Return False: there is no successor."""
+        return False
+
+    def doing(self, subject: MigratedProcess) -> str | None:
+        return None
+
+    def is_staged(self, subject: MigratedProcess) -> bool:
+        return False
+
+    def staged(self, subject: MigratedProcess) -> OverlappedCopy | None:
+        return None
+
+    async def resumed(self, subject: MigratedProcess) -> None:
+        """Nothing is held besides it."""
+
+    def overlap_checkpoint(self, subject: MigratedProcess) -> AbstractAsyncContextManager[OverlappedCopy]:
+        """They are where they may stay."""
+        return nullcontext(OverlappedCopy())
+
+    def overlap_restore(self, subject: MigratedProcess) -> AbstractAsyncContextManager[OverlappedCopy]:
+        """They are where they are carried from."""
+        return nullcontext(OverlappedCopy())

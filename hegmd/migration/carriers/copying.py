@@ -28,9 +28,8 @@ from hegmd.errors import HegmError, Refused
 from hegmd.gpu_helper.copy_client import VIDEO, CopyClient, Place
 from hegmd.gpu_helper.link import DriverFailed, HelperLost, Link
 from hegmd.memory.sizes import MIB, round_bytes
-from hegmd.migration.contracts import DriverOutOfMemory, Making, MigratedProcess, Progress
+from hegmd.migration.contracts import DriverOutOfMemory, Making, MigratedProcess, NoCopy, Progress
 from hegmd.migration.methods.gpus import Gpus
-from hegmd.migration.methods.immediate import NoCopy
 from hegmd.node.gpu_sets import gpus_of
 from hegmd.protocol.agents import NO_HANDLE, AgentReport, packed, unpacked
 from hegmd.system.task_group import parts_of, run_concurrently

@@ -5,9 +5,8 @@ The method's checkpoint moves the bytes into the process's own memory.
 
 from __future__ import annotations
 
-from hegmd.migration.contracts import Making, MigratedProcess, Progress
+from hegmd.migration.contracts import Making, MigratedProcess, NoCopy, Progress
 from hegmd.migration.methods.driver import NAME
-from hegmd.migration.methods.immediate import NoCopy
 
 
 class DriverCarrier(NoCopy):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from hegmd.memory.pool import Key, Pool, Source
-from hegmd.migration.contracts import MigratedProcess, Progress
-from hegmd.migration.methods.immediate import NoCopy
+from hegmd.migration.contracts import MigratedProcess, NoCopy, Progress
 
 
 class Pooled(NoCopy):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hegmd.server.scrape_http import Refusal, Response, method_of
+from hegmd.server.scrape import Refusal, Response, method_of
 from tests.cells import in_one_test
 
 HOST = b"Host: localhost:9469"
