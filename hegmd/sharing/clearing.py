@@ -72,8 +72,13 @@ class ReadyJobs:
 
 
 def moved_bytes(job: Job) -> int:
-    """Return how much has to be copied if `job` leaves its GPUs, and what a suspension puts into the pool."""
+    """Return how much becomes free if `job` leaves its GPUs."""
     return sum(job.held_bytes.values())
+
+
+def pool_bytes(job: Job) -> int:
+    """Return what a suspension of `job` puts into the pool: its contexts, for one, are not among that."""
+    return moved_bytes(job) if job.pool_bytes is None else job.pool_bytes
 
 
 def quantum_s(job: Job, rules: Rules) -> float:

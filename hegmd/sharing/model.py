@@ -42,6 +42,8 @@ class Gpu:
     chip: str | None = None
     #: What no job and no lease can ever have: the driver and hegmd keep it for themselves.
     kept_bytes: int = 0
+    #: What suspended jobs have left there with their CUDA contexts.
+    contexts_bytes: int = 0
     #: False: nothing is placed there. Jobs that run there are left alone.
     is_healthy: bool = True
 
@@ -66,6 +68,8 @@ class Job:
     least_bytes: tuple[int, ...] | None = None
     #: What is taken for it on each GPU now, by its processes and by reservations of its operation.
     held_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
+    #: What a suspension puts into the pool, by its plan. None if unknown: all that it holds.
+    pool_bytes: int | None = None
     #: The only GPUs on which it can be: pinned by its user, or its context is kept there. None for any.
     allowed_gpus: tuple[str, ...] | None = None
     #: The chip that it needs. None for any: it has not started yet.

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from hegmd.sharing import wording
-from hegmd.sharing.clearing import FreeingSteps, ReadyJobs, clearing, moved_bytes
+from hegmd.sharing.clearing import FreeingSteps, ReadyJobs, clearing, pool_bytes
 from hegmd.sharing.model import (
     ARRIVING,
     BUSY,
@@ -344,7 +344,7 @@ class _Decider:
         if self._suspended.get(wanted.priority, 0) >= (self._rules.turns_per_gpu - 1) * len(self._rooms):
             return False
         # The pool needs room for the next exchange too, or the turns would come to a stop.
-        leaving_bytes = moved_bytes(job)
+        leaving_bytes = pool_bytes(job)
         if self._pool_bytes >= leaving_bytes + max(leaving_bytes, sum(wanted.needs_bytes or (0,))):
             return True
         self._lack_pool.add(wanted.id)
@@ -358,13 +358,13 @@ class _Decider:
         jobs = list({job.id: job for option in clearings for job in option.victims}.values())
         before = [(room, room.accounts()) for room in self._rooms.values()]
         migrating: dict[str, Rooms] = {}
-        if sum(map(moved_bytes, jobs)) > self._pool_bytes:
+        if sum(map(pool_bytes, jobs)) > self._pool_bytes:
             for job in jobs:
                 if chosen := self._other_gpus(job):
                     migrating[job.id] = chosen
                     self._take(wanted_by(job, self._now), chosen, at_once=True)
         suspended = [job for job in jobs if job.id not in migrating]
-        if sum(map(moved_bytes, suspended)) > self._pool_bytes:
+        if sum(map(pool_bytes, suspended)) > self._pool_bytes:
             self._most_soon_bytes = None
             for room, accounts in before:
                 room.reset(accounts)
@@ -374,7 +374,7 @@ class _Decider:
             self._displaced[job.id] = (job, wanted)
             self._leave(job)
         for job in suspended:
-            self._pool_bytes -= moved_bytes(job)
+            self._pool_bytes -= pool_bytes(job)
             heapq.heappush(self._leavers, (wanted_by(job, self._now).turn, job))
         for job in jobs:
             if job.id in migrating:
@@ -397,7 +397,7 @@ class _Decider:
         """Migrate a job that has to leave, if another GPU has room for it by now; otherwise suspend it."""
         chosen = self._other_gpus(job)
         if chosen:
-            self._pool_bytes += moved_bytes(job)
+            self._pool_bytes += pool_bytes(job)
             self._take(wanted, chosen, at_once=True)
         self._act_on_leaver(job, chosen)
 

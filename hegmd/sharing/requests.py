@@ -23,7 +23,6 @@ from hegmd.operations.survey import May
 from hegmd.protocol import sharing as told
 from hegmd.protocol.jobs import Job
 from hegmd.protocol.names import gpu_named
-from hegmd.protocol.snapshots import Gpu
 from hegmd.sharing import model, wording
 from hegmd.sharing.records import LeaseRecord, QueuedRecord
 from hegmd.sharing.report import job_views, lease_view, steps_for
@@ -258,22 +257,21 @@ class SharingRequests:
 
     def _require_room(self, node: NodeSnapshot, gpu_id: str | None, size_bytes: int) -> None:
         """See that a GPU can ever have that much free. Raises REFUSED; a GPU whose memory is not known may have it."""
-        kept = self._sharing.kept_bytes(node)
-        most: list[tuple[int, Gpu]] = []
+        kept, most = self._sharing.kept_bytes(node), list[tuple[int, model.Gpu]]()
         for gpu in node.gpus:
             if gpu_id in (None, gpu.id):
                 if gpu.memory_total_bytes is None:
                     return
-                most.append((gpu.memory_total_bytes - kept.get(gpu.id, 0), gpu))
+                kept_bytes = kept.get(gpu.id, 0)
+                seen = model.Gpu(gpu.id, gpu.memory_total_bytes, None, kept_bytes=kept_bytes)
+                most.append((seen.total_bytes - kept_bytes, seen))
         if not most:
             raise Refused("this node has no GPU", "see hegmctl doctor", FINAL)
         most_bytes, largest = max(most, key=lambda one: one[0])
         if size_bytes > most_bytes:
-            kept_bytes = kept.get(largest.id, 0)
-            rest = f"; the driver and hegmd keep {gigabytes(kept_bytes)} of it" if kept_bytes else ""
-            most_text = f"{largest.id} has at most {gigabytes(most_bytes)}{rest}"
+            size, has = wording.above(size_bytes, most_bytes), wording.most_of(largest, most_bytes)
             hint = f"ask for {most_bytes >> 20}MiB or less; see hegmctl gpus"
-            raise Refused(f"{gigabytes(size_bytes)} can never be free: {most_text}", hint, FINAL)
+            raise Refused(f"{size} can never be free: {has}", hint, FINAL)
 
     async def _require_saved(self, lease: LeaseRecord) -> None:
         await self._sharing.memory.require_saved(f"lease {lease}", "there are no leases, since a crash would end them")

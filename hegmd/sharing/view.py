@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import anyio
 
@@ -62,6 +62,8 @@ class SuspendOptions:
     stays_bytes: Mapping[str, int] | None = None
     #: Whether it can only leave so.
     keeps_context: bool = False
+    #: What it puts into the pool.
+    pool_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,8 @@ class SharingView:
         self._counted_at: dict[int, float] = {}
         #: The priority that a job has at least because it uses a lease, by the job's number.
         self._lent: dict[int, int] = {}
+        #: What suspended jobs have left on each GPU with their contexts.
+        self._contexts: dict[str, int] = {}
 
     async def take(self, *more: LeaseRecord) -> View:
         """Look at the node. `more` are leases that are only thought of."""
@@ -140,13 +144,14 @@ class SharingView:
         seen: dict[str, JobView] = {}
         self._attending = self._workers_by_job()
         candidates = self._candidates_of(node.candidates)
-        self._lent = self._lent_priorities(candidates)
+        self._lent, self._contexts = self._lent_priorities(candidates), {}
         for record in self._jobs:
             if record.is_alive:
                 found = self._job(record, candidates.get(record.number, ()), node, now)
                 if found is not None:
                     jobs.append(found[0])
                     seen[record.id] = found[1]
+        gpus = [replace(gpu, contexts_bytes=self._contexts.get(gpu.id, 0)) for gpu in gpus]
         leases = [self._lease(lease, node, now) for lease in (*self._memory.leases, *more)]
         snapshot = model.Snapshot(
             tuple(gpus), tuple(jobs), tuple(leases), self._rules.policy, pool_free_bytes=node.pool.free_bytes
@@ -302,11 +307,13 @@ class SharingView:
             stays = {gpu: max(size, measured.get(gpu, 0)) for gpu, size in stays.items()}
         if self._rules.method == AUTO and isinstance(whole, MigrationPlan) and isinstance(kept, MigrationPlan):
             # At the end of a turn it keeps its contexts if it can, so the faster way says how long a turn is.
-            return SuspendOptions("", 2 * min(whole.estimate_s, kept.estimate_s), stays)
+            pool_bytes = max(whole.pool_needed_bytes, kept.pool_needed_bytes)
+            return SuspendOptions("", 2 * min(whole.estimate_s, kept.estimate_s), stays, pool_bytes=pool_bytes)
         if self._rules.method != KEEP_CONTEXT and isinstance(whole, MigrationPlan):
-            return SuspendOptions("", 2 * whole.estimate_s)
+            return SuspendOptions("", 2 * whole.estimate_s, pool_bytes=whole.pool_needed_bytes)
         if self._rules.method != WHOLE and isinstance(kept, MigrationPlan):
-            return SuspendOptions("", 2 * kept.estimate_s, stays, keeps_context=True)
+            pool_bytes = kept.pool_needed_bytes
+            return SuspendOptions("", 2 * kept.estimate_s, stays, keeps_context=True, pool_bytes=pool_bytes)
         against = kept if self._rules.method == KEEP_CONTEXT else whole
         return SuspendOptions(
             against[0].message if not isinstance(against, MigrationPlan) else "it cannot be suspended"
@@ -318,7 +325,8 @@ class SharingView:
         members = tuple(op.live)
         seen = JobView(record, tuple([member.pid for member in members]), op)
         action, suspended = self._acting(record.id), self._memory.suspended.get(record.number)
-        former = needs_by_gpu(members, lambda one: one.previous_gpu or one.first_gpu)
+        # A rank that has ended is started again once the others are back, and needs as much.
+        former = needs_by_gpu(op.workers, lambda one: one.previous_gpu or one.first_gpu)
         chip = members[0].chip if members else None
         if op.phase == SUSPENDED and action is not None and action.kind == model.RESUME:
             return self._told(
@@ -332,6 +340,8 @@ class SharingView:
                 kept_by_gpu(members),
                 copies_by_gpu(members, lambda one: one.previous_gpu or one.first_gpu, node.gpus),
             )
+            for gpu, size in kept.items():
+                self._contexts[gpu] = self._contexts.get(gpu, 0) + size
             least = tuple([size + copies.get(gpu, 0) for gpu, size in former.items()])
             self._history.of(record.id).kept_bytes = kept or self._history.of(record.id).kept_bytes
             return self._told(
@@ -423,6 +433,7 @@ class SharingView:
             needs_bytes=known,
             least_bytes=least,
             held_bytes=dict(held or {}),
+            pool_bytes=None if seen.leaves is None else seen.leaves.pool_bytes,
             allowed_gpus=allowed,
             chip=chip,
             is_preemptible=self._priority(record) < self._rules.preemptible_below,

@@ -74,15 +74,17 @@ def unsuitable(wanted: MemoryRequest, gpus: Iterable[Gpu], rooms: Mapping[str, G
         return f"{count}{kind}: {where} has {len(usable) or 'none'}"
     largest = max(usable, key=lambda gpu: (rooms[gpu.id].capacity_bytes, gpu.id))
     place = f"{wanted.gpu_count} GPUs" if wanted.gpu_count > 1 else "a GPU"
-    return f"{_exactly(wanted)} on {place}{kind}: {most_of(largest, rooms[largest.id].capacity_bytes)}"
+    capacity_bytes = rooms[largest.id].capacity_bytes
+    return f"{_exactly(wanted, capacity_bytes)} on {place}{kind}: {most_of(largest, capacity_bytes)}"
 
 
 def most_of(gpu: Gpu, capacity_bytes: int) -> str:
     """Return how much of a GPU jobs and leases can have at most, and who has the rest."""
-    others_bytes = gpu.total_bytes - gpu.kept_bytes - capacity_bytes
+    others_bytes = gpu.total_bytes - gpu.kept_bytes - gpu.contexts_bytes - capacity_bytes
     rest = [f"the driver and hegmd keep {gigabytes(gpu.kept_bytes)}"] if gpu.kept_bytes else []
+    rest += [f"suspended jobs keep contexts of {gigabytes(gpu.contexts_bytes)}"] if gpu.contexts_bytes else []
     rest += [f"other programs use {gigabytes(others_bytes)}"] if others_bytes > 0 else []
-    of = f" of its {gigabytes(gpu.total_bytes)}: {' and '.join(rest)}" if rest else ""
+    of = f" of its {gigabytes(gpu.total_bytes)}: {_listed(rest)}" if rest else ""
     return f"{gpu.id} has at most {gigabytes(capacity_bytes)} for jobs{of}"
 
 
@@ -106,9 +108,18 @@ def _needed(wanted: MemoryRequest) -> str:
     return "a whole GPU" if wanted.needs_bytes is None else size_text(max(wanted.needs_bytes))
 
 
-def _exactly(wanted: MemoryRequest) -> str:
-    """Return the size with a decimal, since the difference to the memory of a GPU may be small."""
-    return "a whole GPU" if wanted.needs_bytes is None else gigabytes(max(wanted.needs_bytes))
+def _exactly(wanted: MemoryRequest, capacity_bytes: int) -> str:
+    """Return the size so that it differs from the memory that a GPU has for it."""
+    if wanted.needs_bytes is None:
+        return "a whole GPU"
+    return above(max(wanted.needs_bytes), capacity_bytes)
+
+
+def above(size_bytes: int, capacity_bytes: int) -> str:
+    """Return a size that is above a capacity: with the difference if both are the same in words."""
+    if gigabytes(size_bytes) != gigabytes(capacity_bytes):
+        return gigabytes(size_bytes)
+    return f"{gigabytes(size_bytes)} and {size_bytes - capacity_bytes:,} bytes"
 
 
 def _places(rooms: Iterable[GpuBudget]) -> str:

@@ -247,10 +247,24 @@ def test_what_can_never_fit_is_told_with_who_has_the_rest() -> None:
         "79.0 GiB on a GPU: gpu0 has at most 78.0 GiB for jobs of its 80.0 GiB: "
         "the driver and hegmd keep 1.0 GiB and other programs use 1.0 GiB"
     )
+    shared = replace(small, contexts_bytes=GIB)
+    assert explain(node(shared, queued("j1", 79)), NOW)[0].waits.endswith(
+        "the driver and hegmd keep 1.0 GiB and suspended jobs keep contexts of 1.0 GiB"
+    ), "kept contexts were called other programs"
+    barely = replace(queued("j1"), needs_bytes=(78 * GIB + 4096,))
+    assert explain(node(small, barely), NOW)[0].waits.startswith("78.0 GiB and 4,096 bytes on a GPU: gpu0 has at most")
     other_chip = replace(queued("j1", 10), chip="H100")
     assert explain(node(small, other_chip), NOW)[0].waits == "a healthy GPU of type H100: this node has none"
     on_two = replace(queued("j1"), needs_bytes=(GIB, GIB))
     assert explain(node(small, on_two), NOW)[0].waits == "2 healthy GPUs: this node has 1"
+
+
+def test_a_turn_needs_room_in_the_pool_for_what_goes_there_and_not_for_contexts() -> None:
+    """A pool of 80 GiB was too small for turns of jobs that put 40 GiB there."""
+    one, other = running("j1", 41), queued("j2", 40)
+    assert decided(gpu("gpu0", 39), one, other, pool_gib=80, now=10_000.0) == ()
+    (action,) = decided(gpu("gpu0", 39), replace(one, pool_bytes=40 * GIB), other, pool_gib=80, now=10_000.0)
+    assert action.subject == "j1"
 
 
 def test_a_job_that_waits_for_memory_of_a_lease_is_told_which_lease_keeps_it() -> None:
