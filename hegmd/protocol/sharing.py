@@ -55,7 +55,7 @@ class RoomProgress(Record):
 
     lease: str = field("id of the lease")
     gpu: str | None = field("the GPU, once chosen", default=None)
-    free_bytes: int | None = field("current free memory there", default=None)
+    free_bytes: int | None = field("memory there that is free, and kept for no other", default=None)
     size_bytes: int = field("memory that the lease needs")
     waits: str = field("what it waits for")
 

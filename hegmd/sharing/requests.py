@@ -26,6 +26,7 @@ from hegmd.protocol.names import gpu_named
 from hegmd.sharing import model, wording
 from hegmd.sharing.records import LeaseRecord, QueuedRecord
 from hegmd.sharing.report import job_views, lease_view, steps_for
+from hegmd.sharing.room import rooms_of
 from hegmd.sharing.service import Sharing
 from hegmd.sharing.view import STARTS_WITHIN_S, View
 from hegmd.workers.job_file import JobRecord
@@ -226,8 +227,8 @@ class SharingRequests:
         waiting, free_bytes = self._sharing.waiting_of(lease.id), None
         gpu = lease.gpu or (waiting.gpus[0] if waiting is not None and waiting.gpus else None)
         if self._sharing.latest is not None:
-            snapshot = self._sharing.latest[0].snapshot
-            free_bytes = next((one.free_bytes for one in snapshot.gpus if one.id == gpu), None)
+            room = rooms_of(self._sharing.latest[0].snapshot).get(gpu or "")
+            free_bytes = None if room is None else max(0, room.now_bytes)
         waits = "a decision" if waiting is None else waiting.waits
         return told.RoomProgress(
             lease=lease.id, gpu=gpu, free_bytes=free_bytes, size_bytes=lease.size_bytes, waits=waits

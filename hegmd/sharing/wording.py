@@ -47,7 +47,7 @@ def occupied(wanted: MemoryRequest, chosen: Sequence[GpuBudget]) -> str:
     if leased:
         kept = f", {size_text(sum(leased.values()))} is kept for {_listed([f'lease {lease}' for lease in leased])}"
     return (
-        f"{needed} on {_places(chosen)}: {size_text(free_bytes)} is free{kept}, "
+        f"{needed} on {_places(chosen)}: {size_text(free_bytes) if free_bytes else 'nothing'} is free{kept}, "
         "and too little of the rest may be suspended"
     )
 

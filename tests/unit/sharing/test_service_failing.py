@@ -340,3 +340,12 @@ async def test_a_job_that_never_trains_keeps_its_memory_from_others_for_a_time_o
         await shared.until_states(j1="running", j2="starting")
         (one,) = [job for job in (await shared.requests.queue(ADMIN)).jobs if job.job == "j2"]
         assert one.why == "it has not trained within 10 min of its start: no memory is kept for it"
+
+
+async def test_who_waits_is_told_of_the_memory_that_no_other_lease_keeps(tmp_path: Path) -> None:
+    """It said "8.0 MiB free" and in the same line that 0 bytes were free."""
+    async with sharing_on(tmp_path) as shared:
+        await shared.make_room(8 * MIB, until_free=True)
+        with pytest.raises(HegmError, match="nothing is free, 8 MiB is kept for lease l1"):
+            await shared.make_room(MIB, until_free=True)
+        assert [one.free_bytes for one in shared.heard if one.lease == "l2" and one.waits != "a decision"][:1] == [0]
