@@ -86,6 +86,8 @@ class Asked(argparse.Namespace):
     ends_at: float
     #: Where the Python listens that forks ranks, if there is to be one.
     forks: Path | None = None
+    #: How many steps a training makes that is not told to end earlier.
+    steps: int = STEPS
 
     def place(self, case: Case) -> str:
         """On which GPUs it is."""
@@ -102,7 +104,7 @@ class Run:
         self, daemon: RunningDaemon, folder: Path, case: Case, world: int, asked: Asked, *, alone: bool = False
     ) -> None:
         self.daemon, self.folder, self.world, self.asked = daemon, folder, world, asked
-        self.struck_at, self.last_step = 0.0, STEPS
+        self.struck_at, self.last_step = 0.0, asked.steps
         self._deadline = time.monotonic() + asked.case_limit_s
         command = [sys.executable, str(SCRIPT)]
         is_real = asked.place(case) == REAL
@@ -121,7 +123,7 @@ class Run:
         told = {"FAILS": f"{case.kind} {case.phase} {case.ranks(world)}", "CHILDREN": str(case.children)}
         quick = {"PACE_S": "0"} if alone else told
         environ = {**os.environ, "HEGM_SOCKET": str(daemon.socket_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-        environ |= {"STEPS": str(STEPS), "DEVICE": asked.device} if is_real else {"STEPS": str(STEPS), **BARE}
+        environ |= {"STEPS": str(asked.steps), **({"DEVICE": asked.device} if is_real else BARE)}
         self.out, self.err = folder / "out", folder / "err"
         with self.out.open("wb") as out, self.err.open("wb") as err:
             words = command if alone else [*run, *command]
@@ -180,13 +182,17 @@ class Run:
         self.until(lambda: len(self.pids()) > self.world, "another start")
         self._say("ends-at", self.furthest() + MORE)
 
+    def have_it_end(self) -> None:
+        """Say to the script at which step it ends."""
+        self._say("ends-at", self.furthest() + MORE)
+
     def furthest(self) -> int:
         """The last step of any rank."""
         return max((step for _, step, _ in self.lines()), default=0)
 
     def _say(self, name: str, step: int) -> None:
         if name == "ends-at":
-            self.last_step = min(step, STEPS)
+            self.last_step = min(step, self.asked.steps)
         file = self.folder / f"{name}.new"
         file.write_text(str(step))
         file.rename(self.folder / name)
@@ -256,7 +262,7 @@ def kill_in_restore(run: Run) -> None:
 def damage_newest(run: Run) -> None:
     """A bit of the newest snapshot of a rank is flipped."""
     run.daemon.stop(signal.SIGKILL)
-    found = sorted(_memory_of(run.daemon).glob("hegm-pool-*-0.*"), key=lambda path: path.stat().st_mtime)
+    found = sorted(pool_of(run.daemon).glob("hegm-pool-*-0.*"), key=lambda path: path.stat().st_mtime)
     data = bytearray(found[-1].read_bytes())
     end = data.rindex(b"HEGMSLOT")
     place = max(index for index in range(0, end, 4096) if data[index : index + 4096].strip(b"\0"))
@@ -266,7 +272,8 @@ def damage_newest(run: Run) -> None:
     run.daemon.start()
 
 
-def _memory_of(daemon: RunningDaemon) -> Path:
+def pool_of(daemon: RunningDaemon) -> Path:
+    """The folder with the files of its pool."""
     identity = (daemon.folder / "state" / "identity").read_text()[:16]
     return Path(f"/dev/shm/hegmd-{os.geteuid()}-{identity}")
 

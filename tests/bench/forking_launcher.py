@@ -100,7 +100,7 @@ def run(address: str, ranks: int, script: str) -> int:
         for rank in range(ranks):
             environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
             wanted = {"argv": [script], "environment": environment, "folder": str(Path.cwd()), "limit_s": 0}
-            wanted |= {"agent": True, "at": None, "record": None}
+            wanted |= {"agent": True, "at": None, "record": None, "session": True}
             socket.send_fds(server, [json.dumps(wanted).encode()], [0, 1, 2])
         begun = 0
         while living or begun < ranks:
