@@ -81,11 +81,15 @@ class Repeated:
 
 
 def grown(samples: Sequence[Sample]) -> list[str]:
-    """What grew from the first to the second half, by their smallest: a snapshot may be under way at any look."""
+    """What grew between two halves, by their smallest: a snapshot may be under way at any look.
+
+    Without the first quarter, in which the daemon opens for the first time what it then keeps.
+    """
+    samples = samples[len(samples) // 4 :]
     half = len(samples) // 2
     found: list[str] = []
     for name in ("daemon_bytes", "daemon_fds", "daemon_threads", "supervisor_bytes", "supervisor_fds", "held_bytes"):
-        first, second = (min(getattr(sample, name) for sample in part) for part in (samples[:half], samples[half:]))
+        first, second = (min(getattr(one, name) for one in part) for part in (samples[:half], samples[half:]))
         if second - first > (ALLOWED_BYTES if name.endswith("_bytes") else 0):
             found.append(f"{name}: {first} to {second}")
     return found

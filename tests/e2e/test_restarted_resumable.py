@@ -88,6 +88,27 @@ FORMS = {
 ALONE = ("in-a-function", "imported-by-its-name", "shuffled", "replayed", "above-the-loop")
 
 
+# The iterator of a pass that is over lives on: a collection of the garbage would free it.
+WITH_WORKERS = """
+import gc
+gc.disable()
+kind = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+made = kind.__init__
+
+
+def __init__(self, loader):
+    made(self, loader)
+    self.itself = self
+
+
+kind.__init__ = __init__
+loader = DataLoader(data, batch_size=2, shuffle=True, num_workers=1)
+for epoch in range(4):
+    for inputs, targets in loader:
+        train_on(epoch, inputs, targets)
+"""
+
+
 @pytest.fixture(scope="module")
 def restarts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Restarts]:
     with Restarts(tmp_path_factory.mktemp("restarts")) as running:
@@ -103,5 +124,16 @@ def test_a_loop_over_resumable_was_entered_in_another_way(restarts: Restarts, tm
     script = tmp_path / "train.py"
     script.write_text(BEGINNING.format(imported=imported, shuffled=shuffled) + loops)
     output, ends = restarts.restarted(str(script), at=(3, 4))
+    assert [ended.status for ended in ends] == [LEFT_STATUS, LEFT_STATUS, 0], [ended.errors for ended in ends]
+    assert output.splitlines() == restarts.undisturbed(str(script)).splitlines()
+
+
+def test_a_pass_with_workers_that_was_over_was_made_again_in_place_of_the_next(
+    restarts: Restarts, tmp_path: Path
+) -> None:
+    """An epoch was skipped, without a word. A bar around the loader and a snapshot in the pass kept its iterator."""
+    script = tmp_path / "train.py"
+    script.write_text(BEGINNING.format(imported="", shuffled=True) + WITH_WORKERS)
+    output, ends = restarts.restarted(str(script), at=(12, 12))
     assert [ended.status for ended in ends] == [LEFT_STATUS, LEFT_STATUS, 0], [ended.errors for ended in ends]
     assert output.splitlines() == restarts.undisturbed(str(script)).splitlines()

@@ -180,7 +180,7 @@ class _Capture:
     # ---- loaders ----------------------------------------------------------------------------------------------------
 
     def _passes(self, place: ThreadPosition) -> Iterator[dict[str, Any]]:
-        if any(found.number not in self._numbers and not found.sent for found in passes.all_followed()):
+        if any(found.number not in self._numbers and not found.is_kept_by_loader() for found in passes.all_followed()):
             gc.collect()  # frees finished passes that are in reference cycles
         for found in passes.all_followed():
             given = self._numbers.get(found.number)

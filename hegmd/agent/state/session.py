@@ -14,7 +14,7 @@ from time import monotonic
 
 from ..notes import note
 from .code.loop_shadows import PendingLoops, Shadows
-from .code.position import is_of_another_script, path_of, script_frames, step_text
+from .code.position import elsewhere, is_of_another_script, path_of, script_frames, step_text
 from .code.value_stack import caller
 from .frameworks import accelerate_hf, lightning
 from .loaders import passes, stateful_loader
@@ -165,6 +165,7 @@ class PendingRestore:
 
         state = self._read()
         left = self._entering.left() if self._entering is not None else []
+        left += elsewhere(state["place"], frame)
         if left:
             end_unrestored([f"the loop at {where} was entered in another way" for where in left])
         began = monotonic()

@@ -218,6 +218,21 @@ def look_into(iterator: Any, given: int, loader_of: Any) -> dict[str, Any]:
     return {"kind": "other", "name": kind}
 
 
+def elsewhere(place: Any, frame: FrameType | None) -> list[str]:
+    """Return the outer loops over numbers that are at another item than at the saved place, in words."""
+    try:
+        loops = {(loop.depth, loop.line): loop.iterator for loop in ThreadPosition(frame).loops}
+    except Unreadable:
+        return []
+    found: list[str] = []
+    for loop in place["loops"][:-1]:
+        iterator, needs = loops.get((loop["depth"], loop["line"])), [tuple(need) for need in loop["needs"]]
+        look = {} if iterator is None else look_into(iterator, 1, lambda _iterator: None)
+        if look.get("kind") == "range" and [("range", look["rest"])] != [(name, list(rest)) for name, rest, _ in needs]:
+            found.append(step_text((*place["path"][loop["depth"]][:3], loop["line"])))
+    return found
+
+
 def _rest_of_range(iterator: Any, given: int) -> list[int]:
     """Return start, stop and step of the rest. Up to Python 3.11 it keeps the range and an index, later the rest."""
     found: Any = iterator.__reduce__()

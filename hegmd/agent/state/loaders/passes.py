@@ -229,6 +229,10 @@ class Iteration:
             "state": None if self._own is None else self._own.taken(iterator),
         }
 
+    def is_kept_by_loader(self) -> bool:
+        """Return True if its loader keeps the iterator, whose workers persist."""
+        return bool(self.sent) and bool(self.iterator()._persistent_workers)
+
     def is_over(self) -> bool:
         """Return True if it has given all its batches."""
         batches = self.signature["batches"]
