@@ -237,6 +237,7 @@ class Channel:
             gpu=self._environ.get("HEGM_GPU") or None,
             images=periodic_images(self._environ.get("HEGM_IMAGES")),
             size_bytes=self._orders.known_bytes,
+            communicators=self._orders.known_communicators,
             boundary=self._gate.count,
             parked=self._gate.parked,
             held_bytes=self._orders.held_bytes,

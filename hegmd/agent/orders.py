@@ -32,7 +32,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..protocol.messages import AgentReport, Order
+    from ..protocol.messages import AgentReport, Communicators, Order
     from .torch_state import FoundStorages
 
 SURVEY_LIMIT_S = 5.0
@@ -87,6 +87,11 @@ class Orders:
     @property
     def held_bytes(self) -> int:
         return self._carrying.held_bytes
+
+    @property
+    def known_communicators(self) -> Communicators | None:
+        """Return its groups with other ranks, of the survey that `known_bytes` is from."""
+        return self._state.communicators if self.known_bytes else None
 
     @property
     def entrusted(self) -> bool:

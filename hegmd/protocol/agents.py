@@ -116,6 +116,23 @@ class AgentDismissed(Record):
     """The daemon sends no further orders on this connection."""
 
 
+class Communicators(Record):
+    """The communicator groups of a process, and how the agent disconnects them before a driver checkpoint."""
+
+    mechanism: str = field(
+        "suspend: NCCL keeps the communicators and releases their GPU memory; replace: the agent aborts each backend "
+        "and puts a new one in its place; none: no group has other ranks"
+    )
+    groups: int = field("number of groups that have other ranks", default=0)
+    backends: tuple[str, ...] = field("their backends, such as nccl and gloo", default=())
+    library: str | None = field("version of the NCCL library in the process; nil without one", default=None)
+    nvls: bool = field("whether NCCL may use NVLink multicast (NVLS) in this process", default=False)
+    pending: int = field("number of groups with unfinished collectives", default=0)
+    uncovered: tuple[str, ...] = field(
+        "groups that the agent cannot disconnect, a sentence each, with the reason", default=()
+    )
+
+
 class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order):
     """An agent offers its process. The daemon's orders come as events until one side closes the connection.
 
@@ -153,6 +170,10 @@ class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order)
         "the GPU that the process was started for or reports to be on; nil if the daemon is to choose one", default=None
     )
     size_bytes: int = field("bytes of its storages that the agent can offload, as far as it knows now", default=0)
+    communicators: Communicators | None = field(
+        "its groups with other ranks in the same survey as `size_bytes`; nil without any, or without a survey",
+        default=None,
+    )
     boundary: int = field("number of batch boundaries that it has passed")
     parked: bool = field(
         "whether the training thread is parked now, such as after a restart of the daemon", default=False
@@ -242,23 +263,6 @@ class CudaFacts(Record):
         "graphs: captured CUDA graphs need the addresses to stay; nccl-p2p: live communicators may use peer-to-peer; "
         "ipc-shared: memory shared with another process; peer-mapped: memory mapped for other GPUs; managed memory",
         default=(),
-    )
-
-
-class Communicators(Record):
-    """The communicator groups of a process, and how the agent disconnects them before a driver checkpoint."""
-
-    mechanism: str = field(
-        "suspend: NCCL keeps the communicators and releases their GPU memory; replace: the agent aborts each backend "
-        "and puts a new one in its place; none: no group has other ranks"
-    )
-    groups: int = field("number of groups that have other ranks", default=0)
-    backends: tuple[str, ...] = field("their backends, such as nccl and gloo", default=())
-    library: str | None = field("version of the NCCL library in the process; nil without one", default=None)
-    nvls: bool = field("whether NCCL may use NVLink multicast (NVLS) in this process", default=False)
-    pending: int = field("number of groups with unfinished collectives", default=0)
-    uncovered: tuple[str, ...] = field(
-        "groups that the agent cannot disconnect, a sentence each, with the reason", default=()
     )
 
 

@@ -93,7 +93,7 @@ class AgentConnection:
         #: Its use of CUDA as reported; None if it uses none or did not report it.
         self.cuda: CudaFacts | None = None
         #: Its communicator groups as reported; None if it has none or did not report them.
-        self.communicators: Communicators | None = None
+        self.communicators: Communicators | None = about.communicators
         #: Why its last scheduled image was not written; `scheduled_images` sets it.
         self.image_missed: str | None = None
         #: Held during a `weigh` order: a second one would replace the first.
@@ -250,7 +250,8 @@ class AgentConnection:
         self.connection += 1
         self.about = about
         self.boundary, self.parked, self.held_bytes = about.boundary, about.parked, about.held_bytes
-        self.size_bytes = about.size_bytes or self.size_bytes
+        if about.size_bytes:
+            self.size_bytes, self.communicators = about.size_bytes, about.communicators
         if before is not None:
             before.end()
             before.replaced.set()

@@ -147,3 +147,23 @@ def test_ranks_that_keep_their_contexts_keep_their_communicators(tmp_path: Path)
     moved = [(tmp_path / f"moved.{rank}").read_text() for rank in range(2)]
     undisturbed([*TWO_RANKS, SCRIPT, str(tmp_path / "expected"), str(len(moved[0].splitlines()))])
     assert moved == [(tmp_path / f"expected.{rank}").read_text() for rank in range(2)]
+
+
+def test_ranks_in_a_long_step_were_planned_without_their_communicators_after_a_start_of_the_daemon(
+    tmp_path: Path,
+) -> None:
+    """Agents told a new daemon their sizes and not their groups: ranks left their GPUs with all of them connected."""
+    losses, hold = tmp_path / "moved", tmp_path / "moved.hold"
+    argv = ["-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT, str(losses)]
+    with RunningDaemon(tmp_path) as daemon, Job(daemon, argv, "--gpu", "gpu0") as job:
+        first, _ = _ranks(job)
+        os.mkfifo(hold)
+        with hold.open("wb"):  # opens when a rank reads it, and the other waits for that one
+            hold.unlink()
+            daemon.stop(signal.SIGKILL)
+            daemon.start()
+            _ranks(job)
+            plan = job.command("migrate", str(first), "--to", "gpu1", "--dry-run")[-1]["plan"]
+        assert any(note.startswith("2 ranks disconnect 1 group each") for note in plan["hazards"]), plan["hazards"]
+        (tmp_path / "moved.stop").touch()
+        job.output()

@@ -16,7 +16,9 @@ PACE_S = 0.02  # what a step takes at least when nobody counts them
 
 
 def is_over(path: str) -> bool:
-    """Whether they have been told to end; the same answer for all, at the same step."""
+    """Whether they have been told to end; the same answer for all, at the same step. Held here while a FIFO is read."""
+    if Path(f"{path}.hold").exists():
+        Path(f"{path}.hold").read_bytes()
     select.select([], [], [], PACE_S)
     told = torch.tensor([float(Path(f"{path}.stop").exists())])
     distributed.all_reduce(told)

@@ -14,7 +14,7 @@ import anyio.abc
 import pytest
 
 from hegmd.errors import TIMEOUT, HegmError, Refused
-from hegmd.protocol.messages import AgentReport, CudaFacts
+from hegmd.protocol.messages import AgentReport, Communicators, CudaFacts
 from hegmd.workers.workers import ENDED, AgentAway, AgentConnection, OrderFailed, Workers
 from tests.patience import HANG_S
 from tests.unit.model_agent import ModelAgent
@@ -52,6 +52,30 @@ async def test_an_order_is_awaited_to_its_report_and_what_it_says_is_kept(proces
         assert agent.seen == ["park"]
         assert news == [f"came {process.pid}"]
         assert workers.agents()[process.pid].parked
+
+
+async def test_a_rank_was_moved_with_its_communicators_connected_if_it_answered_no_survey_since_its_agent_came(
+    process: subprocess.Popen[bytes],
+) -> None:
+    """After a start of the daemon its size was known, and its groups were not: the plan had no step to disconnect them.
+
+    A rank with steps of more than a second, or on a busy node, does not answer the survey of a plan in time.
+    """
+    groups = Communicators(mechanism="replace", groups=2, backends=("gloo",))
+    workers = Workers(lambda _pid: 77)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(workers.run)
+        agent = ModelAgent(workers, process.pid)
+        agent.about = {"communicators": groups}
+        await agent.attend(tasks)
+        worker = workers.find(process.pid)
+        assert worker is not None
+        assert worker.communicators == groups
+        await agent.leave()
+        agent.about = {"communicators": groups.replace(groups=3)}
+        await agent.attend(tasks)
+        assert worker.communicators == groups.replace(groups=3)
+        tasks.cancel_scope.cancel()
 
 
 async def test_bytes_go_over_by_descriptor_and_come_back(process: subprocess.Popen[bytes]) -> None:
