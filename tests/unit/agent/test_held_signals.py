@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[3]
 BEFORE = """
 import _thread, ctypes, os, resource, signal, sys, threading
 from hegmd.agent.orders import Orders
-from hegmd.agent.quiesce import PARK, Asked, Gate, wait_at_lock
-from hegmd.agent.signals import CannotHold, HeldSignals
+from hegmd.agent.quiesce import PARK, ParkRequest, Gate, wait_at_lock
+from hegmd.agent.signals import CannotHoldSignals, HeldSignals
 from hegmd.protocol.messages import Order
 
 def state():
@@ -128,7 +128,7 @@ while True:
     try:
         with HeldSignals(lambda number: None, begin_limit_s=0.5):
             pass
-    except (Raised, CannotHold):
+    except (Raised, CannotHoldSignals):
         pass
     sys.settrace(None)
     if len(raised_at) == known:
@@ -148,7 +148,7 @@ def test_a_thread_beside_a_parked_one_continued_when_its_signals_could_not_be_bl
 gate = Gate()
 stood = threading.Semaphore(0)
 gate.on_change = stood.release
-gate.ask(Asked(PARK))
+gate.ask(ParkRequest(PARK))
 training = threading.Thread(target=gate.explicit_boundary)
 training.start()
 stood.acquire()
