@@ -76,7 +76,7 @@ class Ranks:
                     if confirmed != seen:
                         self._store.set(f"{step}/confirmed/{self._rank}", confirmed)
                         seen = confirmed
-                    if self._confirmed(step) == [confirmed] * self._size:
+                    if self._read(f"{step}/confirmed") == [confirmed] * self._size:
                         return Agreement(
                             [decode(bytes.fromhex(one[_DRAWN:])) for one in statements], _label(statements)
                         )
@@ -89,9 +89,6 @@ class Ranks:
         except Exception as error:
             message = f"rank {self._rank} cannot reach the store of its job: {error}"
             raise DisagreementError(refusal(message, _HINT_STORE), is_known=not seen) from error
-
-    def _confirmed(self, step: str) -> list[str] | None:
-        return self._read(f"{step}/confirmed")
 
     def _read(self, name: str) -> list[str] | None:
         """Return what is stored under that name, by rank; None while one is missing. Does not wait for ranks."""

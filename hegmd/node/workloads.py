@@ -118,7 +118,7 @@ def _find_container(path: str) -> tuple[str, str | None] | None:
     named = [(match.start(), match[1], runtime) for match, runtime in matches if match is not None]
     if named:
         _, container, runtime = min(named)
-        return _unescaped(container), runtime
+        return _UNIT_ESCAPE.sub(lambda escape: chr(int(escape[1], 16)), container), runtime
     nameless = _NAMELESS_CONTAINER.search(path)
     return None if nameless is None else (nameless[1], None)
 
@@ -141,7 +141,3 @@ def _systemd(path: str) -> Workload | None:
     if _USER_MANAGER.search(path):
         detail["manager"] = "user"
     return Workload(kind="systemd", id=unit, detail=detail)
-
-
-def _unescaped(name: str) -> str:
-    return _UNIT_ESCAPE.sub(lambda escape: chr(int(escape[1], 16)), name)

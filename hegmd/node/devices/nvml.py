@@ -238,7 +238,7 @@ class Nvml:
             count = ctypes.c_uint(self._capacity)
             code = function(handle, ctypes.byref(count), self._buffer)
         if code:
-            self._sorted(code, f"{_PROCESS_FUNCTIONS[kind]}: {self._words(code)}")
+            self._sorted(code, f"{_PROCESS_FUNCTIONS[kind]}: {self.binding.NVMLError(code)}")
             return None
         entry_bytes = self._entry_bytes.get(kind)
         if entry_bytes is None:
@@ -269,9 +269,6 @@ class Nvml:
         written = len(self._buffer.raw.rstrip(bytes([_BLANK])))
         length, rest = divmod(written, count.value)
         return length if length in _ENTRY_BYTES and not rest else _USUAL_ENTRY_BYTES
-
-    def _words(self, code: int) -> str:
-        return str(self.binding.NVMLError(code))
 
 
 def handle_key(handle: Any) -> int:

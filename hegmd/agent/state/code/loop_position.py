@@ -19,7 +19,6 @@ from .value_stack import caller
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import FrameType
     from typing import Any
 
     from .position import ThreadPosition
@@ -46,7 +45,7 @@ class FirstBatchRequests:
             found = weak()
             if found is None:  # a deleted one cannot be asked
                 raise StopIteration
-            self.paths.append(frames_of(caller()))
+            self.paths.append(path_of(script_frames(caller())))
             if len(self.paths) == _NOTED:
                 del found._next_data
             ask: Any = class_of(found)._next_data
@@ -89,11 +88,6 @@ def against_aside(began: Any, asked: FirstBatchRequests, place: ThreadPosition) 
     elif not is_above(began, heads[-1]):
         what = f"a pass over a loader that began at {step_text(began[-1])}, within {loop}, is not over"
         yield Refusal(f"{what}, and a restarted script would not begin it on its way", _ASIDE)
-
-
-def frames_of(frame: FrameType) -> Any:
-    """Return the path of the script's frames to this frame."""
-    return path_of(script_frames(frame))
 
 
 def heads_of(place: ThreadPosition) -> list[Any]:

@@ -112,13 +112,9 @@ def _sum(item: Any, so_far: int, depth: int) -> int:
 
 
 def _sum_of_tensor(item: Any, so_far: int) -> int:
-    if item.layout is not _torch().strided or item.device.type == "meta":
+    if item.layout is not sys.modules["torch"].strided or item.device.type == "meta":
         return so_far
     every = item.numel() * item.element_size() // _MAX_BYTES + 1
     some = item.detach().reshape(-1)[::every].cpu().contiguous()
     bytes_of_it = ctypes.string_at(some.data_ptr(), some.numel() * some.element_size())
     return crc32(bytes_of_it, crc32(repr(tuple(item.shape)).encode(), so_far))
-
-
-def _torch() -> Any:
-    return sys.modules["torch"]

@@ -109,7 +109,7 @@ class ScriptSearch:
             if len(known.names) < _NAMES_EACH:
                 known.names.append(name)
             return
-        if id(thing) in self._seen or _is_others_class(thing):
+        if id(thing) in self._seen or (is_a(thing, _CLASS) and not _is_scripts(thing)):
             return
         if len(self._seen) > MAX_OBJECTS:
             self.is_whole = False
@@ -140,10 +140,6 @@ def is_open(found: FoundObject) -> bool:
 
 def _is_scripts(kind: Any) -> bool:
     return is_users_module(sys.modules.get(str(getattr(kind, "__module__", ""))))
-
-
-def _is_others_class(thing: Any) -> bool:
-    return is_a(thing, _CLASS) and not _is_scripts(thing)
 
 
 def _within(modules: Any) -> set[int]:

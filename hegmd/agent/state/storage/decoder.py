@@ -162,22 +162,6 @@ class _Reading:
         return numbers.tolist()
 
 
-def _int(reading: _Reading) -> int:
-    return int.from_bytes(reading.data(), "little", signed=True)
-
-
-def _float(reading: _Reading) -> float:
-    return float(struct.unpack("<d", reading.take(8))[0])
-
-
-def _complex(reading: _Reading) -> complex:
-    return complex(*struct.unpack("<dd", reading.take(16)))
-
-
-def _numpy_scalar(reading: _Reading) -> Any:
-    return storage_tensors.scalar_in(reading.text(), reading.data())
-
-
 def _deque(reading: _Reading) -> deque[Any]:
     most = reading.number()
     return deque(reading.items(), None if most == 0 else most - 1)
@@ -187,10 +171,6 @@ def _default_dict(reading: _Reading) -> defaultdict[Any, Any]:
     made: defaultdict[Any, Any] = defaultdict(None)
     made.update(reading.pairs())
     return made
-
-
-def _counter(reading: _Reading) -> Counter[Any]:
-    return Counter(dict(reading.pairs()))
 
 
 def _torch_size(reading: _Reading) -> Any:
@@ -211,15 +191,15 @@ _SIMPLE: dict[bytes, Callable[[_Reading], Any]] = {
     tags.NONE: lambda _reading: None,
     tags.FALSE: lambda _reading: False,
     tags.TRUE: lambda _reading: True,
-    tags.INT: _int,
-    tags.FLOAT: _float,
-    tags.COMPLEX: _complex,
+    tags.INT: lambda reading: int.from_bytes(reading.data(), "little", signed=True),
+    tags.FLOAT: lambda reading: struct.unpack("<d", reading.take(8))[0],
+    tags.COMPLEX: lambda reading: complex(*struct.unpack("<dd", reading.take(16))),
     tags.STR: _Reading.text,
     tags.BYTES: _Reading.data,
     tags.BYTES_BESIDE: _Reading.bytes_beside,
     tags.DTYPE: lambda reading: storage_tensors.dtype_named(reading.text()),
     tags.DEVICE: lambda reading: storage_tensors.device_named(reading.text()),
-    tags.NUMPY_SCALAR: _numpy_scalar,
+    tags.NUMPY_SCALAR: lambda reading: storage_tensors.scalar_in(reading.text(), reading.data()),
 }
 # In the order in which they are met, they have the numbers that `AGAIN` refers to.
 _SHARED: dict[bytes, Callable[[_Reading], Any]] = {
@@ -234,7 +214,7 @@ _SHARED: dict[bytes, Callable[[_Reading], Any]] = {
     tags.DEQUE: _deque,
     tags.DICT: lambda reading: dict(reading.pairs()),
     tags.ORDERED_DICT: lambda reading: OrderedDict(reading.pairs()),
-    tags.COUNTER: _counter,
+    tags.COUNTER: lambda reading: Counter(dict(reading.pairs())),
     tags.DEFAULT_DICT: _default_dict,
     tags.TENSOR: _Reading.tensor,
     tags.TORCH_SIZE: _torch_size,

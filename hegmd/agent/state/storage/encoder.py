@@ -74,7 +74,7 @@ class Tree:
             self.out += tags.DTYPE if kind is torch.dtype else tags.DEVICE
             _text(self.out, str(value).rpartition(".")[2] if kind is torch.dtype else str(value))
         elif torch is not None and kind is getattr(torch, "Size", None):
-            self._add_shared(value, _add_torch_size)
+            self._add_shared(value, lambda tree, size: _add_items(tree, tuple(size), tags.TORCH_SIZE))
         elif numpy is not None and kind is getattr(numpy, "ndarray", None):
             self._add_shared(value, _add_array)
         elif numpy is not None and isinstance(value, getattr(numpy, "generic", ())):
@@ -115,38 +115,14 @@ class Tree:
 # ---- one type each --------------------------------------------------------------------------------------------------
 
 
-def _add_none(tree: Tree, _value: None) -> None:
-    tree.out += tags.NONE
-
-
-def _add_bool(tree: Tree, value: bool) -> None:
-    tree.out += tags.TRUE if value else tags.FALSE
-
-
 def _add_int(tree: Tree, value: int) -> None:
     tree.out += tags.INT
     _data(tree.out, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
 
 
-def _add_float(tree: Tree, value: float) -> None:
-    tree.out += tags.FLOAT + struct.pack("<d", value)
-
-
-def _add_complex(tree: Tree, value: complex) -> None:
-    tree.out += tags.COMPLEX + struct.pack("<dd", value.real, value.imag)
-
-
 def _add_str(tree: Tree, value: str) -> None:
     tree.out += tags.STR
     _text(tree.out, value)
-
-
-def _add_bytes(tree: Tree, value: bytes) -> None:
-    _add_octets(tree, value, tags.BYTES, tags.BYTES_BESIDE)
-
-
-def _add_bytearray(tree: Tree, value: bytearray) -> None:
-    _add_octets(tree, bytes(value), tags.BYTEARRAY, tags.BYTEARRAY_BESIDE)
 
 
 def _add_octets(tree: Tree, value: bytes, within: bytes, beside: bytes) -> None:
@@ -158,18 +134,6 @@ def _add_octets(tree: Tree, value: bytes, within: bytes, beside: bytes) -> None:
     _number(tree.out, len(tree.beside))
     buffer = tensors.Buffer(value)
     tree.beside.append((buffer, buffer.address, len(value), tensors.CPU))
-
-
-def _add_list(tree: Tree, value: list[Any]) -> None:
-    _add_row(tree, value, tags.LIST, tags.LIST_OF_INTS)
-
-
-def _add_tuple(tree: Tree, value: tuple[Any, ...]) -> None:
-    _add_row(tree, value, tags.TUPLE, tags.TUPLE_OF_INTS)
-
-
-def _add_torch_size(tree: Tree, value: Any) -> None:
-    _add_items(tree, tuple(value), tags.TORCH_SIZE)
 
 
 def _add_row(tree: Tree, value: Any, tag: bytes, of_ints: bytes) -> None:
@@ -190,30 +154,10 @@ def _add_items(tree: Tree, value: Any, tag: bytes) -> None:
         tree.add_at(f"[{index}]", item)
 
 
-def _add_set(tree: Tree, value: set[Any]) -> None:
-    _add_items(tree, value, tags.SET)
-
-
-def _add_frozenset(tree: Tree, value: frozenset[Any]) -> None:
-    _add_items(tree, value, tags.FROZENSET)
-
-
 def _add_deque(tree: Tree, value: deque[Any]) -> None:
     tree.out += tags.DEQUE
     _number(tree.out, 0 if value.maxlen is None else value.maxlen + 1)
     _add_items(tree, value, b"")
-
-
-def _add_dict(tree: Tree, value: dict[Any, Any]) -> None:
-    _add_pairs(tree, value, tags.DICT)
-
-
-def _add_ordered_dict(tree: Tree, value: OrderedDict[Any, Any]) -> None:
-    _add_pairs(tree, value, tags.ORDERED_DICT)
-
-
-def _add_counter(tree: Tree, value: Counter[Any]) -> None:
-    _add_pairs(tree, value, tags.COUNTER)
 
 
 def _add_default_dict(tree: Tree, value: defaultdict[Any, Any]) -> None:
@@ -302,23 +246,23 @@ def _type_of(value: object) -> type[object]:
 
 
 _BY_TYPE: dict[type[object], Callable[[Tree, Any], None]] = {
-    type(None): _add_none,
-    bool: _add_bool,
+    type(None): lambda tree, _value: tree.out.extend(tags.NONE),
+    bool: lambda tree, value: tree.out.extend(tags.TRUE if value else tags.FALSE),
     int: _add_int,
-    float: _add_float,
-    complex: _add_complex,
+    float: lambda tree, value: tree.out.extend(tags.FLOAT + struct.pack("<d", value)),
+    complex: lambda tree, value: tree.out.extend(tags.COMPLEX + struct.pack("<dd", value.real, value.imag)),
     str: _add_str,
-    bytes: _add_bytes,
+    bytes: lambda tree, value: _add_octets(tree, value, tags.BYTES, tags.BYTES_BESIDE),
 }
 _SHARED: dict[type[object], Callable[[Tree, Any], None]] = {
-    bytearray: _add_bytearray,
-    list: _add_list,
-    tuple: _add_tuple,
-    set: _add_set,
-    frozenset: _add_frozenset,
+    bytearray: lambda tree, value: _add_octets(tree, bytes(value), tags.BYTEARRAY, tags.BYTEARRAY_BESIDE),
+    list: lambda tree, value: _add_row(tree, value, tags.LIST, tags.LIST_OF_INTS),
+    tuple: lambda tree, value: _add_row(tree, value, tags.TUPLE, tags.TUPLE_OF_INTS),
+    set: lambda tree, value: _add_items(tree, value, tags.SET),
+    frozenset: lambda tree, value: _add_items(tree, value, tags.FROZENSET),
     deque: _add_deque,
-    dict: _add_dict,
-    OrderedDict: _add_ordered_dict,
-    Counter: _add_counter,
+    dict: lambda tree, value: _add_pairs(tree, value, tags.DICT),
+    OrderedDict: lambda tree, value: _add_pairs(tree, value, tags.ORDERED_DICT),
+    Counter: lambda tree, value: _add_pairs(tree, value, tags.COUNTER),
     defaultdict: _add_default_dict,
 }
