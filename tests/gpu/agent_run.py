@@ -28,6 +28,7 @@ import pynvml
 
 from hegmd.gpu_helper.link import Link
 from hegmd.memory.pool import Key, Pool
+from hegmd.protocol.agents import unpacked
 from hegmd.protocol.messages import AgentReport
 from tests.e2e.agented import Training, environment
 from tests.e2e.scripted_daemon import AgentConnected, ScriptedDaemon
@@ -58,9 +59,9 @@ def places_of(report: AgentReport) -> list[list[int]]:
     """Places as the helper takes them, with where each lies in the flat space."""
     at = report.at_bytes or 0
     placed: list[list[int]] = []
-    for place in report.places:
-        placed.append([place.handle, place.offset, place.size_bytes, at])
-        at += -(-place.size_bytes // BORDER_BYTES) * BORDER_BYTES
+    for handle, offset, size_bytes in unpacked(report.places or b""):
+        placed.append([handle, offset, size_bytes, at])
+        at += -(-size_bytes // BORDER_BYTES) * BORDER_BYTES
     return placed
 
 
@@ -145,7 +146,7 @@ class Case:
             copied = await self.call(
                 "copy", lane="case", gpu=source, direction="out", handles=list(shown.handles), places=places_of(shown)
             )
-            print("   out:", len(shown.places), "storages", len(shown.handles), "handles", copied.values)
+            print("   out:", shown.storages, "storages", len(shown.handles), "handles", copied.values)
             await self.order("free")
 
     async def back(self, memory: Any) -> None:
@@ -167,7 +168,7 @@ class Case:
             copied = await self.call(
                 "copy", lane="case", gpu=target, direction="in", handles=list(made.handles), places=places_of(made)
             )
-            await self.order("filled", first=made.first, count=len(made.places))
+            await self.order("filled", first=made.first, count=len(places_of(made)))
             left = made.left
             print("   in:", copied.values)
 

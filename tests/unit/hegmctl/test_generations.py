@@ -262,7 +262,7 @@ def test_a_rank_without_progress_is_asked_first_and_one_that_is_parked_does_not_
     running.tick(20.6)
     assert running.phase == GATHERING
     assert crew.noted[-1].why == "rank 0 made no step for 10.6 s"
-    assert crew.noted[-1].fell_at == 10.0
+    assert crew.noted[-1].failed_at == 10.0
 
 
 def test_a_rank_that_does_not_stop_is_killed_and_a_section_without_a_limit_may_take_long(

@@ -41,7 +41,8 @@ def test_a_training_that_hangs_is_found_though_an_image_is_tried_again_and_again
     """Each attempt waits a minute for its next step, and the limit began anew after it: the hang was never found."""
     watch = HangWatch(100.0)
     watch.see(3, 0.0)
-    seen, now = [], 0.0
+    seen: list[float] = []
+    now = 0.0
     while not seen and now < 1000.0:
         now += 1.0
         if now % 90.0 < 60.0:
