@@ -11,6 +11,7 @@ import pytest
 from tests.e2e.forked import preloaded_hegmd, preloaded_python
 from tests.e2e.moved_job import RANKED, by_rank, environment, steps_alone
 from tests.e2e.references import ONE_COMPILER, TWO_RANKS
+from tests.e2e.restarted import Restarts
 
 FRAMEWORKS = ("transformers.trainer", "lightning.pytorch", "accelerate")
 
@@ -44,3 +45,10 @@ def preloaded() -> Iterator[None]:
 def undisturbed_ranks(tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> dict[str, list[str]]:
     """What each rank of the training in two ranks tells of its steps by itself."""
     return by_rank(steps_alone([sys.executable, *TWO_RANKS, RANKED], tmp_path_factory.mktemp("undisturbed")))
+
+
+@pytest.fixture(scope="session")
+def restarts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Restarts]:
+    """Scripts of every kind are started and left one after the other in one Python with PyTorch."""
+    with Restarts(tmp_path_factory.mktemp("restarts")) as running:
+        yield running

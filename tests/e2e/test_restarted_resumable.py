@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -107,12 +106,6 @@ for epoch in range(4):
     for inputs, targets in loader:
         train_on(epoch, inputs, targets)
 """
-
-
-@pytest.fixture(scope="module")
-def restarts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Restarts]:
-    with Restarts(tmp_path_factory.mktemp("restarts")) as running:
-        yield running
 
 
 @pytest.mark.parametrize("form", telling(((form,) for form in FORMS), [(form,) for form in ALONE]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,6 @@ from tests.e2e.forms import form_of
 from tests.e2e.restarted import LEFT_STATUS, REFUSED_STATUS, UNRESTORED_STATUS, Restarts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("restarts")]
-
-
-@pytest.fixture(scope="module")
-def restarts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Restarts]:
-    with Restarts(tmp_path_factory.mktemp("restarts")) as running:
-        yield running
 
 
 @pytest.mark.parametrize(

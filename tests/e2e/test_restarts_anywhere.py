@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,12 +25,6 @@ SEED = int(os.environ.get("HEGM_TEST_SEED", "7"))
 MOVED = SCRIPTS.parent / "moved"
 #: Boundaries of loaders within an evaluation: asked there, a training goes on to the next place of its own.
 _NOT_DRAWN = "evaluating"
-
-
-@pytest.fixture(scope="module")
-def restarts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Restarts]:
-    with Restarts(tmp_path_factory.mktemp("restarts")) as running:
-        yield running
 
 
 def drawn(kinds: list[str], seed: str) -> list[tuple[int, str]]:
