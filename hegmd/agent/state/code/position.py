@@ -227,10 +227,14 @@ def elsewhere(place: Any, frame: FrameType | None) -> list[str]:
     found: list[str] = []
     for loop in place["loops"][:-1]:
         iterator, needs = loops.get((loop["depth"], loop["line"])), [tuple(need) for need in loop["needs"]]
-        look = {} if iterator is None else look_into(iterator, 1, lambda _iterator: None)
+        look = {} if iterator is None else look_into(iterator, 1, _of_no_loader)
         if look.get("kind") == "range" and [("range", look["rest"])] != [(name, list(rest)) for name, rest, _ in needs]:
             found.append(step_text((*place["path"][loop["depth"]][:3], loop["line"])))
     return found
+
+
+def _of_no_loader(_iterator: object) -> None:
+    """The `loader_of` of who wants no loaders."""
 
 
 def _rest_of_range(iterator: Any, given: int) -> list[int]:
