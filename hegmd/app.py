@@ -288,8 +288,8 @@ class App:
     def _status(self) -> str:
         """Return one line for `systemctl status`."""
         latest = self._inventory.latest
-        seen = "" if latest is None else f"{len(latest.gpus)} GPUs, {len(latest.processes)} processes on them, "
-        return f"{seen}{self._admission.current} clients"
+        counts = "" if latest is None else f"{len(latest.gpus)} GPUs, {len(latest.processes)} processes on them, "
+        return f"{counts}{self._admission.current} clients"
 
     # -- configuration -------------------------------------------------------------------------------------------------
 

@@ -171,8 +171,8 @@ class _SettingsReader:
                 self._take(key, value, "environment", f"{row.variable} in the environment")
 
     def take_arguments(self, arguments: Mapping[str, str]) -> None:
-        for key, given in arguments.items():
-            self._take(key, _from_here(ROWS[key], given), "argument", f"argument {ROWS[key].flag or key}")
+        for key, text in arguments.items():
+            self._take(key, _from_here(ROWS[key], text), "argument", f"argument {ROWS[key].flag or key}")
 
     def take_defaults(self, user_mode: bool) -> None:
         """Fill in what nothing else gave. A default can be bad too: the socket's, where XDG_RUNTIME_DIR is long."""

@@ -112,19 +112,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=list(AREAS), action="append", help="an area; may be given several times")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--limit-s", type=float, default=900.0, help="a run that takes longer counts as a failure")
-    asked = parser.parse_args(argv)
-    areas = asked.only or list(AREAS)
-    chosen = sample(ROOT, areas, asked.count, asked.seed)
+    options = parser.parse_args(argv)
+    areas = options.only or list(AREAS)
+    chosen = sample(ROOT, areas, options.count, options.seed)
     tallies: dict[str, Tally] = {}
     with tempfile.TemporaryDirectory(prefix="hegm-mutants-", ignore_cleanup_errors=True) as folder:
         for area in areas:
             mutants = [mutant for of, mutant in chosen if of == area]
             try:
-                tallies[area] = judge(area, mutants, Path(folder), asked.jobs, asked.limit_s)
+                tallies[area] = judge(area, mutants, Path(folder), options.jobs, options.limit_s)
             except BrokenTestsError as error:
                 print(f"without any change the tests of {area} fail: {error}")
                 return 2
-    print(f"seed {asked.seed}: found, survived, equivalent")
+    print(f"seed {options.seed}: found, survived, equivalent")
     for area, tally in (tallies | {"all": Tally.sum_of(tallies.values())}).items():
         print(f"{area:10}{tally}")
     return 1 if any(tally.survived for tally in tallies.values()) else 0

@@ -188,8 +188,8 @@ class Control:
         path = self._at.state_of(one.launcher_pid).with_name(REFUSED)
         now = private_files.identity(path)
         if now is not None and now != one.refused_before:
-            said = private_files.read(path, _REASON_BYTES) or b"the worker refused"
-            return f"error: {said.decode('utf-8', 'replace').strip()}"
+            reason = private_files.read(path, _REASON_BYTES) or b"the worker refused"
+            return f"error: {reason.decode('utf-8', 'replace').strip()}"
         return EXITED if has_ended else None
 
     def _has_own_lock(self, one: _AwaitedLauncher) -> bool:

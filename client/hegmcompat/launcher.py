@@ -124,11 +124,11 @@ class Launcher:
         hint = f"check that it exists; its state stays in {self._state}"
         self._next = GiveUp(f"{self.command[0]} cannot be started again: {why}", hint)
 
-    def wanted(self) -> Start | GiveUp | None:
+    def next_start(self) -> Start | GiveUp | None:
         """Return what to do, once the lock is gone."""
         return self._next
 
-    def ended(self, status: int, *, told: int | None) -> bool:
+    def ended(self, status: int, *, sent_signal: int | None) -> bool:
         """Return True if it has saved its state and has to be continued. Raises HegmError."""
         workers.unregister(self._at.folder, self._pid)
         self._debug(f"[Launcher] Worker exited with code {status}")
@@ -156,8 +156,8 @@ class Launcher:
                 warn(f"the worker ended with {status}; its last saved state stays in {self._state}")
         elif not self.has_new_state():
             warn(f"the worker ended with {status} and saved no state, so its training counts as finished")
-        elif told is not None:
-            warn(f"ended by signal {told}; the saved state stays in {self._state}")
+        elif sent_signal is not None:
+            warn(f"ended by signal {sent_signal}; the saved state stays in {self._state}")
         else:
             self._debug("[Launcher] Worker ready for snapshot.")
             self._hold()
@@ -191,7 +191,7 @@ class Launcher:
     def _look_for_agentless(self, now: float, pid: int | None) -> float | None:
         if self._claim is None or pid is None or self._found or claim_notes.is_back(self._claim):
             return None
-        self._found = self._lookout.look(pid, now, self._claim) or ""
+        self._found = self._lookout.check(pid, now, self._claim) or ""
         return self._lookout.look_at
 
     # ---- its parts --------------------------------------------------------------------------------------------------

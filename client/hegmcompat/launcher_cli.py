@@ -65,33 +65,33 @@ class CombinedAuthority:
     def not_started(self, why: str) -> None:
         """Tell the authority that asked for the start why the command could not be started."""
         self._lent = None
-        if self._daemon is not None and self._files.wanted() is None:
+        if self._daemon is not None and self._files.next_start() is None:
             self._daemon.not_started(why)
         else:
             self._files.not_started(why)
 
-    def wanted(self) -> Start | GiveUp | None:
+    def next_start(self) -> Start | GiveUp | None:
         """Return what one of them wants while no command runs; the launcher's files come first."""
         from hegmctl.supervisor import Start
 
-        wanted = self._files.wanted()
-        if wanted is None and self._daemon is not None:
-            wanted = self._daemon.wanted()
-            self._lent = wanted if isinstance(wanted, Start) else None
-        return wanted
+        start = self._files.next_start()
+        if start is None and self._daemon is not None:
+            start = self._daemon.next_start()
+            self._lent = start if isinstance(start, Start) else None
+        return start
 
-    def ended(self, status: int, *, told: int | None) -> bool:
+    def ended(self, status: int, *, sent_signal: int | None) -> bool:
         """Return whether the command has to be started again. Raises HegmError."""
         daemon = self._daemon
         if self._files.has_new_state():
             if daemon is not None:
-                daemon.ended(status, told=told or signal.SIGUSR1)  # so the daemon waits for no state
+                daemon.ended(status, sent_signal=sent_signal or signal.SIGUSR1)  # so the daemon waits for no state
                 daemon.close()
                 self._daemon = None
-        elif daemon is not None and daemon.ended(status, told=told):
+        elif daemon is not None and daemon.ended(status, sent_signal=sent_signal):
             self._files.left_to_daemon()
             return True
-        return self._files.ended(status, told=told)
+        return self._files.ended(status, sent_signal=sent_signal)
 
     def close(self) -> None:
         self._files.close()

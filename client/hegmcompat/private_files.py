@@ -77,8 +77,8 @@ def remove_unfinished(path: Path) -> None:
                     (path.parent / name).unlink()
 
 
-def _is_unfinished(name: str, wanted: str) -> bool:
-    begins = f".{wanted}-"
+def _is_unfinished(name: str, former: str) -> bool:
+    begins = f".{former}-"
     return name.startswith(begins) and len(name) == len(begins) + 16 and set(name[len(begins) :]) <= _HEX
 
 

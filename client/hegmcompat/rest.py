@@ -197,8 +197,8 @@ class _Handler(BaseHTTPRequestHandler):
             return 403, "not-for-browsers"
         token = self._own.token
         if token is not None:
-            given = (self.headers.get("Authorization") or "").encode("utf-8", "replace")
-            if not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            values = (self.headers.get("Authorization") or "").encode("utf-8", "replace")
+            if not hmac.compare_digest(values, f"Bearer {token}".encode()):
                 return 401, "unauthorized"
         elif uid_at(self.connection) not in (0, os.geteuid()):
             return 403, "forbidden"
@@ -210,12 +210,12 @@ class _Handler(BaseHTTPRequestHandler):
         body = self._body()
         if body is None:
             return
-        given, wants_all = body.get(name), bool(body.get("all"))
-        if given and wants_all:
+        values, wants_all = body.get(name), bool(body.get("all"))
+        if values and wants_all:
             self._answer(400, f"specify either '{name}' or 'all', not both")
             return
         try:
-            numbers = _whole_numbers(given) if given else []
+            numbers = _whole_numbers(values) if values else []
         except (TypeError, ValueError, OverflowError):
             self._answer(400, f"invalid '{name}' payload")
             return
@@ -259,11 +259,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def _whole_numbers(given: Sequence[Any]) -> list[int]:
+def _whole_numbers(values: Sequence[Any]) -> list[int]:
     """Return a list of whole numbers, also from text. Raises TypeError, ValueError, OverflowError."""
-    if not isinstance(given, list):
+    if not isinstance(values, list):
         raise TypeError("a list is needed")
-    return [int(number) for number in given]
+    return [int(number) for number in values]
 
 
 # The kernel's table of TCP sockets tells the user at the other end of a connection within this machine. A port on
@@ -288,10 +288,10 @@ def uid_at(connection: socket.socket) -> int | None:
     except (OSError, KeyError):
         return None
     # Seen from there: its own end is the other one to us.
-    wanted = [_as_in_table(connection.family, other), _as_in_table(connection.family, own)]
+    rows = [_as_in_table(connection.family, other), _as_in_table(connection.family, own)]
     for line in lines:
         fields = line.split()
-        if [fields[_LOCAL], fields[_REMOTE]] == wanted:
+        if [fields[_LOCAL], fields[_REMOTE]] == rows:
             is_held = fields[_STATE] in _HOLDS and fields[_INODE] != _NO_INODE
             return int(fields[_UID]) if is_held else None
     return None

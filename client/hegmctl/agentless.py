@@ -35,7 +35,7 @@ class AgentlessWatch:
     def __init__(self) -> None:
         self.look_at = 0.0
 
-    def look(self, pid: int, now: float, right: int | None) -> str | None:
+    def check(self, pid: int, now: float, right: int | None) -> str | None:
         """Return why the command with that pid was ended; None if nothing is wrong.
 
         `right` is the descriptor of the right to continue from the state; None if a launcher has it and no rank yet.
@@ -110,10 +110,10 @@ def _environ(pid: int) -> dict[str, str] | None:
 def _entries(pid: int, name: str) -> list[str] | None:
     try:
         with open(f"/proc/{pid}/{name}", "rb") as file:
-            said = file.read()
+            text = file.read()
     except OSError:
         return None
-    return [os.fsdecode(entry) for entry in said[:-1].split(b"\0")] if said else []
+    return [os.fsdecode(entry) for entry in text[:-1].split(b"\0")] if text else []
 
 
 def _below(pid: int) -> list[int]:

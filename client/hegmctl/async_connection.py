@@ -137,9 +137,9 @@ class AsyncConnection(AsyncCalls):
         waiter = self._exchange.ask(request, fds)
         try:
             while True:
-                said, descriptors = await waiter.next()
-                if not isinstance(said, Progress):
-                    return of_kind(said.reply, reply), descriptors
+                message, descriptors = await waiter.next()
+                if not isinstance(message, Progress):
+                    return of_kind(message.reply, reply), descriptors
                 descriptors.close()
         finally:
             self._exchange.forget(waiter)
@@ -149,11 +149,11 @@ class AsyncConnection(AsyncCalls):
         waiter = self._exchange.ask(request)
         try:
             while True:
-                said, descriptors = await waiter.next()
+                message, descriptors = await waiter.next()
                 descriptors.close()
-                if not isinstance(said, Progress):
+                if not isinstance(message, Progress):
                     return
-                yield of_kind(said.event, event)
+                yield of_kind(message.event, event)
         finally:
             self._exchange.forget(waiter)
 
@@ -170,12 +170,12 @@ class AsyncConnection(AsyncCalls):
         waiter = self._exchange.ask(request, fds)
         try:
             while True:
-                said, descriptors = await waiter.next()
+                message, descriptors = await waiter.next()
                 descriptors.close()
-                if not isinstance(said, Progress):
-                    return of_kind(said.reply, reply)
+                if not isinstance(message, Progress):
+                    return of_kind(message.reply, reply)
                 if on_event is not None:
-                    await on_event(of_kind(said.event, event))
+                    await on_event(of_kind(message.event, event))
         finally:
             self._exchange.forget(waiter)
 

@@ -102,15 +102,15 @@ def attach(session: Session) -> int:
     with session.connect() as connection:
         agents = {process.pid: process.agent for process in connection.processes().processes if process.agent}
         environ = {"HEGM_SOCKET": socket_path, "HEGM_RUN": os.urandom(8).hex()}
-        asked = [(target, more) for pid in dict.fromkeys(named) for target, more in chosen(Target(pid), agents)]
-        for target, _ in asked:
+        targets = [(target, more) for pid in dict.fromkeys(named) for target, more in chosen(Target(pid), agents)]
+        for target, _ in targets:
             target.judge()
             _require_no_agent(target.pid, target.pid in agents)
             with _opened(target):
                 pass
         named_so = {} if name is None else {"HEGM_JOB": name}
         attached = [
-            _attach_one(target, {**environ, **more, **named_so}, within_s, connection) for target, more in asked
+            _attach_one(target, {**environ, **more, **named_so}, within_s, connection) for target, more in targets
         ]
     session.sink.answer(AttachAnswer(processes=tuple(attached), socket=socket_path), text_of)
     return 0 if all(one.job is not None for one in attached) else ATTENTION.exit_status
@@ -226,7 +226,7 @@ def _attach_one(target: Target, environ: Mapping[str, str], within_s: float, con
             with Folder((target.uids[1], target.gid)) as folder:
                 folder.write(SCRIPT, _script(folder.path, until, environ))
                 folder.write(ASKED, "")
-                said = _answered(target.pid, ask(target.pid, pidfd, python, folder, until, within_s))
+                answer = _answered(target.pid, ask(target.pid, pidfd, python, folder, until, within_s))
             version = ".".join(map(str, python.version))
         job = await_job(target.pid, pidfd, connection)
     finally:
@@ -234,9 +234,9 @@ def _attach_one(target: Target, environ: Mapping[str, str], within_s: float, con
     return AttachedProcess(
         pid=target.pid,
         python_version=version,
-        framework_version=said["framework_version"][0],
+        framework_version=answer["framework_version"][0],
         job=job,
-        unknown=tuple(said.get("unknown", ())),
+        unknown=tuple(answer.get("unknown", ())),
     )
 
 
@@ -282,22 +282,22 @@ def _await_answer(pid: int, pidfd: int, folder: Folder, until: float, within_s: 
 
 
 def _answered(pid: int, text: str) -> dict[str, list[str]]:
-    said: dict[str, list[str]] = {}
+    answer: dict[str, list[str]] = {}
     for line in text.splitlines():
         key, _, value = line.partition(" ")
-        said.setdefault(key, []).append(value)
-    refused = said.get("refused", [])
+        answer.setdefault(key, []).append(value)
+    refused = answer.get("refused", [])
     if "agent" in refused:
         _require_no_agent(pid, has_agent=True)
     if "torch" in refused:
         raise _no_torch(pid)
     if "importing" in refused:
         raise Refused(f"process {pid} is importing PyTorch", "retry when it trains")
-    if "framework_version" not in said:
-        why = printable(" ".join(said.get("failed", ["it gave no reason"])))
+    if "framework_version" not in answer:
+        why = printable(" ".join(answer.get("failed", ["it gave no reason"])))
         hint = "check that its user can read hegmd's files: hegmctl doctor"
         raise HegmError(EXTERNAL, f"the agent did not start in process {pid}: {why}", hint)
-    return said
+    return answer
 
 
 def await_job(pid: int, pidfd: int, connection: Connection) -> str | None:

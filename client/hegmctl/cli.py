@@ -104,13 +104,13 @@ def _explain(arguments: Arguments) -> int:
     from hegmctl.tables import fitted
 
     columns = help_columns()
-    asked = arguments
+    request = arguments
     if arguments.row is not None and arguments.row.name == "help" and not arguments.flag("help"):
-        asked = parse([*arguments.texts("COMMAND"), "--help"])
-    if asked.row is not None:
-        text = command_help(asked.row, columns)
-    elif asked.group:
-        text = group_help(asked.group, columns)
+        request = parse([*arguments.texts("COMMAND"), "--help"])
+    if request.row is not None:
+        text = command_help(request.row, columns)
+    elif request.group:
+        text = group_help(request.group, columns)
     else:
         text = program_help(columns)
     write_lines(fitted(text.rstrip("\n").split("\n"), columns))

@@ -59,7 +59,7 @@ def ps(session: Session) -> int:
     request = of_kind(arguments.request(), Processes)
     pids = request.pids
 
-    def look(connection: Connection) -> ProcessesReply:
+    def fetch(connection: Connection) -> ProcessesReply:
         return connection.call(request, ProcessesReply)
 
     def view(reply: ProcessesReply, style: Style) -> list[str]:
@@ -71,9 +71,9 @@ def ps(session: Session) -> int:
         if interval_s is not None:
             from hegmctl.watch import watch
 
-            return watch(session, interval_s, look, view)
+            return watch(session, interval_s, fetch, view)
         with session.connect() as connection:
-            reply = look(connection)
+            reply = fetch(connection)
     except HegmError as error:
         if error.code is NOT_FOUND and interval_s is not None and len(pids) == 1 and pids[0] in range(1000):
             raise HegmError(
@@ -196,10 +196,10 @@ def ping(session: Session) -> int:
     from hegmctl.answers import PingAnswer
     from hegmctl.answers_text import ping_text
 
-    asked = session.arguments.whole("count")
+    count = session.arguments.whole("count")
     times_s: list[float] = []
     with session.connect() as connection:
-        for _ in range(1 if asked is None else asked):
+        for _ in range(1 if count is None else count):
             began = perf_counter()
             connection.ping()
             times_s.append(perf_counter() - began)

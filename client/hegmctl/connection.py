@@ -174,14 +174,14 @@ class Connection(SyncCalls):
         request_id = self._ask(request, fds, self._deadline())
         try:
             while True:
-                said, descriptors = self._next_message(request_id, None if patient else self._deadline(), request.op)
-                if take is None or not isinstance(said, Progress):
+                message, descriptors = self._next_message(request_id, None if patient else self._deadline(), request.op)
+                if take is None or not isinstance(message, Progress):
                     descriptors.close()
                 else:
                     take(descriptors)
-                if not isinstance(said, Progress):
-                    return self._answer(said, reply)
-                yield of_kind(said.event, event)
+                if not isinstance(message, Progress):
+                    return self._answer(message, reply)
+                yield of_kind(message.event, event)
         finally:
             self._forget(request_id, leave)
 
@@ -196,10 +196,10 @@ class Connection(SyncCalls):
         patient: bool = False,
     ) -> R:
         """Return the reply to a request. `on_event` gets its events as they come; the rest is as for `stream`."""
-        heard = self.stream(request, event, reply, fds=fds, patient=patient)
+        messages = self.stream(request, event, reply, fds=fds, patient=patient)
         while True:
             try:
-                told = next(heard)
+                told = next(messages)
             except StopIteration as end:
                 answer: R = end.value
                 return answer
@@ -209,11 +209,11 @@ class Connection(SyncCalls):
     def wait_for_its_end(self) -> NoReturn:
         """Wait until the daemon closes the connection. Raises the HegmError with the reason."""
         while True:
-            said = self._next_said()
-            if said is None:
+            message = self._next_event()
+            if message is None:
                 self._read(None)
             else:
-                self._sort(said)
+                self._sort(message)
 
     def greet(self, deadline: float | None) -> None:
         """Say hello. If the daemon is just stopping, connect to the next one."""
@@ -221,22 +221,22 @@ class Connection(SyncCalls):
         while True:
             try:
                 request_id = self._ask(hello, (), deadline)
-                said, descriptors = self._next_message(request_id, deadline, "hello")
+                message, descriptors = self._next_message(request_id, deadline, "hello")
             except Stopping as stopping:
                 self._waiting.clear()
                 self._connect_to_next_daemon(stopping, deadline)
                 continue
             descriptors.close()
-            if isinstance(said, Failure):
-                raise refused_hello(said.error)
+            if isinstance(message, Failure):
+                raise refused_hello(message.error)
             return
 
     def close(self) -> None:
         """Close the connection: the daemon cancels its requests and releases what it holds."""
         self._wire.close()
         waiting, self._waiting = self._waiting, {}
-        for heard in waiting.values():
-            for _said, descriptors in heard:
+        for messages in waiting.values():
+            for _message, descriptors in messages:
                 descriptors.close()
 
     def __enter__(self) -> Self:
@@ -259,9 +259,9 @@ class Connection(SyncCalls):
         request_id = self._ask(request, fds, deadline)
         try:
             while True:
-                said, descriptors = self._next_message(request_id, deadline, request.op)
-                if not isinstance(said, Progress):
-                    return self._answer(said, reply), descriptors
+                message, descriptors = self._next_message(request_id, deadline, request.op)
+                if not isinstance(message, Progress):
+                    return self._answer(message, reply), descriptors
                 descriptors.close()
         finally:
             self._forget(request_id)
@@ -295,17 +295,17 @@ class Connection(SyncCalls):
             pass  # a reset, because the daemon did not read our bytes; what came before still counts
         self.close()
         try:
-            while (said := self._protocol.next_event()) is not None:
-                if isinstance(said, Failure):
-                    return self._ended_by(said)
+            while (message := self._protocol.next_event()) is not None:
+                if isinstance(message, Failure):
+                    return self._ended_by(message)
         except ProtocolBroken as error:
             return broken(self.endpoint.path, error, self._protocol.welcome)
         return None
 
-    def _ended_by(self, said: Failure) -> HegmError:
+    def _ended_by(self, message: Failure) -> HegmError:
         """Return the error of a connection that the daemon closes."""
-        error = said.error
-        if said.id is None and error.code.name == UNAVAILABLE.name:
+        error = message.error
+        if message.id is None and error.code.name == UNAVAILABLE.name:
             return Stopping(error.code, error.message, error.hint, error.facts)
         return self._explained(error)
 
@@ -313,45 +313,45 @@ class Connection(SyncCalls):
         welcome = self._protocol.welcome
         return refused_hello(error) if welcome is None else with_versions(error, welcome)
 
-    def _answer(self, said: Reply | Failure, reply: type[R]) -> R:
-        if isinstance(said, Failure):
-            raise self._explained(said.error)
-        return of_kind(said.reply, reply)
+    def _answer(self, message: Reply | Failure, reply: type[R]) -> R:
+        if isinstance(message, Failure):
+            raise self._explained(message.error)
+        return of_kind(message.reply, reply)
 
     def _next_message(self, request_id: int, deadline: float | None, what: str) -> Received:
         """Return the next message for that request. Messages for others are kept for them, or dropped."""
-        heard = self._waiting[request_id]
-        while not heard:
-            said = self._next_said()
-            if said is None:
+        messages = self._waiting[request_id]
+        while not messages:
+            message = self._next_event()
+            if message is None:
                 self._read(deadline, what)
             else:
-                self._sort(said)
-        first = heard.pop(0)
+                self._sort(message)
+        first = messages.pop(0)
         if not isinstance(first[0], Progress):
             del self._waiting[request_id]
         return first
 
-    def _next_said(self) -> Reply | Failure | Progress | None:
+    def _next_event(self) -> Reply | Failure | Progress | None:
         try:
             return self._protocol.next_event()
         except ProtocolBroken as error:
             self.close()
             raise broken(self.endpoint.path, error, self._protocol.welcome) from error
 
-    def _sort(self, said: Reply | Failure | Progress) -> None:
+    def _sort(self, message: Reply | Failure | Progress) -> None:
         """Give a message to its request, with the descriptors that came with it."""
-        if isinstance(said, Failure) and said.id is None:
+        if isinstance(message, Failure) and message.id is None:
             self.close()
-            raise self._ended_by(said)
-        fds = 0 if isinstance(said, Failure) else said.fds
+            raise self._ended_by(message)
+        fds = 0 if isinstance(message, Failure) else message.fds
         descriptors = self._wire.take(fds)
         if descriptors is None:
             self.close()
             lost = PeerError(BAD_REQUEST, f"{fds} descriptors were announced but did not arrive", "try again")
             raise broken(self.endpoint.path, lost, self._protocol.welcome)
-        if said.id in self._waiting:
-            self._waiting[said.id].append((said, descriptors))
+        if message.id in self._waiting:
+            self._waiting[message.id].append((message, descriptors))
         else:
             descriptors.close()
 
@@ -370,26 +370,26 @@ class Connection(SyncCalls):
 
     def _forget(self, request_id: int, leave: Callable[[Hear], object] | None = None) -> None:
         """Stop waiting for a request, and cancel it if it is unanswered. The connection stays usable."""
-        heard = self._waiting.pop(request_id, None)
-        if heard is None or self._wire.fileno() < 0:
+        messages = self._waiting.pop(request_id, None)
+        if messages is None or self._wire.fileno() < 0:
             return
         _cancel_id, frame = self._protocol.request(Cancel(request=request_id))
         try:
             self._wire.send(frame, (), monotonic() + CANCEL_LIMIT_S)
             if leave is not None:
-                self._waiting[request_id] = heard
+                self._waiting[request_id] = messages
                 leave(lambda: self._drain_messages(request_id))
         except OSError:
             self.close()  # the daemon has ended, so there is nothing to cancel
         finally:
             self._waiting.pop(request_id, None)
-            for _said, descriptors in heard:
+            for _message, descriptors in messages:
                 descriptors.close()
 
     def _drain_messages(self, request_id: int) -> Reply | Failure | Progress:
-        said, descriptors = self._next_message(request_id, None, "its cancellation")
+        message, descriptors = self._next_message(request_id, None, "its cancellation")
         descriptors.close()
-        return said
+        return message
 
 
 def of_kind(record: Record, kind: type[R]) -> R:

@@ -43,15 +43,15 @@ class Endpoint:
 
 
 def find_endpoint(
-    given: str | None = None,
+    path: str | None = None,
     environ: Mapping[str, str] | None = None,
     system_socket: str = SYSTEM_SOCKET,
     temporary: str = TEMPORARY,
 ) -> Endpoint:
     """Return the socket to use, without opening it. Raises HegmError USAGE for an invalid path."""
     environ = os.environ if environ is None else environ
-    if given:
-        return _checked(Endpoint(given, "--socket"))
+    if path:
+        return _checked(Endpoint(path, "--socket"))
     if named := environ.get("HEGM_SOCKET"):
         return _checked(Endpoint(named, "HEGM_SOCKET"))
     if os.access(system_socket, os.W_OK):
@@ -83,9 +83,9 @@ def is_private(folder: str) -> bool:
 
 
 def _runtime_dir(environ: Mapping[str, str]) -> str:
-    given = environ.get("XDG_RUNTIME_DIR", "")
+    path = environ.get("XDG_RUNTIME_DIR", "")
     # cron, su and sudo leave it out; hegmd --user falls back to the same place
-    return given if given.startswith("/") else f"/run/user/{os.getuid()}"
+    return path if path.startswith("/") else f"/run/user/{os.getuid()}"
 
 
 def _bare_socket(temporary: str = TEMPORARY) -> str:
@@ -210,13 +210,13 @@ def _membership() -> tuple[str, bool]:
 
 def is_listened_at(path: str, sockets: str = "/proc/net/unix") -> bool:
     """Return True if a socket bound to that path listens, even if its file is gone."""
-    wanted = os.fsencode(path)
+    name = os.fsencode(path)
     try:
         with open(sockets, "rb") as lines:
             next(lines, b"")
             for line in lines:
                 fields = line.rstrip(b"\n").split(None, 7)
-                if len(fields) == 8 and fields[7] == wanted and int(fields[3], 16) & _LISTENS:
+                if len(fields) == 8 and fields[7] == name and int(fields[3], 16) & _LISTENS:
                     return True
     except (OSError, ValueError):
         pass  # it is not known, as in a container without /proc

@@ -36,16 +36,16 @@ class Waiter:
     def __init__(self, request_id: int, op: str) -> None:
         self.id = request_id
         self.op = op
-        self._said: deque[Received] = deque()
+        self.message: deque[Received] = deque()
         self._failure: HegmError | None = None
         self._news = anyio.Event()
 
     @property
     def unread(self) -> int:
-        return len(self._said)
+        return len(self.message)
 
-    def put(self, said: Received) -> None:
-        self._said.append(said)
+    def put(self, message: Received) -> None:
+        self.message.append(message)
         self._news.set()
 
     def fail(self, error: HegmError) -> None:
@@ -55,18 +55,18 @@ class Waiter:
 
     async def next(self) -> Received:
         """Return the next message. Raises the HegmError that the request ended with."""
-        while not self._said:
+        while not self.message:
             if self._failure is not None:
                 raise self._failure.with_traceback(None)
             self._news = anyio.Event()
             await self._news.wait()
-        return self._said.popleft()
+        return self.message.popleft()
 
     def close(self) -> None:
         """Drop the unread messages."""
-        for _said, descriptors in self._said:
+        for _message, descriptors in self.message:
             descriptors.close()
-        self._said.clear()
+        self.message.clear()
 
 
 class Exchange:
@@ -156,8 +156,8 @@ class Exchange:
         try:
             while data := await self._receive():
                 self._protocol.feed(data)
-                while (said := self._protocol.next_event()) is not None:
-                    self._hand_out(said)
+                while (message := self._protocol.next_event()) is not None:
+                    self._hand_out(message)
         except ProtocolBroken as error:
             self._end(broken(self.path, error, self.welcome))
         except OSError:
@@ -183,27 +183,27 @@ class Exchange:
                     self._received.extend(fds)
             return data
 
-    def _hand_out(self, said: Reply | Failure | Progress) -> None:
-        if isinstance(said, Failure):
-            error = self.explained(said.error)
-            if said.id is None:
+    def _hand_out(self, message: Reply | Failure | Progress) -> None:
+        if isinstance(message, Failure):
+            error = self.explained(message.error)
+            if message.id is None:
                 raise error
-            waiter = self._waiters.pop(said.id, None)
+            waiter = self._waiters.pop(message.id, None)
             if waiter is not None:
                 waiter.fail(error)
             return
-        descriptors = self._claim(said.fds)
-        waiter = self._waiters.get(said.id)
+        descriptors = self._claim(message.fds)
+        waiter = self._waiters.get(message.id)
         if waiter is None:
             descriptors.close()
             return
-        if isinstance(said, Reply):
-            del self._waiters[said.id]
+        if isinstance(message, Reply):
+            del self._waiters[message.id]
         elif waiter.unread >= MAX_UNREAD:
             self._cancel(waiter)
             waiter.fail(HegmError(BUSY, f"{MAX_UNREAD} events were not taken in time", "read them as they come"))
             return
-        waiter.put((said, descriptors))
+        waiter.put((message, descriptors))
 
     def _claim(self, count: int) -> Descriptors:
         if count == 0:

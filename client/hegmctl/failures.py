@@ -89,10 +89,10 @@ def not_offered(capability: str, welcome: Welcome) -> HegmError:
 
 
 def _same_release(daemon_version: str) -> str:
-    ours, theirs = _order(__version__), _order(daemon_version)
-    if theirs < ours:
+    client, daemon = _order(__version__), _order(daemon_version)
+    if daemon < client:
         return "run: systemctl restart hegmd; the daemon is older than hegmctl"
-    if theirs > ours:
+    if daemon > client:
         return "use the hegmctl of the daemon's release: this one is older"
     return "bring hegmctl and hegmd to the same release"
 

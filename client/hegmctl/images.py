@@ -118,7 +118,7 @@ def _time(time_utc: float | None) -> str:
 def ls(session: Session) -> int:
     """`hegmctl images ls`: status 15 if an image is broken or left over."""
     folders = [os.path.abspath(folder) for folder in session.arguments.texts("DIR") or (".",)]
-    images = tuple(seen for folder in folders for seen in catalogue.look_into(folder))
+    images = tuple(image for folder in folders for image in catalogue.look_into(folder))
     session.sink.answer(ImagesSeen(images=images), seen_text)
     return ATTENTION.exit_status if any(seen.state in ("broken", "left-over") for seen in images) else 0
 
@@ -126,7 +126,7 @@ def ls(session: Session) -> int:
 def newest_of(folder: str) -> str:
     """Return the path of the newest complete image in that directory. Raises NOT_FOUND."""
     images = catalogue.look_into(folder)
-    whole = [seen for seen in images if seen.state == "whole" and seen.made_utc is not None]
+    whole = [image for image in images if image.state == "whole" and image.made_utc is not None]
     if not whole:
         why = f"{len(images)} images, none of them complete" if images else "no image"
         raise HegmError(NOT_FOUND, f"there is {why} in {folder}", f"run: hegmctl images ls {folder}", {"path": folder})

@@ -36,7 +36,7 @@ def jobs(session: Session) -> int:
     filtered((), filters)  # reports a mistake before the daemon is asked
     write = None if template is None else templated(template)
 
-    def look(connection: Connection) -> JobsReply:
+    def fetch(connection: Connection) -> JobsReply:
         reply = connection.call(request, JobsReply)
         return reply.replace(jobs=tuple(filtered(reply.jobs, filters)))
 
@@ -51,9 +51,9 @@ def jobs(session: Session) -> int:
     if interval_s is not None:
         from hegmctl.watch import watch
 
-        return watch(session, interval_s, look, view)
+        return watch(session, interval_s, fetch, view)
     with session.connect() as connection:
-        reply = look(connection)
+        reply = fetch(connection)
     _sink(session).answer(reply, view)
     return 0
 

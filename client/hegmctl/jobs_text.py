@@ -79,13 +79,13 @@ def jobs_text(reply: JobsReply, style: Style, *, of_some: bool = False) -> list[
 
 
 def _row(job: Job, now_utc: float, *, of_several: bool, ended: bool) -> list[Cell]:
-    def told(field: str) -> str:
+    def text_of(field: str) -> str:
         return _FIELDS[field](job, now_utc)
 
     state: Cell = (job.state, _COLOURS.get(job.state, ""))
-    row: list[Cell] = [job.id, job.name, *([told("User")] if of_several else []), state]
+    row: list[Cell] = [job.id, job.name, *([text_of("User")] if of_several else []), state]
     row += [_status(job)] if ended else []
-    return [*row, told("GPU"), told("VRAM"), told("Steps"), told("Age"), told("Command")]
+    return [*row, text_of("GPU"), text_of("VRAM"), text_of("Steps"), text_of("Age"), text_of("Command")]
 
 
 def _status(job: Job) -> str:
@@ -201,7 +201,7 @@ def _field_named(name: str) -> str:
 
 def filtered(jobs: Sequence[Job], filters: Sequence[str]) -> list[Job]:
     """Return the jobs that match one filter of each key. Names and commands can have `*` and `?`. Raises USAGE."""
-    wanted: dict[str, list[str]] = {}
+    choices: dict[str, list[str]] = {}
     for text in filters:
         key, equals, value = text.partition("=")
         field = next((field for field in _FIELDS if field.lower() == key.lower()), None)
@@ -214,8 +214,8 @@ def filtered(jobs: Sequence[Job], filters: Sequence[str]) -> list[Job]:
             raise HegmError(
                 USAGE, f"--filter {text!r}: there is no such state", f"it is one of {', '.join(JOB_STATES)}"
             )
-        wanted.setdefault(field, []).append(value)
-    return [job for job in jobs if all(_fits(job, field, values) for field, values in wanted.items())]
+        choices.setdefault(field, []).append(value)
+    return [job for job in jobs if all(_fits(job, field, values) for field, values in choices.items())]
 
 
 def _fits(job: Job, field: str, values: Sequence[str]) -> bool:

@@ -85,8 +85,8 @@ def _request(kind: type[Request], placed: list[str], given: tuple[Any, ...], nam
 def _sync(kind: type[Request]) -> Callable[..., Any]:
     placed, _by_name = parameters(kind)
 
-    def call(self: Any, *given: Any, **named: Any) -> Any:
-        request, fds = _request(kind, placed, given, named)
+    def call(self: Any, *values: Any, **named: Any) -> Any:
+        request, fds = _request(kind, placed, values, named)
         return self.call(request, kind.reply, fds=fds)
 
     def begin(self: Any, *given: Any, on_progress: Callable[[Any], object] | None = None, **named: Any) -> Any:
@@ -99,8 +99,8 @@ def _sync(kind: type[Request]) -> Callable[..., Any]:
 def _async(kind: type[Request]) -> Callable[..., Coroutine[Any, Any, Any]]:
     placed, _by_name = parameters(kind)
 
-    async def call(self: Any, *given: Any, **named: Any) -> Any:
-        request, fds = _request(kind, placed, given, named)
+    async def call(self: Any, *values: Any, **named: Any) -> Any:
+        request, fds = _request(kind, placed, values, named)
         return await self.call(request, kind.reply, fds=fds)
 
     async def begin(self: Any, *given: Any, on_progress: Any = None, **named: Any) -> Any:

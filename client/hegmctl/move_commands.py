@@ -158,10 +158,10 @@ def _environment(words: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]
 class Watched:
     """The known facts about a request, for code that must know its result in every case."""
 
-    __slots__ = ("refusal", "seen", "stays")
+    __slots__ = ("progress", "refusal", "stays")
 
     def __init__(self) -> None:
-        self.seen: list[OperationProgress] = []
+        self.progress: list[OperationProgress] = []
         #: Called if a request was abandoned before its operation was created: the caller then waits until it is undone.
         self.stays: Callable[[], object] | None = None
         self.refusal: HegmError | None = None
@@ -169,17 +169,17 @@ class Watched:
     @property
     def has_begun(self) -> bool:
         """True if an operation was created."""
-        return any(progress.phase != "reading" for progress in self.seen)
+        return any(progress.phase != "reading" for progress in self.progress)
 
-    def leave(self, hear: Callable[[], Reply | Failure | Progress]) -> None:
+    def leave(self, next_message: Callable[[], Reply | Failure | Progress]) -> None:
         """Read on after the request was cancelled."""
         if self.stays is None or self.has_begun:
             return
         self.stays()
         with suppress(HegmError):  # then the result stays unknown
-            while isinstance(said := hear(), Progress):
-                self.seen.append(of_kind(said.event, OperationProgress))
-            self.refusal = said.error if isinstance(said, Failure) else None
+            while isinstance(message := next_message(), Progress):
+                self.progress.append(of_kind(message.event, OperationProgress))
+            self.refusal = message.error if isinstance(message, Failure) else None
 
 
 def carry_out(session: Session, request: Request, fds: Sequence[int] = (), watched: Watched | None = None) -> int:
@@ -227,35 +227,35 @@ def _watch(
     try:
         return _show(session, connection, request, watched, fds)
     except KeyboardInterrupt:
-        seen = watched.seen
-        if seen and not watched.has_begun:
+        progress = watched.progress
+        if progress and not watched.has_begun:
             session.sink.note("the processes restored so far are ended; the image is unchanged")
             raise
-        if seen and seen[-1].phase == WAITS_IN_QUEUE:
+        if progress and progress[-1].phase == WAITS_IN_QUEUE:
             session.sink.note("the job stays in the queue, and resumes in its turn; hegmctl suspend takes it out")
             raise
-        if not seen:  # still being planned, or just started
+        if not progress:  # still being planned, or just started
             if not getattr(request, "dry_run", False) and watched.refusal is None:
                 session.sink.note("an operation that was started continues: run hegmctl ops")
             raise
-        _interrupted(session, connection, seen[-1].id)
+        _interrupted(session, connection, progress[-1].id)
 
 
 def _show(
     session: Session, connection: Connection, request: Request, watched: Watched, fds: Sequence[int] = ()
 ) -> Record:
-    told: set[str | None] = {None}
+    shown: set[str | None] = {None}
     stream = connection.stream(request, OperationProgress, request.reply, fds=fds, patient=True, leave=watched.leave)
     try:
         while True:
             progress = next(stream)
-            watched.seen.append(progress)
+            watched.progress.append(progress)
             if progress.phase in AT_REST:  # it has reached its goal, which the reply says
                 progress = progress.replace(waits=None)
             why = None if progress.waits is None else without_times(progress.waits.why)
             # A restart always waits for its next process: that is reported only if it takes long, like its steps.
-            session.sink.progress(progress, progress_text, at_once=why not in told and progress.doing is None)
-            told.add(why)
+            session.sink.progress(progress, progress_text, at_once=why not in shown and progress.doing is None)
+            shown.add(why)
     except StopIteration as end:
         answer: Record = end.value
         return answer

@@ -272,8 +272,8 @@ class _Trial:
         self._sink.note(f"{what}: {step.took_s:.1f} s")
 
     @staticmethod
-    def _judge(what: str, operation: Operation | None, wanted: str) -> Operation:
-        if operation is None or operation.phase != wanted:
+    def _judge(what: str, operation: Operation | None, phase: str) -> Operation:
+        if operation is None or operation.phase != phase:
             why = (
                 "no operation" if operation is None else f"{operation.phase}: {operation.failure or 'no reason given'}"
             )
@@ -305,9 +305,9 @@ def operation_of(what: str, ask: Callable[[Callable[[OperationProgress], object]
 
 def compare(moved: Sequence[Sequence[str]], expected: Sequence[Sequence[str]], count: int) -> None:
     """Raise MoveFailed at the first loss that differs, among `count` losses of each rank."""
-    for rank, (losses, wanted) in enumerate(zip(moved, expected, strict=True)):
+    for rank, (losses, expected_losses) in enumerate(zip(moved, expected, strict=True)):
         for step in range(count):
-            if losses[step] != wanted[step]:
+            if losses[step] != expected_losses[step]:
                 raise MoveFailed(f"rank {rank} has another loss at step {step + 1} than an undisturbed run")
 
 

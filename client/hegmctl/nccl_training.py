@@ -37,19 +37,19 @@ def train(steps: int, path: str) -> None:
     trained = torch.nn.parallel.DistributedDataParallel(model, device_ids=[device.index] if on_gpu else None)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-4)
     done, until = 0, monotonic() + MAX_S
-    with open(f"{path}.{rank}", "w", encoding="ascii") as said:
+    with open(f"{path}.{rank}", "w", encoding="ascii") as file:
         for batch in _batches(rank):
             loss = trained(batch.to(device)).pow(2).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             is_over = not steps and (os.path.exists(f"{path}.stop") or monotonic() > until)
-            told = torch.stack([loss.detach(), torch.tensor(float(is_over), device=device)])
-            distributed.all_reduce(told, group=own_group)
-            said.write(float(told[0]).hex() + "\n")
-            said.flush()
+            state = torch.stack([loss.detach(), torch.tensor(float(is_over), device=device)])
+            distributed.all_reduce(state, group=own_group)
+            file.write(float(state[0]).hex() + "\n")
+            file.flush()
             done += 1
-            if done == steps or told[1]:
+            if done == steps or state[1]:
                 break
             if not steps:
                 select.select([], [], [], PACE_S)

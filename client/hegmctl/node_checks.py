@@ -31,9 +31,9 @@ def check_here(on_check: Callable[[Check], object], argv: Sequence[str] = ()) ->
     argv = list(argv) or doctor_command()
     read_end, write_end = os.pipe()
     # Its standard error is kept in memory and shown only after a failure: a pipe that is not read could fill up.
-    said = os.memfd_create("doctor")
+    output = os.memfd_create("doctor")
     try:
-        actions = [(os.POSIX_SPAWN_DUP2, write_end, 1), (os.POSIX_SPAWN_DUP2, said, 2)]
+        actions = [(os.POSIX_SPAWN_DUP2, write_end, 1), (os.POSIX_SPAWN_DUP2, output, 2)]
         try:
             pid = os.posix_spawn(argv[0], argv, os.environ, file_actions=actions)
         except OSError as error:
@@ -43,19 +43,21 @@ def check_here(on_check: Callable[[Check], object], argv: Sequence[str] = ()) ->
             ) from error
         finally:
             os.close(write_end)
-        _take_checks(argv, pid, read_end, said, on_check)
+        _take_checks(argv, pid, read_end, output, on_check)
     finally:
-        os.close(said)
+        os.close(output)
 
 
-def _take_checks(argv: Sequence[str], pid: int, read_end: int, said: int, on_check: Callable[[Check], object]) -> None:
+def _take_checks(
+    argv: Sequence[str], pid: int, read_end: int, output: int, on_check: Callable[[Check], object]
+) -> None:
     ended = False
-    seen = 0
+    count = 0
     try:
         with open(read_end, encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 on_check(_check_in(line, argv))
-                seen += 1
+                count += 1
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         ended = True
     finally:
@@ -64,9 +66,9 @@ def _take_checks(argv: Sequence[str], pid: int, read_end: int, said: int, on_che
 
             os.kill(pid, SIGTERM)
             os.waitpid(pid, 0)
-    if not seen:
-        size_bytes = os.fstat(said).st_size
-        tail = os.pread(said, _TAIL_BYTES, max(size_bytes - _TAIL_BYTES, 0)).decode("utf-8", "replace").strip()
+    if not count:
+        size_bytes = os.fstat(output).st_size
+        tail = os.pread(output, _TAIL_BYTES, max(size_bytes - _TAIL_BYTES, 0)).decode("utf-8", "replace").strip()
         raise ExternalError(
             f"the checks could not be made: {tail.splitlines()[-1] if tail else f'hegmd ended with status {status}'}",
             f"try it alone: `{' '.join(argv)}`",

@@ -106,8 +106,8 @@ def outcome(operation: Operation, style: Style) -> list[str]:
         more.append(printable(operation.failure.message))
         more.append(f"next: {printable(operation.failure.hint)}")
     if operation.waits is not None:
-        told = operation.failure is not None and operation.failure.message in operation.waits.why
-        if not told and operation.phase != "suspended":
+        cells = operation.failure is not None and operation.failure.message in operation.waits.why
+        if not cells and operation.phase != "suspended":
             more.append(f"waits: {printable(operation.waits.why)}")
         more.append(f"next: {printable(operation.waits.next)}")
     if operation.failure is None and (operation.waits is None or operation.phase in AT_REST):
@@ -123,8 +123,8 @@ def _figures(operation: Operation) -> str:
     is_telling = operation.kind in ("checkpoint", "restore") and operation.took_s is not None
     took = f"{operation.took_s:.1f} s in all" if is_telling else ""
     where = _routes(operation)
-    told = (where, binary_size(operation.size_bytes), _kept(operation), downtime, took)
-    parts = [part for part in told if part not in ("", operation.phase)]
+    cells = (where, binary_size(operation.size_bytes), _kept(operation), downtime, took)
+    parts = [part for part in cells if part not in ("", operation.phase)]
     return f" ({', '.join(parts)})"
 
 

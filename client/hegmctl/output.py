@@ -159,8 +159,8 @@ def _reasons(error: HegmError) -> list[tuple[str, str]]:
     """Return message and hint of each reason of an error with several."""
     from hegmd.protocol.record import as_list, as_map
 
-    told = [as_map(each) or {} for each in as_list(error.facts.get("reasons")) or ()]
-    return list(dict.fromkeys((str(each.get("message", "")), str(each.get("hint", ""))) for each in told))
+    reasons = [as_map(each) or {} for each in as_list(error.facts.get("reasons")) or ()]
+    return list(dict.fromkeys((str(each.get("message", "")), str(each.get("hint", ""))) for each in reasons))
 
 
 def error_plain(error: HegmError) -> dict[str, object]:

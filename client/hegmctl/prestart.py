@@ -78,32 +78,32 @@ class PrestartedProcess:
         self._is_ready = self._is_settled = False
         self._deadline = monotonic() + IMPORTS_WITHIN_S
         _require_agent(what.environ)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._line: socket.socket | None = ours
-        with theirs:
+        own_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._line: socket.socket | None = own_end
+        with child_end:
             try:
-                ours.setblocking(False)
-                ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE_BYTES)
-                fcntl.fcntl(ours.fileno(), fcntl.F_SETOWN, os.getpid())
-                flags = fcntl.fcntl(ours.fileno(), fcntl.F_GETFL)
-                fcntl.fcntl(ours.fileno(), fcntl.F_SETFL, flags | fcntl.FASYNC)
-                ours.send(_message(IMPORTS, what.imports))
-                ours.send(_message(PATH, what.path))
-                environ = {**what.environ, READY_FD: str(theirs.fileno()), TELL_UNREAD: "1"}
-                self.pid = start(what.command, environ, mask=mask, keep=(theirs.fileno(),)).pid
+                own_end.setblocking(False)
+                own_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE_BYTES)
+                fcntl.fcntl(own_end.fileno(), fcntl.F_SETOWN, os.getpid())
+                flags = fcntl.fcntl(own_end.fileno(), fcntl.F_GETFL)
+                fcntl.fcntl(own_end.fileno(), fcntl.F_SETFL, flags | fcntl.FASYNC)
+                own_end.send(_message(IMPORTS, what.imports))
+                own_end.send(_message(PATH, what.path))
+                environ = {**what.environ, READY_FD: str(child_end.fileno()), TELL_UNREAD: "1"}
+                self.pid = start(what.command, environ, mask=mask, keep=(child_end.fileno(),)).pid
             except BaseException:
-                ours.close()
+                own_end.close()
                 raise
         self._pidfd = os.pidfd_open(self.pid)
 
-    def look(self) -> bool:
+    def check(self) -> bool:
         """Read its messages. Returns True if it has just become ready, or never will, or has ended."""
-        said = b"" if self._line is None else _received(self._line)
-        if said is None:
+        data = b"" if self._line is None else _received(self._line)
+        if data is None:
             return False
         is_news = not self._is_settled or self._line is not None
         self._is_settled = True
-        what, *names = said.split(b"\0")
+        what, *names = data.split(b"\0")
         if what == READY:
             self._is_ready, self._unread = True, frozenset(map(os.fsdecode, names))
             self.is_kept = False
@@ -139,7 +139,7 @@ class PrestartedProcess:
 
     def activate_as(self, command: Sequence[str], environ: Mapping[str, str]) -> int | None:
         """Give it its turn as that start. Returns its pid, or None if it cannot; then it is ended."""
-        self.look()
+        self.check()
         line, self._line = self._line, None
         if line is None:
             return None

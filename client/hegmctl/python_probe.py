@@ -58,28 +58,28 @@ class Probe:
         """Raises NoPython if it cannot be started."""
         self.number = number
         self.deadline = now + WITHIN_S
-        self._said = b""
-        self._output, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._output_bytes = b""
+        self._output, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             fcntl.fcntl(self._output, fcntl.F_SETOWN, os.getpid())
             flags = fcntl.fcntl(self._output, fcntl.F_GETFL)
             fcntl.fcntl(self._output, fcntl.F_SETFL, flags | fcntl.FASYNC)
-            self._pidfd = os.pidfd_open(_started(python, environ, theirs))
+            self._pidfd = os.pidfd_open(_started(python, environ, write_end))
         except BaseException:
             os.close(self._output)
             raise
         finally:
-            os.close(theirs)
+            os.close(write_end)
 
-    def look(self, now: float) -> ProbeResult | None:
+    def check(self, now: float) -> ProbeResult | None:
         """Return its answer; None while there is none."""
         try:
-            while said := os.read(self._output, 4096):
-                self._said = (self._said + said)[-_MAX_BYTES:]
+            while data := os.read(self._output, 4096):
+                self._output_bytes = (self._output_bytes + data)[-_MAX_BYTES:]
         except BlockingIOError:
             is_late = now >= self.deadline
             return ProbeResult(f"it does not answer within {WITHIN_S:g} s", is_python=False) if is_late else None
-        lines = [line.strip() for line in self._said.decode(errors="replace").splitlines() if line.strip()]
+        lines = [line.strip() for line in self._output_bytes.decode(errors="replace").splitlines() if line.strip()]
         for line in lines:
             if (found := _ANSWER.fullmatch(line)) is not None:
                 return ProbeResult(found[1], is_python=True)
@@ -100,28 +100,28 @@ class Probes:
     """The programs that are asked now, each with the number of its order. Closing twice is fine."""
 
     def __init__(self) -> None:
-        self._asked: list[Probe] = []
+        self._requested: list[Probe] = []
 
     def ask(self, number: int, python: str, environ: Mapping[str, str], now: float) -> None:
         """Ask a program. Raises NoPython and OSError."""
-        self._asked.append(Probe(number, python, environ, now))
+        self._requested.append(Probe(number, python, environ, now))
 
     def answers(self, now: float) -> Iterator[tuple[int, ProbeResult]]:
         """Yield each answer once. The caller may close all probes meanwhile."""
-        for probe in tuple(self._asked):
-            said = probe.look(now) if probe in self._asked else None
-            if said is not None:
-                self._asked.remove(probe)
+        for probe in tuple(self._requested):
+            data = probe.check(now) if probe in self._requested else None
+            if data is not None:
+                self._requested.remove(probe)
                 probe.close()
-                yield probe.number, said
+                yield probe.number, data
 
     @property
     def deadline(self) -> float | None:
-        return min([probe.deadline for probe in self._asked], default=None)
+        return min([probe.deadline for probe in self._requested], default=None)
 
     def close(self) -> None:
-        asked, self._asked = self._asked, []
-        for probe in asked:
+        requested, self._requested = self._requested, []
+        for probe in requested:
             probe.close()
 
 

@@ -112,7 +112,7 @@ class Launcher:
         self._held_back: list[int] = []
         self._ask_at = 0.0
         #: The signal that should end the ranks, the first status other than 0, and when the remaining ones are killed.
-        self._told: int | None = None
+        self._sent_signal: int | None = None
         self._status = 0
         self._kill_at: float | None = None
         self._gave_up = False
@@ -161,21 +161,21 @@ class Launcher:
 
     def _start(self, rank: int) -> None:
         """Start a process as that rank, or the spare one, which is ended if it cannot be it. Raises HegmError."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            ours.setblocking(False)
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
-            fcntl.fcntl(ours.fileno(), fcntl.F_SETOWN, os.getpid())
-            fcntl.fcntl(ours.fileno(), fcntl.F_SETFL, fcntl.fcntl(ours.fileno(), fcntl.F_GETFL) | fcntl.FASYNC)
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), LINE_FD: str(theirs.fileno())}
+        own_end, rank_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with rank_end:
+            own_end.setblocking(False)
+            own_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
+            fcntl.fcntl(own_end.fileno(), fcntl.F_SETOWN, os.getpid())
+            fcntl.fcntl(own_end.fileno(), fcntl.F_SETFL, fcntl.fcntl(own_end.fileno(), fcntl.F_GETFL) | fcntl.FASYNC)
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), LINE_FD: str(rank_end.fileno())}
             environ = {**self._environ, **own}
             pid: int | None = None
             if self._spare is not None and not self._spare_is_coming():
                 spare, self._spare = self._spare, None
                 pid = spare.activate_as(self._command, environ)
             if pid is None:
-                pid = start(self._command, environ, mask=self._mask, keep=(theirs.fileno(),)).pid
-        self._processes[rank] = Process(pid, ours)
+                pid = start(self._command, environ, mask=self._mask, keep=(rank_end.fileno(),)).pid
+        self._processes[rank] = Process(pid, own_end)
         self._send(rank, {"do": "board"}, (self._board_fd,))
         for slot, fd in self._slots.items():
             self._send(rank, {"do": "slot", "slot": slot}, (fd,))
@@ -183,7 +183,7 @@ class Launcher:
     def _look_at_spare(self) -> None:
         """Keep one process ready while all ranks run, and assign it to a rank that needs it."""
         if self._spare is not None:
-            self._spare.look()
+            self._spare.check()
         elif self._imports is not None and self._generations.phase == RUNNING and self._imports[0]:
             self._spare = make_ready(PrestartSpec(self._command, self._environ, *self._imports), self._mask)
             if self._spare is None:
@@ -217,7 +217,7 @@ class Launcher:
             self._reap()
             return
         if came.number in ENDS:
-            self._told = came.number
+            self._sent_signal = came.number
             self._held_back.clear()
         if came.was_sent:
             for process in self._processes.values():
@@ -243,7 +243,7 @@ class Launcher:
         self._read(rank, process)
         del self._processes[rank]
         process.line.close()
-        is_end = process.ends or self._told is not None or self._kill_at is not None
+        is_end = process.ends or self._sent_signal is not None or self._kill_at is not None
         if not is_end and self._generations.can_replace:
             how = f"was ended by signal {-status}" if status < 0 else f"ended with exit status {status}"
             self._generations.died(rank, how, monotonic())
@@ -280,17 +280,17 @@ class Launcher:
                 return
             self._take(rank, process, loads(data))
 
-    def _take(self, rank: int, process: Process, said: dict[str, Any]) -> None:
-        do, now, generation = said["do"], monotonic(), said.get("generation", 0)
+    def _take(self, rank: int, process: Process, message: dict[str, Any]) -> None:
+        do, now, generation = message["do"], monotonic(), message.get("generation", 0)
         if do == "join":
-            self._generations.hard_limit_s = said.get("hard_limit_s", self._generations.hard_limit_s)
-            if said.get("imports") and self._imports is None:
-                self._imports = (said["imports"], said["path"])
-            self._generations.joined(rank, generation, said["step"], now, is_new=said["is_new"])
+            self._generations.hard_limit_s = message.get("hard_limit_s", self._generations.hard_limit_s)
+            if message.get("imports") and self._imports is None:
+                self._imports = (message["imports"], message["path"])
+            self._generations.joined(rank, generation, message["step"], now, is_new=message["is_new"])
         elif do == "fault":
-            self._generations.failed(rank, generation, said["why"], now)
+            self._generations.failed(rank, generation, message["why"], now)
         elif do == "unusable":
-            self._generations.unusable(rank, generation, said["why"], now)
+            self._generations.unusable(rank, generation, message["why"], now)
         elif do == "restored":
             self._generations.restored(rank, generation, now)
         elif do == "step":
@@ -298,16 +298,16 @@ class Launcher:
         elif do == "done":
             self._generations.finished(rank, generation, now)
         elif do == "layout":
-            self._generations.learnt(said["layout"])
+            self._generations.learnt(message["layout"])
         elif do == "parked":
             self._generations.is_parked()
         elif do == "ends":
             process.ends = True
             self._generations.ends()
         elif do == "slot":
-            self._hold_slot(rank, said["slot"], said["size_bytes"])
+            self._hold_slot(rank, message["slot"], message["size_bytes"])
         elif do == "unprotected":
-            self._note_unprotected(said["why"])
+            self._note_unprotected(message["why"])
 
     # ---- the crew ---------------------------------------------------------------------------------------------------
 
@@ -315,12 +315,12 @@ class Launcher:
         """Send an order to a rank. One that has just ended does not receive it."""
         self._send(rank, {"do": do, **what})
 
-    def _send(self, rank: int, said: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+    def _send(self, rank: int, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
         process = self._processes.get(rank)
         if process is None:
             return
         try:
-            socket.send_fds(process.line, [dumps(said).encode()], list(fds))
+            socket.send_fds(process.line, [dumps(message).encode()], list(fds))
         except OSError:  # it has ended, or does not read for so long that it is killed
             pass
 
@@ -416,10 +416,10 @@ class Launcher:
 
         def ask(connection: Connection) -> str:
             request = HoldSlot(run=self._environ["HEGM_RUN"], slot=slot, size_bytes=size_bytes)
-            heard = connection.stream(request, SlotMemory, SlotHeld, take=take)
+            events = connection.stream(request, SlotMemory, SlotHeld, take=take)
             while True:
                 try:
-                    next(heard)
+                    next(events)
                 except StopIteration as end:
                     return str(end.value.job)
 

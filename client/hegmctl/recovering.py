@@ -44,10 +44,10 @@ class Recovery:
         #: Whether the daemon has a snapshot of the job.
         self.is_protected = False
 
-    def is_failure(self, status: int, told: int | None) -> bool:
+    def is_failure(self, status: int, sent_signal: int | None) -> bool:
         """True if the exit of the command is a failure. `told` is the signal that asked it to end."""
         ending = -status if status < 0 else status - _BY_SHELL
-        if status == 0 or told is not None or ending in _WANTED or status in self._final:
+        if status == 0 or sent_signal is not None or ending in _WANTED or status in self._final:
             return False
         return (SIGNAL if status < 0 or status > _BY_SHELL else ERROR) in self._causes
 

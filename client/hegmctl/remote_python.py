@@ -172,11 +172,11 @@ def python_named_by(pid: int) -> str | None:
 
 def mapped_names(pid: int) -> Iterator[str]:
     """Yield the base names of the files mapped in that process, each once. Raises HegmError."""
-    seen: set[str] = set()
+    visited: set[str] = set()
     for line in _maps(pid):
         name = line.rpartition("/")[2].removesuffix(" (deleted)") if "/" in line else ""
-        if name and name not in seen:
-            seen.add(name)
+        if name and name not in visited:
+            visited.add(name)
             yield name
 
 

@@ -116,12 +116,12 @@ class DaemonAuthority:
         looks += [] if self._line is not None else [self._again_at]
         return min((look for look in looks if look is not None), default=None)
 
-    def ended(self, status: int, *, told: int | None) -> bool:
+    def ended(self, status: int, *, sent_signal: int | None) -> bool:
         """Return True if a restart is expected and no signal asked the command to end."""
-        if self._falls(status, told):
+        if self._falls(status, sent_signal):
             self._fall(status)
             return True
-        expected = self._operation is not None and told is None
+        expected = self._operation is not None and sent_signal is None
         was_started, self._started, self._pid = self._started, False, None
         is_past = was_started and status != 0 and self._held.is_past()
         # A restarted command that exits with 0 has finished its training, whether or not a boundary was reported.
@@ -158,11 +158,11 @@ class DaemonAuthority:
             self._fail(f"it ended with {status} before its first boundary, started {self._starts} times")
         return True
 
-    def _falls(self, status: int, told: int | None) -> bool:
+    def _falls(self, status: int, sent_signal: int | None) -> bool:
         """Return True if that exit is a failure of a protected job, and not one that an operation expects."""
         recovery, operation = self._recovery, self._operation
         is_free = operation is None or job_number(operation) is not None
-        return recovery is not None and recovery.is_protected and is_free and recovery.is_failure(status, told)
+        return recovery is not None and recovery.is_protected and is_free and recovery.is_failure(status, sent_signal)
 
     def _fall(self, status: int) -> None:
         """Wait until the daemon has the command started from a snapshot, or gives it up."""
@@ -174,7 +174,7 @@ class DaemonAuthority:
         self._say(f"it {ended_how(status)}, and is started again from its last snapshot")
         self._report(SuperviseReport(result="fell", status=status))
 
-    def wanted(self) -> Start | GiveUp | None:
+    def next_start(self) -> Start | GiveUp | None:
         if self._give_up is not None:
             return self._give_up
         order = self._order
@@ -298,8 +298,8 @@ class DaemonAuthority:
         folder = self._environ.get(PATHS, "").partition(os.pathsep)[0]
         if not folder or (PATHS not in order.set and PATHS not in order.unset):
             return {}
-        wanted = order.set.get(PATHS, "")
-        return {PATHS: folder + os.pathsep + wanted if wanted else folder}
+        paths = order.set.get(PATHS, "")
+        return {PATHS: folder + os.pathsep + paths if paths else folder}
 
     def _ask(self, order: SupervisorOrder) -> None:
         from hegmctl.python_probe import NoPython, Probes
@@ -316,16 +316,16 @@ class DaemonAuthority:
         """Report the answers of probes. Returns when to check again at the latest."""
         if self._probes is None:
             return None
-        for number, said in self._probes.answers(now):
-            result = "done" if said.is_python else "failed"
-            self._report(SuperviseReport(order=number, result=result, message=said.text))
+        for number, answer in self._probes.answers(now):
+            result = "done" if answer.is_python else "failed"
+            self._report(SuperviseReport(order=number, result=result, message=answer.text))
         return self._probes.deadline
 
     def _look_for_agentless(self, now: float) -> float | None:
         """End processes that started from the beginning instead of from the state. Returns when to check again."""
         if not self._started or self._pid is None or self._found or self._held.is_taken_up():
             return None
-        self._found = self._lookout.look(self._pid, now, self._held.right) or ""
+        self._found = self._lookout.check(self._pid, now, self._held.right) or ""
         if self._found:
             self._say(f"{self._found}; {HINT}")
         elif self._tells_at is not None and now >= self._tells_at:

@@ -74,7 +74,7 @@ def run(session: Session) -> int:
         raise HegmError(USAGE, "run needs a command", "hegmctl run python3 train.py")
     images = periodic_images(arguments)
     nccl = nccl_settings(arguments.text("nvls"))
-    asked = gpus_asked(arguments.text("gpu"), waits=arguments.whole("bytes") is not None)
+    gpus = gpus_asked(arguments.text("gpu"), waits=arguments.whole("bytes") is not None)
     require_name(arguments.text("name"))
     require(command)
     if recovery is not None and arguments.flag("dry-run"):
@@ -84,24 +84,24 @@ def run(session: Session) -> int:
         _require_agent(session, command)
     endpoint, run_id = find_endpoint(arguments.text("socket")), os.urandom(8).hex()
     try:
-        seen = _look_at_daemon(session, asked, run_id)
+        daemon = _query_daemon(session, gpus, run_id)
     except HegmError as error:
         if error.code is not NO_DAEMON:
             raise
         if arguments.flag("no-daemon-start"):
-            if asked:
+            if gpus:
                 hint = "omit --gpu, and set CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES yourself"
-                raise HegmError(NO_DAEMON, f"{error.message}; only a daemon knows {', '.join(asked)}", hint) from error
+                raise HegmError(NO_DAEMON, f"{error.message}; only a daemon knows {', '.join(gpus)}", hint) from error
             session.sink.note(f"{error.message}; the job runs, and its agent connects once a daemon runs")
-            seen = RunTarget(asked, {}, arguments.text("name"))
+            daemon = RunTarget(gpus, {}, arguments.text("name"))
         else:
             endpoint = _start_daemon(endpoint, arguments.text("simulate"))
             session.sink.note(f"started hegmd at {endpoint.path} for this job")
-            seen = _look_at_daemon(session, asked, run_id, endpoint.path)
-    prepare(os.environ, endpoint.path, seen.name, ",".join(seen.gpus) or None, images, run_id=run_id)
+            daemon = _query_daemon(session, gpus, run_id, endpoint.path)
+    prepare(os.environ, endpoint.path, daemon.name, ",".join(daemon.gpus) or None, images, run_id=run_id)
     for variable, value in nccl.items():
         os.environ.setdefault(variable, value)
-    for note in place(os.environ, seen.visible):
+    for note in place(os.environ, daemon.visible):
         session.sink.note(note)
     if ranks is not None:
         return _launch(session, endpoint.path, command, ranks)
@@ -110,8 +110,8 @@ def run(session: Session) -> int:
         if grace_s is None:
             become(command)
     path = os.path.abspath(endpoint.path)
-    authority = _authority(session, path, command, seen.gpus, recovery) if restarts else None
-    return _stay_with(session, authority, command, None if grace_s is None else (seen.job, path, own, grace_s))
+    authority = _authority(session, path, command, daemon.gpus, recovery) if restarts else None
+    return _stay_with(session, authority, command, None if grace_s is None else (daemon.job, path, own, grace_s))
 
 
 def _kind_of_parent(arguments: Arguments) -> tuple[int | None, bool, float | None]:
@@ -139,8 +139,8 @@ def require_name(name: str | None) -> None:
 
 
 def _is_supervised(arguments: Arguments) -> bool:
-    asked = arguments.flag("allow-restart") or arguments.text("recover") is not None
-    allowed = asked or os.environ.get(ALLOW_RESTART, "") not in ("", "0")
+    gpus = arguments.flag("allow-restart") or arguments.text("recover") is not None
+    allowed = gpus or os.environ.get(ALLOW_RESTART, "") not in ("", "0")
     own = (arguments.whole("restart-tries"), arguments.text("resume"), arguments.text("ready"))
     if not allowed and any(value is not None for value in own):
         hint = "hegmctl run --allow-restart --resume ID -- COMMAND"
@@ -328,7 +328,7 @@ class RunTarget:
         self.job = job
 
 
-def _look_at_daemon(session: Session, asked: tuple[str, ...], run_id: str, socket: str | None = None) -> RunTarget:
+def _query_daemon(session: Session, asked: tuple[str, ...], run_id: str, socket: str | None = None) -> RunTarget:
     """Check that a daemon serves us, register this process as a job, and wait for a GPU if asked. Raises HegmError."""
     size_bytes = session.arguments.whole("bytes")
     if asked == (AUTO,) or size_bytes is not None:
@@ -356,33 +356,33 @@ def _register(session: Session, connection: Connection, run_id: str) -> tuple[st
     from hegmd.protocol.messages import JobRegistered, RegisterJob
 
     arguments = session.arguments
-    wanted = arguments.text("name")
+    name = arguments.text("name")
     words = [os.fsencode(word)[:MAX_WORD_BYTES].decode("utf-8", "replace") for word in arguments.tail[:MAX_WORDS]]
     priority, resumes = arguments.text("priority"), arguments.text("resume")
-    request = RegisterJob(run=run_id, name=wanted, command=tuple(words), resumes=resumes, priority=priority)
+    request = RegisterJob(run=run_id, name=name, command=tuple(words), resumes=resumes, priority=priority)
     try:
         job = connection.call(request, JobRegistered)
     except HegmError as error:
         if error.code in (BAD_REQUEST, NOT_FOUND, DENIED):
             raise
         session.sink.note(f"{error.message}; the job runs, and is named once its agent connects")
-        return wanted, None
-    if wanted is not None and job.name != wanted:
-        session.sink.note(f"another job is called {wanted}: this one is {job.name} ({job.id})")
+        return name, None
+    if name is not None and job.name != name:
+        session.sink.note(f"another job is called {name}: this one is {job.name} ({job.id})")
     return job.name, job.id
 
 
-def visible(asked: Sequence[str], known: Sequence[Gpu]) -> dict[str, str]:
+def visible(gpus: Sequence[str], known: Sequence[Gpu]) -> dict[str, str]:
     """Return the variables by which a process and its children see exactly those GPUs, in that order.
 
     Uses UUIDs: an index counts only visible GPUs, in an order that depends on CUDA_DEVICE_ORDER. Empty on a simulated
     node, where HEGM_GPU is used. Raises HegmError for a GPU that is missing or lost.
     """
-    if tuple(asked) == (CPU,):
+    if tuple(gpus) == (CPU,):
         return {} if all(gpu.vendor == SIMULATED for gpu in known) else dict(_NO_GPU)
     by_name = {gpu.id: gpu for gpu in known}
     found: list[Gpu] = []
-    for name in asked:
+    for name in gpus:
         gpu = by_name[gpu_named(name, known)]
         if gpu.state == "lost":
             others = [gpu.id for gpu in known if gpu.state == "ok"]
@@ -391,7 +391,7 @@ def visible(asked: Sequence[str], known: Sequence[Gpu]) -> dict[str, str]:
         found.append(gpu)
     vendors = {gpu.vendor for gpu in found}
     if len(vendors) > 1:
-        message = f"{', '.join(asked)} belong to several vendors: {', '.join(sorted(vendors))}"
+        message = f"{', '.join(gpus)} belong to several vendors: {', '.join(sorted(vendors))}"
         raise HegmError(REFUSED, message, "name GPUs of one vendor")
     variable = _VISIBLE.get(vendors.pop())
     return {} if variable is None else {variable: ",".join([gpu.uuid for gpu in found])}
@@ -455,8 +455,8 @@ def _spawn_apart(words: list[str], log: int) -> int:
         finally:
             os._exit(0)
     os.close(write_end)
-    with open(read_end, "rb") as said:
-        pid_text = said.read()
+    with open(read_end, "rb") as status:
+        pid_text = status.read()
     os.waitpid(child, 0)
     try:
         return os.pidfd_open(int(pid_text))

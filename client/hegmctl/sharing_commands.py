@@ -54,7 +54,7 @@ def make_room(session: Session) -> int:
 
 def _wait_for_room(session: Session, request: MakeRoom) -> RoomReply:
     """Wait until the memory is free, and for a daemon that restarts meanwhile."""
-    began, lease, told, away_since, was_there = monotonic(), "", "", 0.0, False
+    began, lease, shown, away_since, was_there = monotonic(), "", "", 0.0, False
     while True:
         left_s = None if request.limit_s is None else max(0.001, request.limit_s - (monotonic() - began))
         asked: Request = WaitForRoom(lease=lease, limit_s=left_s) if lease else request.replace(limit_s=left_s)
@@ -66,8 +66,8 @@ def _wait_for_room(session: Session, request: MakeRoom) -> RoomReply:
                     while True:
                         progress = next(stream)
                         lease, away_since = progress.lease, 0.0
-                        is_news = without_times(progress.waits) != told
-                        told = without_times(progress.waits)
+                        is_news = without_times(progress.waits) != shown
+                        shown = without_times(progress.waits)
                         session.sink.progress(progress, room_progress_text, at_once=is_news)
                 except StopIteration as end:
                     return of_kind(end.value, RoomReply)
@@ -98,21 +98,21 @@ def _pause(session: Session, error: HegmError, away_since: float) -> float:
 
 
 def queue(session: Session) -> int:
-    def look(connection: Connection) -> QueueReply:
+    def fetch(connection: Connection) -> QueueReply:
         return connection.call(Queue(), QueueReply)
 
     interval_s = session.arguments.seconds("watch")
     if interval_s is not None:
-        return watch(session, interval_s, look, queue_text)
+        return watch(session, interval_s, fetch, queue_text)
     with session.connect() as connection:
-        reply = look(connection)
+        reply = fetch(connection)
     session.sink.answer(reply, queue_text)
     return 0
 
 
 def wait_for_gpu(session: Session, request: PlaceJob, socket: str | None) -> str:
     """Wait until the daemon gives this job a GPU, and return its id. Writes what it waits for to stderr."""
-    told, away_since, was_there = "", 0.0, False
+    shown, away_since, was_there = "", 0.0, False
     while True:
         try:
             with session.connect(socket=socket) as connection:
@@ -123,15 +123,15 @@ def wait_for_gpu(session: Session, request: PlaceJob, socket: str | None) -> str
                         progress = next(stream)
                         away_since = 0.0
                         text = _waiting_text(progress)
-                        if without_times(text) != told:
+                        if without_times(text) != shown:
                             session.sink.note(text)
-                        told = without_times(text)
+                        shown = without_times(text)
                 except StopIteration as end:
                     return of_kind(end.value, JobPlaced).gpu
                 finally:
                     stream.close()
         except HegmError as error:
-            if error.code in (BAD_REQUEST, INCOMPATIBLE) and not told and not error.facts.get("final"):
+            if error.code in (BAD_REQUEST, INCOMPATIBLE) and not shown and not error.facts.get("final"):
                 hint = "name a GPU with --gpu, or upgrade hegmd"
                 raise HegmError(error.code, f"this daemon cannot choose a GPU: {error.message}", hint) from error
             if not was_there or not _is_passing(error):

@@ -139,10 +139,10 @@ class NeverRestarted:
     def turn(self, now: float, pid: int | None) -> None:
         """Nothing comes."""
 
-    def ended(self, status: int, *, told: int | None) -> bool:
+    def ended(self, status: int, *, sent_signal: int | None) -> bool:
         return False
 
-    def wanted(self) -> None:
+    def next_start(self) -> None:
         """No other start."""
 
     def expected(self) -> None:
@@ -192,24 +192,24 @@ def resume(connect: Callable[[], Connection], job: str, say: Callable[[str], obj
     from hegmd.errors import NOT_FOUND, HegmError
     from hegmd.protocol.jobs import SUSPENDED
 
-    told = ""
+    shown = ""
     while True:
         pause_s = LOOK_INTERVAL_S
         try:
             with connect() as hegmd:
-                seen = hegmd.job(job).job
-                if seen.operation is None:
+                job_record = hegmd.job(job).job
+                if job_record.operation is None:
                     return  # it was not suspended, or runs again
-                if seen.state == SUSPENDED:
+                if job_record.state == SUSPENDED:
                     hegmd.resume(job)
                     say("Slurm resumes this job: it is back on its GPU")
                     return
         except HegmError as error:
             if error.code is NOT_FOUND:
                 return  # it has ended
-            if error.message != told:
-                told = error.message
-                say(f"Slurm resumes this job, which waits: {told}")
+            if error.message != shown:
+                shown = error.message
+                say(f"Slurm resumes this job, which waits: {shown}")
             pause_s = RETRY_S
         sleep(pause_s)
 
@@ -223,14 +223,14 @@ def main(words: Sequence[str]) -> None:
     what, job, path, *rest = words
     say = sink_for(json=False, quiet=False, colour=None).note
 
-    def asked() -> Connection:
+    def connected() -> Connection:
         return connect(path, timeout_s=None, name="hegmctl run --slurm")
 
     try:
         if what == SUSPEND:
-            say(suspend(asked, job, float(rest[0])))
+            say(suspend(connected, job, float(rest[0])))
         else:
-            resume(asked, job, say)
+            resume(connected, job, say)
     except HegmError as error:
         say(f"Slurm suspends this job, and it keeps its GPU: {error.message}")
 

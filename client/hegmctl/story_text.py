@@ -82,7 +82,7 @@ def whole_story_text(reply: StoryReply, style: Style) -> list[str]:
     rows: list[list[Cell]] = []
     before_utc = reply.story[0].utc
     for line in reply.story:
-        who, what = _told(line)
+        who, what = _who_and_what(line)
         rows.append([_clock(line.utc), f"{max(0.0, line.utc - before_utc):.3f} s", who, what])
         before_utc = line.utc
     lines.append(strftime("%Y-%m-%d", localtime(reply.story[0].utc)))
@@ -90,7 +90,7 @@ def whole_story_text(reply: StoryReply, style: Style) -> list[str]:
     return [*lines, *table(columns, rows, style)]
 
 
-def _told(line: StoryLine) -> tuple[str, str]:
+def _who_and_what(line: StoryLine) -> tuple[str, str]:
     if line.event not in WORDS:
         return HEGMD, printable(line.event)
     who, what = WORDS[line.event]

@@ -57,8 +57,8 @@ class SupervisionConnection:
         try:
             while self._unanswered and (data := self._wire.receive(deadline)):
                 self._protocol.feed(data)
-                while (said := self._protocol.next_event()) is not None:
-                    self._take(said, lambda _order, _fds: None)
+                while (message := self._protocol.next_event()) is not None:
+                    self._take(message, lambda _order, _fds: None)
         except (OSError, HegmError):
             pass  # it has ended, or does not answer
 
@@ -72,21 +72,23 @@ class SupervisionConnection:
             if not data:
                 raise ConnectionResetError("hegmd closed the connection")
             self._protocol.feed(data)
-            while (said := self._protocol.next_event()) is not None:
-                self._take(said, hear)
+            while (message := self._protocol.next_event()) is not None:
+                self._take(message, hear)
 
-    def _take(self, said: Reply | Failure | Progress, hear: Callable[[SupervisorOrder, Descriptors], object]) -> None:
-        if said.id is not None:
-            self._unanswered.discard(said.id)
+    def _take(
+        self, message: Reply | Failure | Progress, hear: Callable[[SupervisorOrder, Descriptors], object]
+    ) -> None:
+        if message.id is not None:
+            self._unanswered.discard(message.id)
         if self._offered is None and self._protocol.welcome is not None:
             self._offered = self.ask(self._offer)
-        if isinstance(said, Failure):
-            self.declined = said.id is not None and said.id == self._offered
-            if self.declined or said.id is None or self._protocol.welcome is None:
-                raise said.error
+        if isinstance(message, Failure):
+            self.declined = message.id is not None and message.id == self._offered
+            if self.declined or message.id is None or self._protocol.welcome is None:
+                raise message.error
             return
-        with self._wire.take(said.fds) or NO_DESCRIPTORS as fds:
-            if isinstance(said, Progress) and isinstance(said.event, SupervisorOrder):
-                hear(said.event, fds)
-            elif said.id == self._offered:
+        with self._wire.take(message.fds) or NO_DESCRIPTORS as fds:
+            if isinstance(message, Progress) and isinstance(message.event, SupervisorOrder):
+                hear(message.event, fds)
+            elif message.id == self._offered:
                 raise ConnectionResetError("hegmd has no more orders")

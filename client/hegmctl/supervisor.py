@@ -33,14 +33,14 @@ if TYPE_CHECKING:
             """Handle what was received; return the monotonic instant of the next call at the latest. Must not wait."""
             ...
 
-        def ended(self, status: int, *, told: int | None) -> bool:
+        def ended(self, status: int, *, sent_signal: int | None) -> bool:
             """Return whether the command can be started again after that exit status, or minus a signal.
 
             `told` is the signal by which a user asked it to end meanwhile, if any.
             """
             ...
 
-        def wanted(self) -> Start | GiveUp | None:
+        def next_start(self) -> Start | GiveUp | None:
             """Return what to do while no command runs; None to keep waiting."""
             ...
 
@@ -114,7 +114,7 @@ class Supervisor:
         self._say = say
         self._slurm = slurm
         self._child: Child | None = None
-        self._told: int | None = None
+        self._sent_signal: int | None = None
         self._over: int | None = None
         #: The last requested prestart, and its process.
         self._expected: PrestartSpec | None = None
@@ -156,7 +156,7 @@ class Supervisor:
             if expected is None or readied is None or not readied.is_to_serve(expected):
                 self._ready_anew(expected, signals)
         readied = self._readied
-        if readied is None or not readied.look():
+        if readied is None or not readied.check():
             return
         if readied.is_kept and not readied.waits:
             self._ready_anew(expected, signals)  # its modules have changed on disk since
@@ -178,7 +178,7 @@ class Supervisor:
             readied.end()
 
     def _awaited_until(self) -> float | None:
-        wanted = self._authority.wanted()
+        wanted = self._authority.next_start()
         if self._readied is None or not isinstance(wanted, Start):
             return None
         return self._readied.awaited_until(wanted.command, wanted.environ)
@@ -190,14 +190,14 @@ class Supervisor:
             self._child = start(wanted.command, wanted.environ, mask=signals.before, keep=wanted.keep)
         else:
             self._child = Child(pid)
-        self._told = None
+        self._sent_signal = None
         self._authority.started(self._child.pid, was_ready=pid is not None)
 
     def _do_what_is_wanted(self, signals: Signals) -> bool:
         """Do what the authority wants, unless it waits for the prestarted process. True if something was done."""
         from hegmd.errors import HegmError
 
-        wanted = self._authority.wanted()
+        wanted = self._authority.next_start()
         if self._awaited_until() is not None:
             return False
         if isinstance(wanted, GiveUp):
@@ -230,7 +230,7 @@ class Supervisor:
 
     def _pass_on(self, came: Signal) -> None:
         if came.number in ENDS:
-            self._told = came.number
+            self._sent_signal = came.number
         if came.was_sent and self._child is not None:
             self._child.pass_on(came.number)
         if came.number in STOPS:
@@ -240,7 +240,7 @@ class Supervisor:
         self._child = None
         if self._slurm is not None:
             self._slurm.ended()
-        if not self._authority.ended(status, told=self._told):
+        if not self._authority.ended(status, sent_signal=self._sent_signal):
             self._over = status
 
 

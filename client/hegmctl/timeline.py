@@ -150,8 +150,8 @@ class Timeline:
     def steps(self) -> list[Segment]:
         """Return the steps to list, by start: those of at least 1 % of the time, and those that moved bytes."""
         least_s = (self.took_s - sum(end - begin for begin, end in self.shortened)) / 100
-        told = [each for each in self.segments if each.size_bytes or each.took_s >= least_s]
-        return sorted(told, key=lambda each: (each.began_s, LANES.index(each.lane)))
+        shown = [each for each in self.segments if each.size_bytes or each.took_s >= least_s]
+        return sorted(shown, key=lambda each: (each.began_s, LANES.index(each.lane)))
 
 
 def timeline_of(reply: StoryReply, now_utc: float) -> Timeline:

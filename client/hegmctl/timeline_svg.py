@@ -153,12 +153,12 @@ def _rect(timeline: Timeline, segment: Segment, y: float) -> str:
     inside = _cut(segment.name, width - 8, _LETTER)
     label = f'<text class="in" x="{x + 4:.1f}" y="{y + 13}">{escaped(inside)}</text>' if inside else ""
     return (
-        f'<g><title>{escaped(_told(segment))}</title><rect class="{kind}" x="{x:.1f}" y="{y}" width="{width:.1f}"'
+        f'<g><title>{escaped(_tooltip(segment))}</title><rect class="{kind}" x="{x:.1f}" y="{y}" width="{width:.1f}"'
         f' height="{BAR}" rx="2"/>{label}</g>'
     )
 
 
-def _told(segment: Segment) -> str:
+def _tooltip(segment: Segment) -> str:
     size = f", {binary_size(segment.size_bytes)}" if segment.size_bytes else ""
     speed = "" if segment.bytes_per_s is None else f", {segment.bytes_per_s / 1e9:.1f} GB/s"
     who = f" (process {segment.pid})" if segment.pid else ""

@@ -41,14 +41,14 @@ class Reconnecting:
         self._connection: Connection | None = session.connect()
         self._away = False
 
-    def ask(self, look: Callable[[Connection], T], tell: Callable[[str], None]) -> T | None:
-        """Return the result of `look`, or None while the daemon is away; `tell` gets a message on each change."""
+    def ask(self, fetch: Callable[[Connection], T], tell: Callable[[str], None]) -> T | None:
+        """Return the result of `fetch`, or None while the daemon is away; `tell` gets a message on each change."""
         try:
             if self._connection is None:
                 self._connection = self._session.connect()
                 self._away = False
                 tell("the daemon is back")
-            return look(self._connection)
+            return fetch(self._connection)
         except HegmError as error:
             if error.code not in PASSING:
                 raise
@@ -82,7 +82,7 @@ class Log:
 
 
 def watch(
-    session: Session, interval_s: float, look: Callable[[Connection], R], view: Callable[[R, Style], list[str]]
+    session: Session, interval_s: float, fetch: Callable[[Connection], R], view: Callable[[R, Style], list[str]]
 ) -> NoReturn:
     """Show the result of `look` at intervals, until interrupted or until an error."""
     sink = session.sink
@@ -92,8 +92,8 @@ def watch(
             from hegmctl.screen import Screen
 
             with Screen(sys.stdout, sink.style, f"hegmctl {' '.join(sys.argv[1:])}") as screen:
-                _repeat(daemon, interval_s, look, view, screen)
-        _repeat(daemon, interval_s, look, view, Log(sink))
+                _repeat(daemon, interval_s, fetch, view, screen)
+        _repeat(daemon, interval_s, fetch, view, Log(sink))
     finally:
         daemon.close()
 
@@ -101,12 +101,12 @@ def watch(
 def _repeat(
     daemon: Reconnecting,
     interval_s: float,
-    look: Callable[[Connection], R],
+    fetch: Callable[[Connection], R],
     view: Callable[[R, Style], list[str]],
     place: Screen | Log,
 ) -> NoReturn:
     while True:
-        found = daemon.ask(look, place.tell)
+        found = daemon.ask(fetch, place.tell)
         if found is not None:
             place.show(found, view)
         place.wait(interval_s if found is not None else min(interval_s, RETRY_S))
@@ -135,8 +135,8 @@ def follow(
         here, before, known_run = connection.welcome.run, known_run, connection.welcome.run
         first_time = before is None
         goes_on = bool(here) and here == before
-        wanted, counted_in = (since, run) if first_time else (max(since, last_seq + 1) if goes_on else 0, None)
-        for event in connection.events(wanted, follow=True, kinds=kinds, run=counted_in):
+        since_seq, counted_in = (since, run) if first_time else (max(since, last_seq + 1) if goes_on else 0, None)
+        for event in connection.events(since_seq, follow=True, kinds=kinds, run=counted_in):
             if first_time or here or event.seq > last_seq > 0 or event.time_utc > newest_utc:
                 session.sink.element(event, view)
                 last_seq, newest_utc = event.seq, event.time_utc

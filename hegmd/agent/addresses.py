@@ -104,14 +104,14 @@ def _number(value: object) -> Iterator[int]:
 
 def _numbers() -> Iterator[int]:
     """Return numbers in the variables of the script and of running functions, and in what these hold, nearest first."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     left = _MAX_VALUES
     held: list[Any] = list(_variables())
     for _ in range(_DEEPEST):
         further: list[Any] = []
         for value in held:
-            if id(value) not in seen:
-                seen.add(id(value))
+            if id(value) not in visited:
+                visited.add(id(value))
                 further += _held_by(value)
         for value in further:
             yield from _number(value)

@@ -30,9 +30,9 @@ class ReportSender:
         self._tell(order=order, result="done", **{"boundary": self._gate.count, **values})
 
     def failed(self, order: int, error: HegmError, parked_s: float | None = None) -> None:
-        said = {"message": error.message, "hint": error.hint, "lacks_bytes": error.facts.get("lacks_bytes")}
-        said.update({name: error.facts[name] for name in ("state_bytes", "refusals") if name in error.facts})
-        self._tell(order=order, result="failed", boundary=self._gate.count, parked_s=parked_s, **said)
+        facts = {"message": error.message, "hint": error.hint, "lacks_bytes": error.facts.get("lacks_bytes")}
+        facts.update({name: error.facts[name] for name in ("state_bytes", "refusals") if name in error.facts})
+        self._tell(order=order, result="failed", boundary=self._gate.count, parked_s=parked_s, **facts)
 
     def progress_of(self, order: int) -> Callable[[int], None]:
         return lambda so_far_bytes: self._tell(order=order, result="progress", size_bytes=so_far_bytes)

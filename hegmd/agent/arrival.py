@@ -48,15 +48,15 @@ def arrive(folder: str, root: str, until: float, environ: Mapping[str, str], msg
 
 
 def _work(folder: str, root: str, environ: Mapping[str, str], msgpack: str, end: object) -> None:
-    said: list[tuple[str, str]]
+    notes: list[tuple[str, str]]
     try:
-        said = _start_agent(root, environ, msgpack)
+        notes = _start_agent(root, environ, msgpack)
     except BaseException as error:  # noqa: BLE001 - the edge: nothing of this may reach the script
-        said = [("failed", f"{type(error).__name__}: {error}")]
+        notes = [("failed", f"{type(error).__name__}: {error}")]
     end()  # type: ignore[operator] # a lock's release
     try:
         with open(f"{folder}/{ANSWER}.new", "w", encoding="utf-8", errors="replace") as file:
-            file.writelines(f"{key} {' '.join(value.split())}\n" for key, value in said)
+            file.writelines(f"{key} {' '.join(value.split())}\n" for key, value in notes)
         os.rename(f"{folder}/{ANSWER}.new", f"{folder}/{ANSWER}")
     except OSError:
         pass  # hegmctl has ended and removed the folder
@@ -82,13 +82,13 @@ def _start_agent(root: str, environ: Mapping[str, str], msgpack: str) -> list[tu
         package = sys.modules["_hegm"] = bootstrap.module_from_spec(spec)
         spec.loader.exec_module(package)
         __import__("_hegm.agent.attached")
-        said: list[tuple[str, str]] = sys.modules["_hegm.agent.attached"].begin(environ, msgpack)
+        notes: list[tuple[str, str]] = sys.modules["_hegm.agent.attached"].begin(environ, msgpack)
     except BaseException:
         for name in set(sys.modules) - before:
             if name.partition(".")[0] in ("_hegm", "_hegm_msgpack"):
                 del sys.modules[name]
         raise
-    return said
+    return notes
 
 
 def _remove(folder: str) -> None:

@@ -319,23 +319,23 @@ class _DaemonConnection:
 
     def _take_all(self) -> bool:
         """Handle all complete messages. Returns True while the daemon sends orders."""
-        while (said := self._protocol.next_event()) is not None:
-            if isinstance(said, Progress) and isinstance(said.event, Order):
-                fds, self._fds = self._fds[: said.fds], self._fds[said.fds :]
+        while (message := self._protocol.next_event()) is not None:
+            if isinstance(message, Progress) and isinstance(message.event, Order):
+                fds, self._fds = self._fds[: message.fds], self._fds[message.fds :]
                 for unwanted in fds[1:]:
                     os.close(unwanted)
                 fd = fds[0] if fds else None
-                if not self._lending.postpones(said.event, fd):
-                    self._orders.obey(said.event, fd)
-            elif isinstance(said, Failure):
-                if said.id is None or said.id == self._attend_id or self._protocol.welcome is None:
-                    raise said.error
-                if not self._lending.take_answer(said.id, said.error):
-                    note(f"the daemon did not take a report: {said.error}")
-            elif isinstance(said, Reply):
-                if said.id == self._attend_id:
+                if not self._lending.postpones(message.event, fd):
+                    self._orders.obey(message.event, fd)
+            elif isinstance(message, Failure):
+                if message.id is None or message.id == self._attend_id or self._protocol.welcome is None:
+                    raise message.error
+                if not self._lending.take_answer(message.id, message.error):
+                    note(f"the daemon did not take a report: {message.error}")
+            elif isinstance(message, Reply):
+                if message.id == self._attend_id:
                     return False
-                self._lending.take_answer(said.id, said.reply)
+                self._lending.take_answer(message.id, message.reply)
         return True
 
 

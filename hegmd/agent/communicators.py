@@ -69,7 +69,7 @@ class ProcessGroups:
         # one.
         self._generation: int | None = None
         self._step: Step | None = None
-        self._told: Communicators | None = None
+        self._reported: Communicators | None = None
 
     @property
     def is_down(self) -> bool:
@@ -85,7 +85,7 @@ class ProcessGroups:
     def inventory(self) -> Communicators | None:
         """Return what the plan needs to know of the groups; None without any. Fast enough for a boundary."""
         if self.is_down:
-            return self._told
+            return self._reported
         world = torch_distributed()
         if world is None:
             return None
@@ -100,7 +100,7 @@ class ProcessGroups:
         torch = _torch()
         nvls = _may_use_multicast(torch, groups)
         mechanism = SUSPEND if all(group.can_suspend(library) for group in groups) else REPLACE
-        self._told = Communicators(
+        self._reported = Communicators(
             mechanism=mechanism if groups else NONE,
             groups=len(groups),
             backends=tuple(sorted({group.kind for group in groups})),
@@ -109,7 +109,7 @@ class ProcessGroups:
             pending=0,
             uncovered=tuple(uncovered_groups.reasons(torch, groups, library)),
         )
-        return self._told
+        return self._reported
 
     def _groups(self, torch: Any, world: Any) -> list[GroupBackend]:
         """Return the groups that have other ranks, in an order that is the same on all ranks."""
@@ -143,7 +143,7 @@ class ProcessGroups:
         self._require_idle()
         world = torch_distributed()
         if self._is_down or world is None:
-            return Step.ended(self._told if self._is_down else None)
+            return Step.ended(self._reported if self._is_down else None)
         step = self._step = Step(limit_s, on_end)
         return step.start(lambda: self._disconnect(world, step, abort=abort))
 
@@ -202,7 +202,7 @@ class ProcessGroups:
         self._require_idle()
         is_another = generation is not None and self._generation not in (None, generation)
         if not self.is_down and not self._has_failed and not is_another:
-            return Step.ended(self._told)
+            return Step.ended(self._reported)
         world = torch_distributed()
         if world is None:
             raise refusal("its process group was destroyed and cannot be connected again", "restart the job")
@@ -218,7 +218,7 @@ class ProcessGroups:
         except HegmError as error:
             note(f"its groups are up, and the other ranks did not ask: {error.message}")
             self._has_failed, self._is_unsure, self._generation = False, False, generation
-            return self._told
+            return self._reported
 
     def _reconnect(self, world: Any, generation: int | None, step: Step) -> Communicators | None:
         library = _library()
@@ -243,7 +243,7 @@ class ProcessGroups:
         self._is_down = self._has_failed = False
         self._generation = generation or 0
         note(f"{len(groups)} groups are connected")
-        return self._told
+        return self._reported
 
     def give_up(self) -> None:
         """Leave the groups as they are, since a rank of them has ended: the training fails at its next collective."""
@@ -356,10 +356,10 @@ def _stated(name: str, agreed: Agreement) -> set[str]:
 
 def _mechanism_of(name: str, agreed: Agreement) -> str:
     """Return what all ranks of a group do: the best that all of them can do."""
-    wanted = _stated(name, agreed)
-    if wanted == {NONE}:
+    stated = _stated(name, agreed)
+    if stated == {NONE}:
         return NONE
-    return SUSPEND if wanted == {SUSPEND} else REPLACE
+    return SUSPEND if stated == {SUSPEND} else REPLACE
 
 
 def _may_use_multicast(torch: Any, groups: list[GroupBackend]) -> bool:

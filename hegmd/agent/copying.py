@@ -217,8 +217,8 @@ def have_pages(address: int, size_bytes: int) -> None:
 
 def _is_in_memory(fd: int) -> bool:
     """Return True for a memfd, or a file in tmpfs or hugetlbfs."""
-    told = (ctypes.c_long * _STATFS_LONGS)()
-    return _libc.fstatfs(fd, told) == 0 and told[0] in _IN_MEMORY
+    statfs = (ctypes.c_long * _STATFS_LONGS)()
+    return _libc.fstatfs(fd, statfs) == 0 and statfs[0] in _IN_MEMORY
 
 
 # ---- the descriptor in memory ---------------------------------------------------------------------------------------

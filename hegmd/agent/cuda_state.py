@@ -299,8 +299,8 @@ def _uuid(torch: Any, device: int) -> str:
 
 def _asks_for_expandable() -> bool:
     """Return True if expandable segments are requested: the first allocation that needs one makes them so."""
-    asked = os.environ.get("PYTORCH_ALLOC_CONF", "") + "," + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    return "expandable_segments:true" in asked.lower().replace(" ", "")
+    configuration = os.environ.get("PYTORCH_ALLOC_CONF", "") + "," + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    return "expandable_segments:true" in configuration.lower().replace(" ", "")
 
 
 def _shared() -> tuple[frozenset[int], bool]:

@@ -38,10 +38,10 @@ class RendezvousWait:
         """Wait for a daemon; returns the path of its socket, or None for the usual one."""
         for _ in range(self._looks):
             try:
-                seen = os.lstat(self._path)
+                stat = os.lstat(self._path)
             except OSError:  # removed, or never there on another node
                 return None
-            if seen.st_size:
+            if stat.st_size:
                 return self._read()
             self._sleep()
         note(f"no daemon connected at {self._path}")

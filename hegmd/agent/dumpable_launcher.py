@@ -60,10 +60,10 @@ def ask_in_children() -> None:
 
 def _in_child(cuda: Any, question: Callable[..., Any]) -> Callable[..., Any]:
     def ask(*args: Any, **named: Any) -> Any:
-        told = None if cuda.is_initialized() else _child_answer(lambda: question(*args, **named))
-        if told is None:
+        reply = None if cuda.is_initialized() else _child_answer(lambda: question(*args, **named))
+        if reply is None:
             return question(*args, **named)
-        return _ReportedObject(told) if hasattr(told, "items") else told
+        return _ReportedObject(reply) if hasattr(reply, "items") else reply
 
     return ask
 
@@ -89,12 +89,12 @@ def _child_answer(question: Callable[[], Any]) -> Any:
         waiting.register(answer, select.POLLIN)
         if not waiting.poll(_ANSWERS_WITHIN_MS):
             os.kill(child, signal.SIGKILL)
-        told = answer.read()
+        reply = answer.read()
     try:
         os.waitpid(child, 0)
     except ChildProcessError:  # SIGCHLD is ignored here, and the kernel has reaped it
         pass
-    return decode(told)["told"] if told else None
+    return decode(reply)["told"] if reply else None
 
 
 class _ReportedObject:

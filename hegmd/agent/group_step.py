@@ -91,8 +91,8 @@ class Step:
             raise self._failure
         if self._failure is not None:
             raise refusal(f"its communicators could not be handled: {self._failure!r}", HINT_AGAIN)
-        told: Communicators | None = self._result
-        return told
+        result: Communicators | None = self._result
+        return result
 
     def require_time(self) -> None:
         """Raise HegmError once the order was answered: the daemon does not expect further changes."""

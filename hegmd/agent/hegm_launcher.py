@@ -146,7 +146,7 @@ class ProcessExit:
             self._attempts.begin()
 
     def _leave_once_parked(self, attempts: Attempts) -> None:
-        if attempts.look():
+        if attempts.check():
             self._go()
             return
         if self._gate.parked and self._rest_deadline is None:

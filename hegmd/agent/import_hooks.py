@@ -22,13 +22,13 @@ FACE = "hegm"
 
 def mount() -> None:
     """Take the agent's place in this Python."""
-    wanted = {
+    hooks = {
         "torch.utils.data.dataloader": _on_loader_import,
         "torch.optim.optimizer": _on_optimizer_import,
         "torch.distributed.elastic.rendezvous.registry": _on_launcher_import,
         "torch.nn.parallel.distributed": _on_data_parallel_import,
     }
-    finder = FrameworkFinder(wanted)
+    finder = FrameworkFinder(hooks)
     sys.meta_path.insert(0, finder)
     sys.meta_path.append(FaceFinder())
     from os import environ
@@ -49,8 +49,8 @@ class FrameworkFinder:
     Another finder finds the module, which keeps its loader: only the one call that runs its code is replaced.
     """
 
-    def __init__(self, wanted: Mapping[str, Callable[[ModuleType], None]]) -> None:
-        self._wanted = dict(wanted)
+    def __init__(self, hooks: Mapping[str, Callable[[ModuleType], None]]) -> None:
+        self._wanted = dict(hooks)
         self._held: list[tuple[Callable[[ModuleType], None], ModuleType]] | None = None
 
     def hold(self) -> None:

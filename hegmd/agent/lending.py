@@ -54,7 +54,7 @@ class Lending:
         self._why: str | None = None
         self._waiting_since = 0.0
         self._send: Send | None = None
-        self._asked: int | None = None
+        self._request_id: int | None = None
         self._asked_to_lend = False  # what that request is; it may be about the block before this one
         #: True from the request to lend until the daemon reports that nothing is lent.
         self._owed = False
@@ -112,18 +112,18 @@ class Lending:
 
     @property
     def next_deadline(self) -> float | None:
-        if self._asked is not None:
+        if self._request_id is not None:
             return None
         has_more = self._stage == RETURNING or (self._send is not None and (self._stage == WAITING or self._owed))
         return self._again_at if has_more else None
 
     def connect(self, send: Send) -> None:
         """Note that a daemon is there; `send` sends it a request and returns its number."""
-        self._send, self._asked = send, None
+        self._send, self._request_id = send, None
 
     def disconnect(self) -> None:
         """Note that the daemon has ended, and drop its waiting orders."""
-        self._send = self._asked = None
+        self._send = self._request_id = None
         later, self._later = self._later, []
         for _, fd in later:
             if fd is not None:
@@ -143,7 +143,7 @@ class Lending:
             later, self._later = self._later, []
             for order, fd in later:
                 self._orders.obey(order, fd)
-        if self._asked is not None:
+        if self._request_id is not None:
             return
         if self._send is None:
             self._continue_without_daemon(alone=alone)
@@ -153,10 +153,10 @@ class Lending:
     def _ask(self, send: Send) -> None:
         if self._stage == WAITING:
             self._owed = self._asked_to_lend = True
-            self._asked = send(AgentLend())
+            self._request_id = send(AgentLend())
         elif (self._stage == RETURNING and self._gate.lent) or (self._stage is None and self._owed):
             self._asked_to_lend = False
-            self._asked = send(AgentReclaim())
+            self._request_id = send(AgentReclaim())
 
     def _continue_without_daemon(self, *, alone: bool) -> None:
         """Continue without a daemon: run the block with its storages in place, or let the agent reload them."""
@@ -173,9 +173,9 @@ class Lending:
 
     def take_answer(self, request: int, answer: Record | HegmError) -> bool:
         """Handle the daemon's answer to one of the two requests; False for the answer to any other request."""
-        if request != self._asked:
+        if request != self._request_id:
             return False
-        self._asked = None
+        self._request_id = None
         if self._stage == WAITING and not self._asked_to_lend:
             self._owed = self._gate.lent  # the block before has ended, whatever the answer is
         elif isinstance(answer, HegmError):

@@ -171,7 +171,7 @@ def _descriptors(devices: str) -> dict[int, str]:
 
 def _ranges(devices: str) -> list[tuple[int, int]]:
     """Return address and size of each mapping of these devices."""
-    wanted = os.fsencode(devices)
+    visible = os.fsencode(devices)
     found: list[tuple[int, int]] = []
     try:
         with open("/proc/self/maps", "rb") as maps:
@@ -180,7 +180,7 @@ def _ranges(devices: str) -> list[tuple[int, int]]:
         return found
     for line in lines:
         parts = line.split(None, 5)
-        if len(parts) == 6 and parts[5].startswith(wanted):
+        if len(parts) == 6 and parts[5].startswith(visible):
             start, _, end = parts[0].partition(b"-")
             found.append((int(start, 16), int(end, 16) - int(start, 16)))
     return found

@@ -14,15 +14,15 @@ _STANDARD_ERROR = 2
 
 def note(text: str) -> None:
     """Write a line if the variable is set."""
-    wanted = os.environ.get(DEBUG)
-    if not wanted:
+    setting = os.environ.get(DEBUG)
+    if not setting:
         return
     line = f"hegm agent {os.getpid()} {time():.3f}: {text}\n".encode(errors="replace")
     try:
-        if wanted == "-":
+        if setting == "-":
             os.write(_STANDARD_ERROR, line)
             return
-        fd = os.open(wanted, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        fd = os.open(setting, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             os.write(fd, line)
         finally:

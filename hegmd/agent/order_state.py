@@ -51,7 +51,7 @@ class OrderState:
         #: True if it stays parked without a daemon, without a limit.
         self.is_suspended = False
 
-    def look(self) -> torch_state.FoundStorages:
+    def find_storages(self) -> torch_state.FoundStorages:
         """Find its storages and its communicator groups, as they are now."""
         found = self.carrying.find()
         self.communicators = self.groups.inventory()

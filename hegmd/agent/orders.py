@@ -178,10 +178,10 @@ class Orders:
 
     def _survey(self, order: Order, _fd: int | None) -> None:
         if (out := self._carrying.out) is not None:
-            told = {"held_bytes": out.size_bytes, "size_bytes": out.required_bytes, "storages": len(out)}
-            self._answers.done(order.order, parked=True, communicators=self._state.groups.inventory(), **told)
+            facts = {"held_bytes": out.size_bytes, "size_bytes": out.required_bytes, "storages": len(out)}
+            self._answers.done(order.order, parked=True, communicators=self._state.groups.inventory(), **facts)
         elif self._gate.parked:
-            self._state.found = self._state.look()
+            self._state.found = self._state.find_storages()
             self._report_storages(order.order, self._state.found)
         elif (pending := self._state.pending) is not None and pending.do == SNAPSHOT:
             self._end_survey_beside("a later survey was asked for")
@@ -370,7 +370,7 @@ class Orders:
         """Answer a survey that was asked for beside a snapshot; once that has ended, it is a survey like any other."""
         found = self._found_beside
         if found is None and self._gate.parked:
-            found = self._state.look()
+            found = self._state.find_storages()
         if found is not None:
             self._beside = self._found_beside = None
             self._report_storages(survey.order, found)
@@ -384,7 +384,7 @@ class Orders:
     def _look_after_park(self, pending: Pending, attempts: Attempts, *, is_late: bool) -> None:
         """Answer a park as soon as it succeeds or fails: ranks that are parked may have to go to a later boundary."""
         declined = self._gate.declined
-        if declined is None and attempts.look():
+        if declined is None and attempts.check():
             if pending.do != SNAPSHOT and not self._gate.lent and (took_s := self.snapshots.write_beside_park()):
                 attempts.extend(took_s)  # other threads may have run meanwhile: they are stopped again
                 return
@@ -443,14 +443,14 @@ class Orders:
     def _survey_at_boundary(self) -> None:
         """Survey the storages, in the training thread at a boundary."""
         try:
-            self._state.found = self._state.look()
+            self._state.found = self._state.find_storages()
         except Exception as error:  # noqa: BLE001 - the edge to the script
             note(f"no survey: {error!r}")
 
     def _look_beside(self) -> None:
         """Survey the storages, in the training thread at a boundary that a snapshot may wait for too."""
         try:
-            self._found_beside = self._state.look()
+            self._found_beside = self._state.find_storages()
         except Exception as error:  # noqa: BLE001 - the edge to the script
             note(f"no survey: {error!r}")
 

@@ -61,12 +61,12 @@ class Attempts:
     def __init__(
         self,
         gate: Gate,
-        asked: ParkRequest,
+        request: ParkRequest,
         max_park_s: float | None = None,
         busy: Callable[[Gate], str | None] | None = None,
     ) -> None:
         self._gate = gate
-        self._asked = asked
+        self._request = request
         self._busy = busy or busy_soon
         self._max_park_s = MAX_PARK_S if max_park_s is None else max_park_s
         self._pause_s = self._max_park_s * _FIRST_PAUSE
@@ -91,16 +91,16 @@ class Attempts:
 
     def begin(self) -> None:
         """Park the training thread at its next boundary that fits."""
-        self._gate.ask_on(self._asked)
+        self._gate.ask_on(self._request)
 
-    def look(self) -> bool:
+    def check(self) -> bool:
         """Return True if the training thread is parked and all others are idle. Parks it again when that is due."""
         if self._gate.parked:
             self.busy = self._busy(self._gate)
             return self.busy is None
         if not self._gate.requested and (self._again_at is None or monotonic() >= self._again_at):
             self._again_at = None
-            self._gate.ask(self._asked)
+            self._gate.ask(self._request)
         return False
 
     def extend(self, seconds: float) -> None:

@@ -56,7 +56,6 @@ class Gate:
     """The gate of this process. `on_change` is called, from any thread, when a request was carried out."""
 
     __slots__ = (
-        "_asked",
         "_beside",
         "_by_hand",
         "_count_at_step",
@@ -65,6 +64,7 @@ class Gate:
         "_lock",
         "_parked_locks",
         "_patience",
+        "_request",
         "_stepped",
         "_streak",
         "_taken",
@@ -91,7 +91,7 @@ class Gate:
         self.parked_since: float | None = None  # the monotonic instant from which the training thread is parked
         self.on_change: Callable[[], None] = _ignore
         self.on_signal: Callable[[int], None] = _ignore_signal
-        self._asked: ParkRequest | None = None
+        self._request: ParkRequest | None = None
         self._beside: Callable[[], None] | None = None
         self._by_hand = False
         self._count_at_step: int = 0
@@ -131,12 +131,12 @@ class Gate:
         """Return the threads that have stepped an optimizer: each has to be parked itself, being idle is not enough."""
         return frozenset(self._trainers)
 
-    def ask(self, asked: ParkRequest) -> None:
+    def ask(self, request: ParkRequest) -> None:
         """Request something of the training thread; an earlier request is forgotten."""
         with self._lock:
             if not self._inert:
                 self.passed = self.declined = None
-                self._asked, self._taken = asked, None
+                self._request, self._taken = request, None
                 self.requested = True
 
     def call_beside(self, call: Callable[[], None]) -> None:
@@ -146,12 +146,12 @@ class Gate:
         """
         self._beside = call
 
-    def ask_on(self, asked: ParkRequest) -> None:
+    def ask_on(self, request: ParkRequest) -> None:
         """Replace the request; a parked thread continues to the new one without a moment without a request."""
         with self._lock:
             if not self._inert:
                 self.passed = self.declined = None
-                self._asked, self._taken = asked, None
+                self._request, self._taken = request, None
                 self.requested = True
                 self._open()
 
@@ -160,7 +160,7 @@ class Gate:
         with self._lock:
             was_parked = self.parked
             self.requested = self.lent = False
-            self._asked = self._taken = None
+            self._request = self._taken = None
             self._open()
         return was_parked
 
@@ -168,7 +168,7 @@ class Gate:
         """Let the parked training thread run the body of its block. It counts as parked, and nothing stops others."""
         with self._lock:
             self.requested, self.lent = False, True
-            self._asked = self._taken = None
+            self._request = self._taken = None
             self._open()
 
     def release_and_watch(self) -> None:
@@ -176,7 +176,7 @@ class Gate:
         with self._lock:
             self.passed = self._taken = None
             self.lent = False
-            self._asked = ParkRequest(WATCH)
+            self._request = ParkRequest(WATCH)
             self.requested = True
             self._open()
 
@@ -199,7 +199,7 @@ class Gate:
         self._inert = True
         self._trap.lift()
         self.requested = self.lent = False
-        self._asked = self._beside = None
+        self._request = self._beside = None
         self._lock = allocate_lock()
         self._parked_locks = {}
         self.on_change = _ignore
@@ -221,23 +221,23 @@ class Gate:
             self._beside = None
             beside()
             self.on_change()
-        asked = self._asked
-        if asked is None or self.count < asked.at:
+        request = self._request
+        if request is None or self.count < request.at:
             return
-        if asked.what == PARK:
-            if asked.fits is None or asked.fits():
-                self._wait(asked)
+        if request.what == PARK:
+            if request.fits is None or request.fits():
+                self._wait(request)
             return
         with self._lock:
-            if self._asked is not asked:
+            if self._request is not request:
                 return
-            self._asked = None
-            self._taken = asked
+            self._request = None
+            self._taken = request
             self.requested = False
-        if asked.call is not None:
-            asked.call()
+        if request.call is not None:
+            request.call()
         with self._lock:
-            if self._taken is not asked:  # too late: this is no answer to the newer request
+            if self._taken is not request:  # too late: this is no answer to the newer request
                 return
             self._taken = None
             self.passed = self.count
@@ -245,9 +245,9 @@ class Gate:
 
     def arrive_late(self) -> None:
         """Park the training thread at a place after the requested boundary."""
-        asked = self._asked
-        if self.requested and asked is not None and asked.what == PARK:
-            self._wait(asked)
+        request = self._request
+        if self.requested and request is not None and request.what == PARK:
+            self._wait(request)
 
     def batch_from_other_thread(self) -> None:
         """Handle a batch that another thread than the training thread asks for."""
@@ -323,22 +323,22 @@ class Gate:
             self.at_boundary()
         return True
 
-    def park_here(self, wanted: Callable[[], bool]) -> None:
+    def park_here(self, is_wanted: Callable[[], bool]) -> None:
         """Park the training thread here while `wanted()`; it counts as parked at any boundary that orders name.
 
         All ranks of a job come to the same block, so a raised count is raised in each of them.
         """
-        while wanted():
+        while is_wanted():
             with self._lock:
-                asked = self._asked if self.requested else None
-                if asked is None and wanted() and not self._inert:
-                    asked = self._asked = ParkRequest(PARK)
+                request = self._request if self.requested else None
+                if request is None and is_wanted() and not self._inert:
+                    request = self._request = ParkRequest(PARK)
                     self._taken = self.declined = None
                     self.requested = True
-            if asked is None or asked.fits is not None:
+            if request is None or request.fits is not None:
                 return
-            if asked.what == PARK:
-                self._wait(asked)
+            if request.what == PARK:
+                self._wait(request)
                 if self.declined is not None:
                     return
             else:
@@ -354,19 +354,19 @@ class Gate:
 
     def _wait_for_park_request(self) -> None:
         """Let another thread wait while the training thread is asked to park. It is not counted."""
-        asked = self._asked
-        if not self.requested or asked is None or asked.what != PARK:
+        request = self._request
+        if not self.requested or request is None or request.what != PARK:
             return
-        if self.parked or (asked.fits is None and self.count + 1 >= asked.at):
-            self._wait(asked)
+        if self.parked or (request.fits is None and self.count + 1 >= request.at):
+            self._wait(request)
 
     def _park_trapped(self) -> None:
         """Park a thread that the trap has stopped."""
-        asked = self._asked
-        if self.parked and asked is not None and asked.what == PARK:
-            self._wait(asked)
+        request = self._request
+        if self.parked and request is not None and request.what == PARK:
+            self._wait(request)
 
-    def _wait(self, asked: ParkRequest) -> None:
+    def _wait(self, request: ParkRequest) -> None:
         """Wait until the door is opened. Signals that would run the script's handlers meanwhile are held back.
 
         If they cannot be held back no thread is parked, and the training continues. But beside a parked training
@@ -374,26 +374,26 @@ class Gate:
         """
         try:
             with HeldSignals(self.on_signal):
-                raised = self._stay(asked)
+                raised = self._stay(request)
         except CannotHoldSignals as error:
             note(f"signals cannot be held back: {error}")
-            raised = None if self._decline(asked, str(error)) else self._stay(asked)
+            raised = None if self._decline(request, str(error)) else self._stay(request)
         if raised is not None:
             raise raised
 
-    def _decline(self, asked: ParkRequest, why: str) -> bool:
+    def _decline(self, request: ParkRequest, why: str) -> bool:
         """Decline to park for this request. Returns False if it is too late to decline."""
         with self._lock:
             if self.parked:
                 return False
-            if self._asked is asked:
+            if self._request is request:
                 self.declined = why
-                self._asked = None
+                self._request = None
                 self.requested = False
         self.on_change()
         return True
 
-    def _stay(self, asked: ParkRequest) -> BaseException | None:
+    def _stay(self, request: ParkRequest) -> BaseException | None:
         """Wait until the door is opened. Returns what was raised meanwhile.
 
         Other threads can raise in this one at any step (PyThreadState_SetAsyncExc). The script gets that only after the
@@ -404,7 +404,7 @@ class Gate:
         raised: BaseException | None = None
         while True:
             try:
-                if self._enter(asked, door):
+                if self._enter(request, door):
                     self.on_change()
                     note(f"parked at boundary {self.count}")
                     wait_at_lock(door)
@@ -412,15 +412,15 @@ class Gate:
             except BaseException as error:  # noqa: BLE001 - the script's
                 raised = error
 
-    def _enter(self, asked: ParkRequest, door: object) -> bool:
+    def _enter(self, request: ParkRequest, door: object) -> bool:
         """Count this thread as parked, unless the request was withdrawn. Calling it again is fine."""
         with self._lock:
             if self._parked_locks.get(get_ident()) is not door:
-                if self._asked is not asked:
+                if self._request is not request:
                     return False
                 self._parked_locks[get_ident()] = door
                 if get_ident() == self._home:
-                    self.count = max(self.count, asked.at)  # larger only at a block, see `park_here`
+                    self.count = max(self.count, request.at)  # larger only at a block, see `park_here`
                     self.parked_since = monotonic()
         return True
 

@@ -65,7 +65,7 @@ class Ranks:
 
         Raises DisagreementError at the deadline, once `is_over`, and if the store cannot be reached.
         """
-        seen = ""
+        states = ""
         try:
             self._store.set(f"{step}/stated/{self._rank}", os.urandom(_DRAWN // 2).hex() + encode(statement).hex())
             poll_s = _FIRST_POLL_S
@@ -73,22 +73,22 @@ class Ranks:
                 statements = self._read(f"{step}/stated")
                 if statements is not None:
                     confirmed = ":".join(one[:_DRAWN] for one in statements)
-                    if confirmed != seen:
+                    if confirmed != states:
                         self._store.set(f"{step}/confirmed/{self._rank}", confirmed)
-                        seen = confirmed
+                        states = confirmed
                     if self._read(f"{step}/confirmed") == [confirmed] * self._size:
                         return Agreement(
                             [decode(bytes.fromhex(one[_DRAWN:])) for one in statements], _label(statements)
                         )
                 if monotonic() >= deadline or is_over():
-                    raise DisagreementError(self._late(step, seen), is_known=not seen)
+                    raise DisagreementError(self._late(step, states), is_known=not states)
                 sleep(poll_s)
                 poll_s = min(2 * poll_s, _MAX_POLL_S)
         except DisagreementError:
             raise
         except Exception as error:
             message = f"rank {self._rank} cannot reach the store of its job: {error}"
-            raise DisagreementError(refusal(message, _HINT_STORE), is_known=not seen) from error
+            raise DisagreementError(refusal(message, _HINT_STORE), is_known=not states) from error
 
     def _read(self, name: str) -> list[str] | None:
         """Return what is stored under that name, by rank; None while one is missing. Does not wait for ranks."""
@@ -97,12 +97,12 @@ class Ranks:
             return None
         return [bytes(value).decode() for value in self._store.multi_get(keys)]
 
-    def _late(self, step: str, seen: str) -> HegmError:
+    def _late(self, step: str, states: str) -> HegmError:
         """Return the names of missing ranks."""
         missing: list[str] = []
         for rank in range(self._size):
-            key = f"{step}/confirmed/{rank}" if seen else f"{step}/stated/{rank}"
-            if not self._store.check([key]) or (seen and bytes(self._store.get(key)).decode() != seen):
+            key = f"{step}/confirmed/{rank}" if states else f"{step}/stated/{rank}"
+            if not self._store.check([key]) or (states and bytes(self._store.get(key)).decode() != states):
                 missing.append(str(rank))
         who = f"rank {missing[0]}" if len(missing) == 1 else f"{len(missing)} ranks ({', '.join(missing[:8])})"
         return refusal(f"{who} of {self._size} did not take part in time ({step})", _HINT)

@@ -46,8 +46,8 @@ class HeldSignals:
     Entering raises CannotHold, and what others raise in this thread; then nothing was changed.
     """
 
-    def __init__(self, told: Callable[[int], None], *, begin_limit_s: float = BEGIN_LIMIT_S) -> None:
-        self._told = told
+    def __init__(self, on_signal: Callable[[int], None], *, begin_limit_s: float = BEGIN_LIMIT_S) -> None:
+        self._on_signal = on_signal
         self._begin_limit_s = begin_limit_s
         self._is_main = False
         self._before: int | None = None
@@ -155,7 +155,7 @@ class HeldSignals:
                 if before is not None and before != _NO_DESCRIPTOR:
                     os.write(before, numbers)
                 for number in numbers:
-                    self._told(number)
+                    self._on_signal(number)
         except OSError as error:
             note(f"signals could not be passed on: {error}")
         finally:

@@ -58,7 +58,7 @@ class SnapshotFetch:
         self.error: Exception | None = None
         #: The order that expects an answer, and the answer.
         self.order: int | None = None
-        self.told: dict[str, object] = {}
+        self.facts: dict[str, object] = {}
         self._ended = allocate_lock()
         self._ended.acquire()
 
@@ -158,13 +158,13 @@ class Snapshots:
             why = refusal(f"its state was not written: {error!r}", DEBUG_HINT)
             self._answers.failed(pending.order, why, parked_s=attempts.parked_s)
         else:
-            told: dict[str, object] = {"size_bytes": size_bytes, "parked_s": attempts.parked_s}
-            told |= {"boundary": gate.count, "begin_anew": anew}
+            facts: dict[str, object] = {"size_bytes": size_bytes, "parked_s": attempts.parked_s}
+            facts |= {"boundary": gate.count, "begin_anew": anew}
             self._end_snapshot()
             if rest is None:
-                self._answers.done(pending.order, **told)
+                self._answers.done(pending.order, **facts)
             else:
-                self.fetch(rest, pending.order, told)
+                self.fetch(rest, pending.order, facts)
 
     def write_beside_park(self) -> float:
         """Write the state of a training that stays parked for an operation, if there is a slot for it; how long that
@@ -213,9 +213,9 @@ class Snapshots:
 
     # ---- copies while the training continues ------------------------------------------------------------------------
 
-    def fetch(self, rest: SnapshotFetch, order: int, told: dict[str, object]) -> None:
+    def fetch(self, rest: SnapshotFetch, order: int, facts: dict[str, object]) -> None:
         """Begin to write the rest, and answer the order with this and the time that it took."""
-        rest.order, rest.told, self._fetching = order, told, rest
+        rest.order, rest.facts, self._fetching = order, facts, rest
         rest.start()
 
     def next_deadline(self) -> float | None:
@@ -247,7 +247,7 @@ class Snapshots:
         if fetched.order is None:
             return
         if fetched.error is None:
-            self._answers.done(fetched.order, **fetched.told, copied_s=fetched.took_s)
+            self._answers.done(fetched.order, **fetched.facts, copied_s=fetched.took_s)
             return
         error = fetched.error
         if not isinstance(error, HegmError):

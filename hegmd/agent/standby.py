@@ -160,13 +160,13 @@ def _wait(hooks: Hooks, fd: int, *, tells: bool) -> None:
     waiting = _ImportedModules(hooks, tells=tells)
     socket: Any = __import__("socket")
     with socket.socket(fileno=fd) as supervisor, _KilledFirst():
-        waiting.get_ready(supervisor, _told(_heard(supervisor), IMPORTS))
+        waiting.get_ready(supervisor, _paths_in(_heard(supervisor), IMPORTS))
         while True:
             data, fds = _heard_with_descriptors(supervisor, socket)
             if data.split(b"\0")[0] != IMPORTS:
                 break
-            waiting.get_ready(supervisor, _told(data, IMPORTS))
-        waiting.look()
+            waiting.get_ready(supervisor, _paths_in(data, IMPORTS))
+        waiting.check()
         _take_turn(data, fds)
     if interrupted is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupted)
@@ -184,16 +184,16 @@ class _ImportedModules:
         self._sources = Sources()
         self._hidden: HiddenTorch | None = None
 
-    def get_ready(self, supervisor: Any, wanted: Iterable[str]) -> None:
+    def get_ready(self, supervisor: Any, modules: Iterable[str]) -> None:
         """Import what is missing, check that the script would import the same, and report readiness."""
-        self._path = _told(_heard(supervisor), PATH)
+        self._path = _paths_in(_heard(supervisor), PATH)
         if self._hidden is None:
             self._hooks.hold()
-            _import(wanted)
+            _import(modules)
         elif self._hidden.bring_back():
-            _import(wanted)
+            _import(modules)
         self._sources.note(sys.modules.values())
-        self.look()
+        self.check()
         _check_devices()
         names = unread() if self._tells else []
         note(f"ready: {len(sys.modules) - len(self._before)} modules are imported in advance")
@@ -203,7 +203,7 @@ class _ImportedModules:
             del sys.path_importer_cache[name]
         supervisor.send(b"\0".join([READY, *(name.encode() for name in names)]))
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check that the script would import the same now, and that no file has changed. Raises RuntimeError."""
         self._sources.check()
         hidden = {} if self._hidden is None else self._hidden.modules
@@ -237,7 +237,7 @@ def _heard(supervisor: Any) -> bytes:
     return data
 
 
-def _told(data: bytes, what: bytes) -> list[str]:
+def _paths_in(data: bytes, what: bytes) -> list[str]:
     """Return the words of one message from the supervisor. Raises EOFError if it is gone."""
     words = data.split(b"\0")
     if words[0] != what:
@@ -282,7 +282,7 @@ def _take_turn(data: bytes, fds: list[int]) -> None:
         by_turn[name] = value
 
 
-def _import(wanted: Iterable[str]) -> None:
+def _import(modules: Iterable[str]) -> None:
     """Import these modules in order, without warnings. The script meets an import that fails."""
     warnings: Any = __import__("warnings")
     show, warnings.showwarning = warnings.showwarning, _ignore
@@ -291,7 +291,7 @@ def _import(wanted: Iterable[str]) -> None:
     # modules are no garbage, and collecting a million of their objects again and again takes a third of the time
     gc.disable()
     try:
-        for name in wanted:
+        for name in modules:
             if name not in sys.modules and (name.partition(".")[0] in (_TORCH, "numpy")):
                 try:
                     __import__(name)

@@ -186,12 +186,12 @@ def _owners(torch: Any, found: FoundStorages) -> dict[int, tuple[Any, set[int]]]
     return storages
 
 
-def _objects_of(*wanted: type[object]) -> tuple[list[Any], ...]:
+def _objects_of(*types: type[object]) -> tuple[list[Any], ...]:
     """Return the collector's objects of each class. Uses `type`, because `isinstance` would run code of proxies.
 
     All ranks are parked meanwhile, so the loop over some 100,000 objects does only one set lookup each.
     """
-    kinds = [_with_subclasses(base) for base in wanted]
+    kinds = [_with_subclasses(base) for base in types]
     of_any: frozenset[type[object]] = frozenset(kind for those in kinds for kind in those)
     known = [candidate for candidate in gc.get_objects() if type(candidate) in of_any]
     return tuple([candidate for candidate in known if type(candidate) in those] for those in kinds)

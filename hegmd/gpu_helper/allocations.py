@@ -134,10 +134,10 @@ def joined(places: Iterable[Sequence[int]], handles: int) -> list[MemoryRange]:
     return found
 
 
-def _place(told: Sequence[int], handles: int) -> MemoryRange:
-    if len(told) != len(MemoryRange._fields) or min(told) < 0 or told[0] >= handles:
-        raise HegmError(BAD_REQUEST, f"{told!r} is outside of {handles} allocations", "read the agent's report")
-    return MemoryRange(*told)
+def _place(numbers: Sequence[int], handles: int) -> MemoryRange:
+    if len(numbers) != len(MemoryRange._fields) or min(numbers) < 0 or numbers[0] >= handles:
+        raise HegmError(BAD_REQUEST, f"{numbers!r} is outside of {handles} allocations", "read the agent's report")
+    return MemoryRange(*numbers)
 
 
 def _follows(last: MemoryRange, place: MemoryRange) -> bool:

@@ -93,39 +93,39 @@ class Copy:
         self._processors: KernelCopier | None = None
         self._is_settled = False
 
-    def run(self, places: Iterable[Sequence[int]], tell: Callable[[int], None]) -> CopyResult:
+    def run(self, places: Iterable[Sequence[int]], on_progress: Callable[[int], None]) -> CopyResult:
         """Copy all places. `tell` receives the bytes done. Raises CudaError; then nothing stays open or queued."""
-        wanted = joined(places, len(self._allocations))
+        ranges = joined(places, len(self._allocations))
         with ExitStack() as undo:
             undo.callback(self._allocations.close)
             undo.callback(settle, self._streams)
             started = time.monotonic()
-            copied_bytes = self._copy(wanted, tell)
+            copied_bytes = self._copy(ranges, on_progress)
             copy_s = time.monotonic() - started
             started = time.monotonic()
             undo.close()
         return CopyResult(copied_bytes, self._allocations.open_s, copy_s, time.monotonic() - started)
 
-    def _copy(self, wanted: Iterable[MemoryRange], tell: Callable[[int], None]) -> int:
+    def _copy(self, ranges: Iterable[MemoryRange], on_progress: Callable[[int], None]) -> int:
         # Queued on the GPU of the bytes, so that its copy engine writes over the link.
         cuda.use(self._space.context if self._direction == IN else self._context)
         groups = [_Group(self._streams[turn::_GROUPS]) for turn in range(_GROUPS)]
         done_bytes = queued_bytes = 0
         waiting = [0, 0]
-        pieces = chunks(wanted, self._pace.chunk_bytes)
+        pieces = chunks(ranges, self._pace.chunk_bytes)
         for turn, batch in enumerate(batches(pieces, self._pace.batch_bytes)):
             group = groups[turn % 2]
             if waiting[turn % 2]:
                 group.wait()
                 done_bytes += waiting[turn % 2]
-                tell(done_bytes)
+                on_progress(done_bytes)
             for piece in batch:
                 self._queue(piece, group.next_stream())
             waiting[turn % 2] = sum(piece.size_bytes for piece in batch)
             queued_bytes += waiting[turn % 2]
         for group in groups:
             group.wait()
-        tell(queued_bytes)
+        on_progress(queued_bytes)
         return queued_bytes
 
     def _queue(self, piece: MemoryRange, stream: Any) -> None:

@@ -66,8 +66,8 @@ class Link(BackgroundTasks):
         idle_after_s: float = IDLE_AFTER_S,
     ) -> None:
         self._program = tuple(program)
-        given = child_environment(os.environ) if environment is None else environment
-        self._environment = {**_COPIES, **given}
+        environ = child_environment(os.environ) if environment is None else environment
+        self._environment = {**_COPIES, **environ}
         self._start_within_s = start_within_s
         self._idle_after_s = idle_after_s
         super().__init__()

@@ -45,14 +45,14 @@ class ReadyHelper:
         """Keep it ready until cancelled; ends at once if it is not to be."""
         while self._how != OFF:
             try:
-                await self.look()
+                await self.check()
                 pause_s = LOOK_S
             except (HegmError, OSError) as error:
                 limited(logger, "ready-helper", logging.WARNING, "no GPU helper is ready: %s", error)
                 pause_s = RETRY_S
             await anyio.sleep(pause_s)
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Have a helper, and with `contexts` its contexts, unless it has them. Raises HegmError, OSError."""
         gpus = tuple(sorted(self._gpus())) if self._how == CONTEXTS else ()
         if self._held is not None and self._held == (self._link.pid, gpus):

@@ -93,13 +93,13 @@ class Session:
         Its socket is its standard input, which every way of starting a program passes on.
         """
         try:
-            ours, theirs = socket.socketpair()
+            own_end, helper_end = socket.socketpair()
         except OSError as error:  # the daemon may be out of descriptors
             self.lose(f"cannot be started: {error.strerror}")
             self.over.set()
             return
-        number = theirs.detach()
-        self._stream = PeerStream(ours, MAX_FDS)
+        number = helper_end.detach()
+        self._stream = PeerStream(own_end, MAX_FDS)
         self._companion = Companion([*program, "0"], env=environment, stdin=number, rights=rights)
         try:
             async with anyio.create_task_group() as self._tasks:

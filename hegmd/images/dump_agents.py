@@ -85,7 +85,7 @@ class DumpAgents:
             if token:
                 self._places.leave(token)
 
-    def told(self, member: Member) -> ImageWorker:
+    def image_worker(self, member: Member) -> ImageWorker:
         """Return what its agent has reported, and the size of its pool segment."""
         worker = self._workers.find(member.pid)
         if worker is None:
@@ -122,4 +122,4 @@ class DumpAgents:
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         while not is_so():
-            await self._workers.news.wait()
+            await self._workers.changed.wait()

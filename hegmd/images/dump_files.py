@@ -56,7 +56,7 @@ class Dumping:
         agents: DumpAgents,
         pool: Pool,
         *,
-        look: Callable[[], Awaitable[NodeSnapshot]],
+        take_snapshot: Callable[[], Awaitable[NodeSnapshot]],
         looks: BoundedReads,
         in_unit: bool,
         notes: DumpRecords,
@@ -64,7 +64,7 @@ class Dumping:
         self._notes = notes
         self._agents = agents
         self._pool = pool
-        self._look = look
+        self._look = take_snapshot
         self._looks = looks
         self._in_unit = in_unit
         self._dumped: dict[str, ProcessSet] = {}
@@ -115,7 +115,7 @@ class Dumping:
                 "\n".join(reason.message for reason in against),
                 "; and ".join(dict.fromkeys(reason.hint for reason in against)),
             )
-        attending = {member.pid: self._agents.told(member) for member in op.live}
+        attending = {member.pid: self._agents.image_worker(member) for member in op.live}
         if guise != await self._looks.at(lambda _: guise_for(tree, needs, rights_of(wish)), name="hegmd-guise"):
             raise Refused("the job changed its rights during the dump", "try again when the job starts no programs")
         stopped = frozenset(member.pid for member in tree.members if member.state == "T")

@@ -104,7 +104,7 @@ class JobDumper:
         pool: Pool,
         *,
         criu: Callable[[], Awaitable[Criu]],
-        look: Callable[[], Awaitable[NodeSnapshot]],
+        take_snapshot: Callable[[], Awaitable[NodeSnapshot]],
         in_unit: bool,
         locks: LockFiles,
         notes: DumpRecords,
@@ -122,7 +122,9 @@ class JobDumper:
         self._is_stopping = False
         self._looks = BoundedReads()
         self._agents = DumpAgents(places, workers, pool, hangs_up_within_s=hangs_up_within_s)
-        self._dumping = Dumping(self._agents, pool, look=look, looks=self._looks, in_unit=in_unit, notes=notes)
+        self._dumping = Dumping(
+            self._agents, pool, take_snapshot=take_snapshot, looks=self._looks, in_unit=in_unit, notes=notes
+        )
 
     def stop(self) -> None:
         """Note that the daemon stops: dumps cancelled from now on are still wanted, and the next daemon finds them."""

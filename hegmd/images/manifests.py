@@ -97,9 +97,9 @@ def _gpu(gpu: Gpu) -> ImageGpu:
     return ImageGpu(id=gpu.id, uuid=gpu.uuid, chip=gpu.chip, memory_bytes=gpu.memory_total_bytes)
 
 
-def _worker(member: Member, known: Mapping[str, Gpu], told: ImageWorker) -> ImageWorker:
+def _worker(member: Member, known: Mapping[str, Gpu], recorded: ImageWorker) -> ImageWorker:
     left = member.previous_gpu or member.first_gpu or ""
-    return told.replace(
+    return recorded.replace(
         pid=member.pid,
         gpus=(known[left].uuid,) if left in known else (),
         carrier=member.carrier,
@@ -109,7 +109,7 @@ def _worker(member: Member, known: Mapping[str, Gpu], told: ImageWorker) -> Imag
         token=member.token,
         boundary=member.boundary,
         more={
-            **(told.more or {}),
+            **(recorded.more or {}),
             "method": member.method,
             "rank": member.rank,
             "chip": member.chip,
@@ -190,7 +190,9 @@ def revived(
         kind=RESTORE,
         phase=SUSPENDED,
         is_distributed=bool(more.get("lockstep")),
-        workers=tuple([_member(told, start_ticks.get(told.pid, 0), names, elsewhere) for told in manifest.workers]),
+        workers=tuple(
+            [_member(recorded, start_ticks.get(recorded.pid, 0), names, elsewhere) for recorded in manifest.workers]
+        ),
         owner_uid=_owner(manifest),
         created_utc=utc,
     )
@@ -215,42 +217,42 @@ def is_unrevived(op: Operation) -> bool:
     return op.kind == RESTORE and op.phase == ROLLED_BACK and op.seq == 0
 
 
-def _gpus_then(told: object) -> tuple[str, ...]:
+def _gpus_then(recorded: object) -> tuple[str, ...]:
     """Return the UUIDs of the GPUs that NVIDIA's driver had when the image was made."""
-    pairs = [as_list(each) or () for each in as_list(told) or ()]
+    pairs = [as_list(each) or () for each in as_list(recorded) or ()]
     uuids = [pair[1] for pair in pairs if len(pair) > 1]
     return tuple([uuid for uuid in uuids if isinstance(uuid, str) and uuid.startswith(_OF_A_DRIVER)])
 
 
-def _member(told: ImageWorker, start_ticks: int, names: Mapping[str, str], elsewhere: tuple[str, ...]) -> Member:
-    more = told.more or {}
-    here = next((names[uuid] for uuid in told.gpus if uuid in names), None)
-    own = next((uuid for uuid in told.gpus if uuid in elsewhere), None)
+def _member(recorded: ImageWorker, start_ticks: int, names: Mapping[str, str], elsewhere: tuple[str, ...]) -> Member:
+    more = recorded.more or {}
+    here = next((names[uuid] for uuid in recorded.gpus if uuid in names), None)
+    own = next((uuid for uuid in recorded.gpus if uuid in elsewhere), None)
     communicators = _text(more.get("communicators")) or ""
     return Member(
-        name=str(told.pid),
-        pid=told.pid,
+        name=str(recorded.pid),
+        pid=recorded.pid,
         start_ticks=start_ticks,
-        token=told.token or "",
+        token=recorded.token or "",
         method=str(more.get("method", "")),
-        carrier=told.carrier or "",
+        carrier=recorded.carrier or "",
         rank=_whole(more.get("rank")),
         chip=_text(more.get("chip")),
-        first_gpu=here or (_text(more.get("gpu")) if not told.gpus else None),
+        first_gpu=here or (_text(more.get("gpu")) if not recorded.gpus else None),
         origin_gpu=None,
         target_gpu=None,
         gpu=None,
         previous_gpu=here if own is None else None,
         source_gpu_uuids=() if own is None else (own, *(uuid for uuid in elsewhere if uuid != own)),
-        size_bytes=told.size_bytes,
-        driver_bytes=told.rest_bytes,
+        size_bytes=recorded.size_bytes,
+        driver_bytes=recorded.rest_bytes,
         reservations={},
-        boundary=told.boundary,
+        boundary=recorded.boundary,
         communicators=communicators,
         is_connected=None if communicators else True,
         park_requested=True,
         is_parked=True,
-        offloaded=bool(told.bytes),
+        offloaded=bool(recorded.bytes),
         was_offloaded=True,
         needs_inspection=True,
         recount_memory=True,
@@ -263,20 +265,20 @@ def candidates_in(manifest: Manifest) -> tuple[Candidate, ...]:
     return tuple(
         [
             Candidate(
-                pid=told.pid,
+                pid=recorded.pid,
                 start_ticks=0,
                 uid=_owner(manifest),
-                name=next((p.command for p in manifest.processes if p.pid == told.pid), None),
+                name=next((p.command for p in manifest.processes if p.pid == recorded.pid), None),
                 gpus=(),
                 agent=AgentSurvey(
-                    token=told.token or "",
-                    size_bytes=told.size_bytes,
-                    boundary=told.boundary,
-                    rank=_whole((told.more or {}).get("rank")),
+                    token=recorded.token or "",
+                    size_bytes=recorded.size_bytes,
+                    boundary=recorded.boundary,
+                    rank=_whole((recorded.more or {}).get("rank")),
                     world_size=world if (manifest.more or {}).get("lockstep") else 1,
                 ),
             )
-            for told in manifest.workers
+            for recorded in manifest.workers
         ]
     )
 

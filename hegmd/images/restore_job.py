@@ -64,7 +64,7 @@ class JobRestorer:
         pool: Pool,
         *,
         criu: Callable[[], Awaitable[Criu]],
-        look: Callable[[], Awaitable[NodeSnapshot]],
+        take_snapshot: Callable[[], Awaitable[NodeSnapshot]],
         in_unit: bool,
         simulated: bool,
         notes: RestoreRecords,
@@ -76,7 +76,7 @@ class JobRestorer:
         self._workers = workers
         self._pool = pool
         self._criu = criu
-        self._look = look
+        self._look = take_snapshot
         self._in_unit = in_unit
         by_whom = {"simulated": simulated, "by_owner": by_owner}
         self._scrutiny = RestoreCheck(places.folder, pool, criu=criu, in_unit=in_unit, **by_whom)
@@ -268,7 +268,7 @@ async def until_there(
             _require_alive(pids, ticks)  # no await between the check for missing agents and the wait for the next one
             # no event reports the exit of a process whose agent never connected
             with anyio.move_on_after(look_again_s):
-                await workers.news.wait()
+                await workers.changed.wait()
         return
     late = missing()
     raise HegmError(

@@ -171,14 +171,14 @@ def _of(note: Mapping[str, object]) -> Mapping[int, int] | None:
     if not isinstance(since, int):
         return {}
     command_of = dict(zip(map(int, pids), commands, strict=False))
-    wanted = {f"HEGM_RUN={run}".encode() for run in runs}
+    variables = {f"HEGM_RUN={run}".encode() for run in runs}
     found = population_of(command_of or map(int, pids)).start_ticks
     return {
         pid: ticks
         for pid, ticks in found.items()
         if ticks >= since
         and (
-            wanted & _words(pid, "environ")
+            variables & _words(pid, "environ")
             or _command(pid) == (command_of.get(pid) or None)
             or _words(pid, "cmdline") >= _OF_CRIU
         )

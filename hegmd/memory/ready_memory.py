@@ -265,8 +265,8 @@ class ReadyMemory:
                     await self._begin(step_bytes, size_bytes, keep)
             except (OSError, HegmError) as error:
                 self.is_short = True
-                said = "the node has no memory to be ready: %d of %d MiB are: %s"
-                limited(logger, "ready-memory", logging.WARNING, said, *self._figures(), error)
+                text = "the node has no memory to be ready: %d of %d MiB are: %s"
+                limited(logger, "ready-memory", logging.WARNING, text, *self._figures(), error)
                 return False
             if self.size_bytes == sum(sizes):
                 logger.info("%d of %d MiB of memory are ready", *self._figures())

@@ -47,8 +47,8 @@ MAX_CONTEXT_BYTES = 1024 * MIB
 
 def whole_size(size_bytes: int) -> int:
     """Return the size of a segment for so many bytes of storages: with the agent's table, in whole huge pages."""
-    wanted = size_bytes + size_bytes // TABLE_SHARE + TABLE_BYTES
-    return (wanted + HUGE_PAGE_BYTES - 1) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    wanted_bytes = size_bytes + size_bytes // TABLE_SHARE + TABLE_BYTES
+    return (wanted_bytes + HUGE_PAGE_BYTES - 1) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
 
 
 def with_margin(size_bytes: int) -> int:

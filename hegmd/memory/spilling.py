@@ -51,7 +51,7 @@ async def write_out(
         )
 
     began = time.monotonic()
-    await _told(copy, progress)
+    await _with_errors_named(copy, progress)
     note_step(COPIES, "to disk", began, size_bytes=size_bytes)
 
 
@@ -101,7 +101,7 @@ async def read_into(
         return await make(lambda memory: _fill(folder, name, size_bytes, memory, tell))
 
     began = time.monotonic()
-    memory = await _told(copy, progress)
+    memory = await _with_errors_named(copy, progress)
     note_step(COPIES, "from disk", began, size_bytes=size_bytes)
     return memory
 
@@ -125,7 +125,7 @@ def _write_whole(fd: int, view: memoryview, place: int) -> None:
         done += os.pwrite(fd, view[done:], place + done)
 
 
-async def _told(work: Callable[[Progress], Awaitable[T]], progress: Progress) -> T:
+async def _with_errors_named(work: Callable[[Progress], Awaitable[T]], progress: Progress) -> T:
     """Return the result of `work`, whose progress a thread may report; `progress` is called in the loop."""
     latest_bytes = 0
     results: list[T] = []

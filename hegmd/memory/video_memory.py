@@ -191,19 +191,19 @@ class VideoMemory:
         """
         holding = self._held.pop((who, gpu), None)
         if holding is not None:
-            given, holding.pieces = holding.pieces, []
-            await self._free(who, gpu, holding, given)
+            released, holding.pieces = holding.pieces, []
+            await self._free(who, gpu, holding, released)
 
     async def give_first(self, who: str, gpu: str, count: int) -> int:
         """Free the first allocations and return their bytes, including stored ones."""
         holding = self._held.get((who, gpu))
         if holding is None or count > len(holding.pieces):
             raise Bug("more pieces of video memory are given back than are held", facts={"who": who, "gpu": gpu})
-        given, holding.pieces = holding.pieces[:count], holding.pieces[count:]
+        released, holding.pieces = holding.pieces[:count], holding.pieces[count:]
         if not holding.pieces:
             del self._held[who, gpu]
-        await self._free(who, gpu, holding, given)
-        return sum(piece.size_bytes for piece in given)
+        await self._free(who, gpu, holding, released)
+        return sum(piece.size_bytes for piece in released)
 
     async def hand_on(self, who: str, gpu: str, to: str) -> None:
         """Pass all of that owner's memory there to another owner; stored memory stays stored.

@@ -18,18 +18,18 @@ from hegmd.protocol.snapshots import Check
 class Examination:
     """Examines the node. `look` returns the facts for the checks."""
 
-    def __init__(self, look: Callable[[], Awaitable[NodeFacts]]) -> None:
-        self._look = look
+    def __init__(self, read_facts: Callable[[], Awaitable[NodeFacts]]) -> None:
+        self._look = read_facts
         self._turn = anyio.Lock()
 
     async def examine(self, on_check: Callable[[Check], Awaitable[None]]) -> tuple[Check, ...]:
         """Yield the doctor's checks in the order of its table. Raises what `on_check` raises."""
         # unbounded, but never more than the number of checks
-        told, to_tell = anyio.create_memory_object_stream[Check](math.inf)
+        results, to_tell = anyio.create_memory_object_stream[Check](math.inf)
         made: list[Check] = []
         refusal: Exception | None = None
         async with anyio.create_task_group() as tasks, to_tell:
-            tasks.start_soon(self._make, told)
+            tasks.start_soon(self._make, results)
             try:
                 async for check in to_tell:
                     made.append(check)
@@ -41,9 +41,9 @@ class Examination:
             raise refusal
         return tuple(made)
 
-    async def _make(self, told: MemoryObjectSendStream[Check]) -> None:
+    async def _make(self, results: MemoryObjectSendStream[Check]) -> None:
         """Run the checks for one caller at a time, independently of how fast it reads them."""
         from hegmd.node.doctor.run import run_checks  # with all its checks, of which a start needs none
 
-        async with told, self._turn:
-            await run_checks(await self._look(), told.send)
+        async with results, self._turn:
+            await run_checks(await self._look(), results.send)

@@ -91,7 +91,7 @@ class DriverOrphans:
         self._found: dict[ProcessKey, DriverOrphan] = {}
         self._silent: dict[ProcessKey, float] = {}
         self._wanted = anyio.Event()
-        self._looked = anyio.Event()
+        self._searched = anyio.Event()
         self._thorough = True
         self._ended: float | None = None
         self.changed: Callable[[], object] = lambda: None
@@ -102,12 +102,12 @@ class DriverOrphans:
     def orphans(self) -> Iterable[Orphan]:
         for found in self._found.values():
             if self._other_processes.may_be_there(found.user.who) and not self._is_taken(found.user.pid):
-                yield _told(found)
+                yield _orphan_record(found)
 
     async def drop(self, name: str) -> int | None:
         raise Refused(f"{name} is a process, not saved bytes", f"run: hegmctl adopt {name}; or kill it")
 
-    # -- looking -------------------------------------------------------------------------------------------------------
+    # -- searching -----------------------------------------------------------------------------------------------------
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Search at the start, and on request, until cancelled."""
@@ -118,30 +118,30 @@ class DriverOrphans:
             while True:
                 await self._wanted.wait()
                 self._wanted = anyio.Event()
-                looked, self._looked = self._looked, anyio.Event()
+                searched, self._searched = self._searched, anyio.Event()
                 thorough, self._thorough = self._thorough, False
                 try:
-                    await self._look(thorough=thorough)
+                    await self._search(thorough=thorough)
                 except HegmError as error:
                     logger.warning(
                         "hegmd cannot find out which processes the driver has locked or checkpointed: %s", error.message
                     )
                 self._link.kill("hegmd is stopping")
                 self._ended = anyio.current_time()
-                looked.set()
+                searched.set()
                 self.changed()
 
-    async def look(self, *, thorough: bool, within_s: float) -> None:
+    async def search(self, *, thorough: bool, within_s: float) -> None:
         """Update the list, and wait for it at most `within_s`; the search itself continues."""
         if not thorough and self._ended is not None and anyio.current_time() - self._ended < PASSING_S:
             return
         self._thorough = self._thorough or thorough
-        looked = self._looked  # the search that begins next
+        searched = self._searched  # the search that begins next
         self._wanted.set()
         with anyio.move_on_after(within_s):
-            await looked.wait()
+            await searched.wait()
 
-    async def _look(self, *, thorough: bool) -> None:
+    async def _search(self, *, thorough: bool) -> None:
         users = await self._users()
         listed = await self._listed() if thorough or self._found else {}
         now = anyio.current_time()
@@ -265,7 +265,7 @@ def _whole_bytes(gpu: Gpu) -> int | None:
     return gpu.memory_free_bytes + gpu.memory_used_bytes
 
 
-def _told(found: DriverOrphan) -> Orphan:
+def _orphan_record(found: DriverOrphan) -> Orphan:
     user, pid = found.user, found.user.pid
     adopt = f"hegmctl adopt {pid}"
     where, why, then = {

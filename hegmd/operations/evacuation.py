@@ -59,26 +59,26 @@ class Evacuation(BackgroundTasks):
     async def _evacuate(self, name: str) -> None:
         """Drain that GPU for as long as it is failing."""
         logger.warning("%s is failing, and its jobs are moved to other GPUs: %s", name, self._gpus[name].health.reason)
-        told: frozenset[object] = frozenset()
+        reported: frozenset[object] = frozenset()
         try:
             while self._is_due(name):
-                told = await self._drain_once(name, told)
+                reported = await self._drain_once(name, reported)
                 await self._sleep(AGAIN_S)
         finally:
             self._draining.discard(name)
 
-    async def _drain_once(self, name: str, told: frozenset[object]) -> frozenset[object]:
+    async def _drain_once(self, name: str, reported: frozenset[object]) -> frozenset[object]:
         """Drain it once. `told` is who stayed before and for which kind of reason; return who stays now.
 
         It is reported only if that has changed: the numbers in the reasons change each time.
         """
         why = self._gpus[name].health.reason
-        asked = RequestContext(by=BY, may=lambda _uid: True, emit=_discard_progress)
+        context = RequestContext(by=BY, may=lambda _uid: True, emit=_discard_progress)
         try:
-            outcome = await self._drain(name, (), asked)
+            outcome = await self._drain(name, (), context)
         except HegmError as error:
             refused: frozenset[object] = frozenset({error.code.name})
-            if refused != told:
+            if refused != reported:
                 message = f"{name} is failing, and its jobs cannot be moved: {error.message}"
                 self._record("warning", message, name, error.hint)
             return refused
@@ -92,7 +92,7 @@ class Evacuation(BackgroundTasks):
         )
         if moved:
             self._record("info", f"{len(moved)} jobs were moved off {name}, which is failing: {why}", name)
-        if stay and who != told:
+        if stay and who != reported:
             message = f"{name} is failing, and not all jobs can be moved: {'; '.join(stay)}"
             hint = next((reason.hint for reason in outcome.left if reason.hint), "see: hegmctl ops")
             self._record("warning", message, name, hint)

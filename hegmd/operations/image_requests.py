@@ -80,32 +80,32 @@ class Checkpoints:
         self._restoring: dict[int, anyio.Lock] = {}
 
     async def checkpoint(
-        self, pid: int, path: str, rights: Rights, asked: RequestContext, *, leave_running: bool = False
+        self, pid: int, path: str, rights: Rights, context: RequestContext, *, leave_running: bool = False
     ) -> OperationResult:
         """Write an image of a job, then end the job or let it train on. Raises HegmError with every reason."""
         _require_absolute(path)
         pid = await self._operations.named_one(pid)
-        snapshot = await self._operations.look(asked, [pid])
-        plan = plan_or_raise(planned(snapshot, PlanRequest(kind=CHECKPOINT, pids=(pid,), carrier=asked.carrier)))
+        snapshot = await self._operations.look(context, [pid])
+        plan = plan_or_raise(planned(snapshot, PlanRequest(kind=CHECKPOINT, pids=(pid,), carrier=context.carrier)))
         pids = [worker.pid for worker in plan.workers]
         _require_own(snapshot, pids, rights)
-        looked = await self._handoff.against(pids, path, plan.size_bytes, rights)
-        if looked.reasons:
-            raise refusal(looked.reasons)
+        inspected = await self._handoff.against(pids, path, plan.size_bytes, rights)
+        if inspected.reasons:
+            raise refusal(inspected.reasons)
         # A job that trains on is only parked while CRIU writes, including what the driver has put into its memory.
         with_it_bytes = plan.size_bytes if not leave_running else _driven_bytes(plan)
-        size_bytes = looked.criu_bytes + with_it_bytes
-        whole_bytes = looked.criu_bytes + plan.size_bytes
+        size_bytes = inspected.criu_bytes + with_it_bytes
+        whole_bytes = inspected.criu_bytes + plan.size_bytes
         plan = with_image(plan, snapshot.rates, size_bytes=size_bytes, leave_running=leave_running)
-        plan = plan.replace(hazards=(*plan.hazards, *looked.notes, _size_text(whole_bytes, path)))
-        wish = _wish(path, rights, looked, leave_running=leave_running)
-        return await self._operations.carry_out(plan, snapshot, asked, handoff=wish)
+        plan = plan.replace(hazards=(*plan.hazards, *inspected.notes, _size_text(whole_bytes, path)))
+        wish = _wish(path, rights, inspected, leave_running=leave_running)
+        return await self._operations.carry_out(plan, snapshot, context, handoff=wish)
 
-    async def handoff(self, pid: int, path: str, rights: Rights, asked: RequestContext) -> OperationResult:
+    async def handoff(self, pid: int, path: str, rights: Rights, context: RequestContext) -> OperationResult:
         """Have a suspended job in an image at that path; then its processes end. Raises HegmError; it is suspended."""
         _require_absolute(path)
         pid = await self._operations.named_one(pid)
-        self._operations.check(asked, [pid])
+        self._operations.check(context, [pid])
         op = self._operations.runner.of_process(pid)
         if op is None or op.phase != SUSPENDED:
             hint = f"run: hegmctl offload {pid}; or, for both steps: hegmctl checkpoint {pid} DIR"
@@ -114,8 +114,8 @@ class Checkpoints:
             raise Refused(*against, {"pid": pid})
         pids = [member.pid for member in op.live]
         plan = planned_handoff(op)
-        looked = await self._handoff.against(pids, path, plan.size_bytes, rights)
-        reasons = looked.reasons
+        inspected = await self._handoff.against(pids, path, plan.size_bytes, rights)
+        reasons = inspected.reasons
         without = [member.pid for member in op.live if not member.has_agent]
         if without:
             message = f"process {without[0]} has no agent, but an image needs one"
@@ -125,32 +125,32 @@ class Checkpoints:
             reasons = (*reasons, Reason(code=REFUSED.name, message=message, hint=hint))
         if reasons:
             raise refusal(reasons)
-        size_bytes = plan.size_bytes + looked.criu_bytes
+        size_bytes = plan.size_bytes + inspected.criu_bytes
         plan = with_image(plan, self._paces.rates(), size_bytes=size_bytes, leave_running=False)
-        plan = plan.replace(hazards=(*plan.hazards, *looked.notes, _size_text(size_bytes, path)))
-        return await self._operations.hand_over(op, _wish(path, rights, looked), plan, asked)
+        plan = plan.replace(hazards=(*plan.hazards, *inspected.notes, _size_text(size_bytes, path)))
+        return await self._operations.hand_over(op, _wish(path, rights, inspected), plan, context)
 
-    async def restore(self, wish: RestoreRequest, rights: Rights, asked: RequestContext) -> OperationResult:
+    async def restore(self, wish: RestoreRequest, rights: Rights, context: RequestContext) -> OperationResult:
         """Bring a job back from an image. Raises HegmError with every reason why not.
 
         Once its processes are there, it is a suspended job: what fails from there on leaves it that.
         """
         _require_absolute(wish.path)
         streams = named_streams(wish.outlets, wish.fds)
-        limit_s = limit_of(asked)
+        limit_s = limit_of(context)
         due = math.inf if limit_s is None else anyio.current_time() + limit_s
         plan: MigrationPlan | None = None
         op: Operation | None = None
         with anyio.CancelScope(deadline=due):
             async with self._reviving.opened(wish.path, rights) as image:
-                if asked.dry_run:
+                if context.dry_run:
                     plan = await self._plan(image, wish, rights, streams, dry_run=True)
-                    async with reading("", size_of(image.manifest), asked.emit) as on_progress:
+                    async with reading("", size_of(image.manifest), context.emit) as on_progress:
                         await self._reviving.rehearse(image, rights, on_progress)
                     return OperationResult(None, plan_record(plan))
                 async with self._restoring.setdefault(rights.uid, anyio.Lock()):
                     plan = await self._plan(image, wish, rights, streams)
-                    op = await self._bring_back(image, rights, asked, streams)
+                    op = await self._bring_back(image, rights, context, streams)
                 await self._handoff.forget(image.manifest)
         if op is None or plan is None:
             raise HegmError(
@@ -160,7 +160,7 @@ class Checkpoints:
                 {"path": wish.path},
             )
         left_s = None if limit_s is None else max(MIN_LEFT_S, due - anyio.current_time())
-        return await self._operations.resume_by_plan(op, plan, replace(asked, dry_run=False, limit_s=left_s))
+        return await self._operations.resume_by_plan(op, plan, replace(context, dry_run=False, limit_s=left_s))
 
     async def _plan(
         self, image: Image, wish: RestoreRequest, rights: Rights, streams: Mapping[str, int], *, dry_run: bool = False
@@ -189,7 +189,7 @@ class Checkpoints:
         return plan.replace(hazards=(*plan.hazards, *notes))
 
     async def _bring_back(
-        self, image: Image, rights: Rights, asked: RequestContext, streams: Mapping[str, int]
+        self, image: Image, rights: Rights, context: RequestContext, streams: Mapping[str, int]
     ) -> Operation:
         """Return the restored job as a suspended operation. Raises HegmError; then nothing of it is left."""
         runner = self._operations.runner
@@ -200,7 +200,7 @@ class Checkpoints:
         op: Operation | None = None
         size_bytes = sum(file.size_bytes for file in manifest.byte_files)
         try:
-            async with reading(op_id, size_bytes, asked.emit) as on_progress:
+            async with reading(op_id, size_bytes, context.emit) as on_progress:
                 op = await self._reviving.restore(image, op_id, rights, on_progress, outlets)
             await runner.begin(op)
         except BaseException as error:
@@ -211,7 +211,7 @@ class Checkpoints:
             raise
         try:  # from here on the operation owns the job, whatever happens to the request
             with suppress(HegmError):  # a client that has disconnected gets nothing
-                await asked.emit(OperationProgress(id=op_id, phase=SUSPENDED))
+                await context.emit(OperationProgress(id=op_id, phase=SUSPENDED))
         finally:
             await self._reviving.settled(manifest, op_id)
         self._paces.note_image(IN, size_of(manifest), anyio.current_time() - began)
@@ -307,14 +307,14 @@ def _foreign_text(image: Image) -> Iterator[str]:
         yield f"{image.path} holds {', '.join(image.foreign[:3])}, which is not part of the image and is ignored"
 
 
-def _wish(path: str, rights: Rights, looked: InspectedTree, *, leave_running: bool = False) -> Wish:
+def _wish(path: str, rights: Rights, inspected: InspectedTree, *, leave_running: bool = False) -> Wish:
     return Wish(
         path=path,
         uid=rights.uid,
         gid=rights.gid,
         groups=rights.groups,
-        root_pid=looked.root_pid,
-        root_ticks=looked.root_ticks,
+        root_pid=inspected.root_pid,
+        root_ticks=inspected.root_ticks,
         leave_running=leave_running,
     )
 

@@ -26,7 +26,7 @@ from hegmd.migration.run.runner import Runner
 from hegmd.node.gpu_sets import CPU
 from hegmd.node.inventory import Inventory
 from hegmd.operations.survey import May
-from hegmd.protocol import jobs as told
+from hegmd.protocol import jobs as messages
 from hegmd.protocol import operations as told_operations
 from hegmd.protocol.messages import RegisterJob
 from hegmd.protocol.names import job_number
@@ -132,11 +132,11 @@ class JobRequests:
     # -- lookups
     # --------------------------------------------------------------------------------------------------------
 
-    async def pids(self, wanted: Sequence[int | str], may: May) -> tuple[int, ...]:
+    async def pids(self, job: Sequence[int | str], may: May) -> tuple[int, ...]:
         """Return the processes of these jobs that a command acts on. A pid means itself. Raises HegmError."""
         found: dict[int, None] = {}
         has_looked = False
-        for one in dict.fromkeys(wanted):
+        for one in dict.fromkeys(job):
             if isinstance(one, int) or (one.isascii() and one.isdigit() and len(one) < 20):
                 found[int(one)] = None
                 continue
@@ -146,9 +146,9 @@ class JobRequests:
             found.update(dict.fromkeys(await self._processes_of(one, may)))
         return tuple(found)
 
-    async def pid(self, wanted: int | str, may: May) -> int:
+    async def pid(self, job: int | str, may: May) -> int:
         """Return the first process that a command acts on. Raises HegmError."""
-        return (await self.pids((wanted,), may))[0]
+        return (await self.pids((job,), may))[0]
 
     async def _processes_of(self, text: str, may: May) -> tuple[int, ...]:
         job = self._allowed(self._jobs.named(text, may), may)
@@ -177,7 +177,7 @@ class JobRequests:
             {"job": job.id},
         )
 
-    async def jobs(self, wanted: Sequence[int | str], may: May, *, ended: bool) -> tuple[told.Job, ...]:
+    async def jobs(self, wanted: Sequence[int | str], may: May, *, ended: bool) -> tuple[messages.Job, ...]:
         """Return these jobs, or all that have not ended, or all. Raises HegmError for an unknown one."""
         self._jobs.look_again()
         if wanted:
@@ -187,17 +187,17 @@ class JobRequests:
             records = [job for job in self._jobs if ended or job.is_alive]
         return await self._views(sorted(records, key=lambda job: job.number), may)
 
-    async def one(self, wanted: int | str, may: May) -> told.Job:
+    async def one(self, job: int | str, may: May) -> messages.Job:
         """Return that job. Raises HegmError."""
         self._jobs.look_again()
-        return (await self._views([self._allowed(await self._one(wanted, may), may)], may))[0]
+        return (await self._views([self._allowed(await self._one(job, may), may)], may))[0]
 
-    async def wait(self, wanted: int | str, may: May, emit: Callable[[told.Job], Awaitable[None]]) -> told.Job:
+    async def wait(self, wanted: int | str, may: May, emit: Callable[[messages.Job], Awaitable[None]]) -> messages.Job:
         """Wait until the job has ended and return it; `emit` gets its changes until then. Raises HegmError."""
         number = self._allowed(await self._one(wanted, may), may).number
         state = ""
         while True:
-            news = self._jobs.news.next
+            changed = self._jobs.changed.next
             record = next((job for job in self._jobs if job.number == number), None)
             if record is None:
                 raise HegmError(NOT_FOUND, f"job j{number} has ended and is no longer remembered", "run: hegmctl jobs")
@@ -207,7 +207,7 @@ class JobRequests:
             if view.state != state:
                 state = view.state
                 await emit(view)
-            await news.wait()
+            await changed.wait()
 
     def with_job(self, operation: told_operations.Operation) -> told_operations.Operation:
         """Return the record with the jobs of its processes, by their runs or pids. Hints name the job."""
@@ -271,21 +271,25 @@ class JobRequests:
         number = self._numbers_by_member.get(name)
         return next((job for job in self._jobs if job.number == number), None)
 
-    async def register(self, pid: int, uid: int, asked: RegisterJob, priority: int | None = None) -> told.JobRegistered:
+    async def register(
+        self, pid: int, uid: int, context: RegisterJob, priority: int | None = None
+    ) -> messages.JobRegistered:
         """Enter the job of a `hegmctl run`. Raises HegmError."""
         goes_on = None
-        if asked.resumes is not None and job_number(asked.resumes) is not None:
-            goes_on = self._allowed(self._jobs.named(asked.resumes, lambda owner: owner == uid), lambda one: one == uid)
-        elif asked.resumes is not None:
-            op = self._runner.history(asked.resumes).operation
+        if context.resumes is not None and job_number(context.resumes) is not None:
+            goes_on = self._allowed(
+                self._jobs.named(context.resumes, lambda owner: owner == uid), lambda one: one == uid
+            )
+        elif context.resumes is not None:
+            op = self._runner.history(context.resumes).operation
             runs = [member.run for member in op.workers if member.run and op.owner_uid == uid]
             goes_on = self._jobs.of_run(uid, runs[0]) if runs else None
-        job = await self._jobs.register(pid, uid, asked, goes_on, priority=priority)
-        return told.JobRegistered(id=job.id, name=job.name)
+        job = await self._jobs.register(pid, uid, context, goes_on, priority=priority)
+        return messages.JobRegistered(id=job.id, name=job.name)
 
-    async def record(self, wanted: int | str, may: May) -> JobRecord:
+    async def record(self, job: int | str, may: May) -> JobRecord:
         """Return the record of a job on which the caller may act. Raises HegmError."""
-        return self._allowed(await self._one(wanted, may), may)
+        return self._allowed(await self._one(job, may), may)
 
     async def _one(self, wanted: int | str, may: May) -> JobRecord:
         if isinstance(wanted, str) and not (wanted.isascii() and wanted.isdigit()):
@@ -308,7 +312,7 @@ class JobRequests:
     # -- views
     # ----------------------------------------------------------------------------------------------------------
 
-    async def _views(self, records: Sequence[JobRecord], may: May) -> tuple[told.Job, ...]:
+    async def _views(self, records: Sequence[JobRecord], may: May) -> tuple[messages.Job, ...]:
         numbers = {job.number for job in records if job.is_alive}
         workers: dict[int, list[AgentConnection]] = {}
         for worker in self._workers:
@@ -317,16 +321,18 @@ class JobRequests:
                 workers.setdefault(job.number, []).append(worker)
         await self._count([worker for ones in workers.values() for worker in ones])
         snapshot = await self._inventory.fresh(FRESH_S)
-        seen = _ViewInputs({process.pid: process for process in snapshot.processes}, self._runner.held_bytes(), workers)
+        inputs = _ViewInputs(
+            {process.pid: process for process in snapshot.processes}, self._runner.held_bytes(), workers
+        )
         current = {job.number: job for job in self._jobs}
-        views = [self._view(current.get(job.number, job), seen) for job in records]
+        views = [self._view(current.get(job.number, job), inputs) for job in records]
         return tuple([view if may(view.uid) else _for_others(view) for view in views])
 
-    def _view(self, job: JobRecord, seen: _ViewInputs) -> told.Job:
-        workers = sorted(seen.workers.get(job.number, ()), key=_rank)
+    def _view(self, job: JobRecord, inputs: _ViewInputs) -> messages.Job:
+        workers = sorted(inputs.workers.get(job.number, ()), key=_rank)
         op = self._operations.of(job) if job.is_alive else None
-        processes = tuple(self._processes(job, workers, op, seen))
-        listed = [seen.processes[process.pid] for process in processes if process.pid in seen.processes]
+        processes = tuple(self._processes(job, workers, op, inputs))
+        listed = [inputs.processes[process.pid] for process in processes if process.pid in inputs.processes]
         gpus = tuple(dict.fromkeys(gpu for process in processes for gpu in process.gpus))
         on_cpu = any(worker.on_cpu and worker.gpu is None for worker in workers)
         described = None if op is None else self._runner.describe(op.id).waits
@@ -338,7 +344,7 @@ class JobRequests:
         is_waiting = described is not None or orphan or (op is None and shared is not None)
         state = _state(job, op, is_waiting=is_waiting, has_trained=bool(boundaries) or job.has_trained)
         vram = [use.vram_bytes for process in listed for use in process.gpus]
-        return told.Job(
+        return messages.Job(
             id=job.id,
             name=job.name,
             state=state,
@@ -349,9 +355,9 @@ class JobRequests:
             user=next((process.user for process in listed if process.uid == job.uid), None),
             gpus=gpus or ((CPU,) if on_cpu else ()),
             vram_bytes=sum(size for size in vram if size is not None) if vram and None not in vram else None,
-            held_bytes=sum(seen.held.get(process.pid, 0) for process in processes),
+            held_bytes=sum(inputs.held.get(process.pid, 0) for process in processes),
             boundary=min(boundaries, default=None),
-            steps_per_s=self._rate(workers) if state == told.TRAINING else None,
+            steps_per_s=self._rate(workers) if state == messages.TRAINING else None,
             command=job.command,
             started_utc=job.started_utc,
             ended_utc=job.ended_utc,
@@ -365,19 +371,19 @@ class JobRequests:
         )
 
     def _processes(
-        self, job: JobRecord, workers: Sequence[AgentConnection], op: Operation | None, seen: _ViewInputs
-    ) -> Iterable[told.JobProcess]:
+        self, job: JobRecord, workers: Sequence[AgentConnection], op: Operation | None, inputs: _ViewInputs
+    ) -> Iterable[messages.JobProcess]:
         """Yield its processes: the first one, those with an agent, and those that only an operation knows."""
         members = {} if op is None else {member.pid: member.rank for member in op.live if not member.is_absent}
         by_pid = {worker.pid: worker for worker in workers}
         has_ranks = any(worker.about.rank is not None for worker in workers)
         first = () if job.is_gone or job.pid is None else (job.pid,)
         for pid in dict.fromkeys((*first, *by_pid, *members)):
-            worker, listed = by_pid.get(pid), seen.processes.get(pid)
+            worker, listed = by_pid.get(pid), inputs.processes.get(pid)
             rank = members.get(pid) if worker is None else worker.about.rank
             uses = () if listed is None else listed.gpus
             sizes = [use.vram_bytes for use in uses]
-            yield told.JobProcess(
+            yield messages.JobProcess(
                 pid=pid,
                 role=self._role(pid, worker, rank, has_ranks=has_ranks),
                 rank=rank,
@@ -389,20 +395,20 @@ class JobRequests:
 
     def _role(self, pid: int, worker: AgentConnection | None, rank: int | None, *, has_ranks: bool) -> str:
         if self._supervisors.of_pid(pid) is not None:
-            return told.SUPERVISOR
+            return messages.SUPERVISOR
         if rank is not None:
-            return told.RANK
+            return messages.RANK
         if worker is not None and (trains(worker) or not has_ranks):
-            return told.WORKER
-        return told.LAUNCHER if has_ranks else told.COMMAND
+            return messages.WORKER
+        return messages.LAUNCHER if has_ranks else messages.COMMAND
 
     # -- how fast ------------------------------------------------------------------------------------------------------
 
     async def _count(self, workers: Sequence[AgentConnection]) -> None:
         """Have each say how many boundaries it has passed; twice at the first look at one, so that it has a rate."""
-        asked = [worker for worker in workers if worker.connected]
-        await self._sample(asked)
-        fresh = [worker for worker in asked if worker.boundary and len(self._samples.get(worker, ())) == 1]
+        context = [worker for worker in workers if worker.connected]
+        await self._sample(context)
+        fresh = [worker for worker in context if worker.boundary and len(self._samples.get(worker, ())) == 1]
         if fresh:
             await anyio.sleep(APART_S)
             await self._sample(fresh)
@@ -448,16 +454,16 @@ def _rank(worker: AgentConnection) -> tuple[bool, int, int]:
 
 def _state(job: JobRecord, op: Operation | None, *, is_waiting: bool, has_trained: bool) -> str:
     if not job.is_alive:
-        return told.ENDED
+        return messages.ENDED
     if op is not None and op.phase not in TERMINAL:
         # A suspended job stays suspended if its agents have not reconnected to a restarted daemon.
         is_off = op.phase == SETTLING.phase and all(one.gpu is None and one.target_gpu is None for one in op.live)
-        at_rest = {HOLDING: told.QUIESCED, SUSPENDED: told.SUSPENDED}
+        at_rest = {HOLDING: messages.QUIESCED, SUSPENDED: messages.SUSPENDED}
         phase = SUSPENDED if is_off else op.phase
-        return at_rest.get(phase, told.WAITING if is_waiting else told.MOVING)
+        return at_rest.get(phase, messages.WAITING if is_waiting else messages.MOVING)
     if is_waiting:
-        return told.WAITING
-    return told.TRAINING if has_trained else told.STARTING
+        return messages.WAITING
+    return messages.TRAINING if has_trained else messages.STARTING
 
 
 def _framework(worker: AgentConnection) -> str:
@@ -476,6 +482,6 @@ def _notes(worker: AgentConnection) -> Iterable[str]:
         yield worker.image_missed
 
 
-def _for_others(job: told.Job) -> told.Job:
+def _for_others(job: messages.Job) -> messages.Job:
     """Return a job without what only its owner may see: command lines contain secrets."""
     return job.replace(command=None, waits=None, notes=(), end=None, operation=None, processes=())

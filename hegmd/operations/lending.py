@@ -16,7 +16,7 @@ from hegmd.migration.machine.next_effects import SUSPENDED
 from hegmd.migration.machine.operation import Operation
 from hegmd.operations.operations import Operations
 from hegmd.operations.request_context import RequestContext
-from hegmd.protocol import operations as told
+from hegmd.protocol import operations as records
 from hegmd.protocol.operations import WORKER
 from hegmd.workers.workers import AgentConnection, Workers
 
@@ -34,7 +34,7 @@ class Lending:
         self._runner = operations.runner
         self._first_refused: WeakKeyDictionary[AgentConnection, float] = WeakKeyDictionary()
 
-    async def lend(self, pid: int, asked: RequestContext) -> str:
+    async def lend(self, pid: int, context: RequestContext) -> str:
         """Suspend the job of that process with its contexts kept; returns the operation's id. Raises HegmError."""
         while (op := self._runner.of_process(pid)) is not None:
             if not op.lent:
@@ -44,10 +44,10 @@ class Lending:
                 return op.id
             await self._until_suspended(op)
         # The process keeps a descriptor of its bytes with this carrier, so it can reload them without a daemon.
-        asked = replace(asked, carrier=WORKER, lent=True)
+        context = replace(context, carrier=WORKER, lent=True)
         is_new = self._is_new(pid)
         try:
-            answer = await self._operations.suspend((pid,), asked, keep_context=True)
+            answer = await self._operations.suspend((pid,), context, keep_context=True)
         except HegmError as error:
             if error.code is REFUSED and is_new:
                 raise HegmError(BUSY, error.message, "ask again in a moment", error.facts) from error
@@ -64,7 +64,7 @@ class Lending:
         now = anyio.current_time()
         return now - self._first_refused.setdefault(worker, now) < self._known_within_s
 
-    async def reclaim(self, pid: int, asked: RequestContext) -> None:
+    async def reclaim(self, pid: int, context: RequestContext) -> None:
         """Resume the job of that process, if it is lent. Returns when it has left its block. Raises HegmError."""
         op = self._runner.of_process(pid)
         if op is None or not op.lent:
@@ -76,7 +76,7 @@ class Lending:
         if op is None or not op.lent:
             return
         try:
-            answer = await self._operations.resume(pid, None, asked)
+            answer = await self._operations.resume(pid, None, context)
         except HegmError:
             if (op := self._runner.of_process(pid)) is None or not op.lent:
                 return  # another rank has asked meanwhile
@@ -89,7 +89,7 @@ class Lending:
             pass
 
 
-def _failed(pid: int, op: told.Operation | None, what: str) -> HegmError:
+def _failed(pid: int, op: records.Operation | None, what: str) -> HegmError:
     reason = None if op is None else op.failure
     if reason is None:
         return HegmError(REFUSED, f"process {pid} could not {what}", "run: hegmctl ops", {"pid": pid})

@@ -54,7 +54,7 @@ from hegmd.operations.request_context import (
 )
 from hegmd.operations.survey import May, PlanSurvey
 from hegmd.operations.suspended import SuspendedOperations
-from hegmd.protocol import operations as told
+from hegmd.protocol import operations as records
 from hegmd.protocol.snapshots import GpuProcess, Way
 from hegmd.workers.job_names import JobNames
 from hegmd.workers.workers import Workers
@@ -98,7 +98,7 @@ class Operations:
     # -- single operations ---------------------------------------------------------------------------------------------
 
     async def migrate(
-        self, pids: Sequence[int], to: str | None, asked: RequestContext, restart: Restarting = NO_RESTART
+        self, pids: Sequence[int], to: str | None, context: RequestContext, restart: Restarting = NO_RESTART
     ) -> OperationResult:
         """Move jobs to another GPU. Raises HegmError with every reason why not."""
         if restart.via not in (None, RESTART):
@@ -114,62 +114,66 @@ class Operations:
             kind=MIGRATE,
             pids=tuple(pids),
             to=to,
-            carrier=asked.carrier,
+            carrier=context.carrier,
             via=restart.via,
             allow_restart=restart.via is not None or restart.allowed or self._restart_allowed(),
             respawn=restart.respawn,
         )
-        return await self._perform(request, asked)
+        return await self._perform(request, context)
 
-    async def place(self, pids: Sequence[int], placement: Mapping[str, str], asked: RequestContext) -> OperationResult:
+    async def place(
+        self, pids: Sequence[int], placement: Mapping[str, str], context: RequestContext
+    ) -> OperationResult:
         """Move jobs so that each of these processes is on the GPU named for its pid. Raises HegmError as `migrate`."""
-        return await self._perform(PlanRequest(kind=MIGRATE, pids=tuple(pids), placement=placement), asked)
+        return await self._perform(PlanRequest(kind=MIGRATE, pids=tuple(pids), placement=placement), context)
 
-    async def quiesce(self, pids: Sequence[int], hold_s: float | None, asked: RequestContext) -> OperationResult:
+    async def quiesce(self, pids: Sequence[int], hold_s: float | None, context: RequestContext) -> OperationResult:
         """Quiesce jobs at a boundary, to resume automatically after `hold_s`. Raises HegmError like `migrate`."""
         if not pids:
             raise HegmError(BAD_REQUEST, f"{QUIESCE} needs at least one process", "give one or more pids")
-        limits = limits_of(asked.limit_s, hold_s)
+        limits = limits_of(context.limit_s, hold_s)
         pids = await self.named(pids)
-        snapshot = await self.look(asked, pids)
+        snapshot = await self.look(context, pids)
         plan = plan_or_raise(planned(snapshot, PlanRequest(kind=QUIESCE, pids=tuple(pids))))
-        return await self.carry_out(plan, snapshot, asked, limits=limits)
+        return await self.carry_out(plan, snapshot, context, limits=limits)
 
     async def suspend(
-        self, pids: Sequence[int], asked: RequestContext, *, spill: bool = False, keep_context: bool = False
+        self, pids: Sequence[int], context: RequestContext, *, spill: bool = False, keep_context: bool = False
     ) -> OperationResult:
         """Take jobs off their GPUs, or only their bytes to disk. Raises HegmError with every reason why not."""
         pids = await self.named(pids)
         known = {op.id: op for pid in pids if (op := self.runner.of_process(pid)) is not None}
-        if known and not spill and not asked.dry_run and all(op.phase == SUSPENDED for op in known.values()):
-            self.check(asked, pids)
+        if known and not spill and not context.dry_run and all(op.phase == SUSPENDED for op in known.values()):
+            self.check(context, pids)
             kept = [self.keep_suspended(op) for op in known.values()]
             if all(kept):
                 return OperationResult(self.runner.describe(next(reversed(known))), None)
         suspended = [self.runner.of_process(pid) for pid in pids] if spill else []
         if suspended and all(op is not None and op.phase == SUSPENDED for op in suspended):
-            self.check(asked, pids)
+            self.check(context, pids)
             op_ids = list(dict.fromkeys(op.id for op in suspended if op is not None))
             for op_id in op_ids:
-                await self._see_spilled(op_id, self._suspended.spill(op_id), asked)
+                await self._see_spilled(op_id, self._suspended.spill(op_id), context)
             # The failure that left it suspended is not a failure of this request.
             return OperationResult(self.runner.describe(op_ids[-1]).replace(failure=None), None)
-        request = PlanRequest(kind=SUSPEND, pids=tuple(pids), carrier=asked.carrier, keep_context=keep_context)
-        answer = await self._perform(request, asked, spill=spill)
-        if asked.wait and answer.operation is not None and answer.operation.phase == SUSPENDED:
+        request = PlanRequest(kind=SUSPEND, pids=tuple(pids), carrier=context.carrier, keep_context=keep_context)
+        answer = await self._perform(request, context, spill=spill)
+        if context.wait and answer.operation is not None and answer.operation.phase == SUSPENDED:
             if spill:
-                await self._see_spilled(answer.operation.id, self._suspended.follow(answer.operation.id), asked)
+                await self._see_spilled(answer.operation.id, self._suspended.follow(answer.operation.id), context)
             else:
                 await self._suspended.wait_a_moment(answer.operation.id)
         return answer
 
-    async def _see_spilled(self, op_id: str, spilling: AsyncIterator[int], asked: RequestContext) -> None:
+    async def _see_spilled(self, op_id: str, spilling: AsyncIterator[int], context: RequestContext) -> None:
         """Report the progress of a suspended operation's bytes to disk. Raises HegmError if writing fails."""
         size_bytes = self.runner.describe(op_id).size_bytes
         try:
             async for moved_bytes in spilling:
-                await asked.emit(
-                    told.OperationProgress(id=op_id, phase="spilling", moved_bytes=moved_bytes, size_bytes=size_bytes)
+                await context.emit(
+                    records.OperationProgress(
+                        id=op_id, phase="spilling", moved_bytes=moved_bytes, size_bytes=size_bytes
+                    )
                 )
         except HegmError as error:
             raise HegmError(
@@ -179,82 +183,82 @@ class Operations:
                 {**error.facts, "operation": op_id},
             ) from error
 
-    async def resume(self, pid: int, to: str | None, asked: RequestContext) -> OperationResult:
+    async def resume(self, pid: int, to: str | None, context: RequestContext) -> OperationResult:
         """Resume a suspended job. Raises HegmError with every reason why it cannot be resumed."""
         pid = await self.named_one(pid)
-        self.check(asked, [pid])
-        limit_of(asked)
-        op = await self.settled(pid, asked)
+        self.check(context, [pid])
+        limit_of(context)
+        op = await self.settled(pid, context)
         if op is not None and op.phase == HOLDING:
-            return await self._release_held(op, pid, to, asked)
+            return await self._release_held(op, pid, to, context)
         if op is None or op.phase != SUSPENDED:
             raise not_suspended(pid, op, "run: hegmctl ops")
         plan = await self._plan_resume(op, to, may_queue=True)
-        if asked.dry_run:
+        if context.dry_run:
             return OperationResult(None, plan_record(plan))
         await self._claim_for(op)
-        return await self._resume(op.id, plan, asked)
+        return await self._resume(op.id, plan, context)
 
-    async def settled(self, pid: int, asked: RequestContext) -> Operation | None:
+    async def settled(self, pid: int, context: RequestContext) -> Operation | None:
         """The operation that has the process, after it was given time to find its agents: they come one by one."""
         op = self.runner.of_process(pid)
         if op is not None and op.phase == SETTLING.phase:
             with anyio.move_on_after(SETTLES_WITHIN_S):
-                await self.follow(op.id, asked.emit)
+                await self.follow(op.id, context.emit)
         return self.runner.of_process(pid)
 
-    async def _release_held(self, op: Operation, pid: int, to: str | None, asked: RequestContext) -> OperationResult:
+    async def _release_held(self, op: Operation, pid: int, to: str | None, context: RequestContext) -> OperationResult:
         """Resume a quiesced job where it is."""
         for member in op.live:
             _refuse_elsewhere(member.pid, member.gpu, to)
-        if asked.dry_run:
+        if context.dry_run:
             message = f"process {pid} is quiesced, and resumes where it is"
             raise Refused(message, "omit --dry-run", {"pid": pid})
-        await self.runner.ask(op.id, events.ResumeRequested(cause=asked.by, to={}))
-        if asked.wait:
-            await self.follow(op.id, asked.emit)
+        await self.runner.ask(op.id, events.ResumeRequested(cause=context.by, to={}))
+        if context.wait:
+            await self.follow(op.id, context.emit)
         return OperationResult(self.runner.describe(op.id), None)
 
     async def hand_over(
-        self, op: Operation, wish: ImageRequest, plan: MigrationPlan, asked: RequestContext
+        self, op: Operation, wish: ImageRequest, plan: MigrationPlan, context: RequestContext
     ) -> OperationResult:
         """Have an image made of a suspended job. Raises HegmError; it is suspended then."""
-        limit_s = limit_of(asked)
-        if asked.dry_run:
+        limit_s = limit_of(context)
+        if context.dry_run:
             return OperationResult(None, plan_record(plan))
         await self._suspended.stop_spilling(op.id)
         try:
-            await self.runner.ask(op.id, events.ImageRequested(cause=asked.by, handoff=wish, limit_s=limit_s))
+            await self.runner.ask(op.id, events.ImageRequested(cause=context.by, handoff=wish, limit_s=limit_s))
         finally:
             self._suspended.start_spilling_when_idle(op.id)
-        return await self._outcome(op.id, plan, asked)
+        return await self._outcome(op.id, plan, context)
 
-    async def adopt(self, pid: int, to: str | None, asked: RequestContext) -> OperationResult:
+    async def adopt(self, pid: int, to: str | None, context: RequestContext) -> OperationResult:
         """Make an operation of an orphaned job and resume it. Raises HegmError; then the job stays parked.
 
         Once the operation exists, a failed resume leaves it suspended, like any other.
         """
         pid = await self.named_one(pid)
-        self.check(asked, [pid])
+        self.check(context, [pid])
         self._refuse_if_taken(pid)
         worker = self._workers.find(pid)
         by_driver = self._parked_orphans.by_driver
         if by_driver is not None and (worker is None or not self._parked_orphans.is_orphan(worker)):
-            return await self._adopt_of_driver(by_driver, pid, to, asked)
+            return await self._adopt_of_driver(by_driver, pid, to, context)
         op = adopted(self.runner.next_id(), await self._parked_orphans.job_of(pid), utc=self._utc())
         for member in op.workers:
             _refuse_elsewhere(member.pid, member.gpu, to)
         plan = await self._plan_resume(op, to)
-        if asked.dry_run:
+        if context.dry_run:
             return OperationResult(None, plan_record(plan))
-        return await self._begin_adopted(op, plan, asked)
+        return await self._begin_adopted(op, plan, context)
 
     async def _adopt_of_driver(
-        self, orphans: ByDriver, pid: int, to: str | None, asked: RequestContext
+        self, orphans: ByDriver, pid: int, to: str | None, context: RequestContext
     ) -> OperationResult:
         """Adopt a process that the driver has locked, and unlock it, or checkpointed, and restore it where it was."""
         driven = await orphans.inspect(pid)
-        self._check_owner(asked, driven.uid, f"process {pid}")  # it may be listed nowhere
+        self._check_owner(context, driven.uid, f"process {pid}")  # it may be listed nowhere
         if driven.state == "running":
             raise Refused(f"process {pid} is not parked: there is nothing to adopt", "run: hegmctl ps", {"pid": pid})
         _refuse_elsewhere(pid, driven.gpu, to)
@@ -263,19 +267,23 @@ class Operations:
             pid=pid, start_ticks=driven.start_ticks, uid=driven.uid, name=driven.name, gpus=(), vram_bytes=None
         )
         plan = await self._plan_resume(op, to, there)
-        return OperationResult(None, plan_record(plan)) if asked.dry_run else await self._begin_adopted(op, plan, asked)
+        return (
+            OperationResult(None, plan_record(plan))
+            if context.dry_run
+            else await self._begin_adopted(op, plan, context)
+        )
 
-    async def _begin_adopted(self, op: Operation, plan: MigrationPlan, asked: RequestContext) -> OperationResult:
+    async def _begin_adopted(self, op: Operation, plan: MigrationPlan, context: RequestContext) -> OperationResult:
         for worker in op.workers:  # nothing is awaited from here to the beginning
             self._refuse_if_taken(worker.pid)
         op = op.replace(id=self.runner.next_id())
         await self.runner.begin(op)
         await self._claim_for(op)
-        return await self._resume(op.id, plan, asked)
+        return await self._resume(op.id, plan, context)
 
-    async def resume_by_plan(self, op: Operation, plan: MigrationPlan, asked: RequestContext) -> OperationResult:
+    async def resume_by_plan(self, op: Operation, plan: MigrationPlan, context: RequestContext) -> OperationResult:
         """Have a suspended operation resumed by a plan that was made before it began. Raises HegmError."""
-        return await self._resume(op.id, plan, asked)
+        return await self._resume(op.id, plan, context)
 
     async def _plan_resume(
         self, op: Operation, to: str | None, *unlisted: Candidate, may_queue: bool = False
@@ -288,13 +296,13 @@ class Operations:
         request = PlanRequest(kind=RESUME, pids=pids, to=to, may_queue=may_queue)
         return plan_or_raise(planned_resume(snapshot, request, op))
 
-    async def _resume(self, op_id: str, plan: MigrationPlan, asked: RequestContext) -> OperationResult:
-        limit_s = limit_of(asked)
+    async def _resume(self, op_id: str, plan: MigrationPlan, context: RequestContext) -> OperationResult:
+        limit_s = limit_of(context)
         op = self.runner.history(op_id).operation
         names = {str(member.pid): member.name for member in op.workers}  # a restarted process keeps its name
         to = {names.get(pid, pid): gpu for pid, gpu in plan.destinations.items()}
-        await self.resume_at(op_id, to, asked.by, limit_s)
-        return await self._outcome(op_id, plan, asked)
+        await self.resume_at(op_id, to, context.by, limit_s)
+        return await self._outcome(op_id, plan, context)
 
     async def resume_at(self, op_id: str, to: Mapping[str, str], by: str, limit_s: float | None = None) -> None:
         """Have a suspended operation resumed, each worker by its name at that GPU. Raises HegmError."""
@@ -326,45 +334,45 @@ class Operations:
             if worker is not None and worker.held_bytes and not self._found.has(worker, key):
                 await self._found.claim(worker, key)
 
-    async def _perform(self, request: PlanRequest, asked: RequestContext, *, spill: bool = False) -> OperationResult:
+    async def _perform(self, request: PlanRequest, context: RequestContext, *, spill: bool = False) -> OperationResult:
         if not request.pids:
             raise HegmError(BAD_REQUEST, f"{request.kind} needs at least one process", "give one or more pids")
         request = request.replace(pids=await self.named(request.pids))
-        within_s = limits_of(asked.limit_s).park_s if request.allow_restart else None
-        snapshot = await self.look(asked, request.pids, weighed_within_s=within_s, respawn=request.respawn)
-        return await self.carry_out(plan_or_raise(planned(snapshot, request)), snapshot, asked, spill=spill)
+        within_s = limits_of(context.limit_s).park_s if request.allow_restart else None
+        snapshot = await self.look(context, request.pids, weighed_within_s=within_s, respawn=request.respawn)
+        return await self.carry_out(plan_or_raise(planned(snapshot, request)), snapshot, context, spill=spill)
 
     async def carry_out(
         self,
         plan: MigrationPlan,
         snapshot: NodeSnapshotForPlan,
-        asked: RequestContext,
+        context: RequestContext,
         *,
         spill: bool = False,
         handoff: ImageRequest | None = None,
         limits: Limits | None = None,
     ) -> OperationResult:
         """Have a plan of anything but a resume carried out that was just made from that snapshot."""
-        self.check(asked, [worker.pid for worker in plan.workers])
+        self.check(context, [worker.pid for worker in plan.workers])
         owners = {candidate.pid: candidate.uid for candidate in snapshot.candidates}
         for worker in plan.workers:  # it may no longer be listed
-            self._check_owner(asked, owners.get(worker.pid), f"process {worker.pid}")
-        if asked.dry_run:
+            self._check_owner(context, owners.get(worker.pid), f"process {worker.pid}")
+        if context.dry_run:
             return OperationResult(None, plan_record(plan))
-        limits = (limits or limits_of(asked.limit_s)).replace(max_park_s=self._max_park_s)
+        limits = (limits or limits_of(context.limit_s)).replace(max_park_s=self._max_park_s)
         chips = {gpu.id: gpu.chip for gpu in snapshot.gpus}
         holder = None if plan.kind == QUIESCE else self._holder(plan.workers[0].pid)
         for worker in plan.workers:  # another request may have come first since the snapshot; nothing is awaited below
             self._refuse_if_taken(worker.pid, but_for=holder)
         op_id = self.runner.next_id() if holder is None else holder.id
         op = plan.operation(op_id, snapshot.candidates, chips, limits=limits, utc=self._utc())
-        op = op.replace(spill=spill, image=handoff, lent=asked.lent)
+        op = op.replace(spill=spill, image=handoff, lent=context.lent)
         if holder is None:
             await self.runner.begin(op)
         else:
-            await self.runner.ask(op_id, events.Repurposed(cause=asked.by, into=op))
+            await self.runner.ask(op_id, events.Repurposed(cause=context.by, into=op))
         self._suspended.start_spilling_when_idle(op_id)
-        return await self._outcome(op_id, plan, asked)
+        return await self._outcome(op_id, plan, context)
 
     def _holder(self, pid: int) -> Operation | None:
         """The operation that holds that process at a boundary for whatever is wanted next."""
@@ -376,9 +384,9 @@ class Operations:
         if op is not None and (but_for is None or op.id != but_for.id):
             raise HegmError(BUSY, *busy_message(op, pid), {"pid": pid, "operation": op.id})
 
-    async def _outcome(self, op_id: str, plan: MigrationPlan, asked: RequestContext) -> OperationResult:
-        if asked.wait:
-            await self.follow(op_id, asked.emit)
+    async def _outcome(self, op_id: str, plan: MigrationPlan, context: RequestContext) -> OperationResult:
+        if context.wait:
+            await self.follow(op_id, context.emit)
         return OperationResult(self.runner.describe(op_id), plan_record(plan))
 
     async def follow(self, op_id: str, emit: Emit) -> None:
@@ -386,18 +394,18 @@ class Operations:
         async for progress in self.runner.follow(op_id):
             await emit(progress)
 
-    async def cancel(self, op_id: str, asked: RequestContext) -> told.Operation:
+    async def cancel(self, op_id: str, context: RequestContext) -> records.Operation:
         """Have an operation turned back. Raises HegmError."""
         op = self.runner.history(op_id).operation
-        self._check_owner(asked, op.owner_uid, f"operation {op_id}")
-        await self.runner.ask(op_id, events.CancelRequested(cause="request", by=asked.by))
+        self._check_owner(context, op.owner_uid, f"operation {op_id}")
+        await self.runner.ask(op_id, events.CancelRequested(cause="request", by=context.by))
         return self.runner.describe(op_id)
 
-    async def drop(self, op_id: str, asked: RequestContext) -> told.Operation:
+    async def drop(self, op_id: str, context: RequestContext) -> records.Operation:
         """Permanently discard the state that an operation holds for a process that has ended. Raises HegmError."""
         op = self.runner.history(op_id).operation
-        self._check_owner(asked, op.owner_uid, f"operation {op_id}")
-        event = events.DropRequested(cause="request", by=asked.by)
+        self._check_owner(context, op.owner_uid, f"operation {op_id}")
+        event = events.DropRequested(cause="request", by=context.by)
         handle(op, event, time.monotonic())  # a refusal changes nothing
         await self._suspended.stop_spilling(op_id)
         try:
@@ -418,7 +426,7 @@ class Operations:
 
     async def look(
         self,
-        asked: RequestContext,
+        context: RequestContext,
         pids: Sequence[int],
         *,
         weighed_within_s: float | None = None,
@@ -428,12 +436,14 @@ class Operations:
 
         A process that was unknown before may be known afterwards; then its owner is checked too.
         """
-        self.check(asked, pids)
-        snapshot = await self._lookout.snapshot(pids, may=asked.may, weighed_within_s=weighed_within_s, respawn=respawn)
-        self.check(asked, pids)
+        self.check(context, pids)
+        snapshot = await self._lookout.snapshot(
+            pids, may=context.may, weighed_within_s=weighed_within_s, respawn=respawn
+        )
+        self.check(context, pids)
         return snapshot
 
-    def check(self, asked: RequestContext, pids: Iterable[int]) -> None:
+    def check(self, context: RequestContext, pids: Iterable[int]) -> None:
         """Check that the caller may act on those processes, and on the operations that have them. Raises DENIED.
 
         A process may be known only through its operation: off its GPU, with a disconnected agent, or ended for a
@@ -446,15 +456,15 @@ class Operations:
         for pid in pids:
             worker = self._workers.find(pid)
             if worker is not None:
-                self._check_owner(asked, worker.identity.uid, f"process {pid}")
+                self._check_owner(context, worker.identity.uid, f"process {pid}")
             elif pid in owners:
-                self._check_owner(asked, owners[pid], f"process {pid}")
+                self._check_owner(context, owners[pid], f"process {pid}")
             op = self.runner.of_process(pid)
             if op is not None:
-                self._check_owner(asked, op.owner_uid, f"operation {op.id}")
+                self._check_owner(context, op.owner_uid, f"operation {op.id}")
 
-    def _check_owner(self, asked: RequestContext, uid: int | None, what: str) -> None:
-        if not asked.may(uid):
+    def _check_owner(self, context: RequestContext, uid: int | None, what: str) -> None:
+        if not context.may(uid):
             owner = "an unknown user" if uid is None else f"uid {uid}"
             raise HegmError(
                 DENIED, f"{what} belongs to {owner}", "ask its owner, or an administrator of hegmd", {"uid": uid}

@@ -44,9 +44,9 @@ class ByDriver(Protocol):
 
 
 class SearchingSource(Protocol):
-    """A source that has to be asked to look."""
+    """A source that must be asked to search."""
 
-    async def look(self, *, thorough: bool, within_s: float) -> None: ...
+    async def search(self, *, thorough: bool, within_s: float) -> None: ...
 
 
 class PoolOrphans:
@@ -133,12 +133,12 @@ class ParkedOrphans:
                 raise HegmError(NOT_FOUND, *no_such_process(pid), {"pid": pid})
             raise HegmError(NOT_FOUND, f"process {pid} has no connected agent", "run: hegmctl adopt", {"pid": pid})
         others = [other for other in self._workers if other is not worker and _is_same_job(worker, other)]
-        found = [await self._asked(one) for one in (worker, *others) if one is worker or self.is_orphan(one)]
+        found = [await self._parked_process(one) for one in (worker, *others) if one is worker or self.is_orphan(one)]
         if not self.is_orphan(worker):
             raise Refused(f"process {pid} is not parked: there is nothing to adopt", "run: hegmctl ps", {"pid": pid})
         return tuple(found)
 
-    async def _asked(self, worker: AgentConnection) -> ParkedProcess:
+    async def _parked_process(self, worker: AgentConnection) -> ParkedProcess:
         await worker.order("survey", limit_s=SURVEY_LIMIT_S)
         parked = ParkedProcess(
             pid=worker.pid,
@@ -196,20 +196,20 @@ def _is_same_job(one: AgentConnection, other: AgentConnection) -> bool:
 class Orphans:
     """All orphans. Listens to the workers, and reports each orphan once, as an event and in the log."""
 
-    def __init__(self, sources: Sequence[Source], events: EventLog, looker: SearchingSource | None = None) -> None:
+    def __init__(self, sources: Sequence[Source], events: EventLog, searcher: SearchingSource | None = None) -> None:
         self._sources = sources
-        self._looker = looker
+        self._searcher = searcher
         self._events = events
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def all(self) -> tuple[Orphan, ...]:
         """Return everything that needs a person now."""
         return tuple([orphan for source in self._sources for orphan in source.orphans()])
 
-    async def look(self, *, thorough: bool, within_s: float) -> None:
+    async def search(self, *, thorough: bool, within_s: float) -> None:
         """Search now for orphans that are only found by asking the driver, within that time."""
-        if self._looker is not None:
-            await self._looker.look(thorough=thorough, within_s=within_s)
+        if self._searcher is not None:
+            await self._searcher.search(thorough=thorough, within_s=within_s)
 
     async def drop(self, name: str, may: Callable[[int | None], bool]) -> int | None:
         """Delete the orphan of that name, and return the freed bytes. Raises HegmError.
@@ -226,18 +226,18 @@ class Orphans:
                 return freed_bytes
         raise HegmError(NOT_FOUND, f"there is no orphan {name[:120]!r}", "run: hegmctl adopt")
 
-    def on_event(self, news: str, _worker: AgentConnection) -> None:
-        if news in (CAME, BACK):
+    def on_event(self, event: str, _worker: AgentConnection) -> None:
+        if event in (CAME, BACK):
             self.tell()
 
     def tell(self) -> None:
         """Report orphans that were not reported yet."""
         orphans = self.all()
-        self._told &= {orphan.name for orphan in orphans}  # a pid may be a orphan's again, of another process
+        self._reported &= {orphan.name for orphan in orphans}  # a pid may be a orphan's again, of another process
         for orphan in orphans:
-            if orphan.name in self._told:
+            if orphan.name in self._reported:
                 continue
-            self._told.add(orphan.name)
+            self._reported.add(orphan.name)
             message = f"{orphan.name} needs your attention: {orphan.why}; {orphan.next}"
             self._events.record(
                 "pool.orphan", "warning", message, pid=orphan.pid, facts={"name": orphan.name, "kind": orphan.kind}

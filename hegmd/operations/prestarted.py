@@ -48,7 +48,7 @@ class RetryDelays:
 class _PrestartRequest:
     """The latest request to a supervisor: for which process, on which connection, when, and the failures in a row."""
 
-    asked: tuple[str, int]
+    origin: tuple[str, int]
     at: float
     fallen: int = 0
     #: When it is to be asked again; None while it is being asked, and where it is not to be.
@@ -128,7 +128,7 @@ class PrestartedJobs:
     def _due(self, supervisor: Supervisor, worker: AgentConnection) -> float:
         """Return when the supervisor is to be asked; records the exit of a prestarted process."""
         kept = self._kept.get(_whose(supervisor))
-        if kept is None or kept.asked != (worker.name, supervisor.connection):
+        if kept is None or kept.origin != (worker.name, supervisor.connection):
             if not (self._is_wanted(supervisor) and supervisor.offer.kept):
                 return 0.0
             # It has one from before, when it had another connection.
@@ -141,10 +141,10 @@ class PrestartedJobs:
 
     def _note_asked(self, supervisor: Supervisor, worker: AgentConnection) -> _PrestartRequest:
         """Record a request. Failures for the same process keep counting, unless the last prestart survived."""
-        asked, before = (worker.name, supervisor.connection), self._kept.get(_whose(supervisor))
-        counts = before is not None and before.asked == asked and before.has_fallen
+        origin, before = (worker.name, supervisor.connection), self._kept.get(_whose(supervisor))
+        counts = before is not None and before.origin == origin and before.has_fallen
         fallen = before.fallen if before is not None and counts else 0
-        kept = self._kept[_whose(supervisor)] = _PrestartRequest(asked, anyio.current_time(), fallen)
+        kept = self._kept[_whose(supervisor)] = _PrestartRequest(origin, anyio.current_time(), fallen)
         return kept
 
     def _note_exited(self, kept: _PrestartRequest, worker: AgentConnection) -> None:

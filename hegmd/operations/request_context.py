@@ -13,10 +13,10 @@ from hegmd.errors import BAD_REQUEST, Bug, HegmError, code_named
 from hegmd.migration.machine.operation import Limits, Respawn
 from hegmd.migration.model import MigrationPlan
 from hegmd.operations.survey import May
-from hegmd.protocol import operations as told
+from hegmd.protocol import operations as records
 from hegmd.protocol.operations import Reason
 
-Emit = Callable[[told.OperationProgress], Awaitable[None]]
+Emit = Callable[[records.OperationProgress], Awaitable[None]]
 
 MAX_LIMIT_S = 1_000_000.0
 
@@ -57,8 +57,8 @@ NO_RESTART = Restarting()
 class OperationResult:
     """An operation's public record, and its plan."""
 
-    operation: told.Operation | None
-    plan: told.Plan | None
+    operation: records.Operation | None
+    plan: records.Plan | None
 
 
 def limits_of(limit_s: float | None, hold_s: float | None = None) -> Limits:
@@ -70,11 +70,11 @@ def limits_of(limit_s: float | None, hold_s: float | None = None) -> Limits:
     return limits.replace(park_s=limit_s or limits.park_s, hold_s=hold_s or limits.hold_s)
 
 
-def limit_of(asked: RequestContext) -> float | None:
+def limit_of(context: RequestContext) -> float | None:
     """Return the total limit of a request; None without one. Raises HegmError."""
-    if asked.limit_s is not None:
-        _require_limit(asked.limit_s, "it")
-    return asked.limit_s
+    if context.limit_s is not None:
+        _require_limit(context.limit_s, "it")
+    return context.limit_s
 
 
 def _require_limit(limit_s: float, what: str) -> None:
@@ -100,6 +100,6 @@ def refusal(reasons: Sequence[Reason]) -> HegmError:
     return HegmError(code_named(reasons[0].code), messages, hints, facts)
 
 
-def plan_record(plan: MigrationPlan) -> told.Plan:
+def plan_record(plan: MigrationPlan) -> records.Plan:
     """Return the public record of the plan."""
-    return told.Plan.from_plain(plan.to_plain(), "plan")
+    return records.Plan.from_plain(plan.to_plain(), "plan")

@@ -195,15 +195,15 @@ class Restarts(BackgroundTasks):
             except SupervisorAway as error:
                 logger.debug("%s", error.message)
 
-    def _on_worker_event(self, news: str, worker: AgentConnection) -> None:
+    def _on_worker_event(self, event: str, worker: AgentConnection) -> None:
         """Handle news of the workers: one may have continued from a saved state after its supervisor exited."""
-        if news == CAME:
+        if event == CAME:
             for supervisor in self._supervisors:
                 is_its_own = (supervisor.offer.pid, supervisor.uid) == (worker.pid, worker.identity.uid)
                 if is_its_own and supervisor.offer.operation is not None:
                     self._note_progress(supervisor.offer.operation)
         restarted = worker.about.restarted
-        if self._tasks is not None and news in (CAME, BACK) and restarted is not None and not _is_recovery(restarted):
+        if self._tasks is not None and event in (CAME, BACK) and restarted is not None and not _is_recovery(restarted):
             self._tasks.start_soon(self._take_in, worker, restarted)
 
     async def _take_in(self, worker: AgentConnection, op_id: str) -> None:
@@ -239,10 +239,10 @@ class Restarts(BackgroundTasks):
         """Resume the operation with that supervisor, and notify the supervisor if that fails."""
         try:
             op = self._require_mine(supervisor, op_id)
-            asked = RequestContext(
+            context = RequestContext(
                 by=f"its supervisor (pid {supervisor.pid})", may=lambda _: True, emit=_ignored, wait=False
             )
-            await self._operations.resume(next(op.live).pid, supervisor.offer.gpu, asked)
+            await self._operations.resume(next(op.live).pid, supervisor.offer.gpu, context)
         except HegmError as error:
             try:
                 await supervisor.tell("give-up", op_id, message=error.message, hint=error.hint)

@@ -89,10 +89,10 @@ class ScheduledImages(BackgroundTasks):
         """Return how many jobs missed their last scheduled image."""
         return len(self._without)
 
-    def on_event(self, news: str, worker: AgentConnection) -> None:
+    def on_event(self, event: str, worker: AgentConnection) -> None:
         """Listens to the workers: the first of a job that wants images begins to have them."""
         whose = _whose(worker)
-        if news not in (CAME, BACK) or self._tasks is None or worker.about.run is None or worker.about.images is None:
+        if event not in (CAME, BACK) or self._tasks is None or worker.about.run is None or worker.about.images is None:
             return
         if whose in self._known:
             return
@@ -150,7 +150,7 @@ class ScheduledImages(BackgroundTasks):
         path = os.path.join(wish.path, f"{series}.{stamp}")
         try:
             rights = await run_detached(lambda _: _rights_of(worker), name="hegmd-rights")
-            answer = await self._take(worker.pid, path, rights, _asked(rights))
+            answer = await self._take(worker.pid, path, rights, _context(rights))
             op = answer.operation
             if op is None or op.phase != DONE or op.failure is not None:
                 failure = None if op is None else op.failure
@@ -211,7 +211,7 @@ def _against(wish: PeriodicImages) -> str | None:
     return None
 
 
-def _asked(rights: Rights) -> RequestContext:
+def _context(rights: Rights) -> RequestContext:
     async def discard_progress(_: OperationProgress) -> None:
         """Discard progress: no client follows."""
 

@@ -52,7 +52,7 @@ class _Swap:
         self.begun: list[str] = []
         self.over = False
         self.failure: HegmError | None = None
-        self.news = Condition()
+        self.changed = Condition()
 
 
 class MultiStepOperations(BackgroundTasks):
@@ -65,21 +65,21 @@ class MultiStepOperations(BackgroundTasks):
 
     # -- a GPU that is emptied -----------------------------------------------------------------------------------------
 
-    async def drain(self, gpu: str, to: Sequence[str], asked: RequestContext) -> Outcome:
+    async def drain(self, gpu: str, to: Sequence[str], context: RequestContext) -> Outcome:
         """Move every job off a GPU. Raises NOT_FOUND for a GPU that is not there."""
-        snapshot = await self._survey.snapshot_for(gpu, may=asked.may)
+        snapshot = await self._survey.snapshot_for(gpu, may=context.may)
         _require_targets(snapshot, gpu, to)
         outcome = Outcome()
-        if asked.dry_run:
-            self._plan_drain(snapshot, gpu, to, asked, outcome)
+        if context.dry_run:
+            self._plan_drain(snapshot, gpu, to, context, outcome)
             return outcome
         for number, pid in enumerate(tuple(occupants(snapshot, gpu))):
             if number:  # the job before has taken memory, and time
-                snapshot = await self._survey.snapshot([pid], may=asked.may)
+                snapshot = await self._survey.snapshot([pid], may=context.may)
             try:
-                self._operations.check(asked, [pid])
+                self._operations.check(context, [pid])
                 plan = plan_or_raise(departure(snapshot, pid, gpu, to))
-                answer = await self._operations.carry_out(plan, snapshot, asked)
+                answer = await self._operations.carry_out(plan, snapshot, context)
             except HegmError as error:
                 outcome.left.append(_reason(error, pid))
             else:
@@ -87,12 +87,12 @@ class MultiStepOperations(BackgroundTasks):
         return outcome
 
     def _plan_drain(
-        self, snapshot: NodeSnapshotForPlan, gpu: str, to: Sequence[str], asked: RequestContext, outcome: Outcome
+        self, snapshot: NodeSnapshotForPlan, gpu: str, to: Sequence[str], context: RequestContext, outcome: Outcome
     ) -> None:
         denied: set[int] = set()
         for pid in tuple(occupants(snapshot, gpu)):
             try:
-                self._operations.check(asked, [pid])
+                self._operations.check(context, [pid])
             except HegmError as error:
                 denied.add(pid)
                 outcome.left.append(_reason(error, pid))
@@ -103,24 +103,24 @@ class MultiStepOperations(BackgroundTasks):
 
     # -- two jobs that change places -----------------------------------------------------------------------------------
 
-    async def swap(self, first: int, second: int, asked: RequestContext) -> Outcome:
+    async def swap(self, first: int, second: int, context: RequestContext) -> Outcome:
         """Let two jobs change places, or two processes of one. Raises HegmError with every reason why not.
 
         Without `wait` it answers when the first step has begun; the others follow without a request.
         """
         first, second = [await self._operations.named_one(pid) for pid in (first, second)]
-        snapshot = await self._operations.look(asked, [first, second])
+        snapshot = await self._operations.look(context, [first, second])
         steps = _plans_or_raise(planned_swap(snapshot, first, second))
-        if asked.dry_run:
+        if context.dry_run:
             return Outcome(plans=[plan_record(step) for step in steps])
         if self._tasks is None:
             raise Bug("swap() was called before run()")
         for step in steps:
-            self._operations.check(asked, [worker.pid for worker in step.workers])
+            self._operations.check(context, [worker.pid for worker in step.workers])
         exchange = _Swap()
-        alone = RequestContext(by=asked.by, may=asked.may, emit=_discard_progress, wait=False, limit_s=asked.limit_s)
+        alone = RequestContext(by=context.by, may=context.may, emit=_discard_progress, wait=False, limit_s=context.limit_s)
         self._tasks.start_soon(self._carry_out, exchange, steps, snapshot, alone, name=f"swap of {first} and {second}")
-        await self._watch(exchange, asked)
+        await self._watch(exchange, context)
         if exchange.failure is not None and not exchange.begun:
             raise exchange.failure
         describe = self._operations.runner.describe
@@ -129,28 +129,28 @@ class MultiStepOperations(BackgroundTasks):
             outcome.left.append(_reason(exchange.failure, second))
         return outcome
 
-    async def _watch(self, exchange: _Swap, asked: RequestContext) -> None:
+    async def _watch(self, exchange: _Swap, context: RequestContext) -> None:
         """Report progress until the end, or until it has begun if the client does not wait."""
-        seen = 0
+        snapshot_then = 0
         while True:
-            if exchange.begun and not asked.wait:
+            if exchange.begun and not context.wait:
                 return
-            while seen < len(exchange.begun):
-                await self._operations.follow(exchange.begun[seen], asked.emit)
-                seen += 1
+            while snapshot_then < len(exchange.begun):
+                await self._operations.follow(exchange.begun[snapshot_then], context.emit)
+                snapshot_then += 1
             if exchange.over:
                 return
-            await exchange.news.wait()
+            await exchange.changed.wait()
 
     async def _carry_out(
-        self, exchange: _Swap, steps: Sequence[MigrationPlan], snapshot: NodeSnapshotForPlan, asked: RequestContext
+        self, exchange: _Swap, steps: Sequence[MigrationPlan], snapshot: NodeSnapshotForPlan, context: RequestContext
     ) -> None:
         try:
             async with anyio.create_task_group() as watching:
                 for step in steps:
                     watching.start_soon(self._cancel_when_it_ends, exchange, _pid(step))
                 try:
-                    await self._exchange(exchange, steps, snapshot, asked)
+                    await self._exchange(exchange, steps, snapshot, context)
                 except HegmError as error:
                     exchange.failure = exchange.failure or error
                 watching.cancel_scope.cancel()
@@ -159,7 +159,7 @@ class MultiStepOperations(BackgroundTasks):
                 logger.warning("a swap is not complete: %s", failure.message, extra=fields(hint=failure.hint))
         finally:
             exchange.over = True
-            exchange.news.notify_all()
+            exchange.changed.notify_all()
 
     async def _cancel_when_it_ends(self, exchange: _Swap, pid: int) -> None:
         """Wait for the end of that process. Then cancel the step that takes the other job off its GPU."""
@@ -181,14 +181,14 @@ class MultiStepOperations(BackgroundTasks):
                     await self._operations.runner.ask(op_id, events.CancelRequested(cause="request", by="the swap"))
 
     async def _exchange(
-        self, exchange: _Swap, steps: Sequence[MigrationPlan], snapshot: NodeSnapshotForPlan, asked: RequestContext
+        self, exchange: _Swap, steps: Sequence[MigrationPlan], snapshot: NodeSnapshotForPlan, context: RequestContext
     ) -> None:
         """Carry out part after part; if one fails, resume the jobs in the pool where they were, if that is free."""
         waiting: dict[int, MigrationPlan] = {}
-        seen: NodeSnapshotForPlan | None = snapshot
+        snapshot_then: NodeSnapshotForPlan | None = snapshot
         for part in at_once(steps):
-            ended = await self._all_of(exchange, part, seen, asked)
-            seen = None
+            ended = await self._all_of(exchange, part, snapshot_then, context)
+            snapshot_then = None
             for step in part:
                 if _is_well(ended[_pid(step)]) and step.kind == SUSPEND:
                     waiting[_pid(step)] = step
@@ -196,7 +196,7 @@ class MultiStepOperations(BackgroundTasks):
                     del waiting[_pid(step)]
             if not all(map(_is_well, ended.values())):
                 for suspended in waiting.values():
-                    await self._bring_back(exchange, suspended, asked)
+                    await self._bring_back(exchange, suspended, context)
                 for failure in ended.values():
                     if isinstance(failure, HegmError):
                         raise failure
@@ -207,14 +207,14 @@ class MultiStepOperations(BackgroundTasks):
         exchange: _Swap,
         part: Sequence[MigrationPlan],
         snapshot: NodeSnapshotForPlan | None,
-        asked: RequestContext,
+        context: RequestContext,
     ) -> dict[int, protocol.Operation | HegmError]:
         """Carry steps out at once; how each ended, by its process."""
         ended: dict[int, protocol.Operation | HegmError] = {}
 
         async def carry_out(step: MigrationPlan) -> None:
             try:
-                ended[_pid(step)] = await self._step(exchange, step, snapshot, asked)
+                ended[_pid(step)] = await self._step(exchange, step, snapshot, context)
             except HegmError as error:
                 ended[_pid(step)] = error
 
@@ -224,24 +224,24 @@ class MultiStepOperations(BackgroundTasks):
         return ended
 
     async def _step(
-        self, exchange: _Swap, step: MigrationPlan, snapshot: NodeSnapshotForPlan | None, asked: RequestContext
+        self, exchange: _Swap, step: MigrationPlan, snapshot: NodeSnapshotForPlan | None, context: RequestContext
     ) -> protocol.Operation:
         """Carry a step out, as things are by then, and wait for its end. Raises HegmError."""
         operations, pids = self._operations, [worker.pid for worker in step.workers]
         if snapshot is not None:
-            answer = await operations.carry_out(step, snapshot, asked)
+            answer = await operations.carry_out(step, snapshot, context)
         elif step.kind == MIGRATE:
             placement = {str(worker.pid): worker.to for worker in step.workers if worker.to is not None}
-            answer = await operations.place(pids, placement, asked)
+            answer = await operations.place(pids, placement, context)
         else:
-            answer = await operations.resume(pids[0], step.place, asked)
+            answer = await operations.resume(pids[0], step.place, context)
         return await self._end(exchange, answer)
 
-    async def _bring_back(self, exchange: _Swap, suspended: MigrationPlan, asked: RequestContext) -> None:
+    async def _bring_back(self, exchange: _Swap, suspended: MigrationPlan, context: RequestContext) -> None:
         """Resume a job of a failed swap. If that fails, it stays suspended, and `hegmctl ops` shows the command."""
         worker = suspended.workers[0]
         try:
-            await self._end(exchange, await self._operations.resume(worker.pid, suspended.source, asked))
+            await self._end(exchange, await self._operations.resume(worker.pid, suspended.source, context))
         except HegmError as error:
             logger.warning("process %d stays suspended: %s", worker.pid, error.message, extra=fields(hint=error.hint))
 
@@ -250,7 +250,7 @@ class MultiStepOperations(BackgroundTasks):
             raise Bug("a step of a swap was planned and not begun")
         op_id = answer.operation.id
         exchange.begun.append(op_id)
-        exchange.news.notify_all()
+        exchange.changed.notify_all()
         await self._operations.follow(op_id, _discard_progress)
         return self._operations.runner.describe(op_id)
 

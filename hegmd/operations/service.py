@@ -216,7 +216,7 @@ class OperationsService:
             events=self._events,
             state_dir=self._state_dir,
             gpus=self._gpus,
-            look=self._look,
+            take_snapshot=self._look,
             variables=self._restart.variables_for,
             is_in_hand=self._is_in_hand,
             is_kept_from_training=self._is_kept_from_training,
@@ -335,8 +335,8 @@ class OperationsService:
         take, trim = self._take_image, self._trim_images
         return ScheduledImages(self._workers, self.runner, events, take=take, trim=trim, note=self._notify_supervisor)
 
-    async def _take_image(self, pid: int, path: str, rights: Rights, asked: RequestContext) -> OperationResult:
-        return await self.checkpoints.checkpoint(pid, path, rights, asked, leave_running=True)
+    async def _take_image(self, pid: int, path: str, rights: Rights, context: RequestContext) -> OperationResult:
+        return await self.checkpoints.checkpoint(pid, path, rights, context, leave_running=True)
 
     async def _notify_supervisor(self, worker: AgentConnection, message: str, hint: str) -> None:
         """Have the `hegmctl run` that stays with that job say it, where one does."""

@@ -61,16 +61,16 @@ class SimulatedPlacement:
         self._ended: set[tuple[int, int]] = set()
         self._news = anyio.Event()
 
-    def on_event(self, news: str, worker: AgentConnection) -> None:
+    def on_event(self, event: str, worker: AgentConnection) -> None:
         who = (worker.pid, worker.identity.start_ticks)
-        if news == CAME and self._memory.simulated:  # on real GPUs the driver reports where they are
+        if event == CAME and self._memory.simulated:  # on real GPUs the driver reports where they are
             place = self._last_place(*who)
             if place is not None:
                 worker.gpu = None if place.gpu == CPU else place.gpu
-        if news in (CAME, BACK):
+        if event in (CAME, BACK):
             self._due[worker.pid] = 0.0
             self._news.set()
-        if news == ENDED:
+        if event == ENDED:
             self._ended.add(who)
             self.drop_ended()
         self._changed()

@@ -236,7 +236,7 @@ class PlanSurvey:
 
         Return the counts of ranks that may train without one another.
         """
-        asked: list[AgentConnection] = []
+        context: list[AgentConnection] = []
         jobs = self._jobs(pids)
         missing = set(self._missing_ranks({worker.pid for worker in self._workers if worker.boundary}))
         with anyio.move_on_after(SURVEY_S):
@@ -244,9 +244,9 @@ class PlanSurvey:
                 for worker in self._workers:
                     is_one = _job(worker) in jobs and (worker.boundary or worker in missing)
                     if worker.connected and (worker.pid in pids or is_one) and may(worker.identity.uid):
-                        asked.append(worker)
+                        context.append(worker)
                         tasks.start_soon(self._count, worker, SURVEY_S * AGENT_SHARE)
-        return await _counts_of([worker for worker in asked if _may_be_alone(worker)])
+        return await _counts_of([worker for worker in context if _may_be_alone(worker)])
 
     async def _weigh(self, pids: Collection[int], may: May, within_s: float) -> None:
         """Ask the supervised ones, and their jobs' ranks, how much a restart would carry, at their next boundary."""
@@ -284,8 +284,8 @@ class PlanSurvey:
             with contextlib.suppress(SupervisorAway):
                 found[supervisor.pid] = await supervisor.ask_python(python, respawn.set, respawn.unset)
 
-        theirs = [self._supervised(worker) for worker in self._workers if worker.pid in pids]
-        supervisors = {one.pid: one for one in theirs if one is not None and one.offer.asks and may(one.uid)}
+        supervised = [self._supervised(worker) for worker in self._workers if worker.pid in pids]
+        supervisors = {one.pid: one for one in supervised if one is not None and one.offer.asks and may(one.uid)}
         with anyio.move_on_after(ASK_S):
             async with anyio.create_task_group() as tasks:
                 for one in supervisors.values():
@@ -307,7 +307,7 @@ class PlanSurvey:
                 attending.add(worker.pid)
             supervisor = None if worker is None else self._supervised(worker)
             uses = _in_device_order(process.gpus, worker, node)
-            said, is_python = ("", True) if supervisor is None else pythons.get(supervisor.pid, ("", True))
+            python, is_python = ("", True) if supervisor is None else pythons.get(supervisor.pid, ("", True))
             yield Candidate(
                 pid=process.pid,
                 start_ticks=process.start_ticks,
@@ -323,9 +323,9 @@ class PlanSurvey:
                 launched=supervisor is not None and _is_launched(process.pid, worker, supervisor),
                 apart=supervisor is not None and parent_of(process.pid) not in (None, supervisor.pid),
                 python=supervisor is not None and supervisor.offer.python,
-                other_python=said if is_python else "",
-                no_python="" if is_python else said,
-                agent=None if worker is None else _told(worker, counts.get(worker.pid)),
+                other_python=python if is_python else "",
+                no_python="" if is_python else python,
+                agent=None if worker is None else _agent_survey(worker, counts.get(worker.pid)),
             )
         for worker in self._parked_orphans():  # off its GPU, and in no operation that would have it shown there
             if worker.pid not in attending:
@@ -385,7 +385,7 @@ def _candidate_without_gpu(worker: AgentConnection) -> Candidate:
         uid=worker.identity.uid,
         job=run_of(worker),
         gpus=(),
-        agent=_told(worker),
+        agent=_agent_survey(worker),
     )
 
 
@@ -393,7 +393,7 @@ def _is_launched(pid: int, worker: AgentConnection | None, supervisor: Superviso
     return worker is not None and worker.about.rank is not None and supervisor.offer.pid != pid
 
 
-def _told(worker: AgentConnection, counts: tuple[int, int] | None = None) -> AgentSurvey:
+def _agent_survey(worker: AgentConnection, counts: tuple[int, int] | None = None) -> AgentSurvey:
     return AgentSurvey(
         token=worker.token,
         framework_version=worker.about.framework_version,

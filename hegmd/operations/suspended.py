@@ -49,7 +49,7 @@ class SpillTask:
     def __init__(self) -> None:
         self.scope = anyio.CancelScope()
         self.over = anyio.Event()
-        self.news = Condition()
+        self.changed = Condition()
         self.moved: dict[str, int] = {}
         self.again = True
         self.failure: HegmError | None = None
@@ -98,9 +98,9 @@ class SuspendedOperations:
             task_status.started()
             await anyio.sleep_forever()
 
-    def on_event(self, news: str, worker: AgentConnection) -> None:
+    def on_event(self, event: str, worker: AgentConnection) -> None:
         """Handle an event of the workers: one that reconnects may have missed an order."""
-        op = self._runner.of_process(worker.pid) if news in (CAME, BACK) else None
+        op = self._runner.of_process(worker.pid) if event in (CAME, BACK) else None
         if op is not None:
             self.start_spilling_when_idle(op.id)
 
@@ -137,7 +137,7 @@ class SuspendedOperations:
         """Return how many bytes of an operation that is to be spilled are on disk, until all are. Raises HegmError."""
         task = self._spill_tasks.get(op_id)
         while task is not None and not task.over.is_set():
-            changed = task.news.next
+            changed = task.changed.next
             yield sum(task.moved.values())
             await changed.wait()
         if task is not None and task.failure is not None:
@@ -242,7 +242,7 @@ class SuspendedOperations:
             self._fail(op_id, task, HegmError(INTERNAL, f"{type(bug).__name__}: {bug}", "read the log of hegmd"))
         finally:
             task.over.set()
-            task.news.notify_all()
+            task.changed.notify_all()
 
     def _fail(self, op_id: str, task: SpillTask, error: HegmError) -> None:
         task.failure = error
@@ -267,7 +267,7 @@ class SuspendedOperations:
 
         def on_progress(moved_bytes: int) -> None:
             task.moved[member.name] = moved_bytes
-            task.news.notify_all()
+            task.changed.notify_all()
 
         if member.offloaded and self._is_to_be_spilled(op):
             await self._end_preparation(op.id)

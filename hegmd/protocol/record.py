@@ -234,9 +234,9 @@ def _check_int_or_str(value: object, where: str) -> int | str:
     return _check_int(value, where)
 
 
-def _exactly(wanted: type, words: str) -> Check:
+def _exactly(expected: type, words: str) -> Check:
     def check(value: object, where: str) -> object:
-        if type(value) is not wanted:
+        if type(value) is not expected:
             raise BadValue(where, f"{words} is needed, not {_kind_of(value)}")
         return value
 

@@ -39,27 +39,29 @@ class InProcess:
         pid = record.launcher_pid
         return pid is not None and start_ticks_of(pid) == record.launcher_start_ticks
 
-    async def hold(self, pid: int, uid: int, asked: HoldSlot) -> tuple[str, Memory]:
+    async def hold(self, pid: int, uid: int, request: HoldSlot) -> tuple[str, Memory]:
         """Hold memory for a slot of the caller's job; the job's id, and the memory. Raises HegmError."""
-        if not 0 <= asked.slot < SLOTS or asked.size_bytes <= 0:
-            raise Refused(f"slot {asked.slot} of {asked.size_bytes} bytes cannot be", "ask for slot 0 or 1, and a size")
-        job, record = self._job_of(uid, asked.run)
+        if not 0 <= request.slot < SLOTS or request.size_bytes <= 0:
+            raise Refused(
+                f"slot {request.slot} of {request.size_bytes} bytes cannot be", "ask for slot 0 or 1, and a size"
+            )
+        job, record = self._job_of(uid, request.run)
         ticks = start_ticks_of(pid)
         if self.is_live(record) and (record.launcher_pid, record.launcher_start_ticks) != (pid, ticks):
             raise Refused(f"process {record.launcher_pid} launches the ranks of job {job.id}", "run: hegmctl recovery")
         self._node.save(record.replace(launcher_pid=pid, launcher_start_ticks=ticks, ranks=1))
         await self._node.until_saved()  # without the record, the next daemon would free the slot
         slots = JobSlots(self._node.pool, job.id)
-        return job.id, await slots.take(0, asked.slot, asked.size_bytes, Source(uid, ticks or 0))
+        return job.id, await slots.take(0, request.slot, request.size_bytes, Source(uid, ticks or 0))
 
-    def report(self, uid: int, told: ReportRecovery) -> None:
+    def report(self, uid: int, report: ReportRecovery) -> None:
         """Store a launcher's report. Raises HegmError."""
-        job, record = self._job_of(uid, told.run)
-        if told.unprotected is not None and record.unprotected is None:
-            message = f"job {job.id} ({job.name}) is not protected: {told.unprotected}"
+        job, record = self._job_of(uid, report.run)
+        if report.unprotected is not None and record.unprotected is None:
+            message = f"job {job.id} ({job.name}) is not protected: {report.unprotected}"
             self._node.events.record("job.unprotected", "warning", message, facts={"job": job.id})
-        record = record.replace(unprotected=told.unprotected)
-        attempt = told.recovery
+        record = record.replace(unprotected=report.unprotected)
+        attempt = report.recovery
         if attempt is not None:
             former = next((one for one in record.attempts if one.failed_utc == attempt.failed_utc), None)
             if attempt.result in _EVENTS and (former is None or former.result != attempt.result):

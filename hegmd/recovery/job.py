@@ -59,7 +59,7 @@ class Node:
     save: Callable[[JobSnapshots], object]
     until_saved: Callable[[], Awaitable[object]]
     workers_of: Callable[[str], Sequence[AgentConnection]]
-    news: Condition
+    changed: Condition
     #: Whether the job, by its id, was off its GPUs when it failed: then it waits until they have room again.
     must_wait: Callable[[str], bool] = lambda _job: False
     utc: Callable[[], float] = time.time

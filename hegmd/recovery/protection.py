@@ -107,7 +107,7 @@ class Protection:
                 except SupervisorAway as error:
                     logger.info("%s: %s", self.job, error.message)
                 with anyio.move_on_after(max(0.0, min(self._due - anyio.current_time(), LOOK_S))):
-                    await self.job.node.news.wait()
+                    await self.job.node.changed.wait()
             tasks.cancel_scope.cancel()
 
     async def _turn(self) -> None:
@@ -134,7 +134,7 @@ class Protection:
 
             async def give_up() -> None:
                 while not self._starts.is_wanted():
-                    await self.job.node.news.wait()
+                    await self.job.node.changed.wait()
                 tasks.cancel_scope.cancel()
 
             tasks.start_soon(give_up)

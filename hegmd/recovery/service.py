@@ -19,7 +19,7 @@ import anyio.abc
 from hegmd.errors import DENIED, NOT_FOUND, HegmError, Refused
 from hegmd.memory.pool import Key, Pool
 from hegmd.node.inventory import NodeSnapshot
-from hegmd.protocol import recovery as told
+from hegmd.protocol import recovery as messages
 from hegmd.protocol.snapshots import Gpu
 from hegmd.recovery.in_process import InProcess, in_process_state
 from hegmd.recovery.job import Node, ProtectedJob
@@ -61,7 +61,7 @@ class Recoveries(BackgroundTasks):
         events: EventLog,
         state_dir: Path,
         gpus: Callable[[], Sequence[Gpu]],
-        look: Callable[[], Awaitable[NodeSnapshot]],
+        take_snapshot: Callable[[], Awaitable[NodeSnapshot]],
         variables: Callable[[Sequence[str]], dict[str, Any]],
         is_in_hand: Callable[[int], bool],
         is_kept_from_training: Callable[[int], bool],
@@ -84,14 +84,14 @@ class Recoveries(BackgroundTasks):
             events=events,
             state_dir=state_dir,
             gpus=gpus,
-            look=look,
+            look=take_snapshot,
             variables=variables,
             is_in_hand=is_in_hand,
             is_kept_from_training=is_kept_from_training,
             save=self._save,
             until_saved=self._files.until_saved,
             workers_of=self._workers_of,
-            news=self._news,
+            changed=self._news,
             must_wait=self._must_wait,
             utc=utc,
         )
@@ -248,15 +248,15 @@ class Recoveries(BackgroundTasks):
             hint = "run the command as that user: only the owner may use a saved state"
             raise HegmError(DENIED, f"job {job} belongs to uid {record.uid}", hint)
 
-    async def show(self, wanted: Sequence[int | str], may: May) -> told.RecoveryReply:
+    async def show(self, job: Sequence[int | str], may: May) -> messages.RecoveryReply:
         """Return how these jobs are protected, or all. Raises HegmError for one that is not."""
-        records = [self._named(one, may) for one in wanted] or list(self._records.values())
+        records = [self._named(one, may) for one in job] or list(self._records.values())
         views = [await self._view(record, may) for record in sorted(records, key=lambda one: int(one.job[1:]))]
-        return told.RecoveryReply(taken_utc=self._utc(), jobs=tuple(views))
+        return messages.RecoveryReply(taken_utc=self._utc(), jobs=tuple(views))
 
-    async def drop(self, wanted: int | str, may: May) -> int:
+    async def drop(self, job: int | str, may: May) -> int:
         """Delete the kept state of a job; how many bytes that frees. Raises HegmError."""
-        record = self._named(wanted, may)
+        record = self._named(job, may)
         if not may(record.uid):
             hint = "ask its owner, or an administrator of hegmd"
             raise HegmError(DENIED, f"job {record.job} belongs to uid {record.uid}", hint)
@@ -272,10 +272,10 @@ class Recoveries(BackgroundTasks):
             raise HegmError(NOT_FOUND, f"job {wanted} is not protected, and no state of it is kept", hint)
         return record
 
-    async def _view(self, record: JobSnapshots, may: May) -> told.JobRecovery:
+    async def _view(self, record: JobSnapshots, may: May) -> messages.JobRecovery:
         running, slots = self._running.get(record.job), JobSlots(self._pool, record.job)
         job = next((job for job in self._jobs if job.id == record.job), None)
-        view = told.JobRecovery(
+        view = messages.JobRecovery(
             id=record.job,
             name=record.job if job is None else job.name,
             uid=record.uid,
@@ -287,9 +287,9 @@ class Recoveries(BackgroundTasks):
         read = await slots.read()
         whole = {one.generation for one in complete_generations(by_rank(read), max(1, record.ranks))}
         shown = [
-            told.Snapshot(rank=rank, slot=slot)
+            messages.Snapshot(rank=rank, slot=slot)
             if found is None or found.generation not in whole
-            else told.Snapshot(
+            else messages.Snapshot(
                 rank=rank,
                 slot=slot,
                 generation=found.generation,
@@ -332,9 +332,9 @@ async def run_once(protection: Protection, pause_s: float = FAILED_S) -> None:
 
 def _state(record: JobSnapshots, running: Protection | None) -> str:
     if running is None:
-        return told.KEPT if record.launcher_pid is None else in_process_state(record)
+        return messages.KEPT if record.launcher_pid is None else in_process_state(record)
     if running.is_recovering:
-        return told.RECOVERING
+        return messages.RECOVERING
     if running.why is not None:
-        return told.UNPROTECTED
-    return told.STARTING if running.job.newest is None else told.PROTECTED
+        return messages.UNPROTECTED
+    return messages.STARTING if running.job.newest is None else messages.PROTECTED

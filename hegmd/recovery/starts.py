@@ -81,8 +81,8 @@ class Starts:
         exhausted = self._job.record.budget.exhausted(self._job.wish.max_recoveries) if fell is not None else None
         if exhausted is None and whole:
             await self._await_room()
-        seen = await self._job.node.look()  # what ended it may be its GPU
-        gpus = gpus_to_start_on(self._job.record.gpus, seen.gpus)
+        snapshot = await self._job.node.look()  # what ended it may be its GPU
+        gpus = gpus_to_start_on(self._job.record.gpus, snapshot.gpus)
         if exhausted is not None or not whole:
             await self._give_up(attempt, exhausted or "it has no whole snapshot to start from")
         elif gpus is None:
@@ -140,7 +140,7 @@ class Starts:
         A rank that was still importing connects later, and is ended then.
         """
         while self._job.supervisor.is_alive and (rest := self._job.rest()):
-            following = self._job.node.news.next
+            following = self._job.node.changed.next
             for worker in rest:
                 await anyio.to_thread.run_sync(launchers.end_one, worker.pid, worker.identity.start_ticks)
             with anyio.move_on_after(LOOK_S):
@@ -154,7 +154,7 @@ class Starts:
                 has_told = True
                 await job.note(f"{job} failed while it was suspended, and waits for room", "hegmctl queue")
             with anyio.move_on_after(LOOK_S):
-                await job.node.news.wait()
+                await job.node.changed.wait()
         if not job.supervisor.is_alive:
             raise SupervisorAway(job.supervisor.run, job.record.job, "it has ended while its job waited for room")
 
@@ -208,7 +208,7 @@ class Starts:
                     return
                 continue
             with anyio.move_on_after(SOON_S if back else LOOK_S):
-                await self._job.node.news.wait()
+                await self._job.node.changed.wait()
 
     def _is_paused(self) -> bool:
         """Whether the job is stopped, as by Ctrl-Z or Slurm, or an operation has it: then no step can come."""

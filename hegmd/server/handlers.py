@@ -152,13 +152,15 @@ class Handlers:
         gpus = frozenset(gpu_named(gpu, snapshot.gpus) for gpu in request.gpus)
         pids = frozenset(await self._s.jobs.pids(request.pids, partial(self._s.policy.may_act_on, call.peer)))
         _check_known(pids, snapshot)
-        wanted = [process for process in snapshot.processes if _is_wanted(process, pids, gpus)]
+        matching = [process for process in snapshot.processes if _is_wanted(process, pids, gpus)]
         may = partial(self._s.policy.may_act_on, call.peer) if request.ways else deny_all
-        ways = await self._s.ways(snapshot, wanted, may)
-        wanted = [process.replace(ways=ways[process.pid]) for process in wanted]
+        ways = await self._s.ways(snapshot, matching, may)
+        matching = [process.replace(ways=ways[process.pid]) for process in matching]
         return m.ProcessesReply(
             taken_utc=snapshot.taken_utc,
-            processes=tuple(self._s.policy.visible(call.peer, self._s.jobs.of_process(process)) for process in wanted),
+            processes=tuple(
+                self._s.policy.visible(call.peer, self._s.jobs.of_process(process)) for process in matching
+            ),
             vendors=snapshot.vendors,
         )
 

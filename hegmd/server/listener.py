@@ -267,10 +267,10 @@ class Listener:
         """Send the reason if that is possible without waiting, and close."""
         self._counters.refused(error.code.name)
         limited(logger, f"refused-{error.code.name}", logging.WARNING, "connection refused: %s", error.message)
-        told = ServerConnection(frame_bytes=0, requests_in_flight=0).error(None, error)
+        reply = ServerConnection(frame_bytes=0, requests_in_flight=0).error(None, error)
         with connection, contextlib.suppress(OSError):
             connection.setblocking(False)
-            connection.send(told, socket.MSG_NOSIGNAL)
+            connection.send(reply, socket.MSG_NOSIGNAL)
 
     async def _serve(self, stream: PeerStream, peer: Peer) -> None:
         session = self._open_session(stream, peer)

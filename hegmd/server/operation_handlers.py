@@ -99,63 +99,63 @@ class OperationHandlers:
         return handle
 
     async def migrate(self, call: Call, request: m.Migrate) -> m.OperationReply:
-        asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
-        asked = replace(asked, carrier=request.carrier)
+        context = self._context(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
+        context = replace(context, carrier=request.carrier)
         restart = Restarting(request.via, request.allow_restart, request.set, request.unset, request.python)
-        pids, to = await self._jobs.pids(request.pids, asked.may), await self._place(request.to)
-        return self._reply(await self._operations.migrate(pids, to, asked, restart), call)
+        pids, to = await self._jobs.pids(request.pids, context.may), await self._place(request.to)
+        return self._reply(await self._operations.migrate(pids, to, context, restart), call)
 
     async def quiesce(self, call: Call, request: m.Quiesce) -> m.OperationReply:
-        asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
-        pids = await self._jobs.pids(request.pids, asked.may)
-        return self._reply(await self._operations.quiesce(pids, request.hold_s, asked), call)
+        context = self._context(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
+        pids = await self._jobs.pids(request.pids, context.may)
+        return self._reply(await self._operations.quiesce(pids, request.hold_s, context), call)
 
     async def suspend(self, call: Call, request: m.Suspend) -> m.OperationReply:
-        asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
-        asked = replace(asked, carrier=request.carrier)
-        pids, keep_context = await self._jobs.pids(request.pids, asked.may), request.keep_context
-        answer = await self._operations.suspend(pids, asked, spill=request.spill, keep_context=keep_context)
+        context = self._context(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
+        context = replace(context, carrier=request.carrier)
+        pids, keep_context = await self._jobs.pids(request.pids, context.may), request.keep_context
+        answer = await self._operations.suspend(pids, context, spill=request.spill, keep_context=keep_context)
         return self._reply(answer, call)
 
     async def resume(self, call: Call, request: m.Resume) -> m.OperationReply:
-        asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
-        pid, to = await self._jobs.pid(request.pid, asked.may), await self._place(request.to)
+        context = self._context(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
+        pid, to = await self._jobs.pid(request.pid, context.may), await self._place(request.to)
         resume = self._queued_resumes.resume if request.queue else self._operations.resume
-        return self._reply(await resume(pid, to, asked), call)
+        return self._reply(await resume(pid, to, context), call)
 
     async def checkpoint(self, call: Call, request: m.Checkpoint) -> m.OperationReply:
-        asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
-        asked = replace(asked, carrier=request.carrier)
-        pid, rights = await self._jobs.pid(request.pid, asked.may), _rights(call)
+        context = self._context(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
+        context = replace(context, carrier=request.carrier)
+        pid, rights = await self._jobs.pid(request.pid, context.may), _rights(call)
         answer = await self._checkpoints.checkpoint(
-            pid, request.path, rights, asked, leave_running=request.leave_running
+            pid, request.path, rights, context, leave_running=request.leave_running
         )
         return self._reply(answer, call)
 
     async def handoff(self, call: Call, request: m.Handoff) -> m.OperationReply:
-        asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
-        pid = await self._jobs.pid(request.pid, asked.may)
-        return self._reply(await self._checkpoints.handoff(pid, request.path, _rights(call), asked), call)
+        context = self._context(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
+        pid = await self._jobs.pid(request.pid, context.may)
+        return self._reply(await self._checkpoints.handoff(pid, request.path, _rights(call), context), call)
 
     async def restore(self, call: Call, request: m.Restore) -> m.OperationReply:
-        asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
+        context = self._context(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         outlets, fds = request.outlets, tuple(call.fds.view())
         to = await self._place(request.to)
         wish = RestoreRequest(request.path, to, as_then=request.as_then, outlets=outlets, fds=fds)
-        return self._reply(await self._checkpoints.restore(wish, _rights(call), asked), call)
+        return self._reply(await self._checkpoints.restore(wish, _rights(call), context), call)
 
     async def drain(self, call: Call, request: m.Drain) -> m.Drained:
-        asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
+        context = self._context(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         gpu, *to = [str(await self._place(name)) for name in (request.gpu, *request.to)]
-        return self._drained(await self._sequences.drain(gpu, tuple(to), asked), call)
+        return self._drained(await self._sequences.drain(gpu, tuple(to), context), call)
 
     async def swap(self, call: Call, request: m.Swap) -> m.Drained:
-        asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
-        first, second = [await self._jobs.pid(one, asked.may) for one in (request.first, request.second)]
-        return self._drained(await self._sequences.swap(first, second, asked), call)
+        context = self._context(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
+        first, second = [await self._jobs.pid(one, context.may) for one in (request.first, request.second)]
+        return self._drained(await self._sequences.swap(first, second, context), call)
 
     async def operations(self, call: Call, _: m.Operations) -> m.OperationsReply:
-        await self._orphans.look(thorough=False, within_s=OPERATIONS_S)
+        await self._orphans.search(thorough=False, within_s=OPERATIONS_S)
         runner = self._operations.runner
         operations = tuple(self._jobs.with_job(runner.describe(op.id)) for op in runner.operations())
         return m.OperationsReply(operations=operations, orphans=self._orphans.all())
@@ -172,19 +172,19 @@ class OperationHandlers:
 
     async def cancel(self, call: Call, request: m.CancelOperation) -> m.OperationReply:
         ask = self._operations.drop if request.drop else self._operations.cancel
-        return m.OperationReply(operation=self._jobs.with_job(await ask(request.id, self._asked(call))))
+        return m.OperationReply(operation=self._jobs.with_job(await ask(request.id, self._context(call))))
 
     async def orphans(self, call: Call, _: m.Orphans) -> m.OrphansReply:
-        await self._orphans.look(thorough=True, within_s=ORPHANS_S)
+        await self._orphans.search(thorough=True, within_s=ORPHANS_S)
         return m.OrphansReply(orphans=self._orphans.all())
 
     async def adopt(self, call: Call, request: m.Adopt) -> m.OperationReply:
-        asked = self._asked(call, wait=request.wait, dry_run=request.dry_run)
-        pid, to = await self._jobs.pid(request.pid, asked.may), await self._place(request.to)
-        return self._reply(await self._operations.adopt(pid, to, asked), call)
+        context = self._context(call, wait=request.wait, dry_run=request.dry_run)
+        pid, to = await self._jobs.pid(request.pid, context.may), await self._place(request.to)
+        return self._reply(await self._operations.adopt(pid, to, context), call)
 
     async def drop_orphan(self, call: Call, request: m.DropOrphan) -> m.Dropped:
-        freed_bytes = await self._orphans.drop(request.name, self._asked(call).may)
+        freed_bytes = await self._orphans.drop(request.name, self._context(call).may)
         return m.Dropped(name=request.name, size_bytes=freed_bytes)
 
     async def lend(self, call: Call, _: m.AgentLend) -> m.Lent:
@@ -200,7 +200,7 @@ class OperationHandlers:
         async def ignore_progress(_progress: OperationProgress) -> None:
             pass
 
-        return replace(self._asked(call), emit=ignore_progress)
+        return replace(self._context(call), emit=ignore_progress)
 
     def _reply(self, answer: OperationResult, call: Call) -> m.OperationReply:
         operation, plan = answer.operation, answer.plan
@@ -228,7 +228,7 @@ class OperationHandlers:
         snapshot = self._inventory.latest or await self._inventory.fresh(0.0)
         return place_named(text, snapshot.gpus)
 
-    def _asked(
+    def _context(
         self, call: Call, *, wait: bool = True, dry_run: bool = False, limit_s: float | None = None
     ) -> RequestContext:
         may = self._may(call)

@@ -110,46 +110,50 @@ class SharingActions(BackgroundTasks):
             self._memory.put_queued(queued.replace(placed=action.gpus[0], placed_utc=self._utc()))
             self._record("sharing.placed", f"job {job} starts on {action.gpus[0]}", gpu=action.gpus[0], job=job.id)
 
-    def _let_start(self, action: Action, seen: JobView) -> None:
+    def _let_start(self, action: Action, job_view: JobView) -> None:
         """A job whose processes have ended while it was suspended: it is started again, which waited for this."""
-        self._recoveries.start_on(seen.record.id, action.gpus)
-        self._memory.forget_suspended(seen.record.number)
+        self._recoveries.start_on(job_view.record.id, action.gpus)
+        self._memory.forget_suspended(job_view.record.number)
         where = ",".join(action.gpus)
-        self._record("sharing.resumed", f"job {seen.record} is started again on {where}", gpu=where, job=seen.record.id)
+        self._record(
+            "sharing.resumed", f"job {job_view.record} is started again on {where}", gpu=where, job=job_view.record.id
+        )
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
     async def _carry_out(self, action: Action, view: View) -> None:
-        seen, began = view.jobs[action.subject], self._clock()
+        job_view, began = view.jobs[action.subject], self._clock()
         do = {model.SUSPEND: self._suspend, model.RESUME: self._resume, model.MIGRATE: self._migrate}[action.kind]
         try:
-            operation = await do(action, seen, view)
-            wanted = SUSPENDED if action.kind == model.SUSPEND else DONE
-            if operation.phase != wanted or operation.failure is not None:
+            operation = await do(action, job_view, view)
+            request = SUSPENDED if action.kind == model.SUSPEND else DONE
+            if operation.phase != request or operation.failure is not None:
                 raise _failure_of(operation)
-            self._note_end(action, seen, self._cost_s(operation, self._clock() - began))
+            self._note_end(action, job_view, self._cost_s(operation, self._clock() - began))
         except HegmError as error:
-            self._note_failure(action, seen, error)
+            self._note_failure(action, job_view, error)
         except Exception as bug:  # the edge of one action: what is wrong here is not to end the daemon
             logger.exception("the %s of %s failed", action.kind, action.subject)
             self._note_failure(
-                action, seen, HegmError(INTERNAL, f"{type(bug).__name__}: {bug}", "read the log of hegmd")
+                action, job_view, HegmError(INTERNAL, f"{type(bug).__name__}: {bug}", "read the log of hegmd")
             )
         finally:
             self.acting.pop(action.subject, None)
             self._changed()
 
-    async def _suspend(self, action: Action, seen: JobView, view: View) -> Operation:
-        keeps = self._keeps_context(action, seen, view)
+    async def _suspend(self, action: Action, job_view: JobView, view: View) -> Operation:
+        keeps = self._keeps_context(action, job_view, view)
         return await self._leave(
-            action, seen, lambda: self._operations.suspend(seen.pids, _context(), keep_context=keeps)
+            action, job_view, lambda: self._operations.suspend(job_view.pids, _context(), keep_context=keeps)
         )
 
-    async def _leave(self, action: Action, seen: JobView, begin: Callable[[], Awaitable[OperationResult]]) -> Operation:
+    async def _leave(
+        self, action: Action, job_view: JobView, begin: Callable[[], Awaitable[OperationResult]]
+    ) -> Operation:
         """Have a job leave its GPUs, with the note by which it comes back if it ends up suspended."""
         past = self._history.of(action.subject)
         note = SuspendedRecord(
-            job=seen.record.number,
+            job=job_view.record.number,
             gpu=",".join(action.gpus),
             size_bytes=sum(action.size_bytes),
             since_utc=self._utc(),
@@ -158,23 +162,23 @@ class SharingActions(BackgroundTasks):
         )
         self._memory.put_suspended(note)
         try:
-            what = f"that job {seen.record} is to resume by itself"
+            what = f"that job {job_view.record} is to resume by itself"
             await self._memory.require_saved(what, "no job is suspended for others")
             answer = await begin()
         except Exception:  # nothing has begun; of a cancelled task that is not known
-            self._memory.forget_suspended(seen.record.number)
+            self._memory.forget_suspended(job_view.record.number)
             raise
         operation = _begun(answer)
         self._memory.put_suspended(note.replace(operation=operation.id))
         operation = await self._end_of(operation.id)
         # A job that failed meanwhile, and is started again, waits for its turn as if it had been suspended.
-        if operation.phase != SUSPENDED and not self._recoveries.returns_to(seen.record.id):
-            self._memory.forget_suspended(seen.record.number)
+        if operation.phase != SUSPENDED and not self._recoveries.returns_to(job_view.record.id):
+            self._memory.forget_suspended(job_view.record.number)
         return operation
 
-    def _keeps_context(self, action: Action, seen: JobView, view: View) -> bool:
+    def _keeps_context(self, action: Action, job_view: JobView, view: View) -> bool:
         """Whether the job keeps its CUDA contexts: it can only leave so, or what it then frees is enough."""
-        leaves = seen.leaves
+        leaves = job_view.leaves
         if leaves is None or leaves.stays_bytes is None:
             return False
         if leaves.keeps_context or self._rules.method == KEEP_CONTEXT:
@@ -184,14 +188,14 @@ class SharingActions(BackgroundTasks):
         may_stay = action.ends_turn or (lease is not None and lease.keeps_context)
         return self._rules.method == AUTO and may_stay and is_enough(action, leaves.stays_bytes, view.snapshot)
 
-    async def _resume(self, action: Action, seen: JobView, view: View) -> Operation:
-        answer = await self._operations.resume(seen.pids[0], target_of(action, view.snapshot), _context())
+    async def _resume(self, action: Action, job_view: JobView, view: View) -> Operation:
+        answer = await self._operations.resume(job_view.pids[0], target_of(action, view.snapshot), _context())
         return await self._end_of(_begun(answer).id)
 
-    async def _migrate(self, action: Action, seen: JobView, view: View) -> Operation:
+    async def _migrate(self, action: Action, job_view: JobView, view: View) -> Operation:
         to = target_of(action, view.snapshot)
         # If it can neither arrive nor return, because its own GPU is full by then, it ends up suspended.
-        return await self._leave(action, seen, lambda: self._operations.migrate(seen.pids, to, _context()))
+        return await self._leave(action, job_view, lambda: self._operations.migrate(job_view.pids, to, _context()))
 
     async def _end_of(self, op_id: str) -> Operation:
         await self._operations.follow(op_id, _discard_progress)
@@ -206,8 +210,8 @@ class SharingActions(BackgroundTasks):
             return min([took_s, *(max(0.0, self._clock() - since) for since in known if since is not None)])
         return took_s if operation.downtime_s is None else min(took_s, operation.downtime_s)
 
-    def _note_end(self, action: Action, seen: JobView, cost_s: float) -> None:
-        past, job = self._history.of(action.subject), seen.record
+    def _note_end(self, action: Action, job_view: JobView, cost_s: float) -> None:
+        past, job = self._history.of(action.subject), job_view.record
         self._history.note_success(action.subject)
         where = ",".join(action.gpus)
         if action.kind == model.SUSPEND:
@@ -222,11 +226,11 @@ class SharingActions(BackgroundTasks):
         else:
             self._record("sharing.moved", f"job {job} was migrated to {where}: {action.reason}", gpu=where, job=job.id)
 
-    def _note_failure(self, action: Action, seen: JobView, error: HegmError) -> None:
+    def _note_failure(self, action: Action, job_view: JobView, error: HegmError) -> None:
         first_line = error.message.replace("\n", "; ")
         again_s = self._history.note_failure(action.subject, first_line, self._clock()) - self._clock()
-        message = f"job {seen.record} could not {_VERBS[action.kind]}: {first_line}; tried again in {again_s:.0f} s"
-        self._events.record("sharing.failed", "warning", message, facts={"job": seen.record.id})
+        message = f"job {job_view.record} could not {_VERBS[action.kind]}: {first_line}; tried again in {again_s:.0f} s"
+        self._events.record("sharing.failed", "warning", message, facts={"job": job_view.record.id})
         logger.warning("%s", message, extra=fields(hint=error.hint))
 
     def _record(self, kind: str, message: str, *, gpu: str, **facts: str) -> None:

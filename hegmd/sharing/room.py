@@ -20,7 +20,7 @@ PRESENT = (RUNNING, ARRIVING, BUSY)
 class GpuHold:
     """A GPU that is kept for the first job that waits for it."""
 
-    wanted: MemoryRequest
+    request: MemoryRequest
     #: What others can have there for good, because they fit beside it.
     spare_bytes: int
     #: When it can have the GPU; None if unknown.
@@ -32,7 +32,7 @@ class GpuHold:
         While the instant is unknown, whoever can be suspended for the waiting job at once may use the GPU.
         """
         is_evictable = (
-            other.is_preemptible and other.priority < self.wanted.priority and self.wanted.may_preempt(other.uid)
+            other.is_preemptible and other.priority < self.request.priority and self.request.may_preempt(other.uid)
         )
         return None if self.at_s is None and is_evictable else self.spare_bytes
 
@@ -59,13 +59,13 @@ class GpuBudget:
     priorities: list[int] = field(default_factory=list[int])
     hold: GpuHold | None = None
 
-    def open_bytes(self, wanted: MemoryRequest) -> int:
+    def open_bytes(self, request: MemoryRequest) -> int:
         """Return what `wanted` could take at once."""
-        return min(self.now_bytes, self.open_soon_bytes(wanted))
+        return min(self.now_bytes, self.open_soon_bytes(request))
 
-    def open_soon_bytes(self, wanted: MemoryRequest) -> int:
+    def open_soon_bytes(self, request: MemoryRequest) -> int:
         """Return what `wanted` could take once all who leave have left."""
-        limit_bytes = self.hold.limit_bytes(wanted) if self.hold is not None else None
+        limit_bytes = self.hold.limit_bytes(request) if self.hold is not None else None
         return self.soon_bytes if limit_bytes is None else min(self.soon_bytes, limit_bytes)
 
     def leave(self, job: Job) -> None:
@@ -87,15 +87,15 @@ class GpuBudget:
         self.now_bytes, self.soon_bytes, count, self.hold = accounts
         del self.priorities[count:]
 
-    def take(self, wanted: MemoryRequest, share: int, *, at_once: bool) -> None:
+    def take(self, request: MemoryRequest, share: int, *, at_once: bool) -> None:
         """Keep memory for `wanted`: of what is free now, or of what becomes free."""
-        size_bytes = wanted.claim_bytes(self.gpu, share)
+        size_bytes = request.claim_bytes(self.gpu, share)
         self.soon_bytes -= size_bytes
         if at_once:
             self.now_bytes -= size_bytes
-        self.priorities.append(wanted.priority)
-        if self.hold is not None and self.hold.limit_bytes(wanted) is not None:
-            self.hold = GpuHold(self.hold.wanted, self.hold.spare_bytes - size_bytes, self.hold.at_s)
+        self.priorities.append(request.priority)
+        if self.hold is not None and self.hold.limit_bytes(request) is not None:
+            self.hold = GpuHold(self.hold.request, self.hold.spare_bytes - size_bytes, self.hold.at_s)
 
 
 def footprint_bytes(job: Job, gpus: Mapping[str, Gpu]) -> dict[str, int]:

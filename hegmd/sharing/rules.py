@@ -34,38 +34,40 @@ class SharingRules:
         """Return the lowest priority whose jobs are never suspended for others."""
         return self.priorities[PRODUCTION]
 
-    def priority(self, asked: int | str, *, is_admin: bool) -> int:
+    def priority(self, priority_text: int | str, *, is_admin: bool) -> int:
         """Return the number of a priority that a caller names.
 
         Raises BAD_REQUEST, and DENIED above the caller's limit.
         """
-        number = self._number(asked)
+        number = self._number(priority_text)
         if not is_admin and number > self.max_user_priority:
             raise HegmError(
                 DENIED,
-                f"priority {asked} is above {self.max_user_priority}, the highest that users may set",
+                f"priority {priority_text} is above {self.max_user_priority}, the highest that users may set",
                 "choose a lower one, or ask an administrator of hegmd; the limit is sharing.max_user_priority",
                 {"priority": number, "limit": self.max_user_priority},
             )
         return number
 
-    def lease_priority(self, asked: int | str | None, *, is_admin: bool) -> int:
+    def lease_priority(self, priority_text: int | str | None, *, is_admin: bool) -> int:
         """Return the priority of a lease: production, or the highest that its user may use, if nothing was said."""
-        if asked is not None:
-            return self.priority(asked, is_admin=is_admin)
+        if priority_text is not None:
+            return self.priority(priority_text, is_admin=is_admin)
         production = self.priorities[PRODUCTION]
         return production if is_admin else min(production, self.max_user_priority)
 
-    def _number(self, asked: int | str) -> int:
+    def _number(self, priority_text: int | str) -> int:
         names = ", ".join(f"{name} ({number})" for name, number in self.priorities.items())
-        if isinstance(asked, str) and asked in self.priorities:
-            return self.priorities[asked]
-        if isinstance(asked, str) and not (asked.isascii() and asked.isdigit() and len(asked) < 10):
-            close = closest(asked, self.priorities)
+        if isinstance(priority_text, str) and priority_text in self.priorities:
+            return self.priorities[priority_text]
+        if isinstance(priority_text, str) and not (
+            priority_text.isascii() and priority_text.isdigit() and len(priority_text) < 10
+        ):
+            close = closest(priority_text, self.priorities)
             hint = f"did you mean {close}? " if close else ""
-            message = f"there is no priority {asked[:40]!r}"
+            message = f"there is no priority {priority_text[:40]!r}"
             raise HegmError(BAD_REQUEST, message, f"{hint}write 0 to 100, or one of {names}")
-        number = int(asked)
+        number = int(priority_text)
         if not MIN_PRIORITY <= number <= MAX_PRIORITY:
             raise HegmError(BAD_REQUEST, f"{number} is not a priority", f"write 0 to 100, or one of {names}")
         return number

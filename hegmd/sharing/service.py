@@ -116,10 +116,10 @@ class Sharing:
         async with anyio.create_task_group() as tasks:
             await tasks.start(self.memory.run)
             await tasks.start(self.actions.run)
-            for news in (self.memory.news, self._moving.jobs.news, self._moving.supervisors.news):
-                tasks.start_soon(self._pass_on, news, self.look_again)
+            for changed in (self.memory.changed, self._moving.jobs.changed, self._moving.supervisors.changed):
+                tasks.start_soon(self._pass_on, changed, self.look_again)
             # A job that is to be started again waits until it is no longer in the list of suspended jobs.
-            tasks.start_soon(self._pass_on, self.memory.news, self._moving.recoveries.look_again)
+            tasks.start_soon(self._pass_on, self.memory.changed, self._moving.recoveries.look_again)
             tasks.start_soon(self._keep_deciding)
             task_status.started()
 
@@ -131,9 +131,9 @@ class Sharing:
         """Something has changed."""
         self._changed.notify_all()
 
-    async def _pass_on(self, news: Condition, notify: Callable[[], object]) -> None:
+    async def _pass_on(self, changed: Condition, notify: Callable[[], object]) -> None:
         while True:
-            await news.wait()
+            await changed.wait()
             notify()
 
     # -- the loop ------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ class SharingMemory:
         self.queue: dict[int, QueuedRecord] = {}
         self.suspended: dict[int, SuspendedRecord] = {}
         #: Told of each change.
-        self.news = Condition()
+        self.changed = Condition()
         self._folder: Path | None = None
         self._saving = StateSaving(self._save, self._note_trouble, name="hegmd-sharing")
         #: Why the last write failed.
@@ -102,7 +102,7 @@ class SharingMemory:
                 suspended=tuple(self.suspended.values()),
             )
         )
-        self.news.notify_all()
+        self.changed.notify_all()
 
     def _save(self, state: SharingState) -> None:
         if self._folder is not None:

@@ -141,7 +141,7 @@ class SharingView:
             if gpu.total_bytes is not None
         ]
         jobs: list[model.Job] = []
-        seen: dict[str, JobView] = {}
+        job_view: dict[str, JobView] = {}
         self._attending = self._workers_by_job()
         candidates = self._candidates_of(node.candidates)
         self._lent, self._contexts = self._lent_priorities(candidates), {}
@@ -150,13 +150,13 @@ class SharingView:
                 found = self._job(record, candidates.get(record.number, ()), node, now)
                 if found is not None:
                     jobs.append(found[0])
-                    seen[record.id] = found[1]
+                    job_view[record.id] = found[1]
         gpus = [replace(gpu, contexts_bytes=self._contexts.get(gpu.id, 0)) for gpu in gpus]
         leases = [self._lease(lease, node, now) for lease in (*self._memory.leases, *more)]
         snapshot = model.Snapshot(
             tuple(gpus), tuple(jobs), tuple(leases), self._rules.policy, pool_free_bytes=node.pool.free_bytes
         )
-        return View(now, snapshot, seen)
+        return View(now, snapshot, job_view)
 
     async def _learn_who_trains(self, candidates: Sequence[Candidate], now: float) -> bool:
         """Ask each process on a GPU that was not seen to train for its count of batches: it sends none unasked.
@@ -226,7 +226,7 @@ class SharingView:
         if not held:
             return None
         if not workers:
-            return self._told(record, model.BUSY, now, JobView(record, (), None), gpus=tuple(held), held=held)
+            return self._with_facts(record, model.BUSY, now, JobView(record, (), None), gpus=tuple(held), held=held)
         return self._running(record, workers, held, queued, node, now)
 
     def _recovering(
@@ -248,14 +248,16 @@ class SharingView:
             if needs is None and len(gpus) == 1 and note.size_bytes:
                 needs = (note.size_bytes,)
             are_healthy = all(_is_healthy(gpu) for gpu in node.gpus if gpu.id in gpus)
-            return self._told(
+            return self._with_facts(
                 *(record, model.SUSPENDED, now, JobView(record, (), None)),
                 gpus=gpus,
                 needs=needs,
                 allowed=gpus if are_healthy else None,
                 since_utc=note.since_utc,
             )
-        return self._told(*(record, model.ARRIVING, now, JobView(record, (), None)), gpus=gpus, needs=needs, held=held)
+        return self._with_facts(
+            *(record, model.ARRIVING, now, JobView(record, (), None)), gpus=gpus, needs=needs, held=held
+        )
 
     def _running(
         self,
@@ -281,7 +283,7 @@ class SharingView:
             needs = tuple(held.values())
         if action is None or action.kind != MIGRATE:
             needs = _with_stated(needs, queued, sum(stays.values()))
-        return self._told(
+        return self._with_facts(
             *(record, state, now, JobView(record, pids, None, leaves)),
             gpus=gpus,
             needs=needs,
@@ -323,14 +325,14 @@ class SharingView:
         self, record: JobRecord, op: Operation, held: Mapping[str, int], node: NodeSnapshotForPlan, now: float
     ) -> tuple[model.Job, JobView]:
         members = tuple(op.live)
-        seen = JobView(record, tuple([member.pid for member in members]), op)
+        job_view = JobView(record, tuple([member.pid for member in members]), op)
         action, suspended = self._acting(record.id), self._memory.suspended.get(record.number)
         # A rank that has ended is started again once the others are back, and needs as much.
         former = needs_by_gpu(op.workers, lambda one: one.previous_gpu or one.first_gpu)
         chip = members[0].chip if members else None
         if op.phase == SUSPENDED and action is not None and action.kind == model.RESUME:
-            return self._told(
-                *(record, model.ARRIVING, now, seen), gpus=action.gpus, needs=action.size_bytes, chip=chip
+            return self._with_facts(
+                *(record, model.ARRIVING, now, job_view), gpus=action.gpus, needs=action.size_bytes, chip=chip
             )
         if op.phase == SUSPENDED:
             is_ours = suspended is not None and self.is_ours(op, suspended)
@@ -344,8 +346,8 @@ class SharingView:
                 self._contexts[gpu] = self._contexts.get(gpu, 0) + size
             least = tuple([size + copies.get(gpu, 0) for gpu, size in former.items()])
             self._history.of(record.id).kept_bytes = kept or self._history.of(record.id).kept_bytes
-            return self._told(
-                *(record, model.SUSPENDED if is_ours else model.USER_SUSPENDED, now, seen),
+            return self._with_facts(
+                *(record, model.SUSPENDED if is_ours else model.USER_SUSPENDED, now, job_view),
                 gpus=tuple(former),
                 needs=_with_stated(least, self._memory.queue.get(record.number), sum(kept.values())),
                 least=least,
@@ -356,15 +358,17 @@ class SharingView:
             )
         if op.phase != HOLDING and op.direction == FORWARD and op.kind == SUSPEND:
             needs = _with_stated(tuple(held.values()), self._memory.queue.get(record.number))
-            return self._told(*(record, model.LEAVING, now, seen), gpus=tuple(held), needs=needs, held=held, chip=chip)
+            return self._with_facts(
+                *(record, model.LEAVING, now, job_view), gpus=tuple(held), needs=needs, held=held, chip=chip
+            )
         if op.phase != HOLDING and op.direction == FORWARD and op.kind in (RESUME, MIGRATE):
             to = needs_by_gpu(members, lambda one: one.target_gpu)
             left = {gpu: size for gpu, size in held.items() if gpu not in to}
             # What it needs is not free any more: it is reserved, or was taken off what is free.
-            return self._told(
-                *(record, model.ARRIVING, now, seen), gpus=tuple(to), needs=tuple(to.values()), held={**to, **left}
+            return self._with_facts(
+                *(record, model.ARRIVING, now, job_view), gpus=tuple(to), needs=tuple(to.values()), held={**to, **left}
             )
-        return self._told(*(record, model.BUSY, now, seen), gpus=tuple(held), held=held, chip=chip)
+        return self._with_facts(*(record, model.BUSY, now, job_view), gpus=tuple(held), held=held, chip=chip)
 
     def _return_obstacle(self, members: Sequence[JobProcess]) -> str:
         for member in members:
@@ -383,7 +387,7 @@ class SharingView:
             needs = (held.get(queued.placed or "", 0),)
         state = model.QUEUED if queued.placed is None else model.ARRIVING
         gpus = () if queued.placed is None else (queued.placed,)
-        return self._told(
+        return self._with_facts(
             *(record, state, now, JobView(record, (), None)),
             gpus=gpus,
             needs=needs,
@@ -402,12 +406,12 @@ class SharingView:
         workers = [worker for worker in self._attending.get(record.number, ()) if trains(worker)]
         return _pinned(workers, self._memory.queue.get(record.number), former)
 
-    def _told(  # noqa: PLR0913 - the facts of a job, each named
+    def _with_facts(  # noqa: PLR0913 - the facts of a job, each named
         self,
         record: JobRecord,
         state: str,
         now: float,
-        seen: JobView,
+        job_view: JobView,
         *,
         gpus: tuple[str, ...] = (),
         needs: tuple[int, ...] | None = (),
@@ -443,7 +447,7 @@ class SharingView:
             hindrance=hindrance,
             retry_at_s=past.retry_at_s,
         )
-        return job, seen
+        return job, job_view
 
     def _priority(self, record: JobRecord) -> int:
         return max(record.priority, self._lent.get(record.number, 0))

@@ -17,14 +17,14 @@ _VERBS = {GRANT: "its memory is kept", RESUME: "it resumes"}
 _MAX_NAMES = 3
 
 
-def admitted(wanted: MemoryRequest, chosen: Sequence[GpuBudget], sizes: Sequence[int]) -> str:
+def admitted(request: MemoryRequest, chosen: Sequence[GpuBudget], sizes: Sequence[int]) -> str:
     """Return why it gets its GPUs now."""
-    return f"{_then(wanted)} on {_places(chosen)}, which had {size_text(min(sizes))} free for it"
+    return f"{_then(request)} on {_places(chosen)}, which had {size_text(min(sizes))} free for it"
 
 
-def follows(wanted: MemoryRequest, chosen: Sequence[GpuBudget]) -> str:
+def follows(request: MemoryRequest, chosen: Sequence[GpuBudget]) -> str:
     """Return what happens to it next."""
-    return f"{_then(wanted)} on {_places(chosen)}"
+    return f"{_then(request)} on {_places(chosen)}"
 
 
 def leaving(chosen: Iterable[GpuBudget]) -> str:
@@ -38,9 +38,9 @@ def turns(names: Sequence[str], now: float, at_s: float) -> str:
     return f"until the turn of {_listed(names)} ends in {max(0.0, at_s - now):.0f} s"
 
 
-def occupied(wanted: MemoryRequest, chosen: Sequence[GpuBudget]) -> str:
+def occupied(request: MemoryRequest, chosen: Sequence[GpuBudget]) -> str:
     """Return that jobs and leases which may not be suspended for it have the memory."""
-    needed = _needed(wanted)
+    needed = _needed(request)
     free_bytes = max(0, min(room.now_bytes for room in chosen))
     leased = {lease: size_bytes for room in chosen for lease, size_bytes in room.leased_bytes.items()}
     kept = ""
@@ -54,7 +54,7 @@ def occupied(wanted: MemoryRequest, chosen: Sequence[GpuBudget]) -> str:
 
 def held(rooms: Iterable[GpuBudget]) -> str:
     """Return which jobs wait before it for every GPU that it can have."""
-    names = sorted({room.hold.wanted.name for room in rooms if room.hold is not None})
+    names = sorted({room.hold.request.name for room in rooms if room.hold is not None})
     return f"{_listed(names)} before it" if names else "others before it"
 
 
@@ -63,19 +63,21 @@ def full_pool(free_bytes: float) -> str:
     return f"room of the pool's memory for the jobs that would be suspended: {size_text(int(free_bytes))} is free"
 
 
-def unsuitable(wanted: MemoryRequest, gpus: Iterable[Gpu], rooms: Mapping[str, GpuBudget]) -> str:
+def unsuitable(request: MemoryRequest, gpus: Iterable[Gpu], rooms: Mapping[str, GpuBudget]) -> str:
     """Return that no GPU can ever have it."""
-    known = [gpu for gpu in gpus if wanted.allowed_gpus is None or gpu.id in wanted.allowed_gpus]
-    usable = [gpu for gpu in known if gpu.is_healthy and gpu.free_bytes is not None and wanted.chip in (None, gpu.chip)]
-    where = " or ".join(wanted.allowed_gpus) if wanted.allowed_gpus else "this node"
-    kind = f" of type {wanted.chip}" if wanted.chip else ""
-    if len(usable) < wanted.gpu_count:
-        count = f"{wanted.gpu_count} healthy GPUs" if wanted.gpu_count > 1 else "a healthy GPU"
+    known = [gpu for gpu in gpus if request.allowed_gpus is None or gpu.id in request.allowed_gpus]
+    usable = [
+        gpu for gpu in known if gpu.is_healthy and gpu.free_bytes is not None and request.chip in (None, gpu.chip)
+    ]
+    where = " or ".join(request.allowed_gpus) if request.allowed_gpus else "this node"
+    kind = f" of type {request.chip}" if request.chip else ""
+    if len(usable) < request.gpu_count:
+        count = f"{request.gpu_count} healthy GPUs" if request.gpu_count > 1 else "a healthy GPU"
         return f"{count}{kind}: {where} has {len(usable) or 'none'}"
     largest = max(usable, key=lambda gpu: (rooms[gpu.id].capacity_bytes, gpu.id))
-    place = f"{wanted.gpu_count} GPUs" if wanted.gpu_count > 1 else "a GPU"
+    place = f"{request.gpu_count} GPUs" if request.gpu_count > 1 else "a GPU"
     capacity_bytes = rooms[largest.id].capacity_bytes
-    return f"{_exactly(wanted, capacity_bytes)} on {place}{kind}: {most_of(largest, capacity_bytes)}"
+    return f"{_exactly(request, capacity_bytes)} on {place}{kind}: {most_of(largest, capacity_bytes)}"
 
 
 def most_of(gpu: Gpu, capacity_bytes: int) -> str:
@@ -100,19 +102,19 @@ def waits(what: str) -> str:
     return f"waits {what}" if what.startswith("until ") else f"waits for {what}"
 
 
-def _then(wanted: MemoryRequest) -> str:
-    return _VERBS.get(wanted.action, "it starts")
+def _then(request: MemoryRequest) -> str:
+    return _VERBS.get(request.action, "it starts")
 
 
-def _needed(wanted: MemoryRequest) -> str:
-    return "a whole GPU" if wanted.needs_bytes is None else size_text(max(wanted.needs_bytes))
+def _needed(request: MemoryRequest) -> str:
+    return "a whole GPU" if request.needs_bytes is None else size_text(max(request.needs_bytes))
 
 
-def _exactly(wanted: MemoryRequest, capacity_bytes: int) -> str:
+def _exactly(request: MemoryRequest, capacity_bytes: int) -> str:
     """Return the size so that it differs from the memory that a GPU has for it."""
-    if wanted.needs_bytes is None:
+    if request.needs_bytes is None:
         return "a whole GPU"
-    return above(max(wanted.needs_bytes), capacity_bytes)
+    return above(max(request.needs_bytes), capacity_bytes)
 
 
 def above(size_bytes: int, capacity_bytes: int) -> str:

@@ -68,26 +68,26 @@ def _kept(came: list[StartResult], started: StartResult) -> StartResult:
 def _start(argv_for: Callable[[int], Sequence[str]], deadline: float, unwanted: socket.socket) -> StartResult:
     import fcntl
 
-    ours, theirs = os.pipe()
+    read_end, write_end = os.pipe()
     try:
-        passed = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, _FIRST_FD)
+        passed = fcntl.fcntl(write_end, fcntl.F_DUPFD_CLOEXEC, _FIRST_FD)
     except OSError as error:  # EINVAL if the limit of descriptors is below that number
-        os.close(ours)
+        os.close(read_end)
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from error
     finally:
-        os.close(theirs)
+        os.close(write_end)
     try:
         argv = argv_for(passed)
         process = _begun(argv, passed)
     except BaseException:
-        os.close(ours)
+        os.close(read_end)
         raise
     finally:
         os.close(passed)
     try:
-        word = _first_word(ours, unwanted, deadline)
+        word = _first_word(read_end, unwanted, deadline)
     finally:
-        os.close(ours)
+        os.close(read_end)
     if word:
         threading.Thread(target=process.wait, name=f"reaper {process.pid}", daemon=True).start()
         return StartResult(process.pid, word, None)
@@ -119,14 +119,14 @@ def _begun(argv: Sequence[str], passed: int) -> subprocess.Popen[bytes]:
         raise ExternalError(message, hint, argv=argv, status=None, output_tail="") from error
 
 
-def _first_word(ours: int, unwanted: socket.socket, deadline: float) -> bytes:
+def _first_word(read_end: int, unwanted: socket.socket, deadline: float) -> bytes:
     """Return its message; empty if it closed its end, the caller was cancelled, or the deadline passed."""
     left_ms = max(0, int((deadline - time.monotonic()) * 1000))
     poll = select.poll()
-    poll.register(ours, select.POLLIN)
+    poll.register(read_end, select.POLLIN)
     poll.register(unwanted, select.POLLIN)
     ready = {fd for fd, _ in poll.poll(left_ms)}
-    return os.read(ours, 256) if ours in ready else b""
+    return os.read(read_end, 256) if read_end in ready else b""
 
 
 def _is_readable(unwanted: socket.socket) -> bool:

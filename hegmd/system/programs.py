@@ -165,8 +165,8 @@ class Companion:
         `fds` keep their numbers, `stdin` becomes the standard input. Other `rights` than the daemon's need root.
         """
         self._fds = Descriptors([*fds, *(() if stdin is None else (stdin,))])
-        given = b"" if stdin is None else stdin
-        self._child = _Child(tuple(argv), SYSTEM_PATH, env, given, fds=tuple(fds), grace_s=0.0, rights=rights)
+        data = b"" if stdin is None else stdin
+        self._child = _Child(tuple(argv), SYSTEM_PATH, env, data, fds=tuple(fds), grace_s=0.0, rights=rights)
 
     async def live(self) -> int:
         """Start it, wait for its end and return its status. Raises ExternalError if it cannot be started.
@@ -240,19 +240,19 @@ class _Child:
         # We create the pipes: Popen leaks its own if it lacks a descriptor for the next.
         tails: dict[int, _Tail] = {}
         rights = self._rights
-        with ExitStack() as theirs:
+        with ExitStack() as child_files:
             ends: list[int] = []
             for tail in (self.stdout, self.stderr):
                 ours, end = os.pipe()
                 held.callback(os.close, ours)
-                theirs.callback(os.close, end)
+                child_files.callback(os.close, end)
                 os.set_blocking(ours, False)
                 tails[ours] = tail
                 ends.append(end)
             stdin = self._stdin if isinstance(self._stdin, int) else subprocess.DEVNULL
             if isinstance(self._stdin, bytes) and self._stdin:
                 stdin = _filled(self._stdin)
-                theirs.callback(os.close, stdin)
+                child_files.callback(os.close, stdin)
             process = subprocess.Popen(
                 [program, *self.argv[1:]],
                 stdin=stdin,

@@ -16,8 +16,8 @@ def scarcity(error: BaseException) -> HegmError | None:
     """Convert an error, or a group of nothing else, that is a temporary lack of a resource; None otherwise."""
     within: Sequence[BaseException] = getattr(error, "exceptions", ())  # of an exception group, which Python 3.10 lacks
     if within:
-        told = [scarcity(each) for each in within]
-        return told[0] if all(told) else None
+        scarce = [scarcity(each) for each in within]
+        return scarce[0] if all(scarce) else None
     if not isinstance(error, OSError):
         return None
     if error.errno == errno.EMFILE:

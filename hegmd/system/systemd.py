@@ -81,50 +81,50 @@ def take_offer(environ: MutableMapping[str, str], pid: int) -> Offer:
     Removes and ignores what was meant for another process, whose child did not clean up. Raises HegmError for a
     variable that is not valid.
     """
-    said = {name: environ.pop(name) for name in _TAKEN_VARIABLES if name in environ}
+    environment = {name: environ.pop(name) for name in _TAKEN_VARIABLES if name in environ}
     return Offer(
-        notify_address=said.get("NOTIFY_SOCKET") or None,
-        watchdog_limit_s=_watchdog_limit_s(said, pid),
-        descriptor_names=_descriptor_names(said, pid),
-        keeps_descriptors=bool(said.get("NOTIFY_SOCKET")) and _has_store(said, environ),
+        notify_address=environment.get("NOTIFY_SOCKET") or None,
+        watchdog_limit_s=_watchdog_limit_s(environment, pid),
+        descriptor_names=_descriptor_names(environment, pid),
+        keeps_descriptors=bool(environment.get("NOTIFY_SOCKET")) and _has_store(environment, environ),
     )
 
 
-def _has_store(said: Mapping[str, str], environ: Mapping[str, str]) -> bool:
+def _has_store(environment: Mapping[str, str], environ: Mapping[str, str]) -> bool:
     """Return True if the unit has a descriptor store. systemd says so from 254 on; before, a unit with an invocation id
     counts."""
-    if "FDSTORE" in said:
-        return _number(said, "FDSTORE") > 0
+    if "FDSTORE" in environment:
+        return _number(environment, "FDSTORE") > 0
     return "INVOCATION_ID" in environ
 
 
-def _watchdog_limit_s(said: Mapping[str, str], pid: int) -> float | None:
-    if "WATCHDOG_USEC" not in said:
+def _watchdog_limit_s(environment: Mapping[str, str], pid: int) -> float | None:
+    if "WATCHDOG_USEC" not in environment:
         return None
-    if "WATCHDOG_PID" in said and _number(said, "WATCHDOG_PID") != pid:
+    if "WATCHDOG_PID" in environment and _number(environment, "WATCHDOG_PID") != pid:
         return None
-    limit_us = _number(said, "WATCHDOG_USEC")
+    limit_us = _number(environment, "WATCHDOG_USEC")
     if limit_us == 0:
         raise _misunderstood("WATCHDOG_USEC", "0")
     return limit_us / 1e6
 
 
-def _descriptor_names(said: Mapping[str, str], pid: int) -> tuple[str, ...]:
-    if "LISTEN_FDS" not in said or "LISTEN_PID" not in said or _number(said, "LISTEN_PID") != pid:
+def _descriptor_names(environment: Mapping[str, str], pid: int) -> tuple[str, ...]:
+    if "LISTEN_FDS" not in environment or "LISTEN_PID" not in environment or _number(environment, "LISTEN_PID") != pid:
         return ()
-    count = _number(said, "LISTEN_FDS")
-    if "LISTEN_FDNAMES" not in said:
+    count = _number(environment, "LISTEN_FDS")
+    if "LISTEN_FDNAMES" not in environment:
         return ("unknown",) * count
-    names = tuple(said["LISTEN_FDNAMES"].split(":")) if count else ()
+    names = tuple(environment["LISTEN_FDNAMES"].split(":")) if count else ()
     if len(names) != count:
-        raise _misunderstood("LISTEN_FDNAMES", f"{said['LISTEN_FDNAMES']} for {count} descriptors")
+        raise _misunderstood("LISTEN_FDNAMES", f"{environment['LISTEN_FDNAMES']} for {count} descriptors")
     return names
 
 
-def _number(said: Mapping[str, str], name: str) -> int:
-    if not (said[name].isascii() and said[name].isdigit()):
-        raise _misunderstood(name, said[name])
-    return int(said[name])
+def _number(environment: Mapping[str, str], name: str) -> int:
+    if not (environment[name].isascii() and environment[name].isdigit()):
+        raise _misunderstood(name, environment[name])
+    return int(environment[name])
 
 
 def _misunderstood(name: str, value: str) -> HegmError:

@@ -60,10 +60,10 @@ def parts_of(on_progress: Progress) -> Callable[[str], Progress]:
     done: dict[str, int] = {}
 
     def progress_of(name: str) -> Progress:
-        def tell(so_far_bytes: int) -> None:
+        def add_progress(so_far_bytes: int) -> None:
             done[name] = so_far_bytes
             on_progress(sum(done.values()))
 
-        return tell
+        return add_progress
 
     return progress_of

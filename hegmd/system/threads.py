@@ -45,7 +45,7 @@ async def run_detached(work: Callable[[socket.socket], T], *, name: str, linger_
     the node has no free descriptor or thread.
     """
     try:
-        ours, theirs = socket.socketpair()
+        loop_end, thread_end = socket.socketpair()
     except OSError as error:
         raise _no_resources(error) from error
     outcome: _Outcome[T] = _Outcome()
@@ -53,25 +53,25 @@ async def run_detached(work: Callable[[socket.socket], T], *, name: str, linger_
 
     def body() -> None:
         try:
-            outcome.values.append(context.run(work, theirs))
+            outcome.values.append(context.run(work, thread_end))
         except BaseException as error:  # noqa: BLE001 - it is raised again where the result is awaited
             outcome.error = error
         finally:
-            theirs.close()
+            thread_end.close()
 
     try:
         threading.Thread(target=body, name=name, daemon=True).start()
     except RuntimeError as error:  # raised by `threading` for EAGAIN
-        theirs.close()
-        ours.close()
+        thread_end.close()
+        loop_end.close()
         raise _no_resources(error) from error
-    with ours:
+    with loop_end:
         try:
-            await anyio.wait_readable(ours)
+            await anyio.wait_readable(loop_end)
         except anyio.get_cancelled_exc_class():
-            ours.shutdown(socket.SHUT_WR)
+            loop_end.shutdown(socket.SHUT_WR)
             with anyio.move_on_after(linger_s, shield=True):
-                await anyio.wait_readable(ours)
+                await anyio.wait_readable(loop_end)
             raise
     return outcome.unwrap()
 

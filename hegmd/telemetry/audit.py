@@ -90,8 +90,8 @@ class Audit:
             "left_out": left_out or None,
         }
         level = logging.INFO if error is None else logging.WARNING
-        asked = (request.op, who.uid, who.pid, result)
-        logger.log(level, "%s, asked by uid %d (pid %d): %s", *asked, extra=fields(**entry))
+        key = (request.op, who.uid, who.pid, result)
+        logger.log(level, "%s, asked by uid %d (pid %d): %s", *key, extra=fields(**entry))
         if self._file is not None:
             utc = datetime.fromtimestamp(self._clock(), timezone.utc)
             self._file.append(_line({"time": f"{utc:%Y-%m-%dT%H:%M:%S.%f}Z", **entry}))

@@ -33,7 +33,7 @@ class AuditFile:
         self._path = path
         self._descriptor = None if path is None else _open(path)
         self._at_line_start = self._descriptor is None or _ends_a_line(self._descriptor)
-        self._told = ""  # the last reason why it could not be opened again
+        self._last_reason = ""  # the last reason why it could not be opened again
         self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue(waiting_lines)
         self._lock = threading.Lock()  # guards the two below, which loop and thread count
         self._missing = 0
@@ -120,13 +120,13 @@ class AuditFile:
             try:
                 descriptor = _open(path)
             except HegmError as error:
-                if (path, error.message) != (self._path, self._told):
+                if (path, error.message) != (self._path, self._last_reason):
                     logger.error("%s; %s", error.message, error.hint)
-                self._path, self._told = path, error.message
+                self._path, self._last_reason = path, error.message
                 return
         if self._descriptor is not None:
             os.close(self._descriptor)
-        self._path, self._told, self._descriptor = path, "", descriptor
+        self._path, self._last_reason, self._descriptor = path, "", descriptor
         self._at_line_start = descriptor is None or _ends_a_line(descriptor)
 
     def _lose(self, why: str) -> None:

@@ -115,13 +115,13 @@ class SentOrder(PendingOrder[AgentReport]):
 class AgentLink(OrderLink[Order, SentOrder]):
     """A connection of an agent."""
 
-    def enter(self, given: SentOrder) -> int:
+    def enter(self, order: SentOrder) -> int:
         """Return the order's number. Overdue orders that an agent answers itself no longer count."""
         now = anyio.current_time()
-        late = [number for number, old in self.given.items() if old.do in LIMITED and old.deadline <= now]
+        late = [number for number, old in self.order.items() if old.do in LIMITED and old.deadline <= now]
         for number in late:
-            self.given.pop(number).end()
-        return super().enter(given)
+            self.order.pop(number).end()
+        return super().enter(order)
 
     def in_the_way(self, do: str) -> Iterator[SentOrder]:
         """Return the orders that run and are not overdue, oldest first."""
@@ -131,4 +131,4 @@ class AgentLink(OrderLink[Order, SentOrder]):
         beside = frozenset({COUNT, STACKS, SNAPSHOT})
         if do in COLLECTIVE or do in _BESIDE_COLLECTIVE:
             beside |= _BESIDE_COLLECTIVE if do in COLLECTIVE else COLLECTIVE
-        return (given for given in tuple(self.given.values()) if given.deadline > now and given.do not in beside)
+        return (order for order in tuple(self.order.values()) if order.deadline > now and order.do not in beside)

@@ -90,7 +90,7 @@ class Jobs(BackgroundTasks):
         #: Earlier jobs whose first process was gone when this daemon started, until they had time to reconnect.
         self._awaited: set[int] = set()
         #: Told when a job comes, goes or changes.
-        self.news = Condition()
+        self.changed = Condition()
         workers.listen(self._on_worker_event)
         supervisors.listen(self._on_supervisor_event)
 
@@ -197,25 +197,31 @@ class Jobs(BackgroundTasks):
     # -- who comes and goes --------------------------------------------------------------------------------------------
 
     async def register(
-        self, pid: int, uid: int, asked: RegisterJob, goes_on: JobRecord | None = None, *, priority: int | None = None
+        self,
+        pid: int,
+        uid: int,
+        request: RegisterJob,
+        continued: JobRecord | None = None,
+        *,
+        priority: int | None = None,
     ) -> JobRecord:
         """Enter the job of a process; its id and name are on disk when this returns. Raises BAD_REQUEST.
 
         `goes_on` is the job from whose state it continues. Without a priority it keeps the one that it has.
         """
-        if not 0 < len(asked.run) <= MAX_RUN_CHARS:
+        if not 0 < len(request.run) <= MAX_RUN_CHARS:
             raise HegmError(BAD_REQUEST, "a job needs the id of its run", "its processes get it from HEGM_RUN")
-        why = None if asked.name is None else why_no_name(asked.name)
+        why = None if request.name is None else why_no_name(request.name)
         if why is not None:
             raise HegmError(
-                BAD_REQUEST, f"a job cannot be called {str(asked.name)[:80]!r}: {why}", "choose another name"
+                BAD_REQUEST, f"a job cannot be called {str(request.name)[:80]!r}: {why}", "choose another name"
             )
         ticks = self._start_ticks(pid)
         first = self.of_pid(pid)
         same = first if first is not None and (first.pid, first.uid) == (pid, uid) else None
-        known = self.of_run(uid, asked.run) or goes_on or same  # a run within a run takes its place
-        script = script_of(asked.command)
-        job = self._enter(uid, asked.run, asked.name or name_of(script), shown_command(script), known, asked.name)
+        known = self.of_run(uid, request.run) or continued or same  # a run within a run takes its place
+        script = script_of(request.command)
+        job = self._enter(uid, request.run, request.name or name_of(script), shown_command(script), known, request.name)
         if priority is not None:
             job = job.replace(priority=priority)
             self._put(job)
@@ -224,7 +230,7 @@ class Jobs(BackgroundTasks):
         return self._jobs[job.number]
 
     def _enter(
-        self, uid: int, run: str, name: str, command: str, known: JobRecord | None = None, given: str | None = None
+        self, uid: int, run: str, name: str, command: str, known: JobRecord | None = None, given_name: str | None = None
     ) -> JobRecord:
         """Create the record of that run, or add that run to the known job."""
         if known is None:
@@ -241,7 +247,7 @@ class Jobs(BackgroundTasks):
             self._next += 1
         else:
             runs = (*(one for one in known.runs if one != run), run)[-MAX_RUNS:]
-            kept = known.name if given is None else self._unique(given, known)
+            kept = known.name if given_name is None else self._unique(given_name, known)
             job = self._back(known).replace(runs=runs, name=kept, command=command)
             self._forget_runs(job, set(known.runs).difference(runs))
         self._by_run[uid, run] = job.number
@@ -268,15 +274,15 @@ class Jobs(BackgroundTasks):
             return job
         return job.replace(ended_utc=None, status=None, end=None, name=self._unique(job.name, job))
 
-    def _on_worker_event(self, news: str, worker: AgentConnection) -> None:
+    def _on_worker_event(self, event: str, worker: AgentConnection) -> None:
         """An agent came or left, or its process ended. Told from the event loop, must not wait."""
         job = self.of_worker(worker)
-        if news == ENDED:
+        if event == ENDED:
             if job is not None:
                 self._end_if_over(job.number)
-        elif job is None and news == CAME and self._tasks is not None:
+        elif job is None and event == CAME and self._tasks is not None:
             self._tasks.start_soon(self._enter_worker, worker)
-        elif job is not None and news != LEFT:
+        elif job is not None and event != LEFT:
             self._take_in(job, worker)
 
     def _on_supervisor_event(self, supervisor: Supervisor) -> None:
@@ -326,8 +332,8 @@ class Jobs(BackgroundTasks):
                 logger.debug("the command of process %d is not known: %s", worker.pid, error)
         if worker.ended or self.of_worker(worker) is not None:
             return
-        script, given = script_of(words), worker.about.job
-        name = given if given is not None and why_no_name(given) is None else name_of(script)
+        script, given_name = script_of(words), worker.about.job
+        name = given_name if given_name is not None and why_no_name(given_name) is None else name_of(script)
         run = run_of(worker) or worker.name
         job = self._enter(worker.identity.uid, run, name, shown_command(script))
         self._take_in(job, worker)
@@ -412,4 +418,4 @@ class Jobs(BackgroundTasks):
 
     def _note_change(self) -> None:
         self._saving.change(self._next, tuple(self._jobs.values()))
-        self.news.notify_all()
+        self.changed.notify_all()

@@ -41,7 +41,7 @@ class OrderLink(Generic[SaidT, GivenT]):
         self.send = send
         #: Set when another connection replaces it.
         self.replaced = anyio.Event()
-        self.given: dict[int, GivenT] = {}
+        self.order: dict[int, GivenT] = {}
         self._last = 0
 
     def number(self) -> int:
@@ -49,14 +49,14 @@ class OrderLink(Generic[SaidT, GivenT]):
         self._last += 1
         return self._last
 
-    def enter(self, given: GivenT) -> int:
+    def enter(self, order: GivenT) -> int:
         """Return the number of an order that is awaited."""
         number = self.number()
-        self.given[number] = given
+        self.order[number] = order
         return number
 
     def end(self) -> None:
         """End the connection and all waits."""
-        for given in self.given.values():
-            given.end()
-        self.given.clear()
+        for order in self.order.values():
+            order.end()
+        self.order.clear()

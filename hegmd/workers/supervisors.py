@@ -148,22 +148,22 @@ class Supervisor:
         return report.message, report.result == DONE
 
     async def _answered(self, do: str, operation: str, fds: Sequence[int], how: Mapping[str, Any]) -> SuperviseReport:
-        link, given = self._link, _Given(do, operation, str(how.get("key", "")))
+        link, order = self._link, _Given(do, operation, str(how.get("key", "")))
         if link is None:
             raise SupervisorAway(self.run, operation, f"it cannot get the order {do}")
-        number = link.enter(given)
+        number = link.enter(order)
         if do == START:
             link.start = number
         try:
             await link.send(SupervisorOrder(order=number, do=do, operation=operation, **how), fds)
-            await given.over.wait()
+            await order.over.wait()
         except (OSError, anyio.ClosedResourceError) as error:
             raise SupervisorAway(self.run, operation, f"it cannot get the order {do}") from error
         finally:
-            link.given.pop(number, None)
-        if given.reported is None:
+            link.order.pop(number, None)
+        if order.reported is None:
             raise SupervisorAway(self.run, operation, f"it disconnected during the order {do}")
-        return given.reported
+        return order.reported
 
     async def tell(self, do: str, operation: str, **how: Any) -> None:
         """Send an order that has no answer. Raises SupervisorAway."""
@@ -227,16 +227,16 @@ class Supervisor:
         if report.result == FELL:
             self.status = report.status
             self.offer = self.offer.replace(pid=None, started=False, fell=report.status)
-        given = None if report.order is None else link.given.get(report.order)
-        if given is not None and given.do == ASK:
+        order = None if report.order is None else link.order.get(report.order)
+        if order is not None and order.do == ASK:
             pass  # tells nothing about its command
         elif report.result == FAILED:
             self.failure = report.message
             self.offer = self.offer.replace(pid=None, started=False, left=True)
-        elif report.result == DONE and given is not None:
+        elif report.result == DONE and order is not None:
             self.was_ready = report.was_ready
             started: dict[str, Any] = {"started": False}
-            if given.do == START:
+            if order.do == START:
                 started = {
                     "started": True,
                     "left": False,
@@ -246,12 +246,12 @@ class Supervisor:
                     "resumes": None,
                 }
                 self._keeps = self._is_on_kept = False
-            self.offer = self.offer.replace(pid=report.pid, operation=given.operation, key=given.key, **started)
+            self.offer = self.offer.replace(pid=report.pid, operation=order.operation, key=order.key, **started)
         elif report.result == DONE and report.order is not None and report.order == link.start:
             self.was_ready = report.was_ready  # another process of the same order
             self.offer = self.offer.replace(pid=report.pid, kept=False, readies=None)
-        if given is not None and given.reported is None:
-            given.conclude(report)
+        if order is not None and order.reported is None:
+            order.conclude(report)
 
 
 class Supervisors:
@@ -265,7 +265,7 @@ class Supervisors:
         self._ended: dict[tuple[int, str], int | None] = {}
         self._listeners: list[Callable[[Supervisor], object]] = []
         #: Notified when a supervisor connects, leaves or reports.
-        self.news = Condition()
+        self.changed = Condition()
 
     def __iter__(self) -> Iterator[Supervisor]:
         return iter(tuple(self._known.values()))
@@ -290,7 +290,7 @@ class Supervisors:
                 if found is None and self.has_ended(uid, run):
                     break
                 with anyio.move_on_after(_POLL_INTERVAL_S):  # a connection ends shortly before its process
-                    await self.news.wait()
+                    await self.changed.wait()
         return None
 
     async def exited_cleanly(self, uid: int, run: str | None, pid: int) -> bool:
@@ -305,7 +305,7 @@ class Supervisors:
                     return self._ended.get((uid, run or "")) == 0
                 if known.offer.pid != pid:
                     return known.offer.pid is None and known.status == 0
-                await self.news.wait()
+                await self.changed.wait()
         return False
 
     def of_operation(self, uid: int | None, operation: str) -> Supervisor | None:
@@ -383,6 +383,6 @@ class Supervisors:
         self._listeners.append(listener)
 
     def _tell(self, supervisor: Supervisor) -> None:
-        self.news.notify_all()
+        self.changed.notify_all()
         for listener in self._listeners:
             listener(supervisor)

@@ -119,7 +119,7 @@ class AgentConnection:
     @property
     def busy(self) -> bool:
         """Return True while its bytes move or its communicators change."""
-        return self._link is not None and any(given.do in MOVING | COLLECTIVE for given in self._link.given.values())
+        return self._link is not None and any(order.do in MOVING | COLLECTIVE for order in self._link.order.values())
 
     async def order(
         self, do: str, *, fds: Sequence[int] = (), on_progress: Progress | None = None, **how: Any
@@ -131,11 +131,11 @@ class AgentConnection:
         not, TIMEOUT is raised.
         """
         began = time.monotonic()
-        given = await self.give(do, fds=fds, on_progress=on_progress, **how)
+        order = await self.give(do, fds=fds, on_progress=on_progress, **how)
         with anyio.CancelScope() as in_time:
             if do in LIMITED:
-                in_time.deadline = given.deadline
-            report = await given.report()
+                in_time.deadline = order.deadline
+            report = await order.report()
             ended = time.monotonic()
             note_step(AGENT, do, began, ended)
             if do in COPIED:
@@ -146,7 +146,7 @@ class AgentConnection:
             return report
         raise HegmError(
             TIMEOUT,
-            f"the agent of process {self.pid} has not answered a {do} within {given.deadline - began:.1f} s",
+            f"the agent of process {self.pid} has not answered a {do} within {order.deadline - began:.1f} s",
             "start the job with HEGM_AGENT_DEBUG=FILE to log what its agent does; the job continues",
             {"pid": self.pid, "do": do},
         )
@@ -167,17 +167,17 @@ class AgentConnection:
         if link is None or self._link is not link:
             raise AgentAway(self.pid, f"it cannot get the order {do}")
         within_s = answered_within_s(do, how.get("limit_s"))
-        given = SentOrder(self.pid, do, on_progress, anyio.current_time() + within_s)
-        number = link.enter(given)
+        order = SentOrder(self.pid, do, on_progress, anyio.current_time() + within_s)
+        number = link.enter(order)
         try:
             await link.send(Order(order=number, do=do, **how), fds)
         except BaseException as error:  # also if cancelled: no byte was sent, so no answer comes
-            link.given.pop(number, None)
-            given.end()
+            link.order.pop(number, None)
+            order.end()
             if isinstance(error, (OSError, anyio.ClosedResourceError, HegmError)):
                 raise AgentAway(self.pid, f"it cannot get the order {do}") from error
             raise
-        return given
+        return order
 
     async def count_boundaries(self, within_s: float) -> bool:
         """Have its agent say how many boundaries it has passed, without the training thread. Return whether it did."""
@@ -193,12 +193,12 @@ class AgentConnection:
         """Handle a report of that connection. A report of an order that was abandoned changes nothing."""
         if self._link is None or self._link is not link:
             return
-        given = self._link.given.get(report.order)
-        if given is None:
+        order = self._link.order.get(report.order)
+        if order is None:
             return
-        self._note(given.do, report)
-        if given.take(report):
-            del self._link.given[report.order]
+        self._note(order.do, report)
+        if order.take(report):
+            del self._link.order[report.order]
 
     def _note(self, do: str, report: AgentReport) -> None:
         """Store what a report says about the worker."""
@@ -285,7 +285,7 @@ class Workers:
         self._links: dict[object, tuple[AgentConnection, AgentLink]] = {}
         self._listeners: list[Listener] = []
         #: Notified at each change, for tasks that wait for a state.
-        self.news = Condition()
+        self.changed = Condition()
         self._watching: anyio.abc.TaskGroup | None = None
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -331,11 +331,11 @@ class Workers:
     async def attend(self, key: object, pid: int, uid: int, program: AgentInfo, about: AgentAttend, send: Send) -> None:
         """Serve an agent on the connection `key`, until a newer one replaces it or this is cancelled."""
         with contextlib.ExitStack() as held:
-            worker, news = self._admit(pid, uid, program, about)
+            worker, event = self._admit(pid, uid, program, about)
             link = worker.connect(send, about)
             self._links[key] = (worker, link)
             held.callback(self._leave, key, worker, link)
-            self._tell(news, worker)
+            self._tell(event, worker)
             await link.replaced.wait()
 
     def report(self, key: object, report: AgentReport) -> None:
@@ -405,8 +405,8 @@ class Workers:
         if worker.disconnect(link) and not worker.ended:
             self._tell(LEFT, worker)
 
-    def _tell(self, news: str, worker: AgentConnection) -> None:
-        logger.info("worker %d: %s", worker.pid, news, extra=fields(pid=worker.pid, news=news))
+    def _tell(self, event: str, worker: AgentConnection) -> None:
+        logger.info("worker %d: %s", worker.pid, event, extra=fields(pid=worker.pid, news=event))
         for listener in self._listeners:
-            listener(news, worker)
-        self.news.notify_all()
+            listener(event, worker)
+        self.changed.notify_all()

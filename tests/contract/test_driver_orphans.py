@@ -97,7 +97,7 @@ async def test_a_process_that_ended_is_no_orphan_any_more_and_its_number_is_nobo
 ) -> None:
     await off(node, owner)
     async with running(tmp_path / "state") as daemon, looking(node, daemon, tmp_path) as orphans:
-        await orphans.look(thorough=True, within_s=LONG_S)
+        await orphans.search(thorough=True, within_s=LONG_S)
         assert owner.pid in [orphan.pid for orphan in orphans.orphans()]
         with pytest.raises(Refused, match="is a process, not saved bytes"):
             await orphans.drop(str(owner.pid))
@@ -116,7 +116,7 @@ async def test_one_that_the_driver_has_given_up_is_told_of_and_not_adopted(
     await off(node, owner)
     node.order(f"fail step:state@{owner.pid}")
     async with running(tmp_path / "state") as daemon, looking(node, daemon, tmp_path) as orphans:
-        await orphans.look(thorough=True, within_s=LONG_S)
+        await orphans.search(thorough=True, within_s=LONG_S)
         (orphan,) = [orphan for orphan in orphans.orphans() if orphan.pid == owner.pid]
         assert "failed permanently" in orphan.why
         assert orphan.where == "lost"
@@ -131,7 +131,7 @@ async def test_one_that_the_driver_has_given_up_is_told_of_and_not_adopted(
 async def test_whom_an_operation_has_is_no_orphan(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
     await off(node, owner)
     async with running(tmp_path / "state") as daemon, looking(node, daemon, tmp_path, owner.pid) as orphans:
-        await orphans.look(thorough=True, within_s=LONG_S)
+        await orphans.search(thorough=True, within_s=LONG_S)
         assert owner.pid not in [orphan.pid for orphan in orphans.orphans()]
     assert owner.pid not in {call.subject for call in node.calls("cuCheckpointProcessGetState")}
 
@@ -161,7 +161,7 @@ async def test_where_nobody_has_cuda_in_it_no_helper_was_started_to_say_so(node:
         )
         async with anyio.create_task_group() as tasks:
             await tasks.start(orphans.run)
-            await orphans.look(thorough=True, within_s=LONG_S)
+            await orphans.search(thorough=True, within_s=LONG_S)
             tasks.cancel_scope.cancel()
         assert list(orphans.orphans()) == []
     assert not node.calls("cuInit")

@@ -26,14 +26,14 @@ def contexts(node: CudaNode) -> int:
 async def test_a_started_helper_makes_no_context_and_is_started_again(node: CudaNode) -> None:
     async with linked(node) as link:
         ready = ReadyHelper(link, STARTED, lambda: pytest.fail("nobody asked for contexts"))
-        await ready.look()
+        await ready.check()
         first = link.pid
         assert first is not None
         assert contexts(node) == 0
-        await ready.look()
+        await ready.check()
         assert link.pid == first
         link.kill("the test says so")
-        await ready.look()
+        await ready.check()
         assert link.pid not in (None, first)
 
 
@@ -41,7 +41,7 @@ async def test_contexts_and_the_ring_are_there_before_a_copy_wants_them(node: Cu
     gpus = [node.uuids[0]]
     async with linked(node) as link:
         ready = ReadyHelper(link, CONTEXTS, lambda: gpus)
-        await ready.look()
+        await ready.check()
         assert contexts(node) == 1
         asked = len(node.calls("cuDevicePrimaryCtxRetain"))
         fd = os.memfd_create("pool")
@@ -52,10 +52,10 @@ async def test_contexts_and_the_ring_are_there_before_a_copy_wants_them(node: Cu
         await route.close()
         assert contexts(node) == 1, "they are kept for the next"
         gpus.append(node.uuids[1])
-        await ready.look()
+        await ready.check()
         assert contexts(node) == 2
         gpus.clear()
-        await ready.look()
+        await ready.check()
         assert contexts(node) == 0, "no job is left that would need one"
 
 
@@ -63,7 +63,7 @@ async def test_a_driver_that_does_not_work_is_no_failure_of_the_daemon(node: Cud
     async with linked(node) as link:
         ready = ReadyHelper(link, CONTEXTS, lambda: ["GPU-that-is-not-there"])
         with pytest.raises(HegmError, match="shows no GPU GPU-that-is-not-there"):
-            await ready.look()
+            await ready.check()
         with anyio.fail_after(HANG_S):
             await ReadyHelper(link, OFF, list).run()
 

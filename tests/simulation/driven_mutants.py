@@ -42,7 +42,7 @@ class SkipsSecondMemoryCheck(DriverMethod):
     ) -> str:
         for uuid in uuid_by_gpu.values():
             await self._memory.release(driver_owner(subject), uuid)
-        others = others_on(await self._gpus.seen(), subject, uuid_by_gpu, self._steps.helper_pid)
+        others = others_on(await self._gpus.node(), subject, uuid_by_gpu, self._steps.helper_pid)
         async with self._other_processes.paused(others):
             await self._restore_shielded(subject, pairs)
         return await self._steps.state(subject)

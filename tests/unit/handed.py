@@ -89,7 +89,7 @@ def handoff_with(
     return JobDumper(
         *parts,
         criu=criu,
-        look=none,
+        take_snapshot=none,
         in_unit=False,
         locks=LockFiles(None),
         notes=DumpRecords(folder),

@@ -77,17 +77,17 @@ class Play:
 
     op: Operation
     world: World
-    wanted: list[Effect]
+    effects: list[Effect]
     done: list[str]
 
     def feed(self, event: Event) -> None:
-        self.op, wanted = handle(self.op, event, 0.0)
-        self.wanted += wanted
+        self.op, effects = handle(self.op, event, 0.0)
+        self.effects += effects
 
     def end_one(self) -> None:
         """End the oldest effect well; a reconnect after the reload beside it, so that each has its phase."""
-        oldest = next((at for at, effect in enumerate(self.wanted) if effect.tag != "reconnect"), 0)
-        effect: Any = self.wanted.pop(oldest)
+        oldest = next((at for at, effect in enumerate(self.effects) if effect.tag != "reconnect"), 0)
+        effect: Any = self.effects.pop(oldest)
         if self.op.pending_numbered(effect.number) is None:
             return  # given up since
         self.done.append(effect.tag)
@@ -96,14 +96,14 @@ class Play:
             message = "there is no image of it"
             self.feed(events.Failed(**ends, fault=events.REFUSED, message=message, hint="ask again"))
             return
-        self.feed(Event.register[effect.ends[0]](**ends, **self._told(effect)))
+        self.feed(Event.register[effect.ends[0]](**ends, **self._facts_of(effect)))
 
     def _finds_no_image(self, effect: Any) -> bool:
         """Whether it is of an image that a daemon before this one had begun, and that is not whole."""
         is_found = self.world.image or (effect.tag == "seal" and self.world.written)
         return (effect.tag == "seal" or (effect.tag == "dump" and effect.find)) and not is_found
 
-    def _told(self, effect: Any) -> dict[str, Any]:
+    def _facts_of(self, effect: Any) -> dict[str, Any]:
         """What the ending says, once the world has changed as the effect wants it."""
         world = self.world
         changes: dict[str, dict[str, Any]] = {
@@ -126,23 +126,23 @@ class Play:
             "verify": {"boundary": world.boundary + 1},
         }
         self.world = world = replace(world, **changes.get(effect.tag, {}))
-        told: dict[str, dict[str, Any]] = {
+        facts: dict[str, dict[str, Any]] = {
             "survey": {"boundary": world.boundary, "size_bytes": SIZE_BYTES},
             "park": {"boundary": world.boundary},
             "offload": {"size_bytes": SIZE_BYTES},
             "verify": {"boundary": world.boundary},
-            "inspect": self.seen(),
+            "inspect": self.facts(),
             "restore": {"pid": 2, "start_ticks": 2, "token": AGENT, "boundary": world.boundary}
             if self._restarts
             else {},
         }
-        return told.get(effect.tag, {})
+        return facts.get(effect.tag, {})
 
     @property
     def _restarts(self) -> bool:
         return self.op.workers[0].restarts
 
-    def seen(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """What an inspection finds: the world as it is, and everything that is held as the journal has it."""
         worker, world = self.op.workers[0], self.world
         return {
@@ -157,7 +157,7 @@ class Play:
 
     def until(self, phase: str | None) -> bool:
         """Go on to that phase, or to the rest; whether it came there."""
-        while self.op.phase != phase and self.wanted:
+        while self.op.phase != phase and self.effects:
             self.end_one()
         return phase is None or self.op.phase == phase
 
@@ -257,7 +257,7 @@ def _turned_back(kind: str, phase: str) -> Play | None:
         play.feed(events.CancelRequested(by="somebody"))
     except Refused:
         return None
-    while play.op.phase == "settling" and play.wanted:
+    while play.op.phase == "settling" and play.effects:
         play.end_one()
     return play
 
@@ -267,14 +267,14 @@ def outcome(situation: Play, finding: Finding) -> tuple[str, str]:
     # What a daemon had written it has not read back, and the next does not go on with that.
     play = Play(situation.op, finding.world or replace(situation.world, written=False), [], [])
     play.feed(events.Recovered())
-    if not play.wanted:
+    if not play.effects:
         return "—", f"`{play.op.phase}`: the job was not touched"
-    if play.wanted[0].tag != "inspect":
+    if play.effects[0].tag != "inspect":
         return _unasked(play, finding)
-    inspect = play.wanted.pop(0)
+    inspect = play.effects.pop(0)
     ends: dict[str, Any] = {"effect": inspect.number, "worker": NAME}
     if finding.event == "busy":
-        seen: dict[str, Any] = {**play.seen(), "busy": True}
+        seen: dict[str, Any] = {**play.facts(), "busy": True}
         play.feed(events.Inspected(**ends, **seen))
         return "—", "it is inspected again when that has ended"
     if finding.event == "away":
@@ -293,7 +293,7 @@ def outcome(situation: Play, finding: Finding) -> tuple[str, str]:
         play.world = replace(play.world, alive=False, finished=True)
         play.feed(events.TrainingEnded(worker=NAME))
     else:
-        play.feed(events.Inspected(**ends, **play.seen()))
+        play.feed(events.Inspected(**ends, **play.facts()))
     play.until(None)
     return ", ".join(play.done) or "—", _end(play)
 

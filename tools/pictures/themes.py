@@ -19,7 +19,7 @@ class Theme:
     text: str
     quiet: str
     ours: str
-    theirs: str
+    hegm: str
     good: str
     warm: str
     violet: str

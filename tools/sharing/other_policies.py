@@ -25,14 +25,14 @@ def _in_order(snapshot: Snapshot, *, is_alone: bool) -> Decision:
     waiting = [wanted_by(job) for job in snapshot.jobs if job.state == QUEUED]
     waiting += [wanted_for(lease) for lease in snapshot.leases if lease.state == PENDING]
     actions: list[Action] = []
-    for wanted in sorted(waiting, key=lambda wanted: wanted.turn[2:]):
-        needs_bytes = wanted.needs_bytes or ()
+    for request in sorted(waiting, key=lambda wanted: wanted.turn[2:]):
+        needs_bytes = request.needs_bytes or ()
         fitting = [room for room in rooms if room.now_bytes >= max(needs_bytes) and not (is_alone and room.priorities)]
-        if len(fitting) < wanted.gpu_count:
+        if len(fitting) < request.gpu_count:
             break
-        chosen = sorted(fitting, key=lambda room: (len(room.priorities), -room.now_bytes))[: wanted.gpu_count]
+        chosen = sorted(fitting, key=lambda room: (len(room.priorities), -room.now_bytes))[: request.gpu_count]
         for share, room in enumerate(chosen):
-            room.take(wanted, share, at_once=True)
-        kind = GRANT if wanted.job is None else START
-        actions.append(Action(kind, wanted.id, tuple(room.gpu.id for room in chosen), needs_bytes, "it is the first"))
+            room.take(request, share, at_once=True)
+        kind = GRANT if request.job is None else START
+        actions.append(Action(kind, request.id, tuple(room.gpu.id for room in chosen), needs_bytes, "it is the first"))
     return Decision(tuple(actions))

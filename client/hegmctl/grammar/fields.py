@@ -55,12 +55,14 @@ def words_of(
 ) -> tuple[tuple[Argument, ...], tuple[Option, ...]]:
     """Return the arguments and the options of a row whose request has that tag."""
     fields = {field.name: field for field in REQUESTS[op].fields} if op else {}
-    said = {each.field: each for each in (*arguments, *options) if each.field}
-    required = [RequestField(name) for name, field in fields.items() if field.default is REQUIRED and name not in said]
+    stated = {each.field: each for each in (*arguments, *options) if each.field}
+    required = [
+        RequestField(name) for name, field in fields.items() if field.default is REQUIRED and name not in stated
+    ]
     taken = tuple(_argument(each, fields) for each in (*arguments, *required))
-    rest = [name for name in fields if name not in said and _is_option(fields[name])]
+    rest = [name for name in fields if name not in stated and _is_option(fields[name])]
     own = [each for each in options if each.field not in _COMMON]
-    common = [said.get(name, RequestField(name)) for name in _COMMON if name in fields]
+    common = [stated.get(name, RequestField(name)) for name in _COMMON if name in fields]
     listed: list[Option] = []
     for each in (*own, *(RequestField(name) for name in rest if name not in _COMMON), *common):
         if isinstance(each, Option):
@@ -78,18 +80,18 @@ def _is_option(field: Field) -> bool:
 def _argument(each: Argument | RequestField, fields: dict[str, Field]) -> Argument:
     if isinstance(each, Argument):
         return each
-    many, said = _said_of(each, fields, name=each.field.upper())
-    said.pop("metavar", None)
-    return Argument(said.pop("name"), many=many, **said)
+    many, stated = _said_of(each, fields, name=each.field.upper())
+    stated.pop("metavar", None)
+    return Argument(stated.pop("name"), many=many, **stated)
 
 
 def _option(each: RequestField, fields: dict[str, Field]) -> Option:
     name = each.field.removesuffix("_s").replace("_", "-")
-    repeats, said = _said_of(each, fields, names=(f"--{name}",))
-    said.pop("name", None)
-    if said["kind"] != FLAG:
-        said.setdefault("metavar", "SECONDS" if said["kind"] == SECONDS else name.upper())
-    return Option(*said.pop("names"), repeats=repeats, **said)
+    repeats, stated = _said_of(each, fields, names=(f"--{name}",))
+    stated.pop("name", None)
+    if stated["kind"] != FLAG:
+        stated.setdefault("metavar", "SECONDS" if stated["kind"] == SECONDS else name.upper())
+    return Option(*stated.pop("names"), repeats=repeats, **stated)
 
 
 def _said_of(each: RequestField, fields: dict[str, Field], **named: Any) -> tuple[bool, dict[str, Any]]:
@@ -102,7 +104,7 @@ def _said_of(each: RequestField, fields: dict[str, Field], **named: Any) -> tupl
         "kind": kind,
         "field": field.name,
         **_WORDS.get(field.name, {}),
-        **each.said,
+        **each.options,
     }
 
 

@@ -29,11 +29,11 @@ COMMAND_NAMES = "commands"
 class RequestField:
     """A field of the request as an option or argument. `said` replaces the field's text."""
 
-    __slots__ = ("field", "said")
+    __slots__ = ("field", "options")
 
-    def __init__(self, field: str, **said: Any) -> None:
+    def __init__(self, field: str, **options: Any) -> None:
         self.field = field
-        self.said = said
+        self.options = options
 
 
 class Option:

@@ -226,9 +226,9 @@ class Picture:
         """Return the whole screen: exactly that many rows, each of at most that many columns."""
         gpus = self._gpu_lines(columns, max(2, rows // 3))
         ops = self._operation_lines(columns, 4 if rows >= 30 else 3)
-        news = self._event_lines(columns, 5 if rows >= 40 else 2)
-        left = rows - 2 - len(gpus) - len(ops) - len(news)
-        body = [self._head(columns), *gpus, *self._job_lines(columns, max(2, left)), *ops, *news]
+        events = self._event_lines(columns, 5 if rows >= 40 else 2)
+        left = rows - 2 - len(gpus) - len(ops) - len(events)
+        body = [self._head(columns), *gpus, *self._job_lines(columns, max(2, left)), *ops, *events]
         body = body[: rows - 1]
         body += [[]] * (rows - 1 - len(body))
         notice = self.notice or keys(columns)

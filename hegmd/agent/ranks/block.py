@@ -162,7 +162,7 @@ class Generations:
     def _fail(self, generation: int, error: Exception) -> None:
         """Report the fault; raises the error if it is not recovered from."""
         self._line.leave()
-        if self._line.wanted > generation:
+        if self._line.wanted_generation > generation:
             return  # another rank has failed, and ended the waits of this one
         self._line.say("fault", generation=generation, why=_why(error), at=now())
         try:

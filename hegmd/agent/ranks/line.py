@@ -85,7 +85,7 @@ class LauncherConnection:
     # ---- the block's thread -----------------------------------------------------------------------------------------
 
     @property
-    def wanted(self) -> int:
+    def wanted_generation(self) -> int:
         """The newest generation that the launcher wants."""
         return self._wanted
 
@@ -230,25 +230,25 @@ class LauncherConnection:
             self._is_alone = True
             self._news.notify_all()
 
-    def _take(self, said: dict[str, Any], fds: list[int]) -> bool:
+    def _take(self, message: dict[str, Any], fds: list[int]) -> bool:
         """Handle a message; whether it ends the generation that runs."""
-        do = said["do"]
+        do = message["do"]
         if do == "board":
             self._board = Board(mmap.mmap(fds.pop(0), 0), self._ranks)
         elif do == "slot" and fds:
-            former = self._slots.pop(said["slot"], None)
+            former = self._slots.pop(message["slot"], None)
             if former is not None:
                 os.close(former)
-            self._slots[said["slot"]] = fds.pop(0)
+            self._slots[message["slot"]] = fds.pop(0)
         elif do == "end":
-            self._is_over = said["why"]
+            self._is_over = message["why"]
         elif do == "ask" and lifecycle.gate().parked:
             self.say("parked")
-        self._said[do] = said
+        self._said[do] = message
         for fd in fds:
             os.close(fd)
-        if do == "abort" and said["generation"] > self._wanted:
-            self._wanted = said["generation"]
+        if do == "abort" and message["generation"] > self._wanted:
+            self._wanted = message["generation"]
             return True
         return False
 

@@ -245,7 +245,7 @@ class Run:
         """
         deadline = now() + self._settings.hard_limit_s
         while any(process.board.read(rank, step) is None for rank in range(self.world_size)) and now() < deadline:
-            if step != self._settings.first_step or process.line.wanted > generation:
+            if step != self._settings.first_step or process.line.wanted_generation > generation:
                 break
             time.sleep(_LOOK_S)
         return [required(process.board.read(rank, step)) for rank in range(self.world_size)]

@@ -92,26 +92,26 @@ class _Capture:
 
     def _placed(self, place: ThreadPosition, frame: FrameType | None) -> dict[str, Any]:
         driver = capture_points.asked_iterator(frame)
-        theirs = accelerate_hf.FrameworkCapture(place.frames)
-        self.state[accelerate_hf.KEY] = theirs.state
-        self.refusals += [Refusal(what, hint) for what, hint in theirs.against]
-        if theirs.read is not None:
-            number = self._number_of(theirs.read[0])
+        framework = accelerate_hf.FrameworkCapture(place.frames)
+        self.state[accelerate_hf.KEY] = framework.state
+        self.refusals += [Refusal(what, hint) for what, hint in framework.against]
+        if framework.read is not None:
+            number = self._number_of(framework.read[0])
             if number is not None:
-                self._numbers[number] = theirs.read[1]
+                self._numbers[number] = framework.read[1]
         loops: list[dict[str, Any]] = []
         for index, loop in enumerate(place.loops):
             if accelerate_hf.is_own(place.frames[loop.depth]):
                 continue
             is_asked = place.at_head and index == len(place.loops) - 1
-            look = look_into(loop.iterator, 0 if is_asked else 1, self._number_of)
-            if is_asked and look["kind"] == "zip" and driver is not None:
-                look = self._look_into_zip(loop.iterator, driver)
-            self._note_loaders(look)
-            self._check_asked(look, driver, (*place.path[: loop.depth], (*place.path[loop.depth][:3], loop.line)))
-            needs = list(self._needs(look, place.path[loop.depth], loop.line))
+            position = look_into(loop.iterator, 0 if is_asked else 1, self._number_of)
+            if is_asked and position["kind"] == "zip" and driver is not None:
+                position = self._look_into_zip(loop.iterator, driver)
+            self._note_loaders(position)
+            self._check_asked(position, driver, (*place.path[: loop.depth], (*place.path[loop.depth][:3], loop.line)))
+            needs = list(self._needs(position, place.path[loop.depth], loop.line))
             if driver is not None:
-                needs = self._made_before(needs, look, loop, place.path[: loop.depth + 1])
+                needs = self._made_before(needs, position, loop, place.path[: loop.depth + 1])
             self._check_names(needs, loop, place.path[loop.depth])
             loops.append({"depth": loop.depth, "line": loop.line, "needs": needs})
         self.refusals += capture_points.refusals_of(place, driver)
@@ -120,9 +120,9 @@ class _Capture:
         self._baseline = baseline_of(path)
         return {"path": place.path, "loops": loops, "driver": number}
 
-    def _made_before(self, needs: list[_Need], look: dict[str, Any], loop: Loop, path: Any) -> list[_Need]:
+    def _made_before(self, needs: list[_Need], position: dict[str, Any], loop: Loop, path: Any) -> list[_Need]:
         """Return the needs if the pass began above the loop, such as to count batches for a bar."""
-        found = next((part for part in _parts_of(look) if part["kind"] == "enumerate"), None)
+        found = next((part for part in _parts_of(position) if part["kind"] == "enumerate"), None)
         inner = found["of"] if found is not None else {"kind": None}
         if "enumerate" in loop.names or inner["kind"] != "loader":
             return needs
@@ -139,12 +139,12 @@ class _Capture:
                 what = f"the loop at {where} iterates over an object created before it, whose position cannot be set"
                 self._refuse(what, f"write {name}(...) in the head of the loop")
 
-    def _check_asked(self, look: dict[str, Any], driver: Any, head: Any) -> None:
+    def _check_asked(self, position: dict[str, Any], driver: Any, head: Any) -> None:
         """Refuse a pass whose first batch is not requested by the loop."""
-        numbers = set(_loaders_in(look)) - {self._number_of(driver)}
+        numbers = set(_loaders_in(position)) - {self._number_of(driver)}
         for found in passes.all_followed():
             if found.number in numbers:
-                self.refusals += found.asked.against_loop(head)
+                self.refusals += found.requests.against_loop(head)
 
     def _number_of(self, iterator: object) -> int | None:
         found = passes.followed(iterator)
@@ -155,27 +155,27 @@ class _Capture:
         parts = iterator.__reduce__()[1]
         looks = [look_into(part, 0, self._number_of) for part in parts]
         number = self._number_of(driver)
-        at = next((index for index, look in enumerate(looks) if number in set(_loaders_in(look))), 0)
+        at = next((index for index, position in enumerate(looks) if number in set(_loaders_in(position))), 0)
         return {"kind": "zip", "of": [look_into(part, 1, self._number_of) for part in parts[:at]] + looks[at:]}
 
-    def _note_loaders(self, look: dict[str, Any]) -> None:
-        if look["kind"] == "loader":
-            self._numbers[look["number"]] = look["given"]
-        for inner in _inner_of(look):
+    def _note_loaders(self, position: dict[str, Any]) -> None:
+        if position["kind"] == "loader":
+            self._numbers[position["number"]] = position["given"]
+        for inner in _inner_of(position):
             self._note_loaders(inner)
 
-    def _needs(self, look: dict[str, Any], step: Any, line: int) -> Iterator[_Need]:
+    def _needs(self, position: dict[str, Any], step: Any, line: int) -> Iterator[_Need]:
         """Yield what names in the head of this loop have to return when it is entered again, in order of the calls."""
-        if look["kind"] == "range":
-            yield "range", look["rest"], None
-        elif look["kind"] == "other":
+        if position["kind"] == "range":
+            yield "range", position["rest"], None
+        elif position["kind"] == "other":
             where = step_text((*step[:3], line))
-            what = f"the loop at {where} goes over a {look['name']}, whose position cannot be set"
-            self._refuse(what, instead_of(str(look["name"])))
-        for inner in _inner_of(look):
+            what = f"the loop at {where} goes over a {position['name']}, whose position cannot be set"
+            self._refuse(what, instead_of(str(position["name"])))
+        for inner in _inner_of(position):
             yield from self._needs(inner, step, line)
-        if look["kind"] == "enumerate":
-            yield "enumerate", look["index"], None
+        if position["kind"] == "enumerate":
+            yield "enumerate", position["index"], None
 
     # ---- loaders ----------------------------------------------------------------------------------------------------
 
@@ -183,9 +183,9 @@ class _Capture:
         if any(found.number not in self._numbers and not found.is_kept_by_loader() for found in passes.all_followed()):
             gc.collect()  # frees finished passes that are in reference cycles
         for found in passes.all_followed():
-            given = self._numbers.get(found.number)
+            number = self._numbers.get(found.number)
             iterator = found.iterator()
-            if given is None and found.number != self.state["place"]["driver"] and stateful_loader.is_left(iterator):
+            if number is None and found.number != self.state["place"]["driver"] and stateful_loader.is_left(iterator):
                 continue
             if found.ident != self._ident:
                 self._refuse(
@@ -193,13 +193,13 @@ class _Capture:
                     "read it in the loop that trains",
                 )
                 continue
-            rests = given is None and bool(found.sent) and iterator._persistent_workers and not iterator._task_info
-            if given is None and found.number != self.state["place"]["driver"] and not rests and not found.is_over():
-                if found.asked.is_over_above(place):
+            rests = number is None and bool(found.sent) and iterator._persistent_workers and not iterator._task_info
+            if number is None and found.number != self.state["place"]["driver"] and not rests and not found.is_over():
+                if found.requests.is_over_above(place):
                     continue
-                self.refusals += loop_position.against_aside(found.path, found.asked, place)
-            self.refusals += found.refusals(given or 0)
-            yield {**found.taken(given or 0), "number": found.number, "rests": rests}
+                self.refusals += loop_position.against_aside(found.path, found.requests, place)
+            self.refusals += found.refusals(number or 0)
+            yield {**found.taken(number or 0), "number": found.number, "rests": rests}
         # Numbers of this process's passes are none of theirs.
         yield from ({**taken, "number": -1} for taken in passes.resting)
 
@@ -260,16 +260,16 @@ class _Capture:
                 self._refuse(f"{what}: {anew}", _WHILE)
 
 
-def _inner_of(look: dict[str, Any]) -> list[dict[str, Any]]:
-    inner: Any = look.get("of", [])
+def _inner_of(position: dict[str, Any]) -> list[dict[str, Any]]:
+    inner: Any = position.get("of", [])
     return inner if is_a(inner, list) else [inner]
 
 
-def _parts_of(look: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield look
-    for inner in _inner_of(look):
+def _parts_of(position: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield position
+    for inner in _inner_of(position):
         yield from _parts_of(inner)
 
 
-def _loaders_in(look: dict[str, Any]) -> Iterator[int]:
-    return (found["number"] for found in _parts_of(look) if found["kind"] == "loader")
+def _loaders_in(position: dict[str, Any]) -> Iterator[int]:
+    return (found["number"] for found in _parts_of(position) if found["kind"] == "loader")

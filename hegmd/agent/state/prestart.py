@@ -86,8 +86,8 @@ def _has_changed(environ: Mapping[bytes, bytes]) -> bool:
 def _given_by_turn() -> Mapping[bytes, bytes | None]:
     """Return the variables that were set or removed when this process was activated."""
     standby: Any = sys.modules.get(__name__.rsplit(".", 2)[0] + ".standby")
-    given: Mapping[bytes, bytes | None] = {} if standby is None else standby.by_turn
-    return given
+    imported: Mapping[bytes, bytes | None] = {} if standby is None else standby.by_turn
+    return imported
 
 
 def _pairs(words: Iterable[bytes]) -> Iterable[tuple[bytes, bytes]]:

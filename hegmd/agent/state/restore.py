@@ -54,11 +54,11 @@ def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
         pairs, reasons = _compared(state, frames)  # their content may be another object now
         if reasons:
             raise IncompatibleState(reasons)
-    told: list[str] = []
+    lines: list[str] = []
     for kind in (MODULE, OPTIMIZER, SCHEDULER, SCALER, TENSOR, GENERATOR):
         for saved, found in pairs.values():
             if found.kind == kind:
-                told += [f"{saved['names'][0]}: {what}" for what in kind_table.put(found, saved["content"])]
+                lines += [f"{saved['names'][0]}: {what}" for what in kind_table.put(found, saved["content"])]
     contents.make_copies()
 
     def held(reference: Any) -> Any:
@@ -69,7 +69,7 @@ def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
     missing = restore_variables.put_back(state[variables.KEY], frames, held, from_cpu=from_cpu)
     _print_reset_variables([*state[variables.KEY]["anew"], *missing])
     _print_unsearched(state[variables.KEY]["unseen"])
-    _print_device_differences(told)
+    _print_device_differences(lines)
     registrations.put_back(state[KEY], _optimizers_in(pairs))
     accelerate_hf.resuming.put_back(state[accelerate_hf.KEY])
     rng.set_shared(state["shared"])
@@ -102,10 +102,10 @@ def _print_unsearched(names: list[str]) -> None:
         os.write(2, text.encode(errors="replace"))
 
 
-def _print_device_differences(told: list[str]) -> None:
+def _print_device_differences(lines: list[str]) -> None:
     """Write to stderr what differs on another type of device."""
-    if told:
-        os.write(2, f"hegm: after the restart: {'; '.join(told)}.\n".encode(errors="replace"))
+    if lines:
+        os.write(2, f"hegm: after the restart: {'; '.join(lines)}.\n".encode(errors="replace"))
 
 
 def _tensors_in(pairs: dict[int, tuple[Any, FoundObject]]) -> Iterator[tuple[Any, Any]]:

@@ -108,13 +108,13 @@ def _read(name: str, data: bytes) -> Credentials | None:
         return None
     if len(held) != 1:
         raise ValueError("it names no process")
-    said = _fields(_part(held[0]))
+    fields = _fields(_part(held[0]))
     return Credentials(
         name,
-        frozenset(_whole(said, number) for number in _USERS),
-        frozenset(_whole(said, number) for number in _GROUPS_OF_ITS_OWN),
-        tuple(_wholes(said.get(_FURTHER_GROUPS, []))),
-        {name: _mask(_wholes(said.get(number, []))) for number, name in _SETS.items()},
+        frozenset(_whole(fields, number) for number in _USERS),
+        frozenset(_whole(fields, number) for number in _GROUPS_OF_ITS_OWN),
+        tuple(_wholes(fields.get(_FURTHER_GROUPS, []))),
+        {name: _mask(_wholes(fields.get(number, []))) for number, name in _SETS.items()},
     )
 
 

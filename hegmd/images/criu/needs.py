@@ -275,12 +275,12 @@ def _left_of_gpu(pid: int, what: str) -> Reason:
 
 
 def _reasons_of_mappings(tree: Tree, gpu_pids: Collection[int]) -> Iterator[Reason]:
-    seen: set[tuple[int, str]] = set()
+    visited: set[tuple[int, str]] = set()
     for each in tree.mappings:
         if each.path.startswith(GPU_DEVICES) and each.pid not in gpu_pids:
-            if (each.pid, "gpu") not in seen:
+            if (each.pid, "gpu") not in visited:
                 yield _left_of_gpu(each.pid, f"{each.path} mapped")
-            seen.add((each.pid, "gpu"))
+            visited.add((each.pid, "gpu"))
         elif each.path.startswith("/SYSV"):
             yield refusal(
                 f"process {each.pid} has a System V shared memory segment mapped, which belongs to the whole node",

@@ -57,9 +57,9 @@ def describe(tree: Tree, *, tell: Tell = silent) -> dict[str, Any]:
     for each in tree.mappings:
         if each.path.startswith("/") and not each.is_deleted and each.path not in files and _is_kept(each.path):
             tell(each.path)
-            seen = _look(Path(f"/proc/{each.pid}/root"), each.path)
-            if seen is not None:
-                files[each.path] = seen
+            found = _look(Path(f"/proc/{each.pid}/root"), each.path)
+            if found is not None:
+                files[each.path] = found
     known = os.uname()
     return {"kernel": known.release, "machine": known.machine, "processor": sorted(_flags()), "files": files}
 

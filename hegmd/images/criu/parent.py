@@ -117,7 +117,7 @@ def run_to_end(pid_file: str, root: int, words: list[str]) -> int:
     return status
 
 
-def tend(told: int, root: int, words: list[str], root_grace_s: float = ROOT_GRACE_S) -> int:
+def tend(control: int, root: int, words: list[str], root_grace_s: float = ROOT_GRACE_S) -> int:
     """Run the program and stay with the processes that it leaves. Returns the root's exit status as a shell would."""
     import ctypes
 
@@ -130,7 +130,7 @@ def tend(told: int, root: int, words: list[str], root_grace_s: float = ROOT_GRAC
     if program == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-        os.close(told)
+        os.close(control)
         _be_followed()
         start(words, attendant)
     status = _see_through(program, root, root_grace_s)
@@ -145,7 +145,7 @@ def tend(told: int, root: int, words: list[str], root_grace_s: float = ROOT_GRAC
         _end_descendants()
     os.chdir("/")
     try:
-        os.write(told, b"restored")
+        os.write(control, b"restored")
     except BrokenPipeError:  # the daemon has exited, and no other process knows this job
         _end_descendants()
     os.closerange(3, 1 << 16)
@@ -319,10 +319,10 @@ def _opened(mode: str, path: str, uid: int | None) -> int:
         return _handed_over(os.open(path, os.O_RDONLY | os.O_DIRECTORY), uid)
     if mode in MODES:
         return os.open(path, MODES[mode])
-    ours, theirs = _ENDS[mode]()
-    said = os.open(path, MODES["a"])
+    own_end, child_end = _ENDS[mode]()
+    log = os.open(path, MODES["a"])
     if os.fork() == 0:
-        os.close(theirs)
+        os.close(child_end)
         os.setsid()
         # The job's last output must still be copied when its unit is stopped because it has ended.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -330,13 +330,13 @@ def _opened(mode: str, path: str, uid: int | None) -> int:
             os.setgroups([])
             os.setresgid(_NOBODY, _NOBODY, _NOBODY)
             os.setresuid(uid, uid, uid)
-        _copy(ours, said)
+        _copy(own_end, log)
         os._exit(0)
-    os.close(ours)
-    os.close(said)
+    os.close(own_end)
+    os.close(log)
     if uid is not None:
-        os.fchown(theirs, uid, -1)  # CRIU opens it again
-    return theirs
+        os.fchown(child_end, uid, -1)  # CRIU opens it again
+    return child_end
 
 
 def _handed_over(folder: int, uid: int | None) -> int:
@@ -353,30 +353,30 @@ def _handed_over(folder: int, uid: int | None) -> int:
 def _socketpair() -> tuple[int, int]:
     import socket
 
-    ours, theirs = socket.socketpair()
-    return ours.detach(), theirs.detach()
+    own_end, child_end = socket.socketpair()
+    return own_end.detach(), child_end.detach()
 
 
 # The functions that return our end and the job's end of a copied stream.
 _ENDS = {"t": os.openpty, "p": os.pipe, "s": _socketpair}
 
 
-def _copy(ours: int, said: int) -> None:
+def _copy(own_end: int, log: int) -> None:
     """Copy the job's output to the file until the last writer closes it. Nothing is written back."""
-    keep = sorted((ours, said))
+    keep = sorted((own_end, log))
     os.closerange(3, keep[0])
     os.closerange(keep[0] + 1, keep[1])
     os.closerange(keep[1] + 1, 1 << 16)
     while True:
         try:
-            data = os.read(ours, 65536)
+            data = os.read(own_end, 65536)
         except OSError:
             return
         if not data:
             return
         while data:
             try:
-                data = data[os.write(said, data) :]
+                data = data[os.write(log, data) :]
             except OSError:  # a full disk: the job's words are lost, and the job is not kept waiting
                 data = b""
 
@@ -399,27 +399,27 @@ def _spare() -> None:
         os.nice(-10)
 
 
-def _become(told: str) -> None:
+def _become(text: str) -> None:
     """Have that user's rights and those capabilities, and keep the latter through exec. Raises OSError."""
     import ctypes
     import struct
 
-    uid, gid, groups, capabilities = told.split(":")
-    wanted = [int(each) for each in capabilities.split(",")]
+    uid, gid, groups, capabilities = text.split(":")
+    wanted_capabilities = [int(each) for each in capabilities.split(",")]
     _raise_limits()
     libc = ctypes.CDLL(None, use_errno=True)
 
     def ask(done: int) -> None:
         if done != 0:
-            raise OSError(ctypes.get_errno(), f"cannot become {told}")
+            raise OSError(ctypes.get_errno(), f"cannot become {text}")
 
     ask(libc.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0))
     os.setgroups([int(each) for each in groups.split(",") if each])
     os.setresgid(int(gid), int(gid), int(gid))
     os.setresuid(int(uid), int(uid), int(uid))
-    low, high = (sum(1 << (each % 32) for each in wanted if each // 32 == word) for word in (0, 1))
+    low, high = (sum(1 << (each % 32) for each in wanted_capabilities if each // 32 == word) for word in (0, 1))
     ask(libc.capset(struct.pack("=Ii", CAPABILITY_VERSION, 0), struct.pack("=6I", low, low, low, high, high, high)))
-    for each in wanted:
+    for each in wanted_capabilities:
         ask(libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, each, 0, 0))
     ask(libc.prctl(PR_SET_KEEPCAPS, 0, 0, 0, 0))
 

@@ -93,14 +93,14 @@ def to_restore(found: Sequence[Credentials], uid: int) -> CriuPrivileges:
 
 def closed_to(tree: Tree, uid: int, gids: frozenset[int]) -> Iterator[Reason]:
     """Yield a reason for each file that another user opened for the job, and this user could not open that way."""
-    told: set[str] = set()
+    paths: set[str] = set()
     for each in tree.descriptors:
-        if stat.S_ISREG(each.mode) and each.target.startswith("/") and each.target not in told:
-            wanted = {os.O_RDONLY: 4, os.O_WRONLY: 2, os.O_RDWR: 6}.get(each.flags & os.O_ACCMODE, 6)
+        if stat.S_ISREG(each.mode) and each.target.startswith("/") and each.target not in paths:
+            permission = {os.O_RDONLY: 4, os.O_WRONLY: 2, os.O_RDWR: 6}.get(each.flags & os.O_ACCMODE, 6)
             owner, group = each.owner
             shift = 6 if owner == uid else 3 if group in gids else 0
-            if wanted & ~(each.mode >> shift) and not _has_list(each):
-                told.add(each.target)
+            if permission & ~(each.mode >> shift) and not _has_list(each):
+                paths.add(each.target)
                 yield Reason(
                     code=DENIED.name,
                     message=f"process {each.pid} has {each.path} open, which uid {uid} has no permission to open",
@@ -123,10 +123,10 @@ def rights_missing(uids: frozenset[int], *, as_user: bool, in_unit: bool, proc_r
     A unit of its own can have what the service manager may give; otherwise it has what the daemon has. CAP_SYS_RESOURCE
     is needed only for the limits of processes of other users.
     """
-    wanted = _IN_GUISE if as_user else (CAP_SYS_RESOURCE,) if uids - {0} else ()
+    permission = _IN_GUISE if as_user else (CAP_SYS_RESOURCE,) if uids - {0} else ()
     status = Path(proc_root, "1" if in_unit else "self", "status").read_text()
     held = next(line for line in status.splitlines() if line.startswith("CapBnd:" if in_unit else "CapPrm:"))
-    lacking = [_NAMES[each] for each in wanted if not int(held.split()[1], 16) >> each & 1]
+    lacking = [_NAMES[each] for each in permission if not int(held.split()[1], 16) >> each & 1]
     if not lacking:
         return None
     whom = "" if as_user else f" for processes of uid {min(uids - {0})}"

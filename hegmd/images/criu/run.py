@@ -200,7 +200,7 @@ async def _restore_once(
         await _restore_in_unit([root, *words], needs.pids[0], unit_name, description, log_dir_fd, deadline_s)
     else:
         begun = await start_apart(
-            lambda told: [*_PYTHON, "tend", str(told), root, *words],
+            lambda control: [*_PYTHON, "tend", str(control), root, *words],
             deadline_s=deadline_s,
             end=lambda: end_all(population_of(needs.pids)),
         )

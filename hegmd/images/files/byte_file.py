@@ -162,14 +162,14 @@ class ByteFile:
 
     def _fetch(self, file: int, table: Table, number: int, buffer: memoryview, length: int) -> None:
         """Read one chunk and verify it."""
-        stored, wanted = table[number]
+        stored, expected = table[number]
         if not stored:
             ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), 0, length)
         elif read_whole(file, buffer, BLOCK_BYTES + number * CHUNK_BYTES) < length:
             raise self._damaged(f"it ends within chunk {number} of {len(table)}")
         with buffer[:length] as view:
             found = zlib.crc32(view, number + 1)
-        if found != wanted:
+        if found != expected:
             raise self._damaged(f"chunk {number} of {len(table)} does not match its checksum")
 
     def _write_ends(self, file: int, size_bytes: int, packed: bytes) -> None:

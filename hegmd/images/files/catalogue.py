@@ -27,14 +27,14 @@ from hegmd.images.files.folder import (
     unnamed_beside,
 )
 from hegmd.images.files.lock import lock_alone
-from hegmd.images.files.refusals import told
+from hegmd.images.files.refusals import refused_as
 from hegmd.images.files.signature import read_manifest
 from hegmd.protocol.images import ImageSeen, ImageVerified, Manifest
 
 
 def manifest_in(folder: Folder) -> Manifest:
     """Return its manifest, after checking that every file is there with its size. Raises HegmError."""
-    with told(folder.path, "read"):
+    with refused_as(folder.path, "read"):
         try:
             data, seal = folder.read_small(MANIFEST), folder.read_small(SEAL)
         except FileNotFoundError as error:
@@ -64,7 +64,7 @@ def verify(path: str, progress: Callable[[int, int], object]) -> ImageVerified:
     with find(path) as folder:
         manifest = manifest_in(folder)
         size_bytes = size_of(manifest)
-        with told(path, "read"):
+        with refused_as(path, "read"):
             folder.require_own(folder.owner_uid)
             folder.verify(manifest, lambda done_bytes: progress(done_bytes, size_bytes))
             foreign = folder.foreign(manifest)
@@ -79,7 +79,7 @@ def verify(path: str, progress: Callable[[int, int], object]) -> ImageVerified:
 
 def look_into(path: str) -> list[ImageSeen]:
     """Return the image at that path, or those in it, with left-over ones. Raises HegmError."""
-    with told(path, "read"):
+    with refused_as(path, "read"):
         names = sorted(os.listdir(path))
     if MANIFEST in names:
         return [_look_at(path)]
@@ -89,7 +89,7 @@ def look_into(path: str) -> list[ImageSeen]:
 def remove(path: str) -> None:
     """Remove an image, complete or left over. Raises HegmError with nothing changed."""
     parent, name = split(path)
-    with told(path, "removed"):
+    with refused_as(path, "removed"):
         parent_fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fd = os.open(name, DIRECTORY, dir_fd=parent_fd)
@@ -105,7 +105,7 @@ def remove(path: str) -> None:
 def require_removable(path: str) -> None:
     """Check that `remove` would remove something at that path. Raises HegmError."""
     _, name = split(path)
-    with told(path, "removed"):
+    with refused_as(path, "removed"):
         fd = os.open(path, DIRECTORY)
         try:
             _require_image(path, name, os.listdir(fd))
@@ -117,7 +117,7 @@ def sweep(path: str) -> list[str]:
     """Remove what killed writers left of an image of that path; what a live writer has locked stays."""
     parent, name = split(path)
     gone: list[str] = []
-    with told(parent, "read"):
+    with refused_as(parent, "read"):
         for found in sorted(os.listdir(parent)):
             left = os.path.join(parent, found)
             if is_left_over(found) == name and not _is_held(left):
@@ -133,7 +133,7 @@ def trim(path: str, series: str, keep: int) -> list[str]:
     Their names are `SERIES.STAMP`, in the order of their stamps. Other files and broken images are not touched.
     """
     named = re.compile(re.escape(series) + r"\.[0-9]{8}T[0-9]{6}Z")
-    mine = [seen for seen in look_into(path) if named.fullmatch(os.path.basename(seen.path))]
+    mine = [image for image in look_into(path) if named.fullmatch(os.path.basename(image.path))]
     whole = sorted(seen.path for seen in mine if seen.state in ("whole", "in-use"))
     gone: list[str] = []
     for old in whole[:-keep] if keep > 0 else ():

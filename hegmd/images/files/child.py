@@ -34,7 +34,7 @@ from hegmd.images.files.folder import (
     opened_plain,
     summed,
 )
-from hegmd.images.files.refusals import told
+from hegmd.images.files.refusals import refused_as
 from hegmd.images.files.signature import read_manifest
 from hegmd.protocol.images import ImageFile
 from hegmd.protocol.record import plain_value
@@ -137,14 +137,14 @@ class CurrentImage:
         """Write bytes from the memory that came with the request, and read them back."""
         (memory_fd,) = request.fds.view()
         name, size_bytes = str(request.args["name"]), int(request.args["size_bytes"])
-        with self._busy(), told(self.folder.path, "written"):
+        with self._busy(), refused_as(self.folder.path, "written"):
             tell = self._wanted(progress_of(request))
             written = self.folder.write_bytes(name, str(request.args["id"]), memory_fd, size_bytes, tell)
         return HelperReply({name: getattr(written, name) for name in ("stored_bytes", "sum", "direct", "wrote_s")})
 
     def take(self, request: Request) -> HelperReply:
         """Copy CRIU's files, given as descriptors, into the image, and read the copies back."""
-        with self._busy(), told(self.folder.path, "written"):
+        with self._busy(), refused_as(self.folder.path, "written"):
             tell = self._wanted(progress_of(request))
             answer = _copied(request, self.folder.criu_fd, request.fds.view(), tell)
             pairs = zip(request.args["files"], answer.values["sums"], strict=True)
@@ -157,7 +157,7 @@ class CurrentImage:
 
     def sum(self, request: Request) -> HelperReply:
         """Return the checksums of CRIU's files in the image itself, after reading them back."""
-        with self._busy(), told(self.folder.path, "read"):
+        with self._busy(), refused_as(self.folder.path, "read"):
             tell = self._wanted(progress_of(request))
             files = summed(self.folder.criu_fd, tell)
             self.folder.read_back(files, tell)
@@ -166,7 +166,7 @@ class CurrentImage:
     def finish(self, request: Request) -> HelperReply:
         """Read back what was not read back yet, and give it its manifest and its name."""
         data, seal = bytes(request.args["manifest"]), bytes(request.args["seal"])
-        with self._busy(), told(self.folder.path, "written"):
+        with self._busy(), refused_as(self.folder.path, "written"):
             manifest = read_manifest(self.folder.path, data, seal)
             self.folder.verify(manifest, self._wanted(progress_of(request)))
             self.folder.publish(data, seal)
@@ -189,7 +189,7 @@ class CurrentImage:
         """Open an existing image of the caller: locked, with every file present. Returns its manifest as written."""
         folder = find(str(request.args["path"]))
         try:
-            with told(folder.path, "opened"):
+            with refused_as(folder.path, "opened"):
                 manifest_in(folder)
                 folder.lock()
                 folder.require_own(os.geteuid())
@@ -205,7 +205,7 @@ class CurrentImage:
 
     def verify(self, request: Request) -> HelperReply:
         """Verify every byte of CRIU's files, or of the byte files."""
-        with told(self.folder.path, "read"):
+        with refused_as(self.folder.path, "read"):
             is_criu = bool(request.args.get("only_criu"))
             verify = self.folder.verify_criu_files if is_criu else self.folder.verify_byte_files
             verify(manifest_in(self.folder), progress_of(request))
@@ -215,7 +215,7 @@ class CurrentImage:
         """Read bytes into the memory that came with the request."""
         (memory_fd,) = request.fds.view()
         file = self.folder.byte_file(str(request.args["name"]), str(request.args["id"]))
-        with told(self.folder.path, "read"):
+        with refused_as(self.folder.path, "read"):
             size_bytes, total = int(request.args["size_bytes"]), str(request.args["sum"])
             file.read(size_bytes, total, memory_fd, progress_of(request))
         return HelperReply({})
@@ -224,7 +224,7 @@ class CurrentImage:
         """Return CRIU's files as descriptors, for a process that may not open them here."""
         fds = Descriptors([])
         try:
-            with told(self.folder.path, "read"):
+            with refused_as(self.folder.path, "read"):
                 for name in request.args["names"]:
                     with opened_plain(str(name), self.folder.criu_fd) as fd:
                         fds.add(os.dup(fd))
@@ -247,13 +247,13 @@ class CurrentImage:
     def keep(self, request: Request) -> HelperReply:
         """Copy files into the private directory that came first with the request."""
         dir_fd, *files = request.fds.view()
-        with told("the daemon's private folder", "written"):
+        with refused_as("the daemon's private folder", "written"):
             return _copied(request, dir_fd, tuple(files), progress_of(request))
 
     def sum_of(self, request: Request) -> HelperReply:
         """Return the checksums of CRIU's files in the private folder that was sent along."""
         (dir_fd,) = request.fds.view()
-        with told("the daemon's private folder", "read"):
+        with refused_as("the daemon's private folder", "read"):
             files = summed(dir_fd, progress_of(request))
             sizes = {name: status.st_size for name, status in listed(dir_fd)}
             return HelperReply({"files": plain_value(files), "sizes": sizes})

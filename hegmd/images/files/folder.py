@@ -32,7 +32,7 @@ from hegmd.errors import DENIED, NOT_FOUND, UNAVAILABLE, HegmError, Refused
 from hegmd.images.files.byte_file import ByteFile, Written
 from hegmd.images.files.copy_file import sum_of
 from hegmd.images.files.lock import lock_alone
-from hegmd.images.files.refusals import taken, told
+from hegmd.images.files.refusals import refused_as, taken
 from hegmd.images.files.signature import MAX_BYTES
 from hegmd.protocol.images import ImageFile, Manifest
 from hegmd.system.direct_io import Progress, opened
@@ -250,7 +250,7 @@ def make(path: str) -> Folder:
     """Create an empty, locked directory for an image at that path, under a temporary name. Raises HegmError."""
     parent, name = split(path)
     _require_outside(parent, path)
-    with told(path, "made"):
+    with refused_as(path, "made"):
         parent_fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         unnamed = unnamed_beside(name, NEW)
         try:
@@ -278,7 +278,7 @@ def free_bytes_at(path: str) -> int:
     """Return the free bytes for an image at that path. Raises HegmError if none could be made. Creates nothing."""
     parent, name = split(path)
     _require_outside(parent, path)
-    with told(path, "made"):
+    with refused_as(path, "made"):
         parent_fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             _require_free(parent_fd, name, path)
@@ -295,7 +295,7 @@ def free_bytes_at(path: str) -> int:
 def find(path: str) -> Folder:
     """Return the directory at that path, whatever it contains. Raises HegmError."""
     parent, name = split(path)
-    with told(path, "opened"):
+    with refused_as(path, "opened"):
         parent_fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             return Folder(parent_fd, name, path)

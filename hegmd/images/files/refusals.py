@@ -29,7 +29,7 @@ _KINDS = {
 
 
 @contextlib.contextmanager
-def told(path: str, what: str) -> Generator[None]:
+def refused_as(path: str, what: str) -> Generator[None]:
     """Turn an OSError of the block into a HegmError with a hint."""
     try:
         yield
@@ -77,17 +77,17 @@ def _step(path: str, what: str) -> str:
 
 def _obstacle(path: str) -> str | None:
     """Return which part of that path is no directory or does not exist; None if there is none."""
-    seen = "/"
+    prefix = "/"
     for name in path.strip("/").split("/"):
-        seen = os.path.join(seen, name)
-        it = "it" if seen == path else seen
+        prefix = os.path.join(prefix, name)
+        it = "it" if prefix == path else prefix
         try:
-            kind = stat.S_IFMT(os.lstat(seen).st_mode)
+            kind = stat.S_IFMT(os.lstat(prefix).st_mode)
         except OSError as error:
-            return f"there is no {seen}" if error.errno == errno.ENOENT and seen != path else None
-        if kind == stat.S_IFLNK and (it == "it" or not os.path.isdir(seen)):
-            leads = "" if os.path.exists(seen) else ", which does not exist"
-            return f"{it} is a link to {os.readlink(seen)}{leads}"
+            return f"there is no {prefix}" if error.errno == errno.ENOENT and prefix != path else None
+        if kind == stat.S_IFLNK and (it == "it" or not os.path.isdir(prefix)):
+            leads = "" if os.path.exists(prefix) else ", which does not exist"
+            return f"{it} is a link to {os.readlink(prefix)}{leads}"
         if kind in _KINDS:
             return f"{it} is {_KINDS[kind]} and not a directory"
     return None

@@ -180,10 +180,10 @@ class Keeper:
                 return
             verb, _, name = lines[0].partition(" ")
             answer = self._answers.get(verb, self._unknown)
-            said, fds = answer(name, came)
+            reply, fds = answer(name, came)
             for unwanted in came:
                 os.close(unwanted)
-            send(connection, said, fds)
+            send(connection, reply, fds)
         except BlockingIOError:
             return
         except OSError:

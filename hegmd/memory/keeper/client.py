@@ -46,7 +46,7 @@ class KeeperStore:
         self._missing: set[str] = set()  # names that the current keeper does not store yet
         self._perhaps: set[str] = set()  # may be stored there without an owner: its put or drop had no answer
         self._asking = anyio.Lock()
-        self._asked = anyio.Event()  # set by the next change; then replaced by a new event
+        self._changed = anyio.Event()  # set by the next change; then replaced by a new event
 
     async def put(self, name: str, fd: int) -> None:
         async with self._asked_for():
@@ -92,12 +92,12 @@ class KeeperStore:
             while True:
                 async with self._asking:
                     in_hand = not self._has_ended() or await self._replace()
-                    watched, asked = self._socket, self._asked
+                    watched, changed = self._socket, self._changed
                 if not in_hand:
                     with anyio.move_on_after(RETRY_S):  # a caller that stores something meanwhile also tries to connect
-                        await asked.wait()
+                        await changed.wait()
                 elif watched is None:
-                    await asked.wait()
+                    await changed.wait()
                 else:
                     with contextlib.suppress(anyio.ClosedResourceError):  # hung up meanwhile
                         await anyio.wait_readable(watched)
@@ -138,8 +138,8 @@ class KeeperStore:
             finally:
                 if not self._held and not self._perhaps:
                     self._hang_up()
-                self._asked.set()
-                self._asked = anyio.Event()
+                self._changed.set()
+                self._changed = anyio.Event()
 
     async def _replace(self) -> bool:
         """Return True if the current keeper, or a new one, stores everything."""
@@ -219,9 +219,9 @@ class KeeperStore:
         try:
             made.settimeout(self._answer_s)
             made.connect(f"/proc/self/fd/{at}/{SOCKET_NAME}")
-            said, _ = _exchange(made, [HELLO], [])
-            if said[:1] != [GREETING]:
-                raise OSError(errno.EPROTO, f"it says {said[:1]} where {GREETING!r} was expected")
+            reply, _ = _exchange(made, [HELLO], [])
+            if reply[:1] != [GREETING]:
+                raise OSError(errno.EPROTO, f"it says {reply[:1]} where {GREETING!r} was expected")
         except BaseException:
             made.close()
             raise
@@ -243,11 +243,11 @@ _NOBODY = (errno.ENOENT, errno.ECONNREFUSED, errno.EPIPE, errno.ECONNRESET)
 
 def _exchange(over: socket.socket, lines: Sequence[str], fds: Sequence[int]) -> tuple[list[str], list[int]]:
     send(over, lines, fds)
-    said, came = receive(over)
-    if said[:1] != [OK]:
+    reply, came = receive(over)
+    if reply[:1] != [OK]:
         for fd in came:
             os.close(fd)
-        if not said:
+        if not reply:
             raise OSError(errno.ECONNRESET, "it hung up")
-        raise OSError(errno.EPROTO, " ".join(said[1:]))
-    return said[1:], came
+        raise OSError(errno.EPROTO, " ".join(reply[1:]))
+    return reply[1:], came

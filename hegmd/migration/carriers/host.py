@@ -353,8 +353,8 @@ class HostCarrier(CopyingCarrier):
 
         For a caller that is short of memory there. Returns True if any was released; raises nothing.
         """
-        given = [await self._spare(known, gpu) for known in tuple(self._staging_use.values())]
-        return any(given)
+        spared = [await self._spare(known, gpu) for known in tuple(self._staging_use.values())]
+        return any(spared)
 
     async def _spare(self, known: StagingUse, gpu: str) -> bool:
         subject = known.subject

@@ -66,12 +66,16 @@ class PrestartService:
         self._surroundings = surroundings
         self._ready = ready or PrestartPolicy()
         self._available_bytes = available_bytes
-        self._asked: dict[str, _RequestedPrestart] = {}
+        self._prestarts: dict[str, _RequestedPrestart] = {}
 
     async def begin(self, subject: MigratedProcess, size_bytes: int) -> None:
         """Have it made ready, where that can be and the node has the memory beside a state of that size."""
         supervisor = self._supervisors.find(subject.uid, subject.run)
-        if supervisor is None or subject.operation in self._asked or not self._is_fit(subject, supervisor, size_bytes):
+        if (
+            supervisor is None
+            or subject.operation in self._prestarts
+            or not self._is_fit(subject, supervisor, size_bytes)
+        ):
             return
         worker, place = subject.worker, subject.target_gpu or ""
         surroundings = self._surroundings(subject, place)
@@ -80,7 +84,7 @@ class PrestartService:
         except SupervisorAway as error:
             logger.debug("nothing is made ready for operation %s: %s", subject.operation, error.message)
         else:
-            self._asked[subject.operation] = _RequestedPrestart(supervisor, anyio.current_time())
+            self._prestarts[subject.operation] = _RequestedPrestart(supervisor, anyio.current_time())
             logger.debug(
                 "operation %s has the next process made ready: %d modules", subject.operation, len(worker.imports)
             )
@@ -107,36 +111,36 @@ class PrestartService:
 
     async def until_ready(self, subject: MigratedProcess, on_progress: Progress) -> bool:
         """Until it is, or it is known that it will not be, or for a while; whether it is."""
-        asked = self._asked.get(subject.operation)
-        if asked is None:
+        prestart = self._prestarts.get(subject.operation)
+        if prestart is None:
             return False
-        asked.is_awaited = True
+        prestart.is_awaited = True
         try:
-            with anyio.move_on_after(max(0.0, asked.since + self._ready.within_s - anyio.current_time())):
-                while not asked.supervisor.readied.is_set():
+            with anyio.move_on_after(max(0.0, prestart.since + self._ready.within_s - anyio.current_time())):
+                while not prestart.supervisor.readied.is_set():
                     with anyio.move_on_after(_TELLS_AFTER_S):
-                        await asked.supervisor.readied.wait()
+                        await prestart.supervisor.readied.wait()
                     on_progress(0)
         finally:
-            asked.is_awaited = False
-        took_s = anyio.current_time() - asked.since
-        is_ready = asked.supervisor.readied.is_set() and asked.supervisor.ready_pid is not None
+            prestart.is_awaited = False
+        took_s = anyio.current_time() - prestart.since
+        is_ready = prestart.supervisor.readied.is_set() and prestart.supervisor.ready_pid is not None
         logger.debug("operation %s: ready is %s after %.1f s", subject.operation, is_ready, took_s)
         return is_ready
 
     def doing(self, subject: MigratedProcess) -> str | None:
         """Return what is awaited, and for how long so far; None if nothing is."""
-        asked = self._asked.get(subject.operation)
-        if asked is None or not asked.is_awaited:
+        prestart = self._prestarts.get(subject.operation)
+        if prestart is None or not prestart.is_awaited:
             return None
-        return f"it trains on until the next Python is ready: {anyio.current_time() - asked.since:.0f} s"
+        return f"it trains on until the next Python is ready: {anyio.current_time() - prestart.since:.0f} s"
 
     async def end(self, subject: MigratedProcess) -> None:
         """Withdraw the prestart. Does nothing if there is none."""
-        asked = self._asked.pop(subject.operation, None)
-        if asked is not None:
+        prestart = self._prestarts.pop(subject.operation, None)
+        if prestart is not None:
             with suppress(SupervisorAway):  # the supervisor ends it with the connection
-                await asked.supervisor.tell("unready", subject.operation)
+                await prestart.supervisor.tell("unready", subject.operation)
 
     def _is_fit(self, subject: MigratedProcess, supervisor: Supervisor, size_bytes: int) -> bool:
         worker, respawn = subject.agent, subject.respawn

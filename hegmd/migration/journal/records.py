@@ -151,21 +151,21 @@ def step(
     before: Operation,
     event: Event,
     after: Operation,
-    wanted: Iterable[Effect],
+    effects: Iterable[Effect],
     *,
     now: float,
     utc: float,
     timings: tuple[Timing, ...] = (),
 ) -> tuple[bytes, Line]:
     """The record of one event, and its line in the story."""
-    wanted = tuple(wanted)
+    effects = tuple(effects)
     line = Line(
         utc=utc,
         event=event.tag,
         cause=event.cause,
         detail=_detail(event),
         phase=after.phase,
-        effects=tuple([f"{effect.tag} {effect.worker}" for effect in wanted]),
+        effects=tuple([f"{effect.tag} {effect.worker}" for effect in effects]),
         timings=timings,
     )
     entry = Entry(
@@ -175,7 +175,7 @@ def step(
         values=_changes(before, after),
         story=(line,),
         event=event.to_plain(),
-        effects=tuple([effect.to_plain() for effect in wanted]),
+        effects=tuple([effect.to_plain() for effect in effects]),
         now=now,
     )
     return _framed(entry), line

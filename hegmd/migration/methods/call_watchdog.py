@@ -32,7 +32,7 @@ async def watch(
     while True:
         await anyio.sleep(patience.look_s)
         free = await free_bytes()
-        seen = await anyio.to_thread.run_sync(look_at, pid, free, abandon_on_cancel=True)
-        stuck = work.judge(seen, anyio.current_time())
+        sample = await anyio.to_thread.run_sync(look_at, pid, free, abandon_on_cancel=True)
+        stuck = work.judge(sample, anyio.current_time())
         if stuck is not None:
             return stuck

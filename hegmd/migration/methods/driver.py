@@ -167,7 +167,7 @@ class DriverMethod:
     async def _needed(self, subject: MigratedProcess) -> list[int]:
         """Return what the locked process needs on each GPU, with the margin. Raises Refused if unknown."""
         gpus = gpus_of(subject.gpu)
-        node = await self._gpus.seen()
+        node = await self._gpus.node()
         uses = [use for process in node.processes if process.pid == subject.pid for use in process.gpus]
         shown = {use.gpu: use.vram_bytes for use in uses}
         sizes = [size_bytes for gpu in gpus if (size_bytes := shown.get(gpu)) is not None]
@@ -236,7 +236,7 @@ class DriverMethod:
     async def _restore_where_it_was(self, subject: MigratedProcess, gpu: str) -> str:
         """Restore the process without a GPU map, with every possible GPU reserved. Returns the GPU it is on."""
         uuids = await self._steps.uuids()
-        await self._gpus.seen()
+        await self._gpus.node()
         uuid_by_gpu = {self._gpus.name_of(uuid): uuid for uuid in uuids}
         needs = dict.fromkeys(uuid_by_gpu, subject.driver_bytes)
         try:
@@ -264,14 +264,14 @@ class DriverMethod:
     ) -> str:
         """Restore the process on the GPUs in `uuid_by_gpu`, each with the reservation in `needs`. Returns its state."""
         self._reservations.require(subject, uuid_by_gpu, needs)
-        node = await self._gpus.seen()
+        node = await self._gpus.node()
         others = others_on(node, subject, uuid_by_gpu, self._steps.helper_pid)
         ours = self._in_hand | self._locked
         async with self._other_processes.paused(others, but_for=ours, restored=subject.owner_key) as going:
             # a process of ours that is not locked yet also runs
             loose = [*going, *(who for who in others if who in self._in_hand - self._driver_locked - self._locked)]
             spare_bytes = CALM_BYTES if loose else 0
-            free = free_bytes_of(await self._gpus.seen() if loose else node)
+            free = free_bytes_of(await self._gpus.node() if loose else node)
             for gpu in uuid_by_gpu:  # still held: nothing is risked by looking
                 free_bytes = free.get(gpu)
                 if free_bytes is None or free_bytes < spare_bytes:
@@ -375,7 +375,7 @@ class DriverMethod:
         self._gpus.changed()
 
     async def _places(self, subject: MigratedProcess) -> list[str]:
-        node = await self._gpus.seen()
+        node = await self._gpus.node()
         return [use.gpu for process in node.processes if process.pid == subject.pid for use in process.gpus]
 
     # -- processes with a running step

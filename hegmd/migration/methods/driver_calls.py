@@ -122,10 +122,10 @@ class Steps:
         """Unlock the process without reading its state before or after."""
         await self._call("unlock", subject, expected_s=0.0)
 
-    async def expect(self, subject: MigratedProcess, op: str, *wanted: str) -> str:
+    async def expect(self, subject: MigratedProcess, op: str, *states: str) -> str:
         """The state that it is in: success counts when that is seen to be one of these. Raises Untrue."""
         state = await self.state(subject)
-        if state not in wanted:
+        if state not in states:
             raise StateMismatch(
                 UNAVAILABLE,
                 f"{op} of process {subject.pid} returned success, but the process is {state}",
@@ -192,7 +192,7 @@ class Steps:
     async def _free_bytes(self) -> int | None:
         """Return the free memory of all GPUs together, as far as the driver reports it."""
         try:
-            return sum(gpu.memory_free_bytes or 0 for gpu in (await self._gpus.seen()).gpus)
+            return sum(gpu.memory_free_bytes or 0 for gpu in (await self._gpus.node()).gpus)
         except HegmError:
             return None
 

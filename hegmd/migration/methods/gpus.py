@@ -49,13 +49,13 @@ class VideoMemory(Protocol):
 class Gpus:
     """Looks at the node by `look`, which is to look now and not to remember; `changed` is called when that is news."""
 
-    def __init__(self, look: Callable[[], Awaitable[Node]], changed: Callable[[], object] = lambda: None) -> None:
-        self._look = look
+    def __init__(self, snapshot: Callable[[], Awaitable[Node]], changed: Callable[[], object] = lambda: None) -> None:
+        self._look = snapshot
         self.changed = changed
         self._turns: dict[str, anyio.Lock] = {}
         self._names: dict[str, str] = {}
 
-    async def seen(self) -> Node:
+    async def node(self) -> Node:
         """The node as it is now. Raises HegmError when a driver does not answer: an old figure is none."""
         began = anyio.current_time()
         node = await self._look()
@@ -72,7 +72,7 @@ class Gpus:
 
     async def gpu(self, name: str) -> Gpu:
         """Return the GPU of that name. Raises Refused if there is none."""
-        found = next((gpu for gpu in (await self.seen()).gpus if gpu.id == name), None)
+        found = next((gpu for gpu in (await self.node()).gpus if gpu.id == name), None)
         if found is None:
             raise Refused(
                 f"{name} is no longer available", "check hegmctl gpus, and dmesg for a GPU that fell off the bus"

@@ -58,7 +58,7 @@ class KeepContextMethod:
     async def reserve(self, subject: MigratedProcess, gpu: str, size_bytes: int) -> None:
         wholes = subject.wholes(gpu)
         async with self._gpus.turns(wholes):
-            node = await self._gpus.seen()
+            node = await self._gpus.node()
             free = {one.id: one.memory_free_bytes for one in node.gpus}
             for name, needed_bytes in wholes.items():
                 free_bytes = free.get(name)
@@ -123,7 +123,7 @@ class KeepContextMethod:
 
     async def _used_bytes(self, subject: MigratedProcess) -> int | None:
         """Return what it uses on its GPUs; None if the vendor's library does not report it."""
-        node = await self._gpus.seen()
+        node = await self._gpus.node()
         uses = [use for process in node.processes if process.pid == subject.pid for use in process.gpus]
         sizes = [use.vram_bytes for use in uses if use.gpu in gpus_of(subject.gpu)]
         known = [size_bytes for size_bytes in sizes if size_bytes is not None]

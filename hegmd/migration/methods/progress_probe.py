@@ -69,48 +69,48 @@ class WatchedCall:
         self._stopped_since: float | None = None
         self._last: ProgressSample | None = None
 
-    def judge(self, seen: ProgressSample, now: float) -> Stuck | None:
+    def judge(self, sample: ProgressSample, now: float) -> Stuck | None:
         """Why it is not to be waited for any longer, if so."""
-        if self._last is None or has_moved(self._last, seen, self._patience.moved_bytes):
-            self._last, self._moved = seen, now
-        if not seen.stopped:
+        if self._last is None or has_moved(self._last, sample, self._patience.moved_bytes):
+            self._last, self._moved = sample, now
+        if not sample.stopped:
             self._stopped_since = None
         elif self._stopped_since is None:
             self._stopped_since = now
         if self._stopped_since is not None and now - self._stopped_since >= self._patience.stopped_s:
-            return self._of_stopped(seen, now)
+            return self._of_stopped(sample, now)
         overdue = now - self._began >= self._patience.floor_s + self._patience.times * self._expected_s
-        return self._of_quiet(seen, now) if overdue and now - self._moved >= self._patience.quiet_s else None
+        return self._of_quiet(sample, now) if overdue and now - self._moved >= self._patience.quiet_s else None
 
-    def _of_stopped(self, seen: ProgressSample, now: float) -> Stuck:
-        whole = sum(seen.threads.values())
+    def _of_stopped(self, sample: ProgressSample, now: float) -> Stuck:
+        whole = sum(sample.threads.values())
         return Stuck(
-            f"`{self._op}` of process {self._pid} is blocked: {seen.stopped} of the {whole} threads of the process "
+            f"`{self._op}` of process {self._pid} is blocked: {sample.stopped} of the {whole} threads of the process "
             "are stopped by a signal or a debugger",
             f"run: kill -CONT {self._pid}; the driver then finishes the call",
             self._op,
-            self._facts(seen, now),
+            self._facts(sample, now),
         )
 
-    def _of_quiet(self, seen: ProgressSample, now: float) -> Stuck:
-        threads = ", ".join(f"{count} {state}" for state, count in sorted(seen.threads.items())) or "none to be seen"
-        memory = "" if seen.resident_bytes is None else f", {seen.resident_bytes / GIB:.1f} GiB in its memory"
+    def _of_quiet(self, sample: ProgressSample, now: float) -> Stuck:
+        threads = ", ".join(f"{count} {state}" for state, count in sorted(sample.threads.items())) or "none to be seen"
+        memory = "" if sample.resident_bytes is None else f", {sample.resident_bytes / GIB:.1f} GiB in its memory"
         return Stuck(
             f"the driver has been at `{self._op}` of process {self._pid} for {now - self._began:.0f} s, where "
             f"{self._expected_s:.1f} s were expected, and made no progress for {now - self._moved:.0f} s (threads: "
             f"{threads}{memory})",
             f"hegmd asks again for its state; look for an Xid in `dmesg`, and at /proc/{self._pid}/task/*/stack",
             self._op,
-            self._facts(seen, now),
+            self._facts(sample, now),
         )
 
-    def _facts(self, seen: ProgressSample, now: float) -> dict[str, object]:
+    def _facts(self, sample: ProgressSample, now: float) -> dict[str, object]:
         return {
             "pid": self._pid,
             "waited_s": round(now - self._began, 1),
             "expected_s": round(self._expected_s, 1),
             "quiet_s": round(now - self._moved, 1),
-            "threads": dict(seen.threads),
+            "threads": dict(sample.threads),
         }
 
 

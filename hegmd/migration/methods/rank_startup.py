@@ -122,8 +122,8 @@ def ranks_below(command: int) -> tuple[ProcessKey | None, dict[int, ProcessKey]]
 
 
 def _rank_of(pid: int) -> int | None:
-    said = variables_of(pid, _OF_A_RANK).get("RANK", "")
-    return int(said) if said.isdecimal() else None
+    rank = variables_of(pid, _OF_A_RANK).get("RANK", "")
+    return int(rank) if rank.isdecimal() else None
 
 
 def _who(pid: int) -> ProcessKey | None:

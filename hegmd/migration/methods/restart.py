@@ -74,7 +74,7 @@ class _JobStart:
     turn: anyio.Lock = field(default_factory=anyio.Lock)
     waiting: int = 0
     #: Whom it was asked of, which rank of it fell first, and why it failed.
-    asked: Supervisor | None = None
+    supervisor: Supervisor | None = None
     #: True if this daemon requested the start, so that it receives a report for each rank.
     is_ours: bool = False
     fallen: str = ""
@@ -144,11 +144,11 @@ class RestartMethod:
         if worker is not None and not worker.ended and subject.ranks:
             await self._leave_launcher(subject, worker)
         elif worker is not None and not worker.ended:
-            given = await worker.give("leave")
+            order = await worker.give("leave")
             with anyio.move_on_after(LEAVES_WITHIN_S):
-                await given.over.wait()
+                await order.over.wait()
                 if worker.connected:
-                    await given.report()  # it says why it does not
+                    await order.report()  # it says why it does not
                 await self._until(lambda: worker.ended)
             if not worker.ended:
                 hint = "check its exit handlers and the threads that it joins"
@@ -167,10 +167,10 @@ class RestartMethod:
         if worker.parked:
             with anyio.move_on_after(LEAVES_WITHIN_S):
                 try:
-                    given = await worker.give("leave")
-                    await given.over.wait()
+                    order = await worker.give("leave")
+                    await order.over.wait()
                     if worker.connected:
-                        await given.report()
+                        await order.report()
                     await self._until(lambda: worker.ended)
                 except HegmError as error:
                     logger.warning("killing process %d, which did not exit: %s", worker.pid, error.message)
@@ -180,7 +180,7 @@ class RestartMethod:
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         while not is_so():
-            await self._workers.news.wait()
+            await self._workers.changed.wait()
 
     # -- back ----------------------------------------------------------------------------------------------------------
 
@@ -205,12 +205,12 @@ class RestartMethod:
                 if start.failure is not None:
                     raise start.failure
                 if _has_started(supervisor, subject):
-                    start.asked = supervisor  # an earlier run of the daemon may have asked for it
+                    start.supervisor = supervisor  # an earlier run of the daemon may have asked for it
                     if subject.ranks:
                         await self._look_after(rank, start, supervisor, subject)
                     if self._reborn(subject, gpu) is not None:
                         continue  # it arrived during the wait for its supervisor, and will not come again
-                elif start.asked is supervisor:
+                elif start.supervisor is supervisor:
                     why = supervisor.failure or "its supervisor reports that it is not running"
                     message = f"the job was not restarted on {gpu}: {'; '.join(filter(None, (start.fallen, why)))}"
                     start.failure = Refused(message, "read what it printed")
@@ -241,14 +241,14 @@ class RestartMethod:
     async def _have_started(self, start: _JobStart, supervisor: Supervisor, subject: MigratedProcess, gpu: str) -> None:
         """Start the command, unless another rank has; before that, end what is left of its launcher."""
         async with start.turn:
-            if start.asked is supervisor or start.failure is not None:
+            if start.supervisor is supervisor or start.failure is not None:
                 return
             try:
                 if supervisor.offer.pid is not None:
                     await self._end_command(supervisor, subject.operation)
                 else:
                     await self._start(supervisor, subject, gpu)
-                    start.asked, start.is_ours = supervisor, True
+                    start.supervisor, start.is_ours = supervisor, True
             except HegmError as error:
                 start.failure = error
                 raise
@@ -274,8 +274,8 @@ class RestartMethod:
         if fallen is None:
             return
         if not start.fallen:
-            said = "seen by no hegmd that runs" if fallen.rank == NO_PROCESS else f"process {fallen.rank[0]}"
-            start.fallen = f"rank {subject.rank} ({said}) ended before its first boundary"
+            process = "seen by no hegmd that runs" if fallen.rank == NO_PROCESS else f"process {fallen.rank[0]}"
+            start.fallen = f"rank {subject.rank} ({process}) ended before its first boundary"
             logger.warning("operation %s: %s", subject.operation, start.fallen)
         if rank.is_left_behind(anyio.current_time()):
             async with start.turn:
@@ -397,12 +397,12 @@ class RestartMethod:
         """Wait for news of a worker or of a supervisor, or for another start."""
         async with anyio.create_task_group() as tasks:
 
-            async def first(news: anyio.Event) -> None:
-                await news.wait()
+            async def first(event: anyio.Event) -> None:
+                await event.wait()
                 tasks.cancel_scope.cancel()
 
-            tasks.start_soon(first, self._workers.news.next)
-            tasks.start_soon(first, self._supervisors.news.next)
+            tasks.start_soon(first, self._workers.changed.next)
+            tasks.start_soon(first, self._supervisors.changed.next)
             tasks.start_soon(first, self._superseded.next)
 
     # -- state ---------------------------------------------------------------------------------------------------------

@@ -96,11 +96,11 @@ class StorageHandover:
                 with anyio.move_on_after(self._other_processes.max_pause_s):
                     await made.wait()
                 return
-            node = await self._gpus.seen()
+            node = await self._gpus.node()
             others = others_on(node, subject, held, self._steps.helper_pid)
             async with self._other_processes.paused(others, but_for=self._in_hand):
                 if others:  # they may have taken some since
-                    node = await self._gpus.seen()
+                    node = await self._gpus.node()
                 free = free_bytes_of(node)
                 fits = await self._reservations.fits_beside(subject, gpu, CALM_BYTES, free)
                 if subject.owner_key in self._crowded or not fits:

@@ -185,8 +185,8 @@ def _against(
     if row.name == BY_DRIVER:
         return
     agent = candidate.agent
-    told = agent.cuda if agent is not None else None
-    if agent is None or told is None:
+    cuda = agent.cuda if agent is not None else None
+    if agent is None or cuda is None:
         yield "it has no agent that knows its storages on the GPU"
         return
     size_bytes = agent.size_bytes or 0
@@ -194,10 +194,10 @@ def _against(
         yield "its agent reports no storages that can be offloaded"
     if len(shares) > 1 and not devices_of(snapshot, candidate):
         yield "it is on several GPUs, but its agent does not report what it holds on each"
-    if "graphs" in told.hazards:
+    if "graphs" in cuda.hazards:
         yield "it has captured CUDA graphs, which need their memory addresses unchanged"
     if row.is_helped:
-        yield from _against_showing(snapshot, candidate, told, shares, size_bytes)
+        yield from _against_showing(snapshot, candidate, cuda, shares, size_bytes)
     for share in shares:
         if row.name == HOST:
             yield from _against_context(request, candidate, share)
@@ -208,16 +208,16 @@ def _against(
 
 
 def _against_showing(
-    snapshot: NodeSnapshotForPlan, candidate: Candidate, told: CudaFacts, shares: Sequence[Share], size_bytes: int
+    snapshot: NodeSnapshotForPlan, candidate: Candidate, cuda: CudaFacts, shares: Sequence[Share], size_bytes: int
 ) -> Iterator[str]:
     """Yield why the helper cannot open the process's storages."""
     if not snapshot.outlived:  # the bytes would be in no place but its memory
         yield "the bytes would be lost if hegmd were killed: there is no descriptor store"
-    if told.expandable or told.allocator != _NATIVE:
-        how = "expandable segments, or memory that the driver restored" if told.expandable else told.allocator
+    if cuda.expandable or cuda.allocator != _NATIVE:
+        how = "expandable segments, or memory that the driver restored" if cuda.expandable else cuda.allocator
         yield f"its allocator uses {how}, which CUDA IPC cannot show to another process"
-    elif 2 * told.own_bytes > size_bytes:
-        own, whole = gigabytes(told.own_bytes), gigabytes(size_bytes)
+    elif 2 * cuda.own_bytes > size_bytes:
+        own, whole = gigabytes(cuda.own_bytes), gigabytes(size_bytes)
         yield f"{own} of its {whole} share memory with tensors that stay, so the process copies them itself"
     if candidate.around.same_ipc is False:
         yield "it is in another IPC namespace than hegmd"
@@ -229,8 +229,8 @@ def _against_showing(
 
 def own_bytes(candidate: Candidate, carrier: str) -> int:
     """Return how many bytes the process copies itself, of those that go by that carrier."""
-    told = None if candidate.agent is None else candidate.agent.cuda
-    return told.own_bytes if told is not None and is_helped(carrier) else 0
+    cuda = None if candidate.agent is None else candidate.agent.cuda
+    return cuda.own_bytes if cuda is not None and is_helped(carrier) else 0
 
 
 def _against_context(request: PlanRequest, candidate: Candidate, share: Share) -> Iterator[str]:

@@ -32,7 +32,7 @@ _PROVE = "run: hegmctl doctor --nccl"
 _RESTART = "use a restart instead: hegmctl run --allow-restart, then hegmctl migrate --via restart"
 
 
-def told(candidate: Candidate) -> Communicators | None:
+def communicators_of(candidate: Candidate) -> Communicators | None:
     """Return the agent's report of its groups with other ranks; None if it has none, or does not know."""
     groups = None if candidate.agent is None else candidate.agent.communicators
     return None if groups is None or (groups.mechanism == NONE and not groups.uncovered) else groups
@@ -40,7 +40,7 @@ def told(candidate: Candidate) -> Communicators | None:
 
 def mechanism(candidate: Candidate, kind: str) -> str:
     """Return how its communicators are disconnected for that kind of operation; empty if it has none."""
-    groups = told(candidate)
+    groups = communicators_of(candidate)
     if groups is None or groups.mechanism == NONE:
         return ""
     return REPLACEMENT if kind == CHECKPOINT else groups.mechanism
@@ -55,7 +55,7 @@ def are_independent(members: Sequence[Candidate]) -> bool:
     """
     counts: list[tuple[int, int]] = []
     for candidate in members:
-        if told(candidate) is not None or candidate.agent is None or candidate.agent.counts is None:
+        if communicators_of(candidate) is not None or candidate.agent is None or candidate.agent.counts is None:
             return False
         counts.append(candidate.agent.counts)
     if len(counts) < 2:
@@ -65,7 +65,7 @@ def are_independent(members: Sequence[Candidate]) -> bool:
 
 def judge(draft: Draft, members: Sequence[Candidate]) -> None:
     """Every reason why the communicators of that job cannot be disconnected."""
-    ranks = [candidate for candidate in members if told(candidate) is not None]
+    ranks = [candidate for candidate in members if communicators_of(candidate) is not None]
     if not ranks:
         return
     proof = proof_of(draft.snapshot, members, [worker.to for worker in draft.workers])
@@ -83,7 +83,7 @@ def combination_of(
     snapshot: NodeSnapshotForPlan, members: Sequence[Candidate], to: Sequence[str | None] = ()
 ) -> Combination | None:
     """Return the facts that decide whether the communicators of that job survive a move; None for a job without any."""
-    groups = [found for candidate in members if (found := told(candidate)) is not None and candidate.gpus]
+    groups = [found for candidate in members if (found := communicators_of(candidate)) is not None and candidate.gpus]
     if not groups:
         return None
     known = {gpu.id: gpu for gpu in snapshot.gpus}
@@ -127,16 +127,16 @@ def described(combination: Combination) -> str:
 
 
 def _against_groups(ranks: Sequence[Candidate]) -> Iterator[tuple[str, str, int]]:
-    said: set[str] = set()
+    reasons: set[str] = set()
     for candidate in ranks:
-        groups = told(candidate)
+        groups = communicators_of(candidate)
         for why in () if groups is None else groups.uncovered:
-            if why not in said:
-                said.add(why)
+            if why not in reasons:
+                reasons.add(why)
                 message = f"process {candidate.pid} has communicators that its agent cannot disconnect: {why}"
                 yield message, _RESTART, candidate.pid
-        if groups is not None and groups.nvls and "nvls" not in said:
-            said.add("nvls")
+        if groups is not None and groups.nvls and "nvls" not in reasons:
+            reasons.add("nvls")
             message = f"process {candidate.pid} may use NVLink multicast (NVLS), at which the driver's checkpoint hangs"
             hint = "start the job with NCCL_NVLS_ENABLE=0: hegmctl run sets it unless --nvls keep is given"
             yield message, hint, candidate.pid
@@ -146,7 +146,7 @@ def against_one_gpu(draft: Draft, ranks: Sequence[Candidate]) -> Iterator[tuple[
     """NCCL connects no two ranks of a group on one GPU."""
     by_nccl: set[int] = set()
     for candidate in ranks:
-        groups = told(candidate)
+        groups = communicators_of(candidate)
         if groups is not None and any("nccl" in backend for backend in groups.backends):
             by_nccl.add(candidate.pid)
     there: dict[str | None, list[int]] = {}
@@ -187,7 +187,7 @@ def without_memory_of_leavers(
 
     Then no bytes are copied directly to a GPU: they wait in host memory until the other rank has left.
     """
-    held = {candidate.pid: candidate for candidate in members if told(candidate) is not None}
+    held = {candidate.pid: candidate for candidate in members if communicators_of(candidate) is not None}
     leaving: dict[str, int] = {}
     for worker in workers:
         candidate = held.get(worker.pid)
@@ -205,7 +205,9 @@ def without_memory_of_leavers(
 
 def seconds(members: Sequence[Candidate], kind: str) -> float:
     """Return how much disconnecting and reconnecting adds to the parked time; ranks do it concurrently."""
-    groups = [found for candidate in members if (found := told(candidate)) is not None and NCCL in found.backends]
+    groups = [
+        found for candidate in members if (found := communicators_of(candidate)) is not None and NCCL in found.backends
+    ]
     if not groups:
         return 0.0
     is_suspension = groups[0].mechanism == SUSPENSION
@@ -216,7 +218,7 @@ def seconds(members: Sequence[Candidate], kind: str) -> float:
 
 def costs(draft: Draft, members: Sequence[Candidate], kind: str) -> Iterator[str]:
     """Yield the costs that a user should know before agreeing."""
-    groups = [found for candidate in members if (found := told(candidate)) is not None]
+    groups = [found for candidate in members if (found := communicators_of(candidate)) is not None]
     if groups:
         ways = {
             SUSPENSION: "NCCL suspends its communicators and resumes them",

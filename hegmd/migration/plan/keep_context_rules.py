@@ -72,16 +72,16 @@ def offered(draft: Draft, candidate: Candidate, hint: str) -> str:
 
 
 def _choice(draft: Draft, candidate: Candidate, own: tuple[GpuMemory, ...]) -> Choice | Refusal:
-    asked = draft.request.carrier
-    if asked == BY_DRIVER:
+    carrier = draft.request.carrier
+    if carrier == BY_DRIVER:
         return Refusal(f"{BY_DRIVER} carries bytes by the driver's checkpoint only", "omit --carrier")
     if own[0].vendor == SIMULATED:
-        if asked not in (None, WORKER):
+        if carrier not in (None, WORKER):
             return Refusal(f"on simulated GPUs its bytes go by {WORKER} only", f"use --carrier {WORKER}")
         return Choice(WORKER, pool_bytes=0 if candidate.agent is None else candidate.agent.size_bytes or 0)
     is_confined = any(gpu.mig or gpu.mps for gpu in own) or "mps" in candidate.kinds
-    if is_confined and asked not in (None, WORKER):
-        return Refusal(f"{str(asked)[:40]} cannot copy under MIG or MPS", f"use --carrier {WORKER}")
+    if is_confined and carrier not in (None, WORKER):
+        return Refusal(f"{str(carrier)[:40]} cannot copy under MIG or MPS", f"use --carrier {WORKER}")
     rows = _BY_WORKER_ONLY if is_confined else CARRIERS
     return carrier_choice.choose_as_asked(draft.snapshot, draft.request, candidate, own, (), rows)
 

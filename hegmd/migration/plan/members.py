@@ -44,7 +44,7 @@ def _rank(candidate: Candidate) -> int:
 
 def members_named(draft: Draft) -> Iterator[Candidate]:
     """The processes that were named, and with each the others that move with it."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     for pid in draft.request.pids:
         candidate = candidate_of(draft.snapshot, pid)
         if candidate is None and pid in draft.snapshot.beginning:
@@ -76,8 +76,8 @@ def members_named(draft: Draft) -> Iterator[Candidate]:
             draft.against(NOT_FOUND, f"process {pid} is on no GPU", "run: hegmctl ps", pid=pid)
             continue
         for member in members_of(draft.snapshot, candidate):
-            if member.pid not in seen:
-                seen.add(member.pid)
+            if member.pid not in visited:
+                visited.add(member.pid)
                 yield member
 
 
@@ -102,13 +102,13 @@ def _are_related(snapshot: NodeSnapshotForPlan, one: Candidate, other: Candidate
 
 
 def _first_parent(snapshot: NodeSnapshotForPlan, candidate: Candidate) -> int:
-    seen = {candidate.pid}
-    while candidate.parent is not None and candidate.parent not in seen:
+    visited = {candidate.pid}
+    while candidate.parent is not None and candidate.parent not in visited:
         parent = candidate_of(snapshot, candidate.parent)
         if parent is None:
             break
         candidate = parent
-        seen.add(candidate.pid)
+        visited.add(candidate.pid)
     return candidate.pid
 
 

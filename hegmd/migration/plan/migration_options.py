@@ -61,10 +61,10 @@ class _Families:
         return self._judged[key]
 
     def _root(self, candidate: Candidate) -> int:
-        seen = {candidate.pid}
-        while candidate.parent in self.by_pid and candidate.parent not in seen:
+        visited = {candidate.pid}
+        while candidate.parent in self.by_pid and candidate.parent not in visited:
             candidate = self.by_pid[candidate.parent]
-            seen.add(candidate.pid)
+            visited.add(candidate.pid)
         return candidate.pid
 
 

@@ -175,8 +175,8 @@ def _place(draft: Draft, candidate: Candidate) -> None:
     own = targets.judge_source(draft, candidate.pid, source)
     to = None
     if own and request.kind not in (SUSPEND, CHECKPOINT):
-        asked = request.placement.get(str(candidate.pid), request.to or source)
-        to = targets.destination(draft, candidate.pid, source, asked)
+        target = request.placement.get(str(candidate.pid), request.to or source)
+        to = targets.destination(draft, candidate.pid, source, target)
         if to is None:
             return
         targets.judge_place(draft, to, source, own[0].vendor, own[0].chip)
@@ -221,10 +221,10 @@ def _leave_in_place(draft: Draft, candidate: Candidate) -> None:
 
 def _place_simulated(draft: Draft, candidate: Candidate, to: str | None) -> None:
     agent = candidate.agent
-    asked = draft.request.carrier
-    if asked not in {None, WORKER}:
+    target = draft.request.carrier
+    if target not in {None, WORKER}:
         message = (
-            f"{str(asked)[:40]} cannot carry process {candidate.pid}: on simulated GPUs the process copies its bytes "
+            f"{str(target)[:40]} cannot carry process {candidate.pid}: on simulated GPUs the process copies its bytes "
             "itself"
         )
         draft.against(REFUSED, message, f"use --carrier {WORKER}, or omit --carrier", pid=candidate.pid)
@@ -339,14 +339,14 @@ def _place_suspended(draft: Draft, worker: JobProcess, candidate: Candidate | No
 
 def _place_resumed(draft: Draft, worker: JobProcess) -> str | None:
     """Return the target of a suspended process; None, with the reason in the draft, if it is unknown."""
-    asked = draft.request.placement.get(str(worker.pid), draft.request.to)
+    target = draft.request.placement.get(str(worker.pid), draft.request.to)
     if worker.gpu_unknown:
         to = targets.place_anywhere(draft, worker)
     elif worker.gpu is not None and worker.method == DRIVER and not worker.is_parked and not worker.offloaded:
         to = worker.gpu  # it was never off
-    elif asked is not None:
+    elif target is not None:
         return targets.destination(
-            draft, worker.pid, worker.previous_gpu or worker.first_gpu, asked, anew=worker.restarts
+            draft, worker.pid, worker.previous_gpu or worker.first_gpu, target, anew=worker.restarts
         )
     else:
         to = worker.kept_gpu or worker.first_gpu

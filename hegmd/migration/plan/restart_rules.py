@@ -100,11 +100,11 @@ def place(draft: Draft, candidate: Candidate) -> None:
 
 def _judge_python(draft: Draft, candidate: Candidate) -> None:
     """Check that the interpreter given in the request is a Python that can load the agent."""
-    python, said = draft.request.respawn.python, candidate.other_python
-    if python is None or not (said or candidate.no_python):
+    python, other = draft.request.respawn.python, candidate.other_python
+    if python is None or not (other or candidate.no_python):
         return
-    kind, _, version = said.removesuffix(f" {ALONE}").partition(" ")
-    alone = said.endswith(f" {ALONE}")
+    kind, _, version = other.removesuffix(f" {ALONE}").partition(" ")
+    alone = other.endswith(f" {ALONE}")
     numbers = tuple([int(number) for number in version.split(".")[:2] if number.isdecimal()])
     if candidate.no_python:
         hint = "give --python a Python that the job's user can run there: PYTHON -c 'import sys; print(sys.version)'"
@@ -112,7 +112,7 @@ def _judge_python(draft: Draft, candidate: Candidate) -> None:
     elif kind != "cpython" or numbers < OLDEST_PYTHON:
         oldest = ".".join(map(str, OLDEST_PYTHON))
         hint = f"give --python a CPython {oldest} or newer with the job's packages"
-        draft.against(REFUSED, f"{python} is {said}, which cannot load a saved state", hint, pid=candidate.pid)
+        draft.against(REFUSED, f"{python} is {other}, which cannot load a saved state", hint, pid=candidate.pid)
     elif alone:
         why = (
             "which is started with -E or -I, or drops PYTHONPATH: without the agent the training would start from "
@@ -260,8 +260,8 @@ def not_kept(members: Sequence[Candidate], request: PlanRequest) -> Iterator[str
             yield f"process {candidate.pid}: {anew}"
     if request.respawn.set or request.respawn.unset or request.respawn.python is not None:
         changed = [*request.respawn.set, *request.respawn.unset]
-        said = next((f" ({candidate.other_python})" for candidate in members if candidate.other_python), "")
-        changed += [] if request.respawn.python is None else [f"the Python {request.respawn.python}{said}"]
+        other = next((f" ({candidate.other_python})" for candidate in members if candidate.other_python), "")
+        changed += [] if request.respawn.python is None else [f"the Python {request.respawn.python}{other}"]
         yield f"started with another {', '.join(changed)}: results may differ if its libraries differ"
 
 

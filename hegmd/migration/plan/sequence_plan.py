@@ -30,10 +30,10 @@ Outcome = tuple[MigrationPlan, ...] | tuple[Reason, ...]
 
 def occupants(snapshot: NodeSnapshotForPlan, gpu: str) -> Iterator[int]:
     """Return one process of each job on that GPU."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     for candidate in snapshot.candidates:
-        if gpu in candidate.gpus and candidate.pid not in seen:
-            seen.update(member.pid for member in members_of(snapshot, candidate))
+        if gpu in candidate.gpus and candidate.pid not in visited:
+            visited.update(member.pid for member in members_of(snapshot, candidate))
             yield candidate.pid
 
 

@@ -22,19 +22,19 @@ from hegmd.protocol.snapshots import GONE
 _TO = "="
 
 
-def destination(draft: Draft, pid: int, source: str | None, asked: str, *, anew: bool = False) -> str | None:
+def destination(draft: Draft, pid: int, source: str | None, target: str, *, anew: bool = False) -> str | None:
     """Return the requested place, or None with the reason in the draft. `anew`: the process will be started."""
     here = gpus_of(source)
-    if asked == CPU:
+    if target == CPU:
         if not anew:
             hint = f"restart it without a GPU: hegmctl migrate {pid} --via restart --to {CPU}"
             draft.against(REFUSED, f"process {pid} cannot continue on the CPU without a restart", hint, pid=pid)
         return CPU if anew else None
-    if _TO in asked:
-        return _exchanged(draft, pid, here, asked)
-    if _has_empty_name(draft, pid, asked):
+    if _TO in target:
+        return _exchanged(draft, pid, here, target)
+    if _has_empty_name(draft, pid, target):
         return None
-    there = gpus_of(asked)
+    there = gpus_of(target)
     if len(there) != max(1, len(here)) and not (anew and len(there) == 1):
         _against_count(draft, pid, here, there)
         return None
@@ -46,28 +46,28 @@ def place_ranks(draft: Draft, ranks: Sequence[tuple[int, str | None]]) -> bool:
 
     `ranks` has the pid of each, and where it is or was. False, with the reason in the draft, if the words fit no job.
     """
-    asked = draft.request.to
-    if asked is None or len(ranks) < 2 or any(is_several(source) for _, source in ranks):
+    target = draft.request.to
+    if target is None or len(ranks) < 2 or any(is_several(source) for _, source in ranks):
         return True
-    if not {_TO, ","}.intersection(asked):
+    if not {_TO, ","}.intersection(target):
         return True
-    if _TO in asked:
+    if _TO in target:
         sources = tuple(dict.fromkeys(source for _, source in ranks if source is not None))
-        pairs = [part.split(_TO) for part in asked.split(",")]
+        pairs = [part.split(_TO) for part in target.split(",")]
         to = {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[1]}
         strange = [gpu for gpu in to if gpu not in sources]
         if len(to) != len(pairs) or strange:
             old = sources[0] if sources else "gpu0"
             new = next((gpu.id for gpu in draft.snapshot.gpus if gpu.id != old), old)
             hint = f"name a pair of GPUs, such as --to {old}{_TO}{new}; several are separated by commas"
-            message = f"{asked[:80]!r} does not say which GPU replaces which of {listed(sources) or 'none'}"
+            message = f"{target[:80]!r} does not say which GPU replaces which of {listed(sources) or 'none'}"
             draft.against(BAD_REQUEST, message, hint, pid=ranks[0][0])
             return False
         placement = {str(pid): to.get(source, source) for pid, source in ranks if source is not None}
     elif _has_empty_name(draft, ranks[0][0], asked):
         return False
     else:
-        there = gpus_of(asked)
+        there = gpus_of(target)
         if len(there) != len(ranks):
             each = ",".join((*there, *there * len(ranks))[: len(ranks)])
             hint = f"name a GPU for each in rank order, one of them as often as you want: --to {each}"
@@ -94,27 +94,32 @@ def against_one_gpu(draft: Draft, ranks: Sequence[tuple[int, str | None]]) -> bo
 
     Putting them on one GPU makes the job much slower, and NCCL does not allow it. A user can ask for it: `gpu3,gpu3`.
     """
-    asked = draft.request.to
+    target = draft.request.to
     sources = tuple(dict.fromkeys(source for pid, source in ranks if str(pid) not in draft.request.placement))
-    if asked is None or asked == CPU or {_TO, ","}.intersection(asked) or any(is_several(place) for place in sources):
+    if (
+        target is None
+        or target == CPU
+        or {_TO, ","}.intersection(target)
+        or any(is_several(place) for place in sources)
+    ):
         return False
     if len(sources) < 2 or not all(sources):
         return False
     here = [source for source in sources if source]
     by_room = sorted(draft.snapshot.gpus, key=lambda gpu: -(gpu.free_bytes or 0))
     others = [
-        asked,
-        *[gpu.id for gpu in by_room if gpu.id not in (asked, *here)],
-        *[gpu for gpu in here if gpu != asked],
+        target,
+        *[gpu.id for gpu in by_room if gpu.id not in (target, *here)],
+        *[gpu for gpu in here if gpu != target],
     ]
-    hint = f"name a GPU for each in rank order: --to {','.join((*others, *[asked] * len(ranks))[: len(ranks)])}"
+    hint = f"name a GPU for each in rank order: --to {','.join((*others, *[target] * len(ranks))[: len(ranks)])}"
     if _have_nccl(draft, [pid for pid, _ in ranks]):  # which connects no two ranks on one GPU
         enough = len(others) >= len(ranks)
         hint = hint if enough else f"NCCL needs a GPU for each rank, and this node has {len(others)}; see hegmctl gpus"
     else:
-        hint += f"; to put them all on {asked}: --to {','.join([asked] * len(ranks))}"
+        hint += f"; to put them all on {target}: --to {','.join([target] * len(ranks))}"
     message = f"the job has {len(ranks)} ranks, on {listed(tuple(here))}, and --to names one GPU"
-    draft.against(REFUSED, message, hint, pid=ranks[0][0], gpu=asked)
+    draft.against(REFUSED, message, hint, pid=ranks[0][0], gpu=target)
     return True
 
 
@@ -124,12 +129,12 @@ def _have_nccl(draft: Draft, pids: Sequence[int]) -> bool:
     return any(found is not None and NCCL in found.backends for found in groups)
 
 
-def _exchanged(draft: Draft, pid: int, here: tuple[str, ...], asked: str) -> str | None:
-    pairs = [part.split(_TO) for part in asked.split(",")]
+def _exchanged(draft: Draft, pid: int, here: tuple[str, ...], target: str) -> str | None:
+    pairs = [part.split(_TO) for part in target.split(",")]
     to = {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[1]}
     if len(to) != len(pairs):
         hint = f"write, for example: hegmctl migrate {pid} --to gpu0=gpu2,gpu1=gpu3"
-        draft.against(BAD_REQUEST, f"{asked[:80]!r} does not map each source GPU to a target GPU", hint, pid=pid)
+        draft.against(BAD_REQUEST, f"{target[:80]!r} does not map each source GPU to a target GPU", hint, pid=pid)
         return None
     strange = [gpu for gpu in to if gpu not in here]
     if strange:

@@ -81,8 +81,8 @@ class Throughputs:
         elif took_s > fixed_s:
             self._mean(f"driver_{direction}_bytes_per_s", more_bytes / (took_s - fixed_s))
 
-    def _mean(self, name: str, seen: float) -> None:
-        self._rates = self._rates.replace(**{name: (getattr(self._rates, name) + seen) / 2})
+    def _mean(self, name: str, rate: float) -> None:
+        self._rates = self._rates.replace(**{name: (getattr(self._rates, name) + rate) / 2})
 
 
 def image_s(rates: Rates, direction: str, size_bytes: int) -> float:

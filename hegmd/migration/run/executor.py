@@ -245,8 +245,10 @@ class EffectExecutor:
     def doing(self, op: Operation) -> str | None:
         """Return what the operation waits for now, in words that change while the wait lasts, or None."""
         carriers = [(self._cast.carriers.get(member.carrier), member) for member in op.live]
-        said = [carrier.doing(self._cast.subject(op, member)) for carrier, member in carriers if carrier is not None]
-        return next(filter(None, said), None)
+        progress = [
+            carrier.doing(self._cast.subject(op, member)) for carrier, member in carriers if carrier is not None
+        ]
+        return next(filter(None, progress), None)
 
     async def _offload(self, op: Operation, member: Member, effect: effects.Offload, tell: Progress) -> Event:
         worker = self._cast.worker(member)

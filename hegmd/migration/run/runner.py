@@ -50,7 +50,7 @@ from hegmd.migration.run.task import (
     QueuedEvent,
     exit_unknown,
 )
-from hegmd.protocol import operations as told
+from hegmd.protocol import operations as messages
 from hegmd.telemetry.events import EventLog
 from hegmd.telemetry.log import fields
 from hegmd.telemetry.step_timings import StepTimings, collected
@@ -204,17 +204,17 @@ class Runner:
         if asking.refusal is not None:
             raise asking.refusal
 
-    def on_event(self, news: str, worker: AgentConnection) -> None:
+    def on_event(self, event: str, worker: AgentConnection) -> None:
         """Handle an event of the workers: pass on what concerns an operation."""
         for running in tuple(self._running.values()):
             for member in running.op.live:
                 identity = (worker.pid, worker.identity.start_ticks)
                 if not member.has_agent or (member.pid, member.start_ticks) != identity:
                     continue
-                if news == ENDED and member.restarts and not member.state_saved and self._tasks is not None:
+                if event == ENDED and member.restarts and not member.state_saved and self._tasks is not None:
                     self._tasks.start_soon(self._on_exit, running, member, worker)
                 else:
-                    running.enqueue(_news_event(news, worker, member), worker.connection)
+                    running.enqueue(_news_event(event, worker, member), worker.connection)
 
     async def _on_exit(self, running: OperationTask, member: Member, worker: AgentConnection) -> None:
         """Report the exit of a worker, after asking its supervisor whether it finished its training."""
@@ -275,7 +275,7 @@ class Runner:
             held.update({member.pid: member.size_bytes if member.offloaded else 0 for member in op.live})
         return held
 
-    def describe(self, op_id: str) -> told.Operation:
+    def describe(self, op_id: str) -> messages.Operation:
         """Return the operation's public record. Raises NOT_FOUND."""
         running = self._running.get(op_id) or self._ended.get(op_id)
         history = self.history(op_id)
@@ -290,14 +290,14 @@ class Runner:
             awaits=None if running is None else self._performer.doing(op),
         )
 
-    async def follow(self, op_id: str) -> AsyncIterator[told.OperationProgress]:
+    async def follow(self, op_id: str) -> AsyncIterator[messages.OperationProgress]:
         """Yield the progress of an operation until its job is suspended or held, or it has ended. Raises NOT_FOUND."""
-        last: told.OperationProgress | None = None
+        last: messages.OperationProgress | None = None
         while True:
             running = self._running.get(op_id)
             changed = None if running is None else running.progress.next
             described = self.describe(op_id)
-            progress = told.OperationProgress(
+            progress = messages.OperationProgress(
                 id=op_id,
                 phase=described.phase,
                 moved_bytes=described.moved_bytes,
@@ -334,7 +334,7 @@ class Runner:
                 asking = await running.next(self._clock)
                 running.taking = True
                 try:
-                    wanted = await self._handle(running, asking)
+                    effects = await self._handle(running, asking)
                 except HegmError as refusal:
                     asking.settle(refusal)
                     continue
@@ -347,7 +347,7 @@ class Runner:
                 if isinstance(asking.event, (events.AgentBack, events.Inspected)):
                     running.note_connection(asking.event.worker, asking.connection)
                 running.drop_what_is_not_awaited()
-                for effect in wanted:
+                for effect in effects:
                     tasks.start_soon(self._perform, running, running.start(effect))
                 running.progress.notify_all()
                 if running.op.attempts and not watches_stopped:
@@ -383,19 +383,19 @@ class Runner:
         """Handle one event and have what follows on disk. Raises Refused, with nothing changed."""
         now = self._clock()
         before, event = running.op, asking.event
-        after, wanted = handle(before, event, now)
+        after, effects = handle(before, event, now)
         if after is before:
             return ()
         after = timed(event, after, now)
         utc, timings = self._utc(), asking.timings
-        record, line = records.step(before, event, after, wanted, now=now, utc=utc, timings=timings)
+        record, line = records.step(before, event, after, effects, now=now, utc=utc, timings=timings)
         history = running.history.after(after, line)
         await self._ledger.write(history, record)
         took_ms = (self._clock() - now) * 1e3
         logger.debug("operation %s: %s after %s is on disk, in %.1f ms", after.id, after.phase, event.tag, took_ms)
         running.history = history
         self._note(running, event, before, after)
-        return wanted
+        return effects
 
     def _note(self, running: OperationTask, event: Event, before: Operation, after: Operation) -> None:
         """Publish what changed, and forget the progress of an ended operation."""
@@ -428,12 +428,12 @@ class Runner:
         finally:
             running.end(errand)
 
-    def _timings(self, found: StepTimings) -> tuple[told.Timing, ...]:
+    def _timings(self, found: StepTimings) -> tuple[messages.Timing, ...]:
         """Return the steps with the wall time of their begin."""
         offset_s = self._utc() - time.monotonic()
         return tuple(
             [
-                told.Timing(
+                messages.Timing(
                     lane=step.lane,
                     name=step.name,
                     began_utc=step.began + offset_s,
@@ -468,11 +468,11 @@ class Runner:
         self._log.record(f"operation.{op.phase}", severity, f"operation {op.id}: {op.phase}{why}", facts={"id": op.id})
 
 
-def _news_event(news: str, worker: AgentConnection, member: Member) -> Event:
-    if news == ENDED and worker.token == member.token:
+def _news_event(event: str, worker: AgentConnection, member: Member) -> Event:
+    if event == ENDED and worker.token == member.token:
         return events.WorkerExited(worker=member.name, cause="the process", why=worker.how_ended or "it ended")
-    if news in (CAME, BACK):
+    if event in (CAME, BACK):
         return events.AgentBack(worker=member.name, token=worker.token, cause="the agent")
-    if news in (LEFT, ENDED):
+    if event in (LEFT, ENDED):
         return events.AgentLost(worker=member.name, cause="the agent")
-    raise Bug(f"workers have no news {news!r}")
+    raise Bug(f"workers have no news {event!r}")

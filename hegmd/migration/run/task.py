@@ -98,7 +98,7 @@ class OperationTask:
         self.inbox: deque[QueuedEvent] = deque()
         #: Whether something that happened is being handled: taken from the inbox, and not on disk yet.
         self.taking = False
-        self.news = anyio.Event()
+        self.changed = anyio.Event()
         #: Notified when the operation progresses.
         self.progress = Condition()
         self.performing: dict[int, PendingEffect] = {}
@@ -113,7 +113,7 @@ class OperationTask:
     def enqueue(self, event: Event, connection: int | None = None, timings: tuple[Timing, ...] = ()) -> QueuedEvent:
         asking = QueuedEvent(event, connection, timings)
         self.inbox.append(asking)
-        self.news.set()
+        self.changed.set()
         return asking
 
     def note_connection(self, worker: str, connection: int | None) -> None:
@@ -127,11 +127,11 @@ class OperationTask:
     async def next(self, clock: Callable[[], float]) -> QueuedEvent:
         """Return the next event, or DeadlinePassed once the deadline is over."""
         while not self.inbox:
-            self.news = anyio.Event()
+            self.changed = anyio.Event()
             deadline = self.op.deadline
             wait_s = math.inf if deadline is None or self.op.phase in AT_REST else max(0.0, deadline - clock())
             with anyio.move_on_after(wait_s):
-                await self.news.wait()
+                await self.changed.wait()
                 continue
             return QueuedEvent(events.DeadlinePassed(cause="the clock"))
         return self.inbox.popleft()

@@ -158,11 +158,13 @@ def judge(facts: AmdFacts) -> Health:
     if facts.state == "lost":
         note = "the GPU fell off the bus; read the kernel log (dmesg | grep -i amdgpu), then reset or reboot the node"
         return conditioned([GpuProblem(FAILED, note, LOST, GONE)]).replace(state="failed")
-    told = [f"{what} ({words})" for what, words in facts.failures.items()]
+    failures = [f"{what} ({words})" for what, words in facts.failures.items()]
     if facts.state == "unknown":
-        note = f"the driver reports nothing about this GPU: {', '.join(told)}; compare with amd-smi and the kernel log"
+        note = (
+            f"the driver reports nothing about this GPU: {', '.join(failures)}; compare with amd-smi and the kernel log"
+        )
         return Health(state="unknown", notes=(note,))
-    notes = [GpuProblem(WARN, f"the driver failed to report its {each}") for each in told]
+    notes = [GpuProblem(WARN, f"the driver failed to report its {each}") for each in failures]
     if facts.ecc_uncorrected:
         words = f"{facts.ecc_uncorrected} uncorrected memory errors since the driver was loaded"
         notes.append(GpuProblem(WARN, words, UNCORRECTED))

@@ -24,13 +24,13 @@ class GpuProblem(NamedTuple):
 
 def conditioned(notes: Sequence[GpuProblem]) -> Health:
     """Return a record with the notes in this order, and the condition that follows from them."""
-    told = tuple(note.words for note in notes)
+    words = tuple(note.words for note in notes)
     grave = [(note.cause, note) for note in notes if note.cause is not None]
     grave.sort(key=lambda one: one[1].condition != GONE)
     if not grave:
-        return Health(state="ok", notes=told)
+        return Health(state="ok", notes=words)
     worst, causes = grave[0][1], tuple(dict.fromkeys(cause for cause, _ in grave))
-    return Health(state="ok", notes=told, condition=worst.condition, causes=causes, reason=worst.words)
+    return Health(state="ok", notes=words, condition=worst.condition, causes=causes, reason=worst.words)
 
 
 def corrected_note(risen: int) -> str:

@@ -268,35 +268,35 @@ class NvidiaProvider:
         )
         return _Reading(gpu, asked, self._uses(uuid, lists))
 
-    def _meet(self, asked: NvmlGpu, uuid: str) -> _GpuProperties:
-        pci = asked.pci()
-        architecture = asked.architecture()
-        capability = asked.compute_capability()
+    def _meet(self, gpu: NvmlGpu, uuid: str) -> _GpuProperties:
+        pci = gpu.pci()
+        architecture = gpu.architecture()
+        capability = gpu.compute_capability()
         chip = None  # two unknown chips must not compare as equal
         if pci is not None and architecture is not None and capability is not None:
             generation = _ARCHITECTURES.get(architecture, f"architecture{architecture}")
             chip = f"nvidia-{pci[1]:04x}-{generation}-sm{capability[0]}{capability[1]}"
         numa_node = None if pci is None else self._host.numa_node(pci[0])
         if numa_node is None:
-            nearest = asked.nearest_numa_nodes()
+            nearest = gpu.nearest_numa_nodes()
             numa_node = nearest[0] if len(nearest) == 1 else None
-        return _GpuProperties(uuid, None if pci is None else pci[0], asked.name(), chip, numa_node)
+        return _GpuProperties(uuid, None if pci is None else pci[0], gpu.name(), chip, numa_node)
 
-    def _health(self, asked: NvmlGpu, index: int, uuid: str, *, processes_untold: bool) -> Health:
-        corrected, uncorrected = asked.ecc_errors(corrected=True), asked.ecc_errors(corrected=False)
+    def _health(self, gpu: NvmlGpu, index: int, uuid: str, *, processes_untold: bool) -> Health:
+        corrected, uncorrected = gpu.ecc_errors(corrected=True), gpu.ecc_errors(corrected=False)
         history = self._history_of(uuid)
         facts = HealthFacts(
             index=index,
             ecc_corrected=corrected,
             risen_corrected=history.answers(corrected, uncorrected, self._clock_utc()),
             ecc_uncorrected=uncorrected,
-            retired_pages=asked.retired_pages(),
-            retired_pending=asked.retired_pending(),
-            rows=asked.remapped_rows(),
-            recovery_action=asked.recovery_action(),
-            clocks_event_reasons=asked.clocks_event_reasons(),
-            fabric=asked.fabric(),
-            failures=asked.failures,
+            retired_pages=gpu.retired_pages(),
+            retired_pending=gpu.retired_pending(),
+            rows=gpu.remapped_rows(),
+            recovery_action=gpu.recovery_action(),
+            clocks_event_reasons=gpu.clocks_event_reasons(),
+            fabric=gpu.fabric(),
+            failures=gpu.failures,
             processes_untold=processes_untold,
         )
         return judge(facts, history)

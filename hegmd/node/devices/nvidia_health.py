@@ -92,7 +92,7 @@ class ErrorHistory:
 
     def __init__(self) -> None:
         self.newest: int | None = None
-        self.seen: dict[int, tuple[int, float]] = {}
+        self.counts: dict[int, tuple[int, float]] = {}
         self.is_lost = False
         self._before_reset = 0
         self._corrected = CorrectedErrors()
@@ -101,7 +101,7 @@ class ErrorHistory:
     def add(self, number: int, now_utc: float) -> None:
         """Note an XID."""
         self.newest = number
-        self.seen[number] = (self.seen.get(number, (0, 0.0))[0] + 1, now_utc)
+        self.counts[number] = (self.counts.get(number, (0, 0.0))[0] + 1, now_utc)
 
     def answers(self, corrected: int | None, uncorrected: int | None, now_utc: float) -> int:
         """Take its counters. Return how many corrected errors are new, if they are many, or 0.
@@ -110,7 +110,7 @@ class ErrorHistory:
         """
         if self.is_lost or (uncorrected is not None and uncorrected < self._uncorrected):
             self._before_reset = self.count or 0
-            self.seen.clear()
+            self.counts.clear()
         self.is_lost = False
         self._uncorrected = self._uncorrected if uncorrected is None else uncorrected
         return self._corrected.see(corrected, now_utc)
@@ -118,7 +118,7 @@ class ErrorHistory:
     @property
     def count(self) -> int | None:
         """Return the number of XIDs; None for none, because not every driver reports them."""
-        return self._before_reset + sum(times for times, _ in self.seen.values()) or None
+        return self._before_reset + sum(times for times, _ in self.counts.values()) or None
 
 
 @dataclass(slots=True)
@@ -175,7 +175,7 @@ def without_answer(state: str, words: str, history: ErrorHistory) -> Health:
 
 def _xid_notes(history: ErrorHistory) -> list[GpuProblem]:
     notes: list[GpuProblem] = []
-    for number, (count, last_utc) in history.seen.items():
+    for number, (count, last_utc) in history.counts.items():
         weight, words = _XIDS.get(number, (WARN, "see NVIDIA's catalogue of XID errors"))
         times = "" if count == 1 else f", {count} times"
         when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(last_utc))
@@ -204,8 +204,8 @@ def _memory_notes(facts: HealthFacts) -> list[GpuProblem]:
 def _driver_notes(facts: HealthFacts) -> list[GpuProblem]:
     notes: list[GpuProblem] = []
     if facts.recovery_action:
-        wanted = _RECOVERY_ACTIONS.get(facts.recovery_action, f"recovery action {facts.recovery_action}")
-        notes.append(GpuProblem(FAILED, "the driver asks for " + wanted.format(index=facts.index), DRIVER))
+        action = _RECOVERY_ACTIONS.get(facts.recovery_action, f"recovery action {facts.recovery_action}")
+        notes.append(GpuProblem(FAILED, "the driver asks for " + action.format(index=facts.index), DRIVER))
     reasons = facts.clocks_event_reasons or 0
     if reasons & _HARDWARE_CAUSES:
         reasons &= ~_HARDWARE_SLOWDOWN  # it only repeats that there is a cause

@@ -24,11 +24,11 @@ _ENTRY = {16: struct.Struct("=I4xQ"), 24: struct.Struct("=I4xQII"), 32: struct.S
 _Parts = dict[tuple[int, ...], "int | None"]
 
 
-def read_entries(asked: NvmlGpu, *, mig: bool | None) -> dict[str, ProcessEntries | None]:
+def read_entries(gpu: NvmlGpu, *, mig: bool | None) -> dict[str, ProcessEntries | None]:
     """Return each list; if the card has none, those of its MIG instances combined."""
-    found = {kind: asked.process_entries(kind) for kind in PROCESS_LISTS}
-    if mig and found["compute"] is None and "processes" not in asked.failures:
-        instances = asked.instances()  # without privileges, only these can be asked
+    found = {kind: gpu.process_entries(kind) for kind in PROCESS_LISTS}
+    if mig and found["compute"] is None and "processes" not in gpu.failures:
+        instances = gpu.instances()  # without privileges, only these can be asked
         for kind in PROCESS_LISTS:
             told = [entries for entries in (one.process_entries(kind) for one in instances) if entries is not None]
             if told:

@@ -129,7 +129,7 @@ class _Table:
     lines: dict[str, int]
     line: int | None
     problems: list[_Problem]
-    asked: list[str] = field(default_factory=list[str])
+    requested: list[str] = field(default_factory=list[str])
 
     def wrong(self, key: str, why: str, hint: str) -> None:
         place = f"{self.where}.{key}" if self.where else key
@@ -137,7 +137,7 @@ class _Table:
 
     def take(self, key: str, form: str, fits: Callable[[Any], bool]) -> Any:
         """Return the value, or None if it is missing or not valid, which is recorded."""
-        self.asked.append(key)
+        self.requested.append(key)
         value = self.values.get(key)
         if value is None or fits(value):
             return value
@@ -168,9 +168,9 @@ class _Table:
     def finish(self) -> None:
         """Record every key that was not used."""
         for key in self.values:
-            if key not in self.asked:
-                near = difflib.get_close_matches(key, self.asked, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"known here are {', '.join(sorted(self.asked))}"
+            if key not in self.requested:
+                near = difflib.get_close_matches(key, self.requested, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known here are {', '.join(sorted(self.requested))}"
                 self.wrong(key, "is not known", hint)
 
 
@@ -193,8 +193,8 @@ class _Description:
         top.finish()
         if self._problems:
             raise self._error()
-        told = {key: text for key, text in versions.items() if text is not None}
-        return replace(Topology(gpus=gpus, links=links, faults=faults), **told)
+        known = {key: text for key, text in versions.items() if text is not None}
+        return replace(Topology(gpus=gpus, links=links, faults=faults), **known)
 
     def _error(self) -> HegmError:
         problems = sorted(self._problems, key=lambda problem: problem.line or 0)
@@ -259,18 +259,18 @@ class _Description:
     def _gpu(self, table: _Table, index: int, *, alone: bool) -> GpuSpec:
         memory_bytes = table.size("memory")
         table.must_have("memory", 'write it with its unit, such as "8GiB"')
-        given: dict[str, Any] = {"processes": self._processes(table, memory_bytes)}
+        facts: dict[str, Any] = {"processes": self._processes(table, memory_bytes)}
         for key in ("name", "chip", "uuid"):
-            given[key] = table.text(key)
-        given["plays"] = table.word("vendor", PLAYED)
-        if given["plays"] is not None and given["chip"] is None:
-            given["chip"] = f"simulated {given['plays']}"  # GPUs of different vendors are different chips
-        given["pci_address"] = table.take("pci_address", 'an address such as "0000:41:00.0"', _is_pci_address)
+            facts[key] = table.text(key)
+        facts["plays"] = table.word("vendor", PLAYED)
+        if facts["plays"] is not None and facts["chip"] is None:
+            facts["chip"] = f"simulated {facts['plays']}"  # GPUs of different vendors are different chips
+        facts["pci_address"] = table.take("pci_address", 'an address such as "0000:41:00.0"', _is_pci_address)
         for key in ("uuid", "pci_address"):
             if key in table.values and not alone:
                 table.wrong(key, "several GPUs cannot share it", "leave out count, or describe each GPU by itself")
         for key in ("mig", "mps", "persistence"):
-            given[key] = table.flag(key)
+            facts[key] = table.flag(key)
         for key, low, high in (
             ("numa_node", 0, 1023),
             ("utilisation_percent", 0, 100),
@@ -282,10 +282,10 @@ class _Description:
             ("retired_pages", 0, 2**53),
             ("last_xid", 1, 65535),
         ):
-            given[key] = table.number(key, low, high)
+            facts[key] = table.number(key, low, high)
         table.finish()
         return replace(
-            default_gpu(index, memory_bytes or 0), **{key: value for key, value in given.items() if value is not None}
+            default_gpu(index, memory_bytes or 0), **{key: value for key, value in facts.items() if value is not None}
         )
 
     def _processes(self, table: _Table, memory_bytes: int | None) -> tuple[ProcessSpec, ...]:

@@ -119,8 +119,8 @@ def judge_space(directory: Path, kind: str, wanted_bytes: int) -> CheckResult:
     """Check that enough space is free there."""
     free_bytes, shown = free_on(directory), f"{clipped(str(directory), 40)} ({kind})"
     if free_bytes < wanted_bytes:
-        wanted = size_text(wanted_bytes)
-        return warn(f"{shown} has {size_text(free_bytes)} free; {wanted} are needed", _free_space_hint(directory))
+        required = size_text(wanted_bytes)
+        return warn(f"{shown} has {size_text(free_bytes)} free; {required} are needed", _free_space_hint(directory))
     return ok(f"{shown} can be written, {size_text(free_bytes)} free")
 
 
@@ -131,9 +131,9 @@ def _judge_images(facts: NodeFacts, directory: Path) -> CheckResult:
     if mount is not None and mount.kind in _IN_MEMORY:
         return warn(f"{shown} is in memory: images take what jobs need", "set doctor.image_dir to a disk")
     if gpu is not None and gpu.memory_total_bytes is not None and free_bytes < gpu.memory_total_bytes:
-        wanted = size_text(gpu.memory_total_bytes)
+        required = size_text(gpu.memory_total_bytes)
         return warn(
-            f"{shown} has {size_text(free_bytes)} free; a full {gpu.id} takes {wanted}", _free_space_hint(directory)
+            f"{shown} has {size_text(free_bytes)} free; a full {gpu.id} takes {required}", _free_space_hint(directory)
         )
     return ok(f"{shown} can be written, {size_text(free_bytes)} free")
 

@@ -30,8 +30,8 @@ def health(facts: NodeFacts) -> CheckResult:
     silent = [gpu.id for gpu in facts.gpus if gpu.health.state == "unknown"]
     if len(silent) == len(facts.gpus):
         return skip(f"the driver does not report the health of {listed(silent)}")
-    told = len(facts.gpus) - len(silent)
-    return ok(f"{counted(told, 'GPU')} without errors" + (f"; {listed(silent)} unknown" if silent else ""))
+    reporting = len(facts.gpus) - len(silent)
+    return ok(f"{counted(reporting, 'GPU')} without errors" + (f"; {listed(silent)} unknown" if silent else ""))
 
 
 def peers(facts: NodeFacts) -> CheckResult:

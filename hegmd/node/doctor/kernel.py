@@ -57,8 +57,8 @@ def options(facts: NodeFacts) -> CheckResult:
     if text is None:
         return skip("neither /proc/config.gz nor a config in /boot or /lib/modules can be read")
     built = set(re.findall(r"^CONFIG_(\w+)=[ym]$", text, re.MULTILINE))
-    for wanted, purpose in ((_POOL_OPTIONS, "the host pool"), (_CRIU_OPTIONS, "CRIU")):
-        missing = [f"CONFIG_{name}" for name in wanted if name not in built]
+    for required, purpose in ((_POOL_OPTIONS, "the host pool"), (_CRIU_OPTIONS, "CRIU")):
+        missing = [f"CONFIG_{name}" for name in required if name not in built]
         if missing:
             fix = f"boot a kernel with {' '.join(f'{name}=y' for name in missing)}; distributions' own have them"
             return warn(f"{purpose} misses {listed(missing, 2)}", fix)

@@ -23,18 +23,18 @@ def hugepages(facts: NodeFacts) -> CheckResult:
     gpu = facts.largest_gpu()
     if gpu is None or gpu.memory_total_bytes is None:
         return skip(f"{total} pages of 2 MiB; there is no GPU to size them for")
-    wanted = _wanted_pages(facts, gpu.memory_total_bytes)
-    if total < wanted:
-        setting = f"echo vm.nr_hugepages={wanted} | sudo tee {_LASTING} && sudo sysctl -p {_LASTING}"
+    required = _wanted_pages(facts, gpu.memory_total_bytes)
+    if total < required:
+        setting = f"echo vm.nr_hugepages={required} | sudo tee {_LASTING} && sudo sysctl -p {_LASTING}"
         return warn(
-            f"{total} of {wanted} pages of 2 MiB for the {size_text(gpu.memory_total_bytes)} of {gpu.id}: "
+            f"{total} of {required} pages of 2 MiB for the {size_text(gpu.memory_total_bytes)} of {gpu.id}: "
             "offloading is slower without",
             setting,
         )
     nodes = _pages_by_node(facts)
     bare = sorted({g.numa_node for g in facts.gpus if g.numa_node is not None and nodes.get(g.numa_node) == 0})
     if bare:
-        share = math.ceil(wanted / max(1, len(nodes)))
+        share = math.ceil(required / max(1, len(nodes)))
         file = f"/sys/devices/system/node/node{bare[0]}/hugepages/{_POOL}/nr_hugepages"
         return warn(
             f"{total} pages of 2 MiB, but none on NUMA node {listed(map(str, bare))}, where GPUs are",

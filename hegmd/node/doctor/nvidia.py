@@ -144,12 +144,12 @@ def checkpoint(facts: NodeFacts) -> CheckResult:
 def nodes(facts: NodeFacts) -> CheckResult:
     """This user can open the device nodes of CUDA."""
     minors = _minors(facts)
-    wanted = ["nvidiactl", "nvidia-uvm", *(f"nvidia{minor}" for minor in minors)]
-    missing = [name for name in wanted if not facts.at(f"dev/{name}").exists()]
+    required = ["nvidiactl", "nvidia-uvm", *(f"nvidia{minor}" for minor in minors)]
+    missing = [name for name in required if not facts.at(f"dev/{name}").exists()]
     if missing:
         nodes_too = "".join(f" -c {minor}" for minor in minors) or " -c 0"
         return fail(f"missing in /dev: {listed(missing)}", f"sudo nvidia-modprobe -u{nodes_too}")
-    closed = [name for name in wanted if not may_use(facts, facts.at(f"dev/{name}"), READ_WRITE)]
+    closed = [name for name in required if not may_use(facts, facts.at(f"dev/{name}"), READ_WRITE)]
     if closed:
         gid = facts.at(f"dev/{closed[0]}").stat().st_gid
         group = facts.group_name(gid)
@@ -159,7 +159,7 @@ def nodes(facts: NodeFacts) -> CheckResult:
             else "echo options nvidia NVreg_DeviceFileMode=0666 | sudo tee /etc/modprobe.d/nvidia-nodes.conf; reboot"
         )
         return fail(f"closed to this user: /dev/{listed(closed)}", fix)
-    return ok(f"{counted(len(wanted), 'device node')} in /dev, open to this user")
+    return ok(f"{counted(len(required), 'device node')} in /dev, open to this user")
 
 
 def _minors(facts: NodeFacts) -> list[int]:

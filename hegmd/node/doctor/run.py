@@ -133,8 +133,8 @@ async def _finding(row: Row, facts: NodeFacts, deadline_s: float) -> CheckResult
             if reason is not None:
                 return skip(reason)
             if isinstance(row, BlockingCheck):
-                look = row.check
-                return await run_detached(lambda _: look(facts), name=f"doctor {row.id}")
+                check = row.check
+                return await run_detached(lambda _: check(facts), name=f"doctor {row.id}")
             return await row.check(facts)
     except TimeoutError:
         return fail(f"no answer within {deadline_s:g} s: a disk or a driver hangs", "sudo dmesg | tail -50")

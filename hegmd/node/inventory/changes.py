@@ -173,11 +173,11 @@ class Changes:
     # ---- processes --------------------------------------------------------------------------------------------------
 
     def _tell_processes(self, roll: ProcessList, vendor_of: dict[str, str]) -> None:
-        told, running = self._processes, {p.pid: p for p in roll.processes if p.pid not in roll.ended}
-        for pid in told.keys() - running.keys():
-            self._tell_end(told[pid], lives=pid in roll.departed)
+        reported, running = self._processes, {p.pid: p for p in roll.processes if p.pid not in roll.ended}
+        for pid in reported.keys() - running.keys():
+            self._tell_end(reported[pid], lives=pid in roll.departed)
         for pid, process in running.items():
-            before = told.get(pid)
+            before = reported.get(pid)
             if before is process:
                 continue
             if before is None:

@@ -78,21 +78,21 @@ class Job(Generic[T]):
 
     def _start(self, name: str) -> None:
         try:
-            self._ours, theirs = socket.socketpair()
+            self._ours, thread_end = socket.socketpair()
         except OSError as error:  # too many open files: an outcome like any other
             self._error, self.ended = error, self.started
             return
         try:
-            threading.Thread(target=self._run, args=(theirs,), name=name, daemon=True).start()
+            threading.Thread(target=self._run, args=(thread_end,), name=name, daemon=True).start()
         except RuntimeError as error:  # too many threads
-            theirs.close()
+            thread_end.close()
             self._error, self.ended = error, self.started
 
-    def _run(self, theirs: socket.socket) -> None:
+    def _run(self, thread_end: socket.socket) -> None:
         try:
             self._values.append(self._work())
         except BaseException as error:  # noqa: BLE001 - raised again where the result is taken
             self._error = error
         finally:
             self.ended = self._monotonic()
-            theirs.close()
+            thread_end.close()

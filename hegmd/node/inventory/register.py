@@ -107,11 +107,11 @@ class GpuRegister:
         """Return the earlier uses of GPUs that cannot be read now and that the snapshot lacks."""
         if not doubtful:
             return []
-        told = {(use.pid, use.use.gpu) for use in snapshot.uses}
+        used = {(use.pid, use.use.gpu) for use in snapshot.uses}
         return [
             _without_figure(use)
             for use in self._uses.get(vendor, ())
-            if use.use.gpu in doubtful and (use.pid, use.use.gpu) not in told
+            if use.use.gpu in doubtful and (use.pid, use.use.gpu) not in used
         ]
 
 

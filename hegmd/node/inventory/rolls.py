@@ -62,11 +62,11 @@ class ProcessListWatch:
     async def _call(self, call: ProcessListInputs, lookup_limit_s: float) -> ProcessList | None:
         """Return one whole result; None if a step failed, which is logged."""
         await self._finish_step()
-        seen = await self._step("look", lambda: self._roster.look(call))
-        if seen is None:
+        readings = await self._step("look", lambda: self._roster.read(call))
+        if readings is None:
             return None
-        await self._look_up(seen.wanted, lookup_limit_s)
-        return await self._step("write", lambda: self._roster.write(call, seen))
+        await self._look_up(readings.lookups, lookup_limit_s)
+        return await self._step("write", lambda: self._roster.write(call, readings))
 
     async def _step(self, name: str, work: Callable[[], T]) -> T | None:
         job = Job(work, name=f"hegmd-processes-{name}", monotonic=self._monotonic)
@@ -87,13 +87,13 @@ class ProcessListWatch:
             self._step_job = None
         return True
 
-    async def _look_up(self, wanted: LookupRequest, limit_s: float) -> None:
+    async def _look_up(self, request: LookupRequest, limit_s: float) -> None:
         """Start lookups, and wait briefly if their result is needed. One that hangs is abandoned."""
-        if not self._end_look_up() or not (wanted.commands or wanted.uids):
+        if not self._end_look_up() or not (request.commands or request.uids):
             return
-        work = partial(self._roster.lookups.read, wanted)
+        work = partial(self._roster.lookups.read, request)
         self._lookup_job = job = Job(work, name="hegmd-processes-lookups", monotonic=self._monotonic)
-        if wanted.urgent:
+        if request.urgent:
             with anyio.move_on_after(limit_s):
                 await job.wait()
             self._end_look_up()

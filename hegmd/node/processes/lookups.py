@@ -62,7 +62,7 @@ class Lookups:
         self._next_reread = 0
         self._reading: tuple[int, int] | None = None
 
-    def wanted(self, processes: Iterable[tuple[int, int, str, int]]) -> LookupRequest:
+    def request_for(self, processes: Iterable[tuple[int, int, str, int]]) -> LookupRequest:
         """Return what to look up for these processes, each given as (pid, start ticks, name, uid).
 
         That is all that is unknown, the command lines of processes whose name changed (by exec), and a limited share of
@@ -88,15 +88,15 @@ class Lookups:
             urgent=bool(missing) or any(uid not in self._users for uid in due),
         )
 
-    def read(self, wanted: LookupRequest) -> None:
+    def read(self, request: LookupRequest) -> None:
         """Look all of it up, and forget unknown processes. May block without limit."""
-        for key in self._commands.keys() - wanted.known:
+        for key in self._commands.keys() - request.known:
             del self._commands[key]
-        for pid, start_ticks, name in wanted.commands:
+        for pid, start_ticks, name in request.commands:
             self._reading = (pid, start_ticks)
             self._read_one(pid, start_ticks, name)
         self._reading = None
-        for uid in wanted.uids:
+        for uid in request.uids:
             try:
                 name = self._user_name(uid)
             except (KeyError, OSError):

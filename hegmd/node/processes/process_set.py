@@ -68,7 +68,7 @@ class DescriptorHolder:
 
 def holders_of(numbers: Iterable[int], proc_root: str = "/proc") -> tuple[DescriptorHolder, ...]:
     """Return the processes that use one of these numbers; a restore needs all of them free."""
-    wanted = frozenset(numbers)
+    wanted_numbers = frozenset(numbers)
     found: list[DescriptorHolder] = []
     for name in os.listdir(proc_root):
         if not name.isdigit():
@@ -81,7 +81,7 @@ def holders_of(numbers: Iterable[int], proc_root: str = "/proc") -> tuple[Descri
         found += [
             DescriptorHolder(number, int(name), what, fields[0] == b"Z")
             for number, what in held.items()
-            if number in wanted
+            if number in wanted_numbers
         ]
     return tuple(found)
 
@@ -166,9 +166,9 @@ def dumpers_of(pids: Iterable[int], proc_root: str = "/proc", *, uid: int | None
     Only processes of the daemon's user and of the job's users count: any user can give a program such a command line.
     Stopped ones do not count: CRIU creates some for kernel tests, and if it is killed then, they stay stopped.
     """
-    wanted: dict[bytes, set[int]] = {}
+    wanted_numbers: dict[bytes, set[int]] = {}
     for pid in pids:
-        owners = wanted[b"\0dump\0--tree\0%d\0" % pid] = {os.geteuid() if uid is None else uid}
+        owners = wanted_numbers[b"\0dump\0--tree\0%d\0" % pid] = {os.geteuid() if uid is None else uid}
         with suppress(OSError):
             owners.update([os.stat(f"{proc_root}/{pid}").st_uid] if uid is None else [])
     found: list[int] = []
@@ -177,7 +177,7 @@ def dumpers_of(pids: Iterable[int], proc_root: str = "/proc", *, uid: int | None
             with suppress(FileNotFoundError, ProcessLookupError):
                 command = Path(proc_root, name, "cmdline").read_bytes()
                 owner = Path(proc_root, name).stat().st_uid
-                is_one = any(words in command and owner in owners for words, owners in wanted.items())
+                is_one = any(words in command and owner in owners for words, owners in wanted_numbers.items())
                 if is_one and _state(int(name)) not in {"T", "t"}:
                     found.append(int(name))
     return tuple(found)

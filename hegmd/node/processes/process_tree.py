@@ -233,26 +233,26 @@ def _descriptors(proc: Path, pid: int, tell: Tell) -> Iterator[Descriptor]:
         try:
             target = os.readlink(process / "fd" / name)
             tell(target)
-            seen = os.stat(process / "fd" / name)
-            told = (process / "fdinfo" / name).read_bytes()
+            visited = os.stat(process / "fd" / name)
+            info = (process / "fdinfo" / name).read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue
         except OSError as error:  # the server of the file system does not answer, or the disk is broken
             yield Descriptor(pid=pid, fd=int(name), target=target, trouble=error.strerror or str(error))
             continue
-        facts = dict(line.split(":", 1) for line in told.decode("utf-8", "replace").splitlines() if ":" in line)
+        facts = dict(line.split(":", 1) for line in info.decode("utf-8", "replace").splitlines() if ":" in line)
         yield Descriptor(
             pid=pid,
             fd=int(name),
             target=target,
-            mode=seen.st_mode,
+            mode=visited.st_mode,
             flags=int(facts.get("flags", "0"), 8),
-            size_bytes=seen.st_size,
-            inode=seen.st_ino,
-            device=seen.st_dev,
-            kind_device=seen.st_rdev,
-            links=seen.st_nlink,
-            owner=(seen.st_uid, seen.st_gid),
+            size_bytes=visited.st_size,
+            inode=visited.st_ino,
+            device=visited.st_dev,
+            kind_device=visited.st_rdev,
+            links=visited.st_nlink,
+            owner=(visited.st_uid, visited.st_gid),
             is_locked="lock" in facts,
             refers_to=int(facts.get("Pid", "0")),
         )
@@ -260,13 +260,13 @@ def _descriptors(proc: Path, pid: int, tell: Tell) -> Iterator[Descriptor]:
 
 def _mappings(proc: Path, pid: int) -> Iterator[Mapping]:
     """Return each mapped file once; memory without a file is left out."""
-    seen: set[str] = set()
+    visited: set[str] = set()
     for line in _bytes(proc / str(pid) / "maps").splitlines():
         parts = line.split(None, 5)
         if len(parts) == 6 and parts[5].startswith((b"/", b"anon_inode:")):
             name = os.fsdecode(parts[5])
-            if name not in seen:
-                seen.add(name)
+            if name not in visited:
+                visited.add(name)
                 yield Mapping(pid, name.removesuffix(_DELETED), name.endswith(_DELETED))
 
 

@@ -45,7 +45,7 @@ class ProcessReadings:
     uses_of: Mapping[int, list[ProcessUse]]
     facts_of: Mapping[int, ProcessFacts]
     departed: frozenset[int]
-    wanted: LookupRequest
+    lookups: LookupRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class ProcessListBuilder:
         """The facts to be read between `look` and `write`."""
         return self._table.lookups
 
-    def look(self, call: ProcessListInputs) -> ProcessReadings:
+    def read(self, call: ProcessListInputs) -> ProcessReadings:
         """Identify the pids. Reads /proc, but nothing that waits for another process."""
         uses_of: dict[int, list[ProcessUse]] = {}
         for use in call.uses:
@@ -102,25 +102,25 @@ class ProcessListBuilder:
             if facts.start_ticks is not None and facts.name is not None and facts.uid is not None
         )
         return ProcessReadings(
-            uses_of=uses_of, facts_of=facts_of, departed=self._table.departed, wanted=self.lookups.wanted(visible)
+            uses_of=uses_of, facts_of=facts_of, departed=self._table.departed, lookups=self.lookups.request_for(visible)
         )
 
-    def write(self, call: ProcessListInputs, seen: ProcessReadings) -> ProcessList:
+    def write(self, call: ProcessListInputs, readings: ProcessReadings) -> ProcessList:
         """Create the records from what was read."""
         if call.ids != self._ids:
             self._ids = dict(call.ids)
             self._lines.clear()
-        lines = {pid: self._line(pid, call, seen) for pid in sorted(seen.uses_of)}
+        lines = {pid: self._line(pid, call, readings) for pid in sorted(readings.uses_of)}
         self._lines = lines
         return ProcessList(
             processes=tuple(line.record for line in lines.values()),
-            ended=frozenset(pid for pid, facts in seen.facts_of.items() if facts.presence is Visibility.ENDED),
-            departed=seen.departed,
+            ended=frozenset(pid for pid, facts in readings.facts_of.items() if facts.presence is Visibility.ENDED),
+            departed=readings.departed,
         )
 
-    def _line(self, pid: int, call: ProcessListInputs, seen: ProcessReadings) -> _Line:
-        facts = seen.facts_of[pid]
-        uses = seen.uses_of[pid]
+    def _line(self, pid: int, call: ProcessListInputs, readings: ProcessReadings) -> _Line:
+        facts = readings.facts_of[pid]
+        uses = readings.uses_of[pid]
         command, command_note, user = None, None, None
         if facts.start_ticks is not None:
             command, command_note = self.lookups.command(pid, facts.start_ticks)

@@ -61,7 +61,7 @@ def variables_of(pid: int, names: Collection[str], proc_root: str = "/proc") -> 
 
 def nearest_ancestor(pid: int, among: Collection[int], proc_root: str = "/proc") -> int | None:
     """Return the nearest ancestor of a process among those given; None if there is none."""
-    seen = {pid}
+    visited = {pid}
     while True:
         fields = _stat(Path(proc_root) / str(pid))
         if len(fields) <= _PARENT:
@@ -69,9 +69,9 @@ def nearest_ancestor(pid: int, among: Collection[int], proc_root: str = "/proc")
         pid = int(fields[_PARENT])
         if pid in among:
             return pid
-        if pid <= 1 or pid in seen:
+        if pid <= 1 or pid in visited:
             return None
-        seen.add(pid)
+        visited.add(pid)
 
 
 def _stat(process: Path) -> list[bytes]:

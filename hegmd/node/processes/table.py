@@ -112,15 +112,15 @@ class ProcessTable:
         An object that is the same as before has not changed. `unproven` are pids of a driver that may count in another
         pid namespace: outside the first namespace they count only for processes with an open GPU device.
         """
-        wanted = set(pids)
+        requested = set(pids)
         self._max_pidfds = _half_of_the_descriptors() if self._pidfd_limit is None else self._pidfd_limit
         self._mark_ended()
-        leavers = self._entries.keys() - wanted
+        leavers = self._entries.keys() - requested
         self.departed = frozenset(pid for pid in leavers if self._entries[pid].facts.presence is not Visibility.ENDED)
         for pid in leavers:
             self._drop(pid)
         doubted: frozenset[int] = frozenset() if self.in_first_namespace else unproven
-        for pid in wanted:
+        for pid in requested:
             entry = self._entries.get(pid)
             if entry is None or entry.pidfd is None:
                 self._admit(pid, entry, pid in doubted)

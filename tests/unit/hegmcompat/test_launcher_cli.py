@@ -26,11 +26,11 @@ class _Daemon:
         self.heard.append(f"turn {pid}")
         return now + 5.0
 
-    def ended(self, status: int, *, told: int | None) -> bool:
+    def ended(self, status: int, *, sent_signal: int | None) -> bool:
         self.heard.append(f"ended {status}")
-        return self.expects and told is None
+        return self.expects and sent_signal is None
 
-    def wanted(self) -> Start | GiveUp | None:
+    def next_start(self) -> Start | GiveUp | None:
         return self.start
 
     def expected(self) -> None:
@@ -82,19 +82,19 @@ def test_both_hear_of_a_start_and_the_sooner_look_counts(both: _TwoDesks) -> Non
 
 def test_a_state_in_the_file_is_held_behind_a_lock_without_a_connection(both: _TwoDesks) -> None:
     both.state.write_bytes(b"state")
-    assert both.desks.ended(99, told=None)
+    assert both.desks.ended(99, sent_signal=None)
     assert both.daemon.heard == ["started 4711", "ended 99", "closed"]
     assert both.lock.exists()
     assert both.desks.turn(100.0, None) == 101.0
-    assert both.desks.wanted() is None
+    assert both.desks.next_start() is None
     both.lock.unlink()
     both.desks.turn(101.0, None)
-    wanted = both.desks.wanted()
+    wanted = both.desks.next_start()
     assert isinstance(wanted, Start)
     assert wanted.environ["HEGM_STATE"] == str(both.state)
     both.desks.started(4712)
     assert both.met == 2
-    assert both.desks.wanted() is None
+    assert both.desks.next_start() is None
 
 
 def test_a_worker_that_had_saved_its_state_before_its_start_was_told_of_was_taken_for_one_without(
@@ -102,22 +102,22 @@ def test_a_worker_that_had_saved_its_state_before_its_start_was_told_of_was_take
 ) -> None:
     """What is new was told by a look after the start, so that a quick worker's state was old already."""
     both.state.write_bytes(b"state")
-    assert both.desks.ended(99, told=None)
+    assert both.desks.ended(99, sent_signal=None)
     both.lock.unlink()
     both.desks.turn(101.0, None)
     both.state.unlink()
     both.state.write_bytes(b"a later state")
     both.desks.started(4712)
-    assert both.desks.ended(99, told=None)
+    assert both.desks.ended(99, sent_signal=None)
 
 
 def test_a_worker_that_left_for_the_daemon_is_the_daemons(tmp_path: Path) -> None:
     both = _TwoDesks(tmp_path, _Daemon(expects=True))
-    assert both.desks.ended(99, told=None)
+    assert both.desks.ended(99, sent_signal=None)
     assert not both.lock.exists()
     assert os.listdir(tmp_path / ".workers") == []
     both.daemon.start = Start(["elsewhere"], {})
-    assert both.desks.wanted() is both.daemon.start
+    assert both.desks.next_start() is both.daemon.start
     both.desks.not_started("no such file")
     assert both.daemon.heard[-1] == "not started no such file"
 
@@ -125,17 +125,17 @@ def test_a_worker_that_left_for_the_daemon_is_the_daemons(tmp_path: Path) -> Non
 def test_where_the_daemon_has_it_started_it_also_goes_on_from_its_file(tmp_path: Path) -> None:
     """Started again with what it had at first, it would be back on the GPU that it was moved away from."""
     both = _TwoDesks(tmp_path, _Daemon(expects=True))
-    both.desks.ended(99, told=None)
+    both.desks.ended(99, sent_signal=None)
     elsewhere = {"HIP_VISIBLE_DEVICES": "GPU-1", "HEGM_STATE_FD": "7", "HEGM_RESTART": "12"}
     both.daemon.start = Start(["python-for-amd", "train.py"], elsewhere)
-    both.desks.wanted()
+    both.desks.next_start()
     both.desks.started(4712)
     both.daemon.expects, both.daemon.start = False, None
     both.state.write_bytes(b"state")
-    both.desks.ended(99, told=None)
+    both.desks.ended(99, sent_signal=None)
     both.lock.unlink()
     both.desks.turn(101.0, None)
-    wanted = both.desks.wanted()
+    wanted = both.desks.next_start()
     assert isinstance(wanted, Start)
     assert list(wanted.command) == ["python-for-amd", "train.py"]
     lock = str(wanted.keep[0])
@@ -150,14 +150,14 @@ def test_where_the_daemon_has_it_started_it_also_goes_on_from_its_file(tmp_path:
 def test_a_state_in_the_file_counts_whatever_the_daemon_expects(tmp_path: Path) -> None:
     both = _TwoDesks(tmp_path, _Daemon(expects=True))
     both.state.write_bytes(b"state")
-    assert both.desks.ended(99, told=None)
+    assert both.desks.ended(99, sent_signal=None)
     assert both.lock.exists()
     both.desks.close()
     assert not both.lock.exists()
 
 
 def test_an_end_that_nobody_expects_is_the_end(both: _TwoDesks) -> None:
-    assert not both.desks.ended(3, told=None)
+    assert not both.desks.ended(3, sent_signal=None)
     both.desks.close()
     assert both.daemon.heard == ["started 4711", "ended 3", "closed"]
 

@@ -67,7 +67,7 @@ def torch(tmp_path: Path) -> str:
 @pytest.mark.parametrize("word", ["-I", "-E", "-S"])
 def test_a_python_that_leaves_the_agent_out_began_anew_to_its_end(torch: str, word: str) -> None:
     with running(sys.executable, word, "-c", TRAINS, torch, path=INJECT) as process:
-        found = AgentlessWatch().look(process.pid, 0.0, None)
+        found = AgentlessWatch().check(process.pid, 0.0, None)
         assert found is not None
         assert f"process {process.pid} (" in found
         assert f"the option {word} leaves hegmd's agent out" in found
@@ -79,7 +79,7 @@ def test_a_wrapper_that_drops_the_environment_is_ended_with_what_it_started(torc
     script = 'env -u PYTHONPATH "$@"; echo again'
     with running("sh", "-c", script, "sh", sys.executable, "-c", TRAINS, torch, path=INJECT) as process:
         (training,) = psutil.Process(process.pid).children()
-        found = AgentlessWatch().look(process.pid, 0.0, None)
+        found = AgentlessWatch().check(process.pid, 0.0, None)
         assert found is not None
         assert found.startswith(f"process {training.pid} (")
         assert "its PYTHONPATH leaves hegmd's agent out" in found
@@ -92,25 +92,25 @@ def test_a_wrapper_that_drops_the_environment_is_ended_with_what_it_started(torc
 def test_who_may_have_the_agent_is_left_be(torch: str, words: tuple[str, ...]) -> None:
     path = "/mine" if words else f"/mine:{INJECT}"
     with running(sys.executable, "-c", TRAINS, torch, *words, path=path) as process:
-        assert AgentlessWatch().look(process.pid, 0.0, None) is None
+        assert AgentlessWatch().check(process.pid, 0.0, None) is None
         assert process.poll() is None
 
 
 def test_who_prepares_something_without_pytorch_is_left_be_and_looked_at_again(torch: str) -> None:
     lookout = AgentlessWatch()
     with running(sys.executable, "-I", "-c", TRAINS, path=None) as process:
-        assert lookout.look(process.pid, 1.0, None) is None
+        assert lookout.check(process.pid, 1.0, None) is None
         assert lookout.look_at >= 1.0 + LOOK_EVERY_S
     with running(sys.executable, "-I", "-c", TRAINS, torch, path=None) as process:
-        assert lookout.look(process.pid, 1.0, None) is None
-        assert lookout.look(process.pid, lookout.look_at, None) is not None
+        assert lookout.check(process.pid, 1.0, None) is None
+        assert lookout.check(process.pid, lookout.look_at, None) is not None
 
 
 def test_nobody_elses_process_is_looked_at(torch: str) -> None:
     words = ("sh", "-c", '"$@"; true', "sh", sys.executable, "-I", "-c", TRAINS, torch)
     with running(*words, path=None) as process:
         (other,) = psutil.Process(process.pid).children()
-        assert AgentlessWatch().look(other.pid, 0.0, None) is None
+        assert AgentlessWatch().check(other.pid, 0.0, None) is None
         assert other.is_running()
 
 
@@ -139,5 +139,5 @@ def test_a_look_at_pytorch_by_a_script_that_was_on_its_way_had_all_of_it_ended(
     with (tmp_path / "right").open("w") as right:
         fds = (right.fileno(),) if hands_on else ()
         with running(*words, sys.executable, "-I", "-c", TRAINS, torch, path=path, fds=fds) as process:
-            assert (AgentlessWatch().look(process.pid, 0.0, right.fileno()) is None) == is_spared
+            assert (AgentlessWatch().check(process.pid, 0.0, right.fileno()) is None) == is_spared
             assert (process.poll() is None) == is_spared or process.wait(timeout=HANG_S) == -9

@@ -128,9 +128,9 @@ def test_it_waits_before_the_first_line_and_goes_on_as_that_very_start(script: P
     known = PrestartCase(script)
     readied = made_ready(known.expected())
     wanted = known.start(state)
-    assert readied.look()
+    assert readied.check()
     assert readied.waits
-    assert not readied.look()
+    assert not readied.check()
     assert readied.awaited_until(*wanted) is None
     assert known.said.read_text() == ""
     assert readied.activate_as(*wanted) == readied.pid
@@ -208,9 +208,9 @@ def test_it_ends_by_itself_where_the_script_would_import_another_module(script: 
     """The script's folder comes first on its path, and has a module by the name of one that was imported without it."""
     known = PrestartCase(script, shadow="socket.py")
     readied = made_ready(known.expected())
-    assert readied.look(), "nobody is told that it is not to be waited for"
+    assert readied.check(), "nobody is told that it is not to be waited for"
     assert not readied.waits
-    assert not readied.look()
+    assert not readied.check()
     assert readied.awaited_until(*known.start(state)) is None
     assert readied.activate_as(*known.start(state)) is None
     assert status_of(readied.pid) in {-signal.SIGKILL, NOT_ITS_TURN_STATUS}
@@ -248,20 +248,20 @@ def differing(known: PrestartCase, **different: str | None) -> PrestartSpec:
 def test_one_that_was_kept_goes_on_elsewhere_with_what_was_imported_since(kept: PrestartCase, state: int) -> None:
     """What nothing has read yet it is given in its turn, or loses then; and only then it is a process as any."""
     readied = made_ready(kept.expected())
-    assert readied.look()
+    assert readied.check()
     own = Path("/proc/self/oom_score_adj").read_text().strip()
     assert Path(f"/proc/{readied.pid}/oom_score_adj").read_text() == "1000\n"
     for _ in range(2):  # as every ten minutes: it is still what would be started
         assert readied.is_to_serve(kept.expected())
         heard_of(readied)
-        assert readied.look()
+        assert readied.check()
         assert readied.waits
     what = differing(kept, HEGM_GPU=None, CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="-1")
     assert readied.is_to_serve(what)
     assert not readied.waits
     assert readied.awaited_until(what.command, what.environ) is not None
     heard_of(readied)
-    assert readied.look()
+    assert readied.check()
     assert readied.waits
     assert readied.activate_as(what.command, {**what.environ, STATE_FD: str(state)}) == readied.pid
     assert os.waitpid(readied.pid, 0) == (readied.pid, 0)
@@ -286,7 +286,7 @@ def test_after_one_restart_on_another_gpu_no_python_was_ever_made_ready_again(
     script.write_text(ASKED_SCRIPT)
     kept.environ["ROCR_VISIBLE_DEVICES"] = "0"
     readied = made_ready(kept.expected())
-    assert readied.look()
+    assert readied.check()
     what = differing(kept, CUDA_VISIBLE_DEVICES="GPU-1", ROCR_VISIBLE_DEVICES=None, HIP_VISIBLE_DEVICES="-1")
     assert readied.activate_as(what.command, {**what.environ, STATE_FD: str(state)}) == readied.pid
     assert os.waitpid(readied.pid, 0) == (readied.pid, 0)
@@ -296,12 +296,12 @@ def test_after_one_restart_on_another_gpu_no_python_was_ever_made_ready_again(
 def test_the_end_of_one_that_had_been_ready_was_told_to_nobody(kept: PrestartCase) -> None:
     """The next daemon would have been told that it is there still."""
     readied = made_ready(kept.expected())
-    assert readied.look()
+    assert readied.check()
     os.kill(readied.pid, signal.SIGKILL)
     heard_of(readied)
-    assert readied.look()
+    assert readied.check()
     assert (readied.waits, readied.is_kept) == (False, False)
-    assert not readied.look()
+    assert not readied.check()
     assert status_of(readied.pid) == -signal.SIGKILL
 
 
@@ -311,7 +311,7 @@ def test_one_is_not_kept_for_an_environment_that_its_imports_may_have_read(
 ) -> None:
     kept.environ["X"] = "1"
     readied = made_ready(kept.expected())
-    assert readied.look()
+    assert readied.check()
     assert not readied.is_to_serve(differing(kept, **different))
     end(readied)
 
@@ -319,12 +319,12 @@ def test_one_is_not_kept_for_an_environment_that_its_imports_may_have_read(
 def test_one_whose_modules_have_changed_on_disk_ends_as_soon_as_it_is_wanted(kept: PrestartCase, script: Path) -> None:
     """An edited module would have been another one in the process that goes on than in a start as any."""
     readied = made_ready(kept.expected())
-    assert readied.look()
+    assert readied.check()
     with (script.parents[1] / "lib/torch/inner.py").open("a") as file:
         file.write("# edited")
     assert readied.is_to_serve(kept.expected())
     heard_of(readied)
-    assert readied.look()
+    assert readied.check()
     assert (readied.waits, readied.is_kept) == (False, True)
     end(readied)
 
@@ -335,7 +335,7 @@ def test_one_whose_modules_have_changed_since_it_was_asked_does_not_take_its_tur
 ) -> None:
     """It ends as one that cannot: it is started as without one, and not counted as another try."""
     readied = made_ready(kept.expected())
-    assert readied.look()
+    assert readied.check()
     changed = script.parents[1] / "lib/torch/inner.py" if how == "edited" else script.parent / "socket.py"
     with changed.open("a") as file:
         file.write("# edited")
@@ -364,7 +364,7 @@ def test_its_gpus_may_change_until_the_driver_has_looked_at_them(
         module.write(f"import ctypes\ndriver = ctypes.CDLL({str(driver)!r})\n{does}\n")
     kept.environ.update(node.environment(), CUDA_VISIBLE_DEVICES=visible)
     readied = made_ready(kept.expected())
-    assert readied.look()
+    assert readied.check()
     waited, serves = readied.waits, readied.is_to_serve(differing(kept, CUDA_VISIBLE_DEVICES="GPU-1"))
     end(readied)
     assert (waited, serves) == (True, may_change)

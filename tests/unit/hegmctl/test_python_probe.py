@@ -35,7 +35,7 @@ def said(python: str) -> ProbeResult:
     others = children()
     probe = Probe(1, python, ENVIRON, monotonic())
     deadline = monotonic() + PATIENCE_S
-    while (found := probe.look(0.0)) is None:
+    while (found := probe.check(0.0)) is None:
         assert monotonic() < deadline
         select.poll().poll(5)
     _end(probe, others)
@@ -91,8 +91,8 @@ def test_one_that_does_not_answer_is_ended(tmp_path: Path) -> None:
     others = children()
     probe = Probe(1, _script(tmp_path, "#!/bin/sh\nexec sleep 1000\n"), ENVIRON, 0.0)
     os.close(writer)
-    assert probe.look(probe.deadline - 1) is None
-    found = probe.look(probe.deadline)
+    assert probe.check(probe.deadline - 1) is None
+    found = probe.check(probe.deadline)
     assert found is not None
     assert found.text == "it does not answer within 5 s"
     _end(probe, others)

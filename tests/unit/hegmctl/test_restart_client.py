@@ -108,13 +108,13 @@ class DeskNode:
         """Have it know that its command may leave, and see it leave."""
         self.order("expect")
         self.until(lambda: any(report.order for report in self.reports()))
-        assert self.desk.ended(LEFT_STATUS, told=None)
+        assert self.desk.ended(LEFT_STATUS, sent_signal=None)
 
     def start(self, **how: Any) -> Start:
         """Order a start; what the desk wants of its supervisor then, which does it."""
         self.order("start", state=b"the state", **how)
-        self.until(lambda: self.desk.wanted() is not None)
-        wanted = self.desk.wanted()
+        self.until(lambda: self.desk.next_start() is not None)
+        wanted = self.desk.next_start()
         assert isinstance(wanted, Start)
         self.desk.started(77)
         return wanted
@@ -135,7 +135,7 @@ def test_it_offers_its_run_and_what_it_is_the_parent_of(attended: DeskNode) -> N
 
 def test_the_exit_status_of_a_restart_that_nobody_expects_is_the_commands_own(attended: DeskNode) -> None:
     attended.attend()
-    assert not attended.desk.ended(LEFT_STATUS, told=None)
+    assert not attended.desk.ended(LEFT_STATUS, sent_signal=None)
     attended.until(lambda: bool(attended.reports()))
     assert (attended.reports()[0].result, attended.reports()[0].status) == ("ended", LEFT_STATUS)
 
@@ -144,13 +144,13 @@ def test_an_end_that_somebody_wanted_by_a_signal_is_none_of_a_restart(attended: 
     attended.attend()
     attended.order("expect")
     attended.until(lambda: bool(attended.reports()))
-    assert not attended.desk.ended(-signal.SIGTERM, told=signal.SIGTERM)
+    assert not attended.desk.ended(-signal.SIGTERM, sent_signal=signal.SIGTERM)
 
 
 def test_it_is_started_with_other_surroundings_from_the_state_and_its_lock(attended: DeskNode) -> None:
     attended.attend()
     attended.expect()
-    assert attended.desk.wanted() is None
+    assert attended.desk.next_start() is None
     how: dict[str, Any] = {
         "set": {"HIP_VISIBLE_DEVICES": "GPU-1"},
         "unset": ("CUDA_VISIBLE_DEVICES",),
@@ -185,7 +185,7 @@ def test_another_python_for_a_command_that_is_none_is_refused(socket_path: Path,
         attended.order("start", state=b"", python="/opt/python3")
         attended.until(lambda: attended.reports()[-1].result == "failed")
         assert "begins with bash" in attended.reports()[-1].message
-        assert attended.desk.wanted() is None
+        assert attended.desk.next_start() is None
         attended.desk.close()
 
 
@@ -198,7 +198,7 @@ def test_it_is_said_which_python_a_program_is_before_anything_ends(attended: Des
     report = attended.reports()[0]
     assert (report.order, report.result) == (1, "done" if python == sys.executable else "failed")
     assert report.message.startswith(f"{sys.implementation.name} ") == (python == sys.executable)
-    assert attended.desk.wanted() is None
+    assert attended.desk.next_start() is None
     reap(children() - others)
 
 
@@ -208,12 +208,12 @@ def test_a_start_that_ends_at_once_is_tried_again_and_then_told_of(attended: Des
     attended.expect()
     attended.start()
     attended.lock_path.write_bytes(b"back")
-    assert attended.desk.ended(1, told=None)
+    assert attended.desk.ended(1, sent_signal=None)
     assert attended.lock_path.read_bytes() == b""
-    assert isinstance(attended.desk.wanted(), Start)
+    assert isinstance(attended.desk.next_start(), Start)
     attended.desk.started(78)
-    assert attended.desk.ended(1, told=None)
-    assert attended.desk.wanted() is None
+    assert attended.desk.ended(1, sent_signal=None)
+    assert attended.desk.next_start() is None
     attended.until(lambda: attended.reports()[-1].result == "failed")
     assert attended.reports()[-1].starts == 2
 
@@ -223,14 +223,14 @@ def test_a_restart_was_given_up_where_the_one_that_was_made_ready_could_not_take
     attended.attend()
     attended.expect()
     attended.order("start", state=b"the state")
-    attended.until(lambda: attended.desk.wanted() is not None)
+    attended.until(lambda: attended.desk.next_start() is not None)
     attended.desk.started(77, was_ready=True)
     for pid in (78, 79):
-        assert attended.desk.ended(NOT_ITS_TURN_STATUS, told=None)
-        assert isinstance(attended.desk.wanted(), Start)
+        assert attended.desk.ended(NOT_ITS_TURN_STATUS, sent_signal=None)
+        assert isinstance(attended.desk.next_start(), Start)
         attended.desk.started(pid)
-    assert attended.desk.ended(NOT_ITS_TURN_STATUS, told=None)
-    assert attended.desk.wanted() is None
+    assert attended.desk.ended(NOT_ITS_TURN_STATUS, sent_signal=None)
+    assert attended.desk.next_start() is None
     attended.until(lambda: attended.reports()[-1].result == "failed")
     assert attended.reports()[-1].starts == 2
 
@@ -241,8 +241,8 @@ def test_one_that_failed_hours_after_its_restart_was_started_again_from_its_old_
     attended.expect()
     attended.start()
     os.pwrite(_lock(attended), b"back\0\0\0\0+", 0)
-    assert not attended.desk.ended(1, told=None)
-    assert attended.desk.wanted() is None
+    assert not attended.desk.ended(1, sent_signal=None)
+    assert attended.desk.next_start() is None
     assert attended.said[0].startswith("it ended with 1 after it had continued, and is not started again; ")
 
 
@@ -252,8 +252,8 @@ def test_ranks_are_started_again_unless_all_have_trained_on(attended: DeskNode, 
     attended.expect()
     wanted = attended.start(ranks=(0, 1))
     os.pwrite(wanted.keep[0], notes, 8)
-    assert attended.desk.ended(1, told=None) == goes_on
-    assert isinstance(attended.desk.wanted(), Start) == goes_on
+    assert attended.desk.ended(1, sent_signal=None) == goes_on
+    assert isinstance(attended.desk.next_start(), Start) == goes_on
     assert not goes_on or not attended.lock_path.read_bytes()
 
 
@@ -261,8 +261,8 @@ def test_one_that_says_that_it_cannot_go_on_is_not_tried_again(attended: DeskNod
     attended.attend()
     attended.expect()
     attended.start()
-    assert attended.desk.ended(GAVE_UP_STATUS, told=None)
-    assert attended.desk.wanted() is None
+    assert attended.desk.ended(GAVE_UP_STATUS, sent_signal=None)
+    assert attended.desk.next_start() is None
 
 
 def test_the_end_of_the_training_is_noted_where_the_next_daemon_finds_it(attended: DeskNode) -> None:
@@ -271,7 +271,7 @@ def test_the_end_of_the_training_is_noted_where_the_next_daemon_finds_it(attende
     attended.expect()
     attended.start()
     os.pwrite(_lock(attended), b"back", 0)
-    assert not attended.desk.ended(0, told=None)
+    assert not attended.desk.ended(0, sent_signal=None)
     assert attended.lock_path.read_bytes() == b"backover"
 
 
@@ -280,11 +280,11 @@ def test_the_end_of_a_command_that_never_had_its_state_back_is_none_of_the_train
     attended.attend()
     attended.expect()
     attended.start()
-    assert attended.desk.ended(0, told=None)
+    assert attended.desk.ended(0, sent_signal=None)
     assert not attended.lock_path.read_bytes().startswith(b"back")
     attended.until(lambda: attended.reports()[-1].result == "failed")
     assert "no training in it continued" in attended.reports()[-1].message
-    assert attended.desk.wanted() is None
+    assert attended.desk.next_start() is None
 
 
 def test_a_training_without_the_agent_began_anew_and_was_not_ended(attended: DeskNode, tmp_path: Path) -> None:
@@ -301,8 +301,8 @@ def test_a_training_without_the_agent_began_anew_and_was_not_ended(attended: Des
         os.ftruncate(_lock(attended), 0)
         attended.desk.turn(monotonic(), process.pid)
         assert process.wait(timeout=PATIENCE_S) == -signal.SIGKILL
-    assert attended.desk.ended(-signal.SIGKILL, told=None)
-    assert attended.desk.wanted() is None
+    assert attended.desk.ended(-signal.SIGKILL, sent_signal=None)
+    assert attended.desk.next_start() is None
     attended.until(lambda: attended.reports()[-1].result == "failed")
     assert "has started over: the option -I leaves hegmd's agent out" in attended.reports()[-1].message
     assert "start it without -E, -I and -S" in attended.said[-1]
@@ -342,7 +342,7 @@ def test_a_job_with_an_exit_code_of_its_own_was_taken_for_ended(socket_path: Pat
         attended.attend()
         attended.order("expect")
         attended.until(lambda: any(report.order for report in attended.reports()))
-        assert attended.desk.ended(77, told=None)
+        assert attended.desk.ended(77, sent_signal=None)
         assert attended.start().environ[OPERATION] == "4"
         attended.desk.close()
 
@@ -354,7 +354,7 @@ def test_without_the_descriptors_of_its_state_a_command_began_anew(attended: Des
     attended.order("start")
     attended.until(lambda: any(report.result == "failed" for report in attended.reports()))
     assert "0 of 2 descriptors" in attended.reports()[-1].message
-    assert attended.desk.wanted() is None
+    assert attended.desk.next_start() is None
 
 
 def test_a_restart_after_one_whose_end_was_not_heard_of_lost_what_that_had_set(attended: DeskNode) -> None:
@@ -364,11 +364,11 @@ def test_a_restart_after_one_whose_end_was_not_heard_of_lost_what_that_had_set(a
     attended.start(set={"TRIED": "1"})
     attended.order("expect", operation="5")
     attended.until(lambda: len([report for report in attended.reports() if report.order]) == 3)
-    assert attended.desk.ended(LEFT_STATUS, told=None)
-    assert attended.desk.wanted() is None  # and surely not started from the former state
+    assert attended.desk.ended(LEFT_STATUS, sent_signal=None)
+    assert attended.desk.next_start() is None  # and surely not started from the former state
     attended.order("start", state=b"another", operation="5")
-    attended.until(lambda: attended.desk.wanted() is not None)
-    wanted = attended.desk.wanted()
+    attended.until(lambda: attended.desk.next_start() is not None)
+    wanted = attended.desk.next_start()
     assert isinstance(wanted, Start)
     assert (wanted.environ[OPERATION], wanted.environ["TRIED"]) == ("5", "1")
 
@@ -377,10 +377,10 @@ def test_one_that_was_killed_before_it_had_left_ended_its_supervisor_with_anothe
     attended.attend()
     attended.order("expect")
     attended.until(lambda: bool(attended.reports()))
-    assert attended.desk.ended(-signal.SIGKILL, told=None)
+    assert attended.desk.ended(-signal.SIGKILL, sent_signal=None)
     attended.order("forget")
-    attended.until(lambda: attended.desk.wanted() is not None)
-    wanted = attended.desk.wanted()
+    attended.until(lambda: attended.desk.next_start() is not None)
+    wanted = attended.desk.next_start()
     assert isinstance(wanted, GiveUp)
     assert wanted.status == -signal.SIGKILL
 
@@ -392,7 +392,7 @@ def test_what_was_different_for_a_start_that_went_well_stays_so(attended: DeskNo
     attended.order("forget")
     attended.order("expect")
     attended.until(lambda: len([report for report in attended.reports() if report.order]) == 3)
-    assert attended.desk.ended(LEFT_STATUS, told=None)
+    assert attended.desk.ended(LEFT_STATUS, sent_signal=None)
     again = attended.start(set={"HEGM_GPU": "gpu1"})
     assert (again.command[0], again.environ["EXTRA"], again.environ["HEGM_GPU"]) == ("/opt/python3", "1", "gpu1")
 
@@ -417,8 +417,8 @@ def test_while_it_waits_it_can_be_given_up(attended: DeskNode) -> None:
     attended.attend()
     attended.expect()
     attended.order("give-up", message="its state is held by operation 4", hint="go on with: hegmctl run --resume 4")
-    attended.until(lambda: attended.desk.wanted() is not None)
-    given_up = attended.desk.wanted()
+    attended.until(lambda: attended.desk.next_start() is not None)
+    given_up = attended.desk.next_start()
     assert isinstance(given_up, GiveUp)
     assert (given_up.status, given_up.hint) == (GAVE_UP_STATUS, "go on with: hegmctl run --resume 4")
 
@@ -449,7 +449,7 @@ def test_a_start_that_an_earlier_daemon_has_ordered_is_not_done_twice(attended: 
         attended.order("start", state=b"")
         attended.until(lambda: bool(attended.reports()))
         assert (attended.reports()[-1].result, attended.reports()[-1].starts) == ("done", 1)
-        assert attended.desk.wanted() is None
+        assert attended.desk.next_start() is None
         attended.desk.close()
 
 
@@ -510,10 +510,10 @@ def test_a_daemon_that_will_not_have_it_is_told_of_once(socket_path: Path, tmp_p
         if resumes is None:
             attended.until(lambda: bool(attended.said))
             assert "the job runs, but cannot be restarted" in attended.said[0]
-            assert attended.desk.wanted() is None
+            assert attended.desk.next_start() is None
         else:
-            attended.until(lambda: attended.desk.wanted() is not None)
-            assert isinstance(attended.desk.wanted(), GiveUp)
+            attended.until(lambda: attended.desk.next_start() is not None)
+            assert isinstance(attended.desk.next_start(), GiveUp)
         attended.desk.close()
 
 
@@ -541,14 +541,14 @@ def test_a_command_that_fails_is_started_from_a_snapshot_once_the_job_is_protect
         offer = attended.attend()
         assert offer.recover is not None
         assert offer.recover.interval_s == 30.0
-        assert not attended.desk.ended(-signal.SIGKILL, told=None)
+        assert not attended.desk.ended(-signal.SIGKILL, sent_signal=None)
         attended.order("protect", operation="j7")
-        attended.until(lambda: attended.desk.ended(-signal.SIGKILL, told=None))
+        attended.until(lambda: attended.desk.ended(-signal.SIGKILL, sent_signal=None))
         attended.until(lambda: attended.reports()[-1].result == "fell")
         assert attended.reports()[-1].status == -signal.SIGKILL
         wanted = attended.start(operation="j7", set={"HEGM_GPU": "gpu1"})
         assert (wanted.environ[OPERATION], wanted.environ["HEGM_GPU"]) == ("j7", "gpu1")
-        assert not attended.desk.ended(-signal.SIGTERM, told=signal.SIGTERM)
+        assert not attended.desk.ended(-signal.SIGTERM, sent_signal=signal.SIGTERM)
         attended.desk.close()
 
 
@@ -557,12 +557,14 @@ def test_a_job_that_is_not_recovered_ends_as_its_command_did(socket_path: Path, 
     with attended.listen():
         attended.attend()
         attended.order("protect", operation="j7")
-        attended.until(lambda: attended.desk.ended(7, told=None))
+        attended.until(lambda: attended.desk.ended(7, sent_signal=None))
         attended.start(operation="j7")  # and its state cannot be put back
-        attended.until(lambda: attended.desk.ended(GAVE_UP_STATUS, told=None) and attended.desk.wanted() is None)
+        attended.until(
+            lambda: attended.desk.ended(GAVE_UP_STATUS, sent_signal=None) and attended.desk.next_start() is None
+        )
         attended.order("give-up", operation="j7", message="it is enough", hint="its state is kept")
-        attended.until(lambda: isinstance(attended.desk.wanted(), GiveUp))
-        wanted = cast("GiveUp", attended.desk.wanted())
+        attended.until(lambda: isinstance(attended.desk.next_start(), GiveUp))
+        wanted = cast("GiveUp", attended.desk.next_start())
         assert (wanted.status, wanted.message) == (7, "it is enough")
         attended.desk.close()
 
@@ -572,7 +574,7 @@ def test_the_next_daemon_is_told_that_a_command_has_failed(socket_path: Path, tm
     with attended.listen():
         attended.attend()
         attended.order("protect", operation="j7")
-        attended.until(lambda: attended.desk.ended(7, told=None))
+        attended.until(lambda: attended.desk.ended(7, sent_signal=None))
     with attended.listen():
         attended.until(lambda: bool(attended.offers()))
         assert (attended.offers()[-1].fell, attended.offers()[-1].pid) == (7, None)
@@ -584,12 +586,12 @@ def test_a_failed_job_waits_for_its_daemon_for_a_bounded_time(socket_path: Path,
     with attended.listen():
         attended.attend()
         attended.order("protect", operation="j7")
-        attended.until(lambda: attended.desk.ended(7, told=None))
+        attended.until(lambda: attended.desk.ended(7, sent_signal=None))
         assert attended.desk.turn(monotonic() + 2 * DAEMON_WITHIN_S, None) is None
     attended.until(lambda: any("does not answer" in line for line in attended.said))
-    assert attended.desk.wanted() is None
+    assert attended.desk.next_start() is None
     attended.desk.turn(monotonic() + DAEMON_WITHIN_S, None)
-    wanted = attended.desk.wanted()
+    wanted = attended.desk.next_start()
     assert isinstance(wanted, GiveUp)
     assert (wanted.status, "has not answered for 600 s" in wanted.message) == (7, True)
     attended.desk.close()

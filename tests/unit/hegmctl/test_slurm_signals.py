@@ -42,7 +42,7 @@ class Once(NeverRestarted):
     def ended(self, status, *, told):
         self.starts += 1
         return self.starts < 2
-    def wanted(self):
+    def next_start(self):
         return Start(command, os.environ)
 sys.exit(Supervisor(Once()""",
 )

@@ -68,7 +68,9 @@ async def test_a_job_ran_on_beyond_its_whole_image_when_the_daemon_was_stopped_a
     """The next daemon found the image whole and ended the job, with files grown that the image has the sizes of."""
     disk: Any = SlowDisk()
     parts = (lambda: disk, Rendezvous(tmp_path / "hegmd.sock"), Workers(), Pool(1 << 20))
-    handoff = JobDumper(*parts, criu=none, look=none, in_unit=False, locks=LockFiles(None), notes=DumpRecords(tmp_path))
+    handoff = JobDumper(
+        *parts, criu=none, take_snapshot=none, in_unit=False, locks=LockFiles(None), notes=DumpRecords(tmp_path)
+    )
     ticks = population_of([stopped]).start_ticks[stopped]
     wish = Wish(path="/images/one", uid=os.geteuid(), gid=os.getegid(), root_pid=stopped, root_ticks=ticks)
     op = operation(kind=CHECKPOINT, image=wish)

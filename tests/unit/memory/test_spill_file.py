@@ -14,7 +14,7 @@ import pytest
 
 from hegmd.errors import HegmError, Refused
 from hegmd.memory.spill_file import ResultUnwanted, SpillFolder
-from hegmd.memory.spilling import _told
+from hegmd.memory.spilling import _with_errors_named
 from hegmd.system.direct_io import BLOCK_BYTES, CHUNK_BYTES
 from tests.patience import HANG_S
 
@@ -306,5 +306,5 @@ async def test_what_a_thread_tells_of_its_progress_is_passed_on_while_it_works()
         seen.append(so_far_bytes)
         passed.set()
 
-    assert await _told(work, progress) == "done"
+    assert await _with_errors_named(work, progress) == "done"
     assert seen == [5]

@@ -157,7 +157,7 @@ async def test_a_job_may_have_it_by_itself_and_is_waited_for_while_an_operation_
     async with node.running(ready=ALWAYS):
         assert node.told == []
         node.in_hand = False
-        node.supervisors.news.notify_all()
+        node.supervisors.changed.notify_all()
         node.supervisors.report("supervisor", SuperviseReport(result="done"))
         await anyio.wait_all_tasks_blocked()
         assert [order.do for order in node.told] == ["ready"]

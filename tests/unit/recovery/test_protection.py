@@ -61,7 +61,7 @@ class Rig:
         self.node = SimpleNamespace(
             workers=workers,
             workers_of=lambda _job: [*workers, *former],
-            news=Condition(),
+            changed=Condition(),
             gpus=lambda: self.gpus,
             is_in_hand=lambda _pid: False,
             is_kept_from_training=lambda _pid: False,
@@ -100,7 +100,7 @@ async def test_a_snapshot_is_given_up_once_the_command_has_failed() -> None:
             tasks.start_soon(protection._take_while_it_runs)
             await protection.began.wait()
             rig.supervisor.offer = rig.supervisor.offer.replace(pid=None, fell=-9)
-            rig.node.news.notify_all()
+            rig.node.changed.notify_all()
 
 
 def test_processes_of_a_killed_supervisor_are_left_of_the_job_that_another_continues() -> None:

@@ -114,7 +114,7 @@ async def test_the_status_of_a_process_that_an_operation_ended_is_not_the_jobs(
         await agent.attend(tasks)
         with anyio.fail_after(HANG_S):
             while not next(iter(jobs)).members:
-                await jobs.news.wait()
+                await jobs.changed.wait()
         (job,) = jobs
         assert (job.pid, job.status) == ((os.getpid(), None) if is_taken else (None, -9))
         tasks.cancel_scope.cancel()

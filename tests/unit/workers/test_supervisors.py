@@ -51,7 +51,7 @@ async def attending(
     known: Supervisors, line: Line, offer: Supervise = OFFER, pid: int = 0
 ) -> AsyncIterator[Supervisor]:
     async with anyio.create_task_group() as tasks:
-        changed = known.news.next
+        changed = known.changed.next
         tasks.start_soon(known.attend, line, pid or os.getpid(), 0, offer, line.send)
         await changed.wait()
         found = known.find(0, offer.run)

@@ -286,7 +286,7 @@ async def test_an_order_without_an_answer_holds_up_others_for_its_limit_only(pro
         assert agent.seen == ["survey", "survey", "export"]
         link = worker._link
         assert link is not None
-        assert [given.do for given in link.given.values()] == []
+        assert [given.do for given in link.order.values()] == []
         agent.go_on.set()
 
 

@@ -46,8 +46,8 @@ def _call(name: str, kind: type[messages.Request], start: str, heard: str) -> li
     given = [_parameter(fields[each]) for each in placed]
     by_name = [_parameter(fields[each]) for each in named]
     if waits(kind) and kind.event is not None:
-        told = "OperationProgress" if kind.event is OperationProgress else f"m.{kind.event.__name__}"
-        by_name.append(f"on_progress: Callable[[{told}], {heard}] | None = None")
+        event = "OperationProgress" if kind.event is OperationProgress else f"m.{kind.event.__name__}"
+        by_name.append(f"on_progress: Callable[[{event}], {heard}] | None = None")
     every = ["self", *given, *(["*", *by_name] if by_name else [])]
     reply = f"m.{kind.reply.__name__}"
     one_line = f"    {start} {name}({', '.join(every)}) -> {reply}: ..."

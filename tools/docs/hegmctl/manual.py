@@ -180,8 +180,8 @@ def _facts(row: Row) -> str:
     facts = [_as_sentence(row.kind.form)]
     if row.user_default != row.default:
         facts.append(f"With `--user`: `{toml_of(row.user_default)}`.")
-    given = [f"`{name}`" for name in (row.variable, row.flag) if name]
-    if given:
-        facts.append(f"Also {' and '.join(given)}.")
+    names = [f"`{name}`" for name in (row.variable, row.flag) if name]
+    if names:
+        facts.append(f"Also {' and '.join(names)}.")
     facts.append("Taken over by a reload." if row.reloads else "Takes a restart.")
     return " ".join(facts)

@@ -76,14 +76,14 @@ class FirstBatchRequests:
         return bool(heads) and 0 < len(self.paths) < _NOTED and is_above(self.paths[0], heads[0])
 
 
-def against_aside(began: Any, asked: FirstBatchRequests, place: ThreadPosition) -> Iterator[Refusal]:
+def against_aside(began: Any, requests: FirstBatchRequests, place: ThreadPosition) -> Iterator[Refusal]:
     """Yield why a pass that no loop iterates over, and that started there, would not continue in a restarted script."""
     heads = [] if _is_of_framework(place) else heads_of(place)
     if not heads:
         return
     loop = f"the loop at {step_text(heads[-1][-1])}"
-    if asked.paths and is_above(asked.paths[0], heads[-1]):
-        what = f"a loader was asked for a batch at {step_text(asked.paths[0][-1])}, above {loop}"
+    if requests.paths and is_above(requests.paths[0], heads[-1]):
+        what = f"a loader was asked for a batch at {step_text(requests.paths[0][-1])}, above {loop}"
         yield Refusal(f"{what}, and a restarted script would call it there again", _PROBE)
     elif not is_above(began, heads[-1]):
         what = f"a pass over a loader that began at {step_text(began[-1])}, within {loop}, is not over"

@@ -165,12 +165,12 @@ class Shadows:
         except AttributeError:  # a loader that takes no attributes
             pass
 
-    def _shadow_of(self, real: Any, given: Callable[..., Any]) -> Any:
+    def _shadow_of(self, real: Any, call: Callable[..., Any]) -> Any:
         needed = self._needed
 
         def __new__(_cls: Any, *args: Any, **named: Any) -> Any:  # noqa: N807 - Python calls a class by it
             need = needed(real.__name__, caller())
-            return real(*args, **named) if need is None else given(need, *args, **named)
+            return real(*args, **named) if need is None else call(need, *args, **named)
 
         shadow = _Shadow(real.__name__, (), {"__new__": __new__, "__doc__": real.__doc__, "real": real})
         shadow.__module__ = real.__module__

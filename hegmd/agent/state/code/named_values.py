@@ -67,16 +67,16 @@ def value_of(form: Any) -> Any:
         return getattr(sys.modules["torch"], form[1], None)
     if form[0] == ENUM:
         return getattr(_named(form[1], form[2]), "__members__", {}).get(form[3])
-    _kind, module, name, said = form
+    _kind, module, name, text = form
     if (module, name) == ("builtins", "bytearray"):
-        return bytearray(said)
+        return bytearray(text)
     if (module, name) not in _TEXTS and (module, name) not in _ROWS:
         return None
     __import__(module)
     kind: Any = getattr(sys.modules[module], name)
     if (module, name) == ("datetime", "timedelta"):
-        return kind(*said)
-    return kind.fromisoformat(said) if module == "datetime" else kind(said)
+        return kind(*text)
+    return kind.fromisoformat(text) if module == "datetime" else kind(text)
 
 
 def mark_of(value: Any) -> Any:

@@ -44,8 +44,8 @@ def is_of_script(code: CodeType) -> bool:
     known = _judged.get(path)
     if known is None:
         package = "" if path.startswith((_OURS, _FACE)) else _package_of(path)
-        seen = package not in LOOKED_THROUGH and path not in FILES_LOOKED_THROUGH
-        known = _judged[path] = seen and (package != "" or is_users(path))
+        is_followed = package not in LOOKED_THROUGH and path not in FILES_LOOKED_THROUGH
+        known = _judged[path] = is_followed and (package != "" or is_users(path))
     return known
 
 
@@ -193,7 +193,7 @@ class ThreadPosition:
 # ---- what an iterator has given so far ------------------------------------------------------------------------------
 
 
-def look_into(iterator: Any, given: int, loader_of: Any) -> dict[str, Any]:
+def look_into(iterator: Any, taken: int, loader_of: Any) -> dict[str, Any]:
     """Return how to create this iterator again at its present position, in plain values.
 
     `given` is 1 if its last item is still in use and has to be given again. `loader_of` returns the number of a
@@ -201,19 +201,19 @@ def look_into(iterator: Any, given: int, loader_of: Any) -> dict[str, Any]:
     """
     number = loader_of(iterator)
     if number is not None:
-        return {"kind": "loader", "number": number, "given": given}
+        return {"kind": "loader", "number": number, "given": taken}
     kind = type(iterator).__name__
     if kind in ("range_iterator", "longrange_iterator"):
-        return {"kind": "range", "rest": _rest_of_range(iterator, given)}
+        return {"kind": "range", "rest": _rest_of_range(iterator, taken)}
     if type(iterator) is enumerate:
         reduced: Any = iterator.__reduce__()
         inner, index = reduced[1]
-        return {"kind": "enumerate", "index": index - given, "of": look_into(inner, given, loader_of)}
+        return {"kind": "enumerate", "index": index - taken, "of": look_into(inner, taken, loader_of)}
     if type(iterator) is zip:
-        return {"kind": "zip", "of": [look_into(inner, given, loader_of) for inner in iterator.__reduce__()[1]]}
+        return {"kind": "zip", "of": [look_into(inner, taken, loader_of) for inner in iterator.__reduce__()[1]]}
     if kind == "generator":
-        return _look_into_generator(iterator, given, loader_of)
-    if _is_at_first(iterator, given):
+        return _look_into_generator(iterator, taken, loader_of)
+    if _is_at_first(iterator, taken):
         return {"kind": "first"}
     return {"kind": "other", "name": kind}
 
@@ -237,15 +237,15 @@ def _of_no_loader(_iterator: object) -> None:
     """The `loader_of` of who wants no loaders."""
 
 
-def _rest_of_range(iterator: Any, given: int) -> list[int]:
+def _rest_of_range(iterator: Any, taken: int) -> list[int]:
     """Return start, stop and step of the rest. Up to Python 3.11 it keeps the range and an index, later the rest."""
     found: Any = iterator.__reduce__()
     whole: range = found[1][0]
     rest = whole[found[2] or 0 if len(found) > 2 else 0 :]
-    return [rest.start - rest.step * given, rest.stop, rest.step]
+    return [rest.start - rest.step * taken, rest.stop, rest.step]
 
 
-def _look_into_generator(generator: Any, given: int, loader_of: Any) -> dict[str, Any]:
+def _look_into_generator(generator: Any, taken: int, loader_of: Any) -> dict[str, Any]:
     """Look into a generator of a transparent package, which yields what its only iterator yields."""
     if not is_of_script(generator.gi_code):
         ahead = accelerate_hf.look_ahead(generator)
@@ -253,19 +253,19 @@ def _look_into_generator(generator: Any, given: int, loader_of: Any) -> dict[str
             number = loader_of(ahead[0])
             if number is None:
                 return {"kind": "other", "name": "loader of accelerate of an unknown kind"}
-            return {"kind": "loader", "number": number, "given": given + ahead[1]}
+            return {"kind": "loader", "number": number, "given": taken + ahead[1]}
         held = gc.get_referents(generator)
         if generator.gi_running:
             frame = generator.gi_frame
             loops = iterators_of(frame)
             if loops:
-                return {"kind": "through", "of": look_into(loops[-1][1], given, loader_of)}
+                return {"kind": "through", "of": look_into(loops[-1][1], taken, loader_of)}
             if not loops_of(frame.f_code).is_delegating(frame.f_lasti):
                 return {"kind": "through", "of": {"kind": "first"}}
             held = list(frame.f_locals.values())  # `yield from`, as of a bar that is switched off
         inner = {id(found): found for found in held if _is_known(found, loader_of)}
         if len(inner) == 1:
-            return {"kind": "through", "of": look_into(next(iter(inner.values())), given, loader_of)}
+            return {"kind": "through", "of": look_into(next(iter(inner.values())), taken, loader_of)}
     return {"kind": "other", "name": f"generator {generator.gi_code.co_name}()"}
 
 
@@ -274,8 +274,8 @@ def _is_known(found: Any, loader_of: Any) -> bool:
     return type(found).__name__ in known or loader_of(found) is not None
 
 
-def _is_at_first(iterator: Any, given: int) -> bool:
+def _is_at_first(iterator: Any, taken: int) -> bool:
     if type(iterator).__name__ not in ("list_iterator", "tuple_iterator", "str_iterator", "str_ascii_iterator"):
         return False
     found = iterator.__reduce__()
-    return len(found) > 2 and found[2] == given
+    return len(found) > 2 and found[2] == taken

@@ -88,12 +88,12 @@ def _known_loops(outer: Any, inner: Any) -> list[int]:
     """Return what is on the stack of this frame, as addresses: no object is made of them before they are verified."""
     found: list[int] = []
 
-    def look() -> None:  # the variable in a cell, since those move what comes after them
+    def probe() -> None:  # the variable in a cell, since those move what comes after them
         found.extend(_addresses(sys._getframe(1)))  # pyright: ignore[reportPrivateUsage] - documented all the same
 
     for _first in outer:
         for _second in inner:
-            look()
+            probe()
     return found
 
 

@@ -116,7 +116,6 @@ class Iteration:
         "_seeds",
         "_stream",
         "_sums",
-        "asked",
         "base",
         "gathered",
         "given_states",
@@ -124,6 +123,7 @@ class Iteration:
         "iterator",
         "number",
         "path",
+        "requests",
         "sent",
         "signature",
     )
@@ -134,7 +134,7 @@ class Iteration:
         self.ident = get_ident()
         self.signature = signature_of(loader)
         self.iterator: Any = None
-        self.asked = loop_position.FirstBatchRequests()
+        self.requests = loop_position.FirstBatchRequests()
         self.base = 0  # the first batch that this process's workers made of it
         self.sent: list[int] = []  # how many batches each worker has made in earlier passes
         self.given_states: dict[int, Any] = {}
@@ -196,7 +196,7 @@ class Iteration:
     def _follow(self, iterator: Any) -> None:
         self.iterator = weakref.ref(iterator)
         _followed[id(iterator)] = self
-        self.asked.watch(iterator)
+        self.requests.watch(iterator)
         weakref.finalize(iterator, _followed.pop, id(iterator), None).atexit = False
 
     def note_first(self) -> None:

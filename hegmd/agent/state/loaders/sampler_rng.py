@@ -30,15 +30,15 @@ def held_within(owners: list[Any], but: Iterable[Any] = (), *, is_brief: bool = 
     Objects in `but` are not searched; with `is_brief`, long containers are not either.
     """
     found: list[Any] = []
-    seen: dict[int, Any] = {id(thing): thing for thing in but}
+    visited: dict[int, Any] = {id(thing): thing for thing in but}
     left = deque(owners)
     while left:
         thing = left.popleft()
-        if class_of(thing) in _PLAIN or id(thing) in seen:
+        if class_of(thing) in _PLAIN or id(thing) in visited:
             continue
-        if len(seen) >= _MAX_OBJECTS:
+        if len(visited) >= _MAX_OBJECTS:
             return found, False
-        seen[id(thing)] = thing  # held, so that no other object gets its address meanwhile
+        visited[id(thing)] = thing  # held, so that no other object gets its address meanwhile
         if rng.is_generator(thing):
             found.append(thing)
         elif not is_a(thing, MODULE):

@@ -69,9 +69,9 @@ class OwnLoaderState:
     def __init__(self, loader: Any) -> None:
         self._is_same_each_time = replayed(loader)
 
-    def refusals(self, given: int) -> list[Refusal]:
+    def refusals(self, taken: int) -> list[Refusal]:
         """Return why it could not be restored."""
-        if given:
+        if taken:
             return [
                 Refusal(
                     "a batch of an outer loop over a StatefulDataLoader is in use",

@@ -61,10 +61,10 @@ def _progress_in(iterator: object) -> Any:
     """Return the progress of the loader that this iterator iterates over; None without a loader."""
     parts = [look_into(iterator, 1, _progress_of)]
     while parts:
-        look = parts.pop()
-        if look["kind"] == "loader":
-            return look["number"]
-        inner: Any = look.get("of", [])
+        position = parts.pop()
+        if position["kind"] == "loader":
+            return position["number"]
+        inner: Any = position.get("of", [])
         parts += inner if isinstance(inner, list) else [inner]
     return None
 
@@ -125,10 +125,10 @@ def _progress_of(iterator: object) -> Any:
 
 
 def refusals_of(place: ThreadPosition, driver: Any) -> Iterator[Refusal]:
-    """Yield why a restart could not continue from here. `driver` is the loader's iterator that is asked, if any."""
-    theirs = accelerate_hf.against(place.frames)
-    if theirs is not None:
-        yield from (Refusal(what, hint, passes=passes) for what, hint, passes in theirs)
+    """Yield why a restart could not continue from here. `driver` is the loader's iterator that is driver, if any."""
+    framework = accelerate_hf.against(place.frames)
+    if framework is not None:
+        yield from (Refusal(what, hint, passes=passes) for what, hint, passes in framework)
         return
     chain = chain_of(place)
     if not place.frames:
@@ -137,7 +137,7 @@ def refusals_of(place: ThreadPosition, driver: Any) -> Iterator[Refusal]:
         yield Refusal(f"the script is within a loop's body, at {step_text(place.path[-1])}", _LATER, passes=bool(chain))
     asked = None if driver is None else loaders_passes.followed(driver)
     if asked is not None:
-        yield from asked.asked.against(place)
+        yield from asked.requests.against(place)
     if not _trained or not chain:
         return
     if not any(trained[: len(chain)] == chain for trained in _trained):

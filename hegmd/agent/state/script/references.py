@@ -165,8 +165,8 @@ class RestoredReferences:
                 continue
             here = dict(values_of(thing))
             for name, (form, is_stored) in entry["values"].items():
-                said = f"{entry['class']}.{name}"
-                yield RestoreTarget(form, here.get(name), said, partial(set_value, thing, name), is_stored=is_stored)
+                text = f"{entry['class']}.{name}"
+                yield RestoreTarget(form, here.get(name), text, partial(set_value, thing, name), is_stored=is_stored)
 
 
 def references_to(addresses: set[int], things: list[Any]) -> dict[int, Any]:

@@ -73,11 +73,11 @@ def _places_of_drift(saved: list[Any], instances: Instances, missing: list[str])
     here = {(holder.kind, holder.name): holder for holder in holders_in(instances)} if saved else {}
     for kind, name, key, form in saved:
         holder = here.get((kind, name))
-        said = f"{name}.{key}" if key else name
+        text = f"{name}.{key}" if key else name
         if holder is None:
-            missing.append(said)
+            missing.append(text)
         else:
-            yield RestoreTarget(form, dict(holder.values()).get(key), said, partial(holder.put, key), is_stored=True)
+            yield RestoreTarget(form, dict(holder.values()).get(key), text, partial(holder.put, key), is_stored=True)
 
 
 def _places_of_globals(saved: list[Any], missing: list[str]) -> Iterator[RestoreTarget]:
@@ -102,8 +102,8 @@ def _place_in(names: Any, name: str, form: Any, *, is_stored: bool) -> RestoreTa
 def _places_of_classes(saved: list[Any], missing: list[str]) -> Iterator[RestoreTarget]:
     for module_name, class_name, name, form in saved:
         kind = getattr(sys.modules.get(module_name), class_name, None)
-        said = f"{class_name}.{name}"
+        text = f"{class_name}.{name}"
         if not is_a(kind, type):
-            missing.append(said)
+            missing.append(text)
         else:
-            yield RestoreTarget(form, getattr(kind, name, None), said, partial(setattr, kind, name), is_stored=True)
+            yield RestoreTarget(form, getattr(kind, name, None), text, partial(setattr, kind, name), is_stored=True)

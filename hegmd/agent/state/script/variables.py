@@ -174,17 +174,17 @@ class _Capture:
         for name, value in values.items():
             if name in chosen or name.startswith("__"):
                 continue
-            said = f"{name} ({type(value).__qualname__}){spot.where(spot.frame.f_lineno or 0)}"
+            text = f"{name} ({type(value).__qualname__}){spot.where(spot.frame.f_lineno or 0)}"
             if name in live and (spot.depth, name) in self._changed:
-                form: Any = self._form(value, said, is_named=True)
+                form: Any = self._form(value, text, is_named=True)
                 if form is not None:
                     chosen[name] = (form[0], True)
             elif name in mentioned and self._is_given and is_a(value, *MUTABLE):
-                form = self._form(value, said, is_named=False, is_altered=False)
+                form = self._form(value, text, is_named=False, is_altered=False)
                 if form is not None:
                     chosen[name] = (form[0], False)
             elif name in mentioned and hasattr(class_of(value), "__next__") and not self._is_restored_elsewhere(value):
-                self._note(said)
+                self._note(text)
 
     def _is_restored_elsewhere(self, iterator: Any) -> bool:
         """Return True for files, which the script opens, and for passes over loaders, which restore themselves."""
@@ -213,16 +213,16 @@ class _Capture:
         if form is not None:
             chosen[name] = (form[0], found.is_stored)
 
-    def _form(self, value: Any, said: str, *, is_named: bool, is_altered: bool = True) -> tuple[Any] | None:
+    def _form(self, value: Any, text: str, *, is_named: bool, is_altered: bool = True) -> tuple[Any] | None:
         try:
             form: Any = self._new_forms().of(value)
         except TooLarge as error:
-            self._unseen[f"{said or type(value).__qualname__}, which has {error}"] = None
+            self._unseen[f"{text or type(value).__qualname__}, which has {error}"] = None
             return None
         except NotEncodable as error:
             if is_named or (is_altered and is_a(value, *MUTABLE)):
                 inside = "" if str(error) == type(value).__qualname__ else f", which holds {error}"
-                self._note(f"{said}{inside}")
+                self._note(f"{text}{inside}")
             return None
         stays = class_of(form) is tuple and form[0] == SAME and not is_named
         if not stays and _is_mutable(value):
@@ -290,8 +290,8 @@ class _Capture:
                 continue
             if holder.kind == OTHERS and (ATTRIBUTE, key) not in stored:
                 continue
-            said = f"{name}.{key} ({type(value).__qualname__})" if key else f"{name} ({type(value).__qualname__})"
-            form = self._form(value, said, is_named=not (holder.kind == GLOBAL and holder.name in under_way))
+            text = f"{name}.{key} ({type(value).__qualname__})" if key else f"{name} ({type(value).__qualname__})"
+            form = self._form(value, text, is_named=not (holder.kind == GLOBAL and holder.name in under_way))
             if form is None:
                 continue
             if holder.kind == OWN:
@@ -359,9 +359,9 @@ class _Capture:
 
 def _bounded(notes: dict[str, None]) -> list[str]:
     """Return at most that many notes, and the number of the others."""
-    said = list(notes)
-    more = len(said) - _MAX_NOTES
-    return said if more <= 0 else [*said[:_MAX_NOTES], f"{more} more"]
+    text = list(notes)
+    more = len(text) - _MAX_NOTES
+    return text if more <= 0 else [*text[:_MAX_NOTES], f"{more} more"]
 
 
 def _is_mutable(value: Any) -> bool:

@@ -191,12 +191,12 @@ def _copy_video_out(
         added = VideoSums([raw for raw, _place in pairs], [place for _raw, place in pairs])
         wanted = added.places
         summing = checksums.summing(write, found)
-        theirs = {
+        their_places = {
             place + start for _a, place, size in spans if place in wanted for start in range(0, size, PIECE_BYTES)
         }
 
         def move(host: int, place: int, size_bytes: int) -> None:
-            (write if place in theirs else summing)(host, place, size_bytes)
+            (write if place in their_places else summing)(host, place, size_bytes)
 
         ring.out(loads(spans), move, done.tell, beside=lambda: added.add(found))
         left = [span for span in spans if span[1] in wanted - added.places]

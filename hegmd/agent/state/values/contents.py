@@ -171,14 +171,14 @@ def put_optimizer(optimizer: Any, taken: Any) -> list[str]:
 
     There the script's choice of how steps are computed stays.
     """
-    told: list[str] = []
+    notes: list[str] = []
     if taken["called"]:
         setattr(optimizer, _CALLED, True)
     states = iter(taken["states"])
     for group, before in zip(optimizer.param_groups, taken["groups"]):
         kinds = [(device, parameter.device.type) for (*_, device), parameter in zip(before["params"], group["params"])]
         moved = next((pair for pair in kinds if pair[0] != pair[1]), None)
-        told += _set_options(group, before["options"], moved)
+        notes += _set_options(group, before["options"], moved)
         for parameter, (where, key, device) in zip(group["params"], before["params"]):
             if where == "own":
                 tensor, gradient, requires = taken["own"][key]
@@ -191,7 +191,7 @@ def put_optimizer(optimizer: Any, taken: Any) -> list[str]:
     for key in _states_beside(optimizer):
         del optimizer.state[key]
     optimizer.state.update(owned(taken.get("beside", {})))
-    return list(dict.fromkeys(told))
+    return list(dict.fromkeys(notes))
 
 
 def _set_options(group: dict[str, Any], options: dict[str, Any], moved: tuple[str, str] | None) -> Iterator[str]:

@@ -119,11 +119,11 @@ def set_to(generator: Any, state: Any) -> None:
 
 def held_by(owners: list[Any]) -> Iterator[Any]:
     """Yield the generators among the attributes of these objects, each once."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     for owner in owners:
         for found in list(getattr(owner, "__dict__", {}).values()):
-            if id(found) not in seen and is_generator(found):
-                seen.add(id(found))
+            if id(found) not in visited and is_generator(found):
+                visited.add(id(found))
                 yield found
 
 

@@ -13,7 +13,7 @@ import pytest
 from hegmd.errors import DENIED, INCOMPATIBLE, NOT_FOUND, REFUSED, UNAVAILABLE, Code, HegmError
 from hegmd.images.files import catalogue
 from hegmd.images.files.folder import LOCK, find, free_bytes_at, make
-from hegmd.images.files.refusals import told
+from hegmd.images.files.refusals import refused_as
 from hegmd.images.files.signature import MAX_BYTES, written
 from tests.cells import in_one_test
 from tests.unit.images.files.directory import BLOCK_BYTES, MANIFEST, built, ignore
@@ -63,7 +63,7 @@ def test_a_manifest_that_is_too_large_is_neither_read_nor_written(tmp_path: Path
     ],
 )
 def test_what_a_disk_refuses_is_told_with_the_next_step(number: int, code: Code, words: str) -> None:
-    with pytest.raises(HegmError) as refused, told("/images/one", "written"):
+    with pytest.raises(HegmError) as refused, refused_as("/images/one", "written"):
         raise OSError(number, os.strerror(number))
     assert refused.value.code is code
     assert words in refused.value.hint
@@ -71,7 +71,7 @@ def test_what_a_disk_refuses_is_told_with_the_next_step(number: int, code: Code,
 
 def test_who_may_not_look_into_a_directory_was_told_to_name_one_to_write() -> None:
     for what, step in (("opened", "that you may read"), ("written", "that you may write")):
-        with pytest.raises(HegmError, match="Permission denied") as refused, told("/images/one", what):
+        with pytest.raises(HegmError, match="Permission denied") as refused, refused_as("/images/one", what):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         assert refused.value.hint == f"name a directory {step}"
 

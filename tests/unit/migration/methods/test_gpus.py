@@ -39,7 +39,7 @@ async def test_figures_of_a_driver_that_does_not_answer_were_taken_for_those_of_
         return NodeWithVendor(state)
 
     gpus = Gpus(look)
-    for ask in (gpus.seen, lambda: gpus.gpu("gpu0")):
+    for ask in (gpus.node, lambda: gpus.gpu("gpu0")):
         with pytest.raises(HegmError, match="the library of nvidia does not answer: it hangs") as refused:
             await ask()
         assert refused.value.code == UNAVAILABLE

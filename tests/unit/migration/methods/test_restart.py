@@ -57,7 +57,7 @@ class AttendingWorkers(Workers):
         worker = AgentConnection(Identity(pid, TICKS, UID), AgentInfo(name="agent", version="1"), about)
         worker.connect(_send, about)
         self._attending.append(worker)
-        self.news.notify_all()
+        self.changed.notify_all()
         return worker
 
     def go_on(self, pid: int, gpu: str | None) -> None:
@@ -68,7 +68,7 @@ class AttendingWorkers(Workers):
         """Its process has ended."""
         worker.ended = True
         self._attending.remove(worker)
-        self.news.notify_all()
+        self.changed.notify_all()
 
 
 def _went_on(pid: int, gpu: str | None = "gpu1") -> AgentConnection:
@@ -129,7 +129,7 @@ async def test_one_that_was_started_again_by_an_earlier_order_is_where_that_had_
     parts = method(tmp_path, workers=workers, supervisors=supervisors)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(supervisors.attend, "it", os.getpid(), UID, offer, _send_to_supervisor)
-        await supervisors.news.wait()
+        await supervisors.changed.wait()
         again = await parts.restore(replace(subject(), target_gpu="gpu0", start=back), "gpu0")
         first = await parts.restore(replace(subject(), start=forth), "gpu1")
         tasks.cancel_scope.cancel()
@@ -267,7 +267,7 @@ async def test_a_rank_that_fell_before_it_was_seen_left_the_operation_waiting(tm
     with anyio.fail_after(HANG_S):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(launched.attend)
-            await supervisors.news.wait()
+            await supervisors.changed.wait()
             tasks.start_soon(restore)
             fallen = int(await launched.say())
             rank = workers.come(fallen)
@@ -295,7 +295,7 @@ async def test_a_daemon_that_was_not_there_at_the_start_saw_no_rank_fall_before_
     with anyio.fail_after(HANG_S):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(launched.attend)
-            await supervisors.news.wait()
+            await supervisors.changed.wait()
             fallen = int(await launched.say())
             tasks.start_soon(restore)
             await launched.seen.wait()
@@ -321,7 +321,7 @@ async def test_the_launcher_that_this_daemon_started_is_not_searched_for_ranks(t
     offer = Supervise(run="run-1", python=False, pid=BEFORE, started=True, operation="4")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(supervisors.attend, object(), os.getpid(), UID, offer, _send_to_supervisor)
-        await supervisors.news.wait()
+        await supervisors.changed.wait()
         (supervisor,) = supervisors
         with restart._start_of(subject()) as start:
             for start.is_ours, commands in (True, []), (False, [BEFORE]):

@@ -279,7 +279,7 @@ async def test_a_process_that_ended_while_its_operation_did_was_listed_on_its_gp
             process.kill()
             with anyio.fail_after(HANG_S):
                 while not worker.ended:
-                    await node.workers.news.wait()
+                    await node.workers.changed.wait()
         finally:
             disk.go_on()
         assert (await node.at_rest("1")).phase == "done"

@@ -61,7 +61,7 @@ def node() -> DictNode:
 
 
 def round_of(lookups: Lookups, *processes: Process) -> None:
-    lookups.read(lookups.wanted(processes))
+    lookups.read(lookups.request_for(processes))
 
 
 def test_nothing_is_known_before_it_was_looked_up(node: DictNode) -> None:
@@ -69,7 +69,7 @@ def test_nothing_is_known_before_it_was_looked_up(node: DictNode) -> None:
     pid, start_ticks, _, _ = me()
     assert lookups.command(pid, start_ticks) == (None, NOTE_UNREAD)
     assert lookups.user(1000) is None
-    wanted = lookups.wanted([me()])
+    wanted = lookups.request_for([me()])
     assert wanted.urgent
     lookups.read(wanted)
     assert lookups.command(pid, start_ticks) == ("python3 train.py", None)
@@ -81,9 +81,9 @@ def test_the_known_are_read_again_in_small_shares_and_without_hurry(node: DictNo
     lookups = node.lookups()
     round_of(lookups, me())
     others = [(pid, start_ticks, "python3", 1000)] * (2 * REREAD_PER_ROUND + 5)
-    sizes = [len(lookups.wanted(others).commands) for _ in range(3)]
+    sizes = [len(lookups.request_for(others).commands) for _ in range(3)]
     assert sizes == [REREAD_PER_ROUND, REREAD_PER_ROUND, 5]
-    assert not lookups.wanted(others).urgent
+    assert not lookups.request_for(others).urgent
     node.commands[pid] = "python3 evaluate.py"
     round_of(lookups, me())
     assert lookups.command(pid, start_ticks) == ("python3 evaluate.py", None)
@@ -92,8 +92,8 @@ def test_the_known_are_read_again_in_small_shares_and_without_hurry(node: DictNo
 def test_a_new_name_means_a_new_program(node: DictNode) -> None:
     lookups = node.lookups()
     round_of(lookups, me("bash"))
-    assert not lookups.wanted([me("bash")]).urgent
-    assert lookups.wanted([me("python3")]).urgent
+    assert not lookups.request_for([me("bash")]).urgent
+    assert lookups.request_for([me("python3")]).urgent
 
 
 def test_the_successor_of_a_pid_does_not_get_the_words_of_its_predecessor(node: DictNode) -> None:
@@ -121,7 +121,7 @@ def test_an_unreadable_command_line_is_told_and_not_asked_for_each_time(node: Di
     node.error = Unreadable("Permission denied")
     round_of(lookups, me())
     assert lookups.command(pid, start_ticks) == (None, NOTE_UNREADABLE)
-    assert not lookups.wanted([me()]).urgent
+    assert not lookups.request_for([me()]).urgent
     node.error = ProcessGone()
     round_of(lookups, me())
     assert lookups.command(pid, start_ticks) == (None, NOTE_UNREADABLE)
@@ -134,11 +134,11 @@ def test_users_are_asked_for_once_in_a_while(node: DictNode) -> None:
     lookups = node.lookups()
     round_of(lookups, me(uid=1000), me(uid=4242))
     assert (lookups.user(1000), lookups.user(4242)) == ("ada", None)
-    assert lookups.wanted([me(uid=1000), me(uid=4242)]).uids == ()
+    assert lookups.request_for([me(uid=1000), me(uid=4242)]).uids == ()
     node.now += NO_USER_NAME_MAX_AGE_S
-    assert lookups.wanted([me(uid=1000), me(uid=4242)]).uids == (4242,)
+    assert lookups.request_for([me(uid=1000), me(uid=4242)]).uids == (4242,)
     node.now += USER_NAME_MAX_AGE_S
-    wanted = lookups.wanted([me(uid=1000), me(uid=4242)])
+    wanted = lookups.request_for([me(uid=1000), me(uid=4242)])
     assert set(wanted.uids) == {1000, 4242}
     assert not wanted.urgent  # the old name serves until the new one is there
 
@@ -155,7 +155,7 @@ def test_while_one_command_line_hangs_it_is_named_and_the_others_are_there(node:
         raise ProcessGone
 
     stuck = Lookups(read_command=hang, user_name=node.user_name)
-    thread = threading.Thread(target=stuck.read, args=(stuck.wanted([me()]),))
+    thread = threading.Thread(target=stuck.read, args=(stuck.request_for([me()]),))
     thread.start()
     assert entered.wait(HANG_S)
     assert stuck.command(pid, start_ticks) == (None, NOTE_STUCK)

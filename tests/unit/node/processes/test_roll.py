@@ -37,9 +37,9 @@ def roster() -> Iterator[ProcessListBuilder]:
 
 
 def call_roll(roster: ProcessListBuilder, call: ProcessListInputs, *, look_up: bool = True) -> ProcessList:
-    seen = roster.look(call)
+    seen = roster.read(call)
     if look_up:
-        roster.lookups.read(seen.wanted)
+        roster.lookups.read(seen.lookups)
     return roster.write(call, seen)
 
 
