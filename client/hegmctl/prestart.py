@@ -112,7 +112,7 @@ class PrestartedProcess:
         return is_news
 
     def is_to_serve(self, what: PrestartSpec) -> bool:
-        """Reserve it for that start; False if it does not fit. `look` then reports when it is ready."""
+        """Reserve it for that start; False if it does not fit. `check` then reports when it is ready."""
         if self._line is None or not self._fits(what.command, what.environ):
             return False
         before, self.what, self.is_kept = self.what, what, True

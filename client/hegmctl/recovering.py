@@ -45,7 +45,7 @@ class Recovery:
         self.is_protected = False
 
     def is_failure(self, status: int, sent_signal: int | None) -> bool:
-        """True if the exit of the command is a failure. `told` is the signal that asked it to end."""
+        """True if the exit of the command is a failure. `sent_signal` is the signal that asked it to end."""
         ending = -status if status < 0 else status - _BY_SHELL
         if status == 0 or sent_signal is not None or ending in _WANTED or status in self._final:
             return False

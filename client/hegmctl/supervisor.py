@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         def ended(self, status: int, *, sent_signal: int | None) -> bool:
             """Return whether the command can be started again after that exit status, or minus a signal.
 
-            `told` is the signal by which a user asked it to end meanwhile, if any.
+            `sent_signal` is the signal by which a user asked it to end meanwhile, if any.
             """
             ...
 

@@ -84,7 +84,7 @@ class Log:
 def watch(
     session: Session, interval_s: float, fetch: Callable[[Connection], R], view: Callable[[R, Style], list[str]]
 ) -> NoReturn:
-    """Show the result of `look` at intervals, until interrupted or until an error."""
+    """Show the result of `fetch` at intervals, until interrupted or until an error."""
     sink = session.sink
     daemon = Reconnecting(session)
     try:

@@ -2,8 +2,8 @@
 
 Keeps the count, the identity of the training thread, and the parked threads. Touches no tensor and no socket. Hooks
 call it in the script's threads; the agent's thread sets requests. An idle pass is an addition and one attribute test;
-everything else is behind `asked`. A parked thread waits on a lock of its own, and holds neither the interpreter nor a
-lock of the script.
+everything else is behind `requested`. A parked thread waits on a lock of its own. It holds neither the interpreter nor
+a lock of the script.
 
 The training thread is the one that steps optimizers. A loader that another thread reads ahead is no boundary, and that
 thread is stopped at its own next batch too. Before the first step, the thread that reads a loader counts as the

@@ -41,7 +41,7 @@ class CannotHoldSignals(Exception):
 
 
 class HeldSignals:
-    """A context manager for the waiting thread. `told` is called from another thread with each signal's number.
+    """A context manager for the waiting thread. `on_signal` is called from another thread with each signal's number.
 
     Entering raises CannotHold, and what others raise in this thread; then nothing was changed.
     """

@@ -90,7 +90,7 @@ class InspectedTree:
 
 
 class JobDumper:
-    """Writes images of jobs. `images` knows the free space, `criu` finds the program, `look` takes a snapshot of the
+    """Writes images of jobs. `images` knows the free space, `criu` finds the program, `take_snapshot` reads the
     node.
 
     `in_unit` runs CRIU as a unit of systemd, and `noted` is called with the size and duration of each image.

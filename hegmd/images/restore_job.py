@@ -52,8 +52,9 @@ _POLL_INTERVAL_S = 0.5
 
 
 class JobRestorer:
-    """Restores jobs. `images` opens them, `criu` finds CRIU, `look` sees the node; `in_unit`: each in a unit of
-    systemd.
+    """Restores jobs. `images` opens them, `criu` finds CRIU, `take_snapshot` reads the node.
+
+    With `in_unit` each CRIU runs as a unit of systemd.
     """
 
     def __init__(  # noqa: PLR0913 - each part is named
@@ -76,7 +77,7 @@ class JobRestorer:
         self._workers = workers
         self._pool = pool
         self._criu = criu
-        self._look = take_snapshot
+        self._take_snapshot = take_snapshot
         self._in_unit = in_unit
         by_whom = {"simulated": simulated, "by_owner": by_owner}
         self._scrutiny = RestoreCheck(places.folder, pool, criu=criu, in_unit=in_unit, **by_whom)
@@ -134,7 +135,7 @@ class JobRestorer:
             await run_detached(lambda _: self._hold_places(manifest), name="hegmd-places")
             back = self._back[op_id] = await self._read_and_restore(image, op_id, rights, on_progress, outlets)
             await self._attend(manifest, back)
-            gpus = (await self._look()).gpus
+            gpus = (await self._take_snapshot()).gpus
             return revived(manifest, op_id, back.start_ticks, gpus, asked_utc)
         except BaseException as error:
             with anyio.CancelScope(shield=True):

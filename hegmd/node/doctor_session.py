@@ -16,10 +16,10 @@ from hegmd.protocol.snapshots import Check
 
 
 class Examination:
-    """Examines the node. `look` returns the facts for the checks."""
+    """Examines the node. `read_facts` returns the facts for the checks."""
 
     def __init__(self, read_facts: Callable[[], Awaitable[NodeFacts]]) -> None:
-        self._look = read_facts
+        self._read_facts = read_facts
         self._turn = anyio.Lock()
 
     async def examine(self, on_check: Callable[[Check], Awaitable[None]]) -> tuple[Check, ...]:
@@ -46,4 +46,4 @@ class Examination:
         from hegmd.node.doctor.run import run_checks  # with all its checks, of which a start needs none
 
         async with results, self._turn:
-            await run_checks(await self._look(), results.send)
+            await run_checks(await self._read_facts(), results.send)

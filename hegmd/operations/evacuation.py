@@ -68,7 +68,7 @@ class Evacuation(BackgroundTasks):
             self._draining.discard(name)
 
     async def _drain_once(self, name: str, reported: frozenset[object]) -> frozenset[object]:
-        """Drain it once. `told` is who stayed before and for which kind of reason; return who stays now.
+        """Drain it once; return the jobs that stay, with the kind of reason. `reported` has those of the last drain.
 
         It is reported only if that has changed: the numbers in the reasons change each time.
         """

@@ -60,11 +60,11 @@ class GpuBudget:
     hold: GpuHold | None = None
 
     def open_bytes(self, request: MemoryRequest) -> int:
-        """Return what `wanted` could take at once."""
+        """Return what `request` could take at once."""
         return min(self.now_bytes, self.open_soon_bytes(request))
 
     def open_soon_bytes(self, request: MemoryRequest) -> int:
-        """Return what `wanted` could take once all who leave have left."""
+        """Return what `request` could take once all leaving jobs have left."""
         limit_bytes = self.hold.limit_bytes(request) if self.hold is not None else None
         return self.soon_bytes if limit_bytes is None else min(self.soon_bytes, limit_bytes)
 
@@ -88,7 +88,7 @@ class GpuBudget:
         del self.priorities[count:]
 
     def take(self, request: MemoryRequest, share: int, *, at_once: bool) -> None:
-        """Keep memory for `wanted`: of what is free now, or of what becomes free."""
+        """Keep memory for `request`: free memory, or memory that will become free."""
         size_bytes = request.claim_bytes(self.gpu, share)
         self.soon_bytes -= size_bytes
         if at_once:

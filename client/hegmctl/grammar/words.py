@@ -27,7 +27,7 @@ COMMAND_NAMES = "commands"
 
 
 class RequestField:
-    """A field of the request as an option or argument. `said` replaces the field's text."""
+    """A field of the request as an option or argument. `options` replace the field's text."""
 
     __slots__ = ("field", "options")
 

@@ -47,10 +47,10 @@ class VideoMemory(Protocol):
 
 
 class Gpus:
-    """Looks at the node by `look`, which is to look now and not to remember; `changed` is called when that is news."""
+    """Reads the node through `snapshot`, never from an old result; `changed` is called when a value changes."""
 
     def __init__(self, snapshot: Callable[[], Awaitable[Node]], changed: Callable[[], object] = lambda: None) -> None:
-        self._look = snapshot
+        self._snapshot = snapshot
         self.changed = changed
         self._turns: dict[str, anyio.Lock] = {}
         self._names: dict[str, str] = {}
@@ -58,7 +58,7 @@ class Gpus:
     async def node(self) -> Node:
         """The node as it is now. Raises HegmError when a driver does not answer: an old figure is none."""
         began = anyio.current_time()
-        node = await self._look()
+        node = await self._snapshot()
         logger.debug("node: look took %.1f ms", (anyio.current_time() - began) * 1e3)
         for vendor in node.vendors:
             if vendor.state in {"stale", "failed"}:

@@ -64,7 +64,7 @@ def place_ranks(draft: Draft, ranks: Sequence[tuple[int, str | None]]) -> bool:
             draft.against(BAD_REQUEST, message, hint, pid=ranks[0][0])
             return False
         placement = {str(pid): to.get(source, source) for pid, source in ranks if source is not None}
-    elif _has_empty_name(draft, ranks[0][0], asked):
+    elif _has_empty_name(draft, ranks[0][0], target):
         return False
     else:
         there = gpus_of(target)

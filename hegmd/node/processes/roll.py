@@ -1,7 +1,7 @@
 """The list of GPU processes: the drivers' reports (which pid uses which GPU) joined with the node's knowledge of the
 pid.
 
-Creates GpuProcess records in three steps, because the middle one may have to be abandoned: `look` reads the pids,
+Creates GpuProcess records in three steps, because the middle one may have to be abandoned: `read` reads the pids,
 `lookups.read` waits for slow facts, `write` creates the records. Steps of one roster must not overlap; each may run in
 another thread.
 
@@ -85,7 +85,7 @@ class ProcessListBuilder:
 
     @property
     def lookups(self) -> Lookups:
-        """The facts to be read between `look` and `write`."""
+        """The facts to be read between `read` and `write`."""
         return self._table.lookups
 
     def read(self, call: ProcessListInputs) -> ProcessReadings:

@@ -196,7 +196,7 @@ class ThreadPosition:
 def look_into(iterator: Any, taken: int, loader_of: Any) -> dict[str, Any]:
     """Return how to create this iterator again at its present position, in plain values.
 
-    `given` is 1 if its last item is still in use and has to be given again. `loader_of` returns the number of a
+    `taken` is 1 if its last item is still in use and must be returned again. `loader_of` returns the number of a
     loader's iterator, and None for other objects.
     """
     number = loader_of(iterator)

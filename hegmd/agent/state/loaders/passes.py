@@ -211,7 +211,7 @@ class Iteration:
         return [len(range(_first_of(worker, self.base, workers), index, workers)) for worker in range(workers)]
 
     def taken(self, given: int) -> dict[str, Any]:
-        """Return all that is needed to make it again, as plain values. The last `given` batches are given again."""
+        """Return all that is needed to make it again, as plain values. The last `given` batches are returned again."""
         iterator = self.iterator()
         delivered = iterator._num_yielded - given
         return {
