@@ -65,7 +65,7 @@ class Dumping:
         self._agents = agents
         self._pool = pool
         self._take_snapshot = take_snapshot
-        self._take_snapshots = looks
+        self._looks = looks
         self._in_unit = in_unit
         self._dumped: dict[str, ProcessSet] = {}
 
@@ -92,7 +92,7 @@ class Dumping:
 
     async def look_at_tree(self, op: Operation, wish: Wish) -> tuple[Tree, Needs]:
         """Return the processes to dump and what they need, without their agents' connections. Raises HegmError."""
-        return await self._take_snapshot_at_tree(op, wish, self._agents.sockets)
+        return await self._look_at_tree(op, wish, self._agents.sockets)
 
     async def write(
         self,
@@ -108,7 +108,7 @@ class Dumping:
         The agents have disconnected, so the tree's present needs are those for CRIU.
         """
         tree, needs = await self._inspect_without_agents(op, wish)
-        theirs = self._take_snapshots.at(lambda _: not_theirs(tree, needs, rights_of(wish)), name="hegmd-theirs")
+        theirs = self._looks.at(lambda _: not_theirs(tree, needs, rights_of(wish)), name="hegmd-theirs")
         against = [*needs.reasons, *await theirs]
         if against:
             raise Refused(
@@ -116,7 +116,7 @@ class Dumping:
                 "; and ".join(dict.fromkeys(reason.hint for reason in against)),
             )
         attending = {member.pid: self._agents.image_worker(member) for member in op.live}
-        if guise != await self._take_snapshots.at(
+        if guise != await self._looks.at(
             lambda _: guise_for(tree, needs, rights_of(wish)), name="hegmd-guise"
         ):
             raise Refused("the job changed its rights during the dump", "try again when the job starts no programs")
@@ -147,7 +147,7 @@ class Dumping:
 
     async def _look_at_tree(self, op: Operation, wish: Wish, sockets: Collection[str]) -> tuple[Tree, Needs]:
         try:
-            tree = await self._take_snapshots.at(lambda tell: read_tree(wish.root_pid, tell=tell), name="hegmd-tree")
+            tree = await self._looks.at(lambda tell: read_tree(wish.root_pid, tell=tell), name="hegmd-tree")
         except ProcessLookupError as error:
             raise HegmError(NOT_FOUND, f"process {wish.root_pid} has ended", "read the output of the job") from error
         if tree.member(wish.root_pid).start_ticks != wish.root_ticks:
@@ -159,12 +159,12 @@ class Dumping:
         gpu_pids = [member.pid for member in op.live]
         with anyio.move_on_after(self._agents.hangs_up_within_s):
             while True:
-                tree, needs = await self._take_snapshot_at_tree(op, wish, ())
+                tree, needs = await self._look_at_tree(op, wish, ())
                 theirs = needs_of(tree, gpu_pids=gpu_pids, agent_sockets=self._agents.sockets)
                 if len(theirs.reasons) == len(needs.reasons):
                     return tree, needs
                 await anyio.sleep(_POLL_INTERVAL_S)
-        return await self._take_snapshot_at_tree(op, wish, ())
+        return await self._look_at_tree(op, wish, ())
 
     async def _write_side_by_side(
         self,
@@ -185,7 +185,7 @@ class Dumping:
         progress_of = parts_of(on_progress)
 
         async def look() -> None:
-            node.update(await self._take_snapshots.at(lambda tell: describe(tree, tell=tell), name="hegmd-node"))
+            node.update(await self._looks.at(lambda tell: describe(tree, tell=tell), name="hegmd-node"))
 
         async def take() -> None:
             await run.dump(

@@ -323,7 +323,7 @@ class OperationsService:
         self._half_revived = RestoreRecords(self._state_dir)
         self.places = Rendezvous(self._images_by.socket_path)
         parts = (self._opened_images, self.places, self._workers, self.pool)
-        by: dict[str, Any] = {"criu": self._criu, "look": self._look, "in_unit": self._images_by.in_unit}
+        by: dict[str, Any] = {"criu": self._criu, "take_snapshot": self._look, "in_unit": self._images_by.in_unit}
         locks = LockFiles(self._images_by.lock_dir)
         self._standing_notes = DumpRecords(self._state_dir)
         self._handoff = JobDumper(*parts, **by, locks=locks, notes=self._standing_notes, noted=self._paces.note_image)

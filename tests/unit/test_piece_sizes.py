@@ -88,7 +88,7 @@ async def test_an_image_of_a_job_that_had_another_size_before_its_boundary_was_r
 
 def _reviving(folder: Path, pool: Pool) -> JobRestorer:
     never: Any = None  # none of these is asked
-    by: dict[str, Any] = {"criu": never, "look": never, "in_unit": False, "simulated": True, "by_owner": True}
+    by: dict[str, Any] = {"criu": never, "take_snapshot": never, "in_unit": False, "simulated": True, "by_owner": True}
     return JobRestorer(never, Rendezvous(folder / "hegmd.sock"), Workers(), pool, notes=never, **by)
 
 

@@ -39,7 +39,7 @@ STARTED_AGAIN = SUPERVISES.replace(
     """
 class Once(NeverRestarted):
     starts = 0
-    def ended(self, status, *, told):
+    def ended(self, status, *, sent_signal):
         self.starts += 1
         return self.starts < 2
     def next_start(self):

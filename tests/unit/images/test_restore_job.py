@@ -63,7 +63,7 @@ async def _none() -> NoReturn:
 def _reviving(folder: Path, *, by_owner: bool = True, criu: Callable[[], Awaitable[Criu]] = _criu) -> JobRestorer:
     images: Any = None  # of these nothing is asked
     places = Rendezvous(folder / "hegmd.sock")
-    by: dict[str, Any] = {"criu": criu, "look": _none, "in_unit": False, "simulated": True}
+    by: dict[str, Any] = {"criu": criu, "take_snapshot": _none, "in_unit": False, "simulated": True}
     return JobRestorer(images, places, Workers(), Pool(8 << 20), **by, notes=RestoreRecords(folder), by_owner=by_owner)
 
 
@@ -300,7 +300,7 @@ async def test_a_killed_daemon_left_the_folder_of_a_restores_log_behind(tmp_path
     state.mkdir()
     images = Images(state, in_unit=False)
     parts: Any = (lambda: images, Rendezvous(tmp_path / "hegmd.sock"), Workers(), Pool(8 << 20))
-    by: dict[str, Any] = {"criu": criu, "look": _none, "in_unit": False, "simulated": True, "by_owner": True}
+    by: dict[str, Any] = {"criu": criu, "take_snapshot": _none, "in_unit": False, "simulated": True, "by_owner": True}
     reviving = JobRestorer(*parts, **by, notes=RestoreRecords(state))
     with directory(tmp_path / "criu-files") as dir_fd:
         image: Any = OpenedImage(dir_fd)

@@ -76,7 +76,7 @@ def pool() -> Iterator[Pool]:
 def recoveries(pool: Pool, state_dir: Path, *supervisors: Any) -> Recoveries:
     """Return those of a daemon that has read what an earlier one has left."""
     nobody: Any = SimpleNamespace(record=_listen)
-    rest = dict.fromkeys(("look", "variables"), nobody)
+    rest = dict.fromkeys(("take_snapshot", "variables"), nobody)
     made = Recoveries(
         workers=cast("Any", Connected(())),
         supervisors=cast("Any", Connected(supervisors)),

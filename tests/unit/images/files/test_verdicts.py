@@ -114,7 +114,7 @@ async def _verdicts(folder: Path, path: Path) -> tuple[bool, bool, bool]:
     never: Any = None  # none of these is asked
     pool = Pool(1 << 30)
     images = Images(folder, in_unit=False, hands=hands)
-    by: dict[str, Any] = {"criu": never, "look": never, "in_unit": False, "simulated": True, "by_owner": True}
+    by: dict[str, Any] = {"criu": never, "take_snapshot": never, "in_unit": False, "simulated": True, "by_owner": True}
     places = Rendezvous(folder / "hegmd.sock")
     reviving = JobRestorer(lambda: images, places, Workers(), pool, notes=never, **by)
 
