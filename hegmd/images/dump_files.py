@@ -116,9 +116,7 @@ class Dumping:
                 "; and ".join(dict.fromkeys(reason.hint for reason in against)),
             )
         attending = {member.pid: self._agents.image_worker(member) for member in op.live}
-        if guise != await self._looks.at(
-            lambda _: guise_for(tree, needs, rights_of(wish)), name="hegmd-guise"
-        ):
+        if guise != await self._looks.at(lambda _: guise_for(tree, needs, rights_of(wish)), name="hegmd-guise"):
             raise Refused("the job changed its rights during the dump", "try again when the job starts no programs")
         stopped = frozenset(member.pid for member in tree.members if member.state == "T")
         people = ProcessSet({member.pid: member.start_ticks for member in tree.members}, stopped)
