@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hegmd.node.devices.node_spec import Topology
     from hegmd.protocol.snapshots import Check
 
-SUMMARY = "node daemon that sees a machine's GPUs and the jobs on them"
+SUMMARY = "node daemon that manages a machine's GPUs and the jobs on them"
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,7 +226,7 @@ class App:
             listening = self._bind(path)
             held.callback(take_away, path, path.lstat())
         except HegmError as error:
-            hint = "systemctl restart hegmd.socket puts it back" if self._manager.present else error.hint
+            hint = "systemctl restart hegmd.socket recreates it" if self._manager.present else error.hint
             text = "the socket file %s was removed, and no client can connect: %s; %s"
             limited(logger, "socket", logging.ERROR, text, path, error.message, hint)
             return

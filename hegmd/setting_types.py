@@ -177,7 +177,7 @@ class Mode:
         if not re.fullmatch(r"0?[0-7]{3}", value):
             raise InvalidSetting(f"{quoted(value)} is not a mode of three octal digits", hint)
         if int(value, 8) & 0o600 != 0o600:
-            raise InvalidSetting(f'"{value}" shuts out the daemon itself', "let the first digit be 6 or 7")
+            raise InvalidSetting(f'"{value}" would deny access to the daemon itself', "let the first digit be 6 or 7")
         return int(value, 8)
 
     def show(self, value: Any) -> str:

@@ -238,13 +238,13 @@ class PoolSettings:
     ready_bytes: int = setting(
         Amount(0, 1 << 50),
         0,
-        "Host memory to have ready for the next suspend, in bytes: a job's bytes and 4 %; 0 to get it when asked.",
+        "Host memory kept ready for the next suspend, in bytes: a job's bytes and 4 %; 0 to allocate it on request.",
         reloads=False,
     )
     ready_helper: str = setting(
         OneOf(("started", "contexts", "off")),
         "started",
-        "With ready_bytes: a GPU helper that is started, also has a context (0.5 GiB) on each GPU with a job; or off.",
+        "With ready_bytes: a started GPU helper, which also keeps a context (0.5 GiB) on each GPU with a job; or off.",
         reloads=False,
     )
     memory: str = setting(
@@ -304,7 +304,7 @@ class ImagesSettings:
     lock_dir: Path | None = setting(
         PathName(optional=True),
         "",
-        'Where controllers look for PPID/lock of a job that has gone into an image, as in /checkpoint; "" for none.',
+        'Where controllers look for PPID/lock of a job that was written into an image, as in /checkpoint; "" for none.',
         reloads=False,
     )
 
@@ -328,7 +328,7 @@ class OtherProcessesSettings:
     max_pause_s: float = setting(
         Amount(0, 60, whole=False),
         2.0,
-        "Seconds that their CUDA calls may wait while storages are allocated; a restore may take longer. 0: no pause.",
+        "Seconds that other processes' CUDA calls may wait for an allocation; a restore may take longer. 0: no pause.",
         reloads=False,
     )
 
@@ -340,19 +340,19 @@ class RestartSettings:
     allowed: str = setting(
         OneOf(("asked", "always")),
         "asked",
-        "When a move may be a restart, where nothing better is possible: if its caller says so, or always.",
+        "When a move may be a restart, if no better method is possible: on request, or always.",
         reloads=False,
     )
     ready: str = setting(
         OneOf(("beforehand", "in-turn", "always")),
         "beforehand",
-        "When the next process imports PyTorch: once a restart is asked for, in its turn, or from the first batch on.",
+        "When the next process imports PyTorch: once a restart is requested, in its turn, or from the first batch on.",
         reloads=False,
     )
     ready_within_s: float = setting(
         Amount(0, 45, whole=False),
         15.0,
-        "Seconds that a job trains on at most, once its restart was asked for, until that process is ready.",
+        "Seconds that a job may train on after a restart was requested, until the next process is ready.",
         reloads=False,
     )
 

@@ -128,12 +128,12 @@ class Control:
         try:
             launcher_pid = workers.launcher_of(pid, launchers)
             if launcher_pid is None:
-                return "error: it is no worker of a hegm-launcher"
+                return "error: it is not a worker of a hegm-launcher"
             while not self._survives_request(pid):
                 if _ends_within(worker_fd, _POLL_INTERVAL_S):
                     return NO_PROCESS
                 if monotonic() >= begun_by:
-                    return "error: SIGUSR1 would end it: no agent is in it (yet)"
+                    return "error: SIGUSR1 would kill it: its agent is not loaded (yet)"
             awaited[pid] = self._watched(launcher_pid, pid)
             signal.pidfd_send_signal(worker_fd, signal.SIGUSR1)
         except ProcessLookupError:

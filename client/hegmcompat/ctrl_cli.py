@@ -24,7 +24,7 @@ NOBODY = (
 def port_of(text: str) -> int:
     """Parse a port. Raises argparse.ArgumentTypeError."""
     if not (text.isascii() and text.isdigit() and int(text) <= _LAST_PORT):
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; give it a whole number from 0 to {_LAST_PORT}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; give a whole number from 0 to {_LAST_PORT}")
     return int(text)
 
 

@@ -207,10 +207,10 @@ class Launcher:
                 begins = os.read(fd, len(_ZIP))
         except OSError as error:
             hint = "move it away, or name another folder in HEGM_CHECKPOINT_DIR"
-            raise Refused(f"{self._state} is not a state of ours: {error.strerror}", hint) from error
+            raise Refused(f"{self._state} is not a state file of hegmd: {error.strerror}", hint) from error
         if begins == _ZIP:
             raise Refused(
-                f"{self._state} is a file of torch.save, as HeGM writes it: to load it would run code from it",
+                f"{self._state} was written by HeGM with torch.save: loading it would run code from it",
                 "let HeGM finish that training, or move the file away and start over",
             )
 

@@ -94,7 +94,7 @@ def opened(path: Path) -> Generator[int]:
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(0, "it is no plain file", str(path))
+            raise OSError(0, "it is not a regular file", str(path))
         if found.st_uid not in (0, os.geteuid()):
             raise PermissionError(0, f"it belongs to user {found.st_uid}", str(path))
         yield fd

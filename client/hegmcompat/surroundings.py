@@ -33,7 +33,7 @@ VARIABLES = {
     "HEGM_CTRL_PORT": "Its port; 8298 if not set.",
     "HEGM_CTRL_TOKEN": "What callers have to send as `Authorization: Bearer TOKEN`. Without one the interface "
     "listens on loopback only, and answers its own user and root.",
-    "HEGM_LOG_LEVEL": "With `QUIET` nothing is said of the REST interface.",
+    "HEGM_LOG_LEVEL": "With `QUIET` nothing is printed about the REST interface.",
 }
 
 
@@ -107,7 +107,7 @@ def is_loopback(host: str) -> bool:
 def _file(text: str) -> Path:
     path = _absolute("HEGM_CHECKPOINT_PATH", text)
     if path.name in ("", "..", LOCK, REFUSED, COMMAND):
-        message = f"HEGM_CHECKPOINT_PATH is {text!r}, which can be no file for a state"
+        message = f"HEGM_CHECKPOINT_PATH is {text!r}, which cannot be a state file"
         raise HegmError(USAGE, message, "give it the full path of another one, or unset it")
     return path
 

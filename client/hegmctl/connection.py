@@ -287,7 +287,7 @@ class Connection(SyncCalls):
         return request_id
 
     def _last_words(self) -> HegmError | None:
-        """Return the error that the daemon sent before it hung up, if any. Closes the connection."""
+        """Return the error that the daemon sent before it closed the connection, if any. Closes the connection."""
         try:
             while data := self._wire.receive(monotonic() + PARTING_LIMIT_S):
                 self._protocol.feed(data)

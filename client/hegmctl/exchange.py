@@ -201,7 +201,7 @@ class Exchange:
             del self._waiters[message.id]
         elif waiter.unread >= MAX_UNREAD:
             self._cancel(waiter)
-            waiter.fail(HegmError(BUSY, f"{MAX_UNREAD} events were not taken in time", "read them as they come"))
+            waiter.fail(HegmError(BUSY, f"{MAX_UNREAD} events were not read in time", "read them as they come"))
             return
         waiter.put((message, descriptors))
 

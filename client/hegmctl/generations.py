@@ -180,7 +180,7 @@ class Generations:
             self._gives = False
         elif self._source.slot is not None and self._source.slot in slots:
             self._bad.add((self._source.slot, slots[self._source.slot][0]))
-        self._fall(f"rank {rank} could not take its state: {why}", now, rank)
+        self._fall(f"rank {rank} could not load its state: {why}", now, rank)
 
     def restored(self, rank: int, generation: int, now: float) -> None:
         """A rank has the state of the plan's step."""
@@ -275,7 +275,7 @@ class Generations:
             self._give_up(f"it was recovered {self.recoveries} times, as often as --max-recoveries allows", rank)
             return
         if self._fruitless >= MAX_FRUITLESS:
-            self._give_up(f"{self._fruitless} recoveries in a row brought it no further", rank)
+            self._give_up(f"{self._fruitless} recoveries in a row made no progress", rank)
             return
         self.recoveries += 1
         self.generation += 1
@@ -390,5 +390,5 @@ class Generations:
             return min(ASK_S, min(limits) / 8)
         if now - self._asked_at >= min(ASK_S, min(limits) / 8):
             at, rank = min(late)
-            self._fall(f"rank {rank} made no step for {now - at:.1f} s", now, rank, at)
+            self._fall(f"rank {rank} completed no step for {now - at:.1f} s", now, rank, at)
         return min(ASK_S, min(limits) / 8)

@@ -105,7 +105,7 @@ def _vendor_remarks(vendors: Iterable[Vendor], *, absent: bool = False) -> list[
     for vendor in vendors:
         said = "; ".join(part for part in (vendor.message.rstrip(".") or vendor.state, vendor.hint) if part)
         if vendor.state == "stale":
-            age = "nothing was ever read" if vendor.age_s is None else f"{duration(vendor.age_s)} old"
+            age = "never read" if vendor.age_s is None else f"{duration(vendor.age_s)} old"
             remarks.append(f"{vendor.vendor} ({age}): {said}")
         elif vendor.state == "failed" or (absent and vendor.state in ("absent", "off")):
             remarks.append(f"{vendor.vendor}: {said}")

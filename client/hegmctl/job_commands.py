@@ -111,7 +111,9 @@ def recovery(session: Session) -> int:
             session.sink.answer(connection.call(arguments.request(), RecoveryReply), recovery_text)
         return 0
     if arguments.values("JOB"):
-        raise HegmError(USAGE, "recovery takes jobs to show, or --drop and one", "hegmctl recovery lists what there is")
+        raise HegmError(
+            USAGE, "recovery takes the jobs to show, or --drop and one job", "hegmctl recovery lists the protected jobs"
+        )
     if not arguments.flag("yes"):
         require_yes(f"Delete the state of job {name}? It can then never continue", name, "run: hegmctl recovery")
     with session.connect() as connection:

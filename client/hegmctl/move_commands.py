@@ -78,7 +78,7 @@ def adopt(session: Session) -> int:
     arguments = session.arguments
     jobs, name = arguments.values("JOB"), arguments.text("drop")
     if len(jobs) > 1 or (jobs and name is not None):
-        raise HegmError(USAGE, "adopt takes one JOB, or --drop and one name", "hegmctl adopt lists what there is")
+        raise HegmError(USAGE, "adopt takes one JOB, or --drop and one name", "hegmctl adopt lists the orphans")
     if jobs:
         return carry_out(session, arguments.request())
     request: Request = Orphans()
@@ -109,7 +109,7 @@ def op(session: Session) -> int:
     arguments = session.arguments
     svg, html = arguments.text("svg"), arguments.text("html")
     if (svg or html) and not arguments.flag("timeline"):
-        raise HegmError(USAGE, "--svg and --html are for a timeline", "say --timeline as well")
+        raise HegmError(USAGE, "--svg and --html are for a timeline", "add --timeline")
     request = of_kind(arguments.request(), Story)
     with session.connect() as connection:
         reply = _follow(session, connection, request.id) if request.follow else connection.call(request, StoryReply)

@@ -89,7 +89,7 @@ class Ranks:
             if self._has_ended():
                 raise MoveFailed(f"the job ended at step {min(map(len, self.losses()))}: {self.last_words()}")
             if monotonic() > until:
-                raise MoveFailed(f"the job made no step for {within_s:g} s: {self.last_words()}")
+                raise MoveFailed(f"the job completed no step for {within_s:g} s: {self.last_words()}")
 
     def end(self, within_s: float) -> int:
         """Have the ranks end, and wait for it; how many steps they made. Raises MoveFailed."""
@@ -117,7 +117,7 @@ class Ranks:
         except OSError:
             lines = []
         errors = [line for line in lines if "Error" in line]
-        return (errors or lines or ["it said nothing"])[-1].strip()
+        return (errors or lines or ["it printed nothing"])[-1].strip()
 
     def _has_ended(self) -> bool:
         """Return True if the launcher has ended; waits a moment for it."""
@@ -347,7 +347,7 @@ def _python(named: str | None) -> str:
         own = os.environ.get("VIRTUAL_ENV")
         found = (which("python3", path=os.path.join(own, "bin")) if own else None) or which("python3") or sys.executable
     if found is None:
-        raise HegmError(NOT_FOUND, f"{named} is no program", "name the Python of your trainings with --python")
+        raise HegmError(NOT_FOUND, f"{named} is not a program", "name the Python of your trainings with --python")
     return os.path.abspath(found)
 
 

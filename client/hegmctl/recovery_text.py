@@ -73,7 +73,7 @@ def _job(job: JobRecovery, now_utc: float, style: Style) -> Iterator[str]:
 
 def _slot(slot: Snapshot, now_utc: float) -> list[str]:
     if slot.taken_utc is None:
-        return [str(slot.rank), str(slot.slot), UNKNOWN, UNKNOWN, UNKNOWN, "no whole snapshot"]
+        return [str(slot.rank), str(slot.slot), UNKNOWN, UNKNOWN, UNKNOWN, "no complete snapshot"]
     return [
         str(slot.rank),
         str(slot.slot),

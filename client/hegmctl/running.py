@@ -423,7 +423,9 @@ def _start_daemon(endpoint: Endpoint, simulate: str | None) -> Endpoint:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         if not named and path != SYSTEM_SOCKET and not is_private(folder):
             raise HegmError(
-                REFUSED, f"{folder} is writable for other users, who could answer there", "name a socket with --socket"
+                REFUSED,
+                f"{folder} is writable for other users, who could impersonate the daemon",
+                "name a socket with --socket",
             )
         log = os.open(f"{path}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:

@@ -118,7 +118,9 @@ class SlurmSignals:
         if is_first:
             verb = "suspends" if self._has_suspended else "resumes"
             why = os.strerror(error.errno or 0)
-            self._say(f"Slurm {verb} this job, but no process can be started that tells hegmd: {why}; trying again")
+            self._say(
+                f"Slurm {verb} this job, but hegmctl cannot start a process that notifies hegmd: {why}; trying again"
+            )
 
     def close(self) -> None:
         """End the process that asks the daemon, if there is one, and ask for nothing more."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 GRAPHS = "a CUDA graph was captured, and it has their addresses in it"
 SHARED_IPC = "they are shared with another process through CUDA IPC"
-NOT_THE_ALLOCATORS = "their memory is not of PyTorch's own allocator"
+NOT_THE_ALLOCATORS = "their memory was not allocated by PyTorch's own allocator"
 
 HAZARD_GRAPHS, HAZARD_NCCL, HAZARD_IPC, HAZARD_MAPPED = "graphs", "nccl-p2p", "ipc-shared", "peer-mapped"
 _DEFAULT_POOL = (0, 0)
@@ -104,7 +104,7 @@ class ExportableSegments:
         try:
             from .cuda_driver import Driver
         except ImportError as error:
-            note(f"video memory cannot be shown: {error}")
+            note(f"GPU memory cannot be exported: {error}")
             self._refused.update(*map(self._keys_of, segments))
             return
         driver = Driver()
@@ -113,7 +113,7 @@ class ExportableSegments:
                 driver.handle_of(driver.allocation_of(segment.address))
                 self._known.update(self._keys_of(segment))
             except HegmError as error:
-                note(f"video memory cannot be shown: {error}")
+                note(f"GPU memory cannot be exported: {error}")
                 self._refused.update(self._keys_of(segment))
 
 
@@ -240,7 +240,7 @@ def _devices(torch: Any, used: list[int], sizes: dict[int, list[int]]) -> tuple[
             for device in used
         )
     except (HegmError, ImportError) as error:
-        note(f"on which GPUs it is now is not known: {error}")
+        note(f"its current GPUs are unknown: {error}")
         return ()
 
 

@@ -140,7 +140,9 @@ class ProcessExit:
             self._stay(refusal(f"it is one of {ranks} ranks, which must exit together", hint))
         elif launcher.isdigit() and int(launcher) != os.getppid():
             hint = "start it with exec (exec python3 train.py), or start it with hegm-launcher directly"
-            self._stay(refusal(f"its parent, process {os.getppid()}, would take its leaving for its end", hint))
+            self._stay(
+                refusal(f"its parent, process {os.getppid()}, would take its exit for the end of the training", hint)
+            )
         elif self._orders.leave_alone("hegm-ctrl has requested its state, and it is about to exit"):
             self._attempts = Attempts(self._gate, ParkRequest(PARK, fits=self._restarts.fits()), busy=self._busy)
             self._attempts.begin()
@@ -152,7 +154,7 @@ class ProcessExit:
         if self._gate.parked and self._rest_deadline is None:
             self._rest_deadline = monotonic() + IDLE_LIMIT_S
         if self._rest_deadline is not None and attempts.busy is not None and monotonic() >= self._rest_deadline:
-            self._stay(refusal(f"{attempts.busy}, not at rest", BUSY_HINT))
+            self._stay(refusal(f"{attempts.busy}, not parked", BUSY_HINT))
         elif attempts.is_stopped_too_long:
             attempts.pause()
 
@@ -235,7 +237,7 @@ def hint_of(path: str) -> str:
 def warn_of_another(modules: Mapping[str, object]) -> None:
     """Warn of HeGM's own package: it loads itself into every Python, and takes SIGUSR1 and the builtins."""
     if "hegm._config" in modules:
-        say("HeGM's own package is in this Python as well, and both take hold of the training: pip uninstall hegm")
+        say("HeGM's own package is in this Python too, and both would control the training: pip uninstall hegm")
 
 
 def say(text: str) -> None:

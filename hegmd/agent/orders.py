@@ -184,7 +184,7 @@ class Orders:
             self._state.found = self._state.find_storages()
             self._report_storages(order.order, self._state.found)
         elif (pending := self._state.pending) is not None and pending.do == SNAPSHOT:
-            self._end_survey_beside("a later survey was asked for")
+            self._end_survey_beside("a later survey was requested")
             self._beside = Pending(order, order.limit_s or SURVEY_LIMIT_S)
             self._gate.call_beside(self._look_beside)
         else:
@@ -227,7 +227,7 @@ class Orders:
 
     def _snapshot(self, order: Order, fd: int | None) -> None:
         """Park at a boundary, write the state into the slot, and continue. A pending snapshot is cancelled."""
-        self._end_snapshot("a later snapshot was asked for")
+        self._end_snapshot("a later snapshot was requested")
         attempts = self.snapshots.attempts_for(order)
         self._wait_for(order, order.limit_s, attempts)
         self.snapshots.begin(order, fd)

@@ -105,7 +105,7 @@ class Ranks:
             if not self._store.check([key]) or (states and bytes(self._store.get(key)).decode() != states):
                 missing.append(str(rank))
         who = f"rank {missing[0]}" if len(missing) == 1 else f"{len(missing)} ranks ({', '.join(missing[:8])})"
-        return refusal(f"{who} of {self._size} did not take part in time ({step})", _HINT)
+        return refusal(f"{who} of {self._size} did not respond in time ({step})", _HINT)
 
 
 def _label(statements: list[str]) -> str:

@@ -49,4 +49,4 @@ def not_parked(limit_s: float | None, busy: str | None, declined: str | None) ->
             f"the thread was not parked, because its signals cannot be blocked: {declined}",
             "raise its limits of descriptors and threads (ulimit -n, -u), then try again; the job continues",
         )
-    return no_boundary(limit_s, "") if busy is None else refusal(f"{busy}, not at rest", BUSY_HINT)
+    return no_boundary(limit_s, "") if busy is None else refusal(f"{busy}, not parked", BUSY_HINT)

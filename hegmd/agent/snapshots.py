@@ -191,7 +191,7 @@ class Snapshots:
             return size_bytes, anew, None
 
         def clear() -> None:
-            """From here on the slot has no whole snapshot until its record is set again."""
+            """From here on the slot has no complete snapshot until its record is set again."""
             copying.write_small(slot, end, bytes(RECORD_BYTES))
 
         size_bytes, anew, rest = self.save(slot, end, clear)

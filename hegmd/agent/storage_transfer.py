@@ -165,7 +165,7 @@ def load() -> None:
         for name in _MODULES:
             __import__(f"{__package__}.{name}")
     except ImportError as error:
-        note(f"nothing can be carried: {error!r}")
+        note(f"no carrier can be used: {error!r}")
 
 
 def _transfer() -> Any:

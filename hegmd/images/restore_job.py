@@ -145,7 +145,7 @@ class JobRestorer:
             raise
 
     async def settled(self, manifest: Manifest, op_id: str) -> None:
-        """Release the records of a restore: an operation has the job, or it was undone. Raises nothing."""
+        """Release the records of a restore: an operation includes the job, or it was undone. Raises nothing."""
         self._back.pop(op_id, None)
         self._coming.difference_update(worker.pid for worker in manifest.workers)
         with anyio.CancelScope(shield=True):

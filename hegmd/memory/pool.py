@@ -446,7 +446,9 @@ class Pool:
         if not piece.spilled:
             worker = piece.name.key.worker
             raise HegmError(
-                CANCELLED, f"the bytes of {worker} were wanted while they were written to disk", "run: hegmctl ops"
+                CANCELLED,
+                f"the bytes of {worker} were requested while they were being written to disk",
+                "run: hegmctl ops",
             )
         logger.info("%s is on disk", name, extra=fields(size_bytes=piece.size_bytes))
 

@@ -75,7 +75,7 @@ class _Search:
             try:
                 files = place.find()
             except OSError as error:
-                self.distrust(str(place.folder), str(place.folder), 0, f"it cannot be looked into: {error.strerror}")
+                self.distrust(str(place.folder), str(place.folder), 0, f"it cannot be opened: {error.strerror}")
                 continue
             for file in files:
                 if file.why_not:

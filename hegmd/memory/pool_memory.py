@@ -159,7 +159,7 @@ def make_memory(
 
     Raises Refused with numbers if the memory is not available; then nothing remains allocated.
     """
-    error = OSError("no place can provide it")
+    error = OSError("no directory can provide it")
     for attempt in _attempts(places, huge=huge, sealed=sealed):
         try:
             return attempt(str(name), whole_bytes, fill)

@@ -265,7 +265,7 @@ class ReadyMemory:
                     await self._begin(step_bytes, size_bytes, keep)
             except (OSError, HegmError) as error:
                 self.is_short = True
-                text = "the node has no memory to be ready: %d of %d MiB are: %s"
+                text = "the node lacks memory to keep ready: %d of %d MiB are ready: %s"
                 limited(logger, "ready-memory", logging.WARNING, text, *self._figures(), error)
                 return False
             if self.size_bytes == sum(sizes):
@@ -298,7 +298,7 @@ class ReadyMemory:
                 self.segments.remove(segment)
                 await anyio.to_thread.run_sync(memory.remove, name)
         except OSError as error:
-            logger.warning("%s cannot be given back: %s", name, error)
+            logger.warning("%s cannot be released: %s", name, error)
 
     def _figures(self) -> tuple[int, int]:
         return self.size_bytes // MIB, self.wanted_bytes // MIB

@@ -201,7 +201,7 @@ class SpillFolder:
         why_not = why_not_ours(os.fstat(file))
         if why_not:
             raise Refused(
-                f"a new file in {self.folder} is not its maker's alone: {why_not}",
+                f"a new file in {self.folder} is not private to its creator: {why_not}",
                 "name a directory on a disk that keeps owners and modes, as pool.spill_dir",
             )
 
@@ -212,7 +212,7 @@ class SpillFolder:
         if free_bytes < needed_bytes:
             raise Refused(
                 f"{self.folder} has {free_bytes >> 20} MiB free; {name} needs {_file_bytes(size_bytes) >> 20} MiB, and "
-                f"{self._spare_bytes >> 20} MiB are left to others",
+                f"{self._spare_bytes >> 20} MiB are kept free for other programs",
                 _FREE_OF.format(folder=self.folder),
                 {"free_bytes": free_bytes, "needed_bytes": needed_bytes},
             )
@@ -254,10 +254,10 @@ def _head_of(file: int, file_bytes: int) -> FoundSpill:
             return FoundSpill("", 0, "it is cut short")
         magic, version, length, size_bytes, chunk_bytes = _HEAD.unpack_from(block)
         if magic != MAGIC:
-            return FoundSpill("", 0, "it is no spill file")
+            return FoundSpill("", 0, "it is not a spill file")
         end = _HEAD.size + length
         if end + _SUM.size > BLOCK_BYTES or _SUM.unpack_from(block, end)[0] != zlib.crc32(block[:end]):
-            return FoundSpill("", 0, "its head does not match its checksum")
+            return FoundSpill("", 0, "its header does not match its checksum")
         name = block[_HEAD.size : end].decode("utf-8", "replace")
     if version != VERSION or chunk_bytes != CHUNK_BYTES:
         return FoundSpill(name, size_bytes, f"it is of version {version}, and this hegmd reads {VERSION}")
@@ -338,7 +338,7 @@ def _compare(file: int, size_bytes: int, sums: list[int], unwanted: Callable[[],
         if got < length or zlib.crc32(view, number + 1) != sums[number]:
             raise HegmError(
                 UNAVAILABLE,
-                f"the disk gave back other bytes than were written, in chunk {number} of a spill file",
+                f"the disk returned other bytes than were written, in chunk {number} of a spill file",
                 "the bytes stay in memory; do not trust that disk: smartctl, dmesg",
             )
 

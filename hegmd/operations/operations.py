@@ -478,7 +478,7 @@ def not_suspended(pid: int, op: Operation | None, hint: str) -> HegmError:
     if op is not None:
         state, code = f"is not suspended: operation {op.id} has it, which is {op.phase}", REFUSED
     else:
-        state, code = "is not suspended: no operation has it", NOT_FOUND
+        state, code = "is not suspended: no operation includes it", NOT_FOUND
     return HegmError(code, f"process {pid} {state}", hint, {"pid": pid})
 
 

@@ -155,7 +155,7 @@ class PrestartedJobs:
         self._events.record("process.next-fell", "warning", message, pid=worker.pid, facts=facts)
 
     def _may_be_asked(self, supervisor: Supervisor, worker: AgentConnection) -> bool:
-        """False before its first batch, and while an operation has the job, which prestarts by itself."""
+        """False before its first batch, and while an operation includes the job, which prestarts by itself."""
         is_busy = self._in_hand(worker.pid) or supervisor.offer.operation is not None
         return not is_busy and worker.connected and worker.boundary > 0
 

@@ -93,7 +93,7 @@ class ServerConnection:
         fds = _fds_of(envelope, request_id)
         op = envelope.get("op")
         if self.hello is None and op != Hello.op:
-            raise ProtocolBroken(_bad("the first request has to be hello", "send hello first"), request_id)
+            raise ProtocolBroken(_bad("the first request must be hello", "send hello first"), request_id)
         self._in_flight[request_id] = Request
         try:
             self._check_version(envelope.get("v"))
@@ -135,7 +135,7 @@ class ServerConnection:
                 {"op": op[:40]},
             )
         if message is Hello and self.hello is not None:
-            raise _bad("hello was said already", "say hello once, at the start of a connection")
+            raise _bad("hello was already sent", "send hello once, at the start of a connection")
         # cancelling is how a peer gets below the limit
         if message is not Cancel and len(self._in_flight) > self._limit:
             raise HegmError(

@@ -44,7 +44,7 @@ class FrameReader:
             raise PeerError(
                 BAD_REQUEST,
                 f"frame of {length} bytes; 1 to {self.limit_bytes} are allowed here",
-                "send a 4-byte big-endian length and a msgpack map of at most that size; hello tells the limit",
+                "send a 4-byte big-endian length and a msgpack map of at most that size; the hello reply has the limit",
                 {"length_bytes": length, "limit_bytes": self.limit_bytes},
             )
         end = HEADER_BYTES + length

@@ -93,7 +93,7 @@ class Budget:
         if most is not None and self.recoveries >= most:
             return f"it was recovered {self.recoveries} times, as often as --max-recoveries allows"
         if self.fruitless >= MAX_FRUITLESS:
-            return f"{self.fruitless} recoveries in a row brought it no further"
+            return f"{self.fruitless} recoveries in a row made no progress"
         return None
 
 

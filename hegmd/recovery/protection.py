@@ -192,11 +192,11 @@ class Protection:
         if self.job.newest is not None:
             stacks = await stacks_of(own)
             if min(worker.boundary for worker in own) == self.job.boundary:
-                why = f"made no step for {without_s:.0f} s, and was killed"
+                why = f"completed no step for {without_s:.0f} s, and was killed"
                 await self.job.kill(own, why, stacks, "job.hung")
         elif self.job.boundary != self._hung_at:
             self._hung_at = self.job.boundary
-            message = f"{self.job} has made no step for {without_s:.0f} s, and has no snapshot: it is not changed"
+            message = f"{self.job} has completed no step for {without_s:.0f} s, and has no snapshot: it is not changed"
             self.job.record_event("job.hung", "warning", message)
             await self.job.note(message, "end it if it hangs: only a job with a snapshot can be recovered")
 

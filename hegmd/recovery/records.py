@@ -114,4 +114,4 @@ class SnapshotFiles(StateSaving[Mapping[str, JobSnapshots]]):
 
 
 def _report(why: str) -> None:
-    limited(logger, "recovery", logging.ERROR, "the recoveries of jobs cannot be written down: %s", why)
+    limited(logger, "recovery", logging.ERROR, "the recoveries of jobs cannot be recorded: %s", why)

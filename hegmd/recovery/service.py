@@ -224,7 +224,7 @@ class Recoveries(BackgroundTasks):
             await self._drop(record.job)
         except HegmError as error:
             logger.warning("the slots of job %s are still held: %s", record.job, error.message)
-            self._save(record.replace(kept="its memory could not be given back yet", kept_utc=0.0))
+            self._save(record.replace(kept="its memory could not be released yet", kept_utc=0.0))
 
     async def _drop(self, job: str) -> int:
         """Give the slots back. Raises HegmError; then they are held, and it is tried again."""

@@ -91,7 +91,7 @@ class SnapshotRounds:
         generation = max([generation, *(number + 1 for number in held)])
         for number in range(MAX_ROUNDS):
             if any(self._job.node.is_in_hand(worker.pid) for worker in ranks):
-                raise SnapshotPostponed("an operation has the job")
+                raise SnapshotPostponed("an operation includes the job")
             slot = await self._next_slot(len(ranks), bad)
             orders = await self._round(ranks, slot, generation + number)
             if orders is None:

@@ -84,7 +84,7 @@ class Starts:
         snapshot = await self._job.node.look()  # what ended it may be its GPU
         gpus = gpus_to_start_on(self._job.record.gpus, snapshot.gpus)
         if exhausted is not None or not whole:
-            await self._give_up(attempt, exhausted or "it has no whole snapshot to start from")
+            await self._give_up(attempt, exhausted or "it has no complete snapshot to start from")
         elif gpus is None:
             await self._give_up(attempt, "the node has no healthy GPU for it")
         else:
@@ -222,7 +222,7 @@ class Starts:
         Return False if it has made a step or was stopped while its stacks were asked for.
         """
         own, supervisor = self._job.own_workers(), self._job.supervisor
-        why = f"came to no step within {limit_s:.0f} s of its start from a snapshot, and was killed"
+        why = f"completed no step within {limit_s:.0f} s of its start from a snapshot, and was killed"
         stacks = await stacks_of(own)
         if self._has_trained(self._back()) or self._is_paused() or not self.is_under_way():
             return False

@@ -240,7 +240,7 @@ class ScrapePort:
                 if not data[:1].isalpha():  # for example a TLS hello, whose sender would wait
                     raise Refusal("400 Bad Request", "this port speaks HTTP/1.1, without encryption")
             return data.partition(END_OF_HEAD)[0]
-        raise Refusal("408 Request Timeout", "no whole request came in time")
+        raise Refusal("408 Request Timeout", "no complete request arrived in time")
 
     async def _send(self, connection: socket.socket, data: bytes) -> None:
         """Send everything, then wait for the peer to close: closing with unread input would drop the answer."""

@@ -97,7 +97,7 @@ class Session:
         try:
             await self._converse()
         except Exception as bug:  # the edge of a connection: its errors must not end others
-            logger.error("the connection of uid %d ends by a bug in hegmd", self.peer.uid, exc_info=bug)
+            logger.error("the connection of uid %d was closed because of a bug in hegmd", self.peer.uid, exc_info=bug)
         finally:
             self._stream.close()
             for undo in self._at_end.values():

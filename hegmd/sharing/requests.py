@@ -302,7 +302,7 @@ class SharingRequests:
         """Wait until a job has a GPU. Its place in the queue lasts as long as its process. Raises HegmError."""
         job = self._jobs.of_run(caller.uid, request.run)
         if job is None:
-            raise HegmError(NOT_FOUND, "this run is no job yet", "register it first: hegmctl run does")
+            raise HegmError(NOT_FOUND, "this run is not a job yet", "register it first: hegmctl run does")
         snapshot = await self._inventory.fresh(FRESH_S)
         gpu = None if request.gpu == records.AUTO else gpu_named(request.gpu, snapshot.gpus)
         if request.size_bytes is not None and not 0 < request.size_bytes <= MAX_SIZE_BYTES:

@@ -59,7 +59,7 @@ def load(folder: Path) -> SharingState:
         )
     try:
         if found is None or len(data) > MAX_BYTES or int(found[2], 16) != zlib.crc32(body):
-            raise ValueError("its checksum does not fit")
+            raise ValueError("its checksum does not match")
         return SharingState.from_plain(json.loads(body), NAME)
     except (ValueError, HegmError) as error:
         logger.error("%s is damaged, and kept as %s: %s; its leases have ended", path, DAMAGED_NAME, error)

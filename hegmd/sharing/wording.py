@@ -60,7 +60,7 @@ def held(rooms: Iterable[GpuBudget]) -> str:
 
 def full_pool(free_bytes: float) -> str:
     """Return that nothing can be suspended, because the pool is full."""
-    return f"room of the pool's memory for the jobs that would be suspended: {size_text(int(free_bytes))} is free"
+    return f"pool memory for the jobs that would be suspended: {size_text(int(free_bytes))} is free"
 
 
 def unsuitable(request: MemoryRequest, gpus: Iterable[Gpu], rooms: Mapping[str, GpuBudget]) -> str:

@@ -82,7 +82,7 @@ class JobFile:
         except OSError as error:
             raise HegmError(
                 UNAVAILABLE,
-                f"the jobs of before are not known: {path} cannot be read: {error.strerror}",
+                f"the former jobs are unknown: {path} cannot be read: {error.strerror}",
                 f"start hegmd again; if that fails too, move the file away: mv {path} {path}.unread",
                 {"path": str(path)},
             ) from None
@@ -127,14 +127,14 @@ class JobSaving(StateSaving[_State]):
 
 
 def _report(why: str) -> None:
-    limited(logger, "jobs", logging.ERROR, "the jobs cannot be written down: %s", why)
+    limited(logger, "jobs", logging.ERROR, "the jobs cannot be recorded: %s", why)
 
 
 def _read(data: bytes) -> tuple[int, list[JobRecord]]:
     """Raises ValueError and HegmError."""
     head, _, body = data.partition(b"\n")
     if head != b"%s %08x" % (MAGIC, zlib.crc32(body)):
-        raise ValueError("its checksum does not fit")
+        raise ValueError("its checksum does not match")
     plain = as_map(json.loads(body)) or {}
     jobs = [JobRecord.from_plain(job, "jobs") for job in as_list(plain.get("jobs")) or ()]
     return max([int(plain["next"]), *(job.number + 1 for job in jobs)]), jobs

@@ -356,7 +356,7 @@ class Supervisors:
                 "run: hegmctl ps; each run has one supervisor",
             )
         if not offer.run:
-            raise Refused("a supervisor has to name its run", "set HEGM_RUN in the environment of its command")
+            raise Refused("a supervisor must name its run", "set HEGM_RUN in the environment of its command")
         try:
             pidfd = os.pidfd_open(pid)
         except OSError as error:

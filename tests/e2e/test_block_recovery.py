@@ -91,7 +91,7 @@ def test_an_end_that_is_wanted_and_a_fault_that_comes_again_end_all_ranks(daemon
     assert ends.returncode == 3, errors
     _, errors = again.communicate(timeout=HANG_S)
     assert again.returncode == 1
-    assert "3 recoveries in a row brought it no further" in errors
+    assert "3 recoveries in a row made no progress" in errors
     assert "HEGM_FAULT: exception in rank 1 at step 4" in errors
     one = _started(daemon, 2, "rank=all,step=4,kind=hang")
     os.kill(one.pid, signal.SIGTERM)

@@ -61,7 +61,7 @@ def test_a_job_that_does_not_start_is_an_error_and_no_verdict(tmp_path: Path) ->
         said = doctor(daemon, "--gpu", "gpu0", status=6)["error"]
         assert "needs two GPUs, and 1 are named" in said["message"]
         said = doctor(daemon, "--python", "/missing/python", status=5)["error"]
-        assert said["message"] == "/missing/python is no program"
+        assert said["message"] == "/missing/python is not a program"
         assert not (tmp_path / "state" / "nccl-proofs.json").exists()
 
 

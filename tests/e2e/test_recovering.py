@@ -124,7 +124,7 @@ def test_a_killed_training_continues_though_its_daemon_was_killed_and_its_newest
         assert list(dict.fromkeys(told)) == undisturbed
         assert set(told) == set(undisturbed)
         assert len(job.pids()) == 3
-        assert "do not fit their checksums" in job.errors()
+        assert "do not match their checksums" in job.errors()
     with connect(str(daemon.socket_path)) as hegmd:
         while hegmd.recovery().jobs:  # its memory is given back once its supervisor is seen to have ended
             select.poll().poll(SLOWLY_MS)
@@ -232,7 +232,7 @@ def test_a_training_that_hangs_is_killed_and_recovered_on_a_healthy_gpu(
         job.until(_has_two)
         job.answer("simulate", "fault", "gpu0", "ecc")
         told = job.until(lambda told: told.recoveries[-1:] != () and told.recoveries[-1].result == "recovered")
-        assert "made no step for" in told.recoveries[0].why
+        assert "completed no step for" in told.recoveries[0].why
         assert f"{LEAVING}:" in (told.recoveries[0].stacks or "")
         assert told.recoveries[0].gpus == ("gpu1",)
         assert list(dict.fromkeys(job.steps())) == undisturbed

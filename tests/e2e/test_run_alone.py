@@ -44,7 +44,7 @@ def test_no_daemon_is_started_where_somebody_else_could_answer(socket_dir: Path)
     words = ("run", "--simulate", "1x1GiB", "--", "echo", "trains")
     refused = _run(*words, XDG_RUNTIME_DIR=str(socket_dir))
     assert (refused.returncode, refused.stdout) == (6, "")
-    assert f"{folder} is writable for other users, who could answer there" in refused.stderr
+    assert f"{folder} is writable for other users, who could impersonate the daemon" in refused.stderr
     folder.chmod(0o700)
     assert _run(*words, XDG_RUNTIME_DIR=str(socket_dir)).stdout == "trains\n"
 

@@ -184,7 +184,7 @@ def differences(said: Sequence[str], wanted: Sequence[str], case: Case) -> str:
         if not is_close and number < parted_at + case.close_steps:
             return f"step {number} has the loss {loss:g}, and undisturbed {close:g}"
         after = told[4]
-    return "" if said else "it said nothing"
+    return "" if said else "it printed nothing"
 
 
 def row_of(result: dict[str, Any]) -> str:

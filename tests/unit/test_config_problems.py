@@ -167,7 +167,7 @@ CAUSES = 'write a list of any of "uncorrected", "corrected", "rows", "link", "dr
         ),
         (
             '[daemon]\nsocket_mode = "0066"',
-            '2: daemon.socket_mode: "0066" shuts out the daemon itself',
+            '2: daemon.socket_mode: "0066" would deny access to the daemon itself',
             "let the first digit be 6 or 7",
         ),
         (

@@ -38,7 +38,7 @@ def changed(number: int, place: int, word: str) -> list[str]:
         (changed(1, 5, "0x1.1p+1"), "step 1 had another batch"),
         (changed(1, 6, "0x1.1p+1"), "step 1 has the loss 2.125, and undisturbed 2"),
         (changed(1, 6, "nan"), "step 1 has the loss nan"),
-        ([], "it said nothing"),
+        ([], "it printed nothing"),
     ],
 )
 def test_a_restart_that_is_not_exact_is_seen(said: list[str], wrong: str) -> None:

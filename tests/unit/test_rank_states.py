@@ -131,7 +131,7 @@ def test_a_rank_whose_supervisor_has_gone_does_not_begin_anew(states: RankStates
     address = states.address
     states.close()
     with Rank(address, "1") as rank:
-        assert "rank 1 does not reach the hegmctl run of its job" in rank.said(None)
+        assert "rank 1 cannot reach the hegmctl run of its job" in rank.said(None)
 
 
 def test_ranks_that_a_launcher_starts_again_after_all_is_over_begin_as_they_would(states: RankStates) -> None:

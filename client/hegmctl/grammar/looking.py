@@ -37,7 +37,7 @@ LOOKING = (
         "gpus",
         "show the GPUs of this node",
         "One line for each GPU: memory in use and in all, utilisation, temperature, power drawn and its limit, whether "
-        "it is cut up (MIG) or shared (MPS), and its health. A narrow terminal shows fewer columns.",
+        "it is partitioned (MIG) or shared (MPS), and its health. A narrow terminal shows fewer columns.",
         request="gpus",
         handler="commands:gpus",
         options=(Option("-l", "--long", doc="show everything known about each GPU: identity, links, errors"),),

@@ -20,8 +20,8 @@ SHARING = (
         "Suspends jobs of lower priority, or migrates them if another GPU has room, fewest bytes first, and keeps the "
         "memory as a lease. The suspended jobs resume by themselves once the lease has ended: with the process, after "
         "the time, or with `hegmctl release`. Prints the id of the lease. With --wait it returns once the memory is "
-        "free; if that cannot be, or takes longer than --timeout, it fails and there is no lease. Without --timeout "
-        "it fails as soon as nothing under way would help. Interrupted, it drops the lease.",
+        "free; if that is impossible, or takes longer than --timeout, it fails and there is no lease. Without "
+        "--timeout it fails as soon as no running operation can free the memory. Interrupted, it drops the lease.",
         request="room.make",
         handler="sharing_commands:make_room",
         forms=(
@@ -48,7 +48,7 @@ SHARING = (
                 names=("--seconds",),
                 kind=SECONDS,
                 metavar="SECONDS",
-                doc="end the lease so long after its memory is free",
+                doc="end the lease this long after its memory is free",
             ),
             RequestField("name", metavar="NAME", doc="a name for `hegmctl release`, besides the id"),
             RequestField(
@@ -76,7 +76,7 @@ SHARING = (
     ),
     Command(
         "queue",
-        "show who runs, who waits for what, and the leases",
+        "show running and waiting jobs, what they wait for, and the leases",
         "One line for each job that has or wants a GPU, the highest priority first: what it does, since when, what it "
         "waits for and what happens next. Below them the leases.",
         request="queue",

@@ -223,7 +223,9 @@ class _Capture:
         objects = ScriptSearch(place.frames)
         baseline = self._baseline
         if not objects.is_whole:
-            self._refuse("the script holds more objects than are looked through", "hold less in lists and dictionaries")
+            self._refuse(
+                "the script holds more objects than hegmd searches", "keep fewer objects in lists and dictionaries"
+            )
         elsewhere = objects.tensors_elsewhere()
         carried = [found for found in self._chosen(objects) if found.kind != TENSOR or id(found.thing) not in elsewhere]
         references = kind_table.references_of(dict(enumerate(carried)))

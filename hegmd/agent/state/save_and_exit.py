@@ -189,7 +189,7 @@ def leave() -> NoReturn:
 def end_unrestored(reasons: list[str]) -> NoReturn:
     """Print why the state was not restored, and end the worker before it has made a step. Its state stays complete."""
     flush_all()
-    text = f"hegm: the training was not restarted: {'; '.join(reasons)}. Nothing of its state was used up.\n"
+    text = f"hegm: the training was not restarted: {'; '.join(reasons)}. Its saved state is unchanged.\n"
     os.write(2, text.encode(errors="replace"))
     os._exit(UNRESTORED_STATUS)
 

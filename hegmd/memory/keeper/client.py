@@ -145,11 +145,11 @@ class KeeperStore:
         """Return True if the current keeper, or a new one, stores everything."""
         self._hang_up()
         if self._missing:
-            logger.warning("the keeper in %s ended while it held something; another takes its place", self._folder)
+            logger.warning("the keeper in %s ended while it held memory; hegmd starts a new one", self._folder)
         try:
             await self._hand_over()
         except HegmError as error:
-            logger.error("%s; what it held is held by hegmd alone", error.message)
+            logger.error("%s; only hegmd holds that memory now", error.message)
             return False
         return True
 
@@ -233,7 +233,7 @@ class KeeperStore:
         return HegmError(
             UNAVAILABLE,
             f"the keeper in {self._folder} {what}: {error.strerror or error}",
-            "see whether `hegm-keeper` runs and what the log of hegmd says of its start",
+            "check whether `hegm-keeper` runs, and read about its start in the log of hegmd",
             {"errno": error.errno},
         )
 
@@ -248,6 +248,6 @@ def _exchange(over: socket.socket, lines: Sequence[str], fds: Sequence[int]) -> 
         for fd in came:
             os.close(fd)
         if not reply:
-            raise OSError(errno.ECONNRESET, "it hung up")
+            raise OSError(errno.ECONNRESET, "it closed the connection")
         raise OSError(errno.EPROTO, " ".join(reply[1:]))
     return reply[1:], came

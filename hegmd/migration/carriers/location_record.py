@@ -39,7 +39,7 @@ class LocationRecords:
         own = self.owners(subject)
         if mark is not None and mark.owner not in own:
             raise Refused(
-                f"the piece of process {subject.pid} says that its bytes are held for {mark.owner[:80]!r}, "
+                f"the pool segment of process {subject.pid} says that its bytes are held for {mark.owner[:80]!r}, "
                 f"which is not its own; its own are {' and '.join(sorted(own))}",
                 "report this with the log of hegmd, unless the job wrote that record itself; nothing was read",
                 {"pid": subject.pid, "owner": mark.owner},

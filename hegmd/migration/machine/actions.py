@@ -226,7 +226,7 @@ def deadline_passed(op: Operation, event: events.DeadlinePassed, now: float) -> 
     workers = [worker.replace(waits=None) for worker in op.workers]
     op = op.replace(workers=tuple(workers))
     if is_reconnecting:
-        late = f"operation {op.id} was not through with {op.phase} within {limit_s(op.limits, op.phase):g} s"
+        late = f"operation {op.id} did not complete {op.phase} within {limit_s(op.limits, op.phase):g} s"
         op = communicators.another_round(op, TIMEOUT.name, late)
     return next_effects.later(op, now)
 

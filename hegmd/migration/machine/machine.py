@@ -157,8 +157,12 @@ def _put_requests(put: Put) -> None:
 
     settled = ("leaving", "ending", "verifying", "tidying")
     open_phases = [phase for phase in (PLANNED, *ACTIVE) if phase not in (*settled, "sealing")]
-    put("cancel-requested", ["sealing"], Row(MOVE, "the image is no longer wanted", actions.drop_image))
-    put("cancel-requested", open_phases, Row(MOVE, "back, unless past return or on its way back", actions.cancel))
+    put("cancel-requested", ["sealing"], Row(MOVE, "the image is no longer needed", actions.drop_image))
+    put(
+        "cancel-requested",
+        open_phases,
+        Row(MOVE, "it rolls back, unless it is past the point of no return or already rolling back", actions.cancel),
+    )
     put(
         "cancel-requested",
         settled,
@@ -175,7 +179,7 @@ def _put_requests(put: Put) -> None:
     put("drop-requested", [PLANNED, *ACTIVE], Row(REFUSE, "only a suspended operation keeps a state", hint=_WATCH))
     put("drop-requested", TERMINAL, Row(REFUSE, "it has ended and keeps no state", hint="run: hegmctl ops"))
 
-    put("resume-requested", [SUSPENDED], Row(MOVE, "it heads for the GPUs named", actions.resume))
+    put("resume-requested", [SUSPENDED], Row(MOVE, "it moves to the named GPUs", actions.resume))
     put("resume-requested", [HOLDING], Row(MOVE, "it resumes early", actions.resume_early))
     others = [phase for phase in (PLANNED, *ACTIVE) if phase != HOLDING]
     put("resume-requested", others, Row(REFUSE, "only a suspended operation can be resumed", hint=_WATCH))
@@ -190,9 +194,7 @@ def _put_requests(put: Put) -> None:
     put("taken-up", TERMINAL, Row(REFUSE, "it has ended", hint="try again"))
 
     put(
-        "image-requested",
-        [SUSPENDED],
-        Row(MOVE, "it is to have an image, and its processes are to end", actions.hand_over),
+        "image-requested", [SUSPENDED], Row(MOVE, "its image is written, and then its processes end", actions.hand_over)
     )
     put(
         "image-requested",
@@ -206,16 +208,22 @@ def _put_happenings(put: Put) -> None:
     put("worker-exited", [PLANNED, *ACTIVE, SUSPENDED], Row(MOVE, "without it", actions.worker_exited))
     put("training-ended", [*ACTIVE, SUSPENDED], Row(MOVE, "its state is no longer needed", actions.training_ended))
     put("training-ended", [PLANNED], Row(IGNORE, "no process has continued from a state yet"))
-    put("came-on", ACTIVE, Row(MOVE, "it is told of", actions.record_progress))
+    put("came-on", ACTIVE, Row(MOVE, "it is reported", actions.record_progress))
     put("came-on", [PLANNED, SUSPENDED], Row(IGNORE, "no process is started here"))
     put("agent-lost", ACTIVE, Row(MOVE, "it waits for the agent", actions.agent_lost))
     put("agent-lost", [PLANNED], Row(IGNORE, "the agent has no order yet"))
     put("agent-lost", [SUSPENDED], Row(IGNORE, "the agent has no order; it is inspected when it reconnects"))
     put("agent-back", [*ACTIVE, SUSPENDED], Row(MOVE, "it is inspected", actions.agent_back))
     put("agent-back", [PLANNED], Row(IGNORE, "the agent has no order yet"))
-    put("deadline-passed", ACTIVE, Row(MOVE, "back where that is open, else another attempt", actions.deadline_passed))
+    put(
+        "deadline-passed",
+        ACTIVE,
+        Row(MOVE, "it rolls back if that is possible, otherwise it retries", actions.deadline_passed),
+    )
     put("deadline-passed", [PLANNED, SUSPENDED], Row(IGNORE, "it has no deadline here: an alarm from an earlier phase"))
-    put("recovered", [PLANNED], Row(MOVE, "it had not begun, and does not begin without a request", actions.recovered))
+    put(
+        "recovered", [PLANNED], Row(MOVE, "it had not started, and does not start without a request", actions.recovered)
+    )
     put("recovered", [*ACTIVE, SUSPENDED], Row(MOVE, "all are inspected", actions.recovered))
     for event in (
         "worker-exited",
@@ -264,7 +272,7 @@ _WRITES: dict[str, Callable[..., Operation]] = {
 def _put_endings(put: Put) -> None:
     for event, action in _WRITES.items():
         phases = _phases_of(event)
-        put(event, phases, Row(MOVE, "written down; the facts decide what comes next", action))
+        put(event, phases, Row(MOVE, "it is recorded; the facts decide the next step", action))
         put(event, [phase for phase in (PLANNED, *ACTIVE, SUSPENDED) if phase not in phases], _HAS_ENDED)
         put(event, TERMINAL, _OVER)
 

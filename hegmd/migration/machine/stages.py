@@ -288,7 +288,7 @@ STAGES: tuple[Stage, ...] = (
         "arm_s",
         "the job trains until the process that continues from its state has imported its modules",
     ),
-    Stage("counting", _counting, ("survey",), "park_s", "ranks say how many boundaries they have passed"),
+    Stage("counting", _counting, ("survey",), "park_s", "ranks report how many boundaries they have passed"),
     Stage(
         "quiescing", _quiescing, ("park",), "park_s", "the training threads stop at a boundary, ranks all at the same"
     ),
@@ -313,7 +313,7 @@ STAGES: tuple[Stage, ...] = (
         _locking,
         ("lock",),
         "move_s",
-        "the driver locks every rank of a job with communicators before it takes the first off its GPU",
+        "the driver locks every rank of a job with communicators before it checkpoints the first",
     ),
     Stage("checkpointing", _checkpointing, ("checkpoint",), "move_s", "the driver checkpoints the rest of the process"),
     Stage("leaving", _leaving, ("release-reservation",), "retry_s", "the GPU memory of a suspended job is released"),
@@ -324,9 +324,11 @@ STAGES: tuple[Stage, ...] = (
         "hand_s",
         "the processes of a job that is to be in an image are written; all of it, and read back, if the job is to end",
     ),
-    Stage("ending", _ending, ("end",), "retry_s", "the processes that are in an image that is whole end"),
+    Stage("ending", _ending, ("end",), "retry_s", "processes whose image is complete end"),
     Stage("restoring", _restoring, ("restore",), "move_s", "the driver restores the process on its target GPU"),
-    Stage("unlocking", _unlocking, ("unlock",), "retry_s", "ranks that the driver locked and left where they were run"),
+    Stage(
+        "unlocking", _unlocking, ("unlock",), "retry_s", "ranks that the driver locked but did not move are unlocked"
+    ),
     Stage(
         "reloading",
         _reloading,
@@ -342,13 +344,13 @@ STAGES: tuple[Stage, ...] = (
         "the ranks of a job connect their communicators again, all of them",
     ),
     Stage("releasing", _releasing, ("release", "withdraw"), "retry_s", "all training threads continue"),
-    Stage("verifying", _verifying, ("verify",), "verify_s", "the next boundary is waited for"),
+    Stage("verifying", _verifying, ("verify",), "verify_s", "the operation waits for the next boundary"),
     Stage(
         "tidying",
         _tidying,
         ("release-reservation", "release-pool"),
         "retry_s",
-        "what was held for the move is given back",
+        "memory that was reserved for the move is released",
     ),
     Stage(
         SEALING,

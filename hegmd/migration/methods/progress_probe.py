@@ -93,7 +93,7 @@ class WatchedCall:
         )
 
     def _of_quiet(self, sample: ProgressSample, now: float) -> Stuck:
-        threads = ", ".join(f"{count} {state}" for state, count in sorted(sample.threads.items())) or "none to be seen"
+        threads = ", ".join(f"{count} {state}" for state, count in sorted(sample.threads.items())) or "none visible"
         memory = "" if sample.resident_bytes is None else f", {sample.resident_bytes / GIB:.1f} GiB in its memory"
         return Stuck(
             f"the driver has been at `{self._op}` of process {self._pid} for {now - self._began:.0f} s, where "

@@ -274,7 +274,7 @@ class RestartMethod:
         if fallen is None:
             return
         if not start.fallen:
-            process = "seen by no hegmd that runs" if fallen.rank == NO_PROCESS else f"process {fallen.rank[0]}"
+            process = "not seen by the running hegmd" if fallen.rank == NO_PROCESS else f"process {fallen.rank[0]}"
             start.fallen = f"rank {subject.rank} ({process}) ended before its first boundary"
             logger.warning("operation %s: %s", subject.operation, start.fallen)
         if rank.is_left_behind(anyio.current_time()):

@@ -137,7 +137,9 @@ def _against_groups(ranks: Sequence[Candidate]) -> Iterator[tuple[str, str, int]
                 yield message, _RESTART, candidate.pid
         if groups is not None and groups.nvls and "nvls" not in reasons:
             reasons.add("nvls")
-            message = f"process {candidate.pid} may use NVLink multicast (NVLS), at which the driver's checkpoint hangs"
+            message = (
+                f"process {candidate.pid} may use NVLink multicast (NVLS), with which the driver's checkpoint hangs"
+            )
             hint = "start the job with NCCL_NVLS_ENABLE=0: hegmctl run sets it unless --nvls keep is given"
             yield message, hint, candidate.pid
 
@@ -170,9 +172,8 @@ def _against_missing(ranks: Sequence[Candidate], members: Sequence[Candidate]) -
     here = [candidate for candidate in members if candidate.agent is not None and candidate.agent.rank is not None]
     without_agent = sum(candidate.agent is None for candidate in members)
     if world > len(here) + without_agent:
-        message = (
-            f"{len(here)} of the job's {world} ranks are known here, and communicators are disconnected on all or none"
-        )
+        known = f"{len(here)} of the job's {world} ranks are known here"
+        message = f"{known}, but communicators can only be disconnected on all ranks"
         hint = (
             "the others have ended, have no agent, or are on other nodes; see hegmctl ps. Start all ranks with hegmctl "
             "run, in front of their launcher; a job on several nodes is restarted as a whole"

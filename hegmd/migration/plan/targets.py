@@ -138,7 +138,7 @@ def _exchanged(draft: Draft, pid: int, here: tuple[str, ...], target: str) -> st
         return None
     strange = [gpu for gpu in to if gpu not in here]
     if strange:
-        where = listed(here) if here else "no GPU that is known"
+        where = listed(here) if here else "no known GPU"
         hint = f"give a GPU that it uses before the {_TO}; see hegmctl ps"
         draft.against(REFUSED, f"process {pid} is on {where}, not on {listed(tuple(strange))}", hint, pid=pid)
         return None

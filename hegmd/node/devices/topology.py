@@ -292,7 +292,7 @@ class _Description:
         processes: list[ProcessSpec] = []
         for each in self._tables(table, "process", within="gpu"):
             pid = each.number("pid", 1, 2**22)
-            each.must_have("pid", "write the number that the driver would tell")
+            each.must_have("pid", "write the number that the driver would report")
             vram_bytes = each.size("memory")
             kind = each.word("kind", USE_KINDS) or "compute"
             each.finish()

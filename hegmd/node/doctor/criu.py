@@ -69,7 +69,7 @@ def rights(facts: NodeFacts) -> CheckResult:
 async def check(facts: NodeFacts) -> CheckResult:
     """CRIU's own check of the kernel succeeds."""
     if facts.uid != 0:
-        return skip("only root can ask CRIU: sudo criu check")
+        return skip("only root can check CRIU: sudo criu check")
     found = await _survey(facts)
     if not found:
         return skip("CRIU is not installed")

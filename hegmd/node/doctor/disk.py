@@ -72,7 +72,7 @@ def _examine(facts: NodeFacts, directory: Path) -> CheckResult | None:
     if not directory.is_dir():
         return fail(f"{shown} is not a directory", f"{sudo}install -d -m 0700 {directory}")
     if facts.uid != 0 and not facts.user_mode and not may_use(facts, directory, os.W_OK | os.X_OK):
-        return skip(f"{shown} is closed to uid {facts.uid}, as it should be; root can tell")
+        return skip(f"{shown} is closed to uid {facts.uid}, as it should be; only root can check it")
     try:
         # Really written and synced: modes do not show a read-only mount, a quota or a sandbox.
         with tempfile.TemporaryFile(dir=directory, prefix=".hegm-doctor-") as file:

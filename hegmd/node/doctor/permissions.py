@@ -25,7 +25,7 @@ def rights(facts: NodeFacts) -> CheckResult:
     if facts.uid != 0:
         return warn(
             f"runs as uid {facts.uid}: only processes of that user can be acted on",
-            "sudo systemctl start hegmd, or hegmd --user to mean it",
+            "sudo systemctl start hegmd, or run hegmd --user if that is intended",
         )
     missing = [
         name

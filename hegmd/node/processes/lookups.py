@@ -23,7 +23,7 @@ NO_USER_NAME_MAX_AGE_S = 60.0
 
 NOTE_UNREAD = "its command line is not read yet"
 NOTE_STUCK = "its command line cannot be read: the process holds the lock of its memory map"
-NOTE_UNREADABLE = "its command line may not be read"
+NOTE_UNREADABLE = "hegmd has no permission to read its command line"
 
 
 @dataclass(frozen=True, slots=True)

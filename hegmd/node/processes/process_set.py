@@ -232,8 +232,8 @@ def _end_dump(dumper: int) -> None:
         return
     try:
         is_told = _make_writes_fail(dumper)
-        how = "told to end" if is_told else "waited for, because to tell it to end takes CAP_SYS_RESOURCE"
-        _log.warning("CRIU (process %d) writes an image that is no longer wanted: it is %s", dumper, how)
+        how = "told to end" if is_told else "waited for, because ending it needs CAP_SYS_RESOURCE"
+        _log.warning("CRIU (process %d) writes an image that is no longer needed: it is %s", dumper, how)
         within_s = 0.0
         # Never abandoned before: CRIU would leave the job stopped, and nothing would continue it.
         for limit_s in (_TOLD_GRACE_S, _DUMPER_GRACE_S - _TOLD_GRACE_S):

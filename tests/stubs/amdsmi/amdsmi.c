@@ -88,7 +88,7 @@ status_t amdsmi_get_processor_handles(handle_t socket, uint32_t *count, handle_t
 /* ---- what it is ------------------------------------------------------------------------------------------------- */
 
 status_t amdsmi_get_gpu_device_bdf(handle_t handle, uint64_t *bdf) {
-    int gpu = (int)((int *)handle - handles); /* kept from the start, so it is told of a lost GPU as well */
+    int gpu = (int)((int *)handle - handles); /* kept from the start, so it is reported a lost GPU as well */
     if (!initialised) return AMDSMI_NOT_INIT;
     int status = scenario_enter(__func__, gpu);
     *bdf = bdf_of(gpu);

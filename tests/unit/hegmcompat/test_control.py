@@ -147,7 +147,7 @@ def test_only_workers_of_launchers_are_signalled(tmp_path: Path) -> None:
     """HeGM's sends SIGUSR1 to any pid that it is given, which ends whoever does not expect it."""
     with child() as stranger:
         assert control(tmp_path).checkpoint([stranger.pid]) == {
-            stranger.pid: "error: it is no worker of a hegm-launcher"
+            stranger.pid: "error: it is not a worker of a hegm-launcher"
         }
         assert stranger.poll() is None
 

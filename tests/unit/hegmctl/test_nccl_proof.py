@@ -56,7 +56,7 @@ def test_a_job_that_ends_early_says_its_error(tmp_path: Path) -> None:
 
 def test_a_job_that_makes_no_step_is_not_waited_for_without_end(tmp_path: Path) -> None:
     with ranks(tmp_path, TRAINS) as job:
-        with pytest.raises(MoveFailed, match=r"made no step for 0\.1 s"):
+        with pytest.raises(MoveFailed, match=r"completed no step for 0\.1 s"):
             job.wait_for_steps(2, 0.1)
         pid = job.pid
     with pytest.raises(ProcessLookupError):

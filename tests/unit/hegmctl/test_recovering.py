@@ -126,7 +126,7 @@ def test_slots_and_recoveries_are_shown_with_what_they_cost() -> None:
     assert "a snapshot every 50 s; the last one cost 500 ms (0.99% of the time); 8.0 MiB of host memory" in text
     beside = recovery_text(RecoveryReply(taken_utc=100.0, jobs=(job.replace(copied_s=2.0),)), Style())
     assert ", and was copied for 2.0 s while the training ran; 8.0 MiB" in "\n".join(beside)
-    assert "no whole snapshot" in text
+    assert "no complete snapshot" in text
     assert "ended by signal 9" in text
     assert "2.5 s" in text
     assert recovery_text(RecoveryReply(taken_utc=1.0, jobs=()), Style())[0].startswith("No job is protected here")

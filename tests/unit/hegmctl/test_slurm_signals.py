@@ -77,7 +77,7 @@ def test_a_spawn_that_fails_ends_no_command_and_is_tried_again_until_it_succeeds
         assert parent.stdout.readline() == "trains\n"
         parent.send_signal(signal.SIGTSTP)
         assert parent.stderr.readline() == (
-            "Slurm suspends this job, but no process can be started that tells hegmd: "
+            "Slurm suspends this job, but hegmctl cannot start a process that notifies hegmd: "
             "No such file or directory; trying again\n"
         )
         _stand_in(python, called)

@@ -69,7 +69,7 @@ def test_unknown_is_never_shown_as_zero() -> None:
             Vendor(vendor="nvidia", state="stale", message="NVML does not answer.", hint="see dmesg", age_s=75.0),
             "nvidia (1 min 15 s old): NVML does not answer; see dmesg",
         ),
-        (Vendor(vendor="nvidia", state="stale"), "nvidia (nothing was ever read): stale"),
+        (Vendor(vendor="nvidia", state="stale"), "nvidia (never read): stale"),
         (
             Vendor(vendor="nvidia", state="failed", message="driver and library differ", hint="reboot"),
             "nvidia: driver and library differ; reboot",

@@ -177,4 +177,4 @@ def test_a_drawing_is_written_whole_or_not_at_all(daemon: FakeDaemon, tmp_path: 
     assert "cannot be written: No such file" in ran.stderr
     ran = hegmctl("op", "4", option, str(file), socket=daemon.path)
     assert ran.returncode == 2
-    assert "say --timeline as well" in ran.stderr
+    assert "add --timeline" in ran.stderr

@@ -1,6 +1,6 @@
 """An operation whose worker leaves by ending: who ends when, who goes on in its place, and what is held meanwhile.
 
-Longer than 400 lines because all of it is told of one operation, from its first step to the next process's boundary.
+Longer than 400 lines because all of it is reported one operation, from its first step to the next process's boundary.
 """
 
 from __future__ import annotations

@@ -180,9 +180,9 @@ async def test_a_job_that_is_killed_for_a_hang_says_so_to_its_user(process: subp
 
     rig.supervisor.tell = tell
     own = cast("Any", Rank(process))
-    await ProtectedJob.kill(rig.job, [own], "made no step for 61 s, and was killed", None, "job.hung")
+    await ProtectedJob.kill(rig.job, [own], "completed no step for 61 s, and was killed", None, "job.hung")
     assert process.wait(HANG_S) == -9
-    assert told == ["job j1 (train) made no step for 61 s, and was killed; see: hegmctl recovery j1"]
+    assert told == ["job j1 (train) completed no step for 61 s, and was killed; see: hegmctl recovery j1"]
 
 
 async def test_a_job_that_hangs_before_its_first_snapshot_is_not_killed_and_that_is_said_once() -> None:
@@ -199,7 +199,7 @@ async def test_a_job_that_hangs_before_its_first_snapshot_is_not_killed_and_that
     for _ in range(2):
         await protection._end_hung([own], 61.0)
     assert rig.job.killed_for == ""
-    assert told == ["job j1 (train) has made no step for 61 s, and has no snapshot: it is not changed"]
+    assert told == ["job j1 (train) has completed no step for 61 s, and has no snapshot: it is not changed"]
     assert rig.said == ["job.hung"]
 
 
@@ -234,7 +234,7 @@ async def test_a_start_that_hangs_before_its_first_step_is_killed_with_its_comma
     with anyio.fail_after(HANG_S):
         await Hanging(rig.job, least_start_s=0.0)._await_start(RecoveryAttempt(failed_utc=0.0, why=""))
     assert await anyio.to_thread.run_sync(other.wait) == -9
-    assert rig.job.killed_for == ("job.hung: came to no step within 0 s of its start from a snapshot, and was killed")
+    assert rig.job.killed_for == ("job.hung: completed no step within 0 s of its start from a snapshot, and was killed")
 
 
 class Asked:

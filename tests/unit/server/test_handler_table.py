@@ -47,8 +47,8 @@ CALLED = {
     "nccl.end-proof": "proving.end",
     "operation": "operations.follow operations.runner.history operations.runner.describe jobs.with_job",
     "operation.cancel": "operations.drop jobs.with_job",
-    "operations": "orphans.look operations.runner.operations orphans.all",
-    "orphans": "orphans.look orphans.all",
+    "operations": "orphans.search operations.runner.operations orphans.all",
+    "orphans": "orphans.search orphans.all",
     "orphans.drop": "orphans.drop",
     "ping": "",
     "processes": "inventory.fresh jobs.pids ways jobs.of_process policy.visible",
@@ -200,7 +200,7 @@ async def test_every_field_of_a_request_is_heeded(op: str) -> None:
 async def test_to_list_orphans_looks_at_everything_and_to_list_operations_does_not() -> None:
     for op, words in (("orphans", {"thorough": "True", "within_s": "20.0"}), ("operations", {"thorough": "False"})):
         _, calls = await _answered(_request(op))
-        ((_, given),) = [call for call in calls if call[0] == "orphans.look"]
+        ((_, given),) = [call for call in calls if call[0] == "orphans.search"]
         assert repr(words)[1:-1] in repr(given)
 
 

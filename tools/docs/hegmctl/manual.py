@@ -159,7 +159,7 @@ def configuration_page(day: str) -> str:
         "A TOML file with the sections below; each setting can be left out, and then has the default shown. The file "
         "is `/etc/hegm/hegmd.toml`, or with `hegmd --user` `$XDG_CONFIG_HOME/hegm/hegmd.toml`, or what `--config` "
         "names. An unknown key or a bad value is an error; `hegmd --check-config` tells all of them at once, with "
-        "their lines, and `hegmctl config` shows what is in force and where it comes from."
+        "their lines, and `hegmctl config` shows the active settings and where it comes from."
     )
     for section, cls in SECTIONS.items():
         page.section(f"[{section}]")

@@ -112,7 +112,7 @@ def against(frames: list[FrameType]) -> list[tuple[str, str, bool]] | None:
     kind = sys.modules[TRAINER].Trainer
     if not all(hasattr(kind, name) for name in _KNOWN_METHODS):
         version = getattr(sys.modules.get("transformers"), "__version__", "?")
-        return [(f"the Trainer of transformers {version} is not known here", "use transformers 5", False)]
+        return [(f"the Trainer of transformers {version} is not supported", "use transformers 5", False)]
     if _EPOCH not in by_name or frames[-1] is not by_name.get(_BATCHES):
         return [("the Trainer is evaluating or saving", "try again shortly; nothing has to change", True)]
     ahead = look_ahead(frames[-1].f_locals["epoch_iterator"])
@@ -289,7 +289,7 @@ class Resuming:
         if "trainer" not in state:
             return found
         if self._trainer is None:
-            return [*found, "the script's Trainer was not begun"]
+            return [*found, "the script's Trainer was not started"]
         here = [type(callback).__qualname__ for callback in self._trainer.callback_handler.callbacks]
         there = [name for name, _values in state["trainer"]["callbacks"]]
         if here != there:

@@ -103,7 +103,7 @@ class OrderState:
         fit: Any = self.trainer.fit_loop
         if not all(hasattr(class_of(fit), name) for name in _KNOWN):
             version = getattr(sys.modules.get(type(fit).__module__.partition(".")[0]), "__version__", "?")
-            yield f"the loops of Lightning {version} are not known here", "use Lightning 2.6", False
+            yield f"the loops of Lightning {version} are not supported", "use Lightning 2.6", False
             return
         iterators: Any = getattr(fit._combined_loader._iterator, "iterators", ())
         if len(iterators) != 1 or self._fetcher.length is None or "Iter" in type(self._fetcher).__name__:
@@ -124,7 +124,7 @@ class OrderState:
         if any(_counts(metric) for metric in self._metrics()):
             yield (
                 "Lightning is within an epoch whose logged means, or metrics, are not complete",
-                "ask again; it is over with the epoch",
+                "retry after the epoch has ended",
                 True,
             )
 
@@ -233,7 +233,7 @@ class Resuming:
     def misfits(self, taken: Any) -> list[str]:
         """Return why this cannot be restored; empty if it can."""
         if self._trainer is None:
-            return ["Lightning's Trainer was not begun"]
+            return ["Lightning's Trainer was not started"]
         here = [type(callback).__qualname__ for callback in self._trainer.callbacks]
         there = [name for name, _values in taken["callbacks"]]
         if here != there:

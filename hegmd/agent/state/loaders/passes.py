@@ -335,7 +335,7 @@ _DRAWING = (
     "draw from Python's, NumPy's or PyTorch's own generators there, whose states in workers are kept",
 )
 _NOT_WHOLE = (
-    "a loader's workers read a dataset that holds more objects than are looked through for random generators",
+    "a loader's workers read a dataset that holds more objects than hegmd searches for random generators",
     "hold its rows in tensors, arrays or lists of numbers and texts",
 )
 _OUTER_DRAWS = (

@@ -175,8 +175,8 @@ def refusal_of(found: FoundObject) -> Refusal:
     """Return the refusal of an object that was created since the script first reached this place."""
     name = found.names[0]
     return Refusal(
-        f"{name}, a {type(found.thing).__qualname__}, was made after the first batch, and a restarted script would not "
-        "have it where it continues",
+        f"{name}, a {type(found.thing).__qualname__}, was created after the first batch, so a restarted script would "
+        "not have it where it continues",
         "create it before the loop, or keep its contents with hegm.keep(name, get, set)",
     )
 

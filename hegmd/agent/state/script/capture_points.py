@@ -132,7 +132,7 @@ def refusals_of(place: ThreadPosition, driver: Any) -> Iterator[Refusal]:
         return
     chain = chain_of(place)
     if not place.frames:
-        yield Refusal("no frame of the script's is under way in the thread that trains", _LATER, passes=True)
+        yield Refusal("the training thread runs no function of the script", _LATER, passes=True)
     elif not place.at_head and (chain or driver is None):
         yield Refusal(f"the script is within a loop's body, at {step_text(place.path[-1])}", _LATER, passes=bool(chain))
     asked = None if driver is None else loaders_passes.followed(driver)

@@ -186,7 +186,7 @@ def _keep_rest(path: str, fd: int, start: int, mode: int) -> None:
     kept = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, mode)
     try:
         if not _is_own(os.fstat(kept)):
-            raise OSError(f"{path} is no file of this user's")
+            raise OSError(f"{path} does not belong to this user")
         end = os.lseek(kept, 0, os.SEEK_END)
         try:
             while piece := os.pread(fd, _PIECE_BYTES, start):

@@ -38,7 +38,9 @@ def misfits(taken: Any, frames: list[FrameType]) -> list[str]:
         if is_own(frame):
             continue
         if here["function"] != saved["function"] or (is_same_python and here["code"] != saved["code"]):
-            reasons.append(f"{here['function'][0]}() at line {here['function'][1]} is not as it was when it was left")
+            reasons.append(
+                f"{here['function'][0]}() at line {here['function'][1]} has changed since the state was saved"
+            )
     return reasons
 
 

@@ -143,7 +143,7 @@ def read(fd: int) -> Any:
     copying.fetch_pages(ctypes.addressof(ctypes.c_char.from_buffer(mapping)), min(front_bytes, mapped_bytes))
     tree = bytes(mapping[HEADER_BYTES : HEADER_BYTES + tree_bytes])
     if crc32(tree) != sum_of_tree:
-        raise DamagedStateFile("its tree does not fit its checksum")
+        raise DamagedStateFile("its tree does not match its checksum")
     places, sizes = _read_table(mapping, HEADER_BYTES + tree_bytes, pieces, total_bytes, sum_of_table)
     return decoder.value_of(tree, mapping, list(zip(places, sizes)))
 
@@ -160,12 +160,12 @@ def _header(tree: bytes, table: bytes, pieces: int, total_bytes: int) -> bytes:
 def _read_header(fd: int, given_bytes: int) -> tuple[int, int, int, int, int]:
     head = os.pread(fd, HEADER_BYTES, 0)
     if head[: len(MAGIC)] != MAGIC:
-        raise DamagedStateFile("it is no state file, or one whose writing was cut short")
+        raise DamagedStateFile("it is not a state file, or it is incomplete")
     if len(head) < HEADER_BYTES:
         raise DamagedStateFile(f"it ends after {len(head)} bytes")
     _magic, version, _none, tree_bytes, pieces, total_bytes, sum_of_tree, sum_of_table = _HEADER.unpack_from(head)
     if struct.unpack_from("<I", head, HEADER_BYTES - 4)[0] != crc32(head[: HEADER_BYTES - 4]):
-        raise DamagedStateFile("its header does not fit its checksum")
+        raise DamagedStateFile("its header does not match its checksum")
     if version != VERSION:
         raise DamagedStateFile(f"it is of version {version}, and this hegmd reads version {VERSION}")
     if total_bytes > given_bytes:
@@ -190,7 +190,7 @@ def _read_table(
     parts = _parts(places, sizes)
     table_bytes = 8 * pieces + 4 * len(parts)
     if crc32(mapping[table_at : table_at + table_bytes]) != sum_of_table:
-        raise DamagedStateFile("its table does not fit its checksum")
+        raise DamagedStateFile("its table does not match its checksum")
     expected = struct.unpack_from(f"<{len(parts)}I", mapping, table_at + 8 * pieces)
     _check(mapping, places, sizes, dict(zip(parts, expected)))
     return places, sizes
@@ -212,7 +212,7 @@ def _check(mapping: memoryview, places: list[int], sizes: list[int], expected: d
     if wrong:
         total = len(expected)
         raise DamagedStateFile(
-            f"{len(wrong)} of {total} parts do not fit their checksums, the first at byte {min(wrong)}"
+            f"{len(wrong)} of {total} parts do not match their checksums, the first at byte {min(wrong)}"
         )
 
 

@@ -154,7 +154,7 @@ def _handed(of_ranks: str) -> tuple[int, int] | None:
         try:
             door.connect(f"\0{name}-{rank}")
         except OSError as error:
-            raise OSError(f"rank {rank} does not reach the hegmctl run of its job: {error}") from error
+            raise OSError(f"rank {rank} cannot reach the hegmctl run of its job: {error}") from error
         said, ancillary, _, _ = door.recvmsg(64, socket.CMSG_SPACE(8), socket.MSG_CMSG_CLOEXEC)
     fds = [
         int.from_bytes(data[at : at + 4], sys.byteorder) for _, _, data in ancillary for at in range(0, len(data), 4)
@@ -162,7 +162,7 @@ def _handed(of_ranks: str) -> tuple[int, int] | None:
     if said == _OVER:
         return None
     if said != _STATE or len(fds) != 2:
-        raise OSError(f"rank {rank} got none from the hegmctl run of its job")
+        raise OSError(f"rank {rank} received no state from the hegmctl run of its job")
     return fds[0], fds[1]
 
 
@@ -178,7 +178,7 @@ def _read() -> Any:
         except ValueError as error:
             if isinstance(error, state_file.DamagedStateFile):
                 raise
-            raise state_file.DamagedStateFile(f"{DESCRIPTOR} is {number!r}, which is no descriptor") from error
+            raise state_file.DamagedStateFile(f"{DESCRIPTOR} is {number!r}, which is not a descriptor") from error
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         return state_file.read(fd)

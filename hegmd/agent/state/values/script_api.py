@@ -196,7 +196,7 @@ class Registrations:
     def misfits(self, state: dict[str, Any], optimizers: list[Any]) -> list[str]:
         """Return why this cannot be restored into the script as it is now; empty if it can. Changes nothing."""
         found = [
-            f"the state has a value for hegm.keep({name!r}), and the script has not called that before its first batch"
+            f"the state has a value for hegm.keep({name!r}), but the script did not call it before its first batch"
             for name in state["kept"]
             if name not in self._kept
         ]

@@ -140,7 +140,7 @@ async def test_the_reason_is_taken_from_what_criu_says(
 async def test_an_ordinary_user_cannot_ask(node: FileNode, programs: Programs) -> None:
     programs.install("criu")
     found = await criu.check(programs.facts(node, uid=1000))
-    assert (found.status, found.summary) == ("skip", "only root can ask CRIU: sudo criu check")
+    assert (found.status, found.summary) == ("skip", "only root can check CRIU: sudo criu check")
     assert not (programs.directory / "criu.log").exists()
 
 

@@ -223,7 +223,7 @@ def test_a_users_dump_was_waited_for_to_its_end_because_the_service_could_not_te
         words = ("dump", "--tree", str(one.pid), "--images-dir", "x")
         with sleeper(*words, text=text, user=USER) as dumper, confined(tmp_path / "unit", one.pid) as daemon:
             assert daemon.stderr is not None
-            assert "waited for, because to tell it to end takes CAP_SYS_RESOURCE" in daemon.stderr.readline()
+            assert "waited for, because ending it needs CAP_SYS_RESOURCE" in daemon.stderr.readline()
             assert dumper.stdin is not None
             dumper.stdin.close()  # its own end
             assert (daemon.wait(HANG_S), dumper.wait(HANG_S)) == (0, 0)

@@ -85,7 +85,7 @@ def test_the_batches_that_a_trainer_has_in_hand_are_given_again() -> None:
 
 def test_a_trainer_with_other_callbacks_is_not_restored() -> None:
     resuming = lightning.Resuming(lambda: None)
-    assert resuming.misfits({"callbacks": []}) == ["Lightning's Trainer was not begun"]
+    assert resuming.misfits({"callbacks": []}) == ["Lightning's Trainer was not started"]
     resuming._trainer = SimpleNamespace(callbacks=[SimpleNamespace()])
     assert resuming.misfits({"callbacks": [("SimpleNamespace", {})]}) == []
     (why,) = resuming.misfits({"callbacks": [("Timer", {})]})

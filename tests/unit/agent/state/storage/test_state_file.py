@@ -220,7 +220,9 @@ def test_a_file_with_any_bit_flipped_is_refused_or_the_same() -> None:
 def test_a_flip_in_any_page_of_a_large_piece_is_found_and_said() -> None:
     whole = bytearray(_file_of(torch.zeros(5 << 20, dtype=torch.float32)))
     whole[-(3 << 20)] ^= 4
-    with pytest.raises(state_file.DamagedStateFile, match="1 of 3 parts do not fit their checksums, the first at byte"):
+    with pytest.raises(
+        state_file.DamagedStateFile, match="1 of 3 parts do not match their checksums, the first at byte"
+    ):
         _read(bytes(whole))
 
 

@@ -106,7 +106,7 @@ def test_what_the_script_does_not_keep_any_more_is_a_misfit(said: Registrations)
     said.keep("history", lambda: 1, lambda _value: None)
     state, _against = said.capture([Optimizer()])
     assert _restarted(state).misfits(state, []) == [
-        "the state has a value for hegm.keep('history'), and the script has not called that before its first batch",
+        "the state has a value for hegm.keep('history'), but the script did not call it before its first batch",
         "the state has 1 optimizers, and the script has 0",
     ]
 
