@@ -31,7 +31,7 @@ def test_what_is_not_supported_or_not_permitted_is_nobodys_fault(look: Look, sce
 
 
 @pytest.mark.thorough
-def test_a_fact_that_fails_is_noted_and_the_others_are_told(look: Look, scenario: Scenario) -> None:
+def test_a_fact_that_cannot_be_read_is_noted_and_the_others_are_reported(look: Look, scenario: Scenario) -> None:
     scenario.order(f"error amdsmi_get_power_info@0 {IO}")
     first, second = look().gpus
     assert (first.state, first.power_watts, first.power_limit_watts) == ("ok", None, 750)
@@ -80,7 +80,7 @@ def test_no_failure_of_one_call_fails_the_snapshot_or_the_other_gpu(
 
 
 @pytest.mark.thorough
-def test_a_gpu_keeps_its_identity_when_the_library_does_not_tell_it(
+def test_a_gpu_keeps_its_identity_when_the_library_does_not_report_it(
     make_amd: Make, scenario: Scenario, look: Look
 ) -> None:
     sound = look().gpus[0]
@@ -94,7 +94,7 @@ def test_a_gpu_keeps_its_identity_when_the_library_does_not_tell_it(
 
 
 @pytest.mark.thorough
-def test_a_gpu_that_tells_nothing_is_unknown(look: Look, scenario: Scenario) -> None:
+def test_a_gpu_that_reports_nothing_is_unknown(look: Look, scenario: Scenario) -> None:
     look()
     scenario.order(f"error *@0 {IO}")
     first, second = look().gpus
@@ -109,7 +109,7 @@ def test_a_gpu_that_tells_nothing_is_unknown(look: Look, scenario: Scenario) -> 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("calls", range(10))
-def test_a_gpu_lost_in_the_middle_of_a_snapshot_is_told_lost_by_the_next(
+def test_a_gpu_lost_during_a_snapshot_is_reported_lost_by_the_next_one(
     amd: AmdProvider, look: Look, scenario: Scenario, kernel: FakeSys, calls: int
 ) -> None:
     amd.snapshot()
@@ -156,7 +156,7 @@ def test_a_library_that_lost_its_driver_fails_as_a_whole_and_opens_again(
     assert [gpu.state for gpu in amd.snapshot().gpus] == ["ok", "ok"]
 
 
-def test_a_library_that_does_not_start_says_what_to_look_at(make_amd: Make, scenario: Scenario) -> None:
+def test_a_library_that_does_not_start_is_reported_with_what_to_check(make_amd: Make, scenario: Scenario) -> None:
     scenario.order("error amdsmi_init 18")
     provider = make_amd()
     for _ in range(2):

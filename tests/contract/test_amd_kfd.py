@@ -76,7 +76,7 @@ def test_the_contract_is_kept(tmp_path: Path, rocm: Path, count: int) -> None:
     check_provider(lambda: provider_of(sys, rocm), expect_gpus=count)
 
 
-def test_everything_that_the_kernel_tells_is_there(look: Look) -> None:
+def test_everything_that_the_kernel_reports_is_shown(look: Look) -> None:
     snapshot = look()
     first = snapshot.gpus[0]
     assert first == Gpu(
@@ -131,7 +131,7 @@ def test_the_chip_is_named_as_compilers_name_it(sys: FakeSys, look: Look, target
     assert f"1002:74a1 {chip}" in {gpu.chip for gpu in look().gpus}
 
 
-def test_facts_that_are_not_told_are_unknown_and_not_zero(sys: FakeSys, look: Look) -> None:
+def test_unreported_facts_are_unknown_and_not_zero(sys: FakeSys, look: Look) -> None:
     for name in ("product_name", "gpu_busy_percent", "numa_node", "mem_info_vram_used", "ras/umc_err_count"):
         (sys.card(0) / name).unlink()
     for file in (sys.card(0) / "hwmon" / "hwmon7").iterdir():
@@ -159,7 +159,7 @@ def test_nonsense_is_unknown(sys: FakeSys, look: Look, text: str) -> None:
     assert gpu.state == "ok"
 
 
-def test_a_chip_without_a_junction_sensor_tells_its_edge(sys: FakeSys, look: Look) -> None:
+def test_a_chip_without_a_junction_sensor_reports_its_edge_temperature(sys: FakeSys, look: Look) -> None:
     hwmon = sys.card(0) / "hwmon" / "hwmon7"
     write(hwmon / "temp2_label", "edge")
     write(hwmon / "power1_average", 95_500_000)
@@ -260,7 +260,7 @@ def test_memory_that_the_kernel_does_not_tell_is_unknown(sys: FakeSys, look: Loo
     assert shares(look()) == {(4711, 0): None, (4712, 1): None}
 
 
-def test_a_kernel_that_lists_no_processes_is_said_to(sys: FakeSys, look: Look) -> None:
+def test_a_kernel_that_lists_no_processes_is_reported(sys: FakeSys, look: Look) -> None:
     sys.proc.rmdir()
     snapshot = look()
     assert snapshot.uses == ()

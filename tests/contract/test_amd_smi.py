@@ -38,7 +38,7 @@ def test_the_contract_is_kept(make_amd: Make, scenario: Scenario) -> None:
     assert snapshot.library_version == "26.0.2"
 
 
-def test_everything_that_the_library_tells_is_there(look: Look) -> None:
+def test_everything_that_the_library_reports_is_shown(look: Look) -> None:
     snapshot = look()
     first = snapshot.gpus[0]
     assert first == Gpu(
@@ -69,7 +69,7 @@ def test_everything_that_the_library_tells_is_there(look: Look) -> None:
     assert snapshot.compute_version == "7.0.2-56"
 
 
-def test_both_sources_tell_the_same_of_the_same_gpus(look: Look, kernel: FakeSys) -> None:
+def test_both_sources_report_the_same_about_the_same_gpus(look: Look, kernel: FakeSys) -> None:
     """So that a library which breaks does not make new GPUs of the old ones."""
     files = Kfd(kernel.root)
     by_kernel = records_of(files.facts(files.gpus()), "6.14.14")
@@ -80,7 +80,7 @@ def test_both_sources_tell_the_same_of_the_same_gpus(look: Look, kernel: FakeSys
         ]
 
 
-def test_facts_that_are_not_told_are_unknown_and_not_zero(look: Look, scenario: Scenario) -> None:
+def test_unreported_facts_are_unknown_and_not_zero(look: Look, scenario: Scenario) -> None:
     for key in scenario.gpus[0]:
         if key not in {"pci", "serial", "memory_total"}:
             scenario.gpus[0][key] = None

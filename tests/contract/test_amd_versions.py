@@ -76,16 +76,14 @@ def test_a_library_that_is_missing_leaves_the_kernels_files(
 
 
 @pytest.mark.thorough
-def test_a_library_that_is_there_is_used(own_rocm: Path, scenario: Scenario, kernel: FakeSys) -> None:
+def test_an_installed_library_is_used(own_rocm: Path, scenario: Scenario, kernel: FakeSys) -> None:
     build_stub("amdsmi", own_rocm / "lib")
     told, said = in_a_process(kernel, own_rocm, scenario)
     assert [each[:2] for each in told] == [["26.0.2", [uuid(0), uuid(1)]]] * 2
     assert said == ""
 
 
-def test_a_library_that_is_no_library_leaves_the_kernels_files(
-    own_rocm: Path, scenario: Scenario, kernel: FakeSys
-) -> None:
+def test_with_a_broken_library_the_kernels_files_are_read(own_rocm: Path, scenario: Scenario, kernel: FakeSys) -> None:
     (own_rocm / "lib" / "libamd_smi.so").write_text("not a library")
     assert in_a_process(kernel, own_rocm, scenario)[0] == [[None, [uuid(0), uuid(1)], None]] * 2
 
@@ -156,7 +154,7 @@ def test_a_node_without_the_driver_never_loads_the_library(own_rocm: Path, scena
 
 
 @pytest.mark.thorough
-def test_a_library_that_does_not_tell_its_version_is_not_used(
+def test_a_library_that_does_not_report_its_version_is_not_used(
     own_rocm: Path, scenario: Scenario, kernel: FakeSys
 ) -> None:
     build_stub("amdsmi", own_rocm / "lib")

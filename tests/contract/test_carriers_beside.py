@@ -408,7 +408,7 @@ class SilentDriver(Books):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("books", [Books, SilentDriver])
-async def test_a_job_that_goes_on_has_what_was_still_held_beside_it(moving: Moving, books: type[Books]) -> None:
+async def test_a_resumed_job_gets_the_memory_that_was_still_reserved(moving: Moving, books: type[Books]) -> None:
     async with moving() as job:
         await job.suspend()
         await job.carrier.prepare(job.off)
@@ -449,7 +449,7 @@ async def test_a_kept_context_has_its_copy_session_before_it_resumes(moving: Mov
 
 
 @pytest.mark.thorough
-async def test_an_untrusted_mark_is_no_failure_once_the_bytes_are_reloaded(moving: Moving) -> None:
+async def test_an_untrusted_location_record_does_not_matter_once_the_bytes_are_reloaded(moving: Moving) -> None:
     async with moving() as job:
         await job.suspend()
         await job.carrier.prepare(job.off)

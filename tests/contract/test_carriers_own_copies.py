@@ -126,7 +126,7 @@ async def test_a_storage_that_shares_memory_with_what_stays_goes_by_its_process_
 
 @pytest.mark.thorough
 @either
-async def test_a_job_whose_memory_nobody_may_open_at_all_is_carried_by_its_own_copies_both_ways(
+async def test_a_job_whose_memory_cannot_be_opened_copies_it_itself_in_both_directions(
     tmp_path: Path, owner: tuple[CudaNode, Owner], make: Callable[[Rig], Carrier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Issue 14, row 1: the same of a driver that refuses CUDA IPC for another reason, such as in some containers."""

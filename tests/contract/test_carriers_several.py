@@ -120,7 +120,7 @@ async def test_the_memory_itself_tells_which_device_s_bytes_it_has(
 @pytest.mark.thorough
 @both
 @pytest.mark.parametrize("lacking", ["devices", "known GPUs"])
-async def test_an_agent_that_does_not_tell_which_storage_is_where_keeps_its_bytes(
+async def test_an_agent_that_does_not_report_the_gpus_of_its_storages_keeps_its_bytes(
     tmp_path: Path, owner: tuple[CudaNode, Owner], make: Make, lacking: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with spread(tmp_path, owner, monkeypatch) as (rig, agent, subject):

@@ -155,7 +155,9 @@ async def test_a_checkpoint_that_fails_for_another_reason_is_not_asked_for_again
 
 
 @pytest.mark.thorough
-async def test_a_process_that_cannot_be_taken_off_a_full_gpu_runs_on_and_it_is_said_why(parts: Parts) -> None:
+async def test_a_process_that_cannot_be_checkpointed_on_a_full_gpu_keeps_running_and_the_reason_is_shown(
+    parts: Parts,
+) -> None:
     parts.node.checkpoint_bytes = 8 * MIB
     parts.node.write()
     filler = Owner(parts.node, 0, 1)

@@ -78,7 +78,7 @@ def test_without_the_binding_it_says_what_is_missing(node: CudaNode) -> None:
 
 
 @pytest.mark.thorough
-def test_a_driver_that_does_not_start_says_why_in_its_own_words(node: CudaNode) -> None:
+def test_a_driver_that_does_not_start_is_reported_with_its_own_message(node: CudaNode) -> None:
     node.order("error cuInit 999")
     assert run(STARTED, node) == "999 cuInit: CUDA_ERROR_UNKNOWN (999)"
     node.mend()
@@ -88,7 +88,7 @@ def test_a_driver_that_does_not_start_says_why_in_its_own_words(node: CudaNode) 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("call", ["state(1)", "lock(1, 100)", "checkpoint(1)", "restore(1)", "unlock(1)"])
-def test_a_driver_older_than_the_call_is_told_apart_from_one_that_refuses(call: str, tmp_path: Path) -> None:
+def test_a_driver_older_than_the_call_is_distinguished_from_one_that_refuses(call: str, tmp_path: Path) -> None:
     """Drivers before 570 have none of the checkpoint calls."""
     functions = ("GetState", "Lock", "Checkpoint", "Restore", "Unlock")
     old = CudaNode.make(tmp_path, hide=tuple(f"cuCheckpointProcess{name}" for name in functions))
@@ -208,7 +208,7 @@ def test_rotating_four_gpus_by_one_twice_moves_a_process_by_two(tmp_path: Path) 
 
 
 @pytest.mark.thorough
-def test_another_chip_is_no_place_for_a_process(node: CudaNode) -> None:
+def test_a_process_cannot_move_to_another_chip(node: CudaNode) -> None:
     node.chips = ["GH100", "AD102"]
     node.write()
     run(

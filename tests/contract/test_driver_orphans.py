@@ -92,7 +92,7 @@ async def test_a_checkpointed_process_is_its_owners_alone_to_adopt(
 
 
 @pytest.mark.thorough
-async def test_a_process_that_ended_is_no_orphan_any_more_and_its_number_is_nobodys(
+async def test_an_exited_process_is_no_longer_an_orphan_and_its_pid_is_free(
     node: CudaNode, owner: Owner, tmp_path: Path
 ) -> None:
     await off(node, owner)

@@ -32,7 +32,7 @@ async def test_the_gpus_are_those_of_the_driver_whatever_is_visible_to_the_daemo
         assert [gpu["total_bytes"] for gpu in told["devices"]] == [node.gpu_bytes] * 2
 
 
-async def test_a_helper_without_a_driver_says_so(tmp_path: Path) -> None:
+async def test_a_helper_without_a_driver_reports_it(tmp_path: Path) -> None:
     node = CudaNode.make(tmp_path)
     node.order("error cuInit 100")
     async with linked(node) as link:
@@ -261,7 +261,9 @@ async def test_a_move_in_rounds_gives_the_memory_back_as_it_goes(node: CudaNode,
         watcher.close()
 
 
-async def test_a_move_in_rounds_goes_on_in_another_helper_with_what_is_left(node: CudaNode, owner: Owner) -> None:
+async def test_a_copy_in_rounds_continues_in_another_helper_with_the_remaining_bytes(
+    node: CudaNode, owner: Owner
+) -> None:
     here, there = node.uuids
     async with linked(node) as link:
         memory = VideoMemory(link)

@@ -233,7 +233,9 @@ def test_peer_access_over_pcie_has_a_kind_and_no_made_up_speed(node: NvidiaNode,
     assert links(provider, 1) == set()  # reading alone is not enough to bring something there
 
 
-def test_a_driver_that_shows_no_links_but_says_nvlink_is_believed(node: NvidiaNode, provider: NvidiaProvider) -> None:
+def test_a_driver_that_lists_no_links_but_reports_nvlink_is_believed(
+    node: NvidiaNode, provider: NvidiaProvider
+) -> None:
     node.scenario.order("p2p 0 1 rwn")
     assert links(provider) == {(uuid(1), "nvlink", None, None)}
 
@@ -321,7 +323,7 @@ def test_instances_of_a_cut_up_card_are_put_down_to_the_card(node: NvidiaNode, p
     assert (gpu.mig, gpu.health.state) == (True, "ok")
 
 
-def test_a_card_that_keeps_its_processes_to_itself_says_so(node: NvidiaNode, provider: NvidiaProvider) -> None:
+def test_a_gpu_that_does_not_list_its_processes_is_reported(node: NvidiaNode, provider: NvidiaProvider) -> None:
     node.scenario.order("error nvmlDeviceGetComputeRunningProcesses_v3@0 4")
     health = provider.snapshot().gpus[0].health
     assert health.state == "warn"

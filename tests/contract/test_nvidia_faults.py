@@ -105,7 +105,7 @@ def test_an_answer_that_failed_once_is_asked_for_again(node: NvidiaNode, provide
     assert provider.snapshot().gpus[0].name == "NVIDIA H200"
 
 
-def test_a_gpu_that_tells_nothing_but_its_uuid(node: NvidiaNode, provider: NvidiaProvider) -> None:
+def test_a_gpu_that_reports_only_its_uuid(node: NvidiaNode, provider: NvidiaProvider) -> None:
     node.scenario.gpus[0] = {"uuid": uuid(0)}
     node.scenario.processes = []
     node.scenario.write()
@@ -214,7 +214,7 @@ def test_a_gpu_that_falls_off_the_bus_while_its_links_are_read(node: NvidiaNode)
         provider.close()
 
 
-def test_a_gpu_that_was_never_seen_well_has_a_name_of_its_own(node: NvidiaNode, provider: NvidiaProvider) -> None:
+def test_a_gpu_that_was_never_read_correctly_has_its_own_name(node: NvidiaNode, provider: NvidiaProvider) -> None:
     node.scenario.order("lost_after 1 0")
     snapshot = provider.snapshot()
     check_snapshot(snapshot, "nvidia")

@@ -60,7 +60,7 @@ def test_what_speaks_against_a_gpu(
 
 
 @pytest.mark.parametrize("reasons", ["0x0", "0x1", "0x2", "0x4", "0x10", "0x100", "N/A"])
-def test_clocks_that_are_low_for_a_normal_reason_are_no_note(
+def test_clocks_that_are_low_for_a_normal_reason_cause_no_note(
     node: NvidiaNode, provider: NvidiaProvider, reasons: str
 ) -> None:
     node.scenario.gpus[0]["clocks_event_reasons"] = reasons
@@ -68,7 +68,7 @@ def test_clocks_that_are_low_for_a_normal_reason_are_no_note(
     assert (health(provider).state, health(provider).notes) == ("ok", ())
 
 
-def test_counters_are_what_the_driver_says(node: NvidiaNode, provider: NvidiaProvider) -> None:
+def test_counters_have_the_values_of_the_driver(node: NvidiaNode, provider: NvidiaProvider) -> None:
     node.scenario.gpus[0] |= {"ecc_corrected": 12, "remapped_rows": "3 1 0 0"}
     node.scenario.gpus[1] |= {"ecc_corrected": None, "ecc_uncorrected": None, "remapped_rows": None}
     node.scenario.gpus[1] |= {"retired_single_bit": 2, "retired_double_bit": 5, "retired_pending": 0}

@@ -42,7 +42,7 @@ def provider(node: NvidiaNode) -> Iterator[NvidiaProvider]:
     "function",
     ["nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetPowerUsage", "nvmlEventSetWait_v2", "*"],
 )
-def test_a_library_that_stopped_working_says_so_and_works_again(
+def test_a_library_that_fails_is_reported_and_used_again_once_it_works(
     node: NvidiaNode, provider: NvidiaProvider, function: str, code: int
 ) -> None:
     healthy = provider.snapshot()
@@ -127,7 +127,7 @@ def test_a_driver_without_gpus(node: NvidiaNode) -> None:
     assert not node.is_driver_open()
 
 
-def test_a_file_that_is_no_library_is_an_error_and_not_an_absence(node: NvidiaNode) -> None:
+def test_a_file_that_is_not_a_library_is_an_error_and_not_a_missing_library(node: NvidiaNode) -> None:
     broken = node.folder / "broken.so"
     broken.write_bytes(b"half a download")
     with pytest.raises(DeviceError) as raised:

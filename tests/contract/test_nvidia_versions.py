@@ -67,7 +67,7 @@ def calls(node: NvidiaNode) -> set[str]:
 
 @pytest.mark.thorough
 @pytest.mark.contract
-def test_a_library_as_of_driver_470_tells_the_same(tmp_path: Path, make_nvidia_node: MakeNode) -> None:
+def test_a_library_of_driver_470_reports_the_same(tmp_path: Path, make_nvidia_node: MakeNode) -> None:
     newer = check_provider(given_node(tmp_path, make_nvidia_node, hide=()).provider)
     (tmp_path / "old").mkdir()
     node = given_node(tmp_path / "old", make_nvidia_node, hide=SINCE_470)
@@ -90,7 +90,7 @@ def test_the_newest_process_lists_are_asked_where_there_are_two(node: NvidiaNode
 
 
 @pytest.mark.thorough
-def test_a_library_without_process_lists_says_that_it_does_not_tell(tmp_path: Path, make_nvidia_node: MakeNode) -> None:
+def test_a_library_without_process_lists_is_reported_as_such(tmp_path: Path, make_nvidia_node: MakeNode) -> None:
     node = given_node(tmp_path, make_nvidia_node, hide=PROCESS_LISTS_V3 + PROCESS_LISTS_V2)
     provider = node.provider()
     provider.open()

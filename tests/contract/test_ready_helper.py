@@ -59,7 +59,7 @@ async def test_contexts_and_the_ring_are_there_before_a_copy_wants_them(node: Cu
         assert contexts(node) == 0, "no job is left that would need one"
 
 
-async def test_a_driver_that_does_not_work_is_no_failure_of_the_daemon(node: CudaNode) -> None:
+async def test_a_broken_driver_is_not_a_failure_of_the_daemon(node: CudaNode) -> None:
     async with linked(node) as link:
         ready = ReadyHelper(link, CONTEXTS, lambda: ["GPU-that-is-not-there"])
         with pytest.raises(HegmError, match="shows no GPU GPU-that-is-not-there"):
@@ -68,7 +68,7 @@ async def test_a_driver_that_does_not_work_is_no_failure_of_the_daemon(node: Cud
             await ReadyHelper(link, OFF, list).run()
 
 
-async def test_a_lack_of_descriptors_is_no_failure_of_the_daemon(node: CudaNode) -> None:
+async def test_a_lack_of_descriptors_is_not_a_failure_of_the_daemon(node: CudaNode) -> None:
     asked = anyio.Event()
 
     def scarce() -> list[str]:

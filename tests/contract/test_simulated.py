@@ -66,7 +66,7 @@ def test_what_nothing_measures_is_unknown() -> None:
     assert gpu.memory_used_bytes == 0  # known: nobody holds anything
 
 
-def test_a_hold_is_seen_until_its_owner_lets_go() -> None:
+def test_a_hold_is_shown_until_its_owner_releases_it() -> None:
     provider = opened()
     assert provider.hold("connection 1", 71, "gpu1", 3 * GIB) == 3 * GIB
     assert provider.hold("connection 2", 72, "gpu1", 1 * GIB) == 1 * GIB

@@ -70,9 +70,7 @@ for step in range(600):
 """
 
 
-def test_a_script_that_forks_while_it_is_asked_goes_on_and_so_do_its_children(
-    socket_path: Path, tmp_path: Path
-) -> None:
+def test_a_script_that_forks_during_an_order_continues_with_its_children(socket_path: Path, tmp_path: Path) -> None:
     script = tmp_path / "forking.py"
     script.write_text(FORKING)
     (tmp_path / "hegm.py").write_text("def boundary(): pass\n")
@@ -188,9 +186,7 @@ while not os.path.exists(stop):
 """
 
 
-def test_a_process_that_becomes_another_program_as_it_is_released_says_hello_anew(
-    socket_path: Path, tmp_path: Path
-) -> None:
+def test_a_process_that_execs_when_released_connects_again(socket_path: Path, tmp_path: Path) -> None:
     """The thread that starts the program wakes while the training is parked. Signals are as they were before."""
     words, tell, _, stop = _script_with_fifos(tmp_path, EXECS)
     with ScriptedDaemon(socket_path) as daemon, Training(words, socket_path) as training:

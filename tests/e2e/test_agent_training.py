@@ -65,7 +65,7 @@ def test_a_compiled_model_is_moved_too(socket_path: Path, by: str) -> None:
     assert output == expected
 
 
-def test_a_loop_by_hand_parks_where_it_says_so(socket_path: Path) -> None:
+def test_a_hand_written_loop_parks_at_its_explicit_boundary(socket_path: Path) -> None:
     output, storages = _moved("by_hand", socket_path, seed=13)
     assert storages == [0] * MOVES
     assert output == undisturbed([str(SCRIPTS / "by_hand.py")])

@@ -201,7 +201,7 @@ def test_what_cannot_be_attached_is_refused_and_goes_on(daemon: RunningDaemon, p
     ],
     ids=["no PyTorch", "disabled by a variable", "disabled by an option"],
 )
-def test_a_python_that_cannot_be_attached_is_refused_and_goes_on(
+def test_a_python_that_cannot_be_attached_is_refused_and_keeps_running(
     daemon: RunningDaemon, python: str, words: list[str], more: dict[str, str], message: str, hint: str
 ) -> None:
     with RunningJob([python, *words], daemon, **more) as job:
@@ -210,7 +210,7 @@ def test_a_python_that_cannot_be_attached_is_refused_and_goes_on(
         job.goes_on()
 
 
-def test_an_older_python_is_told_of_the_slower_method(daemon: RunningDaemon) -> None:
+def test_an_older_python_gets_a_hint_to_the_slower_method(daemon: RunningDaemon) -> None:
     with RunningJob(loop(sys.executable), daemon) as job:
         job.read_steps(3)
         version = ".".join(map(str, sys.version_info[:2]))

@@ -230,7 +230,7 @@ def test_whoever_takes_all_memory_again_and_again_does_not_get_the_room_of_the_s
         watched.is_whole()
 
 
-def test_a_job_whose_storages_have_no_room_says_so_and_comes_back_when_there_is_some(
+def test_a_job_without_room_for_its_storages_reports_it_and_resumes_once_there_is_room(
     node: DrivenNode, tmp_path: Path
 ) -> None:
     """Seen on two H200: it stayed suspended with its bytes until it was resumed by hand.

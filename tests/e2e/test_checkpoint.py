@@ -66,7 +66,7 @@ def test_a_job_is_ended_and_comes_back_on_another_gpu_with_every_loss_the_same(
         assert log.read_text() == f"before\n{len(expected) - 1} steps\n"
 
 
-def test_a_job_that_is_left_running_goes_on_and_its_image_begins_where_it_was(
+def test_a_job_left_running_continues_and_its_image_resumes_at_the_same_step(
     daemon: RunningDaemon, tmp_path: Path, expected: list[str]
 ) -> None:
     image = tmp_path / "image"
@@ -193,7 +193,7 @@ CUTS.append(("ending", RECORDED, True))
 
 
 @pytest.mark.parametrize(("phase", "moment", "ended"), telling(CUTS, CUTS[1:2]))
-def test_a_daemon_killed_with_an_image_under_way_leaves_a_whole_one_or_a_job_that_goes_on(
+def test_a_daemon_killed_while_it_writes_an_image_leaves_a_complete_one_or_a_running_job(
     halted: RunningDaemon,
     halts: Halts,
     tmp_path: Path,

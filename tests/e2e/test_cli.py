@@ -181,7 +181,7 @@ def test_a_gpu_that_is_lost_and_comes_back_is_followed(daemon: RunningDaemon) ->
         assert json.loads(following.line())["kind"] == "gpu.back"
 
 
-def test_a_library_that_hangs_makes_the_answer_old_and_says_so(daemon: RunningDaemon) -> None:
+def test_a_hanging_library_makes_the_answer_old_and_marks_it(daemon: RunningDaemon) -> None:
     hegmctl("simulate", "fault", "vendor", "hang", socket=daemon.socket_path)
     document = eventually(lambda: answer(daemon, "gpus"), lambda seen: seen["vendors"][0]["state"] == "stale")
     assert document["gpus"][0]["memory_total_bytes"] == 8 * GIB
@@ -313,7 +313,7 @@ def test_the_demonstration_goes_as_it_tells_and_leaves_nothing_behind() -> None:
 
 @pytest.mark.xdist_group("demonstration")
 @pytest.mark.parametrize(("interrupt", "status"), [(False, 0), (True, 128 + signal.SIGINT)])
-def test_a_demonstration_that_is_cut_short_is_no_failure(interrupt: bool, status: int) -> None:
+def test_an_interrupted_demonstration_is_not_a_failure(interrupt: bool, status: int) -> None:
     """`make demo | head` told that the demonstration had failed, and Ctrl-C had a traceback for an answer."""
     with subprocess.Popen(
         [sys.executable, "contrib/demo/demo.py"],

@@ -66,7 +66,9 @@ HIDDEN = "import ctypes; ctypes.CDLL(None).prctl(4, 0)\n"
 
 
 @pytest.mark.parametrize("hides", [False, True])
-async def test_criu_says_whether_a_process_s_user_may_read_its_memory(tmp_path: Path, hides: bool) -> None:
+async def test_the_core_image_states_whether_the_user_may_read_the_memory_of_the_process(
+    tmp_path: Path, hides: bool
+) -> None:
     """Nothing else says it for sure: until CRIU holds it still, a process may become another program."""
     criu = criu_or_skip()
     argv = [*python(HIDDEN * hides + COUNTER), str(tmp_path / "log")]

@@ -58,7 +58,7 @@ anyio.run(dump)
 
 
 @pytest.mark.parametrize("lines", [1, 20, 60])
-def test_a_daemon_killed_in_the_middle_of_a_dump_leaves_a_job_that_goes_on(lines: int, tmp_path: Path) -> None:
+def test_a_job_continues_when_the_daemon_is_killed_during_its_dump(lines: int, tmp_path: Path) -> None:
     """Killed when CRIU has logged so many lines: before, in the middle of, and after its work in the first process.
 
     CRIU ends then without being killed: it takes its hands off the job by itself.
@@ -165,7 +165,7 @@ async def _kill_criu_when(is_there: Path) -> None:
                 program.kill()
 
 
-async def test_criu_that_is_killed_before_it_dumps_leaves_a_job_that_goes_on(tmp_path: Path) -> None:
+async def test_a_job_continues_when_criu_is_killed_before_the_dump(tmp_path: Path) -> None:
     stand_in = tmp_path / "criu"
     stand_in.write_text("#!/bin/sh\nkill -9 $$\n")
     stand_in.chmod(0o755)

@@ -97,7 +97,7 @@ def outside(socket_dir: Path) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-async def test_a_job_that_cannot_be_dumped_is_refused_before_and_goes_on(
+async def test_a_job_that_cannot_be_dumped_is_refused_and_continues(
     case: Case, outside: list[str], tmp_path: Path
 ) -> None:
     criu = criu_or_skip()
@@ -118,7 +118,7 @@ async def test_a_job_that_cannot_be_dumped_is_refused_before_and_goes_on(
         assert started.line() == "goes on"
 
 
-async def test_a_tracer_is_seen_before_and_the_job_goes_on(tmp_path: Path) -> None:
+async def test_a_tracer_is_detected_beforehand_and_the_job_continues(tmp_path: Path) -> None:
     trace = "import ctypes, os, sys\nlibc = ctypes.CDLL(None)\npid = int(sys.argv[1])\n"
     trace += "assert libc.ptrace(0x4206, pid, None, None) == 0\nprint('traces', flush=True)\nsys.stdin.read()"
     criu = criu_or_skip()
@@ -207,7 +207,7 @@ async def test_files_that_are_not_as_they_were_are_named(tmp_path: Path) -> None
         assert f"{file} does not exist" in (await _refusal(images, needs)).message
 
 
-async def test_an_image_that_is_none_or_of_another_version_is_said_to_be_so(tmp_path: Path) -> None:
+async def test_an_invalid_image_or_one_of_another_version_is_reported_as_such(tmp_path: Path) -> None:
     with job(python(GOES_ON)) as started, directory(tmp_path / "image") as images:
         needs = await _ended(started, images)
         whole = (tmp_path / "image" / "inventory.img").read_bytes()
@@ -248,7 +248,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", folder], check=True)
 
 
-async def test_a_full_disk_is_said_to_be_full_and_the_job_goes_on(tmp_path: Path) -> None:
+async def test_a_full_disk_is_reported_and_the_job_continues(tmp_path: Path) -> None:
     criu = criu_or_skip()
     with small_disk(tmp_path) as folder, job(python(GOES_ON)) as started, directory(folder) as images:
         assert started.line() == "ready"

@@ -50,7 +50,7 @@ async def test_every_loss_of_a_job_with_loader_workers_is_that_of_an_undisturbed
     assert said == expected
 
 
-async def test_a_training_goes_on_in_a_pid_namespace_of_its_own_while_its_number_is_taken_here(tmp_path: Path) -> None:
+async def test_a_training_is_restored_in_its_own_pid_namespace_while_its_pid_is_taken_here(tmp_path: Path) -> None:
     need_torch()
     criu = criu_or_skip()
     argv = [sys.executable, str(SCRIPTS / "plain.py")]

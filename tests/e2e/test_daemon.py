@@ -122,7 +122,7 @@ def test_closed_standard_descriptors_are_never_used_for_anything_else(socket_dir
         assert used_for == [os.devnull] * 3
 
 
-def test_a_client_is_told_when_the_daemon_stops(daemon: RunningDaemon) -> None:
+def test_a_client_is_notified_when_the_daemon_stops(daemon: RunningDaemon) -> None:
     with connect(str(daemon.socket_path)) as hegmd:
         events = hegmd.events(follow=True)
         next(events)

@@ -69,9 +69,7 @@ def test_a_process_that_somebody_left_locked_stood_for_good_and_nobody_was_told(
             adopt(connection, watched.pid)
 
 
-def test_a_process_that_somebody_left_checkpointed_comes_back_where_it_was_with_room_held_for_it(
-    node: DrivenNode,
-) -> None:
+def test_an_orphaned_checkpointed_process_is_restored_on_its_gpu_with_reserved_memory(node: DrivenNode) -> None:
     with node.program(0) as here, node.program(1) as there:
         neighbour, watched = Watched(here), Watched(there)
         by_somebody(node, "lock", "checkpoint", pid=watched.pid)

@@ -66,7 +66,7 @@ def attack_together(path: Path, first_seed: int, frames: int) -> None:
     assert not failures
 
 
-def test_hostile_frames_cost_nobody_else_anything(socket_dir: Path) -> None:
+def test_hostile_frames_do_not_affect_other_clients(socket_dir: Path) -> None:
     with RunningDaemon(socket_dir) as daemon:
         served = 0
         done = threading.Event()

@@ -214,9 +214,7 @@ def _upgraded(before: RunningDaemon, installed: Path) -> Iterator[RunningDaemon]
         yield after
 
 
-def test_an_upgrade_of_the_daemon_is_no_event_for_a_job_that_trains_or_is_suspended(
-    socket_dir: Path, tmp_path: Path
-) -> None:
+def test_an_upgrade_of_the_daemon_does_not_affect_training_or_suspended_jobs(socket_dir: Path, tmp_path: Path) -> None:
     with (
         RunningDaemon(socket_dir) as daemon,
         BareJob(TRAINING, daemon, tmp_path) as trains,

@@ -60,7 +60,7 @@ def test_the_trainer_of_hugging_face_goes_on_with_its_own_counts(restarts: Resta
     assert sum("learning_rate" in line for line in lines) == 12, "its own log"
 
 
-def test_a_loop_of_ones_own_with_accelerate_goes_on_in_the_middle_of_an_accumulation(restarts: Restarts) -> None:
+def test_a_custom_loop_with_accelerate_continues_in_the_middle_of_an_accumulation(restarts: Restarts) -> None:
     """With the mean over the interrupted epochs, which the script makes of a list of its own."""
     output, ends = restarts.restarted(str(ACCELERATED), at=(40, 200))
     _left_and_ended(ends, 2)

@@ -199,7 +199,7 @@ def test_a_training_on_the_cpu_goes_to_a_gpu_and_back(
         assert [start[1] for start in job.starts()] == ["cpu", "gpu0", "cpu"]
 
 
-def test_a_start_on_a_gpu_that_fails_has_the_training_go_on_on_the_cpu(
+def test_after_a_failed_start_on_a_gpu_the_training_continues_on_the_cpu(
     daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
 ) -> None:
     """There is no room to be held for it on the CPU, neither on the way back nor by a daemon that was started since."""
@@ -233,7 +233,7 @@ def _other_python(folder: Path) -> Path:
     return folder
 
 
-def test_a_start_that_fails_elsewhere_has_the_training_go_on_where_it_was(
+def test_after_a_failed_start_elsewhere_the_training_continues_where_it_was(
     daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
 ) -> None:
     with SupervisedJob(daemon, tmp_path) as job:
@@ -246,7 +246,7 @@ def test_a_start_that_fails_elsewhere_has_the_training_go_on_where_it_was(
         assert [start[1] for start in job.starts()] == ["gpu0", "gpu1", "gpu1", "gpu0"]
 
 
-def test_a_daemon_that_is_killed_while_the_next_process_starts_goes_on_with_that_one(
+def test_the_next_daemon_continues_with_the_process_that_was_starting(
     daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
 ) -> None:
     with SupervisedJob(daemon, tmp_path) as job:
@@ -263,7 +263,7 @@ def test_a_daemon_that_is_killed_while_the_next_process_starts_goes_on_with_that
         assert len(job.starts()) == 2
 
 
-def test_a_supervisor_that_is_killed_leaves_a_process_that_goes_on_and_nobody_else_does(
+def test_after_its_supervisor_is_killed_only_the_process_itself_continues(
     daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
 ) -> None:
     """While the started process lives, nobody is started from the same state; once it trains, the operation has it."""
@@ -307,7 +307,7 @@ def test_a_training_that_was_killed_before_its_supervisor_heard_that_it_was_back
         assert len(job.starts()) == 2
 
 
-def test_a_state_that_nobody_is_there_for_is_held_and_gone_on_from(
+def test_a_state_without_a_supervisor_is_held_and_resumed_later(
     daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
 ) -> None:
     """Supervisor and process are both killed, and the daemon after them: the state is there, and another goes on.

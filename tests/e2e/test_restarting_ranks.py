@@ -99,7 +99,7 @@ def test_two_ranks_are_started_again_twice_and_neither_differs(
     assert not list((daemon.folder / "state").glob("restart-*.lock"))
 
 
-def test_a_rank_that_falls_elsewhere_has_all_of_them_go_on_where_they_were(
+def test_when_a_rank_fails_on_another_gpu_all_continue_where_they_were(
     daemon: RunningDaemon, tmp_path: Path, undisturbed_ranks: dict[str, list[str]]
 ) -> None:
     """At its first step, mostly before anybody has heard that it is back, and then once more: its launcher starts all

@@ -33,7 +33,7 @@ def test_training_goes_on_bit_for_bit(restarts: Restarts, tmp_path: Path, script
     assert output.splitlines() == restarts.undisturbed(*argv).splitlines()
 
 
-def test_a_stream_without_a_place_is_refused_and_said(restarts: Restarts) -> None:
+def test_a_stream_that_cannot_be_redirected_is_refused_with_the_reason(restarts: Restarts) -> None:
     _output, ends = restarts.restarted(str(SCRIPTS / "iterable.py"), at=(20,))
     assert [ended.status for ended in ends] == [REFUSED_STATUS]
     assert "an iterable dataset that does not report its position" in ends[0].errors

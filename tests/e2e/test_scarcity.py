@@ -63,7 +63,7 @@ def few_descriptors(pid: int, spare: int) -> Iterator[int]:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
-def test_a_daemon_without_descriptors_says_so_once_and_serves_again(daemon: RunningDaemon) -> None:
+def test_a_daemon_without_descriptors_reports_it_once_and_serves_again(daemon: RunningDaemon) -> None:
     with Endless(WITH_TORCH, 7, "gpu0", daemon.socket_path) as job:
         on_a_gpu(daemon, job.pid)
         pid = daemon.process.pid
@@ -218,7 +218,7 @@ def test_a_job_that_the_kernel_ends_as_it_comes_back_is_lost_and_nothing_is_held
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_is_stopped_past_the_limit_is_left_alone_and_goes_on(daemon: RunningDaemon) -> None:
+def test_a_worker_that_is_parked_after_the_limit_is_released(daemon: RunningDaemon) -> None:
     with Endless(WITH_TORCH, 9, "gpu0", daemon.socket_path) as job:
         on_a_gpu(daemon, job.pid)
         os.kill(job.pid, signal.SIGSTOP)

@@ -116,7 +116,7 @@ def gets_the_memory(slurm: Slurm, name: str, *words: str, until: str = "true") -
     assert gpus[0]["memory_used_bytes"] == 0, slurm.text("hooks.log")
 
 
-def test_a_job_outlasts_the_grace_time_and_the_training_goes_on_after_it(slurm: Slurm) -> None:
+def test_a_job_survives_the_grace_time_and_the_training_continues(slurm: Slurm) -> None:
     low = trained(slurm, "low", "gang.sh")
     pid = low.process().pid
     stopped = f"until grep -q 'State:.T' /proc/{pid}/status; do sleep 0.1; done"
@@ -133,7 +133,7 @@ def test_a_job_with_shards_gets_the_memory_of_one_that_the_plugin_started(slurm:
     low.is_as_undisturbed()
 
 
-def test_a_training_that_is_requeued_goes_on_from_its_image(slurm: Slurm) -> None:
+def test_a_requeued_training_continues_from_its_image(slurm: Slurm) -> None:
     criu_or_skip()
     low = trained(slurm, "low-requeued", "requeue.sh")
     gets_the_memory(slurm, "high-requeued")

@@ -144,7 +144,7 @@ def test_on_a_full_disk_no_move_begins_and_one_that_has_begun_comes_to_its_end(d
     assert daemon.kinds().count("operation.journal-failed") == daemon.kinds().count("operation.journal-mended") == 1
 
 
-def test_a_daemon_on_a_read_only_disk_says_so_and_the_job_waits_for_the_next_one(daemon: SmallDisk) -> None:
+def test_a_daemon_on_a_read_only_disk_reports_it_and_the_job_waits_for_the_next_daemon(daemon: SmallDisk) -> None:
     """Nobody can be told from the outside to make a disk read-only that files are written on, so it is between two."""
     with Training(daemon) as job:
         job.steps(3)

@@ -67,7 +67,7 @@ def run_confined(machine: SystemdNode, deadline_s: float, *argv: str) -> list[st
     return done.stdout.splitlines()
 
 
-def test_a_unit_of_its_own_is_outside_the_sandbox(machine: SystemdNode) -> None:
+def test_a_transient_unit_is_outside_the_sandbox(machine: SystemdNode) -> None:
     look = "grep -E '^(CapEff|Seccomp):' /proc/self/status; echo said >&2; exit 3"
     confined, outcome = run_confined(machine, 20, "sh", "-c", look)
     capabilities, seccomp = confined.split()

@@ -99,7 +99,7 @@ def opened_devices() -> list[str]:
     return [link for link in links if link.startswith("/dev/nvidia")]
 
 
-def test_closing_lets_go_of_the_driver(provider: NvidiaProvider) -> None:
+def test_closing_releases_the_driver(provider: NvidiaProvider) -> None:
     provider.snapshot()
     assert opened_devices()
     provider.close()

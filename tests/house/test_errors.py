@@ -25,7 +25,7 @@ def test_names_and_exit_statuses_are_distinct() -> None:
 
 
 @in_one_test("code", errors.CODES, ids=lambda code: code.name)
-def test_a_code_says_what_it_means(code: errors.Code) -> None:
+def test_an_error_code_has_a_meaning(code: errors.Code) -> None:
     assert len(code.meaning.split()) >= 3
     assert not code.meaning.endswith(".")
 

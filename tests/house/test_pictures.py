@@ -78,7 +78,7 @@ def test_a_terminal_wraps_what_is_longer_than_a_line() -> None:
 
 
 @in_one_test("path", sorted(records.MEASUREMENTS.glob("*.json")), ids=lambda path: path.stem)
-def test_a_record_says_where_when_and_by_what_it_was_measured(path: Path) -> None:
+def test_a_record_has_the_place_time_and_program_of_its_measurement(path: Path) -> None:
     record = records.record(path.stem)
     assert record.keys() >= REQUIRED
     assert all(record[field] for field in REQUIRED)

@@ -143,7 +143,7 @@ def test_a_file_that_may_not_be_read_is_an_error_even_at_the_default_place(tmp_p
         os.seteuid(0)
 
 
-def test_a_default_that_cannot_work_is_told_unless_something_else_is_given() -> None:
+def test_an_unusable_default_is_reported_unless_another_value_is_given() -> None:
     environ = {"XDG_RUNTIME_DIR": "/" + "long" * 30, "HOME": "/nonexistent"}
     with pytest.raises(HegmError, match=r"default of daemon\.socket: the path is 137 bytes long"):
         load(user_mode=True, environ=environ)
@@ -160,7 +160,7 @@ def test_describe_shows_every_setting_as_it_is_written_in_a_file(file: Path) -> 
     json.dumps([setting.to_plain() for setting in described.values()])
 
 
-def test_a_reload_tells_what_changes_now_and_what_waits_for_a_restart(file: Path) -> None:
+def test_a_reload_reports_what_changes_now_and_what_needs_a_restart(file: Path) -> None:
     old = loaded(file, "[metrics]\nport = 1\n")
     new = loaded(file, '[metrics]\nport = 2\n[log]\nlevel = "debug"\n[events]\nremembered = 1000\n')
     assert changes(old, new) == (("log.level",), ("metrics.port",))

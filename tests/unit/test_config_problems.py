@@ -30,7 +30,7 @@ def complaints(file: Path, text: str | bytes, **environ: str) -> list[str]:
     return [line.replace(str(file), "FILE") for line in lines]
 
 
-def test_every_problem_is_told_at_once_in_the_order_of_the_file(file: Path) -> None:
+def test_all_problems_are_reported_together_in_the_order_of_the_file(file: Path) -> None:
     text = """\
 # hegmd
 [inventory]

@@ -24,7 +24,9 @@ def phase(answer: OperationResult) -> tuple[str, str]:
     return answer.operation.kind, answer.operation.phase
 
 
-async def test_it_is_answered_when_the_job_stands_and_resume_lets_it_go_on(tmp_path: Path, process: Child) -> None:
+async def test_quiesce_is_answered_when_the_job_is_parked_and_resume_continues_it(
+    tmp_path: Path, process: Child
+) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         held = await node.operations.quiesce([process.pid], 900.0, node.asked())
@@ -38,7 +40,7 @@ async def test_it_is_answered_when_the_job_stands_and_resume_lets_it_go_on(tmp_p
         assert not agent.parked
 
 
-async def test_it_goes_on_by_itself_when_its_time_is_over(tmp_path: Path, process: Child) -> None:
+async def test_a_quiesced_job_resumes_when_its_time_is_over(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         held = await node.operations.quiesce([process.pid], 0.01, node.asked())
@@ -83,7 +85,7 @@ async def test_a_job_that_is_held_is_not_held_again_and_only_goes_on_where_it_is
         assert phase(moved) == ("migrate", "done")
 
 
-async def test_a_hold_goes_on_under_the_next_daemon_and_ends_in_its_time(tmp_path: Path, process: Child) -> None:
+async def test_a_hold_continues_under_the_next_daemon_and_ends_on_time(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         held = await node.operations.quiesce([process.pid], 900.0, node.asked())
@@ -98,7 +100,7 @@ async def test_a_hold_goes_on_under_the_next_daemon_and_ends_in_its_time(tmp_pat
 
 
 @pytest.mark.parametrize("hold_s", [0.0, -1.0, float("nan"), 1e300])
-async def test_a_time_that_is_none_is_refused(tmp_path: Path, process: Child, hold_s: float) -> None:
+async def test_an_invalid_time_is_refused(tmp_path: Path, process: Child, hold_s: float) -> None:
     async with running(tmp_path) as node:
         await node.attend(process.pid)
         with pytest.raises(HegmError, match="is not a valid limit for the time parked there") as refused:

@@ -38,7 +38,7 @@ def test_parts_were_lost_when_the_daemon_said_them_in_other_words() -> None:
     assert [name for name, wanted in LOGGED.items() if not any(map(wanted.search, logged))] == []
 
 
-def test_a_disk_that_is_not_used_well_is_told() -> None:
+def test_a_badly_used_disk_is_reported() -> None:
     slow = figure("checkpoint", HOST, 10.0, written_bytes_per_s=1.1 * GB, dd_bytes_per_s=1.5 * GB)
     assert beside([slow]).endswith("0.73, **under** |")
 

@@ -71,7 +71,7 @@ def test_a_thread_that_is_about_to_end_is_waited_for() -> None:
 
 
 @pytest.mark.thorough
-def test_a_living_child_and_a_dead_one_that_nobody_waited_for_are_seen() -> None:
+def test_a_live_child_and_an_unreaped_dead_child_are_seen() -> None:
     before = ProcessResources.take()
     living = subprocess.Popen(["sleep", "60"])
     dead = subprocess.Popen(["true"])

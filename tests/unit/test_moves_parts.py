@@ -63,7 +63,7 @@ def test_the_innermost_that_was_under_way_has_the_moment() -> None:
     }
 
 
-def test_all_parts_add_up_to_how_long_it_stood() -> None:
+def test_all_parts_add_up_to_the_downtime() -> None:
     parts = parts_of(told(*STORY), LOG, PID, BEGAN, BEGAN + 0.41)
     assert sum(took_s for name, took_s in parts.items() if not is_within_order(name)) == pytest.approx(0.41, abs=1e-6)
 

@@ -74,7 +74,7 @@ def test_each_mutant_that_is_called_equivalent_can_be_made() -> None:
 
 @pytest.mark.thorough
 @in_one_test("area", AREAS)
-def test_an_area_has_code_and_tests_of_its_own(area: str) -> None:
+def test_an_area_has_its_own_code_and_tests(area: str) -> None:
     """A package or a folder of tests that got another name would be left out unnoticed."""
     assert sample(ROOT, [area], 1, 0)
     for patterns in AREAS[area]:

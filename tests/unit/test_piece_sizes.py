@@ -114,7 +114,7 @@ def test_a_fault_of_ours_was_said_to_be_somebodys_who_cut_the_memory(tmp_path: P
     memory.close()
 
 
-def test_an_image_without_a_file_that_it_names_is_told(tmp_path: Path) -> None:
+def test_an_image_without_a_file_that_it_names_is_reported(tmp_path: Path) -> None:
     told = ImageWorker(pid=7, gpus=(), carrier=WORKER, size_bytes=1, rest_bytes=0, bytes=("7.0",))
     with pytest.raises(HegmError, match=r"no file '7\.0' with the bytes of process 7"):
         pool_bytes_in(Manifest(workers=(told,)), told)

@@ -153,7 +153,7 @@ async def test_a_disk_that_is_full_leaves_everything_as_it_was(tmp_path: Path) -
     await pool.release(KEY)
 
 
-async def test_a_damaged_file_is_told_of_and_stays(keep: MemoryKeeping, tmp_path: Path) -> None:
+async def test_a_damaged_file_is_reported_and_kept(keep: MemoryKeeping, tmp_path: Path) -> None:
     pool = opened(keep)
     await pool.take(KEY, 3 * MIB)
     await pool.spill(KEY)

@@ -105,7 +105,7 @@ def _is_free(path: Path) -> bool:
 
 
 @pytest.mark.thorough
-def test_each_rank_has_its_own_state_and_the_right_to_go_on_from_it(states: RankStates, tmp_path: Path) -> None:
+def test_each_rank_has_its_own_state_and_may_continue_from_it(states: RankStates, tmp_path: Path) -> None:
     """The right lasts for as long as any of them, also when the supervisor that had it is gone."""
     with Rank(states.address, "1") as one:
         assert one.said(states) == "True False {'rank': 1} -"

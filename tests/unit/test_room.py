@@ -31,7 +31,7 @@ def test_shared_memory_is_made_larger_and_not_elsewhere() -> None:
     assert "TMPDIR" not in said
 
 
-def test_a_test_that_needs_more_is_skipped_and_says_how_much(tmp_path: Path) -> None:
+def test_a_test_that_needs_more_is_skipped_with_the_amount(tmp_path: Path) -> None:
     skip_without(tmp_path, 0)
     with pytest.raises(pytest.skip.Exception, match="MiB free, and this needs"):
         skip_without(tmp_path, shutil.disk_usage(tmp_path).total + MIB)

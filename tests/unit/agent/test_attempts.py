@@ -124,7 +124,7 @@ def test_what_a_refused_order_cost_the_training_was_not_told(script: Script) -> 
     assert refused.parked_s > 0
 
 
-def test_a_withdrawn_order_tells_how_long_the_training_stood_for_it(script: Script) -> None:
+def test_a_withdrawn_order_reports_how_long_the_training_was_parked(script: Script) -> None:
     script.start_beside(COMPUTING)
     script.park()
     script.tick_until(lambda: script.gate.parked)
@@ -135,7 +135,7 @@ def test_a_withdrawn_order_tells_how_long_the_training_stood_for_it(script: Scri
 
 
 @pytest.mark.thorough
-def test_a_rank_says_at_once_that_it_did_not_come_to_rest_at_its_boundary(script: Script) -> None:
+def test_a_rank_that_did_not_park_at_its_boundary_reports_it_at_once(script: Script) -> None:
     """The other ranks stand at that boundary, and go on to another one with it."""
     script.start_beside(COMPUTING)
     script.park(at=script.gate.count + 100_000)

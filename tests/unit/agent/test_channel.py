@@ -93,7 +93,9 @@ def test_that_a_restarted_training_goes_on_was_noted_only_after_the_whole_of_a_p
         *((text, None) for text in (None, "", "600:3", "often:3:/images", "600:three:/images")),
     ],
 )
-def test_a_wish_for_images_that_cannot_be_read_is_none(text: str | None, wish: tuple[float, int, str] | None) -> None:
+def test_an_unreadable_request_for_scheduled_images_is_ignored(
+    text: str | None, wish: tuple[float, int, str] | None
+) -> None:
     read = periodic_images(text)
     assert wish == (None if read is None else (read.every_s, read.keep, read.path))
 
@@ -108,7 +110,7 @@ def test_where_nobody_listens_it_calls_less_and_less_often() -> None:
     assert next_pause_s(MAX_PAUSE_S, MAX_PAUSE_S + 1, was_of_use=False) == FIRST_PAUSE_S
 
 
-def test_a_signal_that_waits_for_a_parked_thread_is_told_to_the_orders() -> None:
+def test_a_signal_pending_for_a_parked_thread_is_reported_to_the_orders() -> None:
     channel = Channel(Gate(), {})
     try:
         channel._pass_signal(signal.SIGTERM)

@@ -214,7 +214,7 @@ assert block.read() == before
 
 
 @pytest.mark.thorough
-def test_a_failure_in_one_thread_ends_the_copy_and_is_told() -> None:
+def test_a_failure_in_one_thread_ends_the_copy_and_is_reported() -> None:
     fd, block = _small_pages(), Block(32 << 20, seed=5)
     os.truncate(fd, 20 << 20)
     with pytest.raises(OSError, match="ends too early"):

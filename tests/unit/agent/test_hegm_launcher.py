@@ -237,7 +237,7 @@ def test_a_training_whose_park_was_withdrawn_is_parked_again(made: Callable[...,
     training.wait_until_parked()
 
 
-def test_hegms_own_package_beside_ours_is_told_of(capfd: pytest.CaptureFixture[str]) -> None:
+def test_hegms_own_package_beside_ours_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     warn_of_another({"hegm": object(), "hegm.interface": object()})  # ours
     assert capfd.readouterr().err == ""
     warn_of_another({"hegm": object(), "hegm._config": object()})

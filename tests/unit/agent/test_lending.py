@@ -144,7 +144,7 @@ def test_without_a_daemon_the_block_runs_with_its_storages_in_place() -> None:
     assert job.warnings == [NO_DAEMON]
 
 
-def test_a_refusal_is_told_and_the_block_runs() -> None:
+def test_a_refusal_is_reported_and_the_block_runs() -> None:
     job = _Job()
     job.lending.connect(job.send)
     job.start()

@@ -97,7 +97,7 @@ def test_a_second_suspend_is_an_error_of_nccls_and_leaves_the_state_unknown(path
 
 
 @pytest.mark.parametrize("call", ["suspend", "resume"])
-def test_a_call_that_fails_is_told_with_nccls_own_text(path: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_call_is_reported_with_the_text_of_nccl(path: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     library, one = Library(path), group(1)
     one.mechanism(library)
     monkeypatch.setenv("HEGM_NCCL_STUB_FAILS", "3")

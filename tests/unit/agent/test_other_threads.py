@@ -39,7 +39,7 @@ def busy_at(path: Path) -> list[str]:
     return [words for words in found if str(path) in words]
 
 
-def test_a_thread_in_code_of_its_own_is_busy(tmp_path: Path) -> None:
+def test_a_thread_in_its_own_code_is_busy(tmp_path: Path) -> None:
     with blocked(tmp_path / "script.py"):
         assert len(busy_at(tmp_path / "script.py")) == 1
 

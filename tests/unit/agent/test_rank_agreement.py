@@ -81,7 +81,7 @@ def test_an_agreement_that_failed_can_be_had_again() -> None:
     assert len(agree(store, range(2), 2)) == 2
 
 
-def test_a_store_that_cannot_be_reached_is_told() -> None:
+def test_an_unreachable_descriptor_store_is_reported() -> None:
     class Gone(Store):
         def check(self, keys: list[str]) -> bool:
             raise ConnectionError("the launcher is gone")

@@ -187,7 +187,7 @@ def test_a_snapshot_comes_of_it_though_the_daemon_ends_and_nobody_is_answered(ra
     assert (rank.reports, _record(slot)) == ([], RECORD)
 
 
-def test_a_forked_child_lets_go_of_the_slot(rank: _Rank, slot: int) -> None:
+def test_a_forked_child_releases_the_slot(rank: _Rank, slot: int) -> None:
     own = os.listdir("/proc/self/fd")
     rest = _fetch(rank, slot)
     with pytest.warns(DeprecationWarning, match="fork") if sys.version_info >= (3, 12) else nullcontext():

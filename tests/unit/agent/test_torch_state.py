@@ -87,7 +87,7 @@ def test_what_it_cannot_free_unnoticed_is_left_alone_with_a_reason(make: Any, wh
     assert held.untyped_storage().data_ptr() not in _addresses(found)
 
 
-def test_a_tensor_that_numpy_looks_into_is_left_alone() -> None:
+def test_a_tensor_shared_with_numpy_is_not_offloaded() -> None:
     pytest.importorskip("numpy")
     tensor = torch.randn(70_001)
     array = tensor.numpy()

@@ -45,7 +45,7 @@ async def test_callers_that_come_together_share_one_start() -> None:
         assert pids == [link.pid] * 5
 
 
-async def test_descriptors_go_both_ways_and_nobody_keeps_one() -> None:
+async def test_descriptors_are_passed_in_both_directions_and_none_leaks() -> None:
     async with linked("well") as link:
         before = (await ask(link, "environment"))["descriptors"]
         ours = [os.memfd_create(f"ours {i}") for i in range(3)]
@@ -109,7 +109,7 @@ async def test_a_helper_whose_contexts_are_ruined_is_replaced() -> None:
         assert has_ended(first)
 
 
-async def test_it_gets_an_environment_of_its_own() -> None:
+async def test_the_command_gets_its_own_environment() -> None:
     given = child_environment({"HOME": "/root", "CUDA_VISIBLE_DEVICES": "0", "LD_LIBRARY_PATH": "/opt/driver"})
     assert given["LD_LIBRARY_PATH"] == "/opt/driver"
     assert not {"HOME", "CUDA_VISIBLE_DEVICES"} & set(given)

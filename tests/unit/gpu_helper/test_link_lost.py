@@ -71,7 +71,7 @@ async def test_a_helper_that_could_not_run_any_more_was_noticed_by_the_deadlines
         assert has_ended(first)
 
 
-def test_a_helper_tells_what_it_is_at_while_its_calls_hang() -> None:
+def test_a_helper_reports_its_current_calls_while_they_hang() -> None:
     ours, theirs = socket.socketpair()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with theirs, subprocess.Popen([*TRICKS, "brisk", "0"], stdin=theirs.fileno(), env=environment) as helper, ours:
@@ -92,7 +92,7 @@ def test_a_helper_tells_what_it_is_at_while_its_calls_hang() -> None:
         helper.kill()
 
 
-async def test_a_call_that_comes_to_nothing_is_left_alone_and_costs_nobody_the_helper() -> None:
+async def test_an_abandoned_call_does_not_end_the_helper_of_other_callers() -> None:
     async with linked("well", idle_after_s=0.2) as link:
         told, started = Told(), await link.start()
         before = len(os.listdir("/proc/self/fd"))
@@ -135,7 +135,7 @@ async def test_whoever_watches_a_call_is_told_when_it_is_over() -> None:
 
 
 @pytest.mark.thorough
-async def test_a_call_that_nobody_waits_for_keeps_its_deadline() -> None:
+async def test_a_call_without_a_waiting_caller_keeps_its_deadline() -> None:
     """A thread stuck in the driver would otherwise be stuck for as long as the daemon lives."""
     async with linked("well") as link:
         told = Told()
@@ -151,7 +151,7 @@ async def test_a_call_that_nobody_waits_for_keeps_its_deadline() -> None:
             os.close(pidfd)
 
 
-async def test_an_answer_that_nobody_waits_for_is_closed() -> None:
+async def test_the_descriptors_of_an_unawaited_answer_are_closed() -> None:
     async with linked("well") as link:
         told = Told()
         before = len(os.listdir("/proc/self/fd"))
@@ -219,7 +219,7 @@ async def test_a_helper_killed_from_outside(number: signal.Signals, why: str) ->
 
 
 @pytest.mark.thorough
-async def test_a_helper_that_cannot_work_says_why_each_time() -> None:
+async def test_a_helper_that_cannot_work_reports_the_reason_each_time() -> None:
     async with linked("refuse") as link:
         for _ in range(2):
             with pytest.raises(DriverFailed, match="cuInit failed with 100") as raised:
@@ -277,7 +277,7 @@ async def test_one_that_is_started_but_not_waited_for_goes_with_the_daemon() -> 
     gc.collect()
 
 
-async def test_callers_are_told_when_the_daemon_stops() -> None:
+async def test_callers_are_notified_when_the_daemon_stops() -> None:
     told = Told()
     async with anyio.create_task_group() as outer:
 

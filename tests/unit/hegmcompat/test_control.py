@@ -49,7 +49,7 @@ def leaves_lock(folder: Path, launcher_pid: int) -> str:
     return f"signal.signal(signal.SIGUSR1, lambda *_: ({made}, {moved}, os._exit(99)))"
 
 
-def test_a_file_that_is_named_by_digits_of_another_script_is_no_launcher(tmp_path: Path) -> None:
+def test_a_file_whose_name_is_a_number_is_not_taken_for_a_launcher(tmp_path: Path) -> None:
     """A raised two is a digit, and no number: whoever planted it ended every hegm-ctrl with a traceback."""
     for folder in (tmp_path / "²", tmp_path / ".workers"):
         folder.mkdir()
@@ -61,7 +61,7 @@ def test_a_file_that_is_named_by_digits_of_another_script_is_no_launcher(tmp_pat
 
 
 @pytest.mark.parametrize("text", ["99999", "-5", "8x", "²"])
-def test_a_port_that_is_none_is_a_matter_of_usage(text: str) -> None:
+def test_an_invalid_port_is_a_usage_error(text: str) -> None:
     with pytest.raises(SystemExit) as ended:
         run(["api-server", "--port", text], {})
     assert ended.value.code == 2
@@ -121,7 +121,7 @@ def test_a_limit_of_0_did_not_start(tmp_path: Path) -> None:
         assert asked.checkpoint([worker.pid]) == {worker.pid: "signalled (timeout-waiting-lock)"}
 
 
-def test_a_launcher_that_ends_without_a_lock_is_told_of(tmp_path: Path) -> None:
+def test_a_launcher_that_ends_without_a_lock_is_reported(tmp_path: Path) -> None:
     with child() as launcher, child(TAKES_IT) as worker:
         workers.register(tmp_path, launcher.pid, worker.pid)
         asked = control(tmp_path, limit_s="60")
@@ -131,7 +131,7 @@ def test_a_launcher_that_ends_without_a_lock_is_told_of(tmp_path: Path) -> None:
         ending.join()
 
 
-def test_a_worker_that_refuses_says_why_at_once(tmp_path: Path) -> None:
+def test_a_refusing_worker_reports_the_reason_at_once(tmp_path: Path) -> None:
     refused = tmp_path / str(os.getpid()) / "refused"
     refused.parent.mkdir()
     private_files.write(refused, b"of an earlier request")
@@ -160,7 +160,7 @@ def test_a_worker_that_sigusr1_would_end_gets_no_signal(tmp_path: Path) -> None:
         assert worker.poll() is None
 
 
-def test_a_worker_that_is_still_starting_is_asked_once_its_agent_is_there(tmp_path: Path) -> None:
+def test_a_starting_worker_is_asked_once_its_agent_is_connected(tmp_path: Path) -> None:
     """It was refused by chance: most often its Python had come so far before that of hegm-ctrl had."""
     begins = f"print('ready', flush=True); input(); {leaves_lock(tmp_path, os.getpid())}"
     with child(f"{begins}; print('begun', flush=True)") as worker:
@@ -180,7 +180,7 @@ def test_a_worker_that_is_still_starting_is_asked_once_its_agent_is_there(tmp_pa
         assert looks[0] is False
 
 
-def test_a_worker_that_ends_before_it_has_an_agent_is_no_process(tmp_path: Path) -> None:
+def test_a_worker_that_exits_before_its_agent_connects_is_not_a_process(tmp_path: Path) -> None:
     with child() as worker:
         workers.register(tmp_path, os.getpid(), worker.pid)
 
@@ -229,7 +229,7 @@ def test_a_launcher_that_is_gone_is_forgotten(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / ".workers") == []
 
 
-def test_an_entry_that_is_no_pid_or_a_link_is_passed_over(tmp_path: Path) -> None:
+def test_an_entry_that_is_not_a_pid_or_is_a_link_is_skipped(tmp_path: Path) -> None:
     private_files.make_folder(tmp_path / ".workers")
     own = tmp_path / ".workers" / str(os.getpid())
     own.write_text("rm -rf")

@@ -187,7 +187,7 @@ def test_one_path_for_all_is_gone_on_from_by_the_next_launcher_of_the_same_comma
 
 
 @pytest.mark.thorough
-def test_a_state_of_another_command_is_kept_and_not_gone_on_from(tmp_path: Path) -> None:
+def test_a_state_of_another_command_is_kept_and_not_loaded(tmp_path: Path) -> None:
     """HeGM's loads whatever lies under its pid, which may be weeks old and of another training."""
     path = tmp_path / "mine" / "state.pt"
     with launched(tmp_path, LEAVES_ONCE, "--debug", HEGM_CHECKPOINT_PATH=str(path)) as launcher:
@@ -274,7 +274,7 @@ def test_a_command_that_keeps_the_agent_out_does_not_begin_where_a_state_is(tmp_
 
 
 @pytest.mark.thorough
-def test_a_folder_in_the_place_of_the_lock_is_told_of_and_starts_nothing(tmp_path: Path) -> None:
+def test_a_directory_in_place_of_the_lock_is_reported_and_nothing_is_started(tmp_path: Path) -> None:
     (tmp_path / "lock").mkdir()
     with launched(tmp_path, "echo started", HEGM_CHECKPOINT_PATH=str(tmp_path / "state.pt")) as launcher:
         assert launcher.line() == ""
@@ -285,7 +285,7 @@ def test_a_folder_in_the_place_of_the_lock_is_told_of_and_starts_nothing(tmp_pat
 
 
 @pytest.mark.thorough
-def test_a_working_folder_that_is_gone_is_told_of(tmp_path: Path) -> None:
+def test_a_removed_working_directory_is_reported(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     script = f'cd {gone} && rmdir {gone} && exec "$@"'
@@ -299,7 +299,7 @@ def test_a_working_folder_that_is_gone_is_told_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_an_old_lock_does_not_tell_of_a_new_worker(tmp_path: Path) -> None:
+def test_an_old_lock_does_not_belong_to_a_new_worker(tmp_path: Path) -> None:
     (tmp_path / "lock").touch()
     with launched(tmp_path, f"ls {tmp_path}", HEGM_CHECKPOINT_PATH=str(tmp_path / "state.pt")) as launcher:
         assert "lock" not in [launcher.line() for _ in range(2)]
@@ -326,7 +326,7 @@ def test_an_interface_open_to_others_takes_a_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_command_that_is_not_there_is_said_before_anything_is_made(tmp_path: Path) -> None:
+def test_a_missing_command_is_reported_before_anything_is_created(tmp_path: Path) -> None:
     settings = {"HEGM_CHECKPOINT_DIR": str(tmp_path / "none"), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     words = [sys.executable, "-m", "hegmcompat.launcher_cli", "no-such-command"]
     done = subprocess.run(words, env={**os.environ, **settings}, capture_output=True, text=True, check=False)

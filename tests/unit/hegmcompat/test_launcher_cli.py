@@ -156,7 +156,7 @@ def test_a_state_in_the_file_counts_whatever_the_daemon_expects(tmp_path: Path) 
     assert not both.lock.exists()
 
 
-def test_an_end_that_nobody_expects_is_the_end(both: _TwoDesks) -> None:
+def test_an_unexpected_exit_is_final(both: _TwoDesks) -> None:
     assert not both.desks.ended(3, sent_signal=None)
     both.desks.close()
     assert both.daemon.heard == ["started 4711", "ended 3", "closed"]

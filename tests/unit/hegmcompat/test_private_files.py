@@ -32,7 +32,7 @@ def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "7").mkdir()
     os.chown(tmp_path / "7", 12345, 12345)
     with pytest.raises(HegmError, match="belongs to user 12345"):

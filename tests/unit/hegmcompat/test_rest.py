@@ -219,7 +219,7 @@ def test_the_interface_also_listens_on_ipv6(tmp_path: Path) -> None:
         server.close()
 
 
-def test_a_port_that_is_taken_is_no_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_not_a_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert rest.serve_beside(_control(tmp_path), "127.0.0.1", port, None) is None

@@ -21,7 +21,7 @@ def test_without_variables_everything_is_as_hegm_has_it_but_the_address() -> Non
     assert (found.host, found.port, found.token) == ("127.0.0.1", 8298, None)
 
 
-def test_each_variable_is_heard() -> None:
+def test_each_environment_variable_is_read() -> None:
     found = read_surroundings(
         {
             "HEGM_CHECKPOINT_DIR": "/data",

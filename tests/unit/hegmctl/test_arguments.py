@@ -126,7 +126,7 @@ def test_help_is_given_without_what_the_command_needs() -> None:
         ("-- gpus", "a command is needed before `--`", "`hegmctl --help` lists the commands"),
     ],
 )
-def test_every_mistake_is_told_with_the_way_out(line: str, message: str, hint: str) -> None:
+def test_every_mistake_is_reported_with_its_remedy(line: str, message: str, hint: str) -> None:
     with pytest.raises(HegmError) as raised:
         parse(line.split(" "))
     assert raised.value.code is USAGE

@@ -86,7 +86,7 @@ async def test_several_requests_are_under_way_at_once(daemon: FakeDaemon) -> Non
     assert got == [node.GPUS] * 5
 
 
-async def test_a_cancelled_request_is_cancelled_in_the_daemon_and_harms_nobody(daemon: FakeDaemon) -> None:
+async def test_a_cancelled_request_is_cancelled_in_the_daemon_without_side_effects(daemon: FakeDaemon) -> None:
     daemon.answers[m.Gpus] = unanswered
     async with connect_async(str(daemon.path)) as hegmd:
         with anyio.move_on_after(0.02) as scope:
@@ -188,7 +188,7 @@ async def test_a_daemon_that_goes_away_fails_everything_under_way(daemon: FakeDa
         assert raised.value.code is DISCONNECTED
 
 
-async def test_a_daemon_that_talks_nonsense_is_told_as_incompatible(daemon: FakeDaemon) -> None:
+async def test_a_daemon_that_sends_nonsense_is_reported_as_incompatible(daemon: FakeDaemon) -> None:
     daemon.answers[m.Gpus] = lambda caller, _asked: caller.send(b"\xff\xff\xff\xff")
     async with connect_async(str(daemon.path)) as hegmd:
         with pytest.raises(HegmError, match="does not understand") as raised:
@@ -204,7 +204,7 @@ async def test_what_is_not_hegmd_is_told_as_that(socket_path: Path, words: bytes
     assert raised.value.code is NO_DAEMON
 
 
-async def test_a_missing_daemon_and_a_silent_one_are_told_as_by_the_other_face(socket_path: Path) -> None:
+async def test_a_missing_and_a_silent_daemon_are_reported_alike_by_both_interfaces(socket_path: Path) -> None:
     with pytest.raises(HegmError) as raised:
         async with connect_async(str(socket_path)):
             pytest.fail("connected")

@@ -134,7 +134,7 @@ def test_no_daemon_is_one_line_with_the_way_out(socket_path: Path) -> None:
     )
 
 
-def test_a_mistake_of_usage_is_told_in_the_form_asked_for() -> None:
+def test_a_usage_error_is_reported_in_the_requested_format() -> None:
     ran = hegmctl("gpsu", "--json")
     assert ran.returncode == 2
     assert json.loads(ran.stderr)["error"]["code"] == "usage"
@@ -291,7 +291,7 @@ def test_followed_events_end_with_ctrl_c_as_a_shell_expects(daemon: FakeDaemon) 
     assert (status, out, err) == (-signal.SIGINT, "", "")  # which a shell shows as 130
 
 
-def test_a_reader_that_has_had_enough_is_no_error(daemon: FakeDaemon) -> None:
+def test_a_reader_that_stops_early_is_not_an_error(daemon: FakeDaemon) -> None:
     many = [node.EVENTS[0].replace(seq=seq) for seq in range(1, 5000)]
     daemon.answers[m.Events] = remembering(many)
     with Running("events", socket=daemon.path) as listing:
@@ -318,7 +318,7 @@ def test_a_reader_of_a_short_answer_that_left_before_is_no_error_either(daemon: 
 
 
 @pytest.mark.parametrize("words", [("gpus",), ("gpus", "--json"), ("--help",), ("events",)])
-def test_a_full_disk_is_told_and_not_taken_for_success(daemon: FakeDaemon, words: tuple[str, ...]) -> None:
+def test_a_full_disk_is_reported_and_not_taken_for_success(daemon: FakeDaemon, words: tuple[str, ...]) -> None:
     with Path("/dev/full").open("w") as full:
         ran = subprocess.run(
             command(*words),
@@ -334,7 +334,7 @@ def test_a_full_disk_is_told_and_not_taken_for_success(daemon: FakeDaemon, words
     assert "Traceback" not in ran.stderr
 
 
-def test_a_closed_standard_output_is_told(daemon: FakeDaemon) -> None:
+def test_a_closed_standard_output_is_reported(daemon: FakeDaemon) -> None:
     argv = ["sh", "-c", f"{shlex.join(command('gpus'))} >&-"]
     ran = subprocess.run(argv, env=environment(daemon.path), capture_output=True, text=True, cwd=ROOT, check=False)
     assert ran.returncode == 14
@@ -378,7 +378,7 @@ def test_the_command_of_a_hold_gets_the_usual_signals(daemon: FakeDaemon) -> Non
     assert ran.stdout == usual
 
 
-def test_a_hold_without_a_command_waits_and_tells_when_the_daemon_goes(daemon: FakeDaemon) -> None:
+def test_a_hold_without_a_command_waits_and_reports_when_the_daemon_ends(daemon: FakeDaemon) -> None:
     with Running("simulate", "hold", "gpu0", "1GiB", socket=daemon.path) as holding:
         assert holding.line() == "holding 1.0 GiB on gpu0 until interrupted"
         daemon.hang_up()
@@ -390,7 +390,7 @@ def test_a_hold_without_a_command_waits_and_tells_when_the_daemon_goes(daemon: F
         assert holding.end(signal.SIGINT)[0] == -signal.SIGINT
 
 
-def test_a_command_that_cannot_be_run_is_told(daemon: FakeDaemon) -> None:
+def test_a_command_that_cannot_be_run_is_reported(daemon: FakeDaemon) -> None:
     ran = hegmctl("simulate", "hold", "gpu0", "1GiB", "--", "/no/such/program", socket=daemon.path)
     assert ran.returncode == 127
     assert ran.stderr.startswith("hegmctl: /no/such/program cannot be run: No such file or directory; ")

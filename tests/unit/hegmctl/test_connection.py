@@ -140,7 +140,7 @@ def test_descriptors_come_with_the_reply_that_names_them(hegmd: Connection, daem
     os.close(read_end)
 
 
-def test_descriptors_that_nobody_asked_for_are_closed(hegmd: Connection, daemon: FakeDaemon) -> None:
+def test_unrequested_descriptors_are_closed(hegmd: Connection, daemon: FakeDaemon) -> None:
     read_end, write_end = os.pipe()
     daemon.answers[m.Ping] = _serving_with_descriptors((write_end,))
     hegmd.ping()
@@ -172,7 +172,9 @@ def test_announced_descriptors_that_do_not_come_break_the_connection(hegmd: Conn
     assert raised.value.code is INCOMPATIBLE
 
 
-def test_a_daemon_that_goes_away_in_the_middle_is_told_as_that(hegmd: Connection, daemon: FakeDaemon) -> None:
+def test_a_daemon_that_disconnects_during_a_request_is_reported_as_disconnected(
+    hegmd: Connection, daemon: FakeDaemon
+) -> None:
     daemon.answers[m.Gpus] = lambda caller, _asked: daemon.hang_up()
     with pytest.raises(HegmError, match="ended the connection before it answered gpus") as raised:
         hegmd.gpus()
@@ -181,7 +183,7 @@ def test_a_daemon_that_goes_away_in_the_middle_is_told_as_that(hegmd: Connection
         hegmd.gpus()
 
 
-def test_a_daemon_that_goes_away_in_the_middle_of_a_frame_is_told_as_that(
+def test_a_daemon_that_disconnects_within_a_frame_is_reported_as_disconnected(
     hegmd: Connection, daemon: FakeDaemon
 ) -> None:
     def answer(caller: Caller, asked: IncomingRequest) -> None:
@@ -231,7 +233,7 @@ def test_whatever_answers_the_greeting_the_caller_learns_what_it_is(
     assert raised.value.code is code
 
 
-def test_a_daemon_that_accepts_and_says_nothing_costs_the_timeout(socket_path: Path) -> None:
+def test_a_daemon_that_accepts_and_sends_nothing_costs_the_timeout(socket_path: Path) -> None:
     with (
         FakeDaemon(socket_path, {m.Hello: unanswered}),
         pytest.raises(HegmError, match=r"no answer to hello within 0.05 s") as raised,
@@ -240,7 +242,7 @@ def test_a_daemon_that_accepts_and_says_nothing_costs_the_timeout(socket_path: P
     assert raised.value.code is TIMEOUT
 
 
-def test_a_daemon_with_no_version_in_common_is_told_with_both(socket_path: Path) -> None:
+def test_a_daemon_without_a_common_version_is_reported_with_both_versions(socket_path: Path) -> None:
     refusal = HegmError(INCOMPATIBLE, "no protocol version in common: caller [1], daemon [7]", "same release")
     with (
         FakeDaemon(socket_path, {m.Hello: failing(refusal)}),

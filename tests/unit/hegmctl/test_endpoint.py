@@ -157,14 +157,14 @@ def test_the_socket_of_a_stopped_unit_is_left_to_systemd(tmp_path: Path) -> None
     assert "systemctl start hegmd.socket" in raised.value.hint
 
 
-def test_a_missing_socket_is_told_with_the_command_that_makes_one(socket_path: Path) -> None:
+def test_a_missing_socket_is_reported_with_the_command_that_creates_it(socket_path: Path) -> None:
     error = _failure_of(socket_path)
     assert error.code is NO_DAEMON
     assert error.message == f"there is no socket at {socket_path} (--socket)"
     assert f"`hegmd --socket {socket_path}`" in error.hint
 
 
-def test_a_socket_that_its_daemon_left_behind_is_told_from_a_missing_one(socket_path: Path) -> None:
+def test_a_socket_left_by_its_daemon_is_distinguished_from_a_missing_one(socket_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(socket_path))
     error = _failure_of(socket_path)
@@ -172,7 +172,7 @@ def test_a_socket_that_its_daemon_left_behind_is_told_from_a_missing_one(socket_
     assert "the daemon that created this socket has ended" in error.message
 
 
-def test_a_file_that_is_no_socket_is_called_so(socket_path: Path) -> None:
+def test_a_file_that_is_not_a_socket_is_reported_as_such(socket_path: Path) -> None:
     socket_path.touch()
     assert _failure_of(socket_path).message == f"{socket_path} is not a socket"
     assert _failure_of(socket_path / "below").code is NO_DAEMON
@@ -190,7 +190,7 @@ def test_a_file_that_is_no_socket_is_called_so(socket_path: Path) -> None:
         (Endpoint("/x", "HEGM_SOCKET"), "/x (HEGM_SOCKET)", "`hegmd --socket /x`"),
     ],
 )
-def test_every_place_that_was_looked_at_is_named(endpoint: Endpoint, message: str, hint: str) -> None:
+def test_every_searched_directory_is_named(endpoint: Endpoint, message: str, hint: str) -> None:
     error = unreachable(endpoint, FileNotFoundError(2, "No such file"))
     assert error.code is NO_DAEMON
     assert message in error.message

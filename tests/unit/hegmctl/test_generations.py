@@ -42,7 +42,7 @@ def _recorded(ranks: int, *steps: int) -> list[frozenset[int]]:
         ((None, None), (), {}, None),
     ],
 )
-def test_all_go_on_from_the_highest_step_that_every_rank_can_be_given(
+def test_all_ranks_continue_from_the_highest_step_that_each_can_restore(
     offers: tuple[int | None, ...], recorded: tuple[int, ...], slots: dict[int, int], expected: Any
 ) -> None:
     source = choose(offers, _recorded(len(offers), *recorded), slots)

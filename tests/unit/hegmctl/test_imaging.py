@@ -62,7 +62,7 @@ def test_what_a_job_has_written_since_is_not_written_over(tmp_path: Path) -> Non
     assert Path(cut.kept).read_text() == "456789"
 
 
-def test_a_file_that_cannot_be_cut_is_told_with_the_reason(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_truncated_is_reported_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(HegmError, match="No such file"):
         cut_of(tmp_path / "gone", 4)
 

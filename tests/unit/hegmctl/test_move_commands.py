@@ -265,7 +265,7 @@ def test_on_a_terminal_a_bar_comes_on_and_goes_away(daemon: FakeDaemon) -> None:
 
 
 @pytest.mark.parametrize("words", [("-q",), ()])
-def test_in_a_pipe_or_quiet_there_is_no_bar(daemon: FakeDaemon, words: tuple[str, ...]) -> None:
+def test_no_bar_is_drawn_in_a_pipe_or_with_quiet(daemon: FakeDaemon, words: tuple[str, ...]) -> None:
     daemon.answers[m.Migrate] = coming_on(_reply(DONE))
     if words:
         with Terminal(*words, "migrate", "4711", "--to", "gpu1", socket=daemon.path) as terminal:
@@ -293,7 +293,7 @@ def _asked_to_cancel(daemon: FakeDaemon) -> bool:
 
 
 @pytest.mark.parametrize("typed", ["n\n", "\n", "what?\n", "\x04"])
-def test_ctrl_c_asks_once_and_leaves_it_going_unless_told_otherwise(daemon: FakeDaemon, typed: str) -> None:
+def test_ctrl_c_asks_once_and_continues_by_default(daemon: FakeDaemon, typed: str) -> None:
     daemon.answers[m.Migrate] = coming_on(None)
     with Terminal("migrate", "4711", "--to", "gpu1", socket=daemon.path) as terminal:
         terminal.until(lambda lines: lines[-1] == BAR)
@@ -359,7 +359,7 @@ def test_one_that_cannot_be_cancelled_any_more_was_left_without_a_word_of_its_en
         ("swap 1 2", m.Swap, "; the swap is carried out by the daemon: see `hegmctl ops`"),
     ],
 )
-def test_ctrl_c_in_a_pipe_asks_nobody_and_says_what_goes_on(
+def test_ctrl_c_in_a_pipe_does_not_ask_and_shows_what_continues(
     daemon: FakeDaemon, line: str, request_: type[m.Request], rest: str
 ) -> None:
     daemon.answers[request_] = coming_on(None)
@@ -372,7 +372,7 @@ def test_ctrl_c_in_a_pipe_asks_nobody_and_says_what_goes_on(
     assert not _asked_to_cancel(daemon)
 
 
-def test_ctrl_c_with_nobody_to_answer_asks_nobody(daemon: FakeDaemon) -> None:
+def test_ctrl_c_without_a_terminal_does_not_ask(daemon: FakeDaemon) -> None:
     """A terminal to look at, and an input that is none."""
     daemon.answers[m.Migrate] = coming_on(None)
     words = ("migrate", "4711", "--to", "gpu1")
@@ -384,7 +384,7 @@ def test_ctrl_c_with_nobody_to_answer_asks_nobody(daemon: FakeDaemon) -> None:
     assert not _asked_to_cancel(daemon)
 
 
-def test_ctrl_c_before_anything_began_says_where_to_look(daemon: FakeDaemon) -> None:
+def test_ctrl_c_before_the_start_shows_where_to_look(daemon: FakeDaemon) -> None:
     with Running("migrate", "4711", "--to", "gpu1", socket=daemon.path) as moving:
         daemon.wait_for(m.Migrate)
         said = "hegmctl: an operation that was started continues: run hegmctl ops\n"

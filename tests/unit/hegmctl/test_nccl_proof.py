@@ -49,7 +49,7 @@ def test_losses_are_whole_lines_of_each_rank(tmp_path: Path) -> None:
         assert job.end(HANG_S) == 1
 
 
-def test_a_job_that_ends_early_says_its_error(tmp_path: Path) -> None:
+def test_a_job_that_ends_early_is_reported_with_its_error(tmp_path: Path) -> None:
     with ranks(tmp_path, FAILS) as job, pytest.raises(MoveFailed, match="RuntimeError: no NCCL here"):
         job.wait_for_steps(1, HANG_S)
 

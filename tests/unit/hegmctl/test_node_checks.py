@@ -44,7 +44,7 @@ def test_each_check_is_handed_on_as_soon_as_it_is_made() -> None:
     assert tuple(seen) == node.CHECKS[:2]
 
 
-def test_a_program_that_fails_before_any_check_tells_why() -> None:
+def test_a_program_that_fails_before_its_first_check_is_reported_with_the_reason() -> None:
     with pytest.raises(ExternalError, match="the checks could not be made: it is broken") as raised:
         check_here(lambda _check: None, _program("import sys; sys.exit('x' * 100000 + '\\nit is broken')"))
     assert raised.value.status == 1
@@ -53,14 +53,14 @@ def test_a_program_that_fails_before_any_check_tells_why() -> None:
         check_here(lambda _check: None, _program("raise SystemExit(7)"))
 
 
-def test_a_program_that_is_not_there_is_told() -> None:
+def test_a_missing_program_is_reported() -> None:
     with pytest.raises(HegmError, match="/no/such/program cannot be run") as raised:
         check_here(lambda _check: None, ["/no/such/program"])
     assert raised.value.code is EXTERNAL
 
 
 @pytest.mark.parametrize("line", ["nonsense", "{}", "[]", '{"id": 1, "status": "ok", "summary": "x"}'])
-def test_a_line_that_is_no_check_ends_the_program(line: str) -> None:
+def test_a_line_that_is_not_a_check_ends_the_program(line: str) -> None:
     program = f"import time\nprint({line!r}, flush=True)\ntime.sleep(60)"
     with pytest.raises(ExternalError, match="printed an invalid check"):
         check_here(lambda _check: None, _program(program))

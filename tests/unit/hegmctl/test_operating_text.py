@@ -96,7 +96,7 @@ def test_what_an_older_daemon_does_not_say_is_left_out() -> None:
     assert where(operation("done", bare)) == ["gpu1"]
 
 
-def test_an_end_is_told_with_its_reason_and_the_next_step() -> None:
+def test_an_end_is_reported_with_its_reason_and_the_next_step() -> None:
     ended = operation("rolled-back", process("gpu0", "gpu0"), downtime_s=0.1234, failure=FAILURE)
     assert operation_text(m.OperationReply(operation=ended), PIPE) == [
         "operation 7: migrate of 4711: rolled back (gpu0, 2.0 GiB, downtime 0.123 s)",
@@ -105,7 +105,7 @@ def test_an_end_is_told_with_its_reason_and_the_next_step() -> None:
     ]
 
 
-def test_an_image_is_told_with_how_long_it_took_beside_how_long_the_job_stood() -> None:
+def test_an_image_is_reported_with_its_duration_and_the_downtime_of_the_job() -> None:
     ended = operation("done", process("gpu0", "gpu0"), kind="checkpoint", downtime_s=1.5, took_s=8.25)
     (line,) = operation_text(m.OperationReply(operation=ended), PIPE)
     assert line == "operation 7: checkpoint of 4711: done (gpu0, 2.0 GiB, downtime 1.500 s, 8.2 s in all)"
@@ -144,7 +144,7 @@ def test_results_name_the_job_and_a_pid_only_without_one() -> None:
     assert line.startswith("the jobs have changed places: bert (j7), 4711 (")
 
 
-def test_a_story_tells_of_every_process_of_a_job() -> None:
+def test_a_story_includes_every_process_of_a_job() -> None:
     ranks = (process("gpu1", "gpu1"), process("gpu1", "gpu1", "out", pid=4712).replace(rank=1))
     story = (
         StoryLine(utc=10.0, event="", phase="planned"),
@@ -179,7 +179,7 @@ PLAN = Plan(
 )
 
 
-def test_a_plan_says_what_is_needed_and_that_nothing_was_done() -> None:
+def test_a_plan_shows_what_is_needed_and_that_nothing_was_done() -> None:
     assert plan_text(m.OperationReply(plan=PLAN), PIPE) == [
         " PID  NAME      FROM  TO    CARRIED  STAYS  CARRIER",
         "4711  train.py  gpu0  gpu1  1.0 GiB    0 B  worker",
@@ -194,7 +194,7 @@ def test_a_plan_says_what_is_needed_and_that_nothing_was_done() -> None:
     ]
 
 
-def test_a_drain_tells_of_each_job_and_counts_them() -> None:
+def test_a_drain_reports_each_job_and_their_number() -> None:
     undone = operation("rolled-back", process("gpu0", "gpu0", pid=4712), failure=FAILURE)
     left = Reason(code="refused", message="process 9 has no agent", hint="start it with `hegmctl run`", pid=9)
     lines = drained_text(m.Drained(operations=(operation(), undone), left=(left,)), PIPE)
@@ -212,7 +212,7 @@ def test_a_drain_without_a_job_a_planned_one_and_one_under_way() -> None:
     assert drained_text(begun, PIPE)[-1] == "1 moved, 1 under way, 0 not"
 
 
-def test_a_swap_says_whether_they_have_changed_places() -> None:
+def test_a_swap_reports_whether_the_jobs_changed_places() -> None:
     back = operation("done", process("gpu0", "gpu0", pid=4712))
     swapped = m.Drained(operations=(operation(), back))
     assert swapped_text(swapped, PIPE) == ["the jobs have changed places: 4711, 4712 (operations 7, 7)"]
@@ -227,7 +227,7 @@ def test_a_swap_says_whether_they_have_changed_places() -> None:
     assert planned.count("nothing was changed: this is only the plan") == 1
 
 
-def test_a_cancelled_operation_is_said_to_be_turned_back() -> None:
+def test_a_cancelled_operation_is_reported_as_rolled_back() -> None:
     lines = cancelled_text(m.OperationReply(operation=operation("releasing", process("gpu0", "gpu0"))), PIPE)
     assert lines == ["operation 7 is rolled back: releasing"]
 
@@ -251,7 +251,7 @@ def test_the_bar_goes_on_with_phases_and_bytes() -> None:
     assert "GiB" not in lines[1], "no bytes go while it waits for a boundary"
 
 
-def test_a_plan_says_what_becomes_of_the_job_and_how_long_its_image_takes() -> None:
+def test_a_plan_shows_the_state_of_the_job_afterwards_and_the_time_for_its_image() -> None:
     def said(**values: object) -> str:
         lines = plan_text(m.OperationReply(plan=PLAN.replace(**values)), PIPE)
         return next(line for line in lines if " about " in line or " downtime " in line)
@@ -267,7 +267,7 @@ def test_a_plan_says_what_becomes_of_the_job_and_how_long_its_image_takes() -> N
     )
 
 
-def test_a_suspend_that_keeps_contexts_says_what_stays_and_where() -> None:
+def test_a_suspend_that_keeps_contexts_reports_what_stays_on_which_gpu() -> None:
     kept = [process(None, None, "out", pid).replace(stays_bytes=600 << 20) for pid in (4711, 4712)]
     (line,) = operation_text(m.OperationReply(operation=operation("suspended", *kept, kind="suspend")), PIPE)
     assert "(gpu0 -> pool, 2.0 GiB, 1.2 GiB stays on gpu0)" in line

@@ -110,7 +110,7 @@ def test_completions_are_written_under_the_names_that_shells_expect(tmp_path: Pa
 
 
 @pytest.mark.thorough
-def test_a_wrong_call_is_told_how(tmp_path: Path) -> None:
+def test_a_wrong_call_is_refused_with_the_right_form(tmp_path: Path) -> None:
     ran = _run("pages", str(tmp_path))
     assert ran.returncode == 2
     assert "man|completions DIRECTORY" in ran.stderr

@@ -45,7 +45,7 @@ def test_one_that_was_stopped_while_its_time_passed_took_what_nobody_had_sent_fo
     assert said <= {"none", f"({signal.SIGCONT.value}, True)", f"({signal.SIGUSR1.value}, True)"}
 
 
-def test_an_alarm_that_somebody_sends_is_a_signal_as_any() -> None:
+def test_an_alarm_from_another_process_is_an_ordinary_signal() -> None:
     with waiting("None") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

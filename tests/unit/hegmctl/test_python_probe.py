@@ -55,7 +55,7 @@ def _script(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_a_python_says_which_it_is(tmp_path: Path) -> None:
+def test_a_python_reports_its_version(tmp_path: Path) -> None:
     found = said(sys.executable)
     assert (found.is_python, found.text) == (True, f"{sys.implementation.name} {platform.python_version()}")
     more = 'echo welcome\nexport PYTHONPATH="$PYTHONPATH:/more"\n'

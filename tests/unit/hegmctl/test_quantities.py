@@ -72,5 +72,5 @@ def test_unknown_memory_is_not_shown_as_none_in_use(used_bytes: int | None, tota
         (90_000.0, "1 d 1 h"),
     ],
 )
-def test_durations_are_told_in_two_units_at_most(seconds: float, text: str) -> None:
+def test_durations_are_shown_in_two_units_at_most(seconds: float, text: str) -> None:
     assert duration(seconds) == text

@@ -43,7 +43,7 @@ def _asked(*words: str) -> Recovery | None:
         (-11, None, ("--recover-from", "error"), False),
     ],
 )
-def test_an_end_that_somebody_wanted_is_no_failure(
+def test_a_requested_exit_is_not_a_failure(
     status: int, told: int | None, words: tuple[str, ...], expected: bool
 ) -> None:
     recovery = _asked("--recover", *words)
@@ -132,7 +132,7 @@ def test_slots_and_recoveries_are_shown_with_what_they_cost() -> None:
     assert recovery_text(RecoveryReply(taken_utc=1.0, jobs=()), Style())[0].startswith("No job is protected here")
 
 
-def test_a_dry_run_says_what_would_be_recovered_and_what_prevents_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_reports_what_would_be_recovered_and_what_prevents_it(capsys: pytest.CaptureFixture[str]) -> None:
     """And starts nothing, nor asks a daemon."""
     python = sys.executable
     assert run(["run", "--recover=30s", "--recover-from", "signal", "--dry-run", "--", python, "-S", "no.py"]) == 0

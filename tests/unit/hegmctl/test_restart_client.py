@@ -140,7 +140,7 @@ def test_the_exit_status_of_a_restart_that_nobody_expects_is_the_commands_own(at
     assert (attended.reports()[0].result, attended.reports()[0].status) == ("ended", LEFT_STATUS)
 
 
-def test_an_end_that_somebody_wanted_by_a_signal_is_none_of_a_restart(attended: DeskNode) -> None:
+def test_an_exit_requested_by_a_signal_does_not_belong_to_a_restart(attended: DeskNode) -> None:
     attended.attend()
     attended.order("expect")
     attended.until(lambda: bool(attended.reports()))
@@ -177,7 +177,7 @@ def test_no_variable_of_an_earlier_start_leads_away_from_the_state(attended: Des
     assert {int(wanted.environ[STATE_FD]), int(wanted.environ[LOCK_FD])} == set(wanted.keep)
 
 
-def test_another_python_for_a_command_that_is_none_is_refused(socket_path: Path, tmp_path: Path) -> None:
+def test_another_python_for_a_command_that_is_not_python_is_refused(socket_path: Path, tmp_path: Path) -> None:
     attended = DeskNode(socket_path, tmp_path, ("bash", "train.sh"))
     with attended.listen():
         assert not attended.attend().python
@@ -202,7 +202,7 @@ def test_it_is_said_which_python_a_program_is_before_anything_ends(attended: Des
     reap(children() - others)
 
 
-def test_a_start_that_ends_at_once_is_tried_again_and_then_told_of(attended: DeskNode) -> None:
+def test_a_start_that_ends_at_once_is_retried_and_then_reported(attended: DeskNode) -> None:
     """And a process that had the state back before it fell says nothing of the one after it."""
     attended.attend()
     attended.expect()
@@ -324,7 +324,7 @@ def test_a_script_that_looked_at_pytorch_by_another_python_was_ended_on_its_way(
     assert attended.said == []
 
 
-def test_a_start_in_which_nobody_has_its_state_for_long_is_told_of_once(attended: DeskNode) -> None:
+def test_a_start_whose_state_is_loaded_late_is_reported_once(attended: DeskNode) -> None:
     """As of `--resume 4 -- docker run ...`, whose processes nobody here can look into."""
     attended.attend()
     attended.expect()
@@ -423,7 +423,7 @@ def test_while_it_waits_it_can_be_given_up(attended: DeskNode) -> None:
     assert (given_up.status, given_up.hint) == (GAVE_UP_STATUS, "go on with: hegmctl run --resume 4")
 
 
-def test_a_daemon_that_was_away_hears_what_it_waits_for_when_it_is_back(attended: DeskNode) -> None:
+def test_a_restarted_daemon_receives_the_reports_that_it_waits_for(attended: DeskNode) -> None:
     attended.attend()
     attended.expect()
     assert attended.daemon is not None
@@ -502,7 +502,9 @@ def test_nobody_is_kept_for_a_daemon_that_declines(attended: DeskNode) -> None:
 
 
 @pytest.mark.parametrize("resumes", ["9", None])
-def test_a_daemon_that_will_not_have_it_is_told_of_once(socket_path: Path, tmp_path: Path, resumes: str | None) -> None:
+def test_a_daemon_that_refuses_the_agent_is_reported_once(
+    socket_path: Path, tmp_path: Path, resumes: str | None
+) -> None:
     """One that wants to go on from a state gives up; a job that runs goes on running, without restarts."""
     attended = DeskNode(socket_path, tmp_path, resumes=resumes)
     refusal = failing(Refused("operation 9 is done, and holds no state", "hegmctl ops lists operations"))

@@ -92,9 +92,7 @@ def _seen_both_ways(daemon: FakeDaemon, before: tuple[str, ...] = (), **how: Any
 
 
 @pytest.mark.thorough
-def test_how_often_images_are_wanted_is_told_to_the_agent_and_to_no_job_within(
-    daemon: FakeDaemon, tmp_path: Path
-) -> None:
+def test_the_image_interval_reaches_the_agent_and_no_nested_job(daemon: FakeDaemon, tmp_path: Path) -> None:
     environ = environment(daemon.path)
     words = [sys.executable, "-I", "-S", "-c", "import os; print(os.environ.get('HEGM_IMAGES'))"]
     folder = tmp_path / "made" / "images"
@@ -166,7 +164,7 @@ def test_a_command_in_a_pipe_sees_no_difference(daemon: FakeDaemon, tmp_path: Pa
 
 
 @pytest.mark.thorough
-def test_a_command_on_a_terminal_of_its_own_sees_no_difference(daemon: FakeDaemon) -> None:
+def test_a_command_on_its_own_terminal_sees_no_difference(daemon: FakeDaemon) -> None:
     master, slave = os.openpty()
     try:
         seen = _seen_both_ways(daemon, ("setsid", "-c"), stdin=slave, stderr=slave)
@@ -213,7 +211,7 @@ def test_a_command_dies_of_a_signal_as_it_would(daemon: FakeDaemon, number: sign
     assert (ran.returncode, signal.signal(number, before)) == (-number, signal.SIG_DFL)
 
 
-def test_ctrl_c_at_a_terminal_ends_the_command_and_nobody_else_answers(daemon: FakeDaemon) -> None:
+def test_ctrl_c_at_a_terminal_ends_only_the_command(daemon: FakeDaemon) -> None:
     master, slave = os.openpty()
     words = ["setsid", "-c", *command("run", "--", "sh", "-c", "echo ready; exec cat")]
     with subprocess.Popen(
@@ -294,7 +292,7 @@ def test_without_a_daemon_and_told_to_start_none_the_command_runs(socket_path: P
     assert (quiet.returncode, quiet.stderr) == (0, "")
 
 
-def test_a_gpu_that_is_not_there_is_told_before_the_command_begins(daemon: FakeDaemon) -> None:
+def test_a_missing_gpu_is_reported_before_the_command_starts(daemon: FakeDaemon) -> None:
     ran = hegmctl("run", "--gpu", "gpu7", "--", "echo", "begun", socket=daemon.path)
     assert (ran.returncode, ran.stdout) == (5, "")
     assert "no GPU 'gpu7'; this node has gpu0, gpu1" in ran.stderr
@@ -410,7 +408,7 @@ def test_a_command_that_keeps_the_agent_out_began_anew_in_the_place_of_going_on(
 
 
 @pytest.mark.thorough
-def test_a_job_that_can_never_be_restarted_is_told_of_and_runs(daemon: FakeDaemon) -> None:
+def test_a_job_that_can_never_be_restarted_is_reported_and_runs(daemon: FakeDaemon) -> None:
     ran = hegmctl("run", "--allow-restart", "--", sys.executable, "-I", "-c", "print('ran')", socket=daemon.path)
     assert (ran.returncode, ran.stdout) == (0, "ran\n")
     assert "`-I` keeps hegmd's agent out" in ran.stderr

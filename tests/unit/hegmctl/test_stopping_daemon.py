@@ -79,7 +79,7 @@ def test_what_the_daemon_held_for_a_connection_is_not_taken_to_be_held_by_the_ne
             hegmd.gpus()
 
 
-def test_a_daemon_that_stops_and_has_no_next_one_is_heard(hegmd: Connection, daemon: FakeDaemon) -> None:
+def test_a_daemon_that_stops_without_a_successor_is_noticed(hegmd: Connection, daemon: FakeDaemon) -> None:
     leave = leaving(times=1)
 
     def answer(caller: Caller, asked: IncomingRequest) -> Record | None:

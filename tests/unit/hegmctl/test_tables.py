@@ -53,7 +53,7 @@ def test_wrapped_text_keeps_every_word_and_the_indent() -> None:
     assert wrapped("", 10, "  ") == ["  "]
 
 
-def test_a_line_that_is_too_long_goes_on_under_its_last_column_and_keeps_its_colour() -> None:
+def test_a_long_line_wraps_under_its_last_column_and_keeps_its_colour() -> None:
     """Issue 19: a terminal of 60 columns broke events and checks inside a word."""
     red = Style(colour=True).paint("error", "red")
     line = f"     2  12:00:00  {red}  gpu5 is lost: it fell off the bus, as was asked for"

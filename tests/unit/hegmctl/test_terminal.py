@@ -67,7 +67,7 @@ def test_columns_of_the_environment_win(daemon: FakeDaemon) -> None:
     assert len(terminal.picture.lines[0]) <= 60
 
 
-def test_an_error_on_a_terminal_has_its_hint_on_a_line_of_its_own(daemon: FakeDaemon) -> None:
+def test_an_error_on_a_terminal_has_its_hint_on_a_separate_line(daemon: FakeDaemon) -> None:
     daemon.answers[m.Gpus] = failing(HegmError(NOT_FOUND, "what failed", "what to do"))
     with Terminal("gpus", socket=daemon.path) as terminal:
         assert terminal.end() == 5

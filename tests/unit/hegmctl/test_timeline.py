@@ -66,7 +66,7 @@ def told(timeline: Timeline, lane: str) -> list[tuple[str, float, float]]:
     return [(each.name, each.began_s, each.ended_s) for each in timeline.segments if each.lane == lane]
 
 
-def test_each_lane_has_what_the_story_says_of_it() -> None:
+def test_each_lane_has_its_steps_of_the_story() -> None:
     timeline = timeline_of(REPLY, BEGAN + 100)
     assert told(timeline, "job") == [(TRAINS, 0.0, 0.75), (PARKED, 0.75, 1.75), (OFF, 1.75, 2.0), (PARKED, 2.0, 2.25),
                                      (TRAINS, 2.25, 2.5)]  # fmt: skip
@@ -141,7 +141,7 @@ def test_the_bars_in_a_pipe_say_what_took_how_long() -> None:
                for each in lines)  # fmt: skip
 
 
-def test_a_forgotten_story_is_told_as_that() -> None:
+def test_a_forgotten_history_is_reported_as_forgotten() -> None:
     lines = timeline_text(m.StoryReply(operation=MOVED, story=()), Style())
     assert lines[-1] == "there is nothing to draw: its story is not remembered"
 

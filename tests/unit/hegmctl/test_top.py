@@ -143,7 +143,7 @@ def test_a_gpu_has_its_last_minutes_and_a_gap_where_nothing_was_known() -> None:
     assert "#" not in text(picture, 200, 24)[1]
 
 
-def test_a_gpu_that_is_failing_says_why_in_the_place_of_its_history() -> None:
+def test_a_failing_gpu_shows_the_reason_in_place_of_its_history() -> None:
     picture = Picture(unicode=False)
     health = Health(
         state="warn", condition="failing", reason="XID 63, last seen\x1b[31m: a bad memory row was recorded"
@@ -165,7 +165,7 @@ def test_a_look_at_operations_alone_adds_nothing_to_the_history_of_gpus() -> Non
     assert text(picture, 80, 24)[1].count("#") == 1
 
 
-def test_a_job_that_waits_says_what_for_in_the_place_of_its_figures() -> None:
+def test_a_waiting_job_shows_what_it_waits_for_in_place_of_its_figures() -> None:
     picture = Picture(unicode=False)
     waiting = JobRow("j2", "train", "waiting", command="train.py", waits="8.0 GiB on gpu0\x1b[31m")
     picture.take(NodeView(0.0, "n", (), [job(1), waiting], ()))
@@ -310,7 +310,7 @@ async def test_keys_ask_with_the_plan_first_and_act_on_a_yes_alone() -> None:
 
 
 @pytest.mark.thorough
-async def test_a_migration_asks_where_to_shows_the_plan_and_says_why_not() -> None:
+async def test_a_migration_asks_for_the_target_shows_the_plan_and_the_reasons_against_it() -> None:
     source, picture = Told(), Picture()
     app = TopApp(source, picture)
     async with app.run_test(size=(80, 24)) as pilot:

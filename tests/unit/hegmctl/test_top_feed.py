@@ -87,7 +87,7 @@ def feed_of(daemon: FakeDaemon) -> Feed:
 
 
 @pytest.mark.thorough
-def test_an_event_is_followed_by_a_look_and_a_daemon_that_leaves_is_told_of(answering: FakeDaemon) -> None:
+def test_an_event_triggers_a_new_view_and_a_lost_daemon_is_reported(answering: FakeDaemon) -> None:
     requests: list[tuple[Caller, IncomingRequest]] = []
     answering.answers[m.Events] = lambda caller, asked: requests.append((caller, asked))
     feed, heard = feed_of(answering), RecordingCallbacks(answering)
@@ -112,7 +112,7 @@ def test_an_event_is_followed_by_a_look_and_a_daemon_that_leaves_is_told_of(answ
     answering.wait_until(lambda: not answering.callers)
 
 
-def test_a_daemon_that_is_away_is_told_of_once_it_is_missed(answering: FakeDaemon) -> None:
+def test_a_missing_daemon_is_reported_once_it_is_needed(answering: FakeDaemon) -> None:
     feed, heard = feed_of(answering), RecordingCallbacks(answering)
     answering.stop()
     feed.start(heard)

@@ -71,7 +71,7 @@ def _stopping(caller: Caller) -> None:
 
 
 @pytest.mark.thorough
-def test_following_goes_on_with_the_events_of_the_next_daemon(socket_path: Path) -> None:
+def test_following_continues_with_the_events_of_the_next_daemon(socket_path: Path) -> None:
     """A daemon counts from its own start: the numbers begin again, and nothing may be missed for that."""
     answers = node.answers()
     answers[m.Events] = remembering(node.EVENTS, then=_stopping)
@@ -123,7 +123,7 @@ def test_following_asks_for_what_comes_next_or_for_everything_by_the_daemons_run
             assert second.wait_for(m.Events) == m.Events(since=0, follow=True)
 
 
-def test_following_in_json_says_its_notes_in_json(socket_path: Path) -> None:
+def test_following_in_json_prints_notes_in_json(socket_path: Path) -> None:
     answers = node.answers()
     answers[m.Events] = remembering(node.EVENTS, then=_stopping)
     with FakeDaemon(socket_path, answers), Running("events", "-f", "--json", socket=socket_path) as following:

@@ -129,7 +129,7 @@ async def test_an_agent_that_is_not_there_cannot_step_aside(tmp_path: Path, paus
     assert lent.ends == ["discarded"]
 
 
-async def test_an_agent_that_does_not_hang_up_is_told_of_and_the_job_goes_on(tmp_path: Path, paused: int) -> None:
+async def test_an_agent_that_does_not_disconnect_is_reported_and_the_job_continues(tmp_path: Path, paused: int) -> None:
     lent, workers = ImageBeingWritten(), Workers(start_ticks)
     async with anyio.create_task_group() as tasks:
         await tasks.start(workers.run)

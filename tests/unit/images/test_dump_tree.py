@@ -111,7 +111,7 @@ def test_what_a_job_had_started_for_good_was_told_of_only_when_the_job_could_not
     ]
 
 
-def test_a_root_that_cannot_be_looked_at_for_want_of_a_descriptor_goes_on(paused: int) -> None:
+def test_a_process_root_that_cannot_be_opened_without_descriptors_is_not_an_error(paused: int) -> None:
     ticks = population_of([paused]).start_ticks[paused]
     wish = Wish(path="/images/one", uid=0, gid=0, root_pid=paused, root_ticks=ticks)
     os.kill(paused, signal.SIGSTOP)

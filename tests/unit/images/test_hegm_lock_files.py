@@ -130,7 +130,7 @@ def test_a_link_in_the_place_of_a_lock_is_replaced_and_not_followed(folder: Path
     assert not (folder / "4711" / "lock").is_symlink()
 
 
-def test_a_folder_that_is_not_there_is_told_of_and_without_one_nothing_is_made(tmp_path: Path) -> None:
+def test_a_missing_directory_is_reported_and_nothing_is_created_without_one(tmp_path: Path) -> None:
     with pytest.raises(HegmError, match="No such file") as told:
         LockFiles(tmp_path / "nowhere").make(4711, "/images/one", "7 1.0")
     assert "ReadWritePaths" in told.value.hint

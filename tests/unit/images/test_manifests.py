@@ -101,7 +101,7 @@ def test_what_criu_needs_and_where_agents_wait_comes_back_as_it_went() -> None:
 
 
 @pytest.mark.parametrize("more", [None, {}, {"needs": {"pids": "x"}, "meeting": "aside"}])
-def test_a_manifest_that_does_not_say_what_the_way_back_takes_is_refused(more: dict[str, object] | None) -> None:
+def test_a_manifest_without_the_memory_needed_for_the_restore_is_refused(more: dict[str, object] | None) -> None:
     bare = manifest().replace(more=more)
     with pytest.raises(HegmError, match="what CRIU needs"):
         needs_in(bare)

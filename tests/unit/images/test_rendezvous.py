@@ -64,7 +64,7 @@ def test_the_mode_of_a_folder_out_of_an_image_was_changed(tmp_path: Path) -> Non
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root, to have folders of others")
 @pytest.mark.parametrize(("owner", "mode"), [(65534, 0o755), (0, 0o777), (0, 0o1777)])
-def test_a_folder_where_others_may_write_is_no_meeting_place(owner: int, mode: int, tmp_path: Path) -> None:
+def test_a_directory_that_others_may_write_is_not_used_as_rendezvous(owner: int, mode: int, tmp_path: Path) -> None:
     folder = tmp_path / "others"
     folder.mkdir()
     folder.chmod(mode)

@@ -165,7 +165,7 @@ async def test_a_user_restores_what_runs_as_that_user_comes_to_this_daemon_and_m
     assert _said(await _against(_reviving(tmp_path, by_owner=False), manifest)) == ""
 
 
-async def test_files_that_are_gone_shorter_or_longer_are_told_by_name(tmp_path: Path, node: dict[str, object]) -> None:
+async def test_missing_shortened_and_grown_files_are_reported_by_name(tmp_path: Path, node: dict[str, object]) -> None:
     """One that has only grown is cut back where that is wanted; one to which is appended may be of any length."""
     names = ("gone", "shorter", "longer", "appended")
     for name in names:
@@ -189,7 +189,7 @@ async def test_files_that_are_gone_shorter_or_longer_are_told_by_name(tmp_path: 
     assert all(file.reason.hint.startswith(followed) for file in as_then.grown), "a hint that was followed already"
 
 
-async def test_an_image_that_does_not_say_what_its_node_was_like_is_of_another_version(tmp_path: Path) -> None:
+async def test_an_image_without_a_description_of_its_node_is_of_another_version(tmp_path: Path) -> None:
     for node in ({}, {"architecture": 7}):
         with pytest.raises(HegmError, match="the manifest does not describe its node"):
             await _against(_reviving(tmp_path), _manifest(tmp_path, node))
@@ -273,7 +273,7 @@ def test_criu_has_the_rights_of_the_image_and_of_who_asks_and_none_besides(tmp_p
             assert refused.value.code is DENIED
 
 
-def test_an_image_that_is_said_to_be_a_users_and_is_roots_is_refused(tmp_path: Path) -> None:
+def test_an_image_of_root_that_is_opened_as_a_users_is_refused(tmp_path: Path) -> None:
     """Whoever may write there could have said so, to have CRIU run with less than it takes."""
     names = ("uid", "gid", "euid", "egid", "suid", "sgid", "fsuid", "fsgid")
     (tmp_path / "core-1.img").write_bytes(core(credentials(**dict.fromkeys(names, 0))))

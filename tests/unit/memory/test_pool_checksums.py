@@ -278,7 +278,7 @@ async def test_a_resume_of_a_job_with_a_flipped_bit_said_done(tmp_path: Path, pr
 
 
 @pytest.mark.thorough
-async def test_a_job_that_comes_to_rest_is_summed_and_one_that_goes_on_is_forgotten(
+async def test_bytes_of_a_suspended_job_get_checksums_that_its_resume_removes(
     tmp_path: Path, process: subprocess.Popen[bytes]
 ) -> None:
     async with running(tmp_path) as node:

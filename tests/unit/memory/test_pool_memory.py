@@ -34,7 +34,7 @@ def _named(size_bytes: int) -> int:
 
 
 @pytest.mark.parametrize("size_bytes", quick_first([4096, HUGE_PAGE_BYTES, 65 * MIB, 130 * MIB + 4096], 2))
-def test_every_page_is_there_and_empty(size_bytes: int) -> None:
+def test_every_page_is_allocated_and_zero(size_bytes: int) -> None:
     fd = _memfd(size_bytes)
     pool_memory.populate(fd, size_bytes)
     stat = os.fstat(fd)

@@ -47,7 +47,7 @@ def test_names_tell_whose_a_piece_is_and_survive_the_way_there_and_back() -> Non
         str(PieceName(Key("7-8", "4711"), 3))
 
 
-def test_a_piece_says_whose_it_was_and_its_name_does_not_grow_for_ever() -> None:
+def test_a_segment_names_its_former_owner_and_its_name_does_not_grow() -> None:
     assert (CLAIMED.key.operation, CLAIMED.before, CLAIMED.source) == ("12", ("9", "7"), SOURCED.source)
     name = CLAIMED
     for number in range(100, 200):
@@ -56,7 +56,7 @@ def test_a_piece_says_whose_it_was_and_its_name_does_not_grow_for_ever() -> None
     assert len(str(name)) < 128
 
 
-def test_a_directory_of_somebody_else_or_open_to_others_is_not_used(place: PoolDirectory) -> None:
+def test_a_directory_of_another_user_or_open_to_others_is_not_used(place: PoolDirectory) -> None:
     place.folder.mkdir(mode=0o755)
     with pytest.raises(PermissionError, match="private"):
         place.create(NAME)
@@ -72,7 +72,7 @@ def test_a_directory_that_is_a_link_is_not_followed(place: PoolDirectory, tmp_pa
     assert list(victim.iterdir()) == []
 
 
-def test_a_file_that_is_there_is_never_taken_over(place: PoolDirectory) -> None:
+def test_an_existing_file_is_never_overwritten(place: PoolDirectory) -> None:
     os.close(place.create(NAME))
     with pytest.raises(FileExistsError):
         place.create(NAME)
@@ -124,7 +124,7 @@ async def test_a_directory_called_as_what_is_being_made_kept_all_pieces_from_bei
         piece.memory.close()
 
 
-async def test_a_place_that_cannot_be_looked_into_keeps_no_daemon_from_starting(place: PoolDirectory) -> None:
+async def test_a_directory_that_cannot_be_read_does_not_prevent_the_daemons_start(place: PoolDirectory) -> None:
     place.folder.mkdir(mode=0o777)
     place.folder.chmod(0o777)
     found = await find_pieces(MemoryKeeping([place], None, SpillFolder(place.folder / "none", spare_bytes=0)))

@@ -178,7 +178,7 @@ async def test_what_a_job_had_is_never_ready_for_another(keep: MemoryKeeping) ->
     pool.close()
 
 
-async def test_every_rank_finds_a_segment_of_its_own(tmp_path: Path) -> None:
+async def test_every_rank_finds_its_own_segment(tmp_path: Path) -> None:
     pool = opened(keep_in(tmp_path), 32 * MIB)
     pool.ready.job_bytes = lambda: [8 * MIB, 8 * MIB]
     while await pool.adjust_ready():
@@ -296,7 +296,7 @@ async def test_a_daemon_killed_while_it_hands_out_leaves_the_memory_under_no_nam
 
 
 @pytest.mark.parametrize("store", [StuckStore], indirect=True)
-async def test_a_store_that_does_not_let_go_keeps_the_segment_and_another_is_made(store: DescriptorStore) -> None:
+async def test_a_store_that_does_not_release_keeps_the_segment_and_another_is_created(store: DescriptorStore) -> None:
     pool = await filled(MemoryKeeping(store=store), 12 * MIB)
     memory = await pool.take(KEY, 3 * MIB)
     assert memory.fd != pool.ready.segments[0].memory.fd

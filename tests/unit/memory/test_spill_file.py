@@ -120,7 +120,7 @@ def test_chunks_that_changed_places_are_found(folder: SpillFolder, memory: tuple
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kept_bytes", [0, 1, BLOCK_BYTES, BLOCK_BYTES + CHUNK_BYTES, BLOCK_BYTES + SIZE_BYTES])
-def test_a_file_that_was_cut_is_told_of(folder: SpillFolder, memory: tuple[int, bytes], kept_bytes: int) -> None:
+def test_a_truncated_file_is_reported(folder: SpillFolder, memory: tuple[int, bytes], kept_bytes: int) -> None:
     folder.write(NAME, memory[0], SIZE_BYTES, never, ignore)
     os.truncate(folder.path(NAME), kept_bytes)
     with pytest.raises(HegmError, match="damaged"):

@@ -101,7 +101,7 @@ FIXED = ("driver_out_s", "driver_in_s")
 
 
 @pytest.mark.parametrize("carrier", RATES)
-def test_an_estimate_follows_the_rates_of_its_own_carrier_and_of_no_other(carrier: str) -> None:
+def test_an_estimate_uses_only_the_rates_of_its_carrier(carrier: str) -> None:
     rates = Rates()
 
     def seen(changed: Rates) -> float:

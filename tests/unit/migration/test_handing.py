@@ -107,7 +107,7 @@ def test_the_pool_keeps_what_an_image_is_written_from_until_nobody_writes(how: s
     assert asked(drive)[-2:] == ["release-pool", "release-pool"]
 
 
-def test_an_image_that_is_not_good_is_told_of_and_the_job_goes_on() -> None:
+def test_a_bad_image_is_reported_and_the_job_continues() -> None:
     drive = sealing()
     drive.fail("broken")
     drive.until("rolled-back")
@@ -244,7 +244,7 @@ def test_a_process_that_ends_while_its_image_is_made_is_lost_and_the_dump_is_dro
     drive.until("lost")
 
 
-def test_after_a_restart_an_image_is_looked_for_before_anybody_is_asked() -> None:
+def test_after_a_restart_the_image_is_searched_before_agents_are_asked() -> None:
     """Its processes may be held still by a dump that nobody waits for any more: no agent would answer."""
     drive = DrivenOperation(checkpoint()).until("handing")
     drive.wanted.clear()
@@ -262,7 +262,7 @@ def test_after_a_restart_processes_that_are_in_an_image_end_without_being_asked(
     assert end.tag == "end"
 
 
-def test_a_process_that_does_not_end_is_told_to_again() -> None:
+def test_a_process_that_does_not_exit_is_signalled_again() -> None:
     drive = DrivenOperation(checkpoint()).until("ending")
     drive.fail("broken")
     drive.now = drive.op.deadline or 0.0

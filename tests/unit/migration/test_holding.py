@@ -31,7 +31,7 @@ def asked(drive: DrivenOperation) -> list[str]:
     return [effect.tag for *_, wanted in drive.taken for effect in wanted]
 
 
-def test_a_job_is_stopped_stands_and_goes_on_and_nothing_of_it_is_moved() -> None:
+def test_a_job_is_quiesced_and_resumed_without_being_moved() -> None:
     drive = DrivenOperation(quiesce()).until("done")
     assert drive.phases == ["quiescing", "holding", "releasing", "verifying", "done"]
     assert asked(drive) == ["park", "hold", "release", "verify"]
@@ -46,14 +46,14 @@ def test_ranks_stand_at_one_boundary_and_one_hold_is_for_all() -> None:
     assert asked(drive).count("release") == 2
 
 
-def test_it_goes_on_before_its_time_when_it_is_resumed() -> None:
+def test_a_quiesced_job_can_be_resumed_before_its_time() -> None:
     drive = held()
     (release,) = drive.feed(events.ResumeRequested(to={}))
     assert release.tag == "release"
     assert drive.op.pending == tuple([pending for pending in drive.op.pending if pending.effect == "release"])
 
 
-def test_cancelling_a_hold_lets_the_job_go() -> None:
+def test_cancelling_a_hold_resumes_the_job() -> None:
     drive = held()
     assert tags(drive.feed(events.CancelRequested(by="somebody"))) == ["release"]
     drive.wanted = [effect for effect in drive.wanted if effect.tag == "release"]
@@ -69,7 +69,7 @@ def test_a_hold_that_ends_late_changes_nothing_any_more() -> None:
     assert drive.op is before
 
 
-def test_a_job_that_went_on_by_itself_is_not_stopped_again() -> None:
+def test_a_job_that_continued_by_itself_is_not_parked_again() -> None:
     """Its agent waits for a daemon for so long and no longer; who asked for the hold has to hear that it is broken."""
     drive = held()
     drive.wanted.clear()
@@ -82,7 +82,7 @@ def test_a_job_that_went_on_by_itself_is_not_stopped_again() -> None:
     assert "park" not in tags(drive.wanted)
 
 
-def test_a_hold_goes_on_under_the_next_daemon() -> None:
+def test_a_hold_continues_under_the_next_daemon() -> None:
     drive = held()
     drive.wanted.clear()
     drive.feed(events.Recovered())
@@ -112,7 +112,7 @@ def test_a_job_that_has_not_stood_yet_is_not_waited_for_longer_than_it_may_take(
     assert drive.op.direction == "back"
 
 
-def test_a_rank_that_ends_lets_the_others_go() -> None:
+def test_when_a_rank_ends_the_others_are_released() -> None:
     drive = held("a", "b")
     wanted = drive.feed(events.WorkerExited(worker="a", why="it was killed"))
     assert [(effect.tag, effect.worker) for effect in wanted] == [("release", "b")]

@@ -59,7 +59,7 @@ def test_two_blocks_of_the_disk_that_changed_places_are_refused() -> None:
             records.read(DATA[:start] + second + first + DATA[start + 1024 :])
 
 
-def test_a_damage_that_is_read_would_be_told() -> None:
+def test_damage_that_is_read_is_reported() -> None:
     wrong = bytearray(BEGINNING)
     assert list(flip_bits(bytes(wrong) + bytes(40), [len(wrong) + 20], bits=[])) == []
     assert list(cut(BEGINNING, [len(BEGINNING)], tail=b"")) == []
@@ -101,7 +101,7 @@ def test_what_an_older_hegmd_began_is_gone_on_with(tmp_path: Path) -> None:
     assert [line.event for line in read["2"].story] == [*TOLD["2"]["events"], "recovered"]
 
 
-def test_a_field_that_a_later_release_adds_is_no_reason_to_refuse_the_journal() -> None:
+def test_a_journal_with_a_field_of_a_later_release_is_accepted() -> None:
     """An older hegmd after a newer one, of the same format, reads what it knows."""
     history = records.read(DATA).histories["2"]
     plain = {**history.operation.to_plain(), "colour": "green"}

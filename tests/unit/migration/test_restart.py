@@ -53,7 +53,7 @@ def left() -> DrivenOperation:
     return drive
 
 
-def test_another_process_goes_on_in_its_place_and_proves_itself() -> None:
+def test_another_process_continues_in_its_place_and_proves_its_identity() -> None:
     drive = left()
     assert drive.op.phase == "restoring"
     reborn(drive)
@@ -90,7 +90,7 @@ def test_a_process_may_be_started_anew_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("phase", ["reserving", "quiescing", "measuring", "offloading"])
-def test_a_failure_before_it_has_left_lets_it_go_on(phase: str) -> None:
+def test_a_job_continues_after_a_failure_before_it_left_its_gpu(phase: str) -> None:
     drive = DrivenOperation(restart()).until(phase)
     drive.fail()
     while drive.wanted:

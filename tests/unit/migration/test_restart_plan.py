@@ -198,7 +198,7 @@ def test_a_job_on_the_cpu_was_nowhere_and_could_not_be_restarted_on_a_gpu() -> N
     assert (op.workers[0].gpu, op.workers[0].first_gpu, op.workers[0].reservations) == ("cpu", "cpu", {})
 
 
-def test_a_job_on_the_cpu_is_no_job_for_anything_but_a_restart_and_is_told_of_that() -> None:
+def test_a_job_on_the_cpu_can_only_be_restarted_and_the_refusal_says_so() -> None:
     refused = said(planned(on_cpu(), ask("gpu1")))
     assert "process 7 trains on the CPU" in refused
     assert "hegmctl migrate 7 --via restart --to GPU --dry-run" in refused
@@ -222,7 +222,7 @@ def test_memory_for_what_comes_to_the_cpu_is_looked_at_before_anything_is_done()
     plan_of(planned(tight.replace(available_bytes=needed_bytes), ask("cpu", via=RESTART)))
 
 
-def test_a_state_that_is_held_goes_on_on_the_cpu_and_nothing_else_does() -> None:
+def test_a_held_state_can_continue_on_the_cpu_and_nothing_else_can() -> None:
     snapshot = node()
     op = plan_of(planned(snapshot, ask("gpu1", via=RESTART))).operation(
         "1", snapshot.candidates, {}, limits=Limits(), utc=0.0

@@ -84,7 +84,7 @@ async def test_a_gpu_is_left_as_it_is_unless_a_cause_that_was_named_makes_it_fai
     assert drains.gpus == []
 
 
-async def test_a_gpu_is_drained_again_while_it_is_failing_and_news_are_told_once() -> None:
+async def test_a_failing_gpu_is_drained_again_and_each_change_is_reported_once() -> None:
     drains = Drains(Outcome(left=[STAYS]), Outcome(left=[STAYS]))
     async with evacuating(drains, "rows") as (evacuation, events):
         for _ in range(2):
@@ -127,7 +127,7 @@ async def test_numbers_that_change_are_no_news_and_the_event_says_what_can_be_do
         assert messages[1].endswith("operation 4 ended rolled-back; see: hegmctl ops")
 
 
-async def test_a_drain_that_fails_is_told_once_and_tried_again() -> None:
+async def test_a_failed_drain_is_reported_once_and_retried() -> None:
     """It was in the log each minute, and in no event."""
     drains = Drains(*[HegmError(REFUSED, "the node cannot be inspected", "try again")] * 2)
     async with evacuating(drains, "rows") as (evacuation, events):

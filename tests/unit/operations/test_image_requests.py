@@ -172,7 +172,7 @@ async def test_a_restore_that_failed_left_no_row_in_ops(*, at_begin: bool) -> No
     assert not is_unrevived(op.replace(seq=1)), "an operation that began has its job, or had it"
 
 
-async def test_a_restore_that_was_stopped_says_so_in_ops() -> None:
+async def test_a_stopped_restore_is_shown_in_ops() -> None:
     double: Any = FailingWhereTold(HegmError(REFUSED, "never raised", "never shown"), at_begin=False)
     started = anyio.Event()
 

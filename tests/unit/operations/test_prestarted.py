@@ -318,6 +318,6 @@ async def test_one_that_waited_on_a_node_short_of_memory_was_said_to_have_ended(
     assert node.events.remembered(kinds=("process.next-fell",))
 
 
-def test_an_agent_that_does_not_say_what_it_has_imported_is_not_waited_for_without_end() -> None:
+def test_the_wait_for_an_agents_list_of_imports_is_limited() -> None:
     assert "beforehand" in LIMITED
     assert answered_within_s("beforehand", None) < ANSWERS_WITHIN_S < RetryDelays().longest_s

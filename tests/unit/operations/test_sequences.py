@@ -24,7 +24,7 @@ async def on_both(node: Node, process: Child, other: Child, size_bytes: int = 7)
 
 
 @pytest.mark.thorough
-async def test_a_drain_moves_one_after_the_other_and_says_who_stays(
+async def test_a_drain_moves_jobs_one_by_one_and_reports_which_stay(
     tmp_path: Path, process: Child, other: Child
 ) -> None:
     async with running(tmp_path) as node:
@@ -253,7 +253,9 @@ async def test_of_a_swap_that_fails_on_the_way_back_one_runs_and_the_other_says_
 
 
 @pytest.mark.thorough
-async def test_a_swap_that_nobody_waits_for_goes_on_by_itself(tmp_path: Path, process: Child, other: Child) -> None:
+async def test_a_swap_without_a_waiting_client_completes_by_itself(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
     async with running(tmp_path) as node:
         await on_both(node, process, other)
         begun = await node.sequences.swap(process.pid, other.pid, node.asked(wait=False))
@@ -280,7 +282,7 @@ async def test_swaps_that_cannot_be_say_why(tmp_path: Path, process: Child, othe
 
 
 @pytest.mark.parametrize("limit_s", [0.0, -1.0, 1e300, float("inf"), float("nan")])
-async def test_a_limit_that_is_none_is_refused(tmp_path: Path, process: Child, limit_s: float) -> None:
+async def test_an_invalid_limit_is_refused(tmp_path: Path, process: Child, limit_s: float) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         asked = node.asked(limit_s=limit_s)

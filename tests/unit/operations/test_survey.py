@@ -158,7 +158,7 @@ async def test_a_plan_asks_the_supervisor_what_the_other_python_is(tmp_path: Pat
         supervisors.close()
 
 
-async def test_a_dry_run_says_that_its_job_is_stopped(tmp_path: Path, process: Child) -> None:
+async def test_a_dry_run_reports_that_its_job_is_stopped(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         await node.attend(process.pid)
         process.send_signal(signal.SIGSTOP)

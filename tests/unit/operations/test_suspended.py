@@ -58,7 +58,7 @@ async def until(node: Node, kind: str, count: int = 1) -> None:
 
 
 @pytest.mark.thorough
-async def test_a_suspended_job_is_told_to_stay_however_long_no_daemon_is_there(tmp_path: Path, process: Child) -> None:
+async def test_a_suspended_job_stays_parked_however_long_no_daemon_runs(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         await node.operations.suspend([process.pid], node.asked())
@@ -152,7 +152,7 @@ async def test_a_full_disk_leaves_it_suspended_with_its_bytes_in_memory(tmp_path
 
 
 @pytest.mark.thorough
-async def test_an_agent_that_keeps_its_descriptor_keeps_the_memory_and_that_is_said(
+async def test_an_agent_that_keeps_its_descriptor_keeps_the_memory_and_is_reported(
     tmp_path: Path, process: Child
 ) -> None:
     """One of an older release knows no such order: its memory would not be free, whatever the daemon gave back."""
@@ -168,7 +168,7 @@ async def test_an_agent_that_keeps_its_descriptor_keeps_the_memory_and_that_is_s
 
 
 @pytest.mark.thorough
-async def test_a_daemon_killed_before_the_agent_was_told_leaves_that_to_the_next(
+async def test_the_next_daemon_notifies_the_agent_if_the_first_was_killed_before(
     tmp_path: Path, process: Child
 ) -> None:
     async with running(tmp_path) as node:
@@ -205,7 +205,7 @@ async def test_a_daemon_long_gone_had_it_on_disk_and_the_next_one_resumes_it(tmp
 
 
 @pytest.mark.thorough
-async def test_a_damaged_file_leaves_it_suspended_and_says_so(tmp_path: Path, process: Child) -> None:
+async def test_a_damaged_file_keeps_the_job_suspended_and_is_reported(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         await node.operations.suspend([process.pid], node.asked(), spill=True)

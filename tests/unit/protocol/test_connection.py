@@ -157,7 +157,7 @@ def test_one_byte_at_a_time_gives_the_same_conversation(step: int) -> None:
         ({"v": 1, "id": 1, "op": "hello", "fds": -1, "args": {"versions": [2], "name": "x"}}, "fds"),
     ],
 )
-def test_a_first_word_that_is_no_good_hello_breaks_the_connection(envelope: dict[str, object], says: str) -> None:
+def test_an_invalid_hello_ends_the_connection(envelope: dict[str, object], says: str) -> None:
     with pytest.raises(ProtocolBroken, match=says):
         ask(server(), **envelope)
 
@@ -270,7 +270,7 @@ def test_what_msgpack_has_no_form_for_is_a_bug_and_the_request_stays_open() -> N
 
 
 @pytest.mark.thorough
-def test_a_message_may_be_as_long_as_the_limit_says() -> None:
+def test_a_message_may_be_as_long_as_the_limit() -> None:
     client, daemon = joined()
     request_id, data = client.request(Events())
     daemon.feed(data)
@@ -283,7 +283,7 @@ def test_a_message_may_be_as_long_as_the_limit_says() -> None:
         daemon.event(request_id, EVENT.replace(message=f"{longest}x"))
 
 
-def test_bytes_that_are_no_utf8_are_escaped_by_the_daemon_and_refused_in_a_request() -> None:
+def test_bytes_that_are_not_utf8_are_escaped_by_the_daemon_and_refused_in_a_request() -> None:
     """A name on the node may hold such bytes and must not cost the answer; one that is acted on must not be altered."""
     client, daemon = joined()
     request_id, data = client.request(Events())
@@ -310,7 +310,7 @@ def test_bytes_that_are_no_utf8_are_escaped_by_the_daemon_and_refused_in_a_reque
         {"id": 2, "ok": {"taken_utc": 1, "gpus": [], "vendors": []}, "fds": 99},
     ],
 )
-def test_a_daemon_that_talks_nonsense_is_told_apart_from_one_that_refuses(envelope: dict[str, object]) -> None:
+def test_a_daemon_that_sends_nonsense_is_distinguished_from_one_that_refuses(envelope: dict[str, object]) -> None:
     client, _ = joined()
     client.request(Gpus())
     client.feed(frame(codec.encode(envelope)))
@@ -345,7 +345,7 @@ def test_no_bytes_make_the_server_end_raise_anything_but_a_broken_protocol(data:
             pass
 
 
-def test_an_event_tells_how_many_descriptors_come_with_it() -> None:
+def test_an_event_states_how_many_descriptors_come_with_it() -> None:
     client, daemon = joined()
     request_id, data = client.request(Events(follow=True))
     daemon.feed(data)

@@ -69,7 +69,7 @@ def test_no_field_takes_a_value_of_another_kind(record: type[Record]) -> None:
 
 
 @in_one_test("record", EVERY_RECORD)
-def test_every_record_and_field_says_what_it_means(record: type[Record]) -> None:
+def test_every_record_and_field_has_a_description(record: type[Record]) -> None:
     assert record.__doc__
     assert all(f.doc for f in record.fields)
 

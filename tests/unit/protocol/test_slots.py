@@ -17,14 +17,14 @@ def test_what_was_packed_is_read_again() -> None:
 
 
 @in_one_test("place", range(len(packed(RECORD))))
-def test_a_record_with_a_flipped_bit_is_none(place: int) -> None:
+def test_a_record_with_a_flipped_bit_is_ignored(place: int) -> None:
     data = bytearray(packed(RECORD))
     data[place] ^= 4
     assert unpacked(bytes(data)) is None
 
 
 @pytest.mark.parametrize("size", [0, 8, 40, len(packed(RECORD)) - 1])
-def test_a_record_that_was_cut_short_is_none(size: int) -> None:
+def test_a_truncated_record_is_ignored(size: int) -> None:
     assert unpacked(packed(RECORD)[:size]) is None
 
 

@@ -70,7 +70,7 @@ def test_a_process_that_was_stopped_while_its_snapshot_was_taken_hangs_too() -> 
     assert watch.see(3, 5.0 + LEAST_HANG_S + 1.0, is_parked=True) == 6.0 + LEAST_HANG_S
 
 
-def test_a_limit_of_nothing_is_none() -> None:
+def test_an_empty_limit_is_no_limit() -> None:
     watch = HangWatch(0.0)
     watch.see(1, 0.0)
     assert watch.see(1, 1e6) is None
@@ -87,7 +87,7 @@ def test_a_limit_of_nothing_is_none() -> None:
         (0.0, 3.0, 0, None),
     ],
 )
-def test_a_start_has_a_limit_of_its_own(
+def test_a_start_has_its_own_limit(
     wished_s: float | None, longest_s: float, hung: int, expected_s: float | None
 ) -> None:
     assert start_limit_s(wished_s, longest_s, hung) == expected_s

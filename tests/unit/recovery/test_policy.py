@@ -76,7 +76,7 @@ def test_a_training_that_comes_further_each_time_is_recovered_until_the_limit_th
     assert budget.exhausted(11) is None
 
 
-def test_a_failure_at_an_unknown_step_is_no_progress() -> None:
+def test_a_failure_at_an_unknown_step_is_not_progress() -> None:
     assert Budget(furthest_step=3).fell(None).fruitless == 1
 
 

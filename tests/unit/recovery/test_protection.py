@@ -121,7 +121,7 @@ def test_processes_of_a_killed_supervisor_are_left_of_the_job_that_another_conti
         ("healthy gone", True, ""),
     ],
 )
-async def test_a_job_whose_gpu_is_gone_is_killed_once_if_it_can_go_on_elsewhere(
+async def test_a_job_whose_gpu_is_lost_is_killed_once_if_another_gpu_can_run_it(
     conditions: str, has_snapshot: bool, expected: str
 ) -> None:
     rig = Rig(worker("now"), conditions=conditions)
@@ -170,7 +170,7 @@ async def test_a_rank_that_connects_while_the_remains_of_its_job_are_ended_is_en
     assert other.poll() == -9
 
 
-async def test_a_job_that_is_killed_for_a_hang_says_so_to_its_user(process: subprocess.Popen[bytes]) -> None:
+async def test_the_user_of_a_job_that_is_killed_for_a_hang_is_notified(process: subprocess.Popen[bytes]) -> None:
     """Without a snapshot it ended by SIGKILL, and hegmctl said nothing."""
     rig = Rig()
     told: list[str] = []
@@ -185,7 +185,7 @@ async def test_a_job_that_is_killed_for_a_hang_says_so_to_its_user(process: subp
     assert told == ["job j1 (train) completed no step for 61 s, and was killed; see: hegmctl recovery j1"]
 
 
-async def test_a_job_that_hangs_before_its_first_snapshot_is_not_killed_and_that_is_said_once() -> None:
+async def test_a_job_that_hangs_before_its_first_snapshot_is_not_killed_but_reported_once() -> None:
     """It was killed, although nothing could be recovered."""
     rig = Rig(own := worker("now"))
     told: list[str] = []

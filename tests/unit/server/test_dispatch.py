@@ -170,7 +170,7 @@ async def test_a_restore_without_a_descriptor_to_look_at_its_processes_by_was_an
     assert caught.value.facts["files"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-async def test_a_message_that_nobody_handles_is_our_bug(bench: Bench) -> None:
+async def test_an_unhandled_message_is_a_bug_of_hegmd(bench: Bench) -> None:
     dispatcher = Dispatcher({}, POLICY, bench.counters, bench.audit)
     session = Session(bench._stream, ROOT, dispatcher.answer, LIMITS, bench.counters)
     with pytest.raises(HegmError) as caught:
@@ -178,7 +178,7 @@ async def test_a_message_that_nobody_handles_is_our_bug(bench: Bench) -> None:
     assert caught.value.code is INTERNAL
 
 
-async def test_a_cancelled_request_is_counted_and_the_cancellation_goes_on(bench: Bench) -> None:
+async def test_a_cancelled_request_is_counted_and_the_cancellation_is_raised_again(bench: Bench) -> None:
     async def endless(call: Call, request: Request) -> Record:
         await anyio.sleep_forever()
         raise AssertionError

@@ -160,7 +160,7 @@ async def test_whom_the_daemon_does_not_serve_is_told_so(socket_path: Path) -> N
         assert admission.current == 0
 
 
-async def test_every_peer_is_told_when_the_daemon_stops(socket_path: Path) -> None:
+async def test_every_peer_is_notified_when_the_daemon_stops(socket_path: Path) -> None:
     async with listening(socket_path) as (listener, admission, _):
         with connected(socket_path) as one, connected(socket_path) as two:
             await one.hello()
@@ -193,7 +193,7 @@ def test_the_socket_appears_with_its_mode(socket_path: Path) -> None:
         assert [name.name for name in socket_path.parent.iterdir()] == [socket_path.name]
 
 
-def test_a_socket_that_nobody_listens_on_is_replaced(socket_path: Path) -> None:
+def test_a_socket_without_a_listener_is_replaced(socket_path: Path) -> None:
     bind(socket_path, 0o600, None).close()
     assert socket_path.exists()
     with bind(socket_path, 0o600, None), socket.socket(socket.AF_UNIX) as client:

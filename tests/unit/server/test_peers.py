@@ -34,7 +34,7 @@ assert peer_of(there).groups == frozenset(range(5000, 5000 + {how_many}))
     subprocess.run([sys.executable, "-c", script], check=True, timeout=HANG_S)
 
 
-def test_groups_that_the_kernel_does_not_tell_are_an_error() -> None:
+def test_groups_that_the_kernel_does_not_report_are_an_error() -> None:
     with socket.socket() as closed:
         pass
     with pytest.raises(OSError, match="Bad file descriptor"):

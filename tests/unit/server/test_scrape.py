@@ -273,7 +273,7 @@ def test_a_port_that_is_taken_on_one_address_is_taken_on_none() -> None:
             free.bind(("127.0.0.1", port))
 
 
-async def test_a_request_may_have_as_many_bytes_as_the_limit_says() -> None:
+async def test_a_request_may_have_as_many_bytes_as_the_limit() -> None:
     first, rest = GET[:30], GET[30:]
     async with (
         serving(limits=HttpLimits(head_bytes=len(first))) as port,

@@ -121,7 +121,7 @@ async def test_requests_overlap_and_the_quick_one_is_answered_first() -> None:
         assert (first.id, second.id) == (quick_id, slow_id)
 
 
-async def test_a_refusal_is_answered_and_the_connection_goes_on() -> None:
+async def test_a_refusal_is_answered_and_the_connection_stays_open() -> None:
     async with talking() as (talker, _, _, _):
         await talker.hello()
         refused = await talker.ask(Processes(pids=(1,)))
@@ -303,7 +303,7 @@ async def test_at_the_limit_of_requests_one_of_them_can_be_cancelled() -> None:
         assert [event.id for event in answers if isinstance(event, Failure)] == [flood[0][0]]
 
 
-async def test_an_error_with_a_path_that_is_no_utf8_reaches_the_peer() -> None:
+async def test_an_error_with_a_path_that_is_not_utf8_reaches_the_peer() -> None:
     """Such an error could not be encoded, which ended the daemon."""
     async with talking() as (talker, session, _, _):
         await talker.hello()

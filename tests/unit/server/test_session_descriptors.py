@@ -25,7 +25,7 @@ async def test_descriptors_reach_the_request_that_names_them_and_are_closed_on_e
             os.close(fd)
 
 
-async def test_descriptors_that_nobody_takes_are_closed() -> None:
+async def test_unclaimed_descriptors_are_closed() -> None:
     async with talking() as (talker, _, _, _):
         await talker.hello()
         read_end, write_end = os.pipe()

@@ -160,7 +160,7 @@ def test_what_cannot_be_put_in_place_leaves_nothing_behind(path: Path) -> None:
     assert [found.name for found in path.parent.iterdir()] == [path.name]
 
 
-async def test_a_directory_that_the_sandbox_closes_is_told_with_the_way_out(
+async def test_a_directory_closed_by_the_sandbox_is_reported_with_the_remedy(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def barred(path: Path, text: str) -> None:

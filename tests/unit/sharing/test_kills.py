@@ -201,7 +201,7 @@ async def test_a_hundred_requests_that_come_and_go_neither_lose_nor_starve_a_job
 
 
 @pytest.mark.thorough
-async def test_a_full_pool_suspends_no_job_and_the_request_says_so(
+async def test_with_a_full_pool_no_job_is_suspended_and_the_request_reports_it(
     tmp_path: Path, process: Child, other: Child
 ) -> None:
     """The pool has 64 MiB, of which a job that its user has suspended takes 56."""

@@ -72,7 +72,9 @@ async def test_a_pid_that_another_process_has_by_now_is_no_process_of_a_lease(pr
     assert watched.ended == [f"l4: process {process.pid} has ended"]
 
 
-async def test_a_lease_ends_with_who_waits_for_it_until_that_process_was_told(process: Child, other: Child) -> None:
+async def test_a_lease_ends_with_its_waiting_process_until_that_process_was_notified(
+    process: Child, other: Child
+) -> None:
     watched = Watched()
     async with anyio.create_task_group() as tasks:
         await tasks.start(watched.leases.run)

@@ -40,9 +40,7 @@ async def test_a_job_leaves_for_a_lease_and_returns_once_it_has_ended(tmp_path: 
         assert sorted(shared.events) == ["lease-ended", "lease-held", "lease-requested", "resumed", "suspended"]
 
 
-async def test_a_job_that_has_not_said_what_it_holds_is_asked_before_it_is_judged(
-    tmp_path: Path, process: Child
-) -> None:
+async def test_a_job_without_a_memory_report_is_surveyed_before_it_is_planned(tmp_path: Path, process: Child) -> None:
     async with sharing_on(tmp_path) as shared:
         await shared.node.attend(process.pid, BYTES, boundary=3)
         worker = shared.node.workers.find(process.pid)

@@ -282,7 +282,7 @@ async def test_a_job_is_not_suspended_for_others_while_the_disk_is_full(tmp_path
         blocked.rmdir()
 
 
-async def test_a_release_that_is_not_on_disk_is_no_success(tmp_path: Path) -> None:
+async def test_a_release_that_was_not_written_to_disk_is_not_a_success(tmp_path: Path) -> None:
     """The lease was back after a kill of the daemon, and nobody knew."""
     async with sharing_on(tmp_path) as shared:
         await shared.make_room(6 * MIB, until_free=True)

@@ -34,7 +34,7 @@ def test_a_real_library_is_read_as_the_loader_reads_it() -> None:
     assert defined_functions(Path(mapped.pop()), names) == expected
 
 
-def test_every_way_of_being_no_library_is_told(tmp_path: Path) -> None:
+def test_every_kind_of_broken_library_is_reported(tmp_path: Path) -> None:
     whole = shared_library(defines=("cuInit",))
     library = tmp_path / "library.so"
     for size in (0, 10, 64, 80, len(whole) - 1):

@@ -155,12 +155,12 @@ async def test_output_that_is_not_text_does_not_hurt() -> None:
 # -- what cannot be run ------------------------------------------------------------------------------------------------
 
 
-async def test_a_missing_program_is_told_apart(tmp_path: Path) -> None:
+async def test_a_missing_program_is_distinguished(tmp_path: Path) -> None:
     with pytest.raises(ProgramMissing, match=f"nowhere is not installed in {tmp_path}"):
         await run(["nowhere"], deadline_s=10, path=str(tmp_path))
 
 
-async def test_a_file_that_is_no_program(tmp_path: Path) -> None:
+async def test_a_file_that_is_not_a_program(tmp_path: Path) -> None:
     broken = script(tmp_path, "broken", "")
     with pytest.raises(ExternalError, match="broken cannot be started: Exec format error") as raised:
         await run([str(broken)], deadline_s=10)
@@ -217,7 +217,7 @@ async def test_a_deadline_ends_a_child_and_grandchild_that_ignore_sigterm(tmp_pa
     wait_until_ended(grandchild)
 
 
-async def test_a_deadline_lets_a_child_end_in_order(tmp_path: Path) -> None:
+async def test_at_its_deadline_a_child_may_end_cleanly(tmp_path: Path) -> None:
     orderly = f"trap 'echo tidy > {tmp_path}/left; exit 0' TERM; sleep 600 & wait"
     with pytest.raises(ExternalError) as raised:
         await run(["/bin/sh", "-c", orderly], deadline_s=0.3)

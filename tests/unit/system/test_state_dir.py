@@ -88,7 +88,7 @@ def test_its_identity_stays_and_no_other_directory_has_it(tmp_path: Path) -> Non
         assert again.identity() not in {identity, "torn"}
 
 
-def test_an_identity_that_cannot_be_made_is_told_of(tmp_path: Path) -> None:
+def test_an_identity_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     with StateDir(tmp_path / "s") as state:
         (state.path / ".identity.new").mkdir()
         with pytest.raises(HegmError, match="cannot be made") as caught:

@@ -280,7 +280,7 @@ def test_a_full_queue_delays_a_report_and_loses_none(manager: Manager, reports: 
 
 
 @pytest.mark.thorough
-def test_a_queue_that_stays_full_stops_nobody(manager: Manager, reports: ServiceManager) -> None:
+def test_a_full_queue_blocks_no_caller(manager: Manager, reports: ServiceManager) -> None:
     manager.fill()
     started = time.monotonic()
     assert not reports.alive()

@@ -53,7 +53,7 @@ def record(audit: Audit, request: Request, error: HegmError | None = None, peer:
     audit.record(peer, request, "ok" if error is None else error.code.name, error, 0.0123456789, "abc-1")
 
 
-def test_a_record_says_who_asked_for_what_and_what_came_of_it(audit: Audit, written: Written) -> None:
+def test_an_audit_record_has_the_caller_the_request_and_the_result(audit: Audit, written: Written) -> None:
     record(audit, SimulateFault(target="gpu0", fault="lost"))
     record(audit, Reload(), HegmError(NOT_FOUND, "no such thing", "look again"), Peer(pid=1, uid=5, gid=6))
     asked = {"operation": "abc-1", "duration_s": 0.012346, "time": "2025-11-21T10:30:00.500000Z"}

@@ -101,7 +101,7 @@ def test_a_missing_directory_is_an_error_at_the_start(opened: Opener, path: Path
         opened(path / "below")
 
 
-def test_a_file_that_was_moved_away_is_followed_by_a_new_one_without_being_told(opened: Opener, path: Path) -> None:
+def test_a_moved_file_is_replaced_by_a_new_one_without_a_request(opened: Opener, path: Path) -> None:
     file = opened(path)
     file.append(b"one\n")
     assert file.flush()
@@ -115,7 +115,7 @@ def test_a_file_that_was_moved_away_is_followed_by_a_new_one_without_being_told(
     assert path.read_bytes() == b"three\n"
 
 
-def test_a_reload_goes_on_in_another_file_in_none_and_back(opened: Opener, path: Path) -> None:
+def test_a_reload_switches_to_another_file_to_none_and_back(opened: Opener, path: Path) -> None:
     file = opened(None)
     other = path.with_name("other")
     for number, there in enumerate((None, path, None, other)):
@@ -153,7 +153,7 @@ def test_a_line_that_was_cut_off_by_a_crash_does_not_spoil_the_next(opened: Open
     assert path.read_bytes() == b'{"op":"rel\n{}\n{}\n'
 
 
-def test_a_full_disk_is_told_once_and_so_is_its_end(
+def test_a_full_disk_is_reported_once_and_so_is_its_end(
     opened: Opener, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = opened(path)

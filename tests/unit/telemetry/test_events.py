@@ -60,7 +60,7 @@ def test_the_oldest_are_forgotten_and_counted_all_the_same() -> None:
     assert log.counts == {"gpu.lost": 5, "process.started": 5}
 
 
-def test_all_that_is_remembered_is_no_gap() -> None:
+def test_events_that_are_all_remembered_have_no_gap() -> None:
     assert [event.kind for event in log_with(10, capacity=4).remembered(since=0)].count(MISSED) == 0
 
 
@@ -127,7 +127,7 @@ def test_kinds_choose_by_name_or_by_family() -> None:
     assert log.remembered(kinds=("gpu.los",)) == ()
 
 
-def test_a_gap_is_told_whatever_kinds_were_asked_for() -> None:
+def test_a_gap_is_reported_for_every_requested_kind() -> None:
     events = log_with(10, capacity=4).remembered(since=1, kinds=("inventory",))
     assert [event.kind for event in events] == [MISSED]
 
@@ -154,7 +154,7 @@ async def test_a_reader_gets_the_past_and_then_what_comes() -> None:
     assert got == [1, 2, 3, 4]
 
 
-async def test_a_slow_reader_is_told_how_many_it_lost_and_holds_up_nobody() -> None:
+async def test_a_slow_reader_gets_the_number_of_lost_events_and_delays_no_other() -> None:
     log = EventLog(capacity=3)
     quick: list[int] = []
 

@@ -352,7 +352,7 @@ def test_inventing_kinds_of_records_does_not_use_up_memory() -> None:
     assert limiter.admit(0) == 0
 
 
-def test_a_reader_that_stands_still_loses_records_and_is_told_how_many(pipe: Pipe, as_text: LogSetup) -> None:
+def test_a_blocked_reader_loses_records_and_gets_their_number(pipe: Pipe, as_text: LogSetup) -> None:
     fcntl.fcntl(pipe.writer, fcntl.F_SETPIPE_SZ, 16384)
     for number in range(500):
         logger.info("%d %s", number, "x" * 100)
@@ -393,7 +393,7 @@ def test_a_reader_that_has_left_costs_records_only() -> None:
         assert made.dropped == 2
 
 
-def test_a_journal_that_stands_still_is_told_how_many_it_lost(journal: socket.socket, as_journal: LogSetup) -> None:
+def test_a_blocked_journal_gets_the_number_of_lost_records(journal: socket.socket, as_journal: LogSetup) -> None:
     while not as_journal.dropped:
         logger.info("x")
     while True:

@@ -49,7 +49,7 @@ class Operations:
 
 
 @pytest.mark.thorough
-async def test_a_daemon_without_descriptors_goes_on_and_takes_no_job_for_ended(tmp_path: Path) -> None:
+async def test_a_daemon_without_descriptors_continues_and_takes_no_job_for_ended(tmp_path: Path) -> None:
     """It could neither open a descriptor of the first process nor read its start time, and all its tasks ended."""
 
     def scarce(pid: int) -> int | None:

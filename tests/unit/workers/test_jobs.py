@@ -172,7 +172,7 @@ async def _unheard(_job: records.Job) -> None:
     pass
 
 
-async def test_a_job_that_ended_says_so_to_whoever_names_it(tmp_path: Path) -> None:
+async def test_a_request_that_names_an_ended_job_is_told_that_it_ended(tmp_path: Path) -> None:
     async with running(tmp_path) as node:
         await ended_job(node, "one", 3)
         for name in ("j1", "train"):
@@ -280,7 +280,7 @@ async def test_the_ranks_of_a_job_are_one_job_and_move_by_its_name(
 
 
 @pytest.mark.thorough
-async def test_a_suspended_job_is_named_by_its_operation_while_no_agent_is_there(
+async def test_a_suspended_job_is_named_by_its_operation_while_no_agent_is_connected(
     tmp_path: Path, process: Child
 ) -> None:
     async with running(tmp_path) as node:
@@ -446,7 +446,7 @@ async def test_a_known_exit_status_is_not_replaced_by_that_of_another_process(
         assert [(job.pid, job.status, job.is_alive) for job in node.moving.jobs] == [(child.pid, 7, True)]
 
 
-async def test_how_jobs_of_others_ended_is_not_told(tmp_path: Path) -> None:
+async def test_how_jobs_of_other_users_ended_is_not_shown(tmp_path: Path) -> None:
     async with running(tmp_path) as node:
         for run in ("one", "two"):
             await ended_job(node, run, 3)

@@ -114,7 +114,7 @@ async def test_what_a_program_is_changes_nothing_about_the_command(
 
 
 @pytest.mark.parametrize(("status", "is_well"), [(0, True), (1, False), (-9, False)])
-async def test_how_a_command_has_ended_is_known_once_its_supervisor_says_so(
+async def test_the_exit_of_a_command_is_known_once_its_supervisor_reports_it(
     supervisors: Supervisors, status: int, is_well: bool
 ) -> None:
     """The kernel tells the daemon of an end as soon as its parent: which of both is heard first is not known."""
@@ -162,7 +162,7 @@ async def test_a_start_that_was_made_again_was_taken_for_the_one_that_had_been_m
     assert (supervisor.was_ready, supervisor.offer.pid, supervisor.offer.started) == (False, 78, True)
 
 
-async def test_an_order_that_fails_says_why(supervisors: Supervisors) -> None:
+async def test_a_failed_order_reports_the_reason(supervisors: Supervisors) -> None:
     line = Line()
     failures: list[HegmError] = []
 
@@ -202,7 +202,7 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
         yield process
 
 
-async def test_a_second_process_is_no_supervisor_of_a_run_that_has_one(
+async def test_a_run_with_a_supervisor_accepts_no_second_one(
     supervisors: Supervisors, other: subprocess.Popen[bytes]
 ) -> None:
     async with attending(supervisors, Line()):
@@ -225,7 +225,7 @@ async def test_a_supervisor_that_came_back_after_its_agent_was_taken_for_gone(su
     pool.close()
 
 
-async def test_a_supervisor_that_nobody_has_reaped_counts_as_gone(
+async def test_an_unreaped_supervisor_counts_as_exited(
     supervisors: Supervisors, other: subprocess.Popen[bytes]
 ) -> None:
     """By its start time it was there still, and whoever waited for it waited in vain."""

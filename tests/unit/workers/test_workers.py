@@ -42,7 +42,7 @@ async def attended(pid: int) -> AsyncIterator[tuple[Workers, ModelAgent, list[st
         tasks.cancel_scope.cancel()
 
 
-async def test_an_order_is_awaited_to_its_report_and_what_it_says_is_kept(process: subprocess.Popen[bytes]) -> None:
+async def test_an_order_is_awaited_until_its_report_which_is_kept(process: subprocess.Popen[bytes]) -> None:
     async with attended(process.pid) as (workers, agent, news, _):
         worker = workers.find(process.pid)
         assert worker is not None
@@ -108,7 +108,7 @@ async def test_bytes_leave_while_the_agent_disconnects_its_communicators(process
     os.close(memory)
 
 
-async def test_an_agent_that_cannot_says_why(process: subprocess.Popen[bytes]) -> None:
+async def test_an_agent_that_cannot_reports_the_reason(process: subprocess.Popen[bytes]) -> None:
     async with attended(process.pid) as (workers, agent, _, _):
         agent.refuses["park"] = "no boundary within 3 s"
         worker = workers.find(process.pid)
@@ -258,7 +258,7 @@ async def test_an_agent_that_swallows_a_survey_does_not_hold_up_who_asks_next(pr
         assert (await worker.order("park")).boundary == worker.boundary
 
 
-async def test_an_order_that_was_cancelled_before_it_was_sent_holds_up_nobody(process: subprocess.Popen[bytes]) -> None:
+async def test_an_order_cancelled_before_it_was_sent_delays_no_other(process: subprocess.Popen[bytes]) -> None:
     """Ctrl-C in the first moment of `hegmctl checkpoint`: its job stopped answering to anybody, though it trained."""
     async with attended(process.pid) as (workers, agent, _, _):
         worker = workers.find(process.pid)
@@ -307,7 +307,7 @@ async def test_bytes_on_their_way_are_waited_for_however_long_it_takes(process: 
     os.close(memory)
 
 
-async def test_a_worker_that_has_ended_says_how(process: subprocess.Popen[bytes]) -> None:
+async def test_an_exited_worker_reports_how_it_ended(process: subprocess.Popen[bytes]) -> None:
     """Issue 14, row 11."""
     workers = Workers(lambda _pid: 77, lambda pid, ticks: f"{pid} of {ticks} was ended")
     said: list[tuple[str, str | None]] = []

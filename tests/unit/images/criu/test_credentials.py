@@ -68,7 +68,7 @@ def test_a_users_own_threads_come_back(tmp_path: Path) -> None:
         (core(credentials(whole(11, 1))), "effective capabilities 0x1"),
     ],
 )
-def test_every_right_that_the_caller_has_not_is_told(tmp_path: Path, content: bytes, what: str) -> None:
+def test_every_right_that_the_caller_lacks_is_reported(tmp_path: Path, content: bytes, what: str) -> None:
     (message,) = said(tmp_path, core(credentials()), content)
     assert message.startswith("core-2.img")
     assert what in message

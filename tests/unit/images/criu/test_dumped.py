@@ -27,7 +27,7 @@ def test_memory_is_open_only_where_it_is_said_to_be(message: bytes, is_so: bool)
     assert is_open(image(BEFORE + message)) is is_so
 
 
-def test_each_process_is_told_of(tmp_path: Path) -> None:
+def test_each_process_is_reported(tmp_path: Path) -> None:
     (tmp_path / "mm-100.img").write_bytes(image(BEFORE + b"\x78\x01"))
     (tmp_path / "mm-101.img").write_bytes(image(BEFORE + b"\x78\x00"))
     (tmp_path / "core-100.img").write_bytes(b"another kind")

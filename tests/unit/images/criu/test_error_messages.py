@@ -83,7 +83,7 @@ AFTER = "(00.072246) Error (criu/cr-restore.c:2331): Restoring FAILED.\n"
         ),
     ],
 )
-def test_a_known_reason_is_told_with_the_next_step(line: str, sentence: str, hint: str) -> None:
+def test_a_known_reason_is_reported_with_the_next_step(line: str, sentence: str, hint: str) -> None:
     error = failure("restore", NOISE + line + "\n" + AFTER, "", 1)
     assert error.message.startswith("CRIU's restore failed with status 1: ")
     assert sentence in error.message
@@ -91,7 +91,7 @@ def test_a_known_reason_is_told_with_the_next_step(line: str, sentence: str, hin
     assert error.facts["complaint"] == line.partition("): ")[2]
 
 
-def test_an_unknown_reason_is_told_in_criu_s_own_words() -> None:
+def test_an_unknown_reason_is_reported_in_the_words_of_criu() -> None:
     error = failure("dump", NOISE + "(00.1) Error (criu/x.c:1): the moon is full\n" + AFTER, "", 1)
     assert error.message == "CRIU's dump failed with status 1: the moon is full"
     assert error.hint == "read the end of CRIU's log: journalctl -u hegmd"

@@ -52,7 +52,7 @@ def test_the_plain_form_says_all_that_a_restore_has_to_know() -> None:
     assert needs.files[0].is_appended
 
 
-def test_a_job_of_a_shell_is_said_to_be_one() -> None:
+def test_a_shell_job_is_passed_to_criu_as_one() -> None:
     assert needs_of(tree(members=(replace(ROOT, session=50),))).dump_options == ("--shell-job",)
     assert needs_of(tree(members=(replace(ROOT, group=50),))).restore_options == ("--shell-job",)
 
@@ -128,7 +128,7 @@ def test_a_terminal_is_named_to_both_sides() -> None:
     assert needs_of(tree(terminal, master)).outlets == ()
 
 
-def test_a_controlling_terminal_of_its_own_is_refused() -> None:
+def test_a_job_with_its_own_controlling_terminal_is_refused() -> None:
     found = needs_of(tree(members=(replace(ROOT, has_terminal=True),)))
     assert "controlling terminal" in messages(found)[0]
     assert needs_of(tree(members=(replace(ROOT, has_terminal=True, session=50),))).reasons == ()

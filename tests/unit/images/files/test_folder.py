@@ -94,7 +94,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["bytes/4711.0", "criu/core-4711.img", "manifest.json", "seal"])
 @pytest.mark.parametrize("kept_bytes", quick_first([60, 0, BLOCK_BYTES], 1))
-def test_a_file_that_was_cut_is_told_of(tmp_path: Path, name: str, kept_bytes: int) -> None:
+def test_a_truncated_file_is_reported(tmp_path: Path, name: str, kept_bytes: int) -> None:
     path = tmp_path / "image"
     built(path)
     os.truncate(path / name, min(kept_bytes, (path / name).stat().st_size - 80))
@@ -379,7 +379,7 @@ def test_a_key_is_made_once_and_is_private(tmp_path: Path) -> None:
     ("text", "mode", "why"),
     [("ab" * 32, 0o640, "not private"), ("ab" * 31, 0o600, "hexadecimal"), ("x" * 64, 0o600, "hexadecimal")],
 )
-def test_a_key_that_is_no_secret_is_refused(tmp_path: Path, text: str, mode: int, why: str) -> None:
+def test_a_key_that_is_not_secret_is_refused(tmp_path: Path, text: str, mode: int, why: str) -> None:
     path = tmp_path / "image.key"
     path.write_text(text)
     path.chmod(mode)

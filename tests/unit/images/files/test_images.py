@@ -377,7 +377,7 @@ async def test_bytes_that_an_image_does_not_have_are_not_read(tmp_path: Path, me
             await image.end()
 
 
-def test_a_state_directory_that_is_none_is_told_with_its_disk(tmp_path: Path) -> None:
+def test_an_unusable_state_directory_is_reported_with_its_disk(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file")
     with pytest.raises(HegmError, match="images cannot be created: Not a directory"):
         Images(tmp_path / "state", in_unit=False)

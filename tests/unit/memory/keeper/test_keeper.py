@@ -140,7 +140,7 @@ async def test_where_there_is_no_keeper_nothing_is_found_and_none_is_started(fol
 
 
 @pytest.mark.thorough
-async def test_a_socket_that_a_killed_keeper_left_is_no_keeper(folder: Path) -> None:
+async def test_a_socket_left_by_a_killed_keeper_is_not_taken_for_a_keeper(folder: Path) -> None:
     async with storing(folder) as store:
         await store.put(NAME, memory_fd := memory(b"x"))
         os.close(memory_fd)

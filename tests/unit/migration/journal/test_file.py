@@ -118,7 +118,7 @@ def test_a_part_of_a_new_journal_does_not_take_the_room_that_the_journal_needs()
         assert _read(disk) == {"op1": OP}
 
 
-def test_a_journal_that_cannot_be_made_small_goes_on_growing() -> None:
+def test_a_journal_that_cannot_be_compacted_keeps_growing() -> None:
     """Issue 4: with the journal due to be made small and no room for that, operations stood still."""
     disk = _disk(can_reserve=True)
     with JournalFile(FOLDER, disk, compact_bytes=0) as file:
@@ -130,7 +130,7 @@ def test_a_journal_that_cannot_be_made_small_goes_on_growing() -> None:
         assert _read(disk) == {"op1": OP, "op2": OTHER}
 
 
-def test_a_daemon_starts_on_a_disk_that_cannot_be_written_and_goes_on_when_it_can() -> None:
+def test_a_daemon_starts_on_an_unwritable_disk_and_continues_once_it_is_writable() -> None:
     """Issue 4: the start failed, and nobody was there for the jobs that stood."""
     disk = _disk()
     with _opened(disk) as file:

@@ -117,7 +117,7 @@ async def test_a_step_that_cannot_be_written_waits_and_is_not_known_meanwhile() 
     ledger.close()
 
 
-async def test_a_start_on_a_disk_that_cannot_be_written_is_told() -> None:
+async def test_a_start_on_an_unwritable_disk_is_reported() -> None:
     ledger, disk, _ = _opened()
     await ledger.enter(*_begun(operation(id="1")))
     ledger.close()

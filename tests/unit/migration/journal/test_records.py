@@ -110,7 +110,7 @@ def test_a_record_that_zeros_continue_was_not_written_to_its_end() -> None:
         assert _operations(reading) == operations
 
 
-def test_a_writer_goes_on_after_what_is_sound() -> None:
+def test_a_writer_continues_after_the_last_valid_record() -> None:
     sound = journal_records.read(BOOK.data[:-5]).sound_bytes
     op = operation(id="op3")
     reading = journal_records.read(BOOK.data[:sound] + journal_records.opening(op, 3.0))
@@ -154,7 +154,7 @@ def test_another_file_is_not_taken_for_a_journal(other: bytes) -> None:
         journal_records.read(other)
 
 
-def test_a_newer_journal_says_that_it_is_newer() -> None:
+def test_a_newer_journal_is_reported_as_newer() -> None:
     newer = b"HEGMOPS" + bytes([journal_records.VERSION + 1]) + BOOK.data[len(journal_records.MAGIC) :]
     with pytest.raises(
         journal_records.JournalTooNew, match="has version 3; this hegmd reads versions up to"
@@ -217,7 +217,7 @@ def test_compaction_keeps_operations_and_their_stories() -> None:
     assert again.histories == reading.histories
 
 
-def test_events_go_on_after_a_compaction() -> None:
+def test_events_continue_after_a_compaction() -> None:
     drive = DrivenOperation(operation()).until("offloading")
     small = journal_records.compacted([journal_records.History(drive.op)])
     before = drive.op

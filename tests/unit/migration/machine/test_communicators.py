@@ -160,7 +160,7 @@ def _reconnecting() -> DrivenOperation:
     return drive
 
 
-def test_an_answer_of_an_earlier_generation_connects_nobody() -> None:
+def test_an_answer_of_an_earlier_generation_is_ignored() -> None:
     drive = _reconnecting()
     late = drive.wanted.pop(1)
     drive.fail()

@@ -33,7 +33,7 @@ def test_a_move_that_goes_well_is_worth_no_more_than_its_beginning_and_end() -> 
     assert _kinds(DrivenOperation(operation()).until("done")) == []
 
 
-def test_a_rollback_is_told_once_with_its_reason() -> None:
+def test_a_rollback_is_reported_once_with_its_reason() -> None:
     drive = DrivenOperation(operation()).until("offloading")
     drive.fail()
     drive.on(lambda: tags(drive.wanted) == ["inspect"])
@@ -43,7 +43,7 @@ def test_a_rollback_is_told_once_with_its_reason() -> None:
     assert "offload failed" in _told(drive)[0].message
 
 
-def test_a_refusal_before_anything_was_done_is_no_rollback() -> None:
+def test_a_refusal_before_any_change_is_not_a_rollback() -> None:
     drive = DrivenOperation(operation())
     drive.feed(events.Recovered())
     assert _kinds(drive) == ["operation.recovered"]
@@ -112,7 +112,7 @@ def test_more_bytes_were_moved_than_there_were() -> None:
     assert told.moved_bytes == told.size_bytes
 
 
-def test_a_recovery_tells_what_was_and_what_was_found() -> None:
+def test_a_recovery_reports_the_former_state_and_the_one_found() -> None:
     drive = DrivenOperation(operation(worker(to=None), kind=SUSPEND)).until("suspended")
     assert _kinds(drive) == ["operation.suspended"]
     drive.taken.clear()
@@ -125,7 +125,7 @@ def test_a_recovery_tells_what_was_and_what_was_found() -> None:
     ]
 
 
-def test_a_process_that_is_found_to_have_ended_is_told_too() -> None:
+def test_a_process_that_is_found_to_have_exited_is_also_reported() -> None:
     drive = DrivenOperation(operation()).until("offloading")
     drive.feed(events.Recovered())
     drive.taken.clear()
@@ -157,7 +157,7 @@ def test_a_suspended_job_was_to_be_resumed_and_stopped_again_for_an_image() -> N
         assert hint == f"run: hegmctl run --allow-restart --resume {op.id} -- COMMAND"
 
 
-def test_a_job_that_is_held_says_why() -> None:
+def test_a_quiesced_job_reports_the_reason() -> None:
     drive = DrivenOperation(operation(worker(to=None), kind=SUSPEND)).until("suspended")
     drive.feed(events.ResumeRequested(to={"a": "gpu1"}))
     drive.fail("refused")
@@ -195,7 +195,7 @@ def test_every_event_of_operations_is_explained_to_operators() -> None:
         assert len(explained[0].split()) > 3, kind
 
 
-def test_how_long_it_took_is_told_once_it_is_over() -> None:
+def test_the_duration_is_shown_once_the_operation_has_ended() -> None:
     done = operation(phase="done", created_utc=100.0)
     assert description(done, last_utc=108.5).took_s == 8.5
     assert description(done.replace(phase="sealing"), last_utc=108.5).took_s is None

@@ -7,7 +7,7 @@ from hegmd.migration.machine.downtime import timed
 from tests.unit.migration.operations import operation, worker
 
 
-def test_a_job_stands_from_its_first_thread_until_all_go_on() -> None:
+def test_downtime_counts_from_the_first_parked_thread_until_all_continue() -> None:
     op = operation(worker("a", is_parked=True), worker("b"))
     op = timed(events.Parked(effect=1, worker="a", boundary=4), op, 10.0)
     op = timed(events.Parked(effect=2, worker="b", boundary=4), op, 11.0)
@@ -19,7 +19,7 @@ def test_a_job_stands_from_its_first_thread_until_all_go_on() -> None:
     assert (op.parked_since, op.downtime_s) == (None, 2.5)
 
 
-def test_an_instant_from_before_a_reboot_is_none() -> None:
+def test_an_instant_from_before_a_reboot_is_ignored() -> None:
     op = operation(parked_since=1e6)
     op = timed(events.Released(effect=3, worker="a"), op, 12.0)
     assert (op.parked_since, op.downtime_s) == (None, None)
@@ -47,7 +47,7 @@ def test_what_was_stood_in_earlier_attempts_counts_too() -> None:
     assert timed(events.Released(effect=2, worker="a"), op, 10.5).downtime_s == 1.75
 
 
-def test_a_cancelled_operation_tells_what_its_attempts_took() -> None:
+def test_a_cancelled_operation_reports_the_duration_of_its_attempts() -> None:
     """Issue 14, row 4."""
     op = timed(events.Withdrawn(effect=1, worker="a", parked_s=0.5), operation(worker("a")), 20.0)
     assert (op.parked_since, op.downtime_s) == (None, 0.5)

@@ -60,7 +60,7 @@ def test_what_has_grown_over_the_room_lets_the_job_go_on_unharmed() -> None:
     assert drive.op.failure.message == "reserve failed"
 
 
-def test_a_process_that_is_there_already_only_stands_by() -> None:
+def test_a_process_that_exists_already_only_waits() -> None:
     drive = DrivenOperation(operation(worker("a"), worker("b", to="gpu0")))
     drive.until("done")
     done_to = {(effect.worker, effect.tag) for _, _, _, wanted in drive.taken for effect in wanted}
@@ -81,7 +81,7 @@ def test_a_resume_takes_room_first_and_ends_done() -> None:
     assert drive.op.kind == "resume"
 
 
-def test_a_resume_without_room_is_suspended_again_and_says_why() -> None:
+def test_a_resume_without_room_suspends_the_job_again_and_reports_the_reason() -> None:
     drive = _suspending().until("suspended")
     drive.feed(events.ResumeRequested(to={"a": "gpu1"}))
     drive.fail("refused")
@@ -117,7 +117,7 @@ def test_cancelling_before_the_job_has_left_brings_everything_back(phase: str) -
 
 
 @in_one_test("phase", PAST_RETURN)
-def test_cancelling_after_the_job_has_left_is_refused_and_it_goes_on(phase: str) -> None:
+def test_cancelling_after_the_job_has_left_its_gpu_is_refused_and_the_move_continues(phase: str) -> None:
     drive = DrivenOperation(operation()).until(phase)
     with pytest.raises(Refused) as refused:
         drive.feed(events.CancelRequested(by="ada"))
@@ -188,7 +188,7 @@ def test_an_alarm_that_comes_early_changes_nothing() -> None:
     assert handle(drive.op, events.DeadlinePassed(), 19.9)[0] is drive.op
 
 
-def test_a_boundary_that_is_late_after_the_move_is_looked_for_and_waited_for() -> None:
+def test_the_operation_waits_for_a_late_boundary_after_the_move() -> None:
     drive = DrivenOperation(operation()).until("verifying")
     drive.wanted.clear()
     drive.now = 40.0
@@ -266,7 +266,7 @@ def test_another_agent_under_the_same_pid_is_another_program() -> None:
 
 
 @in_one_test("phase", FORWARD.split()[:-1])
-def test_a_restart_of_the_daemon_asks_and_goes_on(phase: str) -> None:
+def test_a_restarted_daemon_inspects_and_continues(phase: str) -> None:
     drive = DrivenOperation(operation()).until(phase)
     drive.wanted.clear()
     was = drive.op.workers[0]
@@ -282,7 +282,7 @@ def test_a_restart_of_the_daemon_asks_and_goes_on(phase: str) -> None:
     assert drive.until("done").op.failure is None
 
 
-def test_an_agent_that_went_on_by_itself_is_not_given_old_bytes() -> None:
+def test_an_agent_that_continued_by_itself_does_not_get_old_bytes() -> None:
     drive = DrivenOperation(operation()).until("checkpointing")
     drive.wanted.clear()
     drive.feed(events.Recovered())
@@ -293,7 +293,7 @@ def test_an_agent_that_went_on_by_itself_is_not_given_old_bytes() -> None:
     assert "reload" not in done
 
 
-def test_a_rank_whose_bytes_are_out_is_never_asked_to_go_on_to_another_boundary() -> None:
+def test_a_rank_with_offloaded_bytes_is_never_asked_for_another_boundary() -> None:
     """One rank went on by itself while the job was suspended; to bring the other back, nobody has to be stopped."""
     drive = DrivenOperation(
         operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND, is_distributed=True)
@@ -308,7 +308,7 @@ def test_a_rank_whose_bytes_are_out_is_never_asked_to_go_on_to_another_boundary(
     assert "park" not in tags(resumed)
 
 
-def test_a_process_that_went_on_without_a_gpu_gets_room_before_it_gets_the_gpu() -> None:
+def test_a_process_that_continued_without_a_gpu_gets_a_reservation_before_the_gpu() -> None:
     """On a GPU that is only simulated, an agent can bring its bytes back though all room was given away."""
     drive = _suspending().until("suspended")
     drive.feed(events.AgentBack(worker="a", token="token-a"))

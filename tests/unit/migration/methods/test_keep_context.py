@@ -89,7 +89,7 @@ async def test_what_stays_is_measured_where_the_plan_did_not_know_it() -> None:
 
 
 @pytest.mark.parametrize("uses", [[], [use(None)], [use(100), use(None)]])
-async def test_a_library_that_does_not_say_is_not_believed_to_say_zero(uses: list[GpuUse]) -> None:
+async def test_a_value_that_the_library_does_not_report_is_not_taken_for_zero(uses: list[GpuUse]) -> None:
     left = await KeepContextMethod(Gpus(ModelNode(uses=uses).look)).checkpoint(subject())
     assert left.stays_bytes is None
 

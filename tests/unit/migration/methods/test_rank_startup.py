@@ -122,7 +122,7 @@ def test_a_rank_is_the_topmost_process_with_its_variables(wrapped: Tree) -> None
     assert position_of(rank[0], os.getpid()) == RankPosition(shell, wrapped.command)
 
 
-def test_a_process_below_another_supervisor_is_no_rank_of_this_one(wrapped: Tree) -> None:
+def test_a_process_below_another_supervisor_is_not_a_rank_of_this_one(wrapped: Tree) -> None:
     wrapped.told()
     rank = wrapped.told()
     assert position_of(rank[0], rank[0]) is None

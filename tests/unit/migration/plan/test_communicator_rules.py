@@ -135,7 +135,7 @@ def test_what_holds_for_all_ranks_was_said_once_for_each() -> None:
     assert missing.message == "process 4712 has no agent, and belongs to ranks with communicators (4711)"
 
 
-def test_an_agent_that_does_not_say_how_it_disconnects_is_refused_as_before() -> None:
+def test_an_agent_that_does_not_report_how_it_disconnects_is_refused() -> None:
     (reason,) = the_reasons(planned(a_snapshot(a_process(an_agent(cuda_facts(hazards=("nccl-p2p",))))), SUSPENSION))
     assert "live NCCL communicators" in reason.message
 
@@ -267,7 +267,7 @@ def linked(**values: Any) -> NodeSnapshotForPlan:
     return job.replace(candidates=tuple(versions))
 
 
-def test_a_plan_says_whether_a_throwaway_job_was_moved_with_the_same_combination() -> None:
+def test_a_plan_shows_whether_the_combination_was_proven_by_a_throwaway_job() -> None:
     """Issue 16, outcome 4: no real job is the first to try a combination."""
     known = " ".join(the_plan(planned(linked(proofs=tried("proven")), SUSPENSION)).hazards)
     assert "proven by hegmctl doctor --nccl: driver 580.159.04, NCCL 2.29.7, PyTorch 2.13.0" in known

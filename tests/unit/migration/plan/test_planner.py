@@ -90,7 +90,7 @@ def _only_reason(found: MigrationPlan | tuple[Reason, ...]) -> Reason:
     return reason
 
 
-def test_a_plan_says_what_is_needed_and_what_there_is() -> None:
+def test_a_plan_shows_what_is_needed_and_what_is_free() -> None:
     plan = _plan(planned(_snapshot(), _to()))
     assert (plan.kind, plan.way, plan.workers[0].carrier) == (MIGRATE, "agent", "worker")
     assert plan.reservation_bytes == {"gpu1": 2 * GIB}
@@ -225,7 +225,7 @@ def _op(phase: str = "reloading") -> Operation:
         ),
     ],
 )
-def test_a_reason_says_what_and_the_next_step(
+def test_a_reason_has_a_message_and_the_next_step(
     snapshot: NodeSnapshotForPlan, request_: PlanRequest, code: str, says: str, hints: str
 ) -> None:
     reason = _only_reason(planned(snapshot, request_))
@@ -252,7 +252,7 @@ def test_a_process_in_hand_is_refused_for_that_alone() -> None:
     assert (reason.code, "hegmctl resume 4711" in reason.hint) == ("busy", True)
 
 
-def test_a_rank_that_has_not_said_what_it_holds_is_not_left_behind() -> None:
+def test_a_rank_without_a_memory_report_is_not_left_behind() -> None:
     ready = _process(1, job="ddp", agent=_agent(rank=0, world_size=2))
     late = _process(2, job="ddp", gpus=(), agent=_agent(rank=1, world_size=2, size_bytes=None))
     reason = _only_reason(planned(_snapshot(ready, late), _to("gpu1", 1)))
@@ -289,7 +289,7 @@ def _resume(gpu: str | None) -> PlanRequest:
     return PlanRequest(kind=RESUME, pids=(4711,), to=gpu)
 
 
-def test_a_resume_goes_where_it_was_unless_told_otherwise() -> None:
+def test_a_resume_uses_the_former_gpu_unless_another_is_named() -> None:
     op = _suspended()
     for asked, expected in ((None, "gpu0"), ("gpu1", "gpu1")):
         plan = _plan(planned_resume(_snapshot(_process(gpus=())), _resume(asked), op))
@@ -308,7 +308,7 @@ def test_a_resume_goes_where_it_was_unless_told_otherwise() -> None:
         (_snapshot(_process(gpus=()), gpus=(_gpu("gpu0"),)), "there is no GPU gpu1"),
     ],
 )
-def test_a_resume_that_cannot_be_says_why(snapshot: NodeSnapshotForPlan, says: str) -> None:
+def test_an_impossible_resume_is_refused_with_the_reason(snapshot: NodeSnapshotForPlan, says: str) -> None:
     assert says in _only_reason(planned_resume(snapshot, _resume("gpu1"), _suspended())).message
 
 

@@ -137,7 +137,7 @@ def test_two_processes_of_one_job_change_places_in_one_operation() -> None:
     assert [(found.pid, found.to) for found in plan.workers] == [(0, "gpu1"), (1, "gpu0"), (2, "gpu2")]
 
 
-def test_a_job_on_several_gpus_changes_places_with_nobody() -> None:
+def test_a_job_on_several_gpus_cannot_be_swapped() -> None:
     gpus = (_gpu("gpu0", 8), _gpu("gpu1", 8), _gpu("gpu2", 8))
     job = [_process(pid, f"gpu{pid}", job="run") for pid in (0, 1)]
     found = planned_swap(_snapshot(*job, _process(2, "gpu2"), gpus=gpus), 2, 0)
@@ -181,7 +181,7 @@ def test_a_gpu_is_left_for_the_one_with_most_room_and_only_by_who_is_there() -> 
     ]
 
 
-def test_every_target_says_why_not() -> None:
+def test_every_unsuitable_target_is_listed_with_the_reason() -> None:
     gpus = (_gpu("gpu0", 8), _gpu("gpu1", 1), _gpu("gpu2", None))
     found = departure(_snapshot(_process(1, "gpu0"), gpus=gpus), 1, "gpu0", ("gpu1", "gpu2"))
     assert _messages(found) == [

@@ -31,7 +31,7 @@ def test_one_that_waits_for_others_or_for_an_image_is_not_told_of_as_going_on_at
 
 
 @pytest.mark.parametrize("stays_bytes", [None, 0, 600])
-def test_an_unknown_amount_that_stays_is_not_told_as_none(stays_bytes: int | None) -> None:
+def test_an_unknown_amount_that_stays_is_not_reported_as_zero(stays_bytes: int | None) -> None:
     op = operation(worker().replace(stays_bytes=stays_bytes))
     cast = Participants(Workers(lambda _: None), {}, {}, start_ticks=lambda _: None, imager=None)
     assert cast.subject(op, op.workers[0]).stays_bytes == stays_bytes

@@ -66,7 +66,7 @@ async def test_a_migration_moves_room_and_bytes_and_gives_everything_back(tmp_pa
 
 
 @pytest.mark.thorough
-async def test_a_suspended_job_holds_no_room_and_goes_on_where_it_is_told(tmp_path: Path, process: Child) -> None:
+async def test_a_suspended_job_holds_no_gpu_memory_and_resumes_on_the_named_gpu(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         suspended = await node.operations.suspend([process.pid], node.asked())

@@ -12,12 +12,12 @@ def test_errors_count_that_came_within_an_hour() -> None:
     assert errors.see(10_000 + MANY_CORRECTED, 1200.0) == MANY_CORRECTED
 
 
-def test_a_slow_rise_is_no_failure_however_long_it_lasts() -> None:
+def test_a_slow_rise_of_errors_is_never_a_failure() -> None:
     errors = CorrectedErrors()
     assert not any(errors.see(number, number * 2 * WITHIN_S / MANY_CORRECTED) for number in range(10 * MANY_CORRECTED))
 
 
-def test_a_counter_that_begins_anew_is_no_fall_and_no_rise() -> None:
+def test_a_counter_that_was_reset_is_neither_a_fall_nor_a_rise() -> None:
     errors = CorrectedErrors()
     errors.see(5000, 0.0)
     assert errors.see(3, 10.0) == 0

@@ -122,7 +122,7 @@ def test_identities_are_the_same_in_every_run_and_never_twice() -> None:
         ("x" * 5000, "too long"),
     ],
 )
-def test_a_spec_that_is_neither_form_says_so_and_shows_the_right_one(spec: str, said: str) -> None:
+def test_an_invalid_spec_is_refused_with_the_right_form(spec: str, said: str) -> None:
     error = refused(spec)
     assert said in error.message
     assert "2x8GiB" in error.hint
@@ -182,7 +182,7 @@ def test_links_are_all_or_none_unless_described(tmp_path: Path) -> None:
     assert parse_topology(described(tmp_path, 'links = "none"\n' + gpus)).links == ()
 
 
-def test_every_mistake_is_told_at_once_with_its_line(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_together_with_their_lines(tmp_path: Path) -> None:
     path = described(tmp_path, FULL_OF_MISTAKES)
     error = refused(path)
     problems = error.facts["problems"]
@@ -210,7 +210,7 @@ def test_what_makes_no_node_is_refused_with_the_reason(tmp_path: Path, text: str
     assert said in refused(described(tmp_path, text)).message
 
 
-def test_a_file_that_is_no_text_or_far_too_long_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_or_is_too_long_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "node.toml"
     path.write_bytes(b"\xff\xfe[[gpu]]")
     assert "is not TOML" in refused(str(path)).message

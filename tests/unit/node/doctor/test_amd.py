@@ -33,7 +33,7 @@ def test_a_driver_that_is_not_loaded(node: FileNode) -> None:
     assert found.summary == "1 AMD GPU on the PCI bus, but amdgpu is not loaded"
 
 
-def test_cards_that_are_given_away_are_no_fault(node: FileNode) -> None:
+def test_gpus_passed_to_virtual_machines_are_not_a_fault(node: FileNode) -> None:
     node.pci("0000:c1:00.0", 0x1002, 0x120000, "vfio-pci")
     assert amd.driver(node.facts()).status == "skip"
 

@@ -84,7 +84,7 @@ def test_a_full_disk_is_not_mended_by_permissions(node: FileNode, number: int, u
     assert (found.status, found.fix) == ("fail", f"free space: du -xh --max-depth=1 {node.state_dir}")
 
 
-def test_a_directory_that_is_closed_to_an_ordinary_user_is_no_fault(node: FileNode) -> None:
+def test_a_directory_closed_to_ordinary_users_is_not_a_fault(node: FileNode) -> None:
     found = disk.state(node.facts(uid=54321))
     assert found.status == "skip"
     assert "is closed to uid 54321, as it should be" in found.summary

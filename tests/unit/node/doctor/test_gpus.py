@@ -24,7 +24,7 @@ def test_all_are_well(node: FileNode) -> None:
     assert (found.status, found.summary) == ("ok", "2 GPUs without errors")
 
 
-def test_health_that_is_not_told_is_not_taken_for_good(node: FileNode) -> None:
+def test_unreported_health_is_not_taken_for_good(node: FileNode) -> None:
     silent = ill(1, "unknown")
     assert gpus.health(node.facts(gpus=(silent,))).status == "skip"
     assert gpus.health(node.facts(gpus=(gpu(0), silent))).summary == "1 GPU without errors; gpu1 unknown"
@@ -79,7 +79,7 @@ def test_pairs_without_a_link(node: FileNode) -> None:
     assert found.fix == "nvidia-smi topo -p2p r"
 
 
-def test_a_link_that_goes_one_way_only_is_none(node: FileNode) -> None:
+def test_a_link_in_one_direction_only_is_not_a_link(node: FileNode) -> None:
     found = gpus.peers(node.facts(gpus=(gpu(0), gpu(1, links=()))))
     assert found.status == "warn"
 

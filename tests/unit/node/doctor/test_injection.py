@@ -34,7 +34,7 @@ async def test_a_real_interpreter_loads_it(node: FileNode, socket_dir: Path) -> 
 
 
 @pytest.mark.parametrize("option", ["-I", "-E", "-S"])
-async def test_an_interpreter_that_was_told_not_to(node: FileNode, socket_dir: Path, option: str) -> None:
+async def test_an_interpreter_that_ignores_the_environment(node: FileNode, socket_dir: Path, option: str) -> None:
     found = await injection(node.facts(python_path=real_python(socket_dir / "bin", option)))
     assert found.status == "warn"
     assert found.fix is not None

@@ -36,7 +36,7 @@ def test_the_version(node: FileNode, release: str, status: str) -> None:
     assert release in found.summary
 
 
-def test_a_kernel_that_does_not_tell(node: FileNode) -> None:
+def test_a_kernel_that_reports_nothing(node: FileNode) -> None:
     assert kernel.version(node.facts()).status == "skip"
 
 

@@ -79,7 +79,7 @@ def test_a_card_that_the_driver_did_not_take(node: FileNode) -> None:
 
 
 @pytest.mark.parametrize("state", ["failed", "stale"])
-def test_a_library_that_does_not_answer_says_why(node: FileNode, state: str) -> None:
+def test_a_library_that_does_not_answer_is_reported_with_the_reason(node: FileNode, state: str) -> None:
     node.nvidia_module("580.159.04")
     ill = vendor(state=state, message="Driver/library version mismatch", hint="sudo reboot")
     found = nvidia.driver(node.facts(vendors=(ill,)))
@@ -158,7 +158,7 @@ def test_the_checkpoint_calls(node: FileNode, version: str, defines: tuple[str, 
     assert (found.fix is None) == (status == "ok")
 
 
-def test_a_libcuda_that_is_no_library(node: FileNode) -> None:
+def test_a_libcuda_that_is_not_a_library(node: FileNode) -> None:
     node.write(f"{LIBRARIES}/libcuda.so.1", "not a library")
     found = nvidia.checkpoint(node.facts())
     assert found.status == "fail"

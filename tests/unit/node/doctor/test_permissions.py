@@ -126,7 +126,7 @@ def test_a_directory_in_which_others_could_replace_it(node: FileNode, socket_pat
     assert (found.status, found.fix) == ("fail", f"sudo chmod go-w {socket_path.parent}")
 
 
-def test_a_directory_of_somebody_else(node: FileNode, socket_path: Path) -> None:
+def test_a_directory_of_another_user(node: FileNode, socket_path: Path) -> None:
     if os.geteuid() == 0:
         os.chown(socket_path.parent, 54321, -1)
         assert "belongs to uid 54321" in permissions.socket(ours(node, socket_path)).summary

@@ -46,7 +46,7 @@ async def test_the_order_is_the_tables_whatever_takes_how_long(node: FileNode) -
     assert heard == ["a", "b", "c"] == [check.id for check in made]
 
 
-async def test_a_check_is_told_before_the_next_is_made(node: FileNode) -> None:
+async def test_each_check_is_reported_before_the_next_one_runs(node: FileNode) -> None:
     told = anyio.Event()
 
     async def second(_: NodeFacts) -> CheckResult:
@@ -77,7 +77,7 @@ def breaks(error: Exception) -> BlockingCheck:
         (KeyError("gpu9"), "the check itself failed: KeyError: 'gpu9'"),
     ],
 )
-async def test_a_check_that_fails_is_a_line_and_the_others_go_on(
+async def test_a_failed_check_is_a_line_and_the_other_checks_run(
     node: FileNode, error: Exception, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)
@@ -172,7 +172,7 @@ def check_form(check: Check) -> None:
     assert bool(check.fix) == (check.status in {"warn", "fail"}), check
 
 
-def test_every_check_has_a_stable_name_of_its_own() -> None:
+def test_every_check_has_a_stable_unique_name() -> None:
     names = [row.id for row in CHECKS]
     assert len(set(names)) == len(names)
     assert all(part.replace("-", "").isalpha() for name in names for part in name.split("."))

@@ -106,7 +106,7 @@ async def test_what_changes_on_a_gpu_is_told_once(
         {"health": Health(state="ok", ecc_uncorrected=0, retired_pages=0, ecc_corrected=9)},
     ],
 )
-async def test_figures_and_what_becomes_unknown_are_no_events(change: dict[str, object]) -> None:
+async def test_changed_figures_and_values_that_become_unknown_cause_no_event(change: dict[str, object]) -> None:
     provider = Provider(gpu(0))
     async with node_of(provider) as node:
         await node.inventory.refresh()
@@ -117,7 +117,7 @@ async def test_figures_and_what_becomes_unknown_are_no_events(change: dict[str, 
         assert node.kinds("gpu") == []
 
 
-async def test_an_xid_that_comes_again_is_told_again() -> None:
+async def test_a_repeated_xid_is_reported_again() -> None:
     provider = Provider(gpu(0))
     async with node_of(provider) as node:
         await node.inventory.refresh()
@@ -129,7 +129,7 @@ async def test_an_xid_that_comes_again_is_told_again() -> None:
 
 
 @pytest.mark.thorough
-async def test_errors_counted_before_a_gpu_was_lost_are_not_told_again_when_it_is_back() -> None:
+async def test_errors_counted_before_a_gpu_was_lost_are_not_reported_again_when_it_returns() -> None:
     bad = Health(state="ok", ecc_uncorrected=3, last_xid=63)
     provider = Provider(gpu(0, health=bad))
     async with node_of(provider) as node:
@@ -142,7 +142,7 @@ async def test_errors_counted_before_a_gpu_was_lost_are_not_told_again_when_it_i
         assert node.kinds("gpu") == ["gpu.lost", "gpu.back"]
 
 
-async def test_a_process_that_comes_and_lets_go_is_told() -> None:
+async def test_a_process_that_starts_and_stops_using_a_gpu_is_reported() -> None:
     provider = Provider(gpu(0))
     async with node_of(provider) as node:
         await node.inventory.refresh()
@@ -156,7 +156,9 @@ async def test_a_process_that_comes_and_lets_go_is_told() -> None:
         assert "command" not in started.facts
 
 
-async def test_a_death_is_told_once_though_the_driver_goes_on_listing_it(child: subprocess.Popen[bytes]) -> None:
+async def test_an_exit_is_reported_once_although_the_driver_still_lists_the_process(
+    child: subprocess.Popen[bytes],
+) -> None:
     provider = Provider(gpu(0), uses=[use(child.pid)])
     async with node_of(provider) as node:
         assert process_of(await node.inventory.refresh(), child.pid).name == "sleep"

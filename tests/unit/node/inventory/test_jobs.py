@@ -46,7 +46,7 @@ async def test_a_job_outlives_those_who_stopped_waiting_for_it() -> None:
     assert job.result() is True
 
 
-async def test_a_job_tells_when_its_work_ended_and_not_when_that_was_noticed() -> None:
+async def test_a_thread_job_reports_when_its_work_ended_and_not_when_it_was_noticed() -> None:
     now_s = 5.0
     gate = threading.Event()
     job = Job(lambda: gate.wait(HANG_S), name="hegmd-test", monotonic=lambda: now_s)

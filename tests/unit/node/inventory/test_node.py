@@ -33,7 +33,7 @@ async def test_gpus_are_numbered_by_provider_and_index() -> None:
         assert node.inventory.latest is found
 
 
-async def test_a_gpu_that_tells_its_uuid_only_later_is_not_shown_twice() -> None:
+async def test_a_gpu_that_reports_its_uuid_late_is_not_shown_twice() -> None:
     """One that was being reset when the daemon started stayed in the list as lost, beside itself under a new id."""
     silent = Gpu(id="1", index=1, uuid="GPU-unknown-at-index-1", vendor="nvidia", state="unknown")
     provider = Provider(gpu(0), silent, gpu(2))
@@ -150,7 +150,7 @@ async def test_when_the_leader_is_cancelled_the_next_takes_over_and_asks_nothing
         assert provider.count("snapshot") == 1
 
 
-async def test_a_cancelled_follower_disturbs_nobody() -> None:
+async def test_a_cancelled_follower_does_not_disturb_others() -> None:
     provider = Provider(gpu(0))
     found: list[NodeSnapshot] = []
 

@@ -28,7 +28,7 @@ from tests.unit.node.inventory.rig import (
 )
 
 
-async def test_a_hanging_library_is_waited_for_once_and_holds_up_nobody() -> None:
+async def test_a_hanging_library_is_awaited_once_and_delays_no_other_caller() -> None:
     hanging, well = Provider(gpu(0)), Provider(gpu(0, "amd"), vendor="amd", uses=[use(ME, 0, "amd")])
     hanging.hang()
     async with node_of(hanging, well, deadline_s=SHORT_S) as node:
@@ -46,7 +46,7 @@ async def test_a_hanging_library_is_waited_for_once_and_holds_up_nobody() -> Non
         assert node.kinds("inventory") == ["inventory.stale", "inventory.ready"]
 
 
-async def test_a_library_that_hangs_later_is_shown_with_what_it_said_last() -> None:
+async def test_a_library_that_hangs_later_is_shown_with_its_last_answer() -> None:
     provider = Provider(gpu(0), uses=[use(ME)])
     async with node_of(provider) as node:
         before = await node.inventory.refresh()
@@ -221,7 +221,7 @@ async def test_a_library_that_recovers_has_its_gpus_under_their_old_names() -> N
         assert node.kinds("vendor", "gpu") == ["vendor.failed", "vendor.recovered"]
 
 
-async def test_each_failure_and_each_recovery_is_told_once() -> None:
+async def test_each_failure_and_each_recovery_is_reported_once() -> None:
     provider = Provider(gpu(0))
     working = provider.answer
     async with node_of(provider) as node:
@@ -234,7 +234,7 @@ async def test_each_failure_and_each_recovery_is_told_once() -> None:
         assert node.kinds("vendor") == ["vendor.failed", "vendor.recovered"] * 2
 
 
-async def test_a_missing_library_is_looked_for_now_and_then() -> None:
+async def test_a_missing_library_is_searched_at_intervals() -> None:
     provider = Provider(gpu(0))
     provider.answer = DeviceAbsent("no NVIDIA driver", "install one")
     async with node_of(provider) as node:
@@ -248,7 +248,7 @@ async def test_a_missing_library_is_looked_for_now_and_then() -> None:
         assert node.kinds("vendor") == []
 
 
-async def test_a_driver_that_goes_away_is_told() -> None:
+async def test_a_driver_that_disappears_is_reported() -> None:
     provider = Provider(gpu(0))
     async with node_of(provider) as node:
         await node.inventory.refresh()
@@ -269,7 +269,7 @@ async def test_an_unforeseen_error_in_a_provider_is_a_failure_of_that_vendor(cap
 
 
 @pytest.mark.thorough
-async def test_a_failure_that_turns_into_a_hang_and_back_is_told_in_full() -> None:
+async def test_a_failure_that_becomes_a_hang_and_a_failure_again_is_reported_each_time() -> None:
     provider = Provider(gpu(0))
     working = provider.answer
     async with node_of(provider) as node:

@@ -115,7 +115,7 @@ def test_what_left_is_forgotten(node: DictNode) -> None:
     assert lookups.command(pid, start_ticks) == (None, NOTE_UNREAD)
 
 
-def test_an_unreadable_command_line_is_told_and_not_asked_for_each_time(node: DictNode) -> None:
+def test_an_unreadable_command_line_is_reported_and_not_read_each_time(node: DictNode) -> None:
     lookups = node.lookups()
     pid, start_ticks, _, _ = me()
     node.error = Unreadable("Permission denied")

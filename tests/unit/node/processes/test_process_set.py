@@ -130,7 +130,7 @@ def test_a_strangers_tracer_was_waited_for_before_a_job_went_on() -> None:
             assert tracer.poll() is None
 
 
-def test_a_number_that_is_somebody_elses_by_now_is_not_touched() -> None:
+def test_a_pid_that_now_belongs_to_another_process_is_not_signalled() -> None:
     with sleeper() as process:
         ticks = population_of([process.pid]).start_ticks[process.pid]
         end_all(ProcessSet({process.pid: ticks - 1}))
@@ -231,7 +231,7 @@ def test_a_users_dump_was_waited_for_to_its_end_because_the_service_could_not_te
 
 
 @pytest.mark.skipif(not has_capability(CAP_SYS_RESOURCE), reason="to tell another user's CRIU takes CAP_SYS_RESOURCE")
-def test_a_users_dump_is_told_to_end_by_the_service(tmp_path: Path) -> None:
+def test_a_users_dump_is_ended_by_the_service(tmp_path: Path) -> None:
     (tmp_path / "unit").write_text(WITH)
     pages = os.memfd_create("pages")  # with a name that everybody may open
     try:
@@ -245,7 +245,7 @@ def test_a_users_dump_is_told_to_end_by_the_service(tmp_path: Path) -> None:
         os.close(pages)
 
 
-def test_a_dump_that_a_signal_would_kill_is_not_told_to_end(tmp_path: Path) -> None:
+def test_a_dump_that_a_signal_would_kill_is_not_signalled(tmp_path: Path) -> None:
     """Killed within a process of the job, it could take that with it; it comes to its end by itself."""
     text = f"import signal; signal.signal(signal.SIGXFSZ, signal.SIG_DFL)\n{WRITER}"
     text = text.replace("while True", "while not os.path.exists(sys.argv[-2])")

@@ -106,7 +106,7 @@ def test_unknown_memory_stays_unknown(roster: ProcessListBuilder) -> None:
     assert only(call_roll(roster, replace(CALL, uses=(use(ME, vram_bytes=None),)))).gpus[0].vram_bytes is None
 
 
-def test_a_gpu_that_nobody_knows_keeps_its_uuid(roster: ProcessListBuilder) -> None:
+def test_an_unknown_gpu_is_shown_by_its_uuid(roster: ProcessListBuilder) -> None:
     assert only(call_roll(roster, replace(CALL, uses=(use(ME, "MIG-1"),)))).gpus[0].gpu == "MIG-1"
 
 

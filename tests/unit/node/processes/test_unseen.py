@@ -23,7 +23,7 @@ from tests.patience import HANG_S
 from tests.unit.node.processes.pretended_proc import PretendedProc, Start, end, one
 
 
-def test_a_hidden_process_is_told_from_an_ended_one(proc: PretendedProc, start: Start) -> None:
+def test_a_hidden_process_is_distinguished_from_an_ended_one(proc: PretendedProc, start: Start) -> None:
     child = start()
     proc.held[7] = child.pid
     table = proc.table()
@@ -37,7 +37,7 @@ def test_a_hidden_process_is_told_from_an_ended_one(proc: PretendedProc, start: 
     table.close()
 
 
-def test_a_pid_that_nobody_has_in_the_first_namespace_has_ended(table: ProcessTable, start: Start) -> None:
+def test_a_pid_that_no_process_has_in_the_first_namespace_has_ended(table: ProcessTable, start: Start) -> None:
     child = start()
     end(child)
     facts = one(table, child.pid)
@@ -56,7 +56,7 @@ def test_without_a_pidfd_an_ended_process_cannot_be_told_from_a_hidden_one(start
     assert facts.note == (NOTE_GONE_OR_HIDDEN if table.in_first_namespace else NOTE_OTHER_NAMESPACE)
 
 
-def test_a_pid_that_nobody_has_elsewhere_is_in_another_namespace(proc: PretendedProc) -> None:
+def test_a_pid_that_no_process_has_here_is_in_another_namespace(proc: PretendedProc) -> None:
     table = proc.table()
     facts = one(table, 7)
     assert (facts.presence, facts.note) == (Visibility.UNSEEN, NOTE_OTHER_NAMESPACE)
@@ -94,7 +94,7 @@ def test_with_too_few_descriptors_the_start_time_is_read_each_time(start: Start)
     table.close()
 
 
-def test_a_reused_pid_without_descriptors_is_told_by_its_start_time(proc: PretendedProc) -> None:
+def test_a_reused_pid_without_descriptors_is_recognised_by_its_start_time(proc: PretendedProc) -> None:
     def no_pidfds(pid: int) -> int:
         raise OSError(errno.ENOSYS, "Function not implemented")
 

@@ -62,7 +62,7 @@ def values(families: dict[str, ParsedFamily], name: str) -> list[tuple[dict[str,
     return [(dict(labels), value) for (_, labels), value in families[name].samples.items()]
 
 
-def test_all_that_is_known_of_a_gpu_is_told_in_base_units() -> None:
+def test_all_facts_of_a_gpu_are_reported_in_base_units() -> None:
     found = metrics(Node(gpus=(FULL,)))
     expected = {
         "hegmd_gpu_up": 1,
@@ -229,7 +229,7 @@ def test_a_job_that_has_not_come_to_a_batch_has_no_count_of_them() -> None:
     assert values(found, "hegmd_job_boundaries_total") == [(first, 7)]
 
 
-def test_before_the_first_look_at_the_node_the_daemon_tells_of_itself() -> None:
+def test_before_the_first_snapshot_the_metrics_describe_the_daemon_only() -> None:
     found = metrics(None)
     assert not [name for name in found if "gpu" in name or "vendor" in name]
     build = {"version": "1.2.3", "protocol_version": "1", "python_version": "3.11.2"}

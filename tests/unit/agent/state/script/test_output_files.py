@@ -129,7 +129,7 @@ def test_what_is_not_the_same_file_with_more_at_its_end_is_left_alone(
     assert (log.read_text() if log.exists() else None) == before
 
 
-def test_a_file_that_is_changed_in_the_middle_is_no_output(log: Path) -> None:
+def test_a_file_that_is_changed_in_the_middle_is_not_an_output_file(log: Path) -> None:
     with log.open("r+b"), log.open("rb"), log.open("wb") as behind:
         behind.write(b"one\n")
         behind.flush()
@@ -152,7 +152,7 @@ def other(log: Path) -> Iterator[subprocess.Popen[bytes]]:
     made.stdout.close()
 
 
-def test_a_file_that_another_process_writes_too_is_left_alone_and_that_is_said(
+def test_a_file_that_another_process_also_writes_is_left_unchanged_and_reported(
     log: Path, other: subprocess.Popen[bytes], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert other.returncode == 0

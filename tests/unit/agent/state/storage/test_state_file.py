@@ -217,7 +217,7 @@ def test_a_file_with_any_bit_flipped_is_refused_or_the_same() -> None:
 
 
 @pytest.mark.thorough
-def test_a_flip_in_any_page_of_a_large_piece_is_found_and_said() -> None:
+def test_a_flipped_bit_in_any_page_of_a_large_segment_is_reported() -> None:
     whole = bytearray(_file_of(torch.zeros(5 << 20, dtype=torch.float32)))
     whole[-(3 << 20)] ^= 4
     with pytest.raises(

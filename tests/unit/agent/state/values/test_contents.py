@@ -66,7 +66,7 @@ def test_counts_of_steps_went_to_the_gpu_with_the_moments_and_each_step_waited_f
         assert (state["momentum_buffer"].device.type, state["step"].device.type) == ("meta", counts_on)
 
 
-def test_how_steps_are_computed_is_told_and_not_taken_to_another_kind_of_device() -> None:
+def test_device_specific_settings_of_steps_are_reported_and_not_restored_on_another_device() -> None:
     """`fused=torch.cuda.is_available()` was False on the GPU too, and `capturable` of a GPU failed on the CPU."""
     before = Optimizer("meta", fused=True, capturable=True, foreach=None)
     taken = contents.take_optimizer(before, {})
