@@ -50,7 +50,7 @@ def _bars(axes: Any, theme: Theme, bars: list[records.Bar], title: str) -> None:
         places,
         [bar.seconds for bar in bars],
         height=0.62,
-        color=[theme.ours if bar.ours else theme.hegm for bar in bars],
+        color=[theme.ours if bar.ours else theme.theirs for bar in bars],
     )
     for place, bar in zip(places, bars, strict=True):
         if bar.high_s > bar.low_s:

@@ -65,7 +65,7 @@ class Canvas:
         """A filled bar with its words inside, for spans of time."""
         self._shapes.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="24" rx="4" fill="{colour}"/>')
         # The grey of the theme lies between page and text: words in the page's colour are hard to read on it.
-        written = self.theme.text if colour == self.theme.hegm else self.theme.page
+        written = self.theme.text if colour == self.theme.theirs else self.theme.page
         self.text(x + width / 2, y + 16, words, colour=written, size="11", anchor="middle", weight="600")
 
     def strip(self, x: float, y: float, width: float, colour: str) -> None:
@@ -167,7 +167,7 @@ def migration(theme: Theme) -> str:
     canvas.text(20, 40, "job", size="12", weight="600")
     for number, (phase, column, words, state) in enumerate(STEPS):
         y = top + step * number
-        colour = theme.good if state == "train" else theme.hegm
+        colour = theme.good if state == "train" else theme.theirs
         canvas.bar(20, y, 62, colour, "trains" if state == "train" else "parked")
         canvas.bar(left[column] - 5, y, 100, colours[column], phase)
         canvas.text(470, y + 16, words, size="11.5")

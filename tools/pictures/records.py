@@ -19,11 +19,11 @@ def record(name: str) -> dict[str, Any]:
     return loaded
 
 
-def rows(name: str, **fields: object) -> list[dict[str, Any]]:
+def rows(name: str, **wanted: object) -> list[dict[str, Any]]:
     """The rows of a record whose fields have the wanted values. Raises LookupError when no row has them."""
-    found = [row for row in record(name)["rows"] if all(row.get(key) == value for key, value in fields.items())]
+    found = [row for row in record(name)["rows"] if all(row.get(key) == value for key, value in wanted.items())]
     if not found:
-        raise LookupError(f"{name}.json has no row with {fields}")
+        raise LookupError(f"{name}.json has no row with {wanted}")
     return found
 
 
@@ -63,9 +63,9 @@ def migration_bars() -> list[Bar]:
 def restart_bars() -> list[Bar]:
     """From the request to the next step of a restarted script that makes 810 million parameters on the CPU."""
     (ours,) = rows("restart_phases", prestart_and_revision="always, b1f0cd0", training="made on the CPU")
-    (hegm,) = rows("restart_phases", training="made on the CPU, by HeGM 0.3.3")
+    (theirs,) = rows("restart_phases", training="made on the CPU, by HeGM 0.3.3")
     key = "request_to_next_step_s"
-    return [_bar("hegmd, prestarted", ours, key, ours=True), _bar("HeGM 0.3.3", hegm, key, ours=False)]
+    return [_bar("hegmd, prestarted", ours, key, ours=True), _bar("HeGM 0.3.3", theirs, key, ours=False)]
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class Timeline:
 
 def timelines() -> list[Timeline]:
     """A migration of 32 GiB by carrier peer, and one by carrier host."""
-    fields = {"size_gib": 32, "command": "migrate", "gpus": "gpu0 to 1"}
-    (peer,) = rows("move_phases", **fields, carrier="peer", revision="b1f0cd0")
-    (whole,) = rows("moves", **fields, carrier="peer", revision="b1f0cd0")
-    (host,) = rows("moves_2026-11-21", **fields, carrier="host")
+    wanted = {"size_gib": 32, "command": "migrate", "gpus": "gpu0 to 1"}
+    (peer,) = rows("move_phases", **wanted, carrier="peer", revision="b1f0cd0")
+    (whole,) = rows("moves", **wanted, carrier="peer", revision="b1f0cd0")
+    (host,) = rows("moves_2026-11-21", **wanted, carrier="host")
     return [
         Timeline(label, row["arm_s"], tuple((name, row[f"{name}_s"]) for name in PHASES), downtime)
         for label, row, downtime in (

@@ -32,7 +32,7 @@ def sharing(theme: Theme) -> str:
         for row in rows:
             y += _ROW
             width = max(2.0, _WIDTH * row[field] / most)
-            colour = theme.ours if row["policy"] == "sharing" else theme.hegm
+            colour = theme.ours if row["policy"] == "sharing" else theme.theirs
             canvas.text(_LEFT - 10, y + 2, row["policy"], anchor="end", colour=theme.quiet)
             canvas.strip(_LEFT, y - 10, width, colour)
             weight = "600" if row["policy"] == "sharing" else "normal"

@@ -23,10 +23,10 @@ def _shown(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and value >= 10_000 else str(value)
 
 
-def table(name: str, columns: str, fields: str = "") -> str:
+def table(name: str, columns: str, wanted: str = "") -> str:
     """One table as Markdown, and the line that names its source. Raises LookupError for an unknown field."""
     headers = {word.partition("=")[0]: word.partition("=")[2] for word in shlex.split(columns)}
-    wishes = {word.partition("=")[0]: word.partition("=")[2].split(",") for word in shlex.split(fields)}
+    wishes = {word.partition("=")[0]: word.partition("=")[2].split(",") for word in shlex.split(wanted)}
     record = records.record(name)
     unknown = [field for field in (*headers, *wishes) if not any(field in row for row in record["rows"])]
     if unknown:

@@ -90,10 +90,8 @@ def _spans(cells: list[tuple[str, str]], colours: dict[str, str]) -> str:
             runs.append((character, style))
     written = []
     for words, style in runs:
-        style_attributes = (
-            ' font-weight="700"' if style == "1" else f' fill="{colours[style]}"' if style in colours else ""
-        )
-        written.append(f"<tspan{style_attributes}>{escape(words)}</tspan>" if style_attributes else escape(words))
+        look = ' font-weight="700"' if style == "1" else f' fill="{colours[style]}"' if style in colours else ""
+        written.append(f"<tspan{look}>{escape(words)}</tspan>" if look else escape(words))
     return "".join(written)
 
 

@@ -19,7 +19,7 @@ class Theme:
     text: str
     quiet: str
     ours: str
-    hegm: str
+    theirs: str
     good: str
     warm: str
     violet: str
