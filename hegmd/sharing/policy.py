@@ -109,7 +109,7 @@ class _Decider:
             elif self._served_by_leaving < MAX_SERVED_BY_LEAVING:
                 self._serve(request_of(waiting))
             else:
-                self._waiting.append(WaitReason(waiting.id, "others are before it", "its turn, after theirs"))
+                self._waiting.append(WaitReason(waiting.id, "other jobs are ahead of it", "its turn, after theirs"))
         again_at_s = None if math.isinf(self._again_at_s) else self._again_at_s
         return Decision(tuple(self._actions), tuple(self._waiting), again_at_s)
 
@@ -118,7 +118,7 @@ class _Decider:
     def _is_hindered(self, waiting: Job | Lease) -> bool:
         """Return whether nothing can be done with it now, and note why."""
         if isinstance(waiting, Job) and waiting.hindrance:
-            self._wait(waiting.id, waiting.hindrance, "nothing, until that has changed")
+            self._wait(waiting.id, waiting.hindrance, "a retry when that has changed")
         elif waiting.retry_at_s is not None and waiting.retry_at_s > self._now:
             self._wait(waiting.id, "its last attempt was refused", "another attempt", waiting.retry_at_s)
         else:
@@ -129,9 +129,9 @@ class _Decider:
         if not (rooms := self._suitable(wanted)):
             if not self._admit_with_least(wanted):
                 waits = wording.unsuitable(wanted, self._gpus.values(), self._rooms)
-                self._wait(wanted.id, waits, "nothing, until a GPU can have it")
+                self._wait(wanted.id, waits, "a retry when a GPU can hold it")
         elif self._is_blocked(wanted):
-            self._wait(wanted.id, "others are before it", "its turn, after theirs")
+            self._wait(wanted.id, "other jobs are ahead of it", "its turn, after theirs")
         elif chosen := self._fit(wanted, rooms, at_once=True):
             self._admit(wanted, chosen)
         elif chosen := self._fit(wanted, rooms, at_once=False):

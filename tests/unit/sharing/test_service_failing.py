@@ -327,13 +327,13 @@ async def test_a_job_that_never_trains_keeps_its_memory_from_others_for_a_time_o
         assert lease is not None
         await shared.node.moving.job_requests.register(process.pid, UID, RegisterJob(run="first", command=("sleep",)))
         async with anyio.create_task_group() as tasks:
-            asked = told.PlaceJob(run="first", gpu="gpu0", size_bytes=5 * MIB)
+            asked = records.PlaceJob(run="first", gpu="gpu0", size_bytes=5 * MIB)
             tasks.start_soon(shared.requests.place, asked, ADMIN, shared.emit)
             await shared.until_states(j1="suspended", j2="waiting")
-            await shared.requests.set_priority(told.SetPriority(job="j2", priority=60), ADMIN)
-            await shared.requests.release(told.Release(lease=lease.id), ADMIN)
+            await shared.requests.set_priority(records.SetPriority(job="j2", priority=60), ADMIN)
+            await shared.requests.release(records.Release(lease=lease.id), ADMIN)
             await shared.until_states(j1="suspended", j2="starting")
-        await shared.requests.set_priority(told.SetPriority(job="j2", priority="normal"), ADMIN)
+        await shared.requests.set_priority(records.SetPriority(job="j2", priority="normal"), ADMIN)
         assert await shared.states() == {"j1": "suspended", "j2": "starting"}
         later_s = 601.0
         shared.sharing.look_again()
