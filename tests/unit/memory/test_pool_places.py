@@ -129,7 +129,7 @@ async def test_a_directory_that_cannot_be_read_does_not_prevent_the_daemons_star
     place.folder.chmod(0o777)
     found = await find_pieces(MemoryKeeping([place], None, SpillFolder(place.folder / "none", spare_bytes=0)))
     assert found.pieces == ()
-    assert "cannot be looked into" in found.distrusted[0].why
+    assert "cannot be opened" in found.distrusted[0].why
 
 
 def test_huge_pages_are_found_by_what_is_mounted_and_two_state_directories_never_meet(tmp_path: Path) -> None:

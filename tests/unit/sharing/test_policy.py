@@ -189,7 +189,7 @@ def test_a_new_job_takes_turns_only_if_the_pool_has_room_for_the_next_exchange()
     jobs = [running("j1", 60), queued("j2", 60)]
     assert decided(gpu("gpu0", 20), *jobs, pool_gib=119) == ()
     (waiting,) = explain(node(gpu("gpu0", 20), *jobs, pool_gib=119), NOW)
-    assert "room of the pool's memory" in waiting.waits
+    assert "pool memory for the jobs" in waiting.waits
     assert kinds(decided(gpu("gpu0", 20), *jobs, pool_gib=120)) == [("suspend", "j1", ("gpu0",))]
     assert kinds(decided(gpu("gpu0", 20), jobs[0], suspended("j2", 60), pool_gib=60)) == [("suspend", "j1", ("gpu0",))]
 
