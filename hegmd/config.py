@@ -153,7 +153,7 @@ class _SettingsReader:
             text = _read(file)
         except FileNotFoundError:
             if named:
-                self._report(str(file), "there is no such file", "name another, or none to have the defaults")
+                self._report(str(file), "there is no such file", "name another file, or none to use the defaults")
             return None
         except OSError as error:
             self._report(str(file), f"cannot be read: {error.strerror}", f"look at it with `ls -ld {file}`")

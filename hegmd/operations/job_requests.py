@@ -26,7 +26,7 @@ from hegmd.migration.run.runner import Runner
 from hegmd.node.gpu_sets import CPU
 from hegmd.node.inventory import Inventory
 from hegmd.operations.survey import May
-from hegmd.protocol import jobs as messages
+from hegmd.protocol import jobs as protocol
 from hegmd.protocol import operations as told_operations
 from hegmd.protocol.messages import RegisterJob
 from hegmd.protocol.names import job_number
@@ -177,7 +177,7 @@ class JobRequests:
             {"job": job.id},
         )
 
-    async def jobs(self, wanted: Sequence[int | str], may: May, *, ended: bool) -> tuple[messages.Job, ...]:
+    async def jobs(self, wanted: Sequence[int | str], may: May, *, ended: bool) -> tuple[protocol.Job, ...]:
         """Return these jobs, or all that have not ended, or all. Raises HegmError for an unknown one."""
         self._jobs.look_again()
         if wanted:
@@ -187,12 +187,12 @@ class JobRequests:
             records = [job for job in self._jobs if ended or job.is_alive]
         return await self._views(sorted(records, key=lambda job: job.number), may)
 
-    async def one(self, job: int | str, may: May) -> messages.Job:
+    async def one(self, job: int | str, may: May) -> protocol.Job:
         """Return that job. Raises HegmError."""
         self._jobs.look_again()
         return (await self._views([self._allowed(await self._one(job, may), may)], may))[0]
 
-    async def wait(self, wanted: int | str, may: May, emit: Callable[[messages.Job], Awaitable[None]]) -> messages.Job:
+    async def wait(self, wanted: int | str, may: May, emit: Callable[[protocol.Job], Awaitable[None]]) -> protocol.Job:
         """Wait until the job has ended and return it; `emit` gets its changes until then. Raises HegmError."""
         number = self._allowed(await self._one(wanted, may), may).number
         state = ""
@@ -273,7 +273,7 @@ class JobRequests:
 
     async def register(
         self, pid: int, uid: int, context: RegisterJob, priority: int | None = None
-    ) -> messages.JobRegistered:
+    ) -> protocol.JobRegistered:
         """Enter the job of a `hegmctl run`. Raises HegmError."""
         goes_on = None
         if context.resumes is not None and job_number(context.resumes) is not None:
@@ -285,7 +285,7 @@ class JobRequests:
             runs = [member.run for member in op.workers if member.run and op.owner_uid == uid]
             goes_on = self._jobs.of_run(uid, runs[0]) if runs else None
         job = await self._jobs.register(pid, uid, context, goes_on, priority=priority)
-        return messages.JobRegistered(id=job.id, name=job.name)
+        return protocol.JobRegistered(id=job.id, name=job.name)
 
     async def record(self, job: int | str, may: May) -> JobRecord:
         """Return the record of a job on which the caller may act. Raises HegmError."""
@@ -312,7 +312,7 @@ class JobRequests:
     # -- views
     # ----------------------------------------------------------------------------------------------------------
 
-    async def _views(self, records: Sequence[JobRecord], may: May) -> tuple[messages.Job, ...]:
+    async def _views(self, records: Sequence[JobRecord], may: May) -> tuple[protocol.Job, ...]:
         numbers = {job.number for job in records if job.is_alive}
         workers: dict[int, list[AgentConnection]] = {}
         for worker in self._workers:
@@ -328,7 +328,7 @@ class JobRequests:
         views = [self._view(current.get(job.number, job), inputs) for job in records]
         return tuple([view if may(view.uid) else _for_others(view) for view in views])
 
-    def _view(self, job: JobRecord, inputs: _ViewInputs) -> messages.Job:
+    def _view(self, job: JobRecord, inputs: _ViewInputs) -> protocol.Job:
         workers = sorted(inputs.workers.get(job.number, ()), key=_rank)
         op = self._operations.of(job) if job.is_alive else None
         processes = tuple(self._processes(job, workers, op, inputs))
@@ -344,7 +344,7 @@ class JobRequests:
         is_waiting = described is not None or orphan or (op is None and shared is not None)
         state = _state(job, op, is_waiting=is_waiting, has_trained=bool(boundaries) or job.has_trained)
         vram = [use.vram_bytes for process in listed for use in process.gpus]
-        return messages.Job(
+        return protocol.Job(
             id=job.id,
             name=job.name,
             state=state,
@@ -357,7 +357,7 @@ class JobRequests:
             vram_bytes=sum(size for size in vram if size is not None) if vram and None not in vram else None,
             held_bytes=sum(inputs.held.get(process.pid, 0) for process in processes),
             boundary=min(boundaries, default=None),
-            steps_per_s=self._rate(workers) if state == messages.TRAINING else None,
+            steps_per_s=self._rate(workers) if state == protocol.TRAINING else None,
             command=job.command,
             started_utc=job.started_utc,
             ended_utc=job.ended_utc,
@@ -372,7 +372,7 @@ class JobRequests:
 
     def _processes(
         self, job: JobRecord, workers: Sequence[AgentConnection], op: Operation | None, inputs: _ViewInputs
-    ) -> Iterable[messages.JobProcess]:
+    ) -> Iterable[protocol.JobProcess]:
         """Yield its processes: the first one, those with an agent, and those that only an operation knows."""
         members = {} if op is None else {member.pid: member.rank for member in op.live if not member.is_absent}
         by_pid = {worker.pid: worker for worker in workers}
@@ -383,7 +383,7 @@ class JobRequests:
             rank = members.get(pid) if worker is None else worker.about.rank
             uses = () if listed is None else listed.gpus
             sizes = [use.vram_bytes for use in uses]
-            yield messages.JobProcess(
+            yield protocol.JobProcess(
                 pid=pid,
                 role=self._role(pid, worker, rank, has_ranks=has_ranks),
                 rank=rank,
@@ -395,12 +395,12 @@ class JobRequests:
 
     def _role(self, pid: int, worker: AgentConnection | None, rank: int | None, *, has_ranks: bool) -> str:
         if self._supervisors.of_pid(pid) is not None:
-            return messages.SUPERVISOR
+            return protocol.SUPERVISOR
         if rank is not None:
-            return messages.RANK
+            return protocol.RANK
         if worker is not None and (trains(worker) or not has_ranks):
-            return messages.WORKER
-        return messages.LAUNCHER if has_ranks else messages.COMMAND
+            return protocol.WORKER
+        return protocol.LAUNCHER if has_ranks else protocol.COMMAND
 
     # -- how fast ------------------------------------------------------------------------------------------------------
 
@@ -454,16 +454,16 @@ def _rank(worker: AgentConnection) -> tuple[bool, int, int]:
 
 def _state(job: JobRecord, op: Operation | None, *, is_waiting: bool, has_trained: bool) -> str:
     if not job.is_alive:
-        return messages.ENDED
+        return protocol.ENDED
     if op is not None and op.phase not in TERMINAL:
         # A suspended job stays suspended if its agents have not reconnected to a restarted daemon.
         is_off = op.phase == SETTLING.phase and all(one.gpu is None and one.target_gpu is None for one in op.live)
-        at_rest = {HOLDING: messages.QUIESCED, SUSPENDED: messages.SUSPENDED}
+        at_rest = {HOLDING: protocol.QUIESCED, SUSPENDED: protocol.SUSPENDED}
         phase = SUSPENDED if is_off else op.phase
-        return at_rest.get(phase, messages.WAITING if is_waiting else messages.MOVING)
+        return at_rest.get(phase, protocol.WAITING if is_waiting else protocol.MOVING)
     if is_waiting:
-        return messages.WAITING
-    return messages.TRAINING if has_trained else messages.STARTING
+        return protocol.WAITING
+    return protocol.TRAINING if has_trained else protocol.STARTING
 
 
 def _framework(worker: AgentConnection) -> str:
@@ -482,6 +482,6 @@ def _notes(worker: AgentConnection) -> Iterable[str]:
         yield worker.image_missed
 
 
-def _for_others(job: messages.Job) -> messages.Job:
+def _for_others(job: protocol.Job) -> protocol.Job:
     """Return a job without what only its owner may see: command lines contain secrets."""
     return job.replace(command=None, waits=None, notes=(), end=None, operation=None, processes=())

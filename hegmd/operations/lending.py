@@ -16,7 +16,7 @@ from hegmd.migration.machine.next_effects import SUSPENDED
 from hegmd.migration.machine.operation import Operation
 from hegmd.operations.operations import Operations
 from hegmd.operations.request_context import RequestContext
-from hegmd.protocol import operations as records
+from hegmd.protocol import operations as protocol
 from hegmd.protocol.operations import WORKER
 from hegmd.workers.workers import AgentConnection, Workers
 
@@ -89,7 +89,7 @@ class Lending:
             pass
 
 
-def _failed(pid: int, op: records.Operation | None, what: str) -> HegmError:
+def _failed(pid: int, op: protocol.Operation | None, what: str) -> HegmError:
     reason = None if op is None else op.failure
     if reason is None:
         return HegmError(REFUSED, f"process {pid} could not {what}", "run: hegmctl ops", {"pid": pid})

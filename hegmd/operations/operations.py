@@ -54,7 +54,7 @@ from hegmd.operations.request_context import (
 )
 from hegmd.operations.survey import May, PlanSurvey
 from hegmd.operations.suspended import SuspendedOperations
-from hegmd.protocol import operations as records
+from hegmd.protocol import operations as protocol
 from hegmd.protocol.snapshots import GpuProcess, Way
 from hegmd.workers.job_names import JobNames
 from hegmd.workers.workers import Workers
@@ -171,7 +171,7 @@ class Operations:
         try:
             async for moved_bytes in spilling:
                 await context.emit(
-                    records.OperationProgress(
+                    protocol.OperationProgress(
                         id=op_id, phase="spilling", moved_bytes=moved_bytes, size_bytes=size_bytes
                     )
                 )
@@ -394,14 +394,14 @@ class Operations:
         async for progress in self.runner.follow(op_id):
             await emit(progress)
 
-    async def cancel(self, op_id: str, context: RequestContext) -> records.Operation:
+    async def cancel(self, op_id: str, context: RequestContext) -> protocol.Operation:
         """Have an operation turned back. Raises HegmError."""
         op = self.runner.history(op_id).operation
         self._check_owner(context, op.owner_uid, f"operation {op_id}")
         await self.runner.ask(op_id, events.CancelRequested(cause="request", by=context.by))
         return self.runner.describe(op_id)
 
-    async def drop(self, op_id: str, context: RequestContext) -> records.Operation:
+    async def drop(self, op_id: str, context: RequestContext) -> protocol.Operation:
         """Permanently discard the state that an operation holds for a process that has ended. Raises HegmError."""
         op = self.runner.history(op_id).operation
         self._check_owner(context, op.owner_uid, f"operation {op_id}")

@@ -13,10 +13,10 @@ from hegmd.errors import BAD_REQUEST, Bug, HegmError, code_named
 from hegmd.migration.machine.operation import Limits, Respawn
 from hegmd.migration.model import MigrationPlan
 from hegmd.operations.survey import May
-from hegmd.protocol import operations as records
+from hegmd.protocol import operations as protocol
 from hegmd.protocol.operations import Reason
 
-Emit = Callable[[records.OperationProgress], Awaitable[None]]
+Emit = Callable[[protocol.OperationProgress], Awaitable[None]]
 
 MAX_LIMIT_S = 1_000_000.0
 
@@ -57,8 +57,8 @@ NO_RESTART = Restarting()
 class OperationResult:
     """An operation's public record, and its plan."""
 
-    operation: records.Operation | None
-    plan: records.Plan | None
+    operation: protocol.Operation | None
+    plan: protocol.Plan | None
 
 
 def limits_of(limit_s: float | None, hold_s: float | None = None) -> Limits:
@@ -100,6 +100,6 @@ def refusal(reasons: Sequence[Reason]) -> HegmError:
     return HegmError(code_named(reasons[0].code), messages, hints, facts)
 
 
-def plan_record(plan: MigrationPlan) -> records.Plan:
+def plan_record(plan: MigrationPlan) -> protocol.Plan:
     """Return the public record of the plan."""
-    return records.Plan.from_plain(plan.to_plain(), "plan")
+    return protocol.Plan.from_plain(plan.to_plain(), "plan")

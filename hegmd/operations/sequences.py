@@ -118,7 +118,9 @@ class MultiStepOperations(BackgroundTasks):
         for step in steps:
             self._operations.check(context, [worker.pid for worker in step.workers])
         exchange = _Swap()
-        alone = RequestContext(by=context.by, may=context.may, emit=_discard_progress, wait=False, limit_s=context.limit_s)
+        alone = RequestContext(
+            by=context.by, may=context.may, emit=_discard_progress, wait=False, limit_s=context.limit_s
+        )
         self._tasks.start_soon(self._carry_out, exchange, steps, snapshot, alone, name=f"swap of {first} and {second}")
         await self._watch(exchange, context)
         if exchange.failure is not None and not exchange.begun:

@@ -19,7 +19,7 @@ import anyio.abc
 from hegmd.errors import DENIED, NOT_FOUND, HegmError, Refused
 from hegmd.memory.pool import Key, Pool
 from hegmd.node.inventory import NodeSnapshot
-from hegmd.protocol import recovery as messages
+from hegmd.protocol import recovery as protocol
 from hegmd.protocol.snapshots import Gpu
 from hegmd.recovery.in_process import InProcess, in_process_state
 from hegmd.recovery.job import Node, ProtectedJob
@@ -248,11 +248,11 @@ class Recoveries(BackgroundTasks):
             hint = "run the command as that user: only the owner may use a saved state"
             raise HegmError(DENIED, f"job {job} belongs to uid {record.uid}", hint)
 
-    async def show(self, job: Sequence[int | str], may: May) -> messages.RecoveryReply:
+    async def show(self, job: Sequence[int | str], may: May) -> protocol.RecoveryReply:
         """Return how these jobs are protected, or all. Raises HegmError for one that is not."""
         records = [self._named(one, may) for one in job] or list(self._records.values())
         views = [await self._view(record, may) for record in sorted(records, key=lambda one: int(one.job[1:]))]
-        return messages.RecoveryReply(taken_utc=self._utc(), jobs=tuple(views))
+        return protocol.RecoveryReply(taken_utc=self._utc(), jobs=tuple(views))
 
     async def drop(self, job: int | str, may: May) -> int:
         """Delete the kept state of a job; how many bytes that frees. Raises HegmError."""
@@ -272,10 +272,10 @@ class Recoveries(BackgroundTasks):
             raise HegmError(NOT_FOUND, f"job {wanted} is not protected, and no state of it is kept", hint)
         return record
 
-    async def _view(self, record: JobSnapshots, may: May) -> messages.JobRecovery:
+    async def _view(self, record: JobSnapshots, may: May) -> protocol.JobRecovery:
         running, slots = self._running.get(record.job), JobSlots(self._pool, record.job)
         job = next((job for job in self._jobs if job.id == record.job), None)
-        view = messages.JobRecovery(
+        view = protocol.JobRecovery(
             id=record.job,
             name=record.job if job is None else job.name,
             uid=record.uid,
@@ -287,9 +287,9 @@ class Recoveries(BackgroundTasks):
         read = await slots.read()
         whole = {one.generation for one in complete_generations(by_rank(read), max(1, record.ranks))}
         shown = [
-            messages.Snapshot(rank=rank, slot=slot)
+            protocol.Snapshot(rank=rank, slot=slot)
             if found is None or found.generation not in whole
-            else messages.Snapshot(
+            else protocol.Snapshot(
                 rank=rank,
                 slot=slot,
                 generation=found.generation,
@@ -332,9 +332,9 @@ async def run_once(protection: Protection, pause_s: float = FAILED_S) -> None:
 
 def _state(record: JobSnapshots, running: Protection | None) -> str:
     if running is None:
-        return messages.KEPT if record.launcher_pid is None else in_process_state(record)
+        return protocol.KEPT if record.launcher_pid is None else in_process_state(record)
     if running.is_recovering:
-        return messages.RECOVERING
+        return protocol.RECOVERING
     if running.why is not None:
-        return messages.UNPROTECTED
-    return messages.STARTING if running.job.newest is None else messages.PROTECTED
+        return protocol.UNPROTECTED
+    return protocol.STARTING if running.job.newest is None else protocol.PROTECTED

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hegmd.protocol import sharing as records
+from hegmd.protocol import sharing as protocol
 from hegmd.sharing import model
 from hegmd.sharing.records import LeaseRecord
 from hegmd.sharing.view import View
 
 _STATES = {
-    model.QUEUED: records.QUEUED,
-    model.SUSPENDED: records.SUSPENDED,
-    model.USER_SUSPENDED: records.SUSPENDED,
-    model.LEAVING: records.MOVING,
+    model.QUEUED: protocol.QUEUED,
+    model.SUSPENDED: protocol.SUSPENDED,
+    model.USER_SUSPENDED: protocol.SUSPENDED,
+    model.LEAVING: protocol.MOVING,
 }
 _BY_USER = "its user: run hegmctl resume"
 
 
 def lease_view(
     lease: LeaseRecord, until_utc: float | None, view: View | None, waiting: model.WaitReason | None
-) -> records.Lease:
+) -> protocol.Lease:
     """Return the public record of a lease. `until_utc` is its latest end."""
     seen = () if view is None else view.snapshot.leases
     used_bytes = next((one.used_bytes for one in seen if one.id == lease.id), 0)
     gpu = lease.gpu or (waiting.gpus[0] if waiting is not None and waiting.gpus else None)
-    return records.Lease(
+    return protocol.Lease(
         id=lease.id,
         name=lease.name,
         gpu=gpu,
         size_bytes=lease.size_bytes,
         used_bytes=used_bytes,
-        state=records.HELD if lease.is_held else records.PENDING,
+        state=protocol.HELD if lease.is_held else protocol.PENDING,
         priority=lease.priority,
         uid=lease.uid,
         pid=lease.pid,
@@ -42,16 +42,16 @@ def lease_view(
     )
 
 
-def steps_for(lease_id: str, view: View, decision: model.Decision) -> tuple[records.RoomStep, ...]:
+def steps_for(lease_id: str, view: View, decision: model.Decision) -> tuple[protocol.RoomStep, ...]:
     """The jobs that have to leave for that lease."""
     jobs = {job.id: job for job in view.snapshot.jobs}
-    steps: list[records.RoomStep] = []
+    steps: list[protocol.RoomStep] = []
     for action in decision.actions:
         if action.beneficiary == lease_id:
             job = jobs[action.subject]
             is_suspended = action.kind == model.SUSPEND
             steps.append(
-                records.RoomStep(
+                protocol.RoomStep(
                     job=job.id,
                     name=job.name,
                     action=action.kind,
@@ -65,7 +65,7 @@ def steps_for(lease_id: str, view: View, decision: model.Decision) -> tuple[reco
 
 def job_views(
     view: View, decision: model.Decision, now_utc: float, may: Callable[[int | None], bool]
-) -> tuple[records.QueuedJob, ...]:
+) -> tuple[protocol.QueuedJob, ...]:
     """The jobs of the queue: the highest priority first, those that run before those that wait."""
     waiting = {one.subject: one for one in decision.waiting}
     order = sorted(view.snapshot.jobs, key=lambda job: (-job.priority, job.state == model.QUEUED, job.since_s, job.id))
@@ -78,19 +78,19 @@ def job_views(
 
 def _job_view(
     job: model.Job, waiting: model.WaitReason | None, now: float, now_utc: float, *, has_operation: bool
-) -> records.QueuedJob:
+) -> protocol.QueuedJob:
     held_bytes = sum(job.held_bytes.values())
     needs_bytes = None if job.needs_bytes is None else sum(job.needs_bytes)
-    state = records.MOVING if has_operation and job.state != model.RUNNING else records.RUNNING
+    state = protocol.MOVING if has_operation and job.state != model.RUNNING else protocol.RUNNING
     if job.state == model.ARRIVING and not has_operation:
-        state = records.STARTING
+        state = protocol.STARTING
     state = _STATES.get(job.state, state)
     why = waiting.waits if waiting is not None else _BY_USER if job.state == model.USER_SUSPENDED else None
     if job.state == model.RUNNING and job.hindrance:
         why = f"cannot be suspended: {job.hindrance}"
     if job.state == model.ARRIVING and job.hindrance:
         why = f"{job.hindrance}: no memory is kept for it"
-    return records.QueuedJob(
+    return protocol.QueuedJob(
         job=job.id,
         name=job.name,
         uid=job.uid,

@@ -20,7 +20,7 @@ from hegmd.node.inventory import Inventory, NodeSnapshot
 from hegmd.operations.job_requests import JobRequests
 from hegmd.operations.request_context import MAX_LIMIT_S
 from hegmd.operations.survey import May
-from hegmd.protocol import sharing as records
+from hegmd.protocol import sharing as protocol
 from hegmd.protocol.jobs import Job
 from hegmd.protocol.names import gpu_named
 from hegmd.sharing import model, wording
@@ -39,8 +39,8 @@ FRESH_S = 0.25
 # In the facts of an error: the daemon has not gone away, and asking again would not help.
 FINAL = {"final": True}
 
-EmitRoom = Callable[[records.RoomProgress], Awaitable[None]]
-EmitPlace = Callable[[records.PlaceProgress], Awaitable[None]]
+EmitRoom = Callable[[protocol.RoomProgress], Awaitable[None]]
+EmitPlace = Callable[[protocol.PlaceProgress], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class SharingRequests:
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
-    async def make_room(self, request: records.MakeRoom, caller: Caller, emit: EmitRoom) -> records.RoomReply:
+    async def make_room(self, request: protocol.MakeRoom, caller: Caller, emit: EmitRoom) -> protocol.RoomReply:
         """Free memory and keep it as a lease. Raises HegmError; there is no lease then."""
         leases = self._sharing.memory.leases
         lease = await self._leased_request(request, caller)
@@ -98,9 +98,9 @@ class SharingRequests:
         with self._dropping_if_left(lease):
             await self._require_saved(lease)
         lease = leases.find(lease.id) or lease
-        return records.RoomReply(lease=self._view(lease), gpu=lease.gpu)
+        return protocol.RoomReply(lease=self._view(lease), gpu=lease.gpu)
 
-    async def wait_for_room(self, request: records.WaitForRoom, caller: Caller, emit: EmitRoom) -> records.RoomReply:
+    async def wait_for_room(self, request: protocol.WaitForRoom, caller: Caller, emit: EmitRoom) -> protocol.RoomReply:
         """Wait until a lease is held. Raises HegmError; there is no lease then, if it is this caller's to wait for."""
         lease = self._sharing.memory.leases.named(request.lease, caller.may)
         if not caller.may(lease.uid):
@@ -109,7 +109,7 @@ class SharingRequests:
             return await self._held_or_dropped(lease, request.limit_s, emit)
         return await self._until_held(lease, request.limit_s, emit)
 
-    async def _held_or_dropped(self, lease: LeaseRecord, limit_s: float | None, emit: EmitRoom) -> records.RoomReply:
+    async def _held_or_dropped(self, lease: LeaseRecord, limit_s: float | None, emit: EmitRoom) -> protocol.RoomReply:
         """Wait until a lease is held. It ends if that fails or the caller leaves, and not if the daemon stops."""
         with self._dropping_if_left(lease):
             self._awaited.add(lease.number)
@@ -134,10 +134,10 @@ class SharingRequests:
                 )
             raise
 
-    async def _leased_request(self, request: records.MakeRoom, caller: Caller) -> LeaseRecord:
+    async def _leased_request(self, request: protocol.MakeRoom, caller: Caller) -> LeaseRecord:
         """The lease that is asked for, not entered yet. Raises HegmError for one that there cannot be."""
         snapshot = await self._inventory.fresh(FRESH_S)
-        gpu = None if request.gpu == records.AUTO else gpu_named(request.gpu, snapshot.gpus)
+        gpu = None if request.gpu == protocol.AUTO else gpu_named(request.gpu, snapshot.gpus)
         if not 0 < request.size_bytes <= MAX_SIZE_BYTES:
             raise HegmError(BAD_REQUEST, f"{request.size_bytes} bytes are not a size", "give one such as --bytes 60GiB")
         self._require_room(snapshot, gpu, request.size_bytes)
@@ -177,7 +177,7 @@ class SharingRequests:
         )
         return self._sharing.memory.leases.stamped(lease, rules.max_lease_s if request.pid is None else None)
 
-    async def _planned(self, lease: LeaseRecord) -> records.RoomReply:
+    async def _planned(self, lease: LeaseRecord) -> protocol.RoomReply:
         """Return the planned steps. Raises REFUSED if they would not free enough.
 
         A daemon that has just started waits for the agents of jobs of before, as it does before it suspends any.
@@ -190,9 +190,9 @@ class SharingRequests:
         gpus = granted.gpus if granted is not None else waiting.gpus if waiting is not None else ()
         if granted is None and waiting is not None and not steps and not is_moving(view, decision, lease.id):
             raise _no_room(lease, waiting.waits)
-        return records.RoomReply(gpu=gpus[0] if gpus else lease.gpu, steps=steps)
+        return protocol.RoomReply(gpu=gpus[0] if gpus else lease.gpu, steps=steps)
 
-    async def _until_held(self, lease: LeaseRecord, limit_s: float | None, emit: EmitRoom) -> records.RoomReply:
+    async def _until_held(self, lease: LeaseRecord, limit_s: float | None, emit: EmitRoom) -> protocol.RoomReply:
         """Wait for the memory. Raises TIMEOUT, and without a limit REFUSED once nothing that is under way helps."""
         sharing, last = self._sharing, ""
         with anyio.CancelScope() as waiting:
@@ -206,7 +206,7 @@ class SharingRequests:
                         CANCELLED, f"lease {lease.id} has ended while it was waited for", "ask again", FINAL
                     )
                 if current.is_held:
-                    return records.RoomReply(lease=self._view(current), gpu=current.gpu)
+                    return protocol.RoomReply(lease=self._view(current), gpu=current.gpu)
                 progress = self._progress(current)
                 if progress.waits != last:
                     last = progress.waits
@@ -223,14 +223,14 @@ class SharingRequests:
             {**FINAL, "lease": lease.id},
         )
 
-    def _progress(self, lease: LeaseRecord) -> records.RoomProgress:
+    def _progress(self, lease: LeaseRecord) -> protocol.RoomProgress:
         waiting, free_bytes = self._sharing.waiting_of(lease.id), None
         gpu = lease.gpu or (waiting.gpus[0] if waiting is not None and waiting.gpus else None)
         if self._sharing.latest is not None:
             room = rooms_of(self._sharing.latest[0].snapshot).get(gpu or "")
             free_bytes = None if room is None else max(0, room.now_bytes)
         waits = "a decision" if waiting is None else waiting.waits
-        return records.RoomProgress(
+        return protocol.RoomProgress(
             lease=lease.id, gpu=gpu, free_bytes=free_bytes, size_bytes=lease.size_bytes, waits=waits
         )
 
@@ -245,7 +245,7 @@ class SharingRequests:
         failed = [past.failure for job in view.jobs if (past := self._sharing.history.of(job)).failure]
         return "; ".join([waiting.waits, *failed])
 
-    async def release(self, request: records.Release, caller: Caller) -> records.Released:
+    async def release(self, request: protocol.Release, caller: Caller) -> protocol.Released:
         """End a lease. Raises NOT_FOUND, DENIED."""
         lease = self._sharing.memory.leases.named(request.lease, caller.may)
         if not caller.may(lease.uid):
@@ -254,7 +254,7 @@ class SharingRequests:
         self._sharing.note_end(lease, "it was released")
         what = f"lease {lease} was released, but its end"
         await self._sharing.memory.require_saved(what, f"a new daemon would hold {lease.id} again")
-        return records.Released(lease=lease.id, gpu=lease.gpu, size_bytes=lease.size_bytes)
+        return protocol.Released(lease=lease.id, gpu=lease.gpu, size_bytes=lease.size_bytes)
 
     def _require_room(self, node: NodeSnapshot, gpu_id: str | None, size_bytes: int) -> None:
         """See that a GPU can ever have that much free. Raises REFUSED; a GPU whose memory is not known may have it."""
@@ -277,7 +277,7 @@ class SharingRequests:
     async def _require_saved(self, lease: LeaseRecord) -> None:
         await self._sharing.memory.require_saved(f"lease {lease}", "there are no leases, since a crash would end them")
 
-    def _view(self, lease: LeaseRecord) -> records.Lease:
+    def _view(self, lease: LeaseRecord) -> protocol.Lease:
         latest = self._sharing.latest
         until_utc = self._sharing.memory.leases.until_utc(lease)
         return lease_view(lease, until_utc, None if latest is None else latest[0], self._sharing.waiting_of(lease.id))
@@ -288,7 +288,7 @@ class SharingRequests:
         """The number of a priority that this caller gives. Raises BAD_REQUEST, DENIED."""
         return None if request is None else self._sharing.rules.priority(request, is_admin=caller.is_admin)
 
-    async def set_priority(self, request: records.SetPriority, caller: Caller) -> Job:
+    async def set_priority(self, request: protocol.SetPriority, caller: Caller) -> Job:
         """Change the priority of a job. Raises HegmError."""
         record = await self._job_requests.record(request.job, caller.may)
         number = self._sharing.rules.priority(request.priority, is_admin=caller.is_admin)
@@ -298,13 +298,13 @@ class SharingRequests:
         self._sharing.note_priority(record, number)
         return await self._job_requests.one(record.id, caller.may)
 
-    async def place(self, request: records.PlaceJob, caller: Caller, emit: EmitPlace) -> records.JobPlaced:
+    async def place(self, request: protocol.PlaceJob, caller: Caller, emit: EmitPlace) -> protocol.JobPlaced:
         """Wait until a job has a GPU. Its place in the queue lasts as long as its process. Raises HegmError."""
         job = self._jobs.of_run(caller.uid, request.run)
         if job is None:
             raise HegmError(NOT_FOUND, "this run is not a job yet", "register it first: hegmctl run does")
         snapshot = await self._inventory.fresh(FRESH_S)
-        gpu = None if request.gpu == records.AUTO else gpu_named(request.gpu, snapshot.gpus)
+        gpu = None if request.gpu == protocol.AUTO else gpu_named(request.gpu, snapshot.gpus)
         if request.size_bytes is not None and not 0 < request.size_bytes <= MAX_SIZE_BYTES:
             message = f"{request.size_bytes} bytes are not a size"
             raise HegmError(BAD_REQUEST, message, "give one such as --bytes 60GiB", FINAL)
@@ -317,8 +317,8 @@ class SharingRequests:
             await memory.until_saved()
         return await self._until_placed(job, emit)
 
-    async def _until_placed(self, job: JobRecord, emit: EmitPlace) -> records.JobPlaced:
-        sharing, last = self._sharing, records.PlaceProgress(waits="", ahead=0)
+    async def _until_placed(self, job: JobRecord, emit: EmitPlace) -> protocol.JobPlaced:
+        sharing, last = self._sharing, protocol.PlaceProgress(waits="", ahead=0)
         while True:
             changed = sharing.decided.next
             record = sharing.memory.queue.get(job.number)
@@ -326,10 +326,10 @@ class SharingRequests:
                 raise HegmError(CANCELLED, f"job {job} has left the queue", "run it again", FINAL)
             if record.placed is not None:
                 await sharing.memory.until_saved()
-                return records.JobPlaced(gpu=record.placed)
+                return protocol.JobPlaced(gpu=record.placed)
             waiting = sharing.waiting_of(job.id)
             if waiting is not None:
-                progress = records.PlaceProgress(waits=waiting.waits, ahead=self._ahead_of(job, record))
+                progress = protocol.PlaceProgress(waits=waiting.waits, ahead=self._ahead_of(job, record))
                 if progress != last:
                     last = progress
                     await emit(progress)
@@ -344,13 +344,13 @@ class SharingRequests:
 
     # -- the queue -----------------------------------------------------------------------------------------------------
 
-    async def queue(self, caller: Caller) -> records.QueueReply:
+    async def queue(self, caller: Caller) -> protocol.QueueReply:
         """Return the running jobs, the waiting jobs with their reasons, and the leases."""
         view, decision = await self._sharing.look()
         waiting = {one.subject: one for one in decision.waiting}
         known = self._sharing.memory.leases
         leases = [lease_view(lease, known.until_utc(lease), view, waiting.get(lease.id)) for lease in known]
-        return records.QueueReply(
+        return protocol.QueueReply(
             taken_utc=self._utc(),
             jobs=job_views(view, decision, self._utc(), caller.may),
             leases=tuple([lease if caller.may(lease.uid) else lease.replace(name=None) for lease in leases]),
@@ -366,7 +366,7 @@ def is_moving(view: View, decision: model.Decision, subject: str) -> bool:
     if any(subject in (action.subject, action.beneficiary) for action in decision.actions):
         return True
     gpus = set(waiting.gpus)
-    priority = next((one.priority for one in view.snapshot.leases if one.id == subject), records.MAX_PRIORITY)
+    priority = next((one.priority for one in view.snapshot.leases if one.id == subject), protocol.MAX_PRIORITY)
     passing = [job for job in view.snapshot.jobs if _is_passing(job, view, priority)]
     return any(not gpus or gpus & {*job.gpus, *job.held_bytes} for job in passing)
 

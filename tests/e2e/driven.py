@@ -16,7 +16,7 @@ import psutil
 from typing_extensions import Self
 
 from hegmctl.connection import Connection, connect
-from hegmd.protocol import operations as records
+from hegmd.protocol import operations as protocol
 from hegmd.protocol.messages import Operations, OperationsReply, Story, StoryReply
 from tests.e2e.daemon import RunningDaemon
 from tests.looks import pause
@@ -154,7 +154,7 @@ class Watched:
         assert self.program.tell("digest") == self.digest
 
 
-def at_rest(node: DrivenNode) -> records.Operation:
+def at_rest(node: DrivenNode) -> protocol.Operation:
     """The newest operation, once it is over or suspended."""
     with node.connect() as connection:
         newest = connection.call(Operations(), OperationsReply).operations[-1]

@@ -15,7 +15,7 @@ import pytest
 
 from hegmctl.connection import Connection
 from hegmd.errors import HegmError
-from hegmd.protocol import operations as records
+from hegmd.protocol import operations as protocol
 from hegmd.protocol.messages import Migrate, OperationReply, Operations, OperationsReply, Story, StoryReply
 from tests.e2e.driven import GIB, LOOKS, DrivenNode, DrivenProgram, Watched, at_rest, helper_of, only_its_own
 from tests.looks import pause
@@ -40,7 +40,7 @@ def node(tmp_path: Path) -> Iterator[DrivenNode]:
         yield made
 
 
-def migrate(connection: Connection, pid: int, to: str, carrier: str | None = None) -> records.Operation:
+def migrate(connection: Connection, pid: int, to: str, carrier: str | None = None) -> protocol.Operation:
     reply = connection.call(Migrate(pids=(pid,), to=to, carrier=carrier), OperationReply)
     assert reply.operation is not None
     return reply.operation
@@ -109,7 +109,7 @@ def test_the_fastest_carrier_that_can_is_taken_and_the_plan_says_why_not_a_faste
         assert "export" not in seen(program)
 
 
-def _planned(connection: Connection, pid: int) -> records.Plan:
+def _planned(connection: Connection, pid: int) -> protocol.Plan:
     plan = connection.migrate(pid, "gpu1", dry_run=True).plan
     assert plan is not None
     return plan
@@ -307,7 +307,7 @@ def test_a_job_whose_way_back_was_taken_while_its_storages_were_free_waits_with_
         only_its_own(node, watched)
 
 
-def _waiting(connection: Connection) -> records.Wait:
+def _waiting(connection: Connection) -> protocol.Wait:
     """What the newest operation waits for, once it waits for room."""
     for _ in range(LOOKS):
         newest = connection.call(Operations(), OperationsReply).operations[-1]

@@ -16,7 +16,7 @@ import pytest
 
 from hegmctl.connection import Connection
 from hegmd.errors import HegmError
-from hegmd.protocol import operations as records
+from hegmd.protocol import operations as protocol
 from hegmd.protocol.messages import CancelOperation, Migrate, OperationReply, Operations, OperationsReply
 from tests.e2e.driven import GIB, LOOKS, DrivenNode, Watched, at_rest, helper_of, only_its_own
 from tests.wide import telling
@@ -41,7 +41,7 @@ def node(tmp_path: Path) -> Iterator[DrivenNode]:
         yield made
 
 
-def begin(connection: Connection, pid: int, to: str = "gpu1") -> records.Operation:
+def begin(connection: Connection, pid: int, to: str = "gpu1") -> protocol.Operation:
     reply = connection.call(Migrate(pids=(pid,), to=to, wait=False), OperationReply)
     assert reply.operation is not None
     return reply.operation

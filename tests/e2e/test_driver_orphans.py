@@ -16,7 +16,7 @@ import pytest
 
 from hegmctl.connection import Connection
 from hegmd.errors import HegmError
-from hegmd.protocol import operations as records
+from hegmd.protocol import operations as protocol
 from hegmd.protocol.messages import Adopt, Migrate, OperationReply, Orphans, OrphansReply, Suspend
 from tests.e2e.driven import GIB, DrivenNode, Watched, only_its_own
 
@@ -42,11 +42,11 @@ def by_somebody(node: DrivenNode, *steps: str, pid: int) -> None:
         )
 
 
-def orphans_of(connection: Connection) -> dict[str, records.Orphan]:
+def orphans_of(connection: Connection) -> dict[str, protocol.Orphan]:
     return {orphan.name: orphan for orphan in connection.call(Orphans(), OrphansReply).orphans}
 
 
-def adopt(connection: Connection, pid: int, to: str | None = None) -> records.Operation:
+def adopt(connection: Connection, pid: int, to: str | None = None) -> protocol.Operation:
     reply = connection.call(Adopt(pid=pid, to=to), OperationReply)
     assert reply.operation is not None
     return reply.operation

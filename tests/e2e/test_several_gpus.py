@@ -16,7 +16,7 @@ import pytest
 
 from hegmctl.connection import Connection
 from hegmd.errors import HegmError
-from hegmd.protocol import operations as records
+from hegmd.protocol import operations as protocol
 from hegmd.protocol.messages import Drain, Drained, Migrate, OperationReply, Suspend
 from tests.e2e.driven import GIB, LOOKS, MIB, DrivenNode, DrivenProgram, Watched, at_rest
 from tests.looks import pause
@@ -50,7 +50,7 @@ def spread(node: DrivenNode) -> DrivenProgram:
     return node.agented("0,1", 48, 200, 16)
 
 
-def migrate(connection: Connection, pid: int, to: str, carrier: str | None = None) -> records.Operation:
+def migrate(connection: Connection, pid: int, to: str, carrier: str | None = None) -> protocol.Operation:
     reply = connection.call(Migrate(pids=(pid,), to=to, carrier=carrier), OperationReply)
     assert reply.operation is not None
     assert (reply.operation.phase, reply.operation.failure) == ("done", None)

@@ -27,7 +27,7 @@ from typing_extensions import Self
 
 from hegmctl.connection import Connection, connect
 from hegmd.errors import HegmError
-from hegmd.protocol import operations as records
+from hegmd.protocol import operations as protocol
 from hegmd.protocol.messages import OperationReply, Request, Story, StoryReply
 from hegmd.protocol.operations import OperationProgress
 from tests.gpu.keeper import HegmdKeeper, Keeper, KeeperRun
@@ -269,7 +269,7 @@ class Node:
                     reply: StoryReply = end.value
                     return reply
 
-    def rest(self, op_id: str) -> records.Operation:
+    def rest(self, op_id: str) -> protocol.Operation:
         """The operation, once it is over or suspended; the daemon may be another one by then."""
         while True:
             try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hegmd.memory.sizes import RESTORE_MARGIN_BYTES
-from hegmd.protocol import operations as records
+from hegmd.protocol import operations as protocol
 from hegmd.protocol.messages import Migrate, OperationReply, Request, Resume, Suspend
 from tests.gpu.moves_jobs import Job, Jobs
 from tests.gpu.moves_node import Account, Node, WentWrongError
@@ -59,7 +59,7 @@ class Trial:
 
     # -- what is asked -------------------------------------------------------------------------------------------------
 
-    def migrate(self, job: Job, to: int | str, carrier: str | None = None) -> records.Operation:
+    def migrate(self, job: Job, to: int | str, carrier: str | None = None) -> protocol.Operation:
         """By the command, or by the library where the carrier is not to be chosen. Several GPUs go by their place."""
         place = to if isinstance(to, str) else f"gpu{to}"
         if carrier is not None:
@@ -67,7 +67,7 @@ class Trial:
             return self._ended(reply, "done")
         return self._told(self.node.hegmctl("migrate", str(job.pid), "--to", place), "done")
 
-    def suspend(self, job: Job, carrier: str | None = None, *, keep_context: bool = False) -> records.Operation:
+    def suspend(self, job: Job, carrier: str | None = None, *, keep_context: bool = False) -> protocol.Operation:
         if carrier is not None:
             request = Suspend(pids=(job.pid,), carrier=carrier, keep_context=keep_context)
             return self._ended(self.node.ask(request), "suspended")
@@ -75,7 +75,7 @@ class Trial:
             return self._told(self.node.hegmctl("suspend", "--keep-context", str(job.pid)), "suspended")
         return self._told(self.node.hegmctl("suspend", str(job.pid)), "suspended")
 
-    def resume(self, job: Job, to: int | None = None) -> records.Operation:
+    def resume(self, job: Job, to: int | None = None) -> protocol.Operation:
         words = [] if to is None else ["--to", f"gpu{to}"]
         return self._told(self.node.hegmctl("resume", str(job.pid), *words), "done")
 
@@ -94,10 +94,10 @@ class Trial:
         """Of one that is suspended; its operation is the one of the suspension."""
         return self.begin(Resume(pid=job.pid, wait=False))
 
-    def _told(self, answer: dict[str, Any], phase: str) -> records.Operation:
+    def _told(self, answer: dict[str, Any], phase: str) -> protocol.Operation:
         return self._ended(OperationReply.from_plain(answer, "what hegmctl said"), phase)
 
-    def _ended(self, reply: OperationReply, phase: str) -> records.Operation:
+    def _ended(self, reply: OperationReply, phase: str) -> protocol.Operation:
         operation = reply.operation
         assert operation is not None
         if reply.plan is not None:
@@ -135,7 +135,7 @@ class Trial:
         self.node.settle_gpus(before)
         self.meet()
 
-    def kept(self, job: Job, suspended: records.Operation, before: Account) -> None:
+    def kept(self, job: Job, suspended: protocol.Operation, before: Account) -> None:
         """Suspended, it has its context on the GPU where it was, as much as it was said to, and nobody has the rest."""
         self.meet()
         was, places = before.places(job.pid), self.node.gpus.account().places(job.pid)
@@ -148,7 +148,7 @@ class Trial:
         self.node.settle_gpus(before)
         self.meet()
 
-    def brought_home(self, job: Job, ended: records.Operation, source: int, to: int, before: Account) -> None:
+    def brought_home(self, job: Job, ended: protocol.Operation, source: int, to: int, before: Account) -> None:
         """After an interruption: wherever it ended, the job has to go on; one that waits is let go on first."""
         self.note(ended.phase + (f": {ended.failure.message[:150]}" if ended.failure else ""))
         if ended.phase == "suspended":

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing_extensions import Self
 
 from hegmctl.connection import Connection, connect
-from hegmd.protocol import operations as records
+from hegmd.protocol import operations as protocol
 from hegmd.protocol.messages import Migrate, OperationReply, StoryReply
 from tests.gpu.keeper import HegmdKeeper
 from tests.gpu.moves_jobs import Lines
@@ -138,7 +138,7 @@ class RestartedJob(Lines):
         """Wait until the daemon sees it there."""
         until(lambda: self.node.place_of(self.worker()) == place, f"that it is seen on {place}", READY_WITHIN_S)
 
-    def restart(self, to: str) -> records.Operation:
+    def restart(self, to: str) -> protocol.Operation:
         """Have it started again there. Raises WentWrongError where it does not train there afterwards."""
         pid = self.worker()
         with self.node.connect() as connection:

@@ -25,7 +25,7 @@ def example_of(sections: Mapping[str, type[Any]]) -> str:
     opening = (
         f"The configuration of hegmd: {SYSTEM_PATH}, with --user {USER_PATH}, or what --config or {PATH_VARIABLE} "
         "names. Every setting is here at its default; remove the # to change it. `hegmd --check-config` lists "
-        "every mistake with its line, `hegmctl config` shows what is in force. Written by `python3 -m "
+        "every mistake with its line, `hegmctl config` shows the active settings. Written by `python3 -m "
         "tools.docs.settings`."
     )
     parts = [_comment(opening)]

@@ -18,7 +18,7 @@ from hegmd.migration.machine.next_effects import LOST, ROLLED_BACK, SETTLING, SU
 from hegmd.migration.machine.operation import BACK, CHECKPOINT, FOR_AGENT, FORWARD, HOLD, RESTART, Operation
 from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.machine.wording import resuming
-from hegmd.protocol import operations as records
+from hegmd.protocol import operations as protocol
 
 
 def description(
@@ -30,7 +30,7 @@ def description(
     stopped: Sequence[int] = (),
     ending: Sequence[int] = (),
     awaits: str | None = None,
-) -> records.Operation:
+) -> protocol.Operation:
     """Return the public record of an operation.
 
     `last_utc`: when it reached its present phase. `stopped`: its processes that are stopped by a signal or a debugger.
@@ -39,7 +39,7 @@ def description(
     """
     failure = op.failure or op.waiting_for
     size_bytes = sum(member.carried_bytes for member in op.workers)
-    return records.Operation(
+    return protocol.Operation(
         id=op.id,
         kind=op.kind,
         phase=op.phase,
@@ -52,7 +52,7 @@ def description(
         took_s=max(0.0, last_utc - op.created_utc) if last_utc is not None and op.phase in TERMINAL else None,
         failure=None
         if failure is None
-        else records.Reason(code=failure.code, message=failure.message, hint=failure.hint),
+        else protocol.Reason(code=failure.code, message=failure.message, hint=failure.hint),
         waits=waiting(op, trouble, stopped, ending),
         way=way_of(op),
         doing=awaits if op.phase == READYING and awaits else doing(op),
@@ -77,7 +77,7 @@ def way_of(op: Operation) -> str:
     return "agent" if any(member.has_agent for member in op.workers) else "driver"
 
 
-def state_of(described: records.Operation) -> str:
+def state_of(described: protocol.Operation) -> str:
     """Return what an operation that is not over does: moving, quiesced, suspended, or waiting for a person.
 
     A suspended job waits for a person only after a failure. A quiesced job resumes by itself.
@@ -95,60 +95,62 @@ def doing(op: Operation) -> str | None:
     if member is None or op.phase in TERMINAL or op.phase == SUSPENDED:
         return None
     if member.is_absent:
-        return member.successor_activity or records.KEPT
+        return member.successor_activity or protocol.KEPT
     if member.start_count:
-        return None if member.verified else records.FIRST_BATCH
+        return None if member.verified else protocol.FIRST_BATCH
     if op.phase == "offloading":
-        return records.SAVING
-    return records.LEAVING if member.state_saved and op.direction == FORWARD else None
+        return protocol.SAVING
+    return protocol.LEAVING if member.state_saved and op.direction == FORWARD else None
 
 
 def waiting(
     op: Operation, trouble: HegmError | None = None, stopped: Sequence[int] = (), ending: Sequence[int] = ()
-) -> records.Wait | None:
+) -> protocol.Wait | None:
     """Return what the operation waits for, the most urgent first. None if it has ended or makes progress."""
     if op.phase in TERMINAL:
         return None
     if trouble is not None:
-        return records.Wait(why=f"the operation is stopped: {trouble.message}", next=trouble.hint)
+        return protocol.Wait(why=f"the operation is stopped: {trouble.message}", next=trouble.hint)
     if stopped and not _is_stopped_for_image(op):
         pids = " ".join(str(pid) for pid in stopped)
         are = f"processes {pids} are" if len(stopped) > 1 else f"process {pids} is"
-        return records.Wait(why=f"{are} stopped by a signal or a debugger", next=f"kill -CONT {pids}")
+        return protocol.Wait(why=f"{are} stopped by a signal or a debugger", next=f"kill -CONT {pids}")
     for member in op.live:
         if member.waits == FOR_AGENT and (member.state_saved or member.pid not in ending):
             return _waiting_for(op, member)
     if op.waiting_for is not None and op.direction == BACK:
-        return records.Wait(why=op.waiting_for.message, next=op.waiting_for.hint)
+        return protocol.Wait(why=op.waiting_for.message, next=op.waiting_for.hint)
     if op.phase == HOLDING:
         pid = next((member.pid for member in op.live), None)
         within = f"within {op.limits.hold_s:g} s"
-        return records.Wait(why=f"the job is quiesced and resumes automatically {within}", next=f"hegmctl resume {pid}")
+        return protocol.Wait(
+            why=f"the job is quiesced and resumes automatically {within}", next=f"hegmctl resume {pid}"
+        )
     if op.phase == SUSPENDED:
         why = "it is suspended" if op.failure is None else f"the job is parked: {op.failure.message}"
-        return records.Wait(why=why, next=resuming(op))
+        return protocol.Wait(why=why, next=resuming(op))
     if op.attempts > 1:
-        return records.Wait(
+        return protocol.Wait(
             why=f"{op.phase} has failed {op.attempts} times; hegmd retries automatically",
             next=f"see what fails: hegmctl op {op.id} --story",
         )
     return None
 
 
-def _waiting_for(op: Operation, member: Member) -> records.Wait:
+def _waiting_for(op: Operation, member: Member) -> protocol.Wait:
     """An agent that is not connected; of a restart that may be as it is to be."""
     see = f"read the log of the job and: hegmctl op {op.id}"
     if member.restarts and member.start_count and not member.verified:
-        return records.Wait(
+        return protocol.Wait(
             why=f"process {member.pid}, which continues from the saved state, has not reported its progress yet",
             next=f"wait for its agent to connect; if it does not, {see}",
         )
     if member.restarts and member.state_saved and not member.start_count:
-        return records.Wait(
+        return protocol.Wait(
             why=f"process {member.pid} has saved its state and is exiting",
             next=f"wait: its supervisor restarts it once it has exited; if it does not exit, {see}",
         )
-    return records.Wait(
+    return protocol.Wait(
         why=f"the agent of process {member.pid} is not connected",
         next=f"wait for it to reconnect; if it does not, {see}",
     )
@@ -174,7 +176,7 @@ def busy_message(op: Operation, pid: int, kind: str | None = None) -> tuple[str,
     return message, f"run: hegmctl resume {pid}"
 
 
-def process_of(member: Member) -> records.OperationProcess:
+def process_of(member: Member) -> protocol.OperationProcess:
     if member.lost:
         state = "lost"
     elif member.has_exited:
@@ -182,7 +184,7 @@ def process_of(member: Member) -> records.OperationProcess:
     else:
         placement = "parked" if member.is_parked else "running" if member.gpu is not None else "off"
         state = "out" if member.offloaded else placement
-    return records.OperationProcess(
+    return protocol.OperationProcess(
         pid=member.pid,
         rank=member.rank,
         began_on=member.first_gpu,

@@ -50,7 +50,7 @@ from hegmd.migration.run.task import (
     QueuedEvent,
     exit_unknown,
 )
-from hegmd.protocol import operations as messages
+from hegmd.protocol import operations as protocol
 from hegmd.telemetry.events import EventLog
 from hegmd.telemetry.log import fields
 from hegmd.telemetry.step_timings import StepTimings, collected
@@ -275,7 +275,7 @@ class Runner:
             held.update({member.pid: member.size_bytes if member.offloaded else 0 for member in op.live})
         return held
 
-    def describe(self, op_id: str) -> messages.Operation:
+    def describe(self, op_id: str) -> protocol.Operation:
         """Return the operation's public record. Raises NOT_FOUND."""
         running = self._running.get(op_id) or self._ended.get(op_id)
         history = self.history(op_id)
@@ -290,14 +290,14 @@ class Runner:
             awaits=None if running is None else self._performer.doing(op),
         )
 
-    async def follow(self, op_id: str) -> AsyncIterator[messages.OperationProgress]:
+    async def follow(self, op_id: str) -> AsyncIterator[protocol.OperationProgress]:
         """Yield the progress of an operation until its job is suspended or held, or it has ended. Raises NOT_FOUND."""
-        last: messages.OperationProgress | None = None
+        last: protocol.OperationProgress | None = None
         while True:
             running = self._running.get(op_id)
             changed = None if running is None else running.progress.next
             described = self.describe(op_id)
-            progress = messages.OperationProgress(
+            progress = protocol.OperationProgress(
                 id=op_id,
                 phase=described.phase,
                 moved_bytes=described.moved_bytes,
@@ -428,12 +428,12 @@ class Runner:
         finally:
             running.end(errand)
 
-    def _timings(self, found: StepTimings) -> tuple[messages.Timing, ...]:
+    def _timings(self, found: StepTimings) -> tuple[protocol.Timing, ...]:
         """Return the steps with the wall time of their begin."""
         offset_s = self._utc() - time.monotonic()
         return tuple(
             [
-                messages.Timing(
+                protocol.Timing(
                     lane=step.lane,
                     name=step.name,
                     began_utc=step.began + offset_s,

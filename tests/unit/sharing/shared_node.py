@@ -11,7 +11,7 @@ from typing import Any
 
 import anyio
 
-from hegmd.protocol import sharing as records
+from hegmd.protocol import sharing as protocol
 from hegmd.sharing import model
 from hegmd.sharing.requests import Caller, SharingRequests
 from hegmd.sharing.rules import SharingRules
@@ -59,8 +59,8 @@ class SharedNode:
     async def emit(self, progress: object) -> None:
         self.heard.append(progress)
 
-    async def make_room(self, size_bytes: int, caller: Caller = ADMIN, **asked: Any) -> records.RoomReply:
-        return await self.requests.make_room(records.MakeRoom(size_bytes=size_bytes, **asked), caller, self.emit)
+    async def make_room(self, size_bytes: int, caller: Caller = ADMIN, **asked: Any) -> protocol.RoomReply:
+        return await self.requests.make_room(protocol.MakeRoom(size_bytes=size_bytes, **asked), caller, self.emit)
 
     async def states(self) -> dict[str, str]:
         """What each job does, by its id."""

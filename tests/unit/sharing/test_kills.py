@@ -16,7 +16,7 @@ import anyio
 import pytest
 
 from hegmd.errors import HegmError
-from hegmd.protocol import sharing as records
+from hegmd.protocol import sharing as protocol
 from hegmd.sharing import model, state_file
 from tests.patience import HANG_S
 from tests.unit.model_agent import ModelAgent
@@ -47,7 +47,7 @@ async def until_all_is_over(shared: SharedNode, agent: ModelAgent, child: Child)
     """Every lease is held by now, and is released. A job that lives trains again; one that has ended left nothing."""
     await shared.until(lambda: all(lease.is_held for lease in shared.sharing.memory.leases))
     for lease in shared.sharing.memory.leases:
-        await shared.requests.release(records.Release(lease=lease.id), ADMIN)
+        await shared.requests.release(protocol.Release(lease=lease.id), ADMIN)
     if child.poll() is None:
         await shared.until(lambda: trains(agent, BYTES))
         await shared.until_states(j1="running")
@@ -57,7 +57,7 @@ async def until_all_is_over(shared: SharedNode, agent: ModelAgent, child: Child)
     await shared.until(lambda: not shared.node.moving.pool.held_bytes)
 
 
-async def ask(shared: SharedNode, made: list[records.RoomReply | HegmError]) -> None:
+async def ask(shared: SharedNode, made: list[protocol.RoomReply | HegmError]) -> None:
     try:
         made.append(await shared.make_room(7 * MIB, until_free=True, limit_s=HANG_S))
     except HegmError as error:
@@ -79,7 +79,7 @@ async def ask(shared: SharedNode, made: list[records.RoomReply | HegmError]) -> 
 async def test_no_kill_in_any_phase_of_make_room_loses_or_starves_a_job(
     tmp_path: Path, process: Child, phase: str, victim: str
 ) -> None:
-    made: list[records.RoomReply | HegmError] = []
+    made: list[protocol.RoomReply | HegmError] = []
     async with sharing_on(tmp_path) as shared, anyio.create_task_group() as asking:
         agent = await shared.node.attend(process.pid, BYTES)
         await shared.until_states(j1="running")
@@ -91,7 +91,7 @@ async def test_no_kill_in_any_phase_of_make_room_loses_or_starves_a_job(
         if phase not in ("accepted", *LEAVING):
             await shared.until(lambda: bool(made))
         if phase in RETURNING:
-            await shared.requests.release(records.Release(lease="l1"), ADMIN)
+            await shared.requests.release(protocol.Release(lease="l1"), ADMIN)
         if agent.slow:
             with anyio.fail_after(HANG_S):
                 await agent.waiting.wait()
@@ -138,7 +138,7 @@ async def test_no_kill_in_any_phase_of_a_turn_loses_or_starves_a_job(
         two = await shared.node.attend(other.pid, OTHERS, token="b" * 32)
         held_up = two if phase == "offload" else one
         held_up.slow.add(phase)
-        await shared.requests.release(records.Release(lease=lease.id), ADMIN)
+        await shared.requests.release(protocol.Release(lease=lease.id), ADMIN)
         with anyio.fail_after(HANG_S):
             await held_up.waiting.wait()
         if victim == DAEMON:
@@ -194,7 +194,7 @@ async def test_a_hundred_requests_that_come_and_go_neither_lose_nor_starve_a_job
         for _ in range(100):
             made = await shared.make_room(7 * MIB)
             assert made.lease is not None
-            await shared.requests.release(records.Release(lease=made.lease.id), ADMIN)
+            await shared.requests.release(protocol.Release(lease=made.lease.id), ADMIN)
         await until_all_is_over(shared, agent, process)
         assert shared.events.count("lease-requested") == 100
         assert shared.events.count("suspended") == shared.events.count("resumed")
@@ -240,7 +240,7 @@ async def test_a_user_without_the_right_has_nothing_of_others_suspended(tmp_path
     async with sharing_on(tmp_path, suspends_others=False) as shared:
         agent = await shared.node.attend(process.pid, BYTES)
         await shared.until_states(j1="running")
-        await shared.requests.set_priority(records.SetPriority(job="j1", priority="best-effort"), ADMIN)
+        await shared.requests.set_priority(protocol.SetPriority(job="j1", priority="best-effort"), ADMIN)
         stranger: Any = user(4711)
         with pytest.raises(HegmError, match="priority production is above 50"):
             await shared.make_room(7 * MIB, stranger, priority="production", until_free=True)

@@ -11,7 +11,7 @@ import pytest
 
 from hegmd.errors import BAD_REQUEST, CANCELLED, DENIED, REFUSED, TIMEOUT, HegmError
 from hegmd.operations.request_context import OperationResult, RequestContext
-from hegmd.protocol import sharing as records
+from hegmd.protocol import sharing as protocol
 from hegmd.sharing import model
 from hegmd.sharing.resumes import QueuedResumes
 from tests.patience import HANG_S
@@ -58,7 +58,7 @@ async def test_a_job_that_its_user_resumes_waits_in_the_queue_until_there_is_roo
         assert first.waits.next == "it resumes on gpu0"
         (job,) = (await shared.requests.queue(ADMIN)).jobs
         assert (job.state, job.why) == ("suspended", first.waits.why)
-        await shared.requests.release(records.Release(lease="l1"), ADMIN)
+        await shared.requests.release(protocol.Release(lease="l1"), ADMIN)
         await shared.until(lambda: bool(answers))
         assert answers[0].operation is not None
         assert answers[0].operation.phase == "done"
@@ -82,7 +82,7 @@ async def test_a_queued_job_keeps_its_place_without_its_client_and_after_a_kill_
         agent.workers = shared.node.workers
         await agent.attend(shared.node.tasks)
         await shared.until_states(j1="suspended")
-        await shared.requests.release(records.Release(lease="l1"), ADMIN)
+        await shared.requests.release(protocol.Release(lease="l1"), ADMIN)
         await shared.until_states(j1="running")
         assert agent.data == BYTES
 
@@ -106,7 +106,7 @@ async def test_a_job_leaves_the_queue_with_a_suspend_and_after_the_time(tmp_path
         await shared.node.moving.operations.suspend([process.pid], _asked(shared))
         await shared.until(lambda: bool(errors))
         assert errors[0].code is CANCELLED
-        await shared.requests.release(records.Release(lease="l1"), ADMIN)
+        await shared.requests.release(protocol.Release(lease="l1"), ADMIN)
         assert await shared.states() == {"j1": "suspended"}
 
 
@@ -122,7 +122,7 @@ async def test_what_cannot_wait_is_refused_and_what_need_not_wait_resumes_at_onc
             await resumes.resume(process.pid, None, _asked(shared, may=lambda _uid: False))
         assert denied.value.code is DENIED
         assert not shared.sharing.memory.suspended
-        await shared.requests.release(records.Release(lease="l1"), ADMIN)
+        await shared.requests.release(protocol.Release(lease="l1"), ADMIN)
         with anyio.fail_after(HANG_S):
             await resumes.resume(process.pid, None, _asked(shared))
         assert await shared.states() == {"j1": "running"}

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from hegmd.errors import DENIED, REFUSED, TIMEOUT, HegmError
-from hegmd.protocol import sharing as records
+from hegmd.protocol import sharing as protocol
 from hegmd.protocol.messages import RegisterJob
 from hegmd.sharing import model
 from hegmd.sharing.actions import is_enough, target_of
@@ -33,7 +33,7 @@ async def test_a_job_leaves_for_a_lease_and_returns_once_it_has_ended(tmp_path: 
         assert job.state == "suspended"
         assert job.waits is not None
         assert "on gpu0" in job.waits
-        await shared.requests.release(records.Release(lease=made.lease.id), ADMIN)
+        await shared.requests.release(protocol.Release(lease=made.lease.id), ADMIN)
         await shared.until_states(j1="running")
         assert agent.data == BYTES
         await shared.until(lambda: "resumed" in shared.events)
@@ -69,7 +69,7 @@ async def test_a_job_that_is_back_counts_as_running_from_then_on(tmp_path: Path,
         await shared.node.attend(process.pid, BYTES)
         made = await shared.make_room(7 * MIB, gpu="gpu0", until_free=True)
         assert made.lease is not None
-        await shared.requests.release(records.Release(lease=made.lease.id), ADMIN)
+        await shared.requests.release(protocol.Release(lease=made.lease.id), ADMIN)
         await shared.until(lambda: "resumed" in shared.events)
         past = shared.sharing.actions._history.of("j1")  # nothing else looks at the node then
         assert past.state == model.RUNNING
@@ -90,7 +90,7 @@ async def test_room_that_cannot_be_made_is_refused_with_the_reason_and_leaves_no
 ) -> None:
     async with sharing_on(tmp_path) as shared:
         await shared.node.attend(process.pid, BYTES)
-        await shared.requests.set_priority(records.SetPriority(job="j1", priority="production"), ADMIN)
+        await shared.requests.set_priority(protocol.SetPriority(job="j1", priority="production"), ADMIN)
         for dry_run in (True, False):
             with pytest.raises(HegmError, match="cannot be freed with priority 80") as refused:
                 await shared.make_room(7 * MIB, until_free=True, dry_run=dry_run)
@@ -147,7 +147,7 @@ async def test_two_threads_of_one_process_that_ask_for_the_same_get_a_lease_each
         for _ in range(2):
             tasks.start_soon(lambda: shared.make_room(2 * MIB, gpu="gpu0", until_free=True, limit_s=HANG_S))
         await shared.until(lambda: len(list(shared.sharing.memory.leases)) == 3)
-        await shared.requests.release(records.Release(lease=all_of_it.id), ADMIN)
+        await shared.requests.release(protocol.Release(lease=all_of_it.id), ADMIN)
         await shared.until(lambda: [lease.is_held for lease in shared.sharing.memory.leases] == [True, True])
 
 
@@ -166,7 +166,7 @@ async def test_a_new_daemon_continues_with_leases_queue_and_suspended_jobs(tmp_p
         assert shared.sharing.history.of("j1").turn_s > 0, "it was interrupted in its turn, and comes before others"
         (lease,) = (await shared.requests.queue(ADMIN)).leases
         assert (lease.id, lease.name, lease.state, lease.size_bytes) == (made.lease.id, "serve", "held", 7 * MIB)
-        await shared.requests.release(records.Release(lease="serve"), ADMIN)
+        await shared.requests.release(protocol.Release(lease="serve"), ADMIN)
         await shared.until_states(j1="running")
         assert agent.data == BYTES
         assert shared.sharing.memory.leases.next_number == 2
@@ -180,7 +180,7 @@ async def test_a_job_that_its_user_has_suspended_is_left_alone(tmp_path: Path, p
         assert made.lease is not None
         with pytest.raises(HegmError, match="of it kept for"):
             await shared.node.operations.resume(process.pid, None, shared.node.asked())
-        await shared.requests.release(records.Release(lease=made.lease.id), ADMIN)
+        await shared.requests.release(protocol.Release(lease=made.lease.id), ADMIN)
         (job,) = (await shared.requests.queue(ADMIN)).jobs
         assert (job.state, job.why) == ("suspended", "its user: run hegmctl resume")
         assert not shared.sharing.is_wanted
@@ -201,7 +201,7 @@ async def test_a_user_resumes_a_job_that_was_suspended_for_others(tmp_path: Path
         shared.sharing.look_again()
         await shared.until(lambda: shared.sharing.memory.suspended == {})
         assert made.lease is not None
-        await shared.requests.release(records.Release(lease=made.lease.id), ADMIN)
+        await shared.requests.release(protocol.Release(lease=made.lease.id), ADMIN)
         assert shared.node.reservations(process.pid) == {"gpu1": 6 * MIB}
 
 
@@ -230,9 +230,9 @@ async def test_users_may_not_give_high_priorities_nor_touch_what_is_of_others(tm
         assert own.lease.priority == 50
         for lease in (made.lease.id, own.lease.id):
             with pytest.raises(HegmError, match="belongs to uid"):
-                await shared.requests.release(records.Release(lease=lease), bob)
+                await shared.requests.release(protocol.Release(lease=lease), bob)
         with pytest.raises(HegmError, match=r"job j1 .* belongs to uid"):
-            await shared.requests.set_priority(records.SetPriority(job="j1", priority=0), bob)
+            await shared.requests.set_priority(protocol.SetPriority(job="j1", priority=0), bob)
         with pytest.raises(HegmError, match="cannot be freed with priority 50"):
             await shared.make_room(7 * MIB, ada, until_free=True)  # the job has that priority too
         assert await shared.states() == {"j1": "running"}
@@ -247,7 +247,7 @@ async def test_a_job_waits_for_its_gpu_and_keeps_its_place_when_it_asks_again(
         placed: list[str] = []
 
         async def wait(run: str) -> None:
-            reply = await shared.requests.place(records.PlaceJob(run=run, size_bytes=5 * MIB), ADMIN, shared.emit)
+            reply = await shared.requests.place(protocol.PlaceJob(run=run, size_bytes=5 * MIB), ADMIN, shared.emit)
             placed.append(f"{run} on {reply.gpu}")
 
         for child, run in ((process, "first"), (other, "second")):
@@ -261,7 +261,7 @@ async def test_a_job_waits_for_its_gpu_and_keeps_its_place_when_it_asks_again(
             await shared.until(lambda: any(getattr(one, "ahead", 0) == 1 for one in shared.heard))
             assert shared.sharing.memory.queue[1].since_utc == since_utc
             assert await shared.states() == {"j1": "waiting", "j2": "waiting"}
-            await shared.requests.release(records.Release(lease=lease.id), ADMIN)
+            await shared.requests.release(protocol.Release(lease=lease.id), ADMIN)
             await shared.until(lambda: len(placed) == 2)
             assert placed == ["first on gpu0"] * 2, "what it said that it needs is kept for it until it trains"
             process.kill()
@@ -279,7 +279,7 @@ async def test_equals_take_turns_and_lose_nothing(tmp_path: Path, process: Child
         assert lease is not None
         await shared.until_states(j1="suspended")
         two = await shared.node.attend(other.pid, b"2" * len(BYTES), token="b" * 32)
-        await shared.requests.release(records.Release(lease=lease.id), ADMIN)
+        await shared.requests.release(protocol.Release(lease=lease.id), ADMIN)
         await shared.until(lambda: shared.events.count("resumed") >= 4)
         assert shared.events.count("suspended") >= 4
         await shared.until(lambda: one.data is not None and not one.parked)
@@ -299,7 +299,7 @@ async def test_a_user_who_suspends_a_suspended_job_keeps_it_suspended(tmp_path: 
         assert kept.operation.phase == "suspended"
         with pytest.raises(HegmError, match="suspended"):
             await shared.node.operations.suspend([process.pid], shared.node.asked())
-        await shared.requests.release(records.Release(lease=lease.id), ADMIN)
+        await shared.requests.release(protocol.Release(lease=lease.id), ADMIN)
         (job,) = (await shared.requests.queue(ADMIN)).jobs
         assert (job.state, job.why) == ("suspended", "its user: run hegmctl resume")
 
@@ -311,7 +311,7 @@ async def test_what_a_job_said_that_it_needs_is_kept_for_it_until_it_ends(
         await shared.node.attend(other.pid, b"2" * (4 * MIB), token="b" * 32, gpu="gpu1")
         register = shared.node.moving.job_requests.register
         await register(process.pid, UID, RegisterJob(run="first", command=("train",)))
-        await shared.requests.place(records.PlaceJob(run="first", gpu="gpu0", size_bytes=5 * MIB), ADMIN, shared.emit)
+        await shared.requests.place(protocol.PlaceJob(run="first", gpu="gpu0", size_bytes=5 * MIB), ADMIN, shared.emit)
         assert (await shared.states())["j2"] == "starting"
         with pytest.raises(HegmError, match="cannot be freed"):
             await shared.make_room(4 * MIB, gpu="gpu0", priority="normal", until_free=True)
@@ -341,7 +341,7 @@ async def test_a_turn_ends_with_the_context_kept_unless_that_is_not_wanted(
         assert lease is not None
         await shared.until_states(j1="suspended")
         await shared.node.attend(other.pid, b"2" * len(BYTES), token="b" * 32)
-        await shared.requests.release(records.Release(lease=lease.id), ADMIN)
+        await shared.requests.release(protocol.Release(lease=lease.id), ADMIN)
         await shared.until(lambda: shared.events.count("suspended") >= 3)
         first, *turns = shared.node.operations.runner.operations()[:3]
         assert not any(worker.keeps_context for worker in first.workers), "a lease wants all of the memory"
@@ -372,16 +372,16 @@ def test_a_kept_context_must_leave_enough_for_a_lease() -> None:
 async def test_with_contexts_kept_a_job_returns_to_its_own_gpu_only(tmp_path: Path, process: Child) -> None:
     async with sharing_on(tmp_path, "2x8MiB", method="keep-context") as shared:
         agent = await shared.node.attend(process.pid, BYTES, gpu="gpu0")
-        await shared.requests.set_priority(records.SetPriority(job="j1", priority=0), ADMIN)
+        await shared.requests.set_priority(protocol.SetPriority(job="j1", priority=0), ADMIN)
         other_gpu = (await shared.make_room(7 * MIB, gpu="gpu1", until_free=True)).lease
         lease = (await shared.make_room(7 * MIB, gpu="gpu0", until_free=True)).lease
         assert lease is not None
         assert other_gpu is not None
         await shared.until_states(j1="suspended")
-        await shared.requests.release(records.Release(lease=other_gpu.id), ADMIN)
+        await shared.requests.release(protocol.Release(lease=other_gpu.id), ADMIN)
         (job,) = (await shared.requests.queue(ADMIN)).jobs
         assert (job.state, job.gpu) == ("suspended", "gpu0")
-        await shared.requests.release(records.Release(lease=lease.id), ADMIN)
+        await shared.requests.release(protocol.Release(lease=lease.id), ADMIN)
         await shared.until_states(j1="running")
         assert agent.data == BYTES
 

@@ -17,7 +17,7 @@ import pytest
 
 from hegmd.errors import HegmError
 from hegmd.memory.pool import Source
-from hegmd.protocol import sharing as records
+from hegmd.protocol import sharing as protocol
 from hegmd.protocol.messages import RegisterJob, Supervise, SuperviseReport, SupervisorOrder
 from hegmd.protocol.supervision import RecoveryWish
 from hegmd.recovery.records import JobSnapshots, SnapshotFiles
@@ -86,7 +86,7 @@ async def test_a_dry_run_after_a_start_waits_for_the_agents_of_jobs_of_before(tm
         agent = await shared.node.attend(process.pid, BYTES, run="one")
         await agent.leave()
     async with sharing_on(tmp_path, clock=lambda: 0.0) as shared, anyio.create_task_group() as tasks:
-        planned: list[records.RoomReply] = []
+        planned: list[protocol.RoomReply] = []
 
         async def ask() -> None:
             planned.append(await shared.make_room(7 * MIB, dry_run=True))
@@ -103,7 +103,7 @@ async def test_the_seconds_of_a_lease_begin_when_its_memory_is_free(tmp_path: Pa
     async with sharing_on(tmp_path) as shared, anyio.create_task_group() as tasks:
         agent = await shared.node.attend(process.pid, BYTES)
         agent.slow.add("park")
-        made: list[records.RoomReply] = []
+        made: list[protocol.RoomReply] = []
 
         async def ask() -> None:
             made.append(await shared.make_room(7 * MIB, hold_s=50.0, until_free=True, limit_s=HANG_S))
@@ -189,7 +189,7 @@ async def test_a_job_that_failed_while_it_was_suspended_for_a_lease_is_started_a
             await shared.sharing.decided.wait()
             assert await shared.states() == {"j1": "suspended"}
         assert not any(order.do == "start" for order in orders)
-        await shared.requests.release(records.Release(lease=made.lease.id), ADMIN)
+        await shared.requests.release(protocol.Release(lease=made.lease.id), ADMIN)
         await shared.until(lambda: any(order.do == "start" for order in orders))
         assert await shared.states() == {"j1": "starting"}
         assert not shared.sharing.memory.suspended
@@ -208,7 +208,7 @@ async def test_a_job_that_failed_while_its_user_had_suspended_it_waits_for_room(
         await shared.until(lambda: any("waits for room" in order.message for order in orders))
         await shared.until_states(j1="suspended")
         assert not any(order.do == "start" for order in orders)
-        await shared.requests.release(records.Release(lease="l1"), ADMIN)
+        await shared.requests.release(protocol.Release(lease="l1"), ADMIN)
         await shared.until(lambda: any(order.do == "start" for order in orders))
         assert await shared.states() == {"j1": "starting"}
         assert not shared.sharing.memory.suspended
@@ -237,7 +237,7 @@ async def test_a_job_that_failed_while_there_was_no_daemon_waits_for_its_turn_to
         shared.node.tasks.start_soon(shared.node.moving.supervisors.attend, "line", other.pid, UID, offer, send)
         await shared.until(lambda: any("waits for room" in order.message for order in orders))
         assert await shared.states() == {"j1": "suspended"}
-        await shared.requests.release(records.Release(lease="l1"), ADMIN)
+        await shared.requests.release(protocol.Release(lease="l1"), ADMIN)
         await shared.until(lambda: any(order.do == "start" for order in orders))
         await end_supervisor(shared, other)
 
@@ -258,7 +258,7 @@ async def test_a_job_that_failed_while_it_was_being_suspended_waits_for_its_turn
         await shared.until(lambda: all(lease.is_held for lease in shared.sharing.memory.leases))
         assert await shared.states() == {"j1": "suspended"}
         assert not any(order.do == "start" for order in orders)
-        await shared.requests.release(records.Release(lease="l1"), ADMIN)
+        await shared.requests.release(protocol.Release(lease="l1"), ADMIN)
         await shared.until(lambda: any(order.do == "start" for order in orders))
 
 
@@ -289,7 +289,7 @@ async def test_a_release_that_was_not_written_to_disk_is_not_a_success(tmp_path:
         blocked = tmp_path / f".{state_file.NAME}.new"
         blocked.mkdir()
         with pytest.raises(HegmError, match=r"lease l1 was released, but its end cannot be written to disk") as raised:
-            await shared.requests.release(records.Release(lease="l1"), ADMIN)
+            await shared.requests.release(protocol.Release(lease="l1"), ADMIN)
         assert "a new daemon would hold l1 again" in raised.value.hint
         assert not list(shared.sharing.memory.leases)
         blocked.rmdir()
@@ -307,7 +307,7 @@ async def test_a_job_that_is_about_to_leave_still_needs_what_it_said(tmp_path: P
     """Until its suspension has begun, another job was resumed into that memory beside it."""
     async with sharing_on(tmp_path) as shared:
         await shared.node.moving.job_requests.register(process.pid, UID, RegisterJob(run="first", command=("train",)))
-        await shared.requests.place(records.PlaceJob(run="first", gpu="gpu0", size_bytes=5 * MIB), ADMIN, shared.emit)
+        await shared.requests.place(protocol.PlaceJob(run="first", gpu="gpu0", size_bytes=5 * MIB), ADMIN, shared.emit)
         await shared.node.attend(process.pid, b"1" * (2 * MIB), run="first")
         shared.sharing.actions.acting["j1"] = model.Action(model.SUSPEND, "j1", ("gpu0",), (2 * MIB,), "its turn ended")
         view, _ = await shared.sharing.look()
@@ -327,13 +327,13 @@ async def test_a_job_that_never_trains_keeps_its_memory_from_others_for_a_time_o
         assert lease is not None
         await shared.node.moving.job_requests.register(process.pid, UID, RegisterJob(run="first", command=("sleep",)))
         async with anyio.create_task_group() as tasks:
-            asked = records.PlaceJob(run="first", gpu="gpu0", size_bytes=5 * MIB)
+            asked = protocol.PlaceJob(run="first", gpu="gpu0", size_bytes=5 * MIB)
             tasks.start_soon(shared.requests.place, asked, ADMIN, shared.emit)
             await shared.until_states(j1="suspended", j2="waiting")
-            await shared.requests.set_priority(records.SetPriority(job="j2", priority=60), ADMIN)
-            await shared.requests.release(records.Release(lease=lease.id), ADMIN)
+            await shared.requests.set_priority(protocol.SetPriority(job="j2", priority=60), ADMIN)
+            await shared.requests.release(protocol.Release(lease=lease.id), ADMIN)
             await shared.until_states(j1="suspended", j2="starting")
-        await shared.requests.set_priority(records.SetPriority(job="j2", priority="normal"), ADMIN)
+        await shared.requests.set_priority(protocol.SetPriority(job="j2", priority="normal"), ADMIN)
         assert await shared.states() == {"j1": "suspended", "j2": "starting"}
         later_s = 601.0
         shared.sharing.look_again()

@@ -13,7 +13,7 @@ import pytest
 from hegmd.memory.sizes import CONTEXT_BYTES
 from hegmd.migration.machine.operation import Operation
 from hegmd.operations.job_requests import JobOperationsOf
-from hegmd.protocol import sharing as records
+from hegmd.protocol import sharing as protocol
 from hegmd.protocol.operations import HOST
 from hegmd.sharing import model
 from hegmd.sharing.actions import is_enough
@@ -45,7 +45,7 @@ async def test_bytes_are_compared_with_their_checksums_before_the_turn_comes(
         await shared.until(lambda: piece.sums is not None)
         assert piece.compared_at == -math.inf
         await shared.node.attend(other.pid, b"2" * len(BYTES), token="b" * 32)
-        await shared.requests.release(records.Release(lease=lease.id), ADMIN)
+        await shared.requests.release(protocol.Release(lease=lease.id), ADMIN)
         await shared.until_states(j1="suspended", j2="running")
         await shared.until(lambda: piece.compared_at > 0)
 

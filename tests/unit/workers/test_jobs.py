@@ -17,7 +17,7 @@ import pytest
 
 from hegmd.errors import BAD_REQUEST, DENIED, NOT_FOUND, REFUSED, HegmError
 from hegmd.operations.job_requests import APART_S
-from hegmd.protocol import jobs as records
+from hegmd.protocol import jobs as protocol
 from hegmd.protocol.messages import RegisterJob
 from hegmd.protocol.snapshots import GpuProcess
 from hegmd.workers.job_file import DAMAGED_NAME, NAME, JobFile, JobRecord
@@ -44,7 +44,7 @@ async def registered(node: Node, pid: int, run: str, *words: str, name: str | No
     return (await node.moving.jobs.register(pid, uid, asked)).id
 
 
-async def seen(node: Node, *, ended: bool = False) -> dict[str, records.Job]:
+async def seen(node: Node, *, ended: bool = False) -> dict[str, protocol.Job]:
     return {job.id: job for job in await node.moving.job_requests.jobs((), mine, ended=ended)}
 
 
@@ -168,7 +168,7 @@ async def test_the_exit_status_of_a_job_is_known_though_it_is_no_child(tmp_path:
         assert (job.state, job.status) == ("ended", status)
 
 
-async def _unheard(_job: records.Job) -> None:
+async def _unheard(_job: protocol.Job) -> None:
     pass
 
 
