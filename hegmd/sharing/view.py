@@ -141,7 +141,7 @@ class SharingView:
             if gpu.total_bytes is not None
         ]
         jobs: list[model.Job] = []
-        job_view: dict[str, JobView] = {}
+        views: dict[str, JobView] = {}
         self._attending = self._workers_by_job()
         candidates = self._candidates_of(node.candidates)
         self._lent, self._contexts = self._lent_priorities(candidates), {}
@@ -150,13 +150,13 @@ class SharingView:
                 found = self._job(record, candidates.get(record.number, ()), node, now)
                 if found is not None:
                     jobs.append(found[0])
-                    job_view[record.id] = found[1]
+                    views[record.id] = found[1]
         gpus = [replace(gpu, contexts_bytes=self._contexts.get(gpu.id, 0)) for gpu in gpus]
         leases = [self._lease(lease, node, now) for lease in (*self._memory.leases, *more)]
         snapshot = model.Snapshot(
             tuple(gpus), tuple(jobs), tuple(leases), self._rules.policy, pool_free_bytes=node.pool.free_bytes
         )
-        return View(now, snapshot, job_view)
+        return View(now, snapshot, views)
 
     async def _learn_who_trains(self, candidates: Sequence[Candidate], now: float) -> bool:
         """Ask each process on a GPU that was not seen to train for its count of batches: it sends none unasked.
@@ -437,7 +437,7 @@ class SharingView:
             needs_bytes=known,
             least_bytes=least,
             held_bytes=dict(held or {}),
-            pool_bytes=None if seen.leaves is None else seen.leaves.pool_bytes,
+            pool_bytes=None if job_view.leaves is None else job_view.leaves.pool_bytes,
             allowed_gpus=allowed,
             chip=chip,
             is_preemptible=self._priority(record) < self._rules.preemptible_below,

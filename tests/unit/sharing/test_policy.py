@@ -225,7 +225,7 @@ def test_suspending_a_job_frees_all_its_gpus() -> None:
 # -- what is said ------------------------------------------------------------------------------------------------------
 
 
-def test_every_waiting_job_is_told_what_happens_next() -> None:
+def test_every_waiting_job_shows_what_happens_next() -> None:
     jobs = [
         running("j1", 60, since_s=NOW - 10),
         suspended("j2", 60),
@@ -267,7 +267,7 @@ def test_a_turn_needs_room_in_the_pool_for_what_goes_there_and_not_for_contexts(
     assert action.subject == "j1"
 
 
-def test_a_job_that_waits_for_memory_of_a_lease_is_told_which_lease_keeps_it() -> None:
+def test_a_job_that_waits_for_leased_memory_is_shown_the_lease() -> None:
     """It was told of what is free only, which with the rest of the GPU was less than the GPU has."""
     (waiting,) = explain(node(gpu("gpu0", 70), suspended("j1", 40), held(60, used_gib=10)), NOW)
     kept = "20 GiB is free, 50 GiB is kept for lease l1"
