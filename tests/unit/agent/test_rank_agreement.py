@@ -63,7 +63,7 @@ def test_no_two_agreements_have_the_same_label_or_more_keys() -> None:
 def test_a_rank_that_came_the_last_time_does_not_count_as_there() -> None:
     store = Store()
     agree(store, range(2), 2)
-    with pytest.raises(DisagreementError, match="rank 1 of 2 did not take part") as raised:
+    with pytest.raises(DisagreementError, match="rank 1 of 2 did not respond in time") as raised:
         agree(store, range(1), 2, limit_s=0.0)
     assert not raised.value.is_known
 

@@ -219,7 +219,7 @@ def test_a_snapshot_that_cannot_be_used_is_not_used_again(crew: RecordingActions
     for rank in (0, 1):
         running.joined(rank, 2, None, 11.0)
     assert {plan["slot"] for _, plan in crew.told("plan")} == {1}
-    running.unusable(1, 2, "1 of 2 parts do not fit their checksums", 11.0)
+    running.unusable(1, 2, "1 of 2 parts do not match their checksums", 11.0)
     for rank in (0, 1):
         running.joined(rank, 3, None, 11.0)
     assert {plan["slot"] for _, plan in crew.told("plan")} == {0}
@@ -238,7 +238,7 @@ def test_recoveries_that_bring_the_training_no_further_are_bounded(
         _recovered(running, 7, 11.0)
     running.failed(1, running.generation, "again", 11.0)
     assert running.phase == OVER
-    assert "brought it no further" in (crew.why or "")
+    assert "made no progress" in (crew.why or "")
 
 
 def test_the_number_of_recoveries_is_bounded_where_it_is_said(crew: RecordingActions) -> None:
@@ -261,7 +261,7 @@ def test_a_rank_without_progress_is_asked_first_and_one_that_is_parked_does_not_
     assert running.phase == RUNNING
     running.tick(20.6)
     assert running.phase == GATHERING
-    assert crew.noted[-1].why == "rank 0 made no step for 10.6 s"
+    assert crew.noted[-1].why == "rank 0 completed no step for 10.6 s"
     assert crew.noted[-1].failed_at == 10.0
 
 

@@ -250,7 +250,7 @@ def test_writing_that_was_cut_short_leaves_no_state_file(tmp_path: Path, request
         request.getfixturevalue("short_files")
         with pytest.raises(OSError, match="File too large"):
             state_file.write(file.fileno(), torch.ones(1 << 20))
-        with pytest.raises(state_file.DamagedStateFile, match="whose writing was cut short"):
+        with pytest.raises(state_file.DamagedStateFile, match="it is incomplete"):
             state_file.read(file.fileno())
 
 
