@@ -156,7 +156,7 @@ def test_a_worker_that_sigusr1_would_end_gets_no_signal(tmp_path: Path) -> None:
     with child() as worker:
         workers.register(tmp_path, os.getpid(), worker.pid)
         (became,) = control(tmp_path, beginning_s=0.0).checkpoint([worker.pid]).values()
-        assert became.startswith("error: SIGUSR1 would end it")
+        assert became.startswith("error: SIGUSR1 would kill it")
         assert worker.poll() is None
 
 

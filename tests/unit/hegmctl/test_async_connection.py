@@ -146,7 +146,7 @@ async def test_a_reader_that_takes_nothing_loses_its_stream_and_not_the_connecti
         assert await anext(events) == node.EVENTS[0]
         await anyio.to_thread.run_sync(daemon.wait_for, m.Cancel)
         assert await hegmd.ping() == m.Pong()
-        with pytest.raises(HegmError, match="were not taken in time") as raised:
+        with pytest.raises(HegmError, match="were not read in time") as raised:
             async for _event in events:  # what was said before can still be taken
                 pass
         assert raised.value.code is BUSY

@@ -107,7 +107,7 @@ def test_a_process_without_a_descriptor_to_end_it_is_ended_and_started_again(tmp
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     os.wait()
-    why = "no process can be started that tells hegmd: Too many open files; trying again"
+    why = "hegmctl cannot start a process that notifies hegmd: Too many open files; trying again"
     assert said == [f"Slurm suspends this job, but {why}"]
     assert slurm.retry_at is not None
     while slurm.retry_at is not None:

@@ -124,7 +124,7 @@ class OrderState:
         if any(_counts(metric) for metric in self._metrics()):
             yield (
                 "Lightning is within an epoch whose logged means, or metrics, are not complete",
-                "retry after the epoch has ended",
+                "try again after the epoch has ended",
                 True,
             )
 

@@ -145,7 +145,7 @@ async def test_an_operation_that_waits_for_another_attempt_looks_at_a_process_as
     with anyio.fail_after(HANG_S):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(runner._watch_stopped, running)
-            await running.news.wait()
+            await running.changed.wait()
             tasks.cancel_scope.cancel()
     (asking,) = running.inbox
     assert asking.event == AgentBack(worker="a", token=op.workers[0].token, cause="it runs again")
