@@ -197,8 +197,8 @@ class _Handler(BaseHTTPRequestHandler):
             return 403, "not-for-browsers"
         token = self._own.token
         if token is not None:
-            values = (self.headers.get("Authorization") or "").encode("utf-8", "replace")
-            if not hmac.compare_digest(values, f"Bearer {token}".encode()):
+            header = (self.headers.get("Authorization") or "").encode("utf-8", "replace")
+            if not hmac.compare_digest(header, f"Bearer {token}".encode()):
                 return 401, "unauthorized"
         elif uid_at(self.connection) not in (0, os.geteuid()):
             return 403, "forbidden"
