@@ -186,7 +186,7 @@ def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("parts", "why"),
     [
-        ({"after": "globals().setdefault('late', torch.nn.Linear(1, 1))"}, "late, a Linear, was made after the first"),
+        ({"after": "globals().setdefault('late', torch.nn.Linear(1, 1))"}, "late, a Linear, was created after the first"),
         ({"body": "train(1)\ntrain(3)"}, "has trained before the one at line"),
         ({"body": "list(map(train, (1, 3)))"}, "has trained before, in an earlier call"),
         ({"body": "train(1), train(3)"}, "has trained before the one at line"),
@@ -283,7 +283,7 @@ def test_a_rank_that_cannot_have_its_state_makes_no_step(
     """It says not which rank it is, or is one of more than there are states of, or its supervisor has gone."""
     output, ends = restarts.restarted(*written(tmp_path), at=(), HEGM_STATES="2:hegm-states-nobody", **rank)
     assert [ended.status for ended in ends] == [UNRESTORED_STATUS], ends[0].errors
-    assert "Nothing of its state was used up" in ends[0].errors
+    assert "Its saved state is unchanged" in ends[0].errors
     assert "step" not in output
 
 

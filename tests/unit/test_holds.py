@@ -111,7 +111,7 @@ async def test_an_invalid_time_is_refused(tmp_path: Path, process: Child, hold_s
 async def test_only_a_suspended_job_is_handed_off(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         await node.attend(process.pid)
-        await _refused(node, process.pid, NOT_FOUND.name, "no operation has it")
+        await _refused(node, process.pid, NOT_FOUND.name, "no operation includes it")
         await node.operations.quiesce([process.pid], 900.0, node.asked())
         await _refused(node, process.pid, REFUSED.name, "which is holding")
 
