@@ -186,7 +186,10 @@ def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("parts", "why"),
     [
-        ({"after": "globals().setdefault('late', torch.nn.Linear(1, 1))"}, "late, a Linear, was created after the first"),
+        (
+            {"after": "globals().setdefault('late', torch.nn.Linear(1, 1))"},
+            "late, a Linear, was created after the first",
+        ),
         ({"body": "train(1)\ntrain(3)"}, "has trained before the one at line"),
         ({"body": "list(map(train, (1, 3)))"}, "has trained before, in an earlier call"),
         ({"body": "train(1), train(3)"}, "has trained before the one at line"),
