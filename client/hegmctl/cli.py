@@ -104,13 +104,13 @@ def _explain(arguments: Arguments) -> int:
     from hegmctl.tables import fitted
 
     columns = help_columns()
-    request = arguments
+    described = arguments
     if arguments.row is not None and arguments.row.name == "help" and not arguments.flag("help"):
-        request = parse([*arguments.texts("COMMAND"), "--help"])
-    if request.row is not None:
-        text = command_help(request.row, columns)
-    elif request.group:
-        text = group_help(request.group, columns)
+        described = parse([*arguments.texts("COMMAND"), "--help"])
+    if described.row is not None:
+        text = command_help(described.row, columns)
+    elif described.group:
+        text = group_help(described.group, columns)
     else:
         text = program_help(columns)
     write_lines(fitted(text.rstrip("\n").split("\n"), columns))

@@ -39,8 +39,8 @@ CALM_BYTES = 2048 * MIB
 # How much further than their sizes storages can reach in the flat space: each begins at a multiple of 512 bytes, and a
 # copy has at most 65,536 of them.
 FLAT_BYTES = 32 * MIB
-# What a context of the helper takes on each GPU where it copies, until one was measured there; and the most that is
-# believed of a measurement, in which a process may have other memory too.
+# The assumed size of the helper's context on each GPU, until hegmd has measured one there; and the largest measurement
+# that hegmd uses, because a measured process can have other memory too.
 CONTEXT_BYTES = 512 * MIB
 MAX_CONTEXT_BYTES = 1024 * MIB
 

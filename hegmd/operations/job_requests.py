@@ -406,9 +406,9 @@ class JobRequests:
 
     async def _count(self, workers: Sequence[AgentConnection]) -> None:
         """Have each say how many boundaries it has passed; twice at the first look at one, so that it has a rate."""
-        context = [worker for worker in workers if worker.connected]
-        await self._sample(context)
-        fresh = [worker for worker in context if worker.boundary and len(self._samples.get(worker, ())) == 1]
+        connected = [worker for worker in workers if worker.connected]
+        await self._sample(connected)
+        fresh = [worker for worker in connected if worker.boundary and len(self._samples.get(worker, ())) == 1]
         if fresh:
             await anyio.sleep(APART_S)
             await self._sample(fresh)

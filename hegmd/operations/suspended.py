@@ -292,8 +292,9 @@ class SuspendedOperations:
             logger.error("%s; %s", message, error.hint)
 
     async def _entrust(self, key: Key, member: Member, *, in_memory: bool) -> None:
-        """Free the memory of bytes on disk, after its agent has closed its descriptor (in a restart nobody writes to
-        it).
+        """Free the memory of bytes that are on disk, after the agent has closed its descriptor.
+
+        In a restart no process writes to that memory.
         """
         try:
             if not member.is_absent and not await self._order(member, "entrust"):

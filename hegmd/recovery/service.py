@@ -248,9 +248,9 @@ class Recoveries(BackgroundTasks):
             hint = "run the command as that user: only the owner may use a saved state"
             raise HegmError(DENIED, f"job {job} belongs to uid {record.uid}", hint)
 
-    async def show(self, job: Sequence[int | str], may: May) -> protocol.RecoveryReply:
+    async def show(self, jobs: Sequence[int | str], may: May) -> protocol.RecoveryReply:
         """Return how these jobs are protected, or all. Raises HegmError for one that is not."""
-        records = [self._named(one, may) for one in job] or list(self._records.values())
+        records = [self._named(one, may) for one in jobs] or list(self._records.values())
         views = [await self._view(record, may) for record in sorted(records, key=lambda one: int(one.job[1:]))]
         return protocol.RecoveryReply(taken_utc=self._utc(), jobs=tuple(views))
 

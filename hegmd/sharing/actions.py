@@ -126,8 +126,8 @@ class SharingActions(BackgroundTasks):
         do = {model.SUSPEND: self._suspend, model.RESUME: self._resume, model.MIGRATE: self._migrate}[action.kind]
         try:
             operation = await do(action, job_view, view)
-            request = SUSPENDED if action.kind == model.SUSPEND else DONE
-            if operation.phase != request or operation.failure is not None:
+            goal = SUSPENDED if action.kind == model.SUSPEND else DONE
+            if operation.phase != goal or operation.failure is not None:
                 raise _failure_of(operation)
             self._note_end(action, job_view, self._cost_s(operation, self._clock() - began))
         except HegmError as error:

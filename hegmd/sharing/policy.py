@@ -81,7 +81,7 @@ class _Decider:
         self._blocked: dict[tuple[object, ...], int] = {}
         # Who could have a turn if the pool had more room.
         self._lack_pool: set[str] = set()
-        # The GPUs to which this decision has admitted somebody.
+        # The GPUs on which this decision starts or resumes a job.
         self._admitted: set[str] = set()
         self._actions: list[Action] = []
         self._waiting: list[WaitReason] = []

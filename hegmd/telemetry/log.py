@@ -69,7 +69,7 @@ def operation(op: str, *, uid: int | None = None, pid: int | None = None) -> Gen
 
 @cache
 def _run_id() -> str:
-    """What is before the number of each operation of this process, which may have been forked after the import."""
+    """Return the prefix of this process's operation ids. Made on first use: the process may fork after the import."""
     return secrets.token_hex(3)
 
 

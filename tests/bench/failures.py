@@ -202,7 +202,7 @@ def folder_of(name: str) -> Iterator[Path]:
 
 @contextmanager
 def forking_python() -> Iterator[Path]:
-    """Where a Python listens that forks ranks; see forking_launcher.py."""
+    """Yield the address of a Python that forks ranks (forking_launcher.py)."""
     with folder_of("forking") as folder:
         address = folder / "sock"
         environ = {**os.environ, "PYTHONPATH": str(BRISK), "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Stands in for torchrun in `failures`: its ranks are forked from a Python that has imported PyTorch.
+"""A launcher that `failures` uses instead of torchrun: it forks ranks from a Python that has imported PyTorch.
 
 Two programs. `forking_launcher.py serve SOCKET` is that Python. `forking_launcher.py run SOCKET RANKS SCRIPT` is the
 launcher: it has ranks forked with its environment and descriptors, ends all of them once one has failed, as torchrun
@@ -21,7 +21,7 @@ from typing import Any
 
 PRELOADED = Path(__file__).parents[1] / "e2e"
 MESSAGE_BYTES = 1 << 17
-# As torchrun gives the others of a failed rank; it waits for 30 s.
+# How long the other ranks may take to end after one has failed; torchrun waits for 30 s.
 GRACE_S = 5
 
 

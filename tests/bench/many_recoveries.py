@@ -25,7 +25,7 @@ from tests.bench.failures import folder_of, node
 from tests.bench.gauges import Memory
 
 TIMES, STEPS = 50, 100_000
-# What the memory of a process may differ by without a cause: Python's allocator takes so much at once.
+# Growth that is not reported: Python's allocator takes this much memory at once.
 ALLOWED_BYTES = 2 << 20
 
 
@@ -53,8 +53,7 @@ class Repeated:
     def kill_once(self, number: int) -> Sample:
         """Kill it after its next snapshot, and wait until it has come further than before."""
         run = self._run
-        found = run.recovery()
-        before = 0 if found is None else max((slot.generation or 0 for slot in found.slots), default=0)
+        before = self._newest()
         run.until(lambda: self._newest() > before, "another snapshot")
         step, starts = run.furthest(), len(run.pids())
         struck_at = time.monotonic()
@@ -76,14 +75,15 @@ class Repeated:
         )
 
     def _newest(self) -> int:
+        """Return the number of the job's newest snapshot; 0 before the first."""
         found = self._run.recovery()
         return 0 if found is None else max((slot.generation or 0 for slot in found.slots), default=0)
 
 
 def grown(samples: Sequence[Sample]) -> list[str]:
-    """What grew between two halves, by their smallest: a snapshot may be under way at any look.
+    """Return the figures whose minimum is larger in the second half; a minimum, because a snapshot may be under way.
 
-    Without the first quarter, in which the daemon opens for the first time what it then keeps.
+    The first quarter does not count: the daemon opens files then that it keeps.
     """
     samples = samples[len(samples) // 4 :]
     half = len(samples) // 2

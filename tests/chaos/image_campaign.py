@@ -250,7 +250,7 @@ class ImageCampaign:
         return job
 
     def _start(self, folder: Path, socket_path: Path | None) -> ImageJob:
-        """Start a job of the kind that this campaign plays with; without a socket one that nobody disturbs."""
+        """Start a job of this campaign's kind. Without a socket it runs without hegmd, undisturbed."""
         return ImageJob(folder, socket_path, steps=STEPS)
 
     def _end_job(self) -> None:

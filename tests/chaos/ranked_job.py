@@ -131,7 +131,7 @@ class RankedJob:
 
 
 class Undisturbed:
-    """The losses of ranks that nobody disturbs. They are computed again, for twice the steps, if too few are known."""
+    """The losses of undisturbed ranks. If too few are known, it computes them again for twice the steps."""
 
     def __init__(self) -> None:
         self._steps = 256

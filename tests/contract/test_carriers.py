@@ -133,7 +133,7 @@ async def test_what_is_left_to_the_driver_keeps_the_contract() -> None:
 
 
 class ReleasesMemoryTooEarly(WorkerCarrier):
-    """Gives the memory back as soon as nobody is ready to copy."""
+    """Releases the memory as soon as no process is ready to copy."""
 
     async def abandon(self, subject: MigratedProcess) -> None:
         await self.release(subject)
@@ -156,7 +156,7 @@ class OverstatesOffloadedBytes(WorkerCarrier):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        (ReleasesMemoryTooEarly, "stays held when nobody is ready to copy"),
+        (ReleasesMemoryTooEarly, "held bytes stay held while no process is ready to copy"),
         (AllocatesWithoutReservation, "0 of them where their room is seen to"),
         (OverstatesOffloadedBytes, "by its word"),
     ],

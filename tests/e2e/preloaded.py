@@ -66,8 +66,8 @@ def get_ready(names: Sequence[str], *, has_torch: bool = True) -> None:
         import_torch()
     for name in names:
         import_module(name)
-    # Whoever asks the collector for all objects, as the agent does, writes a count into each of them: a hundred
-    # megabytes were copied for each script. It is not asked for what was there before the script.
+    # The agent asks the collector for all objects, which writes a count into each: every forked script copied a hundred
+    # megabytes. Frozen objects, which existed before the fork, are left out.
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -60,7 +60,7 @@ def test_it_answers_and_goes_without_leaving_its_socket(socket_dir: Path) -> Non
 
 
 def _seen_of(daemon: RunningDaemon) -> dict[str, object]:
-    """What can be told of a daemon from outside, without what each start has of its own."""
+    """Return the properties of a daemon that other processes can see, without those that differ between starts."""
     process = psutil.Process(daemon.process.pid)
     status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
     told = ("Umask", "Uid", "Gid", "Groups", "SigBlk", "SigIgn", "SigCgt", "Cap", "NoNewPrivs")

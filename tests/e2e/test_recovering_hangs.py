@@ -71,7 +71,7 @@ class Watched:
             return any(op.phase in phases for op in hegmd.call(Operations(), OperationsReply).operations)
 
     def stop_writer(self) -> None:
-        """Of images. It does not answer then, and is given up after some time."""
+        """Stop the daemon's process that writes images: it does not answer then, and hegmd gives it up later."""
         for process in psutil.Process(self.daemon.process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 if "hegmd.images.files.child" in " ".join(process.cmdline()):

@@ -57,7 +57,7 @@ def test_two_jobs_of_two_ranks_take_turns_and_no_loss_differs(tmp_path: Path) ->
         hegmd.suspend(list(_on_gpu(hegmd)), dry_run=True)  # they are counted with their gradients
         held = _on_gpu(hegmd)
         most_bytes = max(sum(held.values()) * 6 // 10, *(2 * size_bytes * 11 // 10 for size_bytes in held.values()))
-        # Somebody else has the rest, so that the GPU has room for one of the two. These are no children of the daemon.
+        # A lease has the rest, so that the GPU has room for one of the two jobs, which are not children of the daemon.
         lease = hegmd.make_room(GPU_BYTES - most_bytes, pid=node.process.pid, until_free=True).lease
         assert lease is not None
         while _count(hegmd, "sharing.resumed") < 4:
@@ -101,7 +101,7 @@ def _least(losses: Path) -> int:
 
 
 def _on_gpu(hegmd: Connection) -> dict[int, int]:
-    """What each process has on the GPU."""
+    """Return the GPU memory of each process that has some."""
     found = {process.pid: sum(use.vram_bytes or 0 for use in process.gpus) for process in hegmd.processes().processes}
     return {pid: size_bytes for pid, size_bytes in found.items() if size_bytes}
 

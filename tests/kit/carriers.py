@@ -54,7 +54,7 @@ async def check_carrier(
         _must(not carrier.is_staged(subject), "bytes that are out are where they may stay")
     for _ in range(2):
         await carrier.abandon(subject)
-    _must(carrier.held_bytes(subject) == held_bytes, "what is held stays held when nobody is ready to copy")
+    _must(carrier.held_bytes(subject) == held_bytes, "held bytes stay held while no process is ready to copy")
     if while_out is not None:
         await while_out(carrier)
     for _ in range(2):

@@ -221,10 +221,10 @@ def _leave_in_place(draft: Draft, candidate: Candidate) -> None:
 
 def _place_simulated(draft: Draft, candidate: Candidate, to: str | None) -> None:
     agent = candidate.agent
-    target = draft.request.carrier
-    if target not in {None, WORKER}:
+    carrier = draft.request.carrier
+    if carrier not in {None, WORKER}:
         message = (
-            f"{str(target)[:40]} cannot carry process {candidate.pid}: on simulated GPUs the process copies its bytes "
+            f"{str(carrier)[:40]} cannot carry process {candidate.pid}: on simulated GPUs the process copies its bytes "
             "itself"
         )
         draft.against(REFUSED, message, f"use --carrier {WORKER}, or omit --carrier", pid=candidate.pid)

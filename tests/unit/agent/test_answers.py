@@ -1,4 +1,4 @@
-"""What an agent says of its storages' places: packed, and nothing lost by it."""
+"""The agent packs the places of its storages for a message, and no information is lost."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ async def test_a_job_before_its_first_batch_was_refused_for_being_on_no_gpu(tmp_
 
 
 async def test_a_plan_asks_the_supervisor_what_the_other_python_is(tmp_path: Path, process: Child) -> None:
-    """It is its job's user, in whose place hegmd would run any program that it is reported."""
+    """The supervisor runs the reported Python, as the job's user; hegmd must not run it with its own rights."""
     line = object()
     async with running(tmp_path) as node:
         supervisors = node.moving.supervisors

@@ -79,7 +79,7 @@ def meet(name: str, action: Callable[[Any], object]) -> None:
 
 
 class Registrations:
-    """What one script has registered. `state` returns the state that it was restarted with, until that is restored."""
+    """The registrations of one script. `state` returns the state of its restart, until that is restored."""
 
     def __init__(self, state: Callable[[], Any]) -> None:
         self._state = state

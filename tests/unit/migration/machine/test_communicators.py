@@ -57,7 +57,7 @@ def test_a_rank_that_cannot_disconnect_is_inspected_when_its_bytes_have_left() -
 
 @pytest.mark.parametrize("phase", ["counting", "quiescing"])
 def test_a_stopped_rank_was_not_named_when_the_limit_passed(phase: str) -> None:
-    """Of eight ranks one had been stopped by SIGSTOP, and the operation said only that it did not finish `counting`."""
+    """SIGSTOP had stopped one of eight ranks, and the message said only that `counting` did not finish."""
     drive = DrivenOperation(ranks()).until(phase)
     drive.end()  # rank a answers
     drive.now = drive.op.deadline or 0.0
