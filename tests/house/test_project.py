@@ -94,7 +94,8 @@ def test_every_dependency_has_a_reason_in_writing() -> None:
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
     wanted = {_distribution(requirement) for group in groups for requirement in group}
     section = (ROOT / "CONTRIBUTING.md").read_text().partition("## Dependencies")[2].partition("\n## ")[0]
-    explained = set(re.findall(r"(?m)^\| `([\w-]+)`", section))
+    rows = re.findall(r"(?m)^\| (`[^|]*?)(?:, in the extra `\w+`)? \|", section)
+    explained = {package for row in rows for package in re.findall(r"`([\w-]+)`", row)}
     assert explained == wanted
 
 

@@ -189,11 +189,14 @@ def _records() -> Iterator[str]:
 def _internal() -> Iterator[str]:
     yield "### Messages of agents and supervisors\n"
     yield "Only hegmd's own agents, supervisors and launchers of ranks send these. The modules describe the fields.\n"
-    yield "| request | module |"
+    yield "| module | requests |"
     yield "|---|---|"
+    requests: dict[str, list[str]] = {}
     for op, message in sorted(messages.REQUESTS.items()):
         if op.startswith(_INTERNAL):
-            yield f"| `{op}` | `{message.__module__.replace('.', '/')}.py` |"
+            requests.setdefault(message.__module__.replace(".", "/"), []).append(f"`{op}`")
+    for module, ops in requests.items():
+        yield f"| `{module}.py` | {', '.join(ops)} |"
     yield ""
 
 

@@ -55,7 +55,10 @@ def reference() -> str:
     lines += ["", "## Records that are not in the protocol", ""]
     for record in _reachable():
         if record not in public_records():
-            lines += [f"### {record.__name__}", "", (record.__doc__ or "").strip(), ""]
+            described = (record.__doc__ or "").strip()
+            lines += [f"### {record.__name__}", ""]
+            if not described.startswith("The answer of") or ":" in described:  # the table above names the command
+                lines += [described, ""]
             lines += [*fields(record, linked=_linked), ""]
     return "\n".join(lines)
 
