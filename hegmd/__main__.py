@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> NoReturn:
     """Run hegmd for this process's arguments, and end the process."""
     status = run(sys.argv[1:])
-    # All is closed and written, and what threads still wait for may never come.
+    # All is closed and written, and a call for which a thread waits may never return.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()

@@ -1,8 +1,8 @@
 """Builds the daemon's parts, connects them, and owns the outermost task group, the signals and the shutdown.
 
 Apart from __main__ and `wiring` this is the only module that reads the configuration: everything else gets values.
-Order matters at the start (the state directory is locked before anything listens, and systemd hears READY only when the
-first inventory is there) and at the end (peers are told before their connections close).
+Order matters at the start (the state directory is locked before anything listens, and systemd gets READY only after the
+first inventory) and at the end (peers get a message before their connections close).
 
 Longer than 400 lines because each part is made, started and ended here, in the order of their dependencies.
 """
@@ -76,7 +76,7 @@ SOCKET_NAME = "hegmd"  # FileDescriptorName= in hegmd.socket
 # Fewer connections are no burst. A burst is over when fewer are left.
 BURST_CONNECTIONS = 100
 GOODBYE_S = 3.0
-# How often it is seen whether the socket's file is there.
+# How often to check whether the socket's file exists.
 SOCKET_LOOK_S = 2.0
 # How long a daemon that was started for a job waits for the next one before it ends.
 LINGER_S = 2.0
@@ -278,7 +278,7 @@ class App:
         os.kill(os.getpid(), signal.SIGTERM)
 
     async def _keep_alive(self) -> None:
-        """Tell systemd from the loop that the loop runs; systemd restarts a daemon whose loop hangs."""
+        """Notify systemd's watchdog from the loop; systemd restarts a daemon whose loop hangs."""
         limit_s = self._offer.watchdog_limit_s
         while limit_s is not None:
             self._manager.alive()
@@ -381,7 +381,7 @@ class App:
         )
 
     async def _facts(self) -> NodeFacts:
-        """Return the facts for the doctor as they are now."""
+        """Return the current facts for the doctor."""
         return node_facts(
             self._config,
             await self._inventory.fresh(0),

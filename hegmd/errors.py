@@ -43,7 +43,7 @@ EXTERNAL = Code("external", 13, "another program failed")
 UNAVAILABLE = Code("unavailable", 14, "a driver, library or device does not answer")
 ATTENTION = Code("attention", 15, "the answer is complete and reports something that needs attention")
 CANCELLED = Code("cancelled", 16, "cancelled by the caller")
-# As shells, env and nohup have it, for scripts that go by it.
+# The same as in shells, env and nohup, for scripts that check it.
 NOT_EXECUTABLE = Code("not-executable", 126, "the command exists and cannot be executed")
 NO_COMMAND = Code("no-command", 127, "the command that was to be run was not found")
 

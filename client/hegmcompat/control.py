@@ -1,6 +1,6 @@
 """Checkpoint and resume in HeGM's words: SIGUSR1 to workers, and the locks of their launchers.
 
-Returns one word, or a few, for each process and raises nothing: the command line and the REST interface pass these on.
+Returns a short result for each process and raises nothing: the command line and the REST interface pass these on.
 Unlike HeGM's, it signals only workers of a launcher, and none that the signal would end.
 """
 

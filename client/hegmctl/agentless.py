@@ -6,7 +6,7 @@ ended before its first step. Processes without PyTorch and those that cannot be 
 this process and their descendants are checked.
 
 If one of them may have the agent, has PyTorch itself, and holds the right to continue from the state, all are left
-alone: it continues or ends, and processes that it starts before, such as a probe by `python -I`, are its own affair. A
+alone: it continues or ends, and processes that it starts before, such as a probe by `python -I`, are left alone. A
 process without PyTorch is no training, but may have started one.
 """
 

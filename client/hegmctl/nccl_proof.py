@@ -219,7 +219,7 @@ class _Trial:
         return self._connection.call(EndProof(proof=proof), Proof)
 
     def _find_ranks(self, run: str) -> list[int]:
-        """Return the pids of the ranks in order, once the daemon has seen all on a GPU."""
+        """Return the pids of the ranks in order, once the daemon reports all on a GPU."""
         until = monotonic() + READY_WITHIN_S
         while monotonic() < until:
             agents = {one.pid: one.agent for one in self._connection.processes().processes if one.gpus and one.agent}

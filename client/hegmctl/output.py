@@ -45,7 +45,7 @@ class Sink:
         raise NotImplementedError
 
     def error(self, error: HegmError) -> None:
-        """Write why there is no answer, or no rest of it."""
+        """Write why there is no answer, or why it is incomplete."""
         raise NotImplementedError
 
     def progress(self, progress: R, view: Callable[[R, Style], list[str]], *, at_once: bool = False) -> None:

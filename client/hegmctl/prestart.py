@@ -210,7 +210,7 @@ def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> set[str]:
 
 
 def _send_turn(line: socket.socket, began: Mapping[str, str], environ: Mapping[str, str]) -> None:
-    """Send what it lacks of that environment: descriptors, which come along, then values, and names to remove."""
+    """Send what changes its environment to that one: descriptors, then values, and names to remove."""
     names = [name for name in _DESCRIPTORS if name in environ]
     rest = sorted(name for name in _OF_ONE_START.difference(_DESCRIPTORS) if name in environ)
     changed = sorted(_differing(began, plain_surroundings(environ)))

@@ -42,7 +42,7 @@ class NoPython(Exception):
 
 
 class ProbeResult:
-    """The answer: which Python it is, such as «cpython 3.12.4», or why it is none."""
+    """The answer: which Python it is, such as «cpython 3.12.4», or why it is not a Python."""
 
     __slots__ = ("is_python", "text")
 

@@ -146,7 +146,7 @@ def _is_supervised(arguments: Arguments) -> bool:
         hint = "hegmctl run --allow-restart --resume ID -- COMMAND"
         raise HegmError(USAGE, "--restart-tries, --resume and --ready are for --allow-restart", hint)
     ready = arguments.text("ready")
-    if ready not in (None, *READY_WHEN):  # the daemon would take it as if nothing had been said
+    if ready not in (None, *READY_WHEN):  # the daemon would treat it like no value
         raise HegmError(USAGE, f"--ready {ready} is not a valid value", f"write one of: {', '.join(READY_WHEN)}")
     return allowed
 

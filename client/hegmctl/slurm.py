@@ -86,7 +86,7 @@ class SlurmSignals:
         self._ask(mask)
 
     def ended(self) -> None:
-        """The command has ended, and its operation with it: nothing is to be asked for it any more."""
+        """The command has ended, and its operation with it: no request needs to be made for it."""
         self.close()
         self._has_suspended = False
 

@@ -42,7 +42,7 @@ class Reconnecting:
         self._away = False
 
     def ask(self, fetch: Callable[[Connection], T], tell: Callable[[str], None]) -> T | None:
-        """Return the result of `fetch`, or None while the daemon is away; `tell` gets a message on each change."""
+        """Return the result of `fetch`, or None while the daemon is away; call `tell` at each change."""
         try:
             if self._connection is None:
                 self._connection = self._session.connect()

@@ -1,8 +1,8 @@
 """Addresses of storages that a script keeps outside of PyTorch, as far as Python objects show them.
 
 A storage that was offloaded may have another address afterwards. A number in a variable, a ctypes array over the
-memory, or an array of CuPy or Numba that only remembers its start would not notice. So such a storage is left to the
-driver, which keeps addresses. A survey looks for ctypes objects and such arrays everywhere, and for numbers in the
+memory, or an array of CuPy or Numba that only remembers its start would not notice. So the driver moves such a storage,
+because it keeps addresses. A survey looks for ctypes objects and such arrays everywhere, and for numbers in the
 variables of the script, of running functions, and in what these hold. Addresses that C++ keeps, and numbers deeper in
 objects, are not found.
 

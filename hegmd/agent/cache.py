@@ -50,7 +50,7 @@ class Cache:
     def __init__(
         self, torch: Any, segments: cuda_state.Segments, devices: list[int], storages: list[tuple[int, int]]
     ) -> None:
-        """`storages` are where each begins, and its bytes; they are there still, each on one of the devices."""
+        """`storages` are where each begins, and its bytes; they still exist, each on one of the devices."""
         self._cuda: Any = torch.cuda
         self._torch = torch
         self._before = {device: self._reserved(device) for device in sorted(set(devices))}
@@ -103,7 +103,7 @@ class Cache:
             self._cuda.caching_allocator_delete(address)
 
     def forgo(self) -> None:
-        """Let all of it go back to the driver: it is allocated again once storages are made."""
+        """Return all of it to the driver: it is allocated again once storages are made."""
         self.free_cached()
         self._is_taken = False
 

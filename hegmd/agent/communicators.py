@@ -80,7 +80,7 @@ class ProcessGroups:
     def _is_stepping(self) -> bool:
         return self._step is not None and not self._step.has_ended
 
-    # ---- what there is ----------------------------------------------------------------------------------------------
+    # ---- what there is -----------------------------------------------------------------------------------------------
 
     def inventory(self) -> Communicators | None:
         """Return what the plan needs to know of the groups; None without any. Fast enough for a boundary."""
@@ -127,10 +127,10 @@ class ProcessGroups:
         self._known = found
         return found
 
-    # ---- down -------------------------------------------------------------------------------------------------------
+    # ---- down --------------------------------------------------------------------------------------------------------
 
     def disconnect(self, limit_s: float | None) -> Communicators | None:
-        """Disconnect all groups and wait for it. Raises what the step of `begin_disconnect` raises."""
+        """Disconnect all groups, and wait until they are. Raises what the step of `begin_disconnect` raises."""
         return self.begin_disconnect(limit_s, no_news).result()
 
     def begin_disconnect(self, limit_s: float | None, on_end: Callable[[], object], *, abort: bool = False) -> Step:
@@ -186,10 +186,10 @@ class ProcessGroups:
         note(f"{len(groups)} groups are disconnected")
         return told
 
-    # ---- up ---------------------------------------------------------------------------------------------------------
+    # ---- up ----------------------------------------------------------------------------------------------------------
 
     def reconnect(self, generation: int | None, limit_s: float | None) -> Communicators | None:
-        """Connect all groups and wait for it. Raises what the step of `begin_reconnect` raises."""
+        """Connect all groups, and wait until they are. Raises what the step of `begin_reconnect` raises."""
         return self.begin_reconnect(generation, limit_s, no_news).result()
 
     def begin_reconnect(self, generation: int | None, limit_s: float | None, on_end: Callable[[], object]) -> Step:
@@ -257,7 +257,7 @@ class ProcessGroups:
                     note(error.message)
         self._is_down = self._is_unsure = self._has_failed = False
 
-    # ---- parts ------------------------------------------------------------------------------------------------------
+    # ---- parts -------------------------------------------------------------------------------------------------------
 
     def _agree(self, world: Any, name: str, statement: dict[str, Any], step: Step) -> Agreement:
         """Agree with all ranks of the job. Raises HegmError."""

@@ -1,7 +1,7 @@
 """The agent's part of a restart: it weighs its state, saves it, and exits. Runs in the agent's thread.
 
 Connects the daemon's orders to the package `state`, which knows what a training's state is. It is loaded on the first
-such order only: a job that is never restarted pays nothing for it.
+such order only: a job that is never restarted does not import it.
 """
 
 from __future__ import annotations

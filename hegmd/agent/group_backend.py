@@ -138,7 +138,7 @@ class GroupBackend:
         return self.kind == NCCL and library is not None and library.can_suspend and hasattr(self._backend, "_comm_ptr")
 
     def mechanism(self, library: Library | None) -> str:
-        """Return the best that this rank can do with it now. All ranks have to do the same."""
+        """Return the best state that this rank can bring it to now. All ranks have to do the same."""
         self._note_gpu()
         if self.kind != NCCL or not hasattr(self._backend, "_comm_ptr") or self.has_pairs():
             return REPLACE
@@ -146,7 +146,7 @@ class GroupBackend:
             return NONE  # NCCL connects a group at its first collective
         return SUSPEND if self.can_suspend(library) else REPLACE
 
-    # ---- down and up ------------------------------------------------------------------------------------------------
+    # ---- down and up -------------------------------------------------------------------------------------------------
 
     def suspend(self, library: Library) -> None:
         """Release the GPU memory of its communicator. Waits for its ranks. Raises HegmError."""
@@ -246,7 +246,7 @@ class GroupBackend:
             if value is not None and hasattr(group, name):
                 getattr(group, name)(value)
 
-    # ---- parts ------------------------------------------------------------------------------------------------------
+    # ---- parts -------------------------------------------------------------------------------------------------------
 
     def _note_gpu(self) -> None:
         """Record the GPU while a communicator reports it."""
@@ -285,7 +285,7 @@ def _gpus_in_use(torch: Any) -> list[int]:
 
 
 def _copy(old: Any, new: Any, names: tuple[str, ...]) -> None:
-    """Copy these options to the new object, as far as this version has them."""
+    """Copy these options to the new object, if this version has them."""
     for name in names:
         if not hasattr(old, name) or not hasattr(new, name):
             continue

@@ -118,7 +118,7 @@ class ProcessExit:
         return monotonic() + _POLL_INTERVAL_S
 
     def tick(self) -> None:
-        """Look at the gate, and go one step on."""
+        """Read the state of the gate, and do the next step."""
         if not self._request.is_wanted or self._restarts.is_due():
             return  # its own state is not restored yet, and would be lost
         if self._attempts is None:

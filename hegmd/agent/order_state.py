@@ -52,7 +52,7 @@ class OrderState:
         self.is_suspended = False
 
     def find_storages(self) -> torch_state.FoundStorages:
-        """Find its storages and its communicator groups, as they are now."""
+        """Find its current storages and communicator groups."""
         found = self.carrying.find()
         self.communicators = self.groups.inventory()
         if self.groups.is_down and found.cuda is not None:

@@ -72,7 +72,7 @@ _forks_are_seen = False
 
 
 def prepare() -> None:
-    """Have one taken, beside all else. Raises nothing."""
+    """Start a thread that allocates one. Raises nothing."""
     global _ahead, _forks_are_seen  # noqa: PLW0603 - one a process
     if _ahead is not None:
         return

@@ -211,7 +211,7 @@ class Snapshots:
         copying.write_small(slot, end, packed(record))
         return size_bytes, anew, None
 
-    # ---- copies while the training continues ------------------------------------------------------------------------
+    # ---- copies while the training continues -------------------------------------------------------------------------
 
     def fetch(self, rest: SnapshotFetch, order: int, facts: dict[str, object]) -> None:
         """Begin to write the rest, and answer the order with this and the time that it took."""
@@ -264,7 +264,7 @@ class Snapshots:
         self._state.resume_training()
 
     def close(self) -> None:
-        """Let go of the slot. Closing twice is fine."""
+        """Release the slot. Closing twice is fine."""
         slot, self._slot, self._order = self._slot, _NONE, None
         if slot != _NONE:
             os.close(slot)

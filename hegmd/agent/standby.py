@@ -57,7 +57,7 @@ _ITS_OWN = ("lifecycle", "storage_transfer", "channel", "boundary", "state.sessi
 _MAX_BYTES = 1 << 20
 _MAX_DESCRIPTORS = 4
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
-# This status tells the supervisor that the process never had its turn. See client/hegmctl/supervisor.py.
+# With this status the supervisor knows that the process never ran the script. See client/hegmctl/supervisor.py.
 _NOT_ITS_TURN = 97
 #: The variables that the activation set; None for one that it removed. The script began with these, but the kernel
 #: keeps reporting the environment at the process's start.

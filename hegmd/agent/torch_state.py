@@ -79,7 +79,7 @@ class FoundStorages:
         self.storages: list[Any] = []
         self.sizes: list[int] = []
         self.left_alone: dict[str, list[int]] = {}
-        #: How it uses CUDA; None if it does not.
+        #: Its use of CUDA; None if it does not.
         self.cuda: CudaFacts | None = None
         #: The memory that contains them; None if CUDA is not in use.
         self.segments: cuda_state.Segments | None = None

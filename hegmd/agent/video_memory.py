@@ -97,7 +97,7 @@ class VideoMemory:
             self._cache.free_cached()
 
     def give_back(self) -> None:
-        """Let go of what PyTorch keeps for later."""
+        """Release the memory that PyTorch caches."""
         self._buffers.clear()
         cuda_state.give_back(self._torch)
         if self._cache is not None:

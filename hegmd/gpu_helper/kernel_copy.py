@@ -39,7 +39,7 @@ class KernelCopier:
     """Kernel copies on one GPU. Works on any of its streams; the thread's context has to be that GPU's."""
 
     def __init__(self, context: Any) -> None:
-        """Raises CudaError if the driver rejects the program; then nothing is left of it."""
+        """Raises CudaError if the driver rejects the program; then nothing of it remains."""
         self._context = context
         cuda.use(context)
         self._module = cuda.load(zlib.decompress(base64.b64decode(_PROGRAM)))

@@ -79,14 +79,14 @@ class DumpAgents:
             await self._until(lambda: all(self._is_back(member) for member in members))
 
     async def leave_places(self, op: Operation, wish: Wish) -> None:
-        """Have every agent of the job come to its usual socket."""
+        """Have every agent of the job connect to its usual socket."""
         tokens = [member.token for member in op.live]
         for token in (*tokens, *(worker.token for worker in await self.unmoved_agents(op, wish))):
             if token:
                 self._places.leave(token)
 
     def image_worker(self, member: Member) -> ImageWorker:
-        """Return what its agent has reported, and the size of its pool segment."""
+        """Return its agent's last report, and the size of its pool segment."""
         worker = self._workers.find(member.pid)
         if worker is None:
             raise AgentAway(member.pid, "it has ended")

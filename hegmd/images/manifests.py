@@ -213,7 +213,7 @@ def unrevived(manifest: Manifest, op_id: str, failure: Failure, utc: float) -> O
 
 
 def is_unrevived(op: Operation) -> bool:
-    """Return True if it has taken no event, so that what its restore has left belongs to no operation."""
+    """Return True if it has handled no event, so that the remains of its restore belong to no operation."""
     return op.kind == RESTORE and op.phase == ROLLED_BACK and op.seq == 0
 
 

@@ -50,11 +50,11 @@ class Rendezvous:
         return self._write(self._place(token, folder), b"")
 
     def call(self, token: str, folder: Path | None = None) -> None:
-        """Have it come to this daemon. Raises HegmError."""
+        """Have it connect to this daemon. Raises HegmError."""
         self._write(self._place(token, folder), os.fsencode(self.socket_path))
 
     def leave(self, token: str, folder: Path | None = None) -> None:
-        """Have it come to its usual socket, if it waits at all. Raises nothing."""
+        """Have it connect to its usual socket, if it waits. Raises nothing."""
         with suppress(OSError, Refused):
             place = self._place(token, folder)
             with self._opened(place.parent, make=False) as opened:

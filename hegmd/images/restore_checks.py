@@ -1,6 +1,6 @@
 """Finds what prevents restoring a job from an image here and now: its owner, its pids, its files, the node.
 
-The planner checks GPUs. Changes nothing, and what is found can change a moment later.
+The planner checks GPUs. Changes nothing. The findings can be outdated a moment later.
 """
 
 from __future__ import annotations
@@ -143,8 +143,7 @@ class RestoreCheck:
             )
 
 
-# ---- checks of the node; these block
-# -----------------------------------------------------------------------------------
+# ---- checks of the node; these block ---------------------------------------------------------------------------------
 
 
 def _taken(needs: Needs) -> Iterator[Reason]:

@@ -207,7 +207,7 @@ class Pool:
     # -- memory that is ready ------------------------------------------------------------------------------------------
 
     async def adjust_ready(self, *, may_grow: bool = True) -> bool:
-        """Make one step towards as much ready memory as the settings, the budget and the node allow; True if there
+        """Do one step towards the ready memory that the settings, the budget and the node allow; True if there
         are more."""
         async with self._taking:
             return await self.ready.adjust(self.budget_bytes() - self.held_bytes, self.keep, may_grow=may_grow)
@@ -308,7 +308,7 @@ class Pool:
                 await anyio.to_thread.run_sync(sums.keep, piece.mark, piece.sums)
                 logger.info("%s is known by its sums", name, extra=fields(size_bytes=size_bytes))
 
-    # -- what was found ------------------------------------------------------------------------------------------------
+    # -- segments of earlier daemons -----------------------------------------------------------------------------------
 
     def enter(self, found: Iterable[Piece], owned: Callable[[Key], bool]) -> None:
         """Add the segments that an earlier daemon left. Those that no operation owns are kept apart."""

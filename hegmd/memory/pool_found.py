@@ -103,7 +103,7 @@ class _Search:
                 piece.sums = sums.load(piece.mark)
 
     def take(self, text: str, memory: Memory, where: str) -> None:
-        """Make a segment of what was found under that name, or close it."""
+        """Make a segment of the memory found under that name, or close it."""
         name = parse_name(text)
         why = ""
         if name is None:

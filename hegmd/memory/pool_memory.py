@@ -88,13 +88,13 @@ class Memory:
         self.place = place
 
     def close(self) -> None:
-        """Let go of the descriptor. A file stays."""
+        """Release the descriptor. A file stays."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
     def zero(self, at: int, size_bytes: int) -> None:
-        """Have nothing in that part. Only before a job has a descriptor of it, who could cut it. Raises OSError."""
+        """Have nothing in that part. Only before a job has a descriptor of it and could truncate it. Raises OSError."""
         if self.huge:  # such pages cannot be written with write()
             with mmap.mmap(self.fd, self.size_bytes) as mapped:
                 mapped[at : at + size_bytes] = bytes(size_bytes)

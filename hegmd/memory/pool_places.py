@@ -94,7 +94,7 @@ class PoolDirectory:
             os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=folder)
 
     def find(self) -> list[FoundFile]:
-        """Return what an earlier daemon left here, and remove what it was still creating. Raises OSError."""
+        """Return the files of an earlier daemon, and remove those that it was creating. Raises OSError."""
         try:
             with self._opened() as folder:
                 names = sorted(os.listdir(folder))

@@ -52,7 +52,7 @@ def whole_size(size_bytes: int) -> int:
 
 
 def with_margin(size_bytes: int) -> int:
-    """Return how much to take for a job that is still training: it may have grown a little when it is parked.
+    """Return how much to reserve for a job that is still training: it may have grown a little when it is parked.
 
     A segment that is too small by one byte is allocated again while the job is parked, which takes seconds for a large
     job.
@@ -80,7 +80,7 @@ def piece_bytes(size_bytes: int) -> int:
 
 
 def round_bytes(storage_reservation_bytes: int, size_bytes: int) -> int:
-    """Return how much of `size_bytes` is allocated in one round: as much as is free at first.
+    """Return how much of `size_bytes` is allocated in one round: at most what is free at first.
 
     That much is free again after each round, except for a block that already has bytes of the next round. The
     allocator's rounding has its own reserve.

@@ -1,4 +1,4 @@
-"""Copies a segment to its file and back, off the loop: threads, progress, and an early end if it is no longer wanted.
+"""Copies a segment to its file and back, off the loop: threads, progress, and an early end if it was cancelled.
 
 Each thread has a descriptor of its own, so that none is closed while it is used. `spill_file` has the format; `pool`
 the segments.

@@ -92,7 +92,7 @@ class MigratedProcess:
     size_bytes: int = 0
     storage_reservation_bytes: int = 0
     driver_bytes: int = 0
-    #: The part of the storages' reservation that its agent needs besides them.
+    #: The agent's own part of the storages' reservation.
     agent_overhead_bytes: int = 0
     #: Driver bytes on each of several GPUs, in their order.
     driver_bytes_by_gpu: tuple[int, ...] = ()
@@ -206,7 +206,7 @@ class ProcessState:
 
     #: The GPU that it is on; None when it is off all of them.
     gpu: str | None
-    #: Whether something is being done to it this moment, so that none of this lasts.
+    #: True while a call works on it, so that its state is about to change.
     busy: bool = False
     #: For a rank with communicators: whether the driver holds it locked.
     locked: bool = False
@@ -263,7 +263,7 @@ class Method(Protocol):
         ...
 
     def storage_allocation(self, subject: MigratedProcess) -> AbstractAsyncContextManager[Made]:
-        """Hold a block in which its storages are allocated: their reservation on its GPU becomes its own.
+        """Run a block in which its storages are allocated: their reservation on its GPU becomes its own.
 
         No other process should get the memory until the yielded callable is called. If the process resumes at once, the
         reservation may stay until `verify`, if both fit.
@@ -271,7 +271,7 @@ class Method(Protocol):
         ...
 
     async def verify(self, subject: MigratedProcess) -> None:
-        """Wait until it is seen to run on the GPU that it is believed to be on."""
+        """Wait until it is confirmed on the GPU where it is expected."""
         ...
 
     async def note_resumed(self, subject: MigratedProcess) -> None:
@@ -319,7 +319,7 @@ class Carrier(Protocol):
         ...
 
     def doing(self, subject: MigratedProcess) -> str | None:
-        """Return what is awaited and for how long, in words; None if nothing is."""
+        """Return what it waits for and for how long, in words; None if nothing is."""
         ...
 
     async def abandon(self, subject: MigratedProcess) -> None:
@@ -342,7 +342,7 @@ class Carrier(Protocol):
         ...
 
     def overlap_checkpoint(self, subject: MigratedProcess) -> AbstractAsyncContextManager[OverlappedCopy]:
-        """Beside the block, in which the process is taken off its GPU, its bytes come to where they may stay.
+        """During the block, in which the process is taken off its GPU, move its bytes to their final place.
 
         They are there when the block is over. Raises HegmError, and they are where they were. Fine when they are there.
         """

@@ -183,7 +183,7 @@ class Rates(Record):
 
 
 class Unreachable(Record):
-    """A process that a driver lists and that cannot be moved, because it has ended or cannot be seen."""
+    """A process that a driver lists and that cannot be moved, because it has ended or is not visible."""
 
     pid: int = field("process id, by the driver's word")
     gpus: tuple[str, ...] = field("the GPUs on which the driver lists it")
@@ -193,7 +193,7 @@ class Unreachable(Record):
 
 
 class NodeSnapshotForPlan(Record):
-    """The node at one moment, as far as moving goes."""
+    """The state of the node that planning needs, at one moment."""
 
     gpus: tuple[GpuMemory, ...] = field("all of them")
     candidates: tuple[Candidate, ...] = field("the processes on them, and the ranks of their jobs that are on none yet")

@@ -191,7 +191,7 @@ class Checkpoints:
     async def _bring_back(
         self, image: Image, rights: Rights, context: RequestContext, streams: Mapping[str, int]
     ) -> Operation:
-        """Return the restored job as a suspended operation. Raises HegmError; then nothing of it is left."""
+        """Return the restored job as a suspended operation. Raises HegmError; then nothing of it remains."""
         runner = self._operations.runner
         manifest = image.manifest
         outlets = redirected_streams(needs_in(manifest).outlets, streams)

@@ -1,4 +1,4 @@
-"""The requests on jobs: which processes a job's name means, what is shown of a job, and its end.
+"""The requests on jobs: which processes a job's name stands for, the public record of a job, and its end.
 
 Combines what the register of jobs, the agents, the operations and the inventory know. Decides nothing about operations.
 Agents are asked for their count of boundaries only when a client wants to see jobs, and answer without the training
@@ -129,8 +129,7 @@ class JobRequests:
         self._numbers_by_member: dict[str, int] = {}
         self._samples: WeakKeyDictionary[AgentConnection, deque[Sample]] = WeakKeyDictionary()
 
-    # -- lookups
-    # --------------------------------------------------------------------------------------------------------
+    # -- lookups -------------------------------------------------------------------------------------------------------
 
     async def pids(self, job: Sequence[int | str], may: May) -> tuple[int, ...]:
         """Return the processes of these jobs that a command acts on. A pid means itself. Raises HegmError."""
@@ -157,7 +156,7 @@ class JobRequests:
                 NOT_FOUND, f"job {job} {self._jobs.describe_end(job)}", "run: hegmctl jobs", {"job": job.id}
             )
         workers = [worker for worker in self._jobs.workers_of(job) if trains(worker)]
-        if not workers:  # it may have come to its first batch since an agent last said anything
+        if not workers:  # it may have reached its first batch since the last report of an agent
             await self._sample([worker for worker in self._jobs.workers_of(job) if worker.connected])
             workers = [worker for worker in self._jobs.workers_of(job) if trains(worker)]
         op = self._operations.of(job)
@@ -241,7 +240,7 @@ class JobRequests:
     def by_name(self, hint: str, may: May) -> str:
         """Return the hint with the name of a job in commands that have the pid of one of its processes.
 
-        `may` tells whether the reader may act on processes of a user: the names of others' jobs are not told. The
+        `may` tells whether the reader may act on processes of a user: the names of other users' jobs stay hidden. The
         planner and the machine know processes and not jobs.
         """
 
@@ -257,7 +256,7 @@ class JobRequests:
         return process if job is None else process.replace(job=job.id)
 
     def _of_member(self, pid: int, start_ticks: int | None) -> JobRecord | None:
-        """Return the job that has this process, or had it when this daemon was last asked for it."""
+        """Return the job that has this process, or had it at the last request for it."""
         worker = self._workers.find(pid)
         job = None if worker is None else self._jobs.of_worker(worker)
         if job is None:
@@ -309,8 +308,7 @@ class JobRequests:
         message = f"job {job} belongs to uid {job.uid}"
         raise HegmError(DENIED, message, "ask its owner, or an administrator of hegmd", {"uid": job.uid})
 
-    # -- views
-    # ----------------------------------------------------------------------------------------------------------
+    # -- views ---------------------------------------------------------------------------------------------------------
 
     async def _views(self, records: Sequence[JobRecord], may: May) -> tuple[protocol.Job, ...]:
         numbers = {job.number for job in records if job.is_alive}

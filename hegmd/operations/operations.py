@@ -2,7 +2,7 @@
 
 Owns requests on single operations, including those with several steps: a suspend that spills to disk, and the adoption
 of an orphaned job. `sequences` has requests with several operations. The caller passes `may`, which is called with each
-process's owner; the planner says what is possible, and the runner does it.
+process's owner; the planner decides what is possible, and the runner does it.
 
 Longer than 400 lines because every request that leads to an operation is here, in the order of the commands.
 """
@@ -450,7 +450,7 @@ class Operations:
         restart.
         """
         latest = self._inventory.latest
-        # A process that has exited has no owner, and nothing can be done to it.
+        # A process that has exited has no owner, and cannot be changed.
         listed = latest.processes if latest is not None else ()
         owners = {process.pid: process.uid for process in listed if not has_ended(process)}
         for pid in pids:

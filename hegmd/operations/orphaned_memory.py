@@ -125,7 +125,7 @@ class OrphanedMemory:
         """Return the GPU memory with the offloaded bytes of that process, which operations call by `name`: on one GPU,
         or on one for each of its devices. Empty if a pool segment has them, or none exist.
 
-        Raises Refused if several could be meant, or a part is lost.
+        Raises Refused if several match, or a part is lost.
         """
         if not worker.held_bytes or worker.about.mark:  # it copied them itself, and never to video memory
             return ()

@@ -51,7 +51,7 @@ class _PrestartRequest:
     origin: tuple[str, int]
     at: float
     fallen: int = 0
-    #: When it is to be asked again; None while it is being asked, and where it is not to be.
+    #: When it is to be asked again; None while it is being asked, and where none is wanted.
     again_at: float | None = None
     #: True if that time counts from the last failure.
     has_fallen: bool = False

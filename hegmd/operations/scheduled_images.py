@@ -162,7 +162,7 @@ class ScheduledImages(BackgroundTasks):
             logger.debug("of the images of %s, %d were removed", series, len(gone))
         except HegmError as error:
             await self._missed(worker, path, error.message)
-        except Exception as bug:  # the edge of one turn: the next is not to be missed for it
+        except Exception as bug:  # the edge of one turn: the next image must not be missed because of it
             logger.exception("the image %s failed inside hegmd", path)
             await self._missed(worker, path, f"{INTERNAL.name}: {type(bug).__name__}: {bug}")
 

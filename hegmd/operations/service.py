@@ -1,7 +1,7 @@
 """Builds and runs everything behind the requests: pool, reservations, executor, runner and services.
 
 Owns the order of the start (the journal is read before a request is accepted, and its reservations are made before an
-agent connects) and of the shutdown. Has no rule of its own.
+agent connects) and of the shutdown. Decides nothing itself.
 
 Longer than 400 lines because each part is created in one place, in the order of their dependencies.
 """

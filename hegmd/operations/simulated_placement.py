@@ -37,7 +37,7 @@ class WorkerPlacement(Protocol):
 
 
 class SimulatedPlacement:
-    """Listens to the workers. `in_hand` tells whether an operation has a process now, `last_place` what one left."""
+    """Listens to the workers. `in_hand` tells whether an operation has a process, `last_place` which GPUs it left."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class SimulatedPlacement:
         except HegmError as error:
             logger.debug("worker %d was not counted: %s", worker.pid, error.message)
             return
-        # A worker that reached no boundary in time has said how many it had passed, and not what it holds.
+        # A worker that reached no boundary in time reported its count of boundaries, but not its memory.
         if worker.size_bytes is None or not (worker.size_bytes or worker.boundary):
             self._due[worker.pid] = anyio.current_time() + EAGER_S
             self._news.set()

@@ -50,8 +50,8 @@ FRESH_S = 0.0
 # missing boundary.
 SURVEY_S = 1.0
 AGENT_SHARE = 0.8
-# The job's own thread measures its state, between two batches, within the limit of the request. A process that is seen
-# stopped twice, this long apart, is not waited for.
+# The job's own thread measures its state, between two batches, within the limit of the request. A process that is
+# stopped at two checks, this long apart, is not waited for.
 _STOPPED_FOR_S = 1.0
 # How long a Python program may take to report its version: the supervisor's limit and the time for the messages.
 ASK_S = 6.0
@@ -131,7 +131,7 @@ class PlanSurvey:
         weighed_within_s: float | None = None,
         respawn: Respawn | None = None,
     ) -> NodeSnapshotForPlan:
-        """Return the node for a plan on those processes, with what they hold now, as far as they answer in time.
+        """Return the node for a plan on those processes, with their current memory if they answer in time.
 
         Only processes of users that `may` accepts are asked. It is called at that moment, since a pid that was unknown
         before may connect meanwhile and belong to another user.
@@ -440,7 +440,7 @@ async def _counts_of(ranks: Sequence[AgentConnection]) -> Counts:
 async def _weigh_one(worker: AgentConnection, within_s: float) -> None:
     """Have one worker report the size of its state. Raises nothing: a failure is stored as a reason against a restart.
 
-    If another request is asking, this waits for it within its own limit.
+    If another request asks them already, wait for its result within the limit of this one.
     """
     with anyio.move_on_after(within_s) as waiting:
         await worker.weighing.acquire()
@@ -474,7 +474,7 @@ async def _ask_weight(worker: AgentConnection, within_s: float) -> None:
 
 
 async def _watch_for_a_stop(pid: int, scope: anyio.CancelScope) -> None:
-    """Cancel that once the process is seen to be stopped twice."""
+    """Cancel that once the process is stopped at two checks."""
     was_stopped = False
     while True:
         await anyio.sleep(_STOPPED_FOR_S)

@@ -1,6 +1,6 @@
 """Suspended operations: their workers stay suspended, and their bytes are spilled to disk on request.
 
-Compares the present state with the wanted one and does what is missing, whenever it is called: when an operation begins
+Each call compares the current state with the wanted one and does what is missing: when an operation begins
 or resumes, when an agent reconnects, and after a start. So a daemon killed at any point needs no special case. The
 order keeps the bytes: first they are on disk, synced and verified; then the agent gets the order to rely on that, and
 closes its descriptor; only then is their memory freed.
@@ -160,7 +160,7 @@ class SuspendedOperations:
                 await self._open_session(op_id, member)
         except HegmError as error:  # the resume tries again, and its caller gets the error
             limited(logger, op_id, logging.WARNING, "operation %s is not prepared: %s", op_id, error.message)
-        except Exception:  # the edge of one preparation: what is wrong here is not to end the daemon
+        except Exception:  # the edge of one preparation: a failure here must not end the daemon
             logger.exception("preparing operation %s failed", op_id)
         finally:
             del self._preparing[op_id]
@@ -187,7 +187,7 @@ class SuspendedOperations:
                 await self._performer.undo_preparation(op, member)
 
     async def _end_preparation(self, op_id: str) -> None:
-        """Wait until the operation is no longer being prepared. A session that is being opened is there then."""
+        """Wait until the operation's preparation has ended. A session that is being opened is there then."""
         preparing = self._preparing.get(op_id)
         if preparing is not None:
             preparing.scope.cancel()

@@ -33,7 +33,7 @@ class SupervisorOrder(Record):
     | `ready` | It prestarts a process, which imports `imports` and waits for a `start` with the same environment. |
     | `unready` | It ends the prestarted process. |
     | `start` | It starts the command again from the state in the descriptor that comes along; each rank from its own. |
-    | `forget` | It expects nothing any longer: the operation is over. |
+    | `forget` | The supervisor expects nothing more: the operation is over. |
     | `give-up` | It stops waiting: the command cannot be started again. The operation keeps the state. |
     | `protect` | It reports a failure of the command with `fell` from now on: the job has a snapshot. |
     | `ask` | It asks the program `python` for its version, in the environment of a start. It starts nothing else. |
@@ -91,10 +91,10 @@ class Supervise(Request, op="supervise", reply=SupervisionEnded, event=Superviso
     each comes before the lock. A launcher leaves no descriptor open for its ranks, so the supervisor gives each rank
     its own memory and the lock.
 
-    The lock's file tells what became of the state. A single process writes `back` once it has restored the state, and
-    `over` after that once it has exited with 0: the state is never used again. Byte 9 becomes `+` once the process has
-    passed boundaries beyond the state. The daemon writes it, or the process itself while its agent has no connection.
-    Ranks have one byte each. The supervisor does not restart a process with a `+`, however it ends.
+    The lock's file records whether the state was restored. A single process writes `back` once it has restored the
+    state, and `over` after that once it has exited with 0: the state is never used again. Byte 9 becomes `+` once the
+    process has passed boundaries beyond the state. The daemon writes it, or the process itself while its agent has no
+    connection. Ranks have one byte each. The supervisor does not restart a process with a `+`, however it ends.
     """
 
     run: str = field("the id of this `hegmctl run`; the agents of its command send the same")

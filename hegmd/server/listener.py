@@ -293,7 +293,7 @@ _LARGE_BYTES = 65_536 * _GID.size  # NGROUPS_MAX groups
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """Return the peer. Raises OSError if the socket has none any longer."""
+    """Return the peer. Raises OSError if the socket has lost its file."""
     pid, uid, gid = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return Peer(pid=pid, uid=uid, gid=gid, groups=_groups_of(connection))
 

@@ -119,7 +119,7 @@ class Session:
             raise PeerGone from error
 
     async def stop(self) -> None:
-        """Tell the peer that the daemon ends, then close. Running requests are cancelled."""
+        """Send the peer the error that the daemon ends, then close. Running requests are cancelled."""
         await self._part(HegmError(UNAVAILABLE, "hegmd is stopping", "connect again when it is back"))
         self._stream.close()
 

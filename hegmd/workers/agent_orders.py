@@ -28,7 +28,7 @@ COPIED = {"offload": "out", "reload": "in", "save": "out"}
 COLLECTIVE = frozenset({"disconnect", "reconnect"})
 # Orders that an agent obeys while its communicators are disconnected or reconnected.
 _BESIDE_COLLECTIVE = MOVING | {"export", "filled", "part"}
-# Orders that an agent answers within a limit of its own, whatever its training does.
+# Orders that an agent answers within its own limit, whatever its training does.
 LIMITED = frozenset({"survey", "weigh", "beforehand", "count", "stacks"}) | COLLECTIVE
 # These wait for no other order, and no other order waits for them: the agent's own thread answers them.
 COUNT, STACKS = "count", "stacks"

@@ -1,9 +1,9 @@
-"""Jobs: which there are, what they are called, and how they ended. They outlive the daemon (`job_file`).
+"""Jobs: their ids, names and ends. They outlive the daemon (`job_file`).
 
 A job is known from the moment at which its `hegmctl run` registers it, or its first agent attends. It has ended once
-its first process has, no agent and no supervisor of it is left, and no operation has it. One that comes back, from an
-image or because an agent connects late, is the same job again. Owns ids and names. What a job does at the moment, and
-on which GPUs, is for `hegmd.operations.job_requests` to say.
+its first process, its agents and its supervisor have ended, and no operation has it. One that comes back, from an image
+or because an agent connects late, is the same job again. Owns ids and names. `hegmd.operations.job_requests` reports
+what a job does at the moment, and on which GPUs.
 
 Longer than 400 lines because all that changes the record of a job is here.
 """
@@ -89,7 +89,7 @@ class Jobs(BackgroundTasks):
         self._by_run: dict[tuple[int, str], int] = {}
         #: Earlier jobs whose first process was gone when this daemon started, until they had time to reconnect.
         self._awaited: set[int] = set()
-        #: Told when a job comes, goes or changes.
+        #: Called when a job is added, removed or changed.
         self.changed = Condition()
         workers.listen(self._on_worker_event)
         supervisors.listen(self._on_supervisor_event)
@@ -275,7 +275,7 @@ class Jobs(BackgroundTasks):
         return job.replace(ended_utc=None, status=None, end=None, name=self._unique(job.name, job))
 
     def _on_worker_event(self, event: str, worker: AgentConnection) -> None:
-        """An agent came or left, or its process ended. Told from the event loop, must not wait."""
+        """An agent came or left, or its process ended. Called in the event loop, must not wait."""
         job = self.of_worker(worker)
         if event == ENDED:
             if job is not None:
@@ -311,7 +311,7 @@ class Jobs(BackgroundTasks):
             self._put(job.replace(has_trained=True))
 
     def _mark_returned(self, job: JobRecord, pid: int, ticks: int) -> None:
-        """A process of it is there: it has not ended, and one without a first process has that one.
+        """A process of it exists: it has not ended, and one without a first process has that one.
 
         An exit status that is known is the job's and is kept, unless an operation ended the process.
         """

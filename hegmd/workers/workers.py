@@ -70,7 +70,7 @@ class AgentConnection:
         self.program = program
         self.about = about
         self.token, self.ended = about.token, False
-        #: How its process ended, in words, if known.
+        #: The end of its process in words, if known.
         self.how_ended: str | None = None
         #: Its GPU, if known; operations and the simulation set it.
         self.gpu: str | None = None

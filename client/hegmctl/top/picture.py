@@ -133,7 +133,7 @@ class Picture:
         self.filter = ""
         #: Why the snapshot is old; empty while the daemon answers.
         self.trouble = ""
-        #: What came of the last command.
+        #: The result of the last command.
         self.notice = ""
         self.section = JOBS
         self._seen = NodeView(0.0, "", (), (), ())

@@ -88,7 +88,7 @@ class _Capture:
     def _refuse(self, what: str, hint: str) -> None:
         self.refusals.append(Refusal(what, hint))
 
-    # ---- the place --------------------------------------------------------------------------------------------------
+    # ---- the place ---------------------------------------------------------------------------------------------------
 
     def _placed(self, place: ThreadPosition, frame: FrameType | None) -> dict[str, Any]:
         driver = capture_points.asked_iterator(frame)
@@ -177,7 +177,7 @@ class _Capture:
         if position["kind"] == "enumerate":
             yield "enumerate", position["index"], None
 
-    # ---- loaders ----------------------------------------------------------------------------------------------------
+    # ---- loaders -----------------------------------------------------------------------------------------------------
 
     def _passes(self, place: ThreadPosition) -> Iterator[dict[str, Any]]:
         if any(found.number not in self._numbers and not found.is_kept_by_loader() for found in passes.all_followed()):
@@ -203,7 +203,7 @@ class _Capture:
         # Numbers of this process's passes are none of theirs.
         yield from ({**taken, "number": -1} for taken in passes.resting)
 
-    # ---- what has a state -------------------------------------------------------------------------------------------
+    # ---- objects with a state ----------------------------------------------------------------------------------------
 
     def _chosen(self, objects: ScriptSearch) -> Iterator[FoundObject]:
         """Yield what to save: what a restarted script will have too; of tensors those that have been written to."""

@@ -91,9 +91,9 @@ class ByteFile:
     mark: str
 
     def write(self, memory_fd: int, size_bytes: int, progress: Progress, *, read_back: bool = True) -> Written:
-        """Have the memory's first bytes in a new file, synced and read back. `progress` counts what is done with.
+        """Have the memory's first bytes in a new file, synced and read back. `progress` counts the bytes that are done.
 
-        Without `read_back` the disk's own word is taken that it has them.
+        Without `read_back`, trust the disk's reply that it has them.
 
         Raises HegmError and OSError; the file is the caller's to take away.
         """

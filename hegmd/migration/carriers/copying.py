@@ -82,7 +82,7 @@ class CopyingCarrier(NoCopy):
     # -- for the carriers ----------------------------------------------------------------------------------------------
 
     async def attach(self, subject: MigratedProcess, route: CopyClient) -> None:
-        """Have the video memory that is held for it as the route's, if that is to be there from the first."""
+        """Give its video memory to the route, if the route needs it from the start."""
 
     async def reach(self, subject: MigratedProcess) -> list[str]:
         """The UUIDs of the GPUs that the copies touch, that of the process first."""
@@ -157,7 +157,7 @@ class CopyingCarrier(NoCopy):
             raise
 
     async def abandon(self, subject: MigratedProcess) -> None:
-        """Let the helper have nothing more to do with it."""
+        """Have the helper drop it."""
         for lane in lanes_of(subject, self.routes):
             route = self.routes.pop(lane, None)
             if route is not None:

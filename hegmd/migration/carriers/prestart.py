@@ -69,7 +69,7 @@ class PrestartService:
         self._prestarts: dict[str, _RequestedPrestart] = {}
 
     async def begin(self, subject: MigratedProcess, size_bytes: int) -> None:
-        """Have it made ready, where that can be and the node has the memory beside a state of that size."""
+        """Prestart it, if that is possible and the node has memory for it besides a state of that size."""
         supervisor = self._supervisors.find(subject.uid, subject.run)
         if (
             supervisor is None
@@ -90,7 +90,7 @@ class PrestartService:
             )
 
     def when(self, supervisor: Supervisor) -> str:
-        """When that one's next process is to be made ready: as its user said, or as it is configured."""
+        """When that one's next process is to be made ready: as its user or the configuration says."""
         return supervisor.offer.ready if supervisor.offer.ready in WHENS else self._ready.when
 
     async def keep(self, supervisor: Supervisor, worker: AgentConnection) -> bool:
@@ -129,7 +129,7 @@ class PrestartService:
         return is_ready
 
     def doing(self, subject: MigratedProcess) -> str | None:
-        """Return what is awaited, and for how long so far; None if nothing is."""
+        """Return what the operation waits for, and for how long so far; None if nothing is."""
         prestart = self._prestarts.get(subject.operation)
         if prestart is None or not prestart.is_awaited:
             return None

@@ -27,7 +27,7 @@ class StateCarrier(Pooled):
         self._readying = readying
 
     async def reserve(self, subject: MigratedProcess, size_bytes: int) -> None:
-        """Hold memory for the state; beside that, the next process is made ready."""
+        """Hold memory for the state; meanwhile the next process is prestarted."""
         await self._readying.begin(subject, size_bytes)
         try:
             await super().reserve(subject, size_bytes)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 NAME = "operations.journal"
-# A journal that has grown by so much since it was last made small is made small again, whatever is under way.
+# A journal that has grown by so much since it was last compacted is compacted again, whatever is running.
 COMPACT_BYTES = 4 * 1024 * 1024
 # Growth that triggers a rewrite before the first record of an operation, when no job is parked for it.
 QUIET_COMPACT_BYTES = 256 * 1024
@@ -50,7 +50,7 @@ class JournalFile:
         self._size_bytes = 0
         self._small_bytes = 0
         self._reserved_bytes = 0
-        #: Why the last write failed; None when it did not.
+        #: Why the last write failed; None if it did not.
         self.trouble: HegmError | None = None
 
     def open(self) -> Reading:
@@ -74,7 +74,7 @@ class JournalFile:
         return reading
 
     def _named(self, broken: JournalBroken) -> JournalBroken:
-        """Name the file in the error, and for a damaged one the commands with which the node goes on without it."""
+        """Name the file in the error, and for a damaged one the commands to start without it."""
         broken.message = broken.message.replace("the journal of operations", f"the journal of operations {self.path}")
         broken.facts["path"] = str(self.path)
         if type(broken) is JournalBroken:
@@ -114,11 +114,11 @@ class JournalFile:
 
     @property
     def is_due(self) -> bool:
-        """Whether it should be rewritten: it has grown a lot, or what is on the disk is not known."""
+        """Whether it should be rewritten: it has grown a lot, or the content on disk is unknown."""
         return self._fd < 0 or self._size_bytes - self._small_bytes > self._compact_bytes
 
     def rewrite(self, histories: Iterable[History]) -> None:
-        """Put a small journal of these in the file's place. Raises HegmError; what is in the file is then as it was."""
+        """Put a small journal of these in the file's place. Raises HegmError; the file's content is then unchanged."""
         data = records.compacted(histories)
         fresh = self.path.with_suffix(".new")
         fd = -1

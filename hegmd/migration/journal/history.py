@@ -1,4 +1,4 @@
-"""All operations and their journal: what is known of an operation is on disk before anything acts on it.
+"""All operations and their journal: each fact about an operation is on disk before anything acts on it.
 
 Owns the histories, the order of writes to the journal's file, and the wait for a disk that cannot be written.
 Operations stop meanwhile, `trouble` says why, and events report its start and end. Decides nothing about an operation,

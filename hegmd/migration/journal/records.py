@@ -57,7 +57,7 @@ class JournalBroken(HegmError):
 
 
 class JournalTooNew(JournalBroken):
-    """A later hegmd has written it: nothing is wrong with it, and nothing of it is guessed at."""
+    """A later hegmd has written it: it is correct, and nothing in it is guessed."""
 
     def __init__(self, version: int) -> None:
         HegmError.__init__(
@@ -98,7 +98,7 @@ class Line(Record):
 
 
 class Entry(Record):
-    """A record: what changed in an operation, or the whole of it."""
+    """A record: the changes to an operation, or the whole operation."""
 
     op: str = field("id of the operation")
     seq: int = field("events that it has taken, this one included")

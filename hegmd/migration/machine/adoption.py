@@ -52,7 +52,7 @@ class DriverProcess(Record):
 
 
 def driver_bytes_bound(own_bytes: int, whole_bytes: Iterable[int | None]) -> int:
-    """Return the most memory that a checkpointed process can need on a GPU, if no journal says what it had.
+    """Return the most memory that a checkpointed process can need on a GPU, if no journal has its size.
 
     Its GPU memory is now in its own memory, so it had at most `own_bytes` plus what the driver creates again. It also
     had at most the largest of `whole_bytes`, the sizes of the GPUs.

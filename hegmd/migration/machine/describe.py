@@ -138,7 +138,7 @@ def waiting(
 
 
 def _waiting_for(op: Operation, member: Member) -> protocol.Wait:
-    """An agent that is not connected; of a restart that may be as it is to be."""
+    """An agent that is not connected; in a restart that can be intended."""
     see = f"read the log of the job and: hegmctl op {op.id}"
     if member.restarts and member.start_count and not member.verified:
         return protocol.Wait(

@@ -40,7 +40,7 @@ def timed(event: Event, after: Operation, now: float) -> Operation:
 def _attempted(
     event: events.PassedBoundary | events.Withdrawn | events.Failed, after: Operation, now: float
 ) -> Operation:
-    """Add the time of a failed attempt to park. Ranks that were parked with it run on to another boundary."""
+    """Add the time of a failed attempt to park. Ranks that were parked with it continue to another boundary."""
     if isinstance(event, events.PassedBoundary) and after.parked_since is not None:
         return after.replace(downtime_s=now - after.parked_since, parked_since=None)
     if event.parked_s and after.parked_since is None:

@@ -103,7 +103,7 @@ class Offload(Effect, tag="offload", ends=("offloaded",), on_cancel=FINISH):
 class Disconnect(Effect, tag="disconnect", ends=("disconnected",), on_cancel=FINISH):
     """Take the communicators with other ranks down. Each rank waits for the others, which get the same order.
 
-    Undone by `reconnect`, whatever of it was done.
+    `reconnect` undoes it, even if it was done in part.
     """
 
     limit_s: float = field("how long it may take; over it this has failed")

@@ -46,12 +46,12 @@ def without_state(op: Operation, name: str) -> Operation:
         op = without_orders(op, one.name).with_worker(departed(one, lost=True).replace(gpu=None, offloaded=False))
     message = f"process {worker.pid} has exited and no copy of its state is left"
     hint = "start the training again, or resume it from its own checkpoint file: a reboot discards saved states"
-    op = op.replace(failure=Failure(code=NOT_FOUND.name, message=message, hint=hint))  # whatever was said of it before
+    op = op.replace(failure=Failure(code=NOT_FOUND.name, message=message, hint=hint))  # whatever was reported before
     return next_effects.reversed_operation(op) if op.direction == FORWARD else op
 
 
 def _has_trained_after_image(op: Operation) -> bool:
-    """Return True if all of a job that has an image were seen to train after it."""
+    """Return True if all workers of a job have trained after its image."""
     return op.is_image_complete and all(worker.verified or worker.has_exited for worker in op.workers)
 
 

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "driver"
 _POLL_INTERVAL_S = 0.05
-# Between the first looks at whether NVML shows a process, which it does 3 ms later than it is so.
+# Between the first checks whether NVML lists a process. NVML's list is 3 ms late.
 _SHOWN_AFTER_S = (0.003, 0.006, 0.012, 0.025)
 _LAST_WORD_S = 5.0
 
@@ -378,8 +378,7 @@ class DriverMethod:
         node = await self._gpus.node()
         return [use.gpu for process in node.processes if process.pid == subject.pid for use in process.gpus]
 
-    # -- processes with a running step
-    # --------------------------------------------------------------------------------------
+    # -- processes with a running step ---------------------------------------------------------------------------------
 
     @contextmanager
     def _marked_in_progress(self, subject: MigratedProcess) -> Generator[None]:

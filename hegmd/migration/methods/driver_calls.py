@@ -44,7 +44,7 @@ _OUT_OF_MEMORY, _NOT_READY, _UNKNOWN = 2, 600, 999
 
 
 class StateMismatch(HegmError):
-    """A step was said to be done, and the process is not in the state that it leads to."""
+    """The driver reported success, and the process is not in the state that the step leads to."""
 
 
 class Steps:
@@ -123,7 +123,7 @@ class Steps:
         await self._call("unlock", subject, expected_s=0.0)
 
     async def expect(self, subject: MigratedProcess, op: str, *states: str) -> str:
-        """The state that it is in: success counts when that is seen to be one of these. Raises Untrue."""
+        """The state that it is in: the call succeeded if the state is then one of these. Raises Untrue."""
         state = await self.state(subject)
         if state not in states:
             raise StateMismatch(

@@ -56,7 +56,7 @@ class Gpus:
         self._names: dict[str, str] = {}
 
     async def node(self) -> Node:
-        """The node as it is now. Raises HegmError when a driver does not answer: an old figure is none."""
+        """The current state of the node. Raises HegmError when a driver does not answer: an old figure is none."""
         began = anyio.current_time()
         node = await self._snapshot()
         logger.debug("node: look took %.1f ms", (anyio.current_time() - began) * 1e3)
@@ -85,7 +85,7 @@ class Gpus:
         return known or (await self.gpu(name)).uuid
 
     def name_of(self, uuid: str) -> str:
-        """Return the name of the GPU if it was seen; otherwise its UUID."""
+        """Return the name of the GPU if it is known; otherwise its UUID."""
         return self._names.get(uuid, uuid)
 
     def turn(self, name: str) -> anyio.Lock:
@@ -129,7 +129,7 @@ def passing_name(operation: str, worker: str) -> str:
 
 
 def staging_in_owner(subject: MigratedProcess) -> str:
-    """Under what name memory is held for a copy of its bytes that goes ahead of it; the pool has them as well."""
+    """Return the owner name of memory for a copy of its bytes that arrives before it; the pool has them as well."""
     return f"{subject.operation}.{subject.name}.ahead"
 
 

@@ -29,7 +29,7 @@ from hegmd.protocol.operations import KEEP_CONTEXT
 _SHOWN_AFTER_S = (0.003, 0.006, 0.012, 0.025, *[0.05] * 40)
 # Without a planned size to compare with, memory is read once, after this time.
 _UNPLANNED_AFTER_S = 0.025
-# The allocator of the process may have grown since it was counted; the rest of its storages has to be free.
+# The allocator of the process may have grown since it was counted; the memory of its other storages has to be free.
 _MAX_KEPT_SHARE = 8
 
 

@@ -46,7 +46,7 @@ _UNLOCK_WITHIN_S = 30.0
 _AGAIN_S = 1.0
 # The driver reports a state once no step is running. A restore copies 8 GB/s, or 1 in the worst case.
 _STEP_OVER_S = 300.0
-# Errors of the driver that were seen to change nothing; after any other, the process may be locked all the same.
+# Errors of the driver that change nothing; after any other, the process may be locked all the same.
 _NOTHING_DONE = frozenset((1, 3, 304, 401, 600))
 
 
@@ -87,7 +87,7 @@ class OtherProcesses:
         """Pause those of the processes that can be paused, during the block. Yields those that still run.
 
         `restored` is the process that is restored onto their GPU meanwhile. A process stopped by a signal does not run
-        anyway. Raises OSError, and HegmError if it cannot be seen whether they exist; then nothing was done.
+        anyway. Raises OSError, and HegmError if it is unknown whether they exist; then nothing was done.
         """
         there = [who for who in processes if who not in but_for and self.is_there(who)]
         fit = [who for who in there if self.max_pause_s and not self.is_stopped(who[0])]
@@ -109,7 +109,7 @@ class OtherProcesses:
 
     @asynccontextmanager
     async def excluded(self, who: ProcessKey) -> AsyncGenerator[None]:
-        """Keep that process unpaused during the block: a lock that is seen meanwhile is not ours."""
+        """Keep that process unpaused during the block: a lock that is found meanwhile is not ours."""
         await self._until_free([who])
         free = self._held[who] = anyio.Event()
         try:
@@ -223,7 +223,7 @@ class OtherProcesses:
             return {}
 
     def is_there(self, who: ProcessKey) -> bool:
-        """Return True if it is still that very process. Raises HegmError if that is hidden."""
+        """Return True if it is still the same process. Raises HegmError if that is hidden."""
         return self._start_ticks(who[0]) == who[1]
 
     def may_be_there(self, who: ProcessKey) -> bool:

@@ -7,7 +7,7 @@ from hegmd.migration.contracts import MigratedProcess, NoCopy, Progress
 
 
 class Pooled(NoCopy):
-    """Memory of the pool, and nothing that has to be ready beside it."""
+    """Memory of the pool, without what a prestart needs."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool

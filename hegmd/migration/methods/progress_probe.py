@@ -1,9 +1,9 @@
 """The visible state of a process during a driver call, and whether that call makes progress.
 
 A call waits for a driver thread inside the process. If a signal or a debugger has stopped the process, the call never
-returns. Otherwise it returns when all bytes are copied, and these are seen to move: into the process's memory, and off
-or onto GPUs. So there are two reasons to give up: threads of the process have been stopped for a while, or the call is
-far over its expected time and no byte has moved for a while. Slow is not stuck.
+returns. Otherwise it returns when all bytes are copied, and their progress is visible: into the process's memory, and
+off or onto GPUs. So there are two reasons to give up: threads of the process have been stopped for a while, or the call
+is far over its expected time and no byte has moved for a while. Slow is not stuck.
 
 Owns these criteria and their messages; the caller of the driver (`driver_calls`) samples and asks. Blocks, and uses no
 clock.
@@ -61,7 +61,7 @@ class ProgressLimits:
 
 
 class WatchedCall:
-    """A call about one process, with the samples so far."""
+    """A call for one process, with the samples so far."""
 
     def __init__(self, op: str, pid: int, expected_s: float, patience: ProgressLimits, now: float) -> None:
         self._op, self._pid, self._expected_s, self._patience = op, pid, expected_s, patience
@@ -70,7 +70,7 @@ class WatchedCall:
         self._last: ProgressSample | None = None
 
     def judge(self, sample: ProgressSample, now: float) -> Stuck | None:
-        """Why it is not to be waited for any longer, if so."""
+        """Why the caller should stop waiting for it, or None."""
         if self._last is None or has_moved(self._last, sample, self._patience.moved_bytes):
             self._last, self._moved = sample, now
         if not sample.stopped:

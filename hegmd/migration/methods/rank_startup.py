@@ -26,7 +26,7 @@ LEFT_BEHIND_S = 10.0
 POLL_INTERVAL_S = 0.5
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
-#: The entry of a rank whose process has ended without ever being seen.
+#: The entry of a rank whose process ended before it was found.
 NO_PROCESS: ProcessKey = (0, 0)
 
 
@@ -39,7 +39,7 @@ class RankPosition:
 
 
 class StartingRank:
-    """A rank of one start, with the processes that claim to be it. `is_alive` tells if that very one exists."""
+    """A rank of one start, with the processes that claim to be it. `is_alive` tells whether the process exists."""
 
     def __init__(self, is_alive: Callable[[ProcessKey], bool] | None = None) -> None:
         self._is_alive = _is_alive if is_alive is None else is_alive

@@ -73,7 +73,7 @@ class _JobStart:
     key: str
     turn: anyio.Lock = field(default_factory=anyio.Lock)
     waiting: int = 0
-    #: Whom it was asked of, which rank of it fell first, and why it failed.
+    #: The supervisor that was asked, the rank that failed first, and why.
     supervisor: Supervisor | None = None
     #: True if this daemon requested the start, so that it receives a report for each rank.
     is_ours: bool = False

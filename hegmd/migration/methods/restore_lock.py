@@ -38,7 +38,7 @@ def claimed(folder: Path, operation: str) -> int:
 def has_finished(folder: Path, operation: str) -> bool:
     """Return True if a process has put the state of that operation back and then ended well. Blocks for a moment.
 
-    Its supervisor has said so where the lock is: that outlives supervisor and daemon.
+    Its supervisor has recorded that in the lock's file: that outlives supervisor and daemon.
     """
     try:
         with lock_path(folder, operation).open("rb") as notes:
@@ -48,7 +48,7 @@ def has_finished(folder: Path, operation: str) -> bool:
 
 
 def was_restored(folder: Path, operation: str) -> bool:
-    """Return True if a process has put that state back, by its own word. Blocks for a moment. Ranks do not say so."""
+    """Return True if a process has reported that it restored that state. Blocks for a moment. Ranks do not say so."""
     try:
         with lock_path(folder, operation).open("rb") as notes:
             return notes.read(len(BACK)) == BACK
@@ -57,7 +57,7 @@ def was_restored(folder: Path, operation: str) -> bool:
 
 
 def has_passed(folder: Path, operation: str, rank: int) -> bool:
-    """Return True if that rank has trained on from its state, by its own word. Blocks for a moment."""
+    """Return True if that rank has reported that it trained from its state. Blocks for a moment."""
     try:
         with lock_path(folder, operation).open("rb") as notes:
             notes.seek(PAST_AT + rank)

@@ -36,7 +36,7 @@ class SimulatedMethod:
             self._memory.hold_what_fits(subject.owner_key, subject.worker.gpu, size_bytes)
 
     async def lock(self, subject: MigratedProcess) -> None:
-        """Nothing of it is on a GPU, so nothing can change there."""
+        """Nothing of it is on a GPU, so that state cannot change."""
 
     async def unlock(self, subject: MigratedProcess) -> None:
         """It was never locked."""

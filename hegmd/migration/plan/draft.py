@@ -30,7 +30,7 @@ class Draft:
     anywhere: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
 
     def against(self, code: Code, message: str, hint: str, *, pid: int | None = None, gpu: str | None = None) -> None:
-        """Record a reason. One that holds for several ranks, such as the driver's version, is recorded once."""
+        """Record a reason. A reason that applies to several ranks, such as the driver's version, is recorded once."""
         reason = Reason(code=code.name, message=message, hint=hint, pid=pid, gpu=gpu)
         if all((known.message, known.hint) != (message, hint) for known in self.reasons):
             self.reasons.append(reason)

@@ -78,11 +78,11 @@ def _against_what_it_uses(candidate: Candidate, who: str) -> Iterator[Against]:
     told = candidate.agent.cuda if candidate.agent is not None else None
     for hazard in told.hazards if told is not None else ():
         if hazard == NCCL_HAZARD and candidate.agent is not None and candidate.agent.communicators is not None:
-            continue  # its agent says how it disconnects them, or why not: communicator_rules
+            continue  # its agent reports how it disconnects them, or why not: communicator_rules
         if hazard in HAZARDS:
             what, hint = HAZARDS[hazard]
             yield REFUSED, f"{who} {what}", hint
-    # Without an agent's word, NCCL's shared memory is taken for communicators that are alive; and those between the
+    # Without a report of an agent, NCCL's shared memory counts as live communicators; and those between the
     # GPUs of one process are in no list that an agent could read.
     if (
         (told is None or len(candidate.gpus) > 1)
@@ -105,7 +105,7 @@ def against_moving(gpu: GpuMemory) -> Iterator[Against]:
 
 
 def against_memory(snapshot: NodeSnapshotForPlan, candidate: Candidate, driver_bytes: int) -> Iterator[Against]:
-    """Why the bytes that the driver puts into the process's own memory would be the end of it, or of others."""
+    """Return why the kernel would kill it or others once the driver puts its bytes into the process's own memory."""
     growth_bytes = candidate.around.cgroup_free_bytes
     if growth_bytes is not None and growth_bytes < driver_bytes:
         message = (

@@ -1,4 +1,4 @@
-"""Which processes move: those that were named and the rest of their jobs, with the reasons against parking each. Pure.
+"""Which processes move: the named ones and the others of their jobs, with the reasons against parking each. Pure.
 
 A job moves as a whole: its ranks would wait for each other, and processes that started each other may share memory that
 the driver restores only together.
@@ -43,7 +43,7 @@ def _rank(candidate: Candidate) -> int:
 
 
 def members_named(draft: Draft) -> Iterator[Candidate]:
-    """The processes that were named, and with each the others that move with it."""
+    """The named processes, each with the others that move with it."""
     visited: set[int] = set()
     for pid in draft.request.pids:
         candidate = candidate_of(draft.snapshot, pid)

@@ -271,7 +271,7 @@ def why_not_better(reasons: Sequence[Reason]) -> str:
 
 
 def offer(reasons: Sequence[Reason], members: Sequence[Candidate]) -> tuple[Reason, ...]:
-    """The same reasons; where the job has a supervisor and is not busy, with the way that is open to it."""
+    """The same reasons; if the job has a supervisor and is not busy, with the possible method."""
     pids = [candidate.pid for candidate in members if candidate.supervisor is not None]
     if not pids or not reasons or any(reason.code == BUSY.name for reason in reasons):
         return tuple(reasons)

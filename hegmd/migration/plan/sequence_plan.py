@@ -109,7 +109,7 @@ def planned_swap(snapshot: NodeSnapshotForPlan, first: int, second: int) -> Outc
     there, here = one.gpus[0], other.gpus[0]
     if there == here:
         return (_against(f"{first} and {second} are both on {here}", "see hegmctl ps"),)
-    if other in members_of(snapshot, one):  # which moves as one: two steps would each take all of it along
+    if other in members_of(snapshot, one):  # which moves as one: two steps would each move all of it
         placement = {str(first): here, str(second): there}
         found = planned(snapshot, PlanRequest(kind=MIGRATE, pids=(first, second), placement=placement))
         return (found,) if isinstance(found, MigrationPlan) else found

@@ -1,8 +1,9 @@
 """Performs one effect and returns the event that ends it: the path from operations to workers, methods, carriers.
 
-One function for each effect, named after it. Effects on bytes and GPUs are here; agent orders and images are in the
-modules beside. A missing function is a bug, not a failure. Decides nothing: the machine interprets the event, and the
-operation names the worker's method and carrier. Every function may be called twice and then finds its work done.
+One function for each effect, named after it. Effects on bytes and GPUs are here; agent orders and images are in other
+modules of this package. A missing function is a bug, not a failure. Decides nothing: the machine interprets the event,
+and the operation names the worker's method and carrier. Every function may be called twice and then finds its work
+done.
 
 Longer than 400 lines because each effect on bytes and GPUs has its function here.
 """
@@ -141,7 +142,7 @@ class EffectExecutor:
         """Perform the effect and return the event that ends it. Raises only cancellation, which leaves the effect to
         `inspect`.
 
-        `heard` is the number of the connection that the operation knows. Only `inspect` uses another: what happened to
+        `heard` is the number of the connection that the operation uses. Only `inspect` uses another: what happened to
         the worker since is unknown.
         """
         member = op.worker(effect.worker)

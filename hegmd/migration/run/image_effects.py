@@ -42,7 +42,7 @@ class ImageEffects:
         """Write the rest of the image from the pool. First release what carriers still reserve on the job's GPU."""
         for each in op.workers:
             if each.pool_bytes and each.carrier in self._cast.carriers:
-                with suppress(HegmError):  # it is given back with the memory, and said then
+                with suppress(HegmError):  # it is returned with the memory, and logged then
                     await self._cast.carriers[each.carrier].abandon(self._cast.subject(op, each))
         await self._cast.imager_for(member).seal(op, tell)
         return events.Sealed(**effect.ending())

@@ -46,7 +46,7 @@ class Participants:
         self.slot_for = slot_for
 
     def is_alive(self, member: Member) -> bool:
-        """Return True if the process is there still, and no other one under its pid."""
+        """Return True if the process still exists and its pid was not reused."""
         return self._start_ticks(member.pid) == member.start_ticks
 
     def connection(self, member: Member) -> int | None:
@@ -129,7 +129,7 @@ class Participants:
 
 
 def _respawn(op: Operation) -> Respawn:
-    """Return how it is started: in a rollback as it was started before."""
+    """Return how it is started: in a rollback with its former command."""
     if op.respawn is None or op.direction != FORWARD:
         return Respawn()
     return Respawn(dict(op.respawn.set), op.respawn.unset, op.respawn.python)

@@ -123,7 +123,7 @@ class Runner:
         self._ended: dict[str, OperationTask] = {}
         #: Operations that ended under this daemon, by kind, method and result.
         self.ended_counts: Counter[tuple[str, str, str]] = Counter()
-        self.over: Callable[[], object] = lambda: None  # called whenever an operation has come to its end
+        self.over: Callable[[], object] = lambda: None  # called whenever an operation has ended
         self._tasks: anyio.abc.TaskGroup | None = None
 
     # -- up and down ---------------------------------------------------------------------------------------------------
@@ -152,8 +152,7 @@ class Runner:
         running.enqueue(first)
         self._tasks.start_soon(self._drive, running, name=f"operation {running.op.id}")
 
-    # -- requests
-    # -------------------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     def next_id(self) -> str:
         return self._ledger.next_id()
@@ -225,8 +224,7 @@ class Runner:
             event = event.replace(finished=True, why="it ended")
         running.enqueue(event, worker.connection)
 
-    # -- views
-    # ----------------------------------------------------------------------------------------------------------
+    # -- views ---------------------------------------------------------------------------------------------------------
 
     def history(self, op_id: str) -> History:
         """Return one operation and its story. Raises NOT_FOUND."""

@@ -101,7 +101,7 @@ class NvidiaProvider:
         self._linked: frozenset[tuple[str, bool | None]] | None = None
         self._listed: dict[str, tuple[dict[str, ProcessEntries | None], tuple[ProcessUse, ...]]] = {}
 
-    # ---- the contract -----------------------------------------------------------------------------------------------
+    # ---- the contract ------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
         with self._alone():
@@ -163,7 +163,7 @@ class NvidiaProvider:
         if nvml is not None:
             nvml.close()
 
-    # ---- what a failure of the whole library means ------------------------------------------------------------------
+    # ---- what a failure of the whole library means -------------------------------------------------------------------
 
     def _missing(self) -> DeviceAbsent:
         cards = self._host.cards()
@@ -201,7 +201,7 @@ class NvidiaProvider:
             "compare with nvidia-smi, and read the kernel log: sudo dmesg | grep -i nvrm",
         )
 
-    # ---- a snapshot -------------------------------------------------------------------------------------------------
+    # ---- a snapshot --------------------------------------------------------------------------------------------------
 
     def _read(self, nvml: Nvml) -> VendorSnapshot:
         self._read_events(nvml)
@@ -306,7 +306,7 @@ class NvidiaProvider:
         for index, state, words in silent:
             card = self._last_at.get(index)
             if card is None or card.uuid in present:
-                card = _GpuProperties(f"GPU-unknown-at-index-{index}")  # it never said who it is
+                card = _GpuProperties(f"GPU-unknown-at-index-{index}")  # it never reported its UUID
             present.add(card.uuid)
             history = self._history_of(card.uuid)
             history.is_lost = history.is_lost or state == "lost"
@@ -327,7 +327,7 @@ class NvidiaProvider:
             )
         return gpus
 
-    # ---- XID events and links ---------------------------------------------------------------------------------------
+    # ---- XID events and links ----------------------------------------------------------------------------------------
 
     def _history_of(self, uuid: str) -> ErrorHistory:
         return self._histories.setdefault(uuid, ErrorHistory())
@@ -359,7 +359,7 @@ class NvidiaProvider:
         else:
             self._linked = present
 
-    # ---- processes --------------------------------------------------------------------------------------------------
+    # ---- processes ---------------------------------------------------------------------------------------------------
 
     def _uses(self, uuid: str, lists: dict[str, ProcessEntries | None]) -> tuple[ProcessUse, ...]:
         """Return the processes on one card. Unchanged ones are the same objects as before."""

@@ -1,4 +1,4 @@
-"""The health of an NVIDIA GPU: what its driver counts and reports, weighed and put into words.
+"""The health of an NVIDIA GPU: a verdict from what its driver counts and reports.
 
 Pure: facts in, a Health record out. `failed` means that jobs fail or a reset is needed; `warn` needs attention. A job's
 own mistakes (an illegal address is an XID too) are noted only. Without facts the state is unknown. Every note is a

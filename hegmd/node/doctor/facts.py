@@ -86,7 +86,7 @@ class NodeFacts:
     # The only CRIU that is used, where one is configured.
     criu: Path | None = None
     group: str = "hegm"
-    # Host memory that is ready for the next suspend, and as much as is configured.
+    # Host memory that is ready for the next suspend, and the configured amount.
     ready_bytes: int = 0
     ready_wanted_bytes: int = 0
     # The directories of programs, and those of the interpreters that jobs may use.

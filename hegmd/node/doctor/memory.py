@@ -86,7 +86,7 @@ def host(facts: NodeFacts) -> CheckResult:
 
 
 def ready(facts: NodeFacts) -> CheckResult:
-    """As much host memory is ready for the next suspend as is configured."""
+    """Check that the configured host memory is ready for the next suspend."""
     wanted_bytes, ready_bytes = facts.ready_wanted_bytes, facts.ready_bytes
     if not wanted_bytes:
         return skip("pool.ready_bytes is 0: allocating host memory for a suspend takes up to 0.2 s for each GiB")

@@ -1,6 +1,6 @@
 """One blocking call in a thread that may never return, and whose answer counts even if it is late.
 
-The loop waits for a job as long as it likes, leaves it, and checks it again later. So a vendor's library that takes two
+The loop waits for a job for a limited time, leaves it, and checks it again later. So a vendor's library that takes two
 seconds where one was allowed still delivers its answer, and one that hangs costs one thread and two descriptors.
 `hegmd.system.threads` is for work whose late answer is useless. anyio's worker threads suit neither, because the
 interpreter waits for them at exit.

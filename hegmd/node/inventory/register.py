@@ -35,7 +35,7 @@ class _RegisteredGpu:
 
 
 class GpuRegister:
-    """Every GPU that was ever seen, and its processes."""
+    """Every GPU that the daemon has found so far, and its processes."""
 
     def __init__(self) -> None:
         self._cards: dict[str, _RegisteredGpu] = {}

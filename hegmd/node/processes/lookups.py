@@ -89,7 +89,7 @@ class Lookups:
         )
 
     def read(self, request: LookupRequest) -> None:
-        """Look all of it up, and forget unknown processes. May block without limit."""
+        """Look up each of them, and forget other processes. May block without limit."""
         for key in self._commands.keys() - request.known:
             del self._commands[key]
         for pid, start_ticks, name in request.commands:

@@ -61,7 +61,7 @@ class Descriptor:
     owner: tuple[int, int] = (0, 0)  # user and group
     is_locked: bool = False
     refers_to: int = 0  # the process of a pidfd; -1 if it has ended
-    trouble: str | None = None  # why nothing else is known of it
+    trouble: str | None = None  # why its other facts are unknown
 
     @property
     def is_deleted(self) -> bool:
@@ -110,7 +110,7 @@ class Tree:
 
 
 def silent(_what: str) -> None:
-    """A `tell` for callers that do not need it."""
+    """A `tell` that does nothing."""
 
 
 def read_tree(root: int, *, proc_root: str = "/proc", tell: Tell = silent) -> Tree:

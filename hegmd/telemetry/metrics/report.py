@@ -83,7 +83,7 @@ class Tallies:
     #: Running operations by state: OPERATION_STATES.
     operations_now: Mapping[str, int] = field(default_factory=dict[str, int])
     jobs: Sequence[JobTally] = ()
-    #: Jobs and leases that share GPUs, by what they do.
+    #: Jobs and leases that share GPUs, by state.
     sharing: Mapping[str, int] = field(default_factory=dict[str, int])
     recovery: RecoveryTally = field(default_factory=lambda: RecoveryTally({}))
 

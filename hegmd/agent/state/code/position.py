@@ -190,7 +190,7 @@ class ThreadPosition:
         return found
 
 
-# ---- what an iterator has given so far ------------------------------------------------------------------------------
+# ---- items that an iterator has returned -----------------------------------------------------------------------------
 
 
 def look_into(iterator: Any, taken: int, loader_of: Any) -> dict[str, Any]:

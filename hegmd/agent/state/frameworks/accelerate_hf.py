@@ -35,7 +35,7 @@ _OF_TRAINER = (
 _KNOWN_METHODS = ("_init_training_state", _EPOCH, _BATCHES, "_load_rng_state")
 
 
-# ---- accelerate -----------------------------------------------------------------------------------------------------
+# ---- accelerate ------------------------------------------------------------------------------------------------------
 
 
 def look_ahead(generator: Any) -> tuple[Any, int] | None:
@@ -85,7 +85,7 @@ def _put_accelerate(taken: list[dict[str, Any]]) -> None:
                 loader.iteration = iteration
 
 
-# ---- capture --------------------------------------------------------------------------------------------------------
+# ---- capture ---------------------------------------------------------------------------------------------------------
 
 
 def is_own(frame: FrameType) -> bool:
@@ -195,7 +195,7 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-# ---- in a restarted script ------------------------------------------------------------------------------------------
+# ---- in a restarted script -------------------------------------------------------------------------------------------
 
 
 class Resuming:
@@ -216,7 +216,7 @@ class Resuming:
         """Have its Trainers begin in the middle. `module` is transformers.trainer."""
         kind = module.Trainer
         if not all(hasattr(kind, name) for name in _KNOWN_METHODS):
-            return  # nothing was taken of such a one
+            return  # nothing was saved of such an object
         begin, run_epoch = kind._init_training_state, kind._run_epoch
 
         def _init_training_state(

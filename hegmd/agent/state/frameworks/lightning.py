@@ -186,7 +186,7 @@ def _is_bar(callback: Any) -> bool:
     )
 
 
-# ---- in a restarted script ------------------------------------------------------------------------------------------
+# ---- in a restarted script -------------------------------------------------------------------------------------------
 
 
 class Resuming:
@@ -203,10 +203,10 @@ class Resuming:
             meet(f"{base}.trainer.trainer", self.meet)
 
     def meet(self, module: Any) -> None:
-        """Let its Trainers start without what was done before: the first evaluation, the start of the epoch."""
+        """Have its Trainers start without the work done before: the first evaluation, the start of the epoch."""
         trainer, fit = module.Trainer, sys.modules[f"{module.__name__.rpartition('.trainer.')[0]}.{_FIT}"]._FitLoop
         if not all(hasattr(fit, name) for name in _KNOWN):
-            return  # nothing was taken of such a one
+            return  # nothing was saved of such an object
         check, start = trainer._run_sanity_check, fit.on_advance_start
 
         def _run_sanity_check(found: Any) -> None:

@@ -47,7 +47,7 @@ def samplers_of(sampler: Any) -> list[Any]:
 
 
 def data_of(loader: Any, path: Any) -> list[Any]:
-    """Return what has changed in its datasets since the first pass there; workers get them as they are now."""
+    """Return what has changed in its datasets since the first pass there; workers get their current values."""
     if not loader.num_workers:
         return []
     found = enumerate(datasets_of(loader.dataset))

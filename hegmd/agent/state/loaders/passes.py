@@ -1,4 +1,4 @@
-"""One pass over a loader: what is recorded at its start, and what is saved of it.
+"""One pass over a loader: the values recorded at its start, and those saved of it.
 
 A pass is a function of the random states at its start and of its sampler. So the states are recorded when it starts,
 and again when its sampler is first asked. The restarted script sets them at the same two moments (`rebuild`).
@@ -152,7 +152,7 @@ class Iteration:
         self._is_remade = before is not None and not before.are_of(loader.dataset)
         _read_at[path] = dataset_identity.DatasetSources(loader.dataset)
 
-    # ---- as it begins -----------------------------------------------------------------------------------------------
+    # ---- as it begins ------------------------------------------------------------------------------------------------
 
     def begin(self, loader: Any, make: Callable[[Any], Any]) -> Any:
         """Let the loader make its iterator, or begin again with the one it keeps, and follow it."""
@@ -203,7 +203,7 @@ class Iteration:
         """Record the states when the sampler is about to be asked for the first time."""
         self._first = states_of(self.gathered)
 
-    # ---- as it is taken ---------------------------------------------------------------------------------------------
+    # ---- while it runs -----------------------------------------------------------------------------------------------
 
     def made_until(self, index: int) -> list[int]:
         """Return how many batches before that one each worker has made in this pass."""

@@ -49,7 +49,7 @@ def capture(
     """Return the plain values; under "anew" what starts over, and under "unseen" what was too large to search.
 
     `held` maps the address of each object with a state of its own to a reference. `kept` are names under which the
-    script keeps objects itself. `changed` are variables that `baseline` has seen to change. `drift` has all other
+    script keeps objects itself. `changed` are variables whose change `baseline` has observed. `drift` has all other
     former values.
     """
     return _Capture(frames, held, kept, changed, drift).taken
@@ -168,7 +168,7 @@ class _Capture:
                     saved["values"][name] = (form, SHARED)
 
     def _choose_seen(self, spot: ReentryFrame, chosen: dict[str, Any], live: set[str]) -> None:
-        """Choose variables that were seen to change, such as by a library, and those that change when they are read."""
+        """Choose variables whose changes were observed, such as by a library, or that change when they are read."""
         mentioned = spot.changes.mentions(spot.region)
         values: dict[str, Any] = dict(spot.frame.f_locals)
         for name, value in values.items():

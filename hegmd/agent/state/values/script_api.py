@@ -194,7 +194,7 @@ class Registrations:
         return self.global_step() * self._batches_per_step // self._steps_per_epoch
 
     def misfits(self, state: dict[str, Any], optimizers: list[Any]) -> list[str]:
-        """Return why this cannot be restored into the script as it is now; empty if it can. Changes nothing."""
+        """Return why this cannot be restored into the current script; empty if it can. Changes nothing."""
         found = [
             f"the state has a value for hegm.keep({name!r}), but the script did not call it before its first batch"
             for name in state["kept"]
