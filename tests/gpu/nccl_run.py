@@ -8,8 +8,8 @@ the undisturbed one, bit for bit. A hegmd of its own does the moves.
 
 With --agent-only there is none: this program parks both ranks, has their agents disconnect, calls the driver for both,
 and has them reconnect, which proves the agent and the driver without the daemon. FILE has all results as JSON after
-each step, so that a run that is cut still tells what it saw. Without a GPU, --agent-only is a rehearsal: the ranks use
-gloo, and no driver is called.
+each step, so that a run that is cut still tells what it saw, and the daemon's log is beside it. Without a GPU,
+--agent-only is a rehearsal: the ranks use gloo, and no driver is called.
 
 Longer than 400 lines because the daemon's run and the agents' run share the trainings and their check.
 """
@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,6 +39,7 @@ from hegmctl.running import nccl_settings, prepare
 from hegmd.errors import HegmError
 from hegmd.protocol.messages import AgentReport
 from tests.e2e.scripted_daemon import AgentConnected, Gone, ScriptedDaemon
+from tests.gpu.bench_suspend import ready_bytes
 from tests.gpu.image_run import UNPACKED, criu_settings
 from tests.gpu.moves_node import ROOT, Gpus, Node, WentWrongError, until
 
@@ -285,9 +287,13 @@ class OwnDaemon:
         self._folder.mkdir()
 
     def run(self, held: ExitStack) -> None:
-        ready = f"ready_bytes = {self._asked.ready_gib << 30}\n"  # among the settings of the pool, which come first
+        self._ready_bytes = self._asked.ready_gib << 30
+        ready = f"ready_bytes = {self._ready_bytes}\n"  # among the settings of the pool, which come first
+        if self._ready_bytes:
+            ready += 'ready_helper = "contexts"\n'
         criu = criu_settings(UNPACKED if UNPACKED.exists() else None)
-        node = held.enter_context(Node(self._folder, settings=f"{ready}{criu}"))
+        node = held.enter_context(Node(self._folder, log_level="debug", settings=f"{ready}{criu}"))
+        held.callback(shutil.copyfile, self._folder / "hegmd.log", self._asked.out.with_suffix(f".{self._name}.log"))
         run = [sys.executable, "-m", "hegmctl", "run", "--no-daemon-start", "--"]
         job = RankedJob(self._name, self._folder, self._asked, node.environ(), run)
         held.callback(job.close)
@@ -300,13 +306,18 @@ class OwnDaemon:
             on = [int(word[-1]) for word in to.split(",")]
             self._step(node, job, f"exchange {number + 1}", ["migrate", str(job.pids()[0]), "--to", to], on)
         on = [int(word[-1]) for word in (ways[-1] if ways else "gpu0,gpu1").split(",")]
-        self._step(node, job, "suspend", ["suspend", str(job.pids()[0])], [])
+        self._suspend(node, job, "suspend")
         self._step(node, job, "resume", ["resume", str(job.pids()[0])], on)
-        self._step(node, job, "suspend again", ["suspend", str(job.pids()[0])], [])
+        self._suspend(node, job, "suspend again")
         other = ",".join(f"gpu{gpu}" for gpu in reversed(on))
         self._step(node, job, "resume there", ["resume", str(job.pids()[0]), "--to", other], on[::-1])
         if self._asked.images:
             self._image(node, job, on, other)
+
+    def _suspend(self, node: Node, job: RankedJob, step: str) -> None:
+        """Suspend the ranks, into ready memory if that was asked for."""
+        until(lambda: ready_bytes(node) >= self._ready_bytes, "that all memory is ready", READY_WITHIN_S)
+        self._step(node, job, step, ["suspend", str(job.pids()[0])], [])
 
     def _image(self, node: Node, job: RankedJob, on: list[int], other: str) -> None:
         """Into an image, which ends the job, and back from it onto the exchanged GPUs."""
