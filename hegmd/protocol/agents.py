@@ -25,6 +25,11 @@ _SPOT, _SPAN = struct.Struct("<QQQ"), struct.Struct("<QQQQ")
 NO_HANDLE = (1 << 64) - 1
 
 
+def not_connected(pid: int) -> str:
+    """Return the message for a process whose agent is not connected."""
+    return f"the agent of process {pid} is not connected"
+
+
 class Order(Record):
     """An order of the daemon to an agent. The agent answers each order with `agent.report`, except `leave`.
 

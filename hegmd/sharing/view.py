@@ -22,6 +22,7 @@ from hegmd.migration.plan.planner import planned
 from hegmd.node.gpu_sets import gpus_of
 from hegmd.operations.job_requests import JobOperationsOf
 from hegmd.operations.survey import PlanSurvey
+from hegmd.protocol.agents import not_connected
 from hegmd.protocol.snapshots import HEALTHY
 from hegmd.sharing import model
 from hegmd.sharing.history import UNKNOWN_SWITCH_S, History
@@ -299,8 +300,9 @@ class SharingView:
         self, record: JobRecord, node: NodeSnapshotForPlan, pids: tuple[int, ...], workers: Sequence[AgentConnection]
     ) -> SuspendOptions:
         """Plan how a running job can leave its GPUs."""
-        if not all(worker.connected for worker in workers):
-            return SuspendOptions("its agent is not connected")
+        away = [worker.pid for worker in workers if not worker.connected]
+        if away:
+            return SuspendOptions(not_connected(away[0]))
         whole = planned(node, PlanRequest(kind=SUSPEND, pids=pids))
         kept = planned(node, PlanRequest(kind=SUSPEND, pids=pids, keep_context=True))
         stays = stays_by_gpu(kept) if isinstance(kept, MigrationPlan) else None
@@ -374,7 +376,7 @@ class SharingView:
         for member in members:
             worker = self._workers.find(member.pid)
             if member.has_agent and not member.is_absent and (worker is None or not worker.connected):
-                return f"the agent of process {member.pid} is not connected"
+                return not_connected(member.pid)
         return ""
 
     def _starting(

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 import anyio
 
 from hegmd.errors import DISCONNECTED, REFUSED, HegmError
+from hegmd.protocol.agents import not_connected
 from hegmd.protocol.messages import AgentReport, Order
 from hegmd.workers.order_link import OrderLink, PendingOrder
 
@@ -51,7 +52,7 @@ class AgentAway(HegmError):
     def __init__(self, pid: int, what: str) -> None:
         super().__init__(
             DISCONNECTED,
-            f"the agent in process {pid} is not connected: {what}",
+            f"{not_connected(pid)}: {what}",
             "wait for it to reconnect; if it does not, run: hegmctl ps, and read the output of the job",
             {"pid": pid},
         )

@@ -100,7 +100,7 @@ def _job(random: Random, job_id: str, gpus: list[str], free: dict[str, int]) -> 
         preempts_others=random.random() < 0.7,
         turn_s=random.choice((0.0, 0.0, 10.0, 40.0)),
         switch_s=random.choice((0.2, 1.0, 4.0)),
-        hindrance="its agent is not connected" if random.random() < 0.1 else "",
+        hindrance="the agent of process 4711 is not connected" if random.random() < 0.1 else "",
         retry_at_s=_retry(random),
     )
 
@@ -163,7 +163,7 @@ def _disturb(node: Node, random: Random, job_id: str, at_s: float) -> None:
             node.change(job_id, **changes)
 
     if what == 0:
-        node.at(at_s, lambda: change(hindrance="its agent is not connected"))
+        node.at(at_s, lambda: change(hindrance="the agent of process 4711 is not connected"))
         node.at(at_s + for_s, lambda: change(hindrance=""))
     elif what == 1:
         node.at(at_s, lambda: change(retry_at_s=at_s + for_s))

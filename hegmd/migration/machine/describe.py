@@ -19,6 +19,7 @@ from hegmd.migration.machine.operation import BACK, CHECKPOINT, FOR_AGENT, FORWA
 from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.machine.wording import resuming
 from hegmd.protocol import operations as protocol
+from hegmd.protocol.agents import not_connected
 
 
 def description(
@@ -150,10 +151,7 @@ def _waiting_for(op: Operation, member: Member) -> protocol.Wait:
             why=f"process {member.pid} has saved its state and is exiting",
             next=f"wait: its supervisor restarts it once it has exited; if it does not exit, {see}",
         )
-    return protocol.Wait(
-        why=f"the agent of process {member.pid} is not connected",
-        next=f"wait for it to reconnect; if it does not, {see}",
-    )
+    return protocol.Wait(why=not_connected(member.pid), next=f"wait for it to reconnect; if it does not, {see}")
 
 
 def _is_stopped_for_image(op: Operation) -> bool:

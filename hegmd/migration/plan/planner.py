@@ -34,6 +34,7 @@ from hegmd.migration.plan.estimate import DRIVER, SIMULATED
 from hegmd.migration.plan.forecast import expected
 from hegmd.migration.plan.members import NVIDIA, can_be_stopped, in_rank_order, members_named
 from hegmd.node.gpu_sets import gpus_of, place_of
+from hegmd.protocol.agents import not_connected
 from hegmd.protocol.operations import BY_DRIVER, WORKER, PlannedProcess, Reason
 
 # A suspend that leaves more than this share of the bytes where they are would not be worth the name.
@@ -125,7 +126,7 @@ def planned_resume(
             continue
         if candidate is None or (candidate.agent is None and worker.has_agent):
             hint = "wait some seconds for it to connect; if it does not, read the log of the job"
-            draft.against(REFUSED, f"the agent of process {worker.pid} is not connected", hint, pid=worker.pid)
+            draft.against(REFUSED, not_connected(worker.pid), hint, pid=worker.pid)
             continue
         members.append(candidate)
         _place_suspended(draft, worker, candidate)

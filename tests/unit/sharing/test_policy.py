@@ -122,7 +122,7 @@ def test_a_job_that_was_suspended_a_moment_ago_comes_back_a_moment_later() -> No
     "change",
     [
         {"is_preemptible": False},
-        {"hindrance": "its agent is not connected"},
+        {"hindrance": "the agent of process 4711 is not connected"},
         {"retry_at_s": NOW + 5},
         {"state": BUSY},
         {"state": ARRIVING},
@@ -230,13 +230,13 @@ def test_every_waiting_job_shows_what_happens_next() -> None:
         running("j1", 60, since_s=NOW - 10),
         suspended("j2", 60),
         queued("j3", 200),
-        replace(suspended("j4"), hindrance="its agent is not connected"),
+        replace(suspended("j4"), hindrance="the agent of process 4711 is not connected"),
     ]
     told = {waiting.subject: waiting for waiting in explain(node(gpu("gpu0", 20), *jobs, pending(10)), NOW)}
     assert told["l1"].next == "its memory is kept on gpu0, which had 10 GiB free for it"
     assert (told["j2"].waits, told["j2"].next) == ("until the turn of j1 ends in 20 s", "it resumes on gpu0")
     assert told["j3"].waits == "200.0 GiB on a GPU: gpu0 has at most 80.0 GiB for jobs"
-    assert told["j4"].waits == "its agent is not connected"
+    assert told["j4"].waits == "the agent of process 4711 is not connected"
 
 
 def test_what_can_never_fit_is_told_with_who_has_the_rest() -> None:
