@@ -82,7 +82,7 @@ class Job:
     turn_s: float = 0.0
     #: What one suspension and one resumption of it cost, measured or estimated.
     switch_s: float = 1.0
-    #: Why the policy can do nothing with it and does not count on it, in words, such as "the agent of process 4711 is not connected".
+    #: Why the policy can do nothing with it and does not count on it, in words.
     hindrance: str = ""
     #: The policy does nothing with it and does not count on it before this instant. None if no action failed lately.
     retry_at_s: float | None = None
