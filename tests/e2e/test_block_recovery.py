@@ -15,7 +15,7 @@ import pytest
 
 from hegmctl.connection import Connection, connect
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.moved_job import SCRIPTS
+from tests.e2e.moved_job import BARE, SCRIPTS, environment
 from tests.looks import pause
 from tests.needs import need_torch
 from tests.patience import HANG_S
@@ -23,6 +23,8 @@ from tests.patience import HANG_S
 pytestmark = [pytest.mark.e2e]
 need_torch()
 
+RUN = [sys.executable, "-m", "hegmctl", "run", "--ranks"]
+SCRIPT = [sys.executable, str(SCRIPTS / "block_ranks.py")]
 STEPS, SOFT_LIMIT_S = "24", "10"
 
 EXCEPTION = "rank=1,step=3,kind=exception"
@@ -44,12 +46,10 @@ def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
         yield running
 
 
-def _started(daemon: RunningDaemon, ranks: int, faults: str = "", *options: str) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "hegmctl", "--socket", str(daemon.socket_path), "run", "--ranks", str(ranks)]
-    script = [sys.executable, str(SCRIPTS / "block_ranks.py"), STEPS, SOFT_LIMIT_S]
+def _started(daemon: RunningDaemon, ranks: int, faults: str = "", steps: str = STEPS) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*words, *options, "--", *script],
-        env={**os.environ, "HEGM_FAULT": faults},
+        [*RUN, str(ranks), "--", *SCRIPT, steps, SOFT_LIMIT_S],
+        env={**environment(daemon.socket_path), **BARE, "HEGM_FAULT": faults},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -103,10 +103,10 @@ def test_a_rank_that_ends_while_its_job_is_suspended_for_others_is_started_again
     """The other rank returned into memory that a lease had, and was killed as it did not join the new one in time."""
     limit_s, out, errors = "1", tmp_path / "out", tmp_path / "errors"
     with RunningDaemon(tmp_path, "--simulate", "1x4MiB") as daemon, connect(str(daemon.socket_path)) as hegmd:
-        words = [sys.executable, "-m", "hegmctl", "--socket", str(daemon.socket_path), "run", "--ranks", "2"]
-        script = [sys.executable, str(SCRIPTS / "block_ranks.py"), "100000", limit_s, "gloo", "64", "0.02"]
+        words = [*RUN, "2", "--gpu", "gpu0", "--", *SCRIPT, "100000", limit_s, "gloo", "64", "0.02"]
         with out.open("w") as told, errors.open("w") as noted:
-            job = subprocess.Popen([*words, "--gpu", "gpu0", "--", *script], stdout=told, stderr=noted)
+            environ = {**environment(daemon.socket_path), **BARE}
+            job = subprocess.Popen(words, env=environ, stdout=told, stderr=noted)
         try:
             _until(lambda: _steps(out) > 3 and len(_on_gpu(hegmd)) == 2)
             lease = hegmd.make_room(4 << 20, until_free=True).lease
@@ -127,10 +127,9 @@ def test_a_rank_that_ends_while_its_job_is_suspended_for_others_is_started_again
             job.wait()
     (tmp_path / "alone").mkdir()
     with RunningDaemon(tmp_path / "alone") as daemon:
-        steps = str(_steps(out) + 1)
-        script = [sys.executable, str(SCRIPTS / "block_ranks.py"), steps, SOFT_LIMIT_S]
-        words = [sys.executable, "-m", "hegmctl", "--socket", str(daemon.socket_path), "run", "--ranks", "2", "--"]
-        expected = subprocess.run([*words, *script], stdout=subprocess.PIPE, text=True, check=True).stdout
+        alone = _started(daemon, 2, steps=str(_steps(out) + 1))
+        expected, alone_errors = alone.communicate(timeout=HANG_S)
+        assert alone.returncode == 0, alone_errors
     assert _losses(out.read_text()) <= _losses(expected), errors.read_text()
 
 

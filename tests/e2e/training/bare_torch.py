@@ -22,7 +22,7 @@ META = "torch._meta_registrations"  # what operators do without numbers, and wit
 
 
 class Hollow:
-    """Finds and loads modules in the places of these, with two functions and nothing else."""
+    """Finds and loads modules in the places of these, with the few functions that are called, and nothing else."""
 
     @classmethod
     def find_spec(cls, name, _path=None, _target=None):
@@ -41,6 +41,7 @@ class Hollow:
         module.disable = disable
         module.graph_break = graph_break
         module.utils = SimpleNamespace(get_optimize_ddp_mode=get_optimize_ddp_mode)
+        module.trace_rules = SimpleNamespace(clear_lru_cache=clear_lru_cache)
 
 
 def disable(function, recursive=True, *, reason=None, wrapping=True):
@@ -54,6 +55,10 @@ def graph_break():
 def get_optimize_ddp_mode():
     """What ranks ask of the compiler, and what it answers where it was told nothing."""
     return "ddp_optimizer"
+
+
+def clear_lru_cache():
+    """Ranks that meet have the compiler forget what it had derived without them."""
 
 
 def begin_generators():
