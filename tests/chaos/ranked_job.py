@@ -22,7 +22,7 @@ from hegmctl.connection import Connection
 from tests.chaos.jobs import PATIENCE_S
 from tests.chaos.node import mentioning
 from tests.e2e.agented import SCRIPTS, undisturbed
-from tests.e2e.forked import started
+from tests.e2e.forked import TORCHRUN, started
 from tests.e2e.handed_job import ImageJob
 from tests.e2e.moved_job import BARE, environment
 from tests.e2e.references import TWO_RANKS
@@ -38,7 +38,7 @@ class RankedJob:
     def __init__(self, folder: Path, socket_path: Path) -> None:
         self._losses = folder / "losses"
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the job
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        launcher = [*TORCHRUN, str(RANKS)]
         words = [sys.executable, "-m", "hegmctl", "run", "--gpu", "gpu0,gpu1", "--", sys.executable, *launcher]
         self.process = started(
             [*words, SCRIPT, str(self._losses)],

@@ -17,7 +17,7 @@ from types import TracebackType
 import psutil
 from typing_extensions import Self
 
-from tests.e2e.forked import started_daemon
+from tests.e2e.forked import PreloadedPython, forks_daemon, hegmd_python, started_daemon
 from tests.patience import HANG_S
 
 READY_WITHIN_S = HANG_S
@@ -37,6 +37,8 @@ class RunningDaemon:
         self._arguments = arguments
         self._simulate = simulate and "--simulate" not in arguments
         self._environ = environ or {}
+        self._was_started = False
+        self._python: PreloadedPython | None = None
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the daemon
 
     def __enter__(self) -> Self:
@@ -48,6 +50,8 @@ class RunningDaemon:
         if error is not None:  # pytest shows it with the failure
             sys.stderr.write(self.log_text())
         self.log.close()
+        if self._python is not None:
+            self._python.close()
         self._give_back_memory()
 
     def _give_back_memory(self) -> None:
@@ -71,7 +75,11 @@ class RunningDaemon:
         self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._notify.bind(str(address))
         environ = {**os.environ, **self._environ, "NOTIFY_SOCKET": str(address)}
-        self.process = started_daemon(self.command(), env=environ, stderr=self.log, forks=self.forks)
+        if self._was_started and self._python is None and self.forks and not forks_daemon(environ):
+            self._python = hegmd_python(environ)  # which takes as long as one start, and there may be twenty
+        self._was_started = True
+        python = self._python
+        self.process = started_daemon(self.command(), env=environ, stderr=self.log, forks=self.forks, python=python)
         watch = os.pidfd_open(self.process.pid)
         try:
             self._await_ready(self._notify, watch)

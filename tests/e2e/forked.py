@@ -29,7 +29,10 @@ from tests.patience import HANG_S
 
 PRELOADED = Path(__file__).with_name("preloaded.py")
 RUN = [sys.executable, "-m", "hegmctl", "run"]
+# What goes before a script, and the number of its ranks before that.
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
 HEGMD = [sys.executable, "-m", "hegmd"]
+WITH_HEGMD = ("--no-torch", "hegmd.app", "anyio._backends._asyncio")
 MESSAGE_BYTES = 1 << 17
 ENDS_WITHIN_S = HANG_S
 
@@ -191,7 +194,7 @@ def preloaded_python(environ: Mapping[str, str], *modules: str) -> Iterator[None
 @contextmanager
 def preloaded_hegmd() -> Iterator[None]:
     """From here on, daemons are forked from a Python with hegmd, which has this environment."""
-    with _kept(PreloadedPython(os.environ, "--no-torch", "hegmd.app", "anyio._backends._asyncio"), _with_hegmd):
+    with _kept(hegmd_python(os.environ), _with_hegmd):
         yield
 
 
@@ -205,11 +208,26 @@ def _kept(python: PreloadedPython, there: list[PreloadedPython]) -> Iterator[Non
         python.close()
 
 
+def hegmd_python(environ: Mapping[str, str]) -> PreloadedPython:
+    """A Python of one's own with hegmd, for daemons whose Python has to start with that environment."""
+    return PreloadedPython(environ, *WITH_HEGMD)
+
+
+def forks_daemon(environ: Mapping[str, str]) -> bool:
+    """Whether a daemon with that environment is forked from the Python that all tests share."""
+    return bool(_with_hegmd) and _with_hegmd[-1].starts_alike(environ)
+
+
 def started_daemon(
-    words: Sequence[str], *, env: Mapping[str, str], stderr: IO[str], forks: bool
+    words: Sequence[str], *, env: Mapping[str, str], stderr: IO[str], forks: bool, python: PreloadedPython | None = None
 ) -> subprocess.Popen[bytes] | Forked:
-    """Start that command: forked, if it may be and is `python -m hegmd`; else as any program."""
-    if forks and list(words[:3]) == HEGMD and _with_hegmd and _with_hegmd[-1].starts_alike(env):
+    """Start that command: forked, if it may be and is `python -m hegmd`; else as any program.
+
+    `python`: from which it is forked; else from the Python that all tests share, if that has started alike.
+    """
+    if python is None and forks_daemon(env):
+        python = _with_hegmd[-1]
+    if forks and list(words[:3]) == HEGMD and python is not None:
         folders = filter(None, env.get("LD_LIBRARY_PATH", "").split(os.pathsep))
         libraries = [str(path) for path in (Path(folder, LIBRARY) for folder in folders) if path.exists()]
         wanted = {
@@ -220,7 +238,7 @@ def started_daemon(
             "libraries": libraries,
             "session": False,
         }
-        return Forked(_with_hegmd[-1], wanted, subprocess.DEVNULL, sys.__stdout__, stderr)
+        return Forked(python, wanted, subprocess.DEVNULL, sys.__stdout__, stderr)
     return subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, stderr=stderr)
 
 
@@ -266,9 +284,13 @@ def forked_by(words: Sequence[str], env: Mapping[str, str], cwd: Path | None) ->
         prepare(environ, environ["HEGM_SOCKET"], given.get("--name"), given.get("--gpu"))
         environ = {**nccl_settings(None), **environ}
         words = tail
+    launched = {}
+    if tuple(words[:4]) == (sys.executable, *TORCHRUN):
+        launched, words = {"ranks": int(words[4])}, [sys.executable, *words[5:]]
     if len(words) < 2 or words[0] != sys.executable or not words[1].endswith(".py"):
         return None
     return {
+        **launched,
         "argv": list(words[1:]),
         "environment": environ,
         "folder": str(cwd or Path.cwd()),

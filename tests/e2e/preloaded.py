@@ -6,6 +6,8 @@ leaves its state and where, and whether all that it computes is recorded. Answer
 agent, the agent is mounted in the child as the injected `sitecustomize` would have, and meets what is imported already;
 everything of it that follows is as in any worker.
 
+With `ranks` it forks that many from a launcher, which is to them what torchrun is.
+
 With `--socket FD` it reads from that socket, where the descriptors of a script come along, answers at once with its pid
 and later with its status, and has many at a time (forked.py).
 """
@@ -147,6 +149,8 @@ def run(wanted: dict) -> None:
     try:
         if "module" in wanted:
             run_module(wanted)
+        if "ranks" in wanted:
+            launch(wanted["ranks"])
         signal.alarm(wanted.get("limit_s", MAX_S))
         recorder = begin_record(wanted["record"])
         script = types.ModuleType("__main__")
@@ -181,6 +185,31 @@ def run_module(wanted: dict) -> None:
     sys.argv = wanted["argv"]
     runpy.run_module(wanted["module"], run_name="__main__", alter_sys=True)
     sys.exit(0)
+
+
+def launch(ranks: int) -> None:
+    """Fork ranks, and come back in each of them. Here is their store, and all of them end once one has failed."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    living: set[int] = set()
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            of_all = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), **of_all, **where})
+            return
+        living.add(pid)
+    _store = sys.modules["torch.distributed"].TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    has_failed = False
+    while living:
+        pid, status = os.wait()
+        living.discard(pid)
+        if status and not has_failed:
+            has_failed = True
+            for other in living:
+                os.kill(other, signal.SIGTERM)
+    os._exit(int(has_failed))
 
 
 def open_streams(wanted: dict) -> None:

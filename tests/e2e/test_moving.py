@@ -148,7 +148,7 @@ def is_as_undisturbed(argv: list[str], printed: str) -> None:
 def test_ranks_stop_at_one_boundary_and_move_as_one(daemon: RunningDaemon, tmp_path: Path) -> None:
     script = str(SCRIPTS / "ranks.py")
     launched = ["-m", "torch.distributed.run", "--nproc-per-node", "2", script]
-    with Job(daemon, [*launched, str(tmp_path / "moved")], "--gpu", "gpu0") as job:
+    with Job(daemon, [*launched, str(tmp_path / "moved")], "--gpu", "gpu0", forks=False) as job:
         with job.connect() as hegmd:
             while len(ranks := [process for process in hegmd.processes().processes if process.gpus]) < 2:
                 assert job.process.poll() is None
