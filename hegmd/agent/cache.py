@@ -7,10 +7,12 @@ memory at its next step, and fail if another process has taken it all. So it is 
 storages, while the reservation is the process's own.
 
 Records how much memory that was, and in which runs: the space between the storages, by stream. Each run is allocated as
-one piece. All pieces are held until the last storage is allocated, and are then freed into the allocator's cache. So
-whatever fitted there before fits again. Memory that cannot be allocated is counted and is no error: the storages are
-there, and the GPU may have free memory in time. The allocator's statistics count these pieces as memory in use for a
-moment.
+one piece. What the allocator adds to each large storage is no run: were it taken a second time, other runs would find
+no room, and the job would grow with each move. Small runs come first, because all of them together are little and no
+large one can replace them. All pieces are held until the last storage is allocated, and are then freed into the
+allocator's cache. So whatever fitted there before fits again. Memory that cannot be allocated is counted and is no
+error: the storages are there, and the GPU may have free memory in time. The allocator's statistics count these pieces
+as memory in use for a moment.
 
 If the allocator reports no segments (cudaMallocAsync), all is one run. Private pools of CUDA graphs stay.
 """
@@ -142,32 +144,37 @@ def runs_between(segments: list[cuda_state.Segment], holes: list[tuple[int, int]
         free_from, end = segment.address, segment.address + segment.size_bytes
         while at < len(holes) and sum(holes[at]) <= free_from:
             at += 1
-        inside = at
+        inside, is_own = at, False
         while inside < len(holes) and holes[inside][0] < end:
-            found += _run(segment, holes[inside][0] - free_from)
+            found += _run(segment, holes[inside][0] - free_from, is_own=is_own)
             free_from = max(free_from, sum(holes[inside]))
+            is_own = is_own or holes[inside][1] >= _LARGE_BYTES
             inside += 1
-        found += _run(segment, end - free_from)
+        found += _run(segment, end - free_from, is_own=is_own)
     return found
 
 
-def _run(segment: cuda_state.Segment, size_bytes: int) -> list[Run]:
-    """Return that piece of the segment; none if the allocator could not use it."""
-    least_bytes = 1 if segment.is_small else _SMALL_BYTES + 1
+def _run(segment: cuda_state.Segment, size_bytes: int, *, is_own: bool) -> list[Run]:
+    """Return that piece of the segment; none if the allocator could not use it.
+
+    `is_own`: a large storage precedes it, whose own segment ends with up to 2 MiB that nobody asked for.
+    """
+    least_bytes = 1 if segment.is_small else _UNIT_BYTES if is_own else _SMALL_BYTES + 1
     if size_bytes < least_bytes:
         return []
     return [Run(segment.device, segment.stream, size_bytes, is_small=segment.is_small)]
 
 
 def most_runs(found: list[Run]) -> list[Run]:
-    """Return large runs first. Merges the smallest of very many, by stream; small ones by the MiB."""
-    large = sorted((run for run in found if not run.is_small), key=lambda run: run.size_bytes, reverse=True)
-    kept = large[:MAX_RUNS]
-    for (device, stream), size_bytes in _by_stream(large[MAX_RUNS:]).items():
-        kept.append(Run(device, stream, size_bytes, is_small=False))
+    """Return small runs, by the MiB, and then large ones. Merges the smallest of very many, by stream."""
+    kept: list[Run] = []
     for (device, stream), size_bytes in _by_stream([run for run in found if run.is_small]).items():
         count = min(MAX_RUNS, -(-size_bytes // _SMALL_BYTES))
         kept += [Run(device, stream, _SMALL_BYTES, is_small=True) for _ in range(count)]
+    large = sorted((run for run in found if not run.is_small), key=lambda run: run.size_bytes, reverse=True)
+    kept += large[:MAX_RUNS]
+    for (device, stream), size_bytes in _by_stream(large[MAX_RUNS:]).items():
+        kept.append(Run(device, stream, size_bytes, is_small=False))
     return kept
 
 

@@ -50,6 +50,13 @@ def test_what_the_allocator_could_not_use_is_no_run() -> None:
     assert (run.size_bytes, run.is_small) == (512, True)
 
 
+def test_what_the_allocator_adds_to_a_large_storage_comes_back_with_it_and_is_no_run() -> None:
+    """Such a rest is usable, so it was taken a second time, and the small runs found no room."""
+    held = [segment(0, 66 * MIB), segment(100 * MIB, 20 * MIB)]
+    assert sizes(runs_between(held, [(0, 64 * MIB + 16 * 1024), (100 * MIB, 9 * MIB)])) == [11 * MIB]
+    assert sizes(runs_between(held, [(0, 64 * MIB), (100 * MIB, 9 * MIB)])) == [2 * MIB, 11 * MIB]
+
+
 def test_of_very_many_runs_the_smallest_are_made_as_one_for_each_stream() -> None:
     many = [segment(number << 32, (20 + number) * MIB, stream=number % 2) for number in range(MAX_RUNS + 4)]
     runs = most_runs(runs_between(many, []))
@@ -58,10 +65,10 @@ def test_of_very_many_runs_the_smallest_are_made_as_one_for_each_stream() -> Non
     assert sizes(runs[-2:]) in ([(20 + 22) * MIB, (21 + 23) * MIB], [(21 + 23) * MIB, (20 + 22) * MIB])
 
 
-def test_small_ones_are_made_by_the_mib_after_the_large_ones() -> None:
+def test_small_ones_are_made_by_the_mib_before_the_large_ones() -> None:
     held = [segment(0, 2 * MIB, small=True, stream=7), segment(8 * MIB, 2 * MIB, small=True, stream=7)]
     runs = most_runs(runs_between([*held, segment(64 * MIB, 20 * MIB)], [(0, MIB // 2)]))
-    assert [(run.size_bytes, run.is_small, run.stream) for run in runs] == [(20 * MIB, False, 0), *[(MIB, True, 7)] * 4]
+    assert [(run.size_bytes, run.is_small, run.stream) for run in runs] == [*[(MIB, True, 7)] * 4, (20 * MIB, False, 0)]
 
 
 @in_one_test("seed", range(20))
