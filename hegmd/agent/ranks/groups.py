@@ -1,8 +1,10 @@
 """The communicator groups of a generation: connected again for each, and ended from another thread if one fails.
 
 gloo's own abort ends no wait (torch 2.13), so the sockets that gloo opened in this process are shut down, which ends
-each wait within a millisecond. NCCL's communicators are aborted by their backends. Ranks that joined later have other
-ProcessGroups than those that lived on, so each generation makes new ones, and wraps the model again.
+each wait within a millisecond. NCCL's communicators are aborted by their backends, each once and by one thread at a
+time: two threads that abort or destroy one communicator corrupt the heap of the process (PyTorch 2.11). Ranks that
+joined later have other ProcessGroups than those that lived on, so each generation makes new ones, and wraps the model
+again.
 
 DDP puts gradients into buckets, in another order after its first step. With three ranks or more that order decides how
 sums are rounded, so a generation that begins later is given the final buckets at once.
@@ -13,6 +15,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+import threading
 
 from ..group_backend import NCCL, abort_backend, backends_of, kind_of
 from ..notes import note
@@ -39,6 +42,8 @@ class Groups:
         self._is_connecting = self._is_connected = False
         self._wrapped: list[Any] = []
         self._former: list[Any] = []
+        self._ending = threading.Lock()
+        self._aborted: list[Any] = []
         #: The order of parameters in DDP's buckets after its first step, if it is known.
         self.layout: Layout | None = None
 
@@ -80,7 +85,16 @@ class Groups:
                         connection.shutdown(socket.SHUT_RDWR)
             except OSError as error:
                 note(f"socket {fd} was not shut down: {error}")
+        if _nccl_backends():
+            with self._ending:
+                self._abort_nccl()
+
+    def _abort_nccl(self) -> None:
+        """Abort the communicators of this generation that are not aborted yet."""
         for backend in _nccl_backends():
+            if any(backend is one for one in self._aborted):
+                continue
+            self._aborted.append(backend)
             try:
                 abort_backend(backend)
             except Exception as error:  # noqa: BLE001 - the other ones are to be aborted all the same
@@ -103,11 +117,14 @@ class Groups:
         c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
         self._former = [] if c10d is None else list(c10d._world.pg_map)
         distributed: Any = sys.modules.get("torch.distributed")
-        if distributed is not None and distributed.is_available() and distributed.is_initialized():
-            try:
-                distributed.destroy_process_group()
-            except Exception as error:  # noqa: BLE001 - it was aborted, and is forgotten all the same
-                note(f"a group was not destroyed: {error!r}")
+        with self._ending:
+            if distributed is not None and distributed.is_available() and distributed.is_initialized():
+                self._abort_nccl()  # a communicator with a failed rank cannot be destroyed in peace
+                try:
+                    distributed.destroy_process_group()
+                except Exception as error:  # noqa: BLE001 - it was aborted, and is forgotten all the same
+                    note(f"a group was not destroyed: {error!r}")
+            self._aborted.clear()
 
     # ---- DDP --------------------------------------------------------------------------------------------------------
 
