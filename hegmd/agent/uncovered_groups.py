@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _MAPS = "/proc/self/maps"
 _NCCL_FILE = "libnccl.so"
+_WHEEL_FOLDER = "/nvidia/nccl/lib"
 _WRAPPER = "_ProcessGroupWrapper"
 # Libraries that connect GPUs on their own, and their products. PyTorch maps libnvshmem_host without using it.
 _FOREIGN_FILES = {"deep_ep": "DeepEP", "libmscclpp": "MSCCL++"}
@@ -38,8 +39,15 @@ _REGISTERING = ("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "NCCL_USE_TENSO
 
 
 def loaded() -> list[str]:
-    """Return the paths of all copies of NCCL that are mapped into this process."""
-    return _mapped(_NCCL_FILE)
+    """Return the paths of all copies of NCCL that this process may use.
+
+    PyTorch loads the copy of its wheel by its path, also if another one is preloaded, which then answers all calls.
+    """
+    copies = _mapped(_NCCL_FILE)
+    preloaded = {os.path.realpath(path) for path in os.environ.get("LD_PRELOAD", "").replace(":", " ").split()}
+    if preloaded.isdisjoint(copies):
+        return copies
+    return [path for path in copies if path in preloaded or not path.rpartition("/")[0].endswith(_WHEEL_FOLDER)]
 
 
 def reasons(torch: Any, groups: list[GroupBackend], library: Library | None) -> list[str]:
@@ -96,8 +104,8 @@ def _registered(torch: Any, alive: frozenset[type[object]]) -> Iterator[str]:
 
 def _foreign(torch: Any, alive: frozenset[type[object]]) -> Iterator[str]:
     """Yield communicators that torch.distributed does not list."""
-    mapped = {path: path.rpartition("/")[2] for path in _mapped(_NCCL_FILE, *_FOREIGN_FILES)}
-    copies = [path for path, name in mapped.items() if name.startswith(_NCCL_FILE)]
+    mapped = {path: path.rpartition("/")[2] for path in _mapped(*_FOREIGN_FILES)}
+    copies = loaded()
     if len(copies) > 1:
         yield f"{len(copies)} copies of NCCL are loaded ({', '.join(copies)}), so another library has communicators"
     for path, name in mapped.items():

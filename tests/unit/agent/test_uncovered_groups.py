@@ -121,6 +121,20 @@ def test_a_second_copy_of_nccl_is_another_librarys(tmp_path: Path) -> None:
     assert copies[1] in reason
 
 
+def test_the_copy_of_pytorchs_wheel_is_not_used_beside_a_preloaded_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = set(uncovered_groups.loaded())
+    copies: list[str] = []
+    for folder in ("newer", "site-packages/nvidia/nccl/lib"):
+        (tmp_path / folder).mkdir(parents=True)
+        copies.append(str(build_stub("nccl", tmp_path / folder)))
+        ctypes.CDLL(copies[-1])
+    assert set(uncovered_groups.loaded()) - known == set(copies)
+    monkeypatch.setenv("LD_PRELOAD", f"/usr/lib/libother.so:{copies[0]}")
+    assert set(uncovered_groups.loaded()) - known == {copies[0]}
+
+
 PYNCCL = "vllm.distributed.device_communicators.pynccl"
 
 
