@@ -156,8 +156,8 @@ def drain(trial: Trial, kinds: tuple[str, ...]) -> None:
 def exchange(trial: Trial, carrier: str | None = None) -> None:
     """One process on two GPUs: each device goes to where the other was, and back."""
     job, before = trial.job("two"), trial.look()
-    for _ in range(2):
-        trial.migrate(job, "gpu1,gpu0", carrier)
+    for places in ("gpu1,gpu0", "gpu0,gpu1"):  # in the order of the process's devices
+        trial.migrate(job, places, carrier)
         trial.arrived(job, (0, 1), before)
     _was_carried_by(trial, carrier or KINDS["two"].carrier)
 

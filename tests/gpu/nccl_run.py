@@ -37,7 +37,7 @@ from typing import Any
 
 from hegmctl.running import nccl_settings, prepare
 from hegmd.errors import HegmError
-from hegmd.protocol.messages import AgentReport
+from hegmd.protocol.messages import AgentReport, Migrate
 from tests.e2e.scripted_daemon import AgentConnected, Gone, ScriptedDaemon
 from tests.gpu.bench_suspend import ready_bytes
 from tests.gpu.image_run import UNPACKED, criu_settings
@@ -50,6 +50,19 @@ READY_WITHIN_S, STEP_WITHIN_S, ORDER_WITHIN_S, REFERENCE_WITHIN_S = 120.0, 60.0,
 # How many boundaries later than the one that was told last both ranks can surely stop at.
 AHEAD = 25
 LOCK_MS = 10_000
+# The phases of an exchange in which the daemon or its helper is killed.
+KILLED_IN = (
+    "reserving",
+    "counting",
+    "quiescing",
+    "measuring",
+    "disconnecting",
+    "locking",
+    "checkpointing",
+    "restoring",
+    "reloading",
+    "releasing",
+)
 KINDS = {
     "ddp": ("ddp",),
     "ddp-views": ("ddp", "views"),
@@ -142,7 +155,7 @@ class RankedJob:
         self._errors.seek(0)
         return self._errors.read()[-3000:]
 
-    def is_whole(self, reference: RankedJob, more: int = 20) -> int:
+    def is_whole(self, reference: RankedJob, more: int) -> int:
         """It trains on, and each loss is the undisturbed one; how many. Raises WentWrongError."""
         self.wait_for(self.steps() + more, STEP_WITHIN_S)
         count = self.steps()
@@ -264,7 +277,7 @@ class AgentsAlone:
         in_parallel(lambda agent: done(agent, "release", restored=driver is not None), agents)
         job.wait_for(steps + 1, STEP_WITHIN_S)
         times["first_step_s"] = round(time.monotonic() - marks[-1], 3)
-        lines = job.is_whole(self._reference)
+        lines = job.is_whole(self._reference, self._asked.steps_between)
         self._results.note(self._name, step, **times, **taken, losses_equal=lines, memory_mib=memory_of(job))
 
 
@@ -311,6 +324,9 @@ class OwnDaemon:
         self._suspend(node, job, "suspend again")
         other = ",".join(f"gpu{gpu}" for gpu in reversed(on))
         self._step(node, job, "resume there", ["resume", str(job.pids()[0]), "--to", other], on[::-1])
+        for who in filter(None, self._asked.kills.split(",")):
+            for phase in KILLED_IN:
+                self._killed(node, job, who, phase)
         if self._asked.images:
             self._image(node, job, on, other)
 
@@ -318,6 +334,36 @@ class OwnDaemon:
         """Suspend the ranks, into ready memory if that was asked for."""
         until(lambda: ready_bytes(node) >= self._ready_bytes, "that all memory is ready", READY_WITHIN_S)
         self._step(node, job, step, ["suspend", str(job.pids()[0])], [])
+
+    def _killed(self, node: Node, job: RankedJob, who: str, phase: str) -> None:
+        """The daemon, or its GPU helper, is killed in that phase of an exchange, which is then completed or undone."""
+        began, seen = time.monotonic(), dict[str, Any]()
+        try:
+            before = [node.gpu_of(pid) for pid in job.pids()]
+            to = ",".join(f"gpu{gpu}" for gpu in reversed(before))
+            reply = node.ask(Migrate(pids=(job.pids()[0],), to=to, wait=False))
+            assert reply.operation is not None
+            seen["in"] = node.reach(reply.operation.id, phase)
+            if who == "daemon":
+                node.kill()
+                node.start()
+            elif helper := node.helper_pid():
+                os.kill(helper, signal.SIGKILL)
+            ended = node.rest(reply.operation.id)
+            seen.update(phase=ended.phase, failure=ended.failure and ended.failure.message)
+            if ended.phase not in {"done", "rolled-back", "cancelled"}:
+                raise WentWrongError(f"after a kill of the {who} in {phase} the operation is {ended.phase}")
+            on = before[::-1] if ended.phase == "done" else before
+            if (now := [node.gpu_of(pid) for pid in job.pids()]) != on:
+                raise WentWrongError(f"the ranks are on {now} and not on {on}")
+            seen["losses_equal"] = job.is_whole(self._reference, self._asked.steps_between)
+            for pid in job.pids():
+                node.wait_for_agent(pid)
+        except (WentWrongError, HegmError) as error:
+            seen.update(wrong=str(error)[:1500], log=node.log_tail(60).splitlines())
+        self._results.note(self._name, f"kill {who}", took_s=round(time.monotonic() - began, 1), **seen)
+        if job.has_ended:
+            raise WentWrongError(f"the job is gone: {job.error_text()}")
 
     def _image(self, node: Node, job: RankedJob, on: list[int], other: str) -> None:
         """Into an image, which ends the job, and back from it onto the exchanged GPUs."""
@@ -345,7 +391,7 @@ class OwnDaemon:
                 if places != wanted:
                     raise WentWrongError(f"the ranks are on {places} and not on {wanted}")
             if on:
-                seen["losses_equal"] = job.is_whole(self._reference)
+                seen["losses_equal"] = job.is_whole(self._reference, self._asked.steps_between)
                 seen["memory_mib"] = memory_of(job)
         except (WentWrongError, HegmError, subprocess.TimeoutExpired) as error:
             seen["wrong"] = str(error)[:1500]
@@ -403,9 +449,11 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--agent-only", action="store_true", help="without a hegmd")
     parser.add_argument("--gib", type=float, default=1.0, help="weights, gradients and moments of each rank")
     parser.add_argument("--ready-gib", type=int, default=0, help="ready memory of the pool, for suspends")
+    parser.add_argument("--kills", default="", metavar="WHO", help="kill the daemon, helper or both in each phase")
     parser.add_argument("--images", action="store_true", help="into an image and back as well; takes CRIU")
     parser.add_argument("--rounds", type=int, default=4, help="so many exchanges of each kind")
     parser.add_argument("--reference-steps", type=int, default=REFERENCE_STEPS, help="steps of the undisturbed run")
+    parser.add_argument("--steps-between", type=int, default=20, help="steps that are compared after each command")
     parser.add_argument("--pace-s", type=float, default=PACE_S, help="pause after each step of the job that is moved")
     asked = parser.parse_args(argv)
     if unknown := [kind for kind in asked.kinds if kind not in KINDS]:
