@@ -173,14 +173,14 @@ def result_of(run: Run, case: Case, expected: Steps) -> str:
     else:
         run.strike(case.strike)
     run.until(lambda: run.process.poll() is not None, "its end")
-    status, told = run.process.returncode, set(run.lines())
-    if not told <= expected:
-        raise UnexpectedEnd(f"{len(told - expected)} losses differ, such as {min(told - expected)}")
+    status, lines = run.process.returncode, set(run.lines())
+    if not lines <= expected:
+        raise UnexpectedEnd(f"{len(lines - expected)} losses differ, such as {min(lines - expected)}")
     if case.is_end and len(run.pids()) == run.world:
         return f"ended with status {status}"
     wanted = {line for line in expected if line[1] <= run.last_step}
-    if status or told != wanted:
-        raise UnexpectedEnd(f"status {status}, {len(told)} of {len(wanted)} steps: {run.said()}")
+    if status or lines != wanted:
+        raise UnexpectedEnd(f"status {status}, {len(lines)} of {len(wanted)} steps: {run.said()}")
     if len(run.pids()) == run.world:
         raise UnexpectedEnd("it did not fail")
     return "exact"

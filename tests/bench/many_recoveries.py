@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     out.write(json.dumps(asdict(samples[-1])) + "\n")
             run.have_it_end()
             run.until(lambda: run.process.poll() is not None, "its end")
-            told = run.lines()
+            lines = run.lines()
         finally:
             run.end()
         asked.steps = run.last_step
@@ -124,11 +124,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             alone.end()
     problems = grown(samples)
-    if run.process.returncode or set(told) != expected:
-        problems.append(f"status {run.process.returncode}; {len(set(told) ^ expected)} steps differ")
+    if run.process.returncode or set(lines) != expected:
+        problems.append(f"status {run.process.returncode}; {len(set(lines) ^ expected)} steps differ")
     took = sorted(sample.next_step_s for sample in samples)
     print(
-        f"{len(samples)} recoveries, {len(told)} steps made, {len(expected)} different ones, all equal: {not problems}"
+        f"{len(samples)} recoveries, {len(lines)} steps made, {len(expected)} different ones, all equal: {not problems}"
     )
     print(f"SIGKILL to the next step: median {took[len(took) // 2]} s, longest {took[-1]} s")
     print("\n".join([json.dumps(asdict(samples[0])), json.dumps(asdict(samples[-1])), *problems]))

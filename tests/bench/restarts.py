@@ -230,8 +230,8 @@ class _Launched:
     def last_words(self) -> str:
         """The end of what was said on standard error."""
         self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace").strip().splitlines()
-        return said[-1][:160] if said else f"ended with {self._process.poll()}"
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1][:160] if lines else f"ended with {self._process.poll()}"
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
@@ -241,8 +241,8 @@ def _table(ways: Sequence[Way], found: Mapping[str, Sequence[Outcome]]) -> str:
     lines = ["| script | by | " + " | ".join(COLUMNS) + " |", "|---|---|" + "---|" * len(COLUMNS)]
     for name, outcomes in found.items():
         for way, outcome in zip(ways, outcomes, strict=True):
-            told = " | ".join(_word(value) for value in outcome[: len(COLUMNS)])
-            lines.append(f"| {name} | {way.name} | {told} |")
+            text = " | ".join(_word(value) for value in outcome[: len(COLUMNS)])
+            lines.append(f"| {name} | {way.name} | {text} |")
     return "\n".join(lines)
 
 

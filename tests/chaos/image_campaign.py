@@ -188,7 +188,7 @@ class ImageCampaign:
 
     def _go_on(self, cell: ImageCell, job: ImageJob, *, alive: bool) -> str:
         """Bring it back from the image where there is one, and see it train."""
-        said = ""
+        message = ""
         if self._image.is_dir() and (cell.command == LEFT or not alive):
             if alive:
                 end_all(population_of(read_tree(job.pid).pids))
@@ -196,13 +196,13 @@ class ImageCampaign:
             self._await_gone()
             self._command("restore", str(self._image), "--truncate-outputs")
             self.tally.restored += 1
-            said = ", restored"
+            message = ", restored"
         job.await_steps(len(job.losses) + 2)
         self._node.await_video_memory_of(job.workers)
         if self._image.is_dir():
             shutil.rmtree(self._image)
         self._await_nothing_left(job.pid, alive=True)
-        return said
+        return message
 
     def _lose(self, job: ImageJob) -> str:
         """It was killed itself before there was an image: that is so with any program."""

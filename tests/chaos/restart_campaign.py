@@ -138,8 +138,8 @@ class RestartCampaign:
 
     def _go_on(self, op: Operation, job: RestartedJob) -> str:
         """Go on from the state that is held, by the command that was printed; how the operation ended."""
-        told = "" if op.failure is None else f"{op.failure.message} {op.failure.hint}"
-        job.go_on(told)
+        text = "" if op.failure is None else f"{op.failure.message} {op.failure.hint}"
+        job.go_on(text)
         self.tally.resumed += 1
         until = monotonic() + REST_LIMIT_S
         while True:

@@ -56,8 +56,8 @@ def in_a_process(
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.stdout == ""
     assert done.returncode == 0, done.stderr
-    told, said = json.loads(done.stderr)
-    return told, said
+    snapshot, warnings = json.loads(done.stderr)
+    return snapshot, warnings
 
 
 @pytest.fixture
@@ -70,17 +70,17 @@ def own_rocm(tmp_path: Path) -> Path:
 def test_a_library_that_is_missing_leaves_the_kernels_files(
     own_rocm: Path, scenario: Scenario, kernel: FakeSys
 ) -> None:
-    told, said = in_a_process(kernel, own_rocm, scenario)
-    assert told == [[None, [uuid(0), uuid(1)], None]] * 2
-    assert said.count("the library of AMD SMI, libamd_smi.so, is not installed") == 1
+    snapshot, warnings = in_a_process(kernel, own_rocm, scenario)
+    assert snapshot == [[None, [uuid(0), uuid(1)], None]] * 2
+    assert warnings.count("the library of AMD SMI, libamd_smi.so, is not installed") == 1
 
 
 @pytest.mark.thorough
 def test_an_installed_library_is_used(own_rocm: Path, scenario: Scenario, kernel: FakeSys) -> None:
     build_stub("amdsmi", own_rocm / "lib")
-    told, said = in_a_process(kernel, own_rocm, scenario)
-    assert [each[:2] for each in told] == [["26.0.2", [uuid(0), uuid(1)]]] * 2
-    assert said == ""
+    snapshot, warnings = in_a_process(kernel, own_rocm, scenario)
+    assert [each[:2] for each in snapshot] == [["26.0.2", [uuid(0), uuid(1)]]] * 2
+    assert warnings == ""
 
 
 def test_with_a_broken_library_the_kernels_files_are_read(own_rocm: Path, scenario: Scenario, kernel: FakeSys) -> None:
@@ -93,9 +93,9 @@ def test_a_missing_binding_leaves_the_kernels_files(own_rocm: Path, scenario: Sc
     shadow = own_rocm / "shadow" / "amdsmi"
     shadow.mkdir(parents=True)
     (shadow / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'amdsmi'\", name='amdsmi')\n")
-    told, said = in_a_process(kernel, own_rocm, scenario, python_path=str(shadow.parent))
-    assert told == [[None, [uuid(0), uuid(1)], None]] * 2
-    assert "the Python package amdsmi is not installed" in said
+    snapshot, warnings = in_a_process(kernel, own_rocm, scenario, python_path=str(shadow.parent))
+    assert snapshot == [[None, [uuid(0), uuid(1)], None]] * 2
+    assert "the Python package amdsmi is not installed" in warnings
 
 
 @pytest.mark.thorough
@@ -103,10 +103,10 @@ def test_a_library_older_than_the_binding_leaves_the_kernels_files(
     own_rocm: Path, scenario: Scenario, kernel: FakeSys
 ) -> None:
     build_stub("amdsmi", own_rocm / "lib", hide=["amdsmi_get_gpu_ptl_state", "amdsmi_get_afids_from_cper"])
-    told, said = in_a_process(kernel, own_rocm, scenario)
-    assert told == [[None, [uuid(0), uuid(1)], None]] * 2
-    assert "the library of AMD SMI lacks what its binding needs (" in said
-    assert "amdsmi_get_afids_from_cper" in said
+    snapshot, warnings = in_a_process(kernel, own_rocm, scenario)
+    assert snapshot == [[None, [uuid(0), uuid(1)], None]] * 2
+    assert "the library of AMD SMI lacks what its binding needs (" in warnings
+    assert "amdsmi_get_afids_from_cper" in warnings
 
 
 @pytest.mark.thorough
@@ -118,9 +118,9 @@ def test_a_library_of_another_layout_is_not_asked_for_anything(
     scenario.version = version
     scenario.log = scenario.path.with_name("log")
     scenario.write()
-    told, said = in_a_process(kernel, own_rocm, scenario)
-    assert [each[:2] for each in told] == [[None, [uuid(0), uuid(1)]]] * 2
-    assert "its binding is made for" in said
+    snapshot, warnings = in_a_process(kernel, own_rocm, scenario)
+    assert [each[:2] for each in snapshot] == [[None, [uuid(0), uuid(1)]]] * 2
+    assert "its binding is made for" in warnings
     assert set(scenario.log.read_text().split()) == {"amdsmi_init", "amdsmi_get_lib_version", "amdsmi_shut_down"}
 
 
@@ -135,12 +135,12 @@ def test_the_binding_that_rocm_ships_goes_before_an_installed_one(
     shipped = own_rocm / "share" / "amd_smi" / "amdsmi"
     shutil.copytree(Path(spec.origin).parent, shipped)
     (shipped / "_version.py").write_text('__version__ = "26.0.2+39589fda"\n')
-    told, _ = in_a_process(kernel, own_rocm, scenario)
-    assert told == [["26.0.2", [uuid(0), uuid(1)], str(shipped / "__init__.py")]] * 2
+    snapshot, _ = in_a_process(kernel, own_rocm, scenario)
+    assert snapshot == [["26.0.2", [uuid(0), uuid(1)], str(shipped / "__init__.py")]] * 2
     (shipped / "_version.py").write_text('__version__ = "25.5.1"\n')
-    told, said = in_a_process(kernel, own_rocm, scenario)
-    assert told[0][0] is None
-    assert "but its binding is made for 25.5.1" in said
+    snapshot, warnings = in_a_process(kernel, own_rocm, scenario)
+    assert snapshot[0][0] is None
+    assert "but its binding is made for 25.5.1" in warnings
 
 
 def test_a_node_without_the_driver_never_loads_the_library(own_rocm: Path, scenario: Scenario, kernel: FakeSys) -> None:
@@ -148,8 +148,8 @@ def test_a_node_without_the_driver_never_loads_the_library(own_rocm: Path, scena
     scenario.log = scenario.path.with_name("log")
     scenario.write()
     kernel.unload_driver()
-    told, _ = in_a_process(kernel, own_rocm, scenario)
-    assert "amdgpu is not loaded" in str(told[0][0])
+    snapshot, _ = in_a_process(kernel, own_rocm, scenario)
+    assert "amdgpu is not loaded" in str(snapshot[0][0])
     assert not scenario.log.exists()
 
 
@@ -159,9 +159,9 @@ def test_a_library_that_does_not_report_its_version_is_not_used(
 ) -> None:
     build_stub("amdsmi", own_rocm / "lib")
     scenario.order("error amdsmi_get_lib_version 7")
-    told, said = in_a_process(kernel, own_rocm, scenario)
-    assert [each[0] for each in told] == [None, None]
-    assert "does not report its version (status 7)" in said
+    snapshot, warnings = in_a_process(kernel, own_rocm, scenario)
+    assert [each[0] for each in snapshot] == [None, None]
+    assert "does not report its version (status 7)" in warnings
 
 
 @pytest.mark.thorough
@@ -169,6 +169,6 @@ def test_without_a_library_and_without_kfd_there_is_nothing(
     own_rocm: Path, scenario: Scenario, kernel: FakeSys
 ) -> None:
     shutil.rmtree(kernel.kfd)
-    told, _ = in_a_process(kernel, own_rocm, scenario)
-    assert "libamd_smi.so, is not installed, and the kernel lists no GPU" in str(told[0][0])
-    assert "ROCm 7" in str(told[0][1])
+    snapshot, _ = in_a_process(kernel, own_rocm, scenario)
+    assert "libamd_smi.so, is not installed, and the kernel lists no GPU" in str(snapshot[0][0])
+    assert "ROCm 7" in str(snapshot[0][1])

@@ -71,11 +71,11 @@ class Job:
         self.subject = replace(self.subject, gpu="gpu1", previous_gpu="gpu0")
 
     async def put_back(self) -> None:
-        told: list[int] = []
-        back_bytes = await self.carrier.reload(self.subject, told.append, lambda: nullcontext(lambda: False))
+        counts: list[int] = []
+        back_bytes = await self.carrier.reload(self.subject, counts.append, lambda: nullcontext(lambda: False))
         assert back_bytes == SIZE_BYTES
-        assert told == sorted(told)
-        assert told[-1] == SIZE_BYTES
+        assert counts == sorted(counts)
+        assert counts[-1] == SIZE_BYTES
         self.is_whole()
 
     def is_whole(self) -> None:

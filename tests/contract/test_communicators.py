@@ -82,5 +82,5 @@ def test_nccls_communicators_are_suspended_and_replaced_on_all_ranks_after_one_h
         )
         for rank in range(2)
     ]
-    told = [rank.communicate(timeout=2 * HANG_S)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(told)
+    output = [rank.communicate(timeout=2 * HANG_S)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(output)

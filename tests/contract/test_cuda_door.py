@@ -284,7 +284,7 @@ def test_what_a_restore_needs_for_a_moment_has_to_be_there_too(node: CudaNode) -
 
 @pytest.mark.thorough
 def test_processors_copy_words_and_what_is_left_of_one_or_lies_askew_goes_as_ever(node: CudaNode) -> None:
-    said = run(
+    output = run(
         """
         import ctypes
         from hegmd.gpu_helper.kernel_copy import processors_of
@@ -304,7 +304,7 @@ def test_processors_copy_words_and_what_is_left_of_one_or_lies_askew_goes_as_eve
         """,
         node,
     )
-    assert said.split() == ["True"] * 5
+    assert output.split() == ["True"] * 5
     assert len(node.calls("cuLaunchKernel")) == 2
 
 

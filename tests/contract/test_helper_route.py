@@ -31,9 +31,9 @@ async def test_out_and_back_and_nothing_left(node: CudaNode, owner: Owner) -> No
         route = await CopyClient.open(link, "7", [here, there])
         assert route.peer
         await route.attach_video(there, memory.pieces(WHO, there))
-        told: list[int] = []
-        done = await route.copy(here, "out", owner.handles(), all_places(), told.append)
-        assert done.copied_bytes == told[-1] == SIZE_BYTES
+        counts: list[int] = []
+        done = await route.copy(here, "out", owner.handles(), all_places(), counts.append)
+        assert done.copied_bytes == counts[-1] == SIZE_BYTES
         owner.come_back()
         await route.copy(here, "in", owner.handles(), all_places())
         assert await route.detach_first(1) == SIZE_BYTES

@@ -44,10 +44,10 @@ class DrivenProgram:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self._stdin, self._stdout = self.process.stdin, self.process.stdout
-        said = self._stdout.readline()
-        if not said.startswith("ready"):
+        output = self._stdout.readline()
+        if not output.startswith("ready"):
             self.end()
-            raise AssertionError(f"the program said {said!r} and not that it is ready")
+            raise AssertionError(f"the program said {output!r} and not that it is ready")
 
     @property
     def pid(self) -> int:

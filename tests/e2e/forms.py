@@ -16,8 +16,8 @@ _OPEN = frozenset(
 
 def form_of(states: list[Any]) -> tuple[int, str]:
     """The checksum, and what it is of."""
-    said = "\n".join(sorted({line for state in states for line in _lines_of(state, "state")}))
-    return crc32(said.encode()), said
+    message = "\n".join(sorted({line for state in states for line in _lines_of(state, "state")}))
+    return crc32(message.encode()), message
 
 
 def _lines_of(value: Any, name: str) -> list[str]:

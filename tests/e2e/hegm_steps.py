@@ -174,18 +174,18 @@ class Steps:
 
     def _tell(self, *words: str) -> None:
         done = subprocess.run([*self._ctrl, *words], env=self._environ, capture_output=True, text=True, check=False)
-        said = done.stdout.splitlines() + [line for line in done.stderr.splitlines() if "error:" in line]
-        self._note(f"hegm-ctrl {' '.join(words)}", [done.returncode, *said])
+        output = done.stdout.splitlines() + [line for line in done.stderr.splitlines() if "error:" in line]
+        self._note(f"hegm-ctrl {' '.join(words)}", [done.returncode, *output])
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=PATIENCE_S)
         try:
             connection.request("POST", path, json.dumps(body))
             answer = connection.getresponse()
-            said = [answer.status, answer.getheader("Content-Type"), json.loads(answer.read())]
+            reply = [answer.status, answer.getheader("Content-Type"), json.loads(answer.read())]
         finally:
             connection.close()
-        self._note(f"POST {path} {json.dumps(body)}", said)
+        self._note(f"POST {path} {json.dumps(body)}", reply)
 
     def _files(self) -> list[str]:
         folder = self._folder / "checkpoint"

@@ -178,9 +178,9 @@ class MovedJob(Script):
         """Why a command was refused, which it has to be: code, message and hint, one reason or several."""
         ran = self._hegmctl(*words, pace_ms=WHILE_REFUSED_MS)
         assert ran.returncode != 0, ran.stdout
-        said: dict[str, Any] = json.loads(ran.stderr.splitlines()[-1])["error"]
-        assert said["hint"], said
-        return said
+        error: dict[str, Any] = json.loads(ran.stderr.splitlines()[-1])["error"]
+        assert error["hint"], error
+        return error
 
     def places(self, count: int) -> dict[int, str]:
         """The GPU of each of its processes, by pid, once so many are on one."""
@@ -229,17 +229,17 @@ class MovedJob(Script):
     def _hegmctl(self, *words: str, pace_ms: int = PACE_MS) -> subprocess.CompletedProcess[str]:
         self._daemon.read_notices()
         argv = [sys.executable, "-m", "hegmctl", *words, "--json"]
-        with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
-            with subprocess.Popen(argv, env=self.environ, stdout=said, stderr=errors) as command:
+        with tempfile.TemporaryFile("w+") as log, tempfile.TemporaryFile("w+") as errors:
+            with subprocess.Popen(argv, env=self.environ, stdout=log, stderr=errors) as command:
                 pidfd = os.pidfd_open(command.pid)
                 try:
                     self.read_until(pidfd, pace_ms)
                 finally:
                     os.close(pidfd)
                     command.kill()
-            said.seek(0)
+            log.seek(0)
             errors.seek(0)
-            return subprocess.CompletedProcess(argv, command.returncode, said.read(), errors.read())
+            return subprocess.CompletedProcess(argv, command.returncode, log.read(), errors.read())
 
 
 class BareJob(MovedJob):

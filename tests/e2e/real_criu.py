@@ -52,8 +52,8 @@ def find_criu() -> Criu | str:
     program = _without_a_space(UNPACKED) if UNPACKED.exists() else find_program("criu")
     if program is None:
         return "there is no CRIU here; `make criu` gets one"
-    said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
-    version = said.partition("Version:")[2].split()[0]
+    output = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
+    version = output.partition("Version:")[2].split()[0]
     if version_of(version) < WANTED:
         return f"CRIU {version} is too old; `make criu` gets a newer one"
     checked = subprocess.run([program, "check"], capture_output=True, text=True, check=False)
@@ -145,8 +145,8 @@ def pipe() -> Iterator[tuple[TextIO, int]]:
     """A pipe: what is read of it, line by line, and the end to write to."""
     ours, theirs = os.pipe()
     try:
-        with open(ours) as said:
-            yield said, theirs
+        with open(ours) as reader:
+            yield reader, theirs
     finally:
         os.close(theirs)
 

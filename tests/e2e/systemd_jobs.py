@@ -33,8 +33,8 @@ AT_REST = frozenset({"suspended", "done", "rolled-back", "lost"})
 def asked(node: SystemdNode, *words: str) -> dict[str, Any]:
     """The last thing that hegmctl says."""
     done = node.run("hegmctl", "--json", *words, check=False)
-    said: dict[str, Any] = json.loads((done.stdout or done.stderr).splitlines()[-1])
-    return said
+    reply: dict[str, Any] = json.loads((done.stdout or done.stderr).splitlines()[-1])
+    return reply
 
 
 class JobInMachine:
@@ -114,11 +114,11 @@ def settled(node: SystemdNode, op: str) -> str:
     """
     phase = ""
     while phase not in AT_REST:
-        said = asked(node, "op", op, "--follow")
-        if "operation" in said:
-            phase = said["operation"]["phase"]
+        reply = asked(node, "op", op, "--follow")
+        if "operation" in reply:
+            phase = reply["operation"]["phase"]
         else:
-            assert said["error"]["code"] in {"no-daemon", "disconnected", "unavailable"}, said
+            assert reply["error"]["code"] in {"no-daemon", "disconnected", "unavailable"}, reply
         if phase not in AT_REST:
             pause(COMMAND_MS)
     return phase

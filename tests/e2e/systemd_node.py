@@ -188,8 +188,8 @@ class SystemdNode:
                     return
                 if not ready or pidfd in ready:
                     process.kill()
-                    said = process.stderr.read().decode(errors="replace") if process.stderr else ""
-                    raise RuntimeError(f"the systemd of the tests did not come up: {said.strip() or 'no message'}")
+                    output = process.stderr.read().decode(errors="replace") if process.stderr else ""
+                    raise RuntimeError(f"the systemd of the tests did not come up: {output.strip() or 'no message'}")
         finally:
             os.close(pidfd)
 

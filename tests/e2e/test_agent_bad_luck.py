@@ -236,13 +236,13 @@ def test_a_signal_waits_for_bytes_that_are_with_the_daemon_alone(socket_path: Pa
 def test_a_dead_agents_thread_let_the_job_train_with_empty_storages(socket_path: Path, pool: int) -> None:
     """What was parked was let go by the thread's end, whether its bytes were in the process or not."""
     script = str(SCRIPTS / "deadly.py")
-    told = socket_path.with_name("told")
-    os.mkfifo(told)
-    where = {"HEGM_TEST_TOLD": str(told)}
+    log = socket_path.with_name("told")
+    os.mkfifo(log)
+    where = {"HEGM_TEST_TOLD": str(log)}
     with ScriptedDaemon(socket_path) as daemon, Training([script], socket_path, **where) as training:
         agent = daemon.attended()
         size_bytes = _out(agent, pool)
-        told.write_text("now\n")
+        log.write_text("now\n")
         assert training.process.stderr is not None
         assert training.process.stderr.readline() == "told\n"
         with contextlib.suppress(Gone):  # it may have woken up by itself

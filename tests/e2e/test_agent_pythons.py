@@ -444,8 +444,8 @@ def test_a_prefix_as_conda_makes_them_is_agented(socket_path: Path, tmp_path: Pa
     (prefix / "bin" / "python").symlink_to("python3.12")
     (prefix / "lib").symlink_to(python.parents[1] / "lib")
     own = str(prefix / "bin" / "python")
-    said = subprocess.run([own, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True, check=True)
-    if said.stdout.strip() != str(prefix):
+    output = subprocess.run([own, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True, check=True)
+    if output.stdout.strip() != str(prefix):
         pytest.skip(f"{python} does not look for its library beside itself")
     more = {"CONDA_PREFIX": str(prefix), "LD_LIBRARY_PATH": str(prefix / "lib")}
     with ScriptedDaemon(socket_path) as daemon, Training([BY_HAND], socket_path, own, **more) as training:

@@ -104,9 +104,9 @@ def test_a_rank_that_ends_while_its_job_is_suspended_for_others_is_started_again
     limit_s, out, errors = "1", tmp_path / "out", tmp_path / "errors"
     with RunningDaemon(tmp_path, "--simulate", "1x4MiB") as daemon, connect(str(daemon.socket_path)) as hegmd:
         words = [*RUN, "2", "--gpu", "gpu0", "--", *SCRIPT, "100000", limit_s, "gloo", "64", "0.02"]
-        with out.open("w") as told, errors.open("w") as noted:
+        with out.open("w") as output, errors.open("w") as noted:
             environ = {**environment(daemon.socket_path), **BARE}
-            job = subprocess.Popen(words, env=environ, stdout=told, stderr=noted)
+            job = subprocess.Popen(words, env=environ, stdout=output, stderr=noted)
         try:
             _until(lambda: _steps(out) > 3 and len(_on_gpu(hegmd)) == 2)
             lease = hegmd.make_room(4 << 20, until_free=True).lease

@@ -141,8 +141,8 @@ def test_one_of_two_restores_of_an_image_at_once_is_refused(
         job.process.wait(ENDS_WITHIN_S)
         words = [sys.executable, "-m", "hegmctl", "restore", str(image)]
         both = [subprocess.Popen(words, env=job.environ, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-        said = [one.communicate(timeout=ENDS_WITHIN_S)[1] for one in both]
-        assert sorted(one.returncode == 0 for one in both) == [False, True], said
+        output = [one.communicate(timeout=ENDS_WITHIN_S)[1] for one in both]
+        assert sorted(one.returncode == 0 for one in both) == [False, True], output
         assert job.output() == expected
 
 

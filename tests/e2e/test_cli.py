@@ -305,9 +305,9 @@ def test_the_demonstration_goes_as_it_tells_and_leaves_nothing_behind() -> None:
         stderr=subprocess.PIPE,
         text=True,
     ) as demonstration:
-        told, said = demonstration.communicate()
-    assert (demonstration.returncode, said) == (0, ""), told
-    assert told.count("\n  $ hegmctl ") >= 10
+        output, errors = demonstration.communicate()
+    assert (demonstration.returncode, errors) == (0, ""), errors
+    assert output.count("\n  $ hegmctl ") >= 10
     assert not list(Path("/tmp").glob(f"hegm-demo-{demonstration.pid}-*"))
 
 
@@ -332,8 +332,8 @@ def test_an_interrupted_demonstration_is_not_a_failure(interrupt: bool, status: 
             os.killpg(demonstration.pid, signal.SIGINT)
             demonstration.stdout.read()
         demonstration.stdout.close()
-        said = demonstration.stderr.read()
-        assert (demonstration.wait(), said) == (status, "")
+        output = demonstration.stderr.read()
+        assert (demonstration.wait(), output) == (status, "")
     assert not list(Path("/tmp").glob(f"hegm-demo-{demonstration.pid}-*"))
 
 

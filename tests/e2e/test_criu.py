@@ -52,13 +52,13 @@ async def test_a_job_is_dumped_ended_and_restored_with_its_output_led_elsewhere(
         assert counter.gone() == -9
 
         again = Needs.from_plain(needs.plain())
-        with pipe() as (said, output), ended_after(needs.pids):
+        with pipe() as (reader, output), ended_after(needs.pids):
             outlets = {again.outlets[0].key: output}
             revived = await run.restore(criu, images, again, log_dir_fd=images, unit_name=None, outlets=outlets)
             assert revived.pid == counter.pid
             for number in range(1, 100):
                 tell(revived.pid)
-                assert said.readline() == f"{number}\n"
+                assert reader.readline() == f"{number}\n"
     assert (tmp_path / "log").read_text().split() == [str(number) for number in range(100)]
 
 
@@ -176,8 +176,8 @@ async def test_whatever_a_job_has_open_works_after_its_restore(terminal: bool, t
     with os.fdopen(ours) as seen, job([*python(RICH), str(tmp_path)], **given) as rich:
         os.close(theirs)
         with directory(tmp_path / "image") as images:
-            said = seen.readline().strip() if terminal else rich.line()
-            assert said == f"ready {terminal}"
+            text = seen.readline().strip() if terminal else rich.line()
+            assert text == f"ready {terminal}"
             needs = rich.needs()
             assert needs.reasons == ()
             assert {"--file-locks", "--ghost-limit", "--link-remap", "--tcp-established"} <= set(needs.dump_options)
@@ -194,7 +194,7 @@ async def test_whatever_a_job_has_open_works_after_its_restore(terminal: bool, t
 
 async def test_an_attendant_ends_as_its_job_does_and_takes_half_made_ones_with_it(tmp_path: Path) -> None:
     """A stand-in for CRIU leaves a child behind and succeeds, or fails, or is killed by somebody."""
-    told, tells = os.pipe()
+    ready, tells = os.pipe()
     child = tmp_path / "child"
     statuses = []
     for ending in ("exit 0", "exit 5", "kill -9 $$"):
@@ -203,12 +203,12 @@ async def test_an_attendant_ends_as_its_job_does_and_takes_half_made_ones_with_i
         argv = [sys.executable, "-SE", str(ATTENDANT), "tend", str(tells), "0", "--", "/bin/bash", "-c", text]
         process = await anyio.open_process(argv, stdin=None, stdout=None, stderr=None, pass_fds=(tells,))
         if ending == "exit 0":
-            assert os.read(told, 64) == b"restored"
+            assert os.read(ready, 64) == b"restored"
             tell(int(child.read_text()))
         statuses.append(await process.wait())
         assert population_of([int(child.read_text())]).start_ticks == {}
         child.unlink()
-    os.close(told)
+    os.close(ready)
     os.close(tells)
     assert statuses == [0, 5, 137]
 
@@ -223,18 +223,18 @@ async def test_a_process_that_a_job_had_made_since_it_came_back_stayed_when_it_w
     is_heard: bool, tmp_path: Path
 ) -> None:
     """It was ended by the numbers of the image; and a daemon that was killed just then left all of it behind."""
-    told, tells = os.pipe()
+    ready, tells = os.pipe()
     child, made = tmp_path / "child", tmp_path / "made"
     text = FORKING.format(child=child, made=made)
     argv = [sys.executable, "-SE", str(ATTENDANT), "tend", str(tells), "0", "--", "/bin/bash", "-c", text]
     if not is_heard:
-        os.close(told)
+        os.close(ready)
     process = await anyio.open_process(argv, stdin=None, stdout=None, stderr=None, pass_fds=(tells,))
     os.close(tells)
     numbers = [child]
     if is_heard:
-        assert os.read(told, 64) == b"restored"
-        os.close(told)
+        assert os.read(ready, 64) == b"restored"
+        os.close(ready)
         tell(int(child.read_text()))
         while not _is_written(made):
             await anyio.lowlevel.checkpoint()

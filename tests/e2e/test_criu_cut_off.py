@@ -118,11 +118,11 @@ async def test_a_restore_that_is_cancelled_leaves_nothing_of_the_job(tmp_path: P
                 await run.restore(criu, images, needs, log_dir_fd=logs, unit_name=None)
             assert tasks.cancel_scope.cancel_called
             assert population_of(needs.pids).start_ticks == {}
-        with ended_after(needs.pids), directory(tmp_path / "logs") as logs, pipe() as (said, output):
+        with ended_after(needs.pids), directory(tmp_path / "logs") as logs, pipe() as (reader, output):
             outlets = {outlet.key: output for outlet in needs.outlets}
             await run.restore(criu, images, needs, log_dir_fd=logs, unit_name=None, outlets=outlets)
             tell(busy.pid)
-            assert said.readline() == "goes on\n"
+            assert reader.readline() == "goes on\n"
 
 
 async def test_criu_that_is_killed_in_a_restore_leaves_nothing_of_the_job_and_an_image_that_restores(
@@ -147,11 +147,11 @@ async def test_criu_that_is_killed_in_a_restore_leaves_nothing_of_the_job_and_an
                 tasks.cancel_scope.cancel()
             assert "CRIU's restore" in failures[0].message
             assert population_of(needs.pids).start_ticks == {}
-        with ended_after(needs.pids), directory(tmp_path / "logs") as logs, pipe() as (said, output):
+        with ended_after(needs.pids), directory(tmp_path / "logs") as logs, pipe() as (reader, output):
             outlets = {outlet.key: output for outlet in needs.outlets}
             await run.restore(criu, images, needs, log_dir_fd=logs, unit_name=None, outlets=outlets)
             tell(busy.pid)
-            assert said.readline() == "goes on\n"
+            assert reader.readline() == "goes on\n"
 
 
 async def _kill_criu_when(is_there: Path) -> None:

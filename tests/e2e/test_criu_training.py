@@ -22,16 +22,16 @@ ROOT = Path(__file__).parents[2]
 
 async def _dumped(training: Job, lines: int, images: int) -> tuple[list[str], Needs]:
     """What it had said when it was dumped after so many lines and ended, and what its restore needs."""
-    said = [training.line() for _ in range(lines)]
+    printed = [training.line() for _ in range(lines)]
     needs = training.needs()
     assert needs.reasons == ()
     await run.dump(criu_or_skip(), training.pid, images, needs, leave_stopped=True, in_unit=False)
     end_all(population_of(needs.pids))
     assert training.process.stdout is not None
-    said += training.process.stdout.read().splitlines()
+    printed += training.process.stdout.read().splitlines()
     training.gone()
     assert wait_until_free(needs.pids) == ()
-    return said, needs
+    return printed, needs
 
 
 async def test_every_loss_of_a_job_with_loader_workers_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ async def test_a_training_is_restored_in_its_own_pid_namespace_while_its_pid_is_
     criu = criu_or_skip()
     argv = [sys.executable, str(SCRIPTS / "plain.py")]
     with job(argv, env=environment(None)) as training, directory(tmp_path / "image") as images:
-        said = [training.line() for _ in range(50)]
+        lines = [training.line() for _ in range(50)]
         needs = training.needs()
         await run.dump(criu, training.pid, images, needs, leave_stopped=True, in_unit=False)
         # Stopped and still there, so its number is taken; what it has said but not yet handed over is in both.
@@ -67,6 +67,6 @@ async def test_a_training_is_restored_in_its_own_pid_namespace_while_its_pid_is_
         assert (done.returncode, done.stderr) == (0, b"")
         end_all(population_of(needs.pids))
         assert training.process.stdout is not None
-        said += training.process.stdout.read().splitlines()
-    said += (tmp_path / "output").read_text().splitlines()
-    assert said == undisturbed(argv[1:]).splitlines()
+        lines += training.process.stdout.read().splitlines()
+    lines += (tmp_path / "output").read_text().splitlines()
+    assert lines == undisturbed(argv[1:]).splitlines()

@@ -98,11 +98,11 @@ async def test_a_users_job_comes_back_with_a_users_rights(place: Path) -> None:
         directory(place / "image") as images,
     ):
         needs = await dumped(started, images)
-        with ended_after(needs.pids), directory(place / "logs") as logs, pipe() as (said, output):
+        with ended_after(needs.pids), directory(place / "logs") as logs, pipe() as (reader, output):
             os.fchown(output, BOB, BOB)  # CRIU opens it once more
             await restored(images, logs, needs, {outlet.key: output for outlet in needs.outlets})
             tell(started.pid)
-            assert said.readline() == SAID
+            assert reader.readline() == SAID
             status = _status(started.pid)
             assert f"Uid:\t{BOB}\t{BOB}\t{BOB}\t{BOB}\n" in status
             assert all(f"{kind}:\t0000000000000000\n" in status for kind in ("CapPrm", "CapEff", "CapInh", "CapAmb"))

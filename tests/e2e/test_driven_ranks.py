@@ -54,8 +54,10 @@ def test_ranks_exchange_their_gpus_are_suspended_and_return(tmp_path: Path) -> N
         with node.connect() as connection:
             plan = connection.migrate(ranks[0].pid, "gpu1,gpu0", dry_run=True).plan
             assert plan is not None
-            said = "2 ranks disconnect 1 group each (nccl, NCCL 2.26.2): each backend is aborted and replaced by a new"
-            assert said in "\n".join(plan.hazards)
+            message = (
+                "2 ranks disconnect 1 group each (nccl, NCCL 2.26.2): each backend is aborted and replaced by a new"
+            )
+            assert message in "\n".join(plan.hazards)
             exchanged = connection.migrate(ranks[0].pid, "gpu1,gpu0").operation
             assert exchanged is not None
             assert (exchanged.phase, exchanged.failure) == ("done", None)

@@ -121,10 +121,10 @@ def test_eight_ranks_move_as_one(tmp_path: Path) -> None:
         assert [(process["gpu"], process["state"]) for process in moved["processes"]] == [("gpu1", "running")] * 8
         (tmp_path / "moved.stop").touch()
         job.output()
-    told = [(tmp_path / f"moved.{rank}").read_text() for rank in range(8)]
+    output = [(tmp_path / f"moved.{rank}").read_text() for rank in range(8)]
     words = [TWO_RANKS[0], "8", *TWO_RANKS[2:]]
-    undisturbed([*words, SCRIPT, str(tmp_path / "expected"), str(len(told[0].splitlines()))])
-    assert told == [(tmp_path / f"expected.{rank}").read_text() for rank in range(8)]
+    undisturbed([*words, SCRIPT, str(tmp_path / "expected"), str(len(output[0].splitlines()))])
+    assert output == [(tmp_path / f"expected.{rank}").read_text() for rank in range(8)]
 
 
 def test_ranks_that_keep_their_contexts_keep_their_communicators(tmp_path: Path) -> None:

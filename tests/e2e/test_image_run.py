@@ -32,14 +32,14 @@ def test_jobs_go_through_images_onto_the_other_gpu_and_what_was_done_is_not_done
     second = run(tmp_path / "second", *words, "--only", "taken,left-1-disk,driver-1-disk,back-1-disk")
     assert second.returncode == 0, second.stdout + second.stderr
     assert "2 cases" in second.stdout
-    said = [json.loads(line) for line in state.read_text().splitlines()]
-    assert {one["case"]: one["wrong"] for one in said if "case" in one} == {
+    reply = [json.loads(line) for line in state.read_text().splitlines()]
+    assert {one["case"]: one["wrong"] for one in reply if "case" in one} == {
         "taken": "",
         "left-1-disk": "",
         "driver-1-disk": "",
         "back-1-disk": "",
     }
-    figures = [one["figure"] for one in said if "figure" in one]
+    figures = [one["figure"] for one in reply if "figure" in one]
     parts = {(one["action"], one["carrier"]): set(one["parts"]) for one in figures}
     assert parts["checkpoint", "host"] == {"suspend", "dump", "write", "verify", "end"}
     assert parts["restore", "host"] == {"check", "read", "criu", "driver", "reload"}

@@ -30,22 +30,22 @@ def doctor(daemon: RunningDaemon, *words: str, status: int) -> dict[str, Any]:
         check=False,
     )
     assert ran.returncode == status, ran.stdout + ran.stderr
-    said: dict[str, Any] = json.loads((ran.stdout or ran.stderr).splitlines()[-1])
-    return said
+    reply: dict[str, Any] = json.loads((ran.stdout or ran.stderr).splitlines()[-1])
+    return reply
 
 
 def test_a_combination_is_proven_once_and_known_from_then_on(tmp_path: Path) -> None:
     """Issue 16, outcome 4."""
     need_torch()
     with RunningDaemon(tmp_path) as daemon:
-        said = doctor(daemon, "--python", sys.executable, status=0)
-        assert said["proof"]["verdict"] == "proven"
-        assert said["gpus"] == ["gpu0", "gpu1"]
-        steps = [step["step"] for step in said["steps"]]
+        reply = doctor(daemon, "--python", sys.executable, status=0)
+        assert reply["proof"]["verdict"] == "proven"
+        assert reply["gpus"] == ["gpu0", "gpu1"]
+        steps = [step["step"] for step in reply["steps"]]
         assert steps[-5:] == ["migrate to gpu1,gpu0", "suspend", "resume on gpu0,gpu1", "suspend", "resume"]
-        assert said["losses"] >= 2 * 80
+        assert reply["losses"] >= 2 * 80
         (kept,) = json.loads((tmp_path / "state" / "nccl-proofs.json").read_text())
-        assert kept == said["proof"]
+        assert kept == reply["proof"]
         assert kept["combination"]["library"] == "gloo"
         assert not [name for name in os.listdir(tmp_path) if name.startswith("hegm-nccl-")]
 
@@ -55,13 +55,13 @@ def test_a_job_that_does_not_start_is_an_error_and_no_verdict(tmp_path: Path) ->
     broken.write_text("#!/bin/sh\necho 'ModuleNotFoundError: No module named torch' >&2\nexit 1\n")
     broken.chmod(0o755)
     with RunningDaemon(tmp_path) as daemon:
-        said = doctor(daemon, "--python", str(broken), status=13)["error"]
-        assert "No module named torch" in said["message"]
-        assert "--python PYTHON" in said["hint"]
-        said = doctor(daemon, "--gpu", "gpu0", status=6)["error"]
-        assert "needs two GPUs, and 1 are named" in said["message"]
-        said = doctor(daemon, "--python", "/missing/python", status=5)["error"]
-        assert said["message"] == "/missing/python is not a program"
+        error = doctor(daemon, "--python", str(broken), status=13)["error"]
+        assert "No module named torch" in error["message"]
+        assert "--python PYTHON" in error["hint"]
+        error = doctor(daemon, "--gpu", "gpu0", status=6)["error"]
+        assert "needs two GPUs, and 1 are named" in error["message"]
+        error = doctor(daemon, "--python", "/missing/python", status=5)["error"]
+        assert error["message"] == "/missing/python is not a program"
         assert not (tmp_path / "state" / "nccl-proofs.json").exists()
 
 
@@ -71,9 +71,9 @@ def test_a_node_with_fewer_than_two_gpus_was_told_to_wait_for_free_ones(
 ) -> None:
     arguments = () if simulated is None else ("--simulate", simulated)
     with RunningDaemon(tmp_path, *arguments, simulate=False) as daemon:
-        said = doctor(daemon, status=6)["error"]
-        assert said["message"] == f"the throwaway job needs two GPUs of one chip, and this node has {there}"
-        assert "prove it on a node with two" in said["hint"]
+        error = doctor(daemon, status=6)["error"]
+        assert error["message"] == f"the throwaway job needs two GPUs of one chip, and this node has {there}"
+        assert "prove it on a node with two" in error["hint"]
 
 
 # Runs torchrun, and then changes a loss of the undisturbed run, as if the moved one had gone wrong there.
@@ -92,8 +92,8 @@ def test_another_loss_is_a_failed_verdict_that_the_daemon_keeps(tmp_path: Path) 
     python.write_text(WRONG)
     python.chmod(0o755)
     with RunningDaemon(tmp_path) as daemon:
-        said = doctor(daemon, "--python", str(python), status=15)
-        assert said["proof"]["verdict"] == "failed"
-        assert said["proof"]["detail"] == "rank 1 has another loss at step 3 than an undisturbed run"
+        reply = doctor(daemon, "--python", str(python), status=15)
+        assert reply["proof"]["verdict"] == "failed"
+        assert reply["proof"]["detail"] == "rank 1 has another loss at step 3 than an undisturbed run"
         (kept,) = json.loads((tmp_path / "state" / "nccl-proofs.json").read_text())
-        assert kept == said["proof"]
+        assert kept == reply["proof"]

@@ -411,8 +411,8 @@ def test_what_a_restart_does_is_said_while_it_does_it(daemon: RunningDaemon, tmp
             job.let_in()
             assert _followed(job, daemon, op_id)["phase"] == "done"
             story = hegmd.story(op_id)
-            said = [line.detail for line in story.story if line.event == "came-on"]
-            first_said, loads = [detail.partition("doing ")[2] for detail in said]
+            lines = [line.detail for line in story.story if line.event == "came-on"]
+            first_said, loads = [detail.partition("doing ")[2] for detail in lines]
             assert (first_said, loads) == ("Python starts and imports", "it loads")
             assert story.operation.way == "restart"
             counted = 'hegmd_operations_total{kind="migrate",way="restart",end="done"} 1'

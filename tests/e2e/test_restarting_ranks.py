@@ -110,6 +110,6 @@ def test_when_a_rank_fails_on_another_gpu_all_continue_where_they_were(
         turned = job.ended("migrate", str(first), "--via", "restart", "--to", "gpu1", "--env", "FALLS=1")
         assert turned["phase"] == "rolled-back", turned
         assert {process["gpu"] for process in turned["processes"]} == {"gpu0"}
-        told = by_rank(job.steps())
-        assert set(told["0"]) == set(undisturbed_ranks["0"])
-        assert set(told["1"]) == set(undisturbed_ranks["1"])
+        lines = by_rank(job.steps())
+        assert set(lines["0"]) == set(undisturbed_ranks["0"])
+        assert set(lines["1"]) == set(undisturbed_ranks["1"])

@@ -83,13 +83,13 @@ def test_nothing_that_is_computed_differs(restarts: Restarts, tmp_path: Path, sc
     output, record = restarts.computed(*argv, is_recorded=True)
     kinds = restarts.kinds_of(*argv)
     places = drawn(kinds, f"{seed} {script.stem}")
-    said = f"HEGM_TEST_SEED={seed}: {script.name} left at {places} of its boundaries"
+    message = f"HEGM_TEST_SEED={seed}: {script.name} left at {places} of its boundaries"
     found_output, found_record, ends = restarts.recorded(*argv, places=counted_anew(places))
     statuses = [*[LEFT_STATUS] * len(places), 0]
-    assert [ended.status for ended in ends] == statuses, f"{said}: {[ended.errors[-500:] for ended in ends]}"
-    assert [ended.kinds[-1] for ended in ends[:-1]] == [kind for _at, kind in places], said
-    assert _compared(found_output) == _compared(output), said
-    assert found_record.splitlines() == record.splitlines(), said
+    assert [ended.status for ended in ends] == statuses, f"{message}: {[ended.errors[-500:] for ended in ends]}"
+    assert [ended.kinds[-1] for ended in ends[:-1]] == [kind for _at, kind in places], message
+    assert _compared(found_output) == _compared(output), message
+    assert found_record.splitlines() == record.splitlines(), message
 
 
 def test_seeds_draw_every_kind_of_boundary_and_one_to_three_restarts() -> None:

@@ -74,9 +74,9 @@ def test_a_daemon_without_descriptors_reports_it_once_and_serves_again(daemon: R
             while "cannot accept" not in daemon.log_text():
                 job.make_steps(1)
             job.make_steps(20)
-            told = [line for line in daemon.log_text().splitlines() if "cannot accept" in line]
-            assert len(told) == 1, told
-            assert f"hegmd may have {limit} open" in told[0]
+            messages = [line for line in daemon.log_text().splitlines() if "cannot accept" in line]
+            assert len(messages) == 1, messages
+            assert f"hegmd may have {limit} open" in messages[0]
         before = descriptors(pid)
         with connect(str(daemon.socket_path)) as hegmd:
             reply = hegmd.migrate(job.pid, "gpu1")

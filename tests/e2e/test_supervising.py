@@ -131,8 +131,8 @@ def test_ctrl_c_at_a_terminal_reaches_the_command_once(tmp_path: Path) -> None:
         os.write(leader, b"\x03")
         _read_until(leader, b"heard 2")
         process.send_signal(signal.SIGUSR1)  # what was sent twice would be heard before this
-        said = _read_until(leader, b"heard 10")
-        assert b"heard 2" not in said
+        output = _read_until(leader, b"heard 10")
+        assert b"heard 2" not in output
         process.terminate()
         _read_until(leader, b"heard 15")
         assert process.wait(PATIENCE_S) == 41

@@ -85,10 +85,10 @@ def test_what_a_job_says_that_is_a_unit_goes_on_in_the_file_that_a_restore_names
             pause(COMMAND_MS)
         journal = node.run("journalctl", "--unit=counts", "--output=cat").stdout.split()
         last = max(int(word) for word in journal if word.isdigit())
-        said = [int(line) for line in (node.root / "root/said").read_text().split()]
-        assert said
+        output = [int(line) for line in (node.root / "root/said").read_text().split()]
+        assert output
         # Both streams of a unit have one end, and with one of them named both lead there.
-        assert said == [at for at in range(last + 1, said[-1] + 1) for _ in range(2)]
+        assert output == [at for at in range(last + 1, output[-1] + 1) for _ in range(2)]
     finally:
         (node.root / "root/enough").unlink(missing_ok=True)
         node.run("systemctl", "stop", "counts", "hegm-job-*", check=False)

@@ -224,8 +224,8 @@ def test_install_serves_and_uninstall_leaves_nothing(fresh_node: SystemdNode, so
     assert fresh_node.show("hegmd.socket", "UnitFileState") == "enabled"
 
     for _ in range(2):  # and when there is nothing any more
-        said = fresh_node.run("/root/source/packaging/uninstall.sh")
-        assert said.stdout + said.stderr == ""
+        output = fresh_node.run("/root/source/packaging/uninstall.sh")
+        assert output.stdout + output.stderr == ""
     assert files(fresh_node) == before
     assert fresh_node.run("getent", "group", "hegm", check=False).returncode == 2
     assert fresh_node.show("hegmd.service", "LoadState") == "not-found"

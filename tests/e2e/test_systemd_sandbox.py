@@ -89,10 +89,10 @@ def test_the_journal_gets_fields_and_priorities(node: SystemdNode) -> None:
 
 
 def test_exposure_by_systemds_own_measure(node: SystemdNode) -> None:
-    said = node.run("systemd-analyze", "security", "--no-pager", SERVICE).stdout
-    found = re.search(r"Overall exposure level for hegmd\.service: ([0-9.]+)", said)
+    output = node.run("systemd-analyze", "security", "--no-pager", SERVICE).stdout
+    found = re.search(r"Overall exposure level for hegmd\.service: ([0-9.]+)", output)
     assert found is not None
-    assert float(found[1]) <= EXPOSURE_LIMIT, said
+    assert float(found[1]) <= EXPOSURE_LIMIT, output
 
 
 def test_units_have_no_line_that_systemd_does_not_know(node: SystemdNode) -> None:

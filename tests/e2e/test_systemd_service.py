@@ -93,9 +93,9 @@ def test_a_bad_configuration_fails_the_reload_with_its_reason_and_changes_nothin
     before = node.journal_cursor()
     refused = node.run("systemctl", "reload", SERVICE, check=False)
     assert refused.returncode != 0
-    said = "\n".join(str(entry["MESSAGE"]) for entry in node.journal(SERVICE, after=before))
-    assert "refresh_s" in said
-    assert "unheard" in said
+    message = "\n".join(str(entry["MESSAGE"]) for entry in node.journal(SERVICE, after=before))
+    assert "refresh_s" in message
+    assert "unheard" in message
     assert main_pid(node) == pid
     assert setting(node, "inventory.refresh_s") == 3
 
@@ -166,8 +166,8 @@ def test_a_blocked_loop_is_caught_by_the_watchdog_and_shows_where_it_hung(node: 
     node.wait_for_journal("Watchdog timeout", after=before, unit=SERVICE)
     node.run("hegmctl", "ping")
     assert main_pid(node) not in (0, first)
-    said = "\n".join(str(entry["MESSAGE"]) for entry in node.journal(SERVICE, after=before))
-    assert re.search(r"File .*hegmd/__main__\.py", said), "no stack of the hung daemon in the journal:\n" + said
+    message = "\n".join(str(entry["MESSAGE"]) for entry in node.journal(SERVICE, after=before))
+    assert re.search(r"File .*hegmd/__main__\.py", message), "no stack of the hung daemon in the journal:\n" + message
 
 
 def test_an_idle_daemon_feeds_the_watchdog(node: SystemdNode) -> None:

@@ -34,8 +34,8 @@ def upgrade_within(node: SystemdNode, package: Path, halts: Halts) -> None:
     with node.start("dpkg", "--install", f"/root/{package.name}") as installing:
         node.wait_for_journal("stopping on SIGTERM", after=before, unit=SERVICE)
         halts.go()
-        said, _ = installing.communicate(timeout=PATIENCE_S)
-    assert installing.returncode == 0, said
+        output, _ = installing.communicate(timeout=PATIENCE_S)
+    assert installing.returncode == 0, output
 
 
 def test_a_newer_daemon_finishes_what_the_older_one_began(

@@ -48,10 +48,10 @@ class Held(Lines):
 
     def step_s(self, steps: int) -> float:
         """Have it do so many; what one took."""
-        told = len(self.lines)
+        count = len(self.lines)
         self.tell(str(steps))
-        self.wait_for(lambda: len(self.lines) > told, f"{steps} steps did not end", STARTS_WITHIN_S)
-        return float(self.lines[told].split()[1])
+        self.wait_for(lambda: len(self.lines) > count, f"{steps} steps did not end", STARTS_WITHIN_S)
+        return float(self.lines[count].split()[1])
 
     def leave(self) -> None:
         """End it, and wait until its GPUs show nothing of it."""
@@ -88,8 +88,8 @@ class Held(Lines):
     def _pauses(self, asked_at: float) -> list[tuple[float, float]]:
         """Those after which its digest was told."""
         lines = self.lines[: len(self.lines) - (self.lines[-1:] != [] and self.lines[-1].startswith("pause"))]
-        told = [line.split() for line in lines if line.startswith("pause")]
-        return [(float(ended), float(took)) for _, ended, took in told if float(ended) >= asked_at]
+        printed = [line.split() for line in lines if line.startswith("pause")]
+        return [(float(ended), float(took)) for _, ended, took in printed if float(ended) >= asked_at]
 
 
 class Adamw(Lines):
@@ -126,6 +126,6 @@ class Adamw(Lines):
 
     def _other(self, pid: int) -> int | None:
         """The last line's index if another process said it, of its first one."""
-        said = self._steps()
-        before = max((index for index in said if int(self.lines[index].split()[1]) == pid), default=-1)
-        return next((index for index in said if index > before), None)
+        lines = self._steps()
+        before = max((index for index in lines if int(self.lines[index].split()[1]) == pid), default=-1)
+        return next((index for index in lines if index > before), None)

@@ -42,19 +42,19 @@ class Record:
         for line in path.read_text().splitlines() if path is not None and path.exists() else ():
             self._take(json.loads(line))
 
-    def _take(self, said: dict[str, Any]) -> None:
-        if "measured" in said:
-            self.measured.append(Measured(**said["measured"]))
-        elif "told" in said:
-            self.told.append(said["told"])
+    def _take(self, result: dict[str, Any]) -> None:
+        if "measured" in result:
+            self.measured.append(Measured(**result["measured"]))
+        elif "told" in result:
+            self.told.append(result["told"])
         else:
-            self._done.add(said["done"])
+            self._done.add(result["done"])
 
-    def _keep(self, said: dict[str, Any]) -> None:
-        self._take(said)
+    def _keep(self, result: dict[str, Any]) -> None:
+        self._take(result)
         if self._path is not None:
             with self._path.open("a") as file:
-                file.write(json.dumps(said) + "\n")
+                file.write(json.dumps(result) + "\n")
 
     def measure(self, measured: Measured) -> None:
         self._keep({"measured": asdict(measured)})

@@ -77,17 +77,17 @@ class Measurements:
         for line in known:
             self._take(json.loads(line))
 
-    def _take(self, said: dict[str, Any]) -> None:
-        if "pinned" in said:
-            self.pinned = said["pinned"]
+    def _take(self, result: dict[str, Any]) -> None:
+        if "pinned" in result:
+            self.pinned = result["pinned"]
         else:
-            self.restarts.append(said)
+            self.restarts.append(result)
 
-    def keep(self, said: dict[str, Any]) -> None:
-        self._take(said)
+    def keep(self, result: dict[str, Any]) -> None:
+        self._take(result)
         if self._path is not None:
             with self._path.open("a") as file:
-                file.write(json.dumps(said) + "\n")
+                file.write(json.dumps(result) + "\n")
 
     def of(self, task: str) -> list[dict[str, Any]]:
         return [one for one in self.restarts if one["task"] == task]
@@ -109,7 +109,7 @@ class Measurements:
 
     def _rates(self) -> list[str]:
         """How fast the state went, beside the pinned copies."""
-        told: list[str] = []
+        messages: list[str] = []
         for what, copy in (("written", "out"), ("put back", "in"), ("checked", "")):
             rates = [one["rates"][what] for one in self.restarts if what in one["rates"]]
             if not rates:
@@ -118,8 +118,8 @@ class Measurements:
             if copy in self.pinned:
                 share = statistics.median(rates) / self.pinned[copy]
                 text += f", {share:.2f} of the pinned copy's {self.pinned[copy] / 1e9:.1f} (budget {BUDGET_RATE})"
-            told.append(text)
-        return told
+            messages.append(text)
+        return messages
 
 
 # ---- one restart -----------------------------------------------------------------------------------------------------

@@ -102,9 +102,9 @@ def compare(node: Node, trainings: Sequence[Training]) -> None:
     with closing(Lines(command_of(kind_of(one.size_gib, longest), one.folder, 0.0), environ)) as reference:
         reference.wait_for(lambda: len(reference.lines) >= longest, "the undisturbed run is late", TURN_WITHIN_S)
         for training in trainings:
-            for number, (said, wanted) in enumerate(zip(training.lines, reference.lines, strict=False)):
-                if said != wanted:
-                    raise WentWrongError(f"line {number} is {said!r}, and undisturbed it is {wanted!r}")
+            for number, (line, wanted) in enumerate(zip(training.lines, reference.lines, strict=False)):
+                if line != wanted:
+                    raise WentWrongError(f"line {number} is {line!r}, and undisturbed it is {wanted!r}")
 
 
 @contextmanager

@@ -48,13 +48,13 @@ class Training:
         script = ["-m", "tests.gpu.training.pretended_imaged"] if on_stub() else [str(TRAINING / "imaged.py")]
         words = [str(folder), str(kind.size_gib << 10), str(STEPS), str(PACE_S if agent else 0.0)]
         words += ["workers"] if kind.workers else []
-        with (folder / "said").open("a") as said:
+        with (folder / "said").open("a") as log:
             self.process = subprocess.Popen(
                 [*run, sys.executable, *script, *words],
                 env=environ,
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,  # as a scheduler starts it; CRIU wants whole sessions
             )
         self.pid = self.process.pid
@@ -158,8 +158,8 @@ class Job(Training):
     def _pauses(self, asked_utc: float) -> list[tuple[float, float]]:
         with suppress(FileNotFoundError):
             lines = (self.folder / "pauses").read_text().splitlines(keepends=True)
-            told = [line.split() for line in lines if line[-1] == "\n"]
-            return [(float(ended), float(took)) for ended, took in told if float(ended) >= asked_utc]
+            printed = [line.split() for line in lines if line[-1] == "\n"]
+            return [(float(ended), float(took)) for ended, took in printed if float(ended) >= asked_utc]
         return []
 
 

@@ -98,18 +98,18 @@ class Record:
         for line in path.read_text().splitlines() if path is not None and path.exists() else ():
             self._take(json.loads(line))
 
-    def _take(self, said: dict[str, Any]) -> None:
-        if "figure" in said:
-            self.figures.append(ImageRate(**said["figure"]))
+    def _take(self, result: dict[str, Any]) -> None:
+        if "figure" in result:
+            self.figures.append(ImageRate(**result["figure"]))
         else:
-            self.cases[said["case"]] = said["wrong"]
-            self._took_s[said["case"].partition(".")[0]] = said["took_s"]
+            self.cases[result["case"]] = result["wrong"]
+            self._took_s[result["case"].partition(".")[0]] = result["took_s"]
 
-    def _keep(self, said: dict[str, Any]) -> None:
-        self._take(said)
+    def _keep(self, result: dict[str, Any]) -> None:
+        self._take(result)
         if self._path is not None:
             with self._path.open("a") as file:
-                file.write(json.dumps(said) + "\n")
+                file.write(json.dumps(result) + "\n")
 
     def measure(self, figure: ImageRate) -> None:
         self._keep({"figure": asdict(figure)})

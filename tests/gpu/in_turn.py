@@ -170,11 +170,11 @@ def main(argv: Sequence[str]) -> int:
         folder = asked.state or Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hegm-in-turn-")))
         folder.mkdir(parents=True, exist_ok=True)
         turns = RunParts(folder, asked.budget_s, asked.more)
-        said = {part.name: turns.run(asked.kind, part) for part in parts}
+        output = {part.name: turns.run(asked.kind, part) for part in parts}
         if asked.kind == "bench":
             show_rows(folder, f"python3 -m tests.gpu.in_turn {' '.join(argv)}")
-    print("\n" + "\n".join(f"{name:10} {how}" for name, how in said.items()))
-    return int(any(how not in {"ok", "ended before"} for how in said.values()))
+    print("\n" + "\n".join(f"{name:10} {how}" for name, how in output.items()))
+    return int(any(how not in {"ok", "ended before"} for how in output.values()))
 
 
 if __name__ == "__main__":

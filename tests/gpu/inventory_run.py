@@ -323,13 +323,13 @@ def daemon(folder: Path, environ: dict[str, str]) -> Iterator[int]:
         command = [sys.executable, "-m", "hegmd", "--socket", f"{folder}/hegmd.sock", "--state-dir", f"{folder}/state"]
         process = subprocess.Popen(command, env={**environ, "NOTIFY_SOCKET": str(folder / "notify")}, cwd=folder)
         try:
-            said = b""
+            output = b""
             deadline = time.monotonic() + READY_WITHIN_S
-            while b"READY=1" not in said:
+            while b"READY=1" not in output:
                 ready, _, _ = select.select([notify], [], [], max(0.0, deadline - time.monotonic()))
                 if not ready:
                     raise RuntimeError(f"hegmd did not come up within {READY_WITHIN_S:.0f} s")
-                said = notify.recv(4096)
+                output = notify.recv(4096)
             yield process.pid
         finally:
             process.terminate()

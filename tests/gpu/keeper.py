@@ -105,16 +105,16 @@ class Keeper:
             self._take(data.decode(), list(descriptors))
 
     def _take(self, text: str, descriptors: list[int]) -> None:
-        said = dict(line.partition("=")[::2] for line in text.splitlines())
+        values = dict(line.partition("=")[::2] for line in text.splitlines())
         with self._guard:
-            if "FDSTORE" in said:
-                self._stored.setdefault(said["FDNAME"], []).extend(descriptors)
+            if "FDSTORE" in values:
+                self._stored.setdefault(values["FDNAME"], []).extend(descriptors)
                 return
-            if "FDSTOREREMOVE" in said:
-                descriptors += self._stored.pop(said["FDNAME"], [])
+            if "FDSTOREREMOVE" in values:
+                descriptors += self._stored.pop(values["FDNAME"], [])
         for descriptor in descriptors:  # those of a barrier too, which is how it is answered
             os.close(descriptor)
-        if "READY" in said:
+        if "READY" in values:
             self._ready.set()
 
 
@@ -147,10 +147,10 @@ class HegmdKeeper:
             try:
                 asking.connect(str(self._at))
                 wire.send(asking, [wire.LIST])
-                said, _ = wire.receive(asking)
+                output, _ = wire.receive(asking)
             except (FileNotFoundError, ConnectionError):
                 return []
-        return said[1:]
+        return output[1:]
 
     def close(self) -> None:
         """It is nobody's child, and ends by itself."""

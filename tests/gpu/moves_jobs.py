@@ -200,9 +200,9 @@ class Job(Lines):
         self.wait_for(lambda: self._digests(after) >= 2, "no step and digest came", STEP_WITHIN_S)
         seen = list(self.lines)
         self.reference.wait_for(lambda: len(self.reference.lines) >= len(seen), "the undisturbed run is late", 60)
-        for number, (said, wanted) in enumerate(zip(seen, self.reference.lines, strict=False)):
-            if said != wanted:
-                raise WentWrongError(f"line {number} is {said.strip()!r}, and undisturbed it is {wanted.strip()!r}")
+        for number, (line, wanted) in enumerate(zip(seen, self.reference.lines, strict=False)):
+            if line != wanted:
+                raise WentWrongError(f"line {number} is {line.strip()!r}, and undisturbed it is {wanted.strip()!r}")
 
     def _digests(self, after: int) -> int:
         return sum(line.startswith("digest") for line in self.lines[after:])

@@ -353,10 +353,10 @@ def _why(ran: subprocess.CompletedProcess[str]) -> str:
     """The message and the hint: of the error, or of the operation that did not get to what was asked."""
     for text, keys in ((ran.stderr, ("error",)), (ran.stdout, ("operation", "failure"))):
         try:
-            said = json.loads(text.splitlines()[-1])
+            reply = json.loads(text.splitlines()[-1])
             for key in keys:
-                said = said[key]
-            return f"{said['code']}: {said['message']} ({said['hint']})"
+                reply = reply[key]
+            return f"{reply['code']}: {reply['message']} ({reply['hint']})"
         except (ValueError, IndexError, KeyError, TypeError):
             continue
     return (ran.stderr + ran.stdout)[-800:]

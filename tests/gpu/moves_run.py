@@ -205,9 +205,9 @@ def _last(node: Node, jobs: Jobs, idle: Account) -> tuple[str, Findings]:
 
 def _row(result: Result) -> str:
     downtime, gap = ("" if result[name] is None else f"{result[name] * 1e3:.0f} ms" for name in ("downtime_s", "gap_s"))
-    told = "; ".join([*(["WRONG: " + " ".join(result["wrong"].split())] if result["wrong"] else []), *result["notes"]])
+    text = "; ".join([*(["WRONG: " + " ".join(result["wrong"].split())] if result["wrong"] else []), *result["notes"]])
     cells = [result["case"], "FAILED" if result["wrong"] else "ok", result["carrier"], downtime, gap]
-    return "| " + " | ".join([*cells, result["account"], f"{result['took_s']:.1f} s", told]) + " |"
+    return "| " + " | ".join([*cells, result["account"], f"{result['took_s']:.1f} s", text]) + " |"
 
 
 def _table(results: dict[str, Result]) -> str:
@@ -231,8 +231,8 @@ def main() -> int:
     run = Run(asked.state, asked.budget_s, again=asked.again)
     names = run.wanted([*asked.cases, *filter(None, asked.only.split(","))], quick=asked.quick)
     if asked.list or asked.table:
-        told = _table(run.results) if asked.table else "\n".join([*names, "", "left out:", *LEFT_OUT])
-        print(told)
+        text = _table(run.results) if asked.table else "\n".join([*names, "", "left out:", *LEFT_OUT])
+        print(text)
         return 0
     signal.signal(signal.SIGALRM, _overdue)
     with ExitStack() as held:

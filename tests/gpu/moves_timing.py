@@ -148,8 +148,8 @@ def parts_table(measured: Sequence[Measured]) -> str:
             [sum(took_s for name, took_s in one.parts.items() if not is_within_order(name)) * 1e3 for one in several]
         )
         largest = sorted(names, key=lambda name: -medians[name])[:LARGEST]
-        told = ", ".join(f"{name} {medians[name] * 1e3:.1f}" for name in largest)
-        lines.append(f"| {size_gib} | {action} | {carrier} | {where} | {whole_ms:.0f} | {told} |")
+        text = ", ".join(f"{name} {medians[name] * 1e3:.1f}" for name in largest)
+        lines.append(f"| {size_gib} | {action} | {carrier} | {where} | {whole_ms:.0f} | {text} |")
     return "\n".join(lines)
 
 

@@ -163,9 +163,9 @@ class RankedJob:
             raise WentWrongError(f"the reference has {reference.steps()} steps: ask for more than {count}")
         for rank in range(RANKS):
             pairs = zip(self.lines(rank)[:count], reference.lines(rank)[:count], strict=True)
-            for step, (said, wanted) in enumerate(pairs):
-                if said != wanted:
-                    raise WentWrongError(f"rank {rank} step {step}: {said.strip()} and not {wanted.strip()}")
+            for step, (line, wanted) in enumerate(pairs):
+                if line != wanted:
+                    raise WentWrongError(f"rank {rank} step {step}: {line.strip()} and not {wanted.strip()}")
         return count
 
     def close(self) -> None:
@@ -236,9 +236,11 @@ class AgentsAlone:
         agents = self._agents(daemon)
         job.wait_for(20, READY_WITHIN_S)
         surveys = in_parallel(lambda agent: agent.done("survey"), agents)
-        told = [survey.communicators for survey in surveys]
-        self._results.note(self._name, "survey", communicators=[None if one is None else vars(one) for one in told])
-        if any(one is None or one.uncovered for one in told):
+        communicators = [survey.communicators for survey in surveys]
+        self._results.note(
+            self._name, "survey", communicators=[None if one is None else vars(one) for one in communicators]
+        )
+        if any(one is None or one.uncovered for one in communicators):
             raise WentWrongError("the agents cannot disconnect its groups")
         driver = Driver()
         for number in range(self._asked.rounds):
@@ -435,10 +437,10 @@ def go_through(asked: argparse.Namespace, results: Results, folder: Path) -> Ite
                 kind(name, folder, asked, results, reference).run(held)
         except Exception as error:  # noqa: BLE001 - the next kind is worth its time on such a machine
             traceback.print_exc()
-            told = type(error).__name__ if isinstance(error, Gone) else f"{type(error).__name__}: {error}"
+            problem = type(error).__name__ if isinstance(error, Gone) else f"{type(error).__name__}: {error}"
             log = folder / f"{name}.log"
-            said = log.read_text(errors="replace")[-3000:].splitlines() if log.exists() else []
-            results.note(name, "failed", wrong=told[:1500], job=said)
+            output = log.read_text(errors="replace")[-3000:].splitlines() if log.exists() else []
+            results.note(name, "failed", wrong=problem[:1500], job=output)
 
 
 def parsed(argv: list[str]) -> argparse.Namespace:

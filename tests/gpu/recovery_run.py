@@ -154,16 +154,20 @@ class Bench:
         watched_from, is_cold, pause = 0.0, True, threading.Event()
         began = time.monotonic()
         while time.monotonic() - began < MAX_LOOK_S + (WITHIN_S if is_cold else 0.0):
-            told = job.recovery()
-            if told is not None and told.snapshots and told.snapshots not in seen:
-                records = [slot for slot in told.slots if slot.step is not None]
+            recovery = job.recovery()
+            if recovery is not None and recovery.snapshots and recovery.snapshots not in seen:
+                records = [slot for slot in recovery.slots if slot.step is not None]
                 size_bytes = max((slot.size_bytes or 0 for slot in records), default=0)
-                seen[told.snapshots] = {"cost_s": told.cost_s, "interval_s": told.interval_s, "size_bytes": size_bytes}
-                if told.snapshots == 2:
+                seen[recovery.snapshots] = {
+                    "cost_s": recovery.cost_s,
+                    "interval_s": recovery.interval_s,
+                    "size_bytes": size_bytes,
+                }
+                if recovery.snapshots == 2:
                     is_cold, watched_from = False, time.monotonic()
                     began = watched_from
-            if told is not None and told.state == "unprotected":
-                raise WentWrongError(f"it is not protected: {told.why}")
+            if recovery is not None and recovery.state == "unprotected":
+                raise WentWrongError(f"it is not protected: {recovery.why}")
             is_enough = sum(number > 2 for number in seen) >= SNAPSHOTS
             if watched_from and is_enough and time.monotonic() - watched_from > look_s:
                 break
@@ -201,15 +205,15 @@ class Bench:
 
     def _kill_once(self, job: ProtectedJob, number: int, *, is_kept: bool) -> dict[str, Any]:
         def is_protected() -> bool:
-            told = job.recovery()
-            whole = [] if told is None else [slot for slot in told.slots if slot.step is not None]
-            return told is not None and told.state == "protected" and len(whole) == 2
+            recovery = job.recovery()
+            whole = [] if recovery is None else [slot for slot in recovery.slots if slot.step is not None]
+            return recovery is not None and recovery.state == "protected" and len(whole) == 2
 
         until(is_protected, "that it is protected", WITHIN_S)
         if is_kept:
             until(partial(self._has_next, job), "that a next process is kept ready", WITHIN_S)
         job.read_steps(2)
-        pid, told = job.worker(), len(job.lines)
+        pid, recovery = job.worker(), len(job.lines)
         killed_at, killed_utc = time.monotonic(), time.time()
         os.kill(pid, signal.SIGKILL)
 
@@ -217,7 +221,7 @@ class Bench:
             lines = list(job.lines)
             return [
                 at
-                for at in range(told, len(lines))
+                for at in range(recovery, len(lines))
                 if lines[at].startswith("step ") and lines[at].split()[1] != f"{pid}"
             ]
 
@@ -228,7 +232,7 @@ class Bench:
         last = _recoveries(job)[-1]
         marks = {
             line.split()[1]: float(line.split()[2]) - killed_utc
-            for line in list(job.lines)[told:]
+            for line in list(job.lines)[recovery:]
             if line.startswith("mark ")
         }
         return {
@@ -263,17 +267,17 @@ class Bench:
             os.kill(int(job.steps()[-1].split()[1]), signal.SIGTERM)
 
     def _kill_under_torchrun(self, job: Losses) -> dict[str, Any]:
-        told = len(job.lines)
+        count = len(job.lines)
 
         def new(word: str) -> list[int]:
             lines = list(job.lines)
-            return [at for at in range(told, len(lines)) if lines[at].startswith(word)]
+            return [at for at in range(count, len(lines)) if lines[at].startswith(word)]
 
         job.wait_for(lambda: len(new("saved ")) > 0, "it does not save itself", WITHIN_S)
         saved = job.lines[new("saved ")[0]].split()
-        told = len(job.lines)
+        count = len(job.lines)
         job.wait_for(lambda: len(new("step ")) > 2, "it does not train", WITHIN_S)
-        pid, told = int(saved[1]), len(job.lines)
+        pid, count = int(saved[1]), len(job.lines)
         killed_at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
         job.wait_for(
@@ -301,8 +305,8 @@ def _has_steps(alone: Losses, count: int) -> bool:
 
 
 def _recoveries(job: ProtectedJob) -> Sequence[Any]:
-    told = job.recovery()
-    return () if told is None else told.recoveries
+    recovery = job.recovery()
+    return () if recovery is None else recovery.recoveries
 
 
 def _last_of(path: Path) -> list[str]:

@@ -89,7 +89,7 @@ class Run:
     def __init__(self, state: Path | None, *, again: bool) -> None:
         self._path = state
         lines = state.read_text().splitlines() if state is not None and state.exists() else []
-        self.results: dict[str, dict[str, Any]] = {said["case"]: said for said in map(json.loads, lines)}
+        self.results: dict[str, dict[str, Any]] = {reply["case"]: reply for reply in map(json.loads, lines)}
         self._again = again
 
     def is_done(self, name: str) -> bool:
@@ -139,8 +139,8 @@ def try_case(node: RestartNode, case: Case, places: list[str], seconds: list[flo
             job.restart(place)
             job.read_steps(RUN_STEPS)
             seconds.append(round(first_after_gap(job, asked_at, before), 2))
-        said = job.steps()
-    return differences(said, undisturbed(node, case, places[0], len(said)), case)
+        lines = job.steps()
+    return differences(lines, undisturbed(node, case, places[0], len(lines)), case)
 
 
 def undisturbed(node: RestartNode, case: Case, place: str, steps: int) -> list[str]:
@@ -164,10 +164,10 @@ def first_after_gap(job: RestartedJob, asked_at: float, before: int) -> float:
     return max(gaps)[1] - asked_at
 
 
-def differences(said: Sequence[str], wanted: Sequence[str], case: Case) -> str:
+def differences(lines: Sequence[str], wanted: Sequence[str], case: Case) -> str:
     """What of these lines is not as it has to be, beside an undisturbed run's."""
-    after, parted_at = "", len(said)
-    for number, (line, other) in enumerate(zip(said, wanted, strict=False)):
+    after, parted_at = "", len(lines)
+    for number, (line, other) in enumerate(zip(lines, wanted, strict=False)):
         told, due = line.split(), other.split()
         if case.exact and told != due:
             return f"step {number} said {line.strip()!r}, and undisturbed it is {other.strip()!r}"
@@ -184,7 +184,7 @@ def differences(said: Sequence[str], wanted: Sequence[str], case: Case) -> str:
         if not is_close and number < parted_at + case.close_steps:
             return f"step {number} has the loss {loss:g}, and undisturbed {close:g}"
         after = told[4]
-    return "" if said else "it printed nothing"
+    return "" if lines else "it printed nothing"
 
 
 def row_of(result: dict[str, Any]) -> str:

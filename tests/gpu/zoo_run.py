@@ -164,9 +164,9 @@ class Job:
         self.lines.wait_for(lambda: self._digests(after) >= 2, digests, STEP_WITHIN_S)
         seen, wanted = list(self.lines.lines), self.reference
         wanted.wait_for(lambda: len(wanted.lines) >= len(seen), "the undisturbed run is late", REFERENCE_WITHIN_S)
-        for number, (said, right) in enumerate(zip(seen, wanted.lines, strict=False)):
-            if said != right:
-                raise WentWrongError(f"line {number} is {said.strip()[:90]!r}, and undisturbed {right.strip()[:90]!r}")
+        for number, (line, right) in enumerate(zip(seen, wanted.lines, strict=False)):
+            if line != right:
+                raise WentWrongError(f"line {number} is {line.strip()[:90]!r}, and undisturbed {right.strip()[:90]!r}")
         return len(seen)
 
     def _digests(self, after: int) -> int:

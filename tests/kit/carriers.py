@@ -42,10 +42,10 @@ async def check_carrier(
     await carrier.reserve(subject, size_bytes + size_bytes // 2)  # it had more when it was counted, before its boundary
     for _ in range(2):
         await carrier.prepare(subject)
-    told: list[int] = []
-    out_bytes = await carrier.offload(subject, told.append)
+    counts: list[int] = []
+    out_bytes = await carrier.offload(subject, counts.append)
     _must(out_bytes == size_bytes, f"{size_bytes} bytes were to be taken out, and {out_bytes} were by its word")
-    _must_come_on(told, size_bytes)
+    _must_come_on(counts, size_bytes)
     held_bytes = carrier.held_bytes(subject)
     _must(held_bytes >= size_bytes, f"{size_bytes} bytes are out, and {held_bytes} are held")
     for _ in range(2):
@@ -58,7 +58,7 @@ async def check_carrier(
     if while_out is not None:
         await while_out(carrier)
     for _ in range(2):
-        await carrier.fetch(subject, told.append)
+        await carrier.fetch(subject, counts.append)
         await carrier.prepare(subject)
     for _ in range(2):
         async with carrier.overlap_restore(subject):
@@ -95,7 +95,7 @@ async def _check_return(
     carrier: Carrier, subject: MigratedProcess, size_bytes: int, made: Makes, *, carries: bool
 ) -> None:
     before, inside = made(), 0
-    told: list[int] = []
+    counts: list[int] = []
 
     @asynccontextmanager
     async def making() -> AsyncGenerator[Made]:
@@ -104,9 +104,9 @@ async def _check_return(
         yield lambda: False
         inside += made() - began
 
-    back_bytes = await carrier.reload(subject, told.append, making)
+    back_bytes = await carrier.reload(subject, counts.append, making)
     _must(back_bytes == size_bytes, f"{size_bytes} bytes were to come back, and {back_bytes} did by its word")
-    _must_come_on(told, size_bytes)
+    _must_come_on(counts, size_bytes)
     count = made() - before
     _must(count == inside, f"storages were made {count} times, {inside} of them where their room is seen to")
     _must(bool(count) is carries, f"storages were made {count} times")

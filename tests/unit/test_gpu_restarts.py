@@ -30,7 +30,7 @@ def changed(number: int, place: int, word: str) -> list[str]:
 
 
 @in_one_test(
-    ("said", "wrong"),
+    ("lines", "wrong"),
     [
         (changed(1, 1, "2"), "step 2 came where step 1 was due"),
         (AS_IT_IS[:1] + AS_IT_IS[2:], "step 2 came where step 1 was due"),
@@ -41,10 +41,10 @@ def changed(number: int, place: int, word: str) -> list[str]:
         ([], "it printed nothing"),
     ],
 )
-def test_a_restart_that_is_not_exact_is_seen(said: list[str], wrong: str) -> None:
-    assert wrong in restarts_run.differences(said, AS_IT_IS, restarts_run.Case((), exact=False))
-    if said:
-        assert restarts_run.differences(said, AS_IT_IS, restarts_run.Case(()))
+def test_a_restart_that_is_not_exact_is_seen(lines: list[str], wrong: str) -> None:
+    assert wrong in restarts_run.differences(lines, AS_IT_IS, restarts_run.Case((), exact=False))
+    if lines:
+        assert restarts_run.differences(lines, AS_IT_IS, restarts_run.Case(()))
 
 
 def test_only_losses_may_differ_a_little_and_only_between_devices() -> None:
@@ -88,7 +88,7 @@ def story(*events: tuple[str, float]) -> list[StoryLine]:
 
 
 def test_the_parts_of_a_restart_add_up_to_it() -> None:
-    told = story(
+    steps = story(
         ("begin", 10.125),
         ("pool-reserved", 10.25),
         ("successor-awaited", 10.5),
@@ -99,7 +99,7 @@ def test_the_parts_of_a_restart_add_up_to_it() -> None:
         ("restored", 19.0),
     )
     marks = bench_restart.marks_of(["mark began 14.0", "mark imported 16.0", "mark built 18.0"])
-    parts, ended_utc = bench_restart.split_of(10.0, told, {**marks, "stepped": 20.0})
+    parts, ended_utc = bench_restart.split_of(10.0, steps, {**marks, "stepped": 20.0})
     assert parts == {
         "plan": 0.125, "arm": 0.125, "ready": 0.25, "park": 0.5, "save": 2.0, "leave": 0.5,
         "start": 0.5, "import": 2.0, "build": 2.0, "load": 1.0, "step": 1.0,
@@ -107,7 +107,7 @@ def test_the_parts_of_a_restart_add_up_to_it() -> None:
     assert sum(parts.values()) == ended_utc - 10.0 == 10.0
     assert bench_restart.parked_s(parts) == 9.0
     with pytest.raises(WentWrongError, match="'restored'"):
-        bench_restart.split_of(10.0, told[:-1], {**marks, "stepped": 20.0})
+        bench_restart.split_of(10.0, steps[:-1], {**marks, "stepped": 20.0})
 
 
 def told_to_end(given_back: list[str]) -> None:

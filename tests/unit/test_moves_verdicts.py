@@ -14,18 +14,18 @@ def moved(took_s: float, estimate_s: float | None, rates: dict[str, float], size
 
 
 def test_what_keeps_to_all_aims_is_said_to() -> None:
-    told = verdicts([moved(0.7, 0.8, FAST)] * 5)
-    assert [line.partition(": ")[0] for line in told] == ["kept", "kept", "kept"], told
-    assert "stands for 0.700 s, 0.8 allowed (5 times)" in told[0]
-    assert "off by +14% (5 times)" in told[1]
-    assert "copies out at 99.0% of the link" in told[2]
+    verdict_lines = verdicts([moved(0.7, 0.8, FAST)] * 5)
+    assert [line.partition(": ")[0] for line in verdict_lines] == ["kept", "kept", "kept"], verdict_lines
+    assert "stands for 0.700 s, 0.8 allowed (5 times)" in verdict_lines[0]
+    assert "off by +14% (5 times)" in verdict_lines[1]
+    assert "copies out at 99.0% of the link" in verdict_lines[2]
 
 
 def test_each_aim_can_be_missed_and_a_slow_move_names_its_largest_parts() -> None:
-    told = verdicts([moved(1.0, 1.31, {"out": 370e9})] * 3)
-    assert [line.partition(": ")[0] for line in told] == ["**not kept**"] * 3, told
+    verdict_lines = verdicts([moved(1.0, 1.31, {"out": 370e9})] * 3)
+    assert [line.partition(": ")[0] for line in verdict_lines] == ["**not kept**"] * 3, verdict_lines
     parts = "helper checkpoint 0.400 s, helper restore 0.300 s, agent free 0.030 s"
-    assert told[0].endswith(f"(3 times, fewer than 5), of which {parts}")
+    assert verdict_lines[0].endswith(f"(3 times, fewer than 5), of which {parts}")
 
 
 def test_small_jobs_and_other_directions_are_held_to_no_link() -> None:

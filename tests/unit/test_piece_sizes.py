@@ -54,9 +54,9 @@ class Opened:
 
 def _image(path: Path, size_bytes: int, memory: Memory, written_bytes: int, carrier: str = WORKER) -> Any:
     """One of a process with so many bytes at its boundary, of which so much of the piece was written."""
-    told = ImageWorker(pid=4711, gpus=(), carrier=carrier, size_bytes=size_bytes, rest_bytes=0, bytes=("4711.0",))
+    worker = ImageWorker(pid=4711, gpus=(), carrier=carrier, size_bytes=size_bytes, rest_bytes=0, bytes=("4711.0",))
     data = os.pread(memory.fd, written_bytes, 0)
-    return Opened(path, built(path, data, MANIFEST.replace(workers=(told,)), size_bytes=written_bytes))
+    return Opened(path, built(path, data, MANIFEST.replace(workers=(worker,)), size_bytes=written_bytes))
 
 
 @pytest.mark.thorough
@@ -115,11 +115,11 @@ def test_a_fault_of_ours_was_said_to_be_somebodys_who_cut_the_memory(tmp_path: P
 
 
 def test_an_image_without_a_file_that_it_names_is_reported(tmp_path: Path) -> None:
-    told = ImageWorker(pid=7, gpus=(), carrier=WORKER, size_bytes=1, rest_bytes=0, bytes=("7.0",))
+    worker = ImageWorker(pid=7, gpus=(), carrier=WORKER, size_bytes=1, rest_bytes=0, bytes=("7.0",))
     with pytest.raises(HegmError, match=r"no file '7\.0' with the bytes of process 7"):
-        pool_bytes_in(Manifest(workers=(told,)), told)
+        pool_bytes_in(Manifest(workers=(worker,)), worker)
     file = ImageFile(name="7.0", size_bytes=14_680_064, stored_bytes=0, sum="")
-    assert whole_size(pool_bytes_in(Manifest(workers=(told,), byte_files=(file,)), told)) == 14_680_064
+    assert whole_size(pool_bytes_in(Manifest(workers=(worker,), byte_files=(file,)), worker)) == 14_680_064
 
 
 @pytest.mark.thorough

@@ -13,11 +13,11 @@ from tests.room import MIB, NEEDED, SHARED_MEMORY, sentence_on, skip_without
 def test_a_run_on_a_full_disk_was_a_thousand_errors_without_a_reason(tmp_path: Path) -> None:
     """The folder need not be there yet; the sentence has both figures and the way out."""
     total_bytes = shutil.disk_usage(tmp_path).total
-    said = sentence_on(tmp_path / "to" / "be" / "made", total_bytes + MIB)
-    assert said is not None
-    assert said.startswith(f"{tmp_path} has ")
-    assert f"need {(total_bytes + MIB) // MIB} MiB" in said
-    assert "TMPDIR=" in said
+    message = sentence_on(tmp_path / "to" / "be" / "made", total_bytes + MIB)
+    assert message is not None
+    assert message.startswith(f"{tmp_path} has ")
+    assert f"need {(total_bytes + MIB) // MIB} MiB" in message
+    assert "TMPDIR=" in message
 
 
 def test_enough_room_is_nothing_to_speak_of(tmp_path: Path) -> None:
@@ -25,10 +25,10 @@ def test_enough_room_is_nothing_to_speak_of(tmp_path: Path) -> None:
 
 
 def test_shared_memory_is_made_larger_and_not_elsewhere() -> None:
-    said = sentence_on(SHARED_MEMORY, shutil.disk_usage(SHARED_MEMORY).total + MIB)
-    assert said is not None
-    assert "remount,size=" in said
-    assert "TMPDIR" not in said
+    message = sentence_on(SHARED_MEMORY, shutil.disk_usage(SHARED_MEMORY).total + MIB)
+    assert message is not None
+    assert "remount,size=" in message
+    assert "TMPDIR" not in message
 
 
 def test_a_test_that_needs_more_is_skipped_with_the_amount(tmp_path: Path) -> None:

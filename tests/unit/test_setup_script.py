@@ -143,16 +143,16 @@ def _be_told(checkout: Checkout) -> None:
 def test_a_gigabyte_was_downloaded_without_a_word(checkout: Checkout) -> None:
     """Issue 14, row 18: `make demo` was silent for a minute."""
     _be_told(checkout)
-    status, said = checkout.run("run")
+    status, output = checkout.run("run")
     assert status == 0
-    assert "up to 1 GB" in said
-    assert [line for line in said.splitlines() if "torch-2.13" in line or "numpy" in line] == [
+    assert "up to 1 GB" in output
+    assert [line for line in output.splitlines() if "torch-2.13" in line or "numpy" in line] == [
         "setup: downloading torch-2.13.0-cp311.whl (915.1 MB)",
         "setup: torch-2.13.0-cp311.whl: 460 of 915 MB",
         "setup: torch-2.13.0-cp311.whl: 915 of 915 MB",
         "setup: using cached numpy-2.3.0.whl (16.6 MB)",
     ]
-    assert "packaging" not in said
+    assert "packaging" not in output
 
 
 def test_on_a_terminal_the_progress_of_a_download_is_shown_in_place(checkout: Checkout) -> None:
@@ -160,20 +160,20 @@ def test_on_a_terminal_the_progress_of_a_download_is_shown_in_place(checkout: Ch
     ours, theirs = os.openpty()
     try:
         checkout.run("run", said_to=theirs)
-        said = os.read(ours, 65536).decode()
+        output = os.read(ours, 65536).decode()
     finally:
         os.close(ours)
         os.close(theirs)
-    assert "\r\x1b[Ksetup: 1 of 915 MB\r\x1b[Ksetup: 460 of 915 MB\r" in said
-    assert said.count("torch-2.13.0-cp311.whl") == 1
+    assert "\r\x1b[Ksetup: 1 of 915 MB\r\x1b[Ksetup: 460 of 915 MB\r" in output
+    assert output.count("torch-2.13.0-cp311.whl") == 1
 
 
 def test_a_failure_of_pip_is_not_lost_behind_its_progress(checkout: Checkout) -> None:
     python = checkout.root / ".venv" / "bin" / "python"
     python.write_text(f'{INTERPRETER}case "$*" in *progress-bar*) exit 1 ;; esac\n')
-    status, said = checkout.run("run")
+    status, output = checkout.run("run")
     assert status == 1
-    assert "pip could not install" in said
+    assert "pip could not install" in output
 
 
 @pytest.mark.thorough

@@ -123,8 +123,8 @@ def test_what_begins_anew_went_without_a_word_from_a_launcher(
     training.wait_until_parked()
     training.departure.tick()
     assert training.left == 1
-    said = capfd.readouterr().err
-    assert "log (TextIOWrapper) at train.py:3; not searched: the 1,200 objects of players; hegm.keep keeps it" in said
+    output = capfd.readouterr().err
+    assert "log (TextIOWrapper) at train.py:3; not searched: the 1,200 objects of players; hegm.keep keeps it" in output
 
 
 def test_what_cannot_be_saved_is_said_and_the_training_goes_on(
@@ -142,9 +142,9 @@ def test_what_cannot_be_saved_is_said_and_the_training_goes_on(
     training.departure.tick()
     assert training.goes_on()
     assert training.left == 0
-    said = (tmp_path / "refused").read_text()
-    assert said.endswith("a loop over a list cannot be found again; use hegm.keep for it")
-    assert said in capfd.readouterr().err
+    output = (tmp_path / "refused").read_text()
+    assert output.endswith("a loop over a list cannot be found again; use hegm.keep for it")
+    assert output in capfd.readouterr().err
     assert (tmp_path / "latest.pt").read_bytes() == b"an earlier state"
     assert sorted(os.listdir(tmp_path)) == ["latest.pt", "refused"]
     assert training.departure.next_deadline() is None

@@ -91,5 +91,5 @@ ground.take().close()
 def test_a_forked_child_kept_what_its_parent_had_prepared_or_waited_for_it() -> None:
     """As a loader's worker, which is there before the state is put back and has no use for any of it."""
     words = [sys.executable, "-c", FORKS]
-    said = subprocess.check_output(words, env={"PYTHONPATH": str(ROOT)}, text=True, timeout=HANG_S)
-    assert said.splitlines() == ["0 True", "0"]
+    output = subprocess.check_output(words, env={"PYTHONPATH": str(ROOT)}, text=True, timeout=HANG_S)
+    assert output.splitlines() == ["0 True", "0"]

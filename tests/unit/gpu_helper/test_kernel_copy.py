@@ -20,8 +20,8 @@ RELEASE = "V13.0.88"
 def _built(folder: Path) -> bytes:
     """By the compiler and the words that the docstring names; other releases make other programs of it."""
     nvcc = shutil.which("nvcc") or ""
-    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout if nvcc else ""
-    if RELEASE not in said:
+    output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout if nvcc else ""
+    if RELEASE not in output:
         pytest.skip(f"there is no nvcc {RELEASE}")
     source, program = folder / "copy.cu", folder / "copy.cubin"
     text = kernel_copy.__doc__ or ""

@@ -19,10 +19,10 @@ from tests.unit.gpu_helper.linking import SOON_S, Told, ask, has_ended, linked
 async def test_it_starts_when_it_is_called_and_serves_everybody_at_once() -> None:
     async with linked("well") as link:
         assert link.pid is None
-        told = Told()
+        progress = Told()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: ask(link, "wait", told=told))
-            await told.first.wait()
+            tasks.start_soon(lambda: ask(link, "wait", told=progress))
+            await progress.first.wait()
             pid = link.pid
             assert await ask(link, "ping", n=1) == {"pong": {"n": 1}}, "while another request is under way"
             await ask(link, "release")
@@ -76,9 +76,9 @@ async def test_a_large_request_and_a_large_answer_come_whole() -> None:
 
 async def test_progress_comes_in_order_and_before_the_answer() -> None:
     async with linked("well") as link:
-        told = Told()
-        await link.call("count", {"to": 100}, deadline_s=SOON_S, on_progress=told)
-        assert told.events == [{"at": number} for number in range(100)]
+        progress = Told()
+        await link.call("count", {"to": 100}, deadline_s=SOON_S, on_progress=progress)
+        assert progress.events == [{"at": number} for number in range(100)]
 
 
 async def test_failures_come_as_what_they_were() -> None:
@@ -146,10 +146,10 @@ async def test_a_helper_with_nothing_to_do_ends_and_one_that_holds_something_sta
 @pytest.mark.thorough
 async def test_a_long_call_is_not_taken_for_nothing_to_do() -> None:
     async with linked("well", idle_after_s=0.1) as link:
-        told = Told()
+        progress = Told()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: ask(link, "wait", told=told))
-            await told.first.wait()
+            tasks.start_soon(lambda: ask(link, "wait", told=progress))
+            await progress.first.wait()
             with anyio.move_on_after(0.5):
                 await anyio.sleep_forever()
             await ask(link, "release")
@@ -157,13 +157,13 @@ async def test_a_long_call_is_not_taken_for_nothing_to_do() -> None:
 
 async def test_killing_it_on_purpose_tells_those_in_flight() -> None:
     async with linked("well") as link:
-        told = Told()
+        progress = Told()
         async with anyio.create_task_group() as tasks:
 
             async def other() -> None:
                 with pytest.raises(HelperLost, match="was stopped: the driver is reloaded"):
-                    await link.call("hang", deadline_s=SOON_S, on_progress=told)
+                    await link.call("hang", deadline_s=SOON_S, on_progress=progress)
 
             tasks.start_soon(other)
-            await told.first.wait()
+            await progress.first.wait()
             link.kill("the driver is reloaded")

@@ -31,16 +31,16 @@ from tests.unit.gpu_helper.linking import SOON_S, TRICKS, Told, ask, has_ended, 
 async def test_a_call_over_its_deadline_takes_the_helper_along_and_the_next_call_has_a_new_one() -> None:
     async with linked("well") as link:
         lost: list[HelperLost] = []
-        told = Told()
+        progress = Told()
 
         async def wait() -> None:
             with pytest.raises(HelperLost) as raised:
-                await link.call("wait", deadline_s=SOON_S, on_progress=told)
+                await link.call("wait", deadline_s=SOON_S, on_progress=progress)
             lost.append(raised.value)
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(wait)
-            await told.first.wait()
+            await progress.first.wait()
             first = link.pid
             with pytest.raises(HelperLost, match=r"`hang` was not done after 0\.1 s; in flight: wait, hang") as raised:
                 await link.call("hang", deadline_s=0.1)
@@ -94,24 +94,24 @@ def test_a_helper_reports_its_current_calls_while_they_hang() -> None:
 
 async def test_an_abandoned_call_does_not_end_the_helper_of_other_callers() -> None:
     async with linked("well", idle_after_s=0.2) as link:
-        told, started = Told(), await link.start()
+        progress, started = Told(), await link.start()
         before = len(os.listdir("/proc/self/fd"))
 
         async def give_up() -> Stuck:
-            await told.first.wait()
+            await progress.first.wait()
             return Stuck("it comes to nothing", "look at it", "wait")
 
         with pytest.raises(Stuck, match="comes to nothing"):
-            await link.call("wait", deadline_s=SOON_S, on_progress=told, watch=give_up)
+            await link.call("wait", deadline_s=SOON_S, on_progress=progress, watch=give_up)
         await ask(link, "release")  # now it ends after all, and what it came to is closed
         await ask(link, "ping")
         assert link.pid == started["pid"]
         assert len(os.listdir("/proc/self/fd")) == before
         pidfd = os.pidfd_open(started["pid"])
-        told = Told()
+        progress = Told()
         try:
             with pytest.raises(Stuck):
-                await link.call("hang", deadline_s=600, on_progress=told, watch=give_up)
+                await link.call("hang", deadline_s=600, on_progress=progress, watch=give_up)
             with anyio.fail_after(SOON_S):
                 await anyio.wait_readable(pidfd)  # it has nothing else to do
         finally:
@@ -138,12 +138,12 @@ async def test_whoever_watches_a_call_is_told_when_it_is_over() -> None:
 async def test_a_call_without_a_waiting_caller_keeps_its_deadline() -> None:
     """A thread stuck in the driver would otherwise be stuck for as long as the daemon lives."""
     async with linked("well") as link:
-        told = Told()
+        progress = Told()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: link.call("hang", deadline_s=0.5, on_progress=told))
-            await told.first.wait()
+            tasks.start_soon(lambda: link.call("hang", deadline_s=0.5, on_progress=progress))
+            await progress.first.wait()
             tasks.cancel_scope.cancel()
-        pidfd = os.pidfd_open(told.events[0]["pid"])
+        pidfd = os.pidfd_open(progress.events[0]["pid"])
         try:
             with anyio.fail_after(SOON_S):
                 await anyio.wait_readable(pidfd)
@@ -153,11 +153,11 @@ async def test_a_call_without_a_waiting_caller_keeps_its_deadline() -> None:
 
 async def test_the_descriptors_of_an_unawaited_answer_are_closed() -> None:
     async with linked("well") as link:
-        told = Told()
+        progress = Told()
         before = len(os.listdir("/proc/self/fd"))
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: ask(link, "wait", told=told))
-            await told.first.wait()
+            tasks.start_soon(lambda: ask(link, "wait", told=progress))
+            await progress.first.wait()
             before = len(os.listdir("/proc/self/fd"))
             tasks.cancel_scope.cancel()
         await ask(link, "release")
@@ -183,15 +183,15 @@ async def test_the_descriptors_of_an_unawaited_answer_are_closed() -> None:
 async def test_a_helper_that_ends_or_talks_nonsense(op: str, args: Mapping[str, object], why: str) -> None:
     async with linked("well") as link:
         first = (await link.start())["pid"]
-        told = Told()
+        progress = Told()
         async with anyio.create_task_group() as tasks:
 
             async def other() -> None:
                 with pytest.raises(HelperLost, match=f"{why}.*; in flight: wait"):
-                    await link.call("wait", deadline_s=SOON_S, on_progress=told)
+                    await link.call("wait", deadline_s=SOON_S, on_progress=progress)
 
             tasks.start_soon(other)
-            await told.first.wait()
+            await progress.first.wait()
             with suppress(HelperLost):  # nonsense may be read after its own request's answer
                 await link.call(op, args, deadline_s=SOON_S)
         assert await ask(link, "ping") == {"pong": {}}
@@ -205,16 +205,16 @@ async def test_a_helper_that_ends_or_talks_nonsense(op: str, args: Mapping[str, 
 async def test_a_helper_killed_from_outside(number: signal.Signals, why: str) -> None:
     """By SIGBUS where it maps a page of broken memory (issue 14, row 3): the message says so."""
     async with linked("well") as link:
-        told = Told()
+        progress = Told()
         async with anyio.create_task_group() as tasks:
 
             async def other() -> None:
                 with pytest.raises(HelperLost, match=f"was killed by {why}; in flight: hang"):
-                    await link.call("hang", deadline_s=SOON_S, on_progress=told)
+                    await link.call("hang", deadline_s=SOON_S, on_progress=progress)
 
             tasks.start_soon(other)
-            await told.first.wait()
-            os.kill(told.events[0]["pid"], number)
+            await progress.first.wait()
+            os.kill(progress.events[0]["pid"], number)
         assert await ask(link, "ping") == {"pong": {}}
 
 
@@ -278,16 +278,16 @@ async def test_one_that_is_started_but_not_waited_for_goes_with_the_daemon() -> 
 
 
 async def test_callers_are_notified_when_the_daemon_stops() -> None:
-    told = Told()
+    progress = Told()
     async with anyio.create_task_group() as outer:
 
         async def call(link: Link) -> None:
             with pytest.raises(HelperLost, match="with hegmd"):
-                await link.call("hang", deadline_s=SOON_S, on_progress=told)
+                await link.call("hang", deadline_s=SOON_S, on_progress=progress)
 
         async with linked("well") as link:
             outer.start_soon(call, link)
-            await told.first.wait()
+            await progress.first.wait()
 
 
 # -- without the daemon --------------------------------------------------------------------------------------------

@@ -46,17 +46,17 @@ class Launched:
             assert select.select([self.process.stdout], [], [], PATIENCE_S)[0], self._unread
             came = os.read(self.process.stdout.fileno(), 4096)
             if not came:
-                said, self._unread = self._unread.decode(), b""
-                assert said or not self._is_over, "its output is at its end"
+                output, self._unread = self._unread.decode(), b""
+                assert output or not self._is_over, "its output is at its end"
                 self._is_over = True
-                return said
+                return output
             self._unread += came
         line, _, self._unread = self._unread.partition(b"\n")
         return line.decode()
 
-    def lines_until(self, said: str) -> list[str]:
+    def lines_until(self, message: str) -> list[str]:
         lines = [self.line()]
-        while said not in lines[-1]:
+        while message not in lines[-1]:
             assert len(lines) < 200, lines
             lines.append(self.line())
         return lines
@@ -86,8 +86,8 @@ def launched(
 @pytest.mark.thorough
 def test_a_worker_that_leaves_is_started_again_with_its_state_when_the_lock_is_gone(tmp_path: Path) -> None:
     with launched(tmp_path, LEAVES_ONCE, "--debug") as launcher:
-        said = launcher.lines_until("Waiting for controller")
-        assert said == [
+        lines = launcher.lines_until("Waiting for controller")
+        assert lines == [
             "[Launcher] ---- iteration 1 ----",
             *f"[Launcher] Spawning: sh -c {LEAVES_ONCE}".splitlines(),
             "[Launcher] Worker exited with code 99",
@@ -308,12 +308,12 @@ def test_an_old_lock_does_not_belong_to_a_new_worker(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_the_token_is_not_the_workers_to_know_and_what_its_agent_needs_is(tmp_path: Path) -> None:
     with launched(tmp_path, "env; echo =THE=END=", HEGM_CTRL_TOKEN="0123456789abcdef") as launcher:
-        said = dict(line.partition("=")[::2] for line in launcher.lines_until("=THE=END="))
-        assert "HEGM_CTRL_TOKEN" not in said
-        assert "HEGM_STATE" not in said
-        assert said["HEGM_CHECKPOINT_PATH"] == str(launcher.folder / "latest.pt")
-        assert said["HEGM_LAUNCHER"] == str(launcher.process.pid)
-        assert said["PYTHONPATH"].split(os.pathsep)[0].endswith("hegmd/agent/inject")
+        lines = dict(line.partition("=")[::2] for line in launcher.lines_until("=THE=END="))
+        assert "HEGM_CTRL_TOKEN" not in lines
+        assert "HEGM_STATE" not in lines
+        assert lines["HEGM_CHECKPOINT_PATH"] == str(launcher.folder / "latest.pt")
+        assert lines["HEGM_LAUNCHER"] == str(launcher.process.pid)
+        assert lines["PYTHONPATH"].split(os.pathsep)[0].endswith("hegmd/agent/inject")
 
 
 @pytest.mark.thorough

@@ -96,17 +96,17 @@ def test_what_a_web_page_sends_is_refused(served: rest.Server) -> None:
 
 
 def test_another_method_gets_an_answer_that_can_be_parsed(served: rest.Server) -> None:
-    said = _raw(served.port, b"GET /checkpoint HTTP/1.0\r\n\r\n")
-    assert said.startswith(b"HTTP/1.0 501 ")
-    assert json.loads(said.partition(b"\r\n\r\n")[2])["error"]
+    output = _raw(served.port, b"GET /checkpoint HTTP/1.0\r\n\r\n")
+    assert output.startswith(b"HTTP/1.0 501 ")
+    assert json.loads(output.partition(b"\r\n\r\n")[2])["error"]
 
 
 @pytest.mark.parametrize("begun", [b"", b"POST /resume HT", b"POST /resume HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"])
 def test_who_sends_half_a_request_is_not_waited_for(served: rest.Server, begun: bytes) -> None:
     with socket.create_connection(("127.0.0.1", served.port), timeout=HANG_S) as connection:
         connection.sendall(begun)
-        said = b"".join(iter(lambda: connection.recv(4096), b""))
-    assert said == b"" or b" 408 " in said.splitlines()[0]
+        output = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert output == b"" or b" 408 " in output.splitlines()[0]
 
 
 def test_who_sends_a_byte_at_a_time_does_not_get_longer(served: rest.Server) -> None:
@@ -205,8 +205,8 @@ def test_a_request_whose_sender_had_closed_its_side_was_refused(served: rest.Ser
     with socket.create_connection(("127.0.0.1", served.port), timeout=HANG_S) as connection:
         connection.sendall(b"POST /resume HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}")
         connection.shutdown(socket.SHUT_WR)
-        said = b"".join(iter(lambda: connection.recv(4096), b""))
-    assert b" 200 " in said.splitlines()[0]
+        output = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert b" 200 " in output.splitlines()[0]
 
 
 def test_the_interface_also_listens_on_ipv6(tmp_path: Path) -> None:
@@ -223,6 +223,6 @@ def test_a_port_in_use_is_not_a_failure(tmp_path: Path, capfd: pytest.CaptureFix
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert rest.serve_beside(_control(tmp_path), "127.0.0.1", port, None) is None
-    said = capfd.readouterr()
-    assert said.out == ""
-    assert said.err.startswith(f"[HeGM] WARNING -- control API server not started (port {port}): ")
+    output = capfd.readouterr()
+    assert output.out == ""
+    assert output.err.startswith(f"[HeGM] WARNING -- control API server not started (port {port}): ")

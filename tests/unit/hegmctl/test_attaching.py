@@ -156,8 +156,10 @@ def test_a_job_that_the_daemon_does_not_know_yet_is_waited_for() -> None:
 
 
 def test_what_the_target_says_of_itself_cannot_steer_the_terminal() -> None:
-    said = AttachedProcess(pid=7, python_version="3.14", framework_version="\x1b[2J", job=None, unknown=("\x1b]0;x",))
-    assert "\x1b" not in "".join(text_of(AttachAnswer(processes=(said,), socket="/run/hegmd"), PLAIN))
+    attached = AttachedProcess(
+        pid=7, python_version="3.14", framework_version="\x1b[2J", job=None, unknown=("\x1b]0;x",)
+    )
+    assert "\x1b" not in "".join(text_of(AttachAnswer(processes=(attached,), socket="/run/hegmd"), PLAIN))
 
 
 def test_a_page_that_cannot_be_read_does_not_hide_the_runtime(tmp_path: Path) -> None:

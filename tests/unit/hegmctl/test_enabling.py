@@ -149,8 +149,8 @@ class _Run:
 
     def end(self) -> tuple[int, list[str], str]:
         """Its status, and what it has printed meanwhile."""
-        said, errors = self.process.communicate("\n" * 1000)
-        return self.process.returncode, said.splitlines(keepends=True), errors
+        output, errors = self.process.communicate("\n" * 1000)
+        return self.process.returncode, output.splitlines(keepends=True), errors
 
 
 @pytest.mark.thorough

@@ -387,8 +387,8 @@ def test_ctrl_c_without_a_terminal_does_not_ask(daemon: FakeDaemon) -> None:
 def test_ctrl_c_before_the_start_shows_where_to_look(daemon: FakeDaemon) -> None:
     with Running("migrate", "4711", "--to", "gpu1", socket=daemon.path) as moving:
         daemon.wait_for(m.Migrate)
-        said = "hegmctl: an operation that was started continues: run hegmctl ops\n"
-        assert moving.end(signal.SIGINT) == (-signal.SIGINT, "", said)
+        message = "hegmctl: an operation that was started continues: run hegmctl ops\n"
+        assert moving.end(signal.SIGINT) == (-signal.SIGINT, "", message)
 
 
 def test_whoever_only_follows_is_not_asked(daemon: FakeDaemon) -> None:

@@ -57,7 +57,7 @@ def test_nothing_from_outside_reaches_the_terminal_raw() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "said"),
+    ("words", "status", "message"),
     [
         (("adopt", "1", "2"), 2, "one JOB"),
         (("adopt", "1", "--drop", "x"), 2, "one JOB"),
@@ -66,9 +66,9 @@ def test_nothing_from_outside_reaches_the_terminal_raw() -> None:
     ],
 )
 def test_one_thing_is_taken_at_a_time_and_nothing_given_up_unasked(
-    words: tuple[str, ...], status: int, said: str
+    words: tuple[str, ...], status: int, message: str
 ) -> None:
     ran = subprocess.run(
         command(*words), env=environment("/nowhere"), capture_output=True, text=True, check=False, timeout=HANG_S
     )
-    assert (ran.returncode, said in ran.stderr) == (status, True), ran.stderr
+    assert (ran.returncode, message in ran.stderr) == (status, True), ran.stderr

@@ -33,8 +33,8 @@ def test_a_page_is_well_formed(name: str, tmp_path: Path) -> None:
     checked = False
     for program in (["mandoc", "-Tlint", "-Wstyle"], ["groff", "-ww", "-man", "-Tutf8", "-z"]):
         if shutil.which(program[0]):
-            said = subprocess.run([*program, str(page)], capture_output=True, text=True, check=False)
-            assert said.stdout + said.stderr == ""
+            output = subprocess.run([*program, str(page)], capture_output=True, text=True, check=False)
+            assert output.stdout + output.stderr == ""
             checked = True
     if not checked:
         pytest.skip("neither mandoc nor groff is installed")

@@ -40,9 +40,9 @@ def test_one_that_was_stopped_while_its_time_passed_took_what_nobody_had_sent_fo
             select.poll().poll(100)  # what it waits for is over before it goes on
             process.send_signal(signal.SIGCONT)
         process.send_signal(signal.SIGUSR1)
-        said = set(process.stdout.read().splitlines())
+        output = set(process.stdout.read().splitlines())
     assert process.returncode == 0
-    assert said <= {"none", f"({signal.SIGCONT.value}, True)", f"({signal.SIGUSR1.value}, True)"}
+    assert output <= {"none", f"({signal.SIGCONT.value}, True)", f"({signal.SIGUSR1.value}, True)"}
 
 
 def test_an_alarm_from_another_process_is_an_ordinary_signal() -> None:

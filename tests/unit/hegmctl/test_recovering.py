@@ -136,9 +136,9 @@ def test_a_dry_run_reports_what_would_be_recovered_and_what_prevents_it(capsys: 
     """And starts nothing, nor asks a daemon."""
     python = sys.executable
     assert run(["run", "--recover=30s", "--recover-from", "signal", "--dry-run", "--", python, "-S", "no.py"]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for line in ("every 30 s", "recovered from: signal\n", "--truncate-outputs cuts files back", "not protected: `-S`"):
-        assert line in told
+        assert line in output
     assert run(["run", "--recover", "--truncate-outputs", "-n", "--json", "--", python, "no.py"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["interval_s"], plan["truncates"], plan["against"]) == (None, True, [])

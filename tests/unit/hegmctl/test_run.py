@@ -146,9 +146,9 @@ def test_images_that_are_missed_were_told_of_in_the_daemons_log_alone(socket_pat
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         with subprocess.Popen(command(*words), env=environment(socket_path), **pipes) as run:
             assert run.stderr is not None
-            said = [run.stderr.readline() for _ in range(2)]
+            lines = [run.stderr.readline() for _ in range(2)]
             run.communicate("go on\n", timeout=HANG_S)
-    assert [line.rpartition(": ")[2].rstrip() for line in said] == ["no image 1; free some", "no image 3; free some"]
+    assert [line.rpartition(": ")[2].rstrip() for line in lines] == ["no image 1; free some", "no image 3; free some"]
     assert run.returncode == 3
 
 

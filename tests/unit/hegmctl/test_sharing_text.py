@@ -91,9 +91,9 @@ def test_what_a_job_waits_for_is_whole_at_every_width(columns: int) -> None:
     reply = QueueReply(taken_utc=100.0, jobs=(waiting,), leases=(pending,), slices=False)
     lines = queue_text(reply, Style(columns=columns))
     assert max(map(width, lines)) <= columns
-    told = " ".join(" ".join(lines).split())
-    assert f"j2 (eval) waits for {why}; next: {then}" in told
-    assert f"{LEASE.id} waits until train (j1) has left gpu0, and its memory is free" in told
+    text = " ".join(" ".join(lines).split())
+    assert f"j2 (eval) waits for {why}; next: {then}" in text
+    assert f"{LEASE.id} waits until train (j1) has left gpu0, and its memory is free" in text
     assert "  ".join(("WAITS FOR", " " * (len(why) - 9) + "NEXT")) in queue_text(reply, Style(columns=250))[0]
 
 

@@ -98,8 +98,8 @@ def test_a_spawn_that_fails_ends_no_command_and_is_tried_again_until_it_succeeds
 def test_a_process_without_a_descriptor_to_end_it_is_ended_and_started_again(tmp_path: Path) -> None:
     python, called = tmp_path / "python", tmp_path / "called"
     _stand_in(python, called)
-    said: list[str] = []
-    slurm = SlurmSignals("j1", "/run/socket", {}, 30.0, said.append, python=str(python))
+    messages: list[str] = []
+    slurm = SlurmSignals("j1", "/run/socket", {}, 30.0, messages.append, python=str(python))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # the standard ones only
     try:
@@ -108,7 +108,7 @@ def test_a_process_without_a_descriptor_to_end_it_is_ended_and_started_again(tmp
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     os.wait()
     why = "hegmctl cannot start a process that notifies hegmd: Too many open files; trying again"
-    assert said == [f"Slurm suspends this job, but {why}"]
+    assert messages == [f"Slurm suspends this job, but {why}"]
     assert slurm.retry_at is not None
     while slurm.retry_at is not None:
         pause()
@@ -119,8 +119,8 @@ def test_a_process_without_a_descriptor_to_end_it_is_ended_and_started_again(tmp
 
 
 def test_a_signal_drops_the_retry_of_the_one_before(tmp_path: Path) -> None:
-    said: list[str] = []
-    slurm = SlurmSignals("j1", "/run/socket", {}, 30.0, said.append, python=str(tmp_path / "python"))
+    messages: list[str] = []
+    slurm = SlurmSignals("j1", "/run/socket", {}, 30.0, messages.append, python=str(tmp_path / "python"))
     slurm.take(signal.SIGTSTP, os.getpid(), set())
     assert slurm.retry_at is not None
     called = tmp_path / "called"
@@ -136,8 +136,8 @@ def test_nothing_is_asked_for_a_command_that_has_ended(tmp_path: Path) -> None:
     """A suspension that was to be tried again came after SIGCONT, and the command that was started next stayed
     suspended.
     """
-    said: list[str] = []
-    slurm = SlurmSignals(None, "/run/socket", {}, 30.0, said.append, python=str(tmp_path / "python"))
+    messages: list[str] = []
+    slurm = SlurmSignals(None, "/run/socket", {}, 30.0, messages.append, python=str(tmp_path / "python"))
     slurm.take(signal.SIGTSTP, os.getpid(), set())
     assert slurm.retry_at is not None
     slurm.ended()

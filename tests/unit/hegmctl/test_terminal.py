@@ -104,9 +104,9 @@ def test_what_takes_long_is_told_of_in_a_pipe_too(capsys: pytest.CaptureFixture[
         now[0] = at_s
         sink.progress(OperationProgress(id="7", phase="reading", moved_bytes=moved_bytes, size_bytes=8), progress_text)
     sink.end_progress()
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert [line.rpartition("]")[2] for line in said.err.splitlines()] == [
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert [line.rpartition("]")[2] for line in output.err.splitlines()] == [
         "  reading  2 B of 8 B",
         "  reading  4 B of 8 B",
     ]

@@ -131,10 +131,10 @@ def test_a_command_names_the_job_and_its_plan_changes_nothing(answering: FakeDae
     feed = feed_of(answering)
     assert any("0.50 s" in line for line in feed.plan("suspend", "j7", None, 80))
     assert answering.wait_for(m.Suspend) == m.Suspend(pids=("j7",), dry_run=True)
-    said: list[str] = []
-    assert feed.carry_out("migrate", "j7", "gpu1", said.append).startswith("operation 3")
+    messages: list[str] = []
+    assert feed.carry_out("migrate", "j7", "gpu1", messages.append).startswith("operation 3")
     assert answering.wait_for(m.Migrate) == m.Migrate(pids=("j7",), to="gpu1")
-    feed.carry_out("resume", "j7", None, said.append)
+    feed.carry_out("resume", "j7", None, messages.append)
     assert answering.wait_for(m.Resume) == m.Resume(pid="j7")
 
 
@@ -182,6 +182,6 @@ def test_without_textual_it_says_how_to_install_it(daemon: FakeDaemon, tmp_path:
     paths = {"PYTHONPATH": f"{tmp_path}:client:."}
     with Terminal("top", socket=daemon.path, environ=paths) as terminal:
         assert terminal.end() != 0
-        said = " ".join(" ".join(terminal.picture.lines).split())
-    assert "top needs the package textual, which is not installed" in said
-    assert "pip install 'hegmd[top]'" in said
+        message = " ".join(" ".join(terminal.picture.lines).split())
+    assert "top needs the package textual, which is not installed" in message
+    assert "pip install 'hegmd[top]'" in message

@@ -23,5 +23,5 @@ def test_a_command_in_a_pipe_waited_for_a_stopped_job_without_a_word(daemon: Fak
 
     daemon.answers[m.Migrate] = answer
     ran = hegmctl("migrate", "4711", "--to", "gpu1", socket=daemon.path)
-    said = "operation 7: quiescing waits: process 4711 is stopped by a signal or a debugger; next: kill -CONT 4711"
-    assert ran.stderr == f"hegmctl: {said}\n"
+    message = "operation 7: quiescing waits: process 4711 is stopped by a signal or a debugger; next: kill -CONT 4711"
+    assert ran.stderr == f"hegmctl: {message}\n"

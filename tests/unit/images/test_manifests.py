@@ -32,7 +32,7 @@ def handed() -> Operation:
 
 
 def manifest() -> Manifest:
-    told = ImageWorker(pid=197, gpus=(), carrier=None, size_bytes=0, rest_bytes=0, bytes=(), agent_version="1")
+    worker = ImageWorker(pid=197, gpus=(), carrier=None, size_bytes=0, rest_bytes=0, bytes=(), agent_version="1")
     made = composed(
         handed(),
         [gpu("gpu0", "U-0"), gpu("gpu1", "U-1")],
@@ -40,7 +40,7 @@ def manifest() -> Manifest:
         NEEDS,
         criu_version="4.2",
         meeting="/run/hegm/aside",
-        attending={197: told},
+        attending={197: worker},
     )
     return Manifest.from_plain(json.loads(json.dumps(made.to_plain())), "manifest")
 

@@ -68,7 +68,7 @@ AT_WORK = "import os, sys, time\nprint('ready', flush=True)\nif os.fork() == 0: 
 @contextmanager
 def attended(root: int) -> Iterator[subprocess.Popen[str]]:
     """An attendant with something at work that goes on until its input is closed."""
-    told, tells = os.pipe()
+    ready, tells = os.pipe()
     argv = [sys.executable, "-SE", str(ATTENDANT), "tend", str(tells), str(root), "--", sys.executable, "-c", AT_WORK]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(argv, pass_fds=(tells,), **pipes) as attendant:
@@ -76,7 +76,7 @@ def attended(root: int) -> Iterator[subprocess.Popen[str]]:
         assert attendant.stdout is not None
         assert attendant.stdout.readline() == "ready\n"
         yield attendant
-    os.close(told)
+    os.close(ready)
 
 
 async def test_criu_that_was_still_at_work_on_a_restore_went_on_after_its_daemon_was_killed(tmp_path: Path) -> None:

@@ -267,8 +267,8 @@ async def test_a_resume_of_a_job_with_a_flipped_bit_said_done(tmp_path: Path, pr
         answer = await node.operations.resume(process.pid, None, node.asked())
         stayed = node.operations.runner.describe(op_id)
         assert stayed.phase == "suspended"
-        said = repr(stayed)
-        assert f"the bytes of process {process.pid}: chunk 0 of 1 has changed" in said
+        message = repr(stayed)
+        assert f"the bytes of process {process.pid}: chunk 0 of 1 has changed" in message
         assert "reload" not in agent.seen
         assert agent.data is None
         with file.open("r+b") as piece:

@@ -200,8 +200,8 @@ def test_a_real_disk_that_fills_up_leaves_nothing_behind(tmp_path: Path) -> None
     )
     ran = _in_mounted(tmp_path, "16m", code)
     assert ran.returncode == 0, ran.stderr
-    told, left = ran.stdout.splitlines()
-    assert told.startswith("refused free space under")
+    output, left = ran.stdout.splitlines()
+    assert output.startswith("refused free space under")
     assert left == "[]"
 
 

@@ -123,8 +123,8 @@ async def test_what_the_store_takes_to_let_go_of_memory_was_nobodys_in_the_log(
             await memory.keep(WHO, GPU)
         caplog.clear()
         await memory.give_first(WHO, GPU, 1)
-        told = [record.getMessage().split(" took ")[0] for record in caplog.records]
-        assert told == ["video memory: give", *(["video memory: drop"] if is_kept else [])]
+        messages = [record.getMessage().split(" took ")[0] for record in caplog.records]
+        assert messages == ["video memory: give", *(["video memory: drop"] if is_kept else [])]
         await memory.release(WHO, GPU)
 
 

@@ -27,11 +27,11 @@ GIB = 1 << 30
 
 def node(agent: dict[str, Any] | None = None, **candidate: Any) -> NodeSnapshotForPlan:
     """A job on gpu0 with a supervisor; gpu1 is like it, gpu2 another chip of the vendor, gpu3 another vendor's."""
-    told = AgentSurvey(
+    survey = AgentSurvey(
         **{"token": "t", "size_bytes": 10, "boundary": 5, "state_bytes": 4096, "refusals": (), **(agent or {})}
     )
     plain = {"pid": 7, "start_ticks": 1, "uid": 0, "job": "run", "gpus": ("gpu0",), "supervisor": 6, "python": True}
-    job = Candidate(**{**plain, "agent": told, "vram_bytes": 10, **candidate})
+    job = Candidate(**{**plain, "agent": survey, "vram_bytes": 10, **candidate})
     kinds = (("gpu0", "simulated", "A"), ("gpu1", "simulated", "A"), ("gpu2", "simulated", "B"), ("gpu3", "amd", "C"))
     gpus = tuple([GpuMemory(id=name, vendor=vendor, chip=chip, free_bytes=GIB) for name, vendor, chip in kinds])
     return NodeSnapshotForPlan(gpus=gpus, candidates=(job,), pool=PoolMemory(budget_bytes=GIB, free_bytes=GIB))

@@ -38,11 +38,11 @@ def test_files_are_named_where_cutting_them_back_is_all_that_is_needed() -> None
 
 async def test_the_progress_of_reading_was_not_reported() -> None:
     """A restore of 32 GiB said nothing for a minute."""
-    told: list[OperationProgress] = []
+    events: list[OperationProgress] = []
     taken = anyio.Event()
 
     async def emit(progress: OperationProgress) -> None:
-        told.append(progress)
+        events.append(progress)
         taken.set()
 
     async with reading("7", 100, emit) as tell:
@@ -53,7 +53,7 @@ async def test_the_progress_of_reading_was_not_reported() -> None:
         with anyio.fail_after(HANG_S):
             await taken.wait()
     first = OperationProgress(id="7", phase="reading", size_bytes=100)
-    assert told[:2] == [first, first.replace(moved_bytes=50)]
+    assert events[:2] == [first, first.replace(moved_bytes=50)]
 
 
 async def test_who_does_not_listen_any_more_ends_no_restore() -> None:
@@ -164,10 +164,10 @@ async def test_a_restore_that_failed_left_no_row_in_ops(*, at_begin: bool) -> No
         Failure(code="refused", message="criu cannot restore process 7", hint="see its log"),
     )
     assert double.done == (["undone"] if at_begin else [])
-    told = description(op, last_utc=op.created_utc + 3)
-    assert [(process.pid, process.state) for process in told.processes] == [(7, "gone")]
-    assert told.failure is not None
-    assert told.took_s == 3
+    record = description(op, last_utc=op.created_utc + 3)
+    assert [(process.pid, process.state) for process in record.processes] == [(7, "gone")]
+    assert record.failure is not None
+    assert record.took_s == 3
     assert is_unrevived(op)
     assert not is_unrevived(op.replace(seq=1)), "an operation that began has its job, or had it"
 

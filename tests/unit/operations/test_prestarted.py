@@ -307,8 +307,8 @@ async def test_one_that_waited_on_a_node_short_of_memory_was_said_to_have_ended(
     async with node.running():
         node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=7))
         node.available_bytes = MIN_AVAILABLE_BYTES - 1
-        told = len(node.told)
-        await node.until_told(told + 2)
+        count = len(node.told)
+        await node.until_told(count + 2)
         assert not node.events.remembered(kinds=("process.next-fell",))
         supervisor = node.supervisors.find(0, "run")
         assert supervisor is not None

@@ -273,9 +273,9 @@ async def test_a_peer_that_breaks_the_protocol_is_told_why_and_closed(data: byte
         await talker.send(data)
         await ended.wait()
         raw = await talker.receive()
-        told = ErrorInfo.from_plain(codec.decode(raw[4:])["err"], "err")
-        assert told.code == BAD_REQUEST.name
-        assert told.hint
+        error = ErrorInfo.from_plain(codec.decode(raw[4:])["err"], "err")
+        assert error.code == BAD_REQUEST.name
+        assert error.hint
 
 
 async def test_a_flood_over_the_limit_is_answered_busy_and_breaks_nothing() -> None:

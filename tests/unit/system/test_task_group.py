@@ -42,10 +42,10 @@ async def test_company_ends_with_the_work_whatever_comes_of_it() -> None:
 
 
 def test_progress_of_several_is_their_sum() -> None:
-    told: list[int] = []
-    progress_of = parts_of(told.append)
+    counts: list[int] = []
+    progress_of = parts_of(counts.append)
     one, other = progress_of("one"), progress_of("other")
     one(5)
     other(2)
     one(7)
-    assert told == [5, 7, 9]
+    assert counts == [5, 7, 9]

@@ -167,8 +167,8 @@ def test_a_full_disk_is_reported_once_and_so_is_its_end(
     assert file.flush()
     assert path.read_bytes() == b"1234567\ncu\nroom again\nand more\n"
     assert file.lost == 3
-    told = [(record.levelname, record.getMessage().split(str(path))[0]) for record in caplog.records]
-    assert told == [("ERROR", "audit records are missing from "), ("WARNING", "3 audit records are missing from ")]
+    messages = [(record.levelname, record.getMessage().split(str(path))[0]) for record in caplog.records]
+    assert messages == [("ERROR", "audit records are missing from "), ("WARNING", "3 audit records are missing from ")]
 
 
 def test_a_disk_that_hangs_costs_lines_and_never_time(path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -310,11 +310,11 @@ async def test_bytes_on_their_way_are_waited_for_however_long_it_takes(process: 
 async def test_an_exited_worker_reports_how_it_ended(process: subprocess.Popen[bytes]) -> None:
     """Issue 14, row 11."""
     workers = Workers(lambda _pid: 77, lambda pid, ticks: f"{pid} of {ticks} was ended")
-    said: list[tuple[str, str | None]] = []
+    messages: list[tuple[str, str | None]] = []
     over = anyio.Event()
 
     def listen(news: str, worker: AgentConnection) -> None:
-        said.append((news, worker.how_ended))
+        messages.append((news, worker.how_ended))
         if news == ENDED:
             over.set()
 
@@ -325,4 +325,4 @@ async def test_an_exited_worker_reports_how_it_ended(process: subprocess.Popen[b
         process.kill()
         await over.wait()
         tasks.cancel_scope.cancel()
-    assert said == [("came", None), (ENDED, f"{process.pid} of 77 was ended")]
+    assert messages == [("came", None), (ENDED, f"{process.pid} of 77 was ended")]

@@ -60,8 +60,8 @@ def test_a_python_that_came_before_the_training_claimed_its_state_and_ended_the_
 
     assert run(script) == (0, "hegm: this script is not the one that left its state, which waits for that one.\n")
     for same in (f"{script}print('the place')", f"{script}\nfor _ in torch.utils.data.dataloader.DataLoader(): pass"):
-        status, said = run(same)
-        assert status == 98, said
+        status, output = run(same)
+        assert status == 98, output
 
 
 @pytest.mark.thorough

@@ -42,10 +42,10 @@ def refusal(path: Path, code: Code) -> str:
 
 def test_an_image_is_read_as_it_was_written(tmp_path: Path) -> None:
     manifest = built(tmp_path / "image")
-    told: list[tuple[int, int]] = []
-    verified = catalogue.verify(str(tmp_path / "image"), lambda done, size: told.append((done, size)))
+    counts: list[tuple[int, int]] = []
+    verified = catalogue.verify(str(tmp_path / "image"), lambda done, size: counts.append((done, size)))
     assert catalogue.read(str(tmp_path / "image")) == manifest
-    assert verified.size_bytes == catalogue.size_of(manifest) == told[-1][0] == told[-1][1]
+    assert verified.size_bytes == catalogue.size_of(manifest) == counts[-1][0] == counts[-1][1]
     assert verified.stored_bytes >= SIZE_BYTES
 
 

@@ -17,11 +17,11 @@ def test_bytes_that_the_disk_has_otherwise_than_they_were_written_are_found_befo
     """The damage is done when all is written and nothing is read back yet: one flush is for more chunks than these."""
     memory = os.memfd_create("piece")
     os.pwrite(memory, os.urandom(SIZE_BYTES), 0)
-    told: list[int] = []
+    counts: list[int] = []
 
     def harm(done_bytes: int) -> None:
-        told.append(done_bytes)
-        if len(told) == 2:
+        counts.append(done_bytes)
+        if len(counts) == 2:
             (unnamed,) = tmp_path.iterdir()
             flip(unnamed / "bytes" / "4711.0", BLOCK_BYTES + 4711)
 
@@ -33,11 +33,11 @@ def test_bytes_that_the_disk_has_otherwise_than_they_were_written_are_found_befo
 def test_without_reading_back_the_disk_is_believed_until_a_restore(tmp_path: Path) -> None:
     memory = os.memfd_create("piece")
     os.pwrite(memory, os.urandom(SIZE_BYTES), 0)
-    told: list[int] = []
+    counts: list[int] = []
 
     def harm(done_bytes: int) -> None:
-        told.append(done_bytes)
-        if len(told) == 2:
+        counts.append(done_bytes)
+        if len(counts) == 2:
             (unnamed,) = tmp_path.iterdir()
             flip(unnamed / "bytes" / "4711.0", BLOCK_BYTES + 4711)
 
@@ -46,7 +46,7 @@ def test_without_reading_back_the_disk_is_believed_until_a_restore(tmp_path: Pat
         stored = folder.write_bytes("4711.0", MANIFEST.id, memory, SIZE_BYTES, harm)
         file = ImageFile(name="4711.0", size_bytes=SIZE_BYTES, stored_bytes=stored.stored_bytes, sum=stored.sum)
         folder.verify(MANIFEST.replace(byte_files=(file,)), ignore)
-        assert told[-1] == SIZE_BYTES
+        assert counts[-1] == SIZE_BYTES
         with pytest.raises(HegmError, match="chunk 0 of 2 does not match"):
             folder.byte_file("4711.0", MANIFEST.id).read(SIZE_BYTES, stored.sum, memory, ignore)
         with pytest.raises(HegmError, match=r"bytes/4711\.0 is missing"):

@@ -317,9 +317,9 @@ async def test_nonsense_is_answered_and_costs_nobody_anything(folder: Path) -> N
             ([HELLO], [], "ok"),
         ):
             send(caller, lines, came)
-            said, _ = receive(caller)
-            assert said[0] == answer, lines
-        assert said[1] == GREETING
+            output, _ = receive(caller)
+            assert output[0] == answer, lines
+        assert output[1] == GREETING
         (keeper,) = keepers_of(folder)
         assert keeper.num_fds() < 12, "descriptors of refused requests are left open"
     for fd in fds:

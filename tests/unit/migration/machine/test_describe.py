@@ -100,16 +100,16 @@ def test_a_job_that_was_killed_while_its_image_was_written_was_lost_and_nobody_t
     drive = DrivenOperation(operation(worker(to=None, kept_gpu="gpu0"), kind=CHECKPOINT, image=wish)).until("restoring")
     drive.feed(events.WorkerExited(worker="a", why="it is not there any more"))
     drive.until("lost")
-    told = description(drive.op)
-    assert told.failure is not None
-    assert told.note == "its image is complete; restore it with: hegmctl restore /images/one"
+    record = description(drive.op)
+    assert record.failure is not None
+    assert record.note == "its image is complete; restore it with: hegmctl restore /images/one"
 
 
 def test_more_bytes_were_moved_than_there_were() -> None:
     """Pieces of the pool have whole pages, and it was said: 6.0 MiB of 112.0 KiB."""
     op = DrivenOperation(operation()).until("offloading").op
-    told = description(op, moved_bytes=1 << 50)
-    assert told.moved_bytes == told.size_bytes
+    record = description(op, moved_bytes=1 << 50)
+    assert record.moved_bytes == record.size_bytes
 
 
 def test_a_recovery_reports_the_former_state_and_the_one_found() -> None:

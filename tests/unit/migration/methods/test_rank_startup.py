@@ -155,10 +155,10 @@ def test_ranks_are_found_below_their_launcher_and_not_what_they_start_themselves
     with subprocess.Popen(["sh", "-c", launcher], stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
             assert process.stdout is not None
-            said = {int(process.stdout.readline()) for _ in range(2)}
+            output = {int(process.stdout.readline()) for _ in range(2)}
             command, ranks = ranks_below(process.pid)
             assert command == (process.pid, start_ticks_of(process.pid))
-            assert {pid for pid, _ in ranks.values()} == said
+            assert {pid for pid, _ in ranks.values()} == output
             assert set(ranks) == {0, 1}
         finally:
             os.killpg(process.pid, signal.SIGKILL)

@@ -31,14 +31,14 @@ def groups(**values: Any) -> Communicators:
     return Communicators(**{**plain, **values})
 
 
-def a_rank(number: int, told: Communicators | None = None, **values: Any) -> Candidate:
+def a_rank(number: int, communicators: Communicators | None = None, **values: Any) -> Candidate:
     """One of two, of 33 GiB, on the GPU of its number; by its CUDA facts it may use peer-to-peer."""
     uuid = f"GPU-gpu{number}"
     agent = an_agent(
         cuda_facts(hazards=("nccl-p2p",), gpus=(uuid,)),
         rank=number,
         world_size=values.pop("world_size", 2),
-        communicators=told or groups(),
+        communicators=communicators or groups(),
     )
     return a_process(agent, **{"pid": 4711 + number, "gpus": (f"gpu{number}",), "job": "run", **values})
 
@@ -47,8 +47,8 @@ GLOO = [groups(backends=("gloo",), mechanism="replace")] * 2
 ROOMY: dict[str, Any] = {"pool": PoolMemory(budget_bytes=128 * GIB, free_bytes=128 * GIB)}
 
 
-def a_job(*told: Communicators, **values: Any) -> NodeSnapshotForPlan:
-    ranks = [a_rank(number, told[number] if number < len(told) else None) for number in range(2)]
+def a_job(*communicators: Communicators, **values: Any) -> NodeSnapshotForPlan:
+    ranks = [a_rank(number, communicators[number] if number < len(communicators) else None) for number in range(2)]
     return a_snapshot(*ranks, **{**ROOMY, **values})
 
 
@@ -80,7 +80,7 @@ def test_ranks_whose_groups_have_no_peers_are_planned_as_any_processes() -> None
 
 
 @in_one_test(
-    ("counts", "told", "together"),
+    ("counts", "communicators", "together"),
     [
         (((4450, 4460), (2530, 2540)), [None, None], False),
         (((4450, 4460), (2530, 2540)), [groups(mechanism="none", groups=0)] * 2, False),
@@ -92,14 +92,14 @@ def test_ranks_whose_groups_have_no_peers_are_planned_as_any_processes() -> None
     ],
 )
 def test_ranks_that_train_alone_do_not_wait_for_one_boundary(
-    counts: tuple[tuple[int, int] | None, ...], told: list[Communicators | None], together: bool
+    counts: tuple[tuple[int, int] | None, ...], communicators: list[Communicators | None], together: bool
 ) -> None:
     """Two ranks without a process group drifted apart by 2,000 batches; a move waited 54 s for the slower one."""
     ranks: list[Candidate] = []
     for number, count in enumerate(counts):
-        rank = a_rank(number, told[number])
+        rank = a_rank(number, communicators[number])
         assert rank.agent is not None
-        ranks.append(rank.replace(agent=rank.agent.replace(counts=count, communicators=told[number])))
+        ranks.append(rank.replace(agent=rank.agent.replace(counts=count, communicators=communicators[number])))
     found = planned(a_snapshot(*ranks, **ROOMY), SUSPENSION.replace(kind="quiesce"))
     assert isinstance(found, MigrationPlan), found
     assert found.is_distributed == together
@@ -297,5 +297,5 @@ def test_the_job_that_tries_a_failed_combination_once_more_is_not_refused() -> N
 
 
 def test_ranks_without_nccl_are_not_told_to_prove_anything() -> None:
-    told = [groups(backends=("gloo",), library=None, mechanism="replace")] * 2
-    assert "proven" not in " ".join(the_plan(planned(a_job(*told), SUSPENSION)).hazards)
+    communicators = [groups(backends=("gloo",), library=None, mechanism="replace")] * 2
+    assert "proven" not in " ".join(the_plan(planned(a_job(*communicators), SUSPENSION)).hazards)

@@ -114,7 +114,7 @@ def test_communicators_stay_connected_and_ranks_stop_together() -> None:
     ],
 )
 def test_a_process_whose_storages_cannot_leave_is_refused(job: Candidate, message: str) -> None:
-    assert any(message in said for said in reasons_of(job))
+    assert any(message in reason for reason in reasons_of(job))
 
 
 @pytest.mark.parametrize(

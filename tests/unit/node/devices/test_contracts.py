@@ -51,7 +51,7 @@ def test_a_good_snapshot_passes() -> None:
 
 
 @in_one_test(
-    ("snapshot", "said"),
+    ("snapshot", "message"),
     [
         (with_gpu(memory_used_bytes=9 << 30), "memory_used_bytes"),
         (with_gpu(memory_used_bytes=-1), "memory_used_bytes"),
@@ -100,10 +100,10 @@ def test_a_good_snapshot_passes() -> None:
         (replace(good_snapshot(), gpus=list(good_snapshot().gpus)), "tuples"),  # type: ignore[arg-type] # on purpose
     ],
 )
-def test_a_snapshot_that_is_not_as_agreed_is_found(snapshot: VendorSnapshot, said: str) -> None:
+def test_a_snapshot_that_is_not_as_agreed_is_found(snapshot: VendorSnapshot, message: str) -> None:
     with pytest.raises(ContractBroken) as caught:
         check_snapshot(snapshot, "simulated")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_link_of_a_wrong_type_is_found() -> None:
@@ -187,7 +187,7 @@ def belongs_to_a_thread(provider: Broken) -> None:
 
 
 @in_one_test(
-    ("break_", "error", "said"),
+    ("break_", "error", "message"),
     [
         (never_shuts, ContractBroken, "before it was opened"),
         (shuts_with_another_error, KeyError, "handle"),
@@ -197,9 +197,9 @@ def belongs_to_a_thread(provider: Broken) -> None:
     ],
 )
 def test_a_life_cycle_that_is_not_as_agreed_is_found(
-    break_: Callable[[Broken], None], error: type[Exception], said: str
+    break_: Callable[[Broken], None], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         check_provider(lambda: Broken(break_))
 
 

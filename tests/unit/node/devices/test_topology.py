@@ -109,7 +109,7 @@ def test_identities_are_the_same_in_every_run_and_never_twice() -> None:
 
 
 @in_one_test(
-    ("spec", "said"),
+    ("spec", "message"),
     [
         ("0x8GiB", "cannot simulate 0 GPUs"),
         ("257x8GiB", "cannot simulate 257 GPUs"),
@@ -122,9 +122,9 @@ def test_identities_are_the_same_in_every_run_and_never_twice() -> None:
         ("x" * 5000, "too long"),
     ],
 )
-def test_an_invalid_spec_is_refused_with_the_right_form(spec: str, said: str) -> None:
+def test_an_invalid_spec_is_refused_with_the_right_form(spec: str, message: str) -> None:
     error = refused(spec)
-    assert said in error.message
+    assert message in error.message
     assert "2x8GiB" in error.hint
 
 
@@ -193,7 +193,7 @@ def test_all_mistakes_are_reported_together_with_their_lines(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "there is no GPU"),
         ("gpu = 5", "gpu: 5 does not fit"),
@@ -206,8 +206,8 @@ def test_all_mistakes_are_reported_together_with_their_lines(tmp_path: Path) -> 
         ("[[gpu]]\nmemory = 8GiB", "line 2"),
     ],
 )
-def test_what_makes_no_node_is_refused_with_the_reason(tmp_path: Path, text: str, said: str) -> None:
-    assert said in refused(described(tmp_path, text)).message
+def test_what_makes_no_node_is_refused_with_the_reason(tmp_path: Path, text: str, message: str) -> None:
+    assert message in refused(described(tmp_path, text)).message
 
 
 def test_a_file_that_is_not_text_or_is_too_long_is_refused(tmp_path: Path) -> None:

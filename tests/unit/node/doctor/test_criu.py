@@ -163,8 +163,8 @@ NOT_BOOTED = "System has not been booted with systemd as init system (PID 1). Ca
 async def test_a_systemd_that_refuses_is_not_blamed_on_criu(before: str, node: FileNode, programs: Programs) -> None:
     """Issue 14, row 18: systemd-run's second line was reported as a failure of `criu check`."""
     programs.install("criu", "systemd-run")
-    said = f"{before}Failed to connect to bus: No such file or directory\n"
-    (programs.directory / "systemd-run.refusal").write_text(said)
+    message = f"{before}Failed to connect to bus: No such file or directory\n"
+    (programs.directory / "systemd-run.refusal").write_text(message)
     found = await criu.check(programs.facts(node, under_systemd=True))
     assert (found.status, found.fix) == ("warn", "sudo criu check")
     assert "systemd did not run `criu check` (Failed to connect to bus" in found.summary

@@ -67,10 +67,10 @@ async def test_no_interpreter(node: FileNode, socket_dir: Path) -> None:
 
 
 async def test_the_probe_leaves_nothing_behind(node: FileNode, socket_dir: Path) -> None:
-    told = socket_dir / "told"
-    path = interpreter(socket_dir / "bin", f'echo "$PYTHONPATH" > {told}; touch "$PYTHONPATH/left"; echo 3.11.0')
+    log = socket_dir / "told"
+    path = interpreter(socket_dir / "bin", f'echo "$PYTHONPATH" > {log}; touch "$PYTHONPATH/left"; echo 3.11.0')
     await injection(node.facts(python_path=path))
-    directory = await anyio.Path(told).read_text()
+    directory = await anyio.Path(log).read_text()
     assert directory.startswith("/")
     assert not await anyio.Path(directory.strip()).exists()
 

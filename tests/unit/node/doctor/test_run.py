@@ -47,19 +47,19 @@ async def test_the_order_is_the_tables_whatever_takes_how_long(node: FileNode) -
 
 
 async def test_each_check_is_reported_before_the_next_one_runs(node: FileNode) -> None:
-    told = anyio.Event()
+    reported = anyio.Event()
 
     async def second(_: NodeFacts) -> CheckResult:
-        await told.wait()
+        await reported.wait()
         return ok("second")
 
     async def hear(_check: Check) -> None:
-        told.set()
+        reported.set()
 
     await run_checks(
         node.facts(), hear, checks=(BlockingCheck("a", lambda _: ok("first")), ProgramCheck("b", second)), deadline_s=5
     )
-    assert told.is_set()
+    assert reported.is_set()
 
 
 def breaks(error: Exception) -> BlockingCheck:

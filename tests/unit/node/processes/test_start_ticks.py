@@ -40,7 +40,7 @@ def test_a_live_process_was_gone_for_a_daemon_without_descriptors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         ("raise SystemExit(3)", "it ended with exit status 3"),
         ("pass", "it ended with exit status 0"),
@@ -48,7 +48,7 @@ def test_a_live_process_was_gone_for_a_daemon_without_descriptors() -> None:
         ("import os; os.kill(os.getpid(), 40)", "it was ended by signal 40"),
     ],
 )
-def test_how_a_process_has_ended_is_seen_before_its_parent_asks(code: str, said: str) -> None:
+def test_how_a_process_has_ended_is_seen_before_its_parent_asks(code: str, message: str) -> None:
     """Issue 14, row 11: nobody was told how a job had ended."""
     with subprocess.Popen([sys.executable, "-Ic", f"input(); {code}"], stdin=subprocess.PIPE) as child:
         ticks = start_ticks_of(child.pid)
@@ -59,7 +59,7 @@ def test_how_a_process_has_ended_is_seen_before_its_parent_asks(code: str, said:
         child.stdin.write(b"\n")
         child.stdin.close()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert how_ended(child.pid, ticks) == said
+        assert how_ended(child.pid, ticks) == message
         assert how_ended(child.pid, ticks + 1) is None, "another process"
         assert is_ending(child.pid)
     assert how_ended(child.pid, ticks) is None

@@ -204,8 +204,8 @@ def test_the_pool_and_what_needs_a_person_are_told() -> None:
     shared = {"waiting": 1, "lease-held": 2}
     tallies = Tallies(pool_bytes={"memory": 6, "disk": 2, "budget": 64}, orphans=3, images_missed=2, sharing=shared)
     found = parse(render(None, Counters(), build=BUILD, own=OWN, tallies=tallies))
-    told = {labels["what"]: value for labels, value in values(found, "hegmd_pool_bytes")}
-    assert told == {"memory": 6, "disk": 2, "budget": 64}
+    figures = {labels["what"]: value for labels, value in values(found, "hegmd_pool_bytes")}
+    assert figures == {"memory": 6, "disk": 2, "budget": 64}
     assert {labels["what"]: value for labels, value in values(found, "hegmd_sharing")} == shared
     assert values(found, "hegmd_orphans") == [({}, 3)]
     assert values(found, "hegmd_images_missed") == [({}, 2)]
@@ -214,8 +214,8 @@ def test_the_pool_and_what_needs_a_person_are_told() -> None:
 def test_each_state_of_an_operation_has_a_series_also_when_none_is_in_it() -> None:
     tallies = Tallies(operations_now={"waiting": 2, "moving": 1})
     found = parse(render(None, Counters(), build=BUILD, own=OWN, tallies=tallies))
-    told = {labels["state"]: value for labels, value in values(found, "hegmd_operations")}
-    assert told == {"moving": 1, "quiesced": 0, "suspended": 0, "waiting": 2}
+    figures = {labels["state"]: value for labels, value in values(found, "hegmd_operations")}
+    assert figures == {"moving": 1, "quiesced": 0, "suspended": 0, "waiting": 2}
 
 
 def test_a_job_that_has_not_come_to_a_batch_has_no_count_of_them() -> None:

@@ -119,7 +119,7 @@ _Pair = namedtuple("_Pair", "a b")  # noqa: PYI024 - what a script would have
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         ({"optimizer": [{"state": {3: {"fn": len}}}]}, "optimizer[0].state[3].fn is a function"),
         ([1, object()], "[1] is an object"),
@@ -133,10 +133,10 @@ _Pair = namedtuple("_Pair", "a b")  # noqa: PYI024 - what a script would have
         ([np.zeros(2, dtype=[("a", "i4")])], "[0] is a numpy array of [('a', '<i4')]"),
     ],
 )
-def test_what_cannot_be_written_is_named_by_its_place(fd: int, value: Any, told: str) -> None:
+def test_what_cannot_be_written_is_named_by_its_place(fd: int, value: Any, message: str) -> None:
     with pytest.raises(state_file.UnsupportedValue) as caught:
         state_file.write(fd, value)
-    assert str(caught.value) == told
+    assert str(caught.value) == message
     assert os.fstat(fd).st_size == 0, "nothing was written"
 
 
