@@ -58,7 +58,7 @@ def _rows(batch_ms: int) -> list[Row]:
 def _parked(batch_ms: int) -> tuple[list[tuple[float, float]], list[float]]:
     """When each order was given and answered, and when the batches began."""
     draw = random.Random(batch_ms)
-    asked: list[tuple[float, float]] = []
+    calls: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory(prefix="hegm-") as folder:
         socket_path = Path(folder) / "hegmd.sock"
         with ScriptedDaemon(socket_path) as daemon:
@@ -73,11 +73,11 @@ def _parked(batch_ms: int) -> tuple[list[tuple[float, float]], list[float]]:
                     _pass(draw.uniform(0, BATCHES_BETWEEN * batch_ms / 1e3))
                     order_at = time.monotonic()
                     agent.done("park", limit_s=PATIENCE_S)
-                    asked.append((order_at, time.monotonic()))
+                    calls.append((order_at, time.monotonic()))
                 agent.done("release", limit_s=PATIENCE_S)
             finally:
                 output = script.communicate(timeout=PATIENCE_S)[0]
-    return asked, [float(line) for line in output.split()]
+    return calls, [float(line) for line in output.split()]
 
 
 def _pass(seconds: float) -> None:

@@ -233,10 +233,10 @@ def parsed() -> Asked:
     parser.add_argument("--fork-ranks", action="store_true", help="on simulated GPUs, instead of torchrun: cheaper")
     parser.add_argument("--budget-s", type=float, default=1e9)
     parser.add_argument("--grace-s", type=float, default=30.0)
-    asked = parser.parse_args(namespace=Asked())
-    asked.begins_until = time.monotonic() + asked.budget_s
-    asked.ends_at = asked.begins_until + asked.grace_s
-    return asked
+    options = parser.parse_args(namespace=Asked())
+    options.begins_until = time.monotonic() + options.budget_s
+    options.ends_at = options.begins_until + options.grace_s
+    return options
 
 
 def main() -> int:

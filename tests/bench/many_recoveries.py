@@ -101,9 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--times", type=int, default=TIMES)
     parser.add_argument("--out", type=Path, default=Path(os.devnull), help="a file for the samples, one JSON a line")
     arguments = parser.parse_args(argv)
-    asked = Asked(gpus=SIMULATED, hang_limit="off", case_limit_s=1e9, ends_at=1e18, steps=STEPS)
+    options = Asked(gpus=SIMULATED, hang_limit="off", case_limit_s=1e9, ends_at=1e18, steps=STEPS)
     with node(SIMULATED) as daemon, folder_of("job") as folder, folder_of("alone") as other:
-        run = Run(daemon, folder, Case("killed again and again"), 1, asked)
+        run = Run(daemon, folder, Case("killed again and again"), 1, options)
         try:
             run.until_protected()
             samples: list[Sample] = []
@@ -116,8 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             lines = run.lines()
         finally:
             run.end()
-        asked.steps = run.last_step
-        alone = Run(daemon, other, Case("alone"), 1, asked, alone=True)
+        options.steps = run.last_step
+        alone = Run(daemon, other, Case("alone"), 1, options, alone=True)
         try:
             alone.until(lambda: alone.process.poll() is not None, "its end")
             expected = set(alone.lines())

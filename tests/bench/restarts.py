@@ -192,10 +192,10 @@ class _Launched:
         no result.
         """
         assert self._process.stdout is not None
-        ends_s, seen = monotonic() + LATEST_S, len(self.lines)
+        ends_s, observed = monotonic() + LATEST_S, len(self.lines)
         while count is None or len(self.lines) < count:
-            if len(self.lines) > seen:
-                ends_s, seen = monotonic() + LATEST_S, len(self.lines)
+            if len(self.lines) > observed:
+                ends_s, observed = monotonic() + LATEST_S, len(self.lines)
             if not select.select([self._process.stdout], [], [], max(0.0, ends_s - monotonic()))[0]:
                 return False
             if not self._read(1 if count is not None else 1 << 16):

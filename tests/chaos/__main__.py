@@ -80,25 +80,25 @@ def main() -> int:
     )
     parser.add_argument("--memory", choices=(NAMELESS, NAMED), action="append")
     parser.add_argument("--gpus", choices=(SIMULATED, DRIVEN), action="append")
-    asked = parser.parse_args()
-    if RESTART in (asked.command or [RESTART]) and {SIMULATED, NAMELESS} <= {
-        *(asked.gpus or [SIMULATED]),
-        *(asked.memory or [NAMELESS]),
+    options = parser.parse_args()
+    if RESTART in (options.command or [RESTART]) and {SIMULATED, NAMELESS} <= {
+        *(options.gpus or [SIMULATED]),
+        *(options.memory or [NAMELESS]),
     }:
-        _play_restarts([cell for cell in restarts if _is_wanted(cell, RESTART, asked)])
+        _play_restarts([cell for cell in restarts if _is_wanted(cell, RESTART, options)])
     for memory in (NAMED, NAMELESS):
-        if SIMULATED in (asked.gpus or [SIMULATED]) and memory in (asked.memory or [memory]):
+        if SIMULATED in (options.gpus or [SIMULATED]) and memory in (options.memory or [memory]):
             _play_images(
-                [cell for cell in images if _is_wanted(cell, cell.command, asked)], nameless=memory == NAMELESS
+                [cell for cell in images if _is_wanted(cell, cell.command, options)], nameless=memory == NAMELESS
             )
-    if SIMULATED in (asked.gpus or [SIMULATED]) and NAMELESS in (asked.memory or [NAMELESS]):
-        _play_ranks([cell for cell in ranks if _is_wanted(cell, cell.command, asked)])
-        _play_rank_images([cell for cell in rank_images if _is_wanted(cell, _of_ranks(cell.command), asked)])
+    if SIMULATED in (options.gpus or [SIMULATED]) and NAMELESS in (options.memory or [NAMELESS]):
+        _play_ranks([cell for cell in ranks if _is_wanted(cell, cell.command, options)])
+        _play_rank_images([cell for cell in rank_images if _is_wanted(cell, _of_ranks(cell.command), options)])
     for (gpus, memory), all_victims in VICTIMS_OF.items():
-        victims = [victim for victim in all_victims if not asked.victim or victim in asked.victim]
-        if gpus not in (asked.gpus or [gpus]) or memory not in (asked.memory or [memory]):
+        victims = [victim for victim in all_victims if not options.victim or victim in options.victim]
+        if gpus not in (options.gpus or [gpus]) or memory not in (options.memory or [memory]):
             continue
-        cells = [cell for cell in every_cell(victims) if _is_wanted(cell, cell.command, asked)]
+        cells = [cell for cell in every_cell(victims) if _is_wanted(cell, cell.command, options)]
         if cells:
             began = monotonic()
             tally = _played(cells, gpus, nameless=memory == NAMELESS)
@@ -109,13 +109,13 @@ def main() -> int:
     return 0
 
 
-def _is_wanted(cell: Cell | AnyCell, command: str, asked: argparse.Namespace) -> bool:
+def _is_wanted(cell: Cell | AnyCell, command: str, options: argparse.Namespace) -> bool:
     """By what was asked for, where anything was."""
     return (
-        cell.victim in (asked.victim or [cell.victim])
-        and cell.state in (asked.state or [cell.state])
-        and cell.moment in (asked.moment or [cell.moment])
-        and command in (asked.command or [command])
+        cell.victim in (options.victim or [cell.victim])
+        and cell.state in (options.state or [cell.state])
+        and cell.moment in (options.moment or [cell.moment])
+        and command in (options.command or [command])
     )
 
 

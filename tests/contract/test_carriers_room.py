@@ -86,20 +86,20 @@ async def _given_back(job: CarriedProcess, size_bytes: int) -> None:
 @pytest.mark.thorough
 async def test_nobody_gives_anything_back_for_what_can_be_done_without(moving: Moving) -> None:
     async with moving() as job:
-        asked: list[str] = []
+        calls: list[str] = []
 
         async def free_memory(gpu: str) -> bool:
-            asked.append(gpu)
+            calls.append(gpu)
             return False
 
         memory, here = job.rig.memory, job.node.uuids[0]
         memory.free_memory = free_memory
         with pytest.raises(Refused, match="MiB free of the"):
             await memory.reserve(OTHERS, here, 64 * 1024 * MIB, spare=True)
-        assert not asked
+        assert not calls
         with pytest.raises(Refused, match="MiB free of the"):
             await memory.reserve(OTHERS, here, 64 * 1024 * MIB)
-        assert asked == [here]
+        assert calls == [here]
 
 
 @pytest.mark.thorough

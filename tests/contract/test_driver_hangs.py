@@ -33,18 +33,18 @@ async def test_a_process_that_was_stopped_in_a_call_held_it_for_five_minutes_and
 ) -> None:
     async with rigged(parts, HASTY) as rig:
         helper = (await rig.link.start())["pid"]
-        seen: list[Stuck] = []
+        observed: list[Stuck] = []
 
         async def checkpoint() -> None:
             with pytest.raises(Stuck, match=r"`lock` .* are stopped by a signal") as raised:
                 await rig.method.checkpoint(rig.subject)
-            seen.append(raised.value)
+            observed.append(raised.value)
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(checkpoint)
             async with standing_in(rig, "cuCheckpointProcessLock", gate):
                 rig.moved.pause()
-        assert f"kill -CONT {rig.moved.pid}" in seen[0].hint
+        assert f"kill -CONT {rig.moved.pid}" in observed[0].hint
         assert await rig.state(rig.other) == "running"
         assert rig.link.pid == helper, "others have lost theirs with it"
         rig.moved.go_on()

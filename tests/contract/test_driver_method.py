@@ -146,13 +146,13 @@ async def test_room_that_was_let_go_of_and_did_not_show_at_once_was_taken_for_no
         uuid = rig.node.uuids[1]
         late = [os.dup(piece.fd) for piece in rig.memory.pieces(driver_owner(off), uuid)]
         assert rig.other.ask("grab").startswith("grabbed")
-        seen: list[int] = []
+        observed: list[int] = []
 
         async def look() -> NodeSnapshot:
             node = await rig.inventory.refresh()
             if uuid not in rig.memory.of(driver_owner(off)):
-                seen.append(node.gpus[1].memory_free_bytes or 0)
-                if len(seen) == 2:
+                observed.append(node.gpus[1].memory_free_bytes or 0)
+                if len(observed) == 2:
                     for fd in late:
                         os.close(fd)
             return node
@@ -160,7 +160,7 @@ async def test_room_that_was_let_go_of_and_did_not_show_at_once_was_taken_for_no
         gpus = Gpus(look)
         steps = Steps(rig.link, gpus, rig.other_processes)
         await DriverMethod(steps, rig.memory, gpus, rig.other_processes).restore(off, "gpu1")
-        assert max(seen[:2]) < REST_BYTES <= seen[2]
+        assert max(observed[:2]) < REST_BYTES <= observed[2]
         assert rig.moved.ask("digest") == rig.moved.digest
 
 

@@ -153,10 +153,10 @@ async def test_one_that_was_stopped_while_it_was_held_still_cost_everybody_the_h
             helper = link.pid
             owner.pause()
         assert (tmp_path / FILE_NAME).exists(), "that it may stand is on disk until it is let go"
-        asked = len(node.calls("cuCheckpointProcessGetState"))
+        count = len(node.calls("cuCheckpointProcessGetState"))
         for _ in range(3):
             assert await _state(link, other) == "running"
-        assert len(node.calls("cuCheckpointProcessGetState")) == asked + 3, "it was asked about all the same"
+        assert len(node.calls("cuCheckpointProcessGetState")) == count + 3, "it was asked about all the same"
         owner.go_on()
         with anyio.fail_after(HANG_S):
             await other_processes.wait_until_unpaused(who(owner))

@@ -43,12 +43,12 @@ async def test_contexts_and_the_ring_are_there_before_a_copy_wants_them(node: Cu
         ready = ReadyHelper(link, CONTEXTS, lambda: gpus)
         await ready.check()
         assert contexts(node) == 1
-        asked = len(node.calls("cuDevicePrimaryCtxRetain"))
+        count = len(node.calls("cuDevicePrimaryCtxRetain"))
         fd = os.memfd_create("pool")
         os.ftruncate(fd, SIZE_BYTES)
         route = await CopyClient.open(link, "7.1", gpus, fd, SIZE_BYTES)
         os.close(fd)
-        assert len(node.calls("cuDevicePrimaryCtxRetain")) == asked, "a suspend made a context"
+        assert len(node.calls("cuDevicePrimaryCtxRetain")) == count, "a suspend made a context"
         await route.close()
         assert contexts(node) == 1, "they are kept for the next"
         gpus.append(node.uuids[1])
@@ -69,15 +69,15 @@ async def test_a_broken_driver_is_not_a_failure_of_the_daemon(node: CudaNode) ->
 
 
 async def test_a_lack_of_descriptors_is_not_a_failure_of_the_daemon(node: CudaNode) -> None:
-    asked = anyio.Event()
+    requested = anyio.Event()
 
     def scarce() -> list[str]:
-        asked.set()
+        requested.set()
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     async with linked(node) as link, anyio.create_task_group() as tasks:
         tasks.start_soon(ReadyHelper(link, CONTEXTS, scarce).run)
         with anyio.fail_after(HANG_S):
-            await asked.wait()
+            await requested.wait()
             await anyio.wait_all_tasks_blocked()
         tasks.cancel_scope.cancel()

@@ -348,15 +348,15 @@ def test_faults_that_were_described_come_and_go_by_themselves(tmp_path: Path) ->
         for_snapshots = 1
         """,
     )
-    seen: list[str] = []
+    observed: list[str] = []
     for _ in range(9):
         try:
-            seen.append(" ".join(f"{gpu.state}/{gpu.health.state}" for gpu in provider.snapshot().gpus))
+            observed.append(" ".join(f"{gpu.state}/{gpu.health.state}" for gpu in provider.snapshot().gpus))
         except DeviceError:
-            seen.append("failed")
+            observed.append("failed")
             provider.close()
             provider.open()
-    assert seen == [
+    assert observed == [
         "ok/ok ok/ok",
         "ok/ok ok/ok",
         "ok/ok lost/failed",

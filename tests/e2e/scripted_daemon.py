@@ -113,21 +113,21 @@ class AgentConnected:
         if not data:
             raise Gone
         self._protocol.feed(data)
-        while (asked := self._protocol.next_event()) is not None:
-            assert isinstance(asked, IncomingRequest), f"the agent sent what cannot be served: {asked.error}"
-            self._take(asked)
+        while (request := self._protocol.next_event()) is not None:
+            assert isinstance(request, IncomingRequest), f"the agent sent what cannot be served: {request.error}"
+            self._take(request)
 
-    def _take(self, asked: IncomingRequest) -> None:
-        request = asked.request
+    def _take(self, received: IncomingRequest) -> None:
+        request = received.request
         if isinstance(request, Hello):
             assert request.role == "agent"
-            self._socket.sendall(self._protocol.reply(asked.id, _welcome()))
+            self._socket.sendall(self._protocol.reply(received.id, _welcome()))
         elif isinstance(request, AgentAttend):
             self.said = request
-            self._attend_id = asked.id
+            self._attend_id = received.id
         elif isinstance(request, AgentReport):
             with contextlib.suppress(BrokenPipeError):  # one that steps aside says so and hangs up
-                self._socket.sendall(self._protocol.reply(asked.id, Noted()))
+                self._socket.sendall(self._protocol.reply(received.id, Noted()))
             if request.result == "progress":
                 self.progress.append(request)
             else:

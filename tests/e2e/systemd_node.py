@@ -270,7 +270,7 @@ class SystemdNode:
         self, *words: str, after: str, unit: str | None = None, timeout_s: float = HANG_S
     ) -> dict[str, Any]:
         """The first entry after `after` whose message holds all the words; waits for it to be written."""
-        seen: list[str] = []
+        observed: list[str] = []
         with self.start(
             "journalctl", "-f", "-o", "json", "--all", "-q", "--no-tail", *_matching(unit, after)
         ) as follow:
@@ -282,11 +282,11 @@ class SystemdNode:
                     message = str(entry.get("MESSAGE"))
                     if all(word in message for word in words):
                         return dict(entry)
-                    seen.append(message)
+                    observed.append(message)
             finally:
                 timer.cancel()
                 timer.join()
-        raise AssertionError(f"no journal entry with {words} within {timeout_s} s, but:\n" + "\n".join(seen))
+        raise AssertionError(f"no journal entry with {words} within {timeout_s} s, but:\n" + "\n".join(observed))
 
 
 def _matching(unit: str | None, after: str | None) -> list[str]:

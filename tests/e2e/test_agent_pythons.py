@@ -324,12 +324,12 @@ def test_boundaries_are_counted_and_stopped_at_by_any_python(name: str, socket_p
         parking = agent.send("park", at=1_000_000)
         agent.done("withdraw")
         assert "withdrawn" in agent.answer(parking).message
-        seen = agent.done("survey", limit_s=20)
-        assert seen.boundary is not None
-        assert seen.parked is False
-        parked = agent.done("park", at=seen.boundary + 3, limit_s=20)
+        result = agent.done("survey", limit_s=20)
+        assert result.boundary is not None
+        assert result.parked is False
+        parked = agent.done("park", at=result.boundary + 3, limit_s=20)
         assert parked.boundary is not None
-        assert parked.boundary >= seen.boundary + 3
+        assert parked.boundary >= result.boundary + 3
         assert agent.done("survey").parked
         assert agent.done("release", limit_s=20).boundary == parked.boundary + 1
         agent.move(at=parked.boundary + 20)
@@ -483,15 +483,15 @@ def test_a_python_that_shuts_us_out_runs_without_an_agent_and_is_shown_so(
             assert shown.replace(f"{str(INJECT)!r}, ", "" if option == "-S" else "?") == alone.stdout
             assert shown.startswith("[] ")
         with connect(str(daemon.socket_path)) as hegmd:
-            seen = {process.pid: process for process in hegmd.processes().processes}
+            processes = {process.pid: process for process in hegmd.processes().processes}
         for job in jobs:
-            assert seen[job.pid].agent is None
-            (way,) = [way for way in seen[job.pid].ways if way.way == "agent"]
+            assert processes[job.pid].agent is None
+            (way,) = [way for way in processes[job.pid].ways if way.way == "agent"]
             assert not way.possible
             assert "no agent" in way.reason
         table = _hegmctl(daemon, "ps")
         (row,) = [line.split() for line in table.stdout.splitlines() if line.split()[:1] == [str(jobs[0].pid)]]
-        assert row[1:7] == [seen[jobs[0].pid].job, row[2], "gpu1", "1.0", "MiB", "no"]
+        assert row[1:7] == [processes[jobs[0].pid].job, row[2], "gpu1", "1.0", "MiB", "no"]
         refused = _hegmctl(daemon, "migrate", str(jobs[0].pid), "--to", "gpu0")
         assert refused.returncode != 0
         assert f"process {jobs[0].pid} has no agent" in refused.stderr

@@ -49,10 +49,10 @@ def answer(daemon: RunningDaemon, *words: str) -> dict[str, Any]:
 def eventually(look: Callable[[], dict[str, Any]], true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """Ask until the answer is the one waited for; the daemon may show what is a quarter of a second old."""
     deadline = monotonic() + HANG_S
-    while not true(seen := look()):
-        assert monotonic() < deadline, seen
+    while not true(result := look()):
+        assert monotonic() < deadline, result
         pause(COMMAND_MS)
-    return seen
+    return result
 
 
 class Holder:
@@ -140,8 +140,8 @@ def test_gpus_of_a_fresh_simulated_node(daemon: RunningDaemon) -> None:
 
 def test_a_process_that_holds_memory_is_seen_with_its_command_and_goes_with_it(daemon: RunningDaemon) -> None:
     with Holder(daemon, "gpu1", "3GiB") as pid:
-        seen = eventually(lambda: answer(daemon, "ps"), lambda document: len(document["processes"]) == 1)
-        process = seen["processes"][0]
+        reply = eventually(lambda: answer(daemon, "ps"), lambda document: len(document["processes"]) == 1)
+        process = reply["processes"][0]
         assert process["pid"] == pid
         assert process["gpus"] == [{"gpu": "gpu1", "vram_bytes": 3 * GIB, "kind": "compute"}]
         assert process["uid"] == os.geteuid()
@@ -339,11 +339,11 @@ def test_an_interrupted_demonstration_is_not_a_failure(interrupt: bool, status: 
 
 async def test_the_asynchronous_face_with_the_real_daemon(daemon: RunningDaemon) -> None:
     async with connect_async(str(daemon.socket_path)) as hegmd:
-        seen: list[str] = []
+        observed: list[str] = []
 
         async def follow() -> None:
             async for event in hegmd.events(follow=True, kinds=["gpu.lost"]):
-                seen.append(event.message)
+                observed.append(event.message)
                 scope.cancel()
 
         with anyio.fail_after(HANG_S):
@@ -352,9 +352,9 @@ async def test_the_asynchronous_face_with_the_real_daemon(daemon: RunningDaemon)
                 tasks.start_soon(follow)
                 assert len((await hegmd.gpus()).gpus) == 2
                 await hegmd.simulate_fault("gpu0", "lost")
-                while not seen:  # an event comes of a look at the node, and asking makes the daemon look
+                while not observed:  # an event comes of a look at the node, and asking makes the daemon look
                     await hegmd.gpus()
-        assert len(seen) == 1
+        assert len(observed) == 1
         assert (await hegmd.simulate_fault("gpu0", "none")).faults == {}
         assert (await hegmd.ping()) is not None
 

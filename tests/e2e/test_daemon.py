@@ -85,12 +85,12 @@ def _seen_of(daemon: RunningDaemon) -> dict[str, object]:
 
 def test_a_forked_daemon_answers_and_ends_as_a_started_one(socket_dir: Path) -> None:
     """Most tests have forked ones."""
-    seen: list[object] = []
+    observed: list[object] = []
     runs: set[str] = set()
     operations: set[str] = set()
     for made in (RunningDaemon, RunningDaemon, StartedDaemon):
         with made(socket_dir, "--log-level", "debug") as daemon:
-            seen.append(_seen_of(daemon))
+            observed.append(_seen_of(daemon))
             with connect(str(daemon.socket_path)) as hegmd:
                 runs.add(hegmd.welcome.run)
             operations.update(re.findall(r"operation=(\w+)-", daemon.log_text()))
@@ -103,7 +103,7 @@ def test_a_forked_daemon_answers_and_ends_as_a_started_one(socket_dir: Path) -> 
             assert daemon.stop(signal.SIGKILL) == daemon.process.poll() == -signal.SIGKILL
         shutil.rmtree(socket_dir / "state")
     assert isinstance(daemon.process, subprocess.Popen)
-    assert seen[0] == seen[1] == seen[2]
+    assert observed[0] == observed[1] == observed[2]
     assert len(runs) == len(operations) == 3
 
 
@@ -220,8 +220,8 @@ def test_a_reload_takes_what_it_can_names_what_it_cannot_and_refuses_what_is_wro
 def test_an_ordinary_user_sees_but_does_not_change_the_node(daemon: RunningDaemon) -> None:
     with connect(str(daemon.socket_path)) as mine:
         mine.simulate_hold("gpu0", GIB)
-        seen = as_nobody(daemon, "p = hegmd.processes().processes[0]; print(p.uid, p.command, p.note)")
-        assert seen.stdout.startswith("0 None command line hidden"), seen.stderr
+        result = as_nobody(daemon, "p = hegmd.processes().processes[0]; print(p.uid, p.command, p.note)")
+        assert result.stdout.startswith("0 None command line hidden"), result.stderr
     for change in ("hegmd.reload()", "hegmd.simulate_fault('gpu0', 'lost')"):
         refused = as_nobody(daemon, change)
         assert refused.returncode != 0

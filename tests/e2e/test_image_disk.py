@@ -45,13 +45,13 @@ def test_a_full_disk_leaves_no_image_and_nothing_of_one(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
-    code, message, hint = seen["bytes"]
+    result = json.loads(done.stdout)
+    code, message, hint = result["bytes"]
     assert code == "refused"
     assert message == f"{tmp_path}/image cannot be written: No space left on device"
     assert f"df -h {tmp_path}" in hint
-    assert seen["left"] == ["state"]
-    assert seen["zeros"] is None
+    assert result["left"] == ["state"]
+    assert result["zeros"] is None
 
 
 def test_a_daemon_starts_over_an_earlier_ones_state_in_a_container(tmp_path: Path) -> None:

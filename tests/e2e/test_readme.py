@@ -154,8 +154,8 @@ def test_ten_lines_lead_from_installation_to_a_migrated_job(socket_dir: Path) ->
         check=False,
         timeout=4 * HANG_S,
     )
-    seen = [line.split() for line in done.stdout.splitlines()]
-    places = [line[3] for line in seen if line[:3] == ["j1", "first", "training"]]
+    result = [line.split() for line in done.stdout.splitlines()]
+    places = [line[3] for line in result if line[:3] == ["j1", "first", "training"]]
     assert places == ["gpu0", "gpu1"], done.stdout + done.stderr
     assert "migrate of" in done.stdout
     assert "done (gpu0 -> gpu1" in done.stdout

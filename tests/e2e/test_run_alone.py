@@ -53,8 +53,8 @@ def test_the_daemon_of_a_run_is_found_without_being_named(socket_dir: Path) -> N
     if os.access("/run/hegm/hegmd.sock", os.W_OK):
         pytest.skip("this node has a daemon that is found first")
     ask = "unset HEGM_SOCKET; exec " + shlex.join(command("gpus", "--quiet"))
-    seen = _run("run", "--simulate", "1x1GiB", "--", "sh", "-c", ask, XDG_RUNTIME_DIR=str(socket_dir))
-    assert (seen.returncode, "gpu0" in seen.stdout) == (0, True), seen.stderr
+    result = _run("run", "--simulate", "1x1GiB", "--", "sh", "-c", ask, XDG_RUNTIME_DIR=str(socket_dir))
+    assert (result.returncode, "gpu0" in result.stdout) == (0, True), result.stderr
 
 
 def test_the_gpu_that_was_asked_for_was_ignored_on_a_node_with_real_gpus(tmp_path: Path, socket_dir: Path) -> None:

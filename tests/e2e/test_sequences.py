@@ -46,10 +46,10 @@ def test_jobs_change_places_and_leave_a_gpu_and_change_no_loss(daemon: RunningDa
             assert {"offloading", "reloading"} <= {line["phase"] for line in swapped[:-1]}
             assert _places(hegmd, one, two) == ["gpu1", "gpu0"]
 
-            heard: list[OperationProgress] = []
-            drained = hegmd.drain("gpu0", ["gpu1"], on_progress=heard.append)
+            reports: list[OperationProgress] = []
+            drained = hegmd.drain("gpu0", ["gpu1"], on_progress=reports.append)
             assert [(operation.phase, operation.failure) for operation in drained.operations] == [("done", None)]
-            assert {progress.id for progress in heard} == {drained.operations[0].id}
+            assert {progress.id for progress in reports} == {drained.operations[0].id}
             assert _places(hegmd, one, two) == ["gpu1", "gpu1"]
 
             both = one.command("drain", "gpu1", "--no-wait")[-1]["operations"]

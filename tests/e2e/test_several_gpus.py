@@ -143,8 +143,8 @@ def test_its_storages_go_by_its_own_copies_and_room_for_them_is_held_on_each_of_
             assert (resumed.phase, resumed.failure, resumed.processes[0].gpu) == ("done", None, "gpu0,gpu1")
         watched.is_whole()
         assert holds(node, watched.pid) == {"gpu0": FIRST_BYTES, "gpu1": SECOND_BYTES}
-        seen = program.tell("seen").split()
-        assert (seen.count("offload"), seen.count("reload"), seen.count("part")) == (3, 3, 3)
+        result = program.tell("seen").split()
+        assert (result.count("offload"), result.count("reload"), result.count("part")) == (3, 3, 3)
 
 
 @pytest.mark.parametrize("carrier", ["peer", "host"])
@@ -167,8 +167,13 @@ def test_the_helper_copies_from_each_of_its_gpus_and_back(node: DrivenNode, carr
         migrate(connection, watched.pid, "gpu2,gpu0", carrier)
         watched.is_whole()
         assert holds(node, watched.pid) == {"gpu2": FIRST_BYTES, "gpu0": SECOND_BYTES}
-        seen = program.tell("seen").split()
-        assert (seen.count("export"), seen.count("make"), seen.count("copy"), seen.count("offload")) == (3, 3, 0, 0)
+        result = program.tell("seen").split()
+        assert (result.count("export"), result.count("make"), result.count("copy"), result.count("offload")) == (
+            3,
+            3,
+            0,
+            0,
+        )
 
 
 def test_it_is_suspended_by_the_helper_and_resumes_elsewhere_after_the_daemon_was_killed(node: DrivenNode) -> None:
@@ -191,8 +196,10 @@ def test_it_is_suspended_by_the_helper_and_resumes_elsewhere_after_the_daemon_wa
             assert (resumed.phase, resumed.failure, resumed.processes[0].gpu) == ("done", None, "gpu2,gpu0")
         watched.is_whole()
         assert holds(node, watched.pid) == {"gpu2": FIRST_BYTES, "gpu0": SECOND_BYTES}
-        seen = program.tell("seen").split()
-        assert (seen.count("export"), seen.count("make"), seen.count("offload")) == (1, 1, 0), "host has the bytes"
+        result = program.tell("seen").split()
+        assert (result.count("export"), result.count("make"), result.count("offload")) == (1, 1, 0), (
+            "host has the bytes"
+        )
 
 
 @pytest.mark.parametrize(

@@ -31,15 +31,15 @@ def test_a_users_image_is_written_by_a_unit_of_theirs_and_nothing_of_it_by_root(
     started = node.run("systemctl", "start", "--wait", SERVICE, check=False)
     seen_at = node.root / "var/lib/hegm/seen.json"
     assert seen_at.exists(), started.stderr + node.run("journalctl", "-n", "60", "-o", "cat").stdout
-    seen = json.loads(seen_at.read_text())
+    result = json.loads(seen_at.read_text())
     seen_at.unlink()
     uid, gid = (int(node.run("id", option, "outsider").stdout) for option in ("-u", "-g"))
-    assert seen["same"] is True
-    assert seen["criu"] == ["core-1.img"]
-    assert seen["refused"] == "denied"
-    assert seen["unit"].startswith("hegm-image-")
-    assert int(seen["capabilities"], 16) == 0
-    assert seen["groups"].split() == [str(gid)]
+    assert result["same"] is True
+    assert result["criu"] == ["core-1.img"]
+    assert result["refused"] == "denied"
+    assert result["unit"].startswith("hegm-image-")
+    assert int(result["capabilities"], 16) == 0
+    assert result["groups"].split() == [str(gid)]
     for path in ((image := node.root / IMAGE.lstrip("/")), *image.rglob("*")):
         assert (path.lstat().st_uid, path.lstat().st_gid) == (uid, gid), path
     assert "hegm-image-" not in node.run("systemctl", "list-units", "--all", "--plain").stdout

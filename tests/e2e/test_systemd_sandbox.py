@@ -121,10 +121,10 @@ def test_the_daemon_sees_processes_of_everybody_from_its_sandbox(node: SystemdNo
     with node.start(*hold, user="member") as job:
         assert job.stdout is not None
         assert job.stdout.readline() == "held\n"
-        (seen,) = ask(node, "ps")["processes"]
-    assert seen["user"] == "member"
-    assert seen["command"] == "sleep 600"
-    assert seen["start_ticks"] > 0
+        (reply,) = ask(node, "ps")["processes"]
+    assert reply["user"] == "member"
+    assert reply["command"] == "sleep 600"
+    assert reply["start_ticks"] > 0
 
 
 def test_metrics_for_others_from_inside_the_sandbox(node: SystemdNode) -> None:

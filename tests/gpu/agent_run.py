@@ -190,9 +190,11 @@ def undisturbed(argv: list[str], more: dict[str, str]) -> str:
     return done.stdout
 
 
-async def run_case(name: str, carrier: str, traits: list[str], more: dict[str, str], asked: argparse.Namespace) -> bool:
+async def run_case(
+    name: str, carrier: str, traits: list[str], more: dict[str, str], options: argparse.Namespace
+) -> bool:
     more = {**more, "CUDA_VISIBLE_DEVICES": "0"}
-    argv = [str(SCRIPT), str(asked.steps), str(asked.mib), *traits]
+    argv = [str(SCRIPT), str(options.steps), str(options.mib), *traits]
     print(f"== {name}", flush=True)
     count = pynvml.nvmlDeviceGetCount()
     gpus = [str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index))) for index in range(count)][:2]
@@ -205,7 +207,7 @@ async def run_case(name: str, carrier: str, traits: list[str], more: dict[str, s
             await tasks.start(link.run)
             await link.start()
             await anyio.to_thread.run_sync(lambda: wait_for_steps(training, 40))
-            case = Case(link, gpus, carrier, agent, training.process.pid, asked.rounds_mib * MIB)
+            case = Case(link, gpus, carrier, agent, training.process.pid, options.rounds_mib * MIB)
             try:
                 await case.run(Pool(64 * GIB))
             except Exception as error:  # noqa: BLE001 - one case must not end the others
@@ -243,9 +245,9 @@ async def main() -> int:
     parser.add_argument("--mib", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--rounds-mib", type=int, default=0, help="make storages in rounds of so much")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     require_nvml()
-    results = [await run_case(name, *case, asked) for name, case in chosen(asked.names)]
+    results = [await run_case(name, *case, options) for name, case in chosen(options.names)]
     print(f"{sum(results)} of {len(results)} cases ok")
     return 0 if all(results) else 1
 

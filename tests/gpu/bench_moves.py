@@ -60,18 +60,18 @@ class Task:
     repeat: int
 
 
-def plan_of(asked: argparse.Namespace) -> list[tuple[int, list[Task]]]:
+def plan_of(options: argparse.Namespace) -> list[tuple[int, list[Task]]]:
     """What is measured in which order: of every size the most telling first. Each entry is one training."""
-    sizes = [int(text) for text in asked.sizes.split(",")]
-    wanted = asked.tasks or TASKS
-    if asked.rows:
+    sizes = [int(text) for text in options.sizes.split(",")]
+    wanted = options.tasks or TASKS
+    if options.rows:
         return [
-            (size_gib, [Task(name, size_gib, _repeat(name, size_gib, asked.repeat)) for name in names])
+            (size_gib, [Task(name, size_gib, _repeat(name, size_gib, options.repeat)) for name in names])
             for size_gib, names in ROWS.items()
         ]
 
     def tasks(size_gib: int, *names: str) -> list[Task]:
-        return [Task(name, size_gib, _repeat(name, size_gib, asked.repeat)) for name in names if name in wanted]
+        return [Task(name, size_gib, _repeat(name, size_gib, options.repeat)) for name in names if name in wanted]
 
     first = [(size_gib, tasks(size_gib, "peer", "host")) for size_gib in sizes]
     then = [
@@ -157,21 +157,21 @@ def guarded(bench: Bench, what: str, work: Callable[[], object]) -> bool:
     return True
 
 
-def run_beside(bench: Bench, asked: argparse.Namespace) -> None:
+def run_beside(bench: Bench, options: argparse.Namespace) -> None:
     """What is no move: each is done once, and noted as done."""
     node, record = bench.node, bench.record
     works: dict[str, Callable[[], object]] = {
-        **{name: partial(run, node, record, asked.repeat) for name, run in RUNS.items()},
-        "arm": partial(run_arm, bench.ways, asked.repeat),
-        "idle": partial(run_idle, node, record, asked.repeat),
-        "adamw": partial(run_adamw, node, record, asked.hegm_gib, asked.repeat),
-        "hegm": partial(run_hegm, node, record, asked.wheel, asked.hegm_gib, bench.ends),
-        "helper": partial(run_helper, node, record, quick=asked.quick),
+        **{name: partial(run, node, record, options.repeat) for name, run in RUNS.items()},
+        "arm": partial(run_arm, bench.ways, options.repeat),
+        "idle": partial(run_idle, node, record, options.repeat),
+        "adamw": partial(run_adamw, node, record, options.hegm_gib, options.repeat),
+        "hegm": partial(run_hegm, node, record, options.wheel, options.hegm_gib, bench.ends),
+        "helper": partial(run_helper, node, record, quick=options.quick),
     }
-    if asked.wheel is None:
+    if options.wheel is None:
         record.say("HeGM is left out: no --wheel", keep=False)
         del works["hegm"]
-    wanted = list(RUNS) if asked.rows else asked.tasks or TASKS
+    wanted = list(RUNS) if options.rows else options.tasks or TASKS
     for name, work in works.items():
         if name not in wanted or record.is_done(name):
             continue
@@ -196,33 +196,33 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--warm-gib", type=int, default=0, help="touch so much host memory first, beside the rest")
     parser.add_argument("--rows", action="store_true", help="only what the table of rows_table shows")
     parser.add_argument("--table", action="store_true", help="the tables of the state, and nothing else")
-    asked = parser.parse_args()
-    if asked.quick:
-        asked.sizes, asked.repeat = "8", 2
-    return asked
+    options = parser.parse_args()
+    if options.quick:
+        options.sizes, options.repeat = "8", 2
+    return options
 
 
 def main() -> int:
-    asked = parsed()
-    ends = time.monotonic() + asked.budget_s
-    record = Record(asked.state)
-    if asked.table:
+    options = parsed()
+    ends = time.monotonic() + options.budget_s
+    record = Record(options.state)
+    if options.table:
         print(record.markdown())
         return 0
-    plan = plan_of(asked)
+    plan = plan_of(options)
     largest_gib = max((size for size, tasks in plan if any(task.name.startswith("host") for task in tasks)), default=0)
-    settings = ready_settings() if asked.rows or not asked.tasks or "commands" in asked.tasks else ""
+    settings = ready_settings() if options.rows or not options.tasks or "commands" in options.tasks else ""
     with ExitStack() as held:
         held.enter_context(unwinding())
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hegm-bench-")))
         held.enter_context(huge_pages(record, largest_gib))
-        warming = threading.Thread(target=warm, args=(asked.warm_gib,), daemon=True)
+        warming = threading.Thread(target=warm, args=(options.warm_gib,), daemon=True)
         warming.start()
         node = held.enter_context(Node(folder, log_level="debug", settings=settings))
         record.say(f"driver {node.gpus.driver}, {len(node.gpus)} GPUs", keep=False)
         bench = Bench(node, record, ends)
         bench.run_moves(plan, warming.join)
-        run_beside(bench, asked)
+        run_beside(bench, options)
     print("\n" + record.markdown())
     return record.wrong
 

@@ -286,28 +286,28 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--wheel", type=Path, help="HeGM's wheel as pip downloads it; without it HeGM is left out")
     parser.add_argument("--rehearse", action="store_true", help="on simulated GPUs, with a small training")
     parser.add_argument("--table", action="store_true", help="the tables of the state, and nothing else")
-    asked = parser.parse_args(argv)
-    asked.gib = asked.gib or (REHEARSED_GIB if asked.rehearse else SIZE_GIB)
-    return asked
+    options = parser.parse_args(argv)
+    options.gib = options.gib or (REHEARSED_GIB if options.rehearse else SIZE_GIB)
+    return options
 
 
 def main(argv: Sequence[str]) -> int:
-    asked = parsed(argv)
-    ends = time.monotonic() + asked.budget_s
-    figures = Measurements(asked.state)
-    if asked.table:
+    options = parsed(argv)
+    ends = time.monotonic() + options.budget_s
+    figures = Measurements(options.state)
+    if options.table:
         print(figures.markdown())
         return 0
     with contextlib.ExitStack() as held:
         held.enter_context(unwinding())
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hegm-bench-restart-")))
-        node = held.enter_context(RestartNode(folder, rehearsed=asked.rehearse))
+        node = held.enter_context(RestartNode(folder, rehearsed=options.rehearse))
         if not node.gpus():
             print("there is no GPU here; --rehearse does it on simulated ones", flush=True)
             return 1
         # Two states for a moment, the next one's before the last one's is given back.
-        held.enter_context(huge_pages(figures.record, 0 if asked.rehearse else int(asked.gib * 2.2) + 1))
-        Bench(node, figures, asked, ends).run(asked.tasks or TASKS)
+        held.enter_context(huge_pages(figures.record, 0 if options.rehearse else int(options.gib * 2.2) + 1))
+        Bench(node, figures, options, ends).run(options.tasks or TASKS)
     print("\n" + figures.markdown())
     return int(figures.record.wrong)
 

@@ -315,15 +315,15 @@ def main() -> int:
     parser.add_argument("--shared-quantum-s", type=float, default=30.0)
     parser.add_argument("--shared-s", type=float, default=480.0)
     parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    parts, sizes = asked.parts.split(","), [int(text) for text in asked.sizes.split(",")]
+    options = parser.parse_args()
+    parts, sizes = options.parts.split(","), [int(text) for text in options.sizes.split(",")]
     runs: list[Callable[[], dict[str, Any]]] = []
     if "room" in parts:
-        runs += [partial(room, size, how, asked.repeat) for size in sizes for how in METHODS]
+        runs += [partial(room, size, how, options.repeat) for size in sizes for how in METHODS]
     if "turns" in parts:
-        runs += [partial(turns, size, lambda _, count: count < asked.repeat, asked.quantum_s) for size in sizes]
+        runs += [partial(turns, size, lambda _, count: count < options.repeat, options.quantum_s) for size in sizes]
     if "shared" in parts:
-        runs += [lambda: turns(sizes[0], lambda seconds, _: seconds < asked.shared_s, asked.shared_quantum_s)]
+        runs += [lambda: turns(sizes[0], lambda seconds, _: seconds < options.shared_s, options.shared_quantum_s)]
     rows, wrong = [], False
     for run in runs:
         try:
@@ -332,8 +332,8 @@ def main() -> int:
         except (HegmError, WentWrongError) as error:
             wrong = True
             print(f"WENT WRONG: {error}", flush=True)
-        if asked.out is not None:
-            asked.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        if options.out is not None:
+            options.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     return int(wrong)
 
 

@@ -170,10 +170,10 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> int:
-    asked = parsed()
-    sizes = [int(text) for text in asked.sizes.split(",")]
+    options = parsed()
+    sizes = [int(text) for text in options.sizes.split(",")]
     print(HEAD, flush=True)
-    for ready in asked.ready.split(","):
+    for ready in options.ready.split(","):
         held_gib = 0 if on_stub() else max(sizes)
         most_bytes = 0 if ready == "off" else whole_size(held_gib * GIB + GIB)
         helper = "contexts" if ready == "contexts" else "started"
@@ -181,9 +181,9 @@ def main() -> int:
             folder = Path(name)
             with Node(folder, settings=f'ready_bytes = {most_bytes}\nready_helper = "{helper}"\n') as node:
                 for size_gib in sizes:
-                    rows = [Row(size_gib, mode, ready) for mode in asked.modes.split(",")]
+                    rows = [Row(size_gib, mode, ready) for mode in options.modes.split(",")]
                     try:
-                        run_size(node, folder, size_gib, rows, asked.repeat, most_bytes)
+                        run_size(node, folder, size_gib, rows, options.repeat, most_bytes)
                     except WentWrongError as error:
                         print(f"{size_gib} GiB, ready memory {ready}: {error}\n{node.log_tail()}", flush=True)
                         return 1

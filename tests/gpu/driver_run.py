@@ -153,11 +153,11 @@ def main() -> int:
     parser.add_argument("--state", type=Path, help="a file of what is done, a line of JSON each; made if not there")
     parser.add_argument("--budget-s", type=float, default=540.0, help="begin no row after so long")
     parser.add_argument("--room", action="store_true", help="how much room a restore takes; loses jobs of its own")
-    asked = parser.parse_args()
-    if asked.room:
+    options = parser.parse_args()
+    if options.room:
         show_room()
         return 0
-    return int(not show_rows(asked.rows or list(ROWS), asked.state, asked.budget_s))
+    return int(not show_rows(options.rows or list(ROWS), options.state, options.budget_s))
 
 
 if __name__ == "__main__":

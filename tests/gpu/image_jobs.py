@@ -134,9 +134,9 @@ class Job(Training):
             return sum(line.startswith("digest") for line in self.lines[before:]) >= 1
 
         until(goes_on, f"a step and a digest of process {self.pid}", READY_WITHIN_S)
-        seen = self.lines
-        self.reference.wait_for_lines(len(seen), READY_WITHIN_S)
-        for number, (said, wanted) in enumerate(zip(seen, self.reference.lines, strict=False)):
+        observed = self.lines
+        self.reference.wait_for_lines(len(observed), READY_WITHIN_S)
+        for number, (said, wanted) in enumerate(zip(observed, self.reference.lines, strict=False)):
             if said != wanted:
                 raise WentWrongError(f"line {number} is {said.strip()!r}, and undisturbed it is {wanted.strip()!r}")
         if self.gpu != gpu:

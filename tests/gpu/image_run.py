@@ -210,10 +210,10 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def wanted(asked: argparse.Namespace, record: Record) -> list[Case]:
+def wanted(options: argparse.Namespace, record: Record) -> list[Case]:
     """The cases that are asked for and not done yet."""
-    words = tuple(filter(None, asked.only.split(",")))
-    cases = cases_of([int(text) for text in asked.sizes.split(",")], asked.repeat)
+    words = tuple(filter(None, options.only.split(",")))
+    cases = cases_of([int(text) for text in options.sizes.split(",")], options.repeat)
     return [case for name, case in cases.items() if not record.is_done(name) and (not words or name.startswith(words))]
 
 
@@ -223,21 +223,21 @@ def criu_settings(criu: Path | None) -> str:
 
 
 def main() -> int:
-    asked = parsed()
-    ends = time.monotonic() + asked.budget_s
-    record = Record(asked.state)
-    cases = wanted(asked, record)
-    if asked.list or asked.table:
-        print(record.markdown() if asked.table else "\n".join(case.name for case in cases))
+    options = parsed()
+    ends = time.monotonic() + options.budget_s
+    record = Record(options.state)
+    cases = wanted(options, record)
+    if options.list or options.table:
+        print(record.markdown() if options.table else "\n".join(case.name for case in cases))
         return 0
-    criu = asked.criu or (UNPACKED if UNPACKED.exists() else None)
+    criu = options.criu or (UNPACKED if UNPACKED.exists() else None)
     settings = criu_settings(criu)
     signal.signal(signal.SIGALRM, _overdue)
     with ExitStack() as held:
         held.enter_context(unwinding())
         largest_gib = max((case.kind.size_gib for case in cases), default=1)
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hegm-image-run-")))
-        places = held.enter_context(places_for(asked.disk, largest_gib))
+        places = held.enter_context(places_for(options.disk, largest_gib))
         held.enter_context(huge_pages(record, largest_gib))
         node = held.enter_context(Node(folder, log_level="debug", settings=settings))
         print(f"driver {node.gpus.driver}, {len(node.gpus)} GPUs, {len(cases)} cases, CRIU {criu or 'of the node'}")

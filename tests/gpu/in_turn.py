@@ -139,14 +139,14 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="list the parts")
     parser.add_argument("more", nargs="*", metavar="-- PART WORD...", help="words for a part; again for another")
     first, *others = _split(argv)
-    asked = parser.parse_args(first)
-    asked.more = {words[0]: words[1:] for words in others if words}
-    names = [part.name for part in PARTS[asked.kind]]
-    asked.only = [name for name in asked.only.split(",") if name]
-    for name in (*asked.more, *asked.only):
+    options = parser.parse_args(first)
+    options.more = {words[0]: words[1:] for words in others if words}
+    names = [part.name for part in PARTS[options.kind]]
+    options.only = [name for name in options.only.split(",") if name]
+    for name in (*options.more, *options.only):
         if name not in names:
-            parser.error(f"there is no part {name!r} in {asked.kind}: there are {', '.join(names)}")
-    return asked
+            parser.error(f"there is no part {name!r} in {options.kind}: there are {', '.join(names)}")
+    return options
 
 
 def _split(argv: Sequence[str]) -> list[list[str]]:
@@ -161,17 +161,17 @@ def _split(argv: Sequence[str]) -> list[list[str]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    asked = parsed(argv)
-    parts = [part for part in PARTS[asked.kind] if not asked.only or part.name in asked.only]
-    if asked.list:
+    options = parsed(argv)
+    parts = [part for part in PARTS[options.kind] if not options.only or part.name in options.only]
+    if options.list:
         print("\n".join(f"{part.name}: python3 {' '.join(part.words)}" for part in parts))
         return 0
     with ExitStack() as held:
-        folder = asked.state or Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hegm-in-turn-")))
+        folder = options.state or Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hegm-in-turn-")))
         folder.mkdir(parents=True, exist_ok=True)
-        turns = RunParts(folder, asked.budget_s, asked.more)
-        output = {part.name: turns.run(asked.kind, part) for part in parts}
-        if asked.kind == "bench":
+        turns = RunParts(folder, options.budget_s, options.more)
+        output = {part.name: turns.run(options.kind, part) for part in parts}
+        if options.kind == "bench":
             show_rows(folder, f"python3 -m tests.gpu.in_turn {' '.join(argv)}")
     print("\n" + "\n".join(f"{name:10} {how}" for name, how in output.items()))
     return int(any(how not in {"ok", "ended before"} for how in output.values()))

@@ -198,34 +198,34 @@ def _timed(call: Callable[[], VendorSnapshot]) -> tuple[float, float, VendorSnap
 def _print_questions() -> None:
     nvml = Nvml(SharedLibrary("libnvidia-ml.so.1"))
     handle = nvml.handle(0)
-    asked = NvmlGpu(nvml, handle)
+    gpu = NvmlGpu(nvml, handle)
     nvml.watch([handle])
     # ECC (volatile, corrected and not) and remapped rows in one call: what a batch would cost.
     batch = [3, 4, 142, 143, 144, 145]
     questions: dict[str, Callable[[], object]] = {
         "count": nvml.device_count,
         "handle": lambda: nvml.handle(0),
-        "uuid": asked.uuid,
-        "memory": asked.memory,
-        "utilisation": asked.utilisation_percent,
-        "temperature": asked.temperature_celsius,
-        "power": asked.power_watts,
-        "power limit": asked.power_limit_watts,
-        "mig": asked.mig,
-        "persistence": asked.persistence,
-        "ecc corrected": lambda: asked.ecc_errors(corrected=True),
-        "ecc uncorrected": lambda: asked.ecc_errors(corrected=False),
-        "retired pages": asked.retired_pages,
-        "retired pending": asked.retired_pending,
-        "remapped rows": asked.remapped_rows,
-        "recovery action": asked.recovery_action,
-        "clock reasons": asked.clocks_event_reasons,
-        "fabric": asked.fabric,
-        "compute list": lambda: asked.process_entries("compute"),
-        "graphics list": lambda: asked.process_entries("graphics"),
-        "mps list": lambda: asked.process_entries("mps"),
+        "uuid": gpu.uuid,
+        "memory": gpu.memory,
+        "utilisation": gpu.utilisation_percent,
+        "temperature": gpu.temperature_celsius,
+        "power": gpu.power_watts,
+        "power limit": gpu.power_limit_watts,
+        "mig": gpu.mig,
+        "persistence": gpu.persistence,
+        "ecc corrected": lambda: gpu.ecc_errors(corrected=True),
+        "ecc uncorrected": lambda: gpu.ecc_errors(corrected=False),
+        "retired pages": gpu.retired_pages,
+        "retired pending": gpu.retired_pending,
+        "remapped rows": gpu.remapped_rows,
+        "recovery action": gpu.recovery_action,
+        "clock reasons": gpu.clocks_event_reasons,
+        "fabric": gpu.fabric,
+        "compute list": lambda: gpu.process_entries("compute"),
+        "graphics list": lambda: gpu.process_entries("graphics"),
+        "mps list": lambda: gpu.process_entries("mps"),
         "events": lambda: list(nvml.xids()),
-        "one nvlink": lambda: asked.nvlink(0),
+        "one nvlink": lambda: gpu.nvlink(0),
         "six fields in one": lambda: nvml.answer("nvmlDeviceGetFieldValues", handle, batch),
     }
     print(f"{'question':20} {'wall us':>9} {'CPU us':>9}  answer")

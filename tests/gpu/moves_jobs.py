@@ -198,9 +198,9 @@ class Job(Lines):
         """It goes on, and all that it said since its start is what an undisturbed run says. Raises WentWrongError."""
         after = len(self.lines)
         self.wait_for(lambda: self._digests(after) >= 2, "no step and digest came", STEP_WITHIN_S)
-        seen = list(self.lines)
-        self.reference.wait_for(lambda: len(self.reference.lines) >= len(seen), "the undisturbed run is late", 60)
-        for number, (line, wanted) in enumerate(zip(seen, self.reference.lines, strict=False)):
+        observed = list(self.lines)
+        self.reference.wait_for(lambda: len(self.reference.lines) >= len(observed), "the undisturbed run is late", 60)
+        for number, (line, wanted) in enumerate(zip(observed, self.reference.lines, strict=False)):
             if line != wanted:
                 raise WentWrongError(f"line {number} is {line.strip()!r}, and undisturbed it is {wanted.strip()!r}")
 

@@ -227,11 +227,11 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="the most telling only")
     parser.add_argument("--list", action="store_true", help="list the cases, and what is left out")
     parser.add_argument("--table", action="store_true", help="the table of the state, and nothing else")
-    asked = parser.parse_args()
-    run = Run(asked.state, asked.budget_s, again=asked.again)
-    names = run.wanted([*asked.cases, *filter(None, asked.only.split(","))], quick=asked.quick)
-    if asked.list or asked.table:
-        text = _table(run.results) if asked.table else "\n".join([*names, "", "left out:", *LEFT_OUT])
+    options = parser.parse_args()
+    run = Run(options.state, options.budget_s, again=options.again)
+    names = run.wanted([*options.cases, *filter(None, options.only.split(","))], quick=options.quick)
+    if options.list or options.table:
+        text = _table(run.results) if options.table else "\n".join([*names, "", "left out:", *LEFT_OUT])
         print(text)
         return 0
     signal.signal(signal.SIGALRM, _overdue)

@@ -418,23 +418,23 @@ def told_times(node: Node, op_id: str) -> list[str]:
     return [f"{line.utc - lines[0].utc:.3f} {line.event or 'planned'} {line.phase}" for line in lines]
 
 
-def go_through(asked: argparse.Namespace, results: Results, folder: Path) -> Iterator[str]:
+def go_through(options: argparse.Namespace, results: Results, folder: Path) -> Iterator[str]:
     """Each kind in turn; the names of those that are left when the time is over."""
-    ends = time.monotonic() + asked.budget_s
+    ends = time.monotonic() + options.budget_s
     plain = {**os.environ, **nccl_settings(None), "PYTHONPATH": ""}
-    for name in asked.kinds:
+    for name in options.kinds:
         if time.monotonic() > ends:
             yield name
             continue
         try:
             with ExitStack() as held:
-                reference = RankedJob(f"{name}@alone", folder, asked, plain, [])
+                reference = RankedJob(f"{name}@alone", folder, options, plain, [])
                 held.callback(reference.close)
-                reference.wait_for(asked.reference_steps, REFERENCE_WITHIN_S)
+                reference.wait_for(options.reference_steps, REFERENCE_WITHIN_S)
                 reference.process.wait(READY_WITHIN_S)
                 results.note(name, "reference", steps=reference.steps())
-                kind = AgentsAlone if asked.agent_only else OwnDaemon
-                kind(name, folder, asked, results, reference).run(held)
+                kind = AgentsAlone if options.agent_only else OwnDaemon
+                kind(name, folder, options, results, reference).run(held)
         except Exception as error:  # noqa: BLE001 - the next kind is worth its time on such a machine
             traceback.print_exc()
             problem = type(error).__name__ if isinstance(error, Gone) else f"{type(error).__name__}: {error}"
@@ -457,19 +457,23 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--reference-steps", type=int, default=REFERENCE_STEPS, help="steps of the undisturbed run")
     parser.add_argument("--steps-between", type=int, default=20, help="steps that are compared after each command")
     parser.add_argument("--pace-s", type=float, default=PACE_S, help="pause after each step of the job that is moved")
-    asked = parser.parse_args(argv)
-    if unknown := [kind for kind in asked.kinds if kind not in KINDS]:
+    options = parser.parse_args(argv)
+    if unknown := [kind for kind in options.kinds if kind not in KINDS]:
         parser.error(f"there is no kind {', '.join(unknown)}; write some of {', '.join(KINDS)}")
-    return asked
+    return options
 
 
 def main(argv: list[str]) -> int:
-    asked = parsed(argv)
-    results = Results(asked.out, time.monotonic())
-    results.facts = {"mode": "agent-only" if asked.agent_only else "daemon", "gib": asked.gib, "python": sys.version}
+    options = parsed(argv)
+    results = Results(options.out, time.monotonic())
+    results.facts = {
+        "mode": "agent-only" if options.agent_only else "daemon",
+        "gib": options.gib,
+        "python": sys.version,
+    }
     results.write()
     with tempfile.TemporaryDirectory(prefix="hegm-nccl-") as made:
-        left = list(go_through(asked, results, Path(made)))
+        left = list(go_through(options, results, Path(made)))
     results.facts["left"] = left
     results.write()
     print(f"{len(results.steps)} steps, {len(results.wrong)} wrong, not run: {' '.join(left) or '-'}")

@@ -51,8 +51,8 @@ def gaps_of(times: Sequence[float]) -> list[float]:
 
 def step_times(lines: Lines, since: float) -> list[float]:
     """When each step since that moment was printed."""
-    seen = list(zip(list(lines.times), list(lines.lines), strict=False))
-    return [at for at, line in seen if at >= since and line.startswith("step ")]
+    observed = list(zip(list(lines.times), list(lines.lines), strict=False))
+    return [at for at, line in observed if at >= since and line.startswith("step ")]
 
 
 def compared(job: Sequence[str], alone: Sequence[str]) -> dict[str, Any]:

@@ -323,26 +323,26 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--budget-s", type=float, default=330.0, help="begin no measurement after so long")
     parser.add_argument("--rehearse", action="store_true", help="on simulated GPUs, with small trainings")
-    asked = parser.parse_args(argv)
-    asked.tasks = asked.tasks.split(",")
-    if set(asked.tasks) - set(TASKS):
+    options = parser.parse_args(argv)
+    options.tasks = options.tasks.split(",")
+    if set(options.tasks) - set(TASKS):
         parser.error(f"--tasks takes some of {', '.join(TASKS)}")
-    asked.sizes = [REHEARSED_GIB] if asked.rehearse else [float(text) for text in asked.sizes.split(",")]
-    asked.killed_gib = REHEARSED_GIB if asked.rehearse else KILLED_GIB
-    asked.look_s = 1.0 if asked.rehearse else LOOK_S
-    return asked
+    options.sizes = [REHEARSED_GIB] if options.rehearse else [float(text) for text in options.sizes.split(",")]
+    options.killed_gib = REHEARSED_GIB if options.rehearse else KILLED_GIB
+    options.look_s = 1.0 if options.rehearse else LOOK_S
+    return options
 
 
 def main(argv: Sequence[str]) -> int:
-    asked = _parsed(argv)
+    options = _parsed(argv)
     with tempfile.TemporaryDirectory(prefix="hegm-recovery-") as name:
         folder = Path(name)
         more = {"HEGM_AGENT_DEBUG": str(folder / "agent.notes")}
-        with RestartNode(folder, rehearsed=asked.rehearse, pool_bytes=POOL_BYTES, more=more) as node:
+        with RestartNode(folder, rehearsed=options.rehearse, pool_bytes=POOL_BYTES, more=more) as node:
             if not node.gpus():
                 print("there is no GPU here; --rehearse does it on simulated ones", flush=True)
                 return 1
-            bench = Bench(node, asked)
+            bench = Bench(node, options)
             bench.run()
     print(json.dumps(bench.figures, indent=1))
     return int(bool(bench.figures["went_wrong"]) or not all(one["exact"] for one in bench.figures["exact"]))

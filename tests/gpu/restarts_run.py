@@ -210,30 +210,30 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rehearse", action="store_true", help="on simulated GPUs")
     parser.add_argument("--list", action="store_true", help="list the cases")
     parser.add_argument("--table", action="store_true", help="the table of the state, and nothing else")
-    asked = parser.parse_args(argv)
-    asked.cases = [*asked.cases, *filter(None, asked.only.split(","))] or list(CASES)
-    strange = [name for name in asked.cases if name not in CASES]
+    options = parser.parse_args(argv)
+    options.cases = [*options.cases, *filter(None, options.only.split(","))] or list(CASES)
+    strange = [name for name in options.cases if name not in CASES]
     if strange:
         parser.error(f"there is no case {strange[0]!r}: there are {', '.join(CASES)}")
-    return asked
+    return options
 
 
 def main(argv: Sequence[str]) -> int:
-    asked = parsed(argv)
-    ends = time.monotonic() + asked.budget_s
-    run = Run(asked.state, again=asked.again)
-    if asked.list or asked.table:
-        print(table(run.results) if asked.table else "\n".join(asked.cases))
+    options = parsed(argv)
+    ends = time.monotonic() + options.budget_s
+    run = Run(options.state, again=options.again)
+    if options.list or options.table:
+        print(table(run.results) if options.table else "\n".join(options.cases))
         return 0
     with unwinding(), tempfile.TemporaryDirectory(prefix="hegm-restarts-") as folder:
         try:
-            with RestartNode(Path(folder), rehearsed=asked.rehearse) as node:
+            with RestartNode(Path(folder), rehearsed=options.rehearse) as node:
                 gpus = node.gpus()
                 if not gpus:
                     print("there is no GPU here; --rehearse does it on simulated ones", flush=True)
                     return 1
-                print(f"{len(gpus)} GPUs, {len(asked.cases)} cases", flush=True)
-                left = run.run(asked.cases, node, asked.beside, ends)
+                print(f"{len(gpus)} GPUs, {len(options.cases)} cases", flush=True)
+                left = run.run(options.cases, node, options.beside, ends)
         except WentWrongError as error:
             print(error, flush=True)
             return 1

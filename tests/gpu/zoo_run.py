@@ -162,12 +162,12 @@ class Job:
         after = len(self.lines.lines)
         digests = f"no step and digest came after line {after}"
         self.lines.wait_for(lambda: self._digests(after) >= 2, digests, STEP_WITHIN_S)
-        seen, wanted = list(self.lines.lines), self.reference
-        wanted.wait_for(lambda: len(wanted.lines) >= len(seen), "the undisturbed run is late", REFERENCE_WITHIN_S)
-        for number, (line, right) in enumerate(zip(seen, wanted.lines, strict=False)):
+        observed, wanted = list(self.lines.lines), self.reference
+        wanted.wait_for(lambda: len(wanted.lines) >= len(observed), "the undisturbed run is late", REFERENCE_WITHIN_S)
+        for number, (line, right) in enumerate(zip(observed, wanted.lines, strict=False)):
             if line != right:
                 raise WentWrongError(f"line {number} is {line.strip()[:90]!r}, and undisturbed {right.strip()[:90]!r}")
-        return len(seen)
+        return len(observed)
 
     def _digests(self, after: int) -> int:
         return sum(line.startswith("digest") for line in self.lines.lines[after:])
@@ -295,10 +295,10 @@ def row_of(result: Result) -> str:
     return f"| {' | '.join(cells)} | {result['wrong'] or 'same bits'} |"
 
 
-def tried(trial: Trial, asked: argparse.Namespace) -> Result:
+def tried(trial: Trial, options: argparse.Namespace) -> Result:
     began, wrong = time.monotonic(), ""
     try:
-        trial.run(tuple(asked.carriers.split(",")), asked.moves)
+        trial.run(tuple(options.carriers.split(",")), options.moves)
     except (WentWrongError, HegmError) as error:
         wrong = f"{type(error).__name__}: {error}"[:400]
         print(f"{trial.training.name}: {wrong}\n{trial.node.log_tail(30)}", flush=True)
@@ -318,14 +318,14 @@ def nothing_left(node: Node) -> str:
     return ""
 
 
-def go_through(run: Run, names: list[str], asked: argparse.Namespace, held: ExitStack) -> Iterator[str]:
+def go_through(run: Run, names: list[str], options: argparse.Namespace, held: ExitStack) -> Iterator[str]:
     """Have them tried side by side; what is left when the time is over."""
     folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hegm-zoo-")))
-    ends = time.monotonic() + asked.budget_s
+    ends = time.monotonic() + options.budget_s
     node = held.enter_context(Node(folder))
     print(f"driver {node.gpus.driver}, {len(node.gpus)} GPUs, {len(names)} trainings", flush=True)
     references = References(node, folder / "compiled")
-    with contextlib.closing(references), ThreadPoolExecutor(asked.beside) as pool:
+    with contextlib.closing(references), ThreadPoolExecutor(options.beside) as pool:
         for name in names:
             if ZOO[name].after:
                 references.of(ZOO[name])  # what compiles begins at once
@@ -333,7 +333,7 @@ def go_through(run: Run, names: list[str], asked: argparse.Namespace, held: Exit
         def one(name: str) -> str:
             if time.monotonic() > ends:
                 return name
-            run.note(tried(Trial(node, ZOO[name], references, folder), asked))
+            run.note(tried(Trial(node, ZOO[name], references, folder), options))
             return ""
 
         yield from filter(None, list(pool.map(one, names)))
@@ -352,15 +352,15 @@ def main() -> int:
     parser.add_argument("--carriers", default=",".join(CARRIERS), help="in this order")
     parser.add_argument("--again", action="store_true", help="once more what the state says has failed")
     parser.add_argument("--table", action="store_true", help="the table of the state, and nothing else")
-    asked = parser.parse_args()
-    run = Run(asked.state)
-    chosen = [*asked.names, *filter(None, asked.only.split(","))] or list(ZOO)
-    done = {name for name, result in run.results.items() if not (asked.again and result["wrong"])}
+    options = parser.parse_args()
+    run = Run(options.state)
+    chosen = [*options.names, *filter(None, options.only.split(","))] or list(ZOO)
+    done = {name for name, result in run.results.items() if not (options.again and result["wrong"])}
     left: list[str] = []
-    if not asked.table:
+    if not options.table:
         with ExitStack() as held:
             held.enter_context(unwinding())
-            left = list(go_through(run, [name for name in chosen if name not in done], asked, held))
+            left = list(go_through(run, [name for name in chosen if name not in done], options, held))
     print(f"\n{run.table()}\n")
     failed = [name for name, result in run.results.items() if result["wrong"]]
     print(f"{len(run.results) - len(failed)} ok, {len(failed)} failed: {' '.join(failed) or '-'}, {len(left)} not run")

@@ -187,13 +187,13 @@ def layer_violations(module: Module, known: frozenset[str]) -> Iterator[str]:
     if row is None:
         yield "has no row in LAYERS: say what it may import"
         return
-    seen = LAYERS[row]
+    allowed = LAYERS[row]
     for found in module.imports(known):
         if found.target.split(".")[0] not in PACKAGES:
             continue
         if row_of(found.target) == row or is_within(found.target, row):
             continue
-        if not any(_covers(room, found.target) for room in seen):
+        if not any(_covers(room, found.target) for room in allowed):
             yield f"{found.line}: imports {found.target}, which is not in its row"
 
 
@@ -240,7 +240,7 @@ def test_the_table_has_no_row_without_a_module() -> None:
 
 
 def test_imports_go_one_way() -> None:
-    rows = {row: {room for room in seen if room != row} for row, seen in LAYERS.items()}
+    rows = {row: {room for room in allowed if room != row} for row, allowed in LAYERS.items()}
     order = list(TopologicalSorter(rows).static_order())  # raises CycleError, naming the rooms
     assert order.index("hegmd.errors") < order.index("hegmd.protocol") < order.index("hegmd.server")
 

@@ -251,10 +251,10 @@ def _check_text(value: str | None, what: str) -> None:
 
 
 def _check_unique(values: list[Any], what: str) -> None:
-    seen: set[Any] = set()
+    observed: set[Any] = set()
     for value in values:
-        _must(value not in seen, f"{what} {value} is there more than once")
-        seen.add(value)
+        _must(value not in observed, f"{what} {value} is there more than once")
+        observed.add(value)
 
 
 def _is_token(text: str) -> bool:

@@ -270,9 +270,9 @@ def a_checkpointed_process_is_off_its_gpu(rig: Rig) -> None:
     (uuid, *_) = [device.uuid for device in cuda.devices()]
     idle_bytes = rig.look().used_bytes[uuid]
     target, digest = begin(rig, 256)
-    seen = rig.look()
-    must(seen.used_bytes[uuid] >= idle_bytes + 256 * MIB, "the program's memory does not show")
-    must(seen.by_process.get((target.pid, uuid), 0) >= 256 * MIB, "the program does not show")
+    state = rig.look()
+    must(state.used_bytes[uuid] >= idle_bytes + 256 * MIB, "the program's memory does not show")
+    must(state.by_process.get((target.pid, uuid), 0) >= 256 * MIB, "the program does not show")
     take_off(target.pid)
     eventually(lambda: rig.look().used_bytes[uuid] - idle_bytes < NOISE_BYTES, "video memory is left after checkpoint")
     must((target.pid, uuid) not in rig.look().by_process, "NVML lists a checkpointed process")

@@ -160,14 +160,14 @@ class KeptContextActions(NodeActions):
 
     def inspect(self, op_id: str, effect: Any, process: Process) -> Event:
         """It has left if its operation has recorded that and its bytes are out."""
-        seen = super().inspect(op_id, effect, process)
+        result = super().inspect(op_id, effect, process)
         worker = self.daemon.ops[op_id].worker(process.name)
-        if not isinstance(seen, events.Inspected) or worker is None or process.driver != RUNNING:
-            return seen
+        if not isinstance(result, events.Inspected) or worker is None or process.driver != RUNNING:
+            return result
         if process.name not in self.node.contexts or not self.node.driven:
-            return seen
+            return result
         gpu = worker.gpu if worker.gpu is not None or not process.has_bytes else worker.previous_gpu
-        held = dict(seen.reservations)
+        held = dict(result.reservations)
         if gpu is not None:
             held[gpu] = max(held.get(gpu, 0), process.size_bytes)
-        return seen.replace(gpu=gpu, reservations=held)
+        return result.replace(gpu=gpu, reservations=held)

@@ -218,9 +218,9 @@ class RankNodeActions(NodeActions):
         """Whoever looks at a rank leaves it locked: another one may be on its way off."""
 
     def inspect(self, op_id: str, effect: Any, process: Process) -> Event:
-        seen = super().inspect(op_id, effect, process)
+        result = super().inspect(op_id, effect, process)
         is_locked = process.driver == LOCKED
-        return seen.replace(locked=is_locked) if isinstance(seen, events.Inspected) else seen
+        return result.replace(locked=is_locked) if isinstance(result, events.Inspected) else result
 
     def is_busy(self, process: Process) -> bool:
         return process.joining is not None or super().is_busy(process)

@@ -51,22 +51,22 @@ def test_every_promise_is_kept_whatever_happens(first: int) -> None:
 
 def test_the_lives_see_every_way_in_which_a_step_ends() -> None:
     """Otherwise the seeds above prove less than they seem to."""
-    seen: Counter[tuple[str, bool]] = Counter()
+    observed: Counter[tuple[str, bool]] = Counter()
 
     class RecordingCarrier(KeptContextActions):
         def do(self, running: Running, process: Process) -> Event | None:
             done = super().do(running, process)
             if process.keeps_context:
-                seen[running.effect.tag, isinstance(done, Failed)] += 1
+                observed[running.effect.tag, isinstance(done, Failed)] += 1
             return done
 
     wanted = {(tag, False) for tag in ("reserve", "offload", "checkpoint", "restore", "reload", "inspect", "verify")}
     wanted |= {("reserve", True), ("reload", True)}
     for seed in (*RARE, *range(ENOUGH)):
         live_kept(seed, Parts(hands=RecordingCarrier))
-        if wanted <= seen.keys():
+        if wanted <= observed.keys():
             break
-    assert wanted <= seen.keys()
+    assert wanted <= observed.keys()
 
 
 class _Point:

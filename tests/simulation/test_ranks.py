@@ -67,22 +67,22 @@ def test_without_the_bug_the_same_odds_break_no_promise(odds: dict[str, float]) 
 def test_the_lives_see_every_step_of_ranks_and_every_end() -> None:
     """Otherwise the seeds above prove less than they seem to."""
     phases: set[str] = set()
-    seen: set[str] = set()
+    observed: set[str] = set()
 
     def noting(op: Operation, event: Event, now: float) -> machine.Result:
         after, wanted = machine.handle(op, event, now)
         phases.add(after.phase)
-        seen.update({after.direction, f"{after.direction} {after.phase}"})
-        seen.update({"again"} if after.failed_reconnects else ())
-        seen.update({"late"} if after.reserves_late and after.phase == "reserving" else ())
+        observed.update({after.direction, f"{after.direction} {after.phase}"})
+        observed.update({"again"} if after.failed_reconnects else ())
+        observed.update({"late"} if after.reserves_late and after.phase == "reserving" else ())
         return after, wanted
 
     wanted = {"hold", "again", "late", "back unlocking", "back reconnecting", "forward reconnecting"}
     for seed in (*RARE, *range(400)):
         live_ranks(seed, Parts(hands=RankNodeActions, handle=noting))
-        if wanted <= seen and phases >= OF_RANKS:
+        if wanted <= observed and phases >= OF_RANKS:
             break
-    assert wanted <= seen
+    assert wanted <= observed
     assert phases.issuperset({*OF_RANKS, "suspended", "done", "rolled-back", "lost"})
 
 

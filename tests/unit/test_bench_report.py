@@ -102,8 +102,8 @@ def test_a_slope_is_not_moved_by_one_jump() -> None:
 
 def test_the_cpu_of_a_process_is_what_it_says_itself() -> None:
     before = time.process_time()
-    seen = cpu_s(os.getpid())
-    assert before <= seen <= time.process_time()
+    used_s = cpu_s(os.getpid())
+    assert before <= used_s <= time.process_time()
 
 
 def test_memory_that_a_process_takes_shows_as_its_own() -> None:

@@ -69,8 +69,8 @@ def test_cases_go_to_the_other_gpu_where_there_is_one_and_by_the_cpu() -> None:
 
 
 def test_words_of_the_run_and_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = restarts_run.parsed(["--only", "amp,cpu", "plain", "--rehearse"])
-    assert (asked.cases, asked.rehearse) == (["plain", "amp", "cpu"], True)
+    options = restarts_run.parsed(["--only", "amp,cpu", "plain", "--rehearse"])
+    assert (options.cases, options.rehearse) == (["plain", "amp", "cpu"], True)
     with pytest.raises(SystemExit):
         restarts_run.parsed(["no-such-case"])
     assert "there is no case 'no-such-case'" in capsys.readouterr().err

@@ -28,8 +28,8 @@ async def test_spilled_bytes_take_no_memory_and_come_back_checked(keep: MemoryKe
     size_bytes = whole_size(10 * MIB)
     data = os.urandom(size_bytes)
     os.pwrite((await pool.take(KEY, 10 * MIB)).fd, data, 0)
-    seen: list[int] = []
-    await pool.spill(KEY, seen.append)
+    observed: list[int] = []
+    await pool.spill(KEY, observed.append)
     await pool.free_memory_of(KEY)
     assert (pool.held_bytes, pool.spilled_bytes, pool.held_for(KEY)) == (0, size_bytes, 10 * MIB)
     with pytest.raises(Refused, match="on disk"):

@@ -92,12 +92,12 @@ def calling(items, step=0):
 
 
 def inner(items, pairs, step):
-    seen = set()
+    observed = set()
     with open(__file__) as _file:
         for item in items:
             step += item
-            seen.add(item % 3)
-            pairs.append((step, len(seen)))
+            observed.add(item % 3)
+            pairs.append((step, len(observed)))
     return step
 
 

@@ -114,10 +114,10 @@ async def test_the_command_gets_its_own_environment() -> None:
     assert given["LD_LIBRARY_PATH"] == "/opt/driver"
     assert not {"HOME", "CUDA_VISIBLE_DEVICES"} & set(given)
     async with linked("well") as link:
-        seen = await ask(link, "environment")
-    assert "HOME" not in seen["environment"]
-    assert seen["environment"]["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    assert seen["descriptors"] <= 4, "it inherited descriptors of the daemon"
+        reply = await ask(link, "environment")
+    assert "HOME" not in reply["environment"]
+    assert reply["environment"]["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert reply["descriptors"] <= 4, "it inherited descriptors of the daemon"
 
 
 # -- nothing to do -------------------------------------------------------------------------------------------------

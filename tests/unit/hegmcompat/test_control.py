@@ -71,18 +71,18 @@ def test_a_worker_that_leaves_its_state_is_ready_and_resumed_by_its_launcher(tmp
     launcher = os.getpid()
     with child(leaves_lock(tmp_path, launcher)) as worker:
         workers.register(tmp_path, launcher, worker.pid)
-        asked = control(tmp_path)
-        assert asked.checkpoint([worker.pid]) == {worker.pid: "checkpoint-ready"}
-        assert asked.pending() == [launcher]
-        assert asked.resume([launcher, 1]) == {launcher: "lock-removed", 1: "no-lock"}
-        assert asked.resume_all() == {}
+        controller = control(tmp_path)
+        assert controller.checkpoint([worker.pid]) == {worker.pid: "checkpoint-ready"}
+        assert controller.pending() == [launcher]
+        assert controller.resume([launcher, 1]) == {launcher: "lock-removed", 1: "no-lock"}
+        assert controller.resume_all() == {}
 
 
 def test_without_a_lock_the_limit_ends_the_waiting(tmp_path: Path) -> None:
     with child(TAKES_IT) as worker:
         workers.register(tmp_path, os.getpid(), worker.pid)
-        asked = control(tmp_path, limit_s="0.05")
-        assert asked.checkpoint([worker.pid]) == {worker.pid: "signalled (timeout-waiting-lock)"}
+        controller = control(tmp_path, limit_s="0.05")
+        assert controller.checkpoint([worker.pid]) == {worker.pid: "signalled (timeout-waiting-lock)"}
 
 
 def test_a_lock_that_anybody_had_put_there_was_taken_for_a_state(tmp_path: Path) -> None:
@@ -93,12 +93,12 @@ def test_a_lock_that_anybody_had_put_there_was_taken_for_a_state(tmp_path: Path)
     lock.write_text(str(launcher))
     with child(TAKES_IT) as worker:
         workers.register(tmp_path, launcher, worker.pid)
-        asked = control(tmp_path, limit_s="0.05")
-        assert asked.checkpoint([worker.pid]) == {worker.pid: "signalled (timeout-waiting-lock)"}
+        controller = control(tmp_path, limit_s="0.05")
+        assert controller.checkpoint([worker.pid]) == {worker.pid: "signalled (timeout-waiting-lock)"}
     puts = f"open({str(lock)!r} + '.new', 'w').write('{launcher}'), os.replace({str(lock)!r} + '.new', {str(lock)!r})"
     with child(f"signal.signal(signal.SIGUSR1, lambda *_: ({puts}))") as worker:  # the worker trains on
         workers.register(tmp_path, launcher, worker.pid)
-        assert asked.checkpoint([worker.pid]) == {worker.pid: "signalled (timeout-waiting-lock)"}
+        assert controller.checkpoint([worker.pid]) == {worker.pid: "signalled (timeout-waiting-lock)"}
 
 
 @pytest.mark.parametrize("written", ["", "somebody"])
@@ -109,25 +109,25 @@ def test_a_lock_that_names_another_was_taken_for_the_launchers(tmp_path: Path, w
     puts = f"print({written!r}, end='', file=open({str(lock)!r}, 'w')), os._exit(99)"
     with child(f"signal.signal(signal.SIGUSR1, lambda *_: ({puts}))") as worker:
         workers.register(tmp_path, os.getpid(), worker.pid)
-        asked = control(tmp_path, limit_s="0.3")
-        assert asked.checkpoint([worker.pid]) == {worker.pid: "signalled (timeout-waiting-lock)"}
+        controller = control(tmp_path, limit_s="0.3")
+        assert controller.checkpoint([worker.pid]) == {worker.pid: "signalled (timeout-waiting-lock)"}
 
 
 def test_a_limit_of_0_did_not_start(tmp_path: Path) -> None:
     """Issue 14, row 7: HeGM takes 0 for asking without waiting, and for looking as often as can be."""
     with child(TAKES_IT) as worker:
         workers.register(tmp_path, os.getpid(), worker.pid)
-        asked = control(tmp_path, limit_s="0")
-        assert asked.checkpoint([worker.pid]) == {worker.pid: "signalled (timeout-waiting-lock)"}
+        controller = control(tmp_path, limit_s="0")
+        assert controller.checkpoint([worker.pid]) == {worker.pid: "signalled (timeout-waiting-lock)"}
 
 
 def test_a_launcher_that_ends_without_a_lock_is_reported(tmp_path: Path) -> None:
     with child() as launcher, child(TAKES_IT) as worker:
         workers.register(tmp_path, launcher.pid, worker.pid)
-        asked = control(tmp_path, limit_s="60")
+        controller = control(tmp_path, limit_s="60")
         ending = threading.Timer(0.05, launcher.kill)
         ending.start()
-        assert asked.checkpoint([worker.pid]) == {worker.pid: "signalled (launcher-exited)"}
+        assert controller.checkpoint([worker.pid]) == {worker.pid: "signalled (launcher-exited)"}
         ending.join()
 
 
@@ -139,8 +139,8 @@ def test_a_refusing_worker_reports_the_reason_at_once(tmp_path: Path) -> None:
     Path(f"{refused}.new").write_text("a loop over a list cannot be found again\n")
     with child(f"signal.signal(signal.SIGUSR1, lambda *_: {says})") as worker:
         workers.register(tmp_path, os.getpid(), worker.pid)
-        asked = control(tmp_path, limit_s="60")
-        assert asked.checkpoint([worker.pid]) == {worker.pid: "error: a loop over a list cannot be found again"}
+        controller = control(tmp_path, limit_s="60")
+        assert controller.checkpoint([worker.pid]) == {worker.pid: "error: a loop over a list cannot be found again"}
 
 
 def test_only_workers_of_launchers_are_signalled(tmp_path: Path) -> None:
@@ -175,8 +175,8 @@ def test_a_starting_worker_is_asked_once_its_agent_is_connected(tmp_path: Path) 
                 worker.stdin.flush()
             return looks[-1]
 
-        asked = control(tmp_path, survives_request=survives)
-        assert asked.checkpoint([worker.pid]) == {worker.pid: "checkpoint-ready"}
+        controller = control(tmp_path, survives_request=survives)
+        assert controller.checkpoint([worker.pid]) == {worker.pid: "checkpoint-ready"}
         assert looks[0] is False
 
 
@@ -188,8 +188,8 @@ def test_a_worker_that_exits_before_its_agent_connects_is_not_a_process(tmp_path
             worker.kill()
             return False
 
-        asked = control(tmp_path, survives_request=ends)
-        assert asked.checkpoint([worker.pid]) == {worker.pid: "no-such-process"}
+        controller = control(tmp_path, survives_request=ends)
+        assert controller.checkpoint([worker.pid]) == {worker.pid: "no-such-process"}
 
 
 @pytest.mark.parametrize("pid", [0, -1, -4711, 2**22 + 1, 2**64])
@@ -208,8 +208,8 @@ def test_all_are_those_that_use_a_gpu(tmp_path: Path) -> None:
     with child(leaves_lock(tmp_path, os.getpid())) as using, child() as launcher, child(TAKES_IT) as idle:
         workers.register(tmp_path, os.getpid(), using.pid)
         workers.register(tmp_path, launcher.pid, idle.pid)
-        asked = control(tmp_path, gpu_users=(using.pid,))
-        assert asked.checkpoint_all() == {using.pid: "checkpoint-ready", idle.pid: "skipped-no-gpu"}
+        controller = control(tmp_path, gpu_users=(using.pid,))
+        assert controller.checkpoint_all() == {using.pid: "checkpoint-ready", idle.pid: "skipped-no-gpu"}
 
 
 def test_who_has_a_gpu_open_is_seen_by_its_descriptors(tmp_path: Path) -> None:

@@ -112,8 +112,8 @@ class FakeDaemon:
 
     def wait_for(self, kind: type[m.Request], times: int = 1) -> m.Request:
         """The request of that kind, once it was made so many times."""
-        self.wait_until(lambda: sum(isinstance(asked, kind) for asked in self.asked) >= times)
-        return [asked for asked in self.asked if isinstance(asked, kind)][times - 1]
+        self.wait_until(lambda: sum(isinstance(request, kind) for request in self.asked) >= times)
+        return [request for request in self.asked if isinstance(request, kind)][times - 1]
 
     def _spawn(self, target: Callable[..., None], *args: object) -> None:
         thread = threading.Thread(target=target, args=args)
@@ -154,27 +154,27 @@ class FakeDaemon:
                 return
             caller.protocol.feed(data)
             try:
-                while (asked := caller.protocol.next_event()) is not None:
-                    self._answer(caller, asked)
+                while (request := caller.protocol.next_event()) is not None:
+                    self._answer(caller, request)
             except ProtocolBroken as error:
                 caller.send(caller.protocol.error(error.request_id, error))
                 return
 
-    def _answer(self, caller: Caller, asked: IncomingRequest | InvalidRequest) -> None:
-        if isinstance(asked, InvalidRequest):
-            caller.send(caller.protocol.error(asked.id, asked.error))
+    def _answer(self, caller: Caller, request: IncomingRequest | InvalidRequest) -> None:
+        if isinstance(request, InvalidRequest):
+            caller.send(caller.protocol.error(request.id, request.error))
             return
-        caller.unanswered.add(asked.id)
+        caller.unanswered.add(request.id)
         try:
-            answer = self.answers.get(type(asked.request), unanswered)(caller, asked)
+            answer = self.answers.get(type(request.request), unanswered)(caller, request)
         except HegmError as error:
-            caller.send(caller.protocol.error(asked.id, error))
-            caller.unanswered.discard(asked.id)
+            caller.send(caller.protocol.error(request.id, error))
+            caller.unanswered.discard(request.id)
         else:
             if answer is not None:
-                caller.reply(asked.id, answer)
+                caller.reply(request.id, answer)
         with self.news:
-            self.asked.append(asked.request)
+            self.asked.append(request.request)
             self.news.notify_all()
 
 
@@ -182,10 +182,10 @@ def unanswered(_caller: Caller, _asked: IncomingRequest) -> None:
     """Say nothing."""
 
 
-def registering(_caller: Caller, asked: IncomingRequest) -> m.JobRegistered:
+def registering(_caller: Caller, request: IncomingRequest) -> m.JobRegistered:
     """What `hegmctl run` is told of its job."""
-    assert isinstance(asked.request, m.RegisterJob)
-    return m.JobRegistered(id="j1", name=asked.request.name or "job")
+    assert isinstance(request.request, m.RegisterJob)
+    return m.JobRegistered(id="j1", name=request.request.name or "job")
 
 
 def saying(reply: Record) -> Answerer:
@@ -202,26 +202,26 @@ def failing(error: HegmError) -> Answerer:
     return answer
 
 
-def cancelling(caller: Caller, asked: IncomingRequest) -> m.CancelReply:
+def cancelling(caller: Caller, request: IncomingRequest) -> m.CancelReply:
     """Answer a cancellation as hegmd does: the request that it names ends with an error."""
-    assert isinstance(asked.request, m.Cancel)
-    found = asked.request.request in caller.unanswered
+    assert isinstance(request.request, m.Cancel)
+    found = request.request.request in caller.unanswered
     if found:
         cancelled = HegmError(CANCELLED, "cancelled", "nothing needs to be done")
-        caller.send(caller.protocol.error(asked.request.request, cancelled))
-        caller.unanswered.discard(asked.request.request)
+        caller.send(caller.protocol.error(request.request.request, cancelled))
+        caller.unanswered.discard(request.request.request)
     return m.CancelReply(found=found)
 
 
 def remembering(events: Iterable[Event], *, then: Callable[[Caller], object] | None = None) -> Answerer:
     """Send those events; then answer, or with `follow` call `then` and leave the request open."""
 
-    def answer(caller: Caller, asked: IncomingRequest) -> m.EventsReply | None:
-        assert isinstance(asked.request, m.Events)
-        wanted = [event for event in events if event.seq >= asked.request.since]
+    def answer(caller: Caller, request: IncomingRequest) -> m.EventsReply | None:
+        assert isinstance(request.request, m.Events)
+        wanted = [event for event in events if event.seq >= request.request.since]
         for event in wanted:
-            caller.event(asked.id, event)
-        if not asked.request.follow:
+            caller.event(request.id, event)
+        if not request.request.follow:
             return m.EventsReply(next_seq=wanted[-1].seq + 1 if wanted else 1)
         if then is not None:
             then(caller)

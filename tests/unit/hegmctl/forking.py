@@ -66,8 +66,8 @@ class Forking:
     def run(self, words: Sequence[str], environ: Mapping[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
         """Run hegmctl to its end with both outputs in files."""
         ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as under nohup
-        asked = {"words": words, "environ": environ, "cwd": str(cwd), "ignores_hangup": ignores_hangup}
-        wanted = json.dumps(asked).encode()
+        request = {"words": words, "environ": environ, "cwd": str(cwd), "ignores_hangup": ignores_hangup}
+        wanted = json.dumps(request).encode()
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
             socket.send_fds(self._line, [wanted], [out.fileno(), errors.fileno()])
             status = int(self._line.recv(MESSAGE_BYTES))

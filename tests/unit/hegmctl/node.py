@@ -110,9 +110,9 @@ CONFIG = m.ConfigReply(
 def answers(welcome: m.Welcome = WELCOME) -> dict[type[m.Request], Answerer]:
     """What a healthy daemon answers; a test puts its own in place of some."""
 
-    def check_all(caller: Caller, asked: IncomingRequest) -> m.DoctorReply:
+    def check_all(caller: Caller, request: IncomingRequest) -> m.DoctorReply:
         for check in CHECKS:
-            caller.event(asked.id, check)
+            caller.event(request.id, check)
         return m.DoctorReply(checks=CHECKS)
 
     return {

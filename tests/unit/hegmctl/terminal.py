@@ -145,10 +145,10 @@ class Terminal:
         """What a person types; it reaches whoever reads, and is echoed."""
         os.write(self._master, text.encode())
 
-    def until(self, seen: Callable[[list[str]], bool]) -> list[str]:
+    def until(self, condition: Callable[[list[str]], bool]) -> list[str]:
         """Wait until that can be seen on the screen; the lines then."""
         deadline = monotonic() + WAIT_S
-        while not seen(self.picture.lines):
+        while not condition(self.picture.lines):
             ready = select.select([self._master], [], [], max(deadline - monotonic(), 0))[0]
             if not ready or not self._take():
                 raise AssertionError(

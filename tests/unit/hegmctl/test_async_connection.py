@@ -137,8 +137,8 @@ async def test_calls_can_be_made_from_within_a_stream(daemon: FakeDaemon) -> Non
 
 @pytest.mark.thorough
 async def test_a_reader_that_takes_nothing_loses_its_stream_and_not_the_connection(daemon: FakeDaemon) -> None:
-    def flood(caller: Caller, asked: IncomingRequest) -> None:
-        caller.send(caller.protocol.event(asked.id, node.EVENTS[0]) * (MAX_UNREAD + 2))
+    def flood(caller: Caller, request: IncomingRequest) -> None:
+        caller.send(caller.protocol.event(request.id, node.EVENTS[0]) * (MAX_UNREAD + 2))
 
     daemon.answers[m.Events] = flood
     async with connect_async(str(daemon.path)) as hegmd:
@@ -219,9 +219,9 @@ async def test_a_missing_and_a_silent_daemon_are_reported_alike_by_both_interfac
 
 
 async def test_descriptors_go_both_ways(daemon: FakeDaemon) -> None:
-    def give_back(caller: Caller, asked: IncomingRequest) -> None:
-        assert asked.fds == len(caller.fds) == 1
-        caller.reply(asked.id, m.Pong(), caller.fds)
+    def give_back(caller: Caller, request: IncomingRequest) -> None:
+        assert request.fds == len(caller.fds) == 1
+        caller.reply(request.id, m.Pong(), caller.fds)
 
     daemon.answers[m.Ping] = give_back
     read_end, write_end = os.pipe()

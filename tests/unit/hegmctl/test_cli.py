@@ -256,19 +256,19 @@ def test_doctor_shows_each_check_as_it_comes(daemon: FakeDaemon) -> None:
     """The second check is only made when the first was seen."""
     waiting: list[tuple[Caller, IncomingRequest]] = []
 
-    def check_one(caller: Caller, asked: IncomingRequest) -> None:
-        caller.event(asked.id, node.CHECKS[0])
-        waiting.append((caller, asked))
+    def check_one(caller: Caller, request: IncomingRequest) -> None:
+        caller.event(request.id, node.CHECKS[0])
+        waiting.append((caller, request))
 
     daemon.answers[m.Doctor] = check_one
     with Running("doctor", socket=daemon.path) as doctor:
         assert doctor.line() == f"ok    daemon                    hegmd {__version__} answers at {daemon.path}"
         assert doctor.line() == "ok    nvidia.driver             driver 580.159.04"
         daemon.wait_for(m.Doctor)
-        caller, asked = waiting[0]
+        caller, request = waiting[0]
         failed = node.CHECKS[1].replace(status="fail")
-        caller.event(asked.id, failed)
-        caller.reply(asked.id, m.DoctorReply(checks=(node.CHECKS[0], failed)))
+        caller.event(request.id, failed)
+        caller.reply(request.id, m.DoctorReply(checks=(node.CHECKS[0], failed)))
         status, out, err = doctor.end()
     assert status == 15
     assert err == ""

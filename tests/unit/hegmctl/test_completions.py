@@ -168,12 +168,14 @@ class _Zsh:
         os.write(self._master, text.encode())
 
     def until(self, text: str) -> str:
-        seen = ""
+        output = ""
         deadline = monotonic() + HANG_S
-        while text not in seen:
-            assert select.select([self._master], [], [], max(deadline - monotonic(), 0))[0], f"{text!r} not in {seen!r}"
-            seen += os.read(self._master, 4096).decode(errors="replace").replace("\x07", "")
-        return seen
+        while text not in output:
+            assert select.select([self._master], [], [], max(deadline - monotonic(), 0))[0], (
+                f"{text!r} not in {output!r}"
+            )
+            output += os.read(self._master, 4096).decode(errors="replace").replace("\x07", "")
+        return output
 
     def close(self) -> None:
         self._process.kill()

@@ -75,7 +75,7 @@ def test_simulation_is_refused_before_a_daemon_of_real_gpus_hears_of_it(hegmd: C
     assert "hegmd --simulate 2x8GiB --socket PATH" in raised.value.hint
     hegmd.ping()
     daemon.wait_for(m.Ping)
-    assert m.SimulateFault not in {type(asked) for asked in daemon.asked}
+    assert m.SimulateFault not in {type(request) for request in daemon.asked}
 
 
 def test_an_error_of_the_daemon_comes_out_as_it_is(hegmd: Connection, daemon: FakeDaemon) -> None:
@@ -121,8 +121,8 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_another(hegmd: Connectio
 
 
 def _serving_with_descriptors(fds: tuple[int, ...]) -> Answerer:
-    def answer(caller: Caller, asked: IncomingRequest) -> None:
-        caller.reply(asked.id, m.Pong(), fds)
+    def answer(caller: Caller, request: IncomingRequest) -> None:
+        caller.reply(request.id, m.Pong(), fds)
 
     return answer
 
@@ -150,17 +150,17 @@ def test_unrequested_descriptors_are_closed(hegmd: Connection, daemon: FakeDaemo
 
 
 def test_descriptors_are_sent_with_a_request(hegmd: Connection, daemon: FakeDaemon) -> None:
-    seen: list[int] = []
+    observed: list[int] = []
 
-    def answer(caller: Caller, asked: IncomingRequest) -> m.Pong:
-        seen.extend(os.fstat(fd).st_ino for fd in caller.fds)
-        assert asked.fds == 1
+    def answer(caller: Caller, request: IncomingRequest) -> m.Pong:
+        observed.extend(os.fstat(fd).st_ino for fd in caller.fds)
+        assert request.fds == 1
         return m.Pong()
 
     daemon.answers[m.Ping] = answer
     read_end, write_end = os.pipe()
     assert hegmd.call(m.Ping(), m.Pong, fds=[read_end]) == m.Pong()
-    assert seen == [os.fstat(read_end).st_ino]
+    assert observed == [os.fstat(read_end).st_ino]
     os.close(read_end)
     os.close(write_end)
 
@@ -186,8 +186,8 @@ def test_a_daemon_that_disconnects_during_a_request_is_reported_as_disconnected(
 def test_a_daemon_that_disconnects_within_a_frame_is_reported_as_disconnected(
     hegmd: Connection, daemon: FakeDaemon
 ) -> None:
-    def answer(caller: Caller, asked: IncomingRequest) -> None:
-        caller.send(caller.protocol.reply(asked.id, node.GPUS)[:-5])
+    def answer(caller: Caller, request: IncomingRequest) -> None:
+        caller.send(caller.protocol.reply(request.id, node.GPUS)[:-5])
         daemon.hang_up()
 
     daemon.answers[m.Gpus] = answer
@@ -278,8 +278,8 @@ def test_an_operation_that_the_daemon_lacks_names_both_versions_and_the_older(
 
 
 def test_a_reply_that_is_not_understood_is_blamed_on_the_versions(hegmd: Connection, daemon: FakeDaemon) -> None:
-    def answer(caller: Caller, asked: IncomingRequest) -> None:
-        caller.send(frame(encode({"id": asked.id, "ok": {"taken_utc": "yesterday"}})))
+    def answer(caller: Caller, request: IncomingRequest) -> None:
+        caller.send(frame(encode({"id": request.id, "ok": {"taken_utc": "yesterday"}})))
 
     daemon.answers[m.Gpus] = answer
     with pytest.raises(HegmError, match=r"does not understand: gpus\.taken_utc") as raised:
@@ -288,17 +288,17 @@ def test_a_reply_that_is_not_understood_is_blamed_on_the_versions(hegmd: Connect
 
 
 def test_fields_of_a_newer_daemon_are_ignored(hegmd: Connection, daemon: FakeDaemon) -> None:
-    def answer(caller: Caller, asked: IncomingRequest) -> None:
+    def answer(caller: Caller, request: IncomingRequest) -> None:
         plain = {**m.Pong().to_plain(), "mood": "fine"}
-        caller.send(frame(encode({"id": asked.id, "ok": plain, "more": 1})))
+        caller.send(frame(encode({"id": request.id, "ok": plain, "more": 1})))
 
     daemon.answers[m.Ping] = answer
     assert hegmd.ping() == m.Pong()
 
 
 def test_a_reply_one_byte_at_a_time_is_a_reply(hegmd: Connection, daemon: FakeDaemon) -> None:
-    def answer(caller: Caller, asked: IncomingRequest) -> None:
-        for byte in caller.protocol.reply(asked.id, m.Pong()):
+    def answer(caller: Caller, request: IncomingRequest) -> None:
+        for byte in caller.protocol.reply(request.id, m.Pong()):
             caller.send(bytes([byte]))
 
     daemon.answers[m.Ping] = answer

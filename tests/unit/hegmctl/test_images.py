@@ -42,7 +42,7 @@ def test_an_image_is_listed_shown_verified_and_removed(tmp_path: Path) -> None:
     path = tmp_path / "image"
     manifest = built(path)
     listed = hegmctl("ls", str(tmp_path))
-    assert [(seen["state"], seen["path"]) for seen in json.loads(listed.stdout)["images"]] == [("whole", str(path))]
+    assert [(image["state"], image["path"]) for image in json.loads(listed.stdout)["images"]] == [("whole", str(path))]
     assert json.loads(hegmctl("show", str(path)).stdout) == {"schema": 1, **manifest.to_plain()}
     assert (
         json.loads(hegmctl("verify", str(path)).stdout)["size_bytes"]
@@ -67,7 +67,7 @@ def test_what_is_broken_or_left_over_is_told_with_an_exit_status(tmp_path: Path)
     flip(tmp_path / "flipped" / "bytes" / "4711.0", 1 << 20)
     done = hegmctl("ls", str(tmp_path))
     assert done.returncode == 15
-    states = {Path(seen["path"]).name.partition("-")[0]: seen["state"] for seen in json.loads(done.stdout)["images"]}
+    states = {Path(image["path"]).name.partition("-")[0]: image["state"] for image in json.loads(done.stdout)["images"]}
     assert states == {".job.hegm": "left-over", "broken": "broken", "flipped": "whole"}
     status, message = error(hegmctl("verify", str(tmp_path / "flipped")))
     assert (status, message) == (14, "the byte file 4711.0 is damaged: chunk 0 of 2 does not match its checksum")
@@ -99,12 +99,12 @@ def test_nobody_removes_or_reads_what_is_anothers(public: Path) -> None:
 
 def test_nothing_from_a_manifest_reaches_the_terminal_raw() -> None:
     evil = "\x1b[2J"
-    seen = ImageSeen(
+    image = ImageSeen(
         path=evil, state="broken", why=evil, size_bytes=None, stored_bytes=None, made_utc=None, host=evil, command=evil
     )
     process = MANIFEST.processes[0].replace(command=evil)
     lines = [
-        *seen_text(ImagesSeen(images=(seen,)), PIPE),
+        *seen_text(ImagesSeen(images=(image,)), PIPE),
         *manifest_text(MANIFEST.replace(host=evil, kernel=evil, criu_version=evil, processes=(process,)), PIPE),
         *removed_text(ImageRemoved(paths=(evil,)), PIPE),
         *verified_text(ImageVerified(path=evil, size_bytes=1, stored_bytes=1, took_s=1.0), PIPE),
@@ -113,7 +113,7 @@ def test_nothing_from_a_manifest_reaches_the_terminal_raw() -> None:
 
 
 def test_what_is_unknown_is_not_shown_as_zero() -> None:
-    seen = ImageSeen(
+    image = ImageSeen(
         path="/x",
         state="left-over",
         why="w",
@@ -123,7 +123,7 @@ def test_what_is_unknown_is_not_shown_as_zero() -> None:
         host=None,
         command=None,
     )
-    lines = seen_text(ImagesSeen(images=(seen,)), PIPE)
+    lines = seen_text(ImagesSeen(images=(image,)), PIPE)
     assert lines[1].split() == ["left-over", "-", "-", "-", "-", "-", "/x"]
     assert lines[3:] == ["/x: w", "Remove unfinished images with: hegmctl images rm DIR"]
     assert not any("1970" in line for line in manifest_text(MANIFEST, PIPE))

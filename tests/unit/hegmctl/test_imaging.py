@@ -85,9 +85,9 @@ def test_a_restore_that_is_refused_for_what_has_grown_is_asked_for_again(tmp_pat
     output.write_text("0123456789")
     refused = HegmError(REFUSED, "it has grown", "cut it back", {"grown": [[str(output), 4]]})
 
-    def as_it_is(caller: Caller, asked: IncomingRequest) -> Record | None:
+    def as_it_is(caller: Caller, request: IncomingRequest) -> Record | None:
         answer = saying(m.OperationReply(operation=DONE)) if output.stat().st_size == 4 else failing(refused)
-        return answer(caller, asked)
+        return answer(caller, request)
 
     with FakeDaemon(tmp_path / "hegmd.sock", {**node.answers(), m.Restore: as_it_is}) as daemon:
         left = hegmctl("restore", "/images/one", socket=daemon.path)
@@ -109,9 +109,9 @@ def test_the_newest_whole_image_of_a_directory_is_restored(tmp_path: Path) -> No
     answers = {**node.answers(), m.Restore: saying(m.OperationReply(operation=DONE))}
     with FakeDaemon(tmp_path / "hegmd.sock", answers) as daemon:
         ran = hegmctl("restore", "--newest", str(images), socket=daemon.path)
-        (asked,) = [one for one in daemon.asked if isinstance(one, m.Restore)]
+        (request,) = [one for one in daemon.asked if isinstance(one, m.Restore)]
         none = hegmctl("restore", "--newest", str(tmp_path), socket=daemon.path)
-    assert (ran.returncode, asked.path) == (0, str(images / "train-2"))
+    assert (ran.returncode, request.path) == (0, str(images / "train-2"))
     assert f"the newest image is {images / 'train-2'}" in ran.stderr
     assert none.returncode == NOT_FOUND.exit_status
     assert "there is no image in" in none.stderr
@@ -124,8 +124,8 @@ def test_outputs_stayed_cut_when_the_restore_that_they_were_cut_for_failed(tmp_p
     refused = HegmError(REFUSED, "it has grown", "cut it back", {"grown": [[str(output), 4]]})
     failed = HegmError(EXTERNAL, "CRIU's restore failed with status 1", "see its log")
 
-    def as_it_is(caller: Caller, asked: IncomingRequest) -> Record | None:
-        return failing(failed if output.stat().st_size == 4 else refused)(caller, asked)
+    def as_it_is(caller: Caller, request: IncomingRequest) -> Record | None:
+        return failing(failed if output.stat().st_size == 4 else refused)(caller, request)
 
     with FakeDaemon(tmp_path / "hegmd.sock", {**node.answers(), m.Restore: as_it_is}) as daemon:
         ran = hegmctl("restore", "/images/one", "--truncate-outputs", socket=daemon.path)
@@ -155,11 +155,11 @@ SUSPENDED = OperationProgress(id="7", phase="suspended")
 def restoring(output: Path, *seen: OperationProgress) -> dict[type[m.Request], Answerer]:
     """Answers of a daemon to which an output has grown, and which restores for ever once it was cut back."""
 
-    def as_it_is(caller: Caller, asked: IncomingRequest) -> Record | None:
+    def as_it_is(caller: Caller, request: IncomingRequest) -> Record | None:
         if output.stat().st_size != 4:
-            return failing(grown(output))(caller, asked)
+            return failing(grown(output))(caller, request)
         for progress in seen:
-            caller.event(asked.id, progress)
+            caller.event(request.id, progress)
         return None
 
     return {**node.answers(), m.Restore: as_it_is, m.Cancel: cancelling}
@@ -205,10 +205,10 @@ def test_outputs_were_put_back_under_a_job_whose_resume_was_cancelled(tmp_path: 
     output.write_text("0123456789")
     stopping = HegmError(UNAVAILABLE, "hegmd is stopping", "ask again in a moment")
 
-    def as_it_is(caller: Caller, asked: IncomingRequest) -> Record | None:
+    def as_it_is(caller: Caller, request: IncomingRequest) -> Record | None:
         if output.stat().st_size == 4:
-            caller.event(asked.id, SUSPENDED)
-        return failing(stopping if output.stat().st_size == 4 else grown(output))(caller, asked)
+            caller.event(request.id, SUSPENDED)
+        return failing(stopping if output.stat().st_size == 4 else grown(output))(caller, request)
 
     with FakeDaemon(tmp_path / "hegmd.sock", {**node.answers(), m.Restore: as_it_is}) as daemon:
         ran = hegmctl("restore", "/images/one", "--truncate-outputs", socket=daemon.path)
@@ -220,7 +220,7 @@ def test_outputs_are_opened_by_the_caller_and_sent_along(tmp_path: Path) -> None
     log, kept = tmp_path / "log", tmp_path / "kept"
     kept.write_text("before\n")
 
-    def write(caller: Caller, asked: IncomingRequest) -> Record:
+    def write(caller: Caller, request: IncomingRequest) -> Record:
         for number, fd in enumerate(caller.fds):
             os.write(fd, f"from {number}\n".encode())
         return m.OperationReply(operation=DONE)
@@ -241,11 +241,11 @@ def test_a_restore_that_was_refused_or_only_planned_left_an_empty_file_for_its_o
     kept.touch()
     plan = m.OperationReply(plan=PLAN.replace(kind="restore"))
 
-    def answer(caller: Caller, asked: IncomingRequest) -> Record | None:
+    def answer(caller: Caller, request: IncomingRequest) -> Record | None:
         assert log.exists(), "it is sent along"
-        is_dry = asked.request.dry_run if isinstance(asked.request, m.Restore) else False
+        is_dry = request.request.dry_run if isinstance(request.request, m.Restore) else False
         refused = HegmError(REFUSED, "its number is taken", "end that process")
-        return (saying(plan) if is_dry else failing(refused))(caller, asked)
+        return (saying(plan) if is_dry else failing(refused))(caller, request)
 
     with FakeDaemon(tmp_path / "hegmd.sock", {**node.answers(), m.Restore: answer}) as daemon:
         words = ("restore", "/images/one", "--stdout", str(log), "--stderr", str(kept))
@@ -258,8 +258,8 @@ def test_ctrl_c_while_an_image_is_read_leaves_the_image_and_asks_nothing(tmp_pat
     """There is no operation yet that could be cancelled, or go on."""
     reading = OperationProgress(id="7", phase="reading", moved_bytes=1 << 30, size_bytes=2 << 30)
 
-    def never(caller: Caller, asked: IncomingRequest) -> Record | None:
-        caller.event(asked.id, reading)
+    def never(caller: Caller, request: IncomingRequest) -> Record | None:
+        caller.event(request.id, reading)
         return None
 
     with (

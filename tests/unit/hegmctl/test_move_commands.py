@@ -63,8 +63,8 @@ QUESTION = "Cancel operation 7? Otherwise it continues [y/N] "
 def coming_on(reply: Record | None) -> Answerer:
     """Tell that the bytes are half way, then answer; or with None, never."""
 
-    def answer(caller: Caller, asked: IncomingRequest) -> Record | None:
-        caller.event(asked.id, OUT)
+    def answer(caller: Caller, request: IncomingRequest) -> Record | None:
+        caller.event(request.id, OUT)
         return reply
 
     return answer
@@ -246,17 +246,17 @@ def test_without_waiting_the_id_is_printed(daemon: FakeDaemon) -> None:
 def test_on_a_terminal_a_bar_comes_on_and_goes_away(daemon: FakeDaemon) -> None:
     waiting: list[tuple[Caller, IncomingRequest]] = []
 
-    def answer(caller: Caller, asked: IncomingRequest) -> None:
-        caller.event(asked.id, OUT.replace(moved_bytes=0))
-        caller.event(asked.id, OUT)
-        waiting.append((caller, asked))
+    def answer(caller: Caller, request: IncomingRequest) -> None:
+        caller.event(request.id, OUT.replace(moved_bytes=0))
+        caller.event(request.id, OUT)
+        waiting.append((caller, request))
 
     daemon.answers[m.Migrate] = answer
     with Terminal("migrate", "4711", "--to", "gpu1", socket=daemon.path) as terminal:
         terminal.until(lambda lines: lines[-1] == BAR)
         daemon.wait_for(m.Migrate)
-        caller, asked = waiting[0]
-        caller.reply(asked.id, _reply(DONE))
+        caller, request = waiting[0]
+        caller.reply(request.id, _reply(DONE))
         assert terminal.end() == 0
         assert terminal.picture.lines == [
             "operation 7: migrate of 4711: done (gpu0 -> gpu1, 2.0 GiB, downtime 0.250 s)",
@@ -289,7 +289,7 @@ def test_in_json_every_step_is_a_line_and_the_last_one_is_the_answer(daemon: Fak
 
 
 def _asked_to_cancel(daemon: FakeDaemon) -> bool:
-    return any(isinstance(asked, m.CancelOperation) for asked in daemon.asked)
+    return any(isinstance(request, m.CancelOperation) for request in daemon.asked)
 
 
 @pytest.mark.parametrize("typed", ["n\n", "\n", "what?\n", "\x04"])

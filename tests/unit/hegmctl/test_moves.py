@@ -76,9 +76,9 @@ CALLS: list[tuple[Callable[[Any], Any], m.Request, Record]] = [
 def telling(reply: Record) -> Answerer:
     """Tell how it comes on, then answer."""
 
-    def answer(caller: Caller, asked: IncomingRequest) -> Record:
+    def answer(caller: Caller, request: IncomingRequest) -> Record:
         for progress in PROGRESS:
-            caller.event(asked.id, progress)
+            caller.event(request.id, progress)
         return reply
 
     return answer
@@ -108,20 +108,20 @@ async def test_both_faces_make_the_same_request_and_give_its_answer(
 
 async def test_progress_is_told_as_it_comes_and_can_be_followed(daemon: FakeDaemon) -> None:
     daemon.answers[m.Story] = telling(STORY)
-    heard: list[OperationProgress] = []
+    reports: list[OperationProgress] = []
     with connect(str(daemon.path)) as hegmd:
-        hegmd.swap(1, 2, on_progress=heard.append)
-        assert tuple(heard) == PROGRESS
+        hegmd.swap(1, 2, on_progress=reports.append)
+        assert tuple(reports) == PROGRESS
         assert tuple(hegmd.follow("7")) == PROGRESS
 
     async def hear(progress: OperationProgress) -> None:
         await anyio.lowlevel.checkpoint()
-        heard.append(progress)
+        reports.append(progress)
 
-    heard.clear()
+    reports.clear()
     async with connect_async(str(daemon.path)) as face:
         await face.drain("gpu0", on_progress=hear)
-        assert tuple(heard) == PROGRESS
+        assert tuple(reports) == PROGRESS
         assert tuple([progress async for progress in face.follow("7")]) == PROGRESS
     daemon.wait_until(lambda: daemon.asked.count(m.Story(id="7", follow=True)) == 2)
 

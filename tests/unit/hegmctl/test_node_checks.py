@@ -30,10 +30,10 @@ def test_the_program_is_that_of_this_installation() -> None:
 def test_each_check_is_handed_on_as_soon_as_it_is_made() -> None:
     """The program waits, after its first check, for a file that is only made when that one was seen."""
     read_end, write_end = os.pipe()
-    seen: list[Check] = []
+    observed: list[Check] = []
 
     def on_check(check: Check) -> None:
-        seen.append(check)
+        observed.append(check)
         os.write(write_end, b"x")
 
     os.set_inheritable(read_end, True)
@@ -41,7 +41,7 @@ def test_each_check_is_handed_on_as_soon_as_it_is_made() -> None:
     check_here(on_check, _program(program))
     os.close(read_end)
     os.close(write_end)
-    assert tuple(seen) == node.CHECKS[:2]
+    assert tuple(observed) == node.CHECKS[:2]
 
 
 def test_a_program_that_fails_before_its_first_check_is_reported_with_the_reason() -> None:

@@ -132,9 +132,9 @@ def test_a_success_was_told_on_stderr_as_something_that_waits(daemon: FakeDaemon
     rest = Wait(why="it is suspended", next="hegmctl resume 4711")
     ended = SUSPENDED.replace(phase=phase, waits=rest)
 
-    def come_to_rest(caller: Caller, asked: IncomingRequest) -> m.OperationReply:
+    def come_to_rest(caller: Caller, request: IncomingRequest) -> m.OperationReply:
         caller.event(
-            asked.id, OperationProgress(id="7", phase=phase, moved_bytes=0, size_bytes=10, doing=None, waits=rest)
+            request.id, OperationProgress(id="7", phase=phase, moved_bytes=0, size_bytes=10, doing=None, waits=rest)
         )
         return m.OperationReply(operation=ended)
 

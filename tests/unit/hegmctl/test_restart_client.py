@@ -65,8 +65,8 @@ class DeskNode:
         self.daemon = FakeDaemon(self.path, answers)
         return self.daemon
 
-    def _attend(self, caller: Caller, asked: IncomingRequest) -> None:
-        self._caller, self._asked = caller, asked.id
+    def _attend(self, caller: Caller, request: IncomingRequest) -> None:
+        self._caller, self._asked = caller, request.id
 
     def until(self, is_so: Callable[[], bool]) -> None:
         """Have the desk look after what has come until that is so."""
@@ -78,11 +78,11 @@ class DeskNode:
 
     def offers(self) -> list[Supervise]:
         assert self.daemon is not None
-        return [asked for asked in self.daemon.asked if isinstance(asked, Supervise)]
+        return [request for request in self.daemon.asked if isinstance(request, Supervise)]
 
     def reports(self) -> list[SuperviseReport]:
         assert self.daemon is not None
-        return [asked for asked in self.daemon.asked if isinstance(asked, SuperviseReport)]
+        return [request for request in self.daemon.asked if isinstance(request, SuperviseReport)]
 
     def attend(self) -> Supervise:
         """Let it connect; what it offered."""

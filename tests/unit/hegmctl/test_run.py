@@ -73,8 +73,8 @@ while True:
 
 def _seen(words: list[str], environ: dict[str, str], **how: Any) -> dict[str, Any]:
     ran = subprocess.run(words, env=environ, cwd=ROOT, timeout=HANG_S, check=True, stdout=subprocess.PIPE, **how)
-    seen: dict[str, Any] = json.loads(ran.stdout)
-    return seen
+    result: dict[str, Any] = json.loads(ran.stdout)
+    return result
 
 
 def _seen_both_ways(daemon: FakeDaemon, before: tuple[str, ...] = (), **how: Any) -> dict[str, Any]:
@@ -136,10 +136,10 @@ def test_images_that_cannot_be_had_are_refused_before_anything_runs(
 def test_images_that_are_missed_were_told_of_in_the_daemons_log_alone(socket_path: Path) -> None:
     """Whoever stays with the job says what the daemon has to say, the job running on."""
 
-    def supervise(caller: Caller, asked: IncomingRequest) -> None:
+    def supervise(caller: Caller, request: IncomingRequest) -> None:
         for number, do in enumerate(("note", "of a later release", "note"), 1):
             order = m.SupervisorOrder(order=number, do=do, operation="", message=f"no image {number}", hint="free some")
-            caller.event(asked.id, order)
+            caller.event(request.id, order)
 
     words = ["run", "--allow-restart", "--", "sh", "-c", "read line; exit 3"]
     with FakeDaemon(socket_path, {**node.answers(), m.Supervise: supervise}):
@@ -157,29 +157,29 @@ def test_a_command_in_a_pipe_sees_no_difference(daemon: FakeDaemon, tmp_path: Pa
     source = tmp_path / "input"
     source.write_bytes(b"not to be read by us")
     with source.open("rb") as stdin, (tmp_path / "errors").open("wb") as stderr:
-        seen = _seen_both_ways(daemon, stdin=stdin, stderr=stderr)
-    assert seen["arguments"] == ["an argument", "", "--json", "--", "$HOME"]
-    assert seen["fds"][0] == [0, True, 0], "nothing of its input was read"
-    assert [fd for fd, _blocking, _place in seen["fds"]] == [0, 1, 2]
+        result = _seen_both_ways(daemon, stdin=stdin, stderr=stderr)
+    assert result["arguments"] == ["an argument", "", "--json", "--", "$HOME"]
+    assert result["fds"][0] == [0, True, 0], "nothing of its input was read"
+    assert [fd for fd, _blocking, _place in result["fds"]] == [0, 1, 2]
 
 
 @pytest.mark.thorough
 def test_a_command_on_its_own_terminal_sees_no_difference(daemon: FakeDaemon) -> None:
     master, slave = os.openpty()
     try:
-        seen = _seen_both_ways(daemon, ("setsid", "-c"), stdin=slave, stderr=slave)
+        result = _seen_both_ways(daemon, ("setsid", "-c"), stdin=slave, stderr=slave)
     finally:
         os.close(master)
         os.close(slave)
-    assert (seen["terminals"], seen["foreground"], seen["leads"]) == ([True, False, True], True, [True, True])
+    assert (result["terminals"], result["foreground"], result["leads"]) == ([True, False, True], True, [True, True])
 
 
 @pytest.mark.thorough
 def test_a_command_keeps_the_signals_that_are_ignored(daemon: FakeDaemon) -> None:
     """As under nohup, or in the background of a script."""
     ignoring = ("sh", "-c", 'trap "" HUP INT; exec "$@"', "sh")
-    seen = _seen_both_ways(daemon, ignoring, stdin=subprocess.DEVNULL)
-    assert int(seen["signals"][1], 16) & 0b11 == 0b11
+    result = _seen_both_ways(daemon, ignoring, stdin=subprocess.DEVNULL)
+    assert int(result["signals"][1], 16) & 0b11 == 0b11
 
 
 def _listening(daemon: FakeDaemon) -> subprocess.Popen[bytes]:

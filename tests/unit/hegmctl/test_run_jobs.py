@@ -13,9 +13,9 @@ from tests.unit.hegmctl.running import hegmctl
 def test_a_command_needs_no_dashes_before_it_and_keeps_its_own_options(daemon: FakeDaemon) -> None:
     ran = hegmctl("run", "--name", "mine", "sh", "-c", "echo $HEGM_JOB $0", "--json", socket=daemon.path)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "mine --json\n", "")
-    asked = daemon.wait_for(m.RegisterJob)
-    assert isinstance(asked, m.RegisterJob)
-    assert asked.command == ("sh", "-c", "echo $HEGM_JOB $0", "--json")
+    request = daemon.wait_for(m.RegisterJob)
+    assert isinstance(request, m.RegisterJob)
+    assert request.command == ("sh", "-c", "echo $HEGM_JOB $0", "--json")
 
 
 @pytest.mark.parametrize("name", ["j7", "4711", "-x", "two words", "x" * 65, "a\nb", "a\x1b[31mb"])

@@ -23,7 +23,7 @@ def leaving(*, times: int) -> Answerer:
     """What a daemon says that stops while it is asked, so many times; then the answer of the next daemon."""
     left = times
 
-    def answer(caller: Caller, asked: IncomingRequest) -> m.GpusReply | None:
+    def answer(caller: Caller, request: IncomingRequest) -> m.GpusReply | None:
         nonlocal left
         if not left:
             return node.GPUS
@@ -48,10 +48,10 @@ def test_a_daemon_that_stops_while_it_is_greeted_is_not_the_one_that_was_meant(
     welcomes = daemon.answers[m.Hello]
     refused = 0
 
-    def greet(caller: Caller, asked: IncomingRequest) -> Record | None:
+    def greet(caller: Caller, request: IncomingRequest) -> Record | None:
         nonlocal refused
         if refused:
-            return welcomes(caller, asked)
+            return welcomes(caller, request)
         refused += 1
         caller.send(caller.protocol.error(None, STOPPING))
         caller.socket.shutdown(socket.SHUT_RDWR)
@@ -82,9 +82,9 @@ def test_what_the_daemon_held_for_a_connection_is_not_taken_to_be_held_by_the_ne
 def test_a_daemon_that_stops_without_a_successor_is_noticed(hegmd: Connection, daemon: FakeDaemon) -> None:
     leave = leaving(times=1)
 
-    def answer(caller: Caller, asked: IncomingRequest) -> Record | None:
+    def answer(caller: Caller, request: IncomingRequest) -> Record | None:
         daemon.path.unlink()
-        return leave(caller, asked)
+        return leave(caller, request)
 
     daemon.answers[m.Gpus] = answer
     with pytest.raises(HegmError, match="hegmd is stopping") as raised:

@@ -89,22 +89,22 @@ def feed_of(daemon: FakeDaemon) -> Feed:
 @pytest.mark.thorough
 def test_an_event_triggers_a_new_view_and_a_lost_daemon_is_reported(answering: FakeDaemon) -> None:
     requests: list[tuple[Caller, IncomingRequest]] = []
-    answering.answers[m.Events] = lambda caller, asked: requests.append((caller, asked))
-    feed, heard = feed_of(answering), RecordingCallbacks(answering)
-    feed.start(heard)
+    answering.answers[m.Events] = lambda caller, request: requests.append((caller, request))
+    feed, callbacks = feed_of(answering), RecordingCallbacks(answering)
+    feed.start(callbacks)
     try:
-        answering.wait_until(lambda: bool(heard.looks) and bool(requests))
-        row = heard.looks[0].jobs[0]
+        answering.wait_until(lambda: bool(callbacks.looks) and bool(requests))
+        row = callbacks.looks[0].jobs[0]
         assert (row.id, row.name, row.pids, row.steps_per_s) == ("j7", "bert", (4711, 4712), 2.5)
-        assert heard.looks[0].operations == (DONE,)
-        looks = len(heard.looks)
+        assert callbacks.looks[0].operations == (DONE,)
+        looks = len(callbacks.looks)
         requests[0][0].event(requests[0][1].id, EVENT)
-        answering.wait_until(lambda: heard.events == [EVENT] and len(heard.looks) > looks)
+        answering.wait_until(lambda: callbacks.events == [EVENT] and len(callbacks.looks) > looks)
         answering.hang_up()
         answering.wait_until(lambda: len(requests) > 1)
-        asked = requests[1][1].request
-        assert isinstance(asked, m.Events)
-        assert asked.since == EVENT.seq + 1, "it goes on where it was"
+        request = requests[1][1].request
+        assert isinstance(request, m.Events)
+        assert request.since == EVENT.seq + 1, "it goes on where it was"
     finally:
         feed.stop()
         answering.stop()
@@ -113,12 +113,12 @@ def test_an_event_triggers_a_new_view_and_a_lost_daemon_is_reported(answering: F
 
 
 def test_a_missing_daemon_is_reported_once_it_is_needed(answering: FakeDaemon) -> None:
-    feed, heard = feed_of(answering), RecordingCallbacks(answering)
+    feed, callbacks = feed_of(answering), RecordingCallbacks(answering)
     answering.stop()
-    feed.start(heard)
+    feed.start(callbacks)
     try:
-        answering.wait_until(lambda: bool(heard.troubles))
-        assert heard.troubles[0].startswith("waiting for the daemon: ")
+        answering.wait_until(lambda: bool(callbacks.troubles))
+        assert callbacks.troubles[0].startswith("waiting for the daemon: ")
     finally:
         feed.stop()
         feed.join(HANG_S)

@@ -16,9 +16,9 @@ def test_a_command_in_a_pipe_waited_for_a_stopped_job_without_a_word(daemon: Fak
     wait = Wait(why="process 4711 is stopped by a signal or a debugger", next="kill -CONT 4711")
     waiting = OperationProgress(id="7", phase="quiescing", waits=wait)
 
-    def answer(caller: Caller, asked: IncomingRequest) -> Record | None:
+    def answer(caller: Caller, request: IncomingRequest) -> Record | None:
         for progress in (OperationProgress(id="7", phase="reserving"), waiting, waiting.replace(size_bytes=1)):
-            caller.event(asked.id, progress)
+            caller.event(request.id, progress)
         return m.OperationReply(operation=DONE)
 
     daemon.answers[m.Migrate] = answer

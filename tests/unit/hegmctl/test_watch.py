@@ -88,20 +88,20 @@ def test_following_continues_with_the_events_of_the_next_daemon(socket_path: Pat
 
 @pytest.mark.thorough
 def test_following_repeats_nothing_when_only_the_connection_broke(socket_path: Path) -> None:
-    def answer(caller: Caller, asked: IncomingRequest) -> None:
-        remembering(node.EVENTS if len(seen) == 0 else [*node.EVENTS, NEXT])(caller, asked)
-        seen.append(asked)
-        if len(seen) == 1:
+    def answer(caller: Caller, request: IncomingRequest) -> None:
+        remembering(node.EVENTS if len(requests) == 0 else [*node.EVENTS, NEXT])(caller, request)
+        requests.append(request)
+        if len(requests) == 1:
             caller.daemon.hang_up()
 
-    seen: list[IncomingRequest] = []
+    requests: list[IncomingRequest] = []
     answers = node.answers()
     answers[m.Events] = answer
     with FakeDaemon(socket_path, answers), Running("events", "-f", "--since", "2", socket=socket_path) as following:
         assert following.line().endswith("gpu1 is lost")
         following.line(of_errors=True)
         assert following.line().endswith("gpu1 is back")
-    assert [asked.request for asked in seen] == [m.Events(since=2, follow=True), m.Events(since=0, follow=True)]
+    assert [request.request for request in requests] == [m.Events(since=2, follow=True), m.Events(since=0, follow=True)]
 
 
 @pytest.mark.thorough

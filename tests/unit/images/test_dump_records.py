@@ -76,8 +76,8 @@ async def test_whom_criu_stops_is_on_disk_from_before_that_until_they_go_on(tmp_
             await handoff_with(lent, tmp_path, criu, workers=workers).dump(op, lambda _: None)
         tasks.cancel_scope.cancel()
     os.close(lent.criu_dir_fd)
-    seen = json.loads((tmp_path / "seen").read_text())
-    assert (seen["start_ticks"], seen["stopped"]) == ({str(paused): start_ticks(paused)}, [paused])
+    result = json.loads((tmp_path / "seen").read_text())
+    assert (result["start_ticks"], result["stopped"]) == ({str(paused): start_ticks(paused)}, [paused])
     assert state(paused) == "T", "somebody else has stopped it"
     assert list((tmp_path / "standing").iterdir()) == []
 

@@ -32,12 +32,12 @@ async def test_what_is_put_and_dropped_reaches_the_manager_by_name(tmp_path: Pat
         fd = os.memfd_create("bytes")
         os.pwrite(fd, b"weights", 0)
 
-        seen: list[tuple[list[str], bytes]] = []
+        observed: list[tuple[list[str], bytes]] = []
 
         def manage() -> None:
             for _ in range(4):
                 lines, fds = take_report(manager)
-                seen.append((lines, b"".join(os.pread(one, 7, 0) for one in fds if lines[0] == "FDSTORE=1")))
+                observed.append((lines, b"".join(os.pread(one, 7, 0) for one in fds if lines[0] == "FDSTORE=1")))
                 for one in fds:
                     os.close(one)  # of a barrier: that is what ends it
 
@@ -48,10 +48,10 @@ async def test_what_is_put_and_dropped_reaches_the_manager_by_name(tmp_path: Pat
         thread.join()
         os.close(fd)
         reports.close()
-    assert seen[0] == (["FDSTORE=1", "FDNAME=hegm-pool-7-4711-7.ab", "FDPOLL=0"], b"weights")
-    assert seen[1][0] == ["BARRIER=1"], "it was not waited for until the manager had it"
-    assert seen[2][0] == ["FDSTOREREMOVE=1", "FDNAME=hegm-pool-7-4711-7.ab"]
-    assert seen[3][0] == ["BARRIER=1"], "what is dropped may be video memory, which others wait for"
+    assert observed[0] == (["FDSTORE=1", "FDNAME=hegm-pool-7-4711-7.ab", "FDPOLL=0"], b"weights")
+    assert observed[1][0] == ["BARRIER=1"], "it was not waited for until the manager had it"
+    assert observed[2][0] == ["FDSTOREREMOVE=1", "FDNAME=hegm-pool-7-4711-7.ab"]
+    assert observed[3][0] == ["BARRIER=1"], "what is dropped may be video memory, which others wait for"
 
 
 async def test_what_came_with_the_start_is_found_once_and_the_rest_left_to_others() -> None:

@@ -116,15 +116,15 @@ async def test_bytes_that_are_not_there_are_refused(pool: Pool) -> None:
 async def test_room_is_made_before_somebody_is_refused(keep: MemoryKeeping) -> None:
     pool = opened(keep)
     await pool.take(KEY, 40 * MIB)
-    asked: list[int] = []
+    calls: list[int] = []
 
     async def free_memory(missing_bytes: int) -> None:
-        asked.append(missing_bytes)
+        calls.append(missing_bytes)
         await pool.release(KEY)
 
     pool.free_memory = free_memory
     await pool.take(OTHER, 40 * MIB)
-    assert asked == [2 * whole_size(40 * MIB) - 64 * MIB]
+    assert calls == [2 * whole_size(40 * MIB) - 64 * MIB]
     pool.close()
 
 

@@ -56,9 +56,9 @@ def read_all(folder: SpillFolder, name: str = NAME, size_bytes: int = SIZE_BYTES
 
 @pytest.mark.thorough
 def test_bytes_come_back_as_they_went(folder: SpillFolder, memory: tuple[int, bytes]) -> None:
-    seen: list[int] = []
-    folder.write(NAME, memory[0], SIZE_BYTES, never, seen.append)
-    assert seen[-1] == SIZE_BYTES
+    observed: list[int] = []
+    folder.write(NAME, memory[0], SIZE_BYTES, never, observed.append)
+    assert observed[-1] == SIZE_BYTES
     assert read_all(folder) == memory[1]
     assert folder.path(NAME).stat().st_mode & 0o777 == 0o600
     assert folder.folder.stat().st_mode & 0o777 == 0o700
@@ -294,7 +294,7 @@ def test_a_file_that_cannot_be_removed_is_an_error(tmp_path: Path) -> None:
 
 
 async def test_what_a_thread_tells_of_its_progress_is_passed_on_while_it_works() -> None:
-    seen: list[int] = []
+    observed: list[int] = []
     passed = anyio.Event()
 
     async def work(tell: Callable[[int], object]) -> str:
@@ -303,8 +303,8 @@ async def test_what_a_thread_tells_of_its_progress_is_passed_on_while_it_works()
         return "done"
 
     def progress(so_far_bytes: int) -> None:
-        seen.append(so_far_bytes)
+        observed.append(so_far_bytes)
         passed.set()
 
     assert await _with_errors_named(work, progress) == "done"
-    assert seen == [5]
+    assert observed == [5]

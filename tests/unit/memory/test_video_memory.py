@@ -140,21 +140,21 @@ async def test_no_room_changes_nothing(store: DescriptorStore) -> None:
 async def test_whoever_finds_no_room_is_refused_only_when_nobody_could_make_some() -> None:
     gpus = Gpus(capacity_bytes=2 * GIB)
     memory = VideoMemory(gpus)
-    asked: list[str] = []
+    calls: list[str] = []
 
     async def free_memory(gpu: str) -> bool:
-        asked.append(gpu)
+        calls.append(gpu)
         gpus.capacity_bytes *= 2
-        return len(asked) < 3
+        return len(calls) < 3
 
     memory.free_memory = free_memory
     await memory.reserve(WHO, GPU, 4 * GIB)
-    assert (asked, memory.of(WHO)) == ([GPU], {GPU: 4 * GIB})
+    assert (calls, memory.of(WHO)) == ([GPU], {GPU: 4 * GIB})
     with pytest.raises(Refused, match="no room"):
         await memory.reserve("others", GPU, 64 * GIB)
     with pytest.raises(Refused, match="no room"):
         await memory.reserve("others", GPU, 16 * GIB + 1)
-    assert asked == [GPU, GPU, GPU], "asked once each time, and not believed where there was nothing to give"
+    assert calls == [GPU, GPU, GPU], "asked once each time, and not believed where there was nothing to give"
     memory.close()
 
 

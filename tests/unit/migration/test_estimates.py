@@ -62,8 +62,8 @@ def test_what_is_estimated_is_what_was_measured(size_gib: int, kind: str, carrie
     """The worker's was a third of that, and 100 GiB in rounds of 1 GiB had the rounds for nothing."""
     size_bytes = size_gib * GIB
     overlap_bytes = size_bytes - GIB if size_gib == 100 and carrier == "peer" else 0
-    seen = estimate_s(kind, CARRIERS[carrier], size_bytes, REST_BYTES[carrier], Rates(), overlap_bytes)
-    assert seen == pytest.approx(took_s, rel=0.3)
+    estimated_s = estimate_s(kind, CARRIERS[carrier], size_bytes, REST_BYTES[carrier], Rates(), overlap_bytes)
+    assert estimated_s == pytest.approx(took_s, rel=0.3)
 
 
 def test_copies_beside_the_driver_s_steps_are_not_added_to_them() -> None:
@@ -123,8 +123,8 @@ def test_what_a_carrier_took_is_what_it_is_estimated_to_take_next(carrier: str) 
         paces.note("driver", OUT, 760 * MIB, 0.5)
         paces.note("driver", IN, 760 * MIB, 0.25)
     overlap_bytes = 32 * GIB - 6 * GIB  # makes rounds of 4 GiB, of which there are eight
-    seen = estimate_s(MIGRATE, CARRIERS[carrier], 32 * GIB, 760 * MIB, paces.rates(), overlap_bytes)
-    assert seen == pytest.approx(3.0 + 5.0 - 0.005 + 0.75, rel=0.001)
+    estimated_s = estimate_s(MIGRATE, CARRIERS[carrier], 32 * GIB, 760 * MIB, paces.rates(), overlap_bytes)
+    assert estimated_s == pytest.approx(3.0 + 5.0 - 0.005 + 0.75, rel=0.001)
 
 
 def test_what_a_move_took_goes_into_the_next_estimate() -> None:

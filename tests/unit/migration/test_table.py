@@ -72,13 +72,13 @@ def test_an_event_is_the_same_from_plain_data(tag: str) -> None:
 
 def test_an_effect_is_the_same_from_plain_data_and_carries_its_cause() -> None:
     drive = DrivenOperation(operation()).until("done")
-    seen: set[str] = set()
+    observed: set[str] = set()
     for before, _, after, wanted in drive.taken:
         for effect in wanted:
             assert Effect.untagged(effect.to_plain(), "test") == effect
             assert effect.cause == after.seq == before.seq + 1
-            seen.add(effect.tag)
-    assert len(seen) == 12
+            observed.add(effect.tag)
+    assert len(observed) == 12
 
 
 def test_an_operation_is_the_same_from_plain_data() -> None:

@@ -40,9 +40,9 @@ class Drains:
         self.slept: list[float] = []
         self.wake = anyio.Event()
 
-    async def drain(self, name: str, to: Sequence[str], asked: RequestContext) -> Outcome:
+    async def drain(self, name: str, to: Sequence[str], request: RequestContext) -> Outcome:
         assert not to
-        assert asked.by == "evacuation"
+        assert request.by == "evacuation"
         self.gpus.append(name)
         outcome = self.outcomes.pop(0) if self.outcomes else Outcome()
         if isinstance(outcome, HegmError):

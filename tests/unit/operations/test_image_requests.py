@@ -103,10 +103,10 @@ async def test_that_a_job_is_back_is_told_before_what_comes_then_can_fail(*, is_
         if is_gone:
             raise HegmError(DISCONNECTED, "gone", "connect again")
 
-    asked = RequestContext(by="the test", may=lambda _: True, emit=emit)
+    request = RequestContext(by="the test", may=lambda _: True, emit=emit)
     image: Any = SimpleNamespace(manifest=Manifest(more={"needs": Needs(pids=(7,)).plain()}))
     checkpoints = Checkpoints(double, double, double, double, Throughputs())
-    await checkpoints._bring_back(image, Rights(0, 0, ()), asked, {})
+    await checkpoints._bring_back(image, Rights(0, 0, ()), request, {})
     assert [step for step in double.done if step != "reading"] == ["back", "begun", "suspended", "settled"]
 
 
@@ -153,9 +153,9 @@ async def test_a_restore_that_failed_left_no_row_in_ops(*, at_begin: bool) -> No
     error = HegmError(REFUSED, "criu cannot restore process 7", "see its log")
     double: Any = FailingWhereTold(error, at_begin=at_begin)
     checkpoints = Checkpoints(double, double, double, double, Throughputs())
-    asked = RequestContext(by="the test", may=lambda _: True, emit=_heard)
+    request = RequestContext(by="the test", may=lambda _: True, emit=_heard)
     with pytest.raises(HegmError, match="criu cannot restore"):
-        await checkpoints._bring_back(_IMAGE, Rights(0, 0, ()), asked, {})
+        await checkpoints._bring_back(_IMAGE, Rights(0, 0, ()), request, {})
     (op,) = double.remembered
     assert (op.id, op.kind, op.phase, op.failure) == (
         "7",
@@ -182,9 +182,9 @@ async def test_a_stopped_restore_is_shown_in_ops() -> None:
 
     double.restore = bring_back
     checkpoints = Checkpoints(double, double, double, double, Throughputs())
-    asked = RequestContext(by="the test", may=lambda _: True, emit=_heard)
+    request = RequestContext(by="the test", may=lambda _: True, emit=_heard)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(checkpoints._bring_back, _IMAGE, Rights(0, 0, ()), asked, {})
+        tasks.start_soon(checkpoints._bring_back, _IMAGE, Rights(0, 0, ()), request, {})
         await started.wait()
         tasks.cancel_scope.cancel()
     (op,) = double.remembered
@@ -211,8 +211,8 @@ async def test_a_job_that_was_back_was_ended_because_its_restore_was_cancelled_t
     double.restore, double.runner.begin = back, begin
     checkpoints = Checkpoints(double, double, double, double, Throughputs())
     async with anyio.create_task_group() as tasks:
-        asked = RequestContext(by="the test", may=lambda _: True, emit=emit)
-        tasks.start_soon(checkpoints._bring_back, _IMAGE, Rights(0, 0, ()), asked, {})
+        request = RequestContext(by="the test", may=lambda _: True, emit=emit)
+        tasks.start_soon(checkpoints._bring_back, _IMAGE, Rights(0, 0, ()), request, {})
         await telling.wait()
         tasks.cancel_scope.cancel()
     assert double.done == ["begun", "settled"]

@@ -168,16 +168,16 @@ async def test_a_user_was_told_what_the_job_of_another_one_imports_by_naming_its
     node = Node(ALWAYS, uid=1000)
     async with node.running(ready=ALWAYS):
         assert (node.asked, node.told) == ([], [])
-        heard: list[str] = []
+        messages: list[str] = []
 
         async def hear(order: SupervisorOrder, _fds: Sequence[int]) -> None:
-            heard.append(order.do)
+            messages.append(order.do)
 
         async with anyio.create_task_group() as tasks:
             offered = Supervise(run="run", pid=PID, python=True)
             tasks.start_soon(node.supervisors.attend, "its own", PID, 0, offered, hear)
             await anyio.wait_all_tasks_blocked()
-            assert (node.asked, heard, node.told) == (["beforehand"], ["ready"], [])
+            assert (node.asked, messages, node.told) == (["beforehand"], ["ready"], [])
             tasks.cancel_scope.cancel()
 
 
@@ -185,13 +185,13 @@ async def test_one_job_that_did_not_answer_kept_all_others_from_being_asked(othe
     """As one that is stopped; it is given up after a while, and asked again later."""
     node = Node(ALWAYS, answers=False)
     async with node.running():
-        heard: list[str] = []
+        messages: list[str] = []
 
         async def obey(order: Order, _fds: Sequence[int]) -> None:
             node.workers.report("other agent", AgentReport(order=order.order, result="done", imports=("torch",)))
 
         async def hear(order: SupervisorOrder, _fds: Sequence[int]) -> None:
-            heard.append(order.do)
+            messages.append(order.do)
 
         assert (node.asked, node.told) == (["beforehand"], [])
         async with anyio.create_task_group() as tasks:
@@ -201,7 +201,7 @@ async def test_one_job_that_did_not_answer_kept_all_others_from_being_asked(othe
             offered = Supervise(run="other", pid=other, python=True)
             tasks.start_soon(node.supervisors.attend, "other", other, 0, offered, hear)
             await anyio.wait_all_tasks_blocked()
-            assert heard == ["ready"]
+            assert messages == ["ready"]
             tasks.cancel_scope.cancel()
 
 

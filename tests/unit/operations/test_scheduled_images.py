@@ -56,7 +56,7 @@ class ImageCatalogue:
         self.missed: list[int] = []
         self.count: Callable[[], int] = lambda: 0
 
-    async def take(self, pid: int, path: str, rights: Rights, asked: RequestContext) -> OperationResult:
+    async def take(self, pid: int, path: str, rights: Rights, request: RequestContext) -> OperationResult:
         self.taken.append((self.clock.utc_s, path))
         self.missed.append(self.count())
         self.clock.utc_s += self.takes_s

@@ -285,7 +285,7 @@ async def test_swaps_that_cannot_be_say_why(tmp_path: Path, process: Child, othe
 async def test_an_invalid_limit_is_refused(tmp_path: Path, process: Child, limit_s: float) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
-        asked = node.asked(limit_s=limit_s)
+        request = node.asked(limit_s=limit_s)
         with pytest.raises(HegmError, match="is not a valid limit for the wait for a boundary"):
-            await node.operations.suspend([process.pid], asked)
+            await node.operations.suspend([process.pid], request)
         assert "park" not in agent.seen

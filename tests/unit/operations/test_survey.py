@@ -314,10 +314,10 @@ async def test_a_plan_ran_the_callers_program_as_the_user_of_a_job_that_came_whi
             own.go_on.set()
 
         node.tasks.start_soon(come)
-        asked = replace(node.asked(dry_run=True), may=lambda uid: uid == os.getuid())
+        request = replace(node.asked(dry_run=True), may=lambda uid: uid == os.getuid())
         wanted = Restarting(via="restart", python="/tmp/it", set={"LD_PRELOAD": "/tmp/it.so"})
         with pytest.raises(HegmError) as refused:
-            await node.operations.migrate([process.pid, other.pid], "gpu1", asked, wanted)
+            await node.operations.migrate([process.pid, other.pid], "gpu1", request, wanted)
         assert refused.value.code is DENIED
         assert (asked_of_it, stranger.seen) == ([], [])
         supervisors.close()
@@ -330,8 +330,8 @@ async def test_who_drained_a_gpu_had_the_jobs_of_others_asked_what_they_hold(tmp
         await stranger.attend(node.tasks)
         await node.until_placed(process.pid)
         stranger.seen.clear()
-        asked = replace(node.asked(dry_run=True), may=lambda uid: uid == os.getuid())
-        outcome = await node.sequences.drain("gpu0", (), asked)
+        request = replace(node.asked(dry_run=True), may=lambda uid: uid == os.getuid())
+        outcome = await node.sequences.drain("gpu0", (), request)
         assert [reason.code for reason in outcome.left] == ["denied"]
         assert stranger.seen == []
 
@@ -343,9 +343,9 @@ async def test_a_suspended_job_was_anybodys_while_its_agent_was_away(tmp_path: P
         await node.attend(process.pid)
         await node.operations.suspend([process.pid], node.asked())
     async with running(tmp_path) as node:
-        asked = replace(node.asked(), may=lambda uid: uid == os.getuid() + 1)
+        request = replace(node.asked(), may=lambda uid: uid == os.getuid() + 1)
         with pytest.raises(HegmError) as refused:
-            node.operations.check(asked, [process.pid])
+            node.operations.check(request, [process.pid])
         assert (refused.value.code, refused.value.message) == (DENIED, f"operation 1 belongs to uid {os.getuid()}")
 
 

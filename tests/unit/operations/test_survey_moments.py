@@ -73,8 +73,8 @@ async def test_what_the_driver_and_hegmd_keep_of_a_gpu_is_no_memory_for_jobs(
     async with running(tmp_path, "1x8MiB") as node:
         await node.attend(process.pid, b"1" * 100)
         await node.attend(other.pid, b"1" * 20, token="b" * 32)
-        seen = await node.inventory.fresh(0.0)
-        real = replace(seen, gpus=tuple([gpu.replace(memory_free_bytes=8 << 20) for gpu in seen.gpus]))
+        snapshot = await node.inventory.fresh(0.0)
+        real = replace(snapshot, gpus=tuple([gpu.replace(memory_free_bytes=8 << 20) for gpu in snapshot.gpus]))
         real = replace(real, gpus=tuple([gpu.replace(memory_total_bytes=9 << 20) for gpu in real.gpus]))
         own = PlanSurvey(
             *(node.inventory, node.workers, lambda: PoolMemory(budget_bytes=0, free_bytes=0)),
@@ -83,5 +83,5 @@ async def test_what_the_driver_and_hegmd_keep_of_a_gpu_is_no_memory_for_jobs(
             supervisors=node.moving.supervisors,
             own_pids=lambda: (other.pid,),
         )
-        assert own.kept_bytes(seen) == {"gpu0": 20}
+        assert own.kept_bytes(snapshot) == {"gpu0": 20}
         assert own.kept_bytes(real) == {"gpu0": (1 << 20) - 120 + 20}

@@ -50,10 +50,10 @@ async def until(node: Node, kind: str, count: int = 1) -> None:
     """Wait until so many events of that kind were recorded."""
     with anyio.fail_after(HANG_S):
         async with node.events.subscribe(1, (kind,)) as subscription:
-            seen = 0
+            observed = 0
             async for _ in subscription:
-                seen += 1
-                if seen == count:
+                observed += 1
+                if observed == count:
                     return
 
 

@@ -62,8 +62,8 @@ def joined(*, in_flight: int = 4) -> tuple[ClientConnection, ServerConnection]:
     client, daemon = ClientConnection(), server(in_flight=in_flight)
     request_id, data = client.request(Hello(versions=(2,), name="test"))
     daemon.feed(data)
-    asked = daemon.next_event()
-    assert isinstance(asked, IncomingRequest)
+    request = daemon.next_event()
+    assert isinstance(request, IncomingRequest)
     client.feed(daemon.reply(request_id, welcome()))
     assert isinstance(client.next_event(), Reply)
     return client, daemon
@@ -79,8 +79,8 @@ def test_requests_overlap_and_each_gets_its_own_answer() -> None:
     first, first_data = client.request(Gpus())
     second, second_data = client.request(Ping())
     daemon.feed(first_data + second_data)
-    asked = [daemon.next_event(), daemon.next_event()]
-    assert [event.id for event in asked if event is not None] == [first, second]
+    request = [daemon.next_event(), daemon.next_event()]
+    assert [event.id for event in request if event is not None] == [first, second]
     client.feed(daemon.reply(second, Pong()))
     client.feed(daemon.reply(first, GpusReply(taken_utc=1.0, gpus=(), vendors=())))
     answers = [client.next_event(), client.next_event()]
@@ -130,12 +130,12 @@ def test_an_error_code_from_a_newer_daemon_is_still_an_error() -> None:
 def test_one_byte_at_a_time_gives_the_same_conversation(step: int) -> None:
     client, daemon = ClientConnection(), server()
     _, data = client.request(Hello(versions=(2,), name="drip"))
-    seen: list[IncomingRequest | InvalidRequest] = []
+    requests: list[IncomingRequest | InvalidRequest] = []
     for start in range(0, len(data), step):
         daemon.feed(data[start : start + step])
         while (event := daemon.next_event()) is not None:
-            seen.append(event)
-    assert [type(event) for event in seen] == [IncomingRequest]
+            requests.append(event)
+    assert [type(event) for event in requests] == [IncomingRequest]
     assert not daemon.mid_frame
 
 

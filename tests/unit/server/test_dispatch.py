@@ -202,14 +202,14 @@ async def test_how_long_a_stream_lasted_is_not_a_latency(bench: Bench) -> None:
 
 
 async def test_a_handler_runs_as_part_of_an_operation(bench: Bench) -> None:
-    seen: list[object] = []
+    observed: list[object] = []
 
     async def look(call: Call, request: Request) -> Record:
-        seen.append(current_operation())
+        observed.append(current_operation())
         return Pong()
 
     await bench.answer(Ping(), look)
-    assert seen != [None]
+    assert observed != [None]
     assert current_operation() is None
 
 

@@ -122,16 +122,16 @@ async def test_those_who_do_not_ask_give_way_to_those_who_do() -> None:
 
 
 async def test_beyond_the_limit_connections_are_closed_when_all_others_are_being_served() -> None:
-    asked, answer = anyio.Event(), anyio.Event()
+    requested, answer = anyio.Event(), anyio.Event()
 
     async def slow() -> str:
-        asked.set()
+        requested.set()
         await answer.wait()
         return TEXT
 
     async with serving(slow, HttpLimits(connections=1)) as port, await anyio.connect_tcp("127.0.0.1", port) as first:
         await first.send(GET)
-        await asked.wait()
+        await requested.wait()
         with contextlib.suppress(anyio.BrokenResourceError):
             assert await ask(port, GET) == b""
         answer.set()
@@ -140,19 +140,19 @@ async def test_beyond_the_limit_connections_are_closed_when_all_others_are_being
 
 @pytest.mark.thorough
 async def test_those_who_do_not_read_are_left_after_the_limit() -> None:
-    asked = anyio.Event()
+    requested = anyio.Event()
 
     async def large_at_first() -> str:
-        if asked.is_set():
+        if requested.is_set():
             return TEXT
-        asked.set()
+        requested.set()
         return "x" * (64 << 20)
 
     limits = HttpLimits(connections=1, send_deadline_s=0.05)
     async with serving(large_at_first, limits) as port:
         with socket.create_connection(("127.0.0.1", port)) as deaf:
             deaf.sendall(GET)
-            await asked.wait()
+            await requested.wait()
             answer = b""
             while not answer:  # turned away until the place of the deaf one is free
                 with contextlib.suppress(anyio.BrokenResourceError):
@@ -210,16 +210,16 @@ class FirstRecord(logging.Handler):
 async def test_running_out_of_descriptors_is_logged_and_waiting_clients_are_served_later() -> None:
     """Issue 14, row 20: no test missed the line in the log."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    heard = FirstRecord()
+    records = FirstRecord()
     log = logging.getLogger("hegmd.server.scrape")
-    log.addHandler(heard)
+    log.addHandler(records)
     try:
         async with serving() as port:
             with socket.socket() as waiting:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
                 waiting.setblocking(False)
                 waiting.connect_ex(("127.0.0.1", port))
-                await heard.came.wait()
+                await records.came.wait()
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
                 await anyio.wait_writable(waiting)
                 waiting.send(GET)
@@ -227,10 +227,10 @@ async def test_running_out_of_descriptors_is_logged_and_waiting_clients_are_serv
                 assert waiting.recv(15) == b"HTTP/1.1 200 OK"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        log.removeHandler(heard)
-    assert heard.record is not None
-    assert heard.record.levelno == logging.ERROR
-    assert heard.record.getMessage() == "cannot accept connections: Too many open files"
+        log.removeHandler(records)
+    assert records.record is not None
+    assert records.record.levelno == logging.ERROR
+    assert records.record.getMessage() == "cannot accept connections: Too many open files"
 
 
 async def test_both_loopback_addresses_are_served_and_no_other() -> None:

@@ -159,10 +159,10 @@ async def test_a_cancel_while_an_event_is_being_written_leaves_whole_frames() ->
         assert isinstance(await talker.next(), Progress)
         _, cancel = talker.protocol.request(Cancel(request=stream_id))
         await talker.send(cancel)
-        seen: list[type] = []
-        while len([kind for kind in seen if kind is not Progress]) < 2:
-            seen.append(type(await talker.next()))
-        assert {Failure, Reply} <= set(seen)
+        observed: list[type] = []
+        while len([kind for kind in observed if kind is not Progress]) < 2:
+            observed.append(type(await talker.next()))
+        assert {Failure, Reply} <= set(observed)
         assert isinstance(await talker.ask(Ping()), Reply)
 
 

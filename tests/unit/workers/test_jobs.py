@@ -40,8 +40,8 @@ def nobodys(_uid: int | None) -> bool:
 
 
 async def registered(node: Node, pid: int, run: str, *words: str, name: str | None = None, uid: int = UID) -> str:
-    asked = RegisterJob(run=run, name=name, command=words or ("python3", "train.py", "--epochs", "5"))
-    return (await node.moving.jobs.register(pid, uid, asked)).id
+    request = RegisterJob(run=run, name=name, command=words or ("python3", "train.py", "--epochs", "5"))
+    return (await node.moving.jobs.register(pid, uid, request)).id
 
 
 async def seen(node: Node, *, ended: bool = False) -> dict[str, protocol.Job]:
@@ -415,19 +415,19 @@ async def test_a_run_of_any_length_that_an_agent_says_is_cut(tmp_path: Path, pro
 
 @pytest.mark.thorough
 async def test_a_name_that_is_asked_for_many_times_is_looked_up_once(tmp_path: Path, process: Child) -> None:
-    asked: list[int | None] = []
+    calls: list[int | None] = []
 
     def may(uid: int | None) -> bool:
-        asked.append(uid)
+        calls.append(uid)
         return True
 
     async with running(tmp_path) as node:
         await registered(node, process.pid, "one")
         await node.attend(process.pid, run="one")
         assert await node.moving.job_requests.pids(["train"] * 1000, may) == (process.pid,)
-        assert len(asked) < 10
+        assert len(calls) < 10
         assert len(await node.moving.job_requests.jobs(["train"] * 1000, may, ended=False)) == 1
-        assert len(asked) < 20
+        assert len(calls) < 20
 
 
 @pytest.mark.thorough

@@ -90,8 +90,8 @@ def test_a_file_that_somebody_else_had_opened_for_the_job_could_not_be_opened_at
 ) -> None:
     """The dump went through, the job was ended, and its owner could not bring it back."""
     with (tmp_path / "file").open("w") as file:
-        seen = Descriptor(os.getpid(), file.fileno(), "/x", stat.S_IFREG | mode, flags, owner=owner)
-        assert bool(list(closed_to(job(seen), BOB, HIS))) is is_closed
+        descriptor = Descriptor(os.getpid(), file.fileno(), "/x", stat.S_IFREG | mode, flags, owner=owner)
+        assert bool(list(closed_to(job(descriptor), BOB, HIS))) is is_closed
 
 
 def test_groups_and_filters_of_a_process_are_seen() -> None:

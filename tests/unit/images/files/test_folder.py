@@ -235,7 +235,7 @@ def test_a_directory_that_came_meanwhile_is_not_written_over(tmp_path: Path) -> 
 
 
 def states(path: Path) -> list[tuple[str, str]]:
-    return [(seen.state, seen.command or "") for seen in catalogue.look_into(str(path))]
+    return [(image.state, image.command or "") for image in catalogue.look_into(str(path))]
 
 
 def test_what_a_killed_writer_left_is_known_and_taken_away(tmp_path: Path) -> None:
@@ -405,4 +405,4 @@ def test_the_free_space_of_a_disk_was_counted_in_bytes_and_not_in_blocks(tmp_pat
 
 def test_the_list_of_images_names_the_host_that_wrote_one(tmp_path: Path) -> None:
     built(tmp_path / "image", b"x", MANIFEST.replace(host="node7"), size_bytes=1)
-    assert [seen.host for seen in catalogue.look_into(str(tmp_path))] == ["node7"]
+    assert [image.host for image in catalogue.look_into(str(tmp_path))] == ["node7"]

@@ -280,7 +280,7 @@ async def test_a_hand_that_is_killed_leaves_what_is_known_as_left_over(
             await started.wait()
             os.kill(pid, signal.SIGKILL)
         await lent.discard()
-        assert [seen.state for seen in look_into(str(tmp_path))] == ["left-over"]
+        assert [image.state for image in look_into(str(tmp_path))] == ["left-over"]
         (left,) = await images.sweep(str(tmp_path / "image"), SELF)
         assert "hegm-new" in left
     assert entries(tmp_path) == ["state", "state/image.key", "state/images"]
@@ -325,7 +325,7 @@ def test_a_daemon_that_is_killed_takes_the_hand_with_it_and_leaves_no_image(tmp_
         daemon.kill()
     assert select.select([hand], [], [], HANG_S)[0], "it still runs"
     os.close(hand)
-    assert [seen.state for seen in look_into(str(tmp_path))] == ["left-over"]
+    assert [image.state for image in look_into(str(tmp_path))] == ["left-over"]
     assert len(sweep(str(tmp_path / "image"))) == 1
     assert not (tmp_path / "image").exists()
 

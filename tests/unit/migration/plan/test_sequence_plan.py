@@ -214,9 +214,9 @@ def _under_way(phase: str) -> Operation:
 def test_what_was_promised_and_not_taken_yet_is_not_there_for_others() -> None:
     gpus = (_gpu("gpu0", 8), _gpu("gpu1", 8))
     snapshot = _snapshot(gpus=gpus, running=(_under_way("reserving"),))
-    seen = expected(snapshot)
-    assert [gpu.free_bytes for gpu in seen.gpus] == [8 * GIB, 6 * GIB]
-    assert seen.pool.free_bytes == 16 * GIB - whole_size(2 * GIB)
+    node_snapshot = expected(snapshot)
+    assert [gpu.free_bytes for gpu in node_snapshot.gpus] == [8 * GIB, 6 * GIB]
+    assert node_snapshot.pool.free_bytes == 16 * GIB - whole_size(2 * GIB)
     taken = expected(snapshot.replace(running=(_under_way("quiescing"),)))
     assert taken.replace(running=()) == snapshot.replace(running=()), "what was taken counts in what is free already"
 
@@ -227,13 +227,13 @@ def test_what_goes_by_peer_was_promised_video_memory_and_none_of_the_pool() -> N
     mine = worker(
         pid=9, method="driver", carrier="peer", size_bytes=2 * GIB, driver_bytes=GIB, reservations={"gpu0": 3 * GIB}
     )
-    seen = expected(_snapshot(gpus=gpus, running=(DrivenOperation(operation(mine)).until("reserving").op,)))
-    assert [gpu.free_bytes for gpu in seen.gpus] == [8 * GIB, 3 * GIB]
-    assert seen.pool.free_bytes == 16 * GIB
+    snapshot = expected(_snapshot(gpus=gpus, running=(DrivenOperation(operation(mine)).until("reserving").op,)))
+    assert [gpu.free_bytes for gpu in snapshot.gpus] == [8 * GIB, 3 * GIB]
+    assert snapshot.pool.free_bytes == 16 * GIB
     by_driver = mine.replace(carrier="driver", size_bytes=0, driver_bytes=3 * GIB)
-    seen = expected(_snapshot(gpus=gpus, running=(DrivenOperation(operation(by_driver)).until("reserving").op,)))
-    assert [gpu.free_bytes for gpu in seen.gpus] == [8 * GIB, 5 * GIB]
-    assert seen.pool.free_bytes == 16 * GIB
+    snapshot = expected(_snapshot(gpus=gpus, running=(DrivenOperation(operation(by_driver)).until("reserving").op,)))
+    assert [gpu.free_bytes for gpu in snapshot.gpus] == [8 * GIB, 5 * GIB]
+    assert snapshot.pool.free_bytes == 16 * GIB
 
 
 def test_memory_for_a_job_that_kept_its_context_is_not_there_for_others_before_its_agent_has_allocated_it() -> None:

@@ -28,7 +28,7 @@ async def run_rows(node: FileNode, *rows: Row, deadline_s: float = 10.0) -> dict
 
 async def test_the_order_is_the_tables_whatever_takes_how_long(node: FileNode) -> None:
     quick_is_made = anyio.Event()
-    heard: list[str] = []
+    messages: list[str] = []
 
     async def slow(_: NodeFacts) -> CheckResult:
         await quick_is_made.wait()
@@ -39,11 +39,11 @@ async def test_the_order_is_the_tables_whatever_takes_how_long(node: FileNode) -
         return ok("quick")
 
     async def hear(check: Check) -> None:
-        heard.append(check.id)
+        messages.append(check.id)
 
     rows = (ProgramCheck("a", slow), BlockingCheck("b", lambda _: ok("between")), ProgramCheck("c", quick))
     made = await run_checks(node.facts(), hear, checks=rows)
-    assert heard == ["a", "b", "c"] == [check.id for check in made]
+    assert messages == ["a", "b", "c"] == [check.id for check in made]
 
 
 async def test_each_check_is_reported_before_the_next_one_runs(node: FileNode) -> None:

@@ -191,8 +191,8 @@ async def test_a_failed_library_is_opened_again_at_growing_intervals() -> None:
         await node.inventory.refresh()
         for _ in range(7):
             waited.append(0.0)
-            asked = provider.count("snapshot")
-            while provider.count("snapshot") == asked:
+            count = provider.count("snapshot")
+            while provider.count("snapshot") == count:
                 node.clock.advance(1)
                 waited[-1] += 1
                 assert vendor_of(await node.inventory.refresh()).state == "failed"

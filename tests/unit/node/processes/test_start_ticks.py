@@ -69,14 +69,14 @@ def test_how_a_process_has_ended_is_seen_before_its_parent_asks(code: str, messa
 @pytest.mark.thorough
 async def test_an_operation_lost_its_process_when_descriptors_were_short(start: Start) -> None:
     """The end of a process is waited for; one that cannot be seen for a moment is looked at again."""
-    asked: list[bool] = []
+    calls: list[bool] = []
     process = start()
     ticks = start_ticks_of(process.pid)
     again, over = anyio.Event(), anyio.Event()
 
     def lives() -> bool:
-        asked.append(True)
-        if len(asked) == 1:
+        calls.append(True)
+        if len(calls) == 1:
             with no_descriptors():
                 return start_ticks_of(process.pid) == ticks
         again.set()

@@ -12,17 +12,17 @@ class Model:
 
 
 def test_a_value_that_comes_back_by_itself_is_found_by_its_reference_and_else_stays() -> None:
-    asked: list[Any] = []
+    calls: list[Any] = []
     here, referred_to = Model(), Model()
 
     def find(reference: Any, _: Decoding) -> Model:
-        asked.append(reference)
+        calls.append(reference)
         return referred_to
 
     settling = Decoding(find)
     assert settling.settle((SAME, "Model", ("layers", 0)), here, "model") is referred_to
     assert settling.settle((SAME, "Model", None), here, "model") is here
-    assert (asked, settling.missing) == ([("layers", 0)], [])
+    assert (calls, settling.missing) == ([("layers", 0)], [])
 
 
 def test_a_value_of_another_type_is_missing() -> None:

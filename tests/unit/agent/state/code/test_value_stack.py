@@ -81,19 +81,19 @@ def test_contexts_handlers_and_cells_between_loops_do_not_move_what_is_found() -
 
 
 def test_a_loop_that_asks_for_its_next_item_is_seen_at_its_head() -> None:
-    asked = Asked()
-    for _item in asked:
+    asker = Asked()
+    for _item in asker:
         pass
-    assert asked.seen == [("Asked", True)] * 2
+    assert asker.seen == [("Asked", True)] * 2
 
 
 def test_a_generator_on_the_way_has_loops_of_its_own() -> None:
     def passing(items: Iterable[int]) -> Iterator[int]:
         yield from (item for item in items if item)
 
-    asked = Asked()
-    assert list(passing(asked)) == [1, 2]
-    assert {kind for kind, _at_head in asked.seen} == {"Asked"}
+    asker = Asked()
+    assert list(passing(asker)) == [1, 2]
+    assert {kind for kind, _at_head in asker.seen} == {"Asked"}
 
 
 def test_while_loops_are_said_with_their_line() -> None:

@@ -36,9 +36,9 @@ _Loader.__module__ = stateful_loader.MODULE
 def test_a_pass_that_only_its_loader_has_is_left() -> None:
     loader = _Loader()
     assert stateful_loader.is_left(loader._iterator)
-    asked = types.SimpleNamespace(batches=loader._iterator)
+    options = types.SimpleNamespace(batches=loader._iterator)
     assert not stateful_loader.is_left(loader._iterator)
-    asked.batches._finished = True
+    options.batches._finished = True
     assert stateful_loader.is_left(loader._iterator)
 
 
