@@ -67,7 +67,7 @@ class Case:
         return {ALL: "".join(map(str, range(world))), LAST: str(world - 1), FIRST: "0"}[self.who]
 
 
-class Asked(argparse.Namespace):
+class Options(argparse.Namespace):
     """The options of the command line. No trial begins after `begins_until`; those that run are cut at `ends_at`."""
 
     gpus: str
@@ -101,7 +101,7 @@ class Run:
     """
 
     def __init__(
-        self, daemon: RunningDaemon, folder: Path, case: Case, world: int, asked: Asked, *, alone: bool = False
+        self, daemon: RunningDaemon, folder: Path, case: Case, world: int, asked: Options, *, alone: bool = False
     ) -> None:
         self.daemon, self.folder, self.world, self.asked = daemon, folder, world, asked
         self.struck_at, self.last_step = 0.0, asked.steps
@@ -157,7 +157,7 @@ class Run:
             if time.monotonic() > self._deadline:
                 raise UnexpectedEnd(f"{what} did not come to be within {self.asked.case_limit_s:g} s")
             if what != "its end" and self.process.poll() is not None:
-                raise UnexpectedEnd(f"it ended with {self.process.returncode} before {what}: {self.said()}")
+                raise UnexpectedEnd(f"it ended with {self.process.returncode} before {what}: {self.last_line()}")
             pause.wait(POLL_INTERVAL_S)
 
     def until_protected(self) -> None:
@@ -219,7 +219,7 @@ class Run:
         parts = ("stacks", *stacks, "errors", _tail(self.err.read_text(errors="replace")), "daemon")
         return "\n".join([*parts, _tail(self.daemon.log_text())])
 
-    def said(self) -> str:
+    def last_line(self) -> str:
         """The last line of hegmctl, or of the command."""
         lines = self.err.read_text(errors="replace").strip().splitlines() or [""]
         return next((line for line in reversed(lines) if line.startswith("hegmctl: ")), lines[-1])

@@ -35,9 +35,9 @@ from tests.bench.failing_ways import (
     REAL,
     SIMULATED,
     STEPS,
-    Asked,
     Case,
     Cut,
+    Options,
     Run,
     UnexpectedEnd,
 )
@@ -51,7 +51,7 @@ Steps = set[tuple[int, int, str]]
 class Table:
     """The cases in their order, and their results."""
 
-    asked: Asked
+    asked: Options
     expected: dict[tuple[int, str], Steps] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     not_ended: int = 0
@@ -180,7 +180,7 @@ def result_of(run: Run, case: Case, expected: Steps) -> str:
         return f"ended with status {status}"
     wanted = {line for line in expected if line[1] <= run.last_step}
     if status or lines != wanted:
-        raise UnexpectedEnd(f"status {status}, {len(lines)} of {len(wanted)} steps: {run.said()}")
+        raise UnexpectedEnd(f"status {status}, {len(lines)} of {len(wanted)} steps: {run.last_line()}")
     if len(run.pids()) == run.world:
         raise UnexpectedEnd("it did not fail")
     return "exact"
@@ -218,7 +218,7 @@ def forking_python() -> Iterator[Path]:
             server.wait()
 
 
-def parsed() -> Asked:
+def parsed() -> Options:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", choices=(SIMULATED, REAL), default=SIMULATED)
@@ -233,7 +233,7 @@ def parsed() -> Asked:
     parser.add_argument("--fork-ranks", action="store_true", help="on simulated GPUs, instead of torchrun: cheaper")
     parser.add_argument("--budget-s", type=float, default=1e9)
     parser.add_argument("--grace-s", type=float, default=30.0)
-    options = parser.parse_args(namespace=Asked())
+    options = parser.parse_args(namespace=Options())
     options.begins_until = time.monotonic() + options.budget_s
     options.ends_at = options.begins_until + options.grace_s
     return options

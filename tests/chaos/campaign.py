@@ -99,7 +99,7 @@ class Campaign:
             try:
                 op = node.halts.wait(HALT_LIMIT_S)
             except AssertionError as error:
-                raise AssertionError(f"{cell}: {error}; hegmctl said: {client.said()}") from error
+                raise AssertionError(f"{cell}: {error}; hegmctl said: {client.output()}") from error
             killed = self._strike(cell, client, job)
         ended = node.rest()
         node.release()

@@ -126,7 +126,7 @@ class ImageCampaign:
         try:
             node.halts.wait(HALT_LIMIT_S)
         except AssertionError as error:
-            raise AssertionError(f"{cell}: {error}; hegmctl said: {client.said()}") from error
+            raise AssertionError(f"{cell}: {error}; hegmctl said: {client.output()}") from error
         if cell.moment == BEGUN:
             node.halts.go()
             return self._hit(cell, client, job)
@@ -293,5 +293,5 @@ class _RecordedClient(Client):
     told = ""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.told = self.said()[-1500:]
+        self.told = self.output()[-1500:]
         super().__exit__(kind, error, tb)

@@ -44,18 +44,18 @@ class Client:
     """One `hegmctl` with a command, as an operator types it."""
 
     def __init__(self, words: list[str], socket_path: Path) -> None:
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the client
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the client
         self.process = subprocess.Popen(
             [sys.executable, "-m", "hegmctl", *words, "--json"],
             env=environment(socket_path),
             stdin=subprocess.DEVNULL,
-            stdout=self._said,
-            stderr=self._said,
+            stdout=self._log,
+            stderr=self._log,
         )
 
-    def said(self) -> str:
-        self._said.seek(0)
-        return self._said.read()
+    def output(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
 
     def __enter__(self) -> Self:
         return self
@@ -64,7 +64,7 @@ class Client:
         if self.process.poll() is None and kind is not None:
             self.process.kill()
         self.process.wait(REST_LIMIT_S)
-        self._said.close()
+        self._log.close()
 
 
 class Node:

@@ -123,7 +123,7 @@ class RankCampaign:
         try:
             return self._node.halts.wait(HALT_LIMIT_S)
         except AssertionError as error:
-            raise AssertionError(f"{cell}: {error}; hegmctl said: {client.said()}; {job.errors()}") from error
+            raise AssertionError(f"{cell}: {error}; hegmctl said: {client.output()}; {job.errors()}") from error
 
     def _strike(self, cell: RankCell, client: Client, job: RankedJob) -> None:
         """Strike at the halt, or just after it, and have a daemon again."""

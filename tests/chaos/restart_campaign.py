@@ -83,7 +83,7 @@ class RestartCampaign:
         try:
             op_id = node.halts.wait(HALT_LIMIT_S)
         except AssertionError as error:
-            raise AssertionError(f"{cell}: {error}; hegmctl said: {client.said()}; {job.errors()}") from error
+            raise AssertionError(f"{cell}: {error}; hegmctl said: {client.output()}; {job.errors()}") from error
         if cell.moment == BEGUN:
             node.halts.go()
         killed = self._kill(cell.victim, client, job, pid)

@@ -66,7 +66,7 @@ peers = Peers()
 """
 
 
-def said(node: CudaNode, script: str) -> list[str]:
+def printed(node: CudaNode, script: str) -> list[str]:
     """What a process of that node prints."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "client"), *filter(None, sys.path)])
     ran = subprocess.run(
@@ -83,7 +83,7 @@ def said(node: CudaNode, script: str) -> list[str]:
 
 @pytest.mark.thorough
 def test_access_is_undone_and_had_again_for_the_pairs_that_had_it(node: CudaNode) -> None:
-    lines = said(
+    lines = printed(
         node,
         """
 program.reach()
@@ -104,7 +104,7 @@ def test_pytorch_has_asked_for_access_once_before_it_can_be_refused_and_who_had_
     node: CudaNode,
 ) -> None:
     """It asks at its first copy between two GPUs, and fails for good where the driver refuses, as after a restore."""
-    lines = said(node, "print(reached(), peers.part(), copies, reached()); peers.part(); print(reached())")
+    lines = printed(node, "print(reached(), peers.part(), copies, reached()); peers.part(); print(reached())")
     assert lines[0] == "[False, False] 2 [(0, 1), (1, 0)] [False, False]"
     assert lines[1] == "[False, False]"
 
@@ -119,7 +119,7 @@ def test_where_the_second_pair_could_not_be_undone_the_first_stayed_without_acce
 ) -> None:
     """The job stayed where it was, and a kernel of its own that reads another GPU would have failed there."""
     node.order(order)
-    lines = said(
+    lines = printed(
         node,
         """
 program.reach()
@@ -145,7 +145,7 @@ print(cuda.cuCtxEnablePeerAccess(program.contexts[1], 0))
     ],
 )
 def test_what_nobody_could_undo_is_refused_with_nothing_touched(node: CudaNode, script: str, why: str) -> None:
-    lines = said(
+    lines = printed(
         node,
         f"""
 program.reach()
@@ -163,7 +163,7 @@ print(copies, reached())
 
 @pytest.mark.thorough
 def test_after_a_restore_the_driver_refuses_and_that_stops_nothing(node: CudaNode) -> None:
-    lines = said(
+    lines = printed(
         node,
         """
 program.reach()
@@ -184,7 +184,7 @@ print(program.digest() == program.digest())
 def test_a_device_is_named_as_the_driver_has_it_now_and_not_as_it_was_at_first(node: CudaNode) -> None:
     """PyTorch goes on naming the GPU that a process began on; room held by that name would be on the wrong one."""
     first, second = node.uuids
-    lines = said(
+    lines = printed(
         node,
         f"""
 from hegmd.agent.cuda_driver import Driver

@@ -126,13 +126,13 @@ class NeverEnoughMemory(SimulatedMethod):
         super().__init__(SimulatedMemory(SimulatedProvider(parse_topology("1x64GiB"))))
         self.job = job
         self.ever = ever
-        self.asked: list[str] = []
+        self.calls: list[str] = []
 
     async def reserve(self, subject: MigratedProcess, gpu: str, size_bytes: int) -> None:
-        self.asked.append(f"hold {size_bytes}")
+        self.calls.append(f"hold {size_bytes}")
 
     async def restore(self, subject: MigratedProcess, gpu: str) -> None:
-        self.asked.append("restore")
+        self.calls.append("restore")
         if self.job.held() or self.ever:
             raise OutOfMemory("there is no room", "ask the test")
 
@@ -150,14 +150,14 @@ async def test_a_restore_that_finds_no_room_has_that_of_what_goes_ahead_of_it(mo
         )
         event = await _restored(performer, job)
         assert isinstance(event, Failed if ever else Restored), event
-        assert method.asked == ["restore", f"hold {SIZE_BYTES}", "restore"]
+        assert method.calls == ["restore", f"hold {SIZE_BYTES}", "restore"]
         assert not job.held()
         await job.put_back()
         await job.suspend()
-        method.asked.clear()
+        method.calls.clear()
         method.ever = True
         assert isinstance(await _restored(performer, job), Failed)
-        assert method.asked == ["restore"], "nothing was held beside it"
+        assert method.calls == ["restore"], "nothing was held beside it"
         await job.put_back()
 
 

@@ -184,11 +184,11 @@ async def test_a_job_stood_while_it_was_asked_again_and_again_what_had_just_been
         await rig.method.reserve(rig.subject, "gpu1", REST_BYTES)
         rig.looks.clear()
         off = await rig.take_off()
-        assert _asked(caplog) == ["state", "lock", "checkpoint", "state"]
+        assert _driver_calls(caplog) == ["state", "lock", "checkpoint", "state"]
         assert len(rig.looks) == 1, "what it has; whether its GPU is free of it is nothing that it waits for elsewhere"
         rig.looks.clear()
         await rig.method.restore(off, "gpu1")
-        assert _asked(caplog) == ["state", "restore", "state", "unlock", "state"]
+        assert _driver_calls(caplog) == ["state", "restore", "state", "unlock", "state"]
         assert len(rig.looks) == 2, "who is there, and what is free once its room was let go of"
         mine = await _with_room_for_storages(rig)
         rig.looks.clear()
@@ -196,7 +196,7 @@ async def test_a_job_stood_while_it_was_asked_again_and_again_what_had_just_been
             assert len(rig.looks) == 1
 
 
-def _asked(caplog: pytest.LogCaptureFixture) -> list[str]:
+def _driver_calls(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the driver was asked of the process since the last time."""
     asked = [
         record.getMessage().split()[0]

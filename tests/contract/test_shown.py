@@ -209,16 +209,16 @@ def asks_of_each_segment_once_until_the_thread_has_stood(state: Path) -> None:
     job = Job()
     showable = cuda_state.ExportableSegments()
 
-    def asked() -> int:
+    def requested() -> int:
         return (state / "log").read_text().count("cuIpcGetMemHandle")
 
     assert not showable.hidden(job.torch, job.segments.all)
-    assert asked() == 3
+    assert requested() == 3
     assert not showable.hidden(job.torch, job.segments.all)
-    assert asked() == 3, "asked again within a downtime"
+    assert requested() == 3, "asked again within a downtime"
     more = job.torch.Storage(b"more")
     assert not showable.hidden(job.torch, cuda_state.Segments(job.torch).all)
-    assert asked() == 4
+    assert requested() == 4
     showable.forget()
     _order(state, "error cuIpcGetMemHandle 1")  # as of memory that the driver restored
     assert showable.hidden(job.torch, job.segments.all) == job.segments.all

@@ -37,8 +37,8 @@ class AgentConnected:
         self._orders = 0
         self._reports: dict[int, list[AgentReport]] = {}
         self.progress: list[AgentReport] = []
-        self.said: AgentAttend | None = None
-        while self.said is None:
+        self.attended: AgentAttend | None = None
+        while self.attended is None:
             self._read()
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class AgentConnected:
             assert request.role == "agent"
             self._socket.sendall(self._protocol.reply(received.id, _welcome()))
         elif isinstance(request, AgentAttend):
-            self.said = request
+            self.attended = request
             self._attend_id = received.id
         elif isinstance(request, AgentReport):
             with contextlib.suppress(BrokenPipeError):  # one that steps aside says so and hangs up

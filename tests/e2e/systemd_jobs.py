@@ -30,7 +30,7 @@ PATIENCE_S = HANG_S
 AT_REST = frozenset({"suspended", "done", "rolled-back", "lost"})
 
 
-def asked(node: SystemdNode, *words: str) -> dict[str, Any]:
+def hegmctl_reply(node: SystemdNode, *words: str) -> dict[str, Any]:
     """The last thing that hegmctl says."""
     done = node.run("hegmctl", "--json", *words, check=False)
     reply: dict[str, Any] = json.loads((done.stdout or done.stderr).splitlines()[-1])
@@ -101,7 +101,7 @@ def what_trains(node: SystemdNode) -> tuple[str, Path]:
 def trains_at(node: SystemdNode, *, beside: int = 0) -> tuple[int, str]:
     """Pid and GPU of the job, or of the one beside that, as soon as its agent is there and counted."""
     while True:
-        for found in asked(node, "ps").get("processes", []):
+        for found in hegmctl_reply(node, "ps").get("processes", []):
             if found["pid"] != beside and found["agent"] and found["gpus"]:
                 return found["pid"], found["gpus"][0]["gpu"]
         pause(COMMAND_MS)
@@ -114,7 +114,7 @@ def settled(node: SystemdNode, op: str) -> str:
     """
     phase = ""
     while phase not in AT_REST:
-        reply = asked(node, "op", op, "--follow")
+        reply = hegmctl_reply(node, "op", op, "--follow")
         if "operation" in reply:
             phase = reply["operation"]["phase"]
         else:

@@ -24,7 +24,7 @@ def test_it_is_taken_over_by_a_daemon_at_another_socket_and_trains_on_as_if_noth
         with Training(script, here) as training:
             with ScriptedDaemon(here) as daemon:
                 agent = daemon.attended()
-                token = agent.said.token if agent.said else ""
+                token = agent.attended.token if agent.attended else ""
                 agent.done("park", limit_s=30.0)
                 os.truncate(pool, agent.done("survey").size_bytes or 0)
                 out = agent.done("offload", pool)
@@ -36,10 +36,10 @@ def test_it_is_taken_over_by_a_daemon_at_another_socket_and_trains_on_as_if_noth
                 (tmp_path / "new").write_text(str(there))
                 os.replace(tmp_path / "new", place)
                 back = other.attended()
-                assert back.said is not None
-                assert (back.said.token, back.said.parked, back.said.entrusted) == (token, True, True)
-                assert back.said.held_bytes == out.size_bytes
-                assert not back.said.revived
+                assert back.attended is not None
+                assert (back.attended.token, back.attended.parked, back.attended.entrusted) == (token, True, True)
+                assert back.attended.held_bytes == out.size_bytes
+                assert not back.attended.revived
                 back.done("reload", pool)
                 back.done("release", limit_s=30.0)
                 status, output, errors = training.result()

@@ -147,13 +147,13 @@ def test_parked_it_outlives_its_daemon_and_says_so_to_the_next(socket_path: Path
     with Training([PLAIN], socket_path) as training:
         with ScriptedDaemon(socket_path) as first:
             agent = first.attended()
-            assert agent.said is not None
-            token = agent.said.token
+            assert agent.attended is not None
+            token = agent.attended.token
             size_bytes = _out(agent, pool)
         with ScriptedDaemon(socket_path) as second:
             again = second.attended()
-            assert again.said is not None
-            assert (again.said.token, again.said.parked, again.said.held_bytes) == (token, True, size_bytes)
+            assert again.attended is not None
+            assert (again.attended.token, again.attended.parked, again.attended.held_bytes) == (token, True, size_bytes)
             again.done("reload", pool)
             again.done("release", limit_s=20)
             status, output, errors = training.result()
@@ -179,8 +179,12 @@ def test_told_to_rest_it_stays_however_long_no_daemon_is_there(socket_path: Path
             agent.done("rest")
         with ScriptedDaemon(socket_path) as second:
             again = second.attended()
-            assert again.said is not None
-            assert (again.said.parked, again.said.held_bytes, again.said.entrusted) == (True, size_bytes, False)
+            assert again.attended is not None
+            assert (again.attended.parked, again.attended.held_bytes, again.attended.entrusted) == (
+                True,
+                size_bytes,
+                False,
+            )
             again.done("reload", pool)
             again.done("release", limit_s=20)
             status, output, errors = training.result()
@@ -249,8 +253,8 @@ def test_a_dead_agents_thread_let_the_job_train_with_empty_storages(socket_path:
             agent.send("survey")  # it wakes up, and dies
         agent.wait_until_gone()
         again = daemon.attended()
-        assert again.said is not None
-        assert (again.said.parked, again.said.held_bytes) == (True, size_bytes)
+        assert again.attended is not None
+        assert (again.attended.parked, again.attended.held_bytes) == (True, size_bytes)
         again.done("reload", pool)
         again.done("release", limit_s=20)
         status, output, errors = training.result()

@@ -197,10 +197,10 @@ def test_a_process_that_execs_when_released_connects_again(socket_path: Path, tm
         first.send("release", limit_s=20)  # its answer may come too late: the thread runs at once
         first.wait_until_gone()
         second = daemon.attended()
-        assert first.said is not None
-        assert second.said is not None
-        assert second.said.token != first.said.token
-        assert not second.said.parked
+        assert first.attended is not None
+        assert second.attended is not None
+        assert second.attended.token != first.attended.token
+        assert not second.attended.parked
         second.done("park", limit_s=20)
         second.done("release", limit_s=20)
         stop.touch()

@@ -319,8 +319,8 @@ def test_boundaries_are_counted_and_stopped_at_by_any_python(name: str, socket_p
     python = find_python(name)
     with ScriptedDaemon(socket_path) as daemon, Training([BY_HAND], socket_path, python) as training:
         agent = daemon.attended()
-        assert agent.said is not None
-        assert agent.said.python_version.startswith(name.removeprefix("python"))
+        assert agent.attended is not None
+        assert agent.attended.python_version.startswith(name.removeprefix("python"))
         parking = agent.send("park", at=1_000_000)
         agent.done("withdraw")
         assert "withdrawn" in agent.answer(parking).message

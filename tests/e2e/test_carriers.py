@@ -46,7 +46,7 @@ def migrate(connection: Connection, pid: int, to: str, carrier: str | None = Non
     return reply.operation
 
 
-def seen(program: DrivenProgram) -> list[str]:
+def copy_orders(program: DrivenProgram) -> list[str]:
     """The orders that moved something."""
     return [word for word in program.tell("seen").split() if word in {"export", "free", "make", "filled", "release"}]
 
@@ -62,7 +62,7 @@ def test_a_job_is_moved_there_and_back_by_each_carrier(node: DrivenNode, carrier
             only_its_own(node, watched)
         _has_timings(connection, moved.id, carrier)
         carried = ["export", "free", "make", "filled"] if carrier != "driver" else []
-        assert seen(program) == [*carried, "release"] * 2
+        assert copy_orders(program) == [*carried, "release"] * 2
 
 
 def _has_timings(connection: Connection, op_id: str, carrier: str) -> None:
@@ -106,7 +106,7 @@ def test_the_fastest_carrier_that_can_is_taken_and_the_plan_says_why_not_a_faste
         with pytest.raises(HegmError, match="peer-to-peer") as refused:
             _planned(connection, program.pid)
         assert "NCCL_P2P_DISABLE" in refused.value.hint
-        assert "export" not in seen(program)
+        assert "export" not in copy_orders(program)
 
 
 def _planned(connection: Connection, pid: int) -> protocol.Plan:
@@ -182,7 +182,7 @@ def test_storages_are_made_in_rounds_where_there_is_not_room_for_them_and_their_
             assert (plan.workers[0].carrier, plan.workers[0].overlap_bytes > 0) == ("peer", True)
             moved = migrate(connection, watched.pid, "gpu1")
             assert (moved.phase, moved.failure) == ("done", None)
-        assert seen(program) == ["export", "free", "make", "filled", "make", "filled", "release"]
+        assert copy_orders(program) == ["export", "free", "make", "filled", "make", "filled", "release"]
         watched.is_whole()
 
 

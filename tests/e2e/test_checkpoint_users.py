@@ -50,7 +50,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> list[
     return losses_alone(tmp_path_factory.mktemp("alone") / "job")
 
 
-def said(job: ImageJob, uid: int, *words: str) -> tuple[int, dict[str, Any]]:
+def reply_of(job: ImageJob, uid: int, *words: str) -> tuple[int, dict[str, Any]]:
     """The status and the last words of hegmctl, asked by that user."""
     ran = subprocess.run(
         [*as_user(uid), sys.executable, "-m", "hegmctl", "--json", *words],
@@ -75,19 +75,19 @@ def test_nobody_but_root_takes_or_restores_what_is_not_theirs(daemon: RunningDae
     image, theirs = folder / "image", folder / "theirs"
     with ImageJob(folder / "job", daemon.socket_path) as job:
         job.await_steps(20)
-        refused = said(job, BOB, "checkpoint", str(job.pid), str(folder / "mine"))[1]
+        refused = reply_of(job, BOB, "checkpoint", str(job.pid), str(folder / "mine"))[1]
         assert refused["error"]["code"] == "denied"
         job.operation("checkpoint", str(job.pid), str(image))
         job.process.wait(ENDS_WITHIN_S)
-        refused = said(job, BOB, "restore", str(image))[1]
+        refused = reply_of(job, BOB, "restore", str(image))[1]
         assert refused["error"]["code"] in {"denied", "not-found", "refused"}, refused
         shutil.copytree(image, theirs)
         handed_to(BOB, theirs)
-        refused = said(job, BOB, "restore", str(theirs))[1]
+        refused = reply_of(job, BOB, "restore", str(theirs))[1]
         assert "belongs to uid 0" in refused["error"]["message"], refused
         manifest = theirs / "manifest.json"
         manifest.write_bytes(manifest.read_bytes().replace(b'"uid": 0', b'"uid": %d' % BOB))
-        refused = said(job, BOB, "restore", str(theirs))[1]
+        refused = reply_of(job, BOB, "restore", str(theirs))[1]
         assert refused["error"]["code"] in {"denied", "unavailable"}, refused
         assert job.pid not in population_of([job.pid]).start_ticks
         job.operation("restore", str(image))
@@ -107,7 +107,7 @@ def test_a_users_job_goes_into_an_image_and_back_with_its_own_rights_and_every_l
         images = folder / "images"
         images.mkdir(mode=0o700)
         os.chown(images, asker, asker)
-        status, done = said(job, asker, "checkpoint", str(job.pid), str(images / "one"))
+        status, done = reply_of(job, asker, "checkpoint", str(job.pid), str(images / "one"))
         assert status == 0, done.get("operation", done).get("failure", done)
         assert job.process.wait(ENDS_WITHIN_S) == -9
         assert {os.stat(each).st_uid for each in (images / "one").rglob("*")} == {asker}
@@ -116,11 +116,11 @@ def test_a_users_job_goes_into_an_image_and_back_with_its_own_rights_and_every_l
         (folder / "secret").write_text("x" * 4711)
         (folder / "secret").chmod(0o600)
         losses.symlink_to(folder / "secret")
-        refused = said(job, asker, "restore", "--dry-run", str(images / "one"))[1]["error"]
+        refused = reply_of(job, asker, "restore", "--dry-run", str(images / "one"))[1]["error"]
         assert "a link now leads to another file" in refused["message"]  # and not how large root's file is
         assert "4711" not in refused["message"]
         were.rename(losses)
-        status, done = said(job, asker, "restore", str(images / "one"))
+        status, done = reply_of(job, asker, "restore", str(images / "one"))
         assert status == 0, done.get("operation", done).get("failure", done)
         assert job.output() == expected
         assert not list((folder / "state" / "images").iterdir())

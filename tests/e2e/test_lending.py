@@ -31,7 +31,7 @@ class LendingJob(BareJob):
         self._answers = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # as a reader too, since an open would wait for one
         super().__init__([*SCRIPT, str(path)], daemon)
 
-    def said(self, word: str) -> str:
+    def value_of(self, word: str) -> str:
         """Read on until a line begins with that word; the rest of it."""
         while True:
             for line in self.lines:
@@ -83,17 +83,17 @@ def job(tmp_path: Path) -> Iterator[LendingJob]:
 
 
 def test_memory_is_free_in_a_block_and_back_after_it_also_if_the_block_raised(job: LendingJob) -> None:
-    assert job.said("first") == "0", job.errors()
+    assert job.value_of("first") == "0", job.errors()
     assert job.phases() == [("suspend", "suspended")]
     job.answer_block()
-    assert job.said("nested") == "0", "a block within a block changes nothing"
+    assert job.value_of("nested") == "0", "a block within a block changes nothing"
     job.answer_block()
-    assert job.said("after") == str(WEIGHT_BYTES)
-    assert job.said("second") == "0", "no batch is needed between two blocks"
+    assert job.value_of("after") == str(WEIGHT_BYTES)
+    assert job.value_of("second") == "0", "no batch is needed between two blocks"
     job.answer_block()
-    assert job.said("raised") == f"of the script {WEIGHT_BYTES}"
-    assert "only the training thread" in job.said("thread")
-    assert job.said("end") == str(WEIGHT_BYTES)
+    assert job.value_of("raised") == f"of the script {WEIGHT_BYTES}"
+    assert "only the training thread" in job.value_of("thread")
+    assert job.value_of("end") == str(WEIGHT_BYTES)
     job.wait_until_verified()
     assert job.phases() == [("resume", "done")] * 3
     job.answer_block()
@@ -103,7 +103,7 @@ def test_memory_is_free_in_a_block_and_back_after_it_also_if_the_block_raised(jo
 def test_the_job_comes_back_from_a_block_in_which_its_daemon_died_with_the_next_daemon_and_with_none(
     job: LendingJob,
 ) -> None:
-    assert job.said("first") == "0", job.errors()
+    assert job.value_of("first") == "0", job.errors()
     daemon = job.daemon
     daemon.stop(signal.SIGKILL)
     daemon.start()
@@ -111,11 +111,11 @@ def test_the_job_comes_back_from_a_block_in_which_its_daemon_died_with_the_next_
     job.wait_until_suspended()  # the next daemon takes it over
     job.answer_block()
     job.answer_block()
-    assert job.said("after") == str(WEIGHT_BYTES)
-    assert job.said("second") == "0"
+    assert job.value_of("after") == str(WEIGHT_BYTES)
+    assert job.value_of("second") == "0"
     daemon.stop(signal.SIGKILL)
     job.answer_block()
-    assert job.said("raised") == f"of the script {WEIGHT_BYTES}", "it came back by itself, and lent nothing then"
+    assert job.value_of("raised") == f"of the script {WEIGHT_BYTES}", "it came back by itself, and lent nothing then"
     job.answer_block()
     assert job.steps() == undisturbed_steps(*SCRIPT)
     assert "lends no GPU memory: no hegmd is running" in job.errors()

@@ -61,9 +61,9 @@ class EvaluationJob(MovedJob):
     def asked_to(self, gpu: str, training: int) -> tuple[str, int]:
         """Ask for a restart there while it evaluates: the operation, and who waits to go on by then."""
         self.evaluates.touch()
-        return self.asked(gpu, training)
+        return self.migrated(gpu, training)
 
-    def asked(self, gpu: str, training: int) -> tuple[str, int]:
+    def migrated(self, gpu: str, training: int) -> tuple[str, int]:
         """The same while it trains."""
         words = ("migrate", str(training), "--via", "restart", "--to", gpu, "--no-wait")
         op_id = str(self.operation(*words)["id"])
@@ -139,7 +139,7 @@ def test_it_goes_with_a_cancel_waits_for_its_turn_can_be_done_without_and_is_tra
         assert job.starts() == [[str(first), "gpu0"], [str(second), "gpu1"], [str(third), "gpu0"]]
         assert third != killed
         os.mkfifo(job.gate)
-        last, fourth = job.asked("gpu1", third)
+        last, fourth = job.migrated("gpu1", third)
         job.read_steps(20)  # it stood for as long as the next Python imported PyTorch
         while (described := job.story(last)).phase == "reserving":
             job._read_on(PACE_MS)
@@ -148,7 +148,7 @@ def test_it_goes_with_a_cancel_waits_for_its_turn_can_be_done_without_and_is_tra
         job.gate.write_bytes(b"\n")
         assert job.phase_at_end(last) == "done"
         assert next(iter(job.places(1))) == fourth
-        ended, _waiting = job.asked("gpu0", fourth)
+        ended, _waiting = job.migrated("gpu0", fourth)
         (tmp_path / "over").touch()
         assert job.phase_at_end(ended) == "done"  # it had failed: there was nobody any more to be moved
         assert job.story(ended).note == f"process {fourth} finished its training before it was moved"

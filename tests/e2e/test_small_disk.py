@@ -104,19 +104,19 @@ class Training(Job):
     def __init__(self, daemon: RunningDaemon) -> None:
         self.script = daemon.folder / "training.py"
         self.script.write_text(SCRIPT)
-        self.told = daemon.folder / "stop"
-        super().__init__(daemon, [str(self.script), str(self.told), "1000000"])
+        self.stop_file = daemon.folder / "stop"
+        super().__init__(daemon, [str(self.script), str(self.stop_file), "1000000"])
 
     @property
     def pid(self) -> str:
         return str(self.process.pid)
 
     def ended(self) -> None:
-        self.told.touch()
+        self.stop_file.touch()
         printed = self.output()
-        self.told.unlink()
+        self.stop_file.unlink()
         epochs = len(printed.splitlines())
-        assert printed == undisturbed([str(self.script), str(self.told), str(epochs)])
+        assert printed == undisturbed([str(self.script), str(self.stop_file), str(epochs)])
 
 
 @pytest.fixture

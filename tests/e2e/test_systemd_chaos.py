@@ -9,7 +9,15 @@ import pytest
 from tests.chaos.cells import DAEMON, MIGRATE, RESUME, SUSPEND, Cell
 from tests.chaos.halts import BEGUN, RECORDED, UNRECORDED, Halts, Trap
 from tests.chaos.jobs import undisturbed
-from tests.e2e.systemd_jobs import PATIENCE_S, JobInMachine, asked, halted_service, settled, trains_at, what_trains
+from tests.e2e.systemd_jobs import (
+    PATIENCE_S,
+    JobInMachine,
+    halted_service,
+    hegmctl_reply,
+    settled,
+    trains_at,
+    what_trains,
+)
 from tests.e2e.systemd_node import SystemdNode
 from tests.e2e.systemd_service import SERVICE
 
@@ -37,7 +45,7 @@ def killed(node: SystemdNode, halts: Halts, cell: Cell) -> str:
     pid, gpu = trains_at(node)
     other = "gpu1" if gpu == "gpu0" else "gpu0"
     if cell.command == RESUME:
-        assert asked(node, "suspend", str(pid))["operation"]["phase"] == "suspended"
+        assert hegmctl_reply(node, "suspend", str(pid))["operation"]["phase"] == "suspended"
     where = [] if cell.command == SUSPEND else ["--to", other]
     halts.set(Trap(pid, cell.state, cell.moment))
     with node.start("hegmctl", "--json", cell.command, str(pid), *where):
@@ -49,7 +57,7 @@ def killed(node: SystemdNode, halts: Halts, cell: Cell) -> str:
             halts.forget()
     phase = settled(node, op)
     if phase == "suspended":
-        while asked(node, "resume", str(pid)).get("operation", {}).get("phase") != "done":
+        while hegmctl_reply(node, "resume", str(pid)).get("operation", {}).get("phase") != "done":
             assert settled(node, op) in {"suspended", "done"}
     return phase
 
@@ -64,7 +72,7 @@ def test_systemd_starts_a_killed_service_again_and_it_finishes_what_was_under_wa
         with JobInMachine(node, python, script, 31) as job:
             for cell in cells:
                 phase = killed(node, halts, cell)
-                assert phase in cell.ends, (cell, asked(node, "op", "--story", "1"))
+                assert phase in cell.ends, (cell, hegmctl_reply(node, "op", "--story", "1"))
             trains_at(node)
             lines = job.end()
         assert int(node.show(SERVICE, "NRestarts")) >= len(cells)

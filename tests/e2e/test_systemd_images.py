@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.real_criu import UNPACKED, criu_or_skip
-from tests.e2e.systemd_jobs import asked, trains_at
+from tests.e2e.systemd_jobs import hegmctl_reply, trains_at
 from tests.e2e.systemd_node import SystemdNode
 from tests.e2e.systemd_service import CONFIGURATION, SERVICE, drop_in
 from tests.looks import COMMAND_MS, pause
@@ -74,8 +74,8 @@ def test_what_a_job_says_that_is_a_unit_goes_on_in_the_file_that_a_restore_names
         run = ["hegmctl", "run", "--gpu", "gpu0", "--", "python3", "/root/counts.py"]
         node.run("systemd-run", "--quiet", "--unit=counts", "--collect", *run)
         pid, _ = trains_at(node)
-        assert asked(node, "checkpoint", str(pid), "/root/image").get("operation", {}).get("phase") == "done"
-        back = asked(node, "restore", "/root/image", "--stderr", "/root/said")
+        assert hegmctl_reply(node, "checkpoint", str(pid), "/root/image").get("operation", {}).get("phase") == "done"
+        back = hegmctl_reply(node, "restore", "/root/image", "--stderr", "/root/said")
         assert back.get("operation", {}).get("phase") == "done", back
         unit = node.run("ps", "-o", "unit=", "-p", str(pid)).stdout.strip()
         assert unit.startswith(f"hegm-job-{pid}-")

@@ -10,7 +10,15 @@ import pytest
 from hegmd.migration.journal import records
 from tests.chaos.halts import UNRECORDED, Halts, Trap
 from tests.chaos.jobs import undisturbed
-from tests.e2e.systemd_jobs import PATIENCE_S, JobInMachine, asked, halted_service, settled, trains_at, what_trains
+from tests.e2e.systemd_jobs import (
+    PATIENCE_S,
+    JobInMachine,
+    halted_service,
+    hegmctl_reply,
+    settled,
+    trains_at,
+    what_trains,
+)
 from tests.e2e.systemd_node import SystemdNode
 from tests.e2e.systemd_service import SERVICE, install, main_pid
 
@@ -48,7 +56,7 @@ def test_a_newer_daemon_finishes_what_the_older_one_began(
     python, script = what_trains(node)
     with halted_service(node, tmp_path) as halts, JobInMachine(node, python, script, 41) as suspended:
         waits, _ = trains_at(node)
-        assert asked(node, "suspend", str(waits))["operation"]["phase"] == "suspended"
+        assert hegmctl_reply(node, "suspend", str(waits))["operation"]["phase"] == "suspended"
         pieces = named_pieces(node)
         with JobInMachine(node, python, script, 42) as migrated:
             moves, _ = trains_at(node, beside=waits)
@@ -60,9 +68,9 @@ def test_a_newer_daemon_finishes_what_the_older_one_began(
             assert main_pid(node) not in (0, older)
             assert node.run("hegmctl", "version", "--json").stdout.count(newer) == 2  # of client and daemon
             assert settled(node, op) in {"done", "rolled-back"}
-            assert "recovered" in [line["event"] for line in asked(node, "op", op, "--story")["story"]]
+            assert "recovered" in [line["event"] for line in hegmctl_reply(node, "op", op, "--story")["story"]]
             assert named_pieces(node) == pieces, "what was suspended lies where it lay"
-            assert asked(node, "resume", str(waits), "--to", "gpu1")["operation"]["phase"] == "done"
+            assert hegmctl_reply(node, "resume", str(waits), "--to", "gpu1")["operation"]["phase"] == "done"
             trains_at(node, beside=waits)
             printed = {42: migrated.end(), 41: suspended.end()}
     for seed, lines in printed.items():

@@ -69,7 +69,7 @@ def main() -> int:
     results: list[dict[str, Any]] = []
     about = {
         "command": " ".join(["python3 -m tests.gpu.block_run", *sys.argv[1:]]),
-        "revision": _said("git", "rev-parse", "--short", "HEAD"),
+        "revision": _output("git", "rev-parse", "--short", "HEAD"),
         "date": datetime.now(timezone.utc).date().isoformat(),
         "conditions": f"{platform.machine()}, {os.cpu_count()} processor cores, {arguments.note}".rstrip(", "),
     }
@@ -142,7 +142,7 @@ def _run(arguments: argparse.Namespace, ranks: int, case: Case, steps: int, faul
     return done.stdout.splitlines(), done.stderr, done.returncode
 
 
-def _said(*words: str) -> str:
+def _output(*words: str) -> str:
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
 

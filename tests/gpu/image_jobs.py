@@ -81,12 +81,12 @@ class Training:
 
         def there() -> bool:
             if len(self.lines) < count and not self.alive() and len(self.lines) < count:
-                raise WentWrongError(f"process {self.pid} ended after {len(self.lines)} lines: {self.said()}")
+                raise WentWrongError(f"process {self.pid} ended after {len(self.lines)} lines: {self.output()}")
             return len(self.lines) >= count
 
         until(there, f"{count} lines of process {self.pid}", within_s)
 
-    def said(self) -> str:
+    def output(self) -> str:
         return (self.folder / "said").read_text()[-1500:]
 
     def end(self) -> None:
@@ -130,7 +130,7 @@ class Job(Training):
 
         def goes_on() -> bool:
             if not self.alive():
-                raise WentWrongError(f"process {self.pid} has ended: {self.said()}")
+                raise WentWrongError(f"process {self.pid} has ended: {self.output()}")
             return sum(line.startswith("digest") for line in self.lines[before:]) >= 1
 
         until(goes_on, f"a step and a digest of process {self.pid}", READY_WITHIN_S)

@@ -161,13 +161,13 @@ class Run:
         self.record.note(case.name, wrong, time.monotonic() - began)
         if wrong:
             node = self.rounds.node
-            print(f"{self._told()}\n{node.log_tail(40)}", flush=True)
+            print(f"{self._operations()}\n{node.log_tail(40)}", flush=True)
             self.jobs.end(case.kind, case.use)
             if node.daemon.poll() is not None:
                 self.jobs.end_all()
                 node.renew()
 
-    def _told(self) -> str:
+    def _operations(self) -> str:
         """What the daemon says of its operations."""
         with contextlib.suppress(WentWrongError):
             operations = self.rounds.node.hegmctl("ops")["operations"]

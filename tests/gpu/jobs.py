@@ -38,14 +38,14 @@ class VramJob:
 
     def held_at(self) -> float:
         """Wait until it has its memory; when that was, by the monotonic clock."""
-        return self._said("held")
+        return self._value("held")
 
     def free(self) -> float:
         """Have it give its memory back; when it had done so."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
-        return self._said("freed")
+        return self._value("freed")
 
     def end(self) -> None:
         """End it and wait for its end; twice is fine."""
@@ -53,7 +53,7 @@ class VramJob:
             self._process.kill()
             self._process.communicate()
 
-    def _said(self, word: str) -> float:
+    def _value(self, word: str) -> float:
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], WITHIN_S)
         line = self._process.stdout.readline() if ready else ""

@@ -65,19 +65,19 @@ class Trial:
         if carrier is not None:
             reply = self.node.ask(Migrate(pids=(job.pid,), to=place, carrier=carrier))
             return self._ended(reply, "done")
-        return self._told(self.node.hegmctl("migrate", str(job.pid), "--to", place), "done")
+        return self._operation(self.node.hegmctl("migrate", str(job.pid), "--to", place), "done")
 
     def suspend(self, job: Job, carrier: str | None = None, *, keep_context: bool = False) -> protocol.Operation:
         if carrier is not None:
             request = Suspend(pids=(job.pid,), carrier=carrier, keep_context=keep_context)
             return self._ended(self.node.ask(request), "suspended")
         if keep_context:
-            return self._told(self.node.hegmctl("suspend", "--keep-context", str(job.pid)), "suspended")
-        return self._told(self.node.hegmctl("suspend", str(job.pid)), "suspended")
+            return self._operation(self.node.hegmctl("suspend", "--keep-context", str(job.pid)), "suspended")
+        return self._operation(self.node.hegmctl("suspend", str(job.pid)), "suspended")
 
     def resume(self, job: Job, to: int | None = None) -> protocol.Operation:
         words = [] if to is None else ["--to", f"gpu{to}"]
-        return self._told(self.node.hegmctl("resume", str(job.pid), *words), "done")
+        return self._operation(self.node.hegmctl("resume", str(job.pid), *words), "done")
 
     def begin(self, request: Request) -> str:
         """Have it done without waiting for that; the operation."""
@@ -94,7 +94,7 @@ class Trial:
         """Of one that is suspended; its operation is the one of the suspension."""
         return self.begin(Resume(pid=job.pid, wait=False))
 
-    def _told(self, answer: dict[str, Any], phase: str) -> protocol.Operation:
+    def _operation(self, answer: dict[str, Any], phase: str) -> protocol.Operation:
         return self._ended(OperationReply.from_plain(answer, "what hegmctl said"), phase)
 
     def _ended(self, reply: OperationReply, phase: str) -> protocol.Operation:

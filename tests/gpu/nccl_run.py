@@ -125,12 +125,12 @@ class RankedJob:
 
     def lines(self, rank: int) -> list[str]:
         """The losses of a rank so far."""
-        return self._said(rank)[1:]
+        return self._lines(rank)[1:]
 
     def pids(self) -> list[int]:
-        return [int(self._said(rank)[0]) for rank in range(RANKS)]
+        return [int(self._lines(rank)[0]) for rank in range(RANKS)]
 
-    def _said(self, rank: int) -> list[str]:
+    def _lines(self, rank: int) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
             return Path(f"{self.path}.{rank}").read_text().splitlines(keepends=True)
         return []
@@ -172,7 +172,7 @@ class RankedJob:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        for pid in self.pids() if self._said(0) and self._said(RANKS - 1) else ():
+        for pid in self.pids() if self._lines(0) and self._lines(RANKS - 1) else ():
             with contextlib.suppress(ProcessLookupError):  # torchrun gives each rank a session of its own
                 os.kill(pid, signal.SIGKILL)
         self._errors.close()
@@ -252,8 +252,8 @@ class AgentsAlone:
         found: dict[int, AgentConnected] = {}
         while len(found) < RANKS:
             agent = daemon.attended()
-            if agent.said is not None and agent.said.rank is not None:
-                found[agent.said.rank] = agent
+            if agent.attended is not None and agent.attended.rank is not None:
+                found[agent.attended.rank] = agent
         return [found[rank] for rank in range(RANKS)]
 
     def _once(self, step: str, agents: list[AgentConnected], job: RankedJob, driver: Driver | None) -> None:

@@ -26,14 +26,14 @@ def run(*arguments: str) -> str:
     return subprocess.run([PROGRAM, *arguments], capture_output=True, text=True, check=True, timeout=HANG_S).stdout
 
 
-def told(text: str) -> str | None:
+def known(text: str) -> str | None:
     return None if not text.strip() or _NOT_KNOWN.match(text.strip()) else text.strip()
 
 
 def query(kind: str, fields: list[str]) -> list[dict[str, str | None]]:
     """One row for each thing of that kind: gpu, compute-apps, remapped-rows."""
     output = run(f"--query-{kind}={','.join(fields)}", "--format=csv,noheader,nounits")
-    rows = [[told(cell) for cell in line.split(",")] for line in output.splitlines() if line.strip()]
+    rows = [[known(cell) for cell in line.split(",")] for line in output.splitlines() if line.strip()]
     return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
 
 
@@ -68,5 +68,5 @@ def topology() -> tuple[dict[tuple[int, int], str], dict[int, str | None]]:
             if (column := re.fullmatch(r"GPU(\d+)", name)) and column[1] != row[1]:
                 pairs[int(row[1]), int(column[1])] = cell
             elif name == "NUMA Affinity":
-                affinity[int(row[1])] = told(cell)
+                affinity[int(row[1])] = known(cell)
     return pairs, affinity

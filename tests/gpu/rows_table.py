@@ -193,12 +193,12 @@ def text_of(record: dict[str, Any]) -> str:
 def machine_name() -> str:
     """The GPUs and the node, in words."""
     words = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    gpus = _said(words).splitlines() or ["no GPU"]
+    gpus = _output(words).splitlines() or ["no GPU"]
     node = f"kernel {platform.release()}, Python {platform.python_version()}"
     return f"{len(gpus)} x {gpus[0]}, {platform.machine()}, {node}"
 
 
-def _said(words: list[str]) -> str:
+def _output(words: list[str]) -> str:
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=HANG_S, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -216,7 +216,7 @@ def show_rows(folder: Path, command: str) -> None:
     if not any(row.now for row in rows):
         print("\nnothing was measured, so no record is written")
         return
-    revision = _said(["git", "-C", str(RECORD.parent), "rev-parse", "--short", "HEAD"]) or "unknown"
+    revision = _output(["git", "-C", str(RECORD.parent), "rev-parse", "--short", "HEAD"]) or "unknown"
     path.write_text(text_of(record_of(rows, machine_name(), command, revision)))
     print(f"\n{path} is written; run: make docs")
 

@@ -14,12 +14,12 @@ BEGAN = 1_700_000_000.0
 PID = 4711
 
 
-def said(at_ms: int, what: str) -> str:
+def log_line(at_ms: int, what: str) -> str:
     at = datetime.fromtimestamp(BEGAN, timezone.utc).replace(microsecond=at_ms * 1000)
     return f"{at.isoformat(timespec='milliseconds')} debug hegmd.x: {what}"
 
 
-def told(*phases: tuple[int, str]) -> StoryReply:
+def story_reply(*phases: tuple[int, str]) -> StoryReply:
     lines = tuple(StoryLine(utc=BEGAN + at_ms / 1e3, event="", phase=phase) for at_ms, phase in phases)
     operation = Operation(id="7", kind="migrate", phase="done", processes=(), created_utc=BEGAN, size_bytes=0)
     return StoryReply(operation=operation, story=lines)
@@ -27,21 +27,21 @@ def told(*phases: tuple[int, str]) -> StoryReply:
 
 STORY = ((-50, "quiescing"), (2, "offloading"), (100, "checkpointing"), (400, "done"))
 LOG = [
-    said(1, f"process {PID}: park took 51.0 ms"),
-    said(3, "operation 7: offloading after parked is on disk, in 1.0 ms"),
-    said(90, f"process {PID}: free took 30.0 ms"),
-    said(90, f"process {PID}: free.give-back took 20.0 ms"),
-    said(95, "operation 7: offload took 90.0 ms"),
-    said(95, "process 12: survey took 5000.0 ms"),
-    said(399, "operation 7: checkpoint took 298.0 ms"),
-    said(390, "helper: checkpoint took 280.0 ms"),
-    said(398, "node: look took 2.0 ms"),
-    said(397, "helper: hold took 6.0 ms"),
+    log_line(1, f"process {PID}: park took 51.0 ms"),
+    log_line(3, "operation 7: offloading after parked is on disk, in 1.0 ms"),
+    log_line(90, f"process {PID}: free took 30.0 ms"),
+    log_line(90, f"process {PID}: free.give-back took 20.0 ms"),
+    log_line(95, "operation 7: offload took 90.0 ms"),
+    log_line(95, "process 12: survey took 5000.0 ms"),
+    log_line(399, "operation 7: checkpoint took 298.0 ms"),
+    log_line(390, "helper: checkpoint took 280.0 ms"),
+    log_line(398, "node: look took 2.0 ms"),
+    log_line(397, "helper: hold took 6.0 ms"),
 ]
 
 
 def parts_ms() -> dict[str, int]:
-    parts = parts_of(told(*STORY), LOG, PID, BEGAN, BEGAN + 0.41)
+    parts = parts_of(story_reply(*STORY), LOG, PID, BEGAN, BEGAN + 0.41)
     return {name: round(took_s * 1e3) for name, took_s in parts.items()}
 
 
@@ -64,15 +64,15 @@ def test_the_innermost_that_was_under_way_has_the_moment() -> None:
 
 
 def test_all_parts_add_up_to_the_downtime() -> None:
-    parts = parts_of(told(*STORY), LOG, PID, BEGAN, BEGAN + 0.41)
+    parts = parts_of(story_reply(*STORY), LOG, PID, BEGAN, BEGAN + 0.41)
     assert sum(took_s for name, took_s in parts.items() if not is_within_order(name)) == pytest.approx(0.41, abs=1e-6)
 
 
 def test_small_parts_are_counted_together() -> None:
-    log = [said(10, "helper: state took 0.3 ms")]
-    parts = parts_of(told((-5, "offloading"), (20, "done")), log, PID, BEGAN, BEGAN + 0.02)
+    log = [log_line(10, "helper: state took 0.3 ms")]
+    parts = parts_of(story_reply((-5, "offloading"), (20, "done")), log, PID, BEGAN, BEGAN + 0.02)
     assert {name: round(took_s * 1e3, 1) for name, took_s in parts.items()} == {"phase offloading": 19.7, SMALL: 0.3}
 
 
 def test_what_is_not_of_that_time_is_not_counted() -> None:
-    assert parts_of(told(*STORY), LOG, PID, BEGAN + 0.5, BEGAN + 0.51) == {AROUND: pytest.approx(0.01)}
+    assert parts_of(story_reply(*STORY), LOG, PID, BEGAN + 0.5, BEGAN + 0.51) == {AROUND: pytest.approx(0.01)}

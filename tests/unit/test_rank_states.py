@@ -69,7 +69,7 @@ class Rank:
             [sys.executable, "-c", ASKS], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def said(self, states: RankStates | None) -> str:
+    def result(self, states: RankStates | None) -> str:
         """What it has come to, served from these; it stays."""
         assert self._process.stdout is not None
         while not select.select([self._process.stdout], [], [], POLL_S)[0]:
@@ -108,9 +108,9 @@ def _is_free(path: Path) -> bool:
 def test_each_rank_has_its_own_state_and_may_continue_from_it(states: RankStates, tmp_path: Path) -> None:
     """The right lasts for as long as any of them, also when the supervisor that had it is gone."""
     with Rank(states.address, "1") as one:
-        assert one.said(states) == "True False {'rank': 1} -"
+        assert one.result(states) == "True False {'rank': 1} -"
         with Rank(states.address, "0") as other:
-            assert other.said(states) == "True False {'rank': 0} -"
+            assert other.result(states) == "True False {'rank': 0} -"
         states.close()
         assert not _is_free(tmp_path / "lock")
     assert _is_free(tmp_path / "lock")
@@ -119,26 +119,26 @@ def test_each_rank_has_its_own_state_and_may_continue_from_it(states: RankStates
 def test_the_launcher_itself_takes_none(states: RankStates) -> None:
     """It may import PyTorch, and is not to go on from a state that is another's; nor is it to make a step."""
     with Rank(states.address, None) as launcher:
-        assert launcher.said(states) == f"False True None {states.address}"
+        assert launcher.result(states) == f"False True None {states.address}"
 
 
 def test_a_world_of_another_size_is_refused(states: RankStates) -> None:
     with Rank(states.address, "0", world="3") as rank:
-        assert rank.said(states) == "refused: it is of 2 ranks, and the job has 3 now"
+        assert rank.result(states) == "refused: it is of 2 ranks, and the job has 3 now"
 
 
 def test_a_rank_whose_supervisor_has_gone_does_not_begin_anew(states: RankStates) -> None:
     address = states.address
     states.close()
     with Rank(address, "1") as rank:
-        assert "rank 1 cannot reach the hegmctl run of its job" in rank.said(None)
+        assert "rank 1 cannot reach the hegmctl run of its job" in rank.result(None)
 
 
 def test_ranks_that_a_launcher_starts_again_after_all_is_over_begin_as_they_would(states: RankStates) -> None:
     """A failed rank is torchrun's to start again; it was ended each time, for want of a state that nobody held."""
     states.end()
     with Rank(states.address, "1") as rank:
-        assert rank.said(states) == "False False None -"
+        assert rank.result(states) == "False False None -"
 
 
 @pytest.mark.thorough
@@ -148,9 +148,9 @@ def test_a_launcher_that_started_its_ranks_again_hours_later_had_them_go_on_from
     """No daemon had been there since to say that the operation was over."""
     with Rank(states.address, "0") as one, Rank(states.address, "1") as other:
         for rank in (one, other):
-            assert rank.said(states).startswith("True")
+            assert rank.result(states).startswith("True")
             assert not states.are_past
             rank.train_on()
         assert states.are_past
     with Rank(states.address, "1") as again:
-        assert again.said(states) == "False False None -"
+        assert again.result(states) == "False False None -"

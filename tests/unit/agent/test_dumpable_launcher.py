@@ -74,7 +74,7 @@ def framework(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def said(framework: Path, program: str = LAUNCHER, /, **environ: str) -> list[object]:
+def printed(framework: Path, program: str = LAUNCHER, /, **environ: str) -> list[object]:
     plain = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{INJECT}:{framework}", **environ}
     ran = subprocess.run([sys.executable, "-c", program], env=plain, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -84,12 +84,17 @@ def said(framework: Path, program: str = LAUNCHER, /, **environ: str) -> list[ob
 
 def test_a_launcher_had_io_uring_whatever_was_chosen(framework: Path) -> None:
     """torchrun's stores take no notice of the variable; CRIU refused every job of its."""
-    assert said(framework, USE_LIBUV="0") == [["h", 1, True, False], ["h", 1, False, True], ["h", 1, False, True], True]
+    assert printed(framework, USE_LIBUV="0") == [
+        ["h", 1, True, False],
+        ["h", 1, False, True],
+        ["h", 1, False, True],
+        True,
+    ]
 
 
 @pytest.mark.parametrize("environ", [{}, {"USE_LIBUV": "1"}])
 def test_who_has_chosen_libuv_or_nothing_has_it(framework: Path, environ: dict[str, str]) -> None:
-    assert said(framework, **environ)[0] == ["h", 1, True, True]
+    assert printed(framework, **environ)[0] == ["h", 1, True, True]
 
 
 def test_a_pytorch_without_libuv_is_left_alone(framework: Path) -> None:
@@ -106,4 +111,4 @@ def test_a_launcher_asks_for_its_gpus_in_child_processes_and_opens_no_device(fra
     """CRIU cannot dump a launcher that has the driver's devices open. What a child cannot tell, it asks itself."""
     properties = {"pci_bus_id": 27, "name": "a GPU"}
     failed = ["get_device_properties"]
-    assert said(framework, COUNTING) == [3, properties, [], failed, 3, [*failed, "device_count"]]
+    assert printed(framework, COUNTING) == [3, properties, [], failed, 3, [*failed, "device_count"]]

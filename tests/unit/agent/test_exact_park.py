@@ -55,7 +55,7 @@ class _Rank:
     def park(self, number: int, at: int) -> None:
         self.orders.obey(Order(order=number, do="park", at=at, exact=True, limit_s=PATIENCE_S), None)
 
-    def said(self) -> list[tuple[int, str, int | None]]:
+    def results(self) -> list[tuple[int, str, int | None]]:
         return [(report.order, report.result, report.boundary) for report in self.reports]
 
     def end(self) -> None:
@@ -77,7 +77,7 @@ def test_the_boundaries_are_counted_without_the_training_thread(rank: _Rank) -> 
     rank.let_pass(2)
     rank.wait_until_passed(2)
     rank.orders.obey(Order(order=7, do="count"), None)
-    assert rank.said() == [(7, "done", 2)]
+    assert rank.results() == [(7, "done", 2)]
     assert not rank.gate.requested
 
 
@@ -85,7 +85,7 @@ def test_an_order_too_late_for_its_boundary_parks_no_rank(rank: _Rank) -> None:
     rank.let_pass(3)
     rank.wait_until_passed(3)
     rank.park(1, at=3)
-    assert rank.said() == [(1, "failed", 3)]
+    assert rank.results() == [(1, "failed", 3)]
     rank.let_pass()
     rank.wait_until_passed()
 
@@ -94,7 +94,7 @@ def test_an_order_in_time_stops_at_just_that_boundary(rank: _Rank) -> None:
     rank.park(1, at=3)
     rank.let_pass(3)
     assert rank.wait_until_parked() == 3
-    assert rank.said() == []
+    assert rank.results() == []
 
 
 def test_one_that_stands_goes_on_to_a_later_boundary(rank: _Rank) -> None:
@@ -104,7 +104,7 @@ def test_one_that_stands_goes_on_to_a_later_boundary(rank: _Rank) -> None:
     rank.park(2, at=3)
     rank.let_pass(2)
     assert rank.wait_until_parked() == 3
-    assert rank.said() == [(1, "failed", 1)]
+    assert rank.results() == [(1, "failed", 1)]
 
 
 @pytest.mark.parametrize("question", ["survey", "weigh"])
@@ -114,7 +114,7 @@ def test_a_process_that_was_stopped_refused_to_park_because_it_had_yet_to_answer
     rank.park(2, at=1)
     rank.let_pass()
     assert rank.wait_until_parked() == 1
-    assert rank.said() == [(1, "failed", 0)]
+    assert rank.results() == [(1, "failed", 0)]
 
 
 def test_a_later_boundary_takes_the_place_of_one_that_is_waited_for(rank: _Rank) -> None:
@@ -122,6 +122,6 @@ def test_a_later_boundary_takes_the_place_of_one_that_is_waited_for(rank: _Rank)
     rank.wait_until_passed()
     rank.park(1, at=2)
     rank.park(2, at=4)
-    assert rank.said() == [(1, "failed", 1)]
+    assert rank.results() == [(1, "failed", 1)]
     rank.let_pass(3)
     assert rank.wait_until_parked() == 4

@@ -214,17 +214,17 @@ class _ScriptThread:
 
     def __init__(self) -> None:
         self.gate = Gate()
-        self.told = threading.Semaphore(0)
+        self.notified = threading.Semaphore(0)
         self.go_on = threading.Event()
         self.raised: list[BaseException] = []
         self.gate.on_change = self._tell
         self.gate.ask(ParkRequest(PARK))
         self.thread = threading.Thread(target=self._pass)
         self.thread.start()
-        assert self.told.acquire(timeout=PATIENCE_S)
+        assert self.notified.acquire(timeout=PATIENCE_S)
 
     def _tell(self) -> None:
-        self.told.release()
+        self.notified.release()
         assert self.go_on.wait(PATIENCE_S)
 
     def _pass(self) -> None:
@@ -265,7 +265,7 @@ def test_a_thread_that_something_was_raised_in_left_and_was_still_counted_as_par
     assert ident is not None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(TimeoutError))
     script.go_on.set()
-    assert script.told.acquire(timeout=PATIENCE_S), "it has left"
+    assert script.notified.acquire(timeout=PATIENCE_S), "it has left"
     script.come_to_a_stand()
     script.let_go()
     assert [type(error) for error in script.raised] == [TimeoutError]

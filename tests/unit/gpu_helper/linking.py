@@ -26,7 +26,7 @@ async def linked(*how: str, start_within_s: float = SOON_S, idle_after_s: float 
         tasks.cancel_scope.cancel()
 
 
-async def ask(link: Link, op: str, /, *, told: Told | None = None, **args: object) -> dict[str, Any]:
+async def ask(link: Link, op: str, /, *, told: ProgressLog | None = None, **args: object) -> dict[str, Any]:
     answer = await link.call(op, args, deadline_s=SOON_S, on_progress=told)
     answer.fds.close()
     return answer.values
@@ -37,7 +37,7 @@ def has_ended(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
-class Told:
+class ProgressLog:
     """What a request told of itself, to be waited for."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hegmd.errors import HegmError, Refused
 from hegmd.gpu_helper.link import DriverFailed, HelperLost, child_environment
 from hegmd.gpu_helper.wire import MAX_FDS
-from tests.unit.gpu_helper.linking import SOON_S, Told, ask, has_ended, linked
+from tests.unit.gpu_helper.linking import SOON_S, ProgressLog, ask, has_ended, linked
 
 # -- as it should be -----------------------------------------------------------------------------------------------
 
@@ -19,7 +19,7 @@ from tests.unit.gpu_helper.linking import SOON_S, Told, ask, has_ended, linked
 async def test_it_starts_when_it_is_called_and_serves_everybody_at_once() -> None:
     async with linked("well") as link:
         assert link.pid is None
-        progress = Told()
+        progress = ProgressLog()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: ask(link, "wait", told=progress))
             await progress.first.wait()
@@ -76,7 +76,7 @@ async def test_a_large_request_and_a_large_answer_come_whole() -> None:
 
 async def test_progress_comes_in_order_and_before_the_answer() -> None:
     async with linked("well") as link:
-        progress = Told()
+        progress = ProgressLog()
         await link.call("count", {"to": 100}, deadline_s=SOON_S, on_progress=progress)
         assert progress.events == [{"at": number} for number in range(100)]
 
@@ -146,7 +146,7 @@ async def test_a_helper_with_nothing_to_do_ends_and_one_that_holds_something_sta
 @pytest.mark.thorough
 async def test_a_long_call_is_not_taken_for_nothing_to_do() -> None:
     async with linked("well", idle_after_s=0.1) as link:
-        progress = Told()
+        progress = ProgressLog()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: ask(link, "wait", told=progress))
             await progress.first.wait()
@@ -157,7 +157,7 @@ async def test_a_long_call_is_not_taken_for_nothing_to_do() -> None:
 
 async def test_killing_it_on_purpose_tells_those_in_flight() -> None:
     async with linked("well") as link:
-        progress = Told()
+        progress = ProgressLog()
         async with anyio.create_task_group() as tasks:
 
             async def other() -> None:

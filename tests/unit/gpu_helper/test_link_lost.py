@@ -22,7 +22,7 @@ import pytest
 from hegmd.errors import PeerError
 from hegmd.gpu_helper.link import DriverFailed, HelperLost, Link, Stuck
 from hegmd.gpu_helper.wire import Channel, packed
-from tests.unit.gpu_helper.linking import SOON_S, TRICKS, Told, ask, has_ended, linked
+from tests.unit.gpu_helper.linking import SOON_S, TRICKS, ProgressLog, ask, has_ended, linked
 
 # -- over its time -------------------------------------------------------------------------------------------------
 
@@ -31,7 +31,7 @@ from tests.unit.gpu_helper.linking import SOON_S, TRICKS, Told, ask, has_ended, 
 async def test_a_call_over_its_deadline_takes_the_helper_along_and_the_next_call_has_a_new_one() -> None:
     async with linked("well") as link:
         lost: list[HelperLost] = []
-        progress = Told()
+        progress = ProgressLog()
 
         async def wait() -> None:
             with pytest.raises(HelperLost) as raised:
@@ -94,7 +94,7 @@ def test_a_helper_reports_its_current_calls_while_they_hang() -> None:
 
 async def test_an_abandoned_call_does_not_end_the_helper_of_other_callers() -> None:
     async with linked("well", idle_after_s=0.2) as link:
-        progress, started = Told(), await link.start()
+        progress, started = ProgressLog(), await link.start()
         before = len(os.listdir("/proc/self/fd"))
 
         async def give_up() -> Stuck:
@@ -108,7 +108,7 @@ async def test_an_abandoned_call_does_not_end_the_helper_of_other_callers() -> N
         assert link.pid == started["pid"]
         assert len(os.listdir("/proc/self/fd")) == before
         pidfd = os.pidfd_open(started["pid"])
-        progress = Told()
+        progress = ProgressLog()
         try:
             with pytest.raises(Stuck):
                 await link.call("hang", deadline_s=600, on_progress=progress, watch=give_up)
@@ -138,7 +138,7 @@ async def test_whoever_watches_a_call_is_told_when_it_is_over() -> None:
 async def test_a_call_without_a_waiting_caller_keeps_its_deadline() -> None:
     """A thread stuck in the driver would otherwise be stuck for as long as the daemon lives."""
     async with linked("well") as link:
-        progress = Told()
+        progress = ProgressLog()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: link.call("hang", deadline_s=0.5, on_progress=progress))
             await progress.first.wait()
@@ -153,7 +153,7 @@ async def test_a_call_without_a_waiting_caller_keeps_its_deadline() -> None:
 
 async def test_the_descriptors_of_an_unawaited_answer_are_closed() -> None:
     async with linked("well") as link:
-        progress = Told()
+        progress = ProgressLog()
         before = len(os.listdir("/proc/self/fd"))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: ask(link, "wait", told=progress))
@@ -183,7 +183,7 @@ async def test_the_descriptors_of_an_unawaited_answer_are_closed() -> None:
 async def test_a_helper_that_ends_or_talks_nonsense(op: str, args: Mapping[str, object], why: str) -> None:
     async with linked("well") as link:
         first = (await link.start())["pid"]
-        progress = Told()
+        progress = ProgressLog()
         async with anyio.create_task_group() as tasks:
 
             async def other() -> None:
@@ -205,7 +205,7 @@ async def test_a_helper_that_ends_or_talks_nonsense(op: str, args: Mapping[str, 
 async def test_a_helper_killed_from_outside(number: signal.Signals, why: str) -> None:
     """By SIGBUS where it maps a page of broken memory (issue 14, row 3): the message says so."""
     async with linked("well") as link:
-        progress = Told()
+        progress = ProgressLog()
         async with anyio.create_task_group() as tasks:
 
             async def other() -> None:
@@ -278,7 +278,7 @@ async def test_one_that_is_started_but_not_waited_for_goes_with_the_daemon() -> 
 
 
 async def test_callers_are_notified_when_the_daemon_stops() -> None:
-    progress = Told()
+    progress = ProgressLog()
     async with anyio.create_task_group() as outer:
 
         async def call(link: Link) -> None:

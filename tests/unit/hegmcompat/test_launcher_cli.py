@@ -18,16 +18,16 @@ class _Daemon:
     """A desk that notes what it hears and answers as it is told to."""
 
     def __init__(self, *, expects: bool = False) -> None:
-        self.heard: list[str] = []
+        self.received: list[str] = []
         self.expects = expects
         self.start: Start | None = None
 
     def turn(self, now: float, pid: int | None) -> float | None:
-        self.heard.append(f"turn {pid}")
+        self.received.append(f"turn {pid}")
         return now + 5.0
 
     def ended(self, status: int, *, sent_signal: int | None) -> bool:
-        self.heard.append(f"ended {status}")
+        self.received.append(f"ended {status}")
         return self.expects and sent_signal is None
 
     def next_start(self) -> Start | GiveUp | None:
@@ -40,13 +40,13 @@ class _Daemon:
         raise AssertionError(f"process {pid} was made ready")
 
     def started(self, pid: int, *, was_ready: bool = False) -> None:
-        self.heard.append(f"started {pid}")
+        self.received.append(f"started {pid}")
 
     def not_started(self, why: str) -> None:
-        self.heard.append(f"not started {why}")
+        self.received.append(f"not started {why}")
 
     def close(self) -> None:
-        self.heard.append("closed")
+        self.received.append("closed")
 
 
 class _TwoDesks:
@@ -77,13 +77,13 @@ def both(tmp_path: Path) -> Iterator[_TwoDesks]:
 
 def test_both_hear_of_a_start_and_the_sooner_look_counts(both: _TwoDesks) -> None:
     assert both.desks.turn(100.0, 4711) == 105.0
-    assert both.daemon.heard == ["started 4711", "turn 4711"]
+    assert both.daemon.received == ["started 4711", "turn 4711"]
 
 
 def test_a_state_in_the_file_is_held_behind_a_lock_without_a_connection(both: _TwoDesks) -> None:
     both.state.write_bytes(b"state")
     assert both.desks.ended(99, sent_signal=None)
-    assert both.daemon.heard == ["started 4711", "ended 99", "closed"]
+    assert both.daemon.received == ["started 4711", "ended 99", "closed"]
     assert both.lock.exists()
     assert both.desks.turn(100.0, None) == 101.0
     assert both.desks.next_start() is None
@@ -119,7 +119,7 @@ def test_a_worker_that_left_for_the_daemon_is_the_daemons(tmp_path: Path) -> Non
     both.daemon.start = Start(["elsewhere"], {})
     assert both.desks.next_start() is both.daemon.start
     both.desks.not_started("no such file")
-    assert both.daemon.heard[-1] == "not started no such file"
+    assert both.daemon.received[-1] == "not started no such file"
 
 
 def test_where_the_daemon_has_it_started_it_also_goes_on_from_its_file(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_state_in_the_file_counts_whatever_the_daemon_expects(tmp_path: Path) 
 def test_an_unexpected_exit_is_final(both: _TwoDesks) -> None:
     assert not both.desks.ended(3, sent_signal=None)
     both.desks.close()
-    assert both.daemon.heard == ["started 4711", "ended 3", "closed"]
+    assert both.daemon.received == ["started 4711", "ended 3", "closed"]
 
 
 def test_what_the_daemon_starts_with_has_no_state_of_the_files(both: _TwoDesks) -> None:

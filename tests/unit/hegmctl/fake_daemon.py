@@ -70,7 +70,7 @@ class FakeDaemon:
         self.path = path
         self.answers: dict[type[m.Request], Answerer] = {m.RegisterJob: registering, **answers}
         self.first_words = first_words
-        self.asked: list[m.Request] = []
+        self.requests: list[m.Request] = []
         self.callers: list[Caller] = []
         self.news = threading.Condition()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -108,12 +108,12 @@ class FakeDaemon:
         """Wait until something that was asked, or somebody who came or left, makes it true."""
         with self.news:
             if not self.news.wait_for(condition, WAIT_S):
-                raise AssertionError(f"waited in vain; asked so far: {self.asked}")
+                raise AssertionError(f"waited in vain; asked so far: {self.requests}")
 
     def wait_for(self, kind: type[m.Request], times: int = 1) -> m.Request:
         """The request of that kind, once it was made so many times."""
-        self.wait_until(lambda: sum(isinstance(request, kind) for request in self.asked) >= times)
-        return [request for request in self.asked if isinstance(request, kind)][times - 1]
+        self.wait_until(lambda: sum(isinstance(request, kind) for request in self.requests) >= times)
+        return [request for request in self.requests if isinstance(request, kind)][times - 1]
 
     def _spawn(self, target: Callable[..., None], *args: object) -> None:
         thread = threading.Thread(target=target, args=args)
@@ -174,7 +174,7 @@ class FakeDaemon:
             if answer is not None:
                 caller.reply(request.id, answer)
         with self.news:
-            self.asked.append(request.request)
+            self.requests.append(request.request)
             self.news.notify_all()
 
 

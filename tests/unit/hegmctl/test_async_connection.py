@@ -46,7 +46,7 @@ async def test_every_operation_asks_for_its_own(daemon: FakeDaemon) -> None:
     hello = daemon.wait_for(m.Hello)
     assert isinstance(hello, m.Hello)
     assert hello.name == "tester"
-    assert daemon.asked[1:] == [
+    assert daemon.requests[1:] == [
         m.Ping(),
         m.Gpus(),
         m.Processes(pids=(4711,), gpus=("gpu0",)),

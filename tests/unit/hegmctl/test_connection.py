@@ -50,7 +50,7 @@ def test_every_operation_asks_for_its_own(hegmd: Connection, daemon: FakeDaemon)
     assert hegmd.doctor(checks.append).checks == node.CHECKS
     assert tuple(checks) == node.CHECKS
     daemon.wait_for(m.Doctor)
-    assert daemon.asked[1:] == [
+    assert daemon.requests[1:] == [
         m.Ping(),
         m.Gpus(),
         m.Processes(pids=(4711,), gpus=("gpu0",)),
@@ -75,7 +75,7 @@ def test_simulation_is_refused_before_a_daemon_of_real_gpus_hears_of_it(hegmd: C
     assert "hegmd --simulate 2x8GiB --socket PATH" in raised.value.hint
     hegmd.ping()
     daemon.wait_for(m.Ping)
-    assert m.SimulateFault not in {type(request) for request in daemon.asked}
+    assert m.SimulateFault not in {type(request) for request in daemon.requests}
 
 
 def test_an_error_of_the_daemon_comes_out_as_it_is(hegmd: Connection, daemon: FakeDaemon) -> None:

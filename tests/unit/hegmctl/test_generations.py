@@ -105,7 +105,7 @@ class RecordingActions:
     def give_up(self, why: str, rank: int | None) -> None:
         self.why = why
 
-    def told(self, do: str) -> list[tuple[int, dict[str, Any]]]:
+    def sent_since(self, do: str) -> list[tuple[int, dict[str, Any]]]:
         """What was said of that kind since the last look."""
         found = [(rank, what) for rank, one, what in self.sent if one == do]
         self.sent = [one for one in self.sent if one[1] != do]
@@ -123,11 +123,11 @@ def running(crew: RecordingActions) -> Generations:
     made = Generations(2, crew)
     for rank in (0, 1):
         made.joined(rank, 1, None, 0.0, is_new=True)
-    assert [rank for rank, _ in crew.told("plan")] == [0, 1]
+    assert [rank for rank, _ in crew.sent_since("plan")] == [0, 1]
     for rank in (0, 1):
         made.restored(rank, 1, 0.0)
         made.stepped(rank, 1, 0.0)
-    crew.told("go")
+    crew.sent_since("go")
     crew.records = {7}
     crew.at = {0: (10.0, 1.0, 7), 1: (10.0, 1.0, 7)}
     assert made.phase == RUNNING
@@ -148,9 +148,9 @@ def test_a_fault_of_one_rank_stops_all_and_each_goes_on_from_its_own_memory(
     crew: RecordingActions, running: Generations
 ) -> None:
     running.failed(1, 1, "ValueError: no", 11.0)
-    assert crew.told("abort") == [(0, {"generation": 2}), (1, {"generation": 2})]
+    assert crew.sent_since("abort") == [(0, {"generation": 2}), (1, {"generation": 2})]
     _recovered(running, 7, 11.5)
-    assert [(rank, plan["step"], plan["slot"], plan["gives"]) for rank, plan in crew.told("plan")] == [
+    assert [(rank, plan["step"], plan["slot"], plan["gives"]) for rank, plan in crew.sent_since("plan")] == [
         (0, 7, None, False),
         (1, 7, None, False),
     ]
@@ -161,14 +161,14 @@ def test_a_fault_of_one_rank_stops_all_and_each_goes_on_from_its_own_memory(
 
 def test_what_ranks_say_of_an_older_generation_is_ignored(crew: RecordingActions, running: Generations) -> None:
     running.failed(1, 1, "first", 11.0)
-    crew.told("abort")
+    crew.sent_since("abort")
     running.failed(0, 1, "its collective ended", 11.0)
     running.restored(0, 1, 11.0)
     running.finished(0, 1, 11.0)
-    assert (running.generation, running.phase, crew.told("abort")) == (2, GATHERING, [])
+    assert (running.generation, running.phase, crew.sent_since("abort")) == (2, GATHERING, [])
     running.joined(0, 1, 7, 11.0)  # it has not heard of the second one
-    assert crew.told("abort") == [(0, {"generation": 2})]
-    assert crew.told("plan") == []
+    assert crew.sent_since("abort") == [(0, {"generation": 2})]
+    assert crew.sent_since("plan") == []
 
 
 def test_a_rank_in_the_place_of_a_dead_one_is_given_the_state_of_one_that_lives(
@@ -180,14 +180,14 @@ def test_a_rank_in_the_place_of_a_dead_one_is_given_the_state_of_one_that_lives(
     running.joined(1, 1, None, 12.0, is_new=True)
     running.joined(1, 2, None, 12.0, is_new=True)
     running.joined(0, 2, 7, 12.0)
-    ((rank, plan),) = crew.told("plan")
+    ((rank, plan),) = crew.sent_since("plan")
     assert (rank, plan["gives"], plan["slot"], plan["next_slot"]) == (0, True, None, 1)  # not over the last snapshot
     crew.held[1] = (2, 7)
     running.restored(0, 2, 12.0)
-    ((rank, plan),) = crew.told("plan")
+    ((rank, plan),) = crew.sent_since("plan")
     assert (rank, plan["slot"], plan["step"]) == (1, 1, 7)
     running.restored(1, 2, 12.0)
-    assert [rank for rank, _ in crew.told("go")] == [0, 1]
+    assert [rank for rank, _ in crew.sent_since("go")] == [0, 1]
 
 
 def test_no_rank_is_killed_for_being_late_while_the_job_is_suspended(
@@ -218,11 +218,11 @@ def test_a_snapshot_that_cannot_be_used_is_not_used_again(crew: RecordingActions
     running.failed(0, 1, "torn", 11.0)
     for rank in (0, 1):
         running.joined(rank, 2, None, 11.0)
-    assert {plan["slot"] for _, plan in crew.told("plan")} == {1}
+    assert {plan["slot"] for _, plan in crew.sent_since("plan")} == {1}
     running.unusable(1, 2, "1 of 2 parts do not match their checksums", 11.0)
     for rank in (0, 1):
         running.joined(rank, 3, None, 11.0)
-    assert {plan["slot"] for _, plan in crew.told("plan")} == {0}
+    assert {plan["slot"] for _, plan in crew.sent_since("plan")} == {0}
     running.unusable(1, 3, "the same", 11.0)
     for rank in (0, 1):
         running.joined(rank, 4, None, 11.0)
@@ -253,9 +253,9 @@ def test_a_rank_without_progress_is_asked_first_and_one_that_is_parked_does_not_
     crew: RecordingActions, running: Generations
 ) -> None:
     assert running.tick(10.9)
-    assert crew.told("ask") == []
+    assert crew.sent_since("ask") == []
     running.tick(11.1)
-    assert [rank for rank, _ in crew.told("ask")] == [0, 1]
+    assert [rank for rank, _ in crew.sent_since("ask")] == [0, 1]
     running.is_parked()
     running.tick(20.0)
     assert running.phase == RUNNING
@@ -282,15 +282,15 @@ def test_a_rank_that_does_not_stop_is_killed_and_a_section_without_a_limit_may_t
 def test_a_second_block_begins_without_what_the_first_one_left(crew: RecordingActions, running: Generations) -> None:
     crew.held = {0: (1, 7)}
     running.finished(0, 1, 12.0)
-    assert crew.told("over") == []  # the other rank may need its state
+    assert crew.sent_since("over") == []  # the other rank may need its state
     running.finished(1, 1, 12.0)
-    assert [rank for rank, _ in crew.told("over")] == [0, 1]
+    assert [rank for rank, _ in crew.sent_since("over")] == [0, 1]
     running.joined(0, 1, None, 13.0, is_new=True)
     assert crew.cleared == 1
     for rank in (0, 1):
         running.joined(rank, 2, None, 13.0, is_new=True)
     assert running.phase == RESTORING
-    assert {plan["step"] for _, plan in crew.told("plan")} == {None}
+    assert {plan["step"] for _, plan in crew.sent_since("plan")} == {None}
     assert not running.can_replace
 
 
@@ -299,4 +299,4 @@ def test_once_a_rank_ends_the_training_nothing_is_a_fault(crew: RecordingActions
     running.tick(1000.0)
     running.failed(0, 1, "its peer closed the connection", 1000.0)
     assert not running.can_replace
-    assert (crew.noted, crew.told("abort"), crew.told("ask")) == ([], [], [])
+    assert (crew.noted, crew.sent_since("abort"), crew.sent_since("ask")) == ([], [], [])

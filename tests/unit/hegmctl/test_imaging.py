@@ -109,7 +109,7 @@ def test_the_newest_whole_image_of_a_directory_is_restored(tmp_path: Path) -> No
     answers = {**node.answers(), m.Restore: saying(m.OperationReply(operation=DONE))}
     with FakeDaemon(tmp_path / "hegmd.sock", answers) as daemon:
         ran = hegmctl("restore", "--newest", str(images), socket=daemon.path)
-        (request,) = [one for one in daemon.asked if isinstance(one, m.Restore)]
+        (request,) = [one for one in daemon.requests if isinstance(one, m.Restore)]
         none = hegmctl("restore", "--newest", str(tmp_path), socket=daemon.path)
     assert (ran.returncode, request.path) == (0, str(images / "train-2"))
     assert f"the newest image is {images / 'train-2'}" in ran.stderr

@@ -164,7 +164,7 @@ def test_what_is_missing_is_said_and_nothing_is_asked(daemon: FakeDaemon, line: 
     ran = hegmctl(*line.split(), socket=daemon.path)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert says in ran.stderr
-    assert not daemon.asked
+    assert not daemon.requests
 
 
 @in_one_test("verb", "run migrate quiesce suspend offload handoff resume drain swap ops op cancel".split())
@@ -289,7 +289,7 @@ def test_in_json_every_step_is_a_line_and_the_last_one_is_the_answer(daemon: Fak
 
 
 def _asked_to_cancel(daemon: FakeDaemon) -> bool:
-    return any(isinstance(request, m.CancelOperation) for request in daemon.asked)
+    return any(isinstance(request, m.CancelOperation) for request in daemon.requests)
 
 
 @pytest.mark.parametrize("typed", ["n\n", "\n", "what?\n", "\x04"])

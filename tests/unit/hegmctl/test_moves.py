@@ -100,10 +100,10 @@ async def test_both_faces_make_the_same_request_and_give_its_answer(
 ) -> None:
     with connect(str(daemon.path)) as hegmd:
         assert call(hegmd) == reply
-        daemon.wait_until(lambda: daemon.asked.count(request_) == 1)
+        daemon.wait_until(lambda: daemon.requests.count(request_) == 1)
     async with connect_async(str(daemon.path)) as face:
         assert await call(face) == reply
-        daemon.wait_until(lambda: daemon.asked.count(request_) == 2)
+        daemon.wait_until(lambda: daemon.requests.count(request_) == 2)
 
 
 async def test_progress_is_told_as_it_comes_and_can_be_followed(daemon: FakeDaemon) -> None:
@@ -123,7 +123,7 @@ async def test_progress_is_told_as_it_comes_and_can_be_followed(daemon: FakeDaem
         await face.drain("gpu0", on_progress=hear)
         assert tuple(reports) == PROGRESS
         assert tuple([progress async for progress in face.follow("7")]) == PROGRESS
-    daemon.wait_until(lambda: daemon.asked.count(m.Story(id="7", follow=True)) == 2)
+    daemon.wait_until(lambda: daemon.requests.count(m.Story(id="7", follow=True)) == 2)
 
 
 async def test_a_refusal_is_the_daemons_own(daemon: FakeDaemon) -> None:

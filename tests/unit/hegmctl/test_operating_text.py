@@ -252,17 +252,20 @@ def test_the_bar_goes_on_with_phases_and_bytes() -> None:
 
 
 def test_a_plan_shows_the_state_of_the_job_afterwards_and_the_time_for_its_image() -> None:
-    def said(**values: object) -> str:
+    def estimate_line(**values: object) -> str:
         lines = plan_text(m.OperationReply(plan=PLAN.replace(**values)), PIPE)
         return next(line for line in lines if " about " in line or " downtime " in line)
 
     after = ", after it reaches its next boundary"
-    assert said() == f"the estimated downtime is 1.25 s{after}"
-    assert said(kind="checkpoint", image_s=1.0) == f"the estimated downtime is 1.25 s, 1.0 s of it for the image{after}"
-    assert said(kind="checkpoint", image_s=1.0, ends=True) == (
+    assert estimate_line() == f"the estimated downtime is 1.25 s{after}"
+    assert (
+        estimate_line(kind="checkpoint", image_s=1.0)
+        == f"the estimated downtime is 1.25 s, 1.0 s of it for the image{after}"
+    )
+    assert estimate_line(kind="checkpoint", image_s=1.0, ends=True) == (
         f"it would take about 1.2 s, 1.0 s of it for the image, until the job ends{after}"
     )
-    assert said(kind="restore", image_s=1.0) == (
+    assert estimate_line(kind="restore", image_s=1.0) == (
         "the job would train again after about 1.2 s, 1.0 s of it for the image"
     )
 

@@ -72,7 +72,7 @@ class PrestartCase:
         if shadow is not None:
             (script.parent / shadow).write_text("raise SystemExit(3)\n")
         self.command = ("sh", "-c", f"exec 3>{script.parents[1]}/said; exec {shlex.quote(sys.executable)} {script}")
-        self.said = script.parents[1] / "said"
+        self.log = script.parents[1] / "said"
         self.path = [str(script.parent), str(library), *sys.path]
 
     def expected(self) -> PrestartSpec:
@@ -132,10 +132,10 @@ def test_it_waits_before_the_first_line_and_goes_on_as_that_very_start(script: P
     assert readied.waits
     assert not readied.check()
     assert readied.awaited_until(*wanted) is None
-    assert known.said.read_text() == ""
+    assert known.log.read_text() == ""
     assert readied.activate_as(*wanted) == readied.pid
     assert os.waitpid(readied.pid, 0) == (readied.pid, 0)
-    assert known.said.read_text() == repr((False, False, "4", False, 1, True, b"the state", 2))
+    assert known.log.read_text() == repr((False, False, "4", False, 1, True, b"the state", 2))
 
 
 @pytest.mark.parametrize("what", ["killed", "another environment", "ranks", "another command"])
@@ -150,7 +150,7 @@ def test_one_that_cannot_go_on_as_that_start_is_ended(script: Path, state: int, 
         wanted = ("true",), wanted[1]
     assert readied.activate_as(*wanted) is None
     assert status_of(readied.pid) in {-signal.SIGKILL, NOT_ITS_TURN_STATUS}
-    assert known.said.read_text() == ""
+    assert known.log.read_text() == ""
     readied.end()
 
 
@@ -201,7 +201,7 @@ def test_one_that_could_not_take_its_turn_ended_as_a_training_that_is_over(scrip
     resource.prlimit(readied.pid, resource.RLIMIT_NOFILE, (3, 3))
     assert readied.activate_as(*known.start(state)) == readied.pid
     assert status_of(readied.pid) == NOT_ITS_TURN_STATUS
-    assert known.said.read_text() == ""
+    assert known.log.read_text() == ""
 
 
 def test_it_ends_by_itself_where_the_script_would_import_another_module(script: Path, state: int) -> None:
@@ -214,7 +214,7 @@ def test_it_ends_by_itself_where_the_script_would_import_another_module(script: 
     assert readied.awaited_until(*known.start(state)) is None
     assert readied.activate_as(*known.start(state)) is None
     assert status_of(readied.pid) in {-signal.SIGKILL, NOT_ITS_TURN_STATUS}
-    assert known.said.read_text() == ""
+    assert known.log.read_text() == ""
 
 
 KEPT_SCRIPT = """
@@ -265,7 +265,7 @@ def test_one_that_was_kept_goes_on_elsewhere_with_what_was_imported_since(kept: 
     assert readied.waits
     assert readied.activate_as(what.command, {**what.environ, STATE_FD: str(state)}) == readied.pid
     assert os.waitpid(readied.pid, 0) == (readied.pid, 0)
-    assert kept.said.read_text() == repr([None, "", "-1", "2", 1, 1, own])
+    assert kept.log.read_text() == repr([None, "", "-1", "2", 1, 1, own])
 
 
 ASKED_SCRIPT = """
@@ -290,7 +290,7 @@ def test_after_one_restart_on_another_gpu_no_python_was_ever_made_ready_again(
     what = differing(kept, CUDA_VISIBLE_DEVICES="GPU-1", ROCR_VISIBLE_DEVICES=None, HIP_VISIBLE_DEVICES="-1")
     assert readied.activate_as(what.command, {**what.environ, STATE_FD: str(state)}) == readied.pid
     assert os.waitpid(readied.pid, 0) == (readied.pid, 0)
-    assert kept.said.read_text() == repr([["torch", "torch.inner", "torch.later"], []])
+    assert kept.log.read_text() == repr([["torch", "torch.inner", "torch.later"], []])
 
 
 def test_the_end_of_one_that_had_been_ready_was_told_to_nobody(kept: PrestartCase) -> None:
@@ -341,7 +341,7 @@ def test_one_whose_modules_have_changed_since_it_was_asked_does_not_take_its_tur
         file.write("# edited")
     assert readied.activate_as(*kept.start(state)) == readied.pid
     assert status_of(readied.pid) == NOT_ITS_TURN_STATUS
-    assert kept.said.read_text() == ""
+    assert kept.log.read_text() == ""
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,7 @@ def test_it_ends_with_its_supervisor_and_runs_no_line_of_the_script(script: Path
         environ = {**known.environ, READY_FD: str(theirs.fileno())}
         process = subprocess.Popen(known.command, env=environ, pass_fds=(theirs.fileno(),))
     assert process.wait(PATIENCE_S) == NOT_ITS_TURN_STATUS
-    assert known.said.read_text() == ""
+    assert known.log.read_text() == ""
 
 
 def test_an_agent_that_knows_of_no_turn_would_have_run_the_script_at_once(script: Path, tmp_path: Path) -> None:
@@ -386,7 +386,7 @@ def test_an_agent_that_knows_of_no_turn_would_have_run_the_script_at_once(script
     (tmp_path / "sitecustomize.py").write_text("")
     known = PrestartCase(script, inject=str(tmp_path))
     assert make_ready(known.expected(), set()) is None
-    assert not known.said.exists()
+    assert not known.log.exists()
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def without_signals() -> Iterator[None]:
     signal.signal(signal.SIGIO, before)
 
 
-def said(python: str) -> ProbeResult:
+def probed(python: str) -> ProbeResult:
     """What it comes to, and that nothing of it is left."""
     others = children()
     probe = Probe(1, python, ENVIRON, monotonic())
@@ -56,10 +56,10 @@ def _script(folder: Path, text: str) -> str:
 
 
 def test_a_python_reports_its_version(tmp_path: Path) -> None:
-    found = said(sys.executable)
+    found = probed(sys.executable)
     assert (found.is_python, found.text) == (True, f"{sys.implementation.name} {platform.python_version()}")
     more = 'echo welcome\nexport PYTHONPATH="$PYTHONPATH:/more"\n'
-    wrapped = said(_script(tmp_path, f'#!/bin/sh\n{more}exec {shlex.quote(sys.executable)} "$@"\n'))
+    wrapped = probed(_script(tmp_path, f'#!/bin/sh\n{more}exec {shlex.quote(sys.executable)} "$@"\n'))
     assert (wrapped.is_python, wrapped.text) == (True, found.text)
 
 
@@ -67,14 +67,14 @@ def test_a_python_reports_its_version(tmp_path: Path) -> None:
 def test_a_script_that_starts_a_python_without_its_environment_is_seen(tmp_path: Path) -> None:
     """One that drops PYTHONPATH itself was not: the job began anew there."""
     for words in ("exec {} -I", "exec {} -E", "exec {} -sE", "exec env -u PYTHONPATH {}", "PYTHONPATH=/more exec {}"):
-        found = said(_script(tmp_path, f'#!/bin/sh\n{words.format(shlex.quote(sys.executable))} "$@"\n'))
+        found = probed(_script(tmp_path, f'#!/bin/sh\n{words.format(shlex.quote(sys.executable))} "$@"\n'))
         assert found.text == f"{sys.implementation.name} {platform.python_version()} alone"
 
 
 def test_a_program_that_is_no_python_was_taken_for_one(tmp_path: Path) -> None:
     """The job had left by then, and came back from its state after a start that could not be."""
-    assert said("true").text == "asked for its version, it says nothing"
-    complains = said(_script(tmp_path, "#!/bin/sh\necho libpython3.12.so is missing >&2\nexit 127\n"))
+    assert probed("true").text == "asked for its version, it says nothing"
+    complains = probed(_script(tmp_path, "#!/bin/sh\necho libpython3.12.so is missing >&2\nexit 127\n"))
     assert complains.text == "asked for its version, it says 'libpython3.12.so is missing'"
     assert not complains.is_python
 

@@ -18,7 +18,7 @@ from hegmd.protocol.recovery import JobRecovery, RecoveryAttempt, RecoveryReply,
 from tests.cells import in_one_test
 
 
-def _asked(*words: str) -> Recovery | None:
+def _recovery_options(*words: str) -> Recovery | None:
     return recovery_asked(parse(["run", *words, "--", "python3", "train.py"]))
 
 
@@ -46,7 +46,7 @@ def _asked(*words: str) -> Recovery | None:
 def test_a_requested_exit_is_not_a_failure(
     status: int, told: int | None, words: tuple[str, ...], expected: bool
 ) -> None:
-    recovery = _asked("--recover", *words)
+    recovery = _recovery_options("--recover", *words)
     assert recovery is not None
     assert recovery.is_failure(status, told) is expected
 
@@ -64,14 +64,17 @@ def test_a_requested_exit_is_not_a_failure(
 def test_an_option_without_recover_is_named_and_its_command_is_given_back(words: tuple[str, ...], named: str) -> None:
     """All of them were answered with a message about --max-recoveries."""
     with pytest.raises(HegmError) as refused:
-        _asked(*words)
+        _recovery_options(*words)
     assert refused.value.message == f"{named} is for --recover"
     assert refused.value.hint == f"run: hegmctl run --recover {' '.join(words)} -- COMMAND"
 
 
 def test_the_interval_is_chosen_unless_it_is_given() -> None:
-    assert _asked() is None
-    automatic, given = _asked("--recover"), _asked("--recover=2min", "--max-recoveries", "5", "--hang-limit", "off")
+    assert _recovery_options() is None
+    automatic, given = (
+        _recovery_options("--recover"),
+        _recovery_options("--recover=2min", "--max-recoveries", "5", "--hang-limit", "off"),
+    )
     assert automatic is not None
     assert given is not None
     assert automatic.wish == RecoveryWish()
@@ -91,7 +94,7 @@ def test_the_interval_is_chosen_unless_it_is_given() -> None:
 )
 def test_what_means_nothing_is_a_mistake(words: tuple[str, ...]) -> None:
     with pytest.raises(HegmError) as caught:
-        _asked(*words)
+        _recovery_options(*words)
     assert caught.value.code.name == "usage"
 
 

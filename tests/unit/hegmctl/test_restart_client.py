@@ -51,9 +51,11 @@ class DeskNode:
         self, path: Path, folder: Path, command: tuple[str, ...] = COMMAND, resumes: str | None = None, **environ: str
     ) -> None:
         self.path = path
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.lock_path = folder / "lock"
-        self.desk = DaemonAuthority(str(path), command, {**ENVIRON, **environ}, say=self.said.append, resumes=resumes)
+        self.desk = DaemonAuthority(
+            str(path), command, {**ENVIRON, **environ}, say=self.messages.append, resumes=resumes
+        )
         self.daemon: FakeDaemon | None = None
         self._caller: Caller | None = None
         self._asked = 0
@@ -72,17 +74,17 @@ class DeskNode:
         """Have the desk look after what has come until that is so."""
         deadline = monotonic() + PATIENCE_S
         while not is_so():
-            assert monotonic() < deadline, (self.said, self.daemon and self.daemon.asked)
+            assert monotonic() < deadline, (self.messages, self.daemon and self.daemon.requests)
             self.desk.turn(monotonic(), None)
             select.poll().poll(2)
 
     def offers(self) -> list[Supervise]:
         assert self.daemon is not None
-        return [request for request in self.daemon.asked if isinstance(request, Supervise)]
+        return [request for request in self.daemon.requests if isinstance(request, Supervise)]
 
     def reports(self) -> list[SuperviseReport]:
         assert self.daemon is not None
-        return [request for request in self.daemon.asked if isinstance(request, SuperviseReport)]
+        return [request for request in self.daemon.requests if isinstance(request, SuperviseReport)]
 
     def attend(self) -> Supervise:
         """Let it connect; what it offered."""
@@ -243,7 +245,7 @@ def test_one_that_failed_hours_after_its_restart_was_started_again_from_its_old_
     os.pwrite(_lock(attended), b"back\0\0\0\0+", 0)
     assert not attended.desk.ended(1, sent_signal=None)
     assert attended.desk.next_start() is None
-    assert attended.said[0].startswith("it ended with 1 after it had continued, and is not started again; ")
+    assert attended.messages[0].startswith("it ended with 1 after it had continued, and is not started again; ")
 
 
 @pytest.mark.parametrize(("notes", "goes_on"), [(b"++", False), (b"+\0", True), (b"", True)])
@@ -305,7 +307,7 @@ def test_a_training_without_the_agent_began_anew_and_was_not_ended(attended: Des
     assert attended.desk.next_start() is None
     attended.until(lambda: attended.reports()[-1].result == "failed")
     assert "has started over: the option -I leaves hegmd's agent out" in attended.reports()[-1].message
-    assert "start it without -E, -I and -S" in attended.said[-1]
+    assert "start it without -E, -I and -S" in attended.messages[-1]
 
 
 def test_a_script_that_looked_at_pytorch_by_another_python_was_ended_on_its_way(
@@ -321,7 +323,7 @@ def test_a_script_that_looked_at_pytorch_by_another_python_was_ended_on_its_way(
         attended.desk.started(process.pid)
         attended.desk.turn(monotonic(), process.pid)
         assert process.poll() is None
-    assert attended.said == []
+    assert attended.messages == []
 
 
 def test_a_start_whose_state_is_loaded_late_is_reported_once(attended: DeskNode) -> None:
@@ -332,7 +334,7 @@ def test_a_start_whose_state_is_loaded_late_is_reported_once(attended: DeskNode)
     began = monotonic()
     for later_s in (LONG_S - 1, LONG_S + 1, LONG_S + 2):
         assert attended.desk.turn(began + later_s, os.getpid()) is not None
-    assert [line.partition(",")[0] for line in attended.said] == ["it was started 120 s ago"]
+    assert [line.partition(",")[0] for line in attended.messages] == ["it was started 120 s ago"]
 
 
 def test_a_job_with_an_exit_code_of_its_own_was_taken_for_ended(socket_path: Path, tmp_path: Path) -> None:
@@ -428,11 +430,11 @@ def test_a_restarted_daemon_receives_the_reports_that_it_waits_for(attended: Des
     attended.expect()
     assert attended.daemon is not None
     attended.daemon.stop()
-    attended.until(lambda: any("continues when hegmd answers again" in line for line in attended.said))
+    attended.until(lambda: any("continues when hegmd answers again" in line for line in attended.messages))
     with attended.listen():
         offer = attended.attend()
         assert (offer.left, offer.operation, offer.started) == (True, "4", False)
-        assert len(attended.said) == 1
+        assert len(attended.messages) == 1
         assert isinstance(attended.start(), Start)
         attended.desk.close()
 
@@ -510,8 +512,8 @@ def test_a_daemon_that_refuses_the_agent_is_reported_once(
     refusal = failing(Refused("operation 9 is done, and holds no state", "hegmctl ops lists operations"))
     with FakeDaemon(socket_path, {**node.answers(), Supervise: refusal}):
         if resumes is None:
-            attended.until(lambda: bool(attended.said))
-            assert "the job runs, but cannot be restarted" in attended.said[0]
+            attended.until(lambda: bool(attended.messages))
+            assert "the job runs, but cannot be restarted" in attended.messages[0]
             assert attended.desk.next_start() is None
         else:
             attended.until(lambda: attended.desk.next_start() is not None)
@@ -529,7 +531,11 @@ def _lock(attended: DeskNode) -> int:
 def _recovered(socket_path: Path, tmp_path: Path) -> DeskNode:
     attended = DeskNode(socket_path, tmp_path)
     attended.desk = DaemonAuthority(
-        str(socket_path), COMMAND, ENVIRON, say=attended.said.append, recovery=Recovery(RecoveryWish(interval_s=30.0))
+        str(socket_path),
+        COMMAND,
+        ENVIRON,
+        say=attended.messages.append,
+        recovery=Recovery(RecoveryWish(interval_s=30.0)),
     )
     return attended
 
@@ -590,7 +596,7 @@ def test_a_failed_job_waits_for_its_daemon_for_a_bounded_time(socket_path: Path,
         attended.order("protect", operation="j7")
         attended.until(lambda: attended.desk.ended(7, sent_signal=None))
         assert attended.desk.turn(monotonic() + 2 * DAEMON_WITHIN_S, None) is None
-    attended.until(lambda: any("does not answer" in line for line in attended.said))
+    attended.until(lambda: any("does not answer" in line for line in attended.messages))
     assert attended.desk.next_start() is None
     attended.desk.turn(monotonic() + DAEMON_WITHIN_S, None)
     wanted = attended.desk.next_start()

@@ -404,7 +404,7 @@ def test_a_command_that_keeps_the_agent_out_began_anew_in_the_place_of_going_on(
     assert ran.returncode == 6
     assert "would start from the beginning" in ran.stderr
     assert "hegmctl run --allow-restart --resume 4 -- COMMAND" in ran.stderr
-    assert not daemon.asked
+    assert not daemon.requests
 
 
 @pytest.mark.thorough

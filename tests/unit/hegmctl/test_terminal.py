@@ -174,7 +174,7 @@ def test_a_resized_terminal_is_redrawn_at_once(daemon: FakeDaemon) -> None:
         terminal.until(lambda lines: any("x…" in line and len(line) == 80 for line in lines))
         terminal.resize(120, 30)
         terminal.until(lambda lines: any("x…" in line and len(line) == 120 for line in lines))
-        assert sum(isinstance(request, m.Processes) for request in daemon.asked) == 1, "nothing was asked for that"
+        assert sum(isinstance(request, m.Processes) for request in daemon.requests) == 1, "nothing was asked for that"
 
 
 def test_what_does_not_fit_is_counted(daemon: FakeDaemon) -> None:

@@ -62,17 +62,17 @@ STORY = (
 REPLY = m.StoryReply(operation=MOVED, story=STORY)
 
 
-def told(timeline: Timeline, lane: str) -> list[tuple[str, float, float]]:
+def segments_of(timeline: Timeline, lane: str) -> list[tuple[str, float, float]]:
     return [(each.name, each.began_s, each.ended_s) for each in timeline.segments if each.lane == lane]
 
 
 def test_each_lane_has_its_steps_of_the_story() -> None:
     timeline = timeline_of(REPLY, BEGAN + 100)
-    assert told(timeline, "job") == [(TRAINS, 0.0, 0.75), (PARKED, 0.75, 1.75), (OFF, 1.75, 2.0), (PARKED, 2.0, 2.25),
-                                     (TRAINS, 2.25, 2.5)]  # fmt: skip
-    assert told(timeline, "daemon")[:2] == [("planned", 0.0, 0.125), ("reserving", 0.125, 0.5)]
-    assert told(timeline, "agent") == [("park", 0.5, 1.0)]
-    assert told(timeline, "driver") == [("checkpoint", 1.5, 1.75), ("restore", 1.75, 2.0)]
+    job = [(TRAINS, 0.0, 0.75), (PARKED, 0.75, 1.75), (OFF, 1.75, 2.0), (PARKED, 2.0, 2.25), (TRAINS, 2.25, 2.5)]
+    assert segments_of(timeline, "job") == job
+    assert segments_of(timeline, "daemon")[:2] == [("planned", 0.0, 0.125), ("reserving", 0.125, 0.5)]
+    assert segments_of(timeline, "agent") == [("park", 0.5, 1.0)]
+    assert segments_of(timeline, "driver") == [("checkpoint", 1.5, 1.75), ("restore", 1.75, 2.0)]
     assert (timeline.took_s, timeline.shortened) == (2.5, ())
     copied = timeline.copied("in")
     assert copied is not None
@@ -88,21 +88,21 @@ def test_a_process_without_an_agent_is_off_its_gpu_from_the_order_to_the_driver_
         line(3.0, "restored", "done"),
     )
     timeline = timeline_of(m.StoryReply(operation=MOVED.replace(way="driver"), story=alone), BEGAN)
-    assert told(timeline, "job") == [(TRAINS, 0.0, 1.0), (OFF, 1.0, 3.0)]
+    assert segments_of(timeline, "job") == [(TRAINS, 0.0, 1.0), (OFF, 1.0, 3.0)]
 
 
 def test_a_story_of_an_earlier_daemon_has_its_effects_in_the_lanes() -> None:
     earlier = tuple(each.replace(timings=()) for each in STORY)
     timeline = timeline_of(REPLY.replace(story=earlier), BEGAN)
-    assert told(timeline, "agent") == [("park", 0.5, 1.0), ("offload", 1.0, 1.5)]
-    assert told(timeline, "driver") == [("restore", 1.75, 2.0)]
+    assert segments_of(timeline, "agent") == [("park", 0.5, 1.0), ("offload", 1.0, 1.5)]
+    assert segments_of(timeline, "driver") == [("restore", 1.75, 2.0)]
 
 
 def test_an_operation_that_is_under_way_lasts_until_now() -> None:
     moving = REPLY.replace(operation=MOVED.replace(phase="reloading"), story=STORY[:-2])
     timeline = timeline_of(moving, BEGAN + 10)
     assert timeline.took_s == 10
-    assert told(timeline, "job")[-1] == (PARKED, 2.0, 10.0)
+    assert segments_of(timeline, "job")[-1] == (PARKED, 2.0, 10.0)
 
 
 def test_an_hour_of_suspension_leaves_the_move_readable() -> None:

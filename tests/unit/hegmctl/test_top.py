@@ -245,11 +245,11 @@ def test_the_newest_operation_of_a_job_is_found_after_a_restart_has_changed_its_
     assert picture.operation() == done
 
 
-class Told:
+class FixedSource:
     """A source that says what a test gives it, and notes what is asked."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[object, ...]] = []
+        self.calls: list[tuple[object, ...]] = []
         self.refuses = False
         self.done = threading.Event()
 
@@ -258,22 +258,22 @@ class Told:
         listener.happened(EVENT)
 
     def stop(self) -> None:
-        self.asked.append(("stop",))
+        self.calls.append(("stop",))
 
     def plan(self, action: str, job: str, to: str | None, columns: int) -> list[str]:
-        self.asked.append(("plan", action, job, to))
+        self.calls.append(("plan", action, job, to))
         if self.refuses:
             raise HegmError(REFUSED, "gpu9 is no GPU", "hegmctl gpus lists them")
         return ["it would stand for about 0.5 s"]
 
     def carry_out(self, action: str, job: str, to: str | None, tell: Callable[[str], object]) -> str:
-        self.asked.append(("do", action, job, to))
+        self.calls.append(("do", action, job, to))
         tell("offloading")
         self.done.set()
         return "operation 3: done"
 
     def timeline(self, op_id: str, columns: int, ellipsis: str) -> list[str]:
-        self.asked.append(("timeline", op_id))
+        self.calls.append(("timeline", op_id))
         return ["job  [trains]"]
 
 
@@ -292,26 +292,26 @@ def page_of(app: TopApp) -> str:
 
 @pytest.mark.thorough
 async def test_keys_ask_with_the_plan_first_and_act_on_a_yes_alone() -> None:
-    source, picture = Told(), Picture()
+    source, picture = FixedSource(), Picture()
     app = TopApp(source, picture)
     async with app.run_test(size=(80, 24)) as pilot:
         await until(pilot, lambda: bool(picture.jobs))
         await pilot.press("down", "s")
         await until(pilot, lambda: page_of(app) == "it would stand for about 0.5 s")
         await pilot.press("escape")
-        assert source.asked == [("plan", "suspend", "j2", None)]
+        assert source.calls == [("plan", "suspend", "j2", None)]
         await pilot.press("r")
         await until(pilot, lambda: isinstance(app.screen, Page))
         await pilot.press("enter")
         assert isinstance(app.screen, Page), "Enter is no yes"
         await pilot.press("y")
         await until(pilot, lambda: picture.notice == "operation 3: done")
-        assert source.asked[1:] == [("plan", "resume", "j2", None), ("do", "resume", "j2", None)]
+        assert source.calls[1:] == [("plan", "resume", "j2", None), ("do", "resume", "j2", None)]
 
 
 @pytest.mark.thorough
 async def test_a_migration_asks_for_the_target_shows_the_plan_and_the_reasons_against_it() -> None:
-    source, picture = Told(), Picture()
+    source, picture = FixedSource(), Picture()
     app = TopApp(source, picture)
     async with app.run_test(size=(80, 24)) as pilot:
         await until(pilot, lambda: bool(picture.jobs))
@@ -322,7 +322,7 @@ async def test_a_migration_asks_for_the_target_shows_the_plan_and_the_reasons_ag
         await until(pilot, lambda: isinstance(app.screen, Page))
         await pilot.press("y")
         await until(pilot, lambda: picture.notice == "operation 3: done")
-        assert source.asked == [("plan", "migrate", "j1", "gpu5"), ("do", "migrate", "j1", "gpu5")]
+        assert source.calls == [("plan", "migrate", "j1", "gpu5"), ("do", "migrate", "j1", "gpu5")]
         source.refuses = True
         await pilot.press("m", "enter")
         await until(pilot, lambda: picture.notice == "gpu9 is no GPU; hegmctl gpus lists them")
@@ -330,7 +330,7 @@ async def test_a_migration_asks_for_the_target_shows_the_plan_and_the_reasons_ag
 
 @pytest.mark.thorough
 async def test_order_filter_timeline_help_and_quit() -> None:
-    source, picture = Told(), Picture()
+    source, picture = FixedSource(), Picture()
     app = TopApp(source, picture)
     async with app.run_test(size=(80, 24)) as pilot:
         await until(pilot, lambda: bool(picture.jobs))
@@ -343,8 +343,8 @@ async def test_order_filter_timeline_help_and_quit() -> None:
         assert picture.notice == "no operation of this job is known"
         await pilot.press("tab", "down", "enter")
         await until(pilot, lambda: page_of(app) == "job  [trains]")
-        assert source.asked == [("timeline", "1")]
+        assert source.calls == [("timeline", "1")]
         await pilot.press("escape", "question_mark")
         assert page_of(app).startswith("Up, Down")
         await pilot.press("escape", "q")
-    assert source.asked[-1] == ("stop",)
+    assert source.calls[-1] == ("stop",)

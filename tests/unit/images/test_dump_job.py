@@ -50,10 +50,10 @@ class SlowDisk:
     """Images on a disk that does not answer before somebody gives up."""
 
     def __init__(self) -> None:
-        self.asked = anyio.Event()
+        self.requested = anyio.Event()
 
     async def open(self, _path: str, _rights: Rights) -> NoReturn:
-        self.asked.set()
+        self.requested.set()
         await anyio.sleep_forever()
         raise AssertionError
 
@@ -76,7 +76,7 @@ async def test_a_job_ran_on_beyond_its_whole_image_when_the_daemon_was_stopped_a
     op = operation(kind=CHECKPOINT, image=wish)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(handoff.find, op)
-        await disk.asked.wait()
+        await disk.requested.wait()
         if is_stopping:
             handoff.stop()
         tasks.cancel_scope.cancel()

@@ -108,7 +108,7 @@ async def _against(reviving: JobRestorer, manifest: Manifest, rights: Rights = R
     return await reviving.against(manifest, rights, as_then=how.get("as_then", False))
 
 
-def _said(objections: RestoreProblems) -> str:
+def _messages(objections: RestoreProblems) -> str:
     return "\n".join(f"{reason.code}: {reason.message}" for reason in objections.reasons)
 
 
@@ -135,7 +135,7 @@ async def test_a_number_that_is_taken_a_full_pool_and_no_criu_are_told_at_once(
 ) -> None:
     manifest = _manifest(tmp_path, node, replace(FREE, pids=(os.getpid(),)))
     manifest = manifest.replace(workers=(manifest.workers[0].replace(size_bytes=1 << 30),))
-    reasons = _said(await _against(_reviving(tmp_path, criu=_none), manifest))
+    reasons = _messages(await _against(_reviving(tmp_path, criu=_none), manifest))
     assert f"the job needs the number of process {os.getpid()}, which runs" in reasons
     assert f"{BUSY.name}: 1060 MiB of the pool are needed; 8 MiB are free" in reasons
     assert "there is no CRIU" in reasons
@@ -146,7 +146,7 @@ async def test_an_image_of_other_gpus_is_not_for_a_daemon_of_simulated_ones(
 ) -> None:
     manifest = _manifest(tmp_path, node)
     manifest = manifest.replace(workers=(manifest.workers[0].replace(more={"method": "driver"}),))
-    assert "it was written on other GPUs; those of this daemon are simulated" in _said(
+    assert "it was written on other GPUs; those of this daemon are simulated" in _messages(
         await _against(_reviving(tmp_path), manifest)
     )
 
@@ -157,12 +157,12 @@ async def test_a_user_restores_what_runs_as_that_user_comes_to_this_daemon_and_m
     processes = (ImageProcess(pid=FREE.pids[0], parent_pid=None, uid=0, command="python train.py"),)
     manifest = _manifest(tmp_path / "another", node, processes=processes)
     found = await _against(_reviving(tmp_path, by_owner=False), manifest, SOMEBODY)
-    reasons = _said(found)
+    reasons = _messages(found)
     assert "on this node only root restores images (images.restored_by)" in reasons
     assert f"process {FREE.pids[0]} of the image runs as uid 0; you are uid 4711" in reasons
     assert "which belongs to another daemon" in reasons
     assert {reason.code for reason in found.reasons} >= {DENIED.name}
-    assert _said(await _against(_reviving(tmp_path, by_owner=False), manifest)) == ""
+    assert _messages(await _against(_reviving(tmp_path, by_owner=False), manifest)) == ""
 
 
 async def test_missing_shortened_and_grown_files_are_reported_by_name(tmp_path: Path, node: dict[str, object]) -> None:
@@ -176,7 +176,7 @@ async def test_missing_shortened_and_grown_files_are_reported_by_name(tmp_path: 
         (tmp_path / name).write_text(content)
     manifest = _manifest(tmp_path, node, needs)
     found = await _against(_reviving(tmp_path), manifest)
-    reasons = _said(found)
+    reasons = _messages(found)
     assert f"{tmp_path}/gone, which the job has open, does not exist: No such file or directory" in reasons
     assert f"{tmp_path}/shorter has 3 bytes; it had 4 when the image was written" in reasons
     assert f"{tmp_path}/longer has 6 bytes; it had 4" in reasons
@@ -184,7 +184,7 @@ async def test_missing_shortened_and_grown_files_are_reported_by_name(tmp_path: 
     assert [note for note in found.notes if f"{tmp_path}/appended has 6 bytes" in note]
     assert {file.reason.hint for file in found.grown} == {"restore with --truncate-outputs to cut it back"}
     as_then = await _against(_reviving(tmp_path), manifest, as_then=True)
-    assert f"{tmp_path}/appended has 6 bytes" in _said(as_then)
+    assert f"{tmp_path}/appended has 6 bytes" in _messages(as_then)
     followed = "solve the other problems first"
     assert all(file.reason.hint.startswith(followed) for file in as_then.grown), "a hint that was followed already"
 

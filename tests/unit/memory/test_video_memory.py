@@ -25,7 +25,7 @@ class Gpus:
 
     def __init__(self, capacity_bytes: int = 64 * GIB) -> None:
         self.capacity_bytes = capacity_bytes
-        self.asked: list[Mapping[str, object]] = []
+        self.requests: list[Mapping[str, object]] = []
         self.wait = anyio.Event()
         self.wait.set()
         self.begun = anyio.Event()
@@ -34,7 +34,7 @@ class Gpus:
     async def call(self, op: str, args: Mapping[str, object], *, deadline_s: float) -> HelperReply:
         assert op == "hold"
         assert deadline_s > 1
-        self.asked.append(args)
+        self.requests.append(args)
         self.begun.set()
         await self.wait.wait()
         if self.losses:
@@ -106,7 +106,7 @@ async def test_holding_again_adds_what_is_missing_and_nothing_else(store: Descri
     memory = VideoMemory(gpus, store)
     for size_bytes in (GIB, GIB, MIB, 3 * GIB, 0):
         await memory.reserve(WHO, GPU, size_bytes)
-    assert [asked["sizes"] for asked in gpus.asked] == [[GIB], [GIB, GIB]]
+    assert [asked["sizes"] for asked in gpus.requests] == [[GIB], [GIB, GIB]]
     assert [piece.at for piece in memory.pieces(WHO, GPU)] == [0, GIB, 2 * GIB]
     memory.close()
 

@@ -69,26 +69,29 @@ def test_what_is_estimated_is_what_was_measured(size_gib: int, kind: str, carrie
 def test_copies_beside_the_driver_s_steps_are_not_added_to_them() -> None:
     """The longer of the two counts. Where a GPU has no room for what passes, they are added up as before."""
 
-    def seen(kind: str, size_gib: int, copies: OverlappedCopies) -> float:
+    def estimated(kind: str, size_gib: int, copies: OverlappedCopies) -> float:
         return estimate_s(kind, CARRIERS["host"], size_gib * GIB, 756 * MIB, Rates(), copies=copies)
 
     for kind in (SUSPEND, RESUME):
-        apart, both = seen(kind, 32, OverlappedCopies()), seen(kind, 32, OverlappedCopies(out=True, back=True))
-        assert apart - both == pytest.approx(0.25, abs=0.1), kind
-        assert seen(kind, 1, OverlappedCopies(out=True, back=True)) > seen(kind, 1, OverlappedCopies()) - 0.05, (
-            "the step is the longer one"
+        apart, both = (
+            estimated(kind, 32, OverlappedCopies()),
+            estimated(kind, 32, OverlappedCopies(out=True, back=True)),
         )
-    assert seen(SUSPEND, 32, OverlappedCopies(back=True)) == seen(SUSPEND, 32, OverlappedCopies())
-    assert seen(RESUME, 32, OverlappedCopies(out=True)) == seen(RESUME, 32, OverlappedCopies())
+        assert apart - both == pytest.approx(0.25, abs=0.1), kind
+        assert (
+            estimated(kind, 1, OverlappedCopies(out=True, back=True)) > estimated(kind, 1, OverlappedCopies()) - 0.05
+        ), "the step is the longer one"
+    assert estimated(SUSPEND, 32, OverlappedCopies(back=True)) == estimated(SUSPEND, 32, OverlappedCopies())
+    assert estimated(RESUME, 32, OverlappedCopies(out=True)) == estimated(RESUME, 32, OverlappedCopies())
 
 
 def test_a_plan_counts_on_what_its_gpus_have_room_for() -> None:
-    def seen(free_gib: int) -> float:
+    def estimated(free_gib: int) -> float:
         gpus = (a_gpu("gpu0", free_bytes=free_gib * GIB), a_gpu("gpu1"))
         return the_plan(planned(a_snapshot(a_process(an_agent()), gpus=gpus), SUSPENSION)).estimate_s
 
-    assert seen(36) < seen(33) - 0.2, "for 32 GiB and some calm"
-    assert seen(36) == seen(90)
+    assert estimated(36) < estimated(33) - 0.2, "for 32 GiB and some calm"
+    assert estimated(36) == estimated(90)
 
 
 RATES = {
@@ -104,13 +107,15 @@ FIXED = ("driver_out_s", "driver_in_s")
 def test_an_estimate_uses_only_the_rates_of_its_carrier(carrier: str) -> None:
     rates = Rates()
 
-    def seen(changed: Rates) -> float:
+    def estimated(changed: Rates) -> float:
         return estimate_s(MIGRATE, CARRIERS[carrier], 32 * GIB, 40 * GIB, changed, 4 * GIB)
 
     for name in (*RATES[carrier], *FIXED):
-        assert seen(rates.replace(**{name: getattr(rates, name) / 2 + 100.0})) != pytest.approx(seen(rates), rel=1e-6)
+        assert estimated(rates.replace(**{name: getattr(rates, name) / 2 + 100.0})) != pytest.approx(
+            estimated(rates), rel=1e-6
+        )
     others = {name for several in RATES.values() for name in several} - set(RATES[carrier]) - set(RATES["driver"])
-    assert seen(rates.replace(**dict.fromkeys(others, 1.0))) == seen(rates)
+    assert estimated(rates.replace(**dict.fromkeys(others, 1.0))) == estimated(rates)
 
 
 @pytest.mark.parametrize("carrier", ["peer", "host", "worker"])

@@ -22,7 +22,7 @@ def checkpoint(*names: str, leave_running: bool = False, **values: Any) -> Opera
     return operation(*workers, kind=CHECKPOINT, image=handoff, is_distributed=len(workers) > 1)
 
 
-def asked(drive: DrivenOperation) -> list[str]:
+def effect_tags(drive: DrivenOperation) -> list[str]:
     return [effect.tag for *_, wanted in drive.taken for effect in wanted]
 
 
@@ -39,16 +39,16 @@ def test_a_checkpoint_ends_the_process_after_its_image_is_whole() -> None:
         "tidying",
         "done",
     ]
-    assert asked(drive)[-4:] == ["dump", "end", "release-reservation", "release-pool"]
+    assert effect_tags(drive)[-4:] == ["dump", "end", "release-reservation", "release-pool"]
     assert drive.op.failure is None
     assert not drive.op.workers[0].lost
 
 
 def test_a_job_that_is_left_running_goes_home_and_proves_itself() -> None:
     drive = DrivenOperation(checkpoint(leave_running=True)).until("done")
-    assert "end" not in asked(drive)
+    assert "end" not in effect_tags(drive)
     assert drive.phases[-7:] == ["restoring", "reloading", "releasing", "verifying", "sealing", "tidying", "done"]
-    assert asked(drive)[-2:] == ["seal", "release-pool"]
+    assert effect_tags(drive)[-2:] == ["seal", "release-pool"]
     assert drive.op.workers[0].gpu == "gpu0"
     assert not drive.op.workers[0].has_exited
 
@@ -56,7 +56,7 @@ def test_a_job_that_is_left_running_goes_home_and_proves_itself() -> None:
 def test_a_job_that_was_to_go_on_stood_while_its_image_was_written_and_read_back() -> None:
     """That takes what the pool has and nothing of the job, which stood for four times as long as it had to."""
     drive = DrivenOperation(checkpoint(leave_running=True)).until("sealing")
-    assert asked(drive).index("dump") < asked(drive).index("release") < asked(drive).index("seal")
+    assert effect_tags(drive).index("dump") < effect_tags(drive).index("release") < effect_tags(drive).index("seal")
     assert drive.op.image is not None
     assert not drive.op.image.whole, "nobody has read it yet"
     drive.until("done")
@@ -102,16 +102,16 @@ def test_the_pool_keeps_what_an_image_is_written_from_until_nobody_writes(how: s
     elif how == "it is cancelled":
         drive.feed(events.CancelRequested(by="somebody"))
         drive.wanted.remove(seal)
-    assert "release-pool" not in asked(drive)
+    assert "release-pool" not in effect_tags(drive)
     drive.until("done" if how == "it is whole" else "rolled-back")
-    assert asked(drive)[-2:] == ["release-pool", "release-pool"]
+    assert effect_tags(drive)[-2:] == ["release-pool", "release-pool"]
 
 
 def test_a_bad_image_is_reported_and_the_job_continues() -> None:
     drive = sealing()
     drive.fail("broken")
     drive.until("rolled-back")
-    assert asked(drive)[-2:] == ["scrap", "release-pool"]
+    assert effect_tags(drive)[-2:] == ["scrap", "release-pool"]
     assert drive.op.workers[0].gpu == "gpu0"
     assert drive.op.failure is not None
     assert drive.op.failure.message == "seal failed"
@@ -125,7 +125,7 @@ def test_an_image_that_is_cancelled_while_it_is_read_back_goes_and_nobody_is_ask
         drive.feed(events.CancelRequested(by="somebody"))
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "seal"]
     drive.until("rolled-back")
-    assert asked(drive)[-3:] == ["seal", "scrap", "release-pool"]
+    assert effect_tags(drive)[-3:] == ["seal", "scrap", "release-pool"]
 
 
 def test_an_image_that_is_not_read_back_in_time_goes() -> None:
@@ -146,10 +146,10 @@ def test_a_job_that_ends_by_itself_while_its_image_is_read_back_has_one(names: t
     for name in names:
         drive.feed(events.AgentLost(worker=name))
         drive.feed(events.WorkerExited(worker=name, why="it has ended"))
-    assert "release-reservation" in asked(drive), "what was held for it is given back meanwhile"
+    assert "release-reservation" in effect_tags(drive), "what was held for it is given back meanwhile"
     drive.until("done")
     assert drive.op.failure is None
-    assert asked(drive).count("seal") == 1
+    assert effect_tags(drive).count("seal") == 1
 
 
 def test_an_agent_that_is_late_while_an_image_is_read_back_does_not_have_it_read_anew() -> None:
@@ -167,7 +167,7 @@ def test_an_image_whose_job_cannot_come_back_is_made_whole_all_the_same() -> Non
     drive.feed(events.WorkerExited(worker="a", why="it was killed"))
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "restore"]
     drive.until("lost")
-    assert asked(drive)[-2:] == ["seal", "release-pool"]
+    assert effect_tags(drive)[-2:] == ["seal", "release-pool"]
     assert drive.op.image is not None
     assert drive.op.image.whole
 
@@ -178,19 +178,19 @@ def test_an_image_that_was_written_just_when_it_was_dropped_was_left_over() -> N
     drive.feed(events.CancelRequested(by="somebody"))
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "dump"]
     drive.until("rolled-back")
-    assert asked(drive)[-1] == "scrap"
+    assert effect_tags(drive)[-1] == "scrap"
 
 
 def test_the_room_on_the_old_gpu_is_kept_until_the_image_is_whole() -> None:
     drive = DrivenOperation(checkpoint()).until("handing")
-    assert "release-reservation" not in asked(drive)
+    assert "release-reservation" not in effect_tags(drive)
     assert drive.op.workers[0].reservations == {"gpu0": 10}
 
 
 def test_one_dump_is_for_all_ranks_and_each_is_ended() -> None:
     drive = DrivenOperation(checkpoint("a", "b")).until("done")
-    assert asked(drive).count("dump") == 1
-    assert asked(drive).count("end") == 2
+    assert effect_tags(drive).count("dump") == 1
+    assert effect_tags(drive).count("end") == 2
 
 
 @pytest.mark.parametrize("leave_running", [True, False])
@@ -198,7 +198,7 @@ def test_an_image_that_cannot_be_made_leads_back(leave_running: bool) -> None:
     drive = DrivenOperation(checkpoint(leave_running=leave_running)).until("handing")
     drive.fail("refused")
     drive.until("rolled-back")
-    assert "end" not in asked(drive)
+    assert "end" not in effect_tags(drive)
     assert drive.op.workers[0].gpu == "gpu0"
     assert drive.op.failure is not None
     assert drive.op.failure.message == "dump failed"

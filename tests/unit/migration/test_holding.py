@@ -27,14 +27,14 @@ def suspended() -> DrivenOperation:
     return DrivenOperation(operation(worker(to=None), kind=SUSPEND)).until("suspended")
 
 
-def asked(drive: DrivenOperation) -> list[str]:
+def effect_tags(drive: DrivenOperation) -> list[str]:
     return [effect.tag for *_, wanted in drive.taken for effect in wanted]
 
 
 def test_a_job_is_quiesced_and_resumed_without_being_moved() -> None:
     drive = DrivenOperation(quiesce()).until("done")
     assert drive.phases == ["quiescing", "holding", "releasing", "verifying", "done"]
-    assert asked(drive) == ["park", "hold", "release", "verify"]
+    assert effect_tags(drive) == ["park", "hold", "release", "verify"]
     assert drive.op.failure is None
 
 
@@ -42,8 +42,8 @@ def test_ranks_stand_at_one_boundary_and_one_hold_is_for_all() -> None:
     drive = held("a", "b")
     assert {member.boundary for member in drive.op.workers} == {drive.op.at}
     drive.until("done")
-    assert asked(drive).count("hold") == 1
-    assert asked(drive).count("release") == 2
+    assert effect_tags(drive).count("hold") == 1
+    assert effect_tags(drive).count("release") == 2
 
 
 def test_a_quiesced_job_can_be_resumed_before_its_time() -> None:
@@ -128,7 +128,7 @@ def test_a_job_that_is_held_is_suspended_without_going_on_in_between() -> None:
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "hold"]
     drive.until("suspended")
     assert drive.op.id == "op1"
-    assert not {"park", "release"} & set(asked(drive)[2:])
+    assert not {"park", "release"} & set(effect_tags(drive)[2:])
 
 
 def test_ranks_that_are_held_are_suspended_at_the_boundary_where_they_stand() -> None:
@@ -155,7 +155,7 @@ def test_what_a_hold_became_goes_back_to_training_when_it_fails() -> None:
     drive.until("offloading")
     drive.fail("refused")
     drive.until("rolled-back")
-    assert "release" in asked(drive)
+    assert "release" in effect_tags(drive)
 
 
 def test_a_suspended_job_is_handed_over_and_ends() -> None:
@@ -163,7 +163,7 @@ def test_a_suspended_job_is_handed_over_and_ends() -> None:
     assert tags(drive.feed(events.ImageRequested(handoff=WISH))) == ["dump"]
     drive.until("done")
     assert drive.op.kind == CHECKPOINT
-    assert asked(drive)[-3:] == ["dump", "end", "release-pool"]
+    assert effect_tags(drive)[-3:] == ["dump", "end", "release-pool"]
     assert not drive.op.workers[0].lost
 
 
@@ -172,7 +172,7 @@ def test_a_suspended_job_that_cannot_be_handed_over_is_suspended_as_before_and_c
     drive.feed(events.ImageRequested(handoff=WISH))
     drive.fail("refused")
     drive.until("suspended")
-    assert not {"restore", "end"} & set(asked(drive))
+    assert not {"restore", "end"} & set(effect_tags(drive))
     drive.feed(events.ResumeRequested(to={"a": "gpu1"}))
     drive.until("done")
     assert drive.op.workers[0].gpu == "gpu1"

@@ -46,7 +46,7 @@ def plan_of(found: MigrationPlan | tuple[Reason, ...]) -> MigrationPlan:
     return found
 
 
-def said(found: MigrationPlan | tuple[Reason, ...]) -> str:
+def reasons_text(found: MigrationPlan | tuple[Reason, ...]) -> str:
     assert not isinstance(found, MigrationPlan)
     return "\n".join(f"{reason.message}; {reason.hint}" for reason in found)
 
@@ -55,14 +55,14 @@ def said(found: MigrationPlan | tuple[Reason, ...]) -> str:
 def test_of_a_process_whose_state_is_held_it_was_said_that_it_is_on_no_gpu(phase: str, next_: str) -> None:
     left = worker(pid=9, method=RESTART, carrier=BY_STATE, state_saved=True, offloaded=True, gpu=None)
     held = operation(left, phase=phase)
-    refused = said(planned(node().replace(running=(held,)), PlanRequest(kind=SUSPEND, pids=(9,))))
+    refused = reasons_text(planned(node().replace(running=(held,)), PlanRequest(kind=SUSPEND, pids=(9,))))
     assert f"process 9 has exited, and operation op1 ({phase}) keeps its state" in refused
     assert next_ in refused
 
 
 @pytest.mark.parametrize("to", ["gpu1,gpu0", "gpu1"])
 def test_a_process_on_several_gpus_is_not_restarted_and_the_next_step_is_a_move(to: str) -> None:
-    refused = said(planned(node(gpus=("gpu0", "gpu1")), ask(to, via=RESTART)))
+    refused = reasons_text(planned(node(gpus=("gpu0", "gpu1")), ask(to, via=RESTART)))
     assert f"process 7 would be restarted from gpu0,gpu1 on {to}: a restart knows one GPU for each process" in refused
     assert "omit --via restart, and name a GPU for each of its 2" in refused
 
@@ -92,7 +92,7 @@ def test_variables_that_begin_anew_are_in_the_plan_by_name() -> None:
 
 def test_one_that_a_shell_has_started_left_and_the_shell_went_on() -> None:
     """Its supervisor waited for the shell, which took the exit status of a restart for the end of the training."""
-    refused = said(planned(node(apart=True), ask("gpu2", via=RESTART)))
+    refused = reasons_text(planned(node(apart=True), ask("gpu2", via=RESTART)))
     assert "would take its exit for the end of the job" in refused
     assert "exec python3 train.py" in refused
 
@@ -107,15 +107,15 @@ def test_what_an_agent_has_not_looked_at_is_in_the_plan() -> None:
 def test_a_job_that_an_operation_has_was_offered_a_restart_that_it_refuses() -> None:
     moved = plan_of(planned(node(), ask("gpu1")))
     other = moved.operation("4", node().candidates, {}, limits=Limits(), utc=0.0)
-    refused = said(planned(node().replace(running=(other,)), ask("gpu2")))
+    refused = reasons_text(planned(node().replace(running=(other,)), ask("gpu2")))
     assert "operation 4 (migrate, planned) already includes process 7" in refused
     assert "--via restart" not in refused
 
 
 def test_one_that_is_not_allowed_is_offered() -> None:
     """The refusal alone left people with nothing to do, though their job could have been restarted there."""
-    assert "hegmctl migrate 7 --via restart --to GPU --dry-run" in said(planned(node(), ask("gpu2")))
-    assert "--via restart" not in said(planned(node(supervisor=None), ask("gpu2")))
+    assert "hegmctl migrate 7 --via restart --to GPU --dry-run" in reasons_text(planned(node(), ask("gpu2")))
+    assert "--via restart" not in reasons_text(planned(node(supervisor=None), ask("gpu2")))
 
 
 def test_a_restart_may_stay_where_it_is_and_the_operation_has_all_that_it_is_to_change() -> None:
@@ -133,31 +133,33 @@ def test_a_restart_may_stay_where_it_is_and_the_operation_has_all_that_it_is_to_
 def test_what_attaching_cannot_know_blocks_a_restart_and_no_move() -> None:
     """Issue 19, outcome 7."""
     snapshot = node({"unknown": ("its first random state", "its command")})
-    refused = said(planned(snapshot, ask("gpu2", via=RESTART)))
+    refused = reasons_text(planned(snapshot, ask("gpu2", via=RESTART)))
     assert "attached while it ran, so a restart does not know its first random state and its command" in refused
     assert plan_of(planned(snapshot, ask("gpu1"))).workers[0].method != RESTART
 
 
 def test_all_reasons_against_a_restart_are_reported() -> None:
     via = ask("gpu2", via=RESTART)
-    assert "process 7 has no supervisor that would restart it" in said(planned(node(supervisor=None), via))
+    assert "process 7 has no supervisor that would restart it" in reasons_text(planned(node(supervisor=None), via))
     refused = node({"refusals": ("optimizer 2 has a function in it", "the stream has no place")})
-    assert "optimizer 2 has a function in it" in said(planned(refused, via))
-    assert "the stream has no place" in said(planned(refused, via))
-    assert "is unknown" in said(planned(node({"state_bytes": None}), via))
+    assert "optimizer 2 has a function in it" in reasons_text(planned(refused, via))
+    assert "the stream has no place" in reasons_text(planned(refused, via))
+    assert "is unknown" in reasons_text(planned(node({"state_bytes": None}), via))
     other = ask("gpu2", via=RESTART, respawn=Respawn(python="/p"))
-    assert "does not begin with a Python" in said(planned(node(python=False), other))
+    assert "does not begin with a Python" in reasons_text(planned(node(python=False), other))
     large = node({"state_bytes": 2 * GIB})
-    assert "of the pool are needed" in said(planned(large, via))
+    assert "of the pool are needed" in reasons_text(planned(large, via))
 
 
 def test_a_program_that_is_no_python_was_found_out_by_the_start() -> None:
     """`--python /bin/true` was in the plan, and the job had left before anybody saw."""
     other = ask("gpu2", via=RESTART, respawn=Respawn(python="/bin/true"))
-    refused = said(planned(node(no_python="asked for its version, it says nothing"), other))
+    refused = reasons_text(planned(node(no_python="asked for its version, it says nothing"), other))
     assert "/bin/true is no Python: asked for its version, it says nothing" in refused
     for kind in ("pypy 3.10.14", "cpython 3.8.20", "cpython 2.7.18"):
-        assert f"/bin/true is {kind}, which cannot load a saved state" in said(planned(node(other_python=kind), other))
+        assert f"/bin/true is {kind}, which cannot load a saved state" in reasons_text(
+            planned(node(other_python=kind), other)
+        )
     plan = plan_of(planned(node(other_python="cpython 3.14.0"), other))
     assert any("the Python /bin/true (cpython 3.14.0)" in hazard for hazard in plan.hazards)
     assert any("the Python /bin/true:" in hazard for hazard in plan_of(planned(node(), other)).hazards)
@@ -167,9 +169,9 @@ def test_variables_that_would_have_cost_it_its_state_or_its_place_were_changed()
     """With `--to gpu1 --env HEGM_GPU=gpu0` it was on gpu0; with another HEGM_SOCKET nobody ever heard of it again."""
     for changed in ({"set": {"HEGM_SOCKET": "/nowhere"}}, {"unset": ("HEGM_RUN",)}):
         other = ask("gpu2", via=RESTART, respawn=Respawn(**changed))
-        assert "cannot be changed: hegmd identifies the job by it" in said(planned(node(), other))
+        assert "cannot be changed: hegmd identifies the job by it" in reasons_text(planned(node(), other))
     other = ask("gpu2", via=RESTART, respawn=Respawn(set={"HEGM_GPU": "gpu0"}, unset=("CUDA_VISIBLE_DEVICES",)))
-    refused = said(planned(node(), other))
+    refused = reasons_text(planned(node(), other))
     assert "CUDA_VISIBLE_DEVICES and HEGM_GPU cannot be changed: hegmd sets it to the target of --to" in refused
     harmless = Respawn(set={"HEGM_EXIT_CODE": "7", "PYTHONPATH": "/x"})
     plan_of(planned(node(), ask("gpu2", via=RESTART, respawn=harmless)))
@@ -178,7 +180,7 @@ def test_variables_that_would_have_cost_it_its_state_or_its_place_were_changed()
 def test_a_python_that_never_looks_for_the_agent_had_the_script_begin_anew() -> None:
     """Such as a script that starts one with -I: nobody put the state back, and its losses began a second time."""
     other = ask("gpu2", via=RESTART, respawn=Respawn(python="/opt/python"))
-    refused = said(planned(node(other_python="cpython 3.12.4 alone"), other))
+    refused = reasons_text(planned(node(other_python="cpython 3.12.4 alone"), other))
     assert "/opt/python is cpython 3.12.4, which is started with -E or -I, or drops PYTHONPATH" in refused
 
 
@@ -199,15 +201,15 @@ def test_a_job_on_the_cpu_was_nowhere_and_could_not_be_restarted_on_a_gpu() -> N
 
 
 def test_a_job_on_the_cpu_can_only_be_restarted_and_the_refusal_says_so() -> None:
-    refused = said(planned(on_cpu(), ask("gpu1")))
+    refused = reasons_text(planned(on_cpu(), ask("gpu1")))
     assert "process 7 trains on the CPU" in refused
     assert "hegmctl migrate 7 --via restart --to GPU --dry-run" in refused
     assert plan_of(planned(on_cpu(), ask("gpu1", allow_restart=True))).workers[0].method == RESTART
-    assert "trains on the CPU" in said(planned(on_cpu(), PlanRequest(kind=SUSPEND, pids=(7,))))
+    assert "trains on the CPU" in reasons_text(planned(on_cpu(), PlanRequest(kind=SUSPEND, pids=(7,))))
 
 
 def test_nobody_goes_to_the_cpu_but_by_a_restart_and_no_room_is_needed_there() -> None:
-    assert "--via restart --to cpu" in said(planned(node(), ask("cpu")))
+    assert "--via restart --to cpu" in reasons_text(planned(node(), ask("cpu")))
     plan = plan_of(planned(node(), ask("cpu", via=RESTART)))
     assert (plan.workers[0].gpu, plan.workers[0].to, plan.reservation_bytes) == ("gpu0", "cpu", {})
     again = plan_of(planned(on_cpu(), ask(None, via=RESTART)))
@@ -218,7 +220,7 @@ def test_memory_for_what_comes_to_the_cpu_is_looked_at_before_anything_is_done()
     """The state is there twice for a while, and a node that has not that much would end some process or other."""
     needed_bytes = whole_size(4096) + 4096
     tight = node().replace(available_bytes=needed_bytes - 1)
-    assert "are needed for process 7 to continue on the CPU" in said(planned(tight, ask("cpu", via=RESTART)))
+    assert "are needed for process 7 to continue on the CPU" in reasons_text(planned(tight, ask("cpu", via=RESTART)))
     plan_of(planned(tight.replace(available_bytes=needed_bytes), ask("cpu", via=RESTART)))
 
 
@@ -234,7 +236,7 @@ def test_a_held_state_can_continue_on_the_cpu_and_nothing_else_can() -> None:
     # The dry run said that it would go on, and nobody was there to start it.
     assert "if that is still running; otherwise run: hegmctl run --allow-restart --resume 1" in plan.hazards[-1]
     driven = left.replace(method="driver", state_saved=False)
-    assert "cannot continue on the CPU" in said(
+    assert "cannot continue on the CPU" in reasons_text(
         planned_resume(snapshot, resume, op.replace(phase="suspended", workers=(driven,)))
     )
 
@@ -264,21 +266,21 @@ def test_ranks_are_restarted_as_one() -> None:
 def test_a_job_whose_ranks_are_not_all_here_or_not_known_is_not_restarted() -> None:
     """Each would be started with the launcher, and find no state of its own."""
     via = ask("gpu2", via=RESTART)
-    assert "of 2 ranks, 0 are here" in said(planned(ranked(0), via))
-    assert "of 3 ranks, 0 and 2 are here" in said(planned(ranked(0, 2, world=3), via))
-    assert "have no RANK and WORLD_SIZE in their environment" in said(planned(ranked(None, None), via))
-    assert "have no RANK and WORLD_SIZE in their environment" in said(planned(ranked(0, 0), via))
-    assert "15 at most" in said(planned(ranked(*range(16), world=16), via))
+    assert "of 2 ranks, 0 are here" in reasons_text(planned(ranked(0), via))
+    assert "of 3 ranks, 0 and 2 are here" in reasons_text(planned(ranked(0, 2, world=3), via))
+    assert "have no RANK and WORLD_SIZE in their environment" in reasons_text(planned(ranked(None, None), via))
+    assert "have no RANK and WORLD_SIZE in their environment" in reasons_text(planned(ranked(0, 0), via))
+    assert "15 at most" in reasons_text(planned(ranked(*range(16), world=16), via))
 
 
 def test_ranks_keep_apart_and_together_as_they_were() -> None:
     """They find their GPUs by the order in which a variable names them."""
     apart = ranked(0, 1, gpus=("gpu0", "gpu1"))
-    assert "the job has 2 ranks, on gpu0 and gpu1, and --to names one GPU" in said(
+    assert "the job has 2 ranks, on gpu0 and gpu1, and --to names one GPU" in reasons_text(
         planned(apart, ask("gpu2", via=RESTART))
     )
     crossed = ask(None, via=RESTART, placement={"7": "gpu2", "8": "gpu3"})
-    assert "GPUs of amd and simulated" in said(planned(apart, crossed))
+    assert "GPUs of amd and simulated" in reasons_text(planned(apart, crossed))
     exchanged = plan_of(planned(apart, ask("gpu1,gpu0", via=RESTART)))
     assert [worker.to for worker in exchanged.workers] == ["gpu1", "gpu0"]
     one_moves = plan_of(planned(apart, ask("gpu1=gpu2", via=RESTART)))
@@ -295,7 +297,7 @@ def test_ranks_share_gpus_after_a_restart_where_they_fit_and_their_numbers_lead_
     plan = plan_of(planned(four, ask("gpu2,gpu3,gpu2,gpu3", via=RESTART)))
     assert [worker.to for worker in plan.workers] == ["gpu2", "gpu3", "gpu2", "gpu3"]
     assert "4 ranks share 2 GPUs, so the script has to take its GPU by LOCAL_RANK modulo" in plan.hazards[0]
-    refused = said(planned(four, ask("gpu2,gpu2,gpu3,gpu3", via=RESTART)))
+    refused = reasons_text(planned(four, ask("gpu2,gpu2,gpu3,gpu3", via=RESTART)))
     assert "hegmd cannot place the ranks on gpu2,gpu2,gpu3,gpu3: each finds its GPU by its number" in refused
     assert "name the GPUs in turn, such as --to gpu2,gpu3,gpu2,gpu3" in refused
     halves = of_nvidia(ranked(0, 1, 2, 3, world=4, gpus=("gpu0", "gpu0", "gpu1", "gpu1")))
@@ -308,14 +310,14 @@ def test_ranks_share_gpus_after_a_restart_where_they_fit_and_their_numbers_lead_
 
 def test_ranks_that_do_not_fit_on_a_gpu_together_are_not_restarted_there() -> None:
     apart = ranked(0, 1, gpus=("gpu0", "gpu1"), vram_bytes=GIB * 3 // 4)
-    refused = said(planned(apart, ask("gpu2,gpu2", via=RESTART)))
+    refused = reasons_text(planned(apart, ask("gpu2,gpu2", via=RESTART)))
     assert "gpu2 has 1.0 GiB free, but 1.5 GiB are needed" in refused, refused
 
 
 def test_ranks_with_nccl_were_restarted_on_one_gpu_where_they_cannot_connect() -> None:
     groups = Communicators(mechanism="replace", groups=1, backends=("nccl",))
     apart = of_nvidia(ranked(0, 1, gpus=("gpu0", "gpu1"), agent={"communicators": groups}))
-    refused = said(planned(apart, ask("gpu2,gpu2", via=RESTART)))
+    refused = reasons_text(planned(apart, ask("gpu2,gpu2", via=RESTART)))
     assert "NCCL cannot connect ranks on one GPU, and 7 and 8 would be on gpu2" in refused, refused
 
 

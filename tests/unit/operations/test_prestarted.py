@@ -75,13 +75,13 @@ class Node:
             in_hand=lambda _pid: self.in_hand,
             patience=patience or RetryDelays(first_s=3600.0, longest_s=36000.0),
         )
-        self.asked: list[str] = []
-        self.told: list[SupervisorOrder] = []
+        self.requests: list[str] = []
+        self.orders: list[SupervisorOrder] = []
         self._heard = Condition()
 
     async def until_told(self, count: int) -> None:
         """Until its supervisor was told so many things."""
-        while len(self.told) < count:
+        while len(self.orders) < count:
             await self._heard.wait()
 
     @asynccontextmanager
@@ -100,14 +100,14 @@ class Node:
         self.supervisors.close()
 
     async def obey(self, order: Order, _fds: Sequence[int]) -> None:
-        self.asked.append(order.do)
+        self.requests.append(order.do)
         if not self.answers:
             return
         report = AgentReport(order=order.order, result="done", imports=("torch",), path=("/lib",))
         self.workers.report("agent", report)
 
     async def _hear(self, order: SupervisorOrder, _fds: Sequence[int]) -> None:
-        self.told.append(order)
+        self.orders.append(order)
         self._heard.notify_all()
 
 
@@ -124,8 +124,8 @@ async def test_it_is_asked_for_once_as_soon_as_the_job_has_passed_a_boundary() -
     async with node.running():
         node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=7))
         await anyio.wait_all_tasks_blocked()
-    assert node.asked == ["beforehand"]
-    assert [(order.do, order.operation, order.imports, order.path) for order in node.told] == [
+    assert node.requests == ["beforehand"]
+    assert [(order.do, order.operation, order.imports, order.path) for order in node.orders] == [
         ("ready", "", ("torch",), ("/lib",))
     ]
 
@@ -148,26 +148,26 @@ async def test_nobody_waits_unasked_before_the_first_batch_or_while_an_operation
     node = Node(when, available_bytes)
     async with node.running(**offer):
         pass
-    assert node.told == []
+    assert node.orders == []
 
 
 async def test_a_job_may_have_it_by_itself_and_is_waited_for_while_an_operation_has_it() -> None:
     node = Node(BEFOREHAND)
     node.in_hand = True
     async with node.running(ready=ALWAYS):
-        assert node.told == []
+        assert node.orders == []
         node.in_hand = False
         node.supervisors.changed.notify_all()
         node.supervisors.report("supervisor", SuperviseReport(result="done"))
         await anyio.wait_all_tasks_blocked()
-        assert [order.do for order in node.told] == ["ready"]
+        assert [order.do for order in node.orders] == ["ready"]
 
 
 async def test_a_user_was_told_what_the_job_of_another_one_imports_by_naming_its_run_and_its_process() -> None:
     """Nor is the other one's agent asked. Their own supervisor is asked for, beside the stranger's."""
     node = Node(ALWAYS, uid=1000)
     async with node.running(ready=ALWAYS):
-        assert (node.asked, node.told) == ([], [])
+        assert (node.requests, node.orders) == ([], [])
         messages: list[str] = []
 
         async def hear(order: SupervisorOrder, _fds: Sequence[int]) -> None:
@@ -177,7 +177,7 @@ async def test_a_user_was_told_what_the_job_of_another_one_imports_by_naming_its
             offered = Supervise(run="run", pid=PID, python=True)
             tasks.start_soon(node.supervisors.attend, "its own", PID, 0, offered, hear)
             await anyio.wait_all_tasks_blocked()
-            assert (node.asked, messages, node.told) == (["beforehand"], ["ready"], [])
+            assert (node.requests, messages, node.orders) == (["beforehand"], ["ready"], [])
             tasks.cancel_scope.cancel()
 
 
@@ -193,7 +193,7 @@ async def test_one_job_that_did_not_answer_kept_all_others_from_being_asked(othe
         async def hear(order: SupervisorOrder, _fds: Sequence[int]) -> None:
             messages.append(order.do)
 
-        assert (node.asked, node.told) == (["beforehand"], [])
+        assert (node.requests, node.orders) == (["beforehand"], [])
         async with anyio.create_task_group() as tasks:
             about = AgentAttend(token="other", python_version="3.11", boundary=1, run="other")
             program = AgentInfo(name="agent", version="1")
@@ -210,20 +210,20 @@ async def test_whoever_did_not_answer_is_asked_again_later(why: HegmError) -> No
     """As a job that was stopped when it was asked, and goes on; one whose agent was away was asked no more."""
     node = Node(ALWAYS, deaf_times=2, why=why, patience=RetryDelays(first_s=0.0))
     async with node.running():
-        assert [order.do for order in node.told] == ["ready"]
+        assert [order.do for order in node.orders] == ["ready"]
 
 
 async def test_all_had_everything_imported_again_when_hegmd_was_started_again() -> None:
     """The next daemon hears that one is kept. After a restart there is none, and it is asked for."""
     node = Node(ALWAYS)
     async with node.running(kept=True):
-        assert (node.asked, node.told) == ([], [])
+        assert (node.requests, node.orders) == ([], [])
         supervisor = node.supervisors.find(0, "run")
         assert supervisor is not None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(supervisor.order, "start", "4")
             await anyio.wait_all_tasks_blocked()
-            started = SuperviseReport(order=node.told[-1].order, result="done", pid=PID, was_ready=True)
+            started = SuperviseReport(order=node.orders[-1].order, result="done", pid=PID, was_ready=True)
             node.supervisors.report("supervisor", started)
         assert not supervisor.offer.kept
         await supervisor.tell("forget", "4")
@@ -234,7 +234,7 @@ async def test_all_had_everything_imported_again_when_hegmd_was_started_again() 
                 node.workers.attend, "agent", PID, 0, AgentInfo(name="agent", version="1"), about, node.obey
             )
             await anyio.wait_all_tasks_blocked()
-            assert [order.do for order in node.told] == ["start", "forget", "ready"]
+            assert [order.do for order in node.orders] == ["start", "forget", "ready"]
             tasks.cancel_scope.cancel()
 
 
@@ -243,8 +243,8 @@ async def test_one_that_is_kept_though_it_is_not_to_be_any_more_is_let_go_of() -
     async with node.running(kept=True):
         node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=7))
         await anyio.wait_all_tasks_blocked()
-    assert [(order.do, order.operation) for order in node.told] == [("unready", "")]
-    assert node.asked == []
+    assert [(order.do, order.operation) for order in node.orders] == [("unready", "")]
+    assert node.requests == []
 
 
 async def test_one_that_was_ended_where_memory_ran_short_was_not_replaced_before_a_restart_was_asked_for() -> None:
@@ -254,7 +254,7 @@ async def test_one_that_was_ended_where_memory_ran_short_was_not_replaced_before
         for pid in (7, None, 8, None):
             node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=pid))
             await anyio.wait_all_tasks_blocked()
-        assert [(order.do, order.operation) for order in node.told] == [("ready", "")] * 3
+        assert [(order.do, order.operation) for order in node.orders] == [("ready", "")] * 3
         fallen = node.events.remembered(kinds=("process.next-fell",))
         assert [(event.pid, event.facts["fallen"]) for event in fallen] == [(PID, 1), (PID, 2)]
         supervisor = node.supervisors.find(0, "run")
@@ -262,11 +262,11 @@ async def test_one_that_was_ended_where_memory_ran_short_was_not_replaced_before
         await supervisor.tell("ready", "4", imports=("torch",))
         node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=None))
         await anyio.wait_all_tasks_blocked()
-        assert [(order.do, order.operation) for order in node.told[3:]] == [("ready", "4")]
+        assert [(order.do, order.operation) for order in node.orders[3:]] == [("ready", "4")]
         await supervisor.tell("unready", "4")
         node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=None))
         await anyio.wait_all_tasks_blocked()
-        assert [(order.do, order.operation) for order in node.told[4:]] == [("unready", "4"), ("ready", "")]
+        assert [(order.do, order.operation) for order in node.orders[4:]] == [("unready", "4"), ("ready", "")]
 
 
 async def test_one_that_falls_again_and_again_is_replaced_later_each_time() -> None:
@@ -275,7 +275,7 @@ async def test_one_that_falls_again_and_again_is_replaced_later_each_time() -> N
     async with node.running():
         node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=None))
         await anyio.wait_all_tasks_blocked()
-        assert [order.do for order in node.told] == ["ready"]
+        assert [order.do for order in node.orders] == ["ready"]
         assert [event.facts["wait_s"] for event in node.events.remembered(kinds=("process.next-fell",))] == [3600.0]
     assert [RetryDelays(10.0, 600.0).after(fallen) for fallen in (1, 2, 3, 7, 1000)] == [10.0, 20.0, 40.0, 600.0, 600.0]
 
@@ -284,10 +284,10 @@ async def test_one_that_falls_again_and_again_is_replaced_later_each_time() -> N
 async def test_where_there_was_no_memory_for_it_it_is_made_once_there_is() -> None:
     node = Node(ALWAYS, MIN_AVAILABLE_BYTES - 1, patience=RetryDelays(first_s=0.001, longest_s=0.002))
     async with node.running():
-        assert node.told == []
+        assert node.orders == []
         node.available_bytes = MIN_AVAILABLE_BYTES
         await node.until_told(1)
-    assert node.told[0].do == "ready"
+    assert node.orders[0].do == "ready"
 
 
 @pytest.mark.thorough
@@ -297,7 +297,7 @@ async def test_one_that_was_made_ready_long_ago_had_files_of_long_ago() -> None:
         node = Node(ALWAYS, patience=RetryDelays(first_s=3600.0, longest_s=0.001))
         async with node.running(kept=kept):
             await node.until_told(2)
-        assert {(order.do, order.operation) for order in node.told} == {("ready", "")}
+        assert {(order.do, order.operation) for order in node.orders} == {("ready", "")}
         assert not node.events.remembered(kinds=("process.next-fell",))
 
 
@@ -307,7 +307,7 @@ async def test_one_that_waited_on_a_node_short_of_memory_was_said_to_have_ended(
     async with node.running():
         node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=7))
         node.available_bytes = MIN_AVAILABLE_BYTES - 1
-        count = len(node.told)
+        count = len(node.orders)
         await node.until_told(count + 2)
         assert not node.events.remembered(kinds=("process.next-fell",))
         supervisor = node.supervisors.find(0, "run")

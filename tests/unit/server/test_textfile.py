@@ -21,16 +21,16 @@ class Figures:
     """Metrics that count how often they were asked for, and can be waited for."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.calls = 0
         self._again = anyio.Event()
         self.error: HegmError | None = None
 
     async def render(self) -> str:
-        self.asked += 1
+        self.calls += 1
         self._again.set()
         if self.error is not None:
             raise self.error
-        return f"hegmd_x {self.asked}\n"
+        return f"hegmd_x {self.calls}\n"
 
     async def next(self) -> None:
         """Until they are asked for once more: what came of the time before can be seen then."""
@@ -80,7 +80,7 @@ async def test_a_reload_that_changes_nothing_writes_nothing(path: Path) -> None:
         await tasks.start(textfile.run)
         textfile.configure(None, 60)
         await anyio.wait_all_tasks_blocked()
-        assert figures.asked == 0
+        assert figures.calls == 0
         tasks.cancel_scope.cancel()
 
 

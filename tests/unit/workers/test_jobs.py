@@ -44,7 +44,7 @@ async def registered(node: Node, pid: int, run: str, *words: str, name: str | No
     return (await node.moving.jobs.register(pid, uid, request)).id
 
 
-async def seen(node: Node, *, ended: bool = False) -> dict[str, protocol.Job]:
+async def jobs_by_id(node: Node, *, ended: bool = False) -> dict[str, protocol.Job]:
     return {job.id: job for job in await node.moving.job_requests.jobs((), mine, ended=ended)}
 
 
@@ -117,7 +117,7 @@ async def test_two_jobs_of_one_script_have_names_of_their_own(tmp_path: Path, pr
         assert await registered(node, process.pid, "one") == "j1"
         assert await registered(node, other.pid, "two") == "j2"
         assert await registered(node, other.pid, "two") == "j2", "the same run is the same job"
-        jobs = await seen(node)
+        jobs = await jobs_by_id(node)
         assert [(job.name, job.state, job.command) for job in jobs.values()] == [
             ("train", "starting", "train.py --epochs 5"),
             ("train-2", "starting", "train.py --epochs 5"),
@@ -135,10 +135,10 @@ async def test_a_job_keeps_its_id_when_the_daemon_is_killed(tmp_path: Path, proc
         await until(node, lambda: has_ended(node, "j2"))
     (tmp_path / NAME).write_bytes(kept)  # as a kill would leave it, before the end of j2 was seen
     async with running(tmp_path) as node:
-        jobs = await seen(node, ended=True)
+        jobs = await jobs_by_id(node, ended=True)
         assert {job.id: job.name for job in jobs.values()} == {"j1": "mine", "j2": "train"}
         agent = await node.attend(process.pid, run="one")
-        assert (await seen(node))["j1"].state == "training"
+        assert (await jobs_by_id(node))["j1"].state == "training"
         await agent.leave()
         assert await registered(node, process.pid, "three") == "j1", "a run within a run takes its place"
 
@@ -270,7 +270,7 @@ async def test_the_ranks_of_a_job_are_one_job_and_move_by_its_name(
         await node.attend(process.pid, run="one", rank=0, world_size=2)
         await node.attend(other.pid, token="b" * 32, run="one", rank=1, world_size=2)
         await until(node, lambda: any(len(job.members) == 2 for job in node.moving.jobs))
-        (job,) = (await seen(node)).values()
+        (job,) = (await jobs_by_id(node)).values()
         assert [(one.pid, one.role, one.rank) for one in job.processes] == [
             (process.pid, "rank", 0),
             (other.pid, "rank", 1),
@@ -289,10 +289,10 @@ async def test_a_suspended_job_is_named_by_its_operation_while_no_agent_is_conne
         pids = await node.moving.job_requests.pids(("train",), mine)
         ended = await node.operations.suspend(pids, node.asked())
         assert ended.operation is not None
-        assert (await seen(node))["j1"].state == "suspended"
+        assert (await jobs_by_id(node))["j1"].state == "suspended"
         assert node.moving.job_requests.with_job(ended.operation).job == "j1"
     async with running(tmp_path) as node:  # the next daemon, to which no agent has come back
-        assert (await seen(node))["j1"].state == "suspended"
+        assert (await jobs_by_id(node))["j1"].state == "suspended"
         assert await node.moving.job_requests.pids(("j1",), mine) == (process.pid,)
         assert node.moving.job_requests.with_job(ended.operation).job == "j1"
 
@@ -305,7 +305,7 @@ async def test_a_process_on_a_gpu_is_listed_with_its_job_but_not_another_one_wit
         await registered(node, process.pid, "one")
         await node.attend(other.pid, run="one")
         await until(node, lambda: any(job.members for job in node.moving.jobs))
-        jobs = {one.pid: one for one in (await seen(node))["j1"].processes}
+        jobs = {one.pid: one for one in (await jobs_by_id(node))["j1"].processes}
         assert set(jobs) == {process.pid, other.pid}
         of_process = node.moving.job_requests.of_process
         for pid in jobs:
@@ -322,15 +322,15 @@ async def test_the_rate_of_a_job_is_that_of_its_slowest_rank(tmp_path: Path, pro
         first = await node.attend(process.pid, run="one", rank=0, world_size=2)
         second = await node.attend(other.pid, token="b" * 32, run="one", rank=1, world_size=2)
         await until(node, lambda: any(len(job.members) == 2 for job in node.moving.jobs))
-        (job,) = (await seen(node)).values()
+        (job,) = (await jobs_by_id(node)).values()
         assert (job.boundary, job.steps_per_s) == (5, None), "it has come to no batch since it was first looked at"
         first.boundary, second.boundary = 5 + 400, 5 + 200
-        (job,) = (await seen(node)).values()
+        (job,) = (await jobs_by_id(node)).values()
         assert job.boundary == 205
         assert job.steps_per_s is not None
         assert 0 < job.steps_per_s <= 200 / APART_S
         second.boundary = 3  # a restart goes back to an earlier batch
-        (job,) = (await seen(node)).values()
+        (job,) = (await jobs_by_id(node)).values()
         assert job.boundary == 3
         assert "count" in first.seen
 
@@ -340,13 +340,13 @@ async def test_the_rate_of_a_resumed_job_leaves_out_the_time_of_its_suspension(t
     """A job of 12 batches a second was shown with 0.2 for a minute after it had been suspended for a minute."""
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid, run="one")
-        pids = tuple(one.pid for one in (await seen(node))["j1"].processes)
+        pids = tuple(one.pid for one in (await jobs_by_id(node))["j1"].processes)
         agent.boundary += 400
-        assert (await seen(node))["j1"].steps_per_s is not None
+        assert (await jobs_by_id(node))["j1"].steps_per_s is not None
         suspended = await node.operations.suspend(pids, node.asked())
         assert suspended.operation is not None
         await node.operations.resume(process.pid, None, node.asked())
-        resumed = (await seen(node))["j1"]
+        resumed = (await jobs_by_id(node))["j1"]
         assert (resumed.state, resumed.steps_per_s) == ("training", None), "it was not seen to go on since"
 
 
@@ -368,7 +368,7 @@ async def test_ended_jobs_are_remembered_up_to_a_number_of_each_user(tmp_path: P
     JobFile(tmp_path).save(len(old) + 1, old)
     async with running(tmp_path) as node:
         await registered(node, process.pid, "one")
-        ended = [job for job in await seen(node, ended=True) if job != f"j{len(old) + 1}"]
+        ended = [job for job in await jobs_by_id(node, ended=True) if job != f"j{len(old) + 1}"]
         assert len(ended) == MAX_ENDED_OF_USER
         assert "j1" not in ended
         assert f"j{len(old)}" in ended

@@ -45,7 +45,7 @@ def state_of(script: Any, text: str) -> dict[str, Any]:
     return found
 
 
-def told(script: Any, text: str) -> list[str]:
+def starts_over(script: Any, text: str) -> list[str]:
     """What is said of it."""
     return variables.begin_anew({variables.KEY: state_of(script, text)})
 
@@ -65,25 +65,25 @@ def train():
 
 
 def test_objects_in_a_list_that_is_too_long_went_without_a_word(script: types.ModuleType) -> None:
-    assert told(script, COUNTING.format(players=1001)) == [f"not searched: the 1,001 objects of {NAME}.players"]
+    assert starts_over(script, COUNTING.format(players=1001)) == [f"not searched: the 1,001 objects of {NAME}.players"]
 
 
 def test_what_is_within_the_limits_is_not_said(script: types.ModuleType) -> None:
-    assert told(script, COUNTING.format(players=1000)) == []
+    assert starts_over(script, COUNTING.format(players=1000)) == []
 
 
 @pytest.mark.thorough
 def test_functions_beyond_the_limit_went_without_a_word(script: types.ModuleType) -> None:
     calls = [f"def step_{number}():\n    step_{number + 1}()\n" for number in range(assignments.MAX_CODES + 1)]
     text = "".join(calls) + "def train():\n    for turn in range(1):\n        take()\n        turn and step_0()\n"
-    assert told(script, text) == ["not searched: functions beyond the first 600 that the loop may call"]
+    assert starts_over(script, text) == ["not searched: functions beyond the first 600 that the loop may call"]
 
 
 @pytest.mark.thorough
 def test_a_list_with_too_many_parts_was_left_as_a_new_script_has_it(script: types.ModuleType) -> None:
     body = "    for turn in range(1):\n        take()\n        seen.append([turn])\n"
     text = f"def train():\n    seen = [[0]] * 200_001\n{body}"
-    assert told(script, text) == [
+    assert starts_over(script, text) == [
         f"not searched: seen (list) in train() at {NAME}.py:5, which has more than 200,000 parts"
     ]
 
@@ -95,7 +95,7 @@ def test_of_more_than_are_named_the_number_is_said(script: types.ModuleType) -> 
         f"def train():\n    {made}\n    for turn in range(1):\n        take()\n        used = [{', '.join(names)}]\n"
         f"        {made}\n"
     )
-    found = told(script, text)
+    found = starts_over(script, text)
     assert (len(found), found[-1]) == (33, "8 more")
 
 

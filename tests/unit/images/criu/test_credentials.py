@@ -41,7 +41,7 @@ def core(held: bytes | None, state: int = 1) -> bytes:
     return struct.pack("<III", 0x54564319, 0x55053847, len(entry)) + entry
 
 
-def said(folder: Path, *cores: bytes) -> list[str]:
+def objections(folder: Path, *cores: bytes) -> list[str]:
     """What is said against threads with these files, for user 1000 in groups 1000 and 100."""
     for at, content in enumerate(cores, 1):
         (folder / f"core-{at}.img").write_bytes(content)
@@ -51,7 +51,7 @@ def said(folder: Path, *cores: bytes) -> list[str]:
 
 def test_a_users_own_threads_come_back(tmp_path: Path) -> None:
     own = core(credentials(whole(9, 0), whole(10, 0), whole(11, 0), whole(12, 0xFFFFFFFF), whole(14, 100)))
-    assert said(tmp_path, own, core(credentials()), core(None, state=6)) == []
+    assert objections(tmp_path, own, core(credentials()), core(None, state=6)) == []
 
 
 @pytest.mark.parametrize(
@@ -69,14 +69,14 @@ def test_a_users_own_threads_come_back(tmp_path: Path) -> None:
     ],
 )
 def test_every_right_that_the_caller_lacks_is_reported(tmp_path: Path, content: bytes, what: str) -> None:
-    (message,) = said(tmp_path, core(credentials()), content)
+    (message,) = objections(tmp_path, core(credentials()), content)
     assert message.startswith("core-2.img")
     assert what in message
 
 
 def test_what_every_login_gives_is_no_right_of_roots(tmp_path: Path) -> None:
     sets = [whole(field, word) for field in (9, 10, 11) for word in (0, BY_LOGIN >> 32)]
-    assert said(tmp_path, core(credentials(*sets))) == []
+    assert objections(tmp_path, core(credentials(*sets))) == []
 
 
 @pytest.mark.parametrize(
@@ -94,14 +94,14 @@ def test_what_every_login_gives_is_no_right_of_roots(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_read_is_refused(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(HegmError, match=r"core-1\.img of the image does not say"):
-        said(tmp_path, content)
+        objections(tmp_path, content)
 
 
 def test_files_without_any_thread_are_refused(tmp_path: Path) -> None:
     (tmp_path / "creds-1.img").write_bytes(b"")
     with pytest.raises(HegmError, match=r"older than 2\.0"):
-        said(tmp_path, core(credentials()))
+        objections(tmp_path, core(credentials()))
     (tmp_path / "core-1.img").unlink()
     (tmp_path / "creds-1.img").unlink()
     with pytest.raises(HegmError, match="there is none"):
-        said(tmp_path)
+        objections(tmp_path)

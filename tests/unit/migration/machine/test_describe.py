@@ -19,12 +19,12 @@ from hegmd.migration.machine.operation import CHECKPOINT, RESTART, SUSPEND, Fail
 from tests.unit.migration.operations import DrivenOperation, operation, tags, worker
 
 
-def _told(drive: DrivenOperation) -> list[Happening]:
+def _happenings(drive: DrivenOperation) -> list[Happening]:
     return [happening for before, event, after, _ in drive.taken for happening in happenings(before, event, after)]
 
 
 def _kinds(drive: DrivenOperation) -> list[str]:
-    found = [happening.kind for happening in _told(drive)]
+    found = [happening.kind for happening in _happenings(drive)]
     assert set(found) <= HAPPENINGS.keys()
     return found
 
@@ -40,7 +40,7 @@ def test_a_rollback_is_reported_once_with_its_reason() -> None:
     drive.end(parked=True)
     drive.until("rolled-back")
     assert _kinds(drive) == ["operation.rolling-back"]
-    assert "offload failed" in _told(drive)[0].message
+    assert "offload failed" in _happenings(drive)[0].message
 
 
 def test_a_refusal_before_any_change_is_not_a_rollback() -> None:
@@ -57,8 +57,8 @@ def test_a_job_that_is_held_is_an_error_with_the_command() -> None:
     drive.on(lambda: tags(drive.wanted) == ["reload"])
     drive.fail()
     assert _kinds(drive) == ["operation.rolling-back", "operation.found", "operation.held"]
-    assert _told(drive)[-1].severity == "error"
-    assert "hegmctl resume" in _told(drive)[-1].message
+    assert _happenings(drive)[-1].severity == "error"
+    assert "hegmctl resume" in _happenings(drive)[-1].message
 
 
 def test_a_process_that_was_stopped_while_it_was_restored_was_in_the_log_alone() -> None:
@@ -118,7 +118,7 @@ def test_a_recovery_reports_the_former_state_and_the_one_found() -> None:
     drive.taken.clear()
     drive.feed(events.Recovered())
     drive.end(parked=True, out_bytes=10, gpu=None, reservations={}, pool_bytes=10)
-    assert [happening.message for happening in _told(drive)] == [
+    assert [happening.message for happening in _happenings(drive)] == [
         "operation op1 was suspended when hegmd was stopped",
         "operation op1: process 197 parked on no GPU, 10 bytes of it offloaded",
         "operation op1: suspended",
@@ -130,7 +130,7 @@ def test_a_process_that_is_found_to_have_exited_is_also_reported() -> None:
     drive.feed(events.Recovered())
     drive.taken.clear()
     drive.feed(events.WorkerExited(worker="a"))
-    assert "has ended" in _told(drive)[0].message
+    assert "has ended" in _happenings(drive)[0].message
 
 
 def test_what_comes_on_by_itself_or_is_over_waits_for_nothing() -> None:

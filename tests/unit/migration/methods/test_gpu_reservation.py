@@ -24,10 +24,10 @@ class Gpus:
 
     def __init__(self, free_bytes: int | None = None) -> None:
         self.free_bytes = free_bytes
-        self.asked = 0
+        self.calls = 0
 
     async def gpu(self, _name: str) -> Any:
-        self.asked += 1
+        self.calls += 1
         return SimpleNamespace(memory_free_bytes=self.free_bytes)
 
     async def uuid_of(self, name: str) -> str:
@@ -48,7 +48,7 @@ def reservation(gpus: Gpus, memory: VideoMemory | None = None) -> GpuReservation
 async def test_as_much_as_is_wanted_is_enough() -> None:
     gpus = Gpus(100)
     assert await reservation(gpus).wait_until_free("gpu0", 100) == 100
-    assert gpus.asked == 1
+    assert gpus.calls == 1
 
 
 async def test_memory_that_becomes_free_meanwhile_is_seen() -> None:

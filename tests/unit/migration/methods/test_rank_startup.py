@@ -97,7 +97,7 @@ class Tree:
     def command(self) -> ProcessKey:
         return _who(self._process.pid)
 
-    def told(self) -> ProcessKey:
+    def next_key(self) -> ProcessKey:
         """The pid that was told next."""
         assert self._process.stdout is not None
         return _who(int(self._process.stdout.readline()))
@@ -118,13 +118,13 @@ def wrapped() -> Iterator[Tree]:
 
 
 def test_a_rank_is_the_topmost_process_with_its_variables(wrapped: Tree) -> None:
-    shell, rank = wrapped.told(), wrapped.told()
+    shell, rank = wrapped.next_key(), wrapped.next_key()
     assert position_of(rank[0], os.getpid()) == RankPosition(shell, wrapped.command)
 
 
 def test_a_process_below_another_supervisor_is_not_a_rank_of_this_one(wrapped: Tree) -> None:
-    wrapped.told()
-    rank = wrapped.told()
+    wrapped.next_key()
+    rank = wrapped.next_key()
     assert position_of(rank[0], rank[0]) is None
     assert position_of(os.getpid(), wrapped.command[0]) is None
 

@@ -214,7 +214,7 @@ class Launched:
 
     async def attend(self) -> None:
         """The supervisor says that it has started its command; until this is cancelled."""
-        command = int(await self.say())
+        command = int(await self.next_line())
         offer = Supervise(run="run-1", python=False, pid=command, started=True, operation="4")
         try:
             await self._supervisors.attend(self, self._process.pid, UID, offer, _send_to_supervisor)
@@ -228,7 +228,7 @@ class Launched:
             anyio.from_thread.run_sync(self.seen.set)
         return found
 
-    async def say(self) -> str:
+    async def next_line(self) -> str:
         """The next word of them: the pid of a rank, or that the launcher has ended."""
         assert self._process.stdout is not None
         return (await anyio.to_thread.run_sync(self._process.stdout.readline)).strip()
@@ -269,12 +269,12 @@ async def test_a_rank_that_fell_before_it_was_seen_left_the_operation_waiting(tm
             tasks.start_soon(launched.attend)
             await supervisors.changed.wait()
             tasks.start_soon(restore)
-            fallen = int(await launched.say())
+            fallen = int(await launched.next_line())
             rank = workers.come(fallen)
             await launched.seen.wait()
             launched.fall(rank)
-            workers.come(int(await launched.say()))
-            assert await launched.say() == "ended"
+            workers.come(int(await launched.next_line()))
+            assert await launched.next_line() == "ended"
             launched.fail("it ended with -9, started 2 times")
     assert f"rank 0 (process {fallen}) ended before its first boundary; it ended with -9" in failures[0].message
     assert failures[0].hint == "read what it printed", "whether its state is held is seen later"
@@ -296,12 +296,12 @@ async def test_a_daemon_that_was_not_there_at_the_start_saw_no_rank_fall_before_
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(launched.attend)
             await supervisors.changed.wait()
-            fallen = int(await launched.say())
+            fallen = int(await launched.next_line())
             tasks.start_soon(restore)
             await launched.seen.wait()
             launched.fall()
-            assert int(await launched.say()) != fallen
-            assert await launched.say() == "ended"
+            assert int(await launched.next_line()) != fallen
+            assert await launched.next_line() == "ended"
             launched.fail("it ended with -9, started 2 times")
     assert f"rank 0 (process {fallen}) ended before its first boundary; it ended with -9" in failures[0].message
     assert failures[0].hint == "read what it printed", "whether its state is held is seen later"

@@ -30,18 +30,18 @@ class DictNode:
     def __init__(self) -> None:
         self.commands: dict[int, str] = {}
         self.users: dict[int, str] = {0: "root", 1000: "ada"}
-        self.asked: list[int] = []
+        self.calls: list[int] = []
         self.now = 0.0
         self.error: Exception | None = None
 
     def read_command(self, _: str, pid: int) -> str:
-        self.asked.append(pid)
+        self.calls.append(pid)
         if self.error is not None:
             raise self.error
         return self.commands[pid]
 
     def user_name(self, uid: int) -> str:
-        self.asked.append(uid)
+        self.calls.append(uid)
         return self.users[uid]
 
     def lookups(self, read: Callable[[str, int], str] | None = None) -> Lookups:

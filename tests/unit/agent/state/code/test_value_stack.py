@@ -23,21 +23,21 @@ def iterators_here() -> list[Any]:
     return [iterator for _head, iterator in found]
 
 
-class Asked:
+class Asker:
     """An iterable that looks at the frame that asks it for an item."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[str, bool]] = []
+        self.positions: list[tuple[str, bool]] = []
 
     def __iter__(self) -> Iterator[int]:
         return self
 
     def __next__(self) -> int:
-        if len(self.seen) == 2:
+        if len(self.positions) == 2:
             raise StopIteration
         place = position.ThreadPosition(caller(1))
-        self.seen.append((type(place.loops[-1].iterator).__name__, place.at_head))
-        return len(self.seen)
+        self.positions.append((type(place.loops[-1].iterator).__name__, place.at_head))
+        return len(self.positions)
 
 
 def test_this_python_can_be_read() -> None:
@@ -81,19 +81,19 @@ def test_contexts_handlers_and_cells_between_loops_do_not_move_what_is_found() -
 
 
 def test_a_loop_that_asks_for_its_next_item_is_seen_at_its_head() -> None:
-    asker = Asked()
+    asker = Asker()
     for _item in asker:
         pass
-    assert asker.seen == [("Asked", True)] * 2
+    assert asker.positions == [("Asked", True)] * 2
 
 
 def test_a_generator_on_the_way_has_loops_of_its_own() -> None:
     def passing(items: Iterable[int]) -> Iterator[int]:
         yield from (item for item in items if item)
 
-    asker = Asked()
+    asker = Asker()
     assert list(passing(asker)) == [1, 2]
-    assert {kind for kind, _at_head in asker.seen} == {"Asked"}
+    assert {kind for kind, _at_head in asker.positions} == {"Asked"}
 
 
 def test_while_loops_are_said_with_their_line() -> None:

@@ -43,7 +43,7 @@ def module() -> Optimizers:
 
 
 @pytest.fixture
-def said(module: Optimizers) -> Registrations:
+def registrations(module: Optimizers) -> Registrations:
     """A script's words, with steps counted."""
     made = Registrations(lambda: None)
     made.count_in(module)
@@ -61,12 +61,16 @@ def _restarted(state: dict[str, Any]) -> Registrations:
     return Registrations(lambda: whole)
 
 
-def test_steps_are_counted_by_optimizer_and_go_along(said: Registrations, module: Optimizers) -> None:
+def test_steps_are_counted_by_optimizer_and_go_along(registrations: Registrations, module: Optimizers) -> None:
     first, second = Optimizer(), Optimizer()
     for optimizer in (second, first, second):
         module.step(optimizer)
-    assert (said.global_step(), said.global_step(first), said.global_step(second)) == (2, 1, 2)
-    state, against = said.capture([first, second])
+    assert (registrations.global_step(), registrations.global_step(first), registrations.global_step(second)) == (
+        2,
+        1,
+        2,
+    )
+    state, against = registrations.capture([first, second])
     again = _restarted(state)
     assert again.global_step() == 2, "before the first batch as well"
     mine = [Optimizer(), Optimizer()]
@@ -75,10 +79,10 @@ def test_steps_are_counted_by_optimizer_and_go_along(said: Registrations, module
     assert (again.global_step(), again.global_step(mine[0]), again.global_step(mine[1])) == (2, 1, 2)
 
 
-def test_a_kept_value_is_set_at_once_and_again_after_the_scripts_own_preparations(said: Registrations) -> None:
+def test_a_kept_value_is_set_at_once_and_again_after_the_scripts_own_preparations(registrations: Registrations) -> None:
     kept = {"best": torch.tensor(0.25), "names": ["a"]}
-    said.keep("history", lambda: kept, kept.update)
-    state, against = said.capture([])
+    registrations.keep("history", lambda: kept, kept.update)
+    state, against = registrations.capture([])
     assert against == []
     again = _restarted(state)
     found: list[Any] = []
@@ -89,52 +93,55 @@ def test_a_kept_value_is_set_at_once_and_again_after_the_scripts_own_preparation
     assert found[1]["best"] == 0.25
 
 
-def test_a_value_that_cannot_be_kept_is_a_reason_with_its_place_and_a_hint(said: Registrations) -> None:
+def test_a_value_that_cannot_be_kept_is_a_reason_with_its_place_and_a_hint(registrations: Registrations) -> None:
     def fail() -> None:
         raise KeyError("best")
 
-    said.keep("history", lambda: {"log": [print]}, lambda _value: None)
-    said.keep("best", fail, lambda _value: None)
-    _state, against = said.capture([])
+    registrations.keep("history", lambda: {"log": [print]}, lambda _value: None)
+    registrations.keep("best", fail, lambda _value: None)
+    _state, against = registrations.capture([])
     assert [what for what, _hint in against] == [
         "what hegm.keep('history') keeps cannot be written: log[0] is a function",
         "what hegm.keep('best') keeps cannot be read: KeyError('best')",
     ]
 
 
-def test_what_the_script_does_not_keep_any_more_is_a_misfit(said: Registrations) -> None:
-    said.keep("history", lambda: 1, lambda _value: None)
-    state, _against = said.capture([Optimizer()])
+def test_what_the_script_does_not_keep_any_more_is_a_misfit(registrations: Registrations) -> None:
+    registrations.keep("history", lambda: 1, lambda _value: None)
+    state, _against = registrations.capture([Optimizer()])
     assert _restarted(state).misfits(state, []) == [
         "the state has a value for hegm.keep('history'), but the script did not call it before its first batch",
         "the state has 1 optimizers, and the script has 0",
     ]
 
 
-def test_the_epoch_is_told_after_a_restart_and_is_0_before(said: Registrations, module: Optimizers) -> None:
-    said.set_steps_per_epoch(6)
-    said.set_gradient_accumulation_steps(2)
+def test_the_epoch_is_told_after_a_restart_and_is_0_before(registrations: Registrations, module: Optimizers) -> None:
+    registrations.set_steps_per_epoch(6)
+    registrations.set_gradient_accumulation_steps(2)
     optimizer = Optimizer()
     for _ in range(7):
         module.step(optimizer)
-    assert said.start_epoch() == 0
-    state, _against = said.capture([optimizer])
+    assert registrations.start_epoch() == 0
+    state, _against = registrations.capture([optimizer])
     assert _restarted(state).start_epoch() == 2
 
 
-def test_what_hegm_was_told_wrongly_is_an_error_at_once(said: Registrations) -> None:
+def test_what_hegm_was_told_wrongly_is_an_error_at_once(registrations: Registrations) -> None:
     with pytest.raises(ValueError, match="an epoch has 0 batches"):
-        said.set_steps_per_epoch(0)
+        registrations.set_steps_per_epoch(0)
     with pytest.raises(TypeError, match="a function that gets the value"):
-        said.keep("x", 3, print)
+        registrations.keep("x", 3, print)
 
 
-def test_resumable_is_enumerate_and_marks_what_may_be_replayed(said: Registrations) -> None:
+def test_resumable_is_enumerate_and_marks_what_may_be_replayed(registrations: Registrations) -> None:
     data = torch.utils.data.TensorDataset(torch.arange(4))
     loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(data, batch_size=2)
-    assert [(number, batch[0].tolist()) for number, batch in said.resumable(loader)] == [(0, [0, 1]), (1, [2, 3])]
+    assert [(number, batch[0].tolist()) for number, batch in registrations.resumable(loader)] == [
+        (0, [0, 1]),
+        (1, [2, 3]),
+    ]
     assert not replayed(loader)
-    said.resumable(loader, replay=True)
+    registrations.resumable(loader, replay=True)
     assert replayed(loader)
 
 
