@@ -53,9 +53,8 @@ class DeskNode:
         self.path = path
         self.messages: list[str] = []
         self.lock_path = folder / "lock"
-        self.desk = DaemonAuthority(
-            str(path), command, {**ENVIRON, **environ}, say=self.messages.append, resumes=resumes
-        )
+        say = self.messages.append
+        self.desk = DaemonAuthority(str(path), command, {**ENVIRON, **environ}, say=say, resumes=resumes)
         self.daemon: FakeDaemon | None = None
         self._caller: Caller | None = None
         self._asked = 0
@@ -531,9 +530,7 @@ def _lock(attended: DeskNode) -> int:
 def _recovered(socket_path: Path, tmp_path: Path) -> DeskNode:
     attended = DeskNode(socket_path, tmp_path)
     attended.desk = DaemonAuthority(
-        str(socket_path),
-        COMMAND,
-        ENVIRON,
+        *(str(socket_path), COMMAND, ENVIRON),
         say=attended.messages.append,
         recovery=Recovery(RecoveryWish(interval_s=30.0)),
     )
