@@ -529,11 +529,9 @@ def _lock(attended: DeskNode) -> int:
 
 def _recovered(socket_path: Path, tmp_path: Path) -> DeskNode:
     attended = DeskNode(socket_path, tmp_path)
-    attended.desk = DaemonAuthority(
-        *(str(socket_path), COMMAND, ENVIRON),
-        say=attended.messages.append,
-        recovery=Recovery(RecoveryWish(interval_s=30.0)),
-    )
+    recovery = Recovery(RecoveryWish(interval_s=30.0))
+    say = attended.messages.append
+    attended.desk = DaemonAuthority(str(socket_path), COMMAND, ENVIRON, say=say, recovery=recovery)
     return attended
 
 
