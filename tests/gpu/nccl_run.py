@@ -50,19 +50,14 @@ READY_WITHIN_S, STEP_WITHIN_S, ORDER_WITHIN_S, REFERENCE_WITHIN_S = 120.0, 60.0,
 # How many boundaries later than the one that was told last both ranks can surely stop at.
 AHEAD = 25
 LOCK_MS = 10_000
-# The phases of an exchange in which the daemon or its helper is killed.
-KILLED_IN = (
-    "reserving",
-    "counting",
-    "quiescing",
-    "measuring",
-    "disconnecting",
-    "locking",
-    "checkpointing",
-    "restoring",
-    "reloading",
-    "releasing",
-)
+# The phases of an exchange in which the daemon or its helper is killed; the helper only where it has work.
+KILLED_IN = {
+    "daemon": (
+        *("reserving", "counting", "quiescing", "measuring", "disconnecting"),
+        *("locking", "checkpointing", "restoring", "reloading", "releasing"),
+    ),
+    "helper": ("reserving", "disconnecting", "checkpointing", "restoring", "reloading"),
+}
 KINDS = {
     "ddp": ("ddp",),
     "ddp-views": ("ddp", "views"),
@@ -327,7 +322,7 @@ class OwnDaemon:
         other = ",".join(f"gpu{gpu}" for gpu in reversed(on))
         self._step(node, job, "resume there", ["resume", str(job.pids()[0]), "--to", other], on[::-1])
         for who in filter(None, self._asked.kills.split(",")):
-            for phase in KILLED_IN:
+            for phase in KILLED_IN[who]:
                 self._killed(node, job, who, phase)
         if self._asked.images:
             self._image(node, job, on, other)
@@ -458,6 +453,8 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps-between", type=int, default=20, help="steps that are compared after each command")
     parser.add_argument("--pace-s", type=float, default=PACE_S, help="pause after each step of the job that is moved")
     options = parser.parse_args(argv)
+    if wrong := [who for who in filter(None, options.kills.split(",")) if who not in KILLED_IN]:
+        parser.error(f"nobody kills {', '.join(wrong)}; write daemon, helper or both")
     if unknown := [kind for kind in options.kinds if kind not in KINDS]:
         parser.error(f"there is no kind {', '.join(unknown)}; write some of {', '.join(KINDS)}")
     return options
