@@ -39,6 +39,7 @@ from hegmctl.running import nccl_settings, prepare
 from hegmd.errors import HegmError
 from hegmd.protocol.messages import AgentReport, Migrate
 from tests.e2e.scripted_daemon import AgentConnected, Gone, ScriptedDaemon
+from tests.gpu.bench_record import huge_pages
 from tests.gpu.bench_suspend import ready_bytes
 from tests.gpu.image_run import UNPACKED, criu_settings
 from tests.gpu.moves_node import ROOT, Gpus, Node, WentWrongError, until
@@ -81,6 +82,12 @@ class Results:
         self.steps.append({"kind": kind, "step": step, "at_s": at_s, **seen})
         self.write()
         print(f"{at_s:7.1f} s  {kind:14} {step:12} {json.dumps(seen)[:900]}", flush=True)
+
+    def say(self, text: str, *, keep: bool = True) -> None:
+        """Print a sentence; with `keep` it is among the facts."""
+        print(text, flush=True)
+        if keep:
+            self.facts.setdefault("notes", []).append(text)
 
     def write(self) -> None:
         beside = self._path.with_suffix(".writing")
@@ -445,7 +452,9 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=240.0, help="begin no training after so long")
     parser.add_argument("--agent-only", action="store_true", help="without a hegmd")
     parser.add_argument("--gib", type=float, default=1.0, help="weights, gradients and moments of each rank")
-    parser.add_argument("--ready-gib", type=int, default=0, help="ready memory of the pool, for suspends")
+    parser.add_argument(
+        "--ready-gib", type=int, default=0, help="ready memory of the pool, on huge pages, for suspends"
+    )
     parser.add_argument("--kills", default="", metavar="WHO", help="kill the daemon, helper or both in each phase")
     parser.add_argument("--images", action="store_true", help="into an image and back as well; takes CRIU")
     parser.add_argument("--rounds", type=int, default=4, help="so many exchanges of each kind")
@@ -469,7 +478,7 @@ def main(argv: list[str]) -> int:
         "python": sys.version,
     }
     results.write()
-    with tempfile.TemporaryDirectory(prefix="hegm-nccl-") as made:
+    with huge_pages(results, options.ready_gib), tempfile.TemporaryDirectory(prefix="hegm-nccl-") as made:
         left = list(go_through(options, results, Path(made)))
     results.facts["left"] = left
     results.write()
