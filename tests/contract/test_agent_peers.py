@@ -144,7 +144,7 @@ print(cuda.cuCtxEnablePeerAccess(program.contexts[1], 0))
         ("torch.cuda.is_initialized = lambda: False", "does not use PyTorch on them"),
     ],
 )
-def test_what_nobody_could_undo_is_refused_with_nothing_touched(node: CudaNode, script: str, why: str) -> None:
+def test_an_irreversible_request_is_refused_with_nothing_changed(node: CudaNode, script: str, why: str) -> None:
     lines = printed(
         node,
         f"""

@@ -23,7 +23,7 @@ Make = Callable[[], AmdProvider]
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("code", [NOT_SUPPORTED, NO_PERMISSION, 3])
-def test_what_is_not_supported_or_not_permitted_is_nobodys_fault(look: Look, scenario: Scenario, code: int) -> None:
+def test_unsupported_or_forbidden_queries_are_not_failures(look: Look, scenario: Scenario, code: int) -> None:
     scenario.order(f"error amdsmi_get_gpu_activity {code}", f"error amdsmi_get_gpu_ecc_count@0 {code}")
     gpu = look().gpus[0]
     assert (gpu.state, gpu.utilisation_percent, gpu.health.notes) == ("ok", None, ())
@@ -122,7 +122,9 @@ def test_a_gpu_lost_during_a_snapshot_is_reported_lost_by_the_next_one(
     assert (second.state, second.memory_used_bytes) == ("ok", 298 * MIB)
 
 
-def test_memory_that_is_not_told_is_no_loss_while_the_card_is_on_the_bus(look: Look, scenario: Scenario) -> None:
+def test_unreported_memory_does_not_mean_a_lost_gpu_while_the_card_is_on_the_bus(
+    look: Look, scenario: Scenario
+) -> None:
     scenario.gpus[0] |= {"memory_total": None, "memory_used": None}
     scenario.write()
     gpu = look().gpus[0]

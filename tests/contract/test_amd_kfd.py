@@ -181,7 +181,7 @@ def test_memory_errors_and_bad_pages_raise_doubt(sys: FakeSys, look: Look) -> No
     assert (second.health.state, second.health.retired_pages) == ("failed", 2)
 
 
-def test_links_of_every_kind_are_told_once_for_each_pair(sys: FakeSys, look: Look) -> None:
+def test_links_of_every_kind_are_reported_once_for_each_pair(sys: FakeSys, look: Look) -> None:
     sys.unlink_all()
     sys.link(0, 1, PCIE, 32_000, group="p2p_links")
     sys.link(1, 0, XGMI, 0)
@@ -253,7 +253,7 @@ def test_processes_are_those_with_memory_or_a_queue(sys: FakeSys, look: Look) ->
     assert (4714, 0) not in shares(look())
 
 
-def test_memory_that_the_kernel_does_not_tell_is_unknown(sys: FakeSys, look: Look) -> None:
+def test_memory_that_the_kernel_does_not_report_is_unknown(sys: FakeSys, look: Look) -> None:
     sys.run(4711, {0: None}, queues=(0,))
     write(sys.proc / "4712" / f"vram_{gpu_id(1)}", "N/A")
     write(sys.proc / "4712" / "queues" / "0" / "gpuid", gpu_id(1))

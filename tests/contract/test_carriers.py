@@ -82,7 +82,7 @@ async def test_who_has_the_helper_copy_keeps_the_contract(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("make", [peer, host], ids=lambda make: make.__name__)
-async def test_a_driver_without_memory_for_itself_is_no_fault_of_the_job_s_and_the_next_attempt_goes_on(
+async def test_a_driver_without_memory_for_itself_does_not_fail_the_job_and_the_next_attempt_continues(
     tmp_path: Path, owner: tuple[CudaNode, Owner], make: Callable[[Rig], Carrier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was taken for memory that nobody else may open, and for a driver that is broken: the job stayed away."""
@@ -108,7 +108,7 @@ async def test_a_driver_without_memory_for_itself_is_no_fault_of_the_job_s_and_t
         await carrier.release(subject)
 
 
-async def test_what_the_process_copies_by_itself_keeps_the_contract(tmp_path: Path) -> None:
+async def test_the_process_s_own_copies_keep_the_contract(tmp_path: Path) -> None:
     workers, pool = Workers(start_ticks), pool_in(tmp_path)
     async with anyio.create_task_group() as tasks:
         await tasks.start(workers.run)

@@ -147,7 +147,7 @@ async def test_bytes_that_have_gone_ahead_are_read_from_there(moving: Moving) ->
 
 
 @pytest.mark.thorough
-async def test_a_job_stood_until_what_had_gone_ahead_of_it_was_given_back_where_there_was_plenty(
+async def test_a_job_does_not_stay_parked_for_the_release_of_staging_memory_if_memory_is_plentiful(
     moving: Moving,
 ) -> None:
     async with moving() as job:
@@ -258,7 +258,7 @@ async def test_a_checkpoint_that_failed_has_the_storages_filled_from_what_passes
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("dies", ["helper", "daemon"])
-async def test_whoever_is_killed_while_bytes_pass_leaves_them_to_the_next(
+async def test_a_daemon_killed_during_staging_leaves_the_bytes_to_the_next(
     moving: Moving, gate: Path, dies: str
 ) -> None:
     store = DescriptorStore()
@@ -467,7 +467,7 @@ async def test_an_untrusted_location_record_does_not_matter_once_the_bytes_are_r
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("is_copied", [False, True])
-async def test_whoever_finds_a_process_off_its_gpu_brings_what_passes_to_the_pool(
+async def test_recovery_copies_staged_bytes_of_a_checkpointed_process_to_the_pool(
     moving: Moving, is_copied: bool
 ) -> None:
     """A daemon was killed while bytes passed, and to the next the job was suspended: off its GPU, which was full.

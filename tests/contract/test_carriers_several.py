@@ -101,7 +101,7 @@ async def test_what_cannot_be_shown_on_either_gpu_the_process_copies_itself(
 
 
 @pytest.mark.thorough
-async def test_the_memory_itself_tells_which_device_s_bytes_it_has(
+async def test_the_memory_records_which_devices_bytes_it_has(
     tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GPUs are exchanged, and a daemon that knows nothing of the way out brings the bytes back, or on."""

@@ -64,7 +64,7 @@ STARTED = """
 
 
 @pytest.mark.thorough
-def test_without_a_driver_it_says_what_is_missing(tmp_path: Path) -> None:
+def test_without_a_driver_it_names_what_is_missing(tmp_path: Path) -> None:
     """An empty folder in front of the loader's own cannot hide a real libcuda, so this is for machines without one."""
     if os.path.exists("/dev/nvidiactl"):
         pytest.skip("there is a real driver here")
@@ -72,7 +72,7 @@ def test_without_a_driver_it_says_what_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_without_the_binding_it_says_what_is_missing(node: CudaNode) -> None:
+def test_without_the_binding_it_names_what_is_missing(node: CudaNode) -> None:
     code = "import sys; sys.modules['cuda.bindings'] = None\n" + textwrap.dedent(STARTED)
     assert run(code, node).startswith("None cuInit: the Python package cuda-bindings cannot be used")
 
@@ -229,7 +229,7 @@ def test_a_process_cannot_move_to_another_chip(node: CudaNode) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("order", "code"), [("nccl_p2p {}", 801), ("nccl_p2p {} 1", 1), ("lose step:restore@{} 2", 2)])
-def test_a_restore_that_fails_for_good_is_what_the_node_is_told_to_play(order: str, code: int, node: CudaNode) -> None:
+def test_a_simulated_restore_can_fail_permanently(order: str, code: int, node: CudaNode) -> None:
     """Live peer-to-peer communicators: the checkpoint goes well, and nothing after it ever does."""
     run(
         f"""

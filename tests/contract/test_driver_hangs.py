@@ -79,7 +79,7 @@ async def test_a_checkpoint_in_which_nothing_moves_is_given_up_and_comes_out_rig
 
 
 @pytest.mark.thorough
-async def test_neighbours_of_one_that_was_stopped_in_its_restore_were_let_go_into_it(
+async def test_paused_processes_stay_paused_while_a_stopped_restore_continues(
     parts: Parts, gate: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """How it stood was not asked of one that is stopped, and that was taken for its being over."""
@@ -104,7 +104,7 @@ async def test_neighbours_of_one_that_was_stopped_in_its_restore_were_let_go_int
 
 
 @pytest.mark.thorough
-async def test_room_that_was_held_was_still_free_to_whoever_looked_next(parts: Parts) -> None:
+async def test_reserved_memory_does_not_count_as_free(parts: Parts) -> None:
     """A second move was planned into room that the first had taken, by a picture of the node from before that."""
     async with rigged(parts) as rig:
         before = (await rig.inventory.fresh(SOON_S)).gpus[1].memory_free_bytes

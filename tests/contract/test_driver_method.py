@@ -57,7 +57,7 @@ async def test_a_rank_stays_locked_until_it_is_unlocked_or_checkpointed(parts: P
 
 
 @pytest.mark.thorough
-async def test_a_checkpoint_that_is_asked_for_again_tells_the_reservation(parts: Parts) -> None:
+async def test_a_repeated_checkpoint_reports_the_reservation(parts: Parts) -> None:
     async with rigged(parts) as rig:
         await rig.method.reserve(rig.subject, "gpu1", REST_BYTES)
         first = await rig.method.checkpoint(rig.subject)
@@ -139,7 +139,7 @@ async def test_on_a_full_gpu_nobody_is_restored_beside_one_who_cannot_be_held_st
 
 
 @pytest.mark.thorough
-async def test_room_that_was_let_go_of_and_did_not_show_at_once_was_taken_for_none(parts: Parts) -> None:
+async def test_released_memory_that_nvml_shows_late_does_not_count_as_missing(parts: Parts) -> None:
     """The helper had not closed yet what it had handed over; where nothing else was free, the job waited in vain."""
     async with rigged(parts) as rig:
         off = await rig.take_off()
@@ -174,7 +174,7 @@ async def test_who_cannot_be_held_still_stops_nothing_where_there_is_plenty(part
 
 
 @pytest.mark.thorough
-async def test_a_job_stood_while_it_was_asked_again_and_again_what_had_just_been_seen(
+async def test_a_job_does_not_stay_parked_for_repeated_inspections(
     parts: Parts, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each question takes a way to the helper and back, or a look at all GPUs and processes; the job waits for it."""
@@ -300,9 +300,7 @@ async def _with_room_for_storages(rig: Rig) -> MigratedProcess:
 
 
 @pytest.mark.thorough
-async def test_storages_are_made_beside_their_room_where_as_much_is_free_and_it_is_let_go_of_afterwards(
-    parts: Parts,
-) -> None:
+async def test_storages_are_allocated_beside_their_reservation_if_memory_is_free(parts: Parts) -> None:
     """The driver clears what is let go of, and the job waited for that: 0.07 s for 32 GiB."""
     async with rigged(parts) as rig:
         mine = await _with_room_for_storages(rig)
@@ -319,7 +317,9 @@ async def test_storages_are_made_beside_their_room_where_as_much_is_free_and_it_
 
 
 @pytest.mark.thorough
-async def test_a_job_stood_until_the_room_of_its_storages_was_given_back_where_there_was_plenty(parts: Parts) -> None:
+async def test_a_job_does_not_stay_parked_for_the_release_of_its_reservation_if_memory_is_plentiful(
+    parts: Parts,
+) -> None:
     """That takes the driver 0.5 ms for each GiB. One that does not go on at once is given nothing to keep."""
     async with rigged(parts) as rig:
         for goes_on in (True, False):
@@ -350,9 +350,7 @@ async def test_the_room_of_a_job_that_trained_on_was_held_until_nvml_showed_it(p
 
 
 @pytest.mark.thorough
-async def test_what_a_job_that_goes_on_had_left_is_given_back_also_where_nothing_can_be_seen_of_it(
-    parts: Parts,
-) -> None:
+async def test_a_resumed_jobs_reservations_are_released_although_its_state_is_unknown(parts: Parts) -> None:
     """The helper was killed in that moment; its room was nobody's until the daemon ended."""
     async with rigged(parts) as rig:
         mine = replace(await _with_room_for_storages(rig), goes_on=True)
@@ -365,7 +363,7 @@ async def test_what_a_job_that_goes_on_had_left_is_given_back_also_where_nothing
 
 
 @pytest.mark.thorough
-async def test_room_of_storages_that_fits_but_once_beside_them_is_given_back_before_the_job_goes_on(
+async def test_a_reservation_that_fits_only_once_beside_the_storages_is_released_before_the_job_resumes(
     parts: Parts,
 ) -> None:
     async with rigged(parts) as rig:
@@ -475,7 +473,7 @@ async def test_who_could_not_be_unlocked_is_tried_again_until_it_runs(parts: Par
 
 
 @pytest.mark.thorough
-async def test_neighbours_were_let_go_by_the_next_daemon_into_a_restore_that_went_on(parts: Parts, gate: Path) -> None:
+async def test_the_next_daemon_keeps_processes_paused_during_a_restore_in_progress(parts: Parts, gate: Path) -> None:
     """The daemon before was killed in the middle of it; the driver goes on, and takes its room as it goes."""
     async with rigged(parts) as rig:
         off = await rig.take_off()
@@ -499,7 +497,7 @@ async def test_neighbours_were_let_go_by_the_next_daemon_into_a_restore_that_wen
 
 
 @pytest.mark.thorough
-async def test_a_restore_that_the_driver_refused_was_taken_for_one_that_was_done(parts: Parts) -> None:
+async def test_a_restore_that_the_driver_refuses_does_not_count_as_done(parts: Parts) -> None:
     """Issue 14, row 20: without its error the next look says only that the process is in another state."""
     async with rigged(parts) as rig:
         off = await rig.take_off()

@@ -151,7 +151,7 @@ async def test_who_is_held_still_for_a_moment_is_no_orphan(node: CudaNode, owner
         assert (await ask(link, "state", pid=owner.pid))["state"] == "running"
 
 
-async def test_where_nobody_has_cuda_in_it_no_helper_was_started_to_say_so(node: CudaNode, tmp_path: Path) -> None:
+async def test_without_a_cuda_process_no_helper_is_started_to_search(node: CudaNode, tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     async with running(tmp_path / "state") as daemon, linked(node) as link:
         other_processes = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=is_stopped)

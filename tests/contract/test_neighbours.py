@@ -101,7 +101,7 @@ async def test_who_cannot_be_locked_quickly_is_stopped_or_is_ours_is_left_alone(
 
 
 @pytest.mark.thorough
-async def test_those_whom_a_killed_daemon_held_still_are_let_go_by_the_next(
+async def test_processes_paused_by_a_killed_daemon_are_resumed_by_the_next(
     node: CudaNode, owner: Owner, tmp_path: Path
 ) -> None:
     async with linked(node) as link:
@@ -131,7 +131,7 @@ async def test_a_note_that_means_nothing_stops_nothing(node: CudaNode, tmp_path:
         await OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=lambda _: False).resume_all()
 
 
-async def test_where_that_is_not_wanted_nobody_is_held_still(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
+async def test_with_pauses_disabled_no_process_is_paused(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
     async with linked(node) as link:
         other_processes = OtherProcesses(
             link, tmp_path, start_ticks=start_ticks, is_stopped=lambda _: False, max_pause_s=0

@@ -107,7 +107,7 @@ def test_every_field_of_a_gpu(node: NvidiaNode, provider: NvidiaProvider) -> Non
     )
 
 
-def test_what_changes_is_asked_anew_each_time(node: NvidiaNode, provider: NvidiaProvider) -> None:
+def test_values_that_change_are_read_each_time(node: NvidiaNode, provider: NvidiaProvider) -> None:
     provider.snapshot()
     changed = {
         "memory_total": 100 * MIB,
@@ -271,7 +271,9 @@ def test_a_process_is_one_however_many_lists_it_is_in(node: NvidiaNode, provider
     assert [gpu.mps for gpu in provider.snapshot().gpus] == [True, False]
 
 
-def test_memory_that_the_driver_does_not_tell_is_unknown_and_not_0(node: NvidiaNode, provider: NvidiaProvider) -> None:
+def test_memory_that_the_driver_does_not_report_is_unknown_and_not_0(
+    node: NvidiaNode, provider: NvidiaProvider
+) -> None:
     node.scenario.processes = [
         "0 compute 10 N/A",
         "0 compute 11 N/A",

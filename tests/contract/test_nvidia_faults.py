@@ -91,7 +91,9 @@ def test_a_question_without_an_answer_leaves_its_field_unknown(
 
 
 @pytest.mark.parametrize("function", sorted(set(QUESTIONS) - {"nvmlDeviceRegisterEvents"}))
-def test_what_the_driver_failed_to_tell_is_noted(node: NvidiaNode, provider: NvidiaProvider, function: str) -> None:
+def test_values_that_the_driver_failed_to_report_are_noted(
+    node: NvidiaNode, provider: NvidiaProvider, function: str
+) -> None:
     node.scenario.order(f"error {function}@0 {UNKNOWN}")
     health = provider.snapshot().gpus[0].health
     assert health.state == "warn"

@@ -237,7 +237,7 @@ def test_events_that_the_driver_does_not_offer_cost_nothing_else(node: NvidiaNod
     assert (health(provider).state, health(provider).last_xid) == ("ok", None)
 
 
-def test_a_set_of_events_that_failed_is_made_anew(node: NvidiaNode, provider: NvidiaProvider) -> None:
+def test_a_failed_event_set_is_created_again(node: NvidiaNode, provider: NvidiaProvider) -> None:
     """Even when all GPUs answer: one may have been lost and reset between two snapshots."""
     node.scenario.log = node.folder / "calls"
     node.scenario.order("error nvmlEventSetWait_v2 15")

@@ -137,7 +137,7 @@ def test_process_lists_whose_entries_have_another_length(
 # ---- changes while it runs ------------------------------------------------------------------------------------------
 
 
-def test_a_driver_that_was_loaded_anew_is_found_by_opening_again(node: NvidiaNode, provider: NvidiaProvider) -> None:
+def test_a_reloaded_driver_is_found_by_opening_the_library_again(node: NvidiaNode, provider: NvidiaProvider) -> None:
     before = provider.snapshot()
     node.scenario.epoch += 1
     node.scenario.driver_version, node.scenario.nvml_version = "590.10", "13.590.10"
@@ -182,7 +182,7 @@ def test_a_library_that_was_replaced_on_disk_is_the_one_that_is_loaded_next(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("old_stays", [True, False])
-def test_a_library_whose_name_leads_to_another_file_is_loaded_anew(node: NvidiaNode, old_stays: bool) -> None:
+def test_a_library_whose_name_leads_to_another_file_is_loaded_again(node: NvidiaNode, old_stays: bool) -> None:
     """As a driver's package does it: libnvidia-ml.so.1 is a link to libnvidia-ml.so.580.159.04, and then to .590.10."""
     name = node.folder / "linked" / "libnvidia-ml.so.1"
     name.parent.mkdir()

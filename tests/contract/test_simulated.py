@@ -215,7 +215,7 @@ def test_unknown_memory_is_unknown_and_not_zero() -> None:
         provider.hold("d", 72, "gpu0", 8 * GIB)
 
 
-def test_memory_errors_and_xids_are_told_in_words_and_numbers() -> None:
+def test_memory_errors_and_xids_are_reported_with_numbers() -> None:
     provider = opened()
     provider.set_fault("gpu0", "ecc")
     provider.set_fault("gpu1", "xid")

@@ -161,7 +161,7 @@ def test_parked_it_outlives_its_daemon_and_says_so_to_the_next(socket_path: Path
     assert output == undisturbed([PLAIN])
 
 
-def test_without_a_daemon_it_comes_back_by_itself_after_the_limit(socket_path: Path, pool: int) -> None:
+def test_without_a_daemon_it_continues_after_the_limit(socket_path: Path, pool: int) -> None:
     with Training([PLAIN], socket_path, HEGM_PARK_LIMIT_S="0.2") as training:
         with ScriptedDaemon(socket_path) as daemon:
             _out(daemon.attended(), pool)

@@ -172,7 +172,7 @@ def refused(job: RunningJob, message: str, hint: str, pid: int | None = None) ->
     assert hint.format(pid=job.process.pid) in said["hint"]
 
 
-def test_what_cannot_be_attached_is_refused_and_goes_on(daemon: RunningDaemon, python: str) -> None:
+def test_a_training_that_cannot_be_attached_is_refused_and_continues(daemon: RunningDaemon, python: str) -> None:
     """Issue 19, outcome 7: each with its own message, the process unchanged."""
     with RunningJob(loop(python), daemon) as job:
         pid = job.process.pid

@@ -93,7 +93,7 @@ def test_a_suspended_job_leaves_nothing_on_any_gpu_and_resumes_on_another(node: 
         only_its_own(node, watched)
 
 
-def test_the_fastest_carrier_that_can_is_taken_and_the_plan_says_why_not_a_faster_one(node: DrivenNode) -> None:
+def test_the_fastest_possible_carrier_is_chosen_and_the_plan_explains_why_no_faster_one(node: DrivenNode) -> None:
     with node.agented(0) as program, node.connect() as connection:
         assert _planned(connection, program.pid).workers[0].carrier == "peer"
         program.tell("facts expandable=yes")

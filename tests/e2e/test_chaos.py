@@ -124,7 +124,7 @@ def test_no_kill_around_an_image_of_ranks_changes_a_loss_or_leaves_half_a_job(so
     assert tally.restored > 1, tally
 
 
-def test_the_whole_run_kills_everybody_in_each_state_of_an_image_of_ranks() -> None:
+def test_the_whole_run_kills_each_process_in_each_state_of_an_image_of_ranks() -> None:
     cells = list(every_rank_image_cell())
     assert len(cells) == len(set(cells)) > 400
     assert set(TELLING_OF_RANK_IMAGES) < set(cells)
@@ -134,7 +134,7 @@ def test_the_whole_run_kills_everybody_in_each_state_of_an_image_of_ranks() -> N
         assert states - ended == {(cell.command, cell.state) for cell in cells if cell.victim == victim} - ended
 
 
-def test_the_whole_run_kills_everybody_in_each_state_of_ranks() -> None:
+def test_the_whole_run_kills_each_process_in_each_state_of_ranks() -> None:
     cells = list(every_rank_cell())
     assert len(cells) == len(set(cells)) > 700
     assert set(TELLING_OF_RANKS) < set(cells)
@@ -143,7 +143,7 @@ def test_the_whole_run_kills_everybody_in_each_state_of_ranks() -> None:
         assert states == {(cell.command, cell.state) for cell in cells if cell.victim == victim}
 
 
-def test_the_whole_run_kills_everybody_in_each_state_of_an_image() -> None:
+def test_the_whole_run_kills_each_process_in_each_state_of_an_image() -> None:
     cells = list(every_image_cell())
     assert len(cells) == len(set(cells)) > 200
     assert set(TELLING_OF_IMAGES) < set(cells)
@@ -152,7 +152,7 @@ def test_the_whole_run_kills_everybody_in_each_state_of_an_image() -> None:
     assert {cell.victim for cell in cells} == set(OF_IMAGES)
 
 
-def test_the_whole_run_kills_everybody_in_each_state_of_a_restart() -> None:
+def test_the_whole_run_kills_each_process_in_each_state_of_a_restart() -> None:
     cells = list(every_restart_cell())
     assert len(cells) == len(set(cells)) > 150
     assert set(TELLING_OF_RESTARTS) < set(cells)

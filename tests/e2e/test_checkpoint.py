@@ -233,7 +233,7 @@ HELD, WRITING, WHOLE = "held", "writing", "whole"
 
 
 @pytest.mark.parametrize("when", telling([(HELD,), (WRITING,), (WHOLE,)], [(WRITING,)]))
-def test_a_job_that_was_to_go_on_stood_while_its_image_was_written(
+def test_a_job_left_running_is_not_parked_while_its_image_is_written(
     halted: RunningDaemon, halts: Halts, tmp_path: Path, expected: list[str], when: str
 ) -> None:
     """It trains while nobody has begun to write its bytes, and whatever becomes of the daemon; the image is whole by
@@ -296,7 +296,7 @@ def _fill(_daemon: RunningDaemon, disk: Path) -> None:
 
 
 @pytest.mark.skipif(why_no_mounts() is not None, reason=why_no_mounts() or "")
-def test_an_image_that_cannot_be_written_any_more_is_removed_and_told_of_while_its_job_trains(
+def test_an_image_that_cannot_be_completed_is_removed_and_reported_while_its_job_trains(
     halted: RunningDaemon, halts: Halts, tmp_path: Path, expected: list[str]
 ) -> None:
     """The disk has filled up since the job went on, or whoever writes is killed. The next image is made."""

@@ -230,7 +230,7 @@ def test_a_bad_configuration_is_refused_and_the_one_before_stays(socket_dir: Pat
         assert document["after_restart"] == ["metrics.port"]
 
 
-def test_what_goes_on_outlives_a_restart_of_the_daemon(daemon: RunningDaemon) -> None:
+def test_running_operations_survive_a_restart_of_the_daemon(daemon: RunningDaemon) -> None:
     with (
         Running("events", "-f", socket=daemon.socket_path) as following,
         Terminal("ps", "--watch=0.1", socket=daemon.socket_path) as watching,
@@ -257,7 +257,7 @@ def test_metrics_and_version_and_ping(daemon: RunningDaemon) -> None:
     assert len(answer(daemon, "ping", "-c", "3")["round_trips_s"]) == 3
 
 
-def test_who_may_not_use_the_socket_is_told_how_to_be_let_in(daemon: RunningDaemon) -> None:
+def test_a_user_without_access_to_the_socket_gets_the_remedy(daemon: RunningDaemon) -> None:
     daemon.folder.chmod(0o755)
     ran = as_nobody(*command("gpus"), environ=environment(daemon.socket_path))
     assert ran.returncode == 4
@@ -296,7 +296,7 @@ def test_a_users_own_daemon_is_found_without_being_named(tmp_path: Path, socket_
 
 
 @pytest.mark.xdist_group("demonstration")
-def test_the_demonstration_goes_as_it_tells_and_leaves_nothing_behind() -> None:
+def test_the_demonstration_succeeds_and_leaves_nothing_behind() -> None:
     with subprocess.Popen(
         [sys.executable, "contrib/demo/demo.py"],
         env=environment(),

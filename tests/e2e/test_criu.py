@@ -78,9 +78,7 @@ async def test_the_core_image_states_whether_the_user_may_read_the_memory_of_the
         assert dumped_processes(images) == {counter.pid: not hides}
 
 
-async def test_a_job_that_is_left_running_goes_on_and_so_does_one_left_stopped_when_it_is_let_go(
-    tmp_path: Path,
-) -> None:
+async def test_a_job_left_running_continues_and_one_left_stopped_continues_once_resumed(tmp_path: Path) -> None:
     criu = criu_or_skip()
     with job([*python(COUNTER), str(tmp_path / "log")]) as counter:
         assert counter.line() == "ready"
@@ -94,7 +92,7 @@ async def test_a_job_that_is_left_running_goes_on_and_so_does_one_left_stopped_w
             assert counter.line() == str(int(leave_stopped))
 
 
-async def test_whoever_restores_it_is_there_to_reap_it(tmp_path: Path) -> None:
+async def test_the_restoring_process_reaps_it(tmp_path: Path) -> None:
     """Without a service manager nobody else might: a container's first process often reaps nothing."""
     criu = criu_or_skip()
     with job([*python(COUNTER), str(tmp_path / "log")]) as counter, directory(tmp_path / "image") as images:

@@ -218,7 +218,7 @@ async def test_an_invalid_image_or_one_of_another_version_is_reported_as_such(tm
         assert "this CRIU does not know the version or format of the image" in (await _refusal(images, needs)).message
 
 
-async def test_a_job_of_a_shell_needs_to_be_said_to_be_one(tmp_path: Path) -> None:
+async def test_a_job_of_a_shell_has_to_be_declared(tmp_path: Path) -> None:
     """What happens without the option that the needs give: CRIU's word for it is known too."""
     criu = criu_or_skip()
     shell = ["sh", "-c", '"$@" & wait', "sh"]  # the leader of the job's session, and no part of what is dumped

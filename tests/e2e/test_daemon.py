@@ -263,7 +263,7 @@ def test_an_agent_is_shown_while_it_is_connected(daemon: RunningDaemon) -> None:
 @pytest.mark.parametrize(
     ("script", "code"), [("hegmd.processes(pids=[1])", NOT_FOUND), ("hegmd.processes(gpus=['gpu9'])", NOT_FOUND)]
 )
-def test_what_is_not_there_is_said_by_name(daemon: RunningDaemon, script: str, code: object) -> None:
+def test_missing_objects_are_named(daemon: RunningDaemon, script: str, code: object) -> None:
     with connect(str(daemon.socket_path)) as hegmd, pytest.raises(HegmError) as caught:
         eval(script, {"hegmd": hegmd})
     assert caught.value.code is code

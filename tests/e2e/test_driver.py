@@ -170,7 +170,7 @@ def test_a_process_that_has_grown_since_it_was_planned_for_takes_more_room_or_st
         neighbour.is_whole()
 
 
-def test_somebody_who_takes_all_memory_there_is_does_not_cost_the_job(tmp_path: Path) -> None:
+def test_a_process_that_takes_all_free_memory_does_not_lose_the_job(tmp_path: Path) -> None:
     """The neighbour grabs in a loop while the job is moved there, and gets all but what is held."""
     with DrivenNode(tmp_path, gpu_bytes=4 * GIB) as node, node.program(0) as program, node.program(1, 16) as other:
         watched = Watched(program)

@@ -52,7 +52,7 @@ def adopt(connection: Connection, pid: int, to: str | None = None) -> protocol.O
     return reply.operation
 
 
-def test_a_process_that_somebody_left_locked_stood_for_good_and_nobody_was_told(node: DrivenNode) -> None:
+def test_a_process_that_another_program_left_locked_is_reported(node: DrivenNode) -> None:
     with node.program(1) as program, node.connect() as connection:
         watched = Watched(program)
         by_somebody(node, "lock", pid=watched.pid)

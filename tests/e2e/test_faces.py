@@ -32,7 +32,7 @@ def test_a_process_without_an_agent_is_refused_with_the_reason(daemon: RunningDa
         assert hegmd.operations().operations == ()
 
 
-async def test_the_asynchronous_face_says_the_same(daemon: RunningDaemon) -> None:
+async def test_the_asynchronous_library_returns_the_same(daemon: RunningDaemon) -> None:
     async with connect_async(str(daemon.socket_path)) as hegmd:
         await hegmd.simulate_hold("gpu0", 1 << 30)
         with pytest.raises(HegmError, match="agent"):

@@ -51,7 +51,7 @@ def test_jobs_go_through_images_onto_the_other_gpu_and_what_was_done_is_not_done
 
 
 @pytest.mark.wide
-def test_a_job_that_says_anything_else_than_undisturbed_fails_its_case(tmp_path: Path) -> None:
+def test_a_job_whose_output_differs_from_the_undisturbed_run_fails_its_case(tmp_path: Path) -> None:
     ran = run(tmp_path / "node", "--only", "back-1-tmpfs", "--repeat", "1", HEGM_TEST_UNLIKE="1")
     assert ran.returncode == 1
     assert "| back-1-tmpfs | line " in ran.stdout, ran.stdout + ran.stderr

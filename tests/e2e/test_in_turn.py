@@ -30,7 +30,7 @@ def test_parts_are_left_for_another_time_and_ended_ones_are_not_begun_again(tmp_
     assert ROW not in again.stdout
 
 
-def test_the_contracts_rows_go_on_where_they_were_cut_and_what_does_not_hold_is_asked_again(tmp_path: Path) -> None:
+def test_the_rows_of_the_contract_continue_where_they_were_cut_and_failed_ones_run_again(tmp_path: Path) -> None:
     state = tmp_path / "state"
     cut = rehearse("driver_run", tmp_path / "cut", "--state", str(state), "--budget-s", "0", ROW)
     assert cut.returncode == 1, cut.stderr

@@ -19,7 +19,7 @@ def run(folder: Path, *words: str, program: str = "moves_run", **more: str) -> s
 
 
 @pytest.mark.wide
-def test_the_run_moves_jobs_kills_the_daemon_and_goes_on_where_it_was_cut(tmp_path: Path) -> None:
+def test_the_run_moves_jobs_kills_the_daemon_and_continues_where_it_was_cut(tmp_path: Path) -> None:
     results = tmp_path / "state"
     cases = ["migrate-plain-peer", "suspend-plain", "migrate-two", "helper-offloading", "keeper-reloading-peer"]
     first = run(tmp_path / "first", "--state", str(results), *cases[:2])
@@ -34,7 +34,7 @@ def test_the_run_moves_jobs_kills_the_daemon_and_goes_on_where_it_was_cut(tmp_pa
 
 
 @pytest.mark.wide
-def test_jobs_that_say_anything_else_than_undisturbed_fail_their_cases_though_side_by_side(tmp_path: Path) -> None:
+def test_concurrent_jobs_whose_output_differs_from_the_undisturbed_run_fail_their_cases(tmp_path: Path) -> None:
     state = tmp_path / "state"
     words = ["--state", str(state), "--only", "migrate-amp,migrate-plain-peer"]
     ran = run(tmp_path / "node", *words, HEGM_TEST_UNLIKE="1")
@@ -47,7 +47,7 @@ def test_jobs_that_say_anything_else_than_undisturbed_fail_their_cases_though_si
 
 
 @pytest.mark.wide
-def test_the_benchmark_measures_each_way_and_goes_on_where_it_was_cut(tmp_path: Path) -> None:
+def test_the_benchmark_measures_each_way_and_continues_where_it_was_cut(tmp_path: Path) -> None:
     state = tmp_path / "state"
     words = ["--sizes", "2", "--repeat", "1", "--state", str(state)]
     cut = run(tmp_path / "cut", *words, "--budget-s", "1", "peer", program="bench_moves")

@@ -66,7 +66,7 @@ def test_a_job_that_does_not_start_is_an_error_and_no_verdict(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("simulated", "there"), [("1x8GiB", "gpu0"), (None, "no GPU")])
-def test_a_node_with_fewer_than_two_gpus_was_told_to_wait_for_free_ones(
+def test_a_node_with_fewer_than_two_gpus_gets_no_hint_to_wait_for_free_ones(
     tmp_path: Path, simulated: str | None, there: str
 ) -> None:
     arguments = () if simulated is None else ("--simulate", simulated)

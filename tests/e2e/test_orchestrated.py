@@ -66,7 +66,7 @@ def test_a_job_is_stopped_taken_off_handed_over_and_restored_in_steps_with_every
         assert job.output() == expected
 
 
-def test_images_every_so_often_go_on_under_the_next_daemon_and_the_newest_comes_back_on_another_node(
+def test_scheduled_images_continue_under_the_next_daemon_and_the_newest_restores_on_another_node(
     daemon: RunningDaemon, tmp_path: Path
 ) -> None:
     """Copied there as with any tool that keeps owner and mode: hegmd has no transport of its own."""

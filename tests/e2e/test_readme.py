@@ -111,7 +111,7 @@ class ReadmeReader:
             os.sched_yield()
 
 
-def test_the_first_visit_goes_as_the_quick_start_says(socket_dir: Path) -> None:
+def test_the_commands_of_the_quick_start_print_what_it_shows(socket_dir: Path) -> None:
     block = next(block for block in blocks(QUICK_START, "console") if "hegmctl gpus" in block)
     with ExitStack() as visit:
         visitor = ReadmeReader(socket_dir, visit)

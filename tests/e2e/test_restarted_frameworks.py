@@ -51,7 +51,7 @@ def _left_and_ended(ends: list[Ended], times: int) -> None:
         pytest.param((62, 31), id="at-the-first-batches-of-epochs", marks=pytest.mark.wide),
     ],
 )
-def test_the_trainer_of_hugging_face_goes_on_with_its_own_counts(restarts: Restarts, at: tuple[int, ...]) -> None:
+def test_the_trainer_of_hugging_face_continues_with_its_own_counts(restarts: Restarts, at: tuple[int, ...]) -> None:
     output, ends = restarts.restarted(TRAINER, at=at)
     _left_and_ended(ends, len(at))
     lines = _lines(output)
@@ -93,7 +93,7 @@ def test_a_list_of_the_scripts_own_is_whole_with_hegm_keep(restarts: Restarts, t
         ),
     ],
 )
-def test_lightning_goes_on_with_its_own_counts(
+def test_lightning_continues_with_its_own_counts(
     restarts: Restarts, tmp_path: Path, script: Path, places: list[tuple[int, str]]
 ) -> None:
     """Its checkpoints, early stopping, monitors and bars too, and nothing of them twice."""
@@ -126,7 +126,7 @@ def test_lightning_gathers_the_means_of_its_epoch_before_it_leaves(restarts: Res
     ]
 
 
-def test_lightning_that_makes_its_loaders_anew_is_refused(restarts: Restarts, tmp_path: Path) -> None:
+def test_lightning_that_reloads_its_loaders_is_refused(restarts: Restarts, tmp_path: Path) -> None:
     argv = _changed(tmp_path, "max_epochs=6,", "max_epochs=6, reload_dataloaders_every_n_epochs=1,")
     _output, ends = restarts.restarted(*argv, at=(5,))
     assert [ended.status for ended in ends] == [REFUSED_STATUS]
@@ -140,7 +140,7 @@ def stateful() -> Path:
 
 
 @pytest.mark.parametrize("at", [(5, 8), (13, 2, 20)], ids=["shuffled-and-a-stream", "with-workers"])
-def test_loaders_of_torchdata_go_on_at_their_places(restarts: Restarts, stateful: Path, at: tuple[int, ...]) -> None:
+def test_loaders_of_torchdata_continue_at_their_batch(restarts: Restarts, stateful: Path, at: tuple[int, ...]) -> None:
     output, ends = restarts.restarted(str(stateful), at=at)
     _left_and_ended(ends, len(at))
     assert output.splitlines() == restarts.undisturbed(str(stateful)).splitlines()

@@ -287,7 +287,7 @@ def test_after_its_supervisor_is_killed_only_the_process_itself_continues(
         assert len(job.starts()) == 2
 
 
-def test_a_training_that_was_killed_before_its_supervisor_heard_that_it_was_back_was_started_once_more(
+def test_a_training_killed_before_its_supervisor_knew_of_its_return_is_not_started_again(
     daemon: RunningDaemon, tmp_path: Path
 ) -> None:
     """From its old state, whose batches had been made: the daemon had seen it at a boundary, and said so too late."""
@@ -396,7 +396,7 @@ def test_a_launcher_of_hegm_and_a_daemon_move_one_training_in_turn(
         assert not job.lock.exists()
 
 
-def test_what_a_restart_does_is_said_while_it_does_it(daemon: RunningDaemon, tmp_path: Path) -> None:
+def test_the_steps_of_a_restart_are_reported_as_they_happen(daemon: RunningDaemon, tmp_path: Path) -> None:
     """Beside its story, which says it afterwards; and what is counted knows that it was one."""
     with SupervisedJob(daemon, tmp_path) as job:
         first = job.trains()

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("restarts")]
         pytest.param("hidden_variables.py", (4, 4, 7), id="what-hooks-and-closures-count-and-what-variables-refer-to"),
     ],
 )
-def test_training_goes_on_bit_for_bit(restarts: Restarts, tmp_path: Path, script: str, at: tuple[int, ...]) -> None:
+def test_training_continues_bit_for_bit(restarts: Restarts, tmp_path: Path, script: str, at: tuple[int, ...]) -> None:
     argv = (str(SCRIPTS / script), str(tmp_path))
     output, ends = restarts.restarted(*argv, at=at)
     assert [ended.status for ended in ends] == [*[LEFT_STATUS] * len(at), 0], [ended.errors for ended in ends]
@@ -290,14 +290,14 @@ def test_a_rank_that_cannot_have_its_state_makes_no_step(
     assert "step" not in output
 
 
-def test_variables_that_begin_anew_are_named(restarts: Restarts) -> None:
+def test_variables_that_start_over_are_named(restarts: Restarts) -> None:
     """The counter goes along; the file that the loop opens now and then does not, and is said with its line."""
     _output, ends = restarts.restarted(str(SCRIPTS / "begun_anew.py"), at=(9,))
     assert [ended.status for ended in ends] == [LEFT_STATUS, 0], [ended.errors for ended in ends]
     assert "starts over after the restart: part (TextIOWrapper) at begun_anew.py:18. hegm.keep" in ends[1].errors
 
 
-def test_what_was_not_looked_at_was_told_in_the_plan_only(restarts: Restarts, tmp_path: Path) -> None:
+def test_unsearched_values_are_reported_after_the_restart_too(restarts: Restarts, tmp_path: Path) -> None:
     body = """
 class Player:
     wins = 0

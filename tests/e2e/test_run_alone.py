@@ -34,7 +34,7 @@ def test_a_gpu_that_the_daemon_started_for_the_job_has_not_is_refused(socket_dir
     assert _run(*spec, "gpu1", "--", "echo", "trains").stdout == "trains\n"
 
 
-def test_no_daemon_is_started_where_somebody_else_could_answer(socket_dir: Path) -> None:
+def test_no_daemon_is_started_where_another_user_could_answer(socket_dir: Path) -> None:
     """A folder that is not the user's alone was used, and one of them could put a socket of its own in its place."""
     if os.access("/run/hegm/hegmd.sock", os.W_OK):
         pytest.skip("this node has a daemon that is found first")

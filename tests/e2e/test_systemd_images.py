@@ -60,7 +60,7 @@ while not os.path.exists("/root/enough"):
 """
 
 
-def test_what_a_job_says_that_is_a_unit_goes_on_in_the_file_that_a_restore_names(node: SystemdNode) -> None:
+def test_the_output_of_a_job_in_a_unit_continues_in_the_file_that_a_restore_names(node: SystemdNode) -> None:
     """Before that it went to the journal, by a socket that nobody has again. CRIU is a unit; so is what comes back."""
     criu = criu_or_skip().path
     if UNPACKED.exists():  # the clone may be below a folder that is another one inside, or hidden from the service

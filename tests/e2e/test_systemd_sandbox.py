@@ -45,14 +45,14 @@ def test_everything_in_the_state_directory_is_for_root_alone(node: SystemdNode) 
         assert stat.S_IMODE(path.lstat().st_mode) & 0o077 == 0, path
 
 
-def test_the_group_is_let_in_and_others_are_told_why_not(node: SystemdNode) -> None:
+def test_the_group_may_connect_and_others_get_the_reason(node: SystemdNode) -> None:
     assert ask(node, "version", user="member")["daemon"]["you"]["may_act_on_all"] is True
     refused = node.run("hegmctl", "ping", user="outsider", check=False)
     assert refused.returncode == 4
     assert "hegm" in refused.stderr
 
 
-def test_with_a_wider_socket_everybody_is_let_in_for_their_own(node: SystemdNode) -> None:
+def test_with_a_wider_socket_all_users_may_act_on_their_own_processes(node: SystemdNode) -> None:
     path = node.root / "run/systemd/system/hegmd.socket.d/test.conf"
     path.parent.mkdir(parents=True)
     path.write_text("[Socket]\nSocketMode=0666\n")
@@ -103,7 +103,7 @@ def test_units_have_no_line_that_systemd_does_not_know(node: SystemdNode) -> Non
             assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
 
 
-def test_the_daemon_holds_no_more_of_roots_powers_than_its_unit_says(node: SystemdNode) -> None:
+def test_the_daemon_has_no_capabilities_beyond_its_unit(node: SystemdNode) -> None:
     node.run("systemctl", "start", SERVICE)
     status = (node.root / f"proc/{main_pid(node)}/status").read_text()
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
@@ -114,7 +114,7 @@ def test_the_daemon_holds_no_more_of_roots_powers_than_its_unit_says(node: Syste
     assert fields["Seccomp"] == "2"
 
 
-def test_the_daemon_sees_processes_of_everybody_from_its_sandbox(node: SystemdNode) -> None:
+def test_the_daemon_sees_processes_of_all_users_from_its_sandbox(node: SystemdNode) -> None:
     drop_in(node, "ExecStart=", "ExecStart=/usr/bin/hegmd --simulate 2x8GiB")
     node.run("systemctl", "start", SERVICE)
     hold = ["hegmctl", "simulate", "hold", "gpu1", "1GiB", "--", "sh", "-c", "echo held; exec sleep 600"]

@@ -63,7 +63,7 @@ def test_a_restart_refuses_no_client(node: SystemdNode) -> None:
     assert main_pid(node) != first
 
 
-def test_stopping_the_socket_takes_it_away_and_clients_are_told(node: SystemdNode) -> None:
+def test_stopping_the_socket_removes_it_and_clients_get_the_reason(node: SystemdNode) -> None:
     node.run("systemctl", "stop", SOCKET, SERVICE)
     assert not (node.root / "run/hegm/hegmd.sock").exists()
     refused = node.run("hegmctl", "ping", check=False)

@@ -99,7 +99,7 @@ async def test_a_caller_that_is_gone_ends_its_checks_with_its_own_error(topology
             await app._examination.examine(gone)
 
 
-def test_a_criu_that_is_configured_was_said_not_to_be_installed(tmp_path: Path) -> None:
+def test_a_configured_criu_is_reported_as_installed(tmp_path: Path) -> None:
     """`hegmctl ps --ways` looked for the usual ones only, while checkpoints went well."""
     own = tmp_path / "criu"
     own.touch(mode=0o755)

@@ -47,7 +47,7 @@ def test_one_figure_over_its_budget_is_one_too_many() -> None:
     assert not is_within(RESULTS)
 
 
-def test_the_table_is_aligned_and_says_where_and_when() -> None:
+def test_the_table_is_aligned_and_names_place_and_time() -> None:
     lines = as_text(MACHINE, RESULTS).splitlines()
     assert lines[:2] == [
         "A CPU, 2 cores, 24 GiB; Linux 6.1; CPython 3.11.2",
@@ -100,7 +100,7 @@ def test_a_slope_is_not_moved_by_one_jump() -> None:
     assert slope([5.0] * 10 + [500.0] + [5.0] * 10) == 0.0
 
 
-def test_the_cpu_of_a_process_is_what_it_says_itself() -> None:
+def test_the_cpu_time_of_a_process_equals_its_own_count() -> None:
     before = time.process_time()
     used_s = cpu_s(os.getpid())
     assert before <= used_s <= time.process_time()
@@ -117,7 +117,7 @@ def test_memory_that_a_process_takes_shows_as_its_own() -> None:
 
 
 @pytest.mark.parametrize(("rows", "status"), [((("it", 1.0, "ms", 2.0),), 0), ((("it", 3.0, "ms", 2.0),), 1)])
-def test_the_exit_status_tells_whether_all_is_within_budget(
+def test_the_exit_status_shows_whether_all_is_within_budget(
     rows: tuple[tuple[str, float, str, float | None], ...], status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert program.main(["it", "--json"], {"it": lambda: rows}) == status

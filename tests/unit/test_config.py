@@ -50,7 +50,7 @@ def test_a_private_daemon_has_its_paths_in_the_users_own_directories(tmp_path: P
     assert config.path is None
 
 
-def test_xdg_names_that_are_unset_or_relative_fall_back_to_what_xdg_says(tmp_path: Path) -> None:
+def test_unset_or_relative_xdg_variables_fall_back_to_the_standard_paths(tmp_path: Path) -> None:
     config = load(user_mode=True, environ={"HOME": str(tmp_path), "XDG_STATE_HOME": "relative"})
     assert config.daemon.socket == Path(f"/run/user/{os.getuid()}/hegm/hegmd.sock")
     assert config.daemon.state_dir == tmp_path / ".local/state/hegm"

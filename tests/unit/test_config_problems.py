@@ -196,7 +196,7 @@ def test_one_line_says_where_what_and_what_to_write_instead(file: Path, text: st
         ("#" * (1 << 20) + "#", "FILE: is larger than 1048576 bytes; name hegmd's own file"),
     ],
 )
-def test_what_is_no_toml_is_told_with_its_line(file: Path, text: str | bytes, beginning: str) -> None:
+def test_invalid_toml_is_reported_with_its_line(file: Path, text: str | bytes, beginning: str) -> None:
     [complaint] = complaints(file, text)
     assert complaint.startswith(beginning)
 

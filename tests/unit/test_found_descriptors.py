@@ -39,7 +39,7 @@ async def test_video_memory_beside_pieces_of_the_pool_was_closed_as_unknown() ->
     await store.drop(*list(store.kept))
 
 
-async def test_memory_in_pages_of_the_usual_size_was_taken_for_huge_pages() -> None:
+async def test_memory_in_small_pages_does_not_count_as_huge_pages() -> None:
     """Issue 14, row 20: no test noticed it. A file system in memory has blocks of exactly one page."""
     store = DescriptorStore()
     fd = os.memfd_create("usual")

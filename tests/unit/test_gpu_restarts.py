@@ -117,7 +117,7 @@ def told_to_end(given_back: list[str]) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_benchmark_that_was_told_to_end_left_its_folder_and_the_pages_that_it_had_taken() -> None:
+def test_a_benchmark_that_gets_sigterm_removes_its_folder_and_its_pages() -> None:
     given_back: list[str] = []
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:

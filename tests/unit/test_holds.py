@@ -69,9 +69,7 @@ async def test_a_job_that_is_held_is_offloaded_under_the_same_operation(tmp_path
         assert agent.data == b"weights"
 
 
-async def test_a_job_that_is_held_is_not_held_again_and_only_goes_on_where_it_is(
-    tmp_path: Path, process: Child
-) -> None:
+async def test_a_held_job_is_not_held_again_and_only_resumes_in_place(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         await node.attend(process.pid)
         await node.operations.quiesce([process.pid], 900.0, node.asked())

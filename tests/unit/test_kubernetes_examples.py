@@ -221,7 +221,7 @@ def test_several_launchers_run_in_one_container(in_one_container: dict[str, str]
 
 
 @pytest.mark.thorough
-def test_what_is_copied_from_the_image_runs_by_itself(in_one_container: dict[str, str]) -> None:
+def test_the_copied_files_of_the_image_run_alone(in_one_container: dict[str, str]) -> None:
     """Issue 14, row 7: the packages that the container gets are all that a launcher needs."""
     copied = Path(in_one_container["at"]) / "opt"
     assert sorted(path.name for path in copied.iterdir()) == ["hegm", "hegmcompat", "hegmctl", "hegmd", "msgpack"]

@@ -100,7 +100,7 @@ def test_a_mark_at_the_end_of_what_was_reserved_is_no_part_of_an_image(tmp_path:
     assert used_bytes(worker(size_bytes=0), memory) == memory.size_bytes, "nobody has counted: all of it is written"
 
 
-def test_a_fault_of_ours_was_said_to_be_somebodys_who_cut_the_memory(tmp_path: Path) -> None:
+def test_a_bug_of_ours_is_not_reported_as_truncated_memory(tmp_path: Path) -> None:
     """Issue 14, row 2: nobody but hegmd has ever had a descriptor of the memory that an image is read into."""
     memory = Memory(os.memfd_create("piece"), 8 * MIB, huge=False)
     os.truncate(memory.fd, memory.size_bytes)

@@ -55,7 +55,7 @@ async def test_spilled_bytes_are_found_by_the_next_daemon(keep: MemoryKeeping) -
 
 
 @pytest.mark.thorough
-async def test_the_beginning_of_what_nobody_owns_is_read_from_disk(keep: MemoryKeeping) -> None:
+async def test_the_start_of_orphaned_bytes_is_read_from_disk(keep: MemoryKeeping) -> None:
     before = opened(keep)
     os.pwrite((await before.take(KEY, 3 * MIB)).fd, b"weights", 0)
     await before.spill(KEY)
@@ -121,7 +121,7 @@ async def test_a_file_of_a_copy_that_was_given_up_counted_as_the_copy_after_a_re
     assert files_under(tmp_path) == []
 
 
-async def test_without_a_descriptor_to_spare_a_spill_is_an_error_that_is_told(keep: MemoryKeeping) -> None:
+async def test_a_spill_without_descriptors_is_a_reported_error(keep: MemoryKeeping) -> None:
     """EMFILE left the loop as a group of exceptions, and ended all tasks of the daemon."""
     pool = opened(keep)
     os.pwrite((await pool.take(KEY, 3 * MIB)).fd, b"weights", 0)

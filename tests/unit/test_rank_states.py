@@ -127,7 +127,7 @@ def test_a_world_of_another_size_is_refused(states: RankStates) -> None:
         assert rank.result(states) == "refused: it is of 2 ranks, and the job has 3 now"
 
 
-def test_a_rank_whose_supervisor_has_gone_does_not_begin_anew(states: RankStates) -> None:
+def test_a_rank_whose_supervisor_has_ended_does_not_start_over(states: RankStates) -> None:
     address = states.address
     states.close()
     with Rank(address, "1") as rank:
@@ -142,7 +142,7 @@ def test_ranks_that_a_launcher_starts_again_after_all_is_over_begin_as_they_woul
 
 
 @pytest.mark.thorough
-def test_a_launcher_that_started_its_ranks_again_hours_later_had_them_go_on_from_their_old_states(
+def test_ranks_that_a_launcher_restarts_hours_later_do_not_continue_from_old_states(
     states: RankStates, lock: int
 ) -> None:
     """No daemon had been there since to say that the operation was over."""

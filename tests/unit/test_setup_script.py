@@ -87,7 +87,7 @@ def checkout(tmp_path: Path) -> Checkout:
 
 
 @pytest.mark.thorough
-def test_the_second_run_does_nothing_and_says_nothing(checkout: Checkout) -> None:
+def test_the_second_run_does_and_prints_nothing(checkout: Checkout) -> None:
     assert checkout.run("dev")[0] == 0
     assert any(line.endswith(".[dev,training]") for line in checkout.installed())
     assert checkout.run("dev") == (0, "")
@@ -140,7 +140,7 @@ def _be_told(checkout: Checkout) -> None:
     python.write_text(f"{INTERPRETER}case \"$*\" in *progress-bar*) cat '{checkout.root}/says' ;; esac\n")
 
 
-def test_a_gigabyte_was_downloaded_without_a_word(checkout: Checkout) -> None:
+def test_the_download_of_a_gigabyte_is_announced(checkout: Checkout) -> None:
     """Issue 14, row 18: `make demo` was silent for a minute."""
     _be_told(checkout)
     status, output = checkout.run("run")
@@ -219,7 +219,7 @@ def test_an_install_that_failed_is_tried_again(checkout: Checkout) -> None:
     assert checkout.installed() != []
 
 
-def test_missing_programs_are_installed_by_root_and_by_nobody_else(checkout: Checkout) -> None:
+def test_missing_programs_are_installed_by_root_only(checkout: Checkout) -> None:
     (checkout.programs / "dbus-daemon").unlink()
     checkout.provide("apt-get", f'#!/bin/sh\necho "apt-get $*" >>{checkout.root}/installed\n')
     checkout.be_user(0)
@@ -227,7 +227,7 @@ def test_missing_programs_are_installed_by_root_and_by_nobody_else(checkout: Che
     assert any(line.startswith("apt-get install ") and "dbus" in line.split() for line in checkout.installed())
 
 
-def test_without_the_right_to_install_the_command_is_told(checkout: Checkout) -> None:
+def test_without_the_right_to_install_the_command_is_printed(checkout: Checkout) -> None:
     (checkout.programs / "dbus-daemon").unlink()
     checkout.provide("apt-get", "#!/bin/sh\nexit 100\n")
     checkout.be_user(1000)

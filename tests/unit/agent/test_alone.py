@@ -39,7 +39,7 @@ def _parked(gate: BlockedGate) -> tuple[Orders, threading.Thread]:
     return orders, thread
 
 
-def test_a_thread_stood_for_good_when_letting_it_go_failed_as_the_daemon_went(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_resumes_although_the_daemon_ended_during_the_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEGM_PARK_LIMIT_S", "0")
     gate = BlockedGate()
     orders, thread = _parked(gate)
@@ -53,7 +53,7 @@ def test_a_thread_stood_for_good_when_letting_it_go_failed_as_the_daemon_went(mo
     assert orders.next_deadline() is None
 
 
-def test_a_thread_stood_for_good_when_coming_back_failed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_resumes_after_a_failed_reload(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEGM_PARK_LIMIT_S", "0")
     gate = BlockedGate()
     orders, thread = _parked(gate)

@@ -93,7 +93,7 @@ def script(tmp_path: Path) -> Iterator[Script]:
 
 
 @pytest.mark.thorough
-def test_a_training_stood_for_the_whole_time_limit_of_an_order_that_was_then_refused(script: Script) -> None:
+def test_an_order_that_will_be_refused_does_not_park_the_training_for_its_limit(script: Script) -> None:
     """Issue 14, row 4: it fell from 41.8 to 1.5 steps/s, with one gap of 13.5 s, because another thread was busy."""
     script.start_beside(COMPUTING)
     script.park()
@@ -112,7 +112,7 @@ def test_a_training_stood_for_the_whole_time_limit_of_an_order_that_was_then_ref
 
 
 @pytest.mark.thorough
-def test_what_a_refused_order_cost_the_training_was_not_told(script: Script) -> None:
+def test_the_downtime_of_a_refused_order_is_reported(script: Script) -> None:
     """Issue 14, row 4: `ops` showed no downtime."""
     script.start_beside(COMPUTING)
     script.park(limit_s=10 * MAX_PARK_S)

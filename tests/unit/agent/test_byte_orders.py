@@ -25,7 +25,7 @@ class Shown:
 
 
 @pytest.mark.parametrize(("first", "count", "filled"), [(None, None, (0, 5)), (2, None, (2, 5)), (1, 3, (1, 3))])
-def test_as_many_storages_are_filled_as_the_order_says_or_all(
+def test_the_order_limits_how_many_storages_are_filled(
     first: int | None, count: int | None, filled: tuple[int, int]
 ) -> None:
     shown, reports = Shown(), list[dict[str, Any]]()

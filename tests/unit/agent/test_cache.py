@@ -110,7 +110,7 @@ class Allocator:
         del self.held[address]
 
 
-def test_what_was_let_go_to_the_driver_is_taken_again_once() -> None:
+def test_memory_returned_to_the_driver_is_taken_again_once() -> None:
     allocator = Allocator(64 * MIB)
     segments: Any = SimpleNamespace(all=[])
     cache = Cache(SimpleNamespace(cuda=allocator), segments, [0], [])

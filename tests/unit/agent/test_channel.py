@@ -43,7 +43,7 @@ while input():
 """
 
 
-def test_without_a_daemon_it_is_noted_that_a_restarted_training_goes_on(tmp_path: Path) -> None:
+def test_without_a_daemon_the_progress_of_a_restarted_training_is_noted(tmp_path: Path) -> None:
     """Else it would be started again from its old state, whatever ends it however late."""
     lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
     state = os.open(tmp_path / "state", os.O_RDWR | os.O_CREAT)
@@ -78,7 +78,7 @@ def test_daemons_killed_in_sequence_left_a_job_parked_for_seconds() -> None:
     assert next_pause_s(MAX_PAUSE_S, 0.5, was_of_use=True) == FIRST_PAUSE_S
 
 
-def test_that_a_restarted_training_goes_on_was_noted_only_after_the_whole_of_a_pause() -> None:
+def test_the_progress_of_a_restarted_training_is_noted_at_once() -> None:
     """A training that failed within these 5 s was started again from its old state."""
     assert look_within_s(MAX_PAUSE_S, awaits_batch=True) == BATCH_LOOK_S
     assert look_within_s(0.1, awaits_batch=True) == 0.1
@@ -100,7 +100,7 @@ def test_an_unreadable_request_for_scheduled_images_is_ignored(
     assert wish == (None if read is None else (read.every_s, read.keep, read.path))
 
 
-def test_where_nobody_listens_it_calls_less_and_less_often() -> None:
+def test_without_a_daemon_it_connects_less_and_less_often() -> None:
     pauses_s = [FIRST_PAUSE_S]
     while pauses_s[-1] < MAX_PAUSE_S:
         pauses_s.append(next_pause_s(pauses_s[-1], 0.0, was_of_use=False))

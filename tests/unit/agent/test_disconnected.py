@@ -43,7 +43,7 @@ def test_without_the_place_it_comes_to_the_usual_socket(tmp_path: Path) -> None:
     assert looking.result() is None
 
 
-def test_it_comes_back_by_itself_after_its_limit(tmp_path: Path) -> None:
+def test_it_continues_after_its_limit(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.touch()
     assert RendezvousWait(str(place), LOOK_EVERY_S).wait() is None
@@ -77,7 +77,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to somebody else")
-def test_the_word_of_another_user_is_not_believed(tmp_path: Path) -> None:
+def test_a_report_of_another_user_is_ignored(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.write_text("/run/evil.sock")
     os.chown(place, 12345, 12345)

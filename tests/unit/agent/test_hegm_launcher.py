@@ -111,7 +111,7 @@ def test_at_the_next_boundary_the_state_is_written_and_the_process_left(
     assert os.listdir(tmp_path) == ["latest.pt"]
 
 
-def test_what_begins_anew_went_without_a_word_from_a_launcher(
+def test_a_launcher_reports_what_starts_over(
     made: Callable[..., _TrainingThread], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It has no plan in which that would stand."""
@@ -127,7 +127,7 @@ def test_what_begins_anew_went_without_a_word_from_a_launcher(
     assert "log (TextIOWrapper) at train.py:3; not searched: the 1,200 objects of players; hegm.keep keeps it" in output
 
 
-def test_what_cannot_be_saved_is_said_and_the_training_goes_on(
+def test_a_state_that_cannot_be_saved_is_reported_and_the_training_continues(
     made: Callable[..., _TrainingThread], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(_fd: int) -> None:
@@ -287,7 +287,7 @@ def test_a_request_that_came_before_the_agent_is_kept(when: str, first: str) -> 
     assert output.split() == [first, "True", "True", "True", "False"]
 
 
-def test_a_training_that_stood_where_it_could_not_go_on_from_was_asked_no_further(
+def test_a_training_parked_where_it_cannot_continue_from_is_asked_again_later(
     made: Callable[..., _TrainingThread], tmp_path: Path
 ) -> None:
     """A loop without a loader passes its boundaries in its body: it was refused there, and told to ask again."""

@@ -51,7 +51,7 @@ def test_another_is_taken_where_none_is_prepared_any_more() -> None:
         one.close()
 
 
-def test_what_nobody_took_is_let_go_of() -> None:
+def test_unclaimed_memory_is_released() -> None:
     before = _pages_bytes()
     pinned_buffers.prepare()
     pinned_buffers.drop()

@@ -83,7 +83,7 @@ def test_batches_of_the_training_thread_are_counted() -> None:
     assert not gate.parked
 
 
-def test_it_parks_at_the_count_that_was_asked_for_and_goes_on_when_released() -> None:
+def test_it_parks_at_the_requested_boundary_and_continues_when_released() -> None:
     gate = Gate()
     script = _Script(gate, _ask_loader)
     script.steps(2)
@@ -134,7 +134,7 @@ def test_a_call_is_made_in_the_training_thread() -> None:
     script.end()
 
 
-def test_a_call_that_came_too_late_was_taken_for_the_answer_to_the_next_one() -> None:
+def test_a_late_reply_is_not_matched_to_the_next_call() -> None:
     """On a busy machine a survey was still being made when it was over its limit and the next order had been given:
     of that, which had told nothing yet, it was said that it was done."""
     gate = Gate()
@@ -198,7 +198,7 @@ def test_a_boundary_by_hand_is_the_only_one_from_then_on() -> None:
     assert gate.count == 3
 
 
-def test_an_inert_gate_never_stops_anybody() -> None:
+def test_an_inert_gate_parks_no_thread() -> None:
     gate = Gate()
     _ask_loader(gate)
     gate.ask(ParkRequest(PARK))
@@ -249,7 +249,7 @@ class _ScriptThread:
         assert not self.thread.is_alive()
 
 
-def test_a_thread_about_to_park_was_taken_for_a_parked_one() -> None:
+def test_a_thread_about_to_park_does_not_count_as_parked() -> None:
     """A signal's handler could still run in it, and would have found the storages gone."""
     script = _ScriptThread()
     assert script.gate.parked

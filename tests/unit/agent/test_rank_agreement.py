@@ -97,7 +97,7 @@ class EndedStore(Store):
         raise ConnectionError("Broken pipe")
 
 
-def test_ranks_whose_launcher_had_ended_were_told_to_try_again_and_again() -> None:
+def test_ranks_whose_launcher_has_ended_are_not_told_to_retry() -> None:
     """`hegmctl resume` named itself as the next step, and could never succeed."""
     with pytest.raises(DisagreementError) as failed:
         Ranks(EndedStore(), 0, 2).agree("reconnect", {}, monotonic() + HANG_S, lambda: False)

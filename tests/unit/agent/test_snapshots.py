@@ -178,7 +178,7 @@ def test_an_order_that_does_more_than_ask_ends_what_is_being_written_first(rank:
     rank.orders.end()
 
 
-def test_a_snapshot_comes_of_it_though_the_daemon_ends_and_nobody_is_answered(rank: _Rank, slot: int) -> None:
+def test_a_snapshot_is_completed_although_the_daemon_ends(rank: _Rank, slot: int) -> None:
     rest = _fetch(rank, slot)
     rank.orders.end()
     rank.orders.begin(rank.reports.append)

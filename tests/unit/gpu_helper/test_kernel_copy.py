@@ -32,6 +32,6 @@ def _built(folder: Path) -> bytes:
 
 
 @pytest.mark.thorough
-def test_the_program_is_what_its_source_says(tmp_path: Path) -> None:
+def test_the_program_matches_its_source(tmp_path: Path) -> None:
     """To the byte: whoever looks at the source knows what runs beside their job's memory."""
     assert _built(tmp_path) == zlib.decompress(base64.b64decode(kernel_copy._PROGRAM))

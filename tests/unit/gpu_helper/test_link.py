@@ -16,7 +16,7 @@ from tests.unit.gpu_helper.linking import SOON_S, ProgressLog, ask, has_ended, l
 # -- as it should be -----------------------------------------------------------------------------------------------
 
 
-async def test_it_starts_when_it_is_called_and_serves_everybody_at_once() -> None:
+async def test_it_starts_on_the_first_call_and_serves_callers_concurrently() -> None:
     async with linked("well") as link:
         assert link.pid is None
         progress = ProgressLog()
@@ -144,7 +144,7 @@ async def test_a_helper_with_nothing_to_do_ends_and_one_that_holds_something_sta
 
 
 @pytest.mark.thorough
-async def test_a_long_call_is_not_taken_for_nothing_to_do() -> None:
+async def test_a_long_call_does_not_count_as_idle() -> None:
     async with linked("well", idle_after_s=0.1) as link:
         progress = ProgressLog()
         async with anyio.create_task_group() as tasks:
@@ -155,7 +155,7 @@ async def test_a_long_call_is_not_taken_for_nothing_to_do() -> None:
             await ask(link, "release")
 
 
-async def test_killing_it_on_purpose_tells_those_in_flight() -> None:
+async def test_killing_it_fails_the_calls_in_flight() -> None:
     async with linked("well") as link:
         progress = ProgressLog()
         async with anyio.create_task_group() as tasks:

@@ -118,7 +118,7 @@ async def test_an_abandoned_call_does_not_end_the_helper_of_other_callers() -> N
             os.close(pidfd)
 
 
-async def test_whoever_watches_a_call_is_told_when_it_is_over() -> None:
+async def test_a_watcher_of_a_call_is_notified_at_its_end() -> None:
     async with linked("well") as link:
         ended = anyio.Event()
 
@@ -249,7 +249,7 @@ async def test_a_helper_that_is_not_there() -> None:
 
 
 @pytest.mark.thorough
-async def test_want_of_descriptors_at_the_start_of_a_helper_is_told_and_ends_nothing_else() -> None:
+async def test_a_lack_of_descriptors_at_the_start_of_a_helper_is_reported_and_ends_nothing_else() -> None:
     """Once it ended the link, and with it the daemon."""
     async with linked() as link:
         with no_descriptors_left(), pytest.raises(HelperLost, match="cannot be started: Too many open files"):
@@ -327,7 +327,7 @@ def test_it_does_not_outlive_a_daemon_that_was_killed(state: str) -> None:
             os.close(pidfd)
 
 
-async def test_what_is_no_helper_at_all_is_told_apart(tmp_path: Path) -> None:
+async def test_a_program_that_is_no_helper_is_recognised(tmp_path: Path) -> None:
     link = Link(program=["/bin/cat"], start_within_s=SOON_S)
     async with anyio.create_task_group() as tasks:
         await tasks.start(link.run)

@@ -49,7 +49,7 @@ def leaves_lock(folder: Path, launcher_pid: int) -> str:
     return f"signal.signal(signal.SIGUSR1, lambda *_: ({made}, {moved}, os._exit(99)))"
 
 
-def test_a_file_whose_name_is_a_number_is_not_taken_for_a_launcher(tmp_path: Path) -> None:
+def test_a_file_whose_name_is_a_number_does_not_count_as_a_launcher(tmp_path: Path) -> None:
     """A raised two is a digit, and no number: whoever planted it ended every hegm-ctrl with a traceback."""
     for folder in (tmp_path / "²", tmp_path / ".workers"):
         folder.mkdir()
@@ -85,7 +85,7 @@ def test_without_a_lock_the_limit_ends_the_waiting(tmp_path: Path) -> None:
         assert controller.checkpoint([worker.pid]) == {worker.pid: "signalled (timeout-waiting-lock)"}
 
 
-def test_a_lock_that_anybody_had_put_there_was_taken_for_a_state(tmp_path: Path) -> None:
+def test_a_lock_written_by_any_user_does_not_count_as_a_state(tmp_path: Path) -> None:
     """Issue 14, row 7: `checkpoint-ready` came after 0.1 s, and there was no state."""
     launcher = os.getpid()
     lock = tmp_path / str(launcher) / "lock"
@@ -102,7 +102,7 @@ def test_a_lock_that_anybody_had_put_there_was_taken_for_a_state(tmp_path: Path)
 
 
 @pytest.mark.parametrize("written", ["", "somebody"])
-def test_a_lock_that_names_another_was_taken_for_the_launchers(tmp_path: Path, written: str) -> None:
+def test_a_lock_that_names_another_launcher_does_not_count(tmp_path: Path, written: str) -> None:
     """Issue 14, row 7: a worker that has ended has left its state only where its launcher says so."""
     lock = tmp_path / str(os.getpid()) / "lock"
     lock.parent.mkdir()
@@ -193,7 +193,7 @@ def test_a_worker_that_exits_before_its_agent_connects_is_not_a_process(tmp_path
 
 
 @pytest.mark.parametrize("pid", [0, -1, -4711, 2**22 + 1, 2**64])
-def test_what_the_kernel_takes_for_a_group_or_for_everybody_is_no_process(tmp_path: Path, pid: int) -> None:
+def test_pids_that_mean_groups_or_all_processes_are_refused(tmp_path: Path, pid: int) -> None:
     """HeGM's gives -1 to kill(2), which is every process there is."""
     assert control(tmp_path).checkpoint([pid]) == {pid: "no-such-process"}
 

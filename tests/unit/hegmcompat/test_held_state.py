@@ -57,7 +57,7 @@ def test_without_room_in_memory_the_file_alone_has_it(path: Path) -> None:
         held.put_back()
 
 
-def test_a_link_is_not_taken_for_a_state(path: Path) -> None:
+def test_a_link_does_not_count_as_a_state(path: Path) -> None:
     link = path.with_name("other.pt")
     link.symlink_to(path)
     with pytest.raises(OSError, match="it is a link"):

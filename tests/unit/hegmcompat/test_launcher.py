@@ -243,7 +243,7 @@ def test_a_worker_that_ended_well_without_its_state_took_the_file_with_it(tmp_pa
 
 
 @pytest.mark.thorough
-def test_a_worker_that_began_anew_without_the_agent_is_ended_and_its_state_stays(tmp_path: Path) -> None:
+def test_a_worker_that_starts_over_without_the_agent_is_ended_and_its_state_stays(tmp_path: Path) -> None:
     torch, trains = tmp_path / "libtorch_cpu.so", tmp_path / "trains.py"
     torch.write_bytes(bytes(4096))
     trains.write_text(TRAINS)
@@ -336,7 +336,7 @@ def test_a_missing_command_is_reported_before_anything_is_created(tmp_path: Path
 
 
 @pytest.mark.parametrize(("words", "status"), [([], 0), (["--help"], 0), (["--debug"], 1)])
-def test_without_a_command_the_usage_is_said_as_hegm_does(words: list[str], status: int) -> None:
+def test_without_a_command_the_usage_is_printed_as_by_hegm(words: list[str], status: int) -> None:
     settings = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "hegmcompat.launcher_cli", *words]
     done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
@@ -344,6 +344,6 @@ def test_without_a_command_the_usage_is_said_as_hegm_does(words: list[str], stat
     assert done.stderr.startswith("Usage: hegm-launcher [--debug] <command> [args ...]\n")
 
 
-def test_a_script_by_itself_is_run_by_python() -> None:
+def test_a_script_alone_is_run_by_python() -> None:
     assert normalized(["train.py", "--epochs", "3"]) == [sys.executable, "-u", "train.py", "--epochs", "3"]
     assert normalized(["python", "train.py"]) == ["python", "train.py"]

@@ -97,9 +97,7 @@ def test_a_state_in_the_file_is_held_behind_a_lock_without_a_connection(both: _T
     assert both.desks.next_start() is None
 
 
-def test_a_worker_that_had_saved_its_state_before_its_start_was_told_of_was_taken_for_one_without(
-    both: _TwoDesks,
-) -> None:
+def test_a_worker_that_saved_its_state_before_its_start_was_reported_counts_as_saved(both: _TwoDesks) -> None:
     """What is new was told by a look after the start, so that a quick worker's state was old already."""
     both.state.write_bytes(b"state")
     assert both.desks.ended(99, sent_signal=None)

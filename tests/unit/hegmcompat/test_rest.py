@@ -143,7 +143,7 @@ def test_more_connections_than_there_are_threads_for_are_turned_away_and_others_
 
 
 @pytest.mark.parametrize("given", [None, "Bearer wrong", f"Basic {TOKEN}", TOKEN, "Bearer ä"])
-def test_with_a_token_nobody_else_is_heard(tmp_path: Path, given: str | None) -> None:
+def test_with_a_token_other_callers_are_refused(tmp_path: Path, given: str | None) -> None:
     server = rest.serve(_control(tmp_path), "127.0.0.1", 0, TOKEN)
     try:
         headers = {} if given is None else {"Authorization": given.encode("latin-1").decode("latin-1")}
@@ -176,7 +176,7 @@ def test_who_is_at_the_other_end_is_read_from_the_kernel(host: str) -> None:
         assert uid_at(accepted) == os.geteuid()
 
 
-def test_who_had_hung_up_was_taken_for_root() -> None:
+def test_a_peer_that_disconnected_does_not_count_as_root() -> None:
     """A socket that its process has closed has 0 for its user in the kernel's table, whoever that was."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         caller = socket.create_connection(listening.getsockname(), timeout=HANG_S)
@@ -187,7 +187,7 @@ def test_who_had_hung_up_was_taken_for_root() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_who_had_sent_all_of_a_request_was_taken_for_a_stranger(host: str) -> None:
+def test_a_peer_that_closed_its_sending_side_is_still_identified(host: str) -> None:
     """Issue 14, row 7: `shutdown(SHUT_WR)` after the request got a 403, 40 times of 40; HeGM answers it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with (

@@ -86,6 +86,6 @@ def test_elsewhere_it_does_not_start_without_a_token(host: str) -> None:
 
 
 @pytest.mark.parametrize("token", ["short", "0123456789abcdef\n", "0123456789abcdé"])
-def test_a_token_that_no_header_can_have_or_anybody_can_guess_is_refused(token: str) -> None:
+def test_a_token_that_is_invalid_in_a_header_or_easy_to_guess_is_refused(token: str) -> None:
     with pytest.raises(HegmError, match="HEGM_CTRL_TOKEN"):
         require_token_off_loopback("127.0.0.1", token)

@@ -65,7 +65,7 @@ def torch(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("word", ["-I", "-E", "-S"])
-def test_a_python_that_leaves_the_agent_out_began_anew_to_its_end(torch: str, word: str) -> None:
+def test_a_python_that_excludes_the_agent_does_not_train_from_the_start(torch: str, word: str) -> None:
     with running(sys.executable, word, "-c", TRAINS, torch, path=INJECT) as process:
         found = AgentlessWatch().check(process.pid, 0.0, None)
         assert found is not None

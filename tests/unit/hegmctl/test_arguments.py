@@ -40,7 +40,7 @@ def test_an_implied_value_is_taken_unless_another_is_attached(line: str, seconds
     assert parse(line.split()).seconds("watch") == seconds
 
 
-def test_a_value_that_is_not_attached_is_never_taken_for_an_implied_one() -> None:
+def test_a_detached_value_is_never_taken_as_the_optional_one() -> None:
     arguments = parse(["ps", "--watch", "4711"])
     assert arguments.seconds("watch") == 2.0
     assert arguments.wholes("JOB") == (4711,)

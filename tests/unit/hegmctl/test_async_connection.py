@@ -197,7 +197,7 @@ async def test_a_daemon_that_sends_nonsense_is_reported_as_incompatible(daemon: 
 
 
 @pytest.mark.parametrize("words", [b"SSH-2.0-x\r\n", b"\0\0\0\1\xc0"])
-async def test_what_is_not_hegmd_is_told_as_that(socket_path: Path, words: bytes) -> None:
+async def test_a_server_that_is_not_hegmd_is_reported_as_such(socket_path: Path, words: bytes) -> None:
     with FakeDaemon(socket_path, {}, first_words=words), pytest.raises(HegmError, match="is not hegmd") as raised:
         async with connect_async(str(socket_path)):
             pytest.fail("greeted")

@@ -155,7 +155,7 @@ def test_a_job_that_the_daemon_does_not_know_yet_is_waited_for() -> None:
         os.close(pidfd)
 
 
-def test_what_the_target_says_of_itself_cannot_steer_the_terminal() -> None:
+def test_strings_of_the_target_cannot_control_the_terminal() -> None:
     attached = AttachedProcess(
         pid=7, python_version="3.14", framework_version="\x1b[2J", job=None, unknown=("\x1b]0;x",)
     )

@@ -90,7 +90,7 @@ def test_events_are_one_object_a_line(daemon: FakeDaemon) -> None:
     assert hegmctl("events", socket=daemon.path).stdout.splitlines()[1].endswith("gpu1 is lost")
 
 
-def test_no_events_are_said_to_be_none(daemon: FakeDaemon) -> None:
+def test_the_absence_of_events_is_stated(daemon: FakeDaemon) -> None:
     daemon.answers[m.Events] = remembering(())
     assert hegmctl("events", socket=daemon.path).stderr == "hegmctl: the daemon remembers no event\n"
     quiet = hegmctl("events", "--quiet", socket=daemon.path)
@@ -180,7 +180,7 @@ def test_version_is_content_without_a_daemon_and_ping_is_not(socket_path: Path) 
     assert hegmctl("ping", socket=socket_path).returncode == 3
 
 
-def test_version_says_when_the_two_cannot_talk(daemon: FakeDaemon) -> None:
+def test_version_reports_incompatible_versions(daemon: FakeDaemon) -> None:
     daemon.answers[m.Hello] = failing(HegmError(next(c for c in CODES if c.name == "incompatible"), "no version", "x"))
     ran = hegmctl("version", socket=daemon.path)
     assert ran.returncode == 7
@@ -193,7 +193,7 @@ def test_ping_counts(daemon: FakeDaemon) -> None:
     assert all(0 < seconds < 5 for seconds in document["round_trips_s"])
 
 
-def test_an_interval_that_was_taken_for_a_pid_is_explained(daemon: FakeDaemon) -> None:
+def test_an_interval_given_as_a_pid_is_explained(daemon: FakeDaemon) -> None:
     daemon.answers[m.Processes] = failing(HegmError(NOT_FOUND, "no process 5", "hegmctl ps lists them"))
     ran = hegmctl("ps", "--watch", "5", socket=daemon.path)
     assert ran.returncode == 5
@@ -318,7 +318,7 @@ def test_a_reader_of_a_short_answer_that_left_before_is_no_error_either(daemon: 
 
 
 @pytest.mark.parametrize("words", [("gpus",), ("gpus", "--json"), ("--help",), ("events",)])
-def test_a_full_disk_is_reported_and_not_taken_for_success(daemon: FakeDaemon, words: tuple[str, ...]) -> None:
+def test_a_full_disk_is_reported_and_not_a_success(daemon: FakeDaemon, words: tuple[str, ...]) -> None:
     with Path("/dev/full").open("w") as full:
         ran = subprocess.run(
             command(*words),

@@ -68,7 +68,9 @@ def test_simulation_is_asked_of_daemons_that_offer_it(socket_path: Path) -> None
         assert hegmd.simulate_fault("gpu1", "lost").faults == {"gpu1": "lost"}
 
 
-def test_simulation_is_refused_before_a_daemon_of_real_gpus_hears_of_it(hegmd: Connection, daemon: FakeDaemon) -> None:
+def test_simulation_is_refused_without_a_request_to_a_daemon_of_real_gpus(
+    hegmd: Connection, daemon: FakeDaemon
+) -> None:
     with pytest.raises(HegmError, match="node7 does not support simulate") as raised:
         hegmd.simulate_fault("gpu1", "lost")
     assert raised.value.code is REFUSED
@@ -108,7 +110,7 @@ def test_two_streams_do_not_take_each_others_events(hegmd: Connection) -> None:
     assert [*first] == [node.EVENTS[1]]
 
 
-def test_an_answer_that_comes_too_late_is_not_taken_for_another(hegmd: Connection, daemon: FakeDaemon) -> None:
+def test_a_late_answer_is_not_matched_to_another_request(hegmd: Connection, daemon: FakeDaemon) -> None:
     late: list[tuple[Caller, IncomingRequest]] = []
     daemon.answers[m.Gpus] = lambda caller, asked: late.append((caller, asked))
     hegmd.timeout_s = 0.05
@@ -347,5 +349,5 @@ def test_a_hello_reply_of_other_kind_is_not_swallowed(socket_path: Path) -> None
 
 
 @pytest.mark.parametrize(("asked", "hint"), [("migrate", "hegmctl ops"), ("gpus", "try again")])
-def test_whoever_waited_for_a_move_was_told_to_ask_again_while_it_went_on(asked: str, hint: str) -> None:
+def test_a_client_that_waits_for_a_running_move_is_not_told_to_retry(asked: str, hint: str) -> None:
     assert hint in gone("/run/hegm/hegmd.sock", asked).hint

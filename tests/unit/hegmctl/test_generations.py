@@ -144,7 +144,7 @@ def _recovered(made: Generations, step: int, now: float) -> None:
         made.stepped(rank, made.generation, now)
 
 
-def test_a_fault_of_one_rank_stops_all_and_each_goes_on_from_its_own_memory(
+def test_a_fault_of_one_rank_stops_all_and_each_continues_from_its_own_memory(
     crew: RecordingActions, running: Generations
 ) -> None:
     running.failed(1, 1, "ValueError: no", 11.0)
@@ -159,7 +159,7 @@ def test_a_fault_of_one_rank_stops_all_and_each_goes_on_from_its_own_memory(
     assert (last.gathered_s, last.restored_s, last.trained_s) == (0.5, 0.5, 0.5)
 
 
-def test_what_ranks_say_of_an_older_generation_is_ignored(crew: RecordingActions, running: Generations) -> None:
+def test_reports_of_ranks_of_an_older_generation_are_ignored(crew: RecordingActions, running: Generations) -> None:
     running.failed(1, 1, "first", 11.0)
     crew.sent_since("abort")
     running.failed(0, 1, "its collective ended", 11.0)
@@ -241,7 +241,7 @@ def test_recoveries_that_bring_the_training_no_further_are_bounded(
     assert "made no progress" in (crew.why or "")
 
 
-def test_the_number_of_recoveries_is_bounded_where_it_is_said(crew: RecordingActions) -> None:
+def test_the_number_of_recoveries_is_bounded_by_its_option(crew: RecordingActions) -> None:
     made = Generations(2, crew, max_recoveries=0)
     for rank in (0, 1):
         made.joined(rank, 1, None, 0.0, is_new=True)

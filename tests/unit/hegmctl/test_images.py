@@ -59,7 +59,7 @@ def test_an_image_is_listed_shown_verified_and_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_what_is_broken_or_left_over_is_told_with_an_exit_status(tmp_path: Path) -> None:
+def test_broken_images_and_remains_are_reported_with_an_exit_status(tmp_path: Path) -> None:
     built(tmp_path / "broken")
     (tmp_path / "broken" / "criu" / "pages-1.img").unlink()
     make(str(tmp_path / "job")).close()

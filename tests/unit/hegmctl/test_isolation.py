@@ -35,7 +35,7 @@ from tests.cells import in_one_test
         ("env", None),
     ],
 )
-def test_a_word_that_keeps_the_agent_out_is_found(command: str, word: str | None) -> None:
+def test_an_option_that_excludes_the_agent_is_found(command: str, word: str | None) -> None:
     assert leaves_out(command.split()) == word
 
 

@@ -160,7 +160,7 @@ def test_what_is_typed_is_what_is_asked(
         ("drain gpu0 --timeout 1e300", "the time is too long"),
     ],
 )
-def test_what_is_missing_is_said_and_nothing_is_asked(daemon: FakeDaemon, line: str, says: str) -> None:
+def test_missing_packages_are_reported_without_a_question(daemon: FakeDaemon, line: str, says: str) -> None:
     ran = hegmctl(*line.split(), socket=daemon.path)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert says in ran.stderr
@@ -391,7 +391,7 @@ def test_ctrl_c_before_the_start_shows_where_to_look(daemon: FakeDaemon) -> None
         assert moving.end(signal.SIGINT) == (-signal.SIGINT, "", message)
 
 
-def test_whoever_only_follows_is_not_asked(daemon: FakeDaemon) -> None:
+def test_a_client_that_only_follows_is_not_asked(daemon: FakeDaemon) -> None:
     daemon.answers[m.Story] = coming_on(None)
     with Terminal("op", "7", "-f", socket=daemon.path) as terminal:
         terminal.until(lambda lines: lines[-1] == BAR)

@@ -91,7 +91,7 @@ def test_no_phase_reads_as_from_or_to_nowhere(phase: str) -> None:
             assert not {"", "-", "None"} & set(text.split(" -> "))
 
 
-def test_what_an_older_daemon_does_not_say_is_left_out() -> None:
+def test_fields_that_an_older_daemon_lacks_are_left_out() -> None:
     bare = OperationProcess(pid=4711, gpu="gpu1", to="gpu1", size_bytes=2 * GIB, state="running")
     assert where(operation("done", bare)) == ["gpu1"]
 
@@ -115,7 +115,7 @@ def test_an_image_is_reported_with_its_duration_and_the_downtime_of_the_job() ->
     assert "in all" not in moved[0], "a move is over with what its job waits for"
 
 
-def test_no_operations_is_said() -> None:
+def test_the_absence_of_operations_is_stated() -> None:
     assert operations_text(m.OperationsReply(operations=()), PIPE) == ["There was no operation on this node."]
 
 
@@ -232,13 +232,13 @@ def test_a_cancelled_operation_is_reported_as_rolled_back() -> None:
     assert lines == ["operation 7 is rolled back: releasing"]
 
 
-def test_what_an_operation_waits_for_stood_nowhere_while_it_was_followed() -> None:
+def test_a_followed_operation_shows_what_it_waits_for() -> None:
     waits = Wait(why="process 12 is stopped by a signal or a debugger", next="kill -CONT 12")
     line = "operation 7: restoring waits: process 12 is stopped by a signal or a debugger; next: kill -CONT 12"
     assert progress_text(OperationProgress(id="7", phase="restoring", waits=waits), PIPE) == [line]
 
 
-def test_the_bar_goes_on_with_phases_and_bytes() -> None:
+def test_the_bar_advances_with_phases_and_bytes() -> None:
     phases = ("reserving", "quiescing", "offloading", "reloading", "verifying", "sealing", "done")
     lines = [
         progress_text(OperationProgress(id="7", phase=phase, moved_bytes=GIB, size_bytes=2 * GIB), PIPE)[0]

@@ -43,7 +43,7 @@ STORY = m.StoryReply(
 )
 
 
-def test_what_waits_stands_below_the_table_with_a_command_to_be_copied() -> None:
+def test_waiting_operations_are_listed_below_the_table_with_a_command() -> None:
     lines = operations_text(m.OperationsReply(operations=(SUSPENDED, MOVING)), PIPE)
     assert lines[-3:] == ["Waiting:", "  operation 7: it is suspended", "    next: hegmctl resume 4711"]
 
@@ -127,7 +127,7 @@ def test_nothing_from_outside_reaches_the_terminal_raw() -> None:
 
 
 @pytest.mark.parametrize("phase", ["suspended", "holding"])
-def test_a_success_was_told_on_stderr_as_something_that_waits(daemon: FakeDaemon, phase: str) -> None:
+def test_a_success_is_not_reported_on_stderr_as_waiting(daemon: FakeDaemon, phase: str) -> None:
     """Issue 14, row 13: `operation 2: suspended waits: it is suspended; next: ...` stood there, and on stdout again."""
     rest = Wait(why="it is suspended", next="hegmctl resume 4711")
     ended = SUSPENDED.replace(phase=phase, waits=rest)

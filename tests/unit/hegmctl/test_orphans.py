@@ -26,7 +26,7 @@ BYTES = Orphan(
 )
 
 
-def test_the_command_stands_in_a_line_of_its_own_to_be_copied() -> None:
+def test_the_command_is_on_its_own_line() -> None:
     lines = orphans_text(m.OrphansReply(orphans=(BYTES,)), PIPE)
     assert lines[0] == "Needs your attention:"
     assert f"    next: hegmctl adopt --drop {NAME}" in lines

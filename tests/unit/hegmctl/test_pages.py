@@ -66,7 +66,7 @@ def test_the_pages_name_everything() -> None:
         ("`it's`", ["\\fBit\\(aqs\\fR"]),
     ],
 )
-def test_text_is_kept_from_being_taken_for_markup(text: str, lines: list[str]) -> None:
+def test_text_is_escaped_in_markup(text: str, lines: list[str]) -> None:
     assert prose(text) == lines
 
 

@@ -15,7 +15,7 @@ def _missing(path: Path, origin: str = "--socket") -> tuple[str, str]:
     return error.code.name, error.message
 
 
-def test_a_running_daemon_without_its_socket_file_was_told_as_none(socket_path: Path) -> None:
+def test_a_running_daemon_without_its_socket_file_is_not_reported_as_missing(socket_path: Path) -> None:
     """Issue 14, row 16: «no hegmd runs here»."""
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(socket_path))
@@ -32,7 +32,7 @@ def test_a_running_daemon_without_its_socket_file_was_told_as_none(socket_path: 
     assert _missing(socket_path)[0] == NO_DAEMON.name
 
 
-def test_the_lock_of_a_daemon_that_has_ended_says_nothing(tmp_path: Path) -> None:
+def test_the_lock_of_an_ended_daemon_is_ignored(tmp_path: Path) -> None:
     folder = tmp_path / "state"
     with StateDir(folder):
         assert holder([str(tmp_path / "none"), str(folder)]) is not None

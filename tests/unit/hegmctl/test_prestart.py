@@ -120,7 +120,7 @@ def state() -> Iterator[int]:
     os.close(fd)
 
 
-def test_it_waits_before_the_first_line_and_goes_on_as_that_very_start(script: Path, state: int) -> None:
+def test_it_waits_before_the_first_line_and_continues_as_the_same_start(script: Path, state: int) -> None:
     """PyTorch is out of sight until the script imports it, and then there without being made again.
 
     Whatever PyTorch starts while it is imported is not told to wait as well.
@@ -204,7 +204,7 @@ def test_one_that_could_not_take_its_turn_ended_as_a_training_that_is_over(scrip
     assert known.log.read_text() == ""
 
 
-def test_it_ends_by_itself_where_the_script_would_import_another_module(script: Path, state: int) -> None:
+def test_it_exits_if_the_script_would_import_another_module(script: Path, state: int) -> None:
     """The script's folder comes first on its path, and has a module by the name of one that was imported without it."""
     known = PrestartCase(script, shadow="socket.py")
     readied = made_ready(known.expected())
@@ -293,7 +293,7 @@ def test_after_one_restart_on_another_gpu_no_python_was_ever_made_ready_again(
     assert kept.log.read_text() == repr([["torch", "torch.inner", "torch.later"], []])
 
 
-def test_the_end_of_one_that_had_been_ready_was_told_to_nobody(kept: PrestartCase) -> None:
+def test_the_exit_of_a_prestarted_process_is_reported(kept: PrestartCase) -> None:
     """The next daemon would have been told that it is there still."""
     readied = made_ready(kept.expected())
     assert readied.check()

@@ -71,7 +71,7 @@ def test_a_script_that_starts_a_python_without_its_environment_is_seen(tmp_path:
         assert found.text == f"{sys.implementation.name} {platform.python_version()} alone"
 
 
-def test_a_program_that_is_no_python_was_taken_for_one(tmp_path: Path) -> None:
+def test_a_program_that_is_no_python_does_not_count_as_one(tmp_path: Path) -> None:
     """The job had left by then, and came back from its state after a start that could not be."""
     assert probed("true").text == "asked for its version, it says nothing"
     complains = probed(_script(tmp_path, "#!/bin/sh\necho libpython3.12.so is missing >&2\nexit 127\n"))
@@ -80,7 +80,7 @@ def test_a_program_that_is_no_python_was_taken_for_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "why"), [("no-such-python", "No such file"), ("", "Permission denied")])
-def test_what_cannot_be_started_is_told(tmp_path: Path, name: str, why: str) -> None:
+def test_a_program_that_cannot_be_started_is_reported(tmp_path: Path, name: str, why: str) -> None:
     with pytest.raises(NoPython, match=why):
         Probe(1, str(tmp_path / name), ENVIRON, 0.0)
 

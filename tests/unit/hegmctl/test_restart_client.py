@@ -134,7 +134,7 @@ def test_it_offers_its_run_and_what_it_is_the_parent_of(attended: DeskNode) -> N
     assert (offer.run, offer.python, offer.left, offer.operation) == ("run-1", True, False, None)
 
 
-def test_the_exit_status_of_a_restart_that_nobody_expects_is_the_commands_own(attended: DeskNode) -> None:
+def test_the_exit_status_of_an_unexpected_restart_is_the_commands_own(attended: DeskNode) -> None:
     attended.attend()
     assert not attended.desk.ended(LEFT_STATUS, sent_signal=None)
     attended.until(lambda: bool(attended.reports()))
@@ -191,7 +191,7 @@ def test_another_python_for_a_command_that_is_not_python_is_refused(socket_path:
 
 
 @pytest.mark.parametrize("python", [sys.executable, "true", "/nowhere/python3"])
-def test_it_is_said_which_python_a_program_is_before_anything_ends(attended: DeskNode, python: str) -> None:
+def test_the_python_of_a_program_is_determined_before_the_job_ends(attended: DeskNode, python: str) -> None:
     others = children()
     assert attended.attend().asks
     attended.order("ask", operation="", python=python, set={"PATH": "/usr/bin:/bin"})
@@ -288,7 +288,7 @@ def test_the_end_of_a_command_that_never_had_its_state_back_is_none_of_the_train
     assert attended.desk.next_start() is None
 
 
-def test_a_training_without_the_agent_began_anew_and_was_not_ended(attended: DeskNode, tmp_path: Path) -> None:
+def test_a_training_without_the_agent_is_ended_before_it_starts_over(attended: DeskNode, tmp_path: Path) -> None:
     """As of `--resume 4 -- ./wrapper.sh`, which drops PYTHONPATH. It is not tried again: it would do so again."""
     torch = tmp_path / "libtorch_cpu.so"
     torch.write_bytes(bytes(4096))
@@ -336,7 +336,7 @@ def test_a_start_whose_state_is_loaded_late_is_reported_once(attended: DeskNode)
     assert [line.partition(",")[0] for line in attended.messages] == ["it was started 120 s ago"]
 
 
-def test_a_job_with_an_exit_code_of_its_own_was_taken_for_ended(socket_path: Path, tmp_path: Path) -> None:
+def test_a_job_with_its_own_exit_code_does_not_count_as_ended(socket_path: Path, tmp_path: Path) -> None:
     """Its agent ends with HEGM_EXIT_CODE, and 99 alone was known for leaving: nobody started it again."""
     attended = DeskNode(socket_path, tmp_path, HEGM_EXIT_CODE="77")
     with attended.listen():
@@ -348,7 +348,7 @@ def test_a_job_with_an_exit_code_of_its_own_was_taken_for_ended(socket_path: Pat
         attended.desk.close()
 
 
-def test_without_the_descriptors_of_its_state_a_command_began_anew(attended: DeskNode) -> None:
+def test_without_the_descriptors_of_its_state_a_command_does_not_start_over(attended: DeskNode) -> None:
     """A process at its limit of open files loses them on the way; it was started without, and trained from nothing."""
     attended.attend()
     attended.expect()
@@ -358,7 +358,7 @@ def test_without_the_descriptors_of_its_state_a_command_began_anew(attended: Des
     assert attended.desk.next_start() is None
 
 
-def test_a_restart_after_one_whose_end_was_not_heard_of_lost_what_that_had_set(attended: DeskNode) -> None:
+def test_a_restart_keeps_what_the_one_before_had_set_although_its_end_was_not_reported(attended: DeskNode) -> None:
     """The daemon's word that the former operation is over came over a connection that had gone by then."""
     attended.attend()
     attended.expect()
@@ -402,7 +402,7 @@ def test_what_was_different_for_a_start_that_went_well_stays_so(attended: DeskNo
     ("changed", "path"),
     [({"set": {"PYTHONPATH": "/mine"}}, "/agent:/mine"), ({"unset": ["PYTHONPATH"]}, "/agent"), ({}, "/agent:/before")],
 )
-def test_a_path_of_modules_that_was_asked_for_had_the_script_begin_anew_without_the_agent(
+def test_a_search_path_option_does_not_make_the_script_start_over_without_the_agent(
     tmp_path: Path, changed: dict[str, Any], path: str
 ) -> None:
     """`--env PYTHONPATH=...` took the place of the folder that the agent comes from: its losses began a second time."""
@@ -572,7 +572,7 @@ def test_a_job_that_is_not_recovered_ends_as_its_command_did(socket_path: Path, 
         attended.desk.close()
 
 
-def test_the_next_daemon_is_told_that_a_command_has_failed(socket_path: Path, tmp_path: Path) -> None:
+def test_the_next_daemon_gets_the_report_of_a_failed_command(socket_path: Path, tmp_path: Path) -> None:
     attended = _recovered(socket_path, tmp_path)
     with attended.listen():
         attended.attend()

@@ -133,7 +133,7 @@ def test_images_that_cannot_be_had_are_refused_before_anything_runs(
 
 
 @pytest.mark.thorough
-def test_images_that_are_missed_were_told_of_in_the_daemons_log_alone(socket_path: Path) -> None:
+def test_missed_images_are_reported_by_the_command(socket_path: Path) -> None:
     """Whoever stays with the job says what the daemon has to say, the job running on."""
 
     def supervise(caller: Caller, request: IncomingRequest) -> None:
@@ -397,7 +397,7 @@ def test_a_time_to_be_ready_that_there_is_not_was_taken_as_none_at_all(daemon: F
 
 
 @pytest.mark.parametrize("words", [(sys.executable, "-I", "t.py"), ("env", "-i", sys.executable, "t.py")])
-def test_a_command_that_keeps_the_agent_out_began_anew_in_the_place_of_going_on(
+def test_a_command_that_excludes_the_agent_does_not_start_over_instead_of_continuing(
     daemon: FakeDaemon, words: tuple[str, ...]
 ) -> None:
     ran = hegmctl("run", "--allow-restart", "--resume", "4", "--", *words, socket=daemon.path)

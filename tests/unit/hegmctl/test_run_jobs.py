@@ -37,7 +37,7 @@ def test_a_job_runs_though_the_daemon_cannot_enter_it(daemon: FakeDaemon) -> Non
     assert (ran.returncode, ran.stdout) == (5, "")
 
 
-def test_run_without_a_command_says_how(daemon: FakeDaemon) -> None:
+def test_run_without_a_command_shows_the_usage(daemon: FakeDaemon) -> None:
     for words in (("run",), ("run", "--gpu", "gpu0")):
         ran = hegmctl(*words, socket=daemon.path)
         assert ran.returncode == 2

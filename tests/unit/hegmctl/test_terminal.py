@@ -97,7 +97,7 @@ def test_which_hint_is_of_which_reason_could_not_be_seen(daemon: FakeDaemon) -> 
     assert ran.stderr == f"{first}; the GPUs here: gpu0\n{second}; end that one\n"
 
 
-def test_what_takes_long_is_told_of_in_a_pipe_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_wait_is_reported_in_a_pipe_too(capsys: pytest.CaptureFixture[str]) -> None:
     now = [0.0]
     sink = TextSink(Style(), Style(), clock=lambda: now[0])
     for at_s, moved_bytes in ((0.0, 0), (4.9, 1), (5.1, 2), (6.0, 3), (10.2, 4)):

@@ -165,7 +165,7 @@ def test_held_bytes_get_a_column_when_there_are_any() -> None:
         (Workload(kind="systemd", id="jupyter.service"), "systemd:jupyter.service"),
     ],
 )  # fmt: skip
-def test_a_workload_in_a_word(workload: Workload, shown: str) -> None:
+def test_a_workload_has_a_short_name(workload: Workload, shown: str) -> None:
     assert workload_text(workload) == shown
 
 

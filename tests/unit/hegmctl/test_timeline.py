@@ -132,7 +132,7 @@ def test_the_bars_fit_the_terminal(columns: int, ellipsis: str) -> None:
     assert [each.split()[0] for each in lines if each.split(" ")[0] in LANES] == list(LANES)
 
 
-def test_the_bars_in_a_pipe_say_what_took_how_long() -> None:
+def test_the_bars_in_a_pipe_show_durations() -> None:
     lines = timeline_text(REPLY, Style())
     assert "[trains====================][parked=====" in next(each for each in lines if each.startswith("job"))
     assert "in all 2.500 s; the job did not train for 1.500 s" in lines

@@ -175,7 +175,7 @@ def test_a_waiting_job_shows_what_it_waits_for_in_place_of_its_figures() -> None
     assert "train.py --" in lines[2]
 
 
-def test_jobs_are_ordered_by_each_column_and_filtered_by_a_word() -> None:
+def test_jobs_are_ordered_by_each_column_and_filtered_by_text() -> None:
     picture = Picture()
     picture.take(NodeView(0.0, "n", (), [job(3), job(10, steps_per_s=None), job(1, "waiting")], ()))
     orders = {}

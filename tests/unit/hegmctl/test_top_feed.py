@@ -138,7 +138,7 @@ def test_a_command_names_the_job_and_its_plan_changes_nothing(answering: FakeDae
     assert answering.wait_for(m.Resume) == m.Resume(pid="j7")
 
 
-def test_without_a_terminal_it_says_what_to_use_instead(daemon: FakeDaemon) -> None:
+def test_without_a_terminal_it_names_the_alternative(daemon: FakeDaemon) -> None:
     ran = hegmctl("top", socket=daemon.path)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert "top needs a terminal" in ran.stderr
@@ -177,7 +177,7 @@ def test_the_screen_has_colours_only_where_the_terminal_has(
     assert bool(re.search(r"\x1b\[[0-9;]*3[0-8][;m]", terminal.picture.raw)) == coloured
 
 
-def test_without_textual_it_says_how_to_install_it(daemon: FakeDaemon, tmp_path: Path) -> None:
+def test_without_textual_it_names_the_command_that_installs_it(daemon: FakeDaemon, tmp_path: Path) -> None:
     (tmp_path / "textual.py").write_text("raise ModuleNotFoundError('no textual here', name='textual')\n")
     paths = {"PYTHONPATH": f"{tmp_path}:client:."}
     with Terminal("top", socket=daemon.path, environ=paths) as terminal:

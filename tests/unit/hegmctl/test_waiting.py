@@ -11,7 +11,7 @@ from tests.unit.hegmctl.running import hegmctl
 DONE = Operation(id="7", kind="migrate", phase="done", processes=(), created_utc=1.7e9, size_bytes=0)
 
 
-def test_a_command_in_a_pipe_waited_for_a_stopped_job_without_a_word(daemon: FakeDaemon) -> None:
+def test_a_command_in_a_pipe_reports_that_it_waits_for_a_stopped_job(daemon: FakeDaemon) -> None:
     """What it waits for changes no more, so no later line told of it either; each reason is told once."""
     wait = Wait(why="process 4711 is stopped by a signal or a debugger", next="kill -CONT 4711")
     waiting = OperationProgress(id="7", phase="quiescing", waits=wait)

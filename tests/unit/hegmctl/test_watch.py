@@ -50,7 +50,7 @@ def test_a_daemon_that_is_not_there_to_begin_with_is_an_error(socket_path: Path,
         assert running.end()[0] == 3
 
 
-def test_watching_waits_for_a_daemon_that_restarts_and_says_so_once(socket_path: Path) -> None:
+def test_watching_waits_for_a_daemon_that_restarts_and_reports_that_once(socket_path: Path) -> None:
     with (
         FakeDaemon(socket_path, node.answers()) as first,
         Running("ps", "--watch=0.05", socket=socket_path) as watching,

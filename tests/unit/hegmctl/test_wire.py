@@ -68,7 +68,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.thorough
-def test_a_signal_that_came_just_before_the_call_was_heeded_when_something_was_heard() -> None:
+def test_a_signal_just_before_the_call_is_handled_at_once() -> None:
     """Ctrl-C beside a daemon that says nothing: twice in whole runs of these tests."""
     ran = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert ran.stdout == "interrupted\n", ran.stderr
@@ -110,7 +110,7 @@ def test_descriptors_wait_in_the_order_in_which_they_came(ends: tuple[Wire, sock
         assert [_inode(fd) for fd in first.numbers() + rest.numbers()] == inodes
 
 
-def test_what_nobody_takes_is_closed_with_the_wire(ends: tuple[Wire, socket.socket]) -> None:
+def test_unclaimed_descriptors_are_closed_with_the_wire(ends: tuple[Wire, socket.socket]) -> None:
     wire, theirs = ends
     read_end, write_end = os.pipe()
     socket.send_fds(theirs, [b"x"], [write_end])
@@ -159,7 +159,7 @@ def test_a_peer_that_does_not_read_costs_the_deadline_and_the_connection(ends: t
     assert wire.fileno() == -1  # half a frame was sent, and nothing can follow it
 
 
-def test_a_peer_that_says_nothing_costs_the_deadline_only(ends: tuple[Wire, socket.socket]) -> None:
+def test_a_silent_peer_costs_only_the_deadline(ends: tuple[Wire, socket.socket]) -> None:
     wire, theirs = ends
     with pytest.raises(TimeoutError):
         wire.receive(monotonic() + 0.01)

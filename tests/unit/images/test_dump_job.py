@@ -90,7 +90,7 @@ async def _no_criu() -> NoReturn:
     raise HegmError(UNAVAILABLE, "there is no CRIU", "install one")
 
 
-async def test_no_criu_and_no_room_are_told_before_anybody_is_stopped(tmp_path: Path, paused: int) -> None:
+async def test_a_missing_criu_and_missing_room_are_reported_before_a_job_stops(tmp_path: Path, paused: int) -> None:
     full = HegmError(REFUSED, "/images has 1 MiB free", "free some")
     handoff = handoff_with(ImageCatalogue(why=full), tmp_path, _no_criu)
     looked = await handoff.against([paused], "/images/one", 1 << 30, Rights(os.geteuid(), os.getegid(), ()))
@@ -245,7 +245,9 @@ async def test_an_image_that_is_scrapped_after_its_daemon_is_swept_away(tmp_path
 
 
 @pytest.mark.thorough
-async def test_a_child_of_a_job_that_was_killed_as_its_daemon_was_stood_for_ever(tmp_path: Path, paused: int) -> None:
+async def test_a_child_of_a_job_killed_together_with_the_daemon_does_not_stay_stopped(
+    tmp_path: Path, paused: int
+) -> None:
     """The next daemon knew that the image was whole, and asked nobody who is in it."""
     ticks = population_of([paused]).start_ticks[paused]
     op = wished(1 << 22, root_ticks=1, begun=True, whole=True)

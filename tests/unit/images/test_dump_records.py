@@ -29,7 +29,7 @@ from tests.unit.moving_node import start_ticks
 
 
 @pytest.mark.parametrize("how", ["abandon", "find"])
-async def test_a_child_of_a_job_that_was_killed_with_its_daemon_before_the_image_was_whole_stood_for_ever(
+async def test_a_child_of_a_job_killed_with_the_daemon_before_a_complete_image_does_not_stay_stopped(
     how: str, tmp_path: Path, stopped: int
 ) -> None:
     """Only the daemon that was killed knew that it had stopped it; in the job's tree it is no more."""
@@ -109,9 +109,7 @@ def test_an_image_is_made_where_no_note_can_be(tmp_path: Path, caplog: pytest.Lo
 
 
 @pytest.mark.thorough
-async def test_a_job_stood_for_ever_whose_daemon_had_no_descriptor_left_to_let_it_go(
-    tmp_path: Path, stopped: int
-) -> None:
+async def test_a_daemon_without_descriptors_still_resumes_a_job(tmp_path: Path, stopped: int) -> None:
     op = wished(stopped, begun=True)
     handoff = handoff_with(ImageCatalogue(), tmp_path)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -125,7 +123,7 @@ async def test_a_job_stood_for_ever_whose_daemon_had_no_descriptor_left_to_let_i
     assert state(stopped) != "T"
 
 
-def test_a_note_that_could_not_be_read_for_want_of_a_descriptor_was_taken_for_none(tmp_path: Path) -> None:
+def test_a_note_that_cannot_be_read_without_descriptors_does_not_count_as_missing(tmp_path: Path) -> None:
     """Nobody was let go then, and the note was taken away: whoever was in it stood for ever."""
     notes, before = DumpRecords(tmp_path), resource.getrlimit(resource.RLIMIT_NOFILE)
     notes.note("1", ProcessSet({7: 70}))

@@ -72,7 +72,7 @@ def orphan() -> Iterator[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["in a whole image", "in none"])
-def test_a_child_of_a_job_that_was_killed_after_its_dump_stood_for_ever(
+def test_a_child_of_a_job_killed_after_its_dump_does_not_stay_stopped(
     is_whole: bool, orphan: tuple[int, int, int]
 ) -> None:
     """Nobody found it from its root any more; a restore was refused, since it had its number."""
@@ -95,7 +95,7 @@ input()
 """
 
 
-def test_what_a_job_had_started_for_good_was_told_of_only_when_the_job_could_not_come_back() -> None:
+def test_detached_processes_of_a_job_are_reported_before_the_dump() -> None:
     """It has the job's number for its group, and its parent has ended."""
     argv, pipe = [sys.executable, "-c", STARTS], subprocess.PIPE
     with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as job:
@@ -125,7 +125,7 @@ def test_a_process_root_that_cannot_be_opened_without_descriptors_is_not_an_erro
     os.waitid(os.P_PID, paused, os.WCONTINUED)
 
 
-def test_a_child_that_the_job_had_stopped_itself_went_on_after_its_image(paused: int) -> None:
+def test_a_child_that_the_job_has_stopped_itself_stays_stopped_after_an_image(paused: int) -> None:
     with subprocess.Popen(["sleep", "1000"]) as child:
         try:
             ticks = population_of([paused, child.pid]).start_ticks

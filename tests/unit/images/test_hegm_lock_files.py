@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def test_it_is_there_for_everybody_to_read_and_goes_with_its_own_job(folder: Path) -> None:
+def test_it_is_readable_by_all_users_and_removed_with_its_own_job(folder: Path) -> None:
     locks = LockFiles(folder)
     umask = os.umask(0o077)
     try:
@@ -60,7 +60,7 @@ def test_a_second_one_takes_the_place_of_the_first_and_leaves_nothing_beside_it(
     assert (folder / "4711" / "lock").read_text().startswith("/images/two\n")
 
 
-def test_a_daemon_that_was_killed_while_it_wrote_left_a_file_that_nobody_ever_took_away(folder: Path) -> None:
+def test_the_unfinished_file_of_a_killed_daemon_is_removed(folder: Path) -> None:
     """One of another job, which may be just being written, stays."""
     LockFiles(folder).make(4711, "/images/one", "7 1.0")
     (half,) = cut_off_names(folder, "7 1.0")

@@ -86,7 +86,7 @@ def test_of_a_node_with_other_gpus_all_are_told_with_its_own_first() -> None:
     assert (member.previous_gpu, member.source_gpu_uuids) == ("gpu0", ())
 
 
-def test_an_image_of_the_same_path_is_not_taken_for_the_one_that_was_begun() -> None:
+def test_another_image_of_the_same_path_does_not_count_as_the_one_in_progress() -> None:
     assert is_of(manifest(), handed())
     assert not is_of(manifest(), handed().replace(created_utc=6.0))
     assert not is_of(manifest(), handed().replace(id="2"))

@@ -47,7 +47,7 @@ def test_what_leads_nowhere_is_named() -> None:
     assert lost_streams((INPUT,), {}) == ()
 
 
-def test_a_stream_that_is_a_file_comes_back_by_itself() -> None:
+def test_an_output_that_is_a_file_needs_no_redirection() -> None:
     with pytest.raises(HegmError, match="the job's stdout cannot be redirected"):
         redirected_streams((ERR, INPUT), {"stdout": 1})
 
@@ -67,7 +67,7 @@ def test_a_descriptor_gives_the_job_no_more_than_its_sender_had(tmp_path: Path) 
         assert redirected_streams((PAIR,), named_streams(["stdout"], [writing])) == {PAIR.key: writing}
 
 
-def test_a_socket_cannot_be_opened_anew() -> None:
+def test_a_socket_cannot_be_reopened() -> None:
     one, other = socket.socketpair()
     with one, other, pytest.raises(HegmError, match="is a socket"):
         named_streams(["stderr"], [one.fileno()])

@@ -25,7 +25,7 @@ def test_an_agent_stays_is_called_and_is_left_to_its_usual_socket(tmp_path: Path
     places.leave(TOKEN)
 
 
-def test_who_waits_for_a_daemon_that_was_killed_is_let_go_by_the_next_one(tmp_path: Path) -> None:
+def test_an_agent_that_waits_for_a_killed_daemon_is_released_by_the_next(tmp_path: Path) -> None:
     place = Path(Rendezvous(tmp_path / "hegmd.sock").hold(TOKEN))
     Rendezvous(tmp_path / "hegmd.sock").open()
     assert not place.exists()
@@ -43,7 +43,7 @@ def test_nobody_can_list_tokens_and_whoever_knows_one_can_read_its_place(tmp_pat
     assert place.stat().st_mode & 0o777 == 0o644
 
 
-def test_a_meeting_place_out_of_an_image_was_made_where_somebody_had_put_a_link(tmp_path: Path) -> None:
+def test_a_rendezvous_from_an_image_is_not_created_through_a_link(tmp_path: Path) -> None:
     """Of an image that was made under a socket in /tmp: that folder is anybody's by now, and root wrote there."""
     places = Rendezvous(tmp_path / "hegmd.sock")
     (tmp_path / "real").mkdir()

@@ -130,7 +130,7 @@ async def test_nothing_stands_against_one_of_this_very_node(tmp_path: Path, node
     assert (found.reasons, found.grown) == ((), ())
 
 
-async def test_a_number_that_is_taken_a_full_pool_and_no_criu_are_told_at_once(
+async def test_a_used_pid_a_full_pool_and_a_missing_criu_are_reported_together(
     tmp_path: Path, node: dict[str, object]
 ) -> None:
     manifest = _manifest(tmp_path, node, replace(FREE, pids=(os.getpid(),)))
@@ -236,7 +236,7 @@ async def test_a_job_that_was_killed_as_it_came_back_was_waited_for_as_if_its_ag
         await until_there(Workers(start_ticks), [_wanted(gone)], {gone: 7}, within_s=10.0)
 
 
-async def test_whoever_had_the_number_of_a_job_that_was_killed_as_it_came_back_was_taken_for_it() -> None:
+async def test_a_reused_pid_of_a_job_killed_in_its_restore_does_not_count_as_the_job() -> None:
     me = os.getpid()
     with pytest.raises(HegmError, match=f"process {me} ended before its agent connected"):
         await until_there(Workers(start_ticks), [_wanted(me)], {me: 7}, within_s=10.0)

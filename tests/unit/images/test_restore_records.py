@@ -79,7 +79,7 @@ def attended(root: int) -> Iterator[subprocess.Popen[str]]:
     os.close(ready)
 
 
-async def test_criu_that_was_still_at_work_on_a_restore_went_on_after_its_daemon_was_killed(tmp_path: Path) -> None:
+async def test_a_criu_that_restores_ends_with_its_killed_daemon(tmp_path: Path) -> None:
     """What it made appeared later, under numbers that the image was restored to again meanwhile."""
     root = 1 << 22  # no process has that number
     notes = RestoreRecords(tmp_path)

@@ -113,7 +113,7 @@ async def test_bytes_that_are_not_there_are_refused(pool: Pool) -> None:
 
 
 @pytest.mark.thorough
-async def test_room_is_made_before_somebody_is_refused(keep: MemoryKeeping) -> None:
+async def test_memory_is_freed_before_a_request_is_refused(keep: MemoryKeeping) -> None:
     pool = opened(keep)
     await pool.take(KEY, 40 * MIB)
     calls: list[int] = []
@@ -177,7 +177,7 @@ async def test_a_daemon_that_holds_nothing_leaves_no_folder(keep: MemoryKeeping,
     assert not any(place.folder.exists() for place in keep.places)
 
 
-async def test_without_a_place_a_store_holds_it_and_is_told_when_it_is_given_back() -> None:
+async def test_without_a_directory_a_store_holds_it_and_drops_it_on_release() -> None:
     store = DescriptorStore()
     keep = MemoryKeeping(store=store)
     before = opened(keep)

@@ -107,7 +107,7 @@ async def test_a_flipped_bit_is_not_written_to_disk_as_if_it_were_right(tmp_path
 
 
 @pytest.mark.thorough
-async def test_bytes_that_are_written_anew_are_not_compared_with_what_was_there_before(tmp_path: Path) -> None:
+async def test_rewritten_bytes_are_not_compared_with_the_old_ones(tmp_path: Path) -> None:
     keep = keep_in(tmp_path)
     pool = await rested(keep)
     os.pwrite((await pool.to_fill(KEY)).fd, b"other", 0)
@@ -207,7 +207,7 @@ async def test_who_wants_the_bytes_does_not_wait_for_their_sums(tmp_path: Path) 
     pool.close()
 
 
-def test_what_nobody_waits_for_any_more_ends_at_the_next_chunk() -> None:
+def test_cancelled_work_ends_at_the_next_chunk() -> None:
     fd = os.memfd_create("piece")
     os.truncate(fd, SIZE_BYTES)
     with pytest.raises(ResultUnwanted):
@@ -215,7 +215,7 @@ def test_what_nobody_waits_for_any_more_ends_at_the_next_chunk() -> None:
     os.close(fd)
 
 
-def test_memory_that_the_kernel_does_not_give_is_told_and_kills_nobody() -> None:
+def test_memory_that_the_kernel_refuses_is_reported_and_kills_no_process() -> None:
     """Issue 14, row 3. Nothing is mapped at the beginning of a process: a read of that fails as of a broken page."""
     with open("/proc/self/mem", "rb", buffering=0) as broken:
         with pytest.raises(HegmError, match=r"cannot be read from byte 0 on: Input/output error") as refused:
@@ -225,7 +225,7 @@ def test_memory_that_the_kernel_does_not_give_is_told_and_kills_nobody() -> None
             compare(broken.fileno(), CHUNK_BYTES, (0,), never, "the bytes of process 7", 1)
 
 
-def test_memory_that_was_shortened_is_told_and_kills_nobody() -> None:
+def test_shortened_memory_is_reported_and_kills_no_process() -> None:
     fd = os.memfd_create("piece")
     os.truncate(fd, CHUNK_BYTES + 1)
     with pytest.raises(HegmError, match="were expected") as refused:
@@ -252,7 +252,9 @@ async def rest_of(node: Node, op_id: str) -> None:
 
 
 @pytest.mark.thorough
-async def test_a_resume_of_a_job_with_a_flipped_bit_said_done(tmp_path: Path, process: subprocess.Popen[bytes]) -> None:
+async def test_a_resume_of_a_job_with_a_flipped_bit_is_not_done(
+    tmp_path: Path, process: subprocess.Popen[bytes]
+) -> None:
     """Issue 14, row 3: it stays suspended with its bytes, and goes on once they are right again."""
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid, os.urandom(20_000))

@@ -38,7 +38,7 @@ def put(place: PoolDirectory, name: str, size_bytes: int = 4096) -> Path:
     return place.folder / name
 
 
-def test_names_tell_whose_a_piece_is_and_survive_the_way_there_and_back() -> None:
+def test_names_of_segments_encode_the_owner_and_can_be_parsed() -> None:
     for name in (PieceName(Key("7", "4711-9"), 3, "ab12"), PieceName(Key("7", "4711"), 0), SOURCED, CLAIMED):
         assert parse_name(str(name)) == name
     for text in ("hegm-pool", "hegm-pool-7", "hegm-pool-7--3", "hegm-pool-7-4711-x", "x-7-4711-3", f"{NAME}/..", ""):
@@ -102,7 +102,7 @@ async def test_what_was_still_being_made_is_taken_away_and_the_rest_is_found(pla
     ],
     ids=["cut", "readable", "linked", "renamed", "fifo", "symlink"],
 )
-async def test_what_is_not_as_it_was_left_is_told_of_and_stays(place: PoolDirectory, spoil: object, why: str) -> None:
+async def test_a_changed_file_is_reported_and_stays(place: PoolDirectory, spoil: object, why: str) -> None:
     path = put(place, NAME)
     assert callable(spoil)
     spoil(path)
@@ -151,7 +151,7 @@ def squatted(shared: Path) -> Path:
     return place.folder
 
 
-def test_whoever_made_the_directory_first_kept_bytes_from_having_a_name(
+def test_a_directory_created_first_by_another_user_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its name is the same at every start, and anybody may make something in /dev/shm."""
@@ -168,7 +168,7 @@ def test_whoever_made_the_directory_first_kept_bytes_from_having_a_name(
     assert found.name == NAME, "what is there from before is lost"
 
 
-def test_a_directory_that_went_with_its_last_piece_could_be_made_by_somebody_else(place: PoolDirectory) -> None:
+def test_a_directory_stays_after_its_last_segment_so_that_no_other_user_can_create_it(place: PoolDirectory) -> None:
     place.keep()
     put(place, NAME)
     place.remove(NAME)
@@ -206,7 +206,7 @@ def test_a_file_in_huge_pages_is_made_filled_and_found_again(tmp_path: Path) -> 
         pytest.skip(ran.stdout.strip())
 
 
-def test_memory_that_nobody_has_is_refused_with_numbers() -> None:
+def test_unavailable_memory_is_refused_with_numbers() -> None:
     """Issue 14, row 20: without the refusal, who asked for memory was given nothing and went on."""
 
     def have_none(_memory: Memory) -> None:

@@ -321,7 +321,7 @@ def test_the_layout_has_one_segment_for_each_job_that_fits() -> None:
     assert sum(many) == 1 << 40
 
 
-def test_unknown_memory_is_not_taken_for_plenty_or_for_none(tmp_path: Path) -> None:
+def test_unknown_memory_counts_neither_as_plenty_nor_as_none(tmp_path: Path) -> None:
     assert allowed_bytes(5 * GIB, NodeMemory(None, None)) == 5 * GIB
     assert read_node_memory(tmp_path / "none") == NodeMemory(None, None)
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemFree: 5 kB\nMemAvailable: 50 kB\n")

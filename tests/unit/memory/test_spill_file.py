@@ -129,7 +129,7 @@ def test_a_truncated_file_is_reported(folder: SpillFolder, memory: tuple[int, by
 
 
 @pytest.mark.thorough
-def test_memory_that_was_cut_under_it_is_refused_and_kills_nobody(
+def test_memory_truncated_meanwhile_is_refused_and_kills_no_process(
     folder: SpillFolder, memory: tuple[int, bytes]
 ) -> None:
     """A job has the descriptor of its memory: a mapping of it would be killed by SIGBUS where this is cut."""
@@ -237,7 +237,7 @@ def test_a_progress_that_fails_ends_it(folder: SpillFolder, memory: tuple[int, b
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", ["link", "pipe", "foreign", "shared", "second name"])
-def test_what_somebody_planted_under_a_pieces_name_was_read(
+def test_a_file_planted_under_a_segments_name_is_not_read(
     folder: SpillFolder, memory: tuple[int, bytes], tmp_path: Path, how: str
 ) -> None:
     folder.write(NAME, memory[0], SIZE_BYTES, never, ignore)
@@ -293,7 +293,7 @@ def test_a_file_that_cannot_be_removed_is_an_error(tmp_path: Path) -> None:
         SpillFolder(tmp_path / "spill", spare_bytes=0).remove(NAME)
 
 
-async def test_what_a_thread_tells_of_its_progress_is_passed_on_while_it_works() -> None:
+async def test_the_progress_of_a_thread_is_passed_on_while_it_works() -> None:
     observed: list[int] = []
     passed = anyio.Event()
 

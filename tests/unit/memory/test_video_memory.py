@@ -85,7 +85,7 @@ def test_pieces_are_gigabytes_in_whole_units_and_never_too_many() -> None:
         assert len(sizes) <= MAX_PIECES + 1
 
 
-async def test_what_is_held_is_told_by_owner_and_gpu(memory: VideoMemory) -> None:
+async def test_held_memory_is_reported_by_owner_and_gpu(memory: VideoMemory) -> None:
     await memory.reserve(WHO, GPU, 2 * GIB + MIB)
     await memory.reserve(WHO, OTHER, MIB)
     await memory.reserve("8.1-1.rest", GPU, MIB)
@@ -137,7 +137,7 @@ async def test_no_room_changes_nothing(store: DescriptorStore) -> None:
     memory.close()
 
 
-async def test_whoever_finds_no_room_is_refused_only_when_nobody_could_make_some() -> None:
+async def test_a_request_is_refused_only_if_no_memory_could_be_freed() -> None:
     gpus = Gpus(capacity_bytes=2 * GIB)
     memory = VideoMemory(gpus)
     calls: list[str] = []
@@ -158,7 +158,7 @@ async def test_whoever_finds_no_room_is_refused_only_when_nobody_could_make_some
     memory.close()
 
 
-async def test_what_is_given_back_while_more_comes_is_not_taken_for_held() -> None:
+async def test_memory_released_meanwhile_does_not_count_as_held() -> None:
     """Its descriptors were closed, and their numbers would soon have been somebody else's."""
     gpus = Gpus()
     memory = VideoMemory(gpus)
@@ -193,7 +193,7 @@ async def test_a_hold_that_is_cancelled_leaves_nothing() -> None:
 # -- beyond the daemon ---------------------------------------------------------------------------------------------
 
 
-async def test_room_is_nobody_elses_but_bytes_are_kept_until_they_are_given_back(
+async def test_a_reservation_is_exclusive_and_bytes_are_kept_until_released(
     memory: VideoMemory, store: DescriptorStore
 ) -> None:
     """A copy that somebody else closes in its own time would be missing where a process is restored."""
@@ -227,9 +227,7 @@ async def test_what_was_kept_is_there_for_the_next_daemon_in_its_place(
     assert not store.kept, "what is given back by a later daemon stays in the store"
 
 
-async def test_bytes_of_which_a_part_is_lost_are_not_taken_for_whole(
-    memory: VideoMemory, store: DescriptorStore
-) -> None:
+async def test_bytes_with_a_lost_part_do_not_count_as_complete(memory: VideoMemory, store: DescriptorStore) -> None:
     await memory.reserve(WHO, GPU, 3 * GIB)
     await memory.keep(WHO, GPU)
     later = VideoMemory(Gpus(), store)
@@ -265,7 +263,7 @@ async def test_what_cannot_be_kept_whole_is_not_kept_at_all(memory: VideoMemory,
     assert memory.of(WHO) == {GPU: 3 * GIB}
 
 
-async def test_without_a_store_nothing_is_kept_and_that_is_said() -> None:
+async def test_without_a_store_nothing_is_kept_and_that_is_reported() -> None:
     memory = VideoMemory(Gpus())
     await memory.reserve(WHO, GPU, GIB)
     assert await memory.keep(WHO, GPU) is False

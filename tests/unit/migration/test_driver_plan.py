@@ -30,7 +30,7 @@ from tests.unit.migration.nvidia_nodes import (
 from tests.unit.migration.operations import DrivenOperation
 
 
-def test_an_agents_storages_go_from_gpu_to_gpu_and_the_plan_says_how_long_that_takes() -> None:
+def test_an_agents_storages_move_from_gpu_to_gpu_and_the_plan_estimates_the_time() -> None:
     plan = the_plan(planned(a_snapshot(a_process(an_agent(), vram_bytes=32 * GIB + 500 * MIB)), to()))
     (worker,) = plan.workers
     assert (plan.way, worker.carrier, worker.method) == ("agent", "peer", "driver")
@@ -156,7 +156,7 @@ def test_with_little_room_the_storages_go_in_rounds_and_with_less_through_the_po
     assert plan.workers[0].carrier == "host", "one storage cannot go in rounds"
 
 
-def test_a_plan_says_what_goes_by_the_process_s_own_copies_from_the_start() -> None:
+def test_a_plan_reports_bytes_that_the_process_copies_itself() -> None:
     """Issue 14, row 1: it was found out by error 800, when the job was already in pieces."""
     plain = the_plan(planned(a_snapshot(a_process(an_agent())), to()))
     assert plain.workers[0].own_bytes == 0
@@ -180,7 +180,7 @@ def test_a_plan_says_what_goes_by_the_process_s_own_copies_from_the_start() -> N
         (a_process(an_agent(size_bytes=0)), {}, "driver", "reports no storages that can be offloaded"),
     ],
 )
-def test_a_slower_carrier_is_taken_for_a_reason(
+def test_a_slower_carrier_is_chosen_only_with_a_reason(
     candidate: Candidate, snapshot: dict[str, Any], carrier: str, why: str
 ) -> None:
     plan = the_plan(planned(a_snapshot(candidate, **snapshot), to()))

@@ -70,7 +70,7 @@ def test_a_checkpoint_that_was_cut_off_was_believed_to_have_kept_the_way_back_an
     assert (wanted.tag, wanted.to_plain()["gpu"]) == ("reserve", "gpu0")
 
 
-def test_without_room_on_the_way_back_it_waits_and_says_why_until_there_is_room() -> None:
+def test_without_memory_for_the_reload_it_waits_and_reports_why() -> None:
     drive = DrivenOperation(operation(bare()))
     drive.on(lambda: "restore" in tags(drive.wanted))
     drive.fail("out-of-memory")

@@ -14,7 +14,7 @@ from tests.unit.migration.nvidia_nodes import GIB, MIB, SUSPENSION, a_gpu, a_pro
 from tests.unit.migration.operations import DrivenOperation
 
 
-def test_a_job_that_is_resumed_stands_while_the_helper_is_made_ready_too() -> None:
+def test_a_resumed_job_stays_parked_while_the_helper_prepares() -> None:
     """Its estimate was half of what was measured: contexts and the like take their time while the job stands."""
     snapshot = a_snapshot(a_process(an_agent()), gpus=(a_gpu("gpu0", free_bytes=50 * GIB), a_gpu("gpu1")))
     suspension = the_plan(planned(snapshot, SUSPENSION))
@@ -146,7 +146,7 @@ def test_what_a_move_took_goes_into_the_next_estimate() -> None:
     assert the_plan(planned(snapshot.replace(rates=rates), to())).estimate_s > before + 2
 
 
-def test_a_copy_beside_a_step_says_how_fast_the_link_is_and_nothing_of_the_step() -> None:
+def test_a_copy_during_a_step_measures_the_link_and_not_the_step() -> None:
     """Noted as the carrier's work, copies within a GPU came to 500 GB/s over the link, and steps were too slow."""
     paces = Throughputs()
     for _ in range(20):

@@ -53,7 +53,7 @@ def test_a_job_that_is_left_running_goes_home_and_proves_itself() -> None:
     assert not drive.op.workers[0].has_exited
 
 
-def test_a_job_that_was_to_go_on_stood_while_its_image_was_written_and_read_back() -> None:
+def test_a_job_left_running_is_not_parked_while_its_image_is_written_and_read_back() -> None:
     """That takes what the pool has and nothing of the job, which stood for four times as long as it had to."""
     drive = DrivenOperation(checkpoint(leave_running=True)).until("sealing")
     assert effect_tags(drive).index("dump") < effect_tags(drive).index("release") < effect_tags(drive).index("seal")
@@ -80,7 +80,7 @@ def sealing(*names: str) -> DrivenOperation:
     return DrivenOperation(checkpoint(*names, leave_running=True)).until("sealing")
 
 
-def test_whoever_wants_a_job_whose_image_is_being_written_is_told_how_to_have_it() -> None:
+def test_a_request_for_a_job_whose_image_is_being_written_names_the_options() -> None:
     message, hint = busy_message(sealing().op, 4711)
     assert message == "the image of process 4711 is being written by operation op1 while it trains"
     assert hint == "wait for it: hegmctl op op1 --follow; or discard the image: hegmctl cancel op1"
@@ -89,7 +89,7 @@ def test_whoever_wants_a_job_whose_image_is_being_written_is_told_how_to_have_it
 
 
 @pytest.mark.parametrize("how", ["it is whole", "it fails", "it is cancelled"])
-def test_the_pool_keeps_what_an_image_is_written_from_until_nobody_writes(how: str) -> None:
+def test_the_pool_keeps_the_bytes_of_an_image_until_they_are_written(how: str) -> None:
     """Whatever has become of the job by then."""
     drive = sealing("a", "b")
     drive.feed(events.WorkerExited(worker="b", why="it has ended"))
@@ -117,7 +117,7 @@ def test_a_bad_image_is_reported_and_the_job_continues() -> None:
     assert drive.op.failure.message == "seal failed"
 
 
-def test_an_image_that_is_cancelled_while_it_is_read_back_goes_and_nobody_is_asked_for_it() -> None:
+def test_an_image_cancelled_while_it_is_read_back_is_removed_and_needs_no_person() -> None:
     drive = sealing()
     drive.feed(events.CancelRequested(by="somebody"))
     assert [pending.effect for pending in drive.op.pending] == ["scrap"]
@@ -140,7 +140,7 @@ def test_an_image_that_is_not_read_back_in_time_goes() -> None:
 
 
 @pytest.mark.parametrize("names", [("a",), ("a", "b")])
-def test_a_job_that_ends_by_itself_while_its_image_is_read_back_has_one(names: tuple[str, ...]) -> None:
+def test_a_job_that_ends_while_its_image_is_read_back_has_an_image(names: tuple[str, ...]) -> None:
     """Its agent is gone a moment before it is; the image needs neither."""
     drive = sealing(*names)
     for name in names:
@@ -152,7 +152,7 @@ def test_a_job_that_ends_by_itself_while_its_image_is_read_back_has_one(names: t
     assert effect_tags(drive).count("seal") == 1
 
 
-def test_an_agent_that_is_late_while_an_image_is_read_back_does_not_have_it_read_anew() -> None:
+def test_a_late_agent_does_not_make_an_image_be_read_twice() -> None:
     """What is under way would be cut off, and an image that is half read is none."""
     drive = sealing()
     drive.feed(events.AgentLost(worker="a"))
@@ -229,7 +229,7 @@ def test_an_agent_that_steps_aside_for_the_dump_is_not_waited_for() -> None:
     assert drive.op.phase == "ending"
 
 
-def test_a_process_that_ends_by_itself_once_its_image_is_whole_is_not_lost() -> None:
+def test_a_process_that_exits_once_its_image_is_complete_is_not_lost() -> None:
     drive = DrivenOperation(checkpoint()).until("ending")
     drive.feed(events.WorkerExited(worker="a", why="it was killed"))
     drive.until("done")
@@ -290,7 +290,7 @@ class DroppedDumps:
         self.abandoned.append(op.phase)
 
 
-async def test_a_job_stood_whose_dump_was_given_up_by_a_daemon_that_was_killed_then() -> None:
+async def test_a_job_resumes_after_its_dump_was_cancelled_by_a_daemon_that_was_then_killed() -> None:
     """Or that was through just then. Its agent, which stands aside, was waited for; nobody called it back."""
     imager: Any = DroppedDumps()
     performer = EffectExecutor(Workers(), {}, {}, start_ticks=lambda _pid: None, imager=imager)

@@ -69,7 +69,7 @@ def test_a_hold_that_ends_late_changes_nothing_any_more() -> None:
     assert drive.op is before
 
 
-def test_a_job_that_continued_by_itself_is_not_parked_again() -> None:
+def test_a_job_that_continued_without_a_daemon_is_not_parked_again() -> None:
     """Its agent waits for a daemon for so long and no longer; who asked for the hold has to hear that it is broken."""
     drive = held()
     drive.wanted.clear()
@@ -104,7 +104,7 @@ def test_a_hold_was_broken_because_agents_took_longer_than_5_s_to_come_to_the_ne
     assert drive.op.phase == "holding"
 
 
-def test_a_job_that_has_not_stood_yet_is_not_waited_for_longer_than_it_may_take() -> None:
+def test_a_job_that_has_not_parked_yet_is_not_waited_for_beyond_its_limit() -> None:
     drive = DrivenOperation(quiesce()).until("quiescing")
     drive.feed(events.AgentLost(worker="a"))
     drive.now = drive.op.deadline or 0.0

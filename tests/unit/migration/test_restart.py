@@ -83,7 +83,7 @@ def test_nothing_of_the_state_is_given_back_before_the_next_boundary() -> None:
     assert drive.op.workers[0].verified
 
 
-def test_a_process_may_be_started_anew_where_it_is() -> None:
+def test_a_process_may_be_restarted_where_it_is() -> None:
     """With another environment or Python: it has to leave although it is where it is to be."""
     drive = DrivenOperation(restart("gpu0")).until("offloading")
     assert tags(drive.wanted) == ["offload"]
@@ -151,7 +151,7 @@ def test_a_start_that_fails_has_it_started_where_it_was() -> None:
     assert drive.op.workers[0].gpu == "gpu0"
 
 
-def test_where_nobody_can_be_started_the_state_is_held_and_resumed() -> None:
+def test_if_no_process_can_be_started_the_state_is_held_and_resumed() -> None:
     drive = _held()
     assert drive.op.phase == "suspended"
     waits = waiting(drive.op)
@@ -272,7 +272,7 @@ def test_a_training_that_ends_before_its_next_boundary_was_seen_is_done(phase: s
     assert drive.op.workers[0].pool_bytes == 0
 
 
-def test_an_end_that_was_taken_for_a_fall_before_it_was_known_to_be_one_counts_all_the_same() -> None:
+def test_an_exit_that_counted_as_a_failure_before_its_status_was_known_still_counts() -> None:
     """The kernel tells of the end of a process sooner than its parent does."""
     drive = left()
     reborn(drive)
@@ -294,7 +294,7 @@ def test_a_state_that_is_held_of_a_training_that_had_come_to_its_end_is_given_ba
 
 
 @pytest.mark.parametrize(("begins", "other"), [(told.IMPORTING, told.READIED), (told.READIED, told.IMPORTING)])
-def test_it_is_told_what_the_next_process_does_while_there_is_none(begins: str, other: str) -> None:
+def test_the_steps_of_the_next_process_are_reported_before_it_connects(begins: str, other: str) -> None:
     """All that could be seen of a restart, most of its time, was `settling`."""
     drive = DrivenOperation(restart()).until("offloading")
     said = [doing(drive.op)]
@@ -391,7 +391,7 @@ def test_a_state_that_a_reboot_took_along_was_waited_for_for_ever() -> None:
     assert not drive.op.workers[0].pool_bytes
 
 
-async def test_whoever_looks_for_a_process_that_has_left_sees_whether_its_state_is_there() -> None:
+async def test_the_inspection_of_an_exited_process_reports_whether_its_state_exists() -> None:
     pool = Pool(64 << 20)
     supervisors = Supervisors(lambda _pid: None)
     carrier = StateCarrier(pool, supervisors, PrestartService(supervisors, lambda _subject, _gpu: {}))
@@ -407,7 +407,7 @@ async def test_whoever_looks_for_a_process_that_has_left_sees_whether_its_state_
     pool.close()
 
 
-def test_while_a_process_left_it_was_said_that_its_agent_is_not_connected() -> None:
+def test_a_process_that_exits_for_a_restart_is_not_reported_as_disconnected() -> None:
     """As if something were wrong. What is waited for is its end, and then the word of whoever has gone on."""
     drive = DrivenOperation(restart()).until("offloading")
     drive.feed(events.AgentLost(worker="a"))

@@ -81,7 +81,7 @@ def test_another_chip_or_vendor_is_reached_by_a_restart_that_is_allowed() -> Non
         assert "only script variables given to hegm.keep" in plan.hazards[2]
 
 
-def test_variables_that_begin_anew_are_in_the_plan_by_name() -> None:
+def test_variables_that_start_over_are_named_in_the_plan() -> None:
     """That the script's variables start over, as was said of every script, told nobody whether it mattered."""
     told = "log (TextIOWrapper) in main() at train.py:31"
     named = plan_of(planned(node({"begin_anew": (told,)}), ask("gpu2", allow_restart=True)))
@@ -177,7 +177,7 @@ def test_variables_that_would_have_cost_it_its_state_or_its_place_were_changed()
     plan_of(planned(node(), ask("gpu2", via=RESTART, respawn=harmless)))
 
 
-def test_a_python_that_never_looks_for_the_agent_had_the_script_begin_anew() -> None:
+def test_a_python_that_never_loads_the_agent_does_not_start_the_script_over() -> None:
     """Such as a script that starts one with -I: nobody put the state back, and its losses began a second time."""
     other = ask("gpu2", via=RESTART, respawn=Respawn(python="/opt/python"))
     refused = reasons_text(planned(node(other_python="cpython 3.12.4 alone"), other))
@@ -200,7 +200,7 @@ def test_a_job_on_the_cpu_was_nowhere_and_could_not_be_restarted_on_a_gpu() -> N
     assert (op.workers[0].gpu, op.workers[0].first_gpu, op.workers[0].reservations) == ("cpu", "cpu", {})
 
 
-def test_a_job_on_the_cpu_can_only_be_restarted_and_the_refusal_says_so() -> None:
+def test_a_job_on_the_cpu_can_only_be_restarted_and_the_refusal_names_that() -> None:
     refused = reasons_text(planned(on_cpu(), ask("gpu1")))
     assert "process 7 trains on the CPU" in refused
     assert "hegmctl migrate 7 --via restart --to GPU --dry-run" in refused

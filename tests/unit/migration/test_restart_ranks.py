@@ -68,7 +68,7 @@ def test_all_leave_once_all_are_saved_and_all_prove_themselves() -> None:
     assert [member.pid for member in drive.op.workers] == [300, 301]
 
 
-def test_a_rank_that_dies_before_all_are_saved_has_nobody_restarted() -> None:
+def test_a_rank_that_dies_before_all_are_saved_prevents_the_restart() -> None:
     """The other had its state saved, and would have been started again alone."""
     drive = DrivenOperation(ranks()).until("offloading")
     drive.end()
@@ -195,7 +195,7 @@ def test_a_daemon_that_was_away_while_one_left_has_the_other_leave_without_savin
     assert "offload" not in [tag for *_, wanted in again.taken for tag in tags(wanted)]
 
 
-def test_without_the_state_of_one_rank_nobody_goes_on_from_the_others() -> None:
+def test_without_the_state_of_one_rank_no_rank_continues() -> None:
     drive = left()
     drive.fail("refused")
     drive.feed(events.WorkerExited(worker="b", why="it is not there any more", stateless=True))

@@ -18,7 +18,7 @@ TURNS = 50
 
 
 @pytest.mark.thorough
-async def test_want_of_descriptors_was_taken_for_the_end_of_every_operation(process: Child) -> None:
+async def test_a_lack_of_descriptors_does_not_end_operations(process: Child) -> None:
     """pidfd_open failed with EMFILE, and the runner ended with all that it ran."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.open("/dev/null", os.O_RDONLY)

@@ -66,7 +66,7 @@ async def test_criu_is_checked_directly(shims: Path) -> None:
     assert not (shims / "systemd-run.log").exists()
 
 
-async def test_criu_is_checked_in_a_unit_that_ends_by_itself(shims: Path) -> None:
+async def test_criu_is_checked_in_a_unit_with_a_deadline(shims: Path) -> None:
     (shims / "criu.status").write_text("1")
     completed = await criu_program.check("criu", deadline_s=7, path=search_path(str(shims)), in_unit=True)
     assert completed.status == 1

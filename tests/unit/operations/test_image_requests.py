@@ -66,7 +66,7 @@ async def test_who_does_not_listen_any_more_ends_no_restore() -> None:
         await anyio.wait_all_tasks_blocked()
 
 
-async def test_what_fails_while_it_is_read_is_told_as_it_is() -> None:
+async def test_a_failed_read_is_reported_unchanged() -> None:
     async def emit(_: OperationProgress) -> None:
         """Nobody watches."""
 
@@ -94,7 +94,7 @@ class RestoresAnyImage:
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
-async def test_that_a_job_is_back_is_told_before_what_comes_then_can_fail(*, is_gone: bool) -> None:
+async def test_the_return_of_a_job_is_reported_before_a_later_step_can_fail(*, is_gone: bool) -> None:
     """Who asked put files back under it that it has open: the last that was heard was how much had been read."""
     double: Any = RestoresAnyImage()
 

@@ -52,7 +52,7 @@ async def ended_at(node: Node, process: Child, order: str, command: str) -> Oper
 
 
 @pytest.mark.parametrize(("command", "order"), quick_first([*KILLED, ("resume", "reload")], 2))
-async def test_a_job_that_was_killed_in_the_middle_was_told_as_a_refusal(
+async def test_a_job_killed_in_the_middle_is_not_reported_as_refused(
     tmp_path: Path, process: Child, command: str, order: str
 ) -> None:
     """Issue 14, row 11: `refused` means that nothing has changed, and its exit status is 6."""
@@ -90,7 +90,7 @@ async def test_a_swap_waited_for_one_job_though_the_other_had_ended(
 
 
 @pytest.mark.parametrize("command", [*COMMANDS])
-async def test_a_job_that_had_ended_was_said_to_be_on_no_gpu(tmp_path: Path, process: Child, command: str) -> None:
+async def test_an_ended_job_is_not_reported_as_on_no_gpu(tmp_path: Path, process: Child, command: str) -> None:
     async with running(tmp_path) as node:
         process.kill()
         process.wait()

@@ -235,7 +235,7 @@ async def test_a_second_park_of_a_process_is_reported_again(tmp_path: Path, proc
             await agent.attend(node.tasks)
 
 
-async def test_what_cannot_be_believed_is_told_of_and_not_deleted(tmp_path: Path) -> None:
+async def test_an_untrusted_file_is_reported_and_not_deleted(tmp_path: Path) -> None:
     (tmp_path / "spill").mkdir(mode=0o700)
     file = tmp_path / "spill" / "hegm-pool-7-4711-3.ab.spill"
     file.write_bytes(b"torn")
@@ -295,7 +295,7 @@ async def test_one_that_stands_on_its_gpu_with_all_its_bytes_needs_no_room(tmp_p
         assert (worker.gpu, worker.first_gpu, worker.reservation_bytes, worker.is_parked) == ("gpu1", "gpu1", 0, True)
 
 
-async def test_video_memory_that_a_store_kept_for_nobody_was_held_in_silence(tmp_path: Path) -> None:
+async def test_orphaned_video_memory_in_a_store_is_reported(tmp_path: Path) -> None:
     memory = VideoMemory(Link())
     gpu = "GPU-00000000-0000-0000-0000-000000000001"
     for who in ("7.4711.bytes", "8.4712.bytes"):
@@ -321,7 +321,7 @@ def out_of(pid: int, start_ticks: int, held_bytes: int) -> AgentConnection:
     return AgentConnection(Identity(pid, start_ticks, 1000), AgentInfo(name="x", version="1"), about)
 
 
-async def test_video_memory_goes_to_the_process_whose_start_it_names_and_to_nobody_where_two_do() -> None:
+async def test_video_memory_goes_to_the_process_whose_start_it_names_and_to_none_if_two_match() -> None:
     """A pid is used again, and one job's weights would be another's."""
     memory, pool = VideoMemory(Link()), Pool(MIB)
     gpu = "GPU-00000000-0000-0000-0000-000000000001"

@@ -151,7 +151,7 @@ async def test_nobody_waits_unasked_before_the_first_batch_or_while_an_operation
     assert node.orders == []
 
 
-async def test_a_job_may_have_it_by_itself_and_is_waited_for_while_an_operation_has_it() -> None:
+async def test_a_job_may_hold_it_alone_and_is_waited_for_while_an_operation_has_it() -> None:
     node = Node(BEFOREHAND)
     node.in_hand = True
     async with node.running(ready=ALWAYS):
@@ -163,7 +163,7 @@ async def test_a_job_may_have_it_by_itself_and_is_waited_for_while_an_operation_
         assert [order.do for order in node.orders] == ["ready"]
 
 
-async def test_a_user_was_told_what_the_job_of_another_one_imports_by_naming_its_run_and_its_process() -> None:
+async def test_a_user_cannot_learn_the_imports_of_another_users_job() -> None:
     """Nor is the other one's agent asked. Their own supervisor is asked for, beside the stranger's."""
     node = Node(ALWAYS, uid=1000)
     async with node.running(ready=ALWAYS):
@@ -206,7 +206,7 @@ async def test_one_job_that_did_not_answer_kept_all_others_from_being_asked(othe
 
 
 @pytest.mark.parametrize("why", [UnansweringAgents.why, AgentAway(PID, "it left")], ids=["stopped", "away"])
-async def test_whoever_did_not_answer_is_asked_again_later(why: HegmError) -> None:
+async def test_a_worker_that_did_not_answer_is_asked_again_later(why: HegmError) -> None:
     """As a job that was stopped when it was asked, and goes on; one whose agent was away was asked no more."""
     node = Node(ALWAYS, deaf_times=2, why=why, patience=RetryDelays(first_s=0.0))
     async with node.running():

@@ -52,7 +52,7 @@ def test_a_verdict_of_unproven_forgets_the_one_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '[{"verdict": "proven"}]', "\x00"])
-def test_a_damaged_file_counts_as_empty_and_is_written_anew(tmp_path: Path, text: str) -> None:
+def test_a_damaged_file_counts_as_empty_and_is_rewritten(tmp_path: Path, text: str) -> None:
     (tmp_path / "nccl-proofs.json").write_text(text)
     proofs = Proofs(tmp_path)
     assert proofs.all() == ()

@@ -119,7 +119,7 @@ def other() -> Iterator[Child]:
         child.kill()
 
 
-async def test_a_job_had_no_images_while_one_of_another_user_said_that_it_was_of_the_same_run(
+async def test_another_users_process_that_claims_the_same_run_does_not_prevent_images(
     tmp_path: Path, process: Child, other: Child
 ) -> None:
     """That one is further on, and the node has no image of it: its process is not its agent's user's."""
@@ -151,9 +151,7 @@ async def test_one_that_fails_is_told_of_and_nothing_is_removed_for_it(tmp_path:
 
 
 @pytest.mark.thorough
-async def test_who_watches_the_job_was_told_of_no_miss_and_is_told_of_the_first_in_a_row(
-    tmp_path: Path, process: Child
-) -> None:
+async def test_the_first_missed_image_in_a_row_is_an_event(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         clock = Clock(3700.0)
         shelf = ImageCatalogue(node, clock, fails=[1, 2, 3, 5])

@@ -253,9 +253,7 @@ async def test_of_a_swap_that_fails_on_the_way_back_one_runs_and_the_other_says_
 
 
 @pytest.mark.thorough
-async def test_a_swap_without_a_waiting_client_completes_by_itself(
-    tmp_path: Path, process: Child, other: Child
-) -> None:
+async def test_a_swap_completes_without_a_waiting_client(tmp_path: Path, process: Child, other: Child) -> None:
     async with running(tmp_path) as node:
         await on_both(node, process, other)
         begun = await node.sequences.swap(process.pid, other.pid, node.asked(wait=False))
@@ -267,7 +265,7 @@ async def test_a_swap_without_a_waiting_client_completes_by_itself(
 
 
 @pytest.mark.thorough
-async def test_swaps_that_cannot_be_say_why(tmp_path: Path, process: Child, other: Child) -> None:
+async def test_impossible_swaps_give_the_reason(tmp_path: Path, process: Child, other: Child) -> None:
     async with running(tmp_path) as node:
         await node.attend(process.pid, gpu="gpu0")
         with pytest.raises(HegmError, match=f"process {other.pid} is on no GPU"):

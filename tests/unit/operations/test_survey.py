@@ -188,9 +188,7 @@ async def supervised(tmp_path: Path, pid: int, *, kept: bool = False) -> AsyncIt
 
 
 @pytest.mark.parametrize("kept", [False, True])
-async def test_it_is_told_of_an_agent_whether_a_python_is_kept_ready(
-    tmp_path: Path, process: Child, kept: bool
-) -> None:
+async def test_a_report_of_an_agent_includes_its_prestarted_process(tmp_path: Path, process: Child, kept: bool) -> None:
     async with supervised(tmp_path, process.pid, kept=kept) as (node, _agent):
         agent = node.moving.agents()[process.pid]
         assert (agent.supervised, agent.kept) == (True, kept)
@@ -232,9 +230,7 @@ async def test_a_stopped_job_is_not_waited_for_as_long_as_its_batch_may_take(tmp
         agent.go_on.set()
 
 
-async def test_a_job_that_was_stopped_once_it_had_answered_was_taken_for_one_that_cannot(
-    tmp_path: Path, process: Child
-) -> None:
+async def test_a_job_stopped_after_its_answer_does_not_count_as_unable(tmp_path: Path, process: Child) -> None:
     """The watch that ends with the answer counted as one that had seen it stopped."""
     async with supervised(tmp_path, process.pid) as (node, _):
         process.send_signal(signal.SIGSTOP)
@@ -337,7 +333,7 @@ async def test_who_drained_a_gpu_had_the_jobs_of_others_asked_what_they_hold(tmp
 
 
 @pytest.mark.thorough
-async def test_a_suspended_job_was_anybodys_while_its_agent_was_away(tmp_path: Path, process: Child) -> None:
+async def test_a_suspended_job_keeps_its_owner_while_its_agent_is_disconnected(tmp_path: Path, process: Child) -> None:
     """It is on no GPU, and so in no list of processes: a daemon that was just started knows it as its operation's."""
     async with running(tmp_path) as node:
         await node.attend(process.pid)

@@ -18,7 +18,7 @@ from tests.unit.moving_node import running
 Child = subprocess.Popen[bytes]
 
 
-async def test_ranks_with_short_steps_that_answered_at_different_moments_were_taken_for_independent(
+async def test_ranks_with_short_steps_that_answer_at_different_moments_count_as_distributed(
     tmp_path: Path, process: Child, other: Child
 ) -> None:
     """They were quiesced one by one: each waited for another that was parked already."""

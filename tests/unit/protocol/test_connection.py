@@ -231,7 +231,7 @@ def test_the_frame_limit_is_small_until_hello_and_large_after_it() -> None:
     assert isinstance(daemon.next_event(), IncomingRequest)
 
 
-def test_the_number_of_descriptors_is_told() -> None:
+def test_the_number_of_descriptors_is_reported() -> None:
     client, daemon = joined()
     _, data = client.request(Ping(), fds=MAX_FDS)
     daemon.feed(data)

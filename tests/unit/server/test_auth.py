@@ -40,7 +40,7 @@ def test_root_the_daemons_user_and_the_group_may_act_on_all(peer: Peer) -> None:
         SYSTEM.check(peer, request)
 
 
-def test_anybody_else_may_act_on_their_own_and_on_nothing_of_an_unknown_owner() -> None:
+def test_other_users_may_act_on_their_own_processes_and_not_on_those_of_an_unknown_owner() -> None:
     assert not SYSTEM.may_act_on_all(ANYBODY)
     assert SYSTEM.may_act_on(ANYBODY, ANYBODY.uid)
     assert not SYSTEM.may_act_on(ANYBODY, 0)
@@ -48,7 +48,7 @@ def test_anybody_else_may_act_on_their_own_and_on_nothing_of_an_unknown_owner() 
 
 
 @pytest.mark.parametrize("request_class", [BeginProof, EndProof, Reload, SimulateFault])
-def test_what_changes_the_node_is_refused_to_anybody_else(request_class: type[Request]) -> None:
+def test_changes_to_the_node_are_refused_to_other_users(request_class: type[Request]) -> None:
     with pytest.raises(HegmError, match="uid 1002") as caught:
         SYSTEM.check(ANYBODY, request_class)
     assert caught.value.code is DENIED

@@ -133,7 +133,7 @@ async def test_one_client_too_many_is_told_so_and_the_others_stay(
         assert dict(counters.refusals) == {BUSY.name: 1}
 
 
-def test_users_together_cannot_shut_out_whoever_administers_the_node() -> None:
+def test_users_together_cannot_shut_out_administrators() -> None:
     """Limits for each user were no help against several, and one person can have thousands of ids for containers."""
     admission = Admission(Policy(daemon_uid=0), clients=32, clients_per_uid=1)
     for uid in range(1000, 1030):
@@ -152,7 +152,7 @@ class ServesNobody(Policy):
         return False
 
 
-async def test_whom_the_daemon_does_not_serve_is_told_so(socket_path: Path) -> None:
+async def test_a_user_whom_the_daemon_does_not_serve_gets_the_reason(socket_path: Path) -> None:
     async with listening(socket_path, policy=ServesNobody(daemon_uid=0)) as (_, admission, counters):
         with connected(socket_path) as talker:
             assert (await _refusal(talker)).code is DENIED
@@ -235,7 +235,7 @@ def test_a_file_in_the_way_is_left_alone(socket_path: Path) -> None:
     assert socket_path.read_text() == "precious"
 
 
-def test_a_path_that_cannot_be_bound_says_so(socket_dir: Path) -> None:
+def test_a_path_that_cannot_be_bound_is_reported(socket_dir: Path) -> None:
     (socket_dir / "file").touch()
     for path in (socket_dir / "file" / "s", Path("/proc/no/such/s"), socket_dir / ("x" * 120)):
         with pytest.raises(HegmError, match="cannot listen") as caught:

@@ -160,7 +160,7 @@ async def test_those_who_do_not_read_are_left_after_the_limit() -> None:
     assert answer.startswith(b"HTTP/1.1 200")
 
 
-async def test_those_who_leave_in_the_middle_disturb_nobody() -> None:
+async def test_clients_that_disconnect_halfway_disturb_no_other() -> None:
     async with serving() as port:
         for request in (b"", b"GET /met", GET):
             with socket.create_connection(("127.0.0.1", port)) as leaving:

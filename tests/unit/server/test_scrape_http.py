@@ -65,7 +65,7 @@ def test_these_are_not(head: bytes, status: str) -> None:
     assert caught.value.response.with_body == (not head.startswith(b"HEAD"))
 
 
-def test_what_is_refused_for_its_method_is_told_which_ones_there_are() -> None:
+def test_a_refused_http_method_gets_the_allowed_ones() -> None:
     with pytest.raises(Refusal) as caught:
         method_of(b"PUT /metrics HTTP/1.1\r\n" + HOST)
     assert b"\r\nAllow: GET, HEAD\r\n" in caught.value.response.encode()

@@ -268,7 +268,7 @@ async def test_a_peer_that_never_reads_loses_its_connection() -> None:
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     ],
 )
-async def test_a_peer_that_breaks_the_protocol_is_told_why_and_closed(data: bytes) -> None:
+async def test_a_peer_that_breaks_the_protocol_gets_the_reason_and_is_closed(data: bytes) -> None:
     async with talking() as (talker, _, _, ended):
         await talker.send(data)
         await ended.wait()
@@ -338,7 +338,7 @@ async def test_a_bug_of_the_session_ends_that_connection_alone(caplog: pytest.Lo
         assert record.exc_info is not None
 
 
-async def test_when_the_daemon_stops_the_peer_is_told() -> None:
+async def test_a_stopping_daemon_tells_the_peer() -> None:
     async with talking() as (talker, session, daemon, ended):
         await talker.hello()
         _, slow = talker.protocol.request(Gpus())

@@ -84,9 +84,7 @@ async def test_a_reload_that_changes_nothing_writes_nothing(path: Path) -> None:
         tasks.cancel_scope.cancel()
 
 
-async def test_what_keeps_the_file_from_being_written_is_told_once_and_so_is_its_end(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_write_error_is_reported_once_and_so_is_its_end(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     figures = Figures()
     missing = path.parent / "missing" / "hegmd.prom"

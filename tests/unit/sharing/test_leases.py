@@ -188,7 +188,7 @@ def test_a_file_of_a_newer_version_is_not_touched(tmp_path: Path) -> None:
     assert path.read_bytes() == newer
 
 
-def test_a_file_that_cannot_be_read_is_not_taken_for_none(tmp_path: Path) -> None:
+def test_an_unreadable_file_does_not_count_as_missing(tmp_path: Path) -> None:
     (tmp_path / state_file.NAME).mkdir()
     with pytest.raises(HegmError, match="cannot be read: Is a directory") as refused:
         state_file.load(tmp_path)

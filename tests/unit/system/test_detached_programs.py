@@ -28,7 +28,7 @@ async def test_one_that_is_ready_is_told_of() -> None:
     assert (started.word, started.status, ended) == (b"ready", None, [])
 
 
-async def test_what_became_ready_just_when_nobody_wanted_it_was_left_there() -> None:
+async def test_a_program_that_becomes_ready_just_as_its_caller_is_cancelled_is_ended() -> None:
     """Its pid was in a result that was dropped: a restored job stayed, parked, that no operation knew of."""
     ended: list[bool] = []
     with anyio.CancelScope() as scope:
@@ -44,7 +44,7 @@ async def test_one_that_says_nothing_ends_by_itself() -> None:
     assert (started.word, started.status, ended) == (b"", 1, [])
 
 
-async def test_a_limit_on_files_that_leaves_no_number_for_its_word_took_a_descriptor_for_good() -> None:
+async def test_a_limit_on_files_that_leaves_no_number_for_the_reply_leaks_no_descriptor() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))

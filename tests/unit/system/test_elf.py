@@ -12,7 +12,7 @@ from hegmd.system.elf import NotElf, build_id, defined_functions
 from tests.unit.node.doctor.node import shared_library
 
 
-def test_what_is_defined_is_told_from_what_is_only_needed(tmp_path: Path) -> None:
+def test_defined_symbols_are_distinguished_from_needed_ones(tmp_path: Path) -> None:
     library = tmp_path / "library.so"
     library.write_bytes(shared_library(defines=("cuInit", "cuExtra"), needs=("malloc",)))
     assert defined_functions(library, ("cuInit", "malloc", "cuMissing")) == {"cuInit"}

@@ -332,7 +332,7 @@ async def test_a_companion_has_its_descriptor_and_its_end_is_seen_there() -> Non
     assert companion.output_tail == "begun"
 
 
-async def test_a_companion_that_is_not_wanted_is_killed_without_a_word() -> None:
+async def test_an_unwanted_spare_process_is_killed_silently() -> None:
     """One that is stuck in a driver must not have half a second more to do harm in."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)

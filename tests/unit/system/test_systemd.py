@@ -119,7 +119,7 @@ def test_nonsense_meant_for_us_is_an_error_that_names_the_variable(
     assert caught.value.facts["variable"] == next(iter(variable))
 
 
-def test_under_systemd_is_told_by_the_notify_socket() -> None:
+def test_systemd_is_detected_by_the_notify_socket() -> None:
     assert under_systemd({"NOTIFY_SOCKET": "@x"})
     # Every child of a service inherits this one, a shell in a terminal too.
     assert not under_systemd({"INVOCATION_ID": "0123"})

@@ -9,7 +9,7 @@ from hegmd.errors import HegmError, Refused
 from hegmd.system.task_group import accompanied, parts_of, run_concurrently
 
 
-async def test_the_first_failure_ends_the_others_and_is_told_as_it_is() -> None:
+async def test_the_first_failure_cancels_the_others_and_is_raised_unwrapped() -> None:
     ended: list[str] = []
     begun = anyio.Event()
 

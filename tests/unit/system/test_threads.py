@@ -29,7 +29,7 @@ async def test_what_the_work_raises_is_raised_where_it_is_awaited() -> None:
         await run_detached(work, name="failing")
 
 
-async def test_no_room_for_a_thread_is_told_with_a_way_out() -> None:
+async def test_a_lack_of_threads_is_reported_with_a_remedy() -> None:
     """It was a bare RuntimeError, at which the writer of the metrics took the daemon along."""
     before = threading.stack_size(1 << 46)  # more than there are addresses, so that no thread can start
     try:
@@ -40,7 +40,7 @@ async def test_no_room_for_a_thread_is_told_with_a_way_out() -> None:
     assert "TasksMax=" in caught.value.hint
 
 
-async def test_no_room_for_a_descriptor_is_told_with_a_way_out() -> None:
+async def test_a_lack_of_descriptors_is_reported_with_a_remedy() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:
@@ -51,7 +51,7 @@ async def test_no_room_for_a_descriptor_is_told_with_a_way_out() -> None:
     assert "LimitNOFILE=" in caught.value.hint
 
 
-async def test_the_loop_goes_on_while_the_work_blocks() -> None:
+async def test_the_loop_continues_while_the_work_blocks() -> None:
     release = threading.Event()
 
     async with anyio.create_task_group() as tasks:
@@ -76,7 +76,7 @@ async def test_work_that_hangs_is_left_behind() -> None:
     assert ended.wait(HANG_S), "the thread should have gone on alone"
 
 
-async def test_work_is_told_that_nobody_waits_and_may_still_end_in_order() -> None:
+async def test_work_learns_of_its_cancellation_and_may_end_in_order() -> None:
     done: list[str] = []
 
     def work(unwanted: socket.socket) -> None:

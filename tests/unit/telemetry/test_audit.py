@@ -132,7 +132,7 @@ def test_what_a_peer_sends_cannot_make_a_record_large_or_span_lines(audit: Audit
     assert len(json.dumps(lines[1])) < RECORD_BYTES
 
 
-def test_long_and_deep_values_are_cut_and_say_so() -> None:
+def test_long_and_deep_values_are_cut_and_marked() -> None:
     assert bounded(list(range(20))) == [*range(16), "... (20 items)"]
     assert bounded({str(n): n for n in range(17)}) == {**{str(n): n for n in range(16)}, "...": "(17 entries)"}
     assert bounded([[[[[1]]]]]) == [[[["..."]]]]

@@ -71,13 +71,13 @@ def test_asking_for_forgotten_events_is_answered_with_a_count() -> None:
     assert [event.seq for event in rest] == [7, 8, 9, 10]
 
 
-def test_a_number_from_before_the_daemons_restart_gets_everything_and_a_word() -> None:
+def test_an_event_number_from_before_a_restart_returns_everything_and_a_note() -> None:
     missed, *rest = log_with(3).remembered(since=500)
     assert (missed.kind, missed.facts["count"]) == (MISSED, None)
     assert [event.seq for event in rest] == [1, 2, 3]
 
 
-def test_a_number_of_another_run_was_taken_for_one_of_this() -> None:
+def test_an_event_number_of_another_run_does_not_count_for_this_one() -> None:
     """A daemon that had come as far as its predecessor left out what it had done until then."""
     log = log_with(9)
     missed, *rest = log.remembered(since=5, run="another")

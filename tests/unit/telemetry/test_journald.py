@@ -130,7 +130,7 @@ def test_names_of_fields_are_made_fit(given: str, name: str) -> None:
     assert field_name(given) == name
 
 
-def test_the_journal_is_behind_a_descriptor_if_systemd_says_so() -> None:
+def test_the_journal_is_detected_from_systemds_variable() -> None:
     reader, writer = os.pipe()
     try:
         found = os.fstat(writer)

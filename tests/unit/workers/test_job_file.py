@@ -66,7 +66,7 @@ async def test_a_daemon_without_descriptors_continues_and_takes_no_job_for_ended
         tasks.cancel_scope.cancel()
 
 
-def test_a_file_that_cannot_be_read_is_not_taken_for_none(tmp_path: Path) -> None:
+def test_an_unreadable_file_does_not_count_as_missing(tmp_path: Path) -> None:
     (tmp_path / NAME).mkdir()
     with pytest.raises(HegmError, match="cannot be read: Is a directory"):
         JobFile(tmp_path).load()

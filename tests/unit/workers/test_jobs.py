@@ -172,7 +172,7 @@ async def _unheard(_job: protocol.Job) -> None:
     pass
 
 
-async def test_a_request_that_names_an_ended_job_is_told_that_it_ended(tmp_path: Path) -> None:
+async def test_a_request_that_names_an_ended_job_reports_its_end(tmp_path: Path) -> None:
     async with running(tmp_path) as node:
         await ended_job(node, "one", 3)
         for name in ("j1", "train"):
@@ -406,7 +406,7 @@ async def test_a_script_below_a_folder_with_a_space_names_its_job(tmp_path: Path
             child.kill()
 
 
-async def test_a_run_of_any_length_that_an_agent_says_is_cut(tmp_path: Path, process: Child) -> None:
+async def test_a_long_run_id_of_an_agent_is_cut(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         await node.attend(process.pid, run="x" * 9999)
         await until(node, lambda: any(job.members for job in node.moving.jobs))

@@ -131,7 +131,7 @@ async def test_the_exit_of_a_command_is_known_once_its_supervisor_reports_it(
     assert found == [is_well]
 
 
-async def test_a_command_that_went_on_as_another_process_has_not_come_to_its_end(supervisors: Supervisors) -> None:
+async def test_a_command_that_continues_as_another_process_has_not_ended(supervisors: Supervisors) -> None:
     async with attending(supervisors, Line()):
         assert not await supervisors.exited_cleanly(0, "run", 2)
     assert not await supervisors.exited_cleanly(0, "nobody's", 2)
@@ -147,9 +147,7 @@ async def test_what_is_ready_for_an_operation_is_known_until_that_is_forgotten(s
         assert supervisor.offer == offer.replace(readies=None, kept=False)
 
 
-async def test_a_start_that_was_made_again_was_taken_for_the_one_that_had_been_made_ready(
-    supervisors: Supervisors,
-) -> None:
+async def test_a_repeated_start_does_not_count_as_the_prestarted_one(supervisors: Supervisors) -> None:
     """Its supervisor says `done` once more, of another process, when the order is over; nobody heard that."""
     line = Line()
     async with attending(supervisors, line) as supervisor, anyio.create_task_group() as tasks:
@@ -210,7 +208,7 @@ async def test_a_run_with_a_supervisor_accepts_no_second_one(
             await supervisors.attend("other", other.pid, 0, OFFER, Line().send)
 
 
-async def test_a_supervisor_that_came_back_after_its_agent_was_taken_for_gone(supervisors: Supervisors) -> None:
+async def test_a_supervisor_that_reconnects_after_its_agent_does_not_count_as_gone(supervisors: Supervisors) -> None:
     """hegmd was killed before a job was stopped; the next one stopped it, and undid the restart at once."""
     line, pool = Line(), Pool(1 << 20)
     carrier = StateCarrier(pool, supervisors, PrestartService(supervisors, lambda _subject, _gpu: {}))

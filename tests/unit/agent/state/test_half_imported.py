@@ -65,7 +65,7 @@ def test_a_python_that_came_before_the_training_claimed_its_state_and_ended_the_
 
 
 @pytest.mark.thorough
-def test_a_loader_that_could_not_be_followed_let_a_restarted_script_begin_anew(tmp_path: Path) -> None:
+def test_a_loader_that_cannot_be_followed_prevents_the_restart(tmp_path: Path) -> None:
     """The agent's error was noted and the import went on: no state was waited for, and no step forbidden."""
     (tmp_path / "torch" / "utils" / "data").mkdir(parents=True)
     for package in ("torch", "torch/utils", "torch/utils/data"):

@@ -214,23 +214,23 @@ def assert_exact(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.thorough
-def test_a_view_at_the_beginning_of_a_buffer_had_the_rest_of_it_begin_anew(halves: dict[str, Any]) -> None:
+def test_a_view_at_the_start_of_a_buffer_keeps_the_rest_of_the_buffer(halves: dict[str, Any]) -> None:
     assert_exact(halves["views"])
 
 
 @pytest.mark.thorough
-def test_what_an_object_of_the_scripts_with_a_state_dict_does_not_say_in_it_began_anew(halves: dict[str, Any]) -> None:
+def test_attributes_missing_from_a_script_objects_state_dict_are_kept(halves: dict[str, Any]) -> None:
     """And a `load_state_dict` that copied large tensors copied them before they were there."""
     assert_exact(halves["speaking"])
 
 
 @pytest.mark.thorough
-def test_generators_and_tensors_of_inner_modules_began_anew(halves: dict[str, Any]) -> None:
+def test_generators_and_tensors_of_inner_modules_are_kept(halves: dict[str, Any]) -> None:
     assert_exact(halves["inner"])
 
 
 @pytest.mark.thorough
-def test_generators_of_classes_defaults_and_partial_functions_began_anew(halves: dict[str, Any]) -> None:
+def test_generators_of_classes_defaults_and_partial_functions_are_kept(halves: dict[str, Any]) -> None:
     assert_exact(halves["drawing"])
 
 
@@ -240,5 +240,5 @@ def test_one_tensor_made_in_inference_mode_had_all_tensors_begin_anew(halves: di
 
 
 @pytest.mark.thorough
-def test_a_tensor_written_by_way_of_its_data_or_of_numpy_began_anew(halves: dict[str, Any]) -> None:
+def test_a_tensor_written_through_its_data_or_numpy_is_kept(halves: dict[str, Any]) -> None:
     assert_exact(halves["aside"])

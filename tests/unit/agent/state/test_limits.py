@@ -68,12 +68,12 @@ def test_objects_in_a_list_that_is_too_long_went_without_a_word(script: types.Mo
     assert starts_over(script, COUNTING.format(players=1001)) == [f"not searched: the 1,001 objects of {NAME}.players"]
 
 
-def test_what_is_within_the_limits_is_not_said(script: types.ModuleType) -> None:
+def test_values_within_the_limits_are_not_reported(script: types.ModuleType) -> None:
     assert starts_over(script, COUNTING.format(players=1000)) == []
 
 
 @pytest.mark.thorough
-def test_functions_beyond_the_limit_went_without_a_word(script: types.ModuleType) -> None:
+def test_functions_beyond_the_limit_are_reported(script: types.ModuleType) -> None:
     calls = [f"def step_{number}():\n    step_{number + 1}()\n" for number in range(assignments.MAX_CODES + 1)]
     text = "".join(calls) + "def train():\n    for turn in range(1):\n        take()\n        turn and step_0()\n"
     assert starts_over(script, text) == ["not searched: functions beyond the first 600 that the loop may call"]

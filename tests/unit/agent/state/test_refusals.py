@@ -75,7 +75,7 @@ class _Module:
 
 
 @pytest.mark.thorough
-def test_a_refusal_did_not_say_what_to_change() -> None:
+def test_a_refusal_names_what_to_change() -> None:
     """Issue 14, row 19: it named the line, and left the rest to the user."""
     found = [(path.name, line, hint) for path in sorted(PACKAGE.rglob("*.py")) for line, hint in _Module(path).hints()]
     assert len(found) > 35, "the walk does not see what it is there for"

@@ -23,7 +23,7 @@ def image(message: bytes, head: tuple[int, int] = HEAD) -> bytes:
 @pytest.mark.parametrize(
     ("message", "is_so"), [(b"\x78\x01", True), (b"\x78\x00", False), (b"\x78\x02", False), (b"", False)]
 )
-def test_memory_is_open_only_where_it_is_said_to_be(message: bytes, is_so: bool) -> None:
+def test_memory_is_opened_only_on_the_stated_gpu(message: bytes, is_so: bool) -> None:
     assert is_open(image(BEFORE + message)) is is_so
 
 
@@ -51,7 +51,7 @@ def _of(folder: Path) -> dict[int, bool]:
         os.close(fd)
 
 
-def test_a_process_that_was_forked_just_before_the_freeze_was_nobodys_after_a_restore() -> None:
+def test_a_process_forked_just_before_the_freeze_belongs_to_the_job_after_a_restore() -> None:
     """Root's images had it, and their manifests did not: no operation, unit or undoing knew of it."""
     dumped = {4: True, 5: False, 6: True}
     assert strangers(dumped, {4, 5}, may_read_all=True) == [6]

@@ -114,6 +114,6 @@ def test_a_number_that_was_taken_just_before_criu_came_to_it_is_worth_another_tr
     assert not had_numbers_taken(NOISE + AFTER)
 
 
-def test_the_first_error_is_the_first_that_says_something() -> None:
+def test_the_first_error_is_the_first_with_a_message() -> None:
     assert first_error(NOISE + AFTER) == "Restoring FAILED."
     assert first_error("") is None

@@ -40,7 +40,7 @@ def test_a_plain_tree_needs_nothing() -> None:
     assert [(file.path, file.size_bytes, file.is_written) for file in needs.files] == [("/data/set.bin", 7, False)]
 
 
-def test_the_plain_form_says_all_that_a_restore_has_to_know() -> None:
+def test_the_plain_form_has_all_that_a_restore_needs() -> None:
     needs = needs_of(
         tree(
             Descriptor(100, 1, "pipe:[9]", mode=FIFO, flags=os.O_WRONLY),
@@ -78,7 +78,7 @@ def test_a_file_on_a_dead_disk_was_an_internal_error_and_is_named() -> None:
     ]
 
 
-def test_a_pidfd_of_somebody_who_is_not_in_the_job_was_refused_by_criu_when_the_job_stood() -> None:
+def test_a_pidfd_of_a_process_outside_the_job_is_refused_before_the_job_parks() -> None:
     own, ended = (Descriptor(100, fd, "anon_inode:[pidfd]", refers_to=pid) for fd, pid in ((3, 101), (4, -1)))
     assert messages(needs_of(tree(own, ended, members=(ROOT, CHILD)))) == []
     assert messages(needs_of(tree(replace(own, refers_to=7), members=(ROOT, CHILD)))) == [
@@ -86,7 +86,7 @@ def test_a_pidfd_of_somebody_who_is_not_in_the_job_was_refused_by_criu_when_the_
     ]
 
 
-def test_what_takes_roots_rights_is_said_apart() -> None:
+def test_steps_that_need_root_are_listed_separately() -> None:
     assert needs_of(tree()).only_by_root == ()
     found = needs_of(tree(members=(ROOT, replace(CHILD, is_confined=True))))
     assert found.reasons == ()
@@ -231,7 +231,7 @@ def test_output_to_the_journal_is_an_outlet() -> None:
     assert needs.dump_options == ("--external", "unix[7]")
 
 
-def test_tcp_within_the_tree_is_kept_and_to_outside_refused_or_let_go_of() -> None:
+def test_tcp_within_the_tree_is_kept_and_to_outside_refused_or_closed() -> None:
     ends = {7: TcpEnd("0100007F:1F90", "0100007F:C000"), 8: TcpEnd("0100007F:C000", "0100007F:1F90")}
     within = needs_of(tree(socket_of(100, 5, 7), socket_of(101, 6, 8), tcp=ends))
     assert (within.reasons, within.dump_options[0]) == ((), "--tcp-established")

@@ -71,7 +71,7 @@ def test_a_lesser_processor_is_refused_and_a_better_one_is_not(there: dict[str, 
     assert differences(there).refusals == ()
 
 
-def test_another_kind_of_machine_is_all_that_is_said(there: dict[str, Any]) -> None:
+def test_another_architecture_is_the_only_reported_reason(there: dict[str, Any]) -> None:
     there["machine"] = "s390x"
     there["files"] = {"/nowhere": {"size_bytes": 7, "build_id": None}}
     (reason,) = differences(there).refusals

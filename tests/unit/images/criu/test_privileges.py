@@ -59,7 +59,7 @@ def test_criu_gets_the_groups_that_the_job_had() -> None:
         to_restore([thread(100), thread(BOB)], BOB)
 
 
-def test_a_container_without_a_capability_failed_only_once_the_job_stood(tmp_path: Path) -> None:
+def test_a_container_without_a_capability_is_refused_before_the_job_parks(tmp_path: Path) -> None:
     """CRIU said «Can't get rlimit 0: Operation not permitted» of a user's job, in the middle of a dump by root."""
     lacking = proc(tmp_path, ALL & ~SYS_RESOURCE & ~CHECKPOINT_RESTORE)
     missing = rights_missing(frozenset({0, BOB}), as_user=False, in_unit=False, proc_root=lacking)
@@ -85,7 +85,7 @@ def test_a_container_without_a_capability_failed_only_once_the_job_stood(tmp_pat
         (0o077, (BOB, 100), os.O_RDONLY, True),
     ],
 )
-def test_a_file_that_somebody_else_had_opened_for_the_job_could_not_be_opened_at_the_restore(
+def test_a_file_that_another_user_opened_for_the_job_needs_root_at_the_restore(
     mode: int, owner: tuple[int, int], flags: int, is_closed: bool, tmp_path: Path
 ) -> None:
     """The dump went through, the job was ended, and its owner could not bring it back."""

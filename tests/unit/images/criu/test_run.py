@@ -47,7 +47,7 @@ async def test_criu_log_was_named_as_the_next_step_and_was_gone_by_then(
 
 
 @pytest.mark.thorough
-async def test_whoever_criu_had_made_stayed_where_the_job_itself_was_not_there(tmp_path: Path) -> None:
+async def test_processes_that_criu_created_are_removed_even_without_the_job_itself(tmp_path: Path) -> None:
     """With their parent, which waits for them; only those of the job's own numbers were ended."""
     fifo, program = tmp_path / "fifo", tmp_path / "criu"
     os.mkfifo(fifo)

@@ -102,7 +102,7 @@ def test_a_truncated_file_is_reported(tmp_path: Path, name: str, kept_bytes: int
 
 
 @pytest.mark.thorough
-def test_what_is_missing_or_too_much_is_told_by_name(tmp_path: Path) -> None:
+def test_missing_and_unknown_keys_are_named(tmp_path: Path) -> None:
     built(tmp_path / "short")
     (tmp_path / "short" / "criu" / "pages-1.img").unlink()
     assert "criu/pages-1.img is missing" in refusal(tmp_path / "short", UNAVAILABLE)
@@ -139,7 +139,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_the_bytes_of_another_image_are_not_taken_for_this_ones(tmp_path: Path) -> None:
+def test_the_bytes_of_another_image_are_not_used(tmp_path: Path) -> None:
     manifest = built(tmp_path / "one")
     built(tmp_path / "other", manifest=manifest.replace(id="b" * 32))
     built(tmp_path / "twin")
@@ -207,7 +207,7 @@ def test_what_is_to_be_typed_removed_another_directory_where_the_name_had_a_spac
     assert f"hegmctl images rm '{tmp_path}/old train'" in refused.value.hint
 
 
-def test_a_name_that_was_too_long_was_said_to_be_no_whole_path(tmp_path: Path) -> None:
+def test_a_name_that_is_too_long_is_reported_as_such(tmp_path: Path) -> None:
     assert "has 201 bytes; the name of an image has at most 200" in refused_making(tmp_path / ("x" * 201), REFUSED)
 
 
@@ -270,7 +270,7 @@ def test_one_image_is_restored_by_one_at_a_time(tmp_path: Path) -> None:
         other.lock()
 
 
-def test_whoever_listed_images_turned_a_restore_away(tmp_path: Path) -> None:
+def test_listing_images_does_not_block_a_restore(tmp_path: Path) -> None:
     """A listing takes a shared lock for a moment, to see whether there is another: just then nobody could restore."""
     path = tmp_path / "lock"
     path.touch()
@@ -389,7 +389,7 @@ def test_a_key_that_is_not_secret_is_refused(tmp_path: Path, text: str, mode: in
         load_key(tmp_path / "nowhere.key", make=False)
 
 
-def test_a_directory_that_is_none_was_said_not_to_be_there(tmp_path: Path) -> None:
+def test_a_path_that_is_no_directory_is_not_reported_as_missing(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(HegmError, match="folder is not an image: it has no criu and bytes"):
         catalogue.read(str(tmp_path / "folder"))

@@ -62,7 +62,7 @@ def test_a_manifest_that_is_too_large_is_neither_read_nor_written(tmp_path: Path
         (errno.EIO, UNAVAILABLE, "check the disk"),
     ],
 )
-def test_what_a_disk_refuses_is_told_with_the_next_step(number: int, code: Code, words: str) -> None:
+def test_an_error_of_the_disk_is_reported_with_the_next_step(number: int, code: Code, words: str) -> None:
     with pytest.raises(HegmError) as refused, refused_as("/images/one", "written"):
         raise OSError(number, os.strerror(number))
     assert refused.value.code is code
@@ -118,7 +118,7 @@ def test_to_remove_what_is_no_image_was_named_as_the_way_to_put_one_there(
         ("gone/x", "there is no {}/gone"),
     ],
 )
-def test_what_is_no_image_is_told_for_what_it_is(tmp_path: Path, name: str, why: str) -> None:
+def test_a_directory_that_is_no_image_is_reported_as_what_it_is(tmp_path: Path, name: str, why: str) -> None:
     _furnish(tmp_path)
     with pytest.raises(HegmError) as refused:
         find(f"{tmp_path}/{name}")

@@ -171,7 +171,7 @@ async def refusal(images: Images, path: Path, rights: Rights = SELF) -> HegmErro
 
 @pytest.mark.thorough
 @needs_root
-async def test_an_image_that_anybody_could_have_written_is_brought_to_life_for_root_alone(
+async def test_an_image_that_any_user_could_have_written_is_restored_for_root_only(
     tmp_path: Path, others: Path, memory: tuple[int, bytes]
 ) -> None:
     path = others / "image"
@@ -227,7 +227,7 @@ async def test_a_caller_gets_nowhere_that_they_could_not_get_by_themselves(
 
 
 @pytest.mark.thorough
-async def test_what_has_no_room_is_refused_before_anybody_is_stopped_for_it(tmp_path: Path) -> None:
+async def test_a_request_without_room_is_refused_before_a_job_stops_for_it(tmp_path: Path) -> None:
     status = os.statvfs(tmp_path)
     much_bytes = 2 * status.f_blocks * status.f_frsize
     (tmp_path / "taken").write_bytes(b"")
@@ -331,7 +331,7 @@ def test_a_daemon_that_is_killed_takes_the_hand_with_it_and_leaves_no_image(tmp_
 
 
 @pytest.mark.thorough
-async def test_memory_that_somebody_cut_harms_the_hand_alone(tmp_path: Path, memory: tuple[int, bytes]) -> None:
+async def test_truncated_memory_harms_only_the_writer_process(tmp_path: Path, memory: tuple[int, bytes]) -> None:
     async with room(tmp_path / "state") as images:
         lent = await images.lend(str(tmp_path / "image"), SELF)
         os.ftruncate(memory[0], 4096)

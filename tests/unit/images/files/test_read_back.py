@@ -54,7 +54,7 @@ def test_without_reading_back_the_disk_is_believed_until_a_restore(tmp_path: Pat
     os.close(memory)
 
 
-def test_an_image_is_read_back_once_by_who_wrote_it_and_again_by_whoever_verifies_it(tmp_path: Path) -> None:
+def test_an_image_is_read_back_by_its_writer_and_again_by_a_verification(tmp_path: Path) -> None:
     memory = os.memfd_create("piece")
     os.pwrite(memory, os.urandom(SIZE_BYTES), 0)
     read: list[int] = []

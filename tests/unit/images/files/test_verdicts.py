@@ -169,7 +169,7 @@ async def test_a_lock_that_is_none_was_found_by_a_restore_alone(tmp_path: Path, 
     assert refused == (harm not in (_empty, Path.unlink),) * 3
 
 
-async def test_a_foreign_file_in_an_image_was_not_told_of(tmp_path: Path) -> None:
+async def test_a_foreign_file_in_an_image_is_reported(tmp_path: Path) -> None:
     """Issue 14, row 15: it does no harm, and whoever looks is told of it."""
     path = tmp_path / "image"
     built(path, manifest=MANIFEST.replace(workers=(WORKER,)), size_bytes=SIZE_BYTES)

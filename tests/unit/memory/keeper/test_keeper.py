@@ -140,7 +140,7 @@ async def test_where_there_is_no_keeper_nothing_is_found_and_none_is_started(fol
 
 
 @pytest.mark.thorough
-async def test_a_socket_left_by_a_killed_keeper_is_not_taken_for_a_keeper(folder: Path) -> None:
+async def test_the_socket_of_a_killed_keeper_does_not_count_as_a_keeper(folder: Path) -> None:
     async with storing(folder) as store:
         await store.put(NAME, memory_fd := memory(b"x"))
         os.close(memory_fd)
@@ -381,7 +381,7 @@ async def test_two_that_are_started_at_once_are_one(folder: Path) -> None:
     keepers_of(folder)[0].kill()
 
 
-async def test_an_answer_under_way_was_taken_for_the_keepers_end(
+async def test_a_partial_answer_does_not_count_as_the_keepers_end(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Python waits out a socket's limit even with MSG_DONTWAIT: the event loop stood still, and another was started."""

@@ -63,7 +63,7 @@ def surroundings(known: MigratedProcess, place: str) -> Mapping[str, Any]:
     return {"set": {"HEGM_GPU": place, **known.respawn.set}, "unset": ("ROCR_VISIBLE_DEVICES",), "python": None}
 
 
-async def test_it_is_asked_for_once_with_the_surroundings_of_its_start_and_let_go_of_once() -> None:
+async def test_it_is_requested_once_with_the_environment_of_its_start_and_released_once() -> None:
     orders: list[SupervisorOrder] = []
     known = subject(respawn=Respawn({"EXTRA": "1"}))
     async with supervised(orders) as supervisors:

@@ -60,7 +60,7 @@ def test_a_record_that_found_no_room_is_cut_off_and_the_next_one_follows_the_las
         assert _read(disk) == {"op1": OP, "op2": OTHER}
 
 
-def test_after_a_failed_sync_everything_is_written_anew_before_the_next_record() -> None:
+def test_after_a_failed_sync_everything_is_rewritten_before_the_next_record() -> None:
     disk = _disk()
     with _opened(disk) as file:
         file.append(OPENING, [])

@@ -146,7 +146,7 @@ def test_anything_behind_a_sound_journal_is_an_unfinished_end_or_refused(rest: b
 
 
 @pytest.mark.parametrize("other", [b"PK\x03\x04 something", b"HEGMOP", b"{}", b"HEGMOPS\x00rest"])
-def test_another_file_is_not_taken_for_a_journal(other: bytes) -> None:
+def test_another_file_is_refused_as_a_journal(other: bytes) -> None:
     if journal_records.MAGIC.startswith(other):
         assert journal_records.read(other).torn
         return

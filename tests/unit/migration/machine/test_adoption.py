@@ -23,7 +23,7 @@ def inspected(drive: DrivenOperation, gpu: str | None) -> None:
     drive.end(gpu=gpu, parked=False, boundary=0, reservations={})
 
 
-def test_room_for_one_that_nobody_measured_is_all_that_it_can_need() -> None:
+def test_the_reservation_of_an_unmeasured_process_is_its_upper_bound() -> None:
     assert driver_bytes_bound(10 * GIB, [80 * GIB, 80 * GIB]) == 10 * GIB + UNSEEN_BYTES
     assert driver_bytes_bound(400 * GIB, [40 * GIB, 80 * GIB]) == 80 * GIB - LAST_BYTES, "no GPU could ever hold it"
     assert driver_bytes_bound(10 * GIB, [None]) == 10 * GIB + UNSEEN_BYTES

@@ -170,7 +170,7 @@ def test_an_answer_of_an_earlier_generation_is_ignored() -> None:
     assert rank.is_unlinked
 
 
-def test_ranks_whose_peer_has_ended_are_not_connected_again_and_go_on() -> None:
+def test_ranks_whose_peer_has_ended_continue_without_a_reconnect() -> None:
     drive = _reconnecting()
     drive.feed(events.WorkerExited(worker="b"))
     drive.wanted = [effect for effect in drive.wanted if effect.worker == "a"]

@@ -73,7 +73,7 @@ def test_a_process_that_was_stopped_while_it_was_restored_was_in_the_log_alone()
     assert description(op, stopped=(4711,)).waits == waiting(op, stopped=(4711,))
 
 
-def test_a_job_that_ended_was_said_to_wait_for_its_agent_to_come_back() -> None:
+def test_an_ended_job_is_not_reported_as_waiting_for_its_agent() -> None:
     """Issue 14, row 11: `settling waits: the agent is not connected`, and then that it is gone."""
     drive = DrivenOperation(operation()).until("quiescing")
     drive.feed(events.AgentLost(worker="a"))
@@ -95,7 +95,7 @@ def test_a_job_parked_for_its_image_was_reported_as_stopped_with_a_resume_comman
     assert waiting(drive.op, stopped=(4711,)) is not None, "by then CRIU has let it go"
 
 
-def test_a_job_that_was_killed_while_its_image_was_written_was_lost_and_nobody_told_of_the_image() -> None:
+def test_a_job_killed_while_its_image_is_written_is_lost_and_the_event_names_the_image() -> None:
     wish = ImageRequest(path="/images/one", uid=0, gid=0, leave_running=True)
     drive = DrivenOperation(operation(worker(to=None, kept_gpu="gpu0"), kind=CHECKPOINT, image=wish)).until("restoring")
     drive.feed(events.WorkerExited(worker="a", why="it is not there any more"))
@@ -133,7 +133,7 @@ def test_a_process_that_is_found_to_have_exited_is_also_reported() -> None:
     assert "has ended" in _happenings(drive)[0].message
 
 
-def test_what_comes_on_by_itself_or_is_over_waits_for_nothing() -> None:
+def test_an_operation_that_continues_or_has_ended_waits_for_nothing() -> None:
     assert waiting(DrivenOperation(operation()).until("offloading").op) is None
     assert (
         waiting(DrivenOperation(operation()).until("done").op, HegmError(UNAVAILABLE, "the disk is full", "look at it"))

@@ -39,7 +39,7 @@ def test_an_operation_that_ended_undone_showed_no_downtime() -> None:
     assert (op.parked_since, op.downtime_s) == (None, 1.5)
 
 
-def test_what_was_stood_in_earlier_attempts_counts_too() -> None:
+def test_downtime_of_earlier_attempts_counts_too() -> None:
     """Issue 14, row 4."""
     op = operation(worker("a", is_parked=True))
     op = timed(events.Parked(effect=1, worker="a", boundary=4, parked_s=1.25), op, 10.0)

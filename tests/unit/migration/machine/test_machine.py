@@ -51,7 +51,7 @@ def test_what_has_grown_is_taken_before_it_is_offloaded() -> None:
     assert drive.op.phase == "reserving"
 
 
-def test_what_has_grown_over_the_room_lets_the_job_go_on_unharmed() -> None:
+def test_a_job_that_outgrew_its_reservation_continues_unharmed() -> None:
     drive = DrivenOperation(operation()).until("measuring")
     drive.end(size_bytes=25)
     drive.fail("refused")
@@ -170,7 +170,7 @@ def test_no_boundary_within_the_limit_withdraws_without_a_trace() -> None:
     assert not drive.op.workers[0].was_offloaded
 
 
-def test_the_next_step_of_a_refusal_can_be_typed_as_it_stands() -> None:
+def test_the_hint_of_a_refusal_is_a_valid_command() -> None:
     """`hegmctl cancel` of a suspended job hinted at «hegmctl resume», a second resume at «hegmctl op», of nothing."""
     drive = _suspending().until("offloading")
     with pytest.raises(Refused) as busy:
@@ -229,7 +229,7 @@ def test_ranks_that_never_meet_are_let_go() -> None:
     assert "did not park at one boundary" in str(drive.op.failure)
 
 
-def test_no_rank_goes_on_before_all_have_their_bytes() -> None:
+def test_no_rank_continues_before_all_have_their_bytes() -> None:
     drive = DrivenOperation(operation(worker("a"), worker("b"), is_distributed=True)).until("reloading")
     assert drive.end() == ()
     assert tags(drive.end()) == ["release", "release"]
@@ -282,7 +282,7 @@ def test_a_restarted_daemon_inspects_and_continues(phase: str) -> None:
     assert drive.until("done").op.failure is None
 
 
-def test_an_agent_that_continued_by_itself_does_not_get_old_bytes() -> None:
+def test_an_agent_that_continued_without_a_daemon_does_not_get_old_bytes() -> None:
     drive = DrivenOperation(operation()).until("checkpointing")
     drive.wanted.clear()
     drive.feed(events.Recovered())
@@ -331,7 +331,7 @@ def test_a_rank_that_waits_for_a_suspended_one_does_not_keep_the_operation_from_
     assert drive.op.phase == "suspended"
 
 
-def test_room_whose_giving_was_not_heard_of_is_taken_again_before_it_is_used() -> None:
+def test_a_reservation_whose_release_was_not_reported_is_taken_again_before_use() -> None:
     """An ending that got lost left room for held that had been given away."""
     drive = _suspending().until("leaving")
     drive.wanted.clear()

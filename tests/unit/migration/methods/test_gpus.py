@@ -32,7 +32,7 @@ class NodeWithVendor:
 
 
 @pytest.mark.parametrize("state", ["stale", "failed"])
-async def test_figures_of_a_driver_that_does_not_answer_were_taken_for_those_of_now(state: str) -> None:
+async def test_old_figures_of_a_driver_that_does_not_answer_do_not_count_as_current(state: str) -> None:
     """Issue 14, row 20: no test noticed that they were used."""
 
     async def look() -> NodeWithVendor:

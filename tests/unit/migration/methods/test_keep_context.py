@@ -65,7 +65,7 @@ OUT = SimpleNamespace(held_bytes=4000 * MIB)
 IN = SimpleNamespace(held_bytes=0)
 
 
-async def test_a_checkpoint_waits_until_the_memory_is_seen_to_be_free_and_says_what_stays() -> None:
+async def test_a_checkpoint_waits_for_free_memory_and_reports_what_stays() -> None:
     node = ModelNode(uses=[use(4500)], later=[[use(4500)], [use(520)]])
     left = await KeepContextMethod(Gpus(node.look)).checkpoint(subject())
     assert left.stays_bytes == 520 * MIB
@@ -89,7 +89,7 @@ async def test_what_stays_is_measured_where_the_plan_did_not_know_it() -> None:
 
 
 @pytest.mark.parametrize("uses", [[], [use(None)], [use(100), use(None)]])
-async def test_a_value_that_the_library_does_not_report_is_not_taken_for_zero(uses: list[GpuUse]) -> None:
+async def test_a_value_that_the_library_does_not_report_is_not_zero(uses: list[GpuUse]) -> None:
     left = await KeepContextMethod(Gpus(ModelNode(uses=uses).look)).checkpoint(subject())
     assert left.stays_bytes is None
 

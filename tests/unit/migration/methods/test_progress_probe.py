@@ -57,7 +57,7 @@ def test_one_that_is_stopped_is_given_up_at_once_and_one_that_a_debugger_looks_a
     assert not judged(*[one_stopped, *quiet(1)] * 7)
 
 
-def test_what_is_said_of_a_call_that_is_given_up_has_the_figures_and_the_next_step() -> None:
+def test_the_message_of_an_abandoned_call_has_figures_and_the_next_step() -> None:
     work = WatchedCall("restore", 4711, 2.0, PLAIN, 100.0)
     assert work.judge(ProgressSample(2 << 30, 0, RUNNING), 101.0) is None
     stuck = work.judge(ProgressSample(2 << 30, 0, RUNNING), 130.0)

@@ -37,7 +37,7 @@ def test_a_rank_that_lives_has_not_fallen() -> None:
     assert not started.failed(LEFT_BEHIND_S)
 
 
-def test_a_rank_that_its_launcher_starts_anew_has_fallen_at_once() -> None:
+def test_a_rank_that_its_launcher_restarts_has_failed() -> None:
     """torchrun did, and the operation waited for ranks that waited for one another."""
     started = Started(COMMAND, OTHER)
     assert not started.failed(0.0)
@@ -52,7 +52,7 @@ def test_a_rank_that_is_not_replaced_in_time_counts_as_failed() -> None:
     assert started.failed(100.0 + LEFT_BEHIND_S)
 
 
-def test_what_a_launcher_says_by_its_own_end_is_left_to_its_supervisor() -> None:
+def test_the_exit_of_a_launcher_is_left_to_its_supervisor() -> None:
     """Ranks that came to the end of their training before they were seen would have been started once more."""
     started = Started(COMMAND)
     assert not started.failed(0.0)
@@ -70,7 +70,7 @@ def test_a_command_that_was_started_again_has_not_failed_by_what_fell_before() -
     assert not started.failed(LEFT_BEHIND_S + 1)
 
 
-def test_what_a_rank_has_run_itself_is_not_taken_for_it() -> None:
+def test_a_child_of_a_rank_does_not_count_as_the_rank() -> None:
     """A script that prepares its data says that it is that rank as well, and ends before the training begins."""
     started = Started(COMMAND, RANK)
     started.rank.note(OTHER, RankPosition(RANK, COMMAND))

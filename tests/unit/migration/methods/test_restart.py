@@ -140,7 +140,7 @@ async def test_one_that_was_started_again_by_an_earlier_order_is_where_that_had_
 
 
 @pytest.mark.thorough
-async def test_a_process_that_was_killed_is_not_taken_for_the_one_in_its_place(tmp_path: Path) -> None:
+async def test_a_killed_process_is_not_confused_with_the_next_one_of_its_pid(tmp_path: Path) -> None:
     """Killed before its boundary, its connection was there for a moment still: it went on a second time, and the
     operation was suspended while its supervisor had started another."""
     with pytest.raises(Refused, match="has exited, and no other process can restart the job"):

@@ -125,7 +125,7 @@ def test_what_cannot_be_disconnected_is_refused_once_with_the_next_step(
     assert hint in found[0].hint
 
 
-def test_what_holds_for_all_ranks_was_said_once_for_each() -> None:
+def test_a_reason_for_all_ranks_is_stated_once() -> None:
     """Issue 16, bad input: a driver that is not used, and a rank without an agent, which counted as missing as well."""
     denied = tuple([gpu.replace(driver_version="610.57.04") for gpu in FOUR])
     (reason,) = the_reasons(planned(a_job(gpus=denied), to("gpu2,gpu3")))
@@ -296,6 +296,6 @@ def test_the_job_that_tries_a_failed_combination_once_more_is_not_refused() -> N
     the_plan(planned(job.replace(proving=(job.candidates[0].pid,)), SUSPENSION))
 
 
-def test_ranks_without_nccl_are_not_told_to_prove_anything() -> None:
+def test_ranks_without_nccl_need_no_proof() -> None:
     communicators = [groups(backends=("gloo",), library=None, mechanism="replace")] * 2
     assert "proven" not in " ".join(the_plan(planned(a_job(*communicators), SUSPENSION)).hazards)

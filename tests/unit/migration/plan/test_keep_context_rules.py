@@ -36,7 +36,7 @@ def reasons_of(candidate: Candidate, request: PlanRequest = KEEPING, **values: A
     return [reason.message for reason in the_reasons(planned(a_snapshot(candidate, **values), request))]
 
 
-def test_the_plan_says_what_stays_and_where_it_can_resume() -> None:
+def test_the_plan_shows_what_stays_and_where_it_can_resume() -> None:
     plan = plan_of(a_process(an_agent(cuda_facts(reserved_bytes=32 * GIB))))
     (worker,) = plan.workers
     assert (worker.method, worker.carrier, worker.to, worker.driver_bytes) == (KEEP_CONTEXT, "host", None, 0)
@@ -54,7 +54,7 @@ def test_it_takes_less_time_than_with_the_drivers_checkpoint() -> None:
     assert kept.pool_needed_bytes == whole.pool_needed_bytes
 
 
-def test_what_the_driver_does_not_say_is_unknown_and_not_zero() -> None:
+def test_values_that_the_driver_does_not_report_are_unknown_and_not_zero() -> None:
     plan = plan_of(a_process(an_agent(), vram_bytes=None))
     assert plan.workers[0].stays_bytes is None
     assert "an unknown amount of process 4711 stays on gpu0" in plan.hazards[0]

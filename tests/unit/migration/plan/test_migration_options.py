@@ -178,7 +178,7 @@ def test_an_agent_that_was_never_asked_what_it_holds_closes_nothing() -> None:
     assert "agent" in possible(a_snapshot(supervised(an_agent(size_bytes=None))))
 
 
-def test_a_restart_is_refused_by_the_agents_own_word() -> None:
+def test_a_restart_is_refused_for_the_agents_reasons() -> None:
     found = ways(a_snapshot(supervised(an_agent(refusals=("its gradients are sparse",)))))
     assert not found["restart"].possible
     assert "sparse" in found["restart"].reason

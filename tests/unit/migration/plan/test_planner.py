@@ -73,7 +73,7 @@ def _plan(found: MigrationPlan | tuple[Reason, ...]) -> MigrationPlan:
     return found
 
 
-def test_a_dry_run_said_nothing_of_a_job_that_was_stopped() -> None:
+def test_a_dry_run_names_a_stopped_job() -> None:
     """It comes to no boundary, so the plan would have come to nothing until somebody found out."""
     snapshot = _snapshot()
     candidates = tuple(candidate.replace(stopped=True) for candidate in snapshot.candidates)
@@ -131,7 +131,7 @@ def test_a_job_moves_as_one_and_another_users_job_of_that_name_stays() -> None:
 
 
 @pytest.mark.parametrize("uid", [1000, 1001])
-def test_a_restart_kept_another_users_job_from_moving_that_said_it_was_of_the_same_run(uid: int) -> None:
+def test_a_job_of_another_user_that_claims_the_same_run_can_move_during_a_restart(uid: int) -> None:
     op = _plan(planned(_snapshot(), _to())).operation("op1", _snapshot().candidates, {}, limits=Limits(), utc=5.0)
     restarting = op.replace(workers=tuple([one.replace(pid=1, method="restart", run="bert") for one in op.workers]))
     found = planned(_snapshot(_process(job="bert", uid=uid), running=(restarting,)), _to())
@@ -386,7 +386,7 @@ def test_estimates_of_images_follow_what_this_node_took() -> None:
     ],
     ids=["ended", "ended-on-two", "hidden"],
 )
-def test_a_process_that_ps_lists_was_said_to_be_on_no_gpu(
+def test_a_process_that_ps_lists_is_not_reported_as_on_no_gpu(
     unreachable: Unreachable, code: str, message: str, hint: str
 ) -> None:
     """Issue 14, row 12: "it is on no GPU; see hegmctl ps", which listed it on gpu4."""

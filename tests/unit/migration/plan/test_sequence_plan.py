@@ -265,7 +265,7 @@ def test_after_a_suspension_the_room_is_free_and_the_pool_is_not() -> None:
     assert (whole.gpus, whole.pool) == (snapshot.gpus, snapshot.pool)
 
 
-def test_a_process_that_changes_places_with_itself_was_told_that_both_are_on_one_gpu() -> None:
+def test_a_swap_of_a_process_with_itself_is_refused_as_such() -> None:
     gpus = (_gpu("gpu0", 2), _gpu("gpu1", 2))
     found = planned_swap(_snapshot(_process(1, "gpu0"), gpus=gpus), 1, 1)
     assert _messages(found) == ["process 1 cannot change places with itself"]

@@ -241,7 +241,7 @@ async def test_what_a_killed_daemon_had_suspended_the_next_one_resumes(tmp_path:
         assert not (tmp_path / "memory").exists(), "its bytes were not given back"
 
 
-async def test_a_suspended_job_was_told_at_rest_while_its_recovery_was_on_its_way_to_the_disk(
+async def test_a_suspended_job_is_reported_suspended_only_once_the_journal_has_it(
     tmp_path: Path, process: Child
 ) -> None:
     """The event was out of the inbox and not in the journal yet: who followed was told how it stood before."""
@@ -314,9 +314,7 @@ def test_a_journal_that_cannot_be_trusted_stops_the_start(tmp_path: Path) -> Non
     assert (tmp_path / "operations.journal").read_bytes() == b"something else entirely"
 
 
-async def test_how_long_a_job_stood_was_forgotten_with_the_daemon(
-    tmp_path: Path, process: subprocess.Popen[bytes]
-) -> None:
+async def test_the_downtime_of_a_job_survives_the_daemon(tmp_path: Path, process: subprocess.Popen[bytes]) -> None:
     async with running(tmp_path) as node:
         await node.attend(process.pid)
         moved = await node.operations.migrate([process.pid], "gpu1", node.asked())

@@ -128,7 +128,7 @@ def test_an_invalid_spec_is_refused_with_the_right_form(spec: str, message: str)
     assert "2x8GiB" in error.hint
 
 
-def test_a_description_gives_all_that_it_says(tmp_path: Path) -> None:
+def test_a_description_creates_the_whole_node(tmp_path: Path) -> None:
     node = parse_topology(
         described(
             tmp_path,

@@ -129,9 +129,7 @@ async def test_an_old_criu_on_a_new_kernel(node: FileNode, programs: Programs) -
         ("", "status 1"),
     ],
 )
-async def test_the_reason_is_taken_from_what_criu_says(
-    node: FileNode, programs: Programs, says: str, reason: str
-) -> None:
+async def test_the_reason_comes_from_crius_output(node: FileNode, programs: Programs, says: str, reason: str) -> None:
     programs.install("criu", says=says, status=1)
     found = await criu.check(programs.facts(node))
     assert (found.status, found.summary, found.fix) == ("fail", f"`criu check`: {reason}", "sudo criu check")

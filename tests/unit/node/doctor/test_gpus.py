@@ -24,7 +24,7 @@ def test_all_are_well(node: FileNode) -> None:
     assert (found.status, found.summary) == ("ok", "2 GPUs without errors")
 
 
-def test_unreported_health_is_not_taken_for_good(node: FileNode) -> None:
+def test_unreported_health_does_not_count_as_good(node: FileNode) -> None:
     silent = ill(1, "unknown")
     assert gpus.health(node.facts(gpus=(silent,))).status == "skip"
     assert gpus.health(node.facts(gpus=(gpu(0), silent))).summary == "1 GPU without errors; gpu1 unknown"
@@ -39,7 +39,7 @@ def test_a_gpu_that_is_gone_comes_first(node: FileNode, state: str, words: str) 
     assert words in found.summary
 
 
-def test_the_worst_is_told_and_the_others_named(node: FileNode) -> None:
+def test_the_worst_reason_is_shown_and_the_others_are_named(node: FileNode) -> None:
     found = gpus.health(node.facts(gpus=(ill(0, "warn", "slow"), ill(1, "failed", "XID 79", "ECC"), gpu(2))))
     assert (found.status, found.summary) == ("fail", "gpu1: XID 79 and 1 more; also gpu0")
     assert found.fix is not None

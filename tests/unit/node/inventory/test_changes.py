@@ -84,7 +84,7 @@ async def test_a_gpu_that_does_not_answer_is_not_called_lost() -> None:
         ({"mps": True, "persistence": False}, "gpu.mode", "info", "MPS is on now, persistence mode is off now"),
     ],
 )
-async def test_what_changes_on_a_gpu_is_told_once(
+async def test_a_change_of_a_gpu_is_reported_once(
     change: dict[str, object], kind: str, severity: str, words: str
 ) -> None:
     provider = Provider(gpu(0))

@@ -87,7 +87,7 @@ anyio.run(main)
 
 
 @pytest.mark.thorough
-def test_a_job_that_cannot_start_for_want_of_descriptors_says_so_as_its_result() -> None:
+def test_a_job_that_cannot_start_without_descriptors_reports_that_as_its_result() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_DESCRIPTORS], capture_output=True, text=True, check=False, timeout=HANG_S

@@ -62,7 +62,7 @@ async def test_the_first_look_is_one_event_and_no_flood() -> None:
         assert (event.kind, event.facts) == ("inventory.ready", {"gpus": 2, "processes": 1})
 
 
-async def test_vendors_that_are_switched_off_are_said_to_be() -> None:
+async def test_disabled_vendors_are_reported_as_disabled() -> None:
     inventory = Inventory([], query_deadline_s=1, events=EventLog(), table=ProcessTable(), off=["amd"])
     async with inventory:
         found = await inventory.refresh()

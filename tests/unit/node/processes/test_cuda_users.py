@@ -46,7 +46,7 @@ def test_the_library_is_found_across_the_border_of_two_reads(proc: PretendedProc
     assert len(found(proc)) == len(range(65536 - 120, 65536, 7))
 
 
-def test_what_may_not_be_read_is_left_out_and_hides_nobody(proc: PretendedProc) -> None:
+def test_unreadable_entries_are_left_out_and_hide_no_process(proc: PretendedProc) -> None:
     put(proc, 41, LIBRARY)
     put(proc, 42, LIBRARY)
     (proc.root / "41" / "maps").unlink()

@@ -119,7 +119,7 @@ def test_nobody_is_taken_for_gone_for_want_of_a_descriptor() -> None:
     assert scarce.value.errno == errno.EMFILE
 
 
-def test_a_strangers_tracer_was_waited_for_before_a_job_went_on() -> None:
+def test_a_foreign_tracer_does_not_delay_the_resume_of_a_job() -> None:
     """An strace of a job kept it, once CRIU was done with it, standing for 15 minutes."""
     trace = "import ctypes, os, signal, sys, time\nlibc = ctypes.CDLL(None)\npid = int(sys.argv[1])\n"
     trace += "assert libc.ptrace(0x4206, pid, None, None) == 0\nprint('ready', flush=True)\ntime.sleep(600)"
@@ -199,7 +199,7 @@ WRITER = "import os, sys\nprint('ready', flush=True)\nfile = os.open(sys.argv[-1
 WRITER += "try:\n    while True: os.pwrite(file, b'x', 0)\nexcept OSError as error: sys.exit(error.errno)"
 
 
-def test_a_dump_that_nobody_wanted_any_more_was_waited_for_to_its_end(tmp_path: Path) -> None:
+def test_a_dump_that_was_cancelled_is_not_waited_for(tmp_path: Path) -> None:
     """A restarted daemon waited up to 15 minutes, with the job stopped, for an image that it then discarded."""
     people = population_of([ROOT])
     with sleeper("dump", "--tree", str(ROOT), "--images-dir", str(tmp_path / "pages"), text=WRITER) as dumper:
@@ -215,7 +215,7 @@ LET_GO += "continue_all(population_of([int(sys.argv[1])]))"
 
 @pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="to be another user takes root")
-def test_a_users_dump_was_waited_for_to_its_end_because_the_service_could_not_tell_it(tmp_path: Path) -> None:
+def test_a_users_cancelled_dump_ends_early(tmp_path: Path) -> None:
     """What the unit left root was not enough to set a limit of another user's process."""
     (tmp_path / "unit").write_text(WITHOUT)
     with sleeper(user=USER) as one:

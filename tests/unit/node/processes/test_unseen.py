@@ -45,7 +45,7 @@ def test_a_pid_that_no_process_has_in_the_first_namespace_has_ended(table: Proce
     assert (facts.presence, facts.start_ticks) == (expected, None)
 
 
-def test_without_a_pidfd_an_ended_process_cannot_be_told_from_a_hidden_one(start: Start) -> None:
+def test_without_a_pidfd_an_ended_process_cannot_be_distinguished_from_a_hidden_one(start: Start) -> None:
     def no_pidfds(pid: int) -> int:
         raise OSError(errno.EPERM, "Operation not permitted")
 

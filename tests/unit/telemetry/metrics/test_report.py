@@ -120,7 +120,7 @@ def test_old_values_of_what_does_not_answer_are_not_passed_on_as_true(gpu_state:
         assert values(found, f"hegmd_gpu_{name}") == []
 
 
-def test_the_state_of_each_vendor_is_told() -> None:
+def test_the_state_of_each_vendor_is_reported() -> None:
     vendors = (Vendor(vendor="nvidia", state="stale", age_s=7.5), Vendor(vendor="amd", state="absent"))
     found = metrics(Node(vendors=vendors))
     states = [labels for labels, value in values(found, "hegmd_vendor_state") if value == 1]
@@ -153,7 +153,7 @@ def test_two_thousand_processes_make_no_more_series_than_none() -> None:
     assert len(many.splitlines()) == len(none.splitlines())
 
 
-def test_what_the_daemon_counts_is_told() -> None:
+def test_the_daemons_counters_are_exposed() -> None:
     counters = Counters()
     counters.request("gpus", "ok", 0.0003)
     counters.request("gpus", "ok", 0.7)
@@ -200,7 +200,7 @@ def test_what_the_daemon_counts_is_told() -> None:
     assert refreshes["hegmd_inventory_refresh_duration_seconds_count", frozenset()] == 1
 
 
-def test_the_pool_and_what_needs_a_person_are_told() -> None:
+def test_the_pool_and_operations_that_need_a_person_are_counted() -> None:
     shared = {"waiting": 1, "lease-held": 2}
     tallies = Tallies(pool_bytes={"memory": 6, "disk": 2, "budget": 64}, orphans=3, images_missed=2, sharing=shared)
     found = parse(render(None, Counters(), build=BUILD, own=OWN, tallies=tallies))

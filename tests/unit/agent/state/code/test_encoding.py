@@ -11,7 +11,7 @@ class Model:
     """Something that has a state of its own."""
 
 
-def test_a_value_that_comes_back_by_itself_is_found_by_its_reference_and_else_stays() -> None:
+def test_a_value_with_its_own_state_is_found_by_reference_or_stays() -> None:
     calls: list[Any] = []
     here, referred_to = Model(), Model()
 

@@ -21,7 +21,7 @@ print(places.is_of_script((lambda: 0).__code__), places.is_users_module(hegm))
 """
 
 
-def test_an_agent_among_installed_packages_was_taken_for_a_part_of_the_script(tmp_path: Path) -> None:
+def test_an_agent_among_installed_packages_is_not_part_of_the_script(tmp_path: Path) -> None:
     """Every training of an installed hegmd was refused: its agent waits in a while loop, as packages of others may."""
     packages = tmp_path / "site-packages"
     packages.mkdir()

@@ -96,7 +96,7 @@ def test_a_generator_on_the_way_has_loops_of_its_own() -> None:
     assert {kind for kind, _at_head in asker.positions} == {"Asked"}
 
 
-def test_while_loops_are_said_with_their_line() -> None:
+def test_while_loops_are_reported_with_their_line() -> None:
     lines: tuple[int, ...] = ()
     count = 0
     while count < 2:
@@ -138,7 +138,7 @@ def test_the_rest_of_a_range_is_what_is_left_of_it() -> None:
     assert list(range(*position.look_into(iterator, 1, lambda _it: None)["rest"])) == [19]
 
 
-def test_the_head_of_a_loop_with_a_long_body_was_taken_for_a_part_of_the_body() -> None:
+def test_the_head_of_a_loop_with_a_long_body_does_not_count_as_body() -> None:
     """Its instruction has a prefix, where a thread stands that is seen before it: such a training was never parked."""
     code = compile("for number in range(9):\n" + "    number = number + number\n" * 200, "long.py", "exec")
     instructions = list(dis.get_instructions(code))

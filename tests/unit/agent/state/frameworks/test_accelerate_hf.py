@@ -18,7 +18,7 @@ def _frame_in(module: str, call: Callable[[], Any] | None = None) -> FrameType:
     return frame
 
 
-def test_a_script_of_its_own_is_nobodys_business_here() -> None:
+def test_an_unrelated_script_is_ignored() -> None:
     assert accelerate_hf.against([_frame_in("__main__"), _frame_in("timm.models")]) is None
     taking = accelerate_hf.FrameworkCapture([_frame_in("__main__")])
     assert (taking.against, taking.read) == ([], None)

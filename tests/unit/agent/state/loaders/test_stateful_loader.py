@@ -55,7 +55,7 @@ def test_its_loader_is_the_scripts_and_its_iterators_are_not() -> None:
 
 
 @pytest.mark.parametrize("given", [0, 1])
-def test_workers_are_refused_where_nobody_says_that_they_draw_nothing(given: int) -> None:
+def test_loader_workers_are_refused_unless_declared_deterministic(given: int) -> None:
     loader: Any = _Loader()
     (refused,) = stateful_loader.OwnLoaderState(loader).refusals(given)
     assert ("may draw random numbers" in refused.what) is (given == 0)

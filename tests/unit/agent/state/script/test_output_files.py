@@ -77,7 +77,7 @@ def test_a_file_is_not_cut_where_the_rest_of_it_cannot_be_kept(log: Path, capfd:
     assert not log.with_name("elsewhere").exists()
 
 
-def test_a_file_that_is_opened_anew_for_each_line_is_known_too(log: Path) -> None:
+def test_a_file_that_is_opened_for_each_line_is_found_too(log: Path) -> None:
     """In a process of its own, since no audit hook can be taken back."""
     program = (
         "from hegmd.agent.state.script import output_files as files; import sys\n"

@@ -9,7 +9,7 @@ def anyhow(_mine: int, _yours: int) -> bool:
     return True
 
 
-def test_a_model_that_took_anothers_name_was_taken_for_it() -> None:
+def test_a_model_that_takes_the_name_of_another_is_not_matched_to_it() -> None:
     """`model = second`: both of `model` and `second` are names of the second now, and the first has its own left."""
     saved = [["model", "second"], ["first"]]
     here = [["model", "first"], ["second"]]

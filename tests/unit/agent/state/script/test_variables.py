@@ -169,12 +169,12 @@ def train():
 """
 
 
-def test_variables_of_two_functions_of_one_name_were_taken_for_one(scripts: Scripts) -> None:
+def test_variables_of_two_functions_of_one_name_are_distinguished(scripts: Scripts) -> None:
     """The meter of a function had what that of a method of the same name had, or that of the epoch before."""
     assert scripts.restarted(TWO_METERS, 7, first=1, second=2) == (scripts.run(TWO_METERS), [])
 
 
-def test_an_attribute_of_a_kept_names_name_began_anew_without_a_word(scripts: Scripts) -> None:
+def test_an_attribute_below_a_kept_name_is_reported_as_starting_over(scripts: Scripts) -> None:
     assert scripts.restarted(TWO_METERS, 7, ("best", "meter"), first=1, second=2) == (scripts.run(TWO_METERS), [])
 
 
@@ -277,7 +277,7 @@ def train():
 """
 
 
-def test_what_a_scripts_own_optimizer_counts_began_anew(scripts: Scripts) -> None:
+def test_the_counts_of_a_scripts_own_optimizer_are_kept(scripts: Scripts) -> None:
     assert scripts.restarted(WARMING, 3, first=2) == (scripts.run(WARMING), [])
 
 
@@ -296,6 +296,6 @@ def train():
 """
 
 
-def test_a_loss_within_autocast_counted_as_one_that_the_loop_goes_on_to_compute_gradients_of(scripts: Scripts) -> None:
+def test_a_loss_within_autocast_does_not_count_as_one_with_gradients_to_compute(scripts: Scripts) -> None:
     """A `with` may suppress an exception, and then the former loss would be read: a `while` around it was refused."""
     assert scripts.restarted(MIXED_PRECISION, 2, first=1) == (3, [])

@@ -104,7 +104,7 @@ def test_a_conjugate_view_and_a_negative_one_are_written_as_they_read(fd: int) -
     assert torch.equal(found[1], value.conj().imag.resolve_neg())
 
 
-def test_where_a_tensor_was_is_said(fd: int) -> None:
+def test_the_former_device_of_a_tensor_is_stated(fd: int) -> None:
     assert tensors.was_on(_through(fd, torch.ones(2))) == torch.device("cpu")
 
 

@@ -115,7 +115,7 @@ def test_what_the_script_does_not_keep_any_more_is_a_misfit(registrations: Regis
     ]
 
 
-def test_the_epoch_is_told_after_a_restart_and_is_0_before(registrations: Registrations, module: Optimizers) -> None:
+def test_the_epoch_is_known_after_a_restart_and_is_0_before(registrations: Registrations, module: Optimizers) -> None:
     registrations.set_steps_per_epoch(6)
     registrations.set_gradient_accumulation_steps(2)
     optimizer = Optimizer()
@@ -126,7 +126,7 @@ def test_the_epoch_is_told_after_a_restart_and_is_0_before(registrations: Regist
     assert _restarted(state).start_epoch() == 2
 
 
-def test_what_hegm_was_told_wrongly_is_an_error_at_once(registrations: Registrations) -> None:
+def test_wrong_arguments_to_hegm_are_an_error_at_once(registrations: Registrations) -> None:
     with pytest.raises(ValueError, match="an epoch has 0 batches"):
         registrations.set_steps_per_epoch(0)
     with pytest.raises(TypeError, match="a function that gets the value"):
