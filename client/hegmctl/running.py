@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from hegmctl.restart_client import DaemonAuthority
     from hegmd.protocol.snapshots import Gpu
 
-# `--gpu cpu` starts a job without a GPU; `--gpu auto` waits until hegmd has chosen one.
+# `--gpu cpu` starts a job without a GPU; `--gpu auto` waits until hegmd has chosen one, and `--gpu auto:4` four.
 CPU, AUTO = "cpu", "auto"
 SIMULATED = "simulated"
 # As a restart sets them: hegmd/migration/methods/restart.py. HIP takes an empty list for no list at all.
@@ -300,18 +300,35 @@ def msgpack_folder() -> str:
 def gpus_asked(text: str | None, *, waits: bool = False) -> tuple[str, ...]:
     """Return the GPUs that `--gpu` names, in their order. Raises HegmError for an invalid list.
 
-    A job that `waits` for a free GPU can have only one; without a name, any.
+    A job that `waits` for free memory can have one GPU by name, or those that hegmd chooses.
     """
     if text is None:
         return (AUTO,) if waits else ()
     names = tuple(name.strip() for name in text.split(","))
-    is_alone = len(names) == 1
-    if "" in names or len(set(names)) < len(names) or (not is_alone and {CPU, AUTO}.intersection(names)):
-        hint = "write each once: --gpu gpu0,gpu1; or --gpu cpu, or --gpu auto"
+    is_alone, alone = len(names) == 1, {CPU, AUTO}.intersection(name.partition(":")[0] for name in names)
+    if "" in names or len(set(names)) < len(names) or (not is_alone and alone):
+        hint = "write each once: --gpu gpu0,gpu1; or --gpu cpu, --gpu auto, or --gpu auto:2"
         raise HegmError(USAGE, f"--gpu {text} is not a list of GPUs", hint)
     if waits and (not is_alone or names == (CPU,)):
-        raise HegmError(USAGE, f"--bytes is for one GPU, not for {text}", "write --gpu auto, or name one GPU")
+        hint = "write --gpu auto, --gpu auto:2, or name one GPU"
+        raise HegmError(USAGE, f"--bytes is for one GPU, or for those that hegmd chooses, not for {text}", hint)
+    auto_count(names[0])
     return names
+
+
+def auto_count(name: str, ranks: int | None = None) -> int | None:
+    """Return how many GPUs hegmd is to choose; None for a GPU by name. Each of `ranks` gets its own if none is said.
+
+    Raises HegmError for a number that is none.
+    """
+    word, colon, number = name.partition(":")
+    if word != AUTO:
+        return None
+    if not colon:
+        return ranks or 1
+    if not (number.isascii() and number.isdigit() and int(number[:4]) > 0 and len(number) < 4):
+        raise HegmError(USAGE, f"--gpu {name} names no number of GPUs", "write a number of GPUs, such as --gpu auto:4")
+    return int(number)
 
 
 class RunTarget:
@@ -331,15 +348,18 @@ class RunTarget:
 def _query_daemon(session: Session, asked: tuple[str, ...], run_id: str, socket: str | None = None) -> RunTarget:
     """Check that a daemon serves us, register this process as a job, and wait for a GPU if asked. Raises HegmError."""
     size_bytes = session.arguments.whole("bytes")
-    if asked == (AUTO,) or size_bytes is not None:
-        from hegmctl.sharing_commands import wait_for_gpu
+    count = auto_count(asked[0], session.arguments.whole("ranks")) if asked else None
+    if count is not None or size_bytes is not None:
+        from hegmctl.sharing_commands import wait_for_gpus
         from hegmd.protocol.messages import PlaceJob
 
         with session.connect(socket=socket) as connection:
             names = _register(session, connection, run_id)
-        gpu = wait_for_gpu(session, PlaceJob(run=run_id, gpu=asked[0], size_bytes=size_bytes), socket)
+        gpu = asked[0] if count is None else AUTO
+        request = PlaceJob(run=run_id, gpu=gpu, size_bytes=size_bytes, gpu_count=count or 1)
+        gpus = wait_for_gpus(session, request, socket)
         with session.connect(socket=socket) as connection:
-            return RunTarget((gpu,), visible((gpu,), connection.gpus().gpus), *names)
+            return RunTarget(gpus, visible(gpus, connection.gpus().gpus), *names)
     with session.connect(socket=socket) as connection:
         gpus, variables = asked, dict[str, str]()
         if asked:

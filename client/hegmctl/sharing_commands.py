@@ -110,8 +110,8 @@ def queue(session: Session) -> int:
     return 0
 
 
-def wait_for_gpu(session: Session, request: PlaceJob, socket: str | None) -> str:
-    """Wait until the daemon gives this job a GPU, and return its id. Writes what it waits for to stderr."""
+def wait_for_gpus(session: Session, request: PlaceJob, socket: str | None) -> tuple[str, ...]:
+    """Wait until the daemon gives this job its GPUs, and return their ids. Writes what it waits for to stderr."""
     shown, away_since, was_there = "", 0.0, False
     while True:
         try:
@@ -127,7 +127,7 @@ def wait_for_gpu(session: Session, request: PlaceJob, socket: str | None) -> str
                             session.sink.note(text)
                         shown = without_times(text)
                 except StopIteration as end:
-                    return of_kind(end.value, JobPlaced).gpu
+                    return tuple(of_kind(end.value, JobPlaced).gpu.split(","))
                 finally:
                     stream.close()
         except HegmError as error:

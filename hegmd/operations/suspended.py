@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 
 import anyio
 import anyio.abc
@@ -84,8 +84,10 @@ class SuspendedOperations:
         self._when = when
         self._spill_tasks: dict[str, SpillTask] = {}
         self._wanted: set[str] = set()
-        #: Operations that are being prepared for their resume.
+        #: Operations that are being prepared for their resume, or whose preparation is being undone.
         self._preparing: dict[str, Preparation] = {}
+        #: Operations that have copy sessions which were opened ahead of their resume.
+        self._prepared: set[str] = set()
         self._tasks: anyio.abc.TaskGroup | None = None
         if when != ASKED:
             pool.free_memory = self.free_memory
@@ -120,6 +122,7 @@ class SuspendedOperations:
     async def stop_spilling(self, op_id: str) -> None:
         """End the spilling and the preparation of an operation that is to resume, and wait for their end."""
         await self._end_preparation(op_id)
+        self._prepared.discard(op_id)
         task = self._spill_tasks.pop(op_id, None)
         self._wanted.discard(op_id)
         if task is not None:
@@ -150,6 +153,27 @@ class SuspendedOperations:
         if self._tasks is not None and op_id not in self._preparing:
             self._preparing[op_id] = preparing = Preparation()
             self._tasks.start_soon(self._prepare, op_id, preparing, name=f"preparation of operation {op_id}")
+
+    def keep_prepared(self, op_ids: Collection[str]) -> None:
+        """Close the copy sessions that were opened ahead for other operations: each has contexts on GPUs."""
+        for op_id in self._prepared.difference(op_ids):
+            if self._tasks is not None and op_id not in self._preparing:
+                self._preparing[op_id] = preparing = Preparation()
+                self._tasks.start_soon(self._undo, op_id, preparing, name=f"end of the preparation of {op_id}")
+
+    async def _undo(self, op_id: str, preparing: Preparation) -> None:
+        """Undo a preparation. A resume waits for its end, and opens a session of its own."""
+        try:
+            self._prepared.discard(op_id)
+            op = self._runner.find(op_id)
+            for member in () if op is None or op.phase != SUSPENDED else op.live:
+                if member.offloaded:
+                    await self._performer.undo_preparation(op, member)
+        except Exception:  # the edge of one preparation: a failure here must not end the daemon
+            logger.exception("closing the copy sessions of operation %s failed", op_id)
+        finally:
+            del self._preparing[op_id]
+            preparing.over.set()
 
     async def _prepare(self, op_id: str, preparing: Preparation) -> None:
         try:
@@ -182,6 +206,7 @@ class SuspendedOperations:
         """Open its copy session. Close it if the operation has ended meanwhile: no resume would."""
         op = self._runner.find(op_id)
         if op is not None and op.phase == SUSPENDED:
+            self._prepared.add(op_id)
             await self._performer.prepare_ahead(op, member)
             if self._runner.find(op_id) is None:
                 await self._performer.undo_preparation(op, member)
@@ -271,6 +296,7 @@ class SuspendedOperations:
 
         if member.offloaded and self._is_to_be_spilled(op):
             await self._end_preparation(op.id)
+            self._prepared.discard(op.id)
             await self._performer.undo_preparation(op, member)
             await self._pool.spill(key, on_progress)
         piece = self._pool.by_owner().get(key)

@@ -162,7 +162,7 @@ class PlaceProgress(Record):
 class JobPlaced(Record):
     """A job may start."""
 
-    gpu: str = field("the GPU to start on")
+    gpu: str = field("the GPU to start on; several are separated by commas")
 
 
 class PlaceJob(Request, op="job.place", reply=JobPlaced, event=PlaceProgress, changes_state=True):
@@ -174,4 +174,5 @@ class PlaceJob(Request, op="job.place", reply=JobPlaced, event=PlaceProgress, ch
 
     run: str = field("id of the `hegmctl run`")
     gpu: str = field("the GPU, or auto for any", default=AUTO)
-    size_bytes: int | None = field("memory that it needs; nil: it gets a GPU without other jobs", default=None)
+    size_bytes: int | None = field("memory that it needs on each GPU; nil: GPUs without other jobs", default=None)
+    gpu_count: int = field("how many GPUs of one chip it gets at once; more than 1 with auto only", default=1)

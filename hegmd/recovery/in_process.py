@@ -6,7 +6,7 @@ the launcher's reports of recoveries.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hegmd.errors import NOT_FOUND, HegmError, Refused
 from hegmd.memory.pool import Memory, Source
@@ -17,6 +17,7 @@ from hegmd.recovery.job import Node
 from hegmd.recovery.records import JobSnapshots
 from hegmd.recovery.slots import SLOTS, JobSlots
 from hegmd.workers.job_file import JobRecord
+from hegmd.workers.job_names import trains
 from hegmd.workers.jobs import Jobs
 
 _EVENTS = {
@@ -33,11 +34,31 @@ class InProcess:
         self._jobs = jobs
         self._node = node
         self._record_of = record_of
+        #: The GPUs of the jobs whose ranks may all be started again, and do not train yet.
+        self._starting: dict[str, tuple[str, ...]] = {}
 
     def is_live(self, record: JobSnapshots) -> bool:
         """Return True if the launcher of that job runs."""
         pid = record.launcher_pid
         return pid is not None and start_ticks_of(pid) == record.launcher_start_ticks
+
+    def starts_ranks(self, job: str) -> bool:
+        """Return True if the launcher of that job runs: it starts the ranks again that have ended."""
+        record = self._record_of(job)
+        return record is not None and self.is_live(record)
+
+    def start_on(self, job: str, gpus: Sequence[str]) -> None:
+        """Keep the GPUs of a job for its ranks, all of which may be started again."""
+        if self.starts_ranks(job):
+            self._starting[job] = tuple(gpus)
+
+    def returns_to(self, job: str) -> tuple[str, ...]:
+        """Return the GPUs on which all ranks of that job are being started, until they train."""
+        if job in self._starting:
+            workers = self._node.workers_of(job)
+            if not self.starts_ranks(job) or (workers and all(trains(worker) for worker in workers)):
+                del self._starting[job]
+        return self._starting.get(job, ())
 
     async def hold(self, pid: int, uid: int, request: HoldSlot) -> tuple[str, Memory]:
         """Hold memory for a slot of the caller's job; the job's id, and the memory. Raises HegmError."""

@@ -136,12 +136,14 @@ class Recoveries(BackgroundTasks):
     def returns_to(self, job: str) -> tuple[str, ...]:
         """Return the GPUs on which that job will be started again, or is being started; none for any other job."""
         running = self._running.get(job)
-        return () if running is None else running.returns_to
+        return self.in_process.returns_to(job) if running is None else running.returns_to
 
     def start_on(self, job: str, gpus: Sequence[str]) -> None:
         """Have a job that waits for room started on these GPUs."""
         if (running := self._running.get(job)) is not None:
             running.job.put(running.job.record.replace(gpus=tuple(gpus)))
+        else:
+            self.in_process.start_on(job, gpus)
 
     def _must_wait(self, job: str) -> bool:
         return self.must_wait(job)

@@ -8,6 +8,7 @@ its note to the next daemon.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
@@ -15,8 +16,10 @@ from typing import Protocol
 from hegmd.errors import INTERNAL, Bug, HegmError, code_named
 from hegmd.migration.machine.next_effects import DONE, SUSPENDED
 from hegmd.migration.machine.wording import gigabytes
+from hegmd.node.gpu_sets import place_of
 from hegmd.operations.operations import Operations
 from hegmd.operations.request_context import OperationResult, RequestContext
+from hegmd.operations.suspended import SuspendedOperations
 from hegmd.protocol.operations import Operation, OperationProgress
 from hegmd.sharing import model
 from hegmd.sharing.history import History
@@ -33,6 +36,11 @@ from hegmd.telemetry.log import fields
 logger = logging.getLogger(__name__)
 
 BY = "sharing"
+# A job whose turn comes within this time is prepared: its bytes are compared with their checksums, 32 GiB in 4 s.
+PREPARE_AHEAD_S = 15.0
+# It stays prepared while its turn is expected within this time: more than above, so that nothing is closed and opened
+# again because an estimate has changed a little.
+KEEP_PREPARED_S = 2 * PREPARE_AHEAD_S
 
 
 class StartsAgain(Protocol):
@@ -59,6 +67,7 @@ class SharingActions(BackgroundTasks):
         rules: SharingRules,
         changed: Callable[[], object],
         *,
+        suspended: SuspendedOperations,
         recoveries: StartsAgain,
         clock: Callable[[], float] = time.monotonic,
         utc: Callable[[], float] = time.time,
@@ -70,6 +79,7 @@ class SharingActions(BackgroundTasks):
         self._events = events
         self._rules = rules
         self._changed = changed
+        self._suspended = suspended
         self._recoveries = recoveries
         self._clock = clock
         self._utc = utc
@@ -94,6 +104,33 @@ class SharingActions(BackgroundTasks):
             self.acting[action.subject] = action
             self._tasks.start_soon(self._carry_out, action, view, name=f"{action.kind} of {action.subject}")
 
+    # -- ahead of a turn -----------------------------------------------------------------------------------------------
+
+    def prepare_ahead(self, view: View, decision: model.Decision) -> None:
+        """Prepare suspended jobs whose turns come soon, and close what was opened for those whose turns went to others.
+
+        One that resumes now compares its bytes faster by itself.
+        """
+        now = self._clock()
+        operations = {job: seen.operation.id for job, seen in view.jobs.items() if seen.operation is not None}
+        kept = {operations[job] for job in self.acting if job in operations}
+        leaving = {gpu for job in view.snapshot.jobs if job.state == model.LEAVING for gpu in job.gpus}
+        leaving.update(gpu for action in self.acting.values() for gpu in action.gpus)
+        for waiting in decision.waiting:
+            op_id = operations.get(waiting.subject)
+            if op_id is None or op_id in kept:
+                continue
+            in_s = math.inf if waiting.at_s is None else waiting.at_s - now
+            if in_s < PREPARE_AHEAD_S:
+                self._suspended.prepare_soon(op_id)
+            if in_s < KEEP_PREPARED_S or (waiting.gpus and leaving.issuperset(waiting.gpus)):
+                kept.add(op_id)
+        self._suspended.keep_prepared(kept)
+
+    def undo_preparations(self) -> None:
+        """Close what was opened ahead: no job is about to resume."""
+        self._suspended.keep_prepared(())
+
     # -- at once -------------------------------------------------------------------------------------------------------
 
     def _grant(self, action: Action) -> None:
@@ -107,8 +144,9 @@ class SharingActions(BackgroundTasks):
         job = view.jobs[action.subject].record
         queued = self._memory.queue.get(job.number)
         if queued is not None and queued.placed is None:
-            self._memory.put_queued(queued.replace(placed=action.gpus[0], placed_utc=self._utc()))
-            self._record("sharing.placed", f"job {job} starts on {action.gpus[0]}", gpu=action.gpus[0], job=job.id)
+            where = place_of(action.gpus)
+            self._memory.put_queued(queued.replace(placed=where, placed_utc=self._utc()))
+            self._record("sharing.placed", f"job {job} starts on {where}", gpu=where, job=job.id)
 
     def _let_start(self, action: Action, job_view: JobView) -> None:
         """A job whose processes have ended while it was suspended: it is started again, which waited for this."""

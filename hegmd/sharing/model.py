@@ -86,11 +86,13 @@ class Job:
     hindrance: str = ""
     #: The policy does nothing with it and does not count on it before this instant. None if no action failed lately.
     retry_at_s: float | None = None
+    #: On how many GPUs a job is to start whose needs are unknown.
+    wanted_gpus: int = 1
 
     @property
     def gpu_count(self) -> int:
         """Return on how many GPUs it is."""
-        return max(1, len(self.gpus or self.needs_bytes or ()))
+        return len(self.gpus or self.needs_bytes or ()) or self.wanted_gpus
 
 
 @dataclass(frozen=True, slots=True)

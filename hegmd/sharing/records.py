@@ -44,9 +44,10 @@ class QueuedRecord(Record):
 
     job: int = field("the number of the job")
     gpu: str | None = field("the GPU that was asked for; nil for any", default=None)
-    size_bytes: int | None = field("the memory that it says it needs", default=None)
+    gpu_count: int = field("how many GPUs were asked for", default=1)
+    size_bytes: int | None = field("the memory that it says it needs on each", default=None)
     since_utc: float = field("when it was asked for")
-    placed: str | None = field("the GPU that it was given", default=None)
+    placed: str | None = field("the GPU that it was given; several are separated by commas", default=None)
     placed_utc: float | None = field("when it was", default=None)
     has_trained: bool = field("whether it was seen to train since", default=False)
 

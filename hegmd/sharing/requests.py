@@ -2,6 +2,8 @@
 
 Owns what callers may ask and how they are answered, and waits for them. `service` does what is asked. A caller is who
 the kernel says that it is; `may` is called with the owner of each job, process or lease.
+
+Longer than 400 lines because each request is checked, waited for and answered here.
 """
 
 from __future__ import annotations
@@ -309,9 +311,16 @@ class SharingRequests:
             message = f"{request.size_bytes} bytes are not a size"
             raise HegmError(BAD_REQUEST, message, "give one such as --bytes 60GiB", FINAL)
         self._require_room(snapshot, gpu, request.size_bytes or 0)
+        _require_gpus(snapshot, gpu, request.gpu_count, request.size_bytes or 0)
         memory = self._sharing.memory
         if job.number not in memory.queue:
-            record = QueuedRecord(job=job.number, gpu=gpu, size_bytes=request.size_bytes, since_utc=self._utc())
+            record = QueuedRecord(
+                job=job.number,
+                gpu=gpu,
+                gpu_count=request.gpu_count,
+                size_bytes=request.size_bytes,
+                since_utc=self._utc(),
+            )
             self._sharing.note_queued(job)
             memory.put_queued(record)
             await memory.until_saved()
@@ -356,6 +365,18 @@ class SharingRequests:
             leases=tuple([lease if caller.may(lease.uid) else lease.replace(name=None) for lease in leases]),
             slices=self._sharing.rules.policy.slices,
         )
+
+
+def _require_gpus(node: NodeSnapshot, gpu_id: str | None, count: int, size_bytes: int) -> None:
+    """See that the node has so many GPUs of one chip and that size. Raises BAD_REQUEST, REFUSED."""
+    if count < 1 or (count > 1 and gpu_id is not None):
+        raise HegmError(BAD_REQUEST, f"{count} GPUs cannot be chosen", "write --gpu auto:2, or name one GPU", FINAL)
+    chips = [gpu.chip for gpu in node.gpus if (gpu.memory_total_bytes or size_bytes) >= size_bytes]
+    most = max((chips.count(chip) for chip in chips), default=0)
+    if count > most:
+        size = f" with {gigabytes(size_bytes)} each" if size_bytes else ""
+        hint = f"ask for fewer, such as --gpu auto:{most}; or name the GPU for all ranks: --gpu gpu0"
+        raise Refused(f"the job wants {count} GPUs of one type{size}, and this node has {most}", hint, FINAL)
 
 
 def is_moving(view: View, decision: model.Decision, subject: str) -> bool:

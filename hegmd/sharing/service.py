@@ -49,8 +49,6 @@ logger = logging.getLogger(__name__)
 SETTLED_AFTER_S, SETTLE_INTERVAL_S = 15.0, 0.1
 # While somebody waits: at most so long from one look to the next. Nothing reports that other programs free memory.
 LOOK_INTERVAL_S = 1.0
-# A job whose turn comes within this time is prepared: its bytes are compared with their checksums, 32 GiB in 4 s.
-PREPARE_AHEAD_S = 15.0
 # Looks are at least so far apart: each asks the driver.
 MIN_INTERVAL_S = 0.02
 
@@ -80,6 +78,7 @@ class Sharing:
         self._operations_of = JobOperationsOf(moving.runner)
         self.actions = SharingActions(
             *(moving.operations, self.memory, self.history, events, rules, self._changed.notify_all),
+            suspended=moving.suspended_operations,
             recoveries=moving.recoveries,
             clock=clock,
             utc=utc,
@@ -88,6 +87,7 @@ class Sharing:
             *(moving.jobs, moving.workers, self._operations_of, moving.survey, self.memory, self.history, rules),
             acting=self.actions.of,
             returns_to=moving.recoveries.returns_to,
+            starts_ranks=moving.recoveries.in_process.starts_ranks,
             clock=clock,
             utc=utc,
         )
@@ -145,7 +145,11 @@ class Sharing:
             wait_s: float | None = LOOK_INTERVAL_S
             try:
                 self._forget_what_is_over()
-                wait_s = await self._decide() if self.is_wanted else None
+                if self.is_wanted:
+                    wait_s = await self._decide()
+                else:
+                    self.actions.undo_preparations()
+                    wait_s = None
             except HegmError as error:
                 limited(logger, "sharing", logging.ERROR, "GPUs cannot be shared now: %s", error.message)
             except Exception:  # the edge of one decision: what is wrong here is not to end the daemon
@@ -210,20 +214,10 @@ class Sharing:
         for action in decision.actions:
             self.actions.begin(action, view)
         self.decided.notify_all()
-        self._prepare_ahead(view, decision)
+        self.actions.prepare_ahead(view, decision)
         if decision.again_at_s is None:
             return LOOK_INTERVAL_S
         return max(MIN_INTERVAL_S, min(LOOK_INTERVAL_S, decision.again_at_s - self._clock()))
-
-    def _prepare_ahead(self, view: View, decision: model.Decision) -> None:
-        """Prepare suspended jobs whose turns come soon. One that resumes now compares its bytes faster by itself."""
-        soon_s = self._clock() + PREPARE_AHEAD_S
-        for waiting in decision.waiting:
-            seen = view.jobs.get(waiting.subject)
-            if waiting.at_s is None or waiting.at_s >= soon_s or self.actions.of(waiting.subject) is not None:
-                continue
-            if seen is not None and seen.operation is not None:
-                self._moving.suspended_operations.prepare_soon(seen.operation.id)
 
     async def look(self, *more: LeaseRecord) -> tuple[View, model.Decision]:
         """Look at the node now and decide, without carrying anything out. `more` are leases only thought of."""
@@ -251,13 +245,14 @@ class Sharing:
         self.history.keep_only({job.id for job in jobs.values()} | {lease.id for lease in self.memory.leases})
 
     def _may_be_started_again(self, job: JobRecord) -> bool:
-        """Whether a suspended job that has no process any more will be started again, or may be: its supervisor has
-        yet to return to this daemon.
+        """Whether a suspended job that has no process any more will be started again, or may be: its launcher waits
+        for that, or its supervisor has yet to return to this daemon.
         """
         recoveries = self._moving.recoveries
         is_new = self._clock() - self._began < SETTLED_AFTER_S and job.id in recoveries.job_ids
         has_process = any(not worker.ended for worker in self._moving.jobs.workers_of(job))
-        return bool(recoveries.returns_to(job.id)) or (is_new and not has_process)
+        has_launcher = recoveries.in_process.starts_ranks(job.id)
+        return bool(recoveries.returns_to(job.id)) or ((is_new or has_launcher) and not has_process)
 
     def must_wait(self, job_id: str) -> bool:
         """Return True if a job that is to be started again had left its GPUs, and there is no room for it yet.

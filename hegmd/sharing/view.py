@@ -27,6 +27,7 @@ from hegmd.protocol.snapshots import HEALTHY
 from hegmd.sharing import model
 from hegmd.sharing.history import UNKNOWN_SWITCH_S, History
 from hegmd.sharing.memory_use import (
+    common_chip,
     copies_by_gpu,
     descends,
     held_by_gpu,
@@ -90,6 +91,7 @@ class SharingView:
     """`acting` returns the action that is under way on a job, by the job's id.
 
     `returns_to` returns the GPUs on which a job that has failed is started again; none for any other job.
+    `starts_ranks` returns True for a job whose launcher starts its ranks again, which it can on the same GPUs only.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that it asks, each named
@@ -104,6 +106,7 @@ class SharingView:
         *,
         acting: Callable[[str], model.Action | None],
         returns_to: Callable[[str], Sequence[str]],
+        starts_ranks: Callable[[str], bool],
         clock: Callable[[], float] = time.monotonic,
         utc: Callable[[], float] = time.time,
     ) -> None:
@@ -116,6 +119,7 @@ class SharingView:
         self._rules = rules
         self._acting = acting
         self._returns_to = returns_to
+        self._starts_ranks = starts_ranks
         self._clock = clock
         self._utc = utc
         #: The processes with an agent of each job at this look, by the job's number.
@@ -214,15 +218,18 @@ class SharingView:
         workers = [worker for worker in self._attending.get(record.number, ()) if trains(worker)]
         held = held_by_gpu(candidates)
         op, queued = self._operations.of(record), self._memory.queue.get(record.number)
-        if queued is not None and queued.placed is not None and not queued.has_trained and workers and held:
+        if queued is not None and not queued.has_trained and workers and self._is_on_its_gpus(queued, held):
             queued = queued.replace(has_trained=True)
             self._memory.put_queued(queued)
         if op is not None:
             return self._in_operation(record, op, held, node, now)
         if queued is not None and not queued.has_trained:
-            return self._starting(record, queued, held, now)
-        if returns_to := tuple(self._returns_to(record.id)):
-            note = self._memory.suspended.get(record.number)
+            return self._starting(record, queued, held, node, now)
+        note, has_launcher = self._memory.suspended.get(record.number), self._starts_ranks(record.id)
+        returns_to = tuple(self._returns_to(record.id))
+        if note is not None and has_launcher and not held:
+            returns_to = gpus_of(note.gpu)
+        if returns_to:
             return self._recovering(record, returns_to, held, now, note, node)
         if not held:
             return None
@@ -253,7 +260,7 @@ class SharingView:
                 *(record, model.SUSPENDED, now, JobView(record, (), None)),
                 gpus=gpus,
                 needs=needs,
-                allowed=gpus if are_healthy else None,
+                allowed=gpus if are_healthy or self._starts_ranks(record.id) else None,
                 since_utc=note.since_utc,
             )
         return self._with_facts(
@@ -283,7 +290,7 @@ class SharingView:
             held = {gpu: max(0, size - stays.get(gpu, 0)) for gpu, size in held.items()}
             needs = tuple(held.values())
         if action is None or action.kind != MIGRATE:
-            needs = _with_stated(needs, queued, sum(stays.values()))
+            needs = _with_stated(dict(zip(gpus, needs, strict=True)), queued, stays)
         return self._with_facts(
             *(record, state, now, JobView(record, pids, None, leaves)),
             gpus=gpus,
@@ -351,7 +358,7 @@ class SharingView:
             return self._with_facts(
                 *(record, model.SUSPENDED if is_ours else model.USER_SUSPENDED, now, job_view),
                 gpus=tuple(former),
-                needs=_with_stated(least, self._memory.queue.get(record.number), sum(kept.values())),
+                needs=_with_stated(dict(zip(former, least, strict=True)), self._memory.queue.get(record.number), kept),
                 least=least,
                 allowed=tuple(former) if kept else self._pinned_in_queue(record, former),
                 chip=chip,
@@ -359,7 +366,7 @@ class SharingView:
                 since_utc=suspended.since_utc if suspended is not None and is_ours else op.created_utc,
             )
         if op.phase != HOLDING and op.direction == FORWARD and op.kind == SUSPEND:
-            needs = _with_stated(tuple(held.values()), self._memory.queue.get(record.number))
+            needs = _with_stated(held, self._memory.queue.get(record.number), {})
             return self._with_facts(
                 *(record, model.LEAVING, now, job_view), gpus=tuple(held), needs=needs, held=held, chip=chip
             )
@@ -380,24 +387,30 @@ class SharingView:
         return ""
 
     def _starting(
-        self, record: JobRecord, queued: QueuedRecord, held: Mapping[str, int], now: float
+        self, record: JobRecord, queued: QueuedRecord, held: Mapping[str, int], node: NodeSnapshotForPlan, now: float
     ) -> tuple[model.Job, JobView]:
-        """A job that waits for its start, or was given a GPU and has not trained yet."""
-        needs = None if queued.size_bytes is None else (queued.size_bytes,)
-        is_overdue = self._is_overdue(queued)
+        """A job that waits for its start, or was given GPUs and has not trained yet."""
+        needs = None if queued.size_bytes is None else (queued.size_bytes,) * queued.gpu_count
+        is_overdue, gpus = self._is_overdue(queued), gpus_of(queued.placed)
         if is_overdue:
-            needs = (held.get(queued.placed or "", 0),)
+            needs = tuple([held.get(gpu, 0) for gpu in gpus])
         state = model.QUEUED if queued.placed is None else model.ARRIVING
-        gpus = () if queued.placed is None else (queued.placed,)
         return self._with_facts(
             *(record, state, now, JobView(record, (), None)),
             gpus=gpus,
             needs=needs,
             held=held,
+            wanted_gpus=queued.gpu_count,
             allowed=None if queued.gpu is None else (queued.gpu,),
+            chip=None if queued.gpu_count == 1 else common_chip(node.gpus),
             since_utc=queued.since_utc,
             hindrance=f"it has not trained within {STARTS_WITHIN_S / 60:.0f} min of its start" if is_overdue else "",
         )
+
+    def _is_on_its_gpus(self, queued: QueuedRecord, held: Mapping[str, int]) -> bool:
+        """Return True if a job has memory on each GPU that it was given. Until then all of it is kept for the job."""
+        is_on_all = queued.placed is not None and held.keys() >= set(gpus_of(queued.placed))
+        return bool(held) and (is_on_all or self._is_overdue(queued))
 
     def _is_overdue(self, queued: QueuedRecord) -> bool:
         """Return True if a job that was given a GPU has not trained in time."""
@@ -417,6 +430,7 @@ class SharingView:
         *,
         gpus: tuple[str, ...] = (),
         needs: tuple[int, ...] | None = (),
+        wanted_gpus: int = 1,
         least: tuple[int, ...] | None = None,
         held: Mapping[str, int] | None = None,
         allowed: tuple[str, ...] | None = None,
@@ -437,6 +451,7 @@ class SharingView:
             since_s=past.since_s,
             gpus=gpus,
             needs_bytes=known,
+            wanted_gpus=wanted_gpus,
             least_bytes=least,
             held_bytes=dict(held or {}),
             pool_bytes=None if job_view.leaves is None else job_view.leaves.pool_bytes,
@@ -494,11 +509,12 @@ class SharingView:
             if job is None or record.placed is None or record.size_bytes is None or self._is_overdue(record):
                 continue
             held = held_by_gpu(by_job.get(number, ()))
-            gpu = record.placed if not record.has_trained else next(iter(held), None)
+            gpus = gpus_of(record.placed) if not record.has_trained else tuple(held)
             op = self._operations.of(job)
             leaves = op is not None and op.kind == SUSPEND and op.phase != SUSPENDED
-            if gpu is not None and len(held) < 2 and (op is None or leaves):
-                kept[gpu] = kept.get(gpu, 0) + max(0, record.size_bytes - held.get(gpu, 0))
+            if len(gpus) == record.gpu_count and len(held) <= record.gpu_count and (op is None or leaves):
+                for gpu in gpus:
+                    kept[gpu] = kept.get(gpu, 0) + max(0, record.size_bytes - held.get(gpu, 0))
         return kept
 
     def used_bytes(self, lease: LeaseRecord, candidates: Sequence[Candidate]) -> int:
@@ -518,13 +534,13 @@ def _due(
     return due
 
 
-def _with_stated(needs: tuple[int, ...], queued: QueuedRecord | None, kept_bytes: int = 0) -> tuple[int, ...]:
-    """Return what a job needs, at least what it said without what it has left there: it may not have taken all of it
-    yet.
+def _with_stated(needs: Mapping[str, int], queued: QueuedRecord | None, kept: Mapping[str, int]) -> tuple[int, ...]:
+    """Return what a job needs on each GPU, at least what it said without what it has left there: it may not have taken
+    all of it yet.
     """
-    if queued is None or queued.size_bytes is None or len(needs) != 1:
-        return needs
-    return (max(needs[0], queued.size_bytes - kept_bytes),)
+    if queued is None or queued.size_bytes is None or len(needs) != queued.gpu_count:
+        return tuple(needs.values())
+    return tuple([max(size_bytes, queued.size_bytes - kept.get(gpu, 0)) for gpu, size_bytes in needs.items()])
 
 
 def _pinned(

@@ -107,7 +107,10 @@ def _then(request: MemoryRequest) -> str:
 
 
 def _needed(request: MemoryRequest) -> str:
-    return "a whole GPU" if request.needs_bytes is None else size_text(max(request.needs_bytes))
+    is_several = request.gpu_count > 1
+    if request.needs_bytes is None:
+        return "whole GPUs" if is_several else "a whole GPU"
+    return f"{size_text(max(request.needs_bytes))}{' each' if is_several else ''}"
 
 
 def _exactly(request: MemoryRequest, capacity_bytes: int) -> str:

@@ -99,8 +99,14 @@ def test_an_end_that_is_wanted_and_a_fault_that_comes_again_end_all_ranks(daemon
     assert one.returncode == -signal.SIGTERM
 
 
-def test_a_rank_that_ends_while_its_job_is_suspended_for_others_is_started_again_in_its_turn(tmp_path: Path) -> None:
-    """The other rank returned into memory that a lease had, and was killed as it did not join the new one in time."""
+@pytest.mark.parametrize("ended", [(1,), (0, 1)], ids=["one", "all"])
+def test_ranks_that_end_while_their_job_is_suspended_for_others_are_started_again_in_its_turn(
+    tmp_path: Path, ended: tuple[int, ...]
+) -> None:
+    """The other rank returned into memory that a lease had, and was killed as it did not join the new one in time.
+
+    If all had ended, the new ones started in that memory at once.
+    """
     limit_s, out, errors = "1", tmp_path / "out", tmp_path / "errors"
     with RunningDaemon(tmp_path, "--simulate", "1x4MiB") as daemon, connect(str(daemon.socket_path)) as hegmd:
         words = [*RUN, "2", "--gpu", "gpu0", "--", *SCRIPT, "100000", limit_s, "gloo", "64", "0.02"]
@@ -112,7 +118,8 @@ def test_a_rank_that_ends_while_its_job_is_suspended_for_others_is_started_again
             lease = hegmd.make_room(4 << 20, until_free=True).lease
             assert lease is not None
             (suspended,) = hegmd.operations().operations
-            os.kill(suspended.processes[1].pid, signal.SIGKILL)
+            for rank in ended:
+                os.kill(suspended.processes[rank].pid, signal.SIGKILL)
             _until(lambda: "is started again once its job is resumed" in errors.read_text())
             began = time.monotonic()
             _until(lambda: time.monotonic() > began + 3 * float(limit_s))

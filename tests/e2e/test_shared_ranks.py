@@ -31,9 +31,11 @@ LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 @contextmanager
-def _job(daemon: RunningDaemon, folder: Path, options: tuple[str, ...], *words: str) -> Iterator[Path]:
+def _job(
+    daemon: RunningDaemon, folder: Path, options: tuple[str, ...], *words: str, gpu: str = "gpu0"
+) -> Iterator[Path]:
     """A job of two ranks; the file with what they print."""
-    argv = [sys.executable, "-m", "hegmctl", "run", *options, "--gpu", "gpu0", "--", sys.executable, *words]
+    argv = [sys.executable, "-m", "hegmctl", "run", *options, "--gpu", gpu, "--", sys.executable, *words]
     out, environ = folder / "out", environment(daemon.socket_path)
     with out.open("w") as told, (folder / "errors").open("w") as errors:
         job = subprocess.Popen(argv, env=environ, stdout=told, stderr=errors, cwd=folder)
@@ -72,7 +74,37 @@ def test_two_jobs_of_two_ranks_take_turns_and_no_loss_differs(tmp_path: Path) ->
         _until(lambda: len(_steps(out)) > before[0] + 4 and _least(losses) > before[1] + 4)
     made = _steps(out)
     _compare_block(tmp_path, made)
-    alone = str(tmp_path / "alone")
+    _compare_torchrun(tmp_path, losses)
+
+
+def test_each_rank_gets_a_gpu_of_its_own_and_two_such_jobs_take_turns_on_all_gpus(tmp_path: Path) -> None:
+    settings = '[sharing]\nslices = "on"\nmin_quantum_s = 0.2\n'
+    one_folder, other_folder, losses = tmp_path / "one", tmp_path / "other", tmp_path / "other" / "losses"
+    for folder in (one_folder, other_folder):
+        folder.mkdir()
+    node = RunningDaemon(tmp_path, "--simulate", f"2x{GPU_BYTES // MIB}MiB").configured(settings)
+    size = ("--bytes", f"{GPU_BYTES // MIB - 4}MiB")
+    block = _job(node, one_folder, ("--ranks", "2", *size), BLOCK, "100000", *PACE, gpu="auto")
+    torchrun = _job(node, other_folder, size, *LAUNCHER, RANKS, str(losses), gpu="auto:2")
+    with node, connect(str(node.socket_path)) as hegmd, block as out:
+        _until(lambda: len(_steps(out)) > 3 and len(_on_gpu(hegmd)) == 2)
+        places = {gpu.gpu for process in hegmd.processes().processes for gpu in process.gpus}
+        assert places == {"gpu0", "gpu1"}, "both ranks were on one GPU"
+        with torchrun:
+            while _count(hegmd, "sharing.resumed") < 2:
+                assert len(_on_gpu(hegmd)) <= 2, "all ranks of a job or none"
+                pause()
+            assert _count(hegmd, "sharing.failed") == 0
+            before = _least(losses)
+            _until(lambda: _least(losses) > before + 4)
+        made = _steps(out)
+    _compare_block(tmp_path, made)
+    _compare_torchrun(tmp_path, losses)
+
+
+def _compare_torchrun(folder: Path, losses: Path) -> None:
+    """See that an undisturbed run has the same losses."""
+    alone = str(folder / "alone")
     undisturbed([*TWO_RANKS, RANKS, alone, str(_least(losses))])
     for rank in "01":
         told = Path(f"{losses}.{rank}").read_text().splitlines()[: _least(losses)]

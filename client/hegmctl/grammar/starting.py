@@ -59,14 +59,15 @@ STARTING = (
                 metavar="GPU",
                 complete=PLACES,
                 doc="the only GPUs that the command sees, or cpu; overrides CUDA_VISIBLE_DEVICES. With auto, hegmd "
-                "chooses one, and the job waits in the queue until one has room",
+                "chooses one, and the job waits in the queue until one has room; with auto:4 it gets four of one chip "
+                "at once. With --ranks, auto is one GPU for each rank",
             ),
             Option(
                 "--bytes",
                 kind=SIZE,
                 metavar="SIZE",
-                doc="how much GPU memory the job will need: it waits until this much is free. Without, --gpu auto "
-                "chooses a GPU without other jobs",
+                doc="how much GPU memory the job will need on each GPU: it waits until this much is free. Without, "
+                "--gpu auto chooses GPUs without other jobs",
             ),
             Option(
                 "--priority",
@@ -143,6 +144,10 @@ STARTING = (
             (
                 "hegmctl run --gpu auto --bytes 20GiB --priority best-effort -- python3 train.py",
                 "wait for a GPU with 20 GiB, and leave it for others",
+            ),
+            (
+                "hegmctl run --gpu auto:4 -- torchrun --nproc-per-node 4 train.py",
+                "wait for four GPUs without other jobs, one per rank",
             ),
             ("hegmctl run --allow-restart -- python3 train.py", "a training that can also be restarted elsewhere"),
             ("hegmctl run --recover -- python3 train.py", "a training that survives the end of its process"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hegmctl.arguments import parse
-from hegmctl.running import gpus_asked
+from hegmctl.running import auto_count, gpus_asked
 from hegmctl.sharing_text import lease_note, queue_text, released_text, room_progress_text, room_text
 from hegmctl.tables import Style, width
 from hegmd.errors import USAGE, HegmError
@@ -39,12 +39,16 @@ def test_the_words_of_a_command_become_its_request() -> None:
     assert parse(["priority", "4711", "best-effort"]).request() == SetPriority(job=4711, priority="best-effort")
 
 
-def test_a_job_that_waits_for_room_waits_for_one_gpu() -> None:
+def test_a_job_that_waits_for_room_names_one_gpu_or_lets_hegmd_choose() -> None:
     assert gpus_asked("auto") == ("auto",)
     assert gpus_asked(None, waits=True) == ("auto",)
     assert gpus_asked("gpu1", waits=True) == ("gpu1",)
     assert gpus_asked("gpu0,gpu1") == ("gpu0", "gpu1")
-    for text, waits in (("auto,gpu1", False), ("gpu0,gpu1", True), ("cpu", True)):
+    assert gpus_asked("auto:2", waits=True) == ("auto:2",)
+    counts = [auto_count("gpu1", 4), auto_count("auto"), auto_count("auto", 4), auto_count("auto:2", 4)]
+    assert counts == [None, 1, 4, 2], "each rank gets a GPU unless another number is given"
+    wrong = (("auto,gpu1", False), ("auto:2,gpu1", False), ("gpu0,gpu1", True), ("cpu", True))
+    for text, waits in (*wrong, *((f"auto:{number}", False) for number in ("", "0", "-1", "two", "1e1", "10000"))):
         with pytest.raises(HegmError) as refused:
             gpus_asked(text, waits=waits)
         assert refused.value.code is USAGE

@@ -1,4 +1,7 @@
-"""Suspended jobs at rest: told to stay, on disk where that is wanted, and never with their bytes in no place."""
+"""Suspended jobs at rest: told to stay, on disk where that is wanted, and never with their bytes in no place.
+
+Longer than 400 lines because the preparation of a resume is tested against the same moments.
+"""
 
 from __future__ import annotations
 
@@ -375,6 +378,24 @@ async def test_a_job_that_ended_while_it_was_prepared_kept_its_copy_session() ->
     async with node.preparing():
         node.ops.clear()
         node.opened.set()
+        await anyio.wait_all_tasks_blocked()
+    assert node.done == ["compare", "open", "close"]
+
+
+async def test_a_turn_that_goes_to_another_job_closes_the_copy_session_that_was_opened_for_it() -> None:
+    """It stayed open, with a context on the GPU, until the job resumed."""
+    node = Preparations()
+    node.compared.set()
+    node.opened.set()
+    async with node.preparing() as suspended:
+        suspended.keep_prepared({"op1"})
+        await anyio.wait_all_tasks_blocked()
+        assert node.done == ["compare", "open"]
+        suspended.keep_prepared(())
+        with anyio.fail_after(HANG_S):
+            await suspended.stop_spilling("op1")
+        assert node.done == ["compare", "open", "close"], "a resume waits for its end"
+        suspended.keep_prepared(())
         await anyio.wait_all_tasks_blocked()
     assert node.done == ["compare", "open", "close"]
 

@@ -215,6 +215,14 @@ def test_a_job_on_two_gpus_waits_until_both_have_room() -> None:
     assert kinds(decided(gpu("gpu0", 50), gpu("gpu1", 60), job)) == [("resume", "j1", ("gpu1", "gpu0"))]
 
 
+def test_a_job_of_unknown_need_waits_until_as_many_gpus_as_it_wants_have_no_other_jobs() -> None:
+    pair = replace(queued("pair", None), wanted_gpus=2)
+    assert kinds(decided(gpu("gpu0"), gpu("gpu1"), pair)) == [("start", "pair", ("gpu0", "gpu1"))]
+    busy = node(gpu("gpu0"), gpu("gpu1", 40), running("other", 40, "gpu1"), pair, rules=Rules(slices=False))
+    assert decide(busy, NOW).actions == ()
+    assert decide(busy, NOW).waiting[0].waits.startswith("whole GPUs on gpu0, gpu1")
+
+
 def test_suspending_a_job_frees_all_its_gpus() -> None:
     victim = _on_two(running("j1", priority=20))
     actions = decided(gpu("gpu0", 20), gpu("gpu1", 30), victim, queued("j2", 70), queued("j3", 60))

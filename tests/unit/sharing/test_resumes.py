@@ -76,6 +76,8 @@ async def test_a_queued_job_keeps_its_place_without_its_client_and_after_a_kill_
         answer = await resumes.resume(process.pid, None, _asked(shared, wait=False))
         assert answer.operation is not None
         assert answer.operation.phase == "suspended"
+        assert answer.operation.waits is not None
+        assert answer.operation.waits.next == "hegmctl queue shows when it resumes", "it named resume as the next step"
         agent = shared.node.agents[process.pid]
         await agent.leave()
     async with sharing_on(tmp_path) as shared:

@@ -16,12 +16,11 @@ from hegmd.operations.job_requests import JobOperationsOf
 from hegmd.protocol import sharing as protocol
 from hegmd.protocol.operations import HOST
 from hegmd.sharing import model
-from hegmd.sharing.actions import is_enough
+from hegmd.sharing.actions import PREPARE_AHEAD_S, is_enough
 from hegmd.sharing.history import History
 from hegmd.sharing.memory_use import kept_by_gpu
 from hegmd.sharing.policy import decide
 from hegmd.sharing.records import QueuedRecord
-from hegmd.sharing.service import PREPARE_AHEAD_S
 from hegmd.sharing.view import SharingView, SuspendOptions
 from hegmd.workers.job_file import JobRecord
 from tests.unit.migration.operations import worker
@@ -132,6 +131,7 @@ def test_what_stays_of_a_running_job_was_also_kept_free_for_it() -> None:
         *(nothing, nothing, nothing, nothing, nothing, History(), rules(method="keep-context")),
         acting=lambda _job: None,
         returns_to=lambda _job: (),
+        starts_ranks=lambda _job: False,
     )
     record = JobRecord(number=1, name="train", uid=0, runs=(), command="", started_utc=0.0, boot="")
     asked = QueuedRecord(job=1, size_bytes=60, since_utc=0.0, placed="gpu0", has_trained=True)
@@ -164,6 +164,7 @@ async def test_a_suspended_job_needs_room_for_the_context_that_copies_its_bytes_
                     *(moving.jobs, moving.workers, operations, moving.survey, sharing.memory, sharing.history, rules()),
                     acting=sharing.actions.of,
                     returns_to=lambda _job: (),
+                    starts_ranks=lambda _job: False,
                 ).take()
             ).snapshot.jobs[0]
             for operations in (JobOperationsOf(moving.runner), HostCarrierOperations(moving.runner))

@@ -1,0 +1,54 @@
+"""Jobs that want several GPUs at once wait in the queue, over model agents."""
+
+from __future__ import annotations
+
+import subprocess
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from hegmd.errors import HegmError
+from hegmd.protocol import sharing as protocol
+from hegmd.protocol.messages import RegisterJob
+from tests.unit.sharing.shared_node import ADMIN, MIB, UID, sharing_on
+
+Child = subprocess.Popen[bytes]
+
+
+async def test_a_job_gets_all_the_gpus_that_it_wants_at_once_or_none(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    """All ranks of `run --ranks 2 --gpu auto` were given one GPU."""
+    async with sharing_on(tmp_path, "2x8MiB") as shared:
+        lease = (await shared.make_room(7 * MIB, gpu="gpu1", until_free=True)).lease
+        assert lease is not None
+        placed: list[str] = []
+
+        async def wait(run: str, **asked: Any) -> None:
+            reply = await shared.requests.place(protocol.PlaceJob(run=run, **asked), ADMIN, shared.emit)
+            placed.append(f"{run} on {reply.gpu}")
+
+        for child, run in ((process, "pair"), (other, "one")):
+            await shared.node.moving.job_requests.register(child.pid, UID, RegisterJob(run=run, command=("train",)))
+        for count, gpu in ((3, "auto"), (2, "gpu0"), (0, "auto")):
+            with pytest.raises(HegmError) as refused:
+                await wait("pair", gpu_count=count, gpu=gpu)
+            assert refused.value.facts["final"]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(wait, "pair", gpu_count=2, size_bytes=5 * MIB))
+            await shared.until(lambda: len(shared.sharing.memory.queue) == 1)
+            await shared.until(lambda: any("5 MiB each on gpu0, gpu1" in one.waits for one in shared.heard))
+            tasks.start_soon(partial(wait, "one", size_bytes=5 * MIB))
+            await shared.until(lambda: len(shared.sharing.memory.queue) == 2)
+            assert await shared.states() == {"j1": "waiting", "j2": "waiting"}, "gpu0 is held for the pair"
+            await shared.requests.release(protocol.Release(lease=lease.id), ADMIN)
+            await shared.until(lambda: placed == ["pair on gpu0,gpu1"])
+            assert await shared.states() == {"j1": "starting", "j2": "waiting"}
+            assert shared.sharing.leased_bytes((), ()) == {"gpu0": 5 * MIB, "gpu1": 5 * MIB}
+            process.kill()
+            process.wait()
+            await shared.until(lambda: len(placed) == 2)
+        assert placed[-1] == "one on gpu0"
