@@ -111,9 +111,9 @@ class Ring:
 _KEPT: list[mmap.mmap] = []
 
 
-def make_ring_memory(pace: StagingSizes = PACE) -> None:
+def make_ring_memory() -> None:
     """Prepare memory for the next ring with its pages present. Needs no context and overlaps creating one."""
-    _KEPT.append(_kept_or_new(pace.ring_bytes))
+    _KEPT.append(_kept_or_new(PACE.ring_bytes))
 
 
 def _kept_or_new(size_bytes: int) -> mmap.mmap:

@@ -75,10 +75,9 @@ class PrestartedJobs:
         events: EventLog,
         *,
         in_hand: Callable[[int], bool],
-        answers_within_s: float = ANSWERS_WITHIN_S,
         patience: RetryDelays | None = None,
     ) -> None:
-        self._answers_within_s, self._patience = answers_within_s, patience or RetryDelays()
+        self._patience = patience or RetryDelays()
         self._supervisors = supervisors
         self._workers = workers
         self._readying = readying
@@ -161,7 +160,7 @@ class PrestartedJobs:
 
     async def _ask(self, supervisor: Supervisor, worker: AgentConnection, kept: _PrestartRequest) -> None:
         """Ask the supervisor, and again after a while if it did not answer. Raises nothing."""
-        with anyio.move_on_after(self._answers_within_s):
+        with anyio.move_on_after(ANSWERS_WITHIN_S):
             try:
                 if not self._is_wanted(supervisor):
                     await supervisor.tell("unready", "")  # left by a daemon with another configuration

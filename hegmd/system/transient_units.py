@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from hegmd.errors import ExternalError, Refused
@@ -47,37 +47,34 @@ async def start_unit(
     pid_file: str,
     description: str,
     deadline_s: float,
-    properties: Mapping[str, str] | None = None,
-    path: str = SYSTEM_PATH,
 ) -> Completed:
     """Start a service whose program leaves others behind and exits; `pid_file` names the main one. Returns its result.
 
     The service lasts until those have ended. Raises UnitTaken if the unit exists, and ExternalError.
     """
-    program = await _program(argv[0], path)
+    program = await _program(argv[0], SYSTEM_PATH)
     if program is None:
-        raise missing(argv, path)
+        raise missing(argv, SYSTEM_PATH)
     given = {
         "PIDFile": pid_file,
         "TimeoutStartSec": f"{deadline_s:g}",
         # The processes keep their own limits, not those that the manager sets for services.
         "TasksMax": "infinity",
-        **(properties or {}),
     }
     whole = ["systemd-run", "--quiet", "--collect", f"--unit={name}", "--service-type=forking"]
-    whole += [f"--description={description or name}", *_environment(path)]
+    whole += [f"--description={description or name}", *_environment(SYSTEM_PATH)]
     whole += [f"--property={key}={value}" for key, value in given.items()]
-    done = await run([*whole, "--", program, *argv[1:]], deadline_s=deadline_s + _SLACK_S, path=path)
+    done = await run([*whole, "--", program, *argv[1:]], deadline_s=deadline_s + _SLACK_S)
     if done.status != 0 and _TAKEN.search(done.stderr) is not None:
         raise UnitNameTaken(f"the unit {name} already exists", f"run: systemctl status {name}")
     return done
 
 
-async def stop_unit(name: str, path: str = SYSTEM_PATH) -> None:
+async def stop_unit(name: str) -> None:
     """End all processes of that unit. Does nothing if it does not exist or the manager cannot be reached."""
     with suppress(ExternalError):
-        await run(["systemctl", "kill", "--signal=SIGKILL", name], deadline_s=STOP_DEADLINE_S, path=path)
-        await run(["systemctl", "stop", name], deadline_s=STOP_DEADLINE_S, path=path)
+        await run(["systemctl", "kill", "--signal=SIGKILL", name], deadline_s=STOP_DEADLINE_S)
+        await run(["systemctl", "stop", name], deadline_s=STOP_DEADLINE_S)
 
 
 async def _program(name: str, path: str) -> str | None:

@@ -217,7 +217,7 @@ class Image(OpenImage):
         logger.debug("image %s: read %d bytes in %.1f ms", self.path, file.size_bytes, took_ms)
         return file.size_bytes
 
-    async def private_criu_dir(self, on_progress: Progress = ignore) -> int:
+    async def private_criu_dir(self) -> int:
         """Return a descriptor of CRIU's files, all verified. It belongs to this object. Raises HegmError.
 
         It is the image's own directory if the caller is the daemon's user, and otherwise a copy that no one else can
@@ -226,25 +226,23 @@ class Image(OpenImage):
         if not self._is_good:
             began = time.monotonic()
             if self._private is None or self._own is None:
-                await self._hand.call("verify", {"only_criu": True}, on_progress=_so_far(on_progress))
+                await self._hand.call("verify", {"only_criu": True})
             else:
                 needed_bytes = sum(file.size_bytes for file in self.manifest.criu_files)
                 require_bytes(str(self._private.path), needed_bytes, self._private.free_bytes)
                 for some in _batches(self.manifest.criu_files):
-                    await self._copy(some, self._own, self._private, on_progress)
+                    await self._copy(some, self._own, self._private)
             self._is_good = True
             took_ms = (time.monotonic() - began) * 1e3
             logger.debug("image %s: checked CRIU's files in %.1f ms", self.path, took_ms)
         return self._criu_dir_fd if self._private is None else self._private.fd
 
-    async def _copy(
-        self, some: Sequence[ImageFile], own: UserProcess, private: PrivateDirectory, on_progress: Progress
-    ) -> None:
+    async def _copy(self, some: Sequence[ImageFile], own: UserProcess, private: PrivateDirectory) -> None:
         shown = await self._hand.call("show", {"names": [file.name for file in some]})
         with shown.fds:
             args = {"files": [[file.name, file.size_bytes] for file in some]}
             fds = [private.fd, *shown.fds.view()]
-            answer = await own.call("keep", args, fds=fds, on_progress=_so_far(on_progress))
+            answer = await own.call("keep", args, fds=fds)
         _require_same(some, answer.values["sums"], self.path)
 
 

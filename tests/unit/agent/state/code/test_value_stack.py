@@ -84,7 +84,7 @@ def test_a_loop_that_asks_for_its_next_item_is_seen_at_its_head() -> None:
     asker = Asker()
     for _item in asker:
         pass
-    assert asker.positions == [("Asked", True)] * 2
+    assert asker.positions == [("Asker", True)] * 2
 
 
 def test_a_generator_on_the_way_has_loops_of_its_own() -> None:
@@ -93,7 +93,7 @@ def test_a_generator_on_the_way_has_loops_of_its_own() -> None:
 
     asker = Asker()
     assert list(passing(asker)) == [1, 2]
-    assert {kind for kind, _at_head in asker.positions} == {"Asked"}
+    assert {kind for kind, _at_head in asker.positions} == {"Asker"}
 
 
 def test_while_loops_are_reported_with_their_line() -> None:
