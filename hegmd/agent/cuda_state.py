@@ -236,6 +236,7 @@ def _devices(torch: Any, used: list[int], sizes: dict[int, list[int]]) -> tuple[
                 size_bytes=sum(sizes.get(device, ())),
                 padding_bytes=padding_bytes(sizes.get(device, [])),
                 reserved_bytes=int(torch.cuda.memory_reserved(device)),
+                number=device,
             )
             for device in used
         )

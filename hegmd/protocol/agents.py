@@ -240,6 +240,7 @@ class CudaDevice(Record):
     size_bytes: int = field("bytes of the storages that the agent can offload")
     padding_bytes: int = field("bytes that the allocator takes beyond these", default=0)
     reserved_bytes: int = field("bytes that the allocator has from the driver, cached memory included", default=0)
+    number: int | None = field("its number in the process, such as 1 of `cuda:1`; nil: unknown", default=None)
 
 
 class CudaFacts(Record):

@@ -161,7 +161,8 @@ class Agent:
     def _devices(self) -> Iterator[CudaDevice]:
         """What its pieces come to on each of its GPUs, which the driver names as they are now."""
         for number, ordinal in enumerate(self.program.ordinals if self.tells_devices else ()):
-            yield CudaDevice(uuid=Driver().uuid_of(ordinal), size_bytes=sum(self.sizes[number :: self._count]))
+            size_bytes = sum(self.sizes[number :: self._count])
+            yield CudaDevice(uuid=Driver().uuid_of(ordinal), size_bytes=size_bytes, number=ordinal)
 
     @property
     def _count(self) -> int:

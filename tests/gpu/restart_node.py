@@ -87,16 +87,22 @@ class RestartNode:
         """Words for `hegmctl run`, and an environment, by which a job begins there."""
         if self.rehearsed:
             return ["--gpu", place], {}
-        return [], {"CUDA_VISIBLE_DEVICES": "" if place == CPU else place.removeprefix("gpu")}
+        return [], {"CUDA_VISIBLE_DEVICES": "" if place == CPU else place.replace("gpu", "")}
 
     def place_of(self, pid: int) -> str | None:
-        """Where the daemon sees a process: on which GPU, on the CPU, or nowhere yet."""
+        """Where the daemon sees a process: on which GPUs, on the CPU, or nowhere yet."""
         with self.connect() as connection:
             for there in connection.processes().processes:
                 if there.pid == pid and there.agent is not None:
                     on = [use.gpu for use in there.gpus]
-                    return ",".join(on) or (CPU if there.agent.on_cpu else None)
+                    return ",".join(sorted(on)) or (CPU if there.agent.on_cpu else None)
         return None
+
+    def uuids_at(self, place: str) -> list[str]:
+        """The UUIDs of the GPUs there, in that order, as PyTorch writes them."""
+        with self.connect() as connection:
+            found = {gpu.id: gpu.uuid.removeprefix("GPU-") for gpu in connection.gpus().gpus}
+        return [found[name] for name in place.split(",")]
 
     def story(self, op_id: str) -> StoryReply:
         with self.connect() as connection:
@@ -135,14 +141,19 @@ class RestartedJob(Lines):
         return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
 
     def seen_at(self, place: str) -> None:
-        """Wait until the daemon sees it there."""
-        until(lambda: self.node.place_of(self.worker()) == place, f"that it is seen on {place}", READY_WITHIN_S)
+        """Wait until the daemon sees it there; several GPUs in any order, since only the training knows that."""
+        known = ",".join(sorted(place.split(",")))
+        until(lambda: self.node.place_of(self.worker()) == known, f"that it is seen on {place}", READY_WITHIN_S)
 
-    def restart(self, to: str) -> protocol.Operation:
-        """Have it started again there. Raises WentWrongError where it does not train there afterwards."""
+    def restart(self, to: str, asked: str | None = "") -> protocol.Operation:
+        """Have it started again there. Raises WentWrongError where it does not train there afterwards.
+
+        `asked` is what the request names instead: pairs of GPUs, or None for the GPUs that it is on.
+        """
         pid = self.worker()
         with self.node.connect() as connection:
-            reply = connection.call(Migrate(pids=(pid,), to=to, via="restart"), OperationReply)
+            request = Migrate(pids=(pid,), to=to if asked == "" else asked, via="restart")
+            reply = connection.call(request, OperationReply)
         operation = reply.operation
         if operation is None or operation.phase != "done":
             raise WentWrongError(f"the restart on {to}: {operation}; {self.error_text()}")

@@ -5,11 +5,12 @@
 
 Starts a hegmd, and trainings under `hegmctl run --allow-restart`; each is restarted twice by `migrate --via restart`.
 From GPU to GPU (another one where there are two, else the same) every line that it says has to be that of an
-undisturbed run. From the CPU to a GPU and back what it has before a step has to be what it had after the one before,
-bit for bit, each batch the one that was due, and its losses close to those of an undisturbed run on the CPU, where
-numbers are narrow for a while. Prints a table. With --state it goes on where it was cut, and --again does once more
-what failed. Needs torch, no pytest and no systemd. --rehearse is all of that on simulated GPUs, where everything has
-to be exact.
+undisturbed run. `two` is one process on two GPUs: it is restarted on the same GPUs, then with these exchanged, then
+exchanged again, and each of its processes has to see its GPUs in the order that was asked for. From the CPU to a GPU
+and back what it has before a step has to be what it had after the one before, bit for bit, each batch the one that was
+due, and its losses close to those of an undisturbed run on the CPU, where numbers are narrow for a while. Prints a
+table. With --state it goes on where it was cut, and --again does once more what failed. Needs torch, no pytest and no
+systemd. --rehearse is all of that on simulated GPUs, where everything has to be exact.
 """
 
 # ruff: noqa: T201 - printing is what this program is for
@@ -64,9 +65,16 @@ class Case:
     exact: bool = True
     tolerance: float = TOLERANCE
     close_steps: int = STEPS
+    gpus: int = 1
 
-    def places(self, gpus: Sequence[str]) -> list[str]:
-        """Where it begins, and where it goes: between GPUs to the other one, if there is another."""
+    def places(self, gpus: Sequence[str], *, rehearsed: bool = False) -> list[str]:
+        """Where it begins, and where it goes: between GPUs to the other one, if there is another.
+
+        A simulated process is on one GPU.
+        """
+        if self.gpus > 1 and not rehearsed:
+            here, there = ",".join(gpus[:2]), ",".join(gpus[1::-1])
+            return [here, here, there, here]
         if self.by_cpu:
             return [CPU, gpus[0], CPU]
         return [gpus[0], gpus[min(1, len(gpus) - 1)], gpus[0]]
@@ -78,9 +86,20 @@ CASES = {
     "amp": Case(("amp", "dropout")),
     "fused": Case(("fused", "dropout")),
     "compiled": Case(("compiled",)),
+    "two": Case(("two", "dropout", "noise"), gpus=2),
     "cpu": Case((), by_cpu=True, exact=False),
     "cpu-amp": Case(("amp",), by_cpu=True, exact=False, tolerance=NARROW_TOLERANCE, close_steps=NARROW_STEPS),
 }
+
+
+def words_to(before: str, place: str) -> str | None:
+    """What the request names for that place: nothing if the process stays, and pairs of GPUs for a way back."""
+    if "," not in place:
+        return place
+    if place == before:
+        return None
+    pairs = zip(before.split(","), place.split(","), strict=True)
+    return place if before < place else ",".join(f"{old}={new}" for old, new in pairs)
 
 
 class Run:
@@ -115,7 +134,7 @@ class Run:
         if time.monotonic() + CASE_S > ends:
             return False
         began, case, seconds = time.monotonic(), CASES[name], list[float]()
-        places = case.places(node.gpus())
+        places = case.places(node.gpus(), rehearsed=node.rehearsed)
         try:
             wrong = try_case(node, case, places, seconds)
         except (WentWrongError, HegmError, OSError) as error:
@@ -133,14 +152,24 @@ def try_case(node: RestartNode, case: Case, places: list[str], seconds: list[flo
         held.callback(job.close)
         job.read_steps(RUN_STEPS)
         job.seen_at(places[0])
-        for place in places[1:]:
+        for earlier, place in pairwise(places):
             asked_at = time.monotonic()
             before = len(job.steps())
-            job.restart(place)
+            job.restart(place, words_to(earlier, place))
             job.read_steps(RUN_STEPS)
             seconds.append(round(first_after_gap(job, asked_at, before), 2))
         lines = job.steps()
+        if case.gpus > 1 and not node.rehearsed:
+            wrong = wrong_order(job.lines, [node.uuids_at(place) for place in places])
+            if wrong:
+                return wrong
     return differences(lines, undisturbed(node, case, places[0], len(lines)), case)
+
+
+def wrong_order(lines: Sequence[str], wanted: Sequence[Sequence[str]]) -> str:
+    """What is wrong with the GPUs that its processes have said to see, each in the order of its devices."""
+    seen = [line.split()[1:] for line in list(lines) if line.startswith("on ")]
+    return "" if seen == list(wanted) else f"its processes were on {seen}, and had to be on {list(wanted)}"
 
 
 def undisturbed(node: RestartNode, case: Case, place: str, steps: int) -> list[str]:
@@ -232,8 +261,11 @@ def main(argv: Sequence[str]) -> int:
                 if not gpus:
                     print("there is no GPU here; --rehearse does it on simulated ones", flush=True)
                     return 1
-                print(f"{len(gpus)} GPUs, {len(options.cases)} cases", flush=True)
-                left = run.run(options.cases, node, options.beside, ends)
+                cases = [name for name in options.cases if CASES[name].gpus <= len(gpus)]
+                for name in [name for name in options.cases if name not in cases]:
+                    print(f"{name} needs {CASES[name].gpus} GPUs, and is left out", flush=True)
+                print(f"{len(gpus)} GPUs, {len(cases)} cases", flush=True)
+                left = run.run(cases, node, options.beside, ends)
         except WentWrongError as error:
             print(error, flush=True)
             return 1

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,18 @@ def test_cases_go_to_the_other_gpu_where_there_is_one_and_by_the_cpu() -> None:
     assert restarts_run.CASES["plain"].places(["gpu0"]) == ["gpu0", "gpu0", "gpu0"]
     assert restarts_run.CASES["cpu"].places(["gpu0", "gpu1"]) == ["cpu", "gpu0", "cpu"]
     assert not restarts_run.CASES["cpu"].exact
+
+
+def test_a_training_on_two_gpus_stays_exchanges_them_and_exchanges_them_again() -> None:
+    places = restarts_run.CASES["two"].places(["gpu0", "gpu1", "gpu2"])
+    assert places == ["gpu0,gpu1", "gpu0,gpu1", "gpu1,gpu0", "gpu0,gpu1"]
+    words = [restarts_run.words_to(*pair) for pair in pairwise(places)]
+    assert words == [None, "gpu1,gpu0", "gpu1=gpu0,gpu0=gpu1"]
+    assert restarts_run.CASES["two"].places(["gpu0", "gpu1"], rehearsed=True) == ["gpu0", "gpu1", "gpu0"]
+    assert restarts_run.words_to("gpu0", "gpu0") == "gpu0"
+    lines = ["on a b", "step 0", "on b a"]
+    assert restarts_run.wrong_order(lines, [["a", "b"], ["b", "a"]]) == ""
+    assert "had to be on" in restarts_run.wrong_order(lines, [["a", "b"], ["a", "b"]])
 
 
 def test_words_of_the_run_and_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,7 @@ def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
     reasons += restore_variables.misfits(state[variables.KEY], frames)
     if reasons:
         raise IncompatibleState(reasons)
+    devices.learn_places(_placed_tensors_in(pairs))
     stateful_ones = [(saved, found) for saved, found in pairs.values() if found.kind == STATEFUL]
     for saved, found in stateful_ones:
         kind_table.put(found, saved["content"])
@@ -113,6 +114,14 @@ def _tensors_in(pairs: dict[int, tuple[Any, FoundObject]]) -> Iterator[tuple[Any
     for saved, found in pairs.values():
         if found.kind == MODULE:
             yield from contents.tensors_beside(found.thing, saved["content"])
+
+
+def _placed_tensors_in(pairs: dict[int, tuple[Any, FoundObject]]) -> Iterator[tuple[Any, Any]]:
+    """Yield the same of all modules, and of the tensors that are in none."""
+    yield from _tensors_in(pairs)
+    for saved, found in pairs.values():
+        if found.kind == TENSOR:
+            yield saved["content"][0], found.thing
 
 
 def _matched(saved: list[Any], here: list[FoundObject]) -> tuple[dict[int, tuple[Any, FoundObject]], list[str]]:

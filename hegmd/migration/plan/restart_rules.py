@@ -15,7 +15,7 @@ from hegmd.memory.sizes import NEXT_TO_NOTHING_BYTES, whole_size
 from hegmd.migration.machine.operation import BY_STATE, RESTART, SIMULATED
 from hegmd.migration.machine.wording import gigabytes, listed, named
 from hegmd.migration.model import AgentSurvey, Candidate, PlanRequest
-from hegmd.migration.plan import communicator_rules, targets
+from hegmd.migration.plan import communicator_rules, driver_rules, targets
 from hegmd.migration.plan.carrier_choice import Choice
 from hegmd.migration.plan.draft import Draft
 from hegmd.node.gpu_sets import CPU, gpus_of, place_of
@@ -56,14 +56,11 @@ def place(draft: Draft, candidate: Candidate) -> None:
     to = targets.destination(draft, pid, source, asked, anew=True)
     if to is None:
         return
-    target = draft.gpu(to)
-    if to != CPU:
-        targets.judge_target(draft, to, "" if target is None else target.vendor, None, stays=to in candidate.gpus)
-    if len(gpus_of(to)) > 1 or len(candidate.gpus) > 1:
-        count = max(len(gpus_of(to)), len(candidate.gpus))
-        message = f"process {pid} would be restarted from {source} on {to}: a restart knows one GPU for each process"
-        hint = f"omit --via restart, and name a GPU for each of its {count}"
-        draft.against(REFUSED, message, hint, pid=pid)
+    for gpu in gpus_of(to):
+        target = draft.gpu(gpu)
+        targets.judge_target(draft, gpu, "" if target is None else target.vendor, None, stays=gpu in candidate.gpus)
+    if len(candidate.gpus) > 1:
+        _judge_several(draft, candidate, to)
     if agent is None:
         draft.against(REFUSED, f"process {pid} has no agent, which a restart needs", _SUPERVISED, pid=pid)
         return
@@ -96,6 +93,36 @@ def place(draft: Draft, candidate: Candidate) -> None:
         _judge_memory(draft, pid, agent.state_bytes)
     if len(draft.reasons) == before:
         _enter(draft, candidate, source, to, agent)
+
+
+def _judge_several(draft: Draft, candidate: Candidate, to: str) -> None:
+    """Check that each device of a process on several GPUs has a GPU and keeps its number in the new process."""
+    pid, agent, there = candidate.pid, candidate.agent, gpus_of(to)
+    count = len(candidate.gpus)
+    if len(there) != count:
+        message = f"process {pid} is on {count} GPUs, and would be restarted on {to}: its script uses {count} devices"
+        free = [gpu.id for gpu in draft.snapshot.gpus if gpu.id not in there]
+        whole = place_of([*there, *free, *candidate.gpus][:count])
+        draft.against(REFUSED, message, f"name a GPU for each, such as --to {whole}", pid=pid)
+    elif len({gpu.vendor for name in there if (gpu := draft.gpu(name)) is not None}) > 1:
+        message = f"process {pid} would be restarted on {to}, which are GPUs of different vendors"
+        draft.against(REFUSED, message, "name GPUs of one vendor: one PyTorch uses one", pid=pid)
+    if agent is None:
+        return
+    if agent.rank is not None:
+        message = f"process {pid} is rank {agent.rank} of its job, on {count} GPUs: a restart knows one for a rank"
+        draft.against(REFUSED, message, "omit --via restart", pid=pid)
+        return
+    numbers = [device.number for device in driver_rules.devices_of(draft.snapshot, candidate)]
+    if not numbers or None in numbers:
+        message = f"the agent of process {pid} does not report which of its devices is on which GPU"
+        draft.against(REFUSED, message, "retry after its next batch boundary, or omit --via restart", pid=pid)
+    elif numbers != list(range(count)):
+        used = listed(tuple([f"cuda:{number}" for number in numbers]))
+        last = f"cuda:{count - 1}"
+        message = f"process {pid} uses {used}, and in a new process on {count} GPUs the last device is {last}"
+        hint = "omit --via restart, or start it with only its GPUs: hegmctl run --gpu, or CUDA_VISIBLE_DEVICES"
+        draft.against(REFUSED, message, hint, pid=pid)
 
 
 def _judge_python(draft: Draft, candidate: Candidate) -> None:
@@ -146,6 +173,7 @@ def _judge_memory(draft: Draft, pid: int, state_bytes: int) -> None:
 def _enter(draft: Draft, candidate: Candidate, source: str, to: str, agent: AgentSurvey) -> None:
     state_bytes = agent.state_bytes or 0
     on_gpu_bytes = (candidate.vram_bytes or 0) if candidate.gpus else _expected_bytes(draft, agent, to)
+    rests, shares = _shares(candidate, state_bytes)
     draft.choices[candidate.pid] = Choice(BY_STATE, pool_bytes=state_bytes)
     draft.workers.append(
         PlannedProcess(
@@ -156,9 +184,25 @@ def _enter(draft: Draft, candidate: Candidate, source: str, to: str, agent: Agen
             size_bytes=state_bytes,
             carrier=BY_STATE,
             method=RESTART,
-            driver_bytes=max(0, on_gpu_bytes - state_bytes),
+            driver_bytes=sum(rests) if rests else max(0, on_gpu_bytes - state_bytes),
+            driver_bytes_by_gpu=rests,
+            storage_bytes_by_gpu=shares,
         )
     )
+
+
+def _shares(candidate: Candidate, state_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return what a process on several GPUs needs on each: besides its state, and for its share of the state.
+
+    Each share is in proportion to the memory there, so that the sum on each GPU is what the process has there now.
+    """
+    if len(candidate.gpus) < 2:
+        return (), ()
+    held = [candidate.driver_bytes_by_gpu.get(gpu, 0) for gpu in candidate.gpus]
+    whole_bytes = sum(held)
+    shares = [state_bytes * each // whole_bytes if whole_bytes else state_bytes // len(held) for each in held]
+    shares[0] += state_bytes - sum(shares)
+    return tuple([max(0, each - share) for each, share in zip(held, shares, strict=True)]), tuple(shares)
 
 
 def _expected_bytes(draft: Draft, agent: AgentSurvey, to: str) -> int:

@@ -18,7 +18,7 @@ from hegmd.migration.model import (
     PoolMemory,
 )
 from hegmd.migration.plan.planner import planned, planned_resume
-from hegmd.protocol.messages import Communicators
+from hegmd.protocol.messages import Communicators, CudaDevice, CudaFacts
 from hegmd.protocol.operations import Reason
 from tests.unit.migration.operations import operation, worker
 
@@ -60,11 +60,75 @@ def test_of_a_process_whose_state_is_held_it_was_said_that_it_is_on_no_gpu(phase
     assert next_ in refused
 
 
-@pytest.mark.parametrize("to", ["gpu1,gpu0", "gpu1"])
-def test_a_process_on_several_gpus_is_not_restarted_and_the_next_step_is_a_move(to: str) -> None:
-    refused = reasons_text(planned(node(gpus=("gpu0", "gpu1")), ask(to, via=RESTART)))
-    assert f"process 7 would be restarted from gpu0,gpu1 on {to}: a restart knows one GPU for each process" in refused
-    assert "omit --via restart, and name a GPU for each of its 2" in refused
+def on_two(*numbers: int | None, rank: int | None = None, uuids: str = "01", **values: Any) -> NodeSnapshotForPlan:
+    """A process on gpu0 and gpu1, with 300 bytes on one and 100 on the other, of which 200 are its state."""
+    facts = [
+        CudaDevice(uuid=f"GPU-{gpu}", size_bytes=50, number=number) for gpu, number in zip(uuids, numbers, strict=False)
+    ]
+    cuda = CudaFacts(gpus=("GPU-0", "GPU-1"), allocator="native", expandable=False, devices=tuple(facts))
+    agent = {"cuda": cuda, "state_bytes": 200, "rank": rank, "world_size": None if rank is None else 1}
+    gpus = tuple([f"gpu{number}" for number in uuids])
+    held = {"gpu0": 300, "gpu1": 100}
+    found = node(agent, gpus=gpus, vram_bytes=400, driver_bytes_by_gpu=held, **values)
+    return found.replace(gpus=tuple([gpu.replace(uuid=f"GPU-{gpu.id[3:]}", vendor=of(gpu)) for gpu in found.gpus]))
+
+
+def of(gpu: GpuMemory) -> str:
+    return gpu.vendor if gpu.vendor == "amd" else "nvidia"
+
+
+@pytest.mark.parametrize(
+    ("to", "place", "needed"),
+    [
+        (None, "gpu0,gpu1", {}),
+        ("gpu0,gpu1", "gpu0,gpu1", {}),
+        ("gpu1,gpu0", "gpu1,gpu0", {"gpu1": 200, "gpu0": 0}),
+        ("gpu0=gpu2", "gpu2,gpu1", {"gpu2": 300, "gpu1": 0}),
+        ("gpu1=gpu2", "gpu0,gpu2", {"gpu0": 0, "gpu2": 100}),
+        ("gpu0=gpu1,gpu1=gpu0", "gpu1,gpu0", {"gpu1": 200, "gpu0": 0}),
+    ],
+)
+def test_a_process_on_several_gpus_is_restarted_with_room_for_each_device(
+    to: str | None, place: str, needed: dict[str, int]
+) -> None:
+    plan = plan_of(planned(on_two(0, 1), ask(to, via=RESTART)))
+    (found,) = plan.workers
+    assert (found.gpu, found.to, found.method, found.carrier) == ("gpu0,gpu1", place, RESTART, BY_STATE)
+    assert (found.driver_bytes_by_gpu, found.storage_bytes_by_gpu) == ((150, 50), (150, 50))
+    assert (found.driver_bytes, found.size_bytes) == (200, 200)
+    assert plan.reservation_bytes == needed
+
+
+def test_the_gpus_of_a_restarted_process_are_in_the_order_of_its_devices() -> None:
+    plan = plan_of(planned(on_two(0, 1, uuids="10"), ask("gpu1=gpu2", via=RESTART)))
+    assert (plan.workers[0].gpu, plan.workers[0].to) == ("gpu1,gpu0", "gpu2,gpu0")
+    assert plan.reservation_bytes == {"gpu2": 100, "gpu0": 0}
+
+
+def test_a_restart_on_other_gpus_needs_memory_on_each() -> None:
+    full = on_two(0, 1)
+    full = full.replace(gpus=tuple([gpu.replace(free_bytes=99 if gpu.id == "gpu2" else GIB) for gpu in full.gpus]))
+    assert "gpu2" in reasons_text(planned(full, ask("gpu1=gpu2", via=RESTART)))
+
+
+@pytest.mark.parametrize(
+    ("found", "to", "why"),
+    [
+        (on_two(0, 1), "gpu1", "is on 2 GPUs, and would be restarted on gpu1: its script uses 2 devices; name a GPU"),
+        (on_two(0, 1), "cpu", "would be restarted on cpu: its script uses 2 devices"),
+        (on_two(0, 1), "gpu2,gpu2", "two GPUs of process 7 cannot both move to gpu2"),
+        (on_two(0, 1), "gpu0,gpu9", "gpu9"),
+        (on_two(0, 1), "gpu0,gpu3", "on gpu0,gpu3, which are GPUs of different vendors"),
+        (on_two(0, 2), "gpu1,gpu0", "process 7 uses cuda:0 and cuda:2, and in a new process on 2 GPUs"),
+        (on_two(0, None), "gpu1,gpu0", "does not report which of its devices is on which GPU"),
+        (on_two(0), "gpu1,gpu0", "does not report which of its devices is on which GPU"),
+        (on_two(0, 1, rank=0), "gpu1,gpu0", "process 7 is rank 0 of its job, on 2 GPUs"),
+    ],
+)
+def test_a_restart_of_a_process_on_several_gpus_is_refused_where_a_device_would_be_another(
+    found: NodeSnapshotForPlan, to: str, why: str
+) -> None:
+    assert why in reasons_text(planned(found, ask(to, via=RESTART)))
 
 
 def test_a_better_way_is_taken_where_there_is_one() -> None:

@@ -1,8 +1,9 @@
 """Chooses the device of a restored tensor, in a process that can have other devices than the one that saved it.
 
 Parameters and buffers stay where the new script put its modules, and an optimizer's state follows its parameter. Other
-tensors go to a device of the type that they were on, if there is one. The script chooses how optimizer steps are
-computed, possibly by the device.
+tensors go to a device of the type that they were on, if there is one: to the GPU where the parameters are now that were
+beside them, since a process can use several. The script chooses how optimizer steps are computed, possibly by the
+device.
 """
 
 from __future__ import annotations
@@ -24,18 +25,46 @@ IMPLEMENTATION = ("foreach", "fused", "capturable")
 _STEP = "step"
 
 
+#: For each GPU with tensors of the state, the GPU where the script has put these now.
+_places: dict[Any, Any] = {}
+
+
+def learn_places(pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Learn which GPU of this process is in the place of which former one. Pairs are (before, here)."""
+    found: dict[Any, set[Any]] = {}
+    for before, here in pairs:
+        if (was_on := tensors.was_on(before)).type == here.device.type == CUDA:
+            found.setdefault(was_on, set()).add(here.device)
+    _places.clear()
+    _places.update({was_on: next(iter(now)) for was_on, now in found.items() if len(now) == 1})
+
+
 def device_like(was_on: Any) -> Any:
     """Return a device of the former type if this process has one, possibly with another number."""
     torch: Any = sys.modules["torch"]
-    if was_on.type == CUDA and torch.cuda.is_available():
-        return torch.device(CUDA, torch.cuda.current_device())
-    return torch.device(CPU) if was_on.type == CUDA else was_on
+    if was_on.type != CUDA:
+        return was_on
+    if was_on in _places:
+        return _places[was_on]
+    if not torch.cuda.is_available():
+        return torch.device(CPU)
+    if keeps_number(was_on, torch.cuda.device_count()):
+        return was_on
+    return torch.device(CUDA, torch.cuda.current_device())
+
+
+def keeps_number(was_on: Any, count: int) -> bool:
+    """Return True for a GPU without parameters, beside others that have some, if this process has one of its number."""
+    return bool(_places) and was_on not in _places.values() and was_on.index < count
 
 
 def device_beside(saved: Any, here: Any, *, from_cpu: bool) -> Any:
     """Return the device for a tensor in place of the script's `here`; `from_cpu`: it trained on the CPU before."""
     torch: Any = sys.modules["torch"]
-    like = device_like(tensors.was_on(saved))
+    was_on = tensors.was_on(saved)
+    like = device_like(was_on)
+    if was_on in _places:
+        return like
     if is_a(here, torch.Tensor) and (here.device.type == like.type or (from_cpu and like.type == CPU)):
         return here.device
     return like

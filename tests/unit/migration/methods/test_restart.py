@@ -94,8 +94,9 @@ def method(
     supervisors: Supervisors | None = None,
     position_of: Callable[[int, int], RankPosition | None] = position_of,
     ranks_below: Callable[[int], tuple[ProcessKey | None, Mapping[int, ProcessKey]]] = ranks_below,
+    vendor: str = "simulated",
 ) -> RestartMethod:
-    gpus = [Gpu(id=name, index=index, uuid=name, vendor="simulated") for index, name in enumerate(("gpu0", "gpu1"))]
+    gpus = [Gpu(id=name, index=index, uuid=name.upper(), vendor=vendor) for index, name in enumerate(("gpu0", "gpu1"))]
     by = SimulatedMethod(SimulatedMemory(None))
     pool = Pool(1 << 20, keep=MemoryKeeping())
     parts = workers or AttendingWorkers(*pids), supervisors or EndedSupervisors(lambda _: TICKS), pool
@@ -110,6 +111,27 @@ def subject(pid: int = BEFORE) -> MigratedProcess:
 
 def noted(folder: Path, notes: bytes) -> None:
     lock_path(folder, "4").write_bytes(notes)
+
+
+@pytest.mark.parametrize("place", ["gpu0,gpu1", "gpu1,gpu0"])
+async def test_a_process_on_several_gpus_is_started_with_all_of_them_in_the_order_of_its_devices(
+    tmp_path: Path, place: str
+) -> None:
+    parts = method(tmp_path, NEXT, vendor="nvidia")
+    surroundings = parts.surroundings_of(subject(), place)
+    assert surroundings["set"] == {"CUDA_VISIBLE_DEVICES": place.upper()}
+    assert {"HEGM_GPU", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"} == set(surroundings["unset"])
+    recovered = parts.variables_for(tuple(place.split(",")))
+    assert recovered["set"] == {"CUDA_VISIBLE_DEVICES": place.upper()}, "a recovery starts it in that order as well"
+
+
+async def test_a_process_that_continues_on_several_gpus_is_on_all_of_them(tmp_path: Path) -> None:
+    workers = AttendingWorkers()
+    workers.go_on(NEXT, gpu=None)
+    reborn = await method(tmp_path, workers=workers).restore(subject(), "gpu1,gpu0")
+    assert isinstance(reborn, ReplacedBy)
+    assert (reborn.pid, reborn.gpu) == (NEXT, "gpu1,gpu0")
+    assert [worker.gpu for worker in workers] == ["gpu1,gpu0"]
 
 
 async def test_who_says_that_it_has_the_state_back_is_the_one_that_goes_on(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 
 from hegmd.agent.state.code.encoding import Decoding
@@ -36,14 +38,63 @@ def test_a_tensor_that_comes_from_the_cpu_goes_where_the_script_has_its_place() 
     assert devices.device_beside(saved, here, from_cpu=False).type == "cpu", "the script had brought it there itself"
 
 
-def test_a_training_has_left_the_cpu_when_all_of_its_tensors_were_there_and_some_are_on_a_gpu() -> None:
-    class Here:
-        device = GPU
+class Here:
+    """A tensor of the script."""
 
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+
+
+class OnFirstGpu(torch.Tensor):
+    device = torch.device("cuda:0")
+
+
+@pytest.fixture
+def learned() -> Iterator[Callable[..., None]]:
+    """Has the parameters of the script be now on other GPUs than before."""
+
+    def learn(**places: str) -> None:
+        pairs = [(saved_on(gpu(int(was[-1]))), Here(now)) for was, now in places.items()]
+        devices.learn_places([*pairs, (saved_on(torch.device("cpu")), Here("cpu"))])
+
+    yield learn
+    devices.learn_places(())
+
+
+def gpu(number: int) -> torch.device:
+    return torch.device("cuda", number)
+
+
+def test_a_tensor_of_one_of_several_gpus_went_to_the_current_one(learned: Callable[..., None]) -> None:
+    """The first step after the restart failed: tensors that belong together were on two GPUs."""
+    learned(cuda0="cuda:0", cuda1="cuda:1")
+    assert [devices.device_like(gpu(number)) for number in range(2)] == [gpu(0), gpu(1)]
+    assert devices.device_like(torch.device("cpu")).type == "cpu"
+    assert devices.keeps_number(gpu(2), 3), "a GPU without a parameter has its number"
+    assert not devices.keeps_number(gpu(2), 2)
+
+
+def test_a_tensor_goes_to_the_gpu_where_the_script_has_put_the_parameters_beside_it(
+    learned: Callable[..., None],
+) -> None:
+    learned(cuda1="cuda:0")
+    assert devices.device_like(gpu(1)) == gpu(0), "as of a rank that shares a GPU now"
+    assert not devices.keeps_number(gpu(0), 2), "whose parameters were on another"
+    learned()
+    assert not devices.keeps_number(gpu(1), 2), "nothing is known of its GPUs"
+
+
+def test_a_variable_on_another_gpu_than_at_first_is_put_back_on_that(learned: Callable[..., None]) -> None:
+    learned(cuda0="cuda:0", cuda1="cuda:1")
+    first = torch.empty(3).as_subclass(OnFirstGpu)
+    assert devices.device_beside(saved_on(GPU), first, from_cpu=False) == gpu(1)
+
+
+def test_a_training_has_left_the_cpu_when_all_of_its_tensors_were_there_and_some_are_on_a_gpu() -> None:
     cpu = torch.ones(3)
-    assert devices.left_cpu([(saved_on(cpu.device), Here()), (saved_on(cpu.device), cpu)])
+    assert devices.left_cpu([(saved_on(cpu.device), Here(str(GPU))), (saved_on(cpu.device), cpu)])
     assert not devices.left_cpu([(saved_on(cpu.device), cpu)])
-    assert not devices.left_cpu([(saved_on(GPU), Here()), (saved_on(cpu.device), cpu)])
+    assert not devices.left_cpu([(saved_on(GPU), Here(str(GPU))), (saved_on(cpu.device), cpu)])
     assert not devices.left_cpu([])
 
 
