@@ -6,7 +6,8 @@
 Starts a hegmd, and trainings under `hegmctl run --allow-restart`; each is restarted twice by `migrate --via restart`.
 From GPU to GPU (another one where there are two, else the same) every line that it says has to be that of an
 undisturbed run. `two` is one process on two GPUs: it is restarted on the same GPUs, then with these exchanged, then
-exchanged again, and each of its processes has to see its GPUs in the order that was asked for. From the CPU to a GPU
+exchanged again, and each of its processes has to see its GPUs in the order that was asked for; `two-killed` is killed
+where it was restarted, and recovered there from a snapshot. From the CPU to a GPU
 and back what it has before a step has to be what it had after the one before, bit for bit, each batch the one that was
 due, and its losses close to those of an undisturbed run on the CPU, where numbers are narrow for a while. Prints a
 table. With --state it goes on where it was cut, and --again does once more what failed. Needs torch, no pytest and no
@@ -20,6 +21,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,8 +39,8 @@ from typing import Any
 from hegmd.errors import HegmError
 from tests.gpu.bench_record import unwinding
 from tests.gpu.moves_jobs import TRAINING
-from tests.gpu.moves_node import WentWrongError
-from tests.gpu.restart_node import CPU, RestartedJob, RestartNode
+from tests.gpu.moves_node import WentWrongError, until
+from tests.gpu.restart_node import CPU, READY_WITHIN_S, RestartedJob, RestartNode
 
 SCRIPT = str(TRAINING / "restarted.py")
 STEPS = 4000
@@ -52,6 +55,8 @@ TOLERANCE = 2e-3
 # first that is another one; the state and the batches, to the end.
 NARROW_TOLERANCE = 2e-2
 NARROW_STEPS = 50
+# With a snapshot so often that there is one soon.
+RECOVERED = ("--recover=2s",)
 # The same kernels, chosen the same way, in every process.
 EXACTLY = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "2"}
 
@@ -66,6 +71,7 @@ class Case:
     tolerance: float = TOLERANCE
     close_steps: int = STEPS
     gpus: int = 1
+    killed: bool = False
 
     def places(self, gpus: Sequence[str], *, rehearsed: bool = False) -> list[str]:
         """Where it begins, and where it goes: between GPUs to the other one, if there is another.
@@ -74,7 +80,7 @@ class Case:
         """
         if self.gpus > 1 and not rehearsed:
             here, there = ",".join(gpus[:2]), ",".join(gpus[1::-1])
-            return [here, here, there, here]
+            return [here, there] if self.killed else [here, here, there, here]
         if self.by_cpu:
             return [CPU, gpus[0], CPU]
         return [gpus[0], gpus[min(1, len(gpus) - 1)], gpus[0]]
@@ -87,6 +93,7 @@ CASES = {
     "fused": Case(("fused", "dropout")),
     "compiled": Case(("compiled",)),
     "two": Case(("two", "dropout", "noise"), gpus=2),
+    "two-killed": Case(("two", "dropout", "noise"), gpus=2, killed=True),
     "cpu": Case((), by_cpu=True, exact=False),
     "cpu-amp": Case(("amp",), by_cpu=True, exact=False, tolerance=NARROW_TOLERANCE, close_steps=NARROW_STEPS),
 }
@@ -148,7 +155,9 @@ class Run:
 def try_case(node: RestartNode, case: Case, places: list[str], seconds: list[float]) -> str:
     """What was wrong; nothing is an empty text. Fills in what each restart took, from asking to the next step."""
     with ExitStack() as held:
-        job = RestartedJob(node, [SCRIPT, str(STEPS), *case.traits, f"pace={PACE_S}"], places[0], **EXACTLY)
+        words = [SCRIPT, str(STEPS), *case.traits, f"pace={PACE_S}"]
+        options = RECOVERED if case.killed else ()
+        job = RestartedJob(node, words, places[0], options=options, **EXACTLY)
         held.callback(job.close)
         job.read_steps(RUN_STEPS)
         job.seen_at(places[0])
@@ -158,12 +167,36 @@ def try_case(node: RestartNode, case: Case, places: list[str], seconds: list[flo
             job.restart(place, words_to(earlier, place))
             job.read_steps(RUN_STEPS)
             seconds.append(round(first_after_gap(job, asked_at, before), 2))
-        lines = job.steps()
+        if case.killed:
+            places = [*places, places[-1]]
+            seconds.append(round(killed(node, job), 2))
+        lines = each_step(job.steps()) if case.killed else job.steps()
         if case.gpus > 1 and not node.rehearsed:
             wrong = wrong_order(job.lines, [node.uuids_at(place) for place in places])
             if wrong:
                 return wrong
     return differences(lines, undisturbed(node, case, places[0], len(lines)), case)
+
+
+def killed(node: RestartNode, job: RestartedJob) -> float:
+    """Kill the process once it has a new snapshot. The time until its successor has made steps, in seconds."""
+
+    def snapshots() -> int:
+        with node.connect() as connection:
+            return sum(one.snapshots for one in connection.recovery().jobs)
+
+    since = snapshots()
+    until(lambda: snapshots() > since + 1, "that a snapshot is taken", READY_WITHIN_S)
+    pid, began = job.worker(), time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: job.children() and job.worker() != pid, "that it is started again", READY_WITHIN_S)
+    job.read_steps(RUN_STEPS)
+    return time.monotonic() - began
+
+
+def each_step(lines: Sequence[str]) -> list[str]:
+    """The lines, with steps that were done again only once if they were the same again."""
+    return [line for place, line in enumerate(lines) if line not in lines[:place]]
 
 
 def wrong_order(lines: Sequence[str], wanted: Sequence[Sequence[str]]) -> str:

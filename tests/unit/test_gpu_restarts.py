@@ -75,7 +75,9 @@ def test_a_training_on_two_gpus_stays_exchanges_them_and_exchanges_them_again() 
     words = [restarts_run.words_to(*pair) for pair in pairwise(places)]
     assert words == [None, "gpu1,gpu0", "gpu1=gpu0,gpu0=gpu1"]
     assert restarts_run.CASES["two"].places(["gpu0", "gpu1"], rehearsed=True) == ["gpu0", "gpu1", "gpu0"]
+    assert restarts_run.CASES["two-killed"].places(["gpu0", "gpu1"]) == ["gpu0,gpu1", "gpu1,gpu0"]
     assert restarts_run.words_to("gpu0", "gpu0") == "gpu0"
+    assert restarts_run.each_step(["0 a", "1 b", "1 b", "2 c"]) == ["0 a", "1 b", "2 c"]
     lines = ["on a b", "step 0", "on b a"]
     assert restarts_run.wrong_order(lines, [["a", "b"], ["b", "a"]]) == ""
     assert "had to be on" in restarts_run.wrong_order(lines, [["a", "b"], ["a", "b"]])
