@@ -32,7 +32,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Programs of this environment first, as in an activated one: hegmd, hegmctl, the tools, node if it is there."""
-    if RUN_MARK not in os.environ:  # in a worker it is that of whoever started the worker
+    if RUN_MARK not in os.environ:  # in a worker it is that of the process that started the worker
         os.environ[RUN_MARK] = config.stash[_RUN] = os.urandom(8).hex()
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
@@ -47,7 +47,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """A full disk is one sentence, and not an error of each of a thousand tests at its set-up."""
-    if hasattr(session.config, "workerinput"):  # in one of several workers: whoever starts them has looked
+    if hasattr(session.config, "workerinput"):  # in one of several workers: their starter has checked
         return
     kind = "quick" if "not e2e" in session.config.option.markexpr else "end to end"
     for place, needed_bytes in NEEDED[kind].items():

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-# Threads end shortly after they were told to; this is how long that may take on a busy machine.
+# Threads end shortly after the request; this is how long that may take on a busy machine.
 GRACE_S = 30.0
 
 # Set by pytest and its plugins themselves, around each phase.
@@ -103,7 +103,7 @@ def _child_processes() -> list[psutil.Process]:
 
 
 def _environment() -> dict[bytes, bytes]:
-    """As the interpreter has it: to decode all of it took half of the time of a stock."""
+    """As the interpreter counts: to decode all of it took half of the time of a stock."""
     return os.environb._data.copy()  # type: ignore[attr-defined]  # what is public decodes
 
 

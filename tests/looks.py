@@ -1,4 +1,5 @@
-"""Looking again at what nobody tells of, without taking the processor from whom it is waited for; and ends of others.
+"""Polls for changes that no event reports, without taking the processor from the process that makes them; and ends of
+others.
 
 A look that follows at once on the one before keeps two processes busy, who asks and who answers, beside the one that is
 to get ahead. Nothing may depend on how long a pause is.
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 # Before the next request of a daemon, which looks at its GPUs every quarter of a second.
 REQUEST_MS = 20
-# Before the next command, which is a process of its own.
+# Before the next command, which is another process.
 COMMAND_MS = 100
 
 
@@ -29,8 +30,8 @@ def pause(pause_ms: float = REQUEST_MS) -> None:
 def still_there(processes: Iterable[psutil.Process], within_s: float) -> list[psutil.Process]:
     """Those of these that have not ended within so long.
 
-    The kernel tells of an end at once; psutil waits until the parent has asked for it, and whoever takes in orphans may
-    do that every two seconds.
+    The kernel reports an exit at once; psutil waits until the parent has reaped the process, and the reaper of orphans
+    may do that every two seconds.
     """
     deadline = monotonic() + within_s
     left: list[psutil.Process] = []

@@ -21,7 +21,7 @@ _ASKED_WHILE_COLLECTING = {"__wrapped__", "__pytest_wrapped__"}
 
 
 class ImportedWhenUsed:
-    """Stands for a module of that name, which is imported when the first of its attributes is asked for."""
+    """A proxy for the module of that name, which is imported at the first access to an attribute."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""How long tests wait for something that must happen: one limit, which only tells that it never will.
+"""How long tests wait for something that must happen: one limit, after which it never will.
 
 Owns the figure. No test depends on the speed of the machine: a limit of some seconds fails on one whose processors are
 busy. A test ends as soon as what it waits for has happened, so a long limit costs nothing but when something hangs.

@@ -1,6 +1,6 @@
-"""Room on the disks that tests write to: how much of it a run needs, and what is said when there is less.
+"""Room on the disks that tests write to: how much of it a run needs, and the message if there is less.
 
-Owns the figures. They are what a whole run was seen to hold at once, with some to spare: what a test writes goes with
+Owns the figures. They are the peak of a whole run, with some to spare: what a test writes goes with
 it.
 """
 
@@ -21,7 +21,7 @@ NEEDED: dict[str, dict[Path | None, int]] = {
 
 
 def skip_without(place: Path, needed_bytes: int) -> None:
-    """For the few tests that need more: a container has 64 MiB of shared memory where nobody asked for more."""
+    """For the few tests that need more: a container has 64 MiB of shared memory by default."""
     free_bytes = shutil.disk_usage(place).free
     if free_bytes < needed_bytes:
         pytest.skip(f"{place} has {free_bytes // MIB} MiB free, and this needs {needed_bytes // MIB} MiB there")

@@ -1,6 +1,6 @@
 """Kills, one after the other, on one node with jobs that train all the while; and what has to be true after each.
 
-After each kill every operation comes to rest, in a state that its cell allows; whatever is suspended is resumed; every
+After each kill every operation ends or waits, in a state that its cell allows; whatever is suspended is resumed; every
 job makes further steps; and no video memory is held but theirs. At the end each job has done what an undisturbed run
 does, bit for bit, and nothing is left of it all: no memory, descriptor, process or file.
 """

@@ -15,10 +15,10 @@ MIGRATE, SUSPEND, RESUME, DRAIN = "migrate", "suspend", "resume", "drain"
 DAEMON, CLIENT, KEEPER, BOTH = "daemon", "client", "keeper", "daemon and keeper"
 VICTIMS = (DAEMON, CLIENT, KEEPER, BOTH)
 #: What is done to the worker, which lives: its agent's connection ends, ends within a frame, carries nonsense; and the
-#: whole process stands still for a while.
+#: whole process is stopped for a while.
 CUT, HALF, SPOILT, STOPPED = "cut socket", "half a frame", "nonsense", "stopped worker"
 FAULTS = (CUT, HALF, SPOILT, STOPPED)
-#: The GPU helper, on nodes that have one: killed, standing still for a while, and for good, until its daemon ends it.
+#: The GPU helper, on nodes that have one: killed, stopped for a while, and stopped until its daemon ends it.
 HELPER, STILL, HUNG = "helper", "stopped helper", "hung helper"
 OF_THE_HELPER = (HELPER, STILL, HUNG)
 
@@ -32,7 +32,7 @@ STATES = {
     DRAIN: (*_GOING, *_COMING, "done"),
 }
 #: Where a helper that hangs is ended by a deadline of seconds. What asks the driver for a state waits for five minutes,
-#: since somebody's step may be under way.
+#: since a step may be running.
 _SOON_OVER = frozenset({"reserving", "offloading", "reloading"})
 #: The same of a process without an agent, whom only the driver moves.
 _STATES_BARE = {
@@ -67,7 +67,7 @@ class Cell:
 
     @property
     def ends(self) -> frozenset[str]:
-        """The states in which the operation may come to rest."""
+        """The states in which the operation may end or wait."""
         lived = self.victim in (CLIENT, KEEPER, STOPPED, STILL)
         return frozenset({STATES[self.command][-1]}) if lived else ENDS[self.command]
 

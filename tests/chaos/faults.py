@@ -1,7 +1,7 @@
 """What is done to a worker instead of killing it: its agent's socket cut or spoilt, the process stopped for a while.
 
 The connection is reached by taking a copy of the worker's own descriptor (pidfd_getfd), so both ends see what they
-would see of a real break, and the kernel goes on telling the daemon who its peer is.
+would see of a real break, and the kernel still reports the peer to the daemon.
 """
 
 from __future__ import annotations

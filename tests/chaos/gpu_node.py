@@ -26,7 +26,7 @@ from tests.e2e.driven import PROGRAM, DrivenProgram
 from tests.stubs.cuda.node import ENVIRONMENT, CudaNode
 
 _SIZES_MIB = ("24", "1", "8")
-_PAUSE_S = 0.02  # all of a processor would be taken from those who are to be seen here
+_PAUSE_S = 0.02  # it would take a whole processor from the processes under test
 _SIGNALS = {HELPER: signal.SIGKILL, STILL: signal.SIGSTOP, HUNG: signal.SIGSTOP}
 
 
@@ -92,7 +92,7 @@ class GpuNode(Node):
 
 
 class GpuJob:
-    """One CUDA program. Without an agent it computes by itself; with one, a model that stands for it, when told."""
+    """One CUDA program. Without an agent it computes all the time, with one on command."""
 
     def __init__(self, node: GpuNode, *, gpu: int, has_agent: bool) -> None:
         self.has_agent = has_agent

@@ -2,7 +2,7 @@
 
 The daemon runs as it is, with tests/stubs/halt loaded into it, which asks here before every write to the journal and
 after every sync of it. Owns that socket and the thread that answers; what is done to whom at a halt is the caller's.
-Everything that no trap is set for goes on at once.
+Without a trap, the daemon continues at once.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing_extensions import Self
 
 from hegmd.migration.journal import records
 
-#: When it is halted, as seen from a state. The record of the state is on disk, and nothing was done about it yet.
+#: When it is halted, relative to a state. The record of the state is on disk, and nothing was done about it yet.
 RECORDED = "recorded"
-#: The same, but the daemon goes on before anybody is killed: somewhere within the effects of the state.
+#: The same, but the daemon continues before the kill: somewhere within the effects of the state.
 BEGUN = "begun"
 #: What the state is for has been done, and the record that leaves it is not written.
 UNRECORDED = "unrecorded"
@@ -44,7 +44,7 @@ class Trap:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One record: whose it is, and the states before and after it."""
+    """One record: its operation, and the states before and after it."""
 
     op: str
     before: str
@@ -100,7 +100,7 @@ class Halts:
             return self._halted[0].op
 
     def go(self) -> None:
-        """Let the halted daemon go on. Fine when it was killed meanwhile."""
+        """Let the halted daemon continue. Fine when it was killed meanwhile."""
         with self._lock:
             assert self._halted is not None
             step, connection = self._halted
@@ -139,7 +139,7 @@ class Halts:
             what, size = _HEAD.unpack(head)
             data = connection.recv(size, socket.MSG_WAITALL) if size else b""
             if len(data) < size:
-                return False  # it was killed in the middle of its word
+                return False  # it was killed in the middle of a line
         except OSError:
             return False
         with self._lock:

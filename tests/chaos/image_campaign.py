@@ -1,6 +1,6 @@
 """Kills while a job goes into images and comes out of them, one after the other; and what has to be true after each.
 
-After each kill the operation comes to rest in a state that its cell allows. There is a whole image, which is verified,
+After each kill the operation ends or waits in a state that its cell allows. There is a whole image, which is verified,
 or none; the job trains unless such an image has it, and there are never two of it. From every whole image it is brought
 back. Nothing is left but the image: no memory, no file, no process. What the job has written is in the end what an
 undisturbed run writes, bit for bit, each line once.
@@ -142,7 +142,7 @@ class ImageCampaign:
         return self._node.strike(cell.victim, client, job.pid)
 
     def _rested(self, cell: ImageCell, job: ImageJob, known: set[str]) -> Operation | None:
-        """The operation of that command at rest; None where there is none, and nothing is under way any more."""
+        """The operation of that command, once it has ended or waits; None if there is none and nothing runs."""
         until = monotonic() + REST_LIMIT_S
         while True:
             new = [op for op in self._node.rest().values() if op.id not in known]
@@ -156,7 +156,7 @@ class ImageCampaign:
     # -- what is to be true --------------------------------------------------------------------------------------------
 
     def _see(self, cell: ImageCell, job: ImageJob, op: Operation | None) -> str:
-        """See that it is, and have the job train again; what else there is to say of how it ended."""
+        """See that it is, and have the job train again; other facts about its end."""
         assert op is None or op.phase in cell.ends, f"it ended {op.phase}"
         assert op is not None or cell.state in (READING, "planned"), "there is no operation"
         if op is not None and op.phase == "suspended":
@@ -212,7 +212,7 @@ class ImageCampaign:
         return ", job killed"
 
     def _is_whole(self) -> bool:
-        """Whether there is an image; one that there is has to be good, to the last byte."""
+        """Whether there is an image; an existing one has to be valid to the last byte."""
         if not self._image.exists():
             return False
         self._command("images", "verify", str(self._image))
@@ -222,7 +222,7 @@ class ImageCampaign:
         return job.pid in population_of([job.pid]).start_ticks
 
     def _await_gone(self) -> None:
-        """Its children too: one that stands still has nobody who would ever have it go on."""
+        """Its children too: nothing would ever resume one that is stopped."""
         until = monotonic() + REST_LIMIT_S
         while left := [pid for pid, ticks in self._now().items() if ticks == self._tree.start_ticks[pid]]:
             assert monotonic() < until, f"of the job, processes {left} do not end"
@@ -288,7 +288,7 @@ class ImageCampaign:
 
 
 class _RecordedClient(Client):
-    """A client whose words are still known once it is closed."""
+    """A client whose output is kept after it is closed."""
 
     told = ""
 

@@ -1,4 +1,5 @@
-"""What is killed when while a job goes into an image or comes out of one: every state, everybody who has a part in it.
+"""What is killed when while a job goes into an image or comes out of one: every state, every process that takes part in
+it.
 
 Pure. A cell is one kill. Besides the moments of `halts` there are those of a restore before there is an operation, in
 which no journal is written: CRIU is at work, and the processes are there.
@@ -49,7 +50,7 @@ class ImageCell:
 
     @property
     def ends(self) -> frozenset[str]:
-        """The states in which the operation may come to rest, if there is one."""
+        """The states in which the operation may end or wait, if there is one."""
         if self.victim == WORKER:
             return frozenset({"done", "rolled-back", "lost"})
         if self.victim == CLIENT:
@@ -98,8 +99,7 @@ def _moments(victim: str, command: str, state: str) -> tuple[str, ...]:
 
 
 def few_image_cells(seed: int, count: int) -> list[ImageCell]:
-    """So many, drawn; no victim comes a second time before each has come once. The job is not ended: that takes another
-    one, and so PyTorch anew."""
+    """Draw so many cells, each victim once before any comes twice. Keep the job: another one imports PyTorch again."""
     draw = random.Random(seed)
     lasting = [cell for cell in every_image_cell() if not cell.may_end_the_job]
     by_victim = {cell.victim: [one for one in lasting if one.victim == cell.victim] for cell in lasting}

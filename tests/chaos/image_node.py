@@ -1,6 +1,6 @@
 """A private node where jobs go into images: with CRIU; what belongs to images is among its victims and left-overs.
 
-Processes of CRIU's are known by the job that they are for, so that nobody else's on the same machine is meant.
+CRIU's processes are found by their job, so that others on the same machine are left alone.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class ImageNode(Node):
         return [*self._dumping(root), *self._restoring(root)]
 
     def under_way(self, root: int) -> list[psutil.Process]:
-        """Whoever has to do with a restore of that job that no operation has, or holds its image."""
+        """The processes of a restore of that job that no operation has, and those that hold its image."""
         return [*self.at_work(root), *self.attendants(root), *self.hands()]
 
     def _dumping(self, root: int) -> Iterator[psutil.Process]:
         for one in psutil.process_iter():
             words = _words_of(one)
-            at = words.index("dump") if "dump" in words else -1  # CRIU may be run by a loader of its own
+            at = words.index("dump") if "dump" in words else -1  # CRIU may be run by its own loader
             if at > 0 and words[at + 1 : at + 3] == ["--tree", str(root)] and "criu/parent.py" not in "".join(words):
                 yield one
 
@@ -65,13 +65,13 @@ class ImageNode(Node):
                 yield from (child for child in attendant.children() if _is_criu_that_restores(_words_of(child)))
 
     def await_criu(self, root: int, client: Client) -> list[psutil.Process]:
-        """Until one works on that job; nobody where that was over before it was seen."""
+        """Until one works on that job; none if that was over before the check."""
         return _awaited(lambda: self.at_work(root), client)
 
     # -- killing, and what is left -------------------------------------------------------------------------------------
 
     def strike(self, victim: str, client: Client, pid: int) -> int:
-        self.hands()  # a daemon that is killed leaves them to nobody
+        self.hands()  # after a kill of the daemon no process owns them
         if victim == CRIU:
             return _killed(self.await_criu(pid, client))
         if victim == HAND:
@@ -92,7 +92,7 @@ class ImageNode(Node):
 
 
 def _awaited(look: Callable[[], list[psutil.Process]], client: Client) -> list[psutil.Process]:
-    """Whom that look finds, once it finds somebody; nobody where the client ends before."""
+    """The processes that the check finds, once it finds one; none if the client ends before."""
     until = monotonic() + REST_LIMIT_S
     while not (found := look()):
         if client.process.poll() is not None:

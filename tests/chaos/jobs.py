@@ -1,6 +1,6 @@
-"""Jobs that train until they are told to end, each with numbers of its own, read all the while.
+"""Jobs that train until they get the command to end, each with its own numbers, whose output is read all the time.
 
-Owns the process, the thread that reads what it prints, and the comparison with a run that nobody disturbed. What is
+Owns the process, the thread that reads what it prints, and the comparison with an undisturbed run. What is
 done to the job meanwhile is the test's.
 """
 
@@ -37,7 +37,7 @@ class Trainee(Protocol):
     has_agent: bool
 
     def make_steps(self, count: int) -> None:
-        """Wait until it has made so many steps more, and see whatever of it can be seen meanwhile."""
+        """Wait until it has made so many more steps, and check what is visible meanwhile."""
 
     def descriptors(self) -> Counter[str]: ...
 
@@ -102,7 +102,7 @@ class Job:
             assert not self._ended, f"job {self.seed} ended: {self.error_text()}"
 
     def output(self) -> list[str]:
-        """Tell it to end; every line, once it has ended well."""
+        """Send it the command to end; every line, once it has ended well."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         assert self.process.wait(PATIENCE_S) == 0, self.error_text()

@@ -117,7 +117,7 @@ class Node:
         return Client(words, self.daemon.socket_path)
 
     def rest(self) -> dict[str, Operation]:
-        """Every operation, once all are at rest."""
+        """Every operation, once all have ended or wait."""
         with self.asked() as hegmd:
             for known in hegmd.operations().operations:
                 if known.phase not in OVER:  # one that was suspended may have been found and not been looked at yet
@@ -154,7 +154,7 @@ class Node:
                 assert monotonic() < until, f"{used} is in use, of which {owned} is the jobs'"
 
     def story(self, op: str) -> str:
-        """What is known of an operation, for whoever reads why a round has failed."""
+        """The record of an operation, for the report of a failed round."""
         try:
             with self.asked() as hegmd:
                 reply = hegmd.call(Story(id=op), StoryReply)
@@ -186,7 +186,7 @@ class Node:
         return struck
 
     def heal(self, victim: str, pid: int) -> None:
-        """What has to be done for things to go on, after the daemon was let go."""
+        """Do what is needed to continue, after the daemon was released."""
         if victim in (DAEMON, BOTH):
             self.daemon.start()
         elif victim == STOPPED:
@@ -195,7 +195,7 @@ class Node:
             os.kill(pid, signal.SIGCONT)
 
     def release(self) -> None:
-        """Once all is at rest: let go on what was stopped for good and nobody has ended."""
+        """Once nothing runs: resume what was stopped and has not ended."""
 
     def _kill_keepers(self) -> list[psutil.Process]:
         keepers = self.keepers()
@@ -216,7 +216,7 @@ class Node:
         self.await_video_memory_of([])
 
     def left(self) -> list[str]:
-        """What no daemon at rest should have: pieces of memory, files on disk, and processes other than itself."""
+        """What an idle daemon must not have: pieces of memory, files on disk, and processes other than itself."""
         files = [*(self.state_dir / "spill").glob("*"), *self.state_dir.glob("*.new")]
         known = self.state_dir / "identity"  # drawn when there is the first file to be named
         if known.exists():

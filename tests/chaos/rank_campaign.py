@@ -1,7 +1,7 @@
 """Kills while a job of two ranks is moved, one after the other, beside another job; and what has to be true after each.
 
-After each kill the operation comes to rest within its limits, in a state that its cell allows. A job that can train on
-does so; one whose rank or launcher was killed ends by itself or is ended here, and nothing of it is left. The other job
+After each kill the operation ends or waits within its limits, in a state that its cell allows. A job that can train on
+does so; one whose rank or launcher was killed ends or is ended here, and nothing of it remains. The other job
 never notices. After each kill all ranks have the losses of an undisturbed run, as far as they came.
 """
 

@@ -50,7 +50,7 @@ class RankCell:
 
     @property
     def ends(self) -> frozenset[str]:
-        """The states in which the operation may come to rest."""
+        """The states in which the operation may end or wait."""
         last = STATES[self.command][-1]
         if self.victim == CLIENT:
             return frozenset({last})

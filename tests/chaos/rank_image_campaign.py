@@ -1,7 +1,7 @@
 """Kills while a job of two ranks goes into images and comes out of them: what has to be true after each of ranks.
 
-As of one training (`image_campaign`). A job whose rank or launcher was killed ends by itself or is ended here, and is
-brought back if there is a whole image of it. A restore that was cut leaves its image whole, and the next one succeeds.
+As of one training (`image_campaign`). A job whose rank or launcher was killed ends or is ended here, and is restored if
+it has a complete image. A restore that was cut leaves its image whole, and the next one succeeds.
 """
 
 from __future__ import annotations

@@ -152,9 +152,9 @@ class Undisturbed:
 
 
 def living(pids: list[int], word: str) -> list[psutil.Process]:
-    """Return those of these processes that have not ended and have that word in their command.
+    """Return the running ones of these processes whose command contains that text.
 
-    They are looked up anew: of a pid that is used again, as after a restore, `psutil.process_iter` shows the former
+    They are looked up again: of a pid that is used again, as after a restore, `psutil.process_iter` shows the former
     process once more, and then none.
     """
     found: list[psutil.Process] = []

@@ -1,8 +1,8 @@
 """Kills during restarts, one after the other, on one node; and what has to be true after each.
 
-After each kill the operation comes to rest in a state that its cell allows. A state that is held is gone on from by the
-command that was printed. The training goes on bit for bit, made by one process at a time; only a process that was
-killed itself ends a job, and only as long as nothing of it was saved. At the end nothing is left of it all.
+After each kill the operation ends or waits in a state that its cell allows. The printed command continues from a held
+state. The training continues bit for bit, by one process at a time; only a process that was killed itself ends a
+job, and only as long as nothing of it was saved. At the end nothing is left of it all.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class RestartCampaign:
         return self._node.strike(victim, client, pid)
 
     def _rested(self, op_id: str, job: RestartedJob) -> Operation:
-        """The operation at rest. One whose state a process has that lives is not: that one has still to say so."""
+        """The operation, once it has ended or waits. If a living process has the state, wait for its report."""
         until = monotonic() + REST_LIMIT_S
         while True:
             op = self._node.rest()[op_id]
@@ -137,14 +137,14 @@ class RestartCampaign:
             assert monotonic() < until, f"{op_id} does not go on\n{self._node.story(op_id)}\n{job.errors()}"
 
     def _go_on(self, op: Operation, job: RestartedJob) -> str:
-        """Go on from the state that is held, by the command that was printed; how the operation ended."""
+        """Continue from the held state with the printed command; how the operation ended."""
         text = "" if op.failure is None else f"{op.failure.message} {op.failure.hint}"
         job.go_on(text)
         self.tally.resumed += 1
         until = monotonic() + REST_LIMIT_S
         while True:
             op = self._node.rest()[op.id]
-            if op.phase in OVER:  # any other may have been seen just as it was asked to go on
+            if op.phase in OVER:  # any other may have been found just when it was asked to continue
                 assert op.phase == "done", self._node.story(op.id)
                 return op.phase
             pause()
@@ -153,7 +153,7 @@ class RestartCampaign:
     def _see_it_train_or_ended(self, cell: RestartCell, job: RestartedJob) -> None:
         """It makes further steps; or it was killed itself before anything of it was saved.
 
-        Whoever was killed may be seen for a while as if it lived: on a busy node a round then waited for its next step.
+        A killed process may be listed for a while as if it lived: on a busy node a round then waited for its next step.
         """
         pid = job.await_steps_or_end(2, may_end=cell.may_end_the_job)
         if pid is None:

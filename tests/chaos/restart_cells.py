@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from tests.chaos.cells import CLIENT, DAEMON, KEEPER
 from tests.chaos.halts import BEGUN, MOMENTS, RECORDED
 
-#: The process that trains: the one that is to leave, is leaving, or has gone on; and the one that is on its way up.
+#: The process that trains: the one that is to exit, is exiting, or has continued; and the one that is on its way up.
 WORKER, LOADING = "worker", "loading worker"
 SUPERVISOR = "supervisor"
 VICTIMS = (DAEMON, SUPERVISOR, WORKER, LOADING, CLIENT, KEEPER)
-#: No kill: the training comes to its end as soon as it goes on, before anybody has seen it at a boundary; and that
+#: No kill: the training ends as soon as it continues, before a boundary was reported; and that
 #: while there is no daemon.
 ENDING, ENDING_ALONE = "end of the training", "end without a daemon"
 
@@ -46,7 +46,7 @@ class RestartCell:
 
     @property
     def ends(self) -> frozenset[str]:
-        """The states in which the operation may come to rest."""
+        """The states in which the operation may end or wait."""
         if self.victim in (CLIENT, KEEPER, ENDING, ENDING_ALONE):
             return frozenset({"done"})
         if self.victim == SUPERVISOR:
@@ -55,8 +55,7 @@ class RestartCell:
 
     @property
     def may_end_the_job(self) -> bool:
-        """Whether it kills a training of which nothing was saved yet, or that was seen at its boundary, as anybody can
-        kill any program."""
+        """True if it kills a training whose state is not saved, or that has passed its boundary: that loses it."""
         if self.victim in (ENDING, ENDING_ALONE):
             return True
         is_over = self.moment == MOMENTS[-1]

@@ -1,7 +1,7 @@
 """A training that is killed, leaves, and is started again, under supervisors that are killed too; and what it said.
 
 Owns its processes, its input and its files. All its starts append to one file, each line with the process and the step,
-so that afterwards it can be seen who made which step, and that never two made them at once.
+so that the file shows which process made which step, and that never two trained at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GO_ON = re.compile(r"hegmctl run --allow-restart --resume (\S+) -- COMMAND")
 
 
 class RestartedJob:
-    """The training and whoever supervises it now. A context manager that leaves none of them."""
+    """The training and its current supervisor. A context manager that leaves none of them."""
 
     def __init__(self, folder: Path, gpu: str, socket_path: Path) -> None:
         self.folder = folder
@@ -71,7 +71,7 @@ class RestartedJob:
                 if str(self.folder) in process.cmdline():
                     process.kill()
 
-    # -- how it comes on -----------------------------------------------------------------------------------------------
+    # -- its progress --------------------------------------------------------------------------------------------------
 
     def started(self) -> list[int]:
         """The pid of each start."""
@@ -103,7 +103,7 @@ class RestartedJob:
         return pid
 
     def await_steps_or_end(self, count: int, *, may_end: bool = True) -> int | None:
-        """The same; None where it has come to its end instead, with whoever would start it again, and may."""
+        """The same; None if it has ended instead, and so has every process that would and may start it again."""
         before = len(self.steps())
         until = monotonic() + PATIENCE_S
         while len(self.steps()) < before + count:
@@ -114,7 +114,7 @@ class RestartedJob:
         return self.steps()[-1][0]
 
     def _processes(self) -> str:
-        """Who of it lives, and in which state, for whoever reads why a round has failed."""
+        """Its living processes with their states, for the report of a failed round."""
         process = self.process()
         supervised = "runs" if self.supervisor.poll() is None else f"has ended with {self.supervisor.returncode}"
         there = "none lives" if process is None else f"process {process.pid} is {process.status()}"
@@ -139,13 +139,13 @@ class RestartedJob:
             known = self.started()
 
     def note_starts(self) -> None:
-        """Whoever is awaited from now on is none of those that were."""
+        """From now on, wait for processes other than the current ones."""
         self._marks = len(self._starts())
 
     def let_in(self, where: str) -> None:
-        """Let it go on, and all after it."""
+        """Let it continue, and all after it."""
         gate = self.folder / f"gate-{where}"
-        with contextlib.suppress(OSError):  # whoever waited there was killed
+        with contextlib.suppress(OSError):  # the process that waited there was killed
             os.close(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
         gate.unlink()
 
@@ -176,7 +176,7 @@ class RestartedJob:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def tell_to_end(self) -> None:
-        """Its next step is not made any more."""
+        """It makes no further step."""
         if self._end >= 0:
             os.close(self._end)
             self._end = -1

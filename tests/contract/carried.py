@@ -141,7 +141,7 @@ def ignored(_: int) -> None:
 
 
 class CarriedProcess:
-    """A process whose bytes the host carrier takes out and puts back, on its own GPU."""
+    """A process whose bytes the host carrier offloads and reloads, on its own GPU."""
 
     def __init__(self, rig: Rig, node: CudaNode, subject: MigratedProcess, agent: IpcAgent) -> None:
         self.rig = rig
@@ -187,7 +187,7 @@ class CarriedProcess:
         await self.carrier.abandon(self.off)
 
     async def shifted(self) -> None:
-        """What goes ahead of it has come to its end."""
+        """Its early copy has ended."""
         await self.rig.link.call("shifted", {"lane": lane_of(self.subject)}, deadline_s=20)
 
     async def put_back(self, *, has_spare_memory: bool = False) -> None:

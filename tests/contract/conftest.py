@@ -113,7 +113,7 @@ def owner(node: CudaNode) -> Iterator[Owner]:
 
 @pytest.fixture
 def watcher(node: CudaNode) -> Iterator[Owner]:
-    """Somebody on the other GPU, who sees how much is free there."""
+    """A program on the other GPU, which reports how much is free there."""
     made = Owner(node, 1, 1)
     yield made
     made.close()

@@ -1,6 +1,6 @@
 """The daemon's parts around the driver on the stub's node, put together as the daemon puts them together.
 
-NVML's stub tells of the same node as the driver's, so what one does the other shows.
+NVML's stub shows the same node as the driver's stub, so each shows what the other does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.stubs.nvml.scenario import Scenario as NvmlScenario
 from tests.unit.moving_node import start_ticks
 
 REST_BYTES = 577 * MIB + RESTORE_MARGIN_BYTES
-# As many questions as somebody has time in to do what he must not.
+# The number of queries in which another program has time to interfere.
 QUESTIONS = 20
 
 
@@ -47,7 +47,7 @@ class DriverProcess:
     other_processes: OtherProcesses
     method: DriverMethod
     inventory: Inventory
-    #: What was seen of the node so far.
+    #: The observations of the node so far.
     looks: list[NodeSnapshot]
 
 
@@ -152,7 +152,7 @@ async def rigged(parts: Parts, patience: ProgressLimits | None = None) -> AsyncI
 
 @asynccontextmanager
 async def standing_in(rig: Rig, call: str, gate: Path) -> AsyncIterator[None]:
-    """Somebody stands in that call about the process that is moved, until the end of the block."""
+    """Keep a call for the moved process running until the end of the block."""
     rig.node.order(f"hold {call}@{rig.moved.pid} {gate}")
     file = await anyio.to_thread.run_sync(gate.open, "w")
     try:

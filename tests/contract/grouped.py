@@ -3,8 +3,8 @@
     python -m torch.distributed.run --nproc-per-node N -m tests.contract.grouped FOLDER
 
 Each kind of training runs undisturbed first and then disturbed, in the same processes. While its groups are
-disconnected, all bytes leave it and return, the gradient buckets of DDP too. A rank that has seen all to be right
-writes its number into FOLDER. A failed assertion ends all ranks, by torchrun.
+disconnected, all bytes leave it and return, the gradient buckets of DDP too. A rank whose checks all passed writes its
+number into FOLDER. A failed assertion ends all ranks, by torchrun.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def layers() -> torch.nn.Sequential:
 
 
 def losses_of(model: torch.nn.Module, reduced: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[str]:
-    """One training step for each item. Every rank has batches of its own."""
+    """One training step for each item. Every rank has its own batches."""
     optimizer = torch.optim.Adam(model.parameters())
     drawn = torch.Generator().manual_seed(100 + distributed.get_rank())
     while True:
@@ -145,7 +145,7 @@ def one_rank_is_missing(step: int, groups: ProcessGroups, missing: int) -> None:
 
 
 def one_rank_has_pending_work(step: int, groups: ProcessGroups) -> None:
-    """A collective that one rank has started, and the others have not come to, is not cut off."""
+    """A collective that one rank has started and the others have not reached is not cut off."""
     if step != 2:
         return
     rank = distributed.get_rank()

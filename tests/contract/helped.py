@@ -58,7 +58,7 @@ class Owner:
         return int(self.ask("info").split()[1])
 
     def come_back(self) -> None:
-        """Give up its memory and take it anew, empty."""
+        """Free its memory and allocate it again, empty."""
         assert self.ask("free") == "freed"
         assert self.ask("make") == "made"
         assert self.ask("digest") != self.digest, "the bytes never left"
@@ -111,7 +111,7 @@ async def carry(link: Link, gpu: str, direction: str, owner: Owner, where: list[
 
 
 async def move(link: Link, owner: Owner, here: str, there: str) -> None:
-    """Have the driver put it on the other GPU, where it makes its storages anew."""
+    """Have the driver restore it on the other GPU, where it allocates its storages again."""
     await ask(link, "lock", pid=owner.pid, timeout_s=1.0)
     await ask(link, "checkpoint", pid=owner.pid)
     await ask(link, "restore", pid=owner.pid, pairs=[[here, there], [there, here]])

@@ -1,7 +1,7 @@
 """One of two ranks with NCCL groups, over the stub library and a stand-in for PyTorch: FOLDER RANK LIBRARY.
 
-Its groups are suspended and resumed; then one rank's NCCL fails, and all get new backends. What PyTorch's groups and
-stores do is stood in for here; the agent's code is the real one. Ends with 0 once the rank has seen all to be right.
+Its groups are suspended and resumed; then one rank's NCCL fails, and all get new backends. PyTorch's groups and stores
+are replaced here by doubles; the agent's code is the real one. Ends with 0 once all checks of the rank have passed.
 """
 
 from __future__ import annotations

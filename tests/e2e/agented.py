@@ -37,7 +37,7 @@ def environment(socket_path: Path | None, inject: str = str(INJECT), **more: str
 
 
 class Training:
-    """A script that runs with the agent. Ended with the context, if it has not ended by itself."""
+    """A script that runs with the agent. Killed at the end of the context, if it has not ended before."""
 
     # Whether it may be forked from a Python that has imported PyTorch.
     forks = True

@@ -43,7 +43,7 @@ def preloaded() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def undisturbed_ranks(tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> dict[str, list[str]]:
-    """What each rank of the training in two ranks tells of its steps by itself."""
+    """The step lines of each rank of the undisturbed training in two ranks."""
     return by_rank(steps_alone([sys.executable, *TWO_RANKS, RANKED], tmp_path_factory.mktemp("undisturbed")))
 
 

@@ -1,12 +1,12 @@
 """A CUDA program with an agent in it, driven by lines: `python -m tests.e2e.cuda_agent SOCKET GPU MIB...`
 
 Obeys the daemon's orders as the real agent does, over real IPC handles of real pieces of (stub) video memory, and
-copies by itself where it is told to; each piece stands for a storage. PyTorch for CUDA is not to be had in CI, so what
-finds and frees storages is tested on GPUs. Besides the program's lines: `facts NAME=VALUE...` changes what it says of
-itself, `cache MIB` has it keep so much beside its pieces as an allocator does, `devices` has it say what it holds on
-each of its GPUs, `refuse ORDER` and `allow ORDER` what it does, `seen` tells the orders. `stay NUMBER...` has
-pieces lie in memory that it never gives back, of which it says nothing. With RANK and WORLD_SIZE it has communicators
-with the other ranks: the stub driver loses it if it is checkpointed while they are connected.
+copies itself if ordered to; each piece represents a storage. PyTorch for CUDA is not to be had in CI, so what finds and
+frees storages is tested on GPUs. Besides the program's lines: `facts NAME=VALUE...` changes what it says of itself,
+`cache MIB` has it keep so much beside its pieces as an allocator does, `devices` has it say what it holds on each of
+its GPUs, `refuse ORDER` and `allow ORDER` what it does, `seen` tells the orders. `stay NUMBER...` has pieces lie in
+memory that it never gives back, of which it says nothing. With RANK and WORLD_SIZE it has communicators with the other
+ranks: the stub driver loses it if it is checkpointed while they are connected.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Agent:
         self.stays: RendezvousWait | None = None
         self.parted: list[tuple[int, int]] = []
         self.tells_devices = False
-        self.own_fd = -1  # of the memory that it has copied to by itself
+        self.own_fd = -1  # of the memory that it has copied to itself
         self.given = Descriptors()
         self.cached_bytes = 0
         self.cached: list[int] = []
@@ -71,7 +71,7 @@ class Agent:
         return 0 if self.filled == len(self.sizes) else sum(self.sizes)
 
     def attend(self, socket_path: str) -> None:
-        """Obey, in a thread of its own; a daemon that is gone is waited for."""
+        """Obey orders in a thread; a daemon that is gone is waited for."""
         context = ctypes.c_void_p()
         call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self.program.ordinal)
         call("cuCtxSetCurrent", context)
@@ -123,7 +123,7 @@ class Agent:
     def _take(self, given: Descriptors) -> None:
         self.given = given
 
-    # ---- orders -----------------------------------------------------------------------------------------------------
+    # ---- orders ------------------------------------------------------------------------------------------------------
 
     def count(self, _: Order) -> dict[str, Any]:
         return {}  # every report has it
@@ -159,7 +159,7 @@ class Agent:
         return {}
 
     def _devices(self) -> Iterator[CudaDevice]:
-        """What its pieces come to on each of its GPUs, which the driver names as they are now."""
+        """The bytes of its pieces on each of its GPUs, by the driver's current names."""
         for number, ordinal in enumerate(self.program.ordinals if self.tells_devices else ()):
             size_bytes = sum(self.sizes[number :: self._count])
             yield CudaDevice(uuid=Driver().uuid_of(ordinal), size_bytes=size_bytes, number=ordinal)
@@ -199,7 +199,7 @@ class Agent:
         return {}
 
     def entrust(self, _: Order) -> dict[str, Any]:
-        """It has no descriptor of its own bytes, from now on."""
+        """From now on it has no descriptor of its own bytes."""
         assert self.held_bytes
         if self.own_fd >= 0:
             os.close(self.own_fd)
@@ -230,7 +230,7 @@ class Agent:
         return {"size_bytes": sum(self.sizes), "storages": len(self.sizes)}
 
     def offload(self, order: Order) -> dict[str, Any]:
-        """By copies of its own: one piece after the other, and all are freed when all are there."""
+        """By its own copies: one piece after the other, and all are freed when all are there."""
         assert self.parked
         self.own_fd, at = os.dup(self.given.numbers()[0]), 0
         for piece, size_bytes in zip(self.pieces, self.sizes, strict=True):
@@ -292,14 +292,14 @@ class Agent:
             self.cached = [address.value]
 
     def keep(self, size_mib: str) -> str:
-        """Have so much beside the pieces from now on; what is had of it, which the next step needs."""
+        """From now on hold so much besides the pieces; what is had of it, which the next step needs."""
         self.cached_bytes = int(size_mib) * MIB
         self.take_cache()
         self.facts["reserved_bytes"] = sum(self.sizes) + self.cached_bytes
         return f"cached {len(self.cached)}"
 
     def copy(self, order: Order) -> dict[str, Any]:
-        """Parts of pieces, by its own hands."""
+        """Copy parts of pieces itself."""
         fd = self.given.numbers()[0]
         for number, start, size_bytes, place in unpacked_spans(order.spans or b""):
             buffer = ctypes.create_string_buffer(size_bytes)

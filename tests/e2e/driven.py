@@ -33,7 +33,7 @@ ANSWER_LIMIT_S = HANG_S
 
 
 class DrivenProgram:
-    """A CUDA program that was not started by us: it does what it is told, line by line."""
+    """A CUDA program that was not started by us: it executes the commands that it gets, line by line."""
 
     def __init__(self, node: CudaNode, *words: str, **more: str) -> None:
         paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}"}
@@ -54,7 +54,7 @@ class DrivenProgram:
         return self.process.pid
 
     def tell(self, line: str) -> str:
-        """Have it do something; what it answers. Fails when it does not: its calls of CUDA may wait for good."""
+        """Have it do something; what it answers. Fails when it does not: its calls of CUDA may wait forever."""
         self._stdin.write(f"{line}\n")
         self._stdin.flush()
         answers = select.select([self._stdout], [], [], ANSWER_LIMIT_S)[0]
@@ -124,7 +124,7 @@ class DrivenNode:
         return {use.gpu: use.vram_bytes or 0 for process in found for use in process.gpus}
 
     def used(self) -> dict[str, int]:
-        """What is in use on each GPU, once the service manager has worked off what it was told."""
+        """The used memory of each GPU, once the service manager has handled every report."""
         self.daemon.read_notices()
         with self.connect() as connection:
             return {gpu.id: gpu.memory_used_bytes or 0 for gpu in connection.gpus().gpus}
@@ -148,7 +148,7 @@ class Watched:
         assert program.tell("step") == "step 1"
 
     def is_whole(self) -> None:
-        """It goes on where it was, with all it had."""
+        """It continues where it was, with all its memory."""
         self.steps += 1
         assert self.program.tell("step") == f"step {self.steps}"
         assert self.program.tell("digest") == self.digest
@@ -175,7 +175,7 @@ def only_its_own(node: DrivenNode, watched: Watched) -> None:
 
 
 def helper_of(node: DrivenNode) -> psutil.Process:
-    """The one that there is now: on a machine that is busy, one before it may be dying of its deadline yet."""
+    """The current one: on a machine that is busy, one before it may be dying of its deadline yet."""
     children = psutil.Process(node.daemon.process.pid).children()
     return max(
         (child for child in children if "hegmd.gpu_helper.child" in child.cmdline()), key=psutil.Process.create_time

@@ -1,6 +1,6 @@
-"""A training that is written into images and brought back: its processes, whoever is their parent, and its output.
+"""A training that is written into images and brought back: its processes, with any parent, and its output.
 
-Its output is a file, because a pipe leads to nobody once the job has come back. It goes slowly while a file says so, so
+Its output is a file, because the reader of a pipe is gone after a restore. It goes slowly while a file says so, so
 that a command finds it in the middle, however slow the machine is, and then at its full speed to its end.
 """
 
@@ -54,7 +54,7 @@ def as_user(uid: int) -> list[str]:
 
 
 def losses_alone(folder: Path, *, workers: int = 0, steps: int = STEPS) -> list[str]:
-    """What the script says that nobody disturbs."""
+    """The output of the undisturbed script."""
     folder.mkdir()
     more = {"LOADER_WORKERS": str(workers)} if workers else {}
     said_by([str(SCRIPT), str(folder), str(steps)], {**environment(None), **more})
@@ -80,7 +80,7 @@ class ImageJob:
         script: Sequence[str] = (),
         bare: bool = True,
     ) -> None:
-        """`uid`: whose it is; else it belongs to whoever runs the test. `piped`: it says what it says into a pipe.
+        """`uid`: whose it is; else it belongs to the user who runs the test. `piped`: it says what it says into a pipe.
         `script`: another one than that of these tests, with its arguments. `bare`: without PyTorch's compiler."""
         self.folder = folder
         self.folder.mkdir(exist_ok=True)
@@ -125,21 +125,21 @@ class ImageJob:
 
     @property
     def losses(self) -> list[str]:
-        """What it has said by now."""
+        """Its output so far."""
         try:
             return (self.folder / "losses").read_text().splitlines()
         except FileNotFoundError:
             return []
 
     def await_steps(self, count: int) -> None:
-        """Until it has made so many; nobody tells when a file grows, so it is looked at."""
+        """Until it has made so many; no event reports the growth of a file, so this polls."""
         until = monotonic() + ENDS_WITHIN_S
         while len(self.losses) < count:
             assert monotonic() < until, (self.folder / "errors").read_text()
             self._pause()
 
     def output(self) -> list[str]:
-        """All that it said, once it has ended, whoever its parent is."""
+        """Its whole output, once it has ended, with any parent."""
         (self.folder / "slow").unlink(missing_ok=True)
         try:
             pidfd = os.pidfd_open(self.pid)

@@ -41,7 +41,7 @@ _BOMBS = (
     b"\xc1",
     b"",
 )
-# What keeps a stream open does not count as hostile here: nobody reads it.
+# What keeps a stream open does not count as hostile here: no process reads it.
 _OPS = sorted(set(REQUESTS) - {"doctor", "reload", "simulate.fault"})
 
 
@@ -61,7 +61,7 @@ class Hostile:
         return opening + b"".join(frames), r.choice((0, 0, 0, 1, 16))
 
     def _gentle(self) -> bytes:
-        """A frame that the daemon has to answer with an error or a reply, and go on."""
+        """A frame that the daemon has to answer with an error or a reply, and survive."""
         r = self._random
         self._next_id += 1
         envelope = {"v": 2, "id": self._next_id, "op": r.choice(_OPS), "args": {}}

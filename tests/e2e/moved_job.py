@@ -1,4 +1,4 @@
-"""A script of anybody's under `hegmctl run`: how far it is, what is done to it, and what it said in the end.
+"""Any script under `hegmctl run`: its progress, its operations, and its output.
 
 The scripts in `moved/` know nothing of hegm. Each prints lines that begin with "step" and have every number in full;
 those lines are how the test sees its progress and what it compares, beside the files that it wrote into its folder.
@@ -42,7 +42,7 @@ MARK = "step"
 PACE_MS = 10
 # The same while an agent looks for its daemon, which it does every 5 s at least.
 SLOWLY_MS = 50
-# The same while something is refused, which is done many times in a row: the script is not to come to its end by that.
+# The same while something is refused, which is done many times in a row: that must not end the script.
 WHILE_REFUSED_MS = 100
 
 
@@ -59,7 +59,7 @@ def environment(socket_path: Path | None) -> dict[str, str]:
 
 
 class Script:
-    """A process that prints, read line by line. Ended with the context, if it has not ended by itself."""
+    """A process that prints, read line by line. Killed at the end of the context, if it has not ended before."""
 
     # The pipe that it prints to: so large that nothing ever stops it.
     pipe_bytes, pipe_flags = 1 << 20, 0
@@ -90,7 +90,7 @@ class Script:
         self._errors.close()
 
     def read_steps(self, count: int) -> None:
-        """Read on until it has told of so many steps more."""
+        """Read until it has printed so many more steps."""
         wanted = len(self._steps()) + count
         while len(self._steps()) < wanted:
             assert self._read(), f"it ended after {len(self.lines)} lines: {self._error_text()}"
@@ -103,7 +103,7 @@ class Script:
             self._read_on(pace_ms)
 
     def steps(self) -> list[str]:
-        """Every line that tells of a step, once it has ended well."""
+        """Every line of a step, once it has succeeded."""
         while self._read():
             pass
         assert self.process.wait(ENDS_WITHIN_S) == 0, self._error_text()
@@ -134,12 +134,12 @@ class Script:
 
 @cache
 def undisturbed_steps(*words: str) -> list[str]:
-    """What a script that writes no files tells of its steps without hegm; it is run once for all tests."""
+    """The step lines of a script that writes no files, without hegmd; it is run once for all tests."""
     return steps_alone(words)
 
 
 def steps_alone(words: Sequence[str], folder: Path | None = None) -> list[str]:
-    """What a Python script tells of its steps without hegm, in that folder."""
+    """The step lines of a Python script without hegmd, in that folder."""
     output = said_by(words[1:], environment(None), folder)
     return [line for line in output.splitlines() if line.startswith(MARK)]
 

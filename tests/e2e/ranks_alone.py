@@ -1,6 +1,6 @@
 """Runs a script as that many ranks that meet, without a launcher and an import of PyTorch for each.
 
-ranks_alone.py RANKS SCRIPT [ARGUMENTS]: for what nobody disturbs, whose launcher proves nothing. Ends well if all do.
+ranks_alone.py RANKS SCRIPT [ARGUMENTS]: for undisturbed runs, whose launcher is not under test. Ends well if all do.
 """
 
 import os

@@ -69,7 +69,7 @@ def criu_or_skip() -> Criu:
 
 
 class Job:
-    """A job as somebody starts it: its process, and what it says line by line."""
+    """A job as a user starts it: its process, and what it says line by line."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -96,7 +96,7 @@ class Job:
 def job(argv: Sequence[str], **options: object) -> Iterator[Job]:
     """Start it, with its own Python for the first word if that is a script; ended with all its descendants."""
     given: dict[str, object] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True, **options}
-    given.setdefault("start_new_session", True)  # CRIU takes no job whose session is led from outside
+    given.setdefault("start_new_session", True)  # CRIU refuses a job whose session leader is outside
     process: subprocess.Popen[str] = subprocess.Popen(argv, **given)  # type: ignore[call-overload] # as they are given
     started = Job(process)
     try:
@@ -123,7 +123,7 @@ def directory(path: Path) -> Iterator[int]:
 
 @contextmanager
 def ended_after(pids: Sequence[int]) -> Iterator[None]:
-    """Whoever lives under those numbers at the end is ended; for what a restore brings back."""
+    """The processes with those pids are ended at the end; for what a restore brings back."""
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
-"""What a training computes, seen from outside its script by PyTorch's own global hooks, and where its boundaries are.
+"""What a training computes, recorded by PyTorch's own global hooks outside of its script, and where its boundaries are.
 
 Every input of every module (the batches among them), every rate, the parameters and the optimizer's state after each
 step, and at the end everything that the modules hold and the schedules say: a line each, bit for bit, in a file that
-several starts of a script go on with. The script knows nothing of it, and no number is drawn for it.
+several starts of a script append to. The script knows nothing of it, and no number is drawn for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EVALUATING, ELSEWHERE = "evaluating", "elsewhere"
 
 
 class Recorder:
-    """Writes to that descriptor while the script runs. What it has seen made it keeps, until the end is written."""
+    """Writes to that descriptor while the script runs. It keeps each recorded object until the end is written."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -35,7 +35,7 @@ class Recorder:
         register_optimizer_step_post_hook(self._note_step)
 
     def kind_of_boundary(self, iterator: Any) -> str:
-        """Where the training stands that asks this iterator of a loader; None for one that asks none."""
+        """The position of the training that asks this iterator of a loader; None for one that asks none."""
         has_stepped, self._has_stepped = self._has_stepped, False
         if not torch.is_grad_enabled():
             return EVALUATING
@@ -51,7 +51,7 @@ class Recorder:
         return WITHIN if has_stepped else ACCUMULATING
 
     def finish(self) -> None:
-        """The script has ended: write what its modules and its schedules have come to, in an order of their own."""
+        """The script has ended: write the final values of its modules and schedules, in a fixed order."""
         schedule: Any = torch.optim.lr_scheduler.LRScheduler
         held = [found for found in gc.get_objects() if issubclass(type(found), (torch.nn.Module, schedule))]
         everything = {**self._made, **{id(found): found for found in held if isinstance(found, torch.nn.Module)}}
@@ -95,7 +95,7 @@ def digest(value: Any, so_far: int = 0) -> int:
 def at_kind(
     recorder: Recorder, fd: int, asked: Callable[[], Any], fits: Callable[[], bool], kind: str | None
 ) -> Callable[[], bool]:
-    """What a gate asks at each boundary, whose kind is written to that descriptor: whether it stands there."""
+    """The callback of a gate at each boundary, whose kind is written to that descriptor: True if it parks there."""
 
     def will_do() -> bool:
         found = recorder.kind_of_boundary(asked())

@@ -1,4 +1,4 @@
-"""What scripts print that nobody disturbs, for tests that compare: run in full, and forked where that is possible."""
+"""The output of undisturbed scripts, for tests that compare: run in full, and forked where that is possible."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def rehearse(program: str, folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run it on a node of its own, which has two stub GPUs, in that folder, which is made."""
+    """Run it on its own node with two stub GPUs, in that folder, which is created."""
     folder.mkdir()
     node = CudaNode.make(folder / "node", gpus=2, gpu_bytes=64 * GIB)
     scenario = node.nvml(folder / "nvml")

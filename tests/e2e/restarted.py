@@ -29,7 +29,7 @@ REFUSED_STATUS = 97
 
 
 class Ended:
-    """How one start of a script ended, and the kinds of the boundaries that it passed once it was asked to stand."""
+    """How one start of a script ended, and the kinds of the boundaries that it passed after the request to park."""
 
     def __init__(self, status: int, errors: str, kinds: list[str]) -> None:
         self.status = status
@@ -153,7 +153,7 @@ class Restarts:
         self._process.stdin.flush()
         while True:
             number, status = self._process.stdout.readline().split()
-            if int(number) == self._runs:  # and not of one that nobody waited for, in a test that took too long
+            if int(number) == self._runs:  # and not of an abandoned one, in a test that took too long
                 return Ended(int(status), errors.read_text(), kinds.read_text().splitlines())
 
 

@@ -1,6 +1,6 @@
 """A daemon of a few lines that gives agents orders, one after the other, over a real socket and our own protocol.
 
-It stands in for hegmd where a test is about the agent alone: what the agent says is read from the wire, and what moves
+It replaces hegmd if a test is about the agent alone: what the agent says is read from the wire, and what moves
 is a real memfd. Blocking, with a limit on every wait.
 """
 
@@ -28,7 +28,7 @@ class Gone(Exception):
 
 
 class AgentConnected:
-    """An agent's connection: what it said of itself, and orders to it."""
+    """An agent's connection: its introduction, and orders to it."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.settimeout(PATIENCE_S)

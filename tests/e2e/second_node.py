@@ -1,4 +1,4 @@
-"""Brings a job back under a daemon of its own: `python -m tests.e2e.second_node FOLDER IMAGE PID`.
+"""Restores a job under its own daemon: `python -m tests.e2e.second_node FOLDER IMAGE PID`.
 
 Waits for the job's end. Started as the first process of a fresh pid namespace, it is a node where the job's process
 numbers are free.

@@ -74,7 +74,7 @@ PartitionName=low Nodes={host} Default=YES PriorityTier=1 OverSubscribe=FORCE:1
 PartitionName=low-requeue Nodes={host} PriorityTier=1 OverSubscribe=NO PreemptMode=REQUEUE
 PartitionName=high Nodes={host} PriorityTier=10 OverSubscribe=FORCE:1
 """
-# What hegmd is told: longer than a test waits. A test ends the time itself, by a file (tests/stubs/grace).
+# The requests to hegmd: longer than a test waits. A test ends the time itself, by a file (tests/stubs/grace).
 GRACE_S = int(HANG_S)
 
 

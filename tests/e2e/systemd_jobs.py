@@ -108,7 +108,7 @@ def trains_at(node: SystemdNode, *, beside: int = 0) -> tuple[int, str]:
 
 
 def settled(node: SystemdNode, op: str) -> str:
-    """Return the operation once it is at rest, whichever daemon runs by then.
+    """Return the operation once it has ended or waits, whichever daemon runs then.
 
     While it waits for an agent that has yet to connect, `op --follow` ends before that.
     """

@@ -129,7 +129,7 @@ def why_not() -> str | None:
 class SystemdNode:
     """One machine; a context manager. Entering boots it, leaving it takes away everything that it was.
 
-    `shown` are directories of the real machine to be seen inside, read-only and at the same path.
+    `shown` are directories of the real machine that are visible inside, read-only and at the same path.
     """
 
     def __init__(self, *shown: Path) -> None:
@@ -197,7 +197,7 @@ class SystemdNode:
 
     @property
     def root(self) -> Path:
-        """The machine's root directory as seen from outside: to put files into it and to look at what it wrote."""
+        """The machine's root directory, from outside: to put files into it and to look at what it wrote."""
         assert self._pid is not None, "the machine is not running"
         return Path(f"/proc/{self._pid}/root")
 
@@ -223,7 +223,7 @@ class SystemdNode:
 
     @contextlib.contextmanager
     def start(self, *command: str, user: str | None = None) -> Iterator[subprocess.Popen[str]]:
-        """A command that goes on running inside until the block is left."""
+        """A command that runs inside until the end of the block."""
         process = subprocess.Popen(
             self.argv(*command, user=user), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
         )

@@ -28,7 +28,7 @@ _LEFT_OUT = (".git", ".venv", "build", "dist", "node_modules", "__pycache__", ".
 
 @pytest.fixture(scope="session")
 def systemd_works() -> None:
-    """Skips what needs a machine of its own where none can be started."""
+    """Skip tests that need their own machine if none can be started."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
@@ -63,7 +63,7 @@ def newer_deb(source: Path, deb: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def fresh_node(systemd_works: None) -> Iterator[SystemdNode]:
-    """A machine that has never seen hegmd; this tree can be read there, for its tools."""
+    """A machine on which hegmd was never installed; this tree can be read there, for its tools."""
     with SystemdNode(TREE) as node:
         yield node
 

@@ -32,10 +32,10 @@ async def check_carrier(
 ) -> None:
     """Take the bytes of a process out and put them back, and look at every promise on the way.
 
-    `subject` has an agent whose training thread stands and whose storages have `size_bytes`; `too_many_bytes` are more
-    than can be held. `made` is how often the agent has made storages so far; `while_out` is called once they are out,
-    as for what a restart does to those who copy. One that leaves everything to the driver has nothing to hold, which
-    `size_bytes` of 0 says. Raises ContractBroken.
+    `subject` has an agent whose training thread is parked and whose storages have `size_bytes`; `too_many_bytes` are
+    more than can be held. `made` is how often the agent has made storages so far; `while_out` is called once they are
+    out, as for what a restart does to those who copy. One that leaves everything to the driver has nothing to hold,
+    which `size_bytes` of 0 says. Raises ContractBroken.
     """
     carries = size_bytes > 0
     await _check_holding(carrier, subject, size_bytes, too_many_bytes)

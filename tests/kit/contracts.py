@@ -2,7 +2,7 @@
 
 Owns the checks of `DeviceProvider`: the same for GPUs in memory, for a real binding over a stub library and for real
 hardware, so that the first two can be trusted as far as the last one agrees with them. It must not import a test
-framework, nor know any one provider. Whoever writes a provider for another vendor runs this over it first.
+framework, nor know any one provider. Run this first over a new provider for another vendor.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _check_cycles(provider: DeviceProvider, first: VendorSnapshot) -> None:
         provider.open()
         _check_stable(first, provider.snapshot(), "after it was closed and opened again")
         provider.close()
-        if cycle == 0:  # what a library keeps for good, it has by now
+        if cycle == 0:  # a library has created its permanent objects by now
             open_before, threads_before = len(os.listdir("/proc/self/fd")), threading.active_count()
     left = len(os.listdir("/proc/self/fd")) - open_before
     _must(left < CYCLES - 1, f"{CYCLES - 1} times open and close left {left} descriptors behind")

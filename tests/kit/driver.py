@@ -2,7 +2,7 @@
 
 Owns the rows about states, callers and moving; those about video memory are in video_memory.py, those about several
 GPUs in several_gpus.py, and `ROWS` there names them all. A row takes a `Rig` (which starts processes and looks at the
-GPUs; tests hand one in) and raises ContractBroken. Each row wants a process of its own: some destroy a job on purpose,
+GPUs; tests hand one in) and raises ContractBroken. Each row needs its own process: some destroy a job on purpose,
 one gives up root, one must not have initialised the driver. Knows nothing of the stub: to meet a step under way is for
 the rig to bring about.
 """
@@ -30,7 +30,7 @@ NOBODY = 65534
 
 
 class Target(Protocol):
-    """A CUDA program that answers each line that it is told with one line."""
+    """A CUDA program that answers each line with one line."""
 
     pid: int
 
@@ -43,7 +43,7 @@ class Target(Protocol):
 
 
 class Caller(Protocol):
-    """One call of the door, in a process of its own."""
+    """One call of `hegmd.gpu_helper.cuda`, in its own process."""
 
     def has_ended(self, within_s: float) -> bool: ...
     def kill(self) -> None: ...
@@ -370,7 +370,7 @@ def a_map_that_is_no_full_permutation_changes_nothing(rig: Rig) -> None:
 
 @row(gpus=2)
 def a_restore_without_room_destroys_the_job(rig: Rig) -> None:
-    """Why nobody calls it without room: later restores fail too, on the first GPU as well."""
+    """Why hegmd never calls it without enough memory: later restores fail too, on the first GPU as well."""
     target, _ = begin(rig, 512)
     take_off(target.pid)
     rig.start(1, 1).ask("grab")

@@ -51,7 +51,7 @@ async def _check_reservations(method: Method, subject: MigratedProcess, gpu: str
 
 
 async def _check_lock(method: Method, rank: MigratedProcess) -> None:
-    """A rank is locked and unlocked again, and whoever looks at it meanwhile leaves it as it is."""
+    """A rank is locked and unlocked again, and an inspection meanwhile changes nothing."""
     for _ in range(2):
         await method.lock(rank)
     first, again = await method.inspect(rank), await method.inspect(rank)

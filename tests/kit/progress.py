@@ -1,4 +1,4 @@
-"""What the code relies on to tell a driver that is busy from one that hangs: what a step carries is seen to move.
+"""What the code relies on to distinguish a busy driver from one that hangs: the progress of a step's bytes is visible.
 
 A row as in driver.py, in the same table, of which this is the door.
 """
@@ -12,7 +12,7 @@ from tests.kit.several_gpus import ROWS
 
 __all__ = ["ROWS"]
 
-# A step of so much takes seconds on any GPU, and is seen on its way.
+# A step of this size takes seconds on any GPU, so its progress is visible.
 LONG_MIB = 1024
 LOOK_S = 0.05
 

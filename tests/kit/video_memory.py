@@ -96,7 +96,7 @@ def write(va: int, content: bytes, context: Any) -> None:
 def carry(
     target: Target, sizes_bytes: list[int], at: int, flat: Any, own: Any, *, out: bool, by: KernelCopier | None = None
 ) -> None:
-    """Copy the program's pieces to the flat range, or back, through the handles that it tells of."""
+    """Copy the program's pieces to the flat range, or back, through the handles that it reports."""
     cuda.use(own)
     stream = cuda.create_stream()
     opened: list[int] = []
@@ -184,7 +184,7 @@ def making_memory_needs_no_context_and_refuses_what_is_not_there(rig: Rig) -> No
 
 @row()
 def held_memory_is_room_that_nobody_else_gets(rig: Rig) -> None:
-    """What keeps the room for a restore: whoever grabs all there is does not get it."""
+    """What keeps the room for a restore: a program that takes all free memory does not get it."""
     target, _ = begin(rig, 1)
     size_bytes = 512 * MIB
     handle = cuda.create(0, size_bytes)
@@ -272,7 +272,7 @@ def a_handle_whose_memory_is_gone_is_refused(rig: Rig) -> None:
 
 @row()
 def a_checkpoint_destroys_a_process_that_has_anothers_memory_open(rig: Rig) -> None:
-    """Why nobody checkpoints one: it goes well, no restore after it does, and there is no way back from there."""
+    """Why hegmd never checkpoints one: it goes well, no restore after it does, and there is no way back from there."""
     target, _ = begin(rig, 16)
     owner = rig.start(0, 16)
     target.ask("open " + owner.ask("handles").split()[1])
@@ -288,7 +288,7 @@ def a_checkpoint_destroys_a_process_that_has_anothers_memory_open(rig: Rig) -> N
 
 @row()
 def memory_that_another_has_open_does_not_hinder_its_owner(rig: Rig) -> None:
-    """So that a helper which is slow to close, or somebody else's, costs the owner nothing."""
+    """So a helper that closes slowly, or one of another program, does not delay the owner."""
     target, digest = begin(rig, 16)
     handle = bytes.fromhex(target.ask("handles").split()[1])
     with contexts(1):

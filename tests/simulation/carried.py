@@ -1,6 +1,6 @@
 """Lives of one process's bytes under the real carriers: some of its memory stays with it, and everything else fails.
 
-The helper, its video memory, the driver's word on what may be opened, and the agent are models; `PeerCarrier`,
+The helper, its video memory, the driver's rule of what may be opened, and the agent are models; `PeerCarrier`,
 `HostCarrier`, the route and the pool are the real ones. A life takes the bytes out, has the driver bring the rest back,
 and puts them in again, with luck drawn from its seed. The promise: whatever was tried, at last every byte is back.
 """
@@ -130,7 +130,7 @@ class Memory:
 
 
 class Helper:
-    """Answers as the real one does, and fails as the luck of a life has it."""
+    """Answers as the real one does, and fails at random."""
 
     def __init__(self, process: Process, random: Random) -> None:
         self._process, self._random = process, random
@@ -189,7 +189,7 @@ class Helper:
 
 
 class Gpus:
-    """Two of them, with turns that nobody else wants."""
+    """Two of them, with turns that no other process requests."""
 
     async def uuid_of(self, name: str) -> str:
         return f"GPU-{name}"
@@ -206,7 +206,7 @@ class Gpus:
         return SimpleNamespace(memory_free_bytes=0)
 
     def changed(self) -> None:
-        """Nobody looks."""
+        """Checks nothing."""
 
 
 class Node:

@@ -1,8 +1,8 @@
 """`make bench-chaos`: lives of many seeds on all cores, at what rate, and every seed that broke a promise.
 
-`python -m tests.simulation.chaos [SEEDS [FIRST]]`. A promise that was broken is told with the seed's story, once for
-each kind; `python -m tests.simulation.seeds SEED` tells it again, of those of restarts with `restart` before it, of
-those of ranks with `ranks`.
+`python -m tests.simulation.chaos [SEEDS [FIRST]]`. A broken promise is reported with the seed's story, once for each
+kind; `python -m tests.simulation.seeds SEED` tells it again, of those of restarts with `restart` before it, of those of
+ranks with `ranks`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def live_many(first: int) -> tuple[int, int, int, list[tuple[int, str, str]]]:
     """Operations, crashes and events in the lives of a chunk, and what was broken: seed, promise, story."""
     operations = crashes = lines = 0
     broken: list[tuple[int, str, str]] = []
-    logging.disable()  # what the real parts say of it; a seed's story is told by itself
+    logging.disable()  # what the real parts say of it; a seed's story is printed alone
     for seed in range(first, first + CHUNK):
         life = live_restarts(seed) if is_of_restarts(seed) else live_ranks(seed) if is_of_ranks(seed) else live(seed)
         operations += len(life.daemon.ops)
@@ -48,7 +48,7 @@ def is_of_ranks(seed: int) -> bool:
 
 
 def _kind(violation: str) -> str:
-    """The promise, whoever it was that it was broken to."""
+    """The broken promise, without the process."""
     return re.sub(r"\d+", "N", violation)
 
 

@@ -60,11 +60,11 @@ class Daemon:
     story: list[str] = field(default_factory=list)
     crashes: int = 0
     struck: set[str] = field(default_factory=set)  # kinds of bad luck that this life has had
-    # The connection of each worker that the operation has heard of last; orders go over no other.
+    # The connection of each worker that was reported to the operation last; orders go over no other.
     known: dict[tuple[str, str], int] = field(default_factory=dict)
     inspected: dict[tuple[str, int], int] = field(default_factory=dict)
     durable_seq: dict[str, int] = field(default_factory=dict)
-    unwritten: dict[str, Event] = field(default_factory=dict)  # what each operation stands still before
+    unwritten: dict[str, Event] = field(default_factory=dict)  # the effect before which each operation is halted
     refused: set[float] = field(default_factory=set)  # operations that were, by the moment of their asking
     # Called between the steps of taking an event and around each effect: where a daemon may be killed.
     points: Callable[[Daemon, str], bool] | None = None
@@ -109,7 +109,7 @@ class Daemon:
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def post(self, op_id: str, event: Event) -> None:
-        """The event is on its way. Requests are never lost: whoever asks waits for the answer."""
+        """The event is on its way. Requests are never lost: the caller waits for the answer."""
         if self.luck("lose") and not isinstance(event, events.CancelRequested | events.ResumeRequested | events.Begin):
             self.tell(f"lost: {op_id} {event}")
             return
@@ -118,7 +118,7 @@ class Daemon:
             self.ghosts.append((op_id, event))
 
     def on_event(self, name: str, event: Event) -> None:
-        """What a worker does by itself goes to the operation that has it."""
+        """An event that a worker causes goes to the operation that has it."""
         for op in list(self.live_ops(name)):
             if not isinstance(event, events.AgentLost | events.AgentBack) or self.hands.is_of(
                 op, self.node.processes[name]
@@ -131,7 +131,7 @@ class Daemon:
             self.queue.append(self.random.choice(self.ghosts))
 
     def begin(self, op: Operation) -> bool:
-        """Somebody asks for an operation. False if it was refused, because the journal cannot take it."""
+        """A client requests an operation. False if it was refused, because the journal cannot take it."""
         history = History(op)
         self.tell(f"{op.id} is asked for: {op.kind} of {[(w.name, w.gpu, w.target_gpu) for w in op.workers]}")
         if not self._append(history, records.opening(op, self.now), ahead_bytes=OPERATION_BYTES):
@@ -203,7 +203,7 @@ class Daemon:
         return True
 
     def must_be_durable(self, running: Running) -> None:
-        """Nothing is done whose record a power cut could take away."""
+        """Nothing is done before its record would survive a power cut."""
         if running.effect.cause > self.durable_seq.get(running.op_id, -1):
             raise Violation(f"{running.effect.tag} of {running.effect.worker} begins before its record is on disk")
 
@@ -243,7 +243,7 @@ class Daemon:
     # ---- connections -------------------------------------------------------------------------------------------------
 
     def disconnect(self, process: Process, *, goes_on: bool = True) -> None:
-        """The agent's connection ends. What was ordered may be dropped, or go on without anybody hearing of its end."""
+        """The agent's connection ends. An order may be dropped, or continue without a report of its end."""
         for running in list(self.running):
             if running.effect.worker == process.name and running.effect.in_worker:
                 if goes_on:
@@ -269,7 +269,7 @@ class Daemon:
         reached = process.alive and running.connection == process.connection and not process.under_way
         if effect.tag not in ORDERS or not reached or self.random.random() < 0.5:
             return
-        if effect.tag in {"checkpoint", "restore"}:  # the driver's calls end by themselves, whoever made them
+        if effect.tag in {"checkpoint", "restore"}:  # the driver's calls end, whoever made them
             if not process.stopped:
                 self.hands.do(running, process)
         elif not process.stopped:
@@ -277,7 +277,7 @@ class Daemon:
             process.memory_bytes = self.node.pool.get(process.name, 0)
 
     def go_on_alone(self, process: Process) -> None:
-        """The end of an order that nobody waits for any more."""
+        """The end of an abandoned order."""
         what, process.under_way = process.under_way, None
         if what == "offload":
             self.node.offload(process.name, process.memory_bytes)
@@ -318,7 +318,7 @@ class Daemon:
         self.ops, self.durable_seq = {}, {}
 
     def _lose_everybody(self) -> None:
-        """After a power cut no process is there any more, nothing is held, and the clock starts over."""
+        """After a power cut no process exists, nothing is held, and the clock starts over."""
         self.disk.cut_power()
         for name, process in self.node.processes.items():
             self.node.die(name)
@@ -333,7 +333,7 @@ class Daemon:
         self.now = 0.0
 
     def restart(self) -> None:
-        """Read the journal, and tell every operation that is not over."""
+        """Read the journal, and resume every operation that has not ended."""
         self.file = self._opened()
         self.hands.rise()
         for op_id, history in self.reading.histories.items():
@@ -341,7 +341,7 @@ class Daemon:
             self.durable_seq[op_id] = history.operation.seq
         crashes = self.crashes
         for op in list(self.live_ops()):
-            if self.crashes == crashes:  # else a later start has told them all
+            if self.crashes == crashes:  # else a later start has resumed them all
                 self.take(op.id, events.Recovered())
 
 

@@ -1,6 +1,6 @@
 """Damage to a journal that was written by a daemon: every bit flipped, every cut. Run whole by `make bench-chaos`.
 
-What is damaged is refused with a word that says where, or it is the unfinished end of the last write; it is never read
+A damaged journal is refused with the position, or the damage is the unfinished end of the last write; it is never read
 as something else.
 """
 
@@ -34,7 +34,7 @@ def flip_bits(data: bytes, places: Iterable[int], bits: Iterable[int] = range(8)
 
 
 def cut(data: bytes, lengths: Iterable[int], tail: bytes = b"") -> Iterator[str]:
-    """What was read of a journal that was cut off, or went on as unwritten disk does, and is not its beginning."""
+    """The records read from a truncated or overlong journal, if they are not its beginning."""
     ends = record_ends(data)
     whole = {end: records.read(data[:end]).histories for end in ends}
     for length in lengths:

@@ -1,6 +1,6 @@
 """Hands for processes without an agent: the real performer, method and neighbours, over a model of helper and driver.
 
-What they await is in flight in the model helper, and each effect is a task on a loop that stands still in between, so
+What they await is in flight in the model helper, and each effect is a task on a loop that halts in between, so
 a daemon may be killed, and anything else may happen, between any two calls of the driver.
 """
 
@@ -106,7 +106,7 @@ class DriverNodeActions(NodeActions):
         self._loop.settle()
 
     def fall(self) -> None:
-        """The daemon is killed: what was in flight may have been done, and nobody cleans up."""
+        """The daemon is killed: calls in flight may have been done, and nothing cleans up."""
         self.helper.lose("ends with hegmd")
         self.helper.dead = True
         self._loop.end()
@@ -143,7 +143,7 @@ class DriverNodeActions(NodeActions):
     # ---- effects -----------------------------------------------------------------------------------------------------
 
     def perform(self, running: Running) -> None:
-        """Begin it, if nothing has to be over first; else somebody's call comes to its end."""
+        """Begin it, if nothing has to be over first; else a call ends."""
         daemon = self.daemon
         own = (r for r in daemon.running if r.op_id == running.op_id and r.effect.worker == running.effect.worker)
         running = next((r for r in own if not r.begun), running)
@@ -156,7 +156,7 @@ class DriverNodeActions(NodeActions):
         self._settle()
 
     def go_on(self) -> None:
-        """Whatever was in flight may come to its end now."""
+        """Calls in flight may end now."""
         strangers = self.daemon.node.strangers.values()
         ending = [stranger.ending for stranger in strangers if stranger.ending is not None]
         if ending and self.random.random() < 0.2:

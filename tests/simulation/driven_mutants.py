@@ -1,6 +1,6 @@
 """Bugs put into the real parts that move processes without an agent; see mutants.py.
 
-Each is the real class with one method of it made wrong, as it was once, or as somebody could write it.
+Each is the real class with one wrong method, as it once was or could be written.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RestoresWithoutPausingOthers(DriverMethod):
 
 
 class SkipsSecondMemoryCheck(DriverMethod):
-    """What was held is believed to be free when it has been let go of."""
+    """Released memory is believed to be free."""
 
     async def _restore_reserved(
         self, subject: MigratedProcess, uuid_by_gpu: Mapping[str, str], needs: Mapping[str, int], pairs: list[list[str]]
@@ -59,7 +59,7 @@ class TrustsSuccessWithoutCheck(Steps):
 
 
 class UsesOldMemoryFigure(DriverMethod):
-    """What it has grown to is known to nobody before it is off."""
+    """Its growth is unknown before the checkpoint."""
 
     async def checkpoint(self, subject: MigratedProcess) -> CheckpointResult:
         return await super().checkpoint(dataclasses.replace(subject, driver_bytes=EVERYTHING_BYTES))
@@ -86,7 +86,7 @@ class CountsRuinedReservation(DriverMethod):
 
 
 class LeavesLockedProcesses(Steps):
-    """Whoever an earlier daemon has locked is found to run."""
+    """A process that an earlier daemon locked is reported as running."""
 
     async def unlock(self, subject: MigratedProcess, state: str | None = None) -> None:
         return
@@ -110,7 +110,7 @@ class ResumesOtherProcesses(ModelOtherProcesses):
 
 
 class TakesUnlockedForPaused(ModelOtherProcesses):
-    """One that could not be locked is believed to stand."""
+    """A process that could not be locked is believed to be locked."""
 
     @asynccontextmanager
     async def paused(

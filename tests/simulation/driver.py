@@ -19,7 +19,7 @@ ILLEGAL_ARGUMENT, ILLEGAL_STATE, NOT_READY = 1, 401, 600
 
 
 class HelperLost(Exception):
-    """The helper was killed, hung, or said something that was not asked: what it did is not known."""
+    """The helper was killed, hung, or sent an unexpected reply: what it did is not known."""
 
 
 class CallRefused(Exception):
@@ -139,7 +139,7 @@ class Driver:
             change()
             return
         how = self.random.randrange(3)
-        if how:  # the call had begun: the process ends it by itself, at once or some time later
+        if how:  # the call had begun: the process finishes it, at once or some time later
             change()
             process.finishing = how == 1
         raise HelperLost("the helper was killed in the middle of a call")

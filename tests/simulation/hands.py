@@ -1,7 +1,7 @@
 """A model of what performs effects, each way that it can end included: the contract that
 hegmd/migration/run/executor.py has to keep.
 
-Orders go over the connection that the machine has heard of last. What may be lost, late, half done or done twice is
+Orders use the connection that was reported to the machine last. What may be lost, late, half done or done twice is
 drawn from the life's odds; what is done is done to the node, which says when it must not have been.
 """
 
@@ -37,7 +37,7 @@ class Running:
     """An effect that is being performed, for which operation, and the connection that it goes by."""
 
     op_id: str
-    effect: Any  # one of the classes in effects.py, each with fields of its own
+    effect: Any  # one of the classes in effects.py, each with its own fields
     connection: int
     since: float
     begun: bool = False
@@ -55,7 +55,7 @@ class NodeActions:
         self.driver = Driver(self.daemon.node, self.random, self.daemon.luck)
 
     def perform(self, running: Running) -> None:
-        """One effect comes to its end, or its worker is not there, or it fails; a park only begins.
+        """One effect ends, or its worker is gone, or it fails; a park only begins.
 
         What is for one worker begins in the order in which it was wanted.
         """
@@ -105,7 +105,7 @@ class NodeActions:
         return True
 
     def knows_program(self, process: Process) -> bool:
-        """Whether it is seen, by what the agent calls itself, that a process runs another program now."""
+        """True if the agent's token shows that a process runs another program now."""
         return True
 
     def _fail(self, running: Running, process: Process) -> None:
@@ -119,7 +119,7 @@ class NodeActions:
         self.daemon.finish(running, failure(effect, BROKEN if half_done else REFUSED))
 
     def _give_up(self, running: Running, process: Process) -> None:
-        """An agent that fails within an order brings everything back, lets the script go on, and attends anew."""
+        """An agent that fails within an order reloads everything, lets the script continue, and connects again."""
         self.do(running, process)
         self.daemon.finish(running, failure(running.effect, BROKEN))
         if self.daemon.node.come_back_alone(process.name):
@@ -127,7 +127,7 @@ class NodeActions:
             self.daemon.disconnect(process, goes_on=False)
 
     def overdue_parks(self) -> None:
-        """The agent itself gives up on a park whose limit has passed."""
+        """The agent itself abandons a park whose limit has passed."""
         daemon = self.daemon
         for running in list(daemon.running):
             process = daemon.node.processes[running.effect.worker]
@@ -139,7 +139,7 @@ class NodeActions:
     # ---- what there is of a daemon besides its operations ------------------------------------------------------------
 
     def is_stale(self, op: Operation, event: Event) -> bool:
-        """Whether the event is known to be of a process that is not the operation's any more."""
+        """True if the event is of a process that no longer belongs to the operation."""
         return False
 
     def is_of(self, op: Operation, process: Process) -> bool:
@@ -159,7 +159,7 @@ class NodeActions:
         """What is done for effects that have begun comes on."""
 
     def calm_down(self) -> None:
-        """Nothing hangs any more."""
+        """Nothing hangs from now on."""
 
     @property
     def is_idle(self) -> bool:
@@ -167,7 +167,7 @@ class NodeActions:
         return True
 
     def drop_what_is_not_awaited(self, op: Operation) -> None:
-        """Effects that the operation does not wait for any more end without an event, if they may be cut."""
+        """Effects that the operation has abandoned end without an event, if they may be cancelled."""
 
     # ---- one effect --------------------------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class NodeActions:
         return self.inspect(running.op_id, effect, process)
 
     def hand_over(self, running: Running, process: Process) -> Event | None:
-        """Write the image of its job, or end it; see to an image whose job has gone on."""
+        """Write the image of its job, or end it; finish an image whose job has continued."""
         if running.effect.tag == "dump":
             return self.dump(running)
         if running.effect.tag in ("seal", "scrap"):
@@ -226,7 +226,7 @@ class NodeActions:
         return events.Ended(effect=running.effect.number, worker=process.name)
 
     def dump(self, running: Running) -> Event | None:
-        """An image that is whole stays whole; one that is not is started over by nobody who only looks for it.
+        """An image that is whole stays whole; an inspection never starts over one that is not.
 
         One that was dropped is undone before anything else is done to the job.
         """
@@ -261,7 +261,7 @@ class NodeActions:
         return events.Sealed(**ends) if running.op_id in node.images else failure(effect, REFUSED)
 
     def steps_aside(self, process: Process) -> bool:
-        """Whether its agent does as it is told for an image: one that has let its job go on does not."""
+        """True if its agent obeys an order for an image: one that has resumed its job does not."""
         return process.alive and process.connected and process.parked and not process.stopped
 
     def _end_parks(self, name: str) -> None:
@@ -269,7 +269,7 @@ class NodeActions:
         daemon.running = [r for r in daemon.running if r.effect.tag != "park" or r.effect.worker != name]
 
     def _park(self, running: Running, process: Process) -> Event | None:
-        """Ask; or, once it stands, say where. A new park lets a worker go on that stands before its boundary."""
+        """Send the order; or, once parked, report where. A new order releases a worker parked before its boundary."""
         daemon, effect = self.daemon, running.effect
         ends: dict[str, Any] = {"effect": effect.number, "worker": effect.worker}
         for other in list(daemon.running):
@@ -286,7 +286,7 @@ class NodeActions:
         return None
 
     def checkpoint(self, effect: Any, process: Process) -> Event:
-        """Off the GPU. A real driver frees the room there, which is taken again at once, if nobody is quicker."""
+        """Off the GPU. A real driver frees the memory, which is reserved again unless another process is quicker."""
         node = self.daemon.node
         done = events.Checkpointed(effect=effect.number, worker=effect.worker)
         if not node.driven:
@@ -330,11 +330,11 @@ class NodeActions:
         return done if process.gpu == effect.gpu else failure(effect, BROKEN)
 
     def has_room(self, process: Process, gpu: str) -> bool:
-        """Whether so much as it needs is really held there for it."""
+        """True if all that it needs is really held there for it."""
         return self.daemon.node.held(process.name, gpu) >= process.size_bytes
 
     def inspect(self, op_id: str, effect: Effect, process: Process) -> Event:
-        """How it stands. A process that somebody left locked is unlocked first: that changes nothing for anybody."""
+        """Its state. A process that was left locked is unlocked first: that changes nothing else."""
         node = self.daemon.node
         try:
             if node.driven and self.driver.state(process) == LOCKED and process.under_way is None:

@@ -116,7 +116,7 @@ class KeptNode(Node):
         self.contexts.pop(name, None)
 
     def lose_daemon(self, *, kept: bool, random: Random) -> None:
-        """Promises are only in the daemon: the memory is anybody's until it is promised again."""
+        """Promises are only in the daemon: any process may take the memory until it is promised again."""
         super().lose_daemon(kept=kept, random=random)
         for name, home in self.contexts.items() if self.driven else ():
             self.holds[home].pop(name, None)
@@ -145,7 +145,7 @@ class KeptContextActions(NodeActions):
                 self.node.reserve("quicker", left, self.node.free(left))
             return done
         if home is not None and effect.tag == "checkpoint" and self.node.driven:
-            self.node.reserve(process.name, home, process.size_bytes)  # a promise, if nobody was quicker
+            self.node.reserve(process.name, home, process.size_bytes)  # a promise, unless another process was quicker
             return events.Checkpointed(effect=effect.number, worker=effect.worker)
         if home is not None and effect.tag == "restore":
             return self.restore_kept(effect, process, home)

@@ -1,6 +1,6 @@
 """An event loop for lives: its time is the life's, it waits for nothing, and nothing in it comes from outside.
 
-`settle` lets everything go on that can, until all tasks wait for something that the life has not let happen yet. So the
+`settle` runs all tasks until each waits for something that the life has not let happen yet. So the
 real, asynchronous parts of the product run inside a life that is drawn from a seed, one step after the other.
 """
 
@@ -55,7 +55,7 @@ class StillLoop(asyncio.BaseEventLoop):
             self._broken.append(error)
 
     def settle(self) -> None:
-        """Until nobody can go on. What a part raises that nobody was to see is raised."""
+        """Until no task can continue. An unexpected error of a part is raised."""
         self.run_forever()
         if self._broken:
             raise self._broken.pop()

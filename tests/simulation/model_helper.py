@@ -1,8 +1,8 @@
 """A model of the GPU helper, as the real methods call it: whatever is asked is in flight until the life lets it end.
 
-A call may end well, with an error of the driver, with an answer that is not true, or never; then, or by itself, the
-helper is killed, and with it all calls that were in flight. A step of the driver that had begun goes on in the process,
-and takes the room that it needs as it ends.
+A call may end well, with an error of the driver, with an answer that is not true, or never; then, or at random, the
+helper is killed, and with it all calls in flight. A driver step that had begun continues in the process, and takes its
+memory as it ends.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class ModelHelper(Link):
     # ---- how calls end -----------------------------------------------------------------------------------------------
 
     def go_on(self) -> bool:
-        """One call comes to its end, if any can. False if none did."""
+        """One call ends, if any can. False if none did."""
         if any(self._daemon.now > call.overdue_at for call in self.calls if not call.is_own):
             self.lose("did not answer in time")
             return True
@@ -174,7 +174,7 @@ class ModelHelper(Link):
             return None, error
 
     def lose(self, why: str) -> None:
-        """The helper ends, and with it whatever was in flight: not begun, done already, or to be ended by itself."""
+        """The helper ends, and with it whatever was in flight: not begun, done already, or ending by itself."""
         calls = [call for call in self.calls if not call.is_own]
         self.calls = [call for call in self.calls if call.is_own]
         self._daemon.tell(f"the helper {why}; in flight: {', '.join(call.op for call in calls)}")

@@ -1,7 +1,7 @@
 """Parts with a bug put in on purpose: the simulation is worth something only if it finds each of them.
 
-Each stands between the simulation and the real machine, the real journal file, or a model, so the product has no switch
-for it. MUTANTS names them all.
+Each wraps the real machine, the real journal file, or a model, so the product has no switch for it. MUTANTS names them
+all.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def frees_before_the_next_boundary(op: Operation, event: Event, now: float) -> R
 
 
 def believes_in_room(op: Operation, event: Event, now: float) -> Result:
-    """The target is taken for held without having been taken."""
+    """The target counts as reserved without having been reserved."""
     sure = _all_workers(
         op,
         lambda w: (
@@ -103,7 +103,7 @@ def forgets_what_is_out_when_it_turns(op: Operation, event: Event, now: float) -
 
 
 def does_not_count_again(op: Operation, event: Event, now: float) -> Result:
-    """What grew between the plan and the stop is not seen."""
+    """Growth between the plan and the stop is missed."""
     after, wanted = machine.handle(op, event, now)
     if not isinstance(event, events.Parked) or after is op:
         return after, wanted
@@ -147,7 +147,7 @@ class LeavesPartialRecord(JournalFile):
 
 
 class WritesToUnlinkedJournal(JournalFile):
-    """When a journal that was written anew has its name and that is not on disk, the old file goes on being written."""
+    """After a compacted journal got its name and the name is not on disk, the old file is still written."""
 
     def rewrite(self, histories: Iterable[History]) -> None:
         old, self._fd = self._fd, -1
@@ -166,7 +166,7 @@ class ForgetsSuspendedJobs(JournalFile):
 
 
 class ReplacesJournalTooEarly(JournalFile):
-    """A journal that is written anew takes the old one's place before it is whole."""
+    """A compacted journal replaces the old one before it is complete."""
 
     def rewrite(self, histories: Iterable[History]) -> None:
         with contextlib.suppress(OSError):
@@ -210,7 +210,7 @@ class DumpsResumedJob(NodeActions):
 
 
 class TrustsUnfinishedImage(NodeActions):
-    """What was begun when the daemon was killed is taken for whole."""
+    """An image in progress when the daemon was killed counts as complete."""
 
     def dump(self, running: Running) -> Event | None:
         if running.effect.find:
@@ -219,7 +219,7 @@ class TrustsUnfinishedImage(NodeActions):
 
 
 class SealsUnverifiedImage(NodeActions):
-    """What a daemon that was killed had written is taken for whole, though nobody has read it back."""
+    """An image that a killed daemon had written counts as complete, although it was not read back."""
 
     def see_to_written(self, running: Running) -> Event | None:
         if running.effect.tag == "seal":
@@ -263,7 +263,7 @@ class Mutant:
 
 
 _CRASHING = {"crash": 0.1}
-# Of the bugs that are found late, by whom; one that does not find it any more costs the lives up to another that does.
+# Of the bugs that are found late, by whom; if it no longer finds it, all lives up to another seed that does are needed.
 _FOUND_BY = {
     "takes_late_endings_for_new_ones": 118,
     "trusts_its_memory_after_a_restart": 84,

@@ -1,8 +1,8 @@
-"""A model of a node: GPUs with room, a pool, and workers that train, stand, give their bytes away and get them back.
+"""A model of a node: GPUs with memory, a pool, and workers that train, park, offload their bytes and reload them.
 
-It is the truth that the machine only hears of. Whatever must never happen raises `Violation` at the moment at which it
-happens. A worker's bytes are modelled by the step that they belong to: bytes of another step are not its bytes. What
-the driver does to a process is in driver.py; what must hold between any two steps is in promises.py.
+It is the truth, of which the machine gets reports only. Whatever must never happen raises `Violation` at the moment at
+which it happens. A worker's bytes are modelled by the step that they belong to: bytes of another step are not its
+bytes. What the driver does to a process is in driver.py; what must hold between any two steps is in promises.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-# What one process takes at once, at most, while room on its GPU changes hands: so much is allowed for by the method.
+# What one process takes at once, at most, while room on its GPU changes hands: the method allows for this much.
 AT_ONCE_BYTES = 2048 << 20
 RUNNING, LOCKED, CHECKPOINTED, FAILED = "running", "locked", "checkpointed", "failed"
 
@@ -36,18 +36,18 @@ class Process:
     connected: bool = True
     connection: int = 1
     stopped: bool = False  # by SIGSTOP: it does nothing, and does not say so
-    asked_at: int | None = None  # it is to stand at this boundary or a later one
+    asked_at: int | None = None  # it is to park at this boundary or a later one
     parked: bool = False
     has_bytes: bool = True
     step: int = 3  # the training step that its bytes belong to
     proven: bool = True  # whether it has passed a boundary since it got its bytes back
-    under_way: str | None = None  # an order that goes on in it though the connection that it came by has ended
+    under_way: str | None = None  # an order that continues in it although its connection has ended
     memory_bytes: int = 0  # of the descriptor that came with that order
     driver: str = RUNNING
-    finishing: bool = False  # it ends a call of the driver by itself whose caller was killed; until then no query ends
-    ending: Callable[[], None] | None = None  # the same, of one whose step is still to be done
+    finishing: bool = False  # it finishes a driver call whose caller was killed; until then no query ends
+    ending: Callable[[], None] | None = None  # the same for one whose step is still to be done
     came_from: str | None = None  # the GPU that the driver took it off last
-    ruined: bool = False  # the driver has lost it by itself, and nobody could have known
+    ruined: bool = False  # the driver has lost it, and nothing could have shown that before
     # Of one that leaves by ending, so that another takes its place: whether there has to be one, whether anybody would
     # start it, and whether there is to be none any more.
     restarts: bool = False
@@ -168,7 +168,7 @@ class Node:
                 return process
         return None
 
-    # ---- what the daemon does itself --------------------------------------------------------------------------------
+    # ---- what the daemon does itself ---------------------------------------------------------------------------------
 
     def reserve(self, name: str, gpu: str, size_bytes: int) -> bool:
         held = self.holds.setdefault(gpu, {})
@@ -207,7 +207,7 @@ class Node:
         if name not in self.own_copies:
             self.copies.pop(name, None)
 
-    # ---- what is done in a worker -----------------------------------------------------------------------------------
+    # ---- what is done in a worker ------------------------------------------------------------------------------------
 
     def offload(self, name: str, memory_bytes: int | None = None) -> None:
         """Into the pool, or into memory that came with the order and that the agent has had in hand since."""
@@ -350,7 +350,7 @@ class Node:
         if process.gpu is not None:
             self.holds.get(process.gpu, {}).pop(name, None)
 
-    # ---- what is lost with a daemon ---------------------------------------------------------------------------------
+    # ---- what is lost with a daemon ----------------------------------------------------------------------------------
 
     def lose_daemon(self, *, kept: bool, random: Random) -> None:
         """What only the daemon held is gone: room on other GPUs than its own, and memory that nobody keeps for it."""
