@@ -41,12 +41,7 @@ async def systemd_run(argv: Sequence[str], *, deadline_s: float, path: str = SYS
 
 
 async def start_unit(
-    argv: Sequence[str],
-    name: str,
-    *,
-    pid_file: str,
-    description: str,
-    deadline_s: float,
+    argv: Sequence[str], name: str, *, pid_file: str, description: str, deadline_s: float
 ) -> Completed:
     """Start a service whose program leaves others behind and exits; `pid_file` names the main one. Returns its result.
 
