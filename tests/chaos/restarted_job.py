@@ -23,12 +23,14 @@ from typing_extensions import Self
 
 from tests.chaos.jobs import PATIENCE_S
 from tests.e2e.agented import SCRIPTS
+from tests.e2e.forked import Forked, started
 from tests.e2e.moved_job import BARE, environment
+from tests.e2e.references import said_by
 
 SCRIPT = SCRIPTS / "chained_leaving.py"
 LOOK_AGAIN_MS = 10
 # The undisturbed run is made once for all jobs that come so far.
-RUN_STEPS = 1000
+RUN_STEPS = 400
 _GO_ON = re.compile(r"hegmctl run --allow-restart --resume (\S+) -- COMMAND")
 
 
@@ -45,16 +47,15 @@ class RestartedJob:
         #: Supervisors, one after the other.
         self.supervisor = self._supervised("--gpu", gpu)
 
-    def _supervised(self, *words: str) -> subprocess.Popen[bytes]:
+    def _supervised(self, *words: str) -> subprocess.Popen[str] | Forked:
         command = [sys.executable, str(SCRIPT), str(self.folder), "0"]
         with self._output.open("ab") as output, self._errors.open("ab") as errors:
-            return subprocess.Popen(
+            return started(
                 [sys.executable, "-m", "hegmctl", "run", "--allow-restart", *words, "--", *command],
                 env=self._environ,
                 stdin=self._stdin,
                 stdout=output,
                 stderr=errors,
-                start_new_session=True,
             )
 
     def __enter__(self) -> Self:
@@ -217,10 +218,5 @@ def undisturbed(steps: int) -> list[str]:
 @cache
 def _undisturbed(steps: int) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, str(SCRIPT), folder, str(steps)],
-            env={**environment(None), **BARE},
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=600,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return [line.split()[2] for line in done.stdout.splitlines()]
+        told = said_by([str(SCRIPT), folder, str(steps)], {**environment(None), **BARE})
+    return [line.split()[2] for line in told.splitlines()]

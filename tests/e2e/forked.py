@@ -2,8 +2,10 @@
 
 PyTorch's import takes two seconds of processor, hegmd's half a second, and how a process starts proves nothing where a
 test is about what happens to it later. A forked script has the environment, the descriptors and the agent of a started
-one, and a session of its own; `hegmctl run` is not started for it, but sets its environment. A forked daemon is in the
-session of the tests, as a started one. Tests of starts, of restarts and of process images start theirs.
+one, and a session of its own. `hegmctl run` is not started for it, but sets its environment; where it supervises, it is
+forked too, and forks what it would start (forking.py). Ranks are forked by a launcher that is forked as well, with the
+store and the end of torchrun's. A forked daemon is in the session of the tests, as a started one. Tests of starts and
+of process images start theirs, and of ranks, restarts and recoveries one test each.
 
 Owns those Pythons (preloaded.py), one of each for each process that runs tests, while the fixtures of that name in
 conftest.py are there.
@@ -28,6 +30,8 @@ from hegmctl.running import nccl_settings, prepare
 from tests.patience import HANG_S
 
 PRELOADED = Path(__file__).with_name("preloaded.py")
+# With these, `hegmctl run` stays to supervise what it has started, and starts it again.
+SUPERVISED = {"--recover", "--allow-restart", "--ranks"}
 RUN = [sys.executable, "-m", "hegmctl", "run"]
 # What goes before a script, and the number of its ranks before that.
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
@@ -278,6 +282,9 @@ def forked_by(words: Sequence[str], env: Mapping[str, str], cwd: Path | None) ->
     environ = dict(env)
     if list(words[:4]) == RUN:
         options, tail = list(words[4 : words.index("--")]), words[words.index("--") + 1 :]
+        if SUPERVISED & {option.partition("=")[0] for option in options}:
+            wanted = {"module": "hegmctl", "libraries": [], "supervises": True, "session": True}
+            return {**wanted, "argv": list(words[2:]), "environment": environ, "folder": str(cwd or Path.cwd())}
         given = dict(zip(options[::2], options[1::2], strict=True)) if len(options) % 2 == 0 else {"": ""}
         if not given.keys() <= {"--gpu", "--name"}:
             return None

@@ -6,7 +6,8 @@ leaves its state and where, and whether all that it computes is recorded. Answer
 agent, the agent is mounted in the child as the injected `sitecustomize` would have, and meets what is imported already;
 everything of it that follows is as in any worker.
 
-With `ranks` it forks that many from a launcher, which is to them what torchrun is.
+With `ranks` it forks that many from a launcher, which is to them what torchrun is. With `supervises` the module is
+`hegmctl`, and what that starts with this Python is forked from it (forking.py).
 
 With `--socket FD` it reads from that socket, where the descriptors of a script come along, answers at once with its pid
 and later with its status, and has many at a time (forked.py).
@@ -181,6 +182,9 @@ def run_module(wanted: dict) -> None:
     """As `python -m` does. It may not come back."""
     for path in wanted["libraries"]:
         ctypes.CDLL(path)
+    if wanted.get("supervises"):
+        sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        import_module("forking").spawn_by_forking(run, OURS)
     sys.path[0] = wanted["folder"]
     sys.argv = wanted["argv"]
     runpy.run_module(wanted["module"], run_name="__main__", alter_sys=True)
@@ -246,12 +250,22 @@ def mount(wanted: dict, recorder: Any) -> None:
     """The agent, as in a worker; it leaves its state at that boundary."""
     inject = ROOT / "hegmd" / "agent" / "inject" / "sitecustomize.py"
     sys.path.insert(0, str(inject.parent))
+    optimizers, loaders = sys.modules["torch.optim.optimizer"], sys.modules["torch.utils.data.dataloader"]
     exec(compile(inject.read_text(), str(inject), "exec"), {"__file__": str(inject), "__name__": "sitecustomize"})
     mounting, life = import_module("_hegm.agent.import_hooks"), import_module("_hegm.agent.lifecycle")
     places = import_module("_hegm.agent.state.code.position")
     places.FILES_LOOKED_THROUGH.update((*OURS, import_module("recorded").__file__))
-    mounting._on_optimizer_import(sys.modules["torch.optim.optimizer"])
-    mounting._on_loader_import(sys.modules["torch.utils.data.dataloader"])
+    hooked = [(mounting._on_optimizer_import, optimizers), (mounting._on_loader_import, loaders)]
+    finder = next(one for one in sys.meta_path if isinstance(one, mounting.FrameworkFinder))
+    is_hidden = finder._held is not None  # it was prestarted
+    if is_hidden or wanted.get("hides_torch"):
+        if not is_hidden:
+            finder.hold()
+            import_module("_hegm.agent.standby").HiddenTorch(finder).hide()
+        finder._held += hooked  # which act once the script imports PyTorch
+        return
+    for act, module in hooked:
+        act(module)
     if wanted["at"] is None:
         return
     quiesce, readiness = import_module("_hegm.agent.quiesce"), import_module("_hegm.agent.state.script.capture_points")
