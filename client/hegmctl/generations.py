@@ -2,7 +2,8 @@
 
 Each fault ends a generation and starts the next: all ranks stop and join it (`GATHERING`), get the state of one step
 (`RESTORING`), and run the block from there (`RUNNING`). Pure: `GenerationActions` performs the actions; the time is an
-argument. Messages of an older generation are ignored.
+argument. Messages of an older generation are ignored. Longer than 400 lines because each message means another thing in
+each phase, and both are read together.
 """
 
 from __future__ import annotations
@@ -363,13 +364,22 @@ class Generations:
             return self._look_for_hang(now)
         if self.phase not in (GATHERING, RESTORING) or self._attempt is None:
             return None
-        missing = set(range(self.ranks)) - (set(self._joined) if self.phase == GATHERING else self._ready)
-        for rank in sorted(missing):
+        since = self._since
+        for rank in self._awaited():
             limit_s = START_LIMIT_S if rank in self._fresh else self.hard_limit_s
-            if now - self._since > limit_s:
+            if now - since > limit_s:
                 self._since = now
                 self._crew.kill(rank)
         return min(self.hard_limit_s / 4, 1.0)
+
+    def _awaited(self) -> list[int]:
+        """Return the ranks that the others wait for: not those that themselves wait for the state of another one."""
+        source, ranks = self._source, range(self.ranks)
+        if self.phase == GATHERING or source is None:
+            return [rank for rank in ranks if rank not in self._joined]
+        is_given = source.donor is not None and source.slot is None
+        asked = [rank for rank in ranks if not is_given or self._joined[rank] == source.step]
+        return [rank for rank in asked if rank not in self._ready]
 
     def _look_for_hang(self, now: float) -> float | None:
         limits: list[float] = []
@@ -390,5 +400,7 @@ class Generations:
             return min(ASK_S, min(limits) / 8)
         if now - self._asked_at >= min(ASK_S, min(limits) / 8):
             at, rank = min(late)
-            self._fall(f"rank {rank} completed no step for {now - at:.1f} s", now, rank, at)
+            ended = ", ".join(map(str, sorted(self._done)))
+            why = f", and the block of rank {ended} has ended: did it have fewer batches?" if ended else ""
+            self._fall(f"rank {rank} completed no step for {now - at:.1f} s{why}", now, rank, at)
         return min(ASK_S, min(limits) / 8)

@@ -218,7 +218,8 @@ class Launcher:
             return
         if came.number in ENDS:
             self._sent_signal = came.number
-            self._held_back.clear()
+            if self._start_no_more():
+                self._status = self._status or -came.number
         if came.was_sent:
             for process in self._processes.values():
                 _send_signal(process.pid, came.number)
@@ -255,9 +256,16 @@ class Launcher:
         if status or process.ends:
             self._end_all()
 
+    def _start_no_more(self) -> bool:
+        """Start none of the ranks that wait for the spare process, or for their job to be resumed; whether any did."""
+        some = bool(self._held_back) or self._awaits_spare is not None
+        self._held_back.clear()
+        self._awaits_spare = None
+        return some
+
     def _end_all(self) -> None:
         """End the remaining ranks, except those that are already ending."""
-        self._held_back.clear()
+        self._start_no_more()
         if self._kill_at is None:
             self._kill_at = monotonic() + END_WITHIN_S
             for process in self._processes.values():
@@ -397,7 +405,7 @@ class Launcher:
         """End all ranks. The one that failed last ends with its own error."""
         self._say(f"not recovered: {why}")
         self._gave_up = True
-        self._held_back.clear()
+        self._start_no_more()
         self._kill_at = monotonic() + END_WITHIN_S
         for one, process in self._processes.items():
             if one == rank:

@@ -101,6 +101,45 @@ def test_an_end_that_is_wanted_and_a_fault_that_comes_again_end_all_ranks(daemon
     assert one.returncode == -signal.SIGTERM
 
 
+NESTED = """
+import torch, hegm
+model = torch.nn.Linear(1, 1)
+rec = hegm.recovery(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+@rec.block
+def outer(run):
+    @rec.block
+    def inner(run):
+        print("inside")
+    inner()
+outer()
+"""
+
+
+def test_a_block_within_a_block_is_refused_by_name(daemon: RunningDaemon, tmp_path: Path) -> None:
+    """It waited for a plan that never came, until the hang was found three times."""
+    (tmp_path / "nested.py").write_text(NESTED)
+    words = [sys.executable, "-m", "hegmctl", "--socket", str(daemon.socket_path), "run", "--ranks", "1", "--"]
+    words += [sys.executable, str(tmp_path / "nested.py")]
+    job = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert job.returncode == 1
+    assert "a recovery block cannot run within another one" in job.stderr
+    assert job.stdout == ""
+
+
+def test_a_signal_ends_a_training_whose_rank_waits_for_the_spare_process(daemon: RunningDaemon, tmp_path: Path) -> None:
+    """The rank was started all the same once the spare process was ready, or `hegmctl run` waited without an end."""
+    script = [sys.executable, str(SCRIPTS / "block_ranks.py"), "100000", SOFT_LIMIT_S, "gloo", "64", "0.02"]
+    words = [sys.executable, "-m", "hegmctl", "--socket", str(daemon.socket_path), "run", "--ranks", "1", "--"]
+    with (tmp_path / "out").open("w") as out:
+        job = subprocess.Popen([*words, *script], stdout=out, stderr=out)
+    _until(lambda: len(psutil.Process(job.pid).children()) > 1)
+    rank, _spare = sorted(psutil.Process(job.pid).children(), key=psutil.Process.create_time)
+    rank.kill()
+    _until(lambda: "was ended by signal 9" in (tmp_path / "out").read_text())
+    job.terminate()
+    assert job.wait(HANG_S) == -signal.SIGTERM
+
+
 @pytest.mark.parametrize("ended", [(1,), (0, 1)], ids=["one", "all"])
 def test_ranks_that_end_while_their_job_is_suspended_for_others_are_started_again_in_its_turn(
     tmp_path: Path, ended: tuple[int, ...]

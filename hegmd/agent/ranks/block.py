@@ -71,6 +71,8 @@ class Recovery:
                 warnings.warn(_NO_LAUNCHER.format(script=sys.argv[0]), RuntimeWarning, stacklevel=2)
                 rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
                 return function(Run(self.settings, None, rank, ranks, Groups(tempfile.gettempdir())), *args, **named)
+            if found.line.is_in_block:
+                raise refusal("a recovery block cannot run within another one", "call it after the other has ended")
             return Generations(self, found).run(function, args, named)
 
         return wrapped
@@ -142,6 +144,7 @@ class Generations:
 
     def _attempt(self, generation: int, function: Callable[..., Any], args: Any, named: Any) -> Any:
         """Run the block once. Raises Interrupted, and what it raises. May be interrupted while it is on the stack."""
+        self._run = self._run.replaced()
         self._run.begin(generation, self._step)
         self._line.enter(generation, sys._getframe())  # pyright: ignore[reportPrivateUsage] - it is documented
         return function(self._run, *args, **named)

@@ -16,6 +16,7 @@ import os
 import stat
 import sys
 import threading
+import time
 
 from ..group_backend import NCCL, abort_backend, backends_of, kind_of
 from ..notes import note
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 # With fewer, a sum has one order only.
 _ORDER_MATTERS = 3
 _LISTENING = "0A"
+# Between two looks whether the other ranks have come: such a wait can be interrupted, one of PyTorch's store cannot.
+_LOOK_S = 0.002
 
 
 class Groups:
@@ -44,6 +47,9 @@ class Groups:
         self._former: list[Any] = []
         self._ending = threading.Lock()
         self._aborted: list[Any] = []
+        #: Where the ranks of this generation meet, how many and which, and the number of their last meeting.
+        self._store: Any = None
+        self._rank, self._ranks, self._meeting = 0, 1, 0
         #: The order of parameters in DDP's buckets after its first step, if it is known.
         self.layout: Layout | None = None
 
@@ -54,16 +60,27 @@ class Groups:
         distributed: Any = __import__("torch.distributed").distributed
         if self._is_connected and distributed.is_initialized():  # by the block before
             distributed.destroy_process_group()
-        store = distributed.FileStore(os.path.join(self._folder, f"generation-{generation}"), -1)
-        self._noting(
-            lambda: distributed.init_process_group(backend, store=store, rank=rank, world_size=ranks, **options)
-        )
+        self._store = distributed.FileStore(os.path.join(self._folder, f"generation-{generation}"), -1)
+        self._rank, self._ranks, self._meeting = rank, ranks, 0
+        self._meet()
+        options = {**options, "store": self._store, "rank": rank, "world_size": ranks}
+        self._noting(lambda: distributed.init_process_group(backend, **options))
         self._is_connected = True
 
     def new_group(self, *args: Any, **options: Any) -> Any:
         """`torch.distributed.new_group`, whose waits can be ended."""
         distributed: Any = sys.modules["torch.distributed"]
+        if self._is_connected and not options.get("use_local_synchronization"):
+            self._meet()
         return self._noting(lambda: distributed.new_group(*args, **options))
+
+    def _meet(self) -> None:
+        """Wait until all ranks are about to connect. PyTorch's own wait for a rank that has failed lasts minutes."""
+        self._meeting += 1
+        self._store.set(f"hegm-{self._meeting}-{self._rank}", "")
+        for rank in range(self._ranks):
+            while not self._store.check([f"hegm-{self._meeting}-{rank}"]):
+                time.sleep(_LOOK_S)
 
     def _noting(self, connect: Callable[[], Any]) -> Any:
         self._before, self._is_connecting = _sockets(), True

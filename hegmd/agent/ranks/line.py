@@ -85,6 +85,11 @@ class LauncherConnection:
     # ---- the block's thread -----------------------------------------------------------------------------------------
 
     @property
+    def is_in_block(self) -> bool:
+        """Whether a block is on the stack."""
+        return self._running != 0
+
+    @property
     def wanted_generation(self) -> int:
         """The newest generation that the launcher wants."""
         return self._wanted

@@ -16,7 +16,7 @@ from ...protocol.slots import RECORD_BYTES, SlotRecord, packed, slot_bytes, unpa
 from .. import copying
 from ..refusals import refusal
 from . import faults
-from .line import LauncherEnded, now
+from .line import Interrupted, LauncherEnded, now
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ class Run:
         self.generation = 1
         #: The step whose state is whole; None while a step is being made.
         self.whole_step: int | None = settings.first_step
+        #: Whether its generation is over: a thread that the block has left behind must not make a step of the next one.
+        self.is_over = False
         self._first_step_here = self.step
         self._limit_s = settings.soft_limit_s or 0.0
         self._longest_s = 0.0
@@ -123,22 +125,34 @@ class Run:
             limit_s = self._limit_s if limit_s is None else limit_s
             self._process.board.stamp(self.rank, now(), limit_s, self.step)
 
+    def replaced(self) -> Run:
+        """Return the run for the next generation, which knows what this one has learned. This one makes no step."""
+        self.is_over = True
+        following = Run.__new__(Run)
+        following.__dict__.update(self.__dict__)
+        return following
+
     def begin(self, generation: int, step: int | None) -> None:
         """A generation begins at that step."""
+        self.is_over = False
         self.generation = generation
         self.step = self.whole_step = self._first_step_here = self._settings.first_step if step is None else step
         self._since = now()
         self.stamp()
 
     def begin_step(self) -> None:
-        """A step begins. Raises Interrupted."""
+        """A step begins. Raises Interrupted, and RuntimeError after a step that an error has cut short."""
         self.check()
+        if self.whole_step is None:
+            raise RuntimeError("the last step was cut short by an error that the script caught: its state is not whole")
         self.inject("forward")
         self.training.keep_buffers()
         self.stamp()
 
     def check(self) -> None:
         """Raise Interrupted if another generation is wanted."""
+        if self.is_over:
+            raise Interrupted
         if self._process is not None:
             self._process.line.check()
 
@@ -164,6 +178,8 @@ class Run:
         """Make the step: all of it or nothing."""
         process = self._process
         _synchronize()
+        if self.is_over:
+            raise Interrupted
         if process is not None:
             process.line.making_step(is_sure=not uses_cuda())
         self.inject("commit")

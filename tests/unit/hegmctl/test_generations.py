@@ -279,6 +279,31 @@ def test_a_rank_that_does_not_stop_is_killed_and_a_section_without_a_limit_may_t
     assert crew.killed == [0]
 
 
+def test_a_rank_that_waits_for_one_whose_block_has_ended_is_reported_with_that(
+    crew: RecordingActions, running: Generations
+) -> None:
+    """The message blamed the rank with more batches, which waited in a collective."""
+    running.finished(0, 1, 10.0)
+    for now in (11.1, 11.7):
+        running.tick(now)
+    assert "rank 1 completed no step for 1.7 s, and the block of rank 0 has ended" in crew.noted[-1].why
+
+
+def test_all_ranks_that_do_not_stop_are_killed_at_once_but_none_that_waits_for_the_state_of_another(
+    crew: RecordingActions, running: Generations
+) -> None:
+    """Each stuck rank had its own limit, one after the other; and rank 0 was killed while rank 1 gave its state."""
+    running.failed(1, 1, "no", 11.0)
+    running.tick(11.1 + HARD_LIMIT_S)
+    assert crew.killed == [0, 1]
+    crew.killed.clear()
+    running.joined(0, 2, None, 50.0)
+    running.joined(1, 2, 7, 50.0)
+    assert [(rank, plan["gives"]) for rank, plan in crew.told("plan")] == [(1, True)]
+    running.tick(50.1 + HARD_LIMIT_S)
+    assert crew.killed == [1]
+
+
 def test_a_second_block_begins_without_what_the_first_one_left(crew: RecordingActions, running: Generations) -> None:
     crew.held = {0: (1, 7)}
     running.finished(0, 1, 12.0)

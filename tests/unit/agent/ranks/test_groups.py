@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import weakref
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from hegmd.agent.ranks.groups import Groups
+from tests.looks import pause
 from tests.needs import need_torch
 from tests.patience import HANG_S
 
@@ -81,4 +83,37 @@ def test_a_communicator_is_aborted_once_and_not_destroyed_meanwhile(tmp_path: Pa
         leaving.join(HANG_S)
     assert backend.aborts == 1
     assert not backend.is_destroyed_meanwhile
+
+
+# What this rank has put into the store before it waits for the other: with `Groups`, and in gloo itself.
+OUR_KEY, GLOO_KEY = b"hegm-1-0", b"//cpu//"
+
+
+class Interrupted(BaseException):
+    """What the handler of the signal raises."""
+
+
+def _raise(*_: object) -> None:
+    raise Interrupted
+
+
+def test_a_wait_for_a_rank_that_never_comes_to_connect_can_be_interrupted(tmp_path: Path) -> None:
+    """PyTorch's store waited for minutes, and no signal ended that: the rank that lived was killed for it."""
+    groups = Groups(str(tmp_path))
+    before = signal.signal(signal.SIGUSR1, _raise)
+    store = tmp_path / "generation-1"
+
+    def interrupt() -> None:
+        while not store.exists() or not any(key in store.read_bytes() for key in (OUR_KEY, GLOO_KEY)):
+            pause()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    sender = threading.Thread(target=interrupt)
+    sender.start()
+    try:
+        with pytest.raises(Interrupted):
+            groups.connect("gloo", 1, 0, 2, {})
+    finally:
+        sender.join()
+        signal.signal(signal.SIGUSR1, before)
     assert not torch.distributed.is_initialized()
