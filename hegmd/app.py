@@ -371,7 +371,7 @@ class App:
                 start_ticks=start_ticks_of,
                 owner_of=owner_of,
             ),
-            queued_resumes=QueuedResumes(self._sharing, self._moving.operations),
+            queued_resumes=QueuedResumes(self._sharing, self._moving.operations, self._moving.job_requests),
             simulator=self._simulator,
             limits=Limits(frame_bytes=limits.frame_bytes, requests_in_flight=limits.requests_in_flight),
             doctor=self._examination.examine,

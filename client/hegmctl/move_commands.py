@@ -187,7 +187,7 @@ def carry_out(session: Session, request: Request, fds: Sequence[int] = (), watch
     watched = Watched() if watched is None else watched
     with session.connect() as connection:
         reply = _watch(session, connection, request, watched, fds)
-    if isinstance(reply, OperationReply) and reply.operation is None:
+    if isinstance(reply, OperationReply) and reply.operation is None and reply.recovered is None:
         session.sink.answer(reply, plan_text)
         return 0
     session.sink.element(reply, _view(session, request))

@@ -87,6 +87,9 @@ def _job_name(process: OperationProcess | PlannedProcess, *, ids: bool = True) -
 
 
 def operation_text(reply: OperationReply, style: Style) -> list[str]:
+    if reply.recovered is not None:
+        job = printable(reply.recovered)
+        return [f"job {job} is started again from its newest snapshot; watch it with: hegmctl recovery {job}"]
     return [] if reply.operation is None else outcome(reply.operation, style)
 
 

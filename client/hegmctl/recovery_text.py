@@ -7,7 +7,7 @@ from time import localtime, strftime
 from hegmctl.inventory_text import gpus_as_text
 from hegmctl.quantities import binary_size, duration
 from hegmctl.tables import UNKNOWN, Column, Style, printable, table
-from hegmd.protocol.recovery import KEPT, PROTECTED, RECOVERED, RECOVERING, STARTING, UNDER_WAY, UNPROTECTED
+from hegmd.protocol.recovery import KEPT, LOST, PROTECTED, RECOVERED, RECOVERING, STARTING, UNDER_WAY, UNPROTECTED
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from hegmd.protocol.recovery import JobRecovery, RecoveryAttempt, RecoveryDropped, RecoveryReply, Snapshot
 
-_COLOURS = {PROTECTED: "green", STARTING: "cyan", RECOVERING: "yellow", UNPROTECTED: "red", KEPT: "dim"}
+_COLOURS = {PROTECTED: "green", STARTING: "cyan", RECOVERING: "yellow", UNPROTECTED: "red", LOST: "red", KEPT: "dim"}
 _SLOTS = (
     Column("RANK", right=True),
     Column("SLOT", right=True),

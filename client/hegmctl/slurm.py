@@ -200,7 +200,7 @@ def resume(connect: Callable[[], Connection], job: str, say: Callable[[str], obj
         try:
             with connect() as hegmd:
                 job_record = hegmd.job(job).job
-                if job_record.operation is None:
+                if job_record.operation is None and job_record.state != SUSPENDED:
                     return  # it was not suspended, or runs again
                 if job_record.state == SUSPENDED:
                     hegmd.resume(job)

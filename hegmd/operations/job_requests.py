@@ -125,6 +125,8 @@ class JobRequests:
         self._runner = runner
         #: Describes what a job that shares its GPU waits for; None if it does not wait.
         self.waits_for: Callable[[JobRecord], str | None] = lambda _job: None
+        #: Whether a job without a process is started again once its user resumes it.
+        self.awaits_resume: Callable[[JobRecord], bool] = lambda _job: False
         #: The jobs of processes that were asked for, so that operations name their jobs after these have ended.
         self._numbers_by_member: dict[str, int] = {}
         self._samples: WeakKeyDictionary[AgentConnection, deque[Sample]] = WeakKeyDictionary()
@@ -170,6 +172,9 @@ class JobRequests:
         on_gpus = tuple([process.pid for process in listed if process.pid in own and process.gpus])
         if on_gpus:
             return on_gpus
+        waits = self.waits_for(job)
+        if waits is not None:
+            raise Refused(f"job {job} has no process now, and waits for {waits}", "run: hegmctl queue", {"job": job.id})
         raise Refused(
             f"job {job} is starting: it has not reached its first batch",
             "wait until `hegmctl jobs` shows it training; for a hand-written loop, call hegm.boundary() once a batch",
@@ -341,6 +346,7 @@ class JobRequests:
             self._jobs.note_training(job)
         is_waiting = described is not None or orphan or (op is None and shared is not None)
         state = _state(job, op, is_waiting=is_waiting, has_trained=bool(boundaries) or job.has_trained)
+        state = protocol.SUSPENDED if op is None and self.awaits_resume(job) else state
         vram = [use.vram_bytes for process in listed for use in process.gpus]
         return protocol.Job(
             id=job.id,

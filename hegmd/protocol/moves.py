@@ -19,6 +19,10 @@ class OperationReply(Record):
 
     operation: Operation | None = field("the operation, except for a dry run", default=None)
     plan: Plan | None = field("the plan, if one was made", default=None)
+    recovered: str | None = field(
+        "of a resume: the job that had failed while it was suspended, and is now started again without an operation",
+        default=None,
+    )
 
 
 class Migrate(Request, op="migrate", reply=OperationReply, event=OperationProgress, changes_state=True):

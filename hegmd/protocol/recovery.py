@@ -8,6 +8,8 @@ from .requests import Request
 
 # States of a job under `hegmctl run --recover`.
 STARTING, PROTECTED, UNPROTECTED, RECOVERING, KEPT = "starting", "protected", "unprotected", "recovering", "kept"
+# Of a job whose `hegmctl run` this daemon has not seen yet, and of one whose snapshots are gone.
+AWAITED, LOST = "awaited", "lost"
 # Results of a recovery.
 UNDER_WAY, RECOVERED, FAILED, GIVEN_UP = "under way", "recovered", "failed", "given up"
 
@@ -48,8 +50,11 @@ class JobRecovery(Record):
     id: str = field("the job's id")
     name: str = field("its name")
     uid: int = field("user id of its owner")
-    state: str = field("starting: no snapshot yet; protected; unprotected; recovering; kept: the job has ended")
-    why: str | None = field("what prevents a snapshot, or why its state is kept", default=None)
+    state: str = field(
+        "starting: no snapshot yet; protected; unprotected; recovering; kept: the job has ended; awaited: its `hegmctl "
+        "run` has not connected to this daemon yet; lost: no memory of its snapshots is left"
+    )
+    why: str | None = field("what prevents a snapshot or a start, or why its state is kept or lost", default=None)
     interval_s: float | None = field("current time between two snapshots", default=None)
     cost_s: float | None = field("how long the last snapshot parked the training", default=None)
     copied_s: float | None = field("how long its copy took while the training continued", default=None)

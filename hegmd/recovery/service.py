@@ -148,6 +148,35 @@ class Recoveries(BackgroundTasks):
     def _must_wait(self, job: str) -> bool:
         return self.must_wait(job)
 
+    def wait_for_resume(self, job: str, operation: str) -> None:
+        """A job has failed that its user had suspended: it is started again once they resume it."""
+        record = self._record_of(job)
+        if record is not None and record.suspended_by != operation:
+            self._put(record.replace(suspended_by=operation, awaits_resume=True))
+
+    def awaits_resume(self, job: str) -> bool:
+        """Return True if that job is started again only once its user resumes it."""
+        record = self._record_of(job)
+        return record is not None and record.awaits_resume
+
+    def resume(self, job: str) -> None:
+        """The user of that job has resumed it."""
+        record = self._record_of(job)
+        if record is not None and record.awaits_resume:
+            self._put(record.replace(awaits_resume=False))
+            self._news.notify_all()
+
+    def _record_of(self, job: str) -> JobSnapshots | None:
+        running = self._running.get(job)
+        return self._records.get(job) if running is None else running.job.record
+
+    def _put(self, record: JobSnapshots) -> None:
+        running = self._running.get(record.job)
+        if running is None:
+            self._save(record)
+        else:
+            running.job.put(record)
+
     def look_again(self) -> None:
         """Check again what the starts of jobs wait for, which may have changed."""
         self._news.notify_all()
@@ -166,11 +195,11 @@ class Recoveries(BackgroundTasks):
     async def _look_at(self, record: JobSnapshots) -> None:
         if record.job in self._running or self.in_process.is_live(record):
             return
-        if record.launcher_pid is not None:  # only the launcher could use it
-            await self._drop(record.job)
+        if record.launcher_pid is not None or not JobSlots(self._pool, record.job).held():
+            await self._drop(record.job)  # only a launcher could use its own
         elif record.kept_utc is None:
             self._save(record.replace(kept="its hegmctl run was killed", kept_utc=self._utc()))
-        elif self._utc() - record.kept_utc > KEPT_S or not JobSlots(self._pool, record.job).held():
+        elif self._utc() - record.kept_utc > KEPT_S:
             await self._drop(record.job)
 
     def _workers_of(self, job: str) -> list[AgentConnection]:
@@ -191,6 +220,8 @@ class Recoveries(BackgroundTasks):
         job = self._jobs.of_run(supervisor.uid, supervisor.run)
         if job is not None and job.id not in self._running:
             record = self._records.get(job.id) or JobSnapshots(job=job.id, uid=job.uid)
+            if supervisor.offer.resumes == job.id and not supervisor.offer.started:
+                record = record.replace(awaits_resume=False)  # by `hegmctl run --resume`
             if supervisor.offer.pid is not None:  # it was away for so long that its state was kept for a new one
                 record = record.replace(kept=None, kept_utc=None)
             protection = self._running[job.id] = Protection(ProtectedJob(self._node, record, job.name, supervisor))
@@ -281,7 +312,7 @@ class Recoveries(BackgroundTasks):
             id=record.job,
             name=record.job if job is None else job.name,
             uid=record.uid,
-            state=_state(record, running),
+            state=self._state(record),
             held_bytes=sum(slots.held().values()),
         )
         if not may(record.uid):
@@ -303,7 +334,7 @@ class Recoveries(BackgroundTasks):
             for (rank, slot), found in sorted(read.items())
         ]
         return view.replace(
-            why=(record.kept or record.unprotected) if running is None else running.why,
+            why=_why(record, view.state) if running is None or record.awaits_resume else running.why,
             interval_s=None if running is None else running.interval_s,
             cost_s=None if running is None else running.cost_s,
             copied_s=None if running is None else running.copied_s,
@@ -313,13 +344,27 @@ class Recoveries(BackgroundTasks):
             recoveries=record.attempts,
         )
 
+    def _state(self, record: JobSnapshots) -> str:
+        running = self._running.get(record.job)
+        if running is None and record.launcher_pid is not None:
+            return in_process_state(record)
+        if running is None and not JobSlots(self._pool, record.job).held():
+            return protocol.LOST
+        if running is None:
+            return protocol.AWAITED if record.kept is None else protocol.KEPT
+        if running.is_recovering:
+            return protocol.RECOVERING
+        if running.why is not None:
+            return protocol.UNPROTECTED
+        return protocol.STARTING if running.job.newest is None else protocol.PROTECTED
+
     # -- counts
     # ---------------------------------------------------------------------------------------------------------
 
     @property
     def tally(self) -> RecoveryTally:
         """Return how many jobs are in each state, and how many snapshots were taken since the daemon began."""
-        states = Counter(_state(record, self._running.get(record.job)) for record in self._records.values())
+        states = Counter(self._state(record) for record in self._records.values())
         return RecoveryTally(states, self._taken + sum(protection.taken for protection in self._running.values()))
 
 
@@ -332,11 +377,15 @@ async def run_once(protection: Protection, pause_s: float = FAILED_S) -> None:
         await anyio.sleep(pause_s)
 
 
-def _state(record: JobSnapshots, running: Protection | None) -> str:
-    if running is None:
-        return protocol.KEPT if record.launcher_pid is None else in_process_state(record)
-    if running.is_recovering:
-        return protocol.RECOVERING
-    if running.why is not None:
-        return protocol.UNPROTECTED
-    return protocol.STARTING if running.job.newest is None else protocol.PROTECTED
+def _why(record: JobSnapshots, state: str) -> str | None:
+    """Return the reason for the state of a job that no running protection explains."""
+    if record.awaits_resume:
+        return f"it failed while its user had suspended it; hegmctl resume {record.job} starts it again"
+    if state == protocol.AWAITED:
+        return "its hegmctl run has not connected since hegmd has started"
+    if state == protocol.LOST:
+        images = (
+            "" if record.images is None else f"; hegmctl restore --newest {record.images} restores its newest image"
+        )
+        return f"no memory of its snapshots is left, as after a reboot{images}"
+    return record.kept or record.unprotected

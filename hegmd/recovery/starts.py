@@ -147,16 +147,20 @@ class Starts:
                 await following.wait()
 
     async def _await_room(self) -> None:
-        """Wait until there is room again for a job that failed while it was suspended. Raises SupervisorAway."""
-        job, has_told = self._job, False
+        """Wait until a job that failed while it was suspended may return: until its user resumes it, and until there
+        is room. Raises SupervisorAway.
+        """
+        job, told = self._job, ""
         while job.supervisor.is_alive and job.node.must_wait(job.record.job):
-            if not has_told:
-                has_told = True
-                await job.note(f"{job} failed while it was suspended, and waits for room", "hegmctl queue")
+            waits = "until it is resumed" if job.record.awaits_resume else "for room"
+            if waits != told:
+                told = waits
+                hint = f"hegmctl resume {job.record.job}" if job.record.awaits_resume else "hegmctl queue"
+                await job.note(f"{job} failed while it was suspended, and waits {waits}", hint)
             with anyio.move_on_after(LOOK_S):
                 await job.node.changed.wait()
         if not job.supervisor.is_alive:
-            raise SupervisorAway(job.supervisor.run, job.record.job, "it has ended while its job waited for room")
+            raise SupervisorAway(job.supervisor.run, job.record.job, "it has ended while its job waited to return")
 
     async def _start(self, snapshot: SlotRecord, gpus: Sequence[str]) -> None:
         """Have the command started from that snapshot. Raises OrderFailed, SupervisorAway, Refused."""

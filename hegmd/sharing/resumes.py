@@ -6,10 +6,13 @@ resumes it in its turn, also after the client has left or the daemon was killed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import anyio
 
-from hegmd.errors import BAD_REQUEST, CANCELLED, TIMEOUT, HegmError
+from hegmd.errors import BAD_REQUEST, CANCELLED, TIMEOUT, HegmError, Refused
 from hegmd.migration.machine.next_effects import SUSPENDED
+from hegmd.operations.job_requests import JobRequests
 from hegmd.operations.operations import Operations
 from hegmd.operations.request_context import OperationResult, RequestContext, limit_of
 from hegmd.protocol.operations import WAITS_IN_QUEUE, OperationProgress, Wait
@@ -23,9 +26,30 @@ TELL_INTERVAL_S = 1.0
 class QueuedResumes:
     """The requests to resume a job once there is room."""
 
-    def __init__(self, sharing: Sharing, operations: Operations) -> None:
+    def __init__(self, sharing: Sharing, operations: Operations, jobs: JobRequests) -> None:
         self._sharing = sharing
+        self._jobs = jobs
         self._operations = operations
+
+    async def failed(self, named: int | str, may: Callable[[int | None], bool]) -> JobRecord | None:
+        """Return that job if it failed while its user had suspended it, and is started again by a resume. Raises
+        HegmError.
+        """
+        try:
+            job = await self._jobs.record(named, may)
+        except HegmError:  # what is wrong with the name is said by the resume
+            return None
+        return job if self._sharing.awaits_resume(job) else None
+
+    def start_failed(self, job: JobRecord, to: str | None, asked: RequestContext) -> None:
+        """Have such a job started again from its newest snapshot. Raises HegmError."""
+        if to is not None:
+            message = f"job {job} failed while it was suspended, and is started again where hegmd finds room for it"
+            raise HegmError(BAD_REQUEST, message, "leave out --to; move it once it trains")
+        if asked.dry_run:
+            hint = "omit --dry-run"
+            raise Refused(f"job {job} has no process: it is started again from its newest snapshot", hint)
+        self._sharing.return_failed(job)
 
     async def resume(self, pid: int, to: str | None, asked: RequestContext) -> OperationResult:
         """Resume a suspended job, now or in its turn. Raises HegmError, and TIMEOUT if there was no room in time."""

@@ -1,7 +1,8 @@
 """Shares the GPUs of the node: looks at it after each change, has the policy decide, and carries the decision out.
 
 Owns the loop and the parts that it needs. Idle while nobody waits: without a queue, a pending lease or a suspended job
-it takes no snapshot. The policy is in `policy`, the requests are in `requests`.
+it takes no snapshot. The policy is in `policy`, the requests are in `requests`. Longer than 400 lines because what
+other parts ask about the sharing is answered here, from the state that the loop keeps.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import anyio.abc
 from hegmd.errors import HegmError
 from hegmd.migration.machine.machine import HOLDING
 from hegmd.migration.machine.next_effects import SUSPENDED
-from hegmd.migration.machine.operation import RESUME, Operation
+from hegmd.migration.machine.operation import RESUME, SUSPEND, Operation
 from hegmd.migration.machine.wording import gigabytes
 from hegmd.migration.methods.progress_probe import is_stopped
 from hegmd.migration.model import Candidate
@@ -88,6 +89,7 @@ class Sharing:
             acting=self.actions.of,
             returns_to=moving.recoveries.returns_to,
             starts_ranks=moving.recoveries.in_process.starts_ranks,
+            awaits_resume=moving.recoveries.awaits_resume,
             clock=clock,
             utc=utc,
         )
@@ -101,7 +103,7 @@ class Sharing:
         self.is_stopping = False
         moving.jobs.default_priority = rules.priorities[NORMAL]
         moving.survey.leased = self.leased_bytes
-        moving.job_requests.waits_for = self.waits_for
+        moving.job_requests.waits_for, moving.job_requests.awaits_resume = self.waits_for, self.awaits_resume
         moving.operations.keep_suspended = self.keep_suspended
         moving.recoveries.must_wait = self.must_wait
 
@@ -255,10 +257,10 @@ class Sharing:
         return bool(recoveries.returns_to(job.id)) or ((is_new or has_launcher) and not has_process)
 
     def must_wait(self, job_id: str) -> bool:
-        """Return True if a job that is to be started again had left its GPUs, and there is no room for it yet.
+        """Return True if a job that is to be started again had left its GPUs, and may not return yet.
 
-        One that its user had suspended is entered into the queue once: others may have its memory. While other ranks of
-        it are suspended, it waits for them.
+        One that its user had suspended waits until they resume it, and any for room: others may have its memory. While
+        other ranks of it are suspended, it waits for them.
         """
         job = next((job for job in self._moving.jobs if job.id == job_id), None)
         if job is None:
@@ -271,9 +273,23 @@ class Sharing:
         was_away = op is not None and any(worker.lost for worker in op.workers)
         if op is not None and was_away and op.id not in self._failed_away:
             self._failed_away.add(op.id)
-            if job.number not in self.memory.suspended:
+            if job.number not in self.memory.suspended and op.kind == SUSPEND:
+                self._moving.recoveries.wait_for_resume(job_id, op.id)
+            elif job.number not in self.memory.suspended:
                 self._enter(job, op, "it failed while it was suspended")
-        return job.number in self.memory.suspended
+        return job.number in self.memory.suspended or self._moving.recoveries.awaits_resume(job_id)
+
+    def awaits_resume(self, job: JobRecord) -> bool:
+        """Return True if that job has failed while its user had suspended it, and they have not resumed it."""
+        return job.is_alive and self._moving.recoveries.awaits_resume(job.id)
+
+    def return_failed(self, job: JobRecord) -> None:
+        """Have a job started again that failed while its user had suspended it, as soon as there is room."""
+        op = self._operations_of.last_of(job)
+        recoveries = self._moving.recoveries
+        if op is not None and (recoveries.returns_to(job.id) or recoveries.in_process.starts_ranks(job.id)):
+            self._enter(job, op, "its user has resumed it")
+        recoveries.resume(job.id)
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -371,6 +387,8 @@ class Sharing:
 
     def waits_for(self, job: JobRecord) -> str | None:
         """Return what a job waits for that was suspended for others, or is not started yet; None for any other."""
+        if self.awaits_resume(job):
+            return f"its user, who had suspended it when it failed: hegmctl resume {job.id}"
         queued, note = self.memory.queue.get(job.number), self.memory.suspended.get(job.number)
         is_queued = queued is not None and queued.placed is None
         action = self.actions.of(job.id)

@@ -92,6 +92,7 @@ class SharingView:
 
     `returns_to` returns the GPUs on which a job that has failed is started again; none for any other job.
     `starts_ranks` returns True for a job whose launcher starts its ranks again, which it can on the same GPUs only.
+    `awaits_resume` returns True for a job that is started again once its user resumes it.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that it asks, each named
@@ -107,6 +108,7 @@ class SharingView:
         acting: Callable[[str], model.Action | None],
         returns_to: Callable[[str], Sequence[str]],
         starts_ranks: Callable[[str], bool],
+        awaits_resume: Callable[[str], bool],
         clock: Callable[[], float] = time.monotonic,
         utc: Callable[[], float] = time.time,
     ) -> None:
@@ -120,6 +122,7 @@ class SharingView:
         self._acting = acting
         self._returns_to = returns_to
         self._starts_ranks = starts_ranks
+        self._awaits_resume = awaits_resume
         self._clock = clock
         self._utc = utc
         #: The processes with an agent of each job at this look, by the job's number.
@@ -252,6 +255,10 @@ class SharingView:
         """
         last = self._history.of(record.id).held_bytes
         needs = tuple([max(held.get(gpu, 0), last.get(gpu, max(last.values()))) for gpu in gpus]) if last else None
+        if self._awaits_resume(record.id):
+            return self._with_facts(
+                record, model.USER_SUSPENDED, now, JobView(record, (), None), gpus=gpus, needs=needs
+            )
         if note is not None:
             if needs is None and len(gpus) == 1 and note.size_bytes:
                 needs = (note.size_bytes,)

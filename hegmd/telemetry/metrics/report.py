@@ -24,7 +24,7 @@ CONDITIONS = (HEALTHY, FAILING, GONE)
 # The states of running operations. One that needs an administrator counts as waiting only.
 OPERATION_STATES = ("moving", "quiesced", "suspended", "waiting")
 # The states of jobs that are to be recovered, and of states that are kept.
-RECOVERY_STATES = ("starting", "protected", "unprotected", "recovering", "kept")
+RECOVERY_STATES = ("starting", "protected", "unprotected", "recovering", "kept", "awaited", "lost")
 VENDOR_STATES = ("ok", "absent", "off", "stale", "failed")
 
 

@@ -299,7 +299,7 @@ def test_all_ranks_that_do_not_stop_are_killed_at_once_but_none_that_waits_for_t
     crew.killed.clear()
     running.joined(0, 2, None, 50.0)
     running.joined(1, 2, 7, 50.0)
-    assert [(rank, plan["gives"]) for rank, plan in crew.told("plan")] == [(1, True)]
+    assert [(rank, plan["gives"]) for rank, plan in crew.sent_since("plan")] == [(1, True)]
     running.tick(50.1 + HARD_LIMIT_S)
     assert crew.killed == [1]
 

@@ -17,7 +17,7 @@ from hegmd.memory.pool import Pool, Source
 from hegmd.memory.sizes import MIB
 from hegmd.node.processes.procfs import start_ticks_of
 from hegmd.protocol.messages import Supervise
-from hegmd.protocol.recovery import KEPT, RecoveryAttempt
+from hegmd.protocol.recovery import AWAITED, KEPT, LOST, RecoveryAttempt
 from hegmd.protocol.supervision import RecoveryWish
 from hegmd.recovery.job import ProtectedJob
 from hegmd.recovery.protection import Protection
@@ -139,6 +139,27 @@ async def test_the_slots_of_another_user_are_neither_shown_nor_used_nor_deleted(
     assert [slot.step for slot in shown.slots] == [7]
     assert await made.drop("j1", lambda _uid: True) > 0
     assert not slots.held()
+
+
+async def test_a_new_daemon_says_which_snapshots_are_left_and_whose_run_has_yet_to_connect(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """It said "kept" of a job that ran, and of one whose memory a reboot had taken."""
+    await held_slots(pool)
+    records = {
+        "j1": JobSnapshots(job="j1", uid=ANOTHER_UID, ranks=1),
+        "j2": JobSnapshots(job="j2", uid=ANOTHER_UID, ranks=1, images="/images", kept="given up", kept_utc=1.0),
+    }
+    SnapshotFiles(tmp_path).save(records)
+    made = recoveries(pool, tmp_path)
+    views = (await made.show([], lambda _uid: True)).jobs
+    assert [(view.id, view.state) for view in views] == [("j1", AWAITED), ("j2", LOST)]
+    assert views[0].why == "its hegmctl run has not connected since hegmd has started"
+    assert "hegmctl restore --newest /images" in (views[1].why or "")
+    assert made.tally.states == {AWAITED: 1, LOST: 1}
+    await made._look_at(records["j2"])
+    (view,) = (await made.show([], lambda _uid: True)).jobs
+    assert view.id == "j1"
 
 
 async def test_a_job_that_waited_for_room_is_started_where_the_policy_of_sharing_has_found_it(

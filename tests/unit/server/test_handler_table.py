@@ -61,7 +61,7 @@ CALLED = {
     "recovery.report": "recoveries.in_process.report",
     "reload": "reload",
     "restore": "fds.view checkpoints.restore jobs.with_job jobs.plan_with_jobs",
-    "resume": "jobs.pid queued_resumes.resume jobs.with_job jobs.plan_with_jobs",
+    "resume": "queued_resumes.failed jobs.pid queued_resumes.resume jobs.with_job jobs.plan_with_jobs",
     "room.make": "policy.may_act_on_all sharing.make_room",
     "room.release": "policy.may_act_on_all sharing.release",
     "room.wait": "policy.may_act_on_all sharing.wait_for_room",
@@ -159,6 +159,7 @@ async def _answered(request: Request) -> tuple[object, list[tuple[str, object]]]
         "inventory.fresh().processes": (full(GpuProcess),),
         "operations.runner.of_process().phase": SUSPENDED,
         "await recoveries.in_process.hold()": (Part("job", calls, {}), Part("memory", calls, {})),
+        "await queued_resumes.failed()": None,
         "session.at_end": _now,
     }
     part = functools.partial(Part, calls=calls, values=values)

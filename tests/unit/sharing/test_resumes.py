@@ -32,7 +32,8 @@ async def _suspended_beside_a_lease(shared: SharedNode, process: Child) -> Queue
     await shared.make_room(7 * MIB, gpu="gpu0", until_free=True)
     assert await shared.states() == {"j1": "suspended"}
     shared.heard.clear()
-    return QueuedResumes(shared.sharing, shared.node.moving.operations)
+    moving = shared.node.moving
+    return QueuedResumes(shared.sharing, moving.operations, moving.job_requests)
 
 
 async def test_a_job_that_its_user_resumes_waits_in_the_queue_until_there_is_room(

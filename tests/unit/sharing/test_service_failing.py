@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from hegmd.recovery.records import JobSnapshots, SnapshotFiles
 from hegmd.recovery.slots import JobSlots
 from hegmd.sharing import model, state_file
 from hegmd.sharing.leases import seconds_since_boot
+from hegmd.sharing.resumes import QueuedResumes
 from hegmd.sharing.service import MIN_INTERVAL_S, next_look_at
 from tests.patience import HANG_S
 from tests.unit.recovery.test_snapshots import write
@@ -33,6 +35,15 @@ Child = subprocess.Popen[bytes]
 BYTES = b"1" * (6 * MIB)
 
 
+def into(orders: list[SupervisorOrder]) -> Callable[[SupervisorOrder, object], Awaitable[None]]:
+    """Return what sends a supervisor its orders: into that list."""
+
+    async def send(order: SupervisorOrder, _fds: object) -> None:
+        orders.append(order)
+
+    return send
+
+
 @asynccontextmanager
 async def a_protected_job(
     tmp_path: Path, process: Child, other: Child, *, ends: bool = True
@@ -40,17 +51,13 @@ async def a_protected_job(
     """Job j1 trains and has a snapshot; `other` is its supervisor, which gets the orders."""
     SnapshotFiles(tmp_path).save({"j1": JobSnapshots(job="j1", uid=UID, ranks=1, gpus=("gpu0",), generation=1)})
     orders: list[SupervisorOrder] = []
-
-    async def send(order: SupervisorOrder, _fds: object) -> None:
-        orders.append(order)
-
     async with sharing_on(tmp_path) as shared:
         moving = shared.node.moving
         await moving.job_requests.register(other.pid, UID, RegisterJob(run="first", command=("train",)))
         write((await JobSlots(moving.pool, "j1").take(0, 0, 8192, Source(UID, 1))).fd, generation=1, step=7)
         await shared.node.attend(process.pid, BYTES, run="first")
         offer = Supervise(run="first", python=True, pid=process.pid, recover=RecoveryWish())
-        shared.node.tasks.start_soon(moving.supervisors.attend, "line", other.pid, UID, offer, send)
+        shared.node.tasks.start_soon(moving.supervisors.attend, "line", other.pid, UID, offer, into(orders))
         await shared.until_states(j1="running")
         await shared.until(lambda: any(order.do == "protect" for order in orders))
         yield shared, orders
@@ -195,23 +202,68 @@ async def test_a_job_that_failed_while_it_was_suspended_for_a_lease_is_started_a
         assert not shared.sharing.memory.suspended
 
 
-async def test_a_job_that_failed_while_its_user_had_suspended_it_waits_for_room(
+async def test_a_job_that_failed_while_its_user_had_suspended_it_waits_until_they_resume_it_and_then_for_room(
     tmp_path: Path, process: Child, other: Child
 ) -> None:
-    """It was started at once, beside whoever had its memory by then."""
+    """It was started as soon as there was room: on a GPU that its user had freed on purpose."""
     async with a_protected_job(tmp_path, process, other) as (shared, orders):
+        moving = shared.node.moving
+        resumes = QueuedResumes(shared.sharing, moving.operations, moving.job_requests)
         await shared.node.operations.suspend([process.pid], shared.node.asked())
-        await shared.make_room(7 * MIB, until_free=True, limit_s=HANG_S)
-        process.kill()
-        process.wait()
-        shared.node.moving.supervisors.report("line", SuperviseReport(result="fell", status=-9))
-        await shared.until(lambda: any("waits for room" in order.message for order in orders))
+        await _fail(shared, process)
+        await shared.until(lambda: any("waits until it is resumed" in order.message for order in orders))
+        assert any("hegmctl resume j1" in order.hint for order in orders)
         await shared.until_states(j1="suspended")
+        (view,) = (await moving.recoveries.show([], lambda _uid: True)).jobs
+        assert (view.state, "hegmctl resume j1 starts it again" in (view.why or "")) == ("recovering", True)
+        (job,) = await moving.job_requests.jobs([], lambda _uid: True, ended=False)
+        assert (job.state, job.operation) == ("suspended", None)
+        with pytest.raises(HegmError, match="has no process now, and waits for its user"):
+            await moving.job_requests.pids(["j1"], lambda _uid: True)
+        made = await shared.make_room(7 * MIB, until_free=True, limit_s=HANG_S)
+        assert made.lease is not None, "its memory is free for others"
+        assert await resumes.failed("j1", lambda _uid: False) is None, "another user's"
+        failed = await resumes.failed("j1", lambda _uid: True)
+        assert failed is not None
+        with pytest.raises(HegmError, match="where hegmd finds room"):
+            resumes.start_failed(failed, "gpu1", shared.node.asked())
+        with pytest.raises(HegmError, match="from its newest snapshot"):
+            resumes.start_failed(failed, None, replace(shared.node.asked(), dry_run=True))
+        assert not any(order.do == "start" for order in orders)
+        resumes.start_failed(failed, None, shared.node.asked())
+        await shared.until(lambda: any("waits for room" in order.message for order in orders))
+        assert await resumes.failed("j1", lambda _uid: True) is None
         assert not any(order.do == "start" for order in orders)
         await shared.requests.release(protocol.Release(lease="l1"), ADMIN)
         await shared.until(lambda: any(order.do == "start" for order in orders))
         assert await shared.states() == {"j1": "starting"}
         assert not shared.sharing.memory.suspended
+
+
+async def test_a_job_that_waits_for_its_users_resume_still_does_after_a_kill_of_the_daemon(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    orders: list[SupervisorOrder] = []
+    async with a_protected_job(tmp_path, process, other, ends=False) as (shared, before):
+        await shared.node.operations.suspend([process.pid], shared.node.asked())
+        await _fail(shared, process)
+        await shared.until(lambda: any("waits until it is resumed" in order.message for order in before))
+        for supervisor in shared.node.moving.supervisors:
+            supervisor.close()  # the daemon's end does
+    async with sharing_on(tmp_path) as shared:
+        moving = shared.node.moving
+        fell = Supervise(run="first", python=True, fell=-9, recover=RecoveryWish())
+        shared.node.tasks.start_soon(moving.supervisors.attend, "line", other.pid, UID, fell, into(orders))
+        await shared.until(lambda: any("waits until it is resumed" in order.message for order in orders))
+        assert not any(order.do == "start" for order in orders)
+        await end_supervisor(shared, other)
+
+
+async def _fail(shared: SharedNode, process: Child) -> None:
+    """Kill the job's only process. Its supervisor reports that."""
+    process.kill()
+    process.wait()
+    shared.node.moving.supervisors.report("line", SuperviseReport(result="fell", status=-9))
 
 
 @pytest.mark.thorough
@@ -220,10 +272,6 @@ async def test_a_job_that_failed_while_there_was_no_daemon_waits_for_its_turn_to
 ) -> None:
     """The next daemon took it for a job that was not suspended: its supervisor connected a moment later."""
     orders: list[SupervisorOrder] = []
-
-    async def send(order: SupervisorOrder, _fds: object) -> None:
-        orders.append(order)
-
     async with a_protected_job(tmp_path, process, other, ends=False) as (shared, _):
         await shared.make_room(6 * MIB, until_free=True, limit_s=HANG_S)
         await shared.until_states(j1="suspended")
@@ -234,7 +282,7 @@ async def test_a_job_that_failed_while_there_was_no_daemon_waits_for_its_turn_to
     process.wait()
     async with sharing_on(tmp_path) as shared:
         offer = Supervise(run="first", python=True, fell=-9, recover=RecoveryWish())
-        shared.node.tasks.start_soon(shared.node.moving.supervisors.attend, "line", other.pid, UID, offer, send)
+        shared.node.tasks.start_soon(shared.node.moving.supervisors.attend, "line", other.pid, UID, offer, into(orders))
         await shared.until(lambda: any("waits for room" in order.message for order in orders))
         assert await shared.states() == {"j1": "suspended"}
         await shared.requests.release(protocol.Release(lease="l1"), ADMIN)

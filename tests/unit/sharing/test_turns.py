@@ -132,6 +132,7 @@ def test_what_stays_of_a_running_job_was_also_kept_free_for_it() -> None:
         acting=lambda _job: None,
         returns_to=lambda _job: (),
         starts_ranks=lambda _job: False,
+        awaits_resume=lambda _job: False,
     )
     record = JobRecord(number=1, name="train", uid=0, runs=(), command="", started_utc=0.0, boot="")
     asked = QueuedRecord(job=1, size_bytes=60, since_utc=0.0, placed="gpu0", has_trained=True)
@@ -165,6 +166,7 @@ async def test_a_suspended_job_needs_room_for_the_context_that_copies_its_bytes_
                     acting=sharing.actions.of,
                     returns_to=lambda _job: (),
                     starts_ranks=lambda _job: False,
+                    awaits_resume=lambda _job: False,
                 ).take()
             ).snapshot.jobs[0]
             for operations in (JobOperationsOf(moving.runner), HostCarrierOperations(moving.runner))
