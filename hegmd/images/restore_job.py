@@ -220,6 +220,7 @@ class JobRestorer:
                 description=f"restored from {image.path}",
                 guise=guise,
                 outlets=outlets,
+                ranks=[worker.pid for worker in manifest.workers],
             )
         finally:
             with anyio.CancelScope(shield=True):

@@ -18,13 +18,16 @@ parent.py tend FD PID [WISHES] -- PROGRAM ARGUMENTS...
     On SIGTERM before that, the program has some time to finish, since CRIU leaves files behind when it is killed, and
     then the same is done. SIGUSR1 does so at any time, and so does a closed FD.
 
-In both, the program is killed if PID has ended and the program does not: CRIU can wait for a killed root for ever.
+In both, the program is killed if PID or one of --ranks has ended and the program does not: CRIU can wait for a killed
+process for ever.
 
 The wishes, each applied before the program starts:
 
 --spare
     The kernel's OOM killer does not choose it, and it has a higher priority: CRIU works inside the job's processes
     during a dump, and killing it there can kill them.
+--ranks PID,PID
+    These processes do not end by themselves either, while the program runs.
 --open FD:MODE:PATH
     Opens that file as that descriptor. A unit of the service manager gets no descriptors from the daemon; they are
     opened by the daemon's /proc entries, which lead to the same files. Mode `t` opens one end of a new terminal
@@ -67,9 +70,10 @@ SYSCALL = 0x050F
 PTRACE = 101
 WORD = (1 << 64) - 1
 ASKED_GRACE_S = 20
-# How long the root may have ended while the program still runs; and the status that tells that it was killed for this.
-ROOT_GRACE_S = 20.0
-ROOT_ENDED = 121
+# How long the root, which may end by itself as soon as it is back, and a rank may have ended while the program still
+# runs; and the status that tells that the program was killed for this.
+ROOT_GRACE_S, RANK_GRACE_S = 20.0, 2.0
+JOB_ENDED = 121
 _AGAIN_S = 0.05
 _NOBODY = 65534
 
@@ -85,6 +89,8 @@ def start(words: list[str], parent: int | None = None) -> NoReturn:
             _spare()
         elif wish == "--as":
             user = next(wishes)
+        elif wish == "--ranks":
+            next(wishes)
         else:
             wanted.append(next(wishes).split(":", 2))
     uid = None if user is None else int(user.split(":")[0])
@@ -109,7 +115,7 @@ def run_to_end(pid_file: str, root: int, words: list[str]) -> int:
     if program == 0:
         _be_followed()
         start(words)
-    status = _see_through(program, root, ROOT_GRACE_S)
+    status = _see_through(program, _graces(root, words, ROOT_GRACE_S, RANK_GRACE_S))
     if status == 0:
         fd = os.open(pid_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         os.write(fd, b"%d\n" % root)
@@ -117,7 +123,9 @@ def run_to_end(pid_file: str, root: int, words: list[str]) -> int:
     return status
 
 
-def tend(control: int, root: int, words: list[str], root_grace_s: float = ROOT_GRACE_S) -> int:
+def tend(
+    control: int, root: int, words: list[str], root_grace_s: float = ROOT_GRACE_S, rank_grace_s: float = RANK_GRACE_S
+) -> int:
     """Run the program and stay with the processes that it leaves. Returns the root's exit status as a shell would."""
     import ctypes
 
@@ -133,7 +141,7 @@ def tend(control: int, root: int, words: list[str], root_grace_s: float = ROOT_G
         os.close(control)
         _be_followed()
         start(words, attendant)
-    status = _see_through(program, root, root_grace_s)
+    status = _see_through(program, _graces(root, words, root_grace_s, rank_grace_s))
     signal.alarm(0)
     if asked or status != 0:
         _end_descendants()
@@ -152,29 +160,37 @@ def tend(control: int, root: int, words: list[str], root_grace_s: float = ROOT_G
     return _reap(root)
 
 
-def _see_through(program: int, root: int, root_grace_s: float) -> int:
-    """Wait for the program to end, and kill it if the root ends long before it. Returns its status."""
+def _graces(root: int, words: list[str], root_grace_s: float, rank_grace_s: float) -> dict[int, float]:
+    """Return how long each process of the job may have ended while the program still runs."""
+    wishes = words[: words.index("--")]
+    ranks = wishes[wishes.index("--ranks") + 1].split(",") if "--ranks" in wishes else []
+    return {root: root_grace_s, **{int(rank): rank_grace_s for rank in ranks}}
+
+
+def _see_through(program: int, graces: dict[int, float]) -> int:
+    """Wait for the program to end, and kill it if a process of the job ends long before it. Returns its status."""
     import threading
 
     ended, was_killed = threading.Event(), threading.Event()
     held = os.pidfd_open(program)
 
     def watch() -> None:
-        looks = 0
-        while looks < 10 and not ended.wait(root_grace_s / 10):
-            looks = looks + 1 if _is_zombie(root) else 0
+        looks = dict.fromkeys(graces, 0)
+        while all(seen < graces[pid] / pause_s for pid, seen in looks.items()) and not ended.wait(pause_s):
+            looks = {pid: seen + 1 if _is_zombie(pid) else 0 for pid, seen in looks.items()}
         if not ended.is_set():
             was_killed.set()
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(held, signal.SIGKILL)
 
+    pause_s = min(graces.values()) / 10
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     status = _status(_follow(program))
     ended.set()
     watcher.join()
     os.close(held)
-    return ROOT_ENDED if was_killed.is_set() and status != 0 else status
+    return JOB_ENDED if was_killed.is_set() and status != 0 else status
 
 
 def _is_zombie(pid: int) -> bool:

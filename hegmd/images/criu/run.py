@@ -44,7 +44,7 @@ from hegmd.images.criu.command_line import (
 )
 from hegmd.images.criu.error_messages import failure, had_left_overs, had_numbers_taken, not_there
 from hegmd.images.criu.needs import Needs
-from hegmd.images.criu.parent import ROOT_ENDED
+from hegmd.images.criu.parent import JOB_ENDED
 from hegmd.images.criu.privileges import CriuPrivileges
 from hegmd.node.criu_program import Criu
 from hegmd.node.processes.process_set import (
@@ -150,11 +150,13 @@ async def restore(  # noqa: PLR0913 - each parameter is named
     unit_name: str | None,
     description: str = "",
     outlets: Mapping[str, int] | None = None,
+    ranks: Collection[int] = (),
     guise: CriuPrivileges | None = None,
     deadline_s: float = RESTORE_DEADLINE_S,
 ) -> RestoredTree:
     """Restore the tree, running, in a unit of that name, or without a service manager if it is None.
 
+    `ranks` are those of its processes that do not end by themselves: if one does, the restore fails.
     `outlets` maps keys of outlets to descriptors of this process; the others lead to /dev/null. The log goes to
     `log_dir_fd`. Raises HegmError, and then nothing of the tree remains; the same on cancellation.
 
@@ -168,6 +170,7 @@ async def restore(  # noqa: PLR0913 - each parameter is named
         *folder(LOGS_FD, log_dir_fd),
         *_privilege_options(guise),
         *opened(needs, files),
+        *(["--ranks", ",".join(map(str, ranks))] if ranks else []),
     ]
     words += ["--", *restore_order(criu.path, needs, as_user=guise is not None)]
     thread_numbers = await run_detached(lambda _: _threads_in(images_dir_fd, needs.pids), name="look at the image")
@@ -319,10 +322,11 @@ async def _take_numbers(needs: Needs, thread_numbers: Sequence[int]) -> None:
 
 def _not_restored(log_dir_fd: int, root: int, status: int | None) -> HegmError:
     log = _log(log_dir_fd, RESTORE_LOG)
-    if status != ROOT_ENDED:
+    if status != JOB_ENDED:
         return _failed("restore", log, "", status)
-    hint = "restore the image again, which is whole; dmesg says whether the kernel lacked memory and killed the process"
-    return _logged(HegmError(EXTERNAL, f"process {root} was killed while CRIU restored the job", hint), log, "")
+    hint = "restore the image again, which is whole; dmesg says whether the kernel lacked memory and killed a process"
+    message = f"process {root} or a rank of it was killed while CRIU restored the job"
+    return _logged(HegmError(EXTERNAL, message, hint), log, "")
 
 
 def _failed(step: str, log: str, output: str, status: int | None) -> HegmError:

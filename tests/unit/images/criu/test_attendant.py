@@ -34,7 +34,7 @@ root = os.fork()
 if root == 0:
     os._exit(9)
 told = os.open(os.devnull, os.O_WRONLY)
-print(parent.tend(told, root, ["--", "/bin/cat", sys.argv[2]], root_grace_s=0.01) == parent.ROOT_ENDED)
+print(parent.tend(told, root, ["--", "/bin/cat", sys.argv[2]], root_grace_s=0.01) == parent.JOB_ENDED)
 """
 
 
@@ -42,5 +42,26 @@ def test_criu_waited_for_a_quarter_of_an_hour_for_a_job_whose_first_process_had_
     """Issue 16, outcome 3: the launcher was killed when it had its memory back, and CRIU did not hear of its end."""
     os.mkfifo(endless := tmp_path / "endless")
     words = [sys.executable, "-SE", "-c", STUCK, str(Path(criu.__file__).parent), str(endless)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S, check=True)
+    assert done.stdout == "True\n"
+
+
+RANK_KILLED = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import parent
+root, rank = os.getpid(), os.fork()
+if rank == 0:
+    os._exit(9)
+words = ["--ranks", str(rank), "--", "/bin/cat", sys.argv[2]]
+told = os.open(os.devnull, os.O_WRONLY)
+print(parent.tend(told, root, words, rank_grace_s=0.01) == parent.JOB_ENDED)
+"""
+
+
+def test_criu_waited_for_a_quarter_of_an_hour_for_a_job_of_which_a_rank_had_been_killed(tmp_path: Path) -> None:
+    """Issue 16, outcome 3: only the first process was looked at."""
+    os.mkfifo(endless := tmp_path / "endless")
+    words = [sys.executable, "-SE", "-c", RANK_KILLED, str(Path(criu.__file__).parent), str(endless)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S, check=True)
     assert done.stdout == "True\n"
