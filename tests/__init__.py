@@ -1,1 +1,1 @@
-"""The tests; a package, so that no other package named `tests` on the path is taken for it."""
+"""The tests; a package, so that no other package named `tests` on the path is mistaken for it."""

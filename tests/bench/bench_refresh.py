@@ -1,6 +1,6 @@
 """What a look at 8 GPUs and 2,000 processes costs a whole running daemon, and what it costs to tell somebody of them.
 
-The processes are real children that sleep. Requests come so far apart that each makes the daemon look anew, and the
+The processes are real children that sleep. Requests come so far apart that each makes the daemon look again, and the
 daemon's own count of looks says how many there were. A request for all processes right after one for the GPUs shares
 its look, so that it costs the answer alone: the choice of what to tell, the encoding and the sending. At the end, what
 others wait for a ping meanwhile.

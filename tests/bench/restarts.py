@@ -1,7 +1,7 @@
 """`python -m tests.bench.restarts`: the same trainings restarted by HeGM 0.3.3 and by ours, one after the other.
 
 Each script of `tests/bench/restarted/` prints a line for each batch: what is in it, the learning rate, the loss and
-whatever else has to go on. It runs once undisturbed and once under each launcher, which both are used in HeGM's way:
+whatever else has to continue. It runs once undisturbed and once under each launcher, which both are used in HeGM's way:
 `hegm-launcher COMMAND`, SIGUSR1 to the worker after some batches of the second epoch, and the lock file taken away once
 it is there. What the second worker prints is held against the rest of the undisturbed run; since HeGM's leaves in the
 middle of a batch, that batch may be there twice or not at all.
@@ -52,7 +52,7 @@ class Way(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a restart; `seconds` from the request to the next batch, `why` where it did not go on."""
+    """What became of a restart; `seconds` from the request to the next batch, `why` where it did not continue."""
 
     starts: bool
     order: bool | None = None

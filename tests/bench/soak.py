@@ -59,7 +59,7 @@ class Soak:
         self._operations = self._connections = 0
 
     def run(self, seconds: float, out: TextIO) -> list[Sample]:
-        """Go on until the time is over; a sample for every ten seconds of it."""
+        """Continue until the time is over; a sample for every ten seconds of it."""
         samples: list[Sample] = []
         while (at_s := time.monotonic() - self._began) < seconds:
             self._round()

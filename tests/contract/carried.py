@@ -191,7 +191,7 @@ class CarriedProcess:
         await self.rig.link.call("shifted", {"lane": lane_of(self.subject)}, deadline_s=20)
 
     async def put_back(self, *, has_spare_memory: bool = False) -> None:
-        """Into the storages, and everything is given back: with plenty of room when it goes on, else before."""
+        """Into the storages, and everything is given back: with plenty of room when it continues, else before."""
         back_bytes = await self.carrier.reload(self.subject, ignored, lambda: nullcontext(lambda: has_spare_memory))
         assert back_bytes == SIZE_BYTES
         assert self.rig.owner.ask("digest") == self.rig.owner.digest

@@ -103,7 +103,7 @@ print(reached())
 def test_pytorch_has_asked_for_access_once_before_it_can_be_refused_and_who_had_none_has_none_after(
     node: CudaNode,
 ) -> None:
-    """It asks at its first copy between two GPUs, and fails for good where the driver refuses, as after a restore."""
+    """It asks at its first copy between two GPUs, and fails permanently if the driver refuses, as after a restore."""
     lines = printed(node, "print(reached(), peers.part(), copies, reached()); peers.part(); print(reached())")
     assert lines[0] == "[False, False] 2 [(0, 1), (1, 0)] [False, False]"
     assert lines[1] == "[False, False]"
@@ -182,7 +182,7 @@ print(program.digest() == program.digest())
 
 @pytest.mark.thorough
 def test_a_device_is_named_as_the_driver_has_it_now_and_not_as_it_was_at_first(node: CudaNode) -> None:
-    """PyTorch goes on naming the GPU that a process began on; room held by that name would be on the wrong one."""
+    """PyTorch continues naming the GPU that a process began on; room held by that name would be on the wrong one."""
     first, second = node.uuids
     lines = printed(
         node,

@@ -1,4 +1,4 @@
-"""AMD GPUs by AMD SMI when it fails: one fact, one GPU, the library as a whole, for a while or for good."""
+"""AMD GPUs by AMD SMI when it fails: one fact, one GPU, the library as a whole, for a while or permanently."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ async def test_who_has_the_helper_copy_keeps_the_contract(
 async def test_a_driver_without_memory_for_itself_does_not_fail_the_job_and_the_next_attempt_continues(
     tmp_path: Path, owner: tuple[CudaNode, Owner], make: Callable[[Rig], Carrier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was taken for memory that nobody else may open, and for a driver that is broken: the job stayed away."""
+    """It was mistaken for memory that nobody else may open, and for a driver that is broken: the job stayed away."""
 
     @asynccontextmanager
     async def making() -> AsyncIterator[Made]:

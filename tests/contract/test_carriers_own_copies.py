@@ -99,7 +99,7 @@ async def a_job(
 async def test_a_job_was_stuck_for_ever_whose_storage_lay_in_memory_that_the_driver_had_restored(
     tmp_path: Path, owner: tuple[CudaNode, Owner], make: Callable[[Rig], Carrier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Issue 14, row 1: a cuDNN LSTM stood for good after a migration by peer; every resume ended with error 800."""
+    """Issue 14, row 1: a cuDNN LSTM stayed parked forever after a migration by peer; every resume failed with 800."""
     async with a_job(tmp_path, owner, make, monkeypatch) as job:
         await job.take_out()
         await job.change_gpus()

@@ -104,7 +104,7 @@ async def test_nobody_gives_anything_back_for_what_can_be_done_without(moving: M
 
 @pytest.mark.thorough
 async def test_storages_that_cannot_be_made_have_the_room_of_what_went_ahead_of_them(moving: Moving) -> None:
-    """The job was told that there is no room, while a copy of what is in the pool lay in it."""
+    """The job got the message that there is no room, while a copy of what is in the pool lay in it."""
     async with moving() as job:
         await job.suspend()
         await job.carrier.prepare(job.off)
@@ -140,7 +140,7 @@ class NeverEnoughMemory(SimulatedMethod):
 @pytest.mark.thorough
 @pytest.mark.parametrize("ever", [False, True])
 async def test_a_restore_that_finds_no_room_has_that_of_what_goes_ahead_of_it(moving: Moving, ever: bool) -> None:
-    """The job was told that there is none, and turned back, when its own copy had taken it."""
+    """The job got the message that there is none, and turned back, when its own copy had taken it."""
     async with moving() as job:
         await job.suspend()
         await job.carrier.prepare(job.off)

@@ -105,7 +105,7 @@ def test_the_binding_over_a_stub_keeps_the_contract(
 @pytest.mark.parametrize("vendor", PROVIDERS)
 def test_the_real_library_keeps_the_contract(vendor: str) -> None:
     make = PROVIDERS[vendor]
-    gc.collect()  # a stub that only a cycle keeps loaded would be taken for the library, by its name
+    gc.collect()  # a stub that only a cycle keeps loaded would be mistaken for the library, by its name
     try:
         make().open()
     except DeviceAbsent as absent:

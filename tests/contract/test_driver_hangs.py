@@ -82,7 +82,7 @@ async def test_a_checkpoint_in_which_nothing_moves_is_given_up_and_comes_out_rig
 async def test_paused_processes_stay_paused_while_a_stopped_restore_continues(
     parts: Parts, gate: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """How it stood was not asked of one that is stopped, and that was taken for its being over."""
+    """How it stood was not asked of one that is stopped, and that was mistaken for its being over."""
     async with rigged(parts, HASTY) as rig:
         off = await rig.take_off()
 

@@ -1,6 +1,6 @@
 """The moment of a restore by the driver, over its stub: whoever else is on that GPU, and whoever is cut off in it.
 
-Longer than 400 lines because room is told of from before the restore until the job goes on.
+Longer than 400 lines because room is told of from before the restore until the job continues.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ async def test_a_restore_that_is_cut_off_keeps_neighbours_still_until_the_driver
 
 @pytest.mark.thorough
 async def test_on_a_full_gpu_nobody_is_restored_beside_one_who_cannot_be_held_still(parts: Parts) -> None:
-    """Once it was skipped and the restore went on: whatever it took in that moment, the job was lost for."""
+    """Once it was skipped and the restore continued: whatever it took in that moment, the job was lost for."""
     async with rigged(parts) as rig:
         off = await rig.take_off()
         assert rig.other.ask(f"alloc {6 * GIB // MIB - 512}") == "allocated"
@@ -301,7 +301,7 @@ async def _with_room_for_storages(rig: Rig) -> MigratedProcess:
 
 @pytest.mark.thorough
 async def test_storages_are_allocated_beside_their_reservation_if_memory_is_free(parts: Parts) -> None:
-    """The driver clears what is let go of, and the job waited for that: 0.07 s for 32 GiB."""
+    """The driver clears what is released, and the job waited for that: 0.07 s for 32 GiB."""
     async with rigged(parts) as rig:
         mine = await _with_room_for_storages(rig)
         before = rig.other.free_bytes()
@@ -474,7 +474,7 @@ async def test_who_could_not_be_unlocked_is_tried_again_until_it_runs(parts: Par
 
 @pytest.mark.thorough
 async def test_the_next_daemon_keeps_processes_paused_during_a_restore_in_progress(parts: Parts, gate: Path) -> None:
-    """The daemon before was killed in the middle of it; the driver goes on, and takes its room as it goes."""
+    """The daemon before was killed in the middle of it; the driver continues, and takes its room as it goes."""
     async with rigged(parts) as rig:
         off = await rig.take_off()
         other = rig.other.pid, start_ticks(rig.other.pid)

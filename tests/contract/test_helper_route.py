@@ -68,7 +68,7 @@ async def test_a_copy_session_whose_helper_was_replaced_is_lost_and_not_unknown(
 
 @pytest.mark.thorough
 async def test_a_copy_session_left_by_an_earlier_caller_is_closed_first(node: CudaNode, owner: Owner) -> None:
-    """An operation that was cancelled while its copy went on starts over under the same name."""
+    """An operation that was cancelled while its copy continued starts over under the same name."""
     here = node.uuids[0]
     async with linked(node) as link:
         memory = VideoMemory(link)

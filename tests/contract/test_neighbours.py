@@ -73,7 +73,7 @@ async def _state(link: Link, owner: Owner) -> str:
 
 @pytest.mark.thorough
 async def test_one_that_somebody_else_has_locked_stays_locked(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
-    """Unlocking it would let a process go on that another operation is about to take off its GPU."""
+    """Unlocking it would let a process continue that another operation is about to take off its GPU."""
     async with linked(node) as link:
         await ask(link, "lock", pid=owner.pid, timeout_s=1)
         other_processes = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=lambda _: False)

@@ -208,7 +208,7 @@ def test_corrected_errors_that_rise_make_a_gpu_failing_and_old_ones_do_not(
 
 
 def test_a_gpu_that_was_reset_is_healthy_again(node: NvidiaNode, provider: NvidiaProvider) -> None:
-    """It was lost and answers, or its counters began anew; how many XIDs there were is still told."""
+    """It was lost and answers, or its counters started over; how many XIDs there were is still told."""
     node.scenario.gpus[0] |= {"ecc_uncorrected": 1}
     node.scenario.order("xid 1 0 48", "xid 2 1 79")
     assert [gpu.health.condition for gpu in provider.snapshot().gpus] == ["failing", "gone"]

@@ -1,7 +1,7 @@
 """NVIDIA's provider against other versions of driver and library, and against changes of them while it runs.
 
 Over the stub library: functions that an older one lacks are hidden from the dynamic loader, so that looking them up
-fails as it would there; a driver that is loaded anew, and a library that is replaced on disk, are the real thing.
+fails as it would there; a driver that is loaded again, and a library that is replaced on disk, are the real thing.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def test_a_reloaded_driver_is_found_by_opening_the_library_again(node: NvidiaNod
 def test_opening_again_neither_loads_the_library_again_nor_leaves_anything_open(
     node: NvidiaNode, provider: NvidiaProvider
 ) -> None:
-    """Each unloading of the real library leaves a descriptor behind for good (seen with driver 580.159.04)."""
+    """Each unloading of the real library leaves a descriptor behind permanently (seen with driver 580.159.04)."""
     for _ in range(5):
         provider.close()
         assert not node.is_driver_open()

@@ -1,4 +1,4 @@
-"""What goes wrong around a parked process: daemons that die, signals, forks, threads, lies. Training always goes on."""
+"""Failures around a parked process: daemons that die, signals, forks, threads, lies. Training always continues."""
 
 from __future__ import annotations
 

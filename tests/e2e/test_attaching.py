@@ -185,7 +185,7 @@ def test_a_training_that_cannot_be_attached_is_refused_and_continues(daemon: Run
         libc = ctypes.CDLL(None, use_errno=True)
         assert not libc.ptrace(PTRACE_SEIZE, pid, None, None), os.strerror(ctypes.get_errno())
         refused(job, "process {pid} is under a debugger", "detach the debugger")
-        os.kill(pid, signal.SIGSTOP)  # it can be let go of only where it is stopped
+        os.kill(pid, signal.SIGSTOP)  # it can be released only where it is stopped
         os.waitid(os.P_PID, pid, os.WSTOPPED)
         libc.ptrace(PTRACE_DETACH, pid, None, None)
         os.kill(pid, signal.SIGCONT)

@@ -88,7 +88,7 @@ def test_no_kill_of_the_gpu_helper_does_either(socket_dir: Path) -> None:
 
 
 def test_no_kill_during_a_restart_loses_a_training_or_has_it_run_twice(socket_dir: Path) -> None:
-    """A choice of them that is always the same: each round takes Python, PyTorch and often a daemon anew."""
+    """A choice of them that is always the same: each round takes Python, PyTorch and often a daemon again."""
     with Node(socket_dir, nameless=True) as node:
         tally = RestartCampaign(node, say=print).run([*few_restart_cells(SEED, 2), *TELLING_OF_RESTARTS])
     assert tally.kills.total() == 3, tally

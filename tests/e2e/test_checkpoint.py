@@ -228,7 +228,7 @@ def test_a_daemon_killed_while_it_writes_an_image_leaves_a_complete_one_or_a_run
         assert job.output() == expected
 
 
-# When a daemon is killed whose job has gone on: none of its bytes are in the image, some may be, or it is whole.
+# When a daemon is killed whose job has continued: none of its bytes are in the image, some may be, or it is whole.
 HELD, WRITING, WHOLE = "held", "writing", "whole"
 
 
@@ -299,7 +299,7 @@ def _fill(_daemon: RunningDaemon, disk: Path) -> None:
 def test_an_image_that_cannot_be_completed_is_removed_and_reported_while_its_job_trains(
     halted: RunningDaemon, halts: Halts, tmp_path: Path, expected: list[str]
 ) -> None:
-    """The disk has filled up since the job went on, or whoever writes is killed. The next image is made."""
+    """The disk has filled up since the job continued, or whoever writes is killed. The next image is made."""
     disk = tmp_path / "disk"
     disk.mkdir()
     harms = ((_fill, "No space left on device"), (_kill_writers, "the image writer"))

@@ -1,4 +1,4 @@
-"""Dumps that nobody waits for to the end: CRIU comes to an end by itself all the same, and the job goes on."""
+"""Dumps that nobody waits for to the end: CRIU comes to an end by itself all the same, and the job continues."""
 
 from __future__ import annotations
 

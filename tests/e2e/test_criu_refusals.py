@@ -1,7 +1,7 @@
 """What CRIU refuses, provoked from real CRIU: the plan knows it before, and if it comes to it, the error says it.
 
 Each case is a job that CRIU cannot dump, or an image that it cannot restore. Whatever happens, the job that was to be
-dumped goes on.
+dumped continues.
 """
 
 from __future__ import annotations

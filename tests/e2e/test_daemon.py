@@ -115,7 +115,7 @@ class SilentDaemon(RunningDaemon):
 
 
 def test_closed_standard_descriptors_are_never_used_for_anything_else(socket_dir: Path) -> None:
-    """It ended at once and without a word."""
+    """It ended at once and silently."""
     with SilentDaemon(socket_dir) as daemon, connect(str(daemon.socket_path)) as hegmd:
         assert hegmd.ping()
         used_for = [os.readlink(f"/proc/{daemon.process.pid}/fd/{number}") for number in range(3)]

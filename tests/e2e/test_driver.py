@@ -1,7 +1,7 @@
 """Processes without an agent, moved by the driver alone: a real daemon and a real helper over the stub driver.
 
-The stub has the trap of the real one: a restore without room loses the job for good, and then the program below never
-answers again. So a test that ends with its answer and its digest has proved that the trap was not sprung.
+The stub has the trap of the real one: a restore without room loses the job permanently, and then the program below
+never answers again. So a test that ends with its answer and its digest has proved that the trap was not sprung.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.e2e]
 LOCK, CHECKPOINT = "cuCheckpointProcessLock", "cuCheckpointProcessCheckpoint"
 RESTORE, UNLOCK = "cuCheckpointProcessRestore", "cuCheckpointProcessUnlock"
 STAGES = ("cuMemCreate", LOCK, "step:lock", CHECKPOINT, "step:checkpoint", RESTORE, "step:restore", UNLOCK)
-# A killed daemon leaves the driver's steps to themselves, and a process whose room was let go of before it had called
+# A killed daemon leaves the driver's steps to themselves, and a process whose room was released before it had called
 # the restore; one that is told to end has to see to what is under way.
 KILLED_IN = ("cuMemCreate", "step:lock", "step:checkpoint", RESTORE, "step:restore", UNLOCK)
 ENDS = (
@@ -96,7 +96,7 @@ def test_a_daemon_that_ends_anywhere_costs_no_job(
 def _interrupted(
     node: DrivenNode, tmp_path: Path, stage: str, interrupt: Callable[[], None], *, restart: bool = False
 ) -> None:
-    """A migration that stands in that call when somebody is killed; then the call goes on, if it still can."""
+    """A migration that stands in that call when somebody is killed; then the call continues, if it still can."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     with node.program(0) as program:

@@ -159,7 +159,7 @@ def test_a_job_with_its_bytes_in_the_pool_and_its_journal_gone_was_parked_for_go
 def test_bytes_in_video_memory_of_a_job_without_a_journal_were_only_listed(
     node: DrivenNode, tmp_path: Path, step: str
 ) -> None:
-    """They were on their way to another GPU, and their job stood for good beside them."""
+    """They were on their way to another GPU, and their job stayed parked forever beside them."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     with node.agented(0) as program:

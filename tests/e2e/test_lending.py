@@ -40,7 +40,7 @@ class LendingJob(BareJob):
             assert self._read(), self._error_text()
 
     def answer_block(self) -> None:
-        """Let the script go on."""
+        """Let the script continue."""
         os.write(self._answers, b"go on\n")
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ class EvaluationJob(MovedJob):
         return [line.split() for line in (self.folder / "starts").read_text().splitlines()]
 
     def asked_to(self, gpu: str, training: int) -> tuple[str, int]:
-        """Ask for a restart there while it evaluates: the operation, and who waits to go on by then."""
+        """Ask for a restart there while it evaluates: the operation, and who waits to continue by then."""
         self.evaluates.touch()
         return self.migrated(gpu, training)
 
@@ -158,7 +158,7 @@ def test_it_goes_with_a_cancel_waits_for_its_turn_can_be_done_without_and_is_tra
 def test_one_that_is_kept_ready_is_nobody_until_its_turn_and_ends_with_the_job(
     daemon: RunningDaemon, tmp_path: Path
 ) -> None:
-    """Asked for with `--ready always`: it was started for the GPU that the job was on, and goes on on another one."""
+    """Asked for with `--ready always`: it was started for the GPU that the job was on, and continues on another one."""
     if (read_available_bytes() or 0) < ENOUGH_BYTES:
         pytest.skip("the node has no 3 GiB available, and makes nobody ready with less than 2")
     with EvaluationJob(daemon, tmp_path, "--ready", "always") as job, connect(str(daemon.socket_path)) as hegmd:

@@ -76,7 +76,7 @@ class ReadmeReader:
         return []
 
     def thinks(self) -> None:
-        """Let as much time pass as lies between two lines of a person: until the daemon looked at its node anew."""
+        """Let as much time pass as lies between two lines of a person: until the daemon looked at its node again."""
         now_utc = time.time()
         with connect(self._environment["HEGM_SOCKET"]) as hegmd:
             while hegmd.gpus().taken_utc < now_utc:

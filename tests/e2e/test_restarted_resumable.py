@@ -124,7 +124,7 @@ def test_a_loop_over_resumable_was_entered_in_another_way(restarts: Restarts, tm
 def test_a_pass_with_workers_that_was_over_was_made_again_in_place_of_the_next(
     restarts: Restarts, tmp_path: Path
 ) -> None:
-    """An epoch was skipped, without a word. A bar around the loader and a snapshot in the pass kept its iterator."""
+    """An epoch was skipped, silently. A bar around the loader and a snapshot in the pass kept its iterator."""
     script = tmp_path / "train.py"
     script.write_text(BEGINNING.format(imported="", shuffled=True) + WITH_WORKERS)
     output, ends = restarts.restarted(str(script), at=(12, 12))

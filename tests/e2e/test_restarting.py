@@ -310,7 +310,7 @@ def test_a_training_killed_before_its_supervisor_knew_of_its_return_is_not_start
 def test_a_state_without_a_supervisor_is_held_and_resumed_later(
     daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
 ) -> None:
-    """Supervisor and process are both killed, and the daemon after them: the state is there, and another goes on.
+    """Supervisor and process are both killed, and the daemon after them: the state is there, and another continues.
 
     On disk too, where that is asked, which takes no memory then; it was refused with why nobody was there.
     """
@@ -338,7 +338,7 @@ def test_a_state_that_was_held_could_not_be_given_up(daemon: RunningDaemon, tmp_
 
 
 def _notes(pid: int, op_id: str) -> bytes:
-    """What stands in the file of the right to go on that a process has open."""
+    """What stands in the file of the right to continue that a process has open."""
     for path in Path(f"/proc/{pid}/fd").iterdir():
         if f"restart-{op_id}.lock" in os.readlink(path):
             return path.read_bytes()

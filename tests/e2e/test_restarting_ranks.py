@@ -73,7 +73,7 @@ class RankedJob(MovedJob):
 def test_two_ranks_are_started_again_twice_and_neither_differs(
     daemon: RunningDaemon, tmp_path: Path, undisturbed_ranks: dict[str, list[str]]
 ) -> None:
-    """The second time by a daemon that is killed meanwhile. Their launcher, which may start them anew, never does."""
+    """The second time by a daemon that is killed meanwhile. Their launcher, which may start them again, never does."""
     with RankedJob(daemon, tmp_path) as job:
         first = next(iter(job.places(2)))
         job.read_steps(13)
@@ -103,7 +103,7 @@ def test_when_a_rank_fails_on_another_gpu_all_continue_where_they_were(
     daemon: RunningDaemon, tmp_path: Path, undisturbed_ranks: dict[str, list[str]]
 ) -> None:
     """At its first step, mostly before anybody has heard that it is back, and then once more: its launcher starts all
-    ranks anew, where gloo has them wait for those of before."""
+    ranks again, where gloo has them wait for those of before."""
     with RankedJob(daemon, tmp_path) as job:
         first = next(iter(job.places(2)))
         job.read_steps(9)

@@ -1,4 +1,4 @@
-"""Scripts that know nothing of hegm leave their state at a boundary that is a case of its own, and go on from it."""
+"""Scripts that know nothing of hegm leave their state at a boundary that is a case of its own, and continue from it."""
 
 from __future__ import annotations
 

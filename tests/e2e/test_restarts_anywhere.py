@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("restarts")]
 
 SEED = int(os.environ.get("HEGM_TEST_SEED", "7"))
 MOVED = SCRIPTS.parent / "moved"
-#: Boundaries of loaders within an evaluation: asked there, a training goes on to the next place of its own.
+#: Boundaries of loaders within an evaluation: asked there, a training continues to the next place of its own.
 _NOT_DRAWN = "evaluating"
 
 

@@ -99,7 +99,7 @@ class SmallDisk(RunningDaemon):
 
 
 class Training(Job):
-    """One that goes on until `ended` is called, which sees that every number is that of an undisturbed run."""
+    """One that continues until `ended` is called, which sees that every number is that of an undisturbed run."""
 
     def __init__(self, daemon: RunningDaemon) -> None:
         self.script = daemon.folder / "training.py"

@@ -15,7 +15,7 @@ Tasks: `peer`, `host`, `host-migrate`, `worker`, `driver`, `arm` (until all is h
 (the daemon in mid-move), `client` (daemon start and `hegmctl gpus`), `adamw` (an AdamW training, by peer and by the
 driver), `hegm` (HeGM 0.3.3 from its wheel on the same training), `helper` (helper_run); without any, all of them, the
 most telling first. `--rows`: what the table of the targets needs.
-With --state, a file with a line for every figure, it goes on where it was cut. Prints every figure as it comes, and
+With --state, a file with a line for every figure, it continues where it was cut. Prints every figure as it comes, and
 Markdown at the end. With one GPU it suspends and resumes, and migrates nothing. Runs over the stub driver too, where
 its figures say nothing.
 """

@@ -15,7 +15,7 @@ memory is copied on this machine.
 Tasks: `pinned` (the copies that the state is measured by), `made-there` (the model is made on the GPU), `made-here` (it
 is made on the CPU and sent there, as the training that facts.md tells of), `hegm` (HeGM 0.3.3 from its wheel, on that).
 With --ready each training is run once for each of these: in-turn, beforehand, always (`hegmctl run --ready`).
-With --state it goes on where it was cut. Prints every figure as it comes, and Markdown at the end. --rehearse is the
+With --state it continues where it was cut. Prints every figure as it comes, and Markdown at the end. --rehearse is the
 same on simulated GPUs with a small training, where the figures say nothing.
 """
 

@@ -1,4 +1,4 @@
-"""One command that has ranks fail in every way, and says whether they went on exactly and how long that took.
+"""One command that has ranks fail in every way, and says whether they continued exactly and how long that took.
 
     PYTHONPATH=.:client python3 -m tests.gpu.block_run [--backend nccl] [--ranks 1,2,3] [--times N] [CASE...]
 

@@ -1,7 +1,7 @@
 """The driver's contract on this machine's GPUs, as a table: `python3 -m tests.gpu.driver_run [--state FILE] [ROW...]`.
 
 For a machine that has no pytest with our plugins; it needs cuda-bindings, nvidia-ml-py and what hegmd needs. Runs over
-the stub too, with the environment of a CudaNode. With --state it goes on where it was cut, rows that do not hold once
+the stub too, with the environment of a CudaNode. With --state it continues where it was cut, rows that do not hold once
 more; no row is begun after --budget-s. `--room` shows instead how much free memory a restore really needs,
 beside what NVML says the process had: it destroys a job of its own each time that it was not enough.
 """

@@ -67,7 +67,7 @@ class Rounds:
             self.restore(job, place, image, carrier, self._other(source))
 
     def left_running(self, job: Job, place: Place, *, back: bool) -> None:
-        """Into an image while it goes on; with `back` it is ended then, and brought back from the image elsewhere."""
+        """Into an image while it continues; with `back` it is ended then, and brought back from the image elsewhere."""
         with self._image(place) as image:
             source = job.gpu
             self.checkpoint(job, place, image, HOST, leave_running=True)
@@ -77,7 +77,7 @@ class Rounds:
                 self.restore(job, place, image, HOST, self._other(source), "--truncate-outputs")
 
     def somebody_elses(self, job: Job, place: Place) -> None:
-        """Brought back when its GPU has been given to somebody else: there it is refused, and elsewhere it goes on."""
+        """Restored once another job has its GPU: there it is refused, and elsewhere it continues."""
         with self._image(place) as image:
             source = job.gpu
             self.checkpoint(job, place, image, HOST)

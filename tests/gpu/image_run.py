@@ -16,7 +16,7 @@ once take about eight minutes where a disk writes 1.5 GB/s, 32 GiB by the driver
 with `--repeat 1` has every size on both, beside dd and beside the driver and CRIU alone. These are on the disk only at
 32 GiB: on a tmpfs the node would have it three times, in the process, in the image and in the pool's huge pages.
 
-With --state, a file with a line of JSON for all that was done, it goes on where it was cut. Needs root, torch,
+With --state, a file with a line of JSON for all that was done, it continues where it was cut. Needs root, torch,
 psutil and pynvml; CRIU as --criu says, else from build/criu (`make criu`; it may be carried from another machine), else
 the node's own. Runs over the stub driver with the environment of a CudaNode, with real CRIU.
 """

@@ -3,8 +3,8 @@
     PYTHONPATH=.:client python3 -m tests.gpu.in_turn test|bench [--state DIR] [--budget-s N] [--only PART,...] [--list]
                                                                  [-- PART WORD...]...
 
-Time on machines with GPUs is lent in pieces. With --state, a folder, a part that came to its end is not begun again,
-and one that was cut goes on where it was, by a file of its own in there; the folder is for one revision. No part is
+Time on machines with GPUs is lent in pieces. With --state, a folder, a part that ended is not begun again,
+and one that was cut continues where it was, by a file of its own in there; the folder is for one revision. No part is
 begun that the time left is too short for, and each is told what is left. What a part prints is seen as it comes, so a
 call that is cut off has shown all figures until then. `-- images --sizes 1` hands words on to a part.
 

@@ -4,7 +4,7 @@
 
 Steps: the provider contract on the real library; every field beside nvidia-smi, with real torch jobs on each GPU; how
 long video memory takes to show; what a snapshot costs, whole and question by question; what NVML costs in memory;
-whether closing lets go of the driver; and the same comparison through a real hegmd and hegmctl, with what these cost.
+whether closing releases the driver; and the same comparison through a real hegmd and hegmctl, with what these cost.
 A step that fails does not stop the ones after it. The exit status is 0 when all of them passed. Needs torch and
 nvidia-smi, no network and no installed hegmd.
 """

@@ -195,7 +195,7 @@ class Job(Lines):
         return self.node.gpu_of(self.pid)
 
     def is_whole(self) -> None:
-        """It goes on, and all that it said since its start is what an undisturbed run says. Raises WentWrongError."""
+        """It continues, and all that it said since its start is what an undisturbed run says. Raises WentWrongError."""
         after = len(self.lines)
         self.wait_for(lambda: self._digests(after) >= 2, "no step and digest came", STEP_WITHIN_S)
         observed = list(self.lines)

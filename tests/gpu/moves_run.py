@@ -5,10 +5,10 @@
 Starts a hegmd, trainings under `hegmctl run` and programs without an agent; moves, suspends, resumes, swaps and drains
 them by hegmctl; kills helper and daemon and cancels in every stage; and lets others take all the memory there is. After
 each: is every line that the job said the one of an undisturbed run, has NVML it where it belongs and nowhere else, is
-nothing held any more. Prints a table. With --state it goes on where it was cut, and --again does once more what failed;
-CASE, or what the names of several begin with, runs a part (--only: the same with commas); --quick the short run; --list
-only lists. Cases that want nothing of the node as a whole run side by side. Needs torch, and nvcc and JAX for what is
-built on them, but no pytest and no systemd. Runs over the stub driver with the environment of a CudaNode.
+nothing held any more. Prints a table. With --state it continues where it was cut, and --again does once more what
+failed; CASE, or what the names of several begin with, runs a part (--only: the same with commas); --quick the short
+run; --list only lists. Cases that want nothing of the node as a whole run side by side. Needs torch, and nvcc and JAX
+for what is built on them, but no pytest and no systemd. Runs over the stub driver with the environment of a CudaNode.
 """
 
 # ruff: noqa: T201 - printing is what this program is for

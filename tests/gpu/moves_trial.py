@@ -1,8 +1,9 @@
 """One case of the run over moves under way: what it asks of the daemon, and what has to be so afterwards.
 
-Each case ends with the same questions: does the job go on with all its bytes, has NVML it where it belongs and nowhere
-else, and is nothing held for it any more. Cases that want nothing of the node as a whole are run side by side; the
-account of its memory is then taken by all of them at once, while none of them does anything, so they meet before it.
+Each case ends with the same questions: does the job continue with all its bytes, has NVML it where it belongs and
+nowhere else, and is nothing held for it any more. Cases that want nothing of the node as a whole are run side by side;
+the account of its memory is then taken by all of them at once, while none of them does anything, so they meet before
+it.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class Trial:
         self.meet()
 
     def kept(self, job: Job, suspended: protocol.Operation, before: Account) -> None:
-        """Suspended, it has its context on the GPU where it was, as much as it was said to, and nobody has the rest."""
+        """Suspended, it has its context on its GPU, of the planned size, and the other memory is free."""
         self.meet()
         was, places = before.places(job.pid), self.node.gpus.account().places(job.pid)
         freed_mib = sum(was.values()) - sum(places.values())
@@ -149,7 +150,7 @@ class Trial:
         self.meet()
 
     def brought_home(self, job: Job, ended: protocol.Operation, source: int, to: int, before: Account) -> None:
-        """After an interruption: wherever it ended, the job has to go on; one that waits is let go on first."""
+        """After an interruption: wherever it ended, the job has to continue; one that waits is let continue first."""
         self.note(ended.phase + (f": {ended.failure.message[:150]}" if ended.failure else ""))
         if ended.phase == "suspended":
             self.note("resumed by hand")

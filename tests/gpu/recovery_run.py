@@ -1,4 +1,4 @@
-"""One command for a machine with an NVIDIA GPU: what do snapshots cost, and how soon does a killed training go on?
+"""One command for a machine with an NVIDIA GPU: what do snapshots cost, and how soon does a killed training continue?
 
     python3 -m tests.gpu.recovery_run --out recovery.json [--sizes 1,32] [--tasks pause,kill,torchrun] [--kills N]
                                       [--budget-s N] [--rehearse]
@@ -16,7 +16,7 @@ does the same on simulated GPUs with small trainings: that shows that the progra
 * `torchrun`: the same with torchrun, which starts a script again that saves itself with torch.save.
 
 Each loss of each process is compared, bit for bit, with that of an undisturbed run. Undisturbed runs are stopped with
-SIGSTOP while something is measured. OUT has all figures as JSON and is written anew after each of them. Exit status 1
+SIGSTOP while something is measured. OUT has all figures as JSON and is written again after each of them. Exit status 1
 if a loss differs or if something went wrong.
 """
 

@@ -1,4 +1,4 @@
-"""One command for a machine with NVIDIA GPUs: do trainings go on exactly where they were when they are restarted?
+"""One command for a machine with NVIDIA GPUs: do trainings continue exactly where they were when they are restarted?
 
     PYTHONPATH=.:client python3 -m tests.gpu.restarts_run [--state FILE] [--budget-s N] [--only NAMES] [--rehearse]
                                                           [--again] [--list] [--table] [CASE...]
@@ -10,7 +10,7 @@ exchanged again, and each of its processes has to see its GPUs in the order that
 where it was restarted, and recovered there from a snapshot. From the CPU to a GPU
 and back what it has before a step has to be what it had after the one before, bit for bit, each batch the one that was
 due, and its losses close to those of an undisturbed run on the CPU, where numbers are narrow for a while. Prints a
-table. With --state it goes on where it was cut, and --again does once more what failed. Needs torch, no pytest and no
+table. With --state it continues where it was cut, and --again does once more what failed. Needs torch, no pytest and no
 systemd. --rehearse is all of that on simulated GPUs, where everything has to be exact.
 """
 

@@ -29,7 +29,7 @@ HELD_BYTES = 3 << 30
 
 @pytest.fixture(scope="module", autouse=True)
 def _loaded() -> Iterator[None]:
-    """Keeps the library loaded: it leaves a descriptor open for good each time, which each test would be blamed for."""
+    """Keeps the library loaded: each load leaks a descriptor, and the leak check would fail each test."""
     provider = NvidiaProvider()
     provider.open()
     provider.snapshot()

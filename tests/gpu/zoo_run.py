@@ -7,7 +7,7 @@ Each training of `training/zoo.py` runs under `hegmctl run`, is moved from GPU t
 can take it in turn, and is suspended and resumed. After each, every line that it has said has to be the one of a run
 that nobody disturbs. Several run side by side; one of them is four processes on one GPU at once. Prints a table: what
 was carried how, what of it by the process's own copies, how long it stood, and how many of its tensors' addresses were
-the same afterwards. With --state it goes on where it was cut. Runs over the stub driver with the environment of a
+the same afterwards. With --state it continues where it was cut. Runs over the stub driver with the environment of a
 CudaNode.
 """
 
@@ -158,7 +158,7 @@ class Job:
         self.gpu = self.node.gpu_of(self.lines.pid)
 
     def is_whole(self) -> int:
-        """It goes on, and every line so far is what an undisturbed run says; how many. Raises WentWrongError."""
+        """It continues, and every line so far is what an undisturbed run says; how many. Raises WentWrongError."""
         after = len(self.lines.lines)
         digests = f"no step and digest came after line {after}"
         self.lines.wait_for(lambda: self._digests(after) >= 2, digests, STEP_WITHIN_S)

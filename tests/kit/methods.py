@@ -20,7 +20,7 @@ async def check_method(
     """Take a process off its GPU and back, to the other one and home again, and look at every promise on the way.
 
     `subject` runs on its GPU, and the other one has room for it but not for `total_bytes`. `needs_room` is whether a
-    process can be lost for want of room, as it can with any real driver. Raises ContractBroken.
+    process can be lost for lack of room, as it can with any real driver. Raises ContractBroken.
     """
     here = subject.gpu or ""
     await _check_reservations(method, subject, other_gpu, total_bytes)

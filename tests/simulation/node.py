@@ -82,7 +82,7 @@ class Process:
 class Node:
     """The whole of it. `capacity` and `holds` are in bytes, by GPU; a hold belongs to a worker or to somebody else.
 
-    `driven` GPUs are moved by a driver that frees and takes real memory; on others a process can go on without one.
+    `driven` GPUs are moved by a driver that frees and takes real memory; on others a process can continue without one.
     `alone` says that nobody has an agent, and only the driver a hold on them; then `strangers` use the GPUs as well.
     `keeper` says that what the daemon holds by descriptor outlives it. Without one, agents keep their own bytes.
     """
@@ -262,7 +262,7 @@ class Node:
             self.images.add(op_id)
 
     def seal(self, op_id: str) -> None:
-        """What the pool has of a job that goes on is written, and all was read back."""
+        """What the pool has of a job that continues is written, and all was read back."""
         for name, step in self.written.pop(op_id).items():
             if self.copies.get(name) != step:
                 had = f"the bytes of step {self.copies.get(name)}, not {step}"
@@ -310,7 +310,7 @@ class Node:
         process.parked = False
 
     def train(self, name: str) -> bool:
-        """Go on to the next boundary, and stand there if that is asked. False if it cannot."""
+        """Continue to the next boundary, and stand there if that is asked. False if it cannot."""
         process = self.processes[name]
         if not process.runs:
             return False

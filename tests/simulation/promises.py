@@ -86,7 +86,7 @@ def _judge_living(daemon: Daemon, process: Process, op_id: str | None) -> None:
     if not (process.runs and process.has_bytes):
         raise Violation(f"{name} does not train at the end")
     if process.gpu is None and not node.driven and op_id is None:
-        return  # it went on alone when the journal was lost; on a GPU that is imagined, it is counted in later
+        return  # it continued alone when the journal was lost; on a GPU that is imagined, it is counted in later
     if process.gpu is None:
         raise Violation(f"{name} is on no GPU at the end")
     reserved = {gpu for gpu, held in node.holds.items() if name in held}

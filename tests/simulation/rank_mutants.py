@@ -59,7 +59,7 @@ def forgets_communicators(op: Operation, event: Event, now: float) -> Result:
 
 
 def believes_in_what_was_cut_off(op: Operation, event: Event, now: float) -> Result:
-    """After a start, communicators are taken for what the journal last had certain."""
+    """After a start, communicators are mistaken for what the journal last had certain."""
     if isinstance(event, events.Recovered):
         workers = [worker.replace(is_connected=worker.is_connected is not False) for worker in op.workers]
         op = op.replace(workers=tuple(workers))

@@ -54,7 +54,7 @@ def drawn_node(random: Random) -> Node:
 class RankNode(Node):
     """Ranks that wait for one another in collectives, and what must not be done to them meanwhile."""
 
-    #: Told of each that goes on by itself, as its connection is: it ends.
+    #: Told of each that continues by itself, as its connection is: it ends.
     alone_too: Callable[[str], None] = field(default=lambda name: None)
 
     def crew(self, name: str) -> list[Process]:

@@ -1,4 +1,5 @@
-"""Lives of jobs that are moved by restart: a process leaves by ending, and another goes on from the state in the pool.
+"""Lives of jobs that are moved by restart: a process leaves by ending, and another continues from the state in the
+pool.
 
 The node's truth is who lives, from which step, and whether somebody still owes the job a process: from when one has
 left, or has ended without having passed a boundary on its state, until another is there or the training has come to its
@@ -89,7 +90,7 @@ class RestartNodeActions(NodeActions):
         )
 
     def finish(self, process: Process) -> None:
-        """It comes to the end of its training: nobody is to go on from any state of it, and its supervisor says so."""
+        """It ends its training: no process may continue from its states, and its supervisor reports that."""
         self.daemon.tell(f"{process.name} has come to the end of its training")
         process.finished = True
         self.end(process)
@@ -194,6 +195,6 @@ class RestartNodeActions(NodeActions):
         )
 
     def calm_down(self) -> None:
-        """Somebody types the command that goes on from a state that is held."""
+        """Somebody types the command that continues from a state that is held."""
         for process in self.daemon.node.processes.values():
             process.supervised = True

@@ -30,7 +30,7 @@ def frees_the_state_when_another_process_is_there(op: Operation, event: Event, n
 
 
 def takes_leaving_for_the_end(op: Operation, event: Event, now: float) -> Result:
-    """A process that ends is taken for one that nobody is to go on from."""
+    """A process that ends is mistaken for one that nobody is to continue from."""
     if isinstance(event, events.WorkerExited) and (worker := op.worker(event.worker)):
         op = op.with_worker(worker.replace(state_saved=False))
     return machine.handle(op, event, now)
@@ -43,7 +43,7 @@ def has_it_leave_before_its_state_is_written(op: Operation, event: Event, now: f
 
 
 def waits_for_a_state_that_is_gone(op: Operation, event: Event, now: float) -> Result:
-    """What a power cut has taken along is taken for held."""
+    """What a power cut has taken along is mistaken for held."""
     if isinstance(event, events.WorkerExited):
         event = event.replace(stateless=False)
     return machine.handle(op, event, now)

@@ -1,8 +1,8 @@
 """Whole lives of a daemon, each drawn from one number: a node, what is asked, a schedule and its bad luck.
 
-A life has a stormy part, in which anything may happen, and a calm one, in which only what is under way goes on; by the
-end of that every worker that lives has to train, every suspended job has to have been resumed, and nothing may be held
-for anybody. `python -m tests.simulation.seeds SEED` lives one again and tells its story; with `restart` before the
+A life has a stormy part, in which anything may happen, and a calm one, in which only what is under way continues; by
+the end of that every worker that lives has to train, every suspended job has to have been resumed, and nothing may be
+held for anybody. `python -m tests.simulation.seeds SEED` lives one again and tells its story; with `restart` before the
 seed, one of jobs that are moved by restart, with `ranks`, one of jobs whose ranks have communicators, and with `kept`,
 one of jobs that keep their CUDA contexts while they are suspended.
 """
@@ -177,7 +177,7 @@ def _storm(daemon: Daemon, random: Random) -> None:
 
 
 def _one_step(daemon: Daemon, random: Random) -> None:
-    """Something that is under way goes on."""
+    """Something that is under way continues."""
     daemon.hands.overdue_parks()
     if random.random() < 0.7:
         daemon.hands.go_on()

@@ -1,6 +1,6 @@
 """What every decision of the sharing policy has to keep on any node, judged by other code than the policy's own.
 
-`broken` names each promise that a decision breaks. It computes free memory anew, from the snapshot.
+`broken` names each promise that a decision breaks. It computes free memory again, from the snapshot.
 """
 
 from __future__ import annotations

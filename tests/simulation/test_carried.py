@@ -1,4 +1,4 @@
-"""Lives of bytes under the carriers that have the helper copy, while parts fail for good and others for a time."""
+"""Lives of bytes under the carriers that have the helper copy, while parts fail permanently and others for a time."""
 
 from __future__ import annotations
 

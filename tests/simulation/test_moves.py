@@ -109,7 +109,7 @@ def test_a_seed_lives_the_same_life_again() -> None:
 
 @pytest.mark.thorough
 def test_the_events_in_a_journal_lead_to_the_same_operations_again() -> None:
-    """The journal keeps what changed; computed anew from its events, it is the same."""
+    """The journal keeps what changed; computed again from its events, it is the same."""
     replayed = 0
     calm = dict.fromkeys(("crash", "power", "amnesia", "full", "break", "read-only"), 0.0)
     for seed in range(60):

@@ -118,7 +118,7 @@ def _strike_worker(daemon: Daemon, process: Process) -> None:
         node.unclaimed.discard(process.name)
         daemon.tell(f"{process.name} goes on alone")
         if process.connected:
-            daemon.disconnect(process, goes_on=False)  # as the agent does, to be asked anew
+            daemon.disconnect(process, goes_on=False)  # as the agent does, to be asked again
     if daemon.luck("grow") and process.runs and process.has_bytes and process.gpu:
         size = process.size_bytes + daemon.random.randrange(1, 4)
         if node.reserve(process.name, process.gpu, size):

@@ -27,7 +27,7 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture
 def stopped() -> Iterator[int]:
-    """A process that stands still, as after a dump."""
+    """A process that is stopped, as after a dump."""
     with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True) as job:
         try:
             os.kill(job.pid, signal.SIGSTOP)

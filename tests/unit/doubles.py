@@ -109,7 +109,7 @@ class Provider:
 
 
 class Clock:
-    """A clock that stands still until it is told to go on."""
+    """A clock that is stopped until it is told to continue."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0

@@ -7,7 +7,7 @@ from tests.gpu.moves_timing import rates_of
 
 
 def test_what_stays_on_a_gpu_is_no_copy_over_the_link() -> None:
-    """Copies to the pool go on beside the driver's checkpoint, and those within the GPU before came to 2 TB/s."""
+    """Copies to the pool continue beside the driver's checkpoint, and those within the GPU before came to 2 TB/s."""
     log = [
         (
             "2026-11-22T04:00:00.0Z info hegmd.migration.carriers.copying: copied out within a GPU: "

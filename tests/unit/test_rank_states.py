@@ -38,7 +38,7 @@ if input() == "train on":
 
 @pytest.fixture
 def lock(tmp_path: Path) -> int:
-    """The right to go on from the states, as the daemon makes it."""
+    """The right to continue from the states, as the daemon makes it."""
     made = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     fcntl.flock(made, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return made
@@ -117,7 +117,7 @@ def test_each_rank_has_its_own_state_and_may_continue_from_it(states: RankStates
 
 
 def test_the_launcher_itself_takes_none(states: RankStates) -> None:
-    """It may import PyTorch, and is not to go on from a state that is another's; nor is it to make a step."""
+    """It may import PyTorch, and is not to continue from a state that is another's; nor is it to make a step."""
     with Rank(states.address, None) as launcher:
         assert launcher.result(states) == f"False True None {states.address}"
 
@@ -135,7 +135,7 @@ def test_a_rank_whose_supervisor_has_ended_does_not_start_over(states: RankState
 
 
 def test_ranks_that_a_launcher_starts_again_after_all_is_over_begin_as_they_would(states: RankStates) -> None:
-    """A failed rank is torchrun's to start again; it was ended each time, for want of a state that nobody held."""
+    """A failed rank is torchrun's to start again; it was ended each time, for lack of a state that nobody held."""
     states.end()
     with Rank(states.address, "1") as rank:
         assert rank.result(states) == "False False None -"

@@ -1,6 +1,6 @@
 """A training that lends its GPU memory between two steps; it runs as well where there is no hegm.
 
-Each block prints what its tensors have on the GPU and goes on when a line comes from the file that it was given.
+Each block prints what its tensors have on the GPU and continues when a line comes from the file that it was given.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Ranks that average their gradients over gloo; each prints its losses to a file of its own.
 
-They go on for so many steps, or until the file PATH.stop is there for one of them.
+They continue for so many steps, or until the file PATH.stop is there for one of them.
 """
 
 import os
@@ -65,7 +65,7 @@ def train(path: str, steps: int, halts_at: str = "") -> None:
     distributed.destroy_process_group()
     # About one in six processes with gloo aborts while the interpreter ends («terminate called without an active
     # exception», torch 2.13), also where nobody moves it; what is compared is written by now. And some hang where
-    # the model is let go of: its reducer waits, with the interpreter's lock held, for a thread of gloo that wants it.
+    # the model is released: its reducer waits, with the interpreter's lock held, for a thread of gloo that wants it.
     os._exit(0)
 
 

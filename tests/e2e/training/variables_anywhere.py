@@ -1,7 +1,7 @@
-"""Loops that are left at an item and run anew from there, their variables put back; for any Python.
+"""Loops that are left at an item and run again from there, their variables put back; for any Python.
 
-Stands in for a restart: the same function is run a second time in one process, its loop goes on over the rest, and the
-state goes through bytes in between, so that nothing of it can be shared.
+Stands in for a restart: the same function is run a second time in one process, its loop continues over the rest, and
+the state goes through bytes in between, so that nothing of it can be shared.
 """
 
 # ruff: noqa: PLW0603 - a program of its own, whose globals are what is looked at
@@ -24,7 +24,7 @@ class Left(BaseException):
 
 
 def items_of(leave_at=None, state=None, begin=0):
-    """Numbers, from an iterator that has no code of its own to be taken for the script's."""
+    """Numbers, from an iterator that has no code of its own to be mistaken for the script's."""
     numbers = iter(range(begin, ITEMS + 1))
     due = [] if state is None else [state]
 

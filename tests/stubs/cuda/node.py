@@ -8,10 +8,11 @@ With `nvml` the stub libnvidia-ml tells the same of it. `orders` are lines, in f
     delay FUNCTION[@SUBJECT] MICROSECONDS [...] the call takes so long
     hang  FUNCTION[@SUBJECT]                    the call blocks until the scenario does not say so any more
     hold  FUNCTION[@SUBJECT] FIFO [...]         the call blocks until somebody opens the FIFO for writing and closes it
-    lose  step:restore[@PID] [CODE]             the restore fails for good: the job is lost
-    fail  step:state[@PID]                      the driver says that it has failed for good, whatever led there
+    lose  step:restore[@PID] [CODE]             the restore fails permanently: the job is lost
+    fail  step:state[@PID]                      the driver says that it has failed permanently, whatever led there
     was GPU UUID                                that GPU had this UUID where processes were checkpointed: another node
-    nccl_p2p PID [CODE]                         that process has peer-to-peer communicators: its restore fails for good
+    nccl_p2p PID [CODE]                         that process has peer-to-peer communicators: its restore fails
+    permanently
 
 It fails as well for a process that was checkpointed while there was a file `communicators/PID` in the node's state.
 
@@ -19,7 +20,7 @@ FUNCTION is the name that libcuda exports (cuMemAlloc_v2); SUBJECT the pid of wh
 whom they are about, or the number of the GPU for calls that take memory or contexts. FROM and TO count that function's
 calls in the process that makes them.
 `step:state`, `step:lock`, `step:checkpoint`, `step:restore` and `step:unlock` are what the driver does inside the
-target: they go on when the caller is killed. What it is to do is in tests/kit/driver.py and video_memory.py: every
+target: they continue when the caller is killed. What it is to do is in tests/kit/driver.py and video_memory.py: every
 row there held on two H200 with driver 580.159.04 on 2026-11-21, after five of them had corrected the stub.
 """
 

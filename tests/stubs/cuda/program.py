@@ -248,7 +248,7 @@ class Program:
 
 COMMANDS = {"step", "digest", "fill", "handles", "free", "make", "queue", "drain", "alloc", "grab", "uuid", "info"}
 COMMANDS |= {"open", "ping", "shut", "reach", "part", "across", "stay", "copy"}
-# What it goes on doing until the next line, and what it says to that.
+# What it continues doing until the next line, and what it says to that.
 BY_ITSELF = {"run": "step", "hoard": "grab"}
 SAID = {"run": "running", "hoard": "hoarding"}
 

@@ -66,7 +66,7 @@ class NvidiaNode:
         return str(self.scenario.driver) in [os.readlink(path) for path in opened if os.path.lexists(path)]
 
     def kept_descriptors(self) -> list[int]:
-        """What the library left open in this process for good: one for each time that it was loaded and initialised."""
+        """The descriptors that the library leaked in this process: one for each load and initialisation."""
         lines = self.scenario.kept.read_text().splitlines() if self.scenario.kept.exists() else []
         return [int(fd) for pid, fd in map(str.split, lines) if int(pid) == os.getpid()]
 

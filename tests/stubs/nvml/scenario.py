@@ -76,7 +76,7 @@ class Scenario:
     driver_version: str = "580.159.04"
     nvml_version: str = "13.580.159.04"
     cuda_version: int = 13000
-    epoch: int = 1  # another one: the driver was loaded anew, and old initialisations count for nothing
+    epoch: int = 1  # another one: the driver was loaded again, and old initialisations count for nothing
     log: Path | None = None  # where the stub writes the name of each function that is called
 
     @classmethod
@@ -90,7 +90,7 @@ class Scenario:
 
     @property
     def kept(self) -> Path:
-        """Where the stub writes its pid, and the descriptor that it keeps for good, each time that it was loaded."""
+        """Where the stub writes its pid, and the descriptor that it keeps permanently, each time that it was loaded."""
         return self.path.with_name("kept")
 
     def environment(self) -> dict[str, str]:

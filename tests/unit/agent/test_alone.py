@@ -16,7 +16,7 @@ PATIENCE_S = HANG_S
 
 
 class BlockedGate(Gate):
-    """One whose door does not open, for want of whatever."""
+    """One whose door does not open, for lack of whatever."""
 
     stuck = True
 
@@ -68,7 +68,7 @@ def test_a_thread_resumes_after_a_failed_reload(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_process_that_never_trained_disconnects_without_parking(tmp_path: Path) -> None:
-    """The launcher of ranks was told that its training thread is not parked; it has none."""
+    """The launcher of ranks got the message that its training thread is not parked; it has none."""
     gate = Gate()
     orders, reports = Orders(gate), list[AgentReport]()
     orders.begin(reports.append)

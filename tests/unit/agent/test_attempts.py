@@ -136,7 +136,7 @@ def test_a_withdrawn_order_reports_how_long_the_training_was_parked(script: Scri
 
 @pytest.mark.thorough
 def test_a_rank_that_did_not_park_at_its_boundary_reports_it_at_once(script: Script) -> None:
-    """The other ranks stand at that boundary, and go on to another one with it."""
+    """The other ranks stand at that boundary, and continue to another one with it."""
     script.start_beside(COMPUTING)
     script.park(at=script.gate.count + 100_000)
     script.tick_until(lambda: bool(script.reports))

@@ -1,4 +1,4 @@
-"""Orders about bytes: how an answer to one goes on to what carries them."""
+"""Orders about bytes: how an answer to one continues to what carries them."""
 
 from __future__ import annotations
 

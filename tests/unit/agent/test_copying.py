@@ -189,7 +189,7 @@ except OSError as error:
 
 @pytest.mark.thorough
 def test_without_threads_to_be_had_everything_is_copied_all_the_same() -> None:
-    """Threads that had been started went on copying into memory that was dropped when a later one could not start."""
+    """Threads that had been started continued copying into memory that was dropped when a later one could not start."""
     script = f"""
 import _thread, os, resource, sys
 sys.path.insert(0, {str(ROOT)!r})

@@ -1,4 +1,4 @@
-"""Leaving at a launcher's request: the state is whole beside the lock before the end, or the training goes on."""
+"""Leaving at a launcher's request: the state is whole beside the lock before the end, or the training continues."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ def test_a_training_parked_where_it_cannot_continue_from_is_asked_again_later(
 def test_one_whose_parent_is_not_its_launcher_left_and_was_never_started_again(
     made: Callable[..., _TrainingThread], tmp_path: Path
 ) -> None:
-    """`bash -c 'python train.py; python upload.py'` went on with the upload, of a training that was half done."""
+    """`bash -c 'python train.py; python upload.py'` continued with the upload, of a training that was half done."""
     training = made(HEGM_LAUNCHER=str(os.getpid()))
     training.request.is_wanted = True
     training.departure.tick()

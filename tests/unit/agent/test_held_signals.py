@@ -1,4 +1,5 @@
-"""A thread whose signals cannot be held back is not parked: the order fails with the reason, and the training goes on.
+"""A thread whose signals cannot be held back is not parked: the order fails with the reason, and the training
+continues.
 
 Each case is a process of its own, since it is the main thread that holds signals back.
 """

@@ -1,4 +1,4 @@
-"""The agent's thread goes on whatever ends what it does."""
+"""The agent's thread continues whatever ends what it does."""
 
 from __future__ import annotations
 

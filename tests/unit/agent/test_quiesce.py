@@ -172,7 +172,7 @@ def test_several_steps_a_batch_are_one_boundary_until_the_loader_is_out_of_play(
 def test_a_loader_that_another_thread_reads_ahead_is_not_counted_but_stopped() -> None:
     gate = Gate()
     reader = _Script(gate, _ask_loader)
-    reader.steps(3)  # before anything is stepped, it is taken for the training thread
+    reader.steps(3)  # before anything is stepped, it is mistaken for the training thread
     _step(gate)
     assert gate.thread == threading.get_ident()
     assert gate.count == 1

@@ -134,7 +134,7 @@ def slot() -> Iterator[int]:
 
 
 def _fetch(rank: _Rank, slot: int) -> Rest:
-    """The training goes on, and the rest of its snapshot is being written."""
+    """The training continues, and the rest of its snapshot is being written."""
     rest, told = Rest(), {"size_bytes": 4, "parked_s": 0.5, "begin_anew": ()}
     fetching = SnapshotFetch(os.dup(slot), END, cast("Any", rest), RECORD)
     rank.orders.snapshots.fetch(fetching, 7, told)

@@ -117,7 +117,7 @@ def test_what_comes_back_lies_in_huge_pages_where_the_node_has_them(room: int) -
 
 @pytest.mark.thorough
 def test_a_storage_that_cannot_be_freed_leaves_all_as_it_was(room: int) -> None:
-    """The storages before it had lost their bytes for good, since nobody knew any more that they were out."""
+    """The storages before it had lost their bytes permanently, since nobody knew any more that they were out."""
     sizes = (5000, 6 * MIB, 7 * MIB, 100)
     tensors, storages, expected = _random(sizes)
     before = [tensor.untyped_storage()._cdata for tensor in tensors]

@@ -39,7 +39,7 @@ def wait(request: Request) -> HelperReply:
 
 
 def release(_: Request) -> HelperReply:
-    """Let those that wait go on; the answer to this comes after theirs."""
+    """Let those that wait continue; the answer to this comes after theirs."""
     go.set()
     for thread in threading.enumerate():
         if thread.name == "wait":
@@ -48,7 +48,7 @@ def release(_: Request) -> HelperReply:
 
 
 def stop(_: Request) -> HelperReply:
-    """As if the interpreter's lock were held for good: nothing is read, nothing is answered."""
+    """As if the interpreter's lock were held permanently: nothing is read, nothing is answered."""
     os.kill(os.getpid(), signal.SIGSTOP)  # may take effect on another thread, and later
     threading.Event().wait()
     return HelperReply({})

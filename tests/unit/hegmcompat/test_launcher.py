@@ -218,7 +218,7 @@ def test_what_is_no_state_of_ours_starts_nothing(tmp_path: Path, made: str) -> N
 
 @pytest.mark.thorough
 def test_a_state_is_not_thrown_away_where_a_shell_hides_the_exit_code(tmp_path: Path) -> None:
-    """`sh -c 'python train.py; echo over'` ended with 0, which was taken for the end of the training."""
+    """`sh -c 'python train.py; echo over'` ended with 0, which was mistaken for the end of the training."""
     script = 'echo the state > "$HEGM_CHECKPOINT_PATH.new"; mv "$HEGM_CHECKPOINT_PATH.new" "$HEGM_CHECKPOINT_PATH"'
     with launched(tmp_path, script) as launcher:
         status, errors = launcher.end()
@@ -229,7 +229,7 @@ def test_a_state_is_not_thrown_away_where_a_shell_hides_the_exit_code(tmp_path: 
 
 @pytest.mark.thorough
 def test_a_worker_that_ended_well_without_its_state_took_the_file_with_it(tmp_path: Path) -> None:
-    """As of a script that found nothing to do: that was taken for the end of the training, and its state was gone."""
+    """A script that found nothing to do: its exit counted as the end of the training, and its state was deleted."""
     path = tmp_path / "state.pt"
     script = LEAVES_ONCE.replace("printf back", "true")
     with launched(tmp_path, script, "--debug", HEGM_CHECKPOINT_PATH=str(path)) as launcher:

@@ -31,7 +31,7 @@ sys.stdin.read()
 """
 
 WRAPS = (sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])")
-# A script that starts another process before it goes on, and has what that file is mapped.
+# A script that starts another process before it continues, and has what that file is mapped.
 _PROBES = """
 import mmap, subprocess, sys
 file = open(sys.argv[1], "rb")

@@ -373,7 +373,7 @@ def test_the_command_of_a_hold_gets_the_usual_signals(daemon: FakeDaemon) -> Non
     """Python ignores SIGPIPE, and an ignored signal stays ignored across an exec."""
     asked = ["grep", "SigIgn", "/proc/self/status"]
     ran = hegmctl("simulate", "hold", "gpu0", "1GiB", "--", *asked, socket=daemon.path)
-    # Not zero: below a make that starts its commands by posix_spawn, glibc's own two signals are ignored for good.
+    # Not zero: below a make that starts its commands by posix_spawn, glibc's own two signals are ignored permanently.
     usual = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
     assert ran.stdout == usual
 

@@ -1,4 +1,4 @@
-"""Which step ranks go on from, and how their generations follow one another. A crew that only notes what is asked."""
+"""From which step ranks continue, and how their generations follow one another. The crew only records calls."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ def test_a_restore_that_was_refused_or_only_planned_left_an_empty_file_for_its_o
 
 
 def test_ctrl_c_while_an_image_is_read_leaves_the_image_and_asks_nothing(tmp_path: Path) -> None:
-    """There is no operation yet that could be cancelled, or go on."""
+    """There is no operation yet that could be cancelled, or continue."""
     reading = OperationProgress(id="7", phase="reading", moved_bytes=1 << 30, size_bytes=2 << 30)
 
     def never(caller: Caller, request: IncomingRequest) -> Record | None:

@@ -37,7 +37,7 @@ def test_one_that_was_stopped_while_its_time_passed_took_what_nobody_had_sent_fo
         for _ in range(3):
             process.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-            select.poll().poll(100)  # what it waits for is over before it goes on
+            select.poll().poll(100)  # what it waits for is over before it continues
             process.send_signal(signal.SIGCONT)
         process.send_signal(signal.SIGUSR1)
         output = set(process.stdout.read().splitlines())

@@ -282,7 +282,7 @@ os.write(3, repr(asked).encode())
 def test_after_one_restart_on_another_gpu_no_python_was_ever_made_ready_again(
     kept: PrestartCase, script: Path, state: int
 ) -> None:
-    """The kernel tells the environment of its start; what its turn changed was taken for a change by the script."""
+    """The kernel tells the environment of its start; what its turn changed was mistaken for a change by the script."""
     script.write_text(ASKED_SCRIPT)
     kept.environ["ROCR_VISIBLE_DEVICES"] = "0"
     readied = made_ready(kept.expected())
@@ -317,7 +317,7 @@ def test_one_is_not_kept_for_an_environment_that_its_imports_may_have_read(
 
 
 def test_one_whose_modules_have_changed_on_disk_ends_as_soon_as_it_is_wanted(kept: PrestartCase, script: Path) -> None:
-    """An edited module would have been another one in the process that goes on than in a start as any."""
+    """An edited module would have been another one in the process that continues than in a start as any."""
     readied = made_ready(kept.expected())
     assert readied.check()
     with (script.parents[1] / "lib/torch/inner.py").open("a") as file:

@@ -169,7 +169,7 @@ def test_it_is_started_with_other_surroundings_from_the_state_and_its_lock(atten
 
 
 def test_no_variable_of_an_earlier_start_leads_away_from_the_state(attended: DeskNode) -> None:
-    """With a HEGM_STATES from somewhere the script found no state, and began anew without a word."""
+    """With a HEGM_STATES from somewhere the script found no state, and started over silently."""
     attended.attend()
     attended.expect()
     wanted = attended.start(set={"HEGM_STATES": "2:gone", "HEGM_STATE": "/gone", STATE_FD: "0", LOCK_FD: "0"})
@@ -506,7 +506,7 @@ def test_nobody_is_kept_for_a_daemon_that_declines(attended: DeskNode) -> None:
 def test_a_daemon_that_refuses_the_agent_is_reported_once(
     socket_path: Path, tmp_path: Path, resumes: str | None
 ) -> None:
-    """One that wants to go on from a state gives up; a job that runs goes on running, without restarts."""
+    """One that wants to continue from a state gives up; a job that runs continues running, without restarts."""
     attended = DeskNode(socket_path, tmp_path, resumes=resumes)
     refusal = failing(Refused("operation 9 is done, and holds no state", "hegmctl ops lists operations"))
     with FakeDaemon(socket_path, {**node.answers(), Supervise: refusal}):

@@ -111,7 +111,7 @@ def test_the_screen_is_filled_and_never_overrun(columns: int, rows: int, unicode
 
 
 def test_at_80_by_24_it_looks_like_this() -> None:
-    """To draw it anew: delete the file, run this, and look at it."""
+    """To draw it again: delete the file, run this, and look at it."""
     picture = Picture(unicode=False)
     for busy in range(30):
         picture.take(

@@ -1,4 +1,4 @@
-"""Answers that go on, into a pipe, across restarts of the daemon."""
+"""Answers that continue, into a pipe, across restarts of the daemon."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _stopping(caller: Caller) -> None:
 
 @pytest.mark.thorough
 def test_following_continues_with_the_events_of_the_next_daemon(socket_path: Path) -> None:
-    """A daemon counts from its own start: the numbers begin again, and nothing may be missed for that."""
+    """A daemon counts from its own start: the numbers start over, and nothing may be missed for that."""
     answers = node.answers()
     answers[m.Events] = remembering(node.EVENTS, then=_stopping)
     with FakeDaemon(socket_path, answers) as first, Running("events", "-f", socket=socket_path) as following:

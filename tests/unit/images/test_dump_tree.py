@@ -57,7 +57,7 @@ def test_who_comes_to_a_job_while_its_image_is_made_is_in_none(uid: int) -> None
 
 @pytest.fixture
 def orphan() -> Iterator[tuple[int, int, int]]:
-    """The number of a root that was killed, and its child, which stands still as CRIU leaves it; its start time too."""
+    """The number of a root that was killed, and its child, which is stopped as CRIU leaves it; its start time too."""
     text = "import subprocess\nchild = subprocess.Popen(['sleep', '1000'])\nprint(child.pid, flush=True)\nchild.wait()"
     with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, start_new_session=True) as root:
         assert root.stdout is not None

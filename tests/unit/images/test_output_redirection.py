@@ -53,7 +53,7 @@ def test_an_output_that_is_a_file_needs_no_redirection() -> None:
 
 
 def test_a_descriptor_gives_the_job_no_more_than_its_sender_had(tmp_path: Path) -> None:
-    """It is opened anew by root, whatever it was open for."""
+    """It is opened again by root, whatever it was open for."""
     path = tmp_path / "log"
     with opened(path, os.O_RDONLY) as reading, pytest.raises(HegmError, match="not open for writing"):
         named_streams(["stdout"], [reading])

@@ -54,7 +54,7 @@ def noted(folder: Path, pid: int, command: str, **changes: object) -> RestoreRec
 
 
 async def test_what_came_back_of_a_job_without_hegmctl_run_stayed_without_its_bytes(tmp_path: Path) -> None:
-    """It was known by the environment of `hegmctl run` alone: its bytes were given back, and it stood for good."""
+    """It was known by the environment of `hegmctl run` alone: its bytes were freed, and it stayed parked forever."""
     with sleeper() as process:
         await noted(tmp_path, process.pid, command_of(process.pid)).clear((), (), Pool(1 << 20))
         assert process.wait(HANG_S) == -9
@@ -67,7 +67,7 @@ AT_WORK = "import os, sys, time\nprint('ready', flush=True)\nif os.fork() == 0: 
 
 @contextmanager
 def attended(root: int) -> Iterator[subprocess.Popen[str]]:
-    """An attendant with something at work that goes on until its input is closed."""
+    """An attendant with something at work that continues until its input is closed."""
     ready, tells = os.pipe()
     argv = [sys.executable, "-SE", str(ATTENDANT), "tend", str(tells), str(root), "--", sys.executable, "-c", AT_WORK]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -90,7 +90,7 @@ async def test_a_criu_that_restores_ends_with_its_killed_daemon(tmp_path: Path) 
         assert attendant.stdout is not None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(notes.clear, (), (), Pool(1 << 20))
-            attendant.stdin.close()  # CRIU comes to its end meanwhile, before it is told or after that
+            attendant.stdin.close()  # CRIU ends meanwhile, before it is told or after that
         assert attendant.wait(0) is not None
         assert attendant.stdout.read() == "", "nobody of them has the pipe any more"
 
@@ -131,7 +131,7 @@ async def test_a_job_is_known_by_its_run_whatever_it_calls_itself(tmp_path: Path
 
 
 async def test_who_was_made_by_criu_and_has_nothing_of_its_own_yet_is_known_for_that(tmp_path: Path) -> None:
-    """Its attendant was killed, and it had the job's number for good."""
+    """Its attendant was killed, and it had the job's number permanently."""
     with sleeper("restore", "--images-dir", "/proc/self/fd/8") as half, sleeper() as stranger:
         for process in (stranger, half):
             await noted(tmp_path, process.pid, "python train.py").end_left(OP)

@@ -255,7 +255,7 @@ async def rest_of(node: Node, op_id: str) -> None:
 async def test_a_resume_of_a_job_with_a_flipped_bit_is_not_done(
     tmp_path: Path, process: subprocess.Popen[bytes]
 ) -> None:
-    """Issue 14, row 3: it stays suspended with its bytes, and goes on once they are right again."""
+    """Issue 14, row 3: it stays suspended with its bytes, and continues once they are right again."""
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid, os.urandom(20_000))
         before = agent.data

@@ -207,7 +207,7 @@ def test_a_file_in_huge_pages_is_made_filled_and_found_again(tmp_path: Path) -> 
 
 
 def test_unavailable_memory_is_refused_with_numbers() -> None:
-    """Issue 14, row 20: without the refusal, who asked for memory was given nothing and went on."""
+    """Issue 14, row 20: without the refusal, who asked for memory was given nothing and continued."""
 
     def have_none(_memory: Memory) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")

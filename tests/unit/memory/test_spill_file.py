@@ -1,4 +1,4 @@
-"""Spill files: whole or not there, and not one bit of one is taken for another."""
+"""Spill files: whole or not there, and not one bit of one is mistaken for another."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ async def memory(store: DescriptorStore) -> AsyncIterator[VideoMemory]:
 
 
 async def test_a_helper_that_was_killed_before_it_was_known_is_asked_once_more() -> None:
-    """A resume that came a moment after ended as suspended again, for want of room that there was."""
+    """A resume that came a moment after ended as suspended again, for lack of room that there was."""
     helper = Gpus()
     helper.losses = 1
     memory = VideoMemory(helper)

@@ -1,4 +1,4 @@
-"""A journal that an older hegmd wrote: read, gone on with, and never misread when it is damaged.
+"""A journal that an older hegmd wrote: read, continued with, and never misread when it is damaged.
 
 `journals/v2.journal` is a recording; it is never written again. All of it, each bit of
 each byte, is flipped by `make bench-chaos`; here it is all of its beginning, and a part of the rest.

@@ -1,4 +1,4 @@
-"""An operation whose worker leaves by ending: who ends when, who goes on in its place, and what is held meanwhile.
+"""An operation whose worker leaves by ending: who ends when, who continues in its place, and what is held meanwhile.
 
 Longer than 400 lines because all of it is reported one operation, from its first step to the next process's boundary.
 """
@@ -126,7 +126,7 @@ def test_the_end_of_a_process_that_is_known_to_have_left_asks_for_nobody_twice()
 
 
 def test_a_process_that_has_ended_no_longer_counts_as_parked() -> None:
-    """The order's end came before the kernel's word: the next one was taken for the first, gone on by itself."""
+    """The order's end came before the kernel's word: the next one was mistaken for the first, continued by itself."""
     drive = DrivenOperation(restart()).until("checkpointing")
     drive.end()
     drive.feed(events.WorkerExited(worker="a", why="it left"))
@@ -255,7 +255,7 @@ def test_a_daemon_that_finds_the_next_one_training_after_a_start_is_done() -> No
 
 @pytest.mark.parametrize("phase", ["restoring", "settling", "verifying"])
 def test_a_training_that_ends_before_its_next_boundary_was_seen_is_done(phase: str) -> None:
-    """It ended with 0 at once, and its operation was suspended: there was nothing left to go on for."""
+    """It ended with 0 at once, and its operation was suspended: there was nothing left to continue for."""
     drive = left()
     if phase != "restoring":
         reborn(drive)
@@ -408,7 +408,7 @@ async def test_the_inspection_of_an_exited_process_reports_whether_its_state_exi
 
 
 def test_a_process_that_exits_for_a_restart_is_not_reported_as_disconnected() -> None:
-    """As if something were wrong. What is waited for is its end, and then the word of whoever has gone on."""
+    """As if something were wrong. What is waited for is its end, and then the word of whoever has continued."""
     drive = DrivenOperation(restart()).until("offloading")
     drive.feed(events.AgentLost(worker="a"))
     waits = waiting(drive.op)

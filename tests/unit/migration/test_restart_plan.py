@@ -162,7 +162,7 @@ def test_one_that_a_shell_has_started_left_and_the_shell_went_on() -> None:
 
 
 def test_what_an_agent_has_not_looked_at_is_in_the_plan() -> None:
-    """Searches of variables that came to their limits ended without a word, and what they left out was lost."""
+    """Searches of variables that came to their limits ended silently, and what they left out was lost."""
     unseen = "not searched: the 4,000 objects of __main__.players"
     plan = plan_of(planned(node({"begin_anew": (unseen,)}), ask("gpu2", allow_restart=True)))
     assert plan.hazards[2] == f"process 7: {unseen}; call hegm.keep to keep changes there"
@@ -230,7 +230,7 @@ def test_a_program_that_is_no_python_was_found_out_by_the_start() -> None:
 
 
 def test_variables_that_would_have_cost_it_its_state_or_its_place_were_changed() -> None:
-    """With `--to gpu1 --env HEGM_GPU=gpu0` it was on gpu0; with another HEGM_SOCKET nobody ever heard of it again."""
+    """With `--to gpu1 --env HEGM_GPU=gpu0` it was on gpu0; with another HEGM_SOCKET nobody ever knew of it again."""
     for changed in ({"set": {"HEGM_SOCKET": "/nowhere"}}, {"unset": ("HEGM_RUN",)}):
         other = ask("gpu2", via=RESTART, respawn=Respawn(**changed))
         assert "cannot be changed: hegmd identifies the job by it" in reasons_text(planned(node(), other))
@@ -297,7 +297,7 @@ def test_a_held_state_can_continue_on_the_cpu_and_nothing_else_can() -> None:
     resume = PlanRequest(kind=RESUME, pids=(7,), to="cpu")
     plan = plan_of(planned_resume(snapshot, resume, op.replace(phase="suspended", workers=(left,))))
     assert (plan.workers[0].to, plan.reservation_bytes) == ("cpu", {})
-    # The dry run said that it would go on, and nobody was there to start it.
+    # The dry run said that it would continue, and nobody was there to start it.
     assert "if that is still running; otherwise run: hegmctl run --allow-restart --resume 1" in plan.hazards[-1]
     driven = left.replace(method="driver", state_saved=False)
     assert "cannot continue on the CPU" in reasons_text(

@@ -80,7 +80,7 @@ def test_a_rank_that_dies_before_all_are_saved_prevents_the_restart() -> None:
 
 
 def test_a_rank_that_does_not_leave_is_made_to_once_another_has() -> None:
-    """Turned back it would have gone on alone, beside nobody."""
+    """Turned back it would have continued alone, beside nobody."""
     drive = DrivenOperation(ranks()).until("checkpointing")
     gone(drive, "a")
     drive.fail()

@@ -207,7 +207,7 @@ async def test_one_job_that_did_not_answer_kept_all_others_from_being_asked(othe
 
 @pytest.mark.parametrize("why", [UnansweringAgents.why, AgentAway(PID, "it left")], ids=["stopped", "away"])
 async def test_a_worker_that_did_not_answer_is_asked_again_later(why: HegmError) -> None:
-    """As a job that was stopped when it was asked, and goes on; one whose agent was away was asked no more."""
+    """As a job that was stopped when it was asked, and continues; one whose agent was away was asked no more."""
     node = Node(ALWAYS, deaf_times=2, why=why, patience=RetryDelays(first_s=0.0))
     async with node.running():
         assert [order.do for order in node.orders] == ["ready"]

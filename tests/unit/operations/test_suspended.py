@@ -280,7 +280,7 @@ async def test_a_worker_that_dies_takes_its_file_with_it(tmp_path: Path, process
 
 
 async def test_a_state_that_may_not_be_given_up_was_no_longer_brought_to_disk(tmp_path: Path, process: Child) -> None:
-    """Whoever had asked for that was told that it was there."""
+    """Whoever had asked for that got the message that it was there."""
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         agent.slow.add("entrust")
@@ -345,7 +345,7 @@ class Preparations:
 
 
 async def test_a_resume_ends_the_comparison_and_no_session_is_opened_beside_it() -> None:
-    """The preparation went on beside the resume, and could open a session that nothing closed."""
+    """The preparation continued beside the resume, and could open a session that nothing closed."""
     node = Preparations()
     async with node.preparing() as suspended:
         assert node.done == ["compare"]

@@ -154,7 +154,7 @@ def _ended_pid() -> int:
 
 
 async def test_a_plan_knows_a_process_that_has_ended_and_is_still_listed() -> None:
-    """Issue 14, row 12: it was no candidate, and so was taken for one on no GPU."""
+    """Issue 14, row 12: it was no candidate, and so was mistaken for one on no GPU."""
     pid = _ended_pid()
     async with node_of(Provider(gpu(0), gpu(1), uses=[use(pid, 1)])) as node:
         (process,) = (await node.inventory.refresh()).processes

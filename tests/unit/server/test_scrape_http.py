@@ -1,4 +1,4 @@
-"""Which requests are taken for a scrape, and what the others are told."""
+"""Which requests are mistaken for a scrape, and what the others are told."""
 
 from __future__ import annotations
 

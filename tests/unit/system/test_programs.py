@@ -168,7 +168,7 @@ async def test_a_file_that_is_not_a_program(tmp_path: Path) -> None:
 
 
 async def test_each_try_without_descriptors_for_a_program_took_three_of_them_for_good() -> None:
-    """So a daemon at its limit stayed there; it was said to run the program by hand, and not which limit it was."""
+    """So a daemon at its limit stayed there; the hint was to run the program by hand, and did not name the limit."""
     taken = {int(name) for name in os.listdir("/proc/self/fd")}
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = [number for number in range(before[0]) if number not in taken][4]  # for its thread, and no pipes
@@ -301,7 +301,7 @@ async def test_a_child_that_sigkill_cannot_end_is_left_to_its_thread(tmp_path: P
         libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
         assert libc.ptrace(PTRACE_SEIZE, pids[0], None, PTRACE_O_TRACEEXIT) == 0, os.strerror(ctypes.get_errno())
         seized.set()
-        release.wait()  # a tracer that ends lets go of its tracees
+        release.wait()  # a tracer that ends releases its tracees
 
     tracer = threading.Thread(target=trace, daemon=True)
     tracer.start()

@@ -38,7 +38,7 @@ def test_what_fails_in_one_ends_all_and_is_raised() -> None:
 
 @pytest.mark.parametrize("stacks", [0, 2])
 def test_a_node_without_threads_left_some_running_on_a_descriptor_that_was_closed(stacks: int) -> None:
-    """Those that had been started went on while the caller closed what they wrote to, and its number was used again."""
+    """Started threads continued while the caller closed their descriptor, whose number was then reused."""
     code = (
         "import os, pathlib, resource, sys, threading, traceback\n"
         "from hegmd.system.thread_pool import share_out\n"

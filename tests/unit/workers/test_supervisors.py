@@ -70,7 +70,7 @@ async def test_an_order_ends_with_what_is_reported_of_it(supervisors: Supervisor
 
 
 async def test_a_job_that_was_continued_and_has_ended_is_not_continued_again(supervisors: Supervisors) -> None:
-    """Until its supervisor had gone too, it was taken for one that waits for its start."""
+    """Until its supervisor had gone too, it was mistaken for one that waits for its start."""
     line = Line()
     async with (
         attending(supervisors, line, OFFER.replace(pid=None, resumes="j4")) as supervisor,

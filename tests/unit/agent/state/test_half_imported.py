@@ -66,7 +66,7 @@ def test_a_python_that_came_before_the_training_claimed_its_state_and_ended_the_
 
 @pytest.mark.thorough
 def test_a_loader_that_cannot_be_followed_prevents_the_restart(tmp_path: Path) -> None:
-    """The agent's error was noted and the import went on: no state was waited for, and no step forbidden."""
+    """The agent's error was noted and the import continued: no state was waited for, and no step forbidden."""
     (tmp_path / "torch" / "utils" / "data").mkdir(parents=True)
     for package in ("torch", "torch/utils", "torch/utils/data"):
         (tmp_path / package / "__init__.py").touch()

@@ -208,7 +208,7 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def assert_exact(found: dict[str, Any]) -> None:
-    """The second half ended as the undisturbed run did, and nothing was said to be lost."""
+    """The second half ended as the undisturbed run did, and nothing was reported to be lost."""
     assert found["halves"] == found["whole"]
     assert (found["refusals"], found["anew"], found["unseen"]) == ([], [], [])
 

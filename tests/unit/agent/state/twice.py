@@ -54,7 +54,7 @@ class Run:
             self.result = threads.submit(vars(module)["train"], LEFT_AT if self.is_half else 0).result()
 
     def come_to(self, step: int, frame: FrameType) -> None:
-        """Remember what there is at the first step, be taken at one, or go on from there."""
+        """Remember what there is at the first step, be taken at one, or continue from there."""
         if step == 0:
             place = ThreadPosition(frame)
             baseline.note_place(place.path, place.frames)

@@ -52,7 +52,7 @@ def test_with_a_users_rights_criu_accepts_what_it_cannot_do() -> None:
 
 
 def test_what_is_led_elsewhere_was_written_over_what_was_there() -> None:
-    """CRIU opens anew what it is given, without the mark by which each write goes to the end."""
+    """CRIU opens again what it is given, without the mark by which each write goes to the end."""
     log = Outlet("socket:[5]", ((4, 3),), is_read=True, is_written=True)
     needs = Needs((4,), outlets=(PIPE, log, TERMINAL))
     assert opened(needs, dict.fromkeys(("pipe:[9]", "socket:[5]", "tty[8803:18]"), "/proc/1/fd/5")) == [

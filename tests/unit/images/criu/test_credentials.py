@@ -1,4 +1,4 @@
-"""Whose rights CRIU's files give, and that nothing is taken for less than it is."""
+"""Whose rights CRIU's files give, and that nothing is mistaken for less than it is."""
 
 from __future__ import annotations
 

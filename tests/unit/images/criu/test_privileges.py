@@ -1,4 +1,4 @@
-"""Whose rights CRIU is given, and when it is refused for want of them."""
+"""Whose rights CRIU is given, and when it is refused for lack of them."""
 
 from __future__ import annotations
 

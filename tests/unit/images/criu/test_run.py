@@ -37,7 +37,7 @@ async def _restored_by(program: Path) -> None:
 async def test_criu_log_was_named_as_the_next_step_and_was_gone_by_then(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It was said to be kept with an image that is removed, or that it was never in."""
+    """It was reported to be kept with an image that is removed, or that it was never in."""
     program = tmp_path / "criu"
     program.write_text(FAILS)
     program.chmod(0o755)
@@ -109,5 +109,5 @@ async def test_criu_kept_running_after_its_parent_was_killed(tmp_path: Path) -> 
         assert [kind for _, kind in poll.poll(HANG_S * 1000)] == [select.POLLHUP]
     finally:
         with suppress(OSError):
-            os.close(os.open(never, os.O_WRONLY | os.O_NONBLOCK))  # whoever reads there goes on
+            os.close(os.open(never, os.O_WRONLY | os.O_NONBLOCK))  # whoever reads there continues
         os.close(lives)

@@ -1,4 +1,4 @@
-"""Directories of images: whole or not there, and nothing in one is taken for what it is not."""
+"""Directories of images: whole or not there, and nothing in one is mistaken for what it is not."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ OTHER = operation(id="op2")
 
 
 def test_a_record_that_found_no_room_is_cut_off_and_the_next_one_follows_the_last_whole_one() -> None:
-    """Issue 4: a disk that was full for a moment made the whole journal be written anew, which takes more room."""
+    """Issue 4: a disk that was full for a moment made the whole journal be written again, which takes more room."""
     disk = _disk()
     with _opened(disk) as file:
         file.append(OPENING, [])
@@ -119,7 +119,7 @@ def test_a_part_of_a_new_journal_does_not_take_the_room_that_the_journal_needs()
 
 
 def test_a_journal_that_cannot_be_compacted_keeps_growing() -> None:
-    """Issue 4: with the journal due to be made small and no room for that, operations stood still."""
+    """Issue 4: with the journal due to be made small and no room for that, operations stopped."""
     disk = _disk(can_reserve=True)
     with JournalFile(FOLDER, disk, compact_bytes=0) as file:
         file.open()

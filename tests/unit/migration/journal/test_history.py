@@ -1,4 +1,4 @@
-"""The ledger over a disk that fails: nothing is known that is not written, and what stands still goes on."""
+"""The ledger over a disk that fails: nothing is known that is not written, and what is stopped continues."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_a_journal_that_is_compacted_while_an_operation_begins_has_it_once
     await ledger.enter(*_begun(second))
     disk.fails = True
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(ledger.write, *_step(first))  # fails, and leaves the file to be written anew
+        tasks.start_soon(ledger.write, *_step(first))  # fails, and leaves the file to be written again
         tasks.start_soon(ledger.write, *_step(second))  # does that
         tasks.start_soon(ledger.enter, *_begun(third))  # is known by then, and not yet written
     assert _on_disk(disk) == {op_id: history.operation for op_id, history in ledger.histories.items()}

@@ -294,7 +294,7 @@ def test_an_agent_that_continued_without_a_daemon_does_not_get_old_bytes() -> No
 
 
 def test_a_rank_with_offloaded_bytes_is_never_asked_for_another_boundary() -> None:
-    """One rank went on by itself while the job was suspended; to bring the other back, nobody has to be stopped."""
+    """One rank continued by itself while the job was suspended; to bring the other back, nobody has to be stopped."""
     drive = DrivenOperation(
         operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND, is_distributed=True)
     ).until("suspended")
@@ -343,7 +343,7 @@ def test_a_reservation_whose_release_was_not_reported_is_taken_again_before_use(
 
 
 def test_a_process_that_runs_is_not_stopped_for_the_way_back() -> None:
-    """A resume that failed offloaded one that had gone on by itself."""
+    """A resume that failed offloaded one that had continued by itself."""
     drive = _suspending().until("suspended")
     drive.feed(events.ResumeRequested(to={"a": "gpu1"}))
     drive.end()

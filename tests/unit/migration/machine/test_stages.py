@@ -12,7 +12,7 @@ OF_NO_STAGE = ("reading", PLANNED, "spilling")
 
 def test_the_protocol_names_the_stages_in_the_order_of_the_machine() -> None:
     """Issue 15, layout: the client's bar had a copy of this order that nothing compared with the machine."""
-    # While an image is sealed its job goes on: the bar has come to its end.
+    # While an image is sealed its job continues: the bar has ended.
     assert [phase for phase in PHASES_IN_ORDER if phase not in OF_NO_STAGE] == [
         stage.phase for stage in STAGES if stage.phase != SEALING
     ]

@@ -1,4 +1,4 @@
-"""What goes on beside a block: how either ends, and what is raised."""
+"""What continues beside a block: how either ends, and what is raised."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hegmd.migration.methods.concurrently import beside
 
 
 class Work:
-    """Goes on until it is let end, and then fails if it is to."""
+    """Continues until it is let end, and then fails if it is to."""
 
     def __init__(self, failure: HegmError | None = None) -> None:
         self.failure = failure

@@ -111,7 +111,7 @@ def _who(pid: int) -> ProcessKey:
 
 @pytest.fixture
 def wrapped() -> Iterator[Tree]:
-    """A launcher that is said to be of a world of its own, a shell around its rank, and that."""
+    """A launcher that is reported to be of a world of its own, a shell around its rank, and that."""
     rank = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 sh -c 'echo $$; sh -c \"echo \\$\\$; read _\"; true'"
     with Tree(f"export RANK=0 WORLD_SIZE=1; {rank}; true") as tree:
         yield tree

@@ -1,4 +1,4 @@
-"""The method of a restart, of whom it takes for the process that goes on, and when there is nobody to wait for."""
+"""The method of a restart, of whom it takes for the process that continues, and when there is nobody to wait for."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ async def test_one_that_was_started_again_by_an_earlier_order_is_where_that_had_
 
 @pytest.mark.thorough
 async def test_a_killed_process_is_not_confused_with_the_next_one_of_its_pid(tmp_path: Path) -> None:
-    """Killed before its boundary, its connection was there for a moment still: it went on a second time, and the
+    """Killed before its boundary, its connection was there for a moment still: it continued a second time, and the
     operation was suspended while its supervisor had started another."""
     with pytest.raises(Refused, match="has exited, and no other process can restart the job"):
         await method(tmp_path, NEXT).restore(subject(NEXT), "gpu0")
@@ -276,7 +276,7 @@ async def refusal_of_a_rank(parts: RestartMethod) -> Refused:
 
 
 async def test_a_rank_that_fell_before_it_was_seen_left_the_operation_waiting(tmp_path: Path) -> None:
-    """Its launcher had started it anew by itself, where it waited for ranks that were gone, and nobody ended them."""
+    """Its launcher had started it again by itself, where it waited for ranks that were gone, and nobody ended them."""
     workers, supervisors = AttendingWorkers(), Supervisors(start_ticks_of)
     launched = Launched(workers, supervisors)
     parts = method(tmp_path, workers=workers, supervisors=supervisors, position_of=launched.position_of)
@@ -330,7 +330,7 @@ async def test_a_daemon_that_was_not_there_at_the_start_saw_no_rank_fall_before_
 
 
 async def test_the_launcher_that_this_daemon_started_is_not_searched_for_ranks(tmp_path: Path) -> None:
-    """It may have started only some of its ranks yet, and the others would be taken for ranks that have ended."""
+    """It may have started only some of its ranks yet, and the others would be mistaken for ranks that have ended."""
     searched: list[int] = []
 
     def ranks_below(command: int) -> tuple[ProcessKey, Mapping[int, ProcessKey]]:

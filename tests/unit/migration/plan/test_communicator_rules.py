@@ -166,7 +166,7 @@ def test_several_gpus_are_taken_in_rank_order_or_in_the_place_of_others(asked: s
 
 
 def test_one_gpu_for_ranks_on_several_is_refused_and_the_hint_names_one_for_each() -> None:
-    """Issue 19: `migrate JOB --to 1` put both ranks on one GPU without a word."""
+    """Issue 19: `migrate JOB --to 1` put both ranks on one GPU silently."""
     (reason,) = the_reasons(planned(a_job(*GLOO, gpus=FOUR), to("gpu2")))
     assert reason.message == "the job has 2 ranks, on gpu0 and gpu1, and --to names one GPU"
     assert "--to gpu2,gpu3;" in reason.hint

@@ -24,7 +24,7 @@ from tests.unit.migration.operations import operation, worker
 def test_one_that_waits_for_others_or_for_an_image_is_not_told_of_as_going_on_at_once(
     about: dict[str, Any], goes_on: bool
 ) -> None:
-    """What is held beside it until it goes on would be held for as long as they take."""
+    """What is held beside it until it continues would be held for as long as they take."""
     op = operation(worker(), **about)
     cast = Participants(Workers(lambda _: None), {}, {}, start_ticks=lambda _: None, imager=None)
     assert cast.subject(op, op.workers[0]).goes_on is goes_on

@@ -1,6 +1,6 @@
-"""A shared library stays loaded while its file is the same one, and is loaded anew when it is not.
+"""A shared library stays loaded while its file is the same one, and is loaded again when it is not.
 
-Over libraries that tell which one they are, and how often they were asked: a count that goes on is the same image.
+Over libraries that tell which one they are, and how often they were asked: a count that continues is the same image.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ def test_a_users_dump_is_ended_by_the_service(tmp_path: Path) -> None:
 
 
 def test_a_dump_that_a_signal_would_kill_is_not_signalled(tmp_path: Path) -> None:
-    """Killed within a process of the job, it could take that with it; it comes to its end by itself."""
+    """Killed within a process of the job, it could take that with it; it ends by itself."""
     text = f"import signal; signal.signal(signal.SIGXFSZ, signal.SIG_DFL)\n{WRITER}"
     text = text.replace("while True", "while not os.path.exists(sys.argv[-2])")
     enough = tmp_path / "enough"
@@ -261,7 +261,7 @@ def test_a_dump_that_a_signal_would_kill_is_not_signalled(tmp_path: Path) -> Non
 
 
 def test_another_users_program_named_like_criu_kept_a_job_stopped() -> None:
-    """Whoever runs a program with CRIU's arguments was waited for, for 15 minutes each, before the job went on."""
+    """Whoever runs a program with CRIU's arguments was waited for, for 15 minutes each, before the job continued."""
     with sleeper("dump", "--tree", str(ROOT), "--images-dir", "x") as process:
         assert dumpers_of([ROOT], uid=os.geteuid()) == (process.pid,)
         assert dumpers_of([ROOT], uid=os.geteuid() + 1) == ()

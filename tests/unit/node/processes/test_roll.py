@@ -126,7 +126,7 @@ def test_an_ended_process_is_listed_while_the_driver_does_and_marked() -> None:
     roll = call_roll(ProcessListBuilder(table), CALL)
     assert (only(roll).note, roll.ended) == (NOTE_ENDED, {ME})
     held = call_roll(ProcessListBuilder(table), replace(CALL, uses=(), held_bytes={ME: 1}))
-    assert only(held).note == NOTE_HELD  # a restart's state was said to be listed by the driver
+    assert only(held).note == NOTE_HELD  # a restart's state was reported to be listed by the driver
 
 
 def test_processes_that_left_are_not_in_the_roll(roster: ProcessListBuilder) -> None:

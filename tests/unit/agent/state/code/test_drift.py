@@ -101,7 +101,7 @@ class Counting(Dataset[int]):
 
 
 def test_a_dataset_was_asked_for_an_item_to_see_whether_it_is_the_same() -> None:
-    """So that a dry run had the training go on with other numbers than it would have."""
+    """So that a dry run had the training continue with other numbers than it would have."""
     dataset = Counting()
     before = dataset.own.getstate()
     sums = sums_of(dataset)

@@ -32,7 +32,7 @@ class Scripts:
         return self._run(text, {}, lambda: None)
 
     def restarted(self, text: str, at: int, kept: tuple[str, ...] = (), **begin: int) -> tuple[Any, list[str]]:
-        """What it gives if it is left at that call of ask(), and what is said. `begin` is where its loops go on."""
+        """What it gives if it is left at that call of ask(), and what is said. `begin` is where its loops continue."""
         with pytest.raises(Left) as left:
             self._run(text, {}, _leaving(at, kept).__next__)
         state = pickle.loads(pickle.dumps(left.value.args[0]))
@@ -57,7 +57,7 @@ class Scripts:
 
 
 def _leaving(at: int, kept: tuple[str, ...]) -> Iterator[None]:
-    """A generator, since what a function counts would be taken for the script's."""
+    """A generator, since what a function counts would be mistaken for the script's."""
     first = Drift(Instances(_frames(sys._getframe(1))))
     for _call in range(at - 1):
         yield
