@@ -11,8 +11,7 @@ With `nvml` the stub libnvidia-ml tells the same of it. `orders` are lines, in f
     lose  step:restore[@PID] [CODE]             the restore fails permanently: the job is lost
     fail  step:state[@PID]                      the driver says that it has failed permanently, whatever led there
     was GPU UUID                                that GPU had this UUID where processes were checkpointed: another node
-    nccl_p2p PID [CODE]                         that process has peer-to-peer communicators: its restore fails
-    permanently
+    nccl_p2p PID [CODE]                         that process has peer-to-peer communicators: its restore always fails
 
 It fails as well for a process that was checkpointed while there was a file `communicators/PID` in the node's state.
 

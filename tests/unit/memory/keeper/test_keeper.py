@@ -384,7 +384,7 @@ async def test_two_that_are_started_at_once_are_one(folder: Path) -> None:
 async def test_a_partial_answer_does_not_count_as_the_keepers_end(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Python waits out a socket's limit even with MSG_DONTWAIT: the event loop was blocked, and another thread was started."""
+    """Python waits out a socket's limit even with MSG_DONTWAIT: the event loop was blocked and a second one started."""
     async with storing(folder) as store:
         for number in range(50):
             fd = memory(b"bytes")
