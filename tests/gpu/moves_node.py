@@ -29,7 +29,7 @@ from hegmctl.connection import Connection, connect
 from hegmd.errors import HegmError
 from hegmd.protocol import operations as protocol
 from hegmd.protocol.messages import OperationReply, Request, Story, StoryReply
-from hegmd.protocol.operations import OperationProgress
+from hegmd.protocol.operations import PHASES_IN_ORDER, OperationProgress
 from tests.gpu.keeper import HegmdKeeper, Keeper, KeeperRun
 from tests.patience import HANG_S
 
@@ -49,22 +49,7 @@ SHARED_MEMORY = Path("/dev/shm")
 # What a run within another job would have from that.
 OF_A_JOB = ("HEGM_SOCKET", "HEGM_RUN", "HEGM_JOB", "HEGM_GPU")
 OVER = ("suspended", "done", "rolled-back", "lost")
-PHASES = (
-    *(
-        "planned",
-        "settling",
-        "reserving",
-        "counting",
-        "quiescing",
-        "measuring",
-        "disconnecting",
-        "offloading",
-        "locking",
-        "checkpointing",
-        "leaving",
-    ),
-    *("restoring", "reloading", "releasing", "verifying", "tidying", *OVER),
-)
+PHASES = (*PHASES_IN_ORDER, *OVER)
 
 
 class WentWrongError(Exception):

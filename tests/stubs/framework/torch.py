@@ -154,7 +154,9 @@ class Cuda:
         return builtins.sum(segment.size_bytes for segment in self.segments)
 
     def memory_stats_as_nested_dict(self, device: int) -> dict[str, dict[str, dict[str, int]]]:
-        return {"reserved_bytes": {"all": {"current": self.memory_reserved(device)}}}
+        small_bytes = builtins.sum(segment.size_bytes for segment in self.segments if segment.is_small)
+        reserved = {"all": self.memory_reserved(device), "small_pool": small_bytes}
+        return {"reserved_bytes": {name: {"current": size_bytes} for name, size_bytes in reserved.items()}}
 
     def mem_get_info(self, device: int) -> tuple[int, int]:
         assert device == 0

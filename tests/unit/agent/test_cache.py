@@ -6,11 +6,14 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from hegmd.agent.cache import MAX_RUNS, Cache, Run, most_runs, runs_between
-from hegmd.agent.cuda_state import Segment
-from tests.cells import in_one_test
+import pytest
 
-MIB = 1 << 20
+from hegmd.agent.cache import MAX_RUNS, Cache, Run, most_runs, runs_between
+from hegmd.agent.cuda_state import Segment, Segments, padding_bytes
+from tests.cells import in_one_test
+from tests.kit.caching_allocator import MIB, CachingAllocator
+
+KIB = 1 << 10
 
 
 def segment(address: int, size_bytes: int, *, stream: int = 0, device: int = 0, small: bool = False) -> Segment:
@@ -88,36 +91,96 @@ def test_runs_and_holes_are_all_there_is(seed: int) -> None:
     assert sum(sizes(runs_between(held, holes))) + taken_bytes == 20 * 64 * MIB
 
 
-class Allocator:
-    """What of `torch.cuda` the cache uses, on one GPU with plenty of memory."""
+class Training:
+    """What DDP and AdamW allocate in a step: activations, gradients, and temporary memory as large as the weights."""
 
-    def __init__(self, reserved_bytes: int) -> None:
-        self.reserved_bytes = reserved_bytes
-        self.held: dict[int, int] = {}
+    def __init__(self, layers: int, weight_bytes: int, *, has_buckets: bool = True) -> None:
+        self.allocator = CachingAllocator()
+        self._layers = layers
+        self._sizes = [weight_bytes, 16 * KIB] * layers
+        self._kept: dict[int, int] = {}
+        self._keep([*self._sizes, *([weight_bytes + 16 * KIB] * layers if has_buckets else [])])
+        self._gradients: list[int] = []
+        self._moments: list[int] = []
+        self._workspace: list[int] = []
 
-    def memory_stats_as_nested_dict(self, _device: int) -> dict[str, Any]:
-        return {"reserved_bytes": {"all": {"current": self.reserved_bytes + sum(self.held.values())}}}
+    def _keep(self, wanted: list[int]) -> list[int]:
+        made = self._make(wanted)
+        self._kept.update(zip(made, wanted, strict=True))
+        return made
 
-    def mem_get_info(self, _device: int) -> tuple[int, int]:
-        return 1024 * MIB, 2048 * MIB
+    def _make(self, wanted: list[int]) -> list[int]:
+        return [self.allocator.caching_allocator_alloc(size_bytes) for size_bytes in wanted]
 
-    def caching_allocator_alloc(self, size_bytes: int, **_: int) -> int:
-        address = len(self.held) + 1
-        self.held[address] = size_bytes
-        return address
+    def _free(self, addresses: list[int]) -> None:
+        for address in addresses:
+            self._kept.pop(address, None)
+            self.allocator.caching_allocator_delete(address)
+        addresses.clear()
 
-    def caching_allocator_delete(self, address: int) -> None:
-        del self.held[address]
+    def step(self) -> None:
+        self._workspace = self._workspace or self._make([32 * MIB])
+        activations = self._make([256 * KIB] * 2 * self._layers)
+        self._free(self._gradients)
+        self._gradients = self._keep(self._sizes[::-1])
+        self._free(activations)
+        self._moments = self._moments or self._keep(self._sizes * 2)
+        self._free(self._make(self._sizes))
+
+    def move(self, rounds: int) -> None:
+        """Do with the allocator what the agent does: in so many rounds the storages are made again."""
+        torch: Any = SimpleNamespace(cuda=self.allocator)
+        storages = sorted(self._kept.items())
+        cache = Cache(torch, Segments(torch), [0], storages)
+        cache.forgo()
+        self._free([address for address, _ in storages])
+        self._free(self._workspace)
+        self.allocator.empty_cache()
+        cache.note_given_back()
+        again: dict[int, int] = {}
+        for some in batches(storages, rounds):
+            again.update(zip([address for address, _ in some], self._keep([size for _, size in some]), strict=True))
+            left = [size_bytes for address, size_bytes in storages if address not in again]
+            cache.take({0: sum(left) + padding_bytes(left)})
+        cache.free_cached()
+        self._gradients = [again[address] for address in self._gradients]
+
+
+def batches(storages: list[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:
+    size = -(-len(storages) // count)
+    return [storages[at : at + size] for at in range(0, len(storages), size)]
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize(
+    ("layers", "weight_bytes", "has_buckets"),
+    [(70, 64 * MIB, True), (20, 64 * MIB + 700 * KIB, True), (70, 64 * MIB, False), (90, 600 * KIB, True)],
+)
+def test_a_training_does_not_grow_with_each_move(
+    layers: int, weight_bytes: int, has_buckets: bool, rounds: int
+) -> None:
+    training = Training(layers, weight_bytes, has_buckets=has_buckets)
+    reserved: list[int] = []
+    for _ in range(4):
+        training.step()
+        training.step()
+        reserved.append(training.allocator.reserved_bytes())
+        training.move(rounds)
+    assert reserved[1] <= reserved[0] + weight_bytes
+    assert reserved[1:] == reserved[1:2] * 3
 
 
 def test_memory_returned_to_the_driver_is_taken_again_once() -> None:
-    allocator = Allocator(64 * MIB)
-    segments: Any = SimpleNamespace(all=[])
-    cache = Cache(SimpleNamespace(cuda=allocator), segments, [0], [])
-    allocator.reserved_bytes = 0
+    allocator = CachingAllocator()
+    torch: Any = SimpleNamespace(cuda=allocator)
+    allocator.caching_allocator_delete(allocator.caching_allocator_alloc(64 * MIB))
+    cache = Cache(torch, Segments(torch), [0], [])
+    allocator.empty_cache()
+    cache.note_given_back()
     for _ in range(2):
         cache.take()
         cache.take()
-        assert list(allocator.held.values()) == [64 * MIB]
+        assert allocator.reserved_bytes() == 64 * MIB
         cache.forgo()
-        assert allocator.held == {}
+        allocator.empty_cache()
+        assert allocator.reserved_bytes() == 0
