@@ -92,13 +92,13 @@ class ProtectedJob:
 
     @property
     def known_step(self) -> int | None:
-        """The last step that the training is known to have come to."""
+        """The last step that the training is known to have reached."""
         steps = [] if self.newest is None else [self.newest.step]
         steps += [self.first_step + self.boundary] if self.boundary else []
         return max(steps, default=None)
 
     def put(self, record: JobSnapshots) -> None:
-        """Have that known of it, also by a later daemon."""
+        """Record that, also for a later daemon."""
         self.record = record
         self.node.save(record)
 
@@ -123,7 +123,7 @@ class ProtectedJob:
             with anyio.move_on_after(COUNT_S):
                 try:
                     await worker.order("count", limit_s=COUNT_S)
-                except HegmError as error:  # it is seen to have ended, or returns
+                except HegmError as error:  # its end is reported, or it returns
                     logger.debug("%s", error.message)
 
         async with anyio.create_task_group() as tasks:

@@ -25,7 +25,7 @@ MAX_FRUITLESS = 3
 LEARNED_TIMES = 5.0
 LEAST_HANG_S = 60.0
 # A start from a snapshot counts as hung after this many times the time that the job took for its first step, and not
-# before this minimum: a script may prepare its data for long, and has to skip what was trained.
+# before this minimum: a script may take long to prepare its data, and has to skip trained batches.
 LEAST_START_S = 600.0
 
 
@@ -134,7 +134,7 @@ def gone_of(names: Sequence[str], gpus: Sequence[Gpu]) -> Gpu | None:
 
 
 def start_limit_s(wished_s: float | None, longest_s: float, hung: int, least_s: float = LEAST_START_S) -> float | None:
-    """Return how long a start from a snapshot may take to its next step; None for as long as it likes.
+    """Return how long a start from a snapshot may take to its next step; None for no limit.
 
     `wished_s` is the limit for hangs that was asked for, `longest_s` the longest start of the job so far, and `hung`
     how many starts were ended in a row: each of them doubles the limit.

@@ -92,7 +92,7 @@ class SnapshotFiles(StateSaving[Mapping[str, JobSnapshots]]):
                     path.unlink()
 
     def save(self, records: Mapping[str, JobSnapshots]) -> None:
-        """Write what has changed. Raises OSError; what was written is not written again. Blocks."""
+        """Write the changes. Raises OSError; written records are not written again. Blocks."""
         errors: list[OSError] = []
         for job in {*self._on_disk, *records}:
             if self._on_disk.get(job) == records.get(job):

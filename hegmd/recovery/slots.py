@@ -30,7 +30,7 @@ class JobSlots:
         return Key(self._job, f"{rank}.{slot}")
 
     def held(self) -> Mapping[tuple[int, int], int]:
-        """Return the bytes of each slot that there is, by rank and slot."""
+        """Return the bytes of each existing slot, by rank and slot."""
         found = {key.worker: piece.size_bytes for key, piece in self._pool.by_owner().items() if self._is_own(key)}
         return {_place_of(name): size_bytes for name, size_bytes in sorted(found.items())}
 
@@ -50,7 +50,7 @@ class JobSlots:
         return self._pool.memory(key)
 
     async def read(self) -> Mapping[tuple[int, int], SlotRecord | None]:
-        """Return the record of each slot that there is; None for one without a whole snapshot."""
+        """Return the record of each existing slot; None for one without a whole snapshot."""
         found: dict[tuple[int, int], SlotRecord | None] = {}
         for rank, slot in self.held():
             try:

@@ -21,7 +21,7 @@ from hegmd.protocol.names import closest, why_no_name
 from hegmd.sharing.records import LeaseRecord
 from hegmd.system.background_tasks import BackgroundTasks
 
-# A few users cannot fill the list, and administrators are kept out by nobody.
+# A few users cannot fill the list, and no user can keep administrators out.
 MAX_LEASES, MAX_LEASES_OF_USER = 1024, 64
 
 StartTicks = Callable[[int], "int | None"]
@@ -54,7 +54,7 @@ class Leases(BackgroundTasks):
     # -- the life of the part ------------------------------------------------------------------------------------------
 
     def enter(self, leases: Sequence[LeaseRecord], next_number: int) -> None:
-        """Take over the leases of the daemon before, but for those of an earlier boot."""
+        """Take over the leases of the previous daemon, except those of an earlier boot."""
         self.next_number = max([next_number, *(lease.number + 1 for lease in leases)])
         self._leases = {lease.number: lease for lease in leases if lease.boot == self._boot}
 
@@ -70,7 +70,7 @@ class Leases(BackgroundTasks):
             self._tasks = None
             self._watches.clear()
 
-    # -- what is asked -------------------------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[LeaseRecord]:
         return iter(tuple(self._leases.values()))
@@ -103,7 +103,7 @@ class Leases(BackgroundTasks):
         return lease.replace(made_ticks=_ticks(now), until_s=None if limit_s is None else now + limit_s)
 
     def check_name(self, name: str | None, uid: int, *, is_admin: bool = False) -> None:
-        """See that a new lease of that user can have that name, and that there is room for one. Raises HegmError."""
+        """Check that a new lease of that user can have that name, and that the limits allow one. Raises HegmError."""
         own = [lease for lease in self if lease.uid == uid]
         if len(own) >= MAX_LEASES_OF_USER or (len(self._leases) >= MAX_LEASES and not is_admin):
             message = f"{len(own)} leases of uid {uid} are open, and {len(self._leases)} in all"
@@ -130,13 +130,13 @@ class Leases(BackgroundTasks):
         return lease
 
     def hold(self, number: int, gpu: str) -> None:
-        """Keep its memory, which was seen free on that GPU. Its time begins, unless a process waits for it."""
+        """Hold its memory, which was found free on that GPU. Its time begins, unless a process waits for it."""
         lease = self._leases.get(number)
         if lease is not None:
             self._begin(lease.replace(is_held=True, gpu=gpu))
 
     def answer(self, number: int) -> LeaseRecord | None:
-        """The waiting process is told now: its time begins. The lease no longer ends with that process.
+        """The waiting process gets the reply now: its time begins. The lease no longer ends with that process.
 
         Returns the lease; None if it has ended.
         """

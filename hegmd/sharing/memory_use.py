@@ -22,7 +22,7 @@ def common_chip(gpus: Sequence[GpuMemory]) -> str | None:
 
 
 def held_by_gpu(candidates: Sequence[Candidate]) -> dict[str, int]:
-    """Return what these processes hold on each GPU, by the driver's word."""
+    """Return what these processes hold on each GPU, as the driver reports it."""
     held: dict[str, int] = {}
     for candidate in candidates:
         for gpu in candidate.gpus:
@@ -73,7 +73,7 @@ def used_of_lease(lease: LeaseRecord, candidates: Sequence[Candidate], placed: C
     """Return how much of its GPU the processes have that a lease is for.
 
     With a process, these are that one and all that descend from it. Without, they are those that were started after the
-    lease was made, but for `placed`: the jobs to which sharing gave their GPU.
+    lease was made, except `placed`: the jobs to which sharing gave their GPU.
     """
     used_bytes = 0
     for candidate in candidates:

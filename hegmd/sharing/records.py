@@ -65,7 +65,7 @@ class SuspendedRecord(Record):
 
 
 class SharingState(Record):
-    """All of it."""
+    """The whole state."""
 
     next_lease: int = field("the number of the next lease", default=1)
     leases: tuple[LeaseRecord, ...] = field("oldest first", default=())

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from hegmd.sharing.model import ARRIVING, BUSY, HELD, LEAVING, RUNNING, Gpu, Job, Lease, Snapshot
 from hegmd.sharing.wanted import MemoryRequest
 
-# The states in which a job has memory on its GPUs, or a promise of it.
+# The states in which a job has memory on its GPUs, or a promise of some.
 PRESENT = (RUNNING, ARRIVING, BUSY)
 
 
@@ -21,7 +21,7 @@ class GpuHold:
     """A GPU that is kept for the first job that waits for it."""
 
     request: MemoryRequest
-    #: What others can have there for good, because they fit beside it.
+    #: The memory that others may keep, because they fit beside it.
     spare_bytes: int
     #: When it can have the GPU; None if unknown.
     at_s: float | None
@@ -29,7 +29,7 @@ class GpuHold:
     def limit_bytes(self, other: MemoryRequest) -> int | None:
         """Return how much `other` may take of the GPU at most; None for no limit.
 
-        While the instant is unknown, whoever can be suspended for the waiting job at once may use the GPU.
+        While the instant is unknown, jobs that can be suspended for the waiting job at once may use the GPU.
         """
         is_evictable = (
             other.is_preemptible and other.priority < self.request.priority and self.request.may_preempt(other.uid)
@@ -44,7 +44,7 @@ class GpuBudget:
     gpu: Gpu
     #: Free now, less all promises.
     now_bytes: int
-    #: The same once everyone who leaves has left, less what those who wait for that will take.
+    #: The same once all leaving jobs have left, less what the jobs waiting for that will take.
     soon_bytes: int
     #: What jobs and leases can have in all: the rest belongs to other processes.
     capacity_bytes: int
@@ -99,7 +99,7 @@ class GpuBudget:
 
 
 def footprint_bytes(job: Job, gpus: Mapping[str, Gpu]) -> dict[str, int]:
-    """Return what is taken by or promised to a job that is present, by GPU: so much becomes free when it leaves."""
+    """Return the memory taken by or promised to a job that is present, by GPU: so much becomes free when it leaves."""
     footprint = dict(job.held_bytes)
     for index, gpu_id in enumerate(job.gpus):
         if job.needs_bytes is not None:
@@ -135,7 +135,7 @@ def _count_jobs(jobs: Iterable[Job], rooms: Mapping[str, GpuBudget], gpus: Mappi
             if job.state == LEAVING or (job.state == ARRIVING and gpu_id not in job.gpus):
                 room.soon_bytes += held_bytes
                 room.leaving.append(job.name)
-        if job.state == LEAVING:  # until it is parked, it can still take what it said that it needs
+        if job.state == LEAVING:  # until it is parked, it can still take its stated need
             for gpu_id, size_bytes in footprint_bytes(job, gpus).items():
                 if (room := rooms.get(gpu_id)) is not None:
                     room.now_bytes -= size_bytes - job.held_bytes.get(gpu_id, 0)

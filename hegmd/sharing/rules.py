@@ -50,7 +50,7 @@ class SharingRules:
         return number
 
     def lease_priority(self, priority_text: int | str | None, *, is_admin: bool) -> int:
-        """Return the priority of a lease: production, or the highest that its user may use, if nothing was said."""
+        """Return the priority of a lease; by default production, or the highest that its user may use."""
         if priority_text is not None:
             return self.priority(priority_text, is_admin=is_admin)
         production = self.priorities[PRODUCTION]

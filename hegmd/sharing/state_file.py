@@ -1,6 +1,6 @@
 """The file in which leases, the queue and the list of suspended jobs outlive the daemon.
 
-It is written anew at each change, with a checksum: beside the old one, synced, and then put in its place, so that a
+It is rewritten at each change, with a checksum: beside the old one, synced, and then put in its place, so that a
 crash leaves the one or the other. A damaged file is kept under another name, and no lease number of it is used again:
 the jobs that it names stay suspended until their users resume them. A file of a newer version is left alone, and the
 daemon does not start. Blocks.
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 VERSION = 1
 NAME, DAMAGED_NAME = "sharing", "sharing.damaged"
-# What is larger was not written by hegmd.
+# hegmd never writes a larger file.
 MAX_BYTES = 16 << 20
 _HEAD = re.compile(rb"HEGMSHARING(\d{1,6}) ([0-9a-f]{8})")
 _NEXT = re.compile(rb'"next_lease": ?(\d{1,15})')
@@ -31,7 +31,7 @@ _NUMBER = re.compile(rb'"number": ?(\d{1,15})')
 
 
 def load(folder: Path) -> SharingState:
-    """Return what was written last; an empty state if nothing was.
+    """Return the last written state; an empty state if nothing was.
 
     Raises HegmError if it cannot be read now, or is of a newer version: the next save would replace it.
     """
@@ -70,6 +70,6 @@ def load(folder: Path) -> SharingState:
 
 
 def save(folder: Path, state: SharingState) -> None:
-    """Have exactly this on disk. Raises OSError; the file is as it was then."""
+    """Have exactly this on disk. Raises OSError; the file is then unchanged."""
     body = json.dumps(state.to_plain()).encode()
     replace_file(folder / NAME, b"HEGMSHARING%d %08x\n" % (VERSION, zlib.crc32(body)) + body)

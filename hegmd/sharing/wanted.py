@@ -19,7 +19,7 @@ class MemoryRequest(NamedTuple):
 
     id: str
     name: str
-    #: What is done once it has the memory.
+    #: The action once it has the memory.
     action: str
     priority: int
     uid: int
@@ -49,7 +49,7 @@ class MemoryRequest(NamedTuple):
         return self.needs_bytes[share]
 
     def claim_bytes(self, gpu: Gpu, share: int) -> int:
-        """Return what is kept for it there: all of the GPU if its need is unknown."""
+        """Return the memory kept for it there: all of the GPU if its need is unknown."""
         return gpu.total_bytes if self.needs_bytes is None else self.needs_bytes[share]
 
     def shares(self) -> list[int]:
@@ -61,7 +61,7 @@ class MemoryRequest(NamedTuple):
         return numbers if needs_bytes is None else sorted(numbers, key=lambda share: -needs_bytes[share])
 
     def kind(self) -> tuple[object, ...]:
-        """Return what decides, besides its size, where it may be and who leaves for it."""
+        """Return what decides, besides its size, where it may run and which jobs leave for it."""
         return (
             *(self.priority, self.action, self.is_preemptible, None if self.preempts_others else self.uid),
             *(self.allowed_gpus, self.chip, self.gpu_count, self.needs_bytes is None),
