@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from itertools import compress
 from time import monotonic
 
 from . import addresses, cuda_state, reducer_buckets
@@ -189,11 +190,12 @@ def _owners(torch: Any, found: FoundStorages) -> dict[int, tuple[Any, set[int]]]
 def _objects_of(*types: type[object]) -> tuple[list[Any], ...]:
     """Return the collector's objects of each class. Uses `type`, because `isinstance` would run code of proxies.
 
-    All ranks are parked meanwhile, so the loop over some 100,000 objects does only one set lookup each.
+    All ranks are parked meanwhile, so some 100,000 objects are filtered without a step of the interpreter for each.
     """
     kinds = [_with_subclasses(base) for base in types]
     of_any: frozenset[type[object]] = frozenset(kind for those in kinds for kind in those)
-    known = [candidate for candidate in gc.get_objects() if type(candidate) in of_any]
+    all_objects = gc.get_objects()
+    known = list(compress(all_objects, map(of_any.__contains__, map(type, all_objects))))
     return tuple([candidate for candidate in known if type(candidate) in those] for those in kinds)
 
 
