@@ -210,7 +210,7 @@ def test_gpus_come_and_go_without_opening_again(sys: FakeSys, look: Look) -> Non
     assert [(gpu.uuid, gpu.index) for gpu in snapshot.gpus] == [(uuid(1), 0), (uuid(2), 1)]
 
 
-def test_parts_of_one_card_are_told_apart(tmp_path: Path, rocm: Path) -> None:
+def test_parts_of_one_card_are_distinguished(tmp_path: Path, rocm: Path) -> None:
     sys = FakeSys.of_mi300x(tmp_path / "other", 1)
     for part in (1, 2):
         properties = listing(

@@ -118,7 +118,7 @@ def test_what_does_not_change_is_asked_for_once(look: Look, scenario: Scenario) 
     assert first == second
 
 
-def test_older_cards_tell_average_power_and_edge_temperature(look: Look, scenario: Scenario) -> None:
+def test_older_cards_report_average_power_and_edge_temperature(look: Look, scenario: Scenario) -> None:
     scenario.gpus[0] |= {"hotspot": None, "edge": 33, "power": None, "average_power": 41}
     scenario.write()
     gpu = look().gpus[0]
@@ -146,7 +146,7 @@ def test_links_by_pcie_count_only_with_peer_access(make_amd: Make, scenario: Sce
     assert links == [(uuid(1), "pcie", None, None), (uuid(3), "xgmi", 4, 50_000_000_000)]
 
 
-def test_processes_of_the_library_are_told_with_their_memory(look: Look, scenario: Scenario) -> None:
+def test_processes_of_the_library_are_reported_with_their_memory(look: Look, scenario: Scenario) -> None:
     scenario.processes = ["0 4711 3221225472 python3", "1 4711 0 python3", "1 4712 18446744073709551615 a"]
     scenario.write()
     assert shares(look()) == {(4711, 0): 3 * GIB, (4711, 1): 0, (4712, 1): None}
@@ -165,7 +165,7 @@ def test_memory_that_may_not_be_seen_is_unknown_and_not_zero(look: Look, scenari
     assert shares(look()) == {(4711, 0): None, (4712, 0): GIB}
 
 
-def test_processes_that_are_not_told_are_missed(look: Look, scenario: Scenario) -> None:
+def test_unreported_processes_are_detected(look: Look, scenario: Scenario) -> None:
     scenario.processes = ["0 4711 1 python3", "1 4712 1 python3"]
     scenario.order("error amdsmi_get_gpu_process_list@0 7")
     snapshot = look()

@@ -184,7 +184,7 @@ async def test_a_restore_that_failed_has_the_memory_that_was_held_beside_it(movi
 
 
 @pytest.mark.thorough
-async def test_other_memory_on_the_same_route_is_not_taken_for_what_has_gone_ahead(moving: Moving) -> None:
+async def test_other_memory_on_the_same_route_does_not_count_as_staged(moving: Moving) -> None:
     async with moving() as job:
         await job.settle()
         await job.carrier.prepare(job.off)

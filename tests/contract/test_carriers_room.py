@@ -49,7 +49,7 @@ async def test_memory_that_was_taken_in_time_was_used_when_others_had_taken_the_
 
 
 @pytest.mark.thorough
-async def test_whoever_was_told_that_there_is_no_room_could_have_had_what_was_held_beside_a_job(moving: Moving) -> None:
+async def test_optional_copies_are_freed_before_a_request_is_refused(moving: Moving) -> None:
     async with moving() as job:
         memory, (here, there) = job.rig.memory, job.node.uuids
         memory.free_memory = job.carrier.free_memory
@@ -84,7 +84,7 @@ async def _given_back(job: CarriedProcess, size_bytes: int) -> None:
 
 
 @pytest.mark.thorough
-async def test_nobody_gives_anything_back_for_what_can_be_done_without(moving: Moving) -> None:
+async def test_no_memory_is_freed_for_an_optional_copy(moving: Moving) -> None:
     async with moving() as job:
         calls: list[str] = []
 

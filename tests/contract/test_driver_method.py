@@ -82,7 +82,7 @@ async def test_ranks_that_take_one_anothers_gpu_reserve_it_when_they_have_left(p
 
 
 @pytest.mark.thorough
-async def test_with_plenty_free_a_neighbour_stands_too_while_room_changes_hands(parts: Parts, gate: Path) -> None:
+async def test_with_plenty_free_other_processes_are_paused_too_during_the_handover(parts: Parts, gate: Path) -> None:
     """Once nobody was held still with 2 GiB free, and a neighbour took 6 GiB between the look and the call."""
     async with rigged(parts) as rig:
         off = await rig.take_off()
@@ -122,7 +122,7 @@ async def test_a_restore_that_is_cut_off_keeps_neighbours_still_until_the_driver
 
 
 @pytest.mark.thorough
-async def test_on_a_full_gpu_nobody_is_restored_beside_one_who_cannot_be_held_still(parts: Parts) -> None:
+async def test_on_a_full_gpu_no_process_is_restored_beside_one_that_cannot_be_paused(parts: Parts) -> None:
     """Once it was skipped and the restore continued: whatever it took in that moment, the job was lost for."""
     async with rigged(parts) as rig:
         off = await rig.take_off()
@@ -208,7 +208,7 @@ def _driver_calls(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.thorough
-async def test_one_that_the_driver_has_given_up_is_not_waited_for(parts: Parts) -> None:
+async def test_a_process_in_the_drivers_failed_state_is_not_waited_for(parts: Parts) -> None:
     async with rigged(parts) as rig:
         off = await rig.take_off()
         rig.node.order(f"fail step:state@{rig.moved.pid}")
@@ -219,7 +219,7 @@ async def test_one_that_the_driver_has_given_up_is_not_waited_for(parts: Parts) 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("own", "gpu"), [(0, "gpu0"), (0, "gpu1"), (1, "gpu0"), (1, "gpu1")])
-async def test_one_of_another_node_comes_back_on_the_gpu_that_is_wanted_by_a_map_of_all(
+async def test_a_process_of_another_node_is_restored_on_the_requested_gpu_by_a_map_of_all(
     parts: Parts, own: int, gpu: str
 ) -> None:
     """Once it was given no map where its GPU is not on this node. What the driver makes of it is not measured yet."""

@@ -109,7 +109,7 @@ async def test_an_exited_process_is_no_longer_an_orphan_and_its_pid_is_free(
 
 
 @pytest.mark.thorough
-async def test_one_that_the_driver_has_given_up_is_told_of_and_not_adopted(
+async def test_a_process_in_the_drivers_failed_state_is_reported_and_not_adopted(
     node: CudaNode, owner: Owner, tmp_path: Path
 ) -> None:
     """Adopting it would hold room for it, and wait, for nothing."""

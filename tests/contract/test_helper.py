@@ -291,7 +291,7 @@ async def test_a_copy_in_rounds_continues_in_another_helper_with_the_remaining_b
         memory.close()
 
 
-async def test_one_gpu_that_cannot_reach_the_other_is_carried_all_the_same(node: CudaNode, owner: Owner) -> None:
+async def test_bytes_of_a_gpu_without_peer_access_are_carried_too(node: CudaNode, owner: Owner) -> None:
     node.order("error cuCtxEnablePeerAccess 217")
     here, there = node.uuids
     async with linked(node) as link:

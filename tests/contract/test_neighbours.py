@@ -72,7 +72,7 @@ async def _state(link: Link, owner: Owner) -> str:
 
 
 @pytest.mark.thorough
-async def test_one_that_somebody_else_has_locked_stays_locked(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
+async def test_a_process_locked_by_another_program_stays_locked(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
     """Unlocking it would let a process continue that another operation is about to take off its GPU."""
     async with linked(node) as link:
         await ask(link, "lock", pid=owner.pid, timeout_s=1)
@@ -142,7 +142,7 @@ async def test_with_pauses_disabled_no_process_is_paused(node: CudaNode, owner: 
 
 
 @pytest.mark.thorough
-async def test_one_that_was_stopped_while_it_was_held_still_cost_everybody_the_helper_until_it_went_on(
+async def test_a_paused_process_that_is_stopped_does_not_end_the_helper_of_others(
     node: CudaNode, owner: Owner, other: Owner, tmp_path: Path
 ) -> None:
     """How it stood was asked once a second, and each question ended the helper after ten."""
@@ -166,7 +166,7 @@ async def test_one_that_was_stopped_while_it_was_held_still_cost_everybody_the_h
 
 
 @pytest.mark.thorough
-async def test_one_that_is_stopped_in_the_moment_in_which_it_is_locked_counts_as_one_that_goes_on(
+async def test_a_process_stopped_during_its_lock_counts_as_running(
     node: CudaNode, owner: Owner, other: Owner, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"

@@ -130,7 +130,7 @@ def test_an_upgrade_under_a_running_agent_gave_it_half_of_another_version(
     assert output == undisturbed([PLAIN])
 
 
-def test_other_bytes_are_not_taken_for_its_own(socket_path: Path, pool: int) -> None:
+def test_foreign_bytes_are_not_loaded(socket_path: Path, pool: int) -> None:
     with ScriptedDaemon(socket_path) as daemon, Training([SLEEPER], socket_path):
         agent = daemon.attended()
         _out(agent, pool)
@@ -143,7 +143,7 @@ def test_other_bytes_are_not_taken_for_its_own(socket_path: Path, pool: int) -> 
         agent.done("release", limit_s=20)
 
 
-def test_parked_it_outlives_its_daemon_and_says_so_to_the_next(socket_path: Path, pool: int) -> None:
+def test_a_parked_job_survives_its_daemon_and_reports_to_the_next(socket_path: Path, pool: int) -> None:
     with Training([PLAIN], socket_path) as training:
         with ScriptedDaemon(socket_path) as first:
             agent = first.attended()
@@ -170,7 +170,7 @@ def test_without_a_daemon_it_continues_after_the_limit(socket_path: Path, pool: 
     assert output == undisturbed([PLAIN])
 
 
-def test_told_to_rest_it_stays_however_long_no_daemon_is_there(socket_path: Path, pool: int) -> None:
+def test_a_suspended_job_stays_suspended_without_a_daemon(socket_path: Path, pool: int) -> None:
     """Its GPU may be somebody else's by then; without the order it would be back before the next daemon is."""
     with Training([PLAIN], socket_path, HEGM_PARK_LIMIT_S="0") as training:
         with ScriptedDaemon(socket_path) as first:

@@ -72,7 +72,7 @@ def _losses(output: str) -> set[tuple[str, ...]]:
         (1, "rank=0,step=5,kind=sigkill,phase=torn;rank=0,step=9,kind=lock,generation=2", 2),
     ],
 )
-def test_ranks_that_fail_one_after_the_other_go_on_with_the_losses_of_the_undisturbed_run(
+def test_ranks_that_fail_one_after_the_other_continue_with_the_losses_of_the_undisturbed_run(
     daemon: RunningDaemon, ranks: int, faults: str, recoveries: int
 ) -> None:
     expected, errors = _started(daemon, ranks).communicate(timeout=ENDS_WITHIN_S)

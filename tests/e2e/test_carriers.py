@@ -205,7 +205,7 @@ def test_a_daemon_that_is_killed_while_a_job_is_suspended_leaves_it_to_the_next(
 
 
 @pytest.mark.parametrize("carrier", ["peer", "host"])
-def test_whoever_takes_all_memory_again_and_again_does_not_get_the_room_of_the_storages(
+def test_a_program_that_keeps_taking_all_memory_does_not_get_the_storages_reservation(
     node: DrivenNode, tmp_path: Path, carrier: str
 ) -> None:
     """It was let go before the agent was told to make them, and somebody else was quicker.

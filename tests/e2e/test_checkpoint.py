@@ -163,7 +163,7 @@ def halted(tmp_path: Path, halts: Halts) -> Iterator[RunningDaemon]:
 
 
 @pytest.mark.skipif(why_no_mounts() is not None, reason=why_no_mounts() or "")
-def test_on_a_disk_that_fills_up_the_job_goes_on_and_nothing_is_left(
+def test_on_a_disk_that_fills_up_the_job_continues_and_nothing_is_left(
     halted: RunningDaemon, halts: Halts, tmp_path: Path, expected: list[str]
 ) -> None:
     disk = tmp_path / "disk"

@@ -70,7 +70,7 @@ def handed_to(uid: int, path: Path) -> None:
         os.chown(each, uid, uid)
 
 
-def test_nobody_but_root_takes_or_restores_what_is_not_theirs(daemon: RunningDaemon, folder: Path) -> None:
+def test_only_root_dumps_or_restores_jobs_of_other_users(daemon: RunningDaemon, folder: Path) -> None:
     """An image of root's, with this node's signature, in the hands of somebody else."""
     image, theirs = folder / "image", folder / "theirs"
     with ImageJob(folder / "job", daemon.socket_path) as job:

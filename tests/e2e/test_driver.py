@@ -218,7 +218,7 @@ def test_a_process_that_is_stopped_by_a_signal_is_refused_before_the_driver_wait
         watched.is_whole()
 
 
-def test_one_that_is_stopped_in_its_checkpoint_is_told_of_within_seconds_and_comes_through_when_it_goes_on(
+def test_a_process_stopped_in_its_checkpoint_is_reported_within_seconds_and_finishes_once_continued(
     node: DrivenNode, tmp_path: Path
 ) -> None:
     """Five minutes passed before anybody was told, and then everybody's helper was ended."""
@@ -241,7 +241,7 @@ def test_one_that_is_stopped_in_its_checkpoint_is_told_of_within_seconds_and_com
         only_its_own(node, watched)
 
 
-def test_one_that_is_stopped_in_its_restore_was_in_the_log_alone(node: DrivenNode, tmp_path: Path) -> None:
+def test_a_process_stopped_in_its_restore_is_shown_by_ops(node: DrivenNode, tmp_path: Path) -> None:
     """Nothing that is done to it comes on, and whoever looked was shown an operation that takes its time."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)

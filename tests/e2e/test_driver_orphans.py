@@ -97,7 +97,7 @@ def _come_back_without_a_journal(node: DrivenNode, watched: Watched) -> None:
         next(event for event in told_of if event.facts["kind"] == "process" and event.pid == watched.pid)
 
 
-def test_one_of_whom_nobody_knows_where_it_was_waits_for_room_on_every_gpu(tmp_path: Path) -> None:
+def test_a_process_of_unknown_gpu_waits_for_memory_on_every_gpu(tmp_path: Path) -> None:
     with DrivenNode(tmp_path, gpu_bytes=4 * GIB) as node, node.program(0) as program, node.connect() as connection:
         watched = Watched(program)
         by_somebody(node, "lock", "checkpoint", pid=watched.pid)
@@ -111,7 +111,7 @@ def test_one_of_whom_nobody_knows_where_it_was_waits_for_room_on_every_gpu(tmp_p
         only_its_own(node, watched)
 
 
-def test_nobody_who_is_stopped_is_asked_and_one_who_does_not_answer_hides_no_other(node: DrivenNode) -> None:
+def test_stopped_processes_are_not_queried_and_a_silent_one_hides_no_other(node: DrivenNode) -> None:
     with node.program(0) as stopped, node.program(0) as hung, node.program(1) as found, node.connect() as connection:
         programs = [Watched(program) for program in (stopped, hung, found)]
         one, two, three = (program.pid for program in programs)

@@ -155,7 +155,7 @@ def test_it_goes_with_a_cancel_waits_for_its_turn_can_be_done_without_and_is_tra
         assert job.steps()
 
 
-def test_one_that_is_kept_ready_is_nobody_until_its_turn_and_ends_with_the_job(
+def test_a_prestarted_process_is_no_worker_until_its_turn_and_ends_with_the_job(
     daemon: RunningDaemon, tmp_path: Path
 ) -> None:
     """Asked for with `--ready always`: it was started for the GPU that the job was on, and continues on another one."""

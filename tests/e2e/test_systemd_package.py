@@ -123,7 +123,7 @@ def test_a_socket_that_was_disabled_stays_so_over_an_upgrade(
     assert fresh_node.show("hegmd.socket", "ActiveState") == "inactive"
 
 
-def test_nobodys_python_is_used_and_none_is_touched(fresh_node: SystemdNode, deb: Path) -> None:
+def test_the_package_uses_and_changes_no_other_python(fresh_node: SystemdNode, deb: Path) -> None:
     install(fresh_node, deb)
     poison = fresh_node.root / "root/poison"
     poison.mkdir()

@@ -177,7 +177,7 @@ CAUSES = 'write a list of any of "uncorrected", "corrected", "rows", "link", "dr
         ),
     ],
 )
-def test_one_line_says_where_what_and_what_to_write_instead(file: Path, text: str, what: str, hint: str) -> None:
+def test_one_line_names_place_fault_and_remedy(file: Path, text: str, what: str, hint: str) -> None:
     assert complaints(file, text) == [f"FILE:{what}; {hint}"]
 
 

@@ -15,7 +15,7 @@ def figure(action: str, carrier: str, took_s: float, place: str = "disk", **more
     return ImageRate(action, 8, place, carrier, took_s, {}, **more)
 
 
-def test_ours_stands_beside_the_driver_and_criu_alone_of_the_same_size_and_place() -> None:
+def test_ours_is_compared_with_the_driver_and_criu_alone_of_the_same_size_and_place() -> None:
     figures = [
         figure("checkpoint", HOST, 10.0, written_bytes_per_s=1.4 * GB, dd_bytes_per_s=1.5 * GB),
         figure("checkpoint", DRIVER, 25.0),
@@ -31,7 +31,7 @@ def test_ours_stands_beside_the_driver_and_criu_alone_of_the_same_size_and_place
     ]
 
 
-def test_parts_were_lost_when_the_daemon_said_them_in_other_words() -> None:
+def test_parts_are_found_in_the_daemons_current_wording() -> None:
     sources = Path(__file__).parents[2].joinpath("hegmd", "images").rglob("*.py")
     texts = [text for source in sources for text in re.findall(r'"([^"\n]* ms[^"\n]*)"', source.read_text())]
     logged = [text.replace("%s", "DIR").replace("%d", "1").replace("%.1f", "2.5") for text in texts]

@@ -13,7 +13,7 @@ def moved(took_s: float, estimate_s: float | None, rates: dict[str, float], size
     return Measured(size_gib, "migrate", "peer", "gpu0 to 1", took_s, estimate_s, {}, rates, parts)
 
 
-def test_what_keeps_to_all_aims_is_said_to() -> None:
+def test_a_move_that_meets_all_aims_is_reported_as_such() -> None:
     verdict_lines = verdicts([moved(0.7, 0.8, FAST)] * 5)
     assert [line.partition(": ")[0] for line in verdict_lines] == ["kept", "kept", "kept"], verdict_lines
     assert "stands for 0.700 s, 0.8 allowed (5 times)" in verdict_lines[0]

@@ -97,7 +97,7 @@ def test_an_order_in_time_stops_at_just_that_boundary(rank: _Rank) -> None:
     assert rank.results() == []
 
 
-def test_one_that_stands_goes_on_to_a_later_boundary(rank: _Rank) -> None:
+def test_a_parked_thread_continues_to_a_later_boundary(rank: _Rank) -> None:
     rank.park(1, at=1)
     rank.let_pass()
     assert rank.wait_until_parked() == 1

@@ -86,7 +86,7 @@ def made(tmp_path: Path) -> Iterator[Callable[..., _TrainingThread]]:
         one.end()
 
 
-def test_nothing_is_asked_of_a_training_before_somebody_wants_its_state(made: Callable[..., _TrainingThread]) -> None:
+def test_a_training_is_not_searched_before_its_state_is_requested(made: Callable[..., _TrainingThread]) -> None:
     training = made()
     training.departure.tick()
     assert training.departure.next_deadline() is None
@@ -303,7 +303,7 @@ def test_a_training_parked_where_it_cannot_continue_from_is_asked_again_later(
     assert (tmp_path / "latest.pt").read_bytes() == b"state"
 
 
-def test_one_whose_parent_is_not_its_launcher_left_and_was_never_started_again(
+def test_a_training_whose_parent_is_not_its_launcher_is_not_ended(
     made: Callable[..., _TrainingThread], tmp_path: Path
 ) -> None:
     """`bash -c 'python train.py; python upload.py'` continued with the upload, of a training that was half done."""

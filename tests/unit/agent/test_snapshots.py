@@ -93,7 +93,7 @@ def test_a_survey_beside_a_snapshot_has_its_limit_and_gives_way_to_other_orders(
     rank.orders.end()
 
 
-def test_one_for_a_boundary_that_was_passed_fails_at_once_and_parks_nobody(rank: _Rank) -> None:
+def test_a_snapshot_for_a_passed_boundary_fails_at_once_and_parks_no_thread(rank: _Rank) -> None:
     rank.let_pass(3)
     rank.wait_until_passed(3)
     _snapshot(rank, 1, at=2, exact=True)
@@ -320,7 +320,7 @@ def test_whatever_comes_beside_it_the_slot_has_a_whole_snapshot_of_its_boundary_
     rank.gate.withdraw()
 
 
-def test_one_that_is_parked_already_is_not_written_again(rank: _Rank, slot: int, written: list[int]) -> None:
+def test_a_parked_training_is_not_written_again(rank: _Rank, slot: int, written: list[int]) -> None:
     _park(rank, 5, None)
     rank.let_pass()
     _tick_until(rank, lambda: rank.reports)

@@ -269,7 +269,7 @@ def no_descriptors_left() -> Generator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-async def test_one_that_is_started_but_not_waited_for_goes_with_the_daemon() -> None:
+async def test_a_started_but_abandoned_call_ends_with_the_daemon() -> None:
     async with linked("deaf") as link, anyio.create_task_group() as tasks:
         tasks.start_soon(link.start)
         await anyio.lowlevel.checkpoint()

@@ -173,7 +173,7 @@ def test_who_ends_a_waiting_launcher_leaves_the_state_behind(tmp_path: Path) -> 
 
 
 @pytest.mark.thorough
-def test_one_path_for_all_is_gone_on_from_by_the_next_launcher_of_the_same_command(tmp_path: Path) -> None:
+def test_a_common_path_is_continued_from_by_the_next_launcher_of_the_same_command(tmp_path: Path) -> None:
     path = tmp_path / "mine" / "state.pt"
     with launched(tmp_path, LEAVES_ONCE, "--debug", HEGM_CHECKPOINT_PATH=str(path)) as launcher:
         launcher.lines_until("Waiting for controller")

@@ -120,7 +120,7 @@ def test_a_worker_that_left_for_the_daemon_is_the_daemons(tmp_path: Path) -> Non
     assert both.daemon.received[-1] == "not started no such file"
 
 
-def test_where_the_daemon_has_it_started_it_also_goes_on_from_its_file(tmp_path: Path) -> None:
+def test_started_by_the_daemon_it_also_continues_from_its_file(tmp_path: Path) -> None:
     """Started again with what it had at first, it would be back on the GPU that it was moved away from."""
     both = _TwoDesks(tmp_path, _Daemon(expects=True))
     both.desks.ended(99, sent_signal=None)

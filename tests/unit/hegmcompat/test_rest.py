@@ -76,7 +76,7 @@ def test_the_answers_are_those_of_hegm(served: rest.Server, tmp_path: Path) -> N
         ("/checkpoint", [1], (400, "invalid JSON: an object is needed")),
     ],
 )
-def test_what_is_wrong_is_said(served: rest.Server, path: str, body: Any, answer: tuple[int, str]) -> None:
+def test_faults_are_reported(served: rest.Server, path: str, body: Any, answer: tuple[int, str]) -> None:
     assert _post(served.port, path, body) == (answer[0], {"error": answer[1]})
 
 

@@ -106,7 +106,7 @@ def test_who_prepares_something_without_pytorch_is_left_be_and_looked_at_again(t
         assert lookout.check(process.pid, lookout.look_at, None) is not None
 
 
-def test_nobody_elses_process_is_looked_at(torch: str) -> None:
+def test_processes_of_other_users_are_not_checked(torch: str) -> None:
     words = ("sh", "-c", '"$@"; true', "sh", sys.executable, "-I", "-c", TRAINS, torch)
     with running(*words, path=None) as process:
         (other,) = psutil.Process(process.pid).children()

@@ -154,7 +154,7 @@ class _Run:
 
 
 @pytest.mark.thorough
-def test_plain_python_saves_at_the_signal_and_goes_on_from_there(made: Path, tmp_path: Path) -> None:
+def test_plain_python_saves_at_the_signal_and_continues_from_there(made: Path, tmp_path: Path) -> None:
     """Issue 14, row 7: HeGM's users start `python train.py`, and hegmd had no such form."""
     need_torch()
     spec = importlib.util.find_spec("torch")

@@ -56,7 +56,7 @@ def test_a_state_that_cannot_be_given_is_of_use_only_where_all_have_it() -> None
     assert found.step == 8
 
 
-def test_only_a_training_that_has_made_no_step_begins_anew() -> None:
+def test_only_a_training_without_a_step_starts_over() -> None:
     found = choose((None, None), _recorded(2), {}, is_new=True)
     assert found is not None
     assert found.step is None

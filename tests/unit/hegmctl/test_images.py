@@ -84,7 +84,7 @@ def public() -> Iterator[Path]:
 
 
 @pytest.mark.thorough
-def test_nobody_removes_or_reads_what_is_anothers(public: Path) -> None:
+def test_images_of_other_users_are_neither_read_nor_removed(public: Path) -> None:
     built(public / "image")
     environ = environment("/nowhere.sock")
     for verb in (("show",), ("rm", "--yes")):
@@ -131,7 +131,7 @@ def test_what_is_unknown_is_not_shown_as_zero() -> None:
 
 
 @pytest.mark.thorough
-def test_nobody_is_asked_to_confirm_the_end_of_what_is_not_there(tmp_path: Path) -> None:
+def test_removing_a_missing_image_asks_for_no_confirmation(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     assert error(hegmctl("rm", str(tmp_path / "nope"))) == (
         NOT_FOUND.exit_status,

@@ -319,7 +319,7 @@ def test_a_second_ctrl_c_leaves_it_going(daemon: FakeDaemon) -> None:
     assert not _asked_to_cancel(daemon)
 
 
-def test_who_says_yes_sees_it_turned_back(daemon: FakeDaemon) -> None:
+def test_confirming_rolls_the_operation_back(daemon: FakeDaemon) -> None:
     daemon.answers[m.Migrate] = coming_on(None)
     daemon.answers[m.CancelOperation] = saying(_reply(UNDER_WAY))
     daemon.answers[m.Story] = coming_on(m.StoryReply(operation=TURNED, story=STORY))
@@ -335,7 +335,7 @@ def test_who_says_yes_sees_it_turned_back(daemon: FakeDaemon) -> None:
     assert daemon.wait_for(m.Story) == m.Story(id="7", follow=True)
 
 
-def test_one_that_cannot_be_cancelled_any_more_was_left_without_a_word_of_its_end(daemon: FakeDaemon) -> None:
+def test_the_end_of_an_operation_that_cannot_be_cancelled_is_reported(daemon: FakeDaemon) -> None:
     daemon.answers[m.Migrate] = coming_on(None)
     daemon.answers[m.CancelOperation] = failing(HegmError(REFUSED, "operation 7 is past the point", "let it finish"))
     daemon.answers[m.Story] = coming_on(m.StoryReply(operation=DONE, story=STORY))

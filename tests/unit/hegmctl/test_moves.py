@@ -106,7 +106,7 @@ async def test_both_faces_make_the_same_request_and_give_its_answer(
         daemon.wait_until(lambda: daemon.requests.count(request_) == 2)
 
 
-async def test_progress_is_told_as_it_comes_and_can_be_followed(daemon: FakeDaemon) -> None:
+async def test_progress_is_reported_as_it_comes_and_can_be_followed(daemon: FakeDaemon) -> None:
     daemon.answers[m.Story] = telling(STORY)
     reports: list[OperationProgress] = []
     with connect(str(daemon.path)) as hegmd:

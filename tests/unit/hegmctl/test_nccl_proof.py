@@ -109,7 +109,7 @@ def test_only_an_operation_that_failed_is_a_verdict(code: Code, has_begun: bool,
         operation_of("suspend", ask)
 
 
-def test_one_other_loss_is_a_failure_and_named(tmp_path: Path) -> None:
+def test_a_different_loss_is_a_failure_and_named(tmp_path: Path) -> None:
     with ranks(tmp_path, RANKS, steps=3) as job:
         assert job.wait(HANG_S) == 3
         compare(job.losses(), job.losses(), 3)

@@ -52,7 +52,7 @@ def test_nothing_that_waits_is_no_heading() -> None:
     assert "Waiting:" not in operations_text(m.OperationsReply(operations=(MOVING,)), PIPE)
 
 
-def test_one_that_is_held_says_its_reason_once() -> None:
+def test_a_held_operation_shows_its_reason_once() -> None:
     held = SUSPENDED.replace(
         failure=Reason(code="refused", message="no room", hint="free some"),
         waits=Wait(why="the job is parked: no memory", next="hegmctl resume 4711"),

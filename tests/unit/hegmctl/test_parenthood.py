@@ -28,7 +28,7 @@ def waiting(within_s: str) -> subprocess.Popen[str]:
     return subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True)
 
 
-def test_one_that_was_stopped_while_its_time_passed_took_what_nobody_had_sent_for_a_signal() -> None:
+def test_a_supervisor_stopped_during_its_wait_passes_on_no_phantom_signal() -> None:
     """sigtimedwait gave what nobody had filled in; that was passed on, and ended the supervisor: invalid argument."""
     with waiting("0.05") as process:
         assert process.stdout is not None

@@ -139,7 +139,7 @@ def test_it_waits_before_the_first_line_and_continues_as_the_same_start(script: 
 
 
 @pytest.mark.parametrize("what", ["killed", "another environment", "ranks", "another command"])
-def test_one_that_cannot_go_on_as_that_start_is_ended(script: Path, state: int, what: str) -> None:
+def test_a_prestarted_process_that_cannot_become_that_start_is_ended(script: Path, state: int, what: str) -> None:
     known = PrestartCase(script)
     readied = made_ready(known.expected())
     wanted = known.start(state, **{"another environment": {"MORE": "1"}, "ranks": {STATES: "2:x"}}.get(what, {}))
@@ -154,7 +154,7 @@ def test_one_that_cannot_go_on_as_that_start_is_ended(script: Path, state: int, 
     readied.end()
 
 
-def test_nobody_waits_any_more_once_it_is_let_go_of(script: Path) -> None:
+def test_releasing_it_ends_the_wait(script: Path) -> None:
     known = PrestartCase(script)
     readied = made_ready(known.expected())
     readied.end()
@@ -245,7 +245,7 @@ def differing(known: PrestartCase, **different: str | None) -> PrestartSpec:
     return PrestartSpec(known.command, environ, ("torch", "torch.inner", "torch.later"), known.path)
 
 
-def test_one_that_was_kept_goes_on_elsewhere_with_what_was_imported_since(kept: PrestartCase, state: int) -> None:
+def test_a_prestarted_process_continues_elsewhere_with_later_imports(kept: PrestartCase, state: int) -> None:
     """What nothing has read yet it is given in its turn, or loses then; and only then it is a process as any."""
     readied = made_ready(kept.expected())
     assert readied.check()
@@ -316,7 +316,9 @@ def test_one_is_not_kept_for_an_environment_that_its_imports_may_have_read(
     end(readied)
 
 
-def test_one_whose_modules_have_changed_on_disk_ends_as_soon_as_it_is_wanted(kept: PrestartCase, script: Path) -> None:
+def test_a_prestarted_process_whose_modules_changed_on_disk_ends_once_requested(
+    kept: PrestartCase, script: Path
+) -> None:
     """An edited module would have been another one in the process that continues than in a start as any."""
     readied = made_ready(kept.expected())
     assert readied.check()
@@ -330,7 +332,7 @@ def test_one_whose_modules_have_changed_on_disk_ends_as_soon_as_it_is_wanted(kep
 
 
 @pytest.mark.parametrize("how", ["edited", "shadowed"])
-def test_one_whose_modules_have_changed_since_it_was_asked_does_not_take_its_turn(
+def test_a_prestarted_process_whose_modules_changed_since_the_request_is_not_used(
     kept: PrestartCase, script: Path, state: int, how: str
 ) -> None:
     """It ends as one that cannot: it is started as without one, and not counted as another try."""

@@ -85,7 +85,7 @@ def test_a_program_that_cannot_be_started_is_reported(tmp_path: Path, name: str,
         Probe(1, str(tmp_path / name), ENVIRON, 0.0)
 
 
-def test_one_that_does_not_answer_is_ended(tmp_path: Path) -> None:
+def test_a_probe_that_does_not_answer_is_ended(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.set_inheritable(writer, True)
     others = children()

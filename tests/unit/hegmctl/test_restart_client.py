@@ -236,7 +236,7 @@ def test_a_restart_was_given_up_where_the_one_that_was_made_ready_could_not_take
     assert attended.reports()[-1].starts == 2
 
 
-def test_one_that_failed_hours_after_its_restart_was_started_again_from_its_old_state(attended: DeskNode) -> None:
+def test_a_training_that_fails_hours_after_its_restart_does_not_continue_from_the_old_state(attended: DeskNode) -> None:
     """No daemon had been there since to say that the operation was over."""
     attended.attend()
     attended.expect()
@@ -258,7 +258,7 @@ def test_ranks_are_started_again_unless_all_have_trained_on(attended: DeskNode, 
     assert not goes_on or not attended.lock_path.read_bytes()
 
 
-def test_one_that_says_that_it_cannot_go_on_is_not_tried_again(attended: DeskNode) -> None:
+def test_a_command_that_reports_that_it_cannot_continue_is_not_retried(attended: DeskNode) -> None:
     attended.attend()
     attended.expect()
     attended.start()
@@ -477,7 +477,7 @@ def test_what_was_made_ready_ended_with_the_daemon_that_had_asked_for_it(attende
         attended.desk.close()
 
 
-def test_one_that_could_not_be_kept_is_offered_to_nobody(attended: DeskNode) -> None:
+def test_a_prestarted_process_that_could_not_be_kept_is_not_offered(attended: DeskNode) -> None:
     attended.attend()
     attended.order("ready", operation="", imports=("torch",))
     attended.until(lambda: attended.desk.expected() is not None)
@@ -490,7 +490,7 @@ def test_one_that_could_not_be_kept_is_offered_to_nobody(attended: DeskNode) -> 
         attended.desk.close()
 
 
-def test_nobody_is_kept_for_a_daemon_that_declines(attended: DeskNode) -> None:
+def test_no_process_is_prestarted_for_a_daemon_that_declines(attended: DeskNode) -> None:
     attended.attend()
     attended.order("ready", operation="", imports=("torch",))
     attended.until(lambda: attended.desk.expected() is not None)

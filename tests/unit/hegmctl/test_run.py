@@ -283,7 +283,7 @@ def test_no_daemon_takes_the_place_of_one_that_was_killed(socket_path: Path) -> 
     assert hegmctl("run", "--no-daemon-start", "--", "true", socket=socket_path).returncode == 0
 
 
-def test_without_a_daemon_and_told_to_start_none_the_command_runs(socket_path: Path) -> None:
+def test_without_a_daemon_and_with_no_daemon_the_command_runs(socket_path: Path) -> None:
     ran = hegmctl("run", "--no-daemon-start", "--", "sh", "-c", "echo $HEGM_SOCKET; exit 4", socket=socket_path)
     assert (ran.returncode, ran.stdout) == (4, f"{socket_path}\n")
     assert "the job runs, and its agent connects once a daemon runs" in ran.stderr

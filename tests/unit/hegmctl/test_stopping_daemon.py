@@ -35,7 +35,7 @@ def leaving(*, times: int) -> Answerer:
     return answer
 
 
-def test_nobody_who_looks_is_refused_because_the_daemon_is_started_anew(hegmd: Connection, daemon: FakeDaemon) -> None:
+def test_read_requests_survive_a_restart_of_the_daemon(hegmd: Connection, daemon: FakeDaemon) -> None:
     daemon.answers[m.Gpus] = leaving(times=2)
     assert hegmd.gpus() == node.GPUS
     assert hegmd.ping() == m.Pong()

@@ -199,9 +199,7 @@ def test_a_full_queue_is_waited_for_until_the_deadline(socket_path: Path) -> Non
         waiting.close()
 
 
-def test_of_descriptors_that_were_lost_on_the_way_the_others_were_taken_for_the_next_ones(
-    ends: tuple[Wire, socket.socket],
-) -> None:
+def test_lost_descriptors_do_not_shift_the_following_ones(ends: tuple[Wire, socket.socket]) -> None:
     """At its limit of open files a process gets the first of them, and they waited for whatever came after."""
     wire, theirs = ends
     read_end, write_end = os.pipe()

@@ -261,9 +261,7 @@ async def test_a_child_of_a_job_killed_together_with_the_daemon_does_not_stay_st
     )  # of an image that was taken away nobody knows
 
 
-async def test_nobody_let_go_of_a_job_whose_dump_was_given_up_once_that_daemon_was_killed(
-    tmp_path: Path, stopped: int
-) -> None:
+async def test_the_next_daemon_resumes_a_job_whose_dump_was_abandoned(tmp_path: Path, stopped: int) -> None:
     """Nor took away what it had written. One that stands later on does so for another reason."""
     shelf, op = ImageCatalogue(), wished(stopped, begun=True)
     op = op.replace(workers=(op.workers[0].replace(token="a" * 32),))

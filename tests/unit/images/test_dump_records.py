@@ -50,7 +50,7 @@ LOOKS = "#!/bin/sh\ncp {note} {seen}\nexit 1\n"
 
 
 @pytest.mark.thorough
-async def test_whom_criu_stops_is_on_disk_from_before_that_until_they_go_on(tmp_path: Path, paused: int) -> None:
+async def test_processes_that_criu_stops_are_on_disk_until_they_continue(tmp_path: Path, paused: int) -> None:
     program, op = tmp_path / "criu", attended(paused)
     program.write_text(LOOKS.format(note=tmp_path / "standing" / op.id, seen=tmp_path / "seen"))
     program.chmod(0o755)
@@ -82,13 +82,13 @@ async def test_whom_criu_stops_is_on_disk_from_before_that_until_they_go_on(tmp_
     assert list((tmp_path / "standing").iterdir()) == []
 
 
-async def test_who_stood_still_by_a_signal_before_is_noted(tmp_path: Path) -> None:
+async def test_processes_stopped_before_the_dump_are_noted(tmp_path: Path) -> None:
     people = ProcessSet({7: 70, 8: 80}, frozenset({8}))
     DumpRecords(tmp_path).note("1", people)
     assert DumpRecords(tmp_path).people("1") == people
 
 
-async def test_notes_of_operations_that_are_over_and_of_another_boot_are_of_nobody(tmp_path: Path) -> None:
+async def test_notes_of_ended_operations_and_of_another_boot_are_ignored(tmp_path: Path) -> None:
     notes = DumpRecords(tmp_path)
     notes.keep_only(())
     for op_id in ("1", "2"):

@@ -66,13 +66,13 @@ def test_who_was_dumped_is_known_by_number_and_start_time() -> None:
     assert start_ticks_in(manifest().replace(more=None)) == {}
 
 
-def test_on_a_node_without_its_gpu_nobody_believes_in_a_name() -> None:
+def test_a_gpu_name_is_not_trusted_on_a_node_without_that_gpu() -> None:
     """gpu0 of another node is another GPU."""
     (member,) = revived(manifest(), "9", {197: 70}, [gpu("gpu0", "another")], 6.0).workers
     assert (member.previous_gpu, member.first_gpu) == (None, None)
 
 
-def test_of_a_node_with_other_gpus_all_are_told_with_its_own_first() -> None:
+def test_the_map_for_another_node_has_all_gpus_with_its_own_first() -> None:
     """Without them the driver was given no map, and would have looked for a GPU that is on another node."""
     here = [gpu("gpu0", "GPU-0"), gpu("gpu1", "GPU-9")]
     made = manifest()

@@ -36,7 +36,7 @@ def test_places_of_another_daemon_are_made_where_its_agents_look(tmp_path: Path)
     assert Rendezvous(tmp_path / "hegmd.sock").hold(TOKEN, folder) == str(folder / TOKEN)
 
 
-def test_nobody_can_list_tokens_and_whoever_knows_one_can_read_its_place(tmp_path: Path) -> None:
+def test_tokens_cannot_be_listed_and_the_owner_of_one_can_read_its_file(tmp_path: Path) -> None:
     places = Rendezvous(tmp_path / "hegmd.sock")
     place = Path(places.hold(TOKEN))
     assert place.parent.stat().st_mode & 0o777 == 0o711

@@ -125,7 +125,7 @@ def test_an_image_that_names_another_jobs_video_memory_has_its_mark_forgotten(hu
         memory.close()
 
 
-async def test_nothing_stands_against_one_of_this_very_node(tmp_path: Path, node: dict[str, object]) -> None:
+async def test_an_image_of_this_node_has_no_obstacle(tmp_path: Path, node: dict[str, object]) -> None:
     found = await _against(_reviving(tmp_path), _manifest(tmp_path, node))
     assert (found.reasons, found.grown) == ((), ())
 

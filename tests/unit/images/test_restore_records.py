@@ -111,7 +111,7 @@ async def test_a_note_that_could_not_be_taken_away_ended_a_job_that_had_long_com
     assert list((tmp_path / FOLDER_NAME).iterdir()) == []
 
 
-async def test_who_has_the_number_by_now_and_is_somebody_else_is_let_be(tmp_path: Path) -> None:
+async def test_another_process_with_the_same_pid_is_left_alone(tmp_path: Path) -> None:
     with sleeper() as process:
         await noted(tmp_path, process.pid, "python train.py").clear((), (), Pool(1 << 20))
         assert process.poll() is None

@@ -140,7 +140,7 @@ def test_memory_truncated_meanwhile_is_refused_and_kills_no_process(
 
 
 @pytest.mark.thorough
-def test_one_that_is_not_wanted_any_more_leaves_nothing(folder: SpillFolder, memory: tuple[int, bytes]) -> None:
+def test_a_cancelled_spill_leaves_nothing(folder: SpillFolder, memory: tuple[int, bytes]) -> None:
     asked = iter([False, True])
     with pytest.raises(ResultUnwanted):
         folder.write(NAME, memory[0], SIZE_BYTES, lambda: next(asked, True), ignore)

@@ -114,7 +114,7 @@ def test_a_target_without_room_for_what_is_cached_is_refused() -> None:
     assert "gpu1 has" in reason.message
 
 
-def test_one_that_has_cached_its_whole_gpu_can_go_to_another_that_is_empty() -> None:
+def test_a_process_that_has_cached_its_whole_gpu_can_move_to_an_empty_one() -> None:
     """No GPU has more than all: what there could never be beside the helper's context is not asked for."""
     total_bytes = 140 * GIB
     process = a_process(an_agent(cuda_facts(reserved_bytes=139 * GIB)), vram_bytes=total_bytes - 64 * MIB)
@@ -363,7 +363,7 @@ def test_the_room_that_one_on_several_gpus_will_still_take_is_left_out_of_the_ne
     assert then["gpu0"] == 40 * GIB + 21 * GIB + RESTORE_MARGIN_BYTES + SEGMENT_BYTES
 
 
-def test_where_there_is_no_room_for_a_context_to_copy_by_the_worker_copies_by_itself() -> None:
+def test_without_room_for_a_copy_context_the_worker_copies_itself() -> None:
     """Such a move was refused for half a gigabyte that it did not need."""
     for free_gib, carrier in ((33.6, "worker"), (34.2, "host")):
         gpus = (a_gpu("gpu0"), a_gpu("gpu1", free_bytes=int(free_gib * GIB)))

@@ -189,7 +189,7 @@ def test_a_process_that_the_driver_has_given_up_is_lost_and_frees_what_was_held_
     assert drive.op.workers[0].reservations == {}
 
 
-def test_one_that_was_brought_back_by_somebody_else_meanwhile_stays_where_it_is() -> None:
+def test_a_process_that_another_program_restored_meanwhile_stays_where_it_is() -> None:
     drive = DrivenOperation(operation(bare()))
     drive.on(lambda: "restore" in tags(drive.wanted))
     drive.fail("broken")

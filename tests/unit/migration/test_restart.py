@@ -116,7 +116,7 @@ def test_a_process_that_is_killed_once_its_state_is_saved_is_replaced_all_the_sa
     assert drive.op.workers[0].is_absent
 
 
-def test_the_end_of_a_process_that_is_known_to_have_left_asks_for_nobody_twice() -> None:
+def test_the_exit_of_a_process_that_has_left_requests_no_second_start() -> None:
     """The driver of the restart said that it left, and its pidfd said so after that: two were started."""
     drive = DrivenOperation(restart()).until("checkpointing")
     drive.end(reserved_bytes=0)
@@ -218,7 +218,7 @@ def test_a_process_that_falls_before_its_boundary_is_replaced_where_it_was_and_t
     assert not drive.op.workers[0].lost
 
 
-def test_one_that_was_started_again_where_it_was_wanted_was_told_to_be_as_it_was() -> None:
+def test_a_process_restarted_by_its_supervisor_is_reported_at_its_actual_place() -> None:
     """Its supervisor had started it again by itself, before it was asked to on the way back."""
     drive = left()
     reborn(drive)
@@ -364,7 +364,7 @@ def test_a_training_that_ends_of_itself_before_it_was_moved_is_done(phase: str) 
     assert description(drive.op).note == "process 197 finished its training before it was moved"
 
 
-def test_one_that_ends_on_its_way_back_is_as_it_was() -> None:
+def test_a_process_that_ends_during_its_return_is_reported_where_it_was() -> None:
     drive = DrivenOperation(restart()).until("readying")
     drive.feed(events.CancelRequested(by="somebody"))
     drive.feed(events.WorkerExited(worker="a", finished=True))

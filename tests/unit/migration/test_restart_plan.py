@@ -52,7 +52,7 @@ def reasons_text(found: MigrationPlan | tuple[Reason, ...]) -> str:
 
 
 @pytest.mark.parametrize(("phase", "next_"), [("suspended", "--resume op1"), ("restoring", "hegmctl op op1")])
-def test_of_a_process_whose_state_is_held_it_was_said_that_it_is_on_no_gpu(phase: str, next_: str) -> None:
+def test_a_process_whose_state_is_held_is_not_reported_as_on_no_gpu(phase: str, next_: str) -> None:
     left = worker(pid=9, method=RESTART, carrier=BY_STATE, state_saved=True, offloaded=True, gpu=None)
     held = operation(left, phase=phase)
     refused = reasons_text(planned(node().replace(running=(held,)), PlanRequest(kind=SUSPEND, pids=(9,))))
@@ -154,7 +154,7 @@ def test_variables_that_start_over_are_named_in_the_plan() -> None:
     assert not any("starts from the beginning" in hazard for hazard in none.hazards)
 
 
-def test_one_that_a_shell_has_started_left_and_the_shell_went_on() -> None:
+def test_a_training_started_by_a_shell_is_not_restarted() -> None:
     """Its supervisor waited for the shell, which took the exit status of a restart for the end of the training."""
     refused = reasons_text(planned(node(apart=True), ask("gpu2", via=RESTART)))
     assert "would take its exit for the end of the job" in refused
@@ -176,7 +176,7 @@ def test_a_job_that_an_operation_has_was_offered_a_restart_that_it_refuses() -> 
     assert "--via restart" not in refused
 
 
-def test_one_that_is_not_allowed_is_offered() -> None:
+def test_a_disallowed_restart_is_offered_in_the_hint() -> None:
     """The refusal alone left people with nothing to do, though their job could have been restarted there."""
     assert "hegmctl migrate 7 --via restart --to GPU --dry-run" in reasons_text(planned(node(), ask("gpu2")))
     assert "--via restart" not in reasons_text(planned(node(supervisor=None), ask("gpu2")))
@@ -272,7 +272,7 @@ def test_a_job_on_the_cpu_can_only_be_restarted_and_the_refusal_names_that() -> 
     assert "trains on the CPU" in reasons_text(planned(on_cpu(), PlanRequest(kind=SUSPEND, pids=(7,))))
 
 
-def test_nobody_goes_to_the_cpu_but_by_a_restart_and_no_room_is_needed_there() -> None:
+def test_only_a_restart_leads_to_the_cpu_and_it_needs_no_gpu_memory() -> None:
     assert "--via restart --to cpu" in reasons_text(planned(node(), ask("cpu")))
     plan = plan_of(planned(node(), ask("cpu", via=RESTART)))
     assert (plan.workers[0].gpu, plan.workers[0].to, plan.reservation_bytes) == ("gpu0", "cpu", {})

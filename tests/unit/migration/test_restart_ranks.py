@@ -124,7 +124,7 @@ def test_a_rank_that_falls_elsewhere_takes_the_others_back_with_it(proven: bool)
     assert not saved_twice(drive)
 
 
-def test_one_that_came_of_a_start_that_is_over_is_not_taken_for_one_of_the_next() -> None:
+def test_a_rank_of_an_earlier_start_does_not_count_for_the_next() -> None:
     """The launcher started its ranks again by itself, and one of them came back where nobody wanted it any more."""
     drive = left()
     late = drive.wanted[1]

@@ -42,7 +42,7 @@ async def test_an_old_one_is_a_reason_with_the_step_to_a_new_one(shims: Path) ->
     assert reasons[0].hint == criu_program.INSTALL_STEP
 
 
-async def test_one_that_names_no_version_is_not_used(shims: Path) -> None:
+async def test_a_criu_that_names_no_version_is_not_used(shims: Path) -> None:
     (shims / "criu.version").write_text("hello\n")
     reasons = await criu_program.find(path=search_path(str(shims)))
     assert not isinstance(reasons, Criu)

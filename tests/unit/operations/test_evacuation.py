@@ -103,7 +103,7 @@ async def test_a_failing_gpu_is_drained_again_and_each_change_is_reported_once()
         assert events.counts == {"gpu.evacuated": 1}
 
 
-async def test_numbers_that_change_are_no_news_and_the_event_says_what_can_be_done() -> None:
+async def test_changing_numbers_are_no_event_and_the_event_names_the_next_step() -> None:
     """A job that stayed was reported each minute, with the free memory of that minute."""
     stays = [
         Outcome(left=[STAYS.replace(message=f"needs 9 GiB, and {free} GiB are free", hint="suspend a job")])

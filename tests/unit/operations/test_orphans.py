@@ -66,7 +66,7 @@ async def test_parked_agents_and_bytes_without_a_journal_are_listed_and_brought_
 
 
 @pytest.mark.thorough
-async def test_one_that_has_its_own_descriptor_needs_no_piece(tmp_path: Path, process: Child) -> None:
+async def test_an_orphan_with_its_own_descriptor_needs_no_segment(tmp_path: Path, process: Child) -> None:
     agent = await suspended(tmp_path, process.pid)
     async with running(tmp_path) as node:
         await back(agent, node)
@@ -285,7 +285,7 @@ async def test_a_job_on_a_real_gpu_was_not_adopted_for_want_of_a_figure(
             await orphans.job_of(process.pid)
 
 
-async def test_one_that_stands_on_its_gpu_with_all_its_bytes_needs_no_room(tmp_path: Path, process: Child) -> None:
+async def test_an_orphan_parked_on_its_gpu_with_all_bytes_needs_no_memory(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = ModelAgent(node.workers, process.pid)
         agent.parked = True

@@ -142,7 +142,7 @@ async def test_it_is_asked_for_once_as_soon_as_the_job_has_passed_a_boundary() -
         (ALWAYS, {}, MIN_AVAILABLE_BYTES - 1),
     ],
 )
-async def test_nobody_waits_unasked_before_the_first_batch_or_while_an_operation_has_the_job(
+async def test_no_process_is_prestarted_before_the_first_batch_or_during_an_operation(
     when: str, offer: dict[str, Any], available_bytes: int | None
 ) -> None:
     node = Node(when, available_bytes)
@@ -181,7 +181,7 @@ async def test_a_user_cannot_learn_the_imports_of_another_users_job() -> None:
             tasks.cancel_scope.cancel()
 
 
-async def test_one_job_that_did_not_answer_kept_all_others_from_being_asked(other: int) -> None:
+async def test_a_job_that_does_not_answer_does_not_delay_the_others(other: int) -> None:
     """As one that is stopped; it is given up after a while, and asked again later."""
     node = Node(ALWAYS, answers=False)
     async with node.running():
@@ -238,7 +238,7 @@ async def test_all_had_everything_imported_again_when_hegmd_was_started_again() 
             tasks.cancel_scope.cancel()
 
 
-async def test_one_that_is_kept_though_it_is_not_to_be_any_more_is_let_go_of() -> None:
+async def test_a_prestarted_process_that_is_no_longer_wanted_is_released() -> None:
     node = Node(BEFOREHAND)
     async with node.running(kept=True):
         node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=7))
@@ -247,7 +247,7 @@ async def test_one_that_is_kept_though_it_is_not_to_be_any_more_is_let_go_of() -
     assert node.requests == []
 
 
-async def test_one_that_was_ended_where_memory_ran_short_was_not_replaced_before_a_restart_was_asked_for() -> None:
+async def test_a_prestarted_process_ended_for_lack_of_memory_is_replaced_before_the_restart() -> None:
     """Each is told of. What its supervisor says of another one, an operation's, is no word of this one."""
     node = Node(ALWAYS, patience=RetryDelays(first_s=0.0))
     async with node.running():
@@ -269,7 +269,7 @@ async def test_one_that_was_ended_where_memory_ran_short_was_not_replaced_before
         assert [(order.do, order.operation) for order in node.orders[4:]] == [("unready", "4"), ("ready", "")]
 
 
-async def test_one_that_falls_again_and_again_is_replaced_later_each_time() -> None:
+async def test_a_prestarted_process_that_keeps_failing_is_replaced_later_each_time() -> None:
     """Else a job whose group has no memory for it would import PyTorch without end."""
     node = Node(ALWAYS)
     async with node.running():
@@ -291,7 +291,7 @@ async def test_where_there_was_no_memory_for_it_it_is_made_once_there_is() -> No
 
 
 @pytest.mark.thorough
-async def test_one_that_was_made_ready_long_ago_had_files_of_long_ago() -> None:
+async def test_an_old_prestarted_process_checks_its_files_again() -> None:
     """It is told once more what to import, whereupon it looks at its files; of an earlier daemon's too."""
     for kept in (False, True):
         node = Node(ALWAYS, patience=RetryDelays(first_s=3600.0, longest_s=0.001))
@@ -301,7 +301,7 @@ async def test_one_that_was_made_ready_long_ago_had_files_of_long_ago() -> None:
         assert not node.events.remembered(kinds=("process.next-fell",))
 
 
-async def test_one_that_waited_on_a_node_short_of_memory_was_said_to_have_ended() -> None:
+async def test_a_prestarted_process_that_waits_on_a_node_short_of_memory_is_not_reported_as_ended() -> None:
     """Every ten minutes, with another to be made; and nobody looked at its files."""
     node = Node(ALWAYS, patience=RetryDelays(first_s=3600.0, longest_s=0.001))
     async with node.running():

@@ -100,7 +100,7 @@ async def attended(node: Node, clock: Clock, shelf: ImageCatalogue) -> AsyncIter
 
 
 @pytest.mark.thorough
-async def test_one_is_taken_every_so_often_and_the_old_ones_go_after_it(tmp_path: Path, process: Child) -> None:
+async def test_images_are_taken_at_intervals_and_old_ones_are_removed(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         clock = Clock(2000.0)
         shelf = ImageCatalogue(node, clock)
@@ -137,7 +137,7 @@ async def test_another_users_process_that_claims_the_same_run_does_not_prevent_i
         assert {path.partition(".")[0] for _, path in shelf.taken} == {"/images/train-ab12"}
 
 
-async def test_one_that_fails_is_told_of_and_nothing_is_removed_for_it(tmp_path: Path, process: Child) -> None:
+async def test_a_failed_image_is_reported_and_no_old_one_is_removed_for_it(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         clock = Clock(1300.0)
         shelf = ImageCatalogue(node, clock, fails=[1])

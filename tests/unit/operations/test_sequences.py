@@ -236,7 +236,7 @@ async def test_both_jobs_are_taken_out_at_once_and_not_one_after_the_other(
 
 
 @pytest.mark.thorough
-async def test_of_a_swap_that_fails_on_the_way_back_one_runs_and_the_other_says_how_it_is_resumed(
+async def test_after_a_swap_that_fails_on_the_way_back_one_job_runs_and_the_other_has_a_resume_command(
     tmp_path: Path, process: Child, other: Child
 ) -> None:
     async with running(tmp_path, "2x4MiB") as node:

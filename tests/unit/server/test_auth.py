@@ -81,7 +81,7 @@ def test_command_lines_of_other_users_are_kept_back() -> None:
     assert SYSTEM.visible(ANYBODY, own) == own
 
 
-def test_why_something_else_is_unknown_is_still_told_where_the_command_line_is_kept_back() -> None:
+def test_other_unknown_facts_are_explained_although_the_command_line_is_hidden() -> None:
     """The note about the command line took the place of whatever the note said before."""
     process = GpuProcess(pid=9, uid=0, command="train", gpus=(), note="known by its start time only")
     note = SYSTEM.visible(ANYBODY, process).note

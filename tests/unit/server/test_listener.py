@@ -120,7 +120,7 @@ async def _refusal(talker: RawClient) -> HegmError:
 
 
 @pytest.mark.parametrize(("clients", "clients_per_uid"), [(1, 100), (100, 1)])
-async def test_one_client_too_many_is_told_so_and_the_others_stay(
+async def test_a_client_over_the_limit_gets_the_reason_and_the_others_stay(
     socket_path: Path, clients: int, clients_per_uid: int
 ) -> None:
     async with listening(socket_path, clients=clients, clients_per_uid=clients_per_uid) as (_, admission, counters):

@@ -22,7 +22,7 @@ def saying(word: bytes) -> Callable[[int], list[str]]:
     return argv_for
 
 
-async def test_one_that_is_ready_is_told_of() -> None:
+async def test_readiness_is_reported() -> None:
     ended: list[bool] = []
     started = await start_apart(saying(b"ready"), deadline_s=10.0, end=lambda: ended.append(True))
     assert (started.word, started.status, ended) == (b"ready", None, [])
@@ -38,7 +38,7 @@ async def test_a_program_that_becomes_ready_just_as_its_caller_is_cancelled_is_e
     assert ended == [True]
 
 
-async def test_one_that_says_nothing_ends_by_itself() -> None:
+async def test_a_program_that_reports_nothing_ends_at_the_deadline() -> None:
     ended: list[bool] = []
     started = await start_apart(lambda _told: ["/bin/false"], deadline_s=10.0, end=lambda: ended.append(True))
     assert (started.word, started.status, ended) == (b"", 1, [])

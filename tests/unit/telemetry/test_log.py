@@ -225,7 +225,7 @@ def test_records_of_what_was_done_are_kept_whatever_the_level(pipe: Pipe, as_tex
     assert line.endswith("info    hegmd.telemetry.audit: done")
 
 
-def test_other_packages_are_heard_from_warnings_on_and_so_are_warnings(pipe: Pipe, as_text: LogSetup) -> None:
+def test_other_packages_log_from_level_warning_on_and_python_warnings_too(pipe: Pipe, as_text: LogSetup) -> None:
     as_text.configure("debug", "text")
     logging.getLogger("other").info("no")
     logging.getLogger("other").warning("yes")

@@ -235,7 +235,7 @@ def test_generators_of_classes_defaults_and_partial_functions_are_kept(halves: d
 
 
 @pytest.mark.thorough
-def test_one_tensor_made_in_inference_mode_had_all_tensors_begin_anew(halves: dict[str, Any]) -> None:
+def test_a_tensor_made_in_inference_mode_does_not_make_the_others_start_over(halves: dict[str, Any]) -> None:
     assert_exact(halves["inferring"])
 
 

@@ -88,7 +88,7 @@ def test_a_list_with_too_many_parts_was_left_as_a_new_script_has_it(script: type
     ]
 
 
-def test_of_more_than_are_named_the_number_is_said(script: types.ModuleType) -> None:
+def test_a_long_list_ends_with_the_number_of_the_others(script: types.ModuleType) -> None:
     names = [f"view_{number}" for number in range(40)]
     made = f"{' = '.join(names)} = memoryview(b'')"
     text = (

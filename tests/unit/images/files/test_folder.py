@@ -254,7 +254,7 @@ def test_what_a_killed_writer_left_is_known_and_taken_away(tmp_path: Path) -> No
 
 
 @pytest.mark.thorough
-def test_one_image_is_restored_by_one_at_a_time(tmp_path: Path) -> None:
+def test_an_image_is_restored_by_one_caller_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "image"
     built(path)
     with find(str(path)) as one, find(str(path)) as other:

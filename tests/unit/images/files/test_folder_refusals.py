@@ -69,7 +69,7 @@ def test_an_error_of_the_disk_is_reported_with_the_next_step(number: int, code: 
     assert words in refused.value.hint
 
 
-def test_who_may_not_look_into_a_directory_was_told_to_name_one_to_write() -> None:
+def test_an_unreadable_directory_is_not_reported_as_unwritable() -> None:
     for what, step in (("opened", "that you may read"), ("written", "that you may write")):
         with pytest.raises(HegmError, match="Permission denied") as refused, refused_as("/images/one", what):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

@@ -156,7 +156,7 @@ async def test_the_socket_of_a_killed_keeper_does_not_count_as_a_keeper(folder: 
         await store.drop(NAME)
 
 
-async def test_one_that_cannot_be_started_is_told_of(folder: Path) -> None:
+async def test_a_keeper_that_cannot_be_started_is_reported(folder: Path) -> None:
     async def fail(_: Path) -> None:
         return
 
@@ -302,7 +302,7 @@ def dial(folder: Path) -> socket.socket:
 
 
 @pytest.mark.thorough
-async def test_nonsense_is_answered_and_costs_nobody_anything(folder: Path) -> None:
+async def test_invalid_messages_are_answered_and_lose_nothing(folder: Path) -> None:
     await start_keeper(folder)
     fds = [memory(b"a"), memory(b"b")]
     with dial(folder) as caller:

@@ -28,7 +28,7 @@ def has_come_to_the_lock(folder: Path) -> bool:
     return False
 
 
-async def test_one_that_has_the_lock_and_does_not_listen_yet_was_waited_for_to_its_end(tmp_path: Path) -> None:
+async def test_a_keeper_that_has_the_lock_but_does_not_listen_yet_is_waited_for(tmp_path: Path) -> None:
     """Of three that were started at once a slow one had it, and another was ended with an error after five seconds."""
     lock = os.open(tmp_path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)

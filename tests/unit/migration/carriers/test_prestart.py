@@ -92,7 +92,7 @@ async def test_the_job_trains_on_until_it_is_ready_or_known_not_to_become_so(pid
         assert readying.doing(subject()) is None
 
 
-async def test_one_whose_supervisor_has_gone_is_not_waited_for() -> None:
+async def test_a_prestart_whose_supervisor_has_ended_is_not_waited_for() -> None:
     async with supervised([]) as supervisors:
         readying = PrestartService(supervisors, surroundings, available_bytes=lambda: None)
         assert not await readying.until_ready(subject(), ignore)
@@ -100,7 +100,7 @@ async def test_one_whose_supervisor_has_gone_is_not_waited_for() -> None:
     assert not await readying.until_ready(subject(), ignore)
 
 
-async def test_one_that_does_not_become_ready_is_not_waited_for_for_ever() -> None:
+async def test_a_prestart_that_does_not_become_ready_is_abandoned() -> None:
     async with supervised([]) as supervisors:
         readying = PrestartService(
             supervisors, surroundings, PrestartPolicy(within_s=0.0), available_bytes=lambda: None
@@ -122,9 +122,7 @@ async def test_one_that_does_not_become_ready_is_not_waited_for_for_ever() -> No
         subject(run="another"),
     ],
 )
-async def test_whoever_might_run_another_python_or_see_a_difference_is_started_in_its_turn(
-    known: MigratedProcess,
-) -> None:
+async def test_a_job_that_could_notice_a_prestart_is_started_in_turn(known: MigratedProcess) -> None:
     orders: list[SupervisorOrder] = []
     async with supervised(orders) as supervisors:
         await PrestartService(supervisors, surroundings, available_bytes=lambda: None).begin(known, STATE_BYTES)

@@ -42,7 +42,7 @@ def test_one_that_comes_back_elsewhere_is_where_it_is_to_be() -> None:
     assert "checkpoint" not in {pending.effect for _, _, op, _ in drive.taken for pending in op.pending}
 
 
-def test_one_that_came_back_by_somebody_elses_hand_meanwhile_is_not_moved() -> None:
+def test_an_orphan_that_another_program_restored_meanwhile_is_not_moved() -> None:
     drive = driven(None)
     drive.feed(events.ResumeRequested(to={"7": "gpu0"}))
     inspected(drive, "gpu1")
@@ -51,7 +51,7 @@ def test_one_that_came_back_by_somebody_elses_hand_meanwhile_is_not_moved() -> N
     assert drive.op.workers[0].gpu == "gpu1"
 
 
-def test_one_that_is_locked_is_unlocked_by_the_look_and_nothing_else_is_done() -> None:
+def test_the_inspection_unlocks_a_locked_process_and_nothing_else() -> None:
     drive = driven("gpu1")
     drive.feed(events.ResumeRequested(to={"7": "gpu1"}))
     inspected(drive, "gpu1")

@@ -80,7 +80,7 @@ def test_a_rank_that_stays_is_disconnected_and_locked_too_and_unlocked_where_it_
     assert not {("checkpoint", "a"), ("offload", "a"), ("unlock", "b")}.intersection(told)
 
 
-def test_one_helper_that_was_lost_in_the_restore_of_all_ranks_had_the_job_held() -> None:
+def test_a_helper_lost_in_the_restore_of_all_ranks_does_not_hold_the_job() -> None:
     """The failure of the second rank's restore counted as that of the rollback, which had not begun."""
     drive = DrivenOperation(ranks()).until("restoring")
     drive.fail()

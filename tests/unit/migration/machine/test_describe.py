@@ -203,7 +203,7 @@ def test_the_duration_is_shown_once_the_operation_has_ended() -> None:
     assert description(done, last_utc=99.0).took_s == 0.0, "the clock was put back"
 
 
-def test_only_what_does_not_come_on_by_itself_waits_for_a_person() -> None:
+def test_only_an_operation_that_cannot_continue_alone_waits_for_a_person() -> None:
     suspended = DrivenOperation(operation(worker(to=None), kind=SUSPEND)).until("suspended").op
     assert state_of(description(suspended)) == "suspended"
     failed = suspended.replace(failure=Failure(code="refused", message="no memory", hint="free some"))

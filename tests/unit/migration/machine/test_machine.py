@@ -220,7 +220,7 @@ def test_a_rank_that_has_passed_the_boundary_moves_it_for_all() -> None:
     assert drive.op.phase == "measuring"
 
 
-def test_ranks_that_never_meet_are_let_go() -> None:
+def test_ranks_that_never_meet_are_released() -> None:
     drive = DrivenOperation(operation(worker("a"), worker("b"), is_distributed=True)).until("quiescing")
     for _ in range(20):
         if drive.op.direction == "forward":

@@ -51,7 +51,7 @@ def test_what_cannot_be_seen_is_neither_progress_nor_a_reason_to_wait_for_ever()
     assert judged(*[ProgressSample()] * 25)[0] == 19
 
 
-def test_one_that_is_stopped_is_given_up_at_once_and_one_that_a_debugger_looks_at_is_not() -> None:
+def test_a_stopped_process_is_given_up_at_once_and_a_traced_one_is_not() -> None:
     one_stopped = ProgressSample(0, 0, {"S": 30, "t": 1})
     assert judged(*quiet(1), *[one_stopped] * 3) == [3]
     assert not judged(*[one_stopped, *quiet(1)] * 7)

@@ -134,7 +134,7 @@ async def test_a_process_that_continues_on_several_gpus_is_on_all_of_them(tmp_pa
     assert [worker.gpu for worker in workers] == ["gpu1,gpu0"]
 
 
-async def test_who_says_that_it_has_the_state_back_is_the_one_that_goes_on(tmp_path: Path) -> None:
+async def test_the_process_that_reports_the_restored_state_is_the_successor(tmp_path: Path) -> None:
     reborn = await method(tmp_path, NEXT).restore(subject(), "gpu1")
     assert isinstance(reborn, ReplacedBy)
     assert (reborn.pid, reborn.gpu, reborn.boundary) == (NEXT, "gpu1", 5)
@@ -170,7 +170,7 @@ async def test_a_killed_process_is_not_confused_with_the_next_one_of_its_pid(tmp
 
 
 @pytest.mark.parametrize("attends", [(), (NEXT,)])
-async def test_nobody_is_started_from_the_state_of_a_training_that_came_to_its_end(
+async def test_no_process_is_started_from_the_state_of_a_finished_training(
     tmp_path: Path, attends: tuple[int, ...]
 ) -> None:
     noted(tmp_path, BACK + OVER)

@@ -49,7 +49,7 @@ async def survey(late: int, *, park_s: float = 20.0, **values: Any) -> Surveyed:
     return found
 
 
-async def test_one_survey_that_a_busy_node_answered_late_rolled_a_whole_job_back() -> None:
+async def test_a_late_survey_on_a_busy_node_does_not_roll_the_job_back() -> None:
     """«has not answered a survey within 6.0 s», of a rank that trained at a load of 35; the operation had 60 s."""
     assert (await survey(2)).boundary == 7
 

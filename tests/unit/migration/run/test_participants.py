@@ -21,7 +21,7 @@ from tests.unit.migration.operations import operation, worker
         ({"kind": CHECKPOINT, "image": ImageRequest(path="/image", uid=1, gid=1, leave_running=True)}, False),
     ],
 )
-def test_one_that_waits_for_others_or_for_an_image_is_not_told_of_as_going_on_at_once(
+def test_a_process_that_waits_for_others_or_an_image_does_not_count_as_resuming_at_once(
     about: dict[str, Any], goes_on: bool
 ) -> None:
     """What is held beside it until it continues would be held for as long as they take."""

@@ -54,7 +54,7 @@ async def test_an_interpreter_that_does_not_run(node: FileNode, socket_dir: Path
     assert "does not run" in found.summary
 
 
-async def test_one_bad_interpreter_among_good_ones_is_told(node: FileNode, socket_dir: Path) -> None:
+async def test_one_bad_interpreter_among_good_ones_is_named(node: FileNode, socket_dir: Path) -> None:
     good = real_python(socket_dir / "good", "")
     bad = real_python(socket_dir / "bad", "-I")
     found = await injection(node.facts(python_path=f"{good}:{bad}"))

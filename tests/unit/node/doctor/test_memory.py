@@ -94,7 +94,7 @@ def test_no_room_for_a_full_gpu(node: FileNode) -> None:
     assert found.summary == "31 GiB of host memory for offloaded jobs; the smallest GPU has 141 GiB"
 
 
-def test_where_room_cannot_be_told(node: FileNode) -> None:
+def test_where_free_memory_is_unknown(node: FileNode) -> None:
     assert memory.host(node.facts(gpus=(gpu(0),))).status == "skip"
     meminfo(node, total_gib=128, available_gib=31)
     assert memory.host(node.facts()).status == "skip"

@@ -95,7 +95,7 @@ def test_a_driver_without_its_management_library(node: FileNode) -> None:
     assert "but libnvidia-ml.so.1 is not installed" in found.summary
 
 
-def test_nvml_is_enough_where_proc_says_nothing(node: FileNode) -> None:
+def test_nvml_suffices_if_proc_has_no_facts(node: FileNode) -> None:
     found = nvidia.driver(node.facts(vendors=(vendor(driver_version="581.42"),), gpus=(gpu(0),)))
     assert (found.status, found.summary) == ("ok", "driver 581.42 is loaded and answers for 1 GPU")
 

@@ -82,7 +82,7 @@ def state(process: subprocess.Popen[str]) -> str:
     return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_whoever_was_stopped_in_between_goes_on_and_who_was_before_does_not() -> None:
+def test_processes_stopped_by_criu_continue_and_those_stopped_before_do_not() -> None:
     with sleeper() as one, sleeper() as other:
         stop(other)
         before = population_of([one.pid, other.pid])
@@ -93,7 +93,7 @@ def test_whoever_was_stopped_in_between_goes_on_and_who_was_before_does_not() ->
         assert state(other) == "T"
 
 
-def test_one_that_no_descriptor_could_be_had_for_left_everybody_after_it_stopped() -> None:
+def test_a_process_without_a_pidfd_does_not_leave_the_next_ones_stopped() -> None:
     with sleeper() as one, sleeper() as other:
         before = population_of([one.pid, other.pid])
         for process in (one, other):
@@ -108,7 +108,7 @@ def test_one_that_no_descriptor_could_be_had_for_left_everybody_after_it_stopped
             os.waitid(os.P_PID, process.pid, os.WCONTINUED)
 
 
-def test_nobody_is_taken_for_gone_for_want_of_a_descriptor() -> None:
+def test_no_process_counts_as_gone_for_lack_of_descriptors() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))

@@ -42,7 +42,7 @@ def test_a_death_shows_without_the_pid_being_reaped(table: ProcessTable, start: 
     assert one(table, child.pid).presence is Visibility.ENDED
 
 
-def test_one_that_is_stopped_by_a_signal_was_not_told_from_one_that_runs(table: ProcessTable, start: Start) -> None:
+def test_a_process_stopped_by_a_signal_is_shown_as_stopped(table: ProcessTable, start: Start) -> None:
     child = start()
     assert one(table, child.pid).note is None
     child.send_signal(signal.SIGSTOP)

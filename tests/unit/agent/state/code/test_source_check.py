@@ -36,7 +36,7 @@ def test_a_script_that_is_gone_is_refused_before_its_training_leaves(tmp_path: P
     assert f"{script} cannot be read again: No such file or directory" in run(str(script))
 
 
-def test_scripts_that_are_there_are_let_go(tmp_path: Path) -> None:
+def test_existing_scripts_are_accepted(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(f"import os\nos.chdir('/')\n{ASKS}")
     assert run("train.py", folder=tmp_path) == "[]\n"
     assert run("-m", "train", folder=tmp_path) == "[]\n"

@@ -42,7 +42,7 @@ def test_a_pass_that_only_its_loader_has_is_left() -> None:
     assert stateful_loader.is_left(loader._iterator)
 
 
-def test_passes_of_others_are_never_taken_for_left() -> None:
+def test_passes_of_other_loaders_never_count_as_left() -> None:
     assert not stateful_loader.is_left(iter([1]))
 
 

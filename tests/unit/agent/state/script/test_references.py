@@ -22,7 +22,7 @@ def test_what_has_most_of_the_names_is_chosen_where_several_could_be() -> None:
     assert matched(saved, here, anyhow) == {0: 1, 1: 0}
 
 
-def test_nobody_is_matched_twice_or_with_what_does_not_fit() -> None:
+def test_no_object_is_matched_twice_or_with_an_unfitting_one() -> None:
     saved = [["a"], ["a"], ["b"]]
     here = [["a", "b"]]
     assert matched(saved, here, lambda mine, _yours: mine == 2) == {2: 0}

@@ -42,7 +42,7 @@ def test_what_is_small_or_on_no_border_of_words_is_left_to_the_processor() -> No
     assert VideoSums(raws, [0, 1 << 30, 2 << 30]).places == {2 << 30}
 
 
-def test_where_pytorch_cannot_nothing_is_said_to_be_added_up() -> None:
+def test_if_pytorch_cannot_add_up_no_checksum_is_claimed() -> None:
     tensor, address, size_bytes, _where = _raw(MIN_BYTES, 0, 4)
     adding = VideoSums([(tensor, address, size_bytes, "cuda:99")], [0])
     found: dict[int, int] = {}
