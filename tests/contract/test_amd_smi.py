@@ -108,7 +108,7 @@ def test_all_ones_are_unknown(look: Look, scenario: Scenario, value: int) -> Non
     assert gpu.memory_total_bytes == MI300X_BYTES
 
 
-def test_what_does_not_change_is_asked_for_once(look: Look, scenario: Scenario) -> None:
+def test_constant_facts_are_queried_once(look: Look, scenario: Scenario) -> None:
     scenario.log = scenario.path.with_name("log")
     scenario.write()
     first, second = look(), look()

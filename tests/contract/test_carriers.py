@@ -58,7 +58,7 @@ def host(rig: Rig) -> Carrier:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("make", [peer, host], ids=lambda make: make.__name__)
-async def test_who_has_the_helper_copy_keeps_the_contract(
+async def test_carriers_with_helper_copies_keep_the_contract(
     tmp_path: Path, owner: tuple[CudaNode, Owner], make: Callable[[Rig], Carrier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The helper is killed while the bytes are out: they are held by descriptor, and the next one carries them."""

@@ -220,7 +220,7 @@ async def test_memory_is_given_back_before_the_copy_that_goes_ahead_into_it_has_
 
 
 @pytest.mark.thorough
-async def test_what_another_daemon_had_copied_ahead_is_not_read(moving: Moving) -> None:
+async def test_staged_copies_of_another_daemon_are_not_read(moving: Moving) -> None:
     """Nor what this one had, once the helper is another."""
     async with moving() as job:
         await job.settle()

@@ -173,7 +173,7 @@ async def test_bytes_that_are_in_video_memory_on_their_way_to_the_pool_come_to_i
 
 
 @pytest.mark.thorough
-async def test_what_goes_through_a_window_does_so_in_parts_where_the_pool_has_no_room(
+async def test_bytes_go_through_a_small_window_if_the_pool_has_no_room(
     tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Issue 14, row 1: the bytes are in video memory, and no host memory is left to stage them."""

@@ -85,7 +85,7 @@ async def test_it_keeps_the_contract_and_the_helper_may_be_killed_meanwhile(
 
 @pytest.mark.thorough
 @both
-async def test_what_cannot_be_shown_on_either_gpu_the_process_copies_itself(
+async def test_storages_that_cannot_be_exported_are_copied_by_the_process(
     tmp_path: Path, owner: tuple[CudaNode, Owner], make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with spread(tmp_path, owner, monkeypatch) as (rig, agent, subject):

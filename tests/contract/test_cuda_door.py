@@ -106,7 +106,7 @@ def test_a_driver_older_than_the_call_is_distinguished_from_one_that_refuses(cal
 
 
 @pytest.mark.thorough
-def test_what_cannot_be_meant_never_reaches_the_driver(node: CudaNode) -> None:
+def test_invalid_arguments_never_reach_the_driver(node: CudaNode) -> None:
     printed = run(
         """
         cuda.start()
@@ -264,7 +264,7 @@ def test_an_order_holds_for_its_gpu_and_its_calls_alone(node: CudaNode) -> None:
 
 
 @pytest.mark.thorough
-def test_what_a_restore_needs_for_a_moment_has_to_be_there_too(node: CudaNode) -> None:
+def test_memory_that_a_restore_needs_briefly_is_required_too(node: CudaNode) -> None:
     node.restore_bytes = 64 * MIB
     node.context_bytes = 256 * MIB
     node.write()

@@ -165,7 +165,7 @@ async def test_released_memory_that_nvml_shows_late_does_not_count_as_missing(pa
 
 
 @pytest.mark.thorough
-async def test_who_cannot_be_held_still_stops_nothing_where_there_is_plenty(parts: Parts) -> None:
+async def test_an_unpausable_process_blocks_nothing_if_memory_is_plentiful(parts: Parts) -> None:
     async with rigged(parts) as rig:
         off = await rig.take_off()
         rig.node.order(f"error cuCheckpointProcessLock@{rig.other.pid} 600")
@@ -455,7 +455,7 @@ async def test_a_process_that_got_the_number_of_one_that_ended_is_not_touched(pa
 
 
 @pytest.mark.thorough
-async def test_who_could_not_be_unlocked_is_tried_again_until_it_runs(parts: Parts) -> None:
+async def test_a_process_that_could_not_be_unlocked_is_tried_again_until_it_runs(parts: Parts) -> None:
     """Once one failure left it standing until the daemon was started again."""
     async with rigged(parts) as rig:
         rig.node.order(f"error cuCheckpointProcessUnlock@{rig.moved.pid} 999")

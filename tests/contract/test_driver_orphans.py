@@ -128,7 +128,7 @@ async def test_a_process_in_the_drivers_failed_state_is_reported_and_not_adopted
 
 
 @pytest.mark.thorough
-async def test_whom_an_operation_has_is_no_orphan(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
+async def test_a_process_of_an_operation_is_no_orphan(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
     await off(node, owner)
     async with running(tmp_path / "state") as daemon, looking(node, daemon, tmp_path, owner.pid) as orphans:
         await orphans.search(thorough=True, within_s=LONG_S)
@@ -137,7 +137,7 @@ async def test_whom_an_operation_has_is_no_orphan(node: CudaNode, owner: Owner, 
 
 
 @pytest.mark.thorough
-async def test_who_is_held_still_for_a_moment_is_no_orphan(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
+async def test_a_briefly_paused_process_is_no_orphan(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
     async with running(tmp_path / "state") as daemon, linked(node) as link:
         other_processes = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=is_stopped)
         orphans = DriverOrphans(link, other_processes, daemon.inventory.refresh, is_taken=lambda _: False)

@@ -108,7 +108,7 @@ async def test_host_memory_that_cannot_be_mapped_is_a_refusal_and_no_fault_of_ou
 
 
 @pytest.mark.thorough
-async def test_what_makes_no_sense_is_refused_before_the_driver_sees_it(node: CudaNode, owner: Owner) -> None:
+async def test_invalid_requests_are_refused_before_a_driver_call(node: CudaNode, owner: Owner) -> None:
     here, there = node.uuids
     async with linked(node) as link:
         held, sizes = await hold(link, here, [SIZE_BYTES])

@@ -84,7 +84,7 @@ async def test_a_process_locked_by_another_program_stays_locked(node: CudaNode, 
 
 
 @pytest.mark.thorough
-async def test_who_cannot_be_locked_quickly_is_stopped_or_is_ours_is_left_alone(
+async def test_processes_that_cannot_be_locked_quickly_are_stopped_or_are_ours_are_left_alone(
     node: CudaNode, owner: Owner, other: Owner, tmp_path: Path
 ) -> None:
     node.order(f"error cuCheckpointProcessLock@{owner.pid} 600")

@@ -295,7 +295,7 @@ def test_more_processes_than_there_was_room_for(node: NvidiaNode, provider: Nvid
     assert shares(provider) == {(100 + i, uuid(i % 2)): (i, "compute") for i in range(2000)}
 
 
-def test_what_has_not_changed_is_the_same_object(node: NvidiaNode, provider: NvidiaProvider) -> None:
+def test_an_unchanged_snapshot_is_the_same_object(node: NvidiaNode, provider: NvidiaProvider) -> None:
     node.scenario.processes = ["0 compute 10 1", "0 compute 11 1", "1 compute 12 1"]
     node.scenario.write()
     before = provider.snapshot().uses

@@ -47,7 +47,7 @@ def health(provider: NvidiaProvider, index: int = 0) -> Health:
         ({"fabric_state": 3, "fabric_status": 3}, "warn", "refused it (status 3)"),
     ],
 )
-def test_what_speaks_against_a_gpu(
+def test_reasons_against_a_gpu(
     node: NvidiaNode, provider: NvidiaProvider, facts: dict[str, str | int | None], state: str, note: str
 ) -> None:
     node.scenario.gpus[0] |= facts

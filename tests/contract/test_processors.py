@@ -46,7 +46,7 @@ async def test_what_counts_as_another_gpus_is_copied_within_one_by_its_processor
 
 
 @pytest.mark.thorough
-async def test_what_never_moved_is_left_to_the_driver(node: CudaNode, owner: Owner) -> None:
+async def test_memory_that_was_never_moved_is_left_to_the_driver(node: CudaNode, owner: Owner) -> None:
     async with linked(node) as link:
         held, sizes = await hold(link, node.uuids[0], [SIZE_BYTES])
         with held:

@@ -45,7 +45,7 @@ def test_the_contract_is_kept(spec: str) -> None:
     check_provider(lambda: SimulatedProvider(topology), expect_gpus=len(topology.gpus))
 
 
-def test_what_is_described_is_what_is_seen() -> None:
+def test_the_simulated_node_matches_its_description() -> None:
     snapshot = opened(str(EXAMPLES / "every-key.toml")).snapshot()
     first, second = snapshot.gpus
     assert (first.name, first.chip, first.memory_total_bytes) == ("Imagined H200", "imagined-9.0", 141 * GIB)
@@ -59,7 +59,7 @@ def test_what_is_described_is_what_is_seen() -> None:
     assert (snapshot.driver_version, snapshot.compute_version) == ("580.159.04", "13.0")
 
 
-def test_what_nothing_measures_is_unknown() -> None:
+def test_unmeasured_values_are_unknown() -> None:
     gpu = opened().snapshot().gpus[0]
     unknown = (gpu.utilisation_percent, gpu.temperature_celsius, gpu.power_watts, gpu.mig, gpu.health.ecc_corrected)
     assert unknown == (None,) * 5
@@ -108,7 +108,7 @@ def test_holds_outlive_a_close_of_the_library() -> None:
     assert shares(provider.snapshot()) == {(71, "gpu0"): GIB, (72, "gpu0"): GIB}
 
 
-def test_what_does_not_fit_is_refused_with_numbers_and_a_way_out() -> None:
+def test_a_request_beyond_the_pool_is_refused_with_numbers_and_a_remedy() -> None:
     provider = opened()
     provider.hold("c", 71, "gpu0", 6 * GIB)
     with pytest.raises(Refused) as caught:

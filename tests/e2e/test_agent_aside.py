@@ -56,7 +56,7 @@ def _left_of_daemon(pid: int) -> list[str]:
     return [name for name in (*fds, *maps) if "socket:" in name or "memfd:pool" in name]
 
 
-def test_who_trains_does_not_step_aside(tmp_path: Path) -> None:
+def test_an_agent_of_a_running_training_does_not_disconnect(tmp_path: Path) -> None:
     with (
         ScriptedDaemon(tmp_path / "here.sock") as daemon,
         Training([str(SCRIPTS / "by_hand.py")], tmp_path / "here.sock") as training,

@@ -220,7 +220,7 @@ def test_an_older_python_gets_a_hint_to_the_slower_method(daemon: RunningDaemon)
         job.goes_on()
 
 
-def test_what_is_no_python_or_is_gone_is_refused(daemon: RunningDaemon) -> None:
+def test_a_missing_process_or_one_without_python_is_refused(daemon: RunningDaemon) -> None:
     words = ["sh", "-c", "number=0; while :; do echo step $number; number=$((number + 1)); sleep 0.01; done"]
     with RunningJob(words, daemon) as job:
         job.read_steps(3)

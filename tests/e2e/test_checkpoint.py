@@ -121,7 +121,7 @@ def test_it_comes_back_in_a_fresh_pid_namespace_under_another_daemon(
     assert job.losses == expected
 
 
-def test_what_cannot_be_written_is_refused_before_the_job_is_stopped(daemon: RunningDaemon, tmp_path: Path) -> None:
+def test_an_unwritable_target_is_refused_before_the_job_stops(daemon: RunningDaemon, tmp_path: Path) -> None:
     (tmp_path / "image").mkdir()
     (tmp_path / "image" / "mine").touch()
     with ImageJob(tmp_path / "job", daemon.socket_path) as job:

@@ -232,7 +232,7 @@ def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
         "a-function-in-the-state",
     ],
 )
-def test_what_a_restarted_script_would_not_have_is_refused(
+def test_state_that_a_restarted_script_would_lack_is_refused(
     restarts: Restarts, tmp_path: Path, parts: dict[str, str], why: str
 ) -> None:
     output, ends = restarts.restarted(*written(tmp_path, **parts), at=(7,))

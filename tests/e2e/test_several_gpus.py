@@ -320,7 +320,7 @@ def test_a_gpu_that_is_emptied_gets_rid_of_its_part_alone(node: DrivenNode) -> N
         assert holds(node, watched.pid) == {"gpu0": FIRST_BYTES, "gpu3": SECOND_BYTES}
 
 
-def test_what_is_not_clear_or_would_lose_it_is_refused(tmp_path: Path) -> None:
+def test_an_ambiguous_or_destructive_request_is_refused(tmp_path: Path) -> None:
     with (
         DrivenNode(tmp_path, gpus=3, gpu_bytes=2 * GIB) as node,
         spread(node) as program,

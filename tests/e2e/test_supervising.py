@@ -89,7 +89,7 @@ def test_a_command_that_a_signal_ended_is_followed_by_that_signal(tmp_path: Path
     assert _run(tmp_path, "sh", "-c", f"kill -{int(number)} $$").returncode == -number
 
 
-def test_what_cannot_be_run_has_the_statuses_of_a_shell(tmp_path: Path) -> None:
+def test_a_command_that_cannot_run_has_the_status_of_a_shell(tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("echo hello")
     assert _run(tmp_path, "no-such-command").returncode == 127
     assert _run(tmp_path, str(tmp_path / "plain")).returncode == 126

@@ -181,7 +181,7 @@ def test_an_idle_daemon_feeds_the_watchdog(node: SystemdNode) -> None:
     assert main_pid(node) == pid
 
 
-def test_what_the_daemon_started_outlives_its_restart(node: SystemdNode) -> None:
+def test_processes_that_the_daemon_started_survive_its_restart(node: SystemdNode) -> None:
     drop_in(node, "ExecStartPre=+/bin/sh -c 'sleep 600 & echo $! > /run/started'")
     node.run("systemctl", "start", SERVICE)
     started = (node.root / "run/started").read_text().strip()

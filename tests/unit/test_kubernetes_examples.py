@@ -104,7 +104,7 @@ def test_a_mistake_would_be_found(mistake: str) -> None:
 
 @pytest.mark.thorough
 @in_one_test(("name", "spec"), pod_specs().items(), ids=list(pod_specs()))
-def test_what_a_pod_names_is_there(name: str, spec: dict[str, Any]) -> None:
+def test_everything_that_a_pod_names_exists(name: str, spec: dict[str, Any]) -> None:
     del name
     for claim in spec.get("resourceClaims", ()):
         if "resourceClaimName" in claim:

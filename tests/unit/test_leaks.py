@@ -113,7 +113,7 @@ def _marked(words: list[str], mark: str | None, **more: object) -> subprocess.Po
 
 
 @pytest.mark.thorough
-def test_what_a_launcher_left_is_ended_with_the_run_and_nothing_else() -> None:
+def test_processes_left_by_a_launcher_are_ended_with_the_run_and_no_others() -> None:
     """Issue 14, row 18: the ranks of a launcher that was killed stayed, each in a session of its own."""
     own, other = os.urandom(8).hex(), os.urandom(8).hex()
     orphaned = ["sh", "-c", "setsid sleep 1000 & echo runs"]

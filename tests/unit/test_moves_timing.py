@@ -6,7 +6,7 @@ from hegmd.gpu_helper.copy_client import CopyReport
 from tests.gpu.moves_timing import rates_of
 
 
-def test_what_stays_on_a_gpu_is_no_copy_over_the_link() -> None:
+def test_bytes_that_stay_on_a_gpu_do_not_count_as_link_copies() -> None:
     """Copies to the pool continue beside the driver's checkpoint, and those within the GPU before came to 2 TB/s."""
     log = [
         (

@@ -162,7 +162,7 @@ def test_a_change_that_a_test_notices_is_found_and_another_survives(tmp_path: Pa
 
 
 @pytest.mark.thorough
-def test_what_does_not_end_in_time_has_no_status(tmp_path: Path) -> None:
+def test_a_command_that_exceeds_its_limit_has_no_status(tmp_path: Path) -> None:
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree/test_long.py").write_text("import signal\ndef test(): signal.pause()\n")
     with closing(ForkedTests(["-q", "-p", "no:cacheprovider"], [], tmp_path / "tree", os.environ, 120)) as forked:

@@ -46,7 +46,7 @@ def test_places_took_an_agent_longer_to_write_than_the_copy_of_what_lies_there()
     assert unpacked(report.places) == SPOTS
 
 
-def test_what_is_no_whole_place_is_refused() -> None:
+def test_an_incomplete_place_is_refused() -> None:
     with pytest.raises(HegmError, match="23 bytes are no whole places of 24") as refused:
         unpacked(packed(SPOTS)[:23])
     assert refused.value.code is BAD_REQUEST

@@ -93,7 +93,7 @@ def test_a_launcher_had_io_uring_whatever_was_chosen(framework: Path) -> None:
 
 
 @pytest.mark.parametrize("environ", [{}, {"USE_LIBUV": "1"}])
-def test_who_has_chosen_libuv_or_nothing_has_it(framework: Path, environ: dict[str, str]) -> None:
+def test_an_explicit_choice_of_libuv_is_kept(framework: Path, environ: dict[str, str]) -> None:
     assert printed(framework, **environ)[0] == ["h", 1, True, True]
 
 

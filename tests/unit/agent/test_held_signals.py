@@ -100,7 +100,7 @@ assert state()[:2] == before[:2], (state(), before)
 
 
 @pytest.mark.thorough
-def test_what_another_thread_raised_on_the_way_in_left_all_signals_blocked() -> None:
+def test_an_error_of_another_thread_leaves_no_signal_blocked() -> None:
     """It is raised at whatever step the thread has come to, so it is raised at each of them, one after the other.
 
     Python up to 3.11 may raise it in the thread that was just started instead, and says so: that one was waited for in

@@ -29,7 +29,7 @@ def _pages_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_what_is_prepared_has_its_pages_before_it_is_taken() -> None:
+def test_prepared_memory_has_its_pages_before_use() -> None:
     before = _pages_bytes()
     pinned_buffers.prepare()
     pinned_buffers.prepare()

@@ -41,7 +41,7 @@ def test_no_round_is_larger_than_it_may_be_unless_it_is_of_one(sizes: list[int],
 
 
 @pytest.mark.parametrize("size_bytes", [100 * GIB, 128 * GIB, 129 * GIB, 250 * GIB])
-def test_what_is_free_after_each_round_is_enough_for_the_next(size_bytes: int) -> None:
+def test_free_memory_after_each_round_suffices_for_the_next(size_bytes: int) -> None:
     """Room for a part of them; pieces that are wholly filled are free again, and these alone."""
     free_bytes = 36 * GIB + 5 * MIB
     most_bytes, each_bytes = round_bytes(free_bytes, size_bytes), piece_bytes(size_bytes)

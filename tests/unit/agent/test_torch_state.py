@@ -80,7 +80,7 @@ def test_parameters_gradients_state_and_views_come_back_as_they_were(memory: int
         (lambda: torch.frombuffer(bytearray(280_004), dtype=torch.float32), torch_state.OTHER_OWNER),
     ],
 )
-def test_what_it_cannot_free_unnoticed_is_left_alone_with_a_reason(make: Any, why: str) -> None:
+def test_storages_that_cannot_be_freed_unnoticed_stay_with_a_reason(make: Any, why: str) -> None:
     held = make()
     found = torch_state.find()
     assert why in _reason(found, 280_004)
@@ -96,7 +96,7 @@ def test_a_tensor_shared_with_numpy_is_not_offloaded() -> None:
 
 
 @pytest.mark.thorough
-def test_what_a_waiting_graph_holds_is_left_alone_until_its_backward() -> None:
+def test_storages_of_a_pending_graph_stay_until_its_backward_pass() -> None:
     weight = torch.randn(300, 300, requires_grad=True)
     output = (torch.randn(4, 300) @ weight).relu()
     assert output.untyped_storage().data_ptr() not in _addresses(torch_state.find())
@@ -105,7 +105,7 @@ def test_what_a_waiting_graph_holds_is_left_alone_until_its_backward() -> None:
     assert output.untyped_storage().data_ptr() in _addresses(found)
 
 
-def test_what_a_script_has_frozen_is_left_to_the_driver() -> None:
+def test_frozen_parameters_are_left_to_the_driver() -> None:
     """`gc.freeze()` hides objects from every look. What is seen of them through others has owners that are not."""
     hidden, shared = torch.randn(700), torch.randn(800)
     gc.freeze()

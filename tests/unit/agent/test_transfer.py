@@ -103,7 +103,7 @@ def test_memory_falls_by_what_goes_out(room: int) -> None:
 
 
 @pytest.mark.thorough
-def test_what_comes_back_lies_in_huge_pages_where_the_node_has_them(room: int) -> None:
+def test_reloaded_bytes_use_huge_pages_if_the_node_has_any(room: int) -> None:
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists() or "[never]" in setting.read_text():
         pytest.skip("transparent huge pages are off on this node")

@@ -26,7 +26,7 @@ def test_neighbours_on_both_sides_are_one_copy() -> None:
     [[1, 512, 512, 512], [0, 1024, 512, 512], [0, 512, 512, 1024]],
     ids=["another-allocation", "a-gap-in-the-process", "a-gap-in-the-space"],
 )
-def test_what_is_apart_on_either_side_is_copied_apart(second: list[int]) -> None:
+def test_ranges_separate_on_either_side_are_copied_separately(second: list[int]) -> None:
     assert len(joined([[0, 0, 512, 0], second], 2)) == 2
 
 
@@ -41,7 +41,7 @@ def test_empty_storages_cost_nothing() -> None:
 
 
 @in_one_test("place", [[1, 0, 1, 0], [-1, 0, 1, 0], [0, -1, 1, 0], [0, 0, -1, 0], [0, 0, 1, -1]])
-def test_what_is_no_place_is_refused(place: list[int]) -> None:
+def test_invalid_places_are_refused(place: list[int]) -> None:
     with pytest.raises(HegmError, match="is outside of"):
         joined([place], 1)
 

@@ -212,7 +212,7 @@ def test_all_are_those_that_use_a_gpu(tmp_path: Path) -> None:
         assert controller.checkpoint_all() == {using.pid: "checkpoint-ready", idle.pid: "skipped-no-gpu"}
 
 
-def test_who_has_a_gpu_open_is_seen_by_its_descriptors(tmp_path: Path) -> None:
+def test_processes_with_an_open_gpu_are_found_by_their_descriptors(tmp_path: Path) -> None:
     device = tmp_path / "nvidia0"
     device.touch()
     with child(f"held = open({str(device)!r})") as using, child() as idle:

@@ -123,7 +123,7 @@ def test_a_worker_that_ends_in_its_own_way_ends_the_launcher_so(tmp_path: Path, 
 
 
 @pytest.mark.thorough
-def test_what_a_killed_worker_had_begun_to_write_does_not_stay(tmp_path: Path) -> None:
+def test_unfinished_files_of_a_killed_worker_are_removed(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     for name in (".state.pt-0123456789abcdef", ".state.pt-notes", "state.pt-0123456789abcdef"):
@@ -164,7 +164,7 @@ def test_a_worker_starts_with_the_request_held_back_and_all_else_as_it_was(tmp_p
 
 
 @pytest.mark.thorough
-def test_who_ends_a_waiting_launcher_leaves_the_state_behind(tmp_path: Path) -> None:
+def test_ending_a_waiting_launcher_leaves_the_state(tmp_path: Path) -> None:
     with launched(tmp_path, LEAVES_ONCE, "--debug") as launcher:
         launcher.lines_until("Waiting for controller")
         launcher.process.send_signal(signal.SIGTERM)
@@ -202,7 +202,7 @@ def test_a_state_of_another_command_is_kept_and_not_loaded(tmp_path: Path) -> No
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("made", ["torch.save", "link"])
-def test_what_is_no_state_of_ours_starts_nothing(tmp_path: Path, made: str) -> None:
+def test_a_foreign_state_starts_nothing(tmp_path: Path, made: str) -> None:
     path = tmp_path / "state.pt"
     if made == "link":
         path.symlink_to("/etc/passwd")

@@ -56,7 +56,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     assert private_files.identity(tmp_path / "latest.pt") is None
 
 
-def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "lock").mkdir()
     with pytest.raises(IsADirectoryError):
         private_files.write(tmp_path / "lock", b"7")

@@ -90,7 +90,7 @@ def test_a_body_without_a_length_is_refused(served: rest.Server, line: str) -> N
     assert b" 411 " in _raw(served.port, f"POST /resume HTTP/1.1\r\n{line}\r\n\r\n".encode()).splitlines()[0]
 
 
-def test_what_a_web_page_sends_is_refused(served: rest.Server) -> None:
+def test_requests_from_a_web_page_are_refused(served: rest.Server) -> None:
     found = _post(served.port, "/resume", {"all": True}, {"Origin": "https://example.org"})
     assert found == (403, {"error": "not-for-browsers"})
 
@@ -102,14 +102,14 @@ def test_another_method_gets_an_answer_that_can_be_parsed(served: rest.Server) -
 
 
 @pytest.mark.parametrize("begun", [b"", b"POST /resume HT", b"POST /resume HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"])
-def test_who_sends_half_a_request_is_not_waited_for(served: rest.Server, begun: bytes) -> None:
+def test_a_client_that_sends_half_a_request_is_not_waited_for(served: rest.Server, begun: bytes) -> None:
     with socket.create_connection(("127.0.0.1", served.port), timeout=HANG_S) as connection:
         connection.sendall(begun)
         output = b"".join(iter(lambda: connection.recv(4096), b""))
     assert output == b"" or b" 408 " in output.splitlines()[0]
 
 
-def test_who_sends_a_byte_at_a_time_does_not_get_longer(served: rest.Server) -> None:
+def test_a_client_that_sends_single_bytes_gets_no_longer_limit(served: rest.Server) -> None:
     with socket.create_connection(("127.0.0.1", served.port), timeout=0.05) as connection:
         assert _is_cut_off(connection, bytes_sent=1000)  # long before so many are through
 
@@ -166,7 +166,7 @@ def test_another_user_of_the_machine_is_not_let_in_without_a_token(served: rest.
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_who_is_at_the_other_end_is_read_from_the_kernel(host: str) -> None:
+def test_the_peer_is_identified_by_the_kernel(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with (
         socket.create_server((host, 0), family=family) as listening,

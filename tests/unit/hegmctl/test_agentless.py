@@ -89,14 +89,14 @@ def test_a_wrapper_that_drops_the_environment_is_ended_with_what_it_started(torc
 
 
 @pytest.mark.parametrize("words", [("title",), ()])
-def test_who_may_have_the_agent_is_left_be(torch: str, words: tuple[str, ...]) -> None:
+def test_a_process_that_may_have_the_agent_is_left_alone(torch: str, words: tuple[str, ...]) -> None:
     path = "/mine" if words else f"/mine:{INJECT}"
     with running(sys.executable, "-c", TRAINS, torch, *words, path=path) as process:
         assert AgentlessWatch().check(process.pid, 0.0, None) is None
         assert process.poll() is None
 
 
-def test_who_prepares_something_without_pytorch_is_left_be_and_looked_at_again(torch: str) -> None:
+def test_a_process_without_pytorch_is_left_alone_and_checked_again(torch: str) -> None:
     lookout = AgentlessWatch()
     with running(sys.executable, "-I", "-c", TRAINS, path=None) as process:
         assert lookout.check(process.pid, 1.0, None) is None

@@ -60,7 +60,7 @@ def test_an_option_that_repeats_keeps_all_values_and_another_the_last() -> None:
     assert arguments.whole("since") == 7
 
 
-def test_what_follows_two_dashes_is_handed_on_as_it_is() -> None:
+def test_arguments_after_two_dashes_are_passed_on_unchanged() -> None:
     for dashes in (["--"], []):
         told = parse(["simulate", "hold", "gpu0", "2GiB", *dashes, "python3", "--json", "--", "-x"])
         assert (told.tail, told.flag("json")) == (("python3", "--json", "--", "-x"), False)

@@ -197,7 +197,7 @@ def test_every_searched_directory_is_named(endpoint: Endpoint, message: str, hin
     assert hint in error.hint
 
 
-def test_who_is_turned_away_learns_which_group_to_join() -> None:
+def test_a_refused_user_learns_which_group_to_join() -> None:
     error = unreachable(Endpoint(SYSTEM_SOCKET, "system"), PermissionError(EACCES, "Permission denied"))
     assert error.code is DENIED
     assert "sudo usermod -aG hegm " in error.hint

@@ -15,7 +15,7 @@ ALL = list(COMMANDS.values())
 
 
 @in_one_test("command", ALL, ids=lambda command: command.name)
-def test_what_a_row_names_is_there(command: Command) -> None:
+def test_everything_that_a_row_names_exists(command: Command) -> None:
     assert callable(load(command.handler))
     assert all(callable(load(form.render)) for form in command.forms if form.render)
     if command.handler == "commands:ask":

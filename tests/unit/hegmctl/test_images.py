@@ -112,7 +112,7 @@ def test_nothing_from_a_manifest_reaches_the_terminal_raw() -> None:
     assert not any("\x1b" in line for line in lines)
 
 
-def test_what_is_unknown_is_not_shown_as_zero() -> None:
+def test_unknown_values_are_not_shown_as_zero() -> None:
     image = ImageSeen(
         path="/x",
         state="left-over",

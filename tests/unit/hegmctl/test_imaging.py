@@ -27,7 +27,7 @@ def cut_of(path: Path, size_bytes: int) -> TruncatedFile:
     return done[0]
 
 
-def test_what_has_grown_is_cut_and_nothing_else(tmp_path: Path) -> None:
+def test_only_grown_files_are_truncated(tmp_path: Path) -> None:
     longer, shorter = tmp_path / "longer", tmp_path / "shorter"
     longer.write_text("0123456789")
     shorter.write_text("01")
@@ -42,7 +42,7 @@ def test_what_has_grown_is_cut_and_nothing_else(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["longer", "shorter"]
 
 
-def test_what_was_cut_off_was_lost_when_ctrl_c_came_in_that_moment(tmp_path: Path) -> None:
+def test_truncated_output_is_kept_although_ctrl_c_comes_at_that_moment(tmp_path: Path) -> None:
     """It is known from before the cut, and putting back is fine where there was none yet."""
     longer = tmp_path / "longer"
     longer.write_text("0123456789")
@@ -52,7 +52,7 @@ def test_what_was_cut_off_was_lost_when_ctrl_c_came_in_that_moment(tmp_path: Pat
     assert [each.read_text() for each in tmp_path.iterdir()] == ["0123456789"]
 
 
-def test_what_a_job_has_written_since_is_not_written_over(tmp_path: Path) -> None:
+def test_later_output_of_a_job_is_not_overwritten(tmp_path: Path) -> None:
     longer = tmp_path / "longer"
     longer.write_text("0123456789")
     cut = cut_of(longer, 4)
@@ -67,7 +67,7 @@ def test_a_file_that_cannot_be_truncated_is_reported_with_the_reason(tmp_path: P
         cut_of(tmp_path / "gone", 4)
 
 
-def test_what_a_link_led_to_was_cut(tmp_path: Path) -> None:
+def test_the_target_of_a_link_is_not_truncated(tmp_path: Path) -> None:
     """Root who restored a user's image cut, at that user's wish, a file that the user could not write."""
     (tmp_path / "etc").mkdir()
     other = tmp_path / "etc" / "output"

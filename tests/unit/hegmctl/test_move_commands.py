@@ -221,7 +221,7 @@ def test_a_drain_ends_as_its_first_job_that_stayed(
     assert ran.stdout.splitlines()[-1] == last
 
 
-def test_what_was_turned_back_ends_with_its_own_status(daemon: FakeDaemon) -> None:
+def test_a_rolled_back_operation_ends_with_its_own_status(daemon: FakeDaemon) -> None:
     daemon.answers[m.Suspend] = saying(_reply(ROLLED_BACK))
     ran = hegmctl("suspend", "4711", socket=daemon.path)
     assert (ran.returncode, ran.stderr) == (TIMEOUT.exit_status, "")

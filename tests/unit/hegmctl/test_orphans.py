@@ -47,7 +47,7 @@ def test_operations_end_with_what_needs_a_person() -> None:
     assert "Needs your attention:" not in operations_text(m.OperationsReply(operations=()), PIPE)
 
 
-def test_what_was_given_up_is_named() -> None:
+def test_dropped_bytes_are_named() -> None:
     assert dropped_text(m.Dropped(name=NAME, size_bytes=2**30), PIPE) == [f"dropped: {NAME}, 1.0 GiB"]
 
 

@@ -46,7 +46,7 @@ def test_sizes_are_read_in_binary_and_decimal_units(text: str, size_bytes: int) 
 
 
 @in_one_test("text", ["", "GiB", "-1GiB", "1..5GiB", "1e3", "2 apples", "0x10", "١GiB", ".", "1,5GiB", "nan"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r".*"):
         parse_size(text)
 

@@ -454,7 +454,7 @@ def test_a_start_that_an_earlier_daemon_has_ordered_is_not_done_twice(attended: 
         attended.desk.close()
 
 
-def test_what_was_made_ready_ended_with_the_daemon_that_had_asked_for_it(attended: DeskNode) -> None:
+def test_a_prestarted_process_survives_the_daemon_that_requested_it(attended: DeskNode) -> None:
     """The next one is told of it, and says what it does not want. A job that had left stood for a whole start then."""
     offer = attended.attend()
     assert (offer.kept, offer.readies) == (False, None)

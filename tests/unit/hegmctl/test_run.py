@@ -383,7 +383,7 @@ def test_what_the_agent_is_to_know_is_in_the_environment(daemon: FakeDaemon) -> 
 
 
 @pytest.mark.parametrize("words", [("--ready", "always"), ("--resume", "4"), ("--restart-tries", "3")])
-def test_what_is_for_a_parent_is_refused_where_the_command_has_none(daemon: FakeDaemon, words: tuple[str, ...]) -> None:
+def test_options_for_a_parent_are_refused_without_one(daemon: FakeDaemon, words: tuple[str, ...]) -> None:
     ran = hegmctl("run", *words, "--", "true", socket=daemon.path)
     assert ran.returncode == 2
     assert "are for --allow-restart" in ran.stderr

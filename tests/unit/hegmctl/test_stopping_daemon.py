@@ -64,7 +64,7 @@ def test_a_daemon_that_stops_while_it_is_greeted_is_not_the_one_that_was_meant(
     assert refused == 1
 
 
-def test_what_changes_something_is_asked_once_only(hegmd: Connection, daemon: FakeDaemon) -> None:
+def test_requests_that_change_something_are_sent_once_only(hegmd: Connection, daemon: FakeDaemon) -> None:
     daemon.answers[m.Reload] = daemon.answers[m.Gpus] = leaving(times=1)
     with pytest.raises(HegmError, match="hegmd is stopping") as raised:
         hegmd.reload()

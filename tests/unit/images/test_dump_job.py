@@ -223,7 +223,7 @@ async def test_a_job_that_gets_other_rights_while_it_steps_aside_is_in_no_image(
         tasks.cancel_scope.cancel()
 
 
-async def test_what_an_earlier_daemon_has_written_of_an_image_is_none(tmp_path: Path, paused: int) -> None:
+async def test_an_unfinished_image_of_an_earlier_daemon_is_no_image(tmp_path: Path, paused: int) -> None:
     """Nobody has read it back. One of another operation at that path stays as it is."""
     op = wished(paused, leave_running=True, begun=True, written=True)
     for shelf, why in (

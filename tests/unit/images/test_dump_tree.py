@@ -47,7 +47,7 @@ def test_an_image_holds_nothing_that_its_reader_could_not_have(
 
 
 @pytest.mark.parametrize("uid", [0, 1000])
-def test_who_comes_to_a_job_while_its_image_is_made_is_in_none(uid: int) -> None:
+def test_a_process_that_joins_a_job_during_its_image_is_not_in_it(uid: int) -> None:
     tree = Tree(7, (Process(7, 1, 70, "S", 7, 7),))
     with pytest.raises(HegmError, match="process 8 joined the job or changed its rights") as refused:
         require_no_more({7: True, 8: True}, tree, Rights(uid, uid, ()))

@@ -92,7 +92,7 @@ def cut_off_names(folder: Path, mark: str) -> list[str]:
     return sorted(set(os.listdir(folder / "4711")) - before)
 
 
-def test_what_else_is_in_the_folder_stays(folder: Path) -> None:
+def test_other_files_in_the_directory_stay(folder: Path) -> None:
     locks = LockFiles(folder)
     locks.make(4711, "/images/one", "7 1.0")
     (folder / "4711" / "latest.pt").touch()

@@ -59,7 +59,7 @@ def test_the_operation_of_a_job_that_came_back_is_a_suspended_one_with_all_it_ta
     )  # the same GPU by its uuid, whatever it is called now
 
 
-def test_who_was_dumped_is_known_by_number_and_start_time() -> None:
+def test_dumped_processes_are_identified_by_pid_and_start_time() -> None:
     assert start_ticks_in(manifest()) == {member.pid: member.start_ticks for member in TREE.members}
     strange = manifest().replace(more={"start_ticks": [[1], [2, "3"], "45", [6, 7], [-1, 8], [1 << 40, 9]]})
     assert start_ticks_in(strange) == {6: 7}
@@ -92,7 +92,7 @@ def test_another_image_of_the_same_path_does_not_count_as_the_one_in_progress() 
     assert not is_of(manifest(), handed().replace(id="2"))
 
 
-def test_what_criu_needs_and_where_agents_wait_comes_back_as_it_went() -> None:
+def test_crius_needs_and_the_rendezvous_survive_the_manifest() -> None:
     assert needs_in(manifest()) == NEEDS
     assert meeting_in(manifest()) == "/run/hegm/aside"
     (candidate,) = candidates_in(manifest())

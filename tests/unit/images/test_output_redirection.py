@@ -40,7 +40,7 @@ def test_each_stream_goes_where_it_is_wanted(tmp_path: Path) -> None:
         assert redirected_streams((TERMINAL,), {"stderr": other}) == {TERMINAL.key: other}
 
 
-def test_what_leads_nowhere_is_named() -> None:
+def test_dangling_outputs_are_named() -> None:
     assert lost_streams((OUT, ERR, INPUT), {}) == ("stdout", "stderr")
     assert lost_streams((OUT, ERR), {"stdout": 5}) == ("stderr",)
     assert lost_streams((BOTH,), {"stderr": 5}) == ()

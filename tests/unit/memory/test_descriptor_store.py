@@ -23,7 +23,7 @@ def take_report(manager: socket.socket) -> tuple[list[str], list[int]]:
     return data.decode().split("\n"), list(fds)
 
 
-async def test_what_is_put_and_dropped_reaches_the_manager_by_name(tmp_path: Path) -> None:
+async def test_stored_and_dropped_descriptors_reach_the_manager_by_name(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(HANG_S)

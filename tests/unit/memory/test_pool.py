@@ -245,7 +245,7 @@ async def test_a_place_that_is_full_is_passed_over_for_nameless_memory(tmp_path:
     await pool.release(KEY)
 
 
-async def test_what_no_operation_owns_is_kept_apart_and_its_number_can_be_used_again(keep: MemoryKeeping) -> None:
+async def test_orphaned_segments_are_kept_apart_and_their_number_can_be_reused(keep: MemoryKeeping) -> None:
     before = opened(keep)
     os.pwrite((await before.take(KEY, 3 * MIB)).fd, b"weights", 0)
     before.close()

@@ -165,7 +165,7 @@ async def test_sums_that_are_damaged_themselves_keep_no_job_from_its_bytes(
 
 
 @pytest.mark.thorough
-async def test_what_is_known_of_pieces_that_are_gone_goes_with_the_next_daemon(tmp_path: Path) -> None:
+async def test_checksums_of_missing_segments_are_dropped_by_the_next_daemon(tmp_path: Path) -> None:
     keep = keep_in(tmp_path)
     (await rested(keep)).close()
     for file in files_under(tmp_path / "memory"):
@@ -196,7 +196,7 @@ async def test_without_a_folder_for_sums_nothing_is_compared(tmp_path: Path) -> 
     off.close()
 
 
-async def test_who_wants_the_bytes_does_not_wait_for_their_sums(tmp_path: Path) -> None:
+async def test_a_resume_does_not_wait_for_checksums(tmp_path: Path) -> None:
     pool = opened(keep_in(tmp_path))
     await pool.take(KEY, SIZE_BYTES)
     async with anyio.create_task_group() as tasks:

@@ -78,7 +78,7 @@ def test_an_existing_file_is_never_overwritten(place: PoolDirectory) -> None:
         place.create(NAME)
 
 
-async def test_what_was_still_being_made_is_taken_away_and_the_rest_is_found(place: PoolDirectory) -> None:
+async def test_unfinished_segments_are_removed_and_the_others_are_found(place: PoolDirectory) -> None:
     put(place, NAME)
     os.close(place.create(f"{NAME}1"))
     found = await find_pieces(MemoryKeeping([place]))

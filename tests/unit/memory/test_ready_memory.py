@@ -164,7 +164,7 @@ async def test_a_nameless_piece_made_of_it_cannot_be_cut_or_grown(store: Descrip
     assert held_by_node(keep) == 0
 
 
-async def test_what_a_job_had_is_never_ready_for_another(keep: MemoryKeeping) -> None:
+async def test_memory_of_one_job_is_never_ready_for_another(keep: MemoryKeeping) -> None:
     pool = await filled(keep, 10 * MIB)
     memory = await pool.take(KEY, 5 * MIB)
     kept = os.dup(memory.fd)  # as the job may

@@ -159,7 +159,7 @@ def test_a_copy_that_was_given_up_when_it_was_whole_got_its_name_all_the_same(
     assert list(folder.folder.iterdir()) == []
 
 
-def test_what_a_killed_daemon_was_writing_is_taken_away_at_the_next_start(folder: SpillFolder) -> None:
+def test_unfinished_files_of_a_killed_daemon_are_removed_at_the_next_start(folder: SpillFolder) -> None:
     folder.folder.mkdir(mode=0o700)
     (folder.folder / f"{NAME}.spill.new").write_bytes(b"half")
     (folder.folder / "somebody-elses").touch()

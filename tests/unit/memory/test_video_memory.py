@@ -207,9 +207,7 @@ async def test_a_reservation_is_exclusive_and_bytes_are_kept_until_released(
     assert not store.kept
 
 
-async def test_what_was_kept_is_there_for_the_next_daemon_in_its_place(
-    memory: VideoMemory, store: DescriptorStore
-) -> None:
+async def test_stored_descriptors_are_available_to_the_next_daemon(memory: VideoMemory, store: DescriptorStore) -> None:
     await memory.reserve(WHO, GPU, 3 * GIB)
     await memory.keep(WHO, GPU)
     assert await memory.give_first(WHO, GPU, 1) == GIB
@@ -253,7 +251,7 @@ async def test_a_piece_that_was_kept_twice_counts_once(memory: VideoMemory) -> N
     assert memory.of(WHO) == {GPU: GIB}
 
 
-async def test_what_cannot_be_kept_whole_is_not_kept_at_all(memory: VideoMemory, store: DescriptorStore) -> None:
+async def test_a_value_that_cannot_be_kept_completely_is_not_kept(memory: VideoMemory, store: DescriptorStore) -> None:
     """Half of a job's bytes are none, and nobody may go on as if they were safe."""
     store.room = 2
     await memory.reserve(WHO, GPU, 3 * GIB)
@@ -270,7 +268,7 @@ async def test_without_a_store_nothing_is_kept_and_that_is_reported() -> None:
     memory.close()
 
 
-async def test_what_is_handed_on_is_kept_all_the_time_under_one_of_its_names(
+async def test_a_renamed_descriptor_is_stored_under_one_of_its_names_all_the_time(
     memory: VideoMemory, store: DescriptorStore
 ) -> None:
     await memory.reserve(WHO, GPU, 2 * GIB)

@@ -54,7 +54,7 @@ def test_a_suspended_process_can_return_to_the_memory_that_it_leaves() -> None:
         assert any("its return to gpu0 needs" in hazard for hazard in plan.hazards) == (carrier == "worker")
 
 
-def test_what_a_context_takes_is_measured_on_each_gpu() -> None:
+def test_the_memory_of_a_context_is_measured_on_each_gpu() -> None:
     """With contexts of 600 to 900 MiB the copies back failed with out of memory, again and again for minutes."""
     gpus = (a_gpu("gpu0"), a_gpu("gpu1"), a_gpu("gpu2", chip="other"))
 
@@ -222,7 +222,7 @@ def test_the_carrier_that_is_asked_for_is_taken_or_refused() -> None:
         (a_process(gpus=("gpu0", "gpu1")), {}, "on gpu0 and gpu1, but without an agent", "hegmctl run"),
     ],
 )
-def test_what_would_lose_the_job_or_fail_is_refused_before_anything_is_done(
+def test_a_request_that_would_fail_or_lose_the_job_is_refused_before_anything_is_done(
     candidate: Candidate, snapshot: dict[str, Any], message: str, hint: str
 ) -> None:
     reasons = the_reasons(planned(a_snapshot(candidate, **snapshot), to()))

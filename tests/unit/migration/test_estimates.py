@@ -58,7 +58,7 @@ REST_BYTES = {"peer": 756 * MIB, "host": 756 * MIB, "worker": 1020 * MIB, "drive
 
 
 @in_one_test(("size_gib", "kind", "carrier", "took_s"), GIB_AND_CARRIER)
-def test_what_is_estimated_is_what_was_measured(size_gib: int, kind: str, carrier: str, took_s: float) -> None:
+def test_the_estimate_equals_the_measurement(size_gib: int, kind: str, carrier: str, took_s: float) -> None:
     """The worker's was a third of that, and 100 GiB in rounds of 1 GiB had the rounds for nothing."""
     size_bytes = size_gib * GIB
     overlap_bytes = size_bytes - GIB if size_gib == 100 and carrier == "peer" else 0
@@ -119,7 +119,7 @@ def test_an_estimate_uses_only_the_rates_of_its_carrier(carrier: str) -> None:
 
 
 @pytest.mark.parametrize("carrier", ["peer", "host", "worker"])
-def test_what_a_carrier_took_is_what_it_is_estimated_to_take_next(carrier: str) -> None:
+def test_the_duration_of_a_carrier_is_its_next_estimate(carrier: str) -> None:
     """Half of what was paid for making and for rounds went into the rate of the copies, and was counted twice then."""
     paces = Throughputs()
     for _ in range(40):
@@ -132,7 +132,7 @@ def test_what_a_carrier_took_is_what_it_is_estimated_to_take_next(carrier: str) 
     assert estimated_s == pytest.approx(3.0 + 5.0 - 0.005 + 0.75, rel=0.001)
 
 
-def test_what_a_move_took_goes_into_the_next_estimate() -> None:
+def test_the_duration_of_a_move_enters_the_next_estimate() -> None:
     paces = Throughputs()
     snapshot = a_snapshot(a_process(an_agent()))
     before = the_plan(planned(snapshot.replace(rates=paces.rates()), to())).estimate_s

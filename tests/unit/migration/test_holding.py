@@ -148,7 +148,7 @@ def test_a_hold_is_not_taken_up_for_other_processes_than_it_holds() -> None:
     assert drive.op.phase == "holding"
 
 
-def test_what_a_hold_became_goes_back_to_training_when_it_fails() -> None:
+def test_a_failed_operation_of_a_held_job_returns_to_training() -> None:
     drive = held()
     drive.feed(events.Repurposed(into=operation(worker(to=None), kind=SUSPEND)))
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "hold"]

@@ -67,7 +67,7 @@ def test_damage_that_is_read_is_reported() -> None:
 
 
 @pytest.mark.parametrize("op_id", TOLD)
-def test_what_an_older_hegmd_wrote_is_read_as_it_was_meant(op_id: str) -> None:
+def test_records_of_an_older_hegmd_are_read_correctly(op_id: str) -> None:
     history = records.read(DATA).histories[op_id]
     found: dict[str, Any] = history.operation.to_plain()
     meant = dict(TOLD[op_id]["operation"])  # what has come since has no place in it
@@ -81,7 +81,7 @@ def test_what_an_older_hegmd_wrote_is_read_as_it_was_meant(op_id: str) -> None:
     assert [line.event for line in history.story] == TOLD[op_id]["events"]
 
 
-def test_what_an_older_hegmd_began_is_gone_on_with(tmp_path: Path) -> None:
+def test_operations_of_an_older_hegmd_are_continued(tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(DATA)
     gone_on: dict[str, Operation] = {}
     with JournalFile(tmp_path) as file:

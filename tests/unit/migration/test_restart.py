@@ -195,7 +195,7 @@ def test_a_state_that_was_held_could_not_be_given_up() -> None:
     assert (member.pool_bytes, member.reservations, member.lost) == (0, {}, False)
 
 
-def test_what_is_held_of_a_process_that_lives_is_not_given_up() -> None:
+def test_held_bytes_of_a_living_process_are_not_dropped() -> None:
     drive = DrivenOperation(operation(worker(to=None, origin_gpu="gpu0"), kind="suspend")).until("suspended")
     with pytest.raises(Refused, match="process 197 is running and owns its saved state"):
         drive.feed(events.DropRequested(by="ada"))

@@ -161,7 +161,7 @@ def test_a_training_started_by_a_shell_is_not_restarted() -> None:
     assert "exec python3 train.py" in refused
 
 
-def test_what_an_agent_has_not_looked_at_is_in_the_plan() -> None:
+def test_unsearched_values_are_in_the_plan() -> None:
     """Searches of variables that came to their limits ended silently, and what they left out was lost."""
     unseen = "not searched: the 4,000 objects of __main__.players"
     plan = plan_of(planned(node({"begin_anew": (unseen,)}), ask("gpu2", allow_restart=True)))
@@ -194,7 +194,7 @@ def test_a_restart_may_stay_where_it_is_and_the_operation_has_all_that_it_is_to_
     assert (op.workers[0].run, op.workers[0].must_exit) == ("run", True)
 
 
-def test_what_attaching_cannot_know_blocks_a_restart_and_no_move() -> None:
+def test_facts_unknown_after_attaching_block_a_restart_and_no_move() -> None:
     """Issue 19, outcome 7."""
     snapshot = node({"unknown": ("its first random state", "its command")})
     refused = reasons_text(planned(snapshot, ask("gpu2", via=RESTART)))

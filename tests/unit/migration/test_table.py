@@ -46,7 +46,7 @@ def _in_phase(phase: str) -> Operation:
 
 
 @in_one_test("phase", sorted({phase for phase, _ in TABLE}))
-def test_what_is_ignored_or_refused_changes_nothing(phase: str) -> None:
+def test_ignored_or_refused_events_change_nothing(phase: str) -> None:
     op = _in_phase(phase)
     plain = op.to_plain()
     for tag in EVENTS:

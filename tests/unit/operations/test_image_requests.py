@@ -56,7 +56,7 @@ async def test_the_progress_of_reading_was_not_reported() -> None:
     assert events[:2] == [first, first.replace(moved_bytes=50)]
 
 
-async def test_who_does_not_listen_any_more_ends_no_restore() -> None:
+async def test_a_client_that_stops_listening_ends_no_restore() -> None:
     async def emit(_: OperationProgress) -> None:
         raise HegmError(DISCONNECTED, "gone", "connect again")
 

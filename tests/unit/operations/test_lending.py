@@ -73,7 +73,7 @@ async def test_a_block_right_after_the_start_ran_with_its_memory_in_place(tmp_pa
         assert node.operations.runner.of_process(process.pid) is None
 
 
-async def test_what_a_user_has_suspended_no_job_resumes(tmp_path: Path, process: Child) -> None:
+async def test_a_job_suspended_by_its_user_is_not_resumed_for_others(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         await node.operations.suspend([process.pid], node.asked(), keep_context=True)

@@ -103,7 +103,7 @@ async def test_an_adoption_that_cannot_be_finished_leaves_a_suspended_operation(
 
 
 @pytest.mark.parametrize("how", ["nobody", "training", "taken", "stranger", "elsewhere"])
-async def test_what_is_no_orphan_is_not_adopted(tmp_path: Path, process: Child, how: str) -> None:
+async def test_a_process_that_is_no_orphan_is_not_adopted(tmp_path: Path, process: Child, how: str) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         pid, to, may, code = process.pid, "gpu0", True, REFUSED

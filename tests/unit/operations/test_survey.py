@@ -84,7 +84,7 @@ async def test_a_rank_that_was_not_counted_yet_was_left_behind(tmp_path: Path, p
         assert not first.parked
 
 
-async def test_what_a_rank_starts_is_not_waited_for(tmp_path: Path, process: Child, other: Child) -> None:
+async def test_children_of_a_rank_are_not_waited_for(tmp_path: Path, process: Child, other: Child) -> None:
     """The workers of a loader inherit the rank of who started them, and come to no boundary of their own."""
     async with running(tmp_path) as node:
         await node.attend(process.pid, run="1", rank=0, world_size=1)
@@ -268,7 +268,7 @@ async def test_a_job_whose_batches_take_long_could_not_be_restarted(tmp_path: Pa
         assert agent.seen.count("weigh") == 2
 
 
-async def test_who_asked_second_took_the_weight_away_from_the_plan_of_the_first(tmp_path: Path, process: Child) -> None:
+async def test_a_second_plan_does_not_change_the_data_of_the_first(tmp_path: Path, process: Child) -> None:
     """Of six `migrate --via restart --dry-run` at once five were refused: what its state comes to "is not known"."""
     async with supervised(tmp_path, process.pid) as (node, agent):
         worker = node.workers.find(process.pid)
@@ -319,7 +319,7 @@ async def test_a_plan_ran_the_callers_program_as_the_user_of_a_job_that_came_whi
         supervisors.close()
 
 
-async def test_who_drained_a_gpu_had_the_jobs_of_others_asked_what_they_hold(tmp_path: Path, process: Child) -> None:
+async def test_a_drain_does_not_survey_jobs_of_other_users(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         stranger = ModelAgent(node.workers, process.pid)
         stranger.uid = os.getuid() + 1

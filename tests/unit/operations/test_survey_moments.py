@@ -66,7 +66,7 @@ async def test_a_job_whose_first_survey_was_late_was_placed_as_if_it_held_nothin
         assert node.reservations(process.pid) == {"gpu0": 6 << 20}
 
 
-async def test_what_the_driver_and_hegmd_keep_of_a_gpu_is_no_memory_for_jobs(
+async def test_the_reserve_of_driver_and_hegmd_is_no_memory_for_jobs(
     tmp_path: Path, process: Child, other: Child
 ) -> None:
     """A request for nearly a whole GPU waited until its time limit, since no job can ever have that much."""

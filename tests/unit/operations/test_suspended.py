@@ -126,7 +126,7 @@ async def test_a_job_that_is_suspended_already_is_spilled_when_that_is_asked(tmp
 
 
 @pytest.mark.thorough
-async def test_what_is_held_is_given_up_by_no_other_user_and_of_no_process_that_lives(
+async def test_held_bytes_are_dropped_by_no_other_user_and_for_no_living_process(
     tmp_path: Path, process: Child
 ) -> None:
     async with running(tmp_path) as node:

@@ -66,7 +66,7 @@ def nested(depth: int) -> bytes:
         (b"\x81\xa1a\xdd\x7f\xff\xff\xff", "malformed"),
     ],
 )
-def test_what_is_no_plain_map_is_refused(payload: bytes, says: str) -> None:
+def test_anything_but_a_plain_map_is_refused(payload: bytes, says: str) -> None:
     with pytest.raises(PeerError, match=says):
         codec.decode(payload)
 
@@ -79,7 +79,7 @@ def test_a_record_is_encoded_as_its_plain_form() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, 1j])
-def test_what_has_no_form_is_refused(value: object) -> None:
+def test_values_without_an_encoding_are_refused(value: object) -> None:
     with pytest.raises(TypeError, match=type(value).__name__):
         codec.encode({"a": value})
 

@@ -60,6 +60,6 @@ def test_places_come_back_as_they_were_packed() -> None:
     assert unpacked_spans(packed(spans)) == spans
 
 
-def test_what_is_no_whole_span_is_refused() -> None:
+def test_an_incomplete_span_is_refused() -> None:
     with pytest.raises(BadValue, match="17 bytes are no whole spans of"):
         unpacked_spans(bytes(17))

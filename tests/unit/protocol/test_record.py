@@ -56,7 +56,7 @@ def test_fields_with_a_default_may_be_missing_and_unknown_ones_are_ignored() -> 
         ({"name": "x", "on": 1}, "outer.on: true or false"),
     ],
 )
-def test_what_does_not_fit_is_named_by_its_place(plain: object, where: str) -> None:
+def test_misfits_are_named_by_their_path(plain: object, where: str) -> None:
     with pytest.raises(BadValue, match=where):
         Outer.from_plain(plain, "outer")
 

@@ -10,7 +10,7 @@ from tests.cells import in_one_test
 RECORD = SlotRecord(generation=7, step=1200, rank=3, ranks=8, size_bytes=12_900_000_000, taken_utc=1.5e9, took_s=0.7)
 
 
-def test_what_was_packed_is_read_again() -> None:
+def test_a_packed_record_is_unpacked() -> None:
     data = packed(RECORD)
     assert len(data) <= RECORD_BYTES
     assert unpacked(data.ljust(RECORD_BYTES, b"\0")) == RECORD

@@ -101,14 +101,14 @@ async def test_an_answer_is_counted_and_one_that_changes_nothing_leaves_no_audit
     assert bench.audited() == []
 
 
-async def test_what_changes_state_is_audited_with_who_and_what(bench: Bench) -> None:
+async def test_requests_that_change_state_are_audited_with_caller_and_request(bench: Bench) -> None:
     await bench.answer(Reload(), reloaded)
     (line,) = bench.audited()
     for part in ('"op":"reload"', '"uid":0', f'"pid":{ROOT.pid}', '"result":"ok"'):
         assert part in line.replace(": ", ":")
 
 
-async def test_what_is_not_allowed_never_reaches_the_handler_and_is_audited(bench: Bench) -> None:
+async def test_a_denied_request_never_reaches_the_handler_and_is_audited(bench: Bench) -> None:
     async def unreachable(call: Call, request: Request) -> Record:
         raise AssertionError("the handler was called")
 

@@ -104,7 +104,7 @@ async def test_a_large_text_arrives_whole_also_if_more_was_sent_than_asked_for()
         (b"", b"408"),
     ],
 )
-async def test_what_is_no_request_gets_an_answer_and_the_next_one_its_metrics(request_: bytes, status: bytes) -> None:
+async def test_an_invalid_request_is_answered_and_the_next_one_gets_metrics(request_: bytes, status: bytes) -> None:
     limits = HttpLimits(head_deadline_s=0.05) if status == b"408" else HttpLimits(head_deadline_s=HANG_S)
     async with serving(limits=limits) as port:
         assert (await ask(port, request_)).startswith(b"HTTP/1.1 " + status)
@@ -112,7 +112,7 @@ async def test_what_is_no_request_gets_an_answer_and_the_next_one_its_metrics(re
             pass  # on a busy machine a whole request may come too late as well, and is asked again
 
 
-async def test_those_who_do_not_ask_give_way_to_those_who_do() -> None:
+async def test_background_work_gives_way_to_requests() -> None:
     async with serving(limits=HttpLimits(connections=3)) as port, contextlib.AsyncExitStack() as held:
         idle = [await held.enter_async_context(await anyio.connect_tcp("127.0.0.1", port)) for _ in range(3)]
         assert (await ask(port, GET)).startswith(b"HTTP/1.1 200")
@@ -139,7 +139,7 @@ async def test_beyond_the_limit_connections_are_closed_when_all_others_are_being
 
 
 @pytest.mark.thorough
-async def test_those_who_do_not_read_are_left_after_the_limit() -> None:
+async def test_slow_readers_are_disconnected_after_the_limit() -> None:
     requested = anyio.Event()
 
     async def large_at_first() -> str:

@@ -203,7 +203,7 @@ async def test_a_peer_that_leaves_takes_its_requests_along() -> None:
         assert daemon.ended == ["gpus"]
 
 
-async def test_what_handlers_want_undone_is_undone_at_the_end() -> None:
+async def test_cleanups_of_handlers_run_at_the_end() -> None:
     undone: list[str] = []
     async with talking() as (talker, session, _, ended):
         for what in ("once", "again"):

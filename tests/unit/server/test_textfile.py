@@ -151,7 +151,7 @@ def test_a_file_is_put_in_place_whole_whatever_was_there(path: Path) -> None:
     assert not fresh.is_symlink()
 
 
-def test_what_cannot_be_put_in_place_leaves_nothing_behind(path: Path) -> None:
+def test_a_file_that_cannot_be_renamed_leaves_nothing_behind(path: Path) -> None:
     path.mkdir()
     with pytest.raises(IsADirectoryError):
         write_whole(path, "hegmd_x 1\n")

@@ -127,7 +127,7 @@ async def test_of_much_output_the_end_is_kept() -> None:
     assert len(completed.stdout) == programs.OUTPUT_TAIL_BYTES
 
 
-def test_what_an_ended_child_left_in_a_large_pipe_is_read() -> None:
+def test_output_of_an_ended_child_in_a_large_pipe_is_read() -> None:
     """With pages of 64 KiB a pipe holds a MiB from the start, and the child can be gone before we have read that."""
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 1024 * 1024)

@@ -170,7 +170,7 @@ def test_listeners_are_given_up_as_sockets_and_the_rest_is_closed(listener: sock
             each.close()
 
 
-def test_what_is_no_listener_is_refused_and_stays_owned(listener: socket.socket) -> None:
+def test_a_socket_that_does_not_listen_is_refused_and_stays_owned(listener: socket.socket) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, socket.socket(socket.AF_INET, socket.SOCK_STREAM) as internet, Path(os.devnull).open() as file:
         internet.listen()

@@ -26,7 +26,7 @@ def test_every_item_is_worked_on_once_and_each_thread_has_its_own_worker() -> No
     assert len(workers) == 3
 
 
-def test_what_fails_in_one_ends_all_and_is_raised() -> None:
+def test_a_failure_of_one_cancels_all_and_is_raised() -> None:
     def work(item: int) -> None:
         if item == 3:
             raise ValueError(item)

@@ -21,7 +21,7 @@ async def test_the_result_comes_back() -> None:
     assert await run_detached(lambda _: 42, name="answer") == 42
 
 
-async def test_what_the_work_raises_is_raised_where_it_is_awaited() -> None:
+async def test_an_error_of_the_work_is_raised_where_it_is_awaited() -> None:
     def work(_: socket.socket) -> None:
         raise LookupError("nothing there")
 

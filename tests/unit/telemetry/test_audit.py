@@ -122,7 +122,7 @@ def test_a_failing_file_fails_no_request(tmp_path: Path, caplog: pytest.LogCaptu
     assert [each.name for each in caplog.records if each.levelno == logging.ERROR] == ["hegmd.telemetry.audit_file"] * 2
 
 
-def test_what_a_peer_sends_cannot_make_a_record_large_or_span_lines(audit: Audit, written: Written) -> None:
+def test_a_peer_cannot_make_a_log_record_large_or_span_lines(audit: Audit, written: Written) -> None:
     record(audit, SimulateFault(target="\n" * 100000, fault='"}\r\n{\u2028\ud800'))
     record(audit, Processes(gpus=tuple("g\n" * 1000 for _ in range(1000))))
     lines = written()

@@ -80,7 +80,7 @@ def test_a_link_is_not_followed(opened: Opener, path: Path) -> None:
         opened(path)
 
 
-def test_what_others_could_change_is_refused_with_a_hint(opened: Opener, path: Path) -> None:
+def test_files_that_others_could_change_are_refused_with_a_hint(opened: Opener, path: Path) -> None:
     fifo, loose, foreign = (path.with_name(name) for name in ("fifo", "loose", "foreign"))
     os.mkfifo(fifo)
     loose.touch()

@@ -313,7 +313,7 @@ def test_references_differ_and_are_easy_to_search() -> None:
     assert all(re.fullmatch("[0-9a-f]{8}", ref) for ref in made)
 
 
-def test_what_a_peer_can_repeat_is_held_back_and_counted(pipe: Pipe, as_text: LogSetup) -> None:
+def test_repeated_messages_of_a_peer_are_suppressed_and_counted(pipe: Pipe, as_text: LogSetup) -> None:
     now = [0.0]
     limiter = Limiter(burst=2, window_s=60, clock=lambda: now[0])
 

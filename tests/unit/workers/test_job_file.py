@@ -79,7 +79,7 @@ def test_the_next_number_of_a_damaged_file_is_not_used_again(tmp_path: Path) -> 
     assert JobFile(tmp_path).load() == (42, [])
 
 
-async def test_what_a_full_disk_did_not_take_is_written_once_it_does(tmp_path: Path) -> None:
+async def test_lines_that_a_full_disk_refused_are_written_later(tmp_path: Path) -> None:
     blocked = tmp_path / f".{NAME}.new"
     blocked.mkdir()
     saving = JobSaving(retry_s=0.001)

@@ -60,7 +60,7 @@ async def _beginning(node: Node, pid: int) -> int:
 
 
 @pytest.mark.thorough
-async def test_what_belongs_to_a_job_and_has_no_agent_names_it(
+async def test_a_process_of_a_job_without_an_agent_names_the_job(
     tmp_path: Path, process: Child, started: dict[str, int]
 ) -> None:
     """Issue 14, row 10: in every command that takes a pid."""

@@ -51,7 +51,7 @@ def test_with_a_users_rights_criu_accepts_what_it_cannot_do() -> None:
     assert all("--unprivileged" in order for order in orders)
 
 
-def test_what_is_led_elsewhere_was_written_over_what_was_there() -> None:
+def test_redirected_output_is_appended() -> None:
     """CRIU opens again what it is given, without the mark by which each write goes to the end."""
     log = Outlet("socket:[5]", ((4, 3),), is_read=True, is_written=True)
     needs = Needs((4,), outlets=(PIPE, log, TERMINAL))

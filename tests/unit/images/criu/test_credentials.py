@@ -92,7 +92,7 @@ def test_what_every_login_gives_is_no_right_of_roots(tmp_path: Path) -> None:
         b"\0" * 8 + core(credentials())[8:],
     ],
 )
-def test_what_cannot_be_read_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_unreadable_input_is_refused(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(HegmError, match=r"core-1\.img of the image does not say"):
         objections(tmp_path, content)
 

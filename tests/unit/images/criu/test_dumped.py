@@ -37,7 +37,7 @@ def test_each_process_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "data", [b"", image(b"\x78\x01", (1, 2)), image(b"\x78\x01")[:-1], image(b"\x78"), image(b"\x7b\x00")]
 )
-def test_what_is_no_such_image_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_an_unsuitable_image_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "mm-100.img").write_bytes(data)
     with pytest.raises(HegmError, match="does not name the process"):
         _of(tmp_path)

@@ -145,7 +145,7 @@ def test_a_job_with_its_own_controlling_terminal_is_refused() -> None:
         ("anon_inode:bpf-map", True),
     ],
 )
-def test_what_has_no_name_is_dumped_or_refused(target: str, refused: bool) -> None:
+def test_deleted_files_are_dumped_or_refused(target: str, refused: bool) -> None:
     found = needs_of(tree(Descriptor(100, 7, target, mode=0)))
     assert bool(found.reasons) == refused
     if refused:

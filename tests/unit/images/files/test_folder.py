@@ -238,7 +238,7 @@ def states(path: Path) -> list[tuple[str, str]]:
     return [(image.state, image.command or "") for image in catalogue.look_into(str(path))]
 
 
-def test_what_a_killed_writer_left_is_known_and_taken_away(tmp_path: Path) -> None:
+def test_remains_of_a_killed_writer_are_recognised_and_removed(tmp_path: Path) -> None:
     with make(str(tmp_path / "image")) as folder:
         (tmp_path / folder.name / "criu" / "core-4711.img").write_bytes(b"half")
         assert states(tmp_path) == [("in-use", "")]
@@ -345,7 +345,7 @@ def owning(path: Path) -> HegmError | None:
 
 
 @pytest.mark.parametrize("name", quick_first(["", "criu/core-4711.img", "criu", "bytes", "manifest.json", "seal"], 2))
-def test_what_others_can_write_is_not_brought_to_life(tmp_path: Path, name: str) -> None:
+def test_an_image_that_others_can_write_is_not_restored(tmp_path: Path, name: str) -> None:
     path = tmp_path / "image"
     built(path)
     assert owning(path) is None

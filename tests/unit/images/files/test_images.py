@@ -117,7 +117,7 @@ def entries(folder: Path) -> list[str]:
 
 
 @pytest.mark.thorough
-async def test_what_is_written_comes_back(tmp_path: Path, memory: tuple[int, bytes]) -> None:
+async def test_written_bytes_are_read_back(tmp_path: Path, memory: tuple[int, bytes]) -> None:
     path = tmp_path / "image"
     async with room(tmp_path / "state") as images:
         files = await made(images, path, memory[0])
@@ -341,7 +341,7 @@ async def test_truncated_memory_harms_only_the_writer_process(tmp_path: Path, me
         assert entries(tmp_path) == ["state", "state/image.key", "state/images"]
 
 
-async def test_what_an_earlier_daemon_had_in_private_is_taken_away_while_this_one_serves(tmp_path: Path) -> None:
+async def test_private_files_of_an_earlier_daemon_are_removed_in_the_background(tmp_path: Path) -> None:
     """It may be many GB: they were removed before the daemon answered anybody."""
     private = tmp_path / "state" / "images"
     (private / "ab").mkdir(parents=True)
@@ -360,7 +360,7 @@ def hands_here() -> list[int]:
     return [child.pid for child in psutil.Process().children() if "hegmd.images.files.child" in child.cmdline()]
 
 
-def test_what_is_private_is_for_the_daemon_alone(tmp_path: Path) -> None:
+def test_private_directories_are_accessible_to_the_daemon_only(tmp_path: Path) -> None:
     images_in(tmp_path / "state")
     assert (tmp_path / "state" / "images").stat().st_mode & 0o777 == 0o700
 
@@ -385,7 +385,7 @@ def test_an_unusable_state_directory_is_reported_with_its_disk(tmp_path: Path) -
         PrivateDirectory(tmp_path / "state")
 
 
-async def test_what_criu_wrote_in_private_is_missed_by_name(tmp_path: Path) -> None:
+async def test_missing_private_files_of_criu_are_named(tmp_path: Path) -> None:
     private = PrivateDirectory(tmp_path)
     try:
         with pytest.raises(HegmError, match=r"cannot be read: .*gone.img"):

@@ -217,7 +217,7 @@ async def test_a_keeper_that_ended_after_a_start_was_not_noticed_before_the_next
 
 
 @pytest.mark.thorough
-async def test_what_had_no_answer_when_it_was_put_was_held_for_ever(folder: Path) -> None:
+async def test_descriptors_stored_without_an_answer_are_dropped_later(folder: Path) -> None:
     fd = memory(b"weights")
     store = KeeperStore(folder, start_keeper, answer_s=0.2)
     await store.put(NAME, fd)

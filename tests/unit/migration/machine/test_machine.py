@@ -44,7 +44,7 @@ def test_the_pool_is_given_back_only_after_the_next_boundary() -> None:
     assert tags(drive.end()) == ["release-reservation", "release-pool"]
 
 
-def test_what_has_grown_is_taken_before_it_is_offloaded() -> None:
+def test_memory_for_growth_is_taken_before_the_offload() -> None:
     drive = DrivenOperation(operation()).until("measuring")
     wanted: Any = drive.end(size_bytes=25)
     assert [(effect.tag, effect.size_bytes) for effect in wanted] == [("reserve", 25), ("reserve-pool", 25)]
@@ -353,7 +353,7 @@ def test_a_process_that_runs_is_not_stopped_for_the_way_back() -> None:
     assert (drive.op.workers[0].gpu, drive.op.workers[0].was_offloaded) == ("gpu1", True)
 
 
-def test_what_was_given_to_a_worker_that_ends_meanwhile_is_given_back() -> None:
+def test_memory_given_to_a_worker_that_ends_meanwhile_is_released() -> None:
     """A retry that waited for the dead worker waited for ever."""
     drive = DrivenOperation(operation()).until("quiescing")
     drive.feed(events.WorkerExited(worker="a"))

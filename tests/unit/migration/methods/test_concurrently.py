@@ -45,12 +45,12 @@ async def test_it_is_over_when_both_are() -> None:
     assert work.done
 
 
-async def test_what_fails_in_the_work_is_raised_as_it_is() -> None:
+async def test_a_failure_in_the_work_is_raised_unchanged() -> None:
     with pytest.raises(Refused, match="the copy"):
         await do(Work(Refused("the copy", "hint")))
 
 
-async def test_what_fails_in_the_block_cuts_the_work_off_and_comes_first() -> None:
+async def test_a_failure_in_the_block_cancels_the_work_and_is_raised_first() -> None:
     work = Work(Refused("the copy", "hint"))
     with pytest.raises(Refused, match="the step"):
         await do(work, Refused("the step", "hint"))

@@ -82,7 +82,7 @@ async def test_memory_that_stays_beyond_the_plan_is_a_failure_with_numbers() -> 
     assert "hegmctl suspend 4711" in found.value.hint
 
 
-async def test_what_stays_is_measured_where_the_plan_did_not_know_it() -> None:
+async def test_memory_that_stays_is_measured_if_the_plan_did_not_know_it() -> None:
     """An unknown amount was mistaken for none, and a suspend that had freed everything was rolled back."""
     left = await KeepContextMethod(Gpus(ModelNode(uses=[use(1200)]).look)).checkpoint(subject(stays_bytes=None))
     assert left.stays_bytes == 1200 * MIB

@@ -116,7 +116,7 @@ def test_ranks_that_train_alone_do_not_wait_for_one_boundary(
     ],
     ids=["uncovered", "only uncovered", "NVLS", "other nodes", "no agent"],
 )
-def test_what_cannot_be_disconnected_is_refused_once_with_the_next_step(
+def test_groups_that_cannot_be_disconnected_are_refused_once_with_the_next_step(
     snapshot: NodeSnapshotForPlan, message: str, hint: str
 ) -> None:
     reasons = the_reasons(planned(snapshot, SUSPENSION))

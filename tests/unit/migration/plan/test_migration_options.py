@@ -164,7 +164,7 @@ def test_every_hazard_and_every_hint_of_the_drivers_rules_is_in_the_table_above(
     assert len(walked - of_hazards) == len(refusals), sorted(walked)
 
 
-def test_what_can_be_suspended_is_called_movable() -> None:
+def test_a_process_that_can_be_suspended_counts_as_movable() -> None:
     around = Surroundings(nccl_shared=True, nccl_p2p_disabled=True)
     for candidate in (a_process(), a_process(an_agent()), a_process(around=around), a_process(an_agent(), **BOTH)):
         third = (a_gpu("gpu0"), a_gpu("gpu1"), a_gpu("gpu2"))

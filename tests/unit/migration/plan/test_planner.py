@@ -157,7 +157,7 @@ def test_ranks_stop_together_and_absent_ones_are_a_hazard() -> None:
 LEFT = LeftAlone(why="shared with another process", storages=3, size_bytes=GIB)
 
 
-def test_what_is_left_alone_is_named() -> None:
+def test_skipped_files_are_named() -> None:
     plan = _plan(planned(_snapshot(_process(agent=_agent(left_alone=(LEFT,)))), _to()))
     assert plan.workers[0].left_alone_bytes == GIB
     assert "3 storages, 1.0 GiB: shared with another process" in plan.hazards[0]

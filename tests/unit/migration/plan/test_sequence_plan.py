@@ -70,7 +70,7 @@ def test_without_room_for_both_on_one_gpu_both_go_to_the_pool_at_once_and_come_b
     ]
 
 
-def test_what_goes_straight_to_the_other_gpu_does_not_wait_in_the_pool() -> None:
+def test_bytes_moved_by_peer_do_not_wait_in_the_pool() -> None:
     """One stands for its own move alone then, by NVLink for a tenth of the time that its bytes took to the pool."""
     gpus = [_gpu(name, 0, vendor="nvidia", driver_version="580.1") for name in ("gpu0", "gpu1")]
     linked = tuple(gpu.replace(nvlinks=("gpu0", "gpu1"), free_bytes=4 * GIB) for gpu in gpus)
@@ -211,7 +211,7 @@ def _under_way(phase: str) -> Operation:
     return DrivenOperation(operation(mine)).until(phase).op
 
 
-def test_what_was_promised_and_not_taken_yet_is_not_there_for_others() -> None:
+def test_promised_memory_is_not_available_to_others() -> None:
     gpus = (_gpu("gpu0", 8), _gpu("gpu1", 8))
     snapshot = _snapshot(gpus=gpus, running=(_under_way("reserving"),))
     node_snapshot = expected(snapshot)
@@ -221,7 +221,7 @@ def test_what_was_promised_and_not_taken_yet_is_not_there_for_others() -> None:
     assert taken.replace(running=()) == snapshot.replace(running=()), "what was taken counts in what is free already"
 
 
-def test_what_goes_by_peer_was_promised_video_memory_and_none_of_the_pool() -> None:
+def test_bytes_moved_by_peer_are_promised_gpu_memory_and_no_pool_memory() -> None:
     """A second move was refused for a pool that nobody was to use, and planned for room that was promised."""
     gpus = (_gpu("gpu0", 8), _gpu("gpu1", 8))
     mine = worker(

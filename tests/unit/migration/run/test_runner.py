@@ -200,7 +200,7 @@ async def test_a_process_that_dies_while_its_bytes_are_out_is_lost_and_its_bytes
         assert node.moving.pool.held_bytes == 0
 
 
-async def test_who_may_not_is_denied_before_anything_is_asked(tmp_path: Path, process: Child) -> None:
+async def test_a_user_without_permission_is_denied_before_anything_is_requested(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         before = list(agent.seen)
@@ -225,7 +225,7 @@ async def test_bad_requests_name_their_reason(
 
 
 @pytest.mark.thorough
-async def test_what_a_killed_daemon_had_suspended_the_next_one_resumes(tmp_path: Path, process: Child) -> None:
+async def test_a_job_suspended_by_a_killed_daemon_is_resumed_by_the_next(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         await node.operations.suspend([process.pid], node.asked())

@@ -206,7 +206,7 @@ def test_all_mistakes_are_reported_together_with_their_lines(tmp_path: Path) -> 
         ("[[gpu]]\nmemory = 8GiB", "line 2"),
     ],
 )
-def test_what_makes_no_node_is_refused_with_the_reason(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_node_is_refused_with_the_reason(tmp_path: Path, text: str, message: str) -> None:
     assert message in refused(described(tmp_path, text)).message
 
 

@@ -11,7 +11,7 @@ from tests.cells import in_one_test
 from tests.unit.node.doctor.node import FileNode, gpu
 
 
-def test_what_is_not_there_is_none(node: FileNode) -> None:
+def test_missing_values_are_none(node: FileNode) -> None:
     facts = node.facts()
     node.write("a/file", "text")
     assert facts.read("a/file") == "text"

@@ -130,13 +130,13 @@ async def test_more_hanging_checks_than_places_do_not_stop_the_rest(node: FileNo
         release.set()
 
 
-async def test_what_does_not_apply_is_skipped_with_the_reason(node: FileNode) -> None:
+async def test_inapplicable_checks_are_skipped_with_the_reason(node: FileNode) -> None:
     row = BlockingCheck("x", lambda _: warn("not asked", "not asked"), lambda _: "there is none here")
     made = await run_rows(node, row)
     assert (made["x"].status, made["x"].summary, made["x"].fix) == ("skip", "there is none here", None)
 
 
-async def test_what_the_listener_raises_ends_the_run_as_it_is(node: FileNode) -> None:
+async def test_an_error_of_the_listener_ends_the_run_unchanged(node: FileNode) -> None:
     class Gone(Exception):
         pass
 

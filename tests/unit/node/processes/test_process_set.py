@@ -139,7 +139,7 @@ def test_a_pid_that_now_belongs_to_another_process_is_not_signalled() -> None:
         assert process.wait() == -signal.SIGKILL
 
 
-def test_who_is_gone_is_passed_over() -> None:
+def test_ended_processes_are_skipped() -> None:
     with sleeper() as process:
         people = population_of([process.pid])
     continue_all(people)
@@ -188,7 +188,7 @@ def test_a_dumper_is_known_by_the_root_of_its_tree(tree: str, is_one: bool) -> N
         assert (process.pid in dumpers_of([ROOT])) == is_one
 
 
-def test_what_a_killed_criu_left_standing_was_waited_for_for_ever() -> None:
+def test_processes_left_stopped_by_a_killed_criu_are_not_waited_for_forever() -> None:
     with sleeper("dump", "--tree", str(ROOT), "--images-dir", "x") as process:
         stop(process)
         assert dumpers_of([ROOT]) == ()

@@ -48,7 +48,7 @@ def test_rights_of_another_user_are_seen(tmp_path: Path) -> None:
         assert (member.uid, member.is_guarded) == (mine, guarded)
 
 
-def test_who_is_in_a_tree_is_seen_without_what_they_have_open(tmp_path: Path) -> None:
+def test_processes_of_a_tree_are_listed_without_their_open_files(tmp_path: Path) -> None:
     """A job that was stopped for an image stayed so when a disk was dead on which it had a file open."""
     for pid, parent in ((7, 1), (8, 7), (9, 8), (10, 1)):
         process = tmp_path / str(pid)

@@ -25,7 +25,7 @@ def test_a_living_process_is_known_by_pid_and_start_time(table: ProcessTable, st
     assert table.pidfd_count == 1
 
 
-def test_what_did_not_change_is_the_same_object(table: ProcessTable, start: Start) -> None:
+def test_unchanged_records_are_the_same_object(table: ProcessTable, start: Start) -> None:
     child = start()
     assert one(table, child.pid) is one(table, child.pid)
 

@@ -92,7 +92,7 @@ def test_all_facts_of_a_gpu_are_reported_in_base_units() -> None:
     assert health == {"ok": 0, "warn": 1, "failed": 0, "unknown": 0}
 
 
-def test_what_is_not_known_is_left_out_and_never_0() -> None:
+def test_unknown_values_are_left_out_and_never_0() -> None:
     found = metrics(Node(gpus=(BARE,)))
     about_gpus = {name for name, family in found.items() if any("gpu" in dict(labels) for _, labels in family.samples)}
     assert about_gpus == {
@@ -263,7 +263,7 @@ def test_the_daemon_reads_what_it_costs_itself() -> None:
     assert own.cpu_s > 0
 
 
-def test_what_cannot_be_read_of_the_daemon_is_unknown(tmp_path: Path) -> None:
+def test_unreadable_facts_of_the_daemon_are_unknown(tmp_path: Path) -> None:
     (tmp_path / "stat").write_text("1 (a) b) S 1")
     own = read_own_process(tmp_path)
     assert (own.resident_bytes, own.threads, own.open_fds) == (None, None, None)

@@ -133,7 +133,7 @@ _Pair = namedtuple("_Pair", "a b")  # noqa: PYI024 - what a script would have
         ([np.zeros(2, dtype=[("a", "i4")])], "[0] is a numpy array of [('a', '<i4')]"),
     ],
 )
-def test_what_cannot_be_written_is_named_by_its_place(fd: int, value: Any, message: str) -> None:
+def test_values_that_cannot_be_written_are_named_by_their_path(fd: int, value: Any, message: str) -> None:
     with pytest.raises(state_file.UnsupportedValue) as caught:
         state_file.write(fd, value)
     assert str(caught.value) == message
@@ -148,7 +148,7 @@ def test_a_value_that_contains_itself_is_refused(fd: int) -> None:
         state_file.write(fd, value)
 
 
-def test_what_is_shared_a_thousandfold_is_written_once(fd: int) -> None:
+def test_an_object_shared_a_thousand_times_is_written_once(fd: int) -> None:
     value: Any = [1.5]
     for _ in range(60):
         value = (value, value)

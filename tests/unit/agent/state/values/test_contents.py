@@ -97,7 +97,7 @@ def test_large_and_small_tensors_are_there_once_all_copies_are_made() -> None:
     assert found["large"].data_ptr() != value["large"].data_ptr()
 
 
-def test_what_an_optimizer_has_in_its_state_beside_its_parameters_was_lost() -> None:
+def test_optimizer_state_outside_of_parameters_is_kept() -> None:
     before, put = Optimizer("cpu"), Optimizer("cpu")
     before.state["seen"] = {"batches": 16, "mean": torch.ones(2)}
     put.state["begun"] = {}

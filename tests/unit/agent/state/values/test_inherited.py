@@ -43,5 +43,5 @@ def test_the_memory_of_a_state_that_was_put_back_stayed_as_long_as_its_process(t
     assert _puts_back(tmp_path) == ["7 True", "False None False False"]
 
 
-def test_what_the_script_has_opened_under_that_number_meanwhile_stays_open(tmp_path: Path) -> None:
+def test_a_descriptor_that_the_script_opened_under_that_number_stays_open(tmp_path: Path) -> None:
     assert _puts_back(tmp_path, TAKES="it") == ["7 True", "False None True False"]
