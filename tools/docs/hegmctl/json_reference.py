@@ -46,12 +46,13 @@ def refreshed(text: str) -> str:
 
 def reference() -> str:
     """The generated half."""
-    commands: dict[tuple[type[Record], str], list[str]] = {}
+    commands: dict[type[Record], dict[str, list[str]]] = {}
     for command, record, how in printed():
-        commands.setdefault((record, how), []).append(f"`{command}`")
+        commands.setdefault(record, {}).setdefault(how, []).append(f"`{command}`")
     lines = ["## What each command prints", "", "| commands | prints |", "|---|---|"]
-    for (record, how), names in commands.items():
-        lines.append(f"| {', '.join(names)} | {_linked(record)}{'' if how == ONE else f', {how}'} |")
+    for record, forms in commands.items():
+        texts = [f"{', '.join(names)}{'' if how == ONE else f', {how}'}" for how, names in forms.items()]
+        lines.append(f"| {'; '.join(texts)} | {_linked(record)} |")
     lines += ["", "## Records that are not in the protocol", ""]
     for record in _reachable():
         if record not in public_records():
