@@ -105,8 +105,8 @@ def _round_ms(daemon: RunningDaemon, hegmd: Connection) -> tuple[float, float, f
     hegmd.gpus()
     wall_s, looked = time.perf_counter() - began, cpu_s(pid)
     hegmd.processes()
-    told = cpu_s(pid)
-    return 1000 * (looked - start), 1000 * (told - looked), 1000 * wall_s
+    used_s = cpu_s(pid)
+    return 1000 * (looked - start), 1000 * (used_s - looked), 1000 * wall_s
 
 
 def _hegmctl_ps_ms(daemon: RunningDaemon) -> float:

@@ -120,8 +120,8 @@ class Run:
         roots = (str(SCRIPT.parents[3]), str(SCRIPT.parents[3] / "client"))
         light = () if is_real else (str(BRISK),)  # the import of PyTorch is most of a trial's work
         paths = os.pathsep.join(filter(None, (*roots, *light, os.environ.get("PYTHONPATH"))))
-        told = {"FAILS": f"{case.kind} {case.phase} {case.ranks(world)}", "CHILDREN": str(case.children)}
-        quick = {"PACE_S": "0"} if alone else told
+        fields = {"FAILS": f"{case.kind} {case.phase} {case.ranks(world)}", "CHILDREN": str(case.children)}
+        quick = {"PACE_S": "0"} if alone else fields
         environ = {**os.environ, "HEGM_SOCKET": str(daemon.socket_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
         environ |= {"STEPS": str(asked.steps), **({"DEVICE": asked.device} if is_real else BARE)}
         self.out, self.err = folder / "out", folder / "err"

@@ -130,8 +130,8 @@ class Table:
     def _keep(self, row: dict[str, Any]) -> None:
         with self._guard:
             self.rows.append(row)
-            told = [f"{value}" for key, value in row.items() if key != "story"]
-            print(" | ".join(told), flush=True)
+            cells = [f"{value}" for key, value in row.items() if key != "story"]
+            print(" | ".join(cells), flush=True)
             if "story" in row:
                 print(row["story"], flush=True)
             if self.asked.out is not None:
@@ -146,8 +146,8 @@ class Table:
         for name in dict.fromkeys(case.name for case, _ in self.cells()):
             rows = [row for row in self.rows if row["case"] == name]
             places = ", ".join(sorted({row["gpus"] for row in rows}))
-            told = [_cell([row for row in rows if row["ranks"] == world]) for world in worlds]
-            lines.append(f"| {name} | {places} | " + " | ".join(told) + " |")
+            cells = [_cell([row for row in rows if row["ranks"] == world]) for world in worlds]
+            lines.append(f"| {name} | {places} | " + " | ".join(cells) + " |")
         wrong = sum(is_wrong(row) for row in self.rows)
         lines.append(f"{len(self.rows)} cases, {wrong} of them WRONG; {self.not_ended} were cut")
         return "\n".join(lines)

@@ -100,11 +100,11 @@ class Disturber:
         if step % EVERY:
             return
         self._times += 1
-        told = self._groups.disconnect(LIMIT_S)
-        assert told is not None
-        assert (told.mechanism, told.uncovered) == ("replace", ()), told
+        disconnected = self._groups.disconnect(LIMIT_S)
+        assert disconnected is not None
+        assert (disconnected.mechanism, disconnected.uncovered) == ("replace", ()), disconnected
         assert self._groups.is_down
-        assert self._groups.disconnect(LIMIT_S) == told  # done already
+        assert self._groups.disconnect(LIMIT_S) == disconnected  # done already
         self._move_bytes()
         self._groups.reconnect(self._times, LIMIT_S)
         assert not self._groups.is_down

@@ -143,9 +143,14 @@ def main() -> None:
     known = [Group("1"), Group("0")]
     stand_in(known)
     groups = ProcessGroups()
-    told = groups.inventory()
-    assert told is not None
-    assert (told.mechanism, told.groups, told.library, told.uncovered) == ("suspend", 2, "2.29.7", ()), told
+    inventory = groups.inventory()
+    assert inventory is not None
+    assert (inventory.mechanism, inventory.groups, inventory.library, inventory.uncovered) == (
+        "suspend",
+        2,
+        "2.29.7",
+        (),
+    ), inventory
     for generation in range(3):
         groups.disconnect(LIMIT_S)
         assert states(groups) == {SUSPENDED}

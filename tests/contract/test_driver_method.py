@@ -198,13 +198,13 @@ async def test_a_job_does_not_stay_parked_for_repeated_inspections(
 
 def _driver_calls(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the driver was asked of the process since the last time."""
-    asked = [
+    calls = [
         record.getMessage().split()[0]
         for record in caplog.records
         if record.name == "hegmd.migration.methods.driver_calls"
     ]
     caplog.clear()
-    return asked
+    return calls
 
 
 @pytest.mark.thorough

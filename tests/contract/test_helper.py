@@ -27,9 +27,9 @@ async def test_the_gpus_are_those_of_the_driver_whatever_is_visible_to_the_daemo
     async with linked(node) as link:
         hello = await link.start()
         assert (hello["cuda_version"], hello["gpus"]) == (13000, 2)
-        told = await ask(link, "devices")
-        assert [gpu["uuid"] for gpu in told["devices"]] == node.uuids
-        assert [gpu["total_bytes"] for gpu in told["devices"]] == [node.gpu_bytes] * 2
+        reply = await ask(link, "devices")
+        assert [gpu["uuid"] for gpu in reply["devices"]] == node.uuids
+        assert [gpu["total_bytes"] for gpu in reply["devices"]] == [node.gpu_bytes] * 2
 
 
 async def test_a_helper_without_a_driver_reports_it(tmp_path: Path) -> None:
@@ -49,15 +49,15 @@ async def test_a_process_goes_through_all_states_and_comes_back(node: CudaNode, 
         async def state() -> object:
             return (await ask(link, "state", pid=owner.pid))["state"]
 
-        seen = [await state()]
+        states = [await state()]
         await ask(link, "lock", pid=owner.pid, timeout_s=1.0)
-        seen.append(await state())
+        states.append(await state())
         await ask(link, "checkpoint", pid=owner.pid)
-        seen.append(await state())
+        states.append(await state())
         await ask(link, "restore", pid=owner.pid, pairs=[list(pair) for pair in zip(*swap, strict=True)])
-        seen.append(await state())
+        states.append(await state())
         await ask(link, "unlock", pid=owner.pid)
-        assert [*seen, await state()] == ["running", "locked", "checkpointed", "locked", "running"]
+        assert [*states, await state()] == ["running", "locked", "checkpointed", "locked", "running"]
         assert owner.ask("digest") == owner.digest
         with pytest.raises(DriverFailed, match="401") as refused:
             await ask(link, "unlock", pid=owner.pid)
@@ -132,11 +132,11 @@ async def test_more_than_a_gpu_has_at_all_is_no_room_and_no_failure(node: CudaNo
 
 async def test_an_unknown_gpu_is_refused(node: CudaNode) -> None:
     async with linked(node) as link:
-        asked: dict[str, dict[str, object]] = {
+        requests: dict[str, dict[str, object]] = {
             "hold": {"gpu": "GPU-no", "sizes": [1]},
             "open": {"lane": "7", "gpus": ["GPU-no"]},
         }
-        for op, args in asked.items():
+        for op, args in requests.items():
             with pytest.raises(Refused, match="shows no GPU GPU-no"):
                 await link.call(op, args, deadline_s=SOON_S)
 

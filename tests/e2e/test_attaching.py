@@ -167,9 +167,9 @@ def test_a_training_that_runs_no_python_code_is_given_up_and_can_be_asked_again(
 
 
 def refused(job: RunningJob, message: str, hint: str, pid: int | None = None) -> None:
-    said = job.refusal("attach", str(job.process.pid if pid is None else pid))
-    assert message.format(pid=job.process.pid) in said["message"]
-    assert hint.format(pid=job.process.pid) in said["hint"]
+    error = job.refusal("attach", str(job.process.pid if pid is None else pid))
+    assert message.format(pid=job.process.pid) in error["message"]
+    assert hint.format(pid=job.process.pid) in error["hint"]
 
 
 def test_a_training_that_cannot_be_attached_is_refused_and_continues(daemon: RunningDaemon, python: str) -> None:

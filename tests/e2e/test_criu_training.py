@@ -40,14 +40,14 @@ async def test_every_loss_of_a_job_with_loader_workers_is_that_of_an_undisturbed
     criu = criu_or_skip()
     argv = [sys.executable, str(SCRIPTS / "workers.py")]
     with job(argv, env=environment(None)) as training, directory(tmp_path / "image") as images:
-        said, needs = await _dumped(training, 100, images)
+        lines, needs = await _dumped(training, 100, images)
         with pipe() as (more, output), ended_after(needs.pids):
             outlets = {outlet.key: output for outlet in needs.outlets}
             revived = await run.restore(criu, images, needs, log_dir_fd=images, unit_name=None, outlets=outlets)
             expected = undisturbed(argv[1:]).splitlines()
-            said += [more.readline().rstrip("\n") for _ in range(len(expected) - len(said))]
+            lines += [more.readline().rstrip("\n") for _ in range(len(expected) - len(lines))]
             assert ends(revived.pid)
-    assert said == expected
+    assert lines == expected
 
 
 async def test_a_training_is_restored_in_its_own_pid_namespace_while_its_pid_is_taken_here(tmp_path: Path) -> None:

@@ -293,8 +293,10 @@ def test_a_deleted_socket_is_bound_again(socket_dir: Path, gone: str) -> None:
         path.unlink()
         if gone == "its folder":
             folder.rmdir()
-        said = running.hegmctl("ping", socket=path)
-        assert said.returncode == 0 or f"hegmd runs, but its socket file {path} was removed" in said.stderr, said.stderr
+        reply = running.hegmctl("ping", socket=path)
+        assert reply.returncode == 0 or f"hegmd runs, but its socket file {path} was removed" in reply.stderr, (
+            reply.stderr
+        )
         while not path.exists():
             pause()
         assert running.hegmctl("ping", socket=path).returncode == 0

@@ -46,7 +46,7 @@ def _halted(job: Job, path: Path, pid: int, phase: str) -> Iterator[str]:
     fifo = Path(f"{path}.fifo")
     os.mkfifo(fifo)
     words = [sys.executable, "-m", "hegmctl", "migrate", str(pid), "--to", "gpu1", "--json"]
-    asked = subprocess.Popen(words, env=job.environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    client = subprocess.Popen(words, env=job.environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         with fifo.open("wb", buffering=0) as there:  # opens when rank 1 waits
             with job.connect() as hegmd:
@@ -62,8 +62,8 @@ def _halted(job: Job, path: Path, pid: int, phase: str) -> Iterator[str]:
             except BrokenPipeError:  # it was killed
                 fifo.unlink()
     finally:
-        asked.kill()
-        asked.wait()
+        client.kill()
+        client.wait()
 
 
 def _under_way(hegmd: Connection) -> Operation:

@@ -63,9 +63,9 @@ def test_the_benchmark_measures_each_way_and_continues_where_it_was_cut(tmp_path
     assert "a step: " in ran.stdout
     stood = re.search(r"^\| 2 \| suspend \| host \| gpu0 \| (\d+) \| [a-z]+ ", ran.stdout, re.MULTILINE)
     assert stood is not None, "whose each moment was is told from the log"
-    seen = re.search(r"2 GiB suspend host gpu0: ([\d.]+) s", ran.stdout)
-    assert seen is not None
-    assert abs(float(seen[1]) * 1e3 - int(stood[1])) <= 2, "the parts do not add up to how long it stood"
+    match = re.search(r"2 GiB suspend host gpu0: ([\d.]+) s", ran.stdout)
+    assert match is not None
+    assert abs(float(match[1]) * 1e3 - int(stood[1])) <= 2, "the parts do not add up to how long it stood"
 
 
 def rows_of(output: str) -> list[list[str]]:

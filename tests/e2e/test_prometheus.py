@@ -128,20 +128,20 @@ def panels() -> dict[str, list[str]]:
 
 
 def test_every_panel_of_the_dashboard_has_data_from_a_node(node: Node) -> None:
-    asked = panels()
-    assert len(asked) > 15
-    assert not [query for queries in asked.values() for query in queries if "$" in query]
+    queries_by_panel = panels()
+    assert len(queries_by_panel) > 15
+    assert not [query for queries in queries_by_panel.values() for query in queries if "$" in query]
     with Job(node.daemon, [LONG, "0"], "--gpu", "gpu0") as job:
         job.await_gpu()
         assert job.operation("migrate", str(job.process.pid), "--to", "gpu1")["phase"] == "done"
-        _until_all_have_data(node, asked)
+        _until_all_have_data(node, queries_by_panel)
         promtool("check", "metrics", text=node.metrics())
         assert [each["value"][1] for each in node.query("hegmd_gpu_utilisation_ratio")] == ["0.87", "0.87"]
         assert node.query('ALERTS{alertstate="firing"}') == []
 
 
-def _until_all_have_data(node: Node, asked: dict[str, list[str]]) -> None:
-    empty = dict(asked)
+def _until_all_have_data(node: Node, queries_by_panel: dict[str, list[str]]) -> None:
+    empty = dict(queries_by_panel)
     deadline = time.monotonic() + HANG_S
     while empty and time.monotonic() < deadline:
         empty = {title: queries for title, queries in empty.items() if not all(map(node.query, queries))}

@@ -182,12 +182,12 @@ def test_each_command_that_is_shown_exists(page: str, tmp_path: Path) -> None:
     `run` would start a daemon, and `doctor` works without one: other tests run these two.
     """
     typed = [line.partition("#")[0].strip() for block in blocks(page, "sh") for line in block.splitlines()]
-    asked = [line for line in typed if re.match(r"hegmctl (?!run |doctor)", line)]
-    assert asked
+    commands = [line for line in typed if re.match(r"hegmctl (?!run |doctor)", line)]
+    assert commands
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environ = os.environ | {"PATH": path, "HEGM_SOCKET": str(tmp_path / "none.sock")}
     ended = {}
-    for line in asked:
+    for line in commands:
         command = ["bash", "-c", line]
         ended[line] = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, check=False).returncode
     assert {line: status for line, status in ended.items() if status != NO_DAEMON_STATUS} == {}

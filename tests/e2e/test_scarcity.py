@@ -225,9 +225,9 @@ def test_a_worker_that_is_parked_after_the_limit_is_released(daemon: RunningDaem
         with connect(str(daemon.socket_path), timeout_s=HANG_S) as hegmd:
             begun = hegmd.call(Migrate(pids=(job.pid,), to="gpu1", limit_s=1.0, wait=False), OperationReply)
             assert begun.operation is not None
-            while not (told := hegmd.call(Story(id=begun.operation.id), StoryReply).operation).failure:
+            while not (operation := hegmd.call(Story(id=begun.operation.id), StoryReply).operation).failure:
                 pause()
-            assert told.failure is not None
+            assert operation.failure is not None
             os.kill(job.pid, signal.SIGCONT)
             ended = hegmd.call(Story(id=begun.operation.id, follow=True), StoryReply).operation
             assert ended.phase == "rolled-back", ended

@@ -150,14 +150,14 @@ def _make_controlling(fd: int) -> None:
 
 
 def _read_until(fd: int, wanted: bytes) -> bytes:
-    said = b""
+    received = b""
     deadline = time.monotonic() + PATIENCE_S
-    while wanted not in said:
+    while wanted not in received:
         left_s = deadline - time.monotonic()
         if not select.select([fd], [], [], max(0.0, left_s))[0]:
-            pytest.fail(f"{wanted!r} did not come; what came: {said!r}")
-        said += os.read(fd, 4096)
-    return said.partition(wanted)[2]
+            pytest.fail(f"{wanted!r} did not come; what came: {received!r}")
+        received += os.read(fd, 4096)
+    return received.partition(wanted)[2]
 
 
 def test_stopped_and_continued_it_stops_and_continues_the_command(tmp_path: Path) -> None:

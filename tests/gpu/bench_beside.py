@@ -130,8 +130,8 @@ def run_adamw(node: Node, record: Record, size_gib: float, repeat: int) -> None:
         until(lambda: _attends(node, pid), "that its agent attends")
         held_mib = sum(node.gpus.account().places(pid).values())
         # In this order: what the driver brought back cannot be shown.
-        told = {carrier: [_moved(node, job, carrier) for _ in range(repeat)] for carrier in ("peer", "driver")}
-    for carrier, values in told.items():
+        moves = {carrier: [_moved(node, job, carrier) for _ in range(repeat)] for carrier in ("peer", "driver")}
+    for carrier, values in moves.items():
         what = f"AdamW training of {held_mib:.0f} MiB, asked until its next step"
         record.say(f"{what}: hegmd by {carrier} {spread(values)}")
 

@@ -235,23 +235,23 @@ def marks_of(lines: Sequence[str]) -> dict[str, float]:
 
 def split_of(asked_utc: float, story: Sequence[StoryLine], marks: dict[str, float]) -> tuple[dict[str, float], float]:
     """The parts, and when the first step ended. Raises WentWrongError where the story or the script lacks one."""
-    told: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for line in story:
-        told.setdefault(line.event, line.utc)
+        seconds.setdefault(line.event, line.utc)
     try:
         ends = [
-            told["begin"],
-            told["pool-reserved"],
-            told["successor-awaited"],
-            told["parked"],
-            told["offloaded"],
-            told["worker-exited"],
+            seconds["begin"],
+            seconds["pool-reserved"],
+            seconds["successor-awaited"],
+            seconds["parked"],
+            seconds["offloaded"],
+            seconds["worker-exited"],
             marks["began"],
             marks["imported"],
         ]
-        ends += [marks["built"], told["restored"], marks["stepped"]]
+        ends += [marks["built"], seconds["restored"], marks["stepped"]]
     except KeyError as error:
-        raise WentWrongError(f"nobody told of {error}: {sorted(told)}, {sorted(marks)}") from error
+        raise WentWrongError(f"nobody told of {error}: {sorted(seconds)}, {sorted(marks)}") from error
     begins = [asked_utc, *ends]
     return {name: ends[place] - begins[place] for place, name in enumerate(PARTS)}, ends[-1]
 

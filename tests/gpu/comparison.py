@@ -88,16 +88,16 @@ def compare_gpus(gpus: Iterable[Gpu]) -> list[Row]:
     for uuid, gpu in ours.items():
         for field in FIELDS if uuid in theirs else ():
             text = theirs[uuid][field.query]
-            told = None if text is None else field.read(text)
-            rows.append(Row(f"GPU {gpu.index} {field.query}", field.ours(gpu), told, _near(field, gpu, told)))
+            value = None if text is None else field.read(text)
+            rows.append(Row(f"GPU {gpu.index} {field.query}", field.ours(gpu), value, _near(field, gpu, value)))
     return rows
 
 
-def _near(field: Field, gpu: Gpu, told: Plain) -> bool:
+def _near(field: Field, gpu: Gpu, value: Plain) -> bool:
     mine = field.ours(gpu)
-    if isinstance(mine, int | float) and isinstance(told, int | float):
-        return abs(mine - told) <= max(field.apart, field.apart_share * abs(told))
-    return mine == told
+    if isinstance(mine, int | float) and isinstance(value, int | float):
+        return abs(mine - value) <= max(field.apart, field.apart_share * abs(value))
+    return mine == value
 
 
 def compare_rows(gpus: Iterable[Gpu]) -> list[Row]:
@@ -108,9 +108,11 @@ def compare_rows(gpus: Iterable[Gpu]) -> list[Row]:
     for gpu in gpus:
         row = theirs.get(gpu.uuid)
         if row is not None and row[fields[1]] is not None:
-            told = int(row[fields[1]] or 0) + int(row[fields[2]] or 0)
+            value = int(row[fields[1]] or 0) + int(row[fields[2]] or 0)
             rows.append(
-                Row(f"GPU {gpu.index} remapped rows", gpu.health.retired_pages, told, gpu.health.retired_pages == told)
+                Row(
+                    f"GPU {gpu.index} remapped rows", gpu.health.retired_pages, value, gpu.health.retired_pages == value
+                )
             )
     return rows
 
@@ -141,9 +143,9 @@ def compare_processes(ours: Mapping[tuple[int, str], int | None]) -> list[Row]:
     rows: list[Row] = []
     for key in sorted({*ours, *theirs}):
         mine = _mib(ours[key]) if key in ours else "not listed"
-        told: Plain = theirs.get(key) if key in theirs else "not listed"
-        near = isinstance(mine, int) and isinstance(told, int) and abs(mine - told) <= 1
-        rows.append(Row(f"pid {key[0]} on {key[1]}, MiB", mine, told, near or (mine is None and told is None)))
+        value: Plain = theirs.get(key) if key in theirs else "not listed"
+        near = isinstance(mine, int) and isinstance(value, int) and abs(mine - value) <= 1
+        rows.append(Row(f"pid {key[0]} on {key[1]}, MiB", mine, value, near or (mine is None and value is None)))
     return rows
 
 
@@ -151,8 +153,8 @@ def table(rows: Iterable[Row]) -> str:
     """The rows as text, aligned."""
     cells = [["field", "hegmd", "nvidia-smi", "equal"]]
     for row in rows:
-        told = ["unknown" if value is None else str(value) for value in (row.ours, row.theirs)]
-        cells.append([row.what, *told, {True: "yes", False: "NO", None: "look"}[row.equal]])
+        figure = ["unknown" if value is None else str(value) for value in (row.ours, row.theirs)]
+        cells.append([row.what, *figure, {True: "yes", False: "NO", None: "look"}[row.equal]])
     widths = [max(len(line[column]) for line in cells) for column in range(4)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells

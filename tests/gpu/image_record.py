@@ -139,8 +139,8 @@ class Record:
 
     def markdown(self) -> str:
         """What can stand in docs/benchmarks.md as it is."""
-        seen = [f"| {case} | {wrong or 'ok'} |" for case, wrong in self.cases.items()]
-        return "\n".join([table(self.figures), "", beside(self.figures), "", "| case | |", "|---|---|", *seen])
+        rows = [f"| {case} | {wrong or 'ok'} |" for case, wrong in self.cases.items()]
+        return "\n".join([table(self.figures), "", beside(self.figures), "", "| case | |", "|---|---|", *rows])
 
 
 def table(figures: Sequence[ImageRate]) -> str:

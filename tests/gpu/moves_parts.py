@@ -57,8 +57,8 @@ def parts_of(story: StoryReply, log: Iterable[str], pid: int, began_utc: float, 
         if began_utc < ended <= ended_utc:
             spent[name] = spent.get(name, 0.0) + took_s
     small_s = sum(took_s for name, took_s in spent.items() if took_s < MIN_S and not is_within_order(name))
-    told = {SMALL: small_s, **{name: took_s for name, took_s in spent.items() if took_s >= MIN_S}}
-    return {name: took_s for name, took_s in sorted(told.items(), key=lambda one: -one[1]) if took_s}
+    parts = {SMALL: small_s, **{name: took_s for name, took_s in spent.items() if took_s >= MIN_S}}
+    return {name: took_s for name, took_s in sorted(parts.items(), key=lambda one: -one[1]) if took_s}
 
 
 def is_within_order(name: str) -> bool:

@@ -145,14 +145,14 @@ class RestartedJob(Lines):
         known = ",".join(sorted(place.split(",")))
         until(lambda: self.node.place_of(self.worker()) == known, f"that it is seen on {place}", READY_WITHIN_S)
 
-    def restart(self, to: str, asked: str | None = "") -> protocol.Operation:
+    def restart(self, to: str, requested: str | None = "") -> protocol.Operation:
         """Have it started again there. Raises WentWrongError where it does not train there afterwards.
 
         `asked` is what the request names instead: pairs of GPUs, or None for the GPUs that it is on.
         """
         pid = self.worker()
         with self.node.connect() as connection:
-            request = Migrate(pids=(pid,), to=to if asked == "" else asked, via="restart")
+            request = Migrate(pids=(pid,), to=to if requested == "" else requested, via="restart")
             reply = connection.call(request, OperationReply)
         operation = reply.operation
         if operation is None or operation.phase != "done":

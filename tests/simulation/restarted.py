@@ -72,8 +72,8 @@ class RestartNodeActions(NodeActions):
         if not isinstance(event, events.WorkerExited | events.AgentBack):
             return False
         worker = op.worker(event.worker)
-        said = event.why if isinstance(event, events.WorkerExited) else event.token
-        return worker is not None and said != worker.token
+        reason = event.why if isinstance(event, events.WorkerExited) else event.token
+        return worker is not None and reason != worker.token
 
     def is_of(self, op: Operation, process: Process) -> bool:
         """Whether news of the process that lives there now are news for the operation."""

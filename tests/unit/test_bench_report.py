@@ -72,9 +72,9 @@ def test_markdown_has_every_figure_with_its_unit() -> None:
 
 
 def test_json_has_the_figures_as_they_were_measured() -> None:
-    told = json.loads(as_json(MACHINE, RESULTS))
-    assert told["machine"] == dataclasses.asdict(MACHINE)
-    assert told["figures"] == [
+    record = json.loads(as_json(MACHINE, RESULTS))
+    assert record["machine"] == dataclasses.asdict(MACHINE)
+    assert record["figures"] == [
         {"benchmark": "first", "name": "quick", "value": 0.05, "unit": "ms", "budget": 1.0, "verdict": "ok"},
         {"benchmark": "first", "name": "known", "value": 12345.6, "unit": "KiB", "budget": None, "verdict": None},
         {"benchmark": "second", "name": "slow", "value": 3.0, "unit": "s", "budget": 2.0, "verdict": "over"},

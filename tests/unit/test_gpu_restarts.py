@@ -182,8 +182,8 @@ def steps(pid: int, *numbers: int) -> list[str]:
 
 
 def test_a_recovered_training_is_exact_if_each_process_repeats_steps_of_the_undisturbed_run() -> None:
-    told = recovery_jobs.compared([*steps(2, 0, 1, 2, 3), "step 2 4", *steps(3, 2, 3, 4)], ALONE)
-    assert told == {"exact": True, "checked": 7, "told": 7, "repeated": 2, "processes": 2}
+    result = recovery_jobs.compared([*steps(2, 0, 1, 2, 3), "step 2 4", *steps(3, 2, 3, 4)], ALONE)
+    assert result == {"exact": True, "checked": 7, "told": 7, "repeated": 2, "processes": 2}
     assert recovery_jobs.compared(steps(2, *range(12)), ALONE)["checked"] == 9
 
 

@@ -96,13 +96,13 @@ def test_the_second_run_does_and_prints_nothing(checkout: Checkout) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("done", "asked", "enough"),
+    ("done", "requested", "enough"),
     [("full", "dev", True), ("full", "run", True), ("dev", "run", True), ("run", "dev", False), ("dev", "full", False)],
 )
-def test_a_higher_level_holds_the_lower_ones(checkout: Checkout, done: str, asked: str, enough: bool) -> None:
+def test_a_higher_level_holds_the_lower_ones(checkout: Checkout, done: str, requested: str, enough: bool) -> None:
     checkout.run(done)
     checkout.installed()
-    assert checkout.run(asked)[0] == 0
+    assert checkout.run(requested)[0] == 0
     assert (checkout.installed() == []) is enough
 
 

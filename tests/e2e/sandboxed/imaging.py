@@ -34,22 +34,22 @@ async def image(user: str, path: str) -> dict[str, object]:
         await tasks.start(images.run)
         lent = await images.lend(path, rights)
         hand = lent.hand_pid
-        seen: dict[str, object] = {"groups": _status(hand, "Groups"), "capabilities": _status(hand, "CapBnd")}
-        seen["unit"] = _read(f"/proc/{hand}/cgroup").strip().rpartition("/")[2]
+        facts: dict[str, object] = {"groups": _status(hand, "Groups"), "capabilities": _status(hand, "CapBnd")}
+        facts["unit"] = _read(f"/proc/{hand}/cgroup").strip().rpartition("/")[2]
         os.close(os.open("core-1.img", os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=lent.criu_dir_fd))
         await lent.write_bytes("1.0", memory, SIZE_BYTES)
         await lent.finish(Manifest())
         opened = await images.open(path, rights)
         await opened.read_bytes("1.0", into)
-        seen["criu"] = os.listdir(await opened.private_criu_dir())
+        facts["criu"] = os.listdir(await opened.private_criu_dir())
         await opened.end()
-        seen["same"] = os.pread(into, SIZE_BYTES, 0) == data
+        facts["same"] = os.pread(into, SIZE_BYTES, 0) == data
         try:
             await images.lend("/root/image", rights)
         except HegmError as error:
-            seen["refused"] = error.code.name
+            facts["refused"] = error.code.name
         tasks.cancel_scope.cancel()
-    return seen
+    return facts
 
 
 def _read(path: str) -> str:

@@ -26,23 +26,23 @@ SELF = Rights(os.geteuid(), os.getegid())
 def main() -> None:
     folder = Path(sys.argv[1])
     (folder / "state").mkdir()
-    seen = anyio.run(_images, folder)
+    result = anyio.run(_images, folder)
     verify(str(folder / "image"), lambda _done_bytes, _size_bytes: None)
-    sys.stdout.write(json.dumps(seen))
+    sys.stdout.write(json.dumps(result))
 
 
 async def _images(folder: Path) -> dict[str, object]:
     path = str(folder / "image")
-    seen: dict[str, object] = {}
+    facts: dict[str, object] = {}
     async with anyio.create_task_group() as tasks:
         images = Images(folder / "state", in_unit=False)
         await tasks.start(images.run)
-        seen["bytes"] = await _refused(images, path, bytes_of=2 * SIZE_BYTES, criu_bytes=1)
-        seen["left"] = sorted(os.listdir(folder))
+        facts["bytes"] = await _refused(images, path, bytes_of=2 * SIZE_BYTES, criu_bytes=1)
+        facts["left"] = sorted(os.listdir(folder))
         # Where all of it would not fit but what is not zero does, it is written.
-        seen["zeros"] = await _refused(images, path, bytes_of=-4 * SIZE_BYTES, criu_bytes=SIZE_BYTES // 2)
+        facts["zeros"] = await _refused(images, path, bytes_of=-4 * SIZE_BYTES, criu_bytes=SIZE_BYTES // 2)
         tasks.cancel_scope.cancel()
-    return seen
+    return facts
 
 
 async def _refused(images: Images, path: str, *, bytes_of: int, criu_bytes: int) -> list[str] | None:

@@ -85,9 +85,9 @@ def trained():
 
 def is_over():
     """Whether they have been told to end; the same answer for all, at the same step."""
-    told = torch.tensor([float(Path(f"{path}.stop").exists())])
-    distributed.all_reduce(told)
-    return bool(told)
+    shared = torch.tensor([float(Path(f"{path}.stop").exists())])
+    distributed.all_reduce(shared)
+    return bool(shared)
 
 
 parameters, step = trained()

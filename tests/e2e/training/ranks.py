@@ -20,9 +20,9 @@ def is_over(path: str) -> bool:
     if Path(f"{path}.hold").exists():
         Path(f"{path}.hold").read_bytes()
     select.select([], [], [], PACE_S)
-    told = torch.tensor([float(Path(f"{path}.stop").exists())])
-    distributed.all_reduce(told)
-    return bool(told)
+    shared = torch.tensor([float(Path(f"{path}.stop").exists())])
+    distributed.all_reduce(shared)
+    return bool(shared)
 
 
 def halt(name: str, path: str) -> None:

@@ -18,8 +18,8 @@ KIB = 1 << 10
 
 def segment(address: int, size_bytes: int, *, stream: int = 0, device: int = 0, small: bool = False) -> Segment:
     kind = "small" if small else "large"
-    told = {"address": address, "total_size": size_bytes, "stream": stream, "device": device, "segment_type": kind}
-    return Segment(told)
+    fields = {"address": address, "total_size": size_bytes, "stream": stream, "device": device, "segment_type": kind}
+    return Segment(fields)
 
 
 def sizes(runs: list[Run]) -> list[int]:

@@ -162,10 +162,10 @@ def test_the_order_is_answered_once_the_rest_is_written_and_questions_are_answer
     assert rank.orders.next_deadline() is not None
     rest.finish.set()
     _tick_until(rank, lambda: len(rank.reports) == 2)
-    (_, report), told = rank.reports, _record(slot)
+    (_, report), reports = rank.reports, _record(slot)
     assert (report.order, report.result, report.parked_s, report.size_bytes) == (7, "done", 0.5, 4)
     assert report.copied_s is not None
-    assert (told, os.pread(slot, 4, 0)) == (RECORD, b"rest")
+    assert (reports, os.pread(slot, 4, 0)) == (RECORD, b"rest")
     assert rank.orders.next_deadline() is None
 
 

@@ -146,8 +146,8 @@ def test_a_job_that_the_daemon_does_not_know_yet_is_waited_for() -> None:
             raise answer
         return answer
 
-    seen = SimpleNamespace(processes=[SimpleNamespace(pid=os.getpid(), agent="an agent")])
-    connection: Any = SimpleNamespace(processes=lambda: seen, call=call)
+    snapshot = SimpleNamespace(processes=[SimpleNamespace(pid=os.getpid(), agent="an agent")])
+    connection: Any = SimpleNamespace(processes=lambda: snapshot, call=call)
     pidfd = os.pidfd_open(os.getpid())
     try:
         assert await_job(os.getpid(), pidfd, connection) == "late"

@@ -371,10 +371,10 @@ def test_a_hold_lasts_as_long_as_the_command_that_it_became(daemon: FakeDaemon) 
 
 def test_the_command_of_a_hold_gets_the_usual_signals(daemon: FakeDaemon) -> None:
     """Python ignores SIGPIPE, and an ignored signal stays ignored across an exec."""
-    asked = ["grep", "SigIgn", "/proc/self/status"]
-    ran = hegmctl("simulate", "hold", "gpu0", "1GiB", "--", *asked, socket=daemon.path)
+    command = ["grep", "SigIgn", "/proc/self/status"]
+    ran = hegmctl("simulate", "hold", "gpu0", "1GiB", "--", *command, socket=daemon.path)
     # Not zero: below a make that starts its commands by posix_spawn, glibc's own two signals are ignored permanently.
-    usual = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    usual = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert ran.stdout == usual
 
 

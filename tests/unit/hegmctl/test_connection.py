@@ -348,6 +348,6 @@ def test_a_hello_reply_of_other_kind_is_not_swallowed(socket_path: Path) -> None
         connect(str(socket_path), timeout_s=HANG_S)
 
 
-@pytest.mark.parametrize(("asked", "hint"), [("migrate", "hegmctl ops"), ("gpus", "try again")])
-def test_a_client_that_waits_for_a_running_move_is_not_told_to_retry(asked: str, hint: str) -> None:
-    assert hint in gone("/run/hegm/hegmd.sock", asked).hint
+@pytest.mark.parametrize(("requested", "hint"), [("migrate", "hegmctl ops"), ("gpus", "try again")])
+def test_a_client_that_waits_for_a_running_move_is_not_told_to_retry(requested: str, hint: str) -> None:
+    assert hint in gone("/run/hegm/hegmd.sock", requested).hint

@@ -23,7 +23,7 @@ def _recovery_options(*words: str) -> Recovery | None:
 
 
 @in_one_test(
-    ("status", "told", "words", "expected"),
+    ("status", "requested_exit", "words", "expected"),
     [
         (-9, None, (), True),
         (1, None, (), True),
@@ -44,11 +44,11 @@ def _recovery_options(*words: str) -> Recovery | None:
     ],
 )
 def test_a_requested_exit_is_not_a_failure(
-    status: int, told: int | None, words: tuple[str, ...], expected: bool
+    status: int, requested_exit: int | None, words: tuple[str, ...], expected: bool
 ) -> None:
     recovery = _recovery_options("--recover", *words)
     assert recovery is not None
-    assert recovery.is_failure(status, told) is expected
+    assert recovery.is_failure(status, requested_exit) is expected
 
 
 @in_one_test(

@@ -309,7 +309,7 @@ BOTH = node.GPUS.replace(gpus=(node.GPU0, SECOND.replace(vendor="amd")))
 
 
 @pytest.mark.parametrize(
-    ("gpus", "asked", "cuda", "hip"),
+    ("gpus", "requested", "cuda", "hip"),
     [
         (HEALTHY, "gpu1", "GPU-0001", "none"),
         (HEALTHY, "gpu1,gpu0", "GPU-0001,GPU-0000", "none"),
@@ -320,12 +320,12 @@ BOTH = node.GPUS.replace(gpus=(node.GPU0, SECOND.replace(vendor="amd")))
     ],
 )
 def test_the_gpu_that_was_asked_for_was_ignored_on_real_gpus(
-    daemon: FakeDaemon, gpus: m.GpusReply, asked: str, cuda: str, hip: str
+    daemon: FakeDaemon, gpus: m.GpusReply, requested: str, cuda: str, hip: str
 ) -> None:
     """Issue 14, row 8: the job landed on gpu0, whatever --gpu said."""
     daemon.answers[m.Gpus] = saying(gpus)
     before = {"CUDA_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "3"}
-    ran = hegmctl("run", "--gpu", asked, *SHOW_IN_A_CHILD, socket=daemon.path, environ=before)
+    ran = hegmctl("run", "--gpu", requested, *SHOW_IN_A_CHILD, socket=daemon.path, environ=before)
     shown = f"CUDA_VISIBLE_DEVICES={cuda} HIP_VISIBLE_DEVICES={hip} ROCR_VISIBLE_DEVICES=none\n"
     assert (ran.returncode, ran.stdout) == (0, shown), ran.stderr
     assert "--gpu overrides CUDA_VISIBLE_DEVICES=0 of the environment" in ran.stderr
@@ -339,7 +339,7 @@ def test_without_a_gpu_the_callers_own_choice_stays(daemon: FakeDaemon) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "asked", "status", "says"),
+    ("gpus", "requested", "status", "says"),
     [
         (node.GPUS, "gpu1", 6, "gpu1 is lost: it fell off the bus; use another: gpu0"),
         (node.GPUS, "gpu0,gpu1", 6, "gpu1 is lost"),
@@ -353,11 +353,11 @@ def test_without_a_gpu_the_callers_own_choice_stays(daemon: FakeDaemon) -> None:
     ],
 )
 def test_a_gpu_that_cannot_be_had_is_refused_before_the_command_begins(
-    daemon: FakeDaemon, gpus: m.GpusReply, asked: str, status: int, says: str
+    daemon: FakeDaemon, gpus: m.GpusReply, requested: str, status: int, says: str
 ) -> None:
     """Issue 14, row 8: a job for a lost GPU was put elsewhere."""
     daemon.answers[m.Gpus] = saying(gpus)
-    ran = hegmctl("run", "--gpu", asked, "--", "echo", "begun", socket=daemon.path)
+    ran = hegmctl("run", "--gpu", requested, "--", "echo", "begun", socket=daemon.path)
     assert (ran.returncode, ran.stdout) == (status, ""), ran.stderr
     assert says in ran.stderr
 

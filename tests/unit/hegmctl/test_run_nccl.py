@@ -15,7 +15,7 @@ from tests.unit.hegmctl.running import NCCL, ROOT, command, environment, hegmctl
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("options", "before", "seen"),
+    ("options", "before", "expected"),
     [
         ((), {}, ["0", "0"]),
         (("--nvls", "keep"), {}, [None, "0"]),
@@ -24,7 +24,7 @@ from tests.unit.hegmctl.running import NCCL, ROOT, command, environment, hegmctl
     ],
 )
 def test_nccl_is_set_so_that_its_ranks_can_be_moved_unless_the_user_has_set_it(
-    daemon: FakeDaemon, options: tuple[str, ...], before: dict[str, str], seen: list[str | None]
+    daemon: FakeDaemon, options: tuple[str, ...], before: dict[str, str], expected: list[str | None]
 ) -> None:
     probe = f"import json, os; print(json.dumps([os.environ.get(name) for name in {NCCL!r}]))"
     ran = subprocess.run(
@@ -35,7 +35,7 @@ def test_nccl_is_set_so_that_its_ranks_can_be_moved_unless_the_user_has_set_it(
         check=True,
         stdout=subprocess.PIPE,
     )
-    assert json.loads(ran.stdout) == seen
+    assert json.loads(ran.stdout) == expected
 
 
 def test_an_nvls_setting_that_there_is_not_is_refused(daemon: FakeDaemon) -> None:

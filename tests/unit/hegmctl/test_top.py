@@ -122,9 +122,9 @@ def test_at_80_by_24_it_looks_like_this() -> None:
     if not SNAPSHOT.exists():
         SNAPSHOT.write_text(found)
         pytest.fail(f"{SNAPSHOT.name} was written: look at it")
-    seen, expected = found.splitlines(), SNAPSHOT.read_text().splitlines()
-    assert seen[0][:-8] == expected[0][:-8], "but for the clock"
-    assert [line for line in seen[1:] if "lost\\x1b" not in line] == [
+    shown, expected = found.splitlines(), SNAPSHOT.read_text().splitlines()
+    assert shown[0][:-8] == expected[0][:-8], "but for the clock"
+    assert [line for line in shown[1:] if "lost\\x1b" not in line] == [
         line for line in expected[1:] if "lost\\x1b" not in line
     ]
 
@@ -159,9 +159,9 @@ def test_a_failing_gpu_shows_the_reason_in_place_of_its_history() -> None:
 
 def test_a_look_at_operations_alone_adds_nothing_to_the_history_of_gpus() -> None:
     picture = Picture(unicode=False)
-    seen = NodeView(0.0, "n", [gpu(0, 99.0)], (), ())
+    gpus = NodeView(0.0, "n", [gpu(0, 99.0)], (), ())
     for _ in range(5):
-        picture.take(NodeView(0.0, "n", seen.gpus, seen.jobs, ()))
+        picture.take(NodeView(0.0, "n", gpus.gpus, gpus.jobs, ()))
     assert text(picture, 80, 24)[1].count("#") == 1
 
 

@@ -102,11 +102,11 @@ def test_detached_processes_of_a_job_are_reported_before_the_dump() -> None:
         assert job.stdout is not None
         kin = int(job.stdout.readline())
         try:
-            told = list(outside_relatives(read_tree(job.pid)))
+            outsiders = list(outside_relatives(read_tree(job.pid)))
         finally:
             end_all(population_of([kin]))
             job.kill()
-    assert [line.partition(":")[0] for line in told] == [
+    assert [line.partition(":")[0] for line in outsiders] == [
         f"process {kin}, which is not in the job, uses its number {job.pid} as its group"
     ]
 

@@ -131,9 +131,9 @@ def test_a_link_in_the_place_of_a_lock_is_replaced_and_not_followed(folder: Path
 
 
 def test_a_missing_directory_is_reported_and_nothing_is_created_without_one(tmp_path: Path) -> None:
-    with pytest.raises(HegmError, match="No such file") as told:
+    with pytest.raises(HegmError, match="No such file") as error:
         LockFiles(tmp_path / "nowhere").make(4711, "/images/one", "7 1.0")
-    assert "ReadWritePaths" in told.value.hint
+    assert "ReadWritePaths" in error.value.hint
     assert LockFiles(tmp_path / "nowhere").remove("7 1.0") == []
     assert LockFiles(None).make(4711, "/images/one", "7 1.0") is None
     assert LockFiles(None).remove("7 1.0") == []

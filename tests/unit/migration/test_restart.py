@@ -37,8 +37,8 @@ def reborn(
 ) -> None:
     """End the restore with another process, which stands at the boundary at which the state was saved."""
     pid, start_ticks, token = who
-    said = {"landed": gpu, "run": "run-1", "boundary": 5, "is_earlier": is_earlier}
-    drive.end(pid=pid, start_ticks=start_ticks, token=token, **said)
+    fields = {"landed": gpu, "run": "run-1", "boundary": 5, "is_earlier": is_earlier}
+    drive.end(pid=pid, start_ticks=start_ticks, token=token, **fields)
 
 
 def found(drive: DrivenOperation, gpu: str = "gpu1", **seen: Any) -> None:
@@ -297,21 +297,21 @@ def test_a_state_that_is_held_of_a_training_that_had_come_to_its_end_is_given_ba
 def test_the_steps_of_the_next_process_are_reported_before_it_connects(begins: str, other: str) -> None:
     """All that could be seen of a restart, most of its time, was `settling`."""
     drive = DrivenOperation(restart()).until("offloading")
-    said = [doing(drive.op)]
+    steps = [doing(drive.op)]
     drive.until("checkpointing")
-    said.append(doing(drive.op))
+    steps.append(doing(drive.op))
     drive.feed(events.WorkerExited(worker="a", why="it left"))
     drive.wanted = [effect for effect in drive.wanted if isinstance(effect, Restore)]
-    said.append(doing(drive.op))
+    steps.append(doing(drive.op))
     for news in (begins, told.LOADING):
         drive.feed(events.SuccessorProgress(worker="a", doing=news))
-        said.append(doing(drive.op))
+        steps.append(doing(drive.op))
     before = drive.op
     drive.feed(events.SuccessorProgress(worker="a", doing=told.LOADING))
     assert drive.op is before  # nothing that is known is written down again
     reborn(drive)
-    said.append(doing(drive.op))
-    assert said == [step for step in told.RESTART_STEPS if step != other]
+    steps.append(doing(drive.op))
+    assert steps == [step for step in told.RESTART_STEPS if step != other]
     found(drive)
     drive.until("done")
     assert doing(drive.op) is None
@@ -401,9 +401,9 @@ async def test_the_inspection_of_an_exited_process_reports_whether_its_state_exi
     for piece in (0, 4096):
         if piece:
             await pool.take(Key(op.id, "a"), piece)
-        told = await performer.perform(op, look, lambda _: None, None)
-        assert isinstance(told, events.WorkerExited)
-        assert told.stateless is (piece == 0)
+        event = await performer.perform(op, look, lambda _: None, None)
+        assert isinstance(event, events.WorkerExited)
+        assert event.stateless is (piece == 0)
     pool.close()
 
 

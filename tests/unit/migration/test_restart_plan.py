@@ -313,9 +313,9 @@ def ranked(
     job = one.candidates[0]
     members: list[Candidate] = []
     for index, rank in enumerate(ranks):
-        told = job.agent and job.agent.replace(rank=rank, world_size=None if rank is None else world)
+        survey = job.agent and job.agent.replace(rank=rank, world_size=None if rank is None else world)
         gpu = gpus[index % len(gpus)]
-        members.append(job.replace(pid=7 + index, gpus=(gpu,), agent=told))
+        members.append(job.replace(pid=7 + index, gpus=(gpu,), agent=survey))
     return one.replace(candidates=tuple(members))
 
 

@@ -73,9 +73,9 @@ def test_a_private_daemon_serves_its_user_and_root() -> None:
 
 def test_command_lines_of_other_users_are_kept_back() -> None:
     process = GpuProcess(pid=9, uid=0, command="train --token s3cret", gpus=())
-    seen = SYSTEM.visible(ANYBODY, process)
-    assert seen.command is None
-    assert "another user" in (seen.note or "")
+    visible = SYSTEM.visible(ANYBODY, process)
+    assert visible.command is None
+    assert "another user" in (visible.note or "")
     assert SYSTEM.visible(BY_PRIMARY_GROUP, process) == process
     own = process.replace(uid=ANYBODY.uid)
     assert SYSTEM.visible(ANYBODY, own) == own

@@ -112,11 +112,11 @@ async def test_nothing_of_a_connection_stays_when_it_has_ended(socket_path: Path
 
 
 async def _refusal(talker: RawClient) -> HegmError:
-    told = await talker.next()
-    assert isinstance(told, Failure)
-    assert told.id is None
+    reply = await talker.next()
+    assert isinstance(reply, Failure)
+    assert reply.id is None
     assert await talker.next() is None
-    return told.error
+    return reply.error
 
 
 @pytest.mark.parametrize(("clients", "clients_per_uid"), [(1, 100), (100, 1)])

@@ -56,10 +56,10 @@ def record(audit: Audit, request: Request, error: HegmError | None = None, peer:
 def test_an_audit_record_has_the_caller_the_request_and_the_result(audit: Audit, written: Written) -> None:
     record(audit, SimulateFault(target="gpu0", fault="lost"))
     record(audit, Reload(), HegmError(NOT_FOUND, "no such thing", "look again"), Peer(pid=1, uid=5, gid=6))
-    asked = {"operation": "abc-1", "duration_s": 0.012346, "time": "2025-11-21T10:30:00.500000Z"}
+    fields = {"operation": "abc-1", "duration_s": 0.012346, "time": "2025-11-21T10:30:00.500000Z"}
     assert written() == [
         {
-            **asked,
+            **fields,
             "op": "simulate.fault",
             "uid": 1000,
             "gid": 100,
@@ -69,7 +69,7 @@ def test_an_audit_record_has_the_caller_the_request_and_the_result(audit: Audit,
             "result": "ok",
         },
         {
-            **asked,
+            **fields,
             "op": "reload",
             "uid": 5,
             "gid": 6,

@@ -84,8 +84,8 @@ def main(files: list[str]) -> None:
         halves = Run(file, whole.state)
         del sys.modules[file.stem]
         own = (whole.state or {})["own"]
-        told = {"refusals": whole.refusals, "anew": own["anew"], "unseen": own["unseen"]}
-        results[file.stem] = {"whole": whole.result, "halves": halves.result, **told}
+        fields = {"refusals": whole.refusals, "anew": own["anew"], "unseen": own["unseen"]}
+        results[file.stem] = {"whole": whole.result, "halves": halves.result, **fields}
     sys.stdout.write(json.dumps(results))
 
 

@@ -28,8 +28,8 @@ def _of(drive: DrivenOperation, tag: str) -> list[Effect]:
 def test_all_ranks_disconnect_and_are_locked_before_the_first_is_checkpointed_and_reconnect_before_any_runs() -> None:
     """Bytes leave while the ranks disconnect, and return while they reconnect."""
     drive = DrivenOperation(ranks()).until("done")
-    asked = [[effect.tag for effect in wanted] for _, _, _, wanted in drive.taken if len(wanted) > 1]
-    assert asked == [
+    effect_groups = [[effect.tag for effect in wanted] for _, _, _, wanted in drive.taken if len(wanted) > 1]
+    assert effect_groups == [
         ["reserve", "reserve-pool"] * 2,
         ["survey"] * 2,
         ["park"] * 2,
@@ -75,9 +75,9 @@ def test_a_job_without_communicators_has_none_of_these_steps() -> None:
 
 def test_a_rank_that_stays_is_disconnected_and_locked_too_and_unlocked_where_it_is() -> None:
     drive = DrivenOperation(ranks(("gpu0", "gpu2"))).until("done")
-    told = [(effect.tag, effect.worker) for _, _, _, wanted in drive.taken for effect in wanted]
-    assert {("disconnect", "a"), ("lock", "a"), ("unlock", "a"), ("reconnect", "a")} <= set(told)
-    assert not {("checkpoint", "a"), ("offload", "a"), ("unlock", "b")}.intersection(told)
+    effects_seen = [(effect.tag, effect.worker) for _, _, _, wanted in drive.taken for effect in wanted]
+    assert {("disconnect", "a"), ("lock", "a"), ("unlock", "a"), ("reconnect", "a")} <= set(effects_seen)
+    assert not {("checkpoint", "a"), ("offload", "a"), ("unlock", "b")}.intersection(effects_seen)
 
 
 def test_a_helper_lost_in_the_restore_of_all_ranks_does_not_hold_the_job() -> None:
@@ -175,9 +175,9 @@ def test_ranks_whose_peer_has_ended_continue_without_a_reconnect() -> None:
     drive.feed(events.WorkerExited(worker="b"))
     drive.wanted = [effect for effect in drive.wanted if effect.worker == "a"]
     drive.end()
-    told = [effect.tag for effect in drive.wanted]
-    assert "release" in told
-    assert "reconnect" not in told
+    effects_seen = [effect.tag for effect in drive.wanted]
+    assert "release" in effects_seen
+    assert "reconnect" not in effects_seen
 
 
 def test_ranks_of_a_suspended_job_stay_suspended_when_one_of_them_ends_and_give_its_groups_up_at_the_resume() -> None:

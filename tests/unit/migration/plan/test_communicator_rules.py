@@ -150,7 +150,7 @@ FOUR = tuple(a_gpu(f"gpu{number}", nvlinks=tuple(f"gpu{other}" for other in rang
 
 
 @in_one_test(
-    ("asked", "places"),
+    ("requested", "places"),
     [
         ("gpu2,gpu3", ["gpu2", "gpu3"]),
         ("gpu3,gpu2", ["gpu3", "gpu2"]),
@@ -159,9 +159,9 @@ FOUR = tuple(a_gpu(f"gpu{number}", nvlinks=tuple(f"gpu{other}" for other in rang
         ("gpu0=gpu1,gpu1=gpu0", ["gpu1", "gpu0"]),
     ],
 )
-def test_several_gpus_are_taken_in_rank_order_or_in_the_place_of_others(asked: str, places: list[str]) -> None:
+def test_several_gpus_are_taken_in_rank_order_or_in_the_place_of_others(requested: str, places: list[str]) -> None:
     snapshot = a_job(gpus=FOUR)
-    plan = the_plan(planned(snapshot, to(asked, pids=(4712,))))
+    plan = the_plan(planned(snapshot, to(requested, pids=(4712,))))
     assert [worker.to for worker in sorted(plan.workers, key=lambda worker: worker.pid)] == places
 
 
@@ -200,7 +200,7 @@ def test_ranks_can_be_put_on_one_gpu_by_name_with_gloo_but_not_with_nccl() -> No
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("requested", "message"),
     [
         ("gpu0,gpu1,gpu2", "2 ranks, and 3 GPUs"),
         ("gpu3=gpu2", "does not say which GPU replaces which of"),
@@ -209,9 +209,9 @@ def test_ranks_can_be_put_on_one_gpu_by_name_with_gloo_but_not_with_nccl() -> No
         ("gpu1,", "has an empty name in it"),
     ],
 )
-def test_words_that_fit_no_job_of_two_ranks_are_refused(asked: str, message: str) -> None:
+def test_words_that_fit_no_job_of_two_ranks_are_refused(requested: str, message: str) -> None:
     """The next step was `--to ,,`, or a `hegmctl migrate` with a GPU that the node may not have, also for a resume."""
-    (reason,) = the_reasons(planned(a_job(gpus=FOUR), to(asked)))
+    (reason,) = the_reasons(planned(a_job(gpus=FOUR), to(requested)))
     assert message in reason.message
     assert "--to gpu0" in reason.hint
     assert "migrate" not in reason.hint

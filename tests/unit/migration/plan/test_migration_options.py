@@ -39,12 +39,12 @@ BOTH: dict[str, Any] = {
 def the_process(candidate: Candidate, agent: AgentInfo | None = None, **values: Any) -> GpuProcess:
     """The process of that candidate as `hegmctl ps` shows it."""
     uses = zip(candidate.gpus, candidate.kinds or ("compute",) * len(candidate.gpus), strict=True)
-    told = agent or (AGENT if candidate.agent is not None else None)
+    survey = agent or (AGENT if candidate.agent is not None else None)
     plain: dict[str, Any] = {
         "pid": candidate.pid,
         "start_ticks": candidate.start_ticks,
         "gpus": tuple([GpuUse(gpu=gpu, vram_bytes=GIB, kind=kind) for gpu, kind in uses]),
-        "agent": told,
+        "agent": survey,
     }
     return GpuProcess(**{**plain, **values})
 
@@ -147,10 +147,10 @@ def _hints_of(snapshot: NodeSnapshotForPlan) -> set[str]:
     """What the driver's rules advise: each refusal has a hint of its own."""
     candidate = snapshot.candidates[0]
     own = [gpu for gpu in snapshot.gpus if gpu.id in candidate.gpus]
-    told = [*driver_rules.against_memory(snapshot, candidate, driver_rules.rest_of(candidate))]
+    reasons = [*driver_rules.against_memory(snapshot, candidate, driver_rules.rest_of(candidate))]
     for gpu in own:
-        told += driver_rules.against_leaving(snapshot, candidate, gpu)
-    return {hint.split(": kill")[0] for _, _, hint in told}
+        reasons += driver_rules.against_leaving(snapshot, candidate, gpu)
+    return {hint.split(": kill")[0] for _, _, hint in reasons}
 
 
 def test_every_hazard_and_every_hint_of_the_drivers_rules_is_in_the_table_above() -> None:

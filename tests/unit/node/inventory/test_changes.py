@@ -124,8 +124,8 @@ async def test_a_repeated_xid_is_reported_again() -> None:
         for count in (1, 2, 2, 5):
             provider.show(gpu(0, health=Health(state="ok", last_xid=31, xid_count=count)))
             await node.inventory.refresh()
-        told = [(event.message, event.facts["xid_count"]) for event in node.happened("gpu")]
-        assert told == [("gpu0: XID 31", 1), ("gpu0: XID 31", 2), ("gpu0: XID 31", 5)]
+        messages = [(event.message, event.facts["xid_count"]) for event in node.happened("gpu")]
+        assert messages == [("gpu0: XID 31", 1), ("gpu0: XID 31", 2), ("gpu0: XID 31", 5)]
 
 
 @pytest.mark.thorough

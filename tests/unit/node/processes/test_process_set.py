@@ -253,10 +253,10 @@ def test_a_dump_that_a_signal_would_kill_is_not_signalled(tmp_path: Path) -> Non
     people = population_of([ROOT])
     words = ("dump", "--tree", str(ROOT), "--images-dir", str(enough), str(tmp_path / "pages"))
     with sleeper(*words, text=text) as dumper:
-        told = threading.Timer(0, enough.touch)
-        told.start()
+        timer = threading.Timer(0, enough.touch)
+        timer.start()
         continue_all(people)
-        told.join()
+        timer.join()
         assert dumper.wait(HANG_S) == 0
 
 

@@ -60,8 +60,8 @@ def quiet() -> Iterator[Child]:
 
 
 def test_a_process_of_ours_with_nothing_about_it(quiet: Child) -> None:
-    seen = read_outside(quiet.pid, cgroups=Path("/nowhere"))
-    assert seen == SurroundingFacts(nccl_shared=False, same_ipc=True)
+    facts = read_outside(quiet.pid, cgroups=Path("/nowhere"))
+    assert facts == SurroundingFacts(nccl_shared=False, same_ipc=True)
 
 
 def test_nccls_shared_memory_is_seen_though_its_name_is_gone() -> None:

@@ -36,16 +36,16 @@ class Scripts:
         with pytest.raises(Left) as left:
             self._run(text, {}, _leaving(at, kept).__next__)
         state = pickle.loads(pickle.dumps(left.value.args[0]))
-        said = variables.begin_anew({variables.KEY: state})
+        starts_over = variables.begin_anew({variables.KEY: state})
         due = [state]
 
         def put_back() -> None:
             if due:
                 frames = _frames(sys._getframe(1))
                 assert restore_variables.misfits(due[0], frames) == []
-                said.extend(restore_variables.put_back(due.pop(), frames, lambda _reference: None))
+                starts_over.extend(restore_variables.put_back(due.pop(), frames, lambda _reference: None))
 
-        return self._run(text, begin, put_back), said
+        return self._run(text, begin, put_back), starts_over
 
     def _run(self, text: str, begin: dict[str, int], ask: Any) -> Any:
         module = types.ModuleType(NAME)
@@ -132,9 +132,9 @@ def train():
 
 def test_what_several_hold_was_torn_apart(scripts: Scripts) -> None:
     """One that a global, an object, a dict and a list hold is one again, as is one that two came to share."""
-    result, said = scripts.restarted(HELD_TWICE, 3, first=2)
+    result, starts_over = scripts.restarted(HELD_TWICE, 3, first=2)
     log, of_meter, of_name, rows, other, _same = result
-    assert (result, said) == (scripts.run(HELD_TWICE), [])
+    assert (result, starts_over) == (scripts.run(HELD_TWICE), [])
     assert of_meter is log
     assert of_name is log
     assert other is rows[2] is rows[1]

@@ -262,9 +262,16 @@ def _forged(tree: bytes, sizes: tuple[int, ...] = (), version: int = 1, **header
     sums = [0] * sum((size + (8 << 20) - 1) // (8 << 20) for size in sizes if size < 1 << 40)
     table = struct.pack(f"<{len(sizes)}Q{len(sums)}I", *sizes, *sums)
     length = (64 + len(tree) + len(table) + 4095) // 4096 * 4096
-    told = {"tree_bytes": len(tree), "pieces": len(sizes), "total_bytes": length} | header
+    header_fields = {"tree_bytes": len(tree), "pieces": len(sizes), "total_bytes": length} | header
     head = HEADER.pack(
-        b"HEGMSTAT", version, 0, told["tree_bytes"], told["pieces"], told["total_bytes"], crc32(tree), crc32(table)
+        b"HEGMSTAT",
+        version,
+        0,
+        header_fields["tree_bytes"],
+        header_fields["pieces"],
+        header_fields["total_bytes"],
+        crc32(tree),
+        crc32(table),
     ).ljust(60, b"\0")
     return (head + struct.pack("<I", crc32(head)) + tree + table).ljust(length, b"\0")
 

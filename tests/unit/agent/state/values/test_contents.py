@@ -74,13 +74,13 @@ def test_device_specific_settings_of_steps_are_reported_and_not_restored_on_anot
     taken["own"] = [(torch.ones(3), None, True)]
     put = Optimizer("cpu", fused=None, capturable=False, foreach=None)
     put.param_groups[0]["lr"] = 7.0
-    told = contents.put_optimizer(put, taken)
+    notes = contents.put_optimizer(put, taken)
     assert {name: put.param_groups[0][name] for name in ("fused", "capturable", "lr")} == {
         "fused": None,
         "capturable": False,
         "lr": 0.1,
     }
-    assert told == ["fused was True on meta and is None on cpu", "capturable was True on meta and is False on cpu"]
+    assert notes == ["fused was True on meta and is None on cpu", "capturable was True on meta and is False on cpu"]
     same = Optimizer("cpu", fused=False)
     assert contents.put_optimizer(same, contents.take_optimizer(Optimizer("cpu", fused=True), {})) == []
     assert same.param_groups[0]["fused"] is True
