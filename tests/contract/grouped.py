@@ -1,10 +1,10 @@
 """Ranks that train over gloo, and whose groups the agent's own code disconnects and connects again between steps.
 
-    python -m torch.distributed.run --nproc-per-node N -m tests.contract.grouped FOLDER
+    python tests/e2e/ranks_alone.py N tests/contract/grouped.py FOLDER
 
 Each kind of training runs undisturbed first and then disturbed, in the same processes. While its groups are
 disconnected, all bytes leave it and return, the gradient buckets of DDP too. A rank whose checks all passed writes its
-number into FOLDER. A failed assertion ends all ranks, by torchrun.
+number into FOLDER. A failed assertion ends its rank, and the others fail when they wait for it.
 """
 
 from __future__ import annotations

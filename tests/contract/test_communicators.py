@@ -1,4 +1,4 @@
-"""Ranks of torchrun whose groups are disconnected and connected again train on, bit for bit as if nothing had happened.
+"""Ranks whose groups are disconnected and connected again train on, bit for bit as if nothing had happened.
 
 The ranks run real PyTorch on gloo, which the agent handles by the calls that it has for NCCL. What they do and check is
 in `grouped`: DDP, FSDP2, a device mesh, `new_group`, functional collectives, a rank that does not come, pending work.
@@ -22,16 +22,15 @@ from tests.wide import telling
 pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group("ranks")]
 
 ROOT = Path(__file__).resolve().parents[2]
+GROUPED = str(ROOT / "tests/contract/grouped.py")
 
 
 @pytest.mark.parametrize("ranks", telling([(2,), (3,)], [(3,)]))
 def test_a_training_whose_groups_were_replaced_has_the_losses_of_an_undisturbed_one(ranks: int, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     ran = subprocess.run(
-        [*launcher, "-m", "tests.contract.grouped", str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+        [sys.executable, str(ROOT / "tests/e2e/ranks_alone.py"), str(ranks), GROUPED, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
         capture_output=True,
         text=True,
         timeout=2 * HANG_S,
@@ -54,7 +53,7 @@ def test_the_same_holds_for_other_releases_of_pytorch(version: str, tmp_path: Pa
     ended.mkdir()
     (packages / "msgpack").symlink_to(Path(msgpack.__file__).parent)
     ran = subprocess.run(
-        [str(python), str(ROOT / "tests/e2e/ranks_alone.py"), "2", str(ROOT / "tests/contract/grouped.py"), str(ended)],
+        [str(python), str(ROOT / "tests/e2e/ranks_alone.py"), "2", GROUPED, str(ended)],
         env={
             **os.environ,
             "PYTHONPATH": f"{ROOT}:{packages}",

@@ -196,6 +196,15 @@ def launch(ranks: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     living: set[int] = set()
+    has_failed = False
+
+    def end_all(_number: int = 0, _frame: object = None) -> None:
+        nonlocal has_failed
+        if not has_failed:
+            has_failed = True
+            for other in living:
+                os.kill(other, signal.SIGTERM)
+
     for rank in range(ranks):
         pid = os.fork()
         if pid == 0:
@@ -205,14 +214,12 @@ def launch(ranks: int) -> None:
             return
         living.add(pid)
     _store = sys.modules["torch.distributed"].TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    has_failed = False
+    signal.signal(signal.SIGTERM, end_all)
     while living:
         pid, status = os.wait()
         living.discard(pid)
-        if status and not has_failed:
-            has_failed = True
-            for other in living:
-                os.kill(other, signal.SIGTERM)
+        if status:
+            end_all()
     os._exit(int(has_failed))
 
 

@@ -7,6 +7,7 @@ import os
 import runpy
 import socket
 import sys
+from importlib import import_module
 from pathlib import Path
 
 
@@ -14,6 +15,7 @@ def main() -> None:
     ranks, script, argv = int(sys.argv[1]), sys.argv[2], sys.argv[2:]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    import_module("torch.distributed")  # once for all
     children = []
     for rank in range(ranks):
         child = os.fork()

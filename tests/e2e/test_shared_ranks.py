@@ -15,19 +15,22 @@ from hegmd.protocol.sharing import RUNNING
 from tests.e2e.agented import SCRIPTS as TRAINING
 from tests.e2e.agented import undisturbed
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.moved_job import SCRIPTS, environment
+from tests.e2e.forked import TORCHRUN, started
+from tests.e2e.moved_job import BARE, SCRIPTS, environment
 from tests.e2e.references import TWO_RANKS
 from tests.looks import pause
 from tests.needs import need_torch
+from tests.patience import HANG_S
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("ranks")]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded"), pytest.mark.xdist_group("ranks")]
 need_torch()
 
 MIB = 1 << 20
 GPU_BYTES = 16 * MIB
 BLOCK, RANKS = str(SCRIPTS / "block_ranks.py"), str(TRAINING / "ranks.py")
 PACE = ("60", "gloo", "64", "0.02")
-LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+FORKED = (*TORCHRUN, "2")
+STARTED = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 @contextmanager
@@ -36,9 +39,9 @@ def _job(
 ) -> Iterator[Path]:
     """A job of two ranks; the file with what they print."""
     argv = [sys.executable, "-m", "hegmctl", "run", *options, "--gpu", gpu, "--", sys.executable, *words]
-    out, environ = folder / "out", environment(daemon.socket_path)
+    out, environ = folder / "out", {**environment(daemon.socket_path), **BARE}
     with out.open("w") as told, (folder / "errors").open("w") as errors:
-        job = subprocess.Popen(argv, env=environ, stdout=told, stderr=errors, cwd=folder)
+        job = started(argv, env=environ, stdout=told, stderr=errors, cwd=folder)
         try:
             yield out
         finally:
@@ -53,7 +56,7 @@ def test_two_jobs_of_two_ranks_take_turns_and_no_loss_differs(tmp_path: Path) ->
         folder.mkdir()
     node = RunningDaemon(tmp_path, "--simulate", f"1x{GPU_BYTES // MIB}MiB").configured(settings)
     block = _job(node, one_folder, ("--ranks", "2"), BLOCK, "100000", *PACE)
-    torchrun = _job(node, other_folder, (), *LAUNCHER, RANKS, str(losses))
+    torchrun = _job(node, other_folder, (), *FORKED, RANKS, str(losses))
     with node, connect(str(node.socket_path)) as hegmd, block as out, torchrun:
         _until(lambda: len(_steps(out)) > 3 and len(_on_gpu(hegmd)) == 4 and _least(losses) > 3)
         hegmd.suspend(list(_on_gpu(hegmd)), dry_run=True)  # they are counted with their gradients
@@ -85,7 +88,7 @@ def test_each_rank_gets_a_gpu_of_its_own_and_two_such_jobs_take_turns_on_all_gpu
     node = RunningDaemon(tmp_path, "--simulate", f"2x{GPU_BYTES // MIB}MiB").configured(settings)
     size = ("--bytes", f"{GPU_BYTES // MIB - 4}MiB")
     block = _job(node, one_folder, ("--ranks", "2", *size), BLOCK, "100000", *PACE, gpu="auto")
-    torchrun = _job(node, other_folder, size, *LAUNCHER, RANKS, str(losses), gpu="auto:2")
+    torchrun = _job(node, other_folder, size, *STARTED, RANKS, str(losses), gpu="auto:2")
     with node, connect(str(node.socket_path)) as hegmd, block as out:
         _until(lambda: len(_steps(out)) > 3 and len(_on_gpu(hegmd)) == 2)
         places = {gpu.gpu for process in hegmd.processes().processes for gpu in process.gpus}
@@ -117,8 +120,9 @@ def _compare_block(folder: Path, made: set[tuple[str, ...]]) -> None:
     (folder / "undisturbed").mkdir()
     with RunningDaemon(folder / "undisturbed") as daemon:
         words = [sys.executable, "-m", "hegmctl", "run", "--ranks", "2", "--", sys.executable, BLOCK, steps, "60"]
-        environ = environment(daemon.socket_path)
-        expected = subprocess.run(words, env=environ, stdout=subprocess.PIPE, text=True, check=True).stdout
+        alone = started(words, env={**environment(daemon.socket_path), **BARE}, stdout=subprocess.PIPE)
+        expected, _ = alone.communicate(timeout=HANG_S)
+        assert alone.returncode == 0
     assert made <= {tuple(line.split()) for line in expected.splitlines()}
 
 
