@@ -25,7 +25,7 @@ from tests.simulation.seeds import live_kept
 from tests.wide import quick_first
 
 # Of lives that differ by their seeds alone, the quick part has the first few.
-QUICK, SEEDS, CHUNK = 20, 520, 250
+QUICK, SEEDS, CHUNK = 20, 520, 125
 # A bug has to be found among so many.
 ENOUGH = 300
 QUIET = dict.fromkeys(weather.draw_odds(Random(0)), 0.0)
@@ -80,12 +80,12 @@ class _Point:
         return self.seen - 1 == self.at
 
 
-# Every eighth point of the first life, and all points of each.
-POINTS = [(QUIET_SEEDS[0], 8), *((seed, 1) for seed in QUIET_SEEDS)]
+# Every eighth point of the first life, every third of each, and all points of each.
+POINTS = [(QUIET_SEEDS[0], 8), *((seed, every) for every in (3, 1) for seed in QUIET_SEEDS)]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("seed", "every"), quick_first(POINTS, 1))
+@pytest.mark.parametrize(("seed", "every"), quick_first(POINTS, 1, most=1 + len(QUIET_SEEDS)))
 def test_a_daemon_that_is_killed_at_any_point_of_a_quiet_life_breaks_no_promise(seed: int, every: int) -> None:
     """Before and after every record and every effect, while others take the memory that has become free."""
     for odds in (QUIET, {**QUIET, "grab": 1.0}):

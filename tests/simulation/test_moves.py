@@ -45,7 +45,7 @@ ENOUGH = 600
 QUIET = dict.fromkeys(draw_odds(live(0).daemon.random), 0.0)
 
 
-@pytest.mark.parametrize("seeds", quick_first(LIVES, 1, most=3), ids=str)
+@pytest.mark.parametrize("seeds", quick_first(LIVES, 1, most=2), ids=str)
 def test_every_promise_is_kept_whatever_happens(seeds: range) -> None:
     for seed in seeds:
         life = live(seed)
@@ -175,7 +175,7 @@ def test_the_quiet_lives_have_every_phase_and_come_to_every_point_at_which_a_dae
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("seed", quick_first(QUIET_SEEDS, QUICK_SEEDS, most=6))
+@pytest.mark.parametrize("seed", quick_first(QUIET_SEEDS, QUICK_SEEDS, most=3))
 def test_a_daemon_that_is_killed_at_any_point_of_a_quiet_life_breaks_no_promise(seed: int) -> None:
     """Before and after every record and every effect, one after the other; nothing is left to chance."""
     for at, what in enumerate(_quiet(seed).seen):
@@ -199,7 +199,7 @@ def test_a_daemon_that_is_killed_again_while_it_recovers_breaks_no_promise(seed:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("seed", quick_first(QUIET_SEEDS, QUICK_SEEDS, most=6))
+@pytest.mark.parametrize("seed", quick_first(QUIET_SEEDS, QUICK_SEEDS, most=3))
 def test_an_operation_that_is_cancelled_at_any_point_breaks_no_promise(seed: int) -> None:
     for at, what in enumerate(_quiet(seed).seen):
         life = live(seed, odds=QUIET, points=Point(at).cancel)

@@ -20,7 +20,7 @@ from tests.simulation.ranks import RankNodeActions
 from tests.simulation.seeds import live_ranks
 from tests.wide import quick_first
 
-SEEDS, CHUNK = 500, 250
+SEEDS, CHUNK = 500, 125
 # Of lives that differ by their seeds alone, the quick part has the first few.
 QUICK = 40
 # A bug has to be found among so many.

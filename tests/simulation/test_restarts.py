@@ -20,7 +20,7 @@ from tests.simulation.restarted_mutants import RESTARTED_MUTANTS
 from tests.simulation.seeds import live_restarts
 from tests.wide import quick_first
 
-SEEDS, CHUNK = 500, 250
+SEEDS, CHUNK = 500, 125
 # A bug has to be found among so many.
 ENOUGH = 300
 QUIET = dict.fromkeys((*weather.draw_odds(Random(0)), *restarted.draw_odds(Random(0))), 0.0)

@@ -110,12 +110,12 @@ class Program:
         return "pong"
 
     def digest(self) -> str:
-        seen = hashlib.sha256()
+        seen = hashlib.blake2b()  # twice as fast as SHA-256
         buffer = ctypes.create_string_buffer(MIB)
         for piece, size_mib in zip(self.pieces, self.sizes_mib):  # noqa: B905 - runs on Python 3.9 too
             for index in range(size_mib):
                 call("cuMemcpyDtoH_v2", buffer, piece + index * MIB, MIB)
-                seen.update(buffer.raw)
+                seen.update(buffer)
         return f"digest {seen.hexdigest()}"
 
     def fill(self) -> str:
