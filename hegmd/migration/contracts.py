@@ -38,6 +38,10 @@ class DriverOutOfMemory(OutOfMemory):
     """A driver call found no GPU memory for itself. Nothing has changed, including the process's reservation."""
 
 
+class NoContext(DriverOutOfMemory):
+    """There is no GPU memory for the context that would copy. The process can copy its bytes itself."""
+
+
 class GrewBeyondPlan(Refused):
     """The process uses more GPU memory than planned. It was not changed: the new size must first be on disk."""
 

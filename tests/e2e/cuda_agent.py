@@ -369,8 +369,10 @@ def main() -> None:
 
 
 def _value(text: str) -> object:
-    """A list where there is a comma, a truth for yes and no, else the word."""
+    """A list where there is a comma, a truth for yes and no, a number, else the word."""
     known = {"yes": True, "no": False}
+    if text.isdigit():
+        return int(text)
     return tuple(filter(None, text.split(","))) if "," in text else known.get(text, text)
 
 

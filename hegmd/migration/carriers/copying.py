@@ -25,10 +25,10 @@ from functools import partial
 from typing import TypeVar
 
 from hegmd.errors import HegmError, Refused
-from hegmd.gpu_helper.copy_client import VIDEO, CopyClient, Place
+from hegmd.gpu_helper.copy_client import HOST, VIDEO, CopyClient, Place
 from hegmd.gpu_helper.link import DriverFailed, HelperLost, Link
 from hegmd.memory.sizes import MIB, round_bytes
-from hegmd.migration.contracts import DriverOutOfMemory, Making, MigratedProcess, NoCopy, Progress
+from hegmd.migration.contracts import DriverOutOfMemory, Making, MigratedProcess, NoContext, NoCopy, Progress
 from hegmd.migration.methods.gpus import Gpus
 from hegmd.node.gpu_sets import gpus_of
 from hegmd.protocol.agents import NO_HANDLE, AgentReport, packed, unpacked
@@ -291,7 +291,8 @@ class CopyingCarrier(NoCopy):
         except (AgentAway, OrderFailed):
             raise
         except HegmError as error:
-            if direction == OUT and isinstance(error, DriverOutOfMemory):
+            may_copy_itself = isinstance(error, NoContext) and self.crosses == HOST
+            if direction == OUT and isinstance(error, DriverOutOfMemory) and not may_copy_itself:
                 raise
             numbers = sorted({place[0] for place in places})
             if not _is_about_one(error) or len(numbers) == 1:
@@ -307,12 +308,15 @@ class CopyingCarrier(NoCopy):
     async def with_route(self, subject: MigratedProcess, work: Callable[[CopyClient], Awaitable[T]]) -> T:
         """Run `work` with a copy session. Opens the session if needed, and opens another if its helper was lost."""
         for attempt in range(1, _ATTEMPTS + 1):
+            lacks: type[DriverOutOfMemory] = NoContext
             try:
-                return await work(await self._route(subject))
+                route = await self._route(subject)
+                lacks = DriverOutOfMemory
+                return await work(route)
             except DriverFailed as error:
                 if error.number != _OUT_OF_MEMORY:
                     raise
-                raise DriverOutOfMemory(
+                raise lacks(
                     f"the driver has no memory left to copy for process {subject.pid}: {error.message}",
                     "free GPU memory on its GPU; its bytes are kept, and hegmd tries again",
                     {**error.facts, "pid": subject.pid},

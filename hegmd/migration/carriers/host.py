@@ -39,7 +39,7 @@ from hegmd.memory.sizes import FLAT_BYTES, staging_in_needed_bytes, staging_out_
 from hegmd.migration.carriers.copying import IN, CopyingCarrier, Span, lane_of
 from hegmd.migration.carriers.gpu_staging import StagedBytes, StagingMemory, StagingUse
 from hegmd.migration.carriers.location_record import LocationRecords
-from hegmd.migration.contracts import Making, MigratedProcess, OverlappedCopy, Progress
+from hegmd.migration.contracts import Making, MigratedProcess, NoContext, OverlappedCopy, Progress
 from hegmd.migration.methods.concurrently import beside
 from hegmd.migration.methods.gpus import Gpus, VideoMemory, staging_in_owner, staging_out_owner
 from hegmd.migration.methods.pool_keys import key_of, source_of
@@ -96,11 +96,16 @@ class HostCarrier(CopyingCarrier):
         await self._pool.fetch(key_of(subject), on_progress)
 
     async def prepare(self, subject: MigratedProcess) -> None:
-        """Prepare the copies. A checkpointed process with its bytes in the pool can be reloaded without the helper."""
+        """Prepare the copies.
+
+        The process copies its bytes itself if its GPU has no room for the helper's context, which may take more than
+        was measured. A process with its bytes in the pool does so whenever the helper fails.
+        """
         try:
             await self.prepare_sessions(subject, self._have_likely)
         except HegmError as error:
-            if subject.gpu is not None or not self._marks.is_unmarked(subject):
+            can_do_without = subject.gpu is None or isinstance(error, NoContext)
+            if not can_do_without or not self._marks.is_unmarked(subject):
                 raise
             logger.warning("process %d copies its bytes itself: %s", subject.pid, error.message)
 
