@@ -73,14 +73,7 @@ class QueuedResumes:
                 await self._until_resumed(job, op.id, asked)
             if waiting.cancelled_caught:
                 raise self._too_late(job, op.id, limit_s or 0.0)
-        described = self._operations.runner.describe(op.id)
-        if described.phase == SUSPENDED and job.number in self._sharing.memory.suspended:
-            known = self._sharing.waiting_of(job.id)
-            waits = Wait(
-                why="room for it" if known is None else known.waits, next="hegmctl queue shows when it resumes"
-            )
-            described = described.replace(waits=waits)
-        return OperationResult(described, None)
+        return OperationResult(self._operations.runner.describe(op.id), None)
 
     async def _until_resumed(self, job: JobRecord, op_id: str, asked: RequestContext) -> None:
         """Follow its operation until that has ended; a resume that failed is tried again by the policy."""

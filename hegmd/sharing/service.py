@@ -26,6 +26,7 @@ from hegmd.node.gpu_sets import CPU
 from hegmd.node.inventory import NodeSnapshot
 from hegmd.operations.job_requests import JobOperationsOf
 from hegmd.operations.service import OperationsService
+from hegmd.protocol.operations import Wait
 from hegmd.protocol.sharing import NORMAL
 from hegmd.sharing import model
 from hegmd.sharing.actions import SharingActions
@@ -106,6 +107,7 @@ class Sharing:
         moving.job_requests.waits_for, moving.job_requests.awaits_resume = self.waits_for, self.awaits_resume
         moving.operations.keep_suspended = self.keep_suspended
         moving.recoveries.must_wait = self.must_wait
+        moving.runner.resumes_by_itself = self.wait_of
 
     # -- the life of the part ------------------------------------------------------------------------------------------
 
@@ -399,6 +401,14 @@ class Sharing:
         if waiting is not None:
             return waiting.waits
         return "a GPU" if is_queued else "room on its GPU; it resumes by itself"
+
+    def wait_of(self, op: Operation) -> Wait | None:
+        """Return what a suspended operation waits for if its job resumes by itself; None for any other."""
+        note = next((note for note in self.memory.suspended.values() if note.operation == op.id), None)
+        if note is None:
+            return None
+        known = self.waiting_of(f"j{note.job}")
+        return Wait(why="room on its GPU" if known is None else known.waits, next="hegmctl queue shows when it resumes")
 
     def waiting_of(self, subject: str) -> model.WaitReason | None:
         """Return the policy's reason for which a job or lease waits."""

@@ -37,7 +37,7 @@ from hegmd.migration.machine.downtime import timed
 from hegmd.migration.machine.effects import Effect
 from hegmd.migration.machine.events import Event
 from hegmd.migration.machine.machine import handle
-from hegmd.migration.machine.next_effects import TERMINAL
+from hegmd.migration.machine.next_effects import SUSPENDED, TERMINAL
 from hegmd.migration.machine.operation import RESTART, Operation
 from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.run.executor import EffectExecutor
@@ -124,6 +124,8 @@ class Runner:
         #: Operations that ended under this daemon, by kind, method and result.
         self.ended_counts: Counter[tuple[str, str, str]] = Counter()
         self.over: Callable[[], object] = lambda: None  # called whenever an operation has ended
+        #: What a suspended operation waits for whose job resumes by itself; sharing sets it.
+        self.resumes_by_itself: Callable[[Operation], protocol.Wait | None] = lambda _op: None
         self._tasks: anyio.abc.TaskGroup | None = None
 
     # -- up and down ---------------------------------------------------------------------------------------------------
@@ -278,7 +280,7 @@ class Runner:
         running = self._running.get(op_id) or self._ended.get(op_id)
         history = self.history(op_id)
         op = history.operation
-        return description(
+        described = description(
             op,
             moved_bytes=0 if running is None else sum(running.moved.values()),
             last_utc=history.story[-1].utc if history.story else None,
@@ -287,6 +289,9 @@ class Runner:
             ending=self._performer.ending(op),
             awaits=None if running is None else self._performer.doing(op),
         )
+        is_suspended = op.phase == SUSPENDED and op.failure is None
+        by_itself = self.resumes_by_itself(op) if is_suspended else None
+        return described if by_itself is None else described.replace(waits=by_itself)
 
     async def follow(self, op_id: str) -> AsyncIterator[protocol.OperationProgress]:
         """Yield the progress of an operation until its job is suspended or held, or it has ended. Raises NOT_FOUND."""

@@ -29,6 +29,8 @@ async def test_a_job_leaves_for_a_lease_and_returns_once_it_has_ended(tmp_path: 
         assert (made.lease.state, made.lease.gpu) == ("held", "gpu0")
         assert shared.node.reservations(process.pid) == {}
         await shared.until_states(j1="suspended")
+        waits = shared.node.moving.runner.describe(shared.node.moving.runner.under_way()[0].id).waits
+        assert "hegmctl queue" in str(waits), "it named resume, for which there is no room"
         (job,) = await shared.node.moving.job_requests.jobs((), lambda _: True, ended=False)
         assert job.state == "suspended"
         assert job.waits is not None
