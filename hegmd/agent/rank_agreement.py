@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _HINT = "nothing was changed; check that every rank is running and has an agent: hegmctl ps"
 _HINT_STORE = (
-    "check that the launcher runs, which serves the store; if it has ended, the ranks cannot meet again: kill them, "
-    "and start the job again or restore its image"
+    "check that the launcher runs, which serves the store; if it has ended, the ranks cannot meet again: end them, and "
+    "start the job again or restore its image"
 )
 # Digits of the number that each statement begins with.
 _DRAWN = 16

@@ -371,7 +371,7 @@ class JobRequests:
             processes=processes,
             priority=job.priority,
             operation=None if op is None else op.id,
-            notes=tuple(dict.fromkeys(note for worker in workers for note in _notes(worker))),
+            notes=tuple(dict.fromkeys((*_parted(job, op), *(note for worker in workers for note in _notes(worker))))),
         )
 
     def _processes(
@@ -472,6 +472,15 @@ def _state(job: JobRecord, op: Operation | None, *, is_waiting: bool, has_traine
 
 def _framework(worker: AgentConnection) -> str:
     return " ".join(part for part in (worker.about.framework, worker.about.framework_version) if part)
+
+
+def _parted(job: JobRecord, op: Operation | None) -> Iterable[str]:
+    if op is not None and op.phase == SUSPENDED and job.is_gone and any(one.rank is not None for one in op.live):
+        yield (
+            "its command has ended while it was suspended: if that was the launcher, which serves the store of the "
+            "ranks, hegmctl resume fails; "
+            f"hegmctl cancel {op.id} --drop then ends them and frees their memory"
+        )
 
 
 def _notes(worker: AgentConnection) -> Iterable[str]:

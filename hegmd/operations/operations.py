@@ -13,11 +13,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
 import anyio
+import anyio.to_thread
 
 from hegmd.errors import BAD_REQUEST, BUSY, DENIED, NOT_FOUND, REFUSED, HegmError, Refused
 from hegmd.memory.pool import Key
 from hegmd.migration.machine import events
 from hegmd.migration.machine.adoption import adopted, adopted_of_driver
+from hegmd.migration.machine.communicators import cannot_meet
 from hegmd.migration.machine.describe import busy_message
 from hegmd.migration.machine.machine import HOLDING, handle
 from hegmd.migration.machine.next_effects import SETTLING, SUSPENDED
@@ -33,6 +35,7 @@ from hegmd.migration.machine.operation import (
     Respawn,
 )
 from hegmd.migration.machine.wording import no_such_process
+from hegmd.migration.methods import launchers
 from hegmd.migration.model import Candidate, MigrationPlan, NodeSnapshotForPlan, PlanRequest
 from hegmd.migration.plan.planner import planned, planned_resume
 from hegmd.migration.run.runner import Runner
@@ -402,9 +405,13 @@ class Operations:
         return self.runner.describe(op_id)
 
     async def drop(self, op_id: str, context: RequestContext) -> protocol.Operation:
-        """Permanently discard the state that an operation holds for a process that has ended. Raises HegmError."""
+        """Permanently discard the state that an operation holds for a process that has ended, or end ranks that could
+        not connect again: only their owner knows whether they still can. Raises HegmError.
+        """
         op = self.runner.history(op_id).operation
         self._check_owner(context, op.owner_uid, f"operation {op_id}")
+        if cannot_meet(op):
+            return await self._end_ranks(op)
         event = events.DropRequested(cause="request", by=context.by)
         handle(op, event, time.monotonic())  # a refusal changes nothing
         await self._suspended.stop_spilling(op_id)
@@ -415,6 +422,14 @@ class Operations:
         async for _ in self.runner.follow(op_id):
             pass
         return self.runner.describe(op_id)
+
+    async def _end_ranks(self, op: Operation) -> protocol.Operation:
+        """Kill the processes of an operation, and wait until it has ended: their bytes are freed then."""
+        for member in op.live:
+            await anyio.to_thread.run_sync(launchers.end_one, member.pid, member.start_ticks)
+        while self.runner.find(op.id) is not None:
+            await self.runner.changed(op.id)
+        return self.runner.describe(op.id)
 
     # -- who may -------------------------------------------------------------------------------------------------------
 

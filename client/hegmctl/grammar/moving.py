@@ -203,12 +203,12 @@ MOVING = (
         "cancel",
         "cancel an operation and roll it back",
         "Rolls the job back. Refused when finishing takes less time than a rollback. With --drop, discards the saved "
-        "state of a restart and frees its memory; this cannot be undone.",
+        "state of a restart and frees its memory, or ends ranks that could not connect again; this cannot be undone.",
         request="operation.cancel",
         handler="move_commands:cancel",
         forms=(CommandForm(request="operation.cancel", call="cancel"),),
         options=(
-            RequestField("drop", doc="discard the saved state of a process that has exited"),
+            RequestField("drop", doc="discard the saved state of a process that has exited, or end suspended ranks"),
             Option("-y", "--yes", doc="do not ask for confirmation"),
         ),
         examples=(("hegmctl cancel 4 --drop", "discard the saved state of operation 4"),),

@@ -52,6 +52,11 @@ def not_reconnected(op: Operation, worker: JobProcess, pending: Pending, event: 
     return op if pending.generation != op.generation else another_round(op, event.code, event.message, event.hint)
 
 
+def cannot_meet(op: Operation) -> bool:
+    """Return True if it is suspended because its ranks could not connect again, as after the end of their launcher."""
+    return op.phase == next_effects.SUSPENDED and op.failed_reconnects >= MAX_RECONNECTS
+
+
 def another_round(op: Operation, code: str, message: str, agents_hint: str = "") -> Operation:
     """All ranks connect again in a new generation; after the last attempt the job is held, with all its bytes.
 
@@ -63,5 +68,5 @@ def another_round(op: Operation, code: str, message: str, agents_hint: str = "")
         return op
     otherwise = agents_hint.removeprefix("nothing was changed; ")
     again = f"run: hegmctl resume; if that fails as well, {otherwise}" if otherwise else "run: hegmctl resume"
-    hint = f"{again}; its ranks are parked with all their bytes, see hegmctl op {op.id}"
+    hint = f"{again}; its ranks are parked with all their bytes, and hegmctl cancel {op.id} --drop ends them for good"
     return next_effects.held(reversal.because(op, code, message, hint))

@@ -6,9 +6,11 @@ Longer than 400 lines because the preparation of a resume is tested against the 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +21,7 @@ import pytest
 from hegmd.errors import REFUSED, HegmError, Refused
 from hegmd.memory.pool import Key, MemoryKeeping
 from hegmd.memory.ready_memory import ReadyMemory
+from hegmd.migration.machine.communicators import MAX_RECONNECTS
 from hegmd.operations.suspended import ALWAYS, FULL, SuspendedOperations
 from hegmd.telemetry.events import EventLog
 from hegmd.workers.workers import Workers
@@ -138,6 +141,26 @@ async def test_held_bytes_are_dropped_by_no_other_user_and_for_no_living_process
                 await node.operations.drop(answer.operation.id, node.asked(may=may))
         await node.operations.resume(process.pid, None, node.asked())
         assert agent.data == b"weights"
+
+
+async def test_ranks_that_cannot_connect_again_are_ended_by_their_owner_and_free_their_memory(
+    tmp_path: Path, process: Child
+) -> None:
+    """A job whose launcher had ended kept its bytes, and no command freed them."""
+    async with running(tmp_path) as node:
+        await node.attend(process.pid)
+        answer = await node.operations.suspend([process.pid], node.asked())
+        assert answer.operation is not None
+        op_id, runner = answer.operation.id, node.moving.runner
+        operation = runner.history(op_id).operation.replace(failed_reconnects=MAX_RECONNECTS)
+        failed = replace(runner.history(op_id), operation=operation)
+        runner._running[op_id].history = runner._ledger._histories[op_id] = failed
+        with pytest.raises(HegmError, match="belongs to uid"):
+            await node.operations.drop(op_id, node.asked(may=False))
+        assert process.poll() is None
+        dropped = await node.operations.drop(op_id, node.asked())
+        assert (dropped.phase, node.moving.pool.held_bytes) == ("lost", 0)
+        assert process.wait() == -signal.SIGKILL
 
 
 async def test_a_full_disk_leaves_it_suspended_with_its_bytes_in_memory(tmp_path: Path, process: Child) -> None:

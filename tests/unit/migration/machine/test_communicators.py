@@ -8,6 +8,7 @@ import pytest
 
 from hegmd.errors import Refused
 from hegmd.migration.machine import events
+from hegmd.migration.machine.communicators import cannot_meet
 from hegmd.migration.machine.effects import Effect, Release
 from hegmd.migration.machine.operation import FORWARD, HOLD, SUSPEND, ImageRequest, Operation
 from tests.unit.migration.operations import DrivenOperation, ending, operation, tags, worker
@@ -145,8 +146,11 @@ def test_ranks_that_cannot_connect_try_once_more_in_a_new_generation_and_are_the
     assert all(rank.is_parked and rank.pool_bytes for rank in drive.op.workers)
     assert drive.op.failure is not None
     assert "hegmctl resume; if that fails as well, wait; " in drive.op.failure.hint  # as the agent says
+    assert f"hegmctl cancel {drive.op.id} --drop ends them" in drive.op.failure.hint
+    assert cannot_meet(drive.op)
     drive.feed(events.ResumeRequested(to={"a": "gpu1", "b": "gpu0"}))
     assert {getattr(effect, "generation", None) for effect in _of(drive, "reconnect")} == {first + 3}
+    assert not cannot_meet(drive.op)
     drive.until("done")
 
 
