@@ -25,7 +25,7 @@ from tests.wide import telling
 pytestmark = [pytest.mark.e2e]
 
 # What the pieces on each of its GPUs come to, in turn; the counter is with the first.
-FIRST_BYTES, SECOND_BYTES = 64 * MIB + 512, 200 * MIB
+FIRST_BYTES, SECOND_BYTES = 32 * MIB + 512, 72 * MIB
 
 
 class TwoGpuProgram(Watched):
@@ -47,7 +47,7 @@ def node(tmp_path: Path) -> Iterator[DrivenNode]:
 
 
 def spread(node: DrivenNode) -> DrivenProgram:
-    return node.agented("0,1", 48, 200, 16)
+    return node.agented("0,1", 24, 72, 8)
 
 
 def migrate(connection: Connection, pid: int, to: str, carrier: str | None = None) -> protocol.Operation:
@@ -121,9 +121,9 @@ def test_its_storages_go_by_its_own_copies_and_room_for_them_is_held_on_each_of_
             planned = connection.call(to, OperationReply).plan
             assert planned is not None
             worker = planned.workers[0]
-            assert (worker.carrier, worker.storage_bytes_by_gpu) == ("worker", (64 * MIB, 200 * MIB))
+            assert (worker.carrier, worker.storage_bytes_by_gpu) == ("worker", (32 * MIB, 72 * MIB))
             rests = dict(zip(("gpu3", "gpu2"), worker.driver_bytes_by_gpu, strict=True))
-            assert planned.reservation_bytes == {"gpu3": rests["gpu3"] + 64 * MIB, "gpu2": rests["gpu2"] + 200 * MIB}
+            assert planned.reservation_bytes == {"gpu3": rests["gpu3"] + 32 * MIB, "gpu2": rests["gpu2"] + 72 * MIB}
             migrate(connection, watched.pid, "gpu3,gpu2", "worker")
             watched.is_whole()
             assert holds(node, watched.pid) == {"gpu3": FIRST_BYTES, "gpu2": SECOND_BYTES}
