@@ -24,6 +24,8 @@ _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 _MAP = struct.Struct("=11QQIi")
 # Of /proc/PID/stat, counted from the state: the code, the stack, the data, the heap, the command and the environment.
 _CODE, _STACK, _DATA, _HEAP, _WORDS = 23, 25, 42, 44, 45
+# What goes before the number of ranks, the other options and the script (forked.py).
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
 _IGNORED_AT_START = (signal.SIGPIPE, signal.SIGXFSZ)
 _start: Any = os.posix_spawn
 
@@ -34,16 +36,20 @@ def spawn_by_forking(run: Callable[[dict], None], frames_of_nobody: set[str]) ->
     own = ([sys.executable, "-m", "hegmctl"], dict(os.environ))
 
     def spawn(path: Any, words: Sequence[str], environ: Mapping[str, str], **more: Any) -> int:
-        if path != sys.executable or len(words) < 2 or not words[1].endswith(".py") or "file_actions" in more:
+        launched, script = {}, list(words[1:])
+        if tuple(words[1:4]) == TORCHRUN:
+            first = next(index for index, word in enumerate(script) if word.endswith(".py"))
+            launched, script = {"ranks": int(words[4])}, script[first:]
+        if path != sys.executable or not script or not script[0].endswith(".py") or "file_actions" in more:
             return int(_start(path, words, environ, **more))
         environ = dict(environ)  # it may be that of this process, which is emptied
         try:
-            _show(words, environ)  # here already: the child is seen from its first moment on
+            show(words, environ)  # here already: the child is seen from its first moment on
         except OSError:
             return int(_start(path, words, environ, **more))
         pid = os.fork()
         if pid:
-            _show(*own)
+            show(*own)
             return pid
         try:
             _begin(words, environ, more.get("setsigmask", ()))
@@ -52,13 +58,13 @@ def spawn_by_forking(run: Callable[[dict], None], frames_of_nobody: set[str]) ->
                 frames_of_nobody.add(frame.f_code.co_filename)
                 frame = frame.f_back
             wanted: dict[str, Any] = {
-                "argv": list(words[1:]),
+                "argv": script,
                 "environment": {},
                 "folder": os.getcwd(),
                 "record": None,
                 "at": None,
             }
-            run({**wanted, "agent": "HEGM_SOCKET" in environ, "hides_torch": True})
+            run({**wanted, **launched, "agent": "HEGM_SOCKET" in environ, "hides_torch": True})
         finally:
             os._exit(127)
         return 0
@@ -88,7 +94,7 @@ def _begin(words: Sequence[str], environ: Mapping[str, str], mask: Iterable[int]
     sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *ours]
 
 
-def _show(words: Sequence[str], environ: Mapping[str, str]) -> None:
+def show(words: Sequence[str], environ: Mapping[str, str]) -> None:
     """Have the kernel show these in /proc. Raises OSError."""
     command = b"".join(os.fsencode(word) + b"\0" for word in words)
     values = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environ.items())

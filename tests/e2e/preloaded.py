@@ -151,7 +151,7 @@ def run(wanted: dict) -> None:
         if "module" in wanted:
             run_module(wanted)
         if "ranks" in wanted:
-            launch(wanted["ranks"])
+            launch(wanted["ranks"], wanted["argv"])
         signal.alarm(wanted.get("limit_s", MAX_S))
         recorder = begin_record(wanted["record"])
         script = types.ModuleType("__main__")
@@ -191,7 +191,7 @@ def run_module(wanted: dict) -> None:
     sys.exit(0)
 
 
-def launch(ranks: int) -> None:
+def launch(ranks: int, argv: Sequence[str]) -> None:
     """Fork ranks, and come back in each of them. Here is their store, and all of them end once one has failed."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -211,6 +211,8 @@ def launch(ranks: int) -> None:
             of_all = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True"}
             where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), **of_all, **where})
+            if "forking" in sys.modules:
+                sys.modules["forking"].show([sys.executable, *argv], os.environ)
             return
         living.add(pid)
     _store = sys.modules["torch.distributed"].TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)

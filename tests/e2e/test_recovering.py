@@ -340,6 +340,8 @@ def test_a_training_that_the_kernel_kills_for_its_memory_continues(
 class RecoveredRanks(RecoveredJob):
     """Two ranks of torchrun under one supervisor."""
 
+    forks = False
+
     def __init__(self, daemon: RunningDaemon, folder: Path) -> None:
         self.folder = folder
         words = [sys.executable, "-m", "hegmctl", "run", "--recover=0.1s", "--gpu", "gpu0", "--"]

@@ -70,6 +70,12 @@ class RankedJob(MovedJob):
         return sorted(tuple(line.split()[1:]) for line in lines)
 
 
+class LaunchedRanks(RankedJob):
+    """The same of torchrun itself, which may start them anew."""
+
+    forks = False
+
+
 def test_two_ranks_are_started_again_twice_and_neither_differs(
     daemon: RunningDaemon, tmp_path: Path, undisturbed_ranks: dict[str, list[str]]
 ) -> None:
@@ -104,7 +110,7 @@ def test_when_a_rank_fails_on_another_gpu_all_continue_where_they_were(
 ) -> None:
     """At its first step, mostly before anybody has heard that it is back, and then once more: its launcher starts all
     ranks again, where gloo has them wait for those of before."""
-    with RankedJob(daemon, tmp_path) as job:
+    with LaunchedRanks(daemon, tmp_path) as job:
         first = next(iter(job.places(2)))
         job.read_steps(9)
         turned = job.ended("migrate", str(first), "--via", "restart", "--to", "gpu1", "--env", "FALLS=1")
