@@ -166,9 +166,10 @@ class SuspendedOperations:
         try:
             self._prepared.discard(op_id)
             op = self._runner.find(op_id)
-            for member in () if op is None or op.phase != SUSPENDED else op.live:
-                if member.offloaded:
-                    await self._performer.undo_preparation(op, member)
+            if op is not None and op.phase == SUSPENDED:
+                for member in op.live:
+                    if member.offloaded:
+                        await self._performer.undo_preparation(op, member)
         except Exception:  # the edge of one preparation: a failure here must not end the daemon
             logger.exception("closing the copy sessions of operation %s failed", op_id)
         finally:

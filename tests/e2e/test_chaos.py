@@ -175,7 +175,7 @@ class _Dying(RestartedJob):
         self._output.write_text("7 0 0x1p+0\n")
         self._errors.touch()
         self._killed, self.looks = {7}, 0
-        self.supervisor = subprocess.Popen([sys.executable, "-S", "-c", ""])
+        self.supervisor = subprocess.Popen([sys.executable, "-S", "-c", ""], text=True)
         self.supervisor.wait()
 
     def process(self) -> psutil.Process | None:
