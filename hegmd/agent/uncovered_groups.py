@@ -41,7 +41,9 @@ _REGISTERING = ("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "NCCL_USE_TENSO
 def loaded() -> list[str]:
     """Return the paths of all copies of NCCL that this process may use.
 
-    PyTorch loads the copy of its wheel by its path, also if another one is preloaded, which then answers all calls.
+    PyTorch loads the copy of its wheel by its path, also if another one is preloaded, which then answers PyTorch's
+    calls. Communicators that another library made in the wheel's copy are found by their classes, as without a second
+    copy.
     """
     copies = _mapped(_NCCL_FILE)
     preloaded = {os.path.realpath(path) for path in os.environ.get("LD_PRELOAD", "").replace(":", " ").split()}
