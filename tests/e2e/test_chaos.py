@@ -52,6 +52,7 @@ from tests.chaos.restart_cells import every_restart_cell, few_restart_cells
 from tests.chaos.restarted_job import RestartedJob
 from tests.e2e.real_criu import criu_or_skip
 from tests.needs import need_torch
+from tests.patience import HANG_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
 SEED = 16
@@ -108,6 +109,7 @@ def test_no_kill_around_an_image_leaves_half_of_one_or_half_a_job(socket_dir: Pa
 
 
 @pytest.mark.xdist_group("ranks")
+@pytest.mark.timeout(10 * HANG_S)  # it waits for one thing after the other
 def test_no_kill_around_ranks_changes_a_loss_or_leaves_a_rank_waiting(socket_dir: Path) -> None:
     """Issue 16, outcome 3: a choice that needs one job of ranks; the last kill ends it. `make test-chaos` is all."""
     with Node(socket_dir, nameless=True) as node:
