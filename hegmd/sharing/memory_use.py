@@ -15,12 +15,6 @@ from hegmd.sharing.records import LeaseRecord
 MAX_GENERATIONS = 16
 
 
-def common_chip(gpus: Sequence[GpuMemory]) -> str | None:
-    """Return the chip that most of these GPUs have: a job on several GPUs starts on GPUs of one chip."""
-    chips = [gpu.chip for gpu in gpus if gpu.total_bytes is not None]
-    return max(dict.fromkeys(chips), key=chips.count, default=None)
-
-
 def held_by_gpu(candidates: Sequence[Candidate]) -> dict[str, int]:
     """Return what these processes hold on each GPU, as the driver reports it."""
     held: dict[str, int] = {}

@@ -72,7 +72,7 @@ class Job:
     pool_bytes: int | None = None
     #: The only GPUs on which it can be: pinned by its user, or its context is kept there. None for any.
     allowed_gpus: tuple[str, ...] | None = None
-    #: The chip that it needs. None for any: it has not started yet.
+    #: The chip that it needs. None for any: it has not started yet. All GPUs on which a job starts have one chip.
     chip: str | None = None
     #: True if jobs and leases of higher priority, and the turns of equals, may suspend it.
     is_preemptible: bool = True

@@ -126,18 +126,39 @@ class _Decider:
         return True
 
     def _serve(self, wanted: MemoryRequest) -> None:
-        if not (rooms := self._suitable(wanted)):
+        kinds = [(one, rooms) for one in self._by_chip(wanted) if (rooms := self._suitable(one))]
+        if not kinds:
             if not self._admit_with_least(wanted):
-                waits = wording.unsuitable(wanted, self._gpus.values(), self._rooms)
+                waits = wording.unsuitable(self._nearest(wanted), self._gpus.values(), self._rooms)
                 self._wait(wanted.id, waits, "a retry when a GPU can hold it")
         elif self._is_blocked(wanted):
             self._wait(wanted.id, "other jobs are ahead of it", "its turn, after theirs")
-        elif chosen := self._fit(wanted, rooms, at_once=True):
+        elif chosen := self._fit_one(kinds, at_once=True):
             self._admit(wanted, chosen)
-        elif chosen := self._fit(wanted, rooms, at_once=False):
+        elif chosen := self._fit_one(kinds, at_once=False):
             self._await_leaving(wanted, chosen)
         else:
-            self._clear(wanted, rooms)
+            self._clear(wanted, kinds)
+
+    def _by_chip(self, wanted: MemoryRequest) -> list[MemoryRequest]:
+        """Return the request once for each chip that it may have: a job starts on several GPUs of one chip only."""
+        chips = [room.gpu.chip for room in self._rooms.values()]
+        if wanted.action != START or wanted.gpu_count == 1 or wanted.chip is not None or len(set(chips)) <= 1:
+            return [wanted]
+        return [wanted._replace(chip=chip) for chip in sorted(dict.fromkeys(chips), key=chips.count, reverse=True)]
+
+    def _nearest(self, wanted: MemoryRequest) -> MemoryRequest:
+        """Return the request for the chip of which the most GPUs could ever hold a share of it."""
+
+        def count(one: MemoryRequest) -> int:
+            rooms = [room for room in self._rooms.values() if one.chip in (None, room.gpu.chip)]
+            return sum(room.capacity_bytes >= one.need_bytes(room.gpu, 0, self._rules) for room in rooms)
+
+        return max(self._by_chip(wanted), key=count)
+
+    def _fit_one(self, kinds: Iterable[tuple[MemoryRequest, Sequence[GpuBudget]]], *, at_once: bool) -> Rooms:
+        """Return the GPUs of the first chip that has room for it; none if no chip has."""
+        return next((chosen for one, rooms in kinds if (chosen := self._fit(one, rooms, at_once=at_once))), ())
 
     def _suitable(self, wanted: MemoryRequest) -> list[GpuBudget]:
         """Return the GPUs on which it could ever be; none unless there are as many as it needs."""
@@ -233,21 +254,16 @@ class _Decider:
 
     # -- who has to leave ----------------------------------------------------------------------------------------------
 
-    def _clear(self, wanted: MemoryRequest, rooms: Sequence[GpuBudget]) -> None:
+    def _clear(self, wanted: MemoryRequest, kinds: Sequence[tuple[MemoryRequest, Sequence[GpuBudget]]]) -> None:
         """Have others leave, if that makes room at once; otherwise hold the GPUs where it has room first."""
-        found: dict[int, FreeingSteps] = {}
-        left = list(rooms)
-        for share in wanted.shares():
-            options = self._at_once(wanted, left, share)
-            if not options:
-                options = [option for room in left if (option := self._clearing(wanted, room, share)) is not None]
-            if not options:
-                self._block(wanted)
-                self._wait(wanted.id, wording.held(rooms), "its turn, after theirs")
-                return
-            found[share] = min(options, key=lambda option: option.cost(wanted.priority))
-            left.remove(found[share].room)
-        clearings = tuple(found[share] for share in range(wanted.gpu_count))
+        found = [clearings for one, rooms in kinds if (clearings := self._clearings(one, rooms))]
+        if not found:
+            self._block(wanted)
+            self._wait(
+                wanted.id, wording.held([room for _, rooms in kinds for room in rooms]), "its turn, after theirs"
+            )
+            return
+        clearings = min(found, key=lambda options: max(option.at_s for option in options))
         at_s = max(option.at_s for option in clearings)
         if at_s == math.inf and self._admit_with_least(wanted):
             return
@@ -255,6 +271,20 @@ class _Decider:
             self._hold(wanted, clearings, at_s)
         elif not self._displace(wanted, clearings):
             self._hold(wanted, clearings, math.inf, wording.full_pool(self._pool_bytes))
+
+    def _clearings(self, wanted: MemoryRequest, rooms: Sequence[GpuBudget]) -> tuple[FreeingSteps, ...]:
+        """Return what makes room for each share of it, in their order; none if others wait for the GPUs."""
+        found: dict[int, FreeingSteps] = {}
+        left = list(rooms)
+        for share in wanted.shares():
+            options = self._at_once(wanted, left, share)
+            if not options:
+                options = [option for room in left if (option := self._clearing(wanted, room, share)) is not None]
+            if not options:
+                return ()
+            found[share] = min(options, key=lambda option: option.cost(wanted.priority))
+            left.remove(found[share].room)
+        return tuple(found[share] for share in range(wanted.gpu_count))
 
     def _at_once(self, wanted: MemoryRequest, rooms: Sequence[GpuBudget], share: int) -> list[FreeingSteps]:
         """Return what makes room for a share of it at once, where jobs of the lowest priority have to leave."""

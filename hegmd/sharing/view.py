@@ -27,7 +27,6 @@ from hegmd.protocol.snapshots import HEALTHY
 from hegmd.sharing import model
 from hegmd.sharing.history import UNKNOWN_SWITCH_S, History
 from hegmd.sharing.memory_use import (
-    common_chip,
     copies_by_gpu,
     descends,
     held_by_gpu,
@@ -227,7 +226,7 @@ class SharingView:
         if op is not None:
             return self._in_operation(record, op, held, node, now)
         if queued is not None and not queued.has_trained:
-            return self._starting(record, queued, held, node, now)
+            return self._starting(record, queued, held, now)
         note, has_launcher = self._memory.suspended.get(record.number), self._starts_ranks(record.id)
         returns_to = tuple(self._returns_to(record.id))
         if note is not None and has_launcher and not held:
@@ -394,7 +393,7 @@ class SharingView:
         return ""
 
     def _starting(
-        self, record: JobRecord, queued: QueuedRecord, held: Mapping[str, int], node: NodeSnapshotForPlan, now: float
+        self, record: JobRecord, queued: QueuedRecord, held: Mapping[str, int], now: float
     ) -> tuple[model.Job, JobView]:
         """A job that waits for its start, or was given GPUs and has not trained yet."""
         needs = None if queued.size_bytes is None else (queued.size_bytes,) * queued.gpu_count
@@ -409,7 +408,6 @@ class SharingView:
             held=held,
             wanted_gpus=queued.gpu_count,
             allowed=None if queued.gpu is None else (queued.gpu,),
-            chip=None if queued.gpu_count == 1 else common_chip(node.gpus),
             since_utc=queued.since_utc,
             hindrance=f"it has not trained within {STARTS_WITHIN_S / 60:.0f} min of its start" if is_overdue else "",
         )

@@ -280,3 +280,28 @@ def test_a_job_that_waits_for_leased_memory_is_shown_the_lease() -> None:
     (waiting,) = explain(node(gpu("gpu0", 70), suspended("j1", 40), held(60, used_gib=10)), NOW)
     kept = "20 GiB is free, 50 GiB is kept for lease l1"
     assert waiting.waits == f"40 GiB on gpu0: {kept}, and too little of the rest may be suspended"
+
+
+def _two_kinds(*free_gib: int) -> list[Gpu]:
+    """Four GPUs of one chip, and two larger ones of another with so much free."""
+    small = [replace(gpu(f"gpu{number}", 24, total_gib=24), chip="L4") for number in range(4)]
+    return [*small, *(gpu(f"gpu{number}", free) for number, free in enumerate(free_gib, 4))]
+
+
+def test_a_job_starts_on_several_gpus_of_the_chip_that_can_hold_it() -> None:
+    """The chip that most GPUs have was the only one, whatever their size: the job waited for ever."""
+    pair = replace(queued("j1"), needs_bytes=(60 * GIB, 60 * GIB))
+    (action,) = decided(*_two_kinds(80, 80), pair)
+    assert action.gpus == ("gpu4", "gpu5")
+    low = [running(f"j{number}", 80, f"gpu{number}", priority=20) for number in (4, 5)]
+    assert {action.subject for action in decided(*_two_kinds(0, 0), *low, pair)} == {"j4", "j5"}
+    (waiting,) = explain(node(*_two_kinds(80, 80)[:5], pair), NOW)
+    assert waiting.waits == "2 healthy GPUs of type H200: this node has 1"
+
+
+def test_a_job_starts_on_several_gpus_of_one_chip_only() -> None:
+    pair = replace(queued("j1", None), wanted_gpus=2)
+    (action,) = decided(*_two_kinds(80, 0), pair)
+    assert action.gpus == ("gpu0", "gpu1")
+    sized = replace(queued("j1"), needs_bytes=(20 * GIB, 20 * GIB))
+    assert decided(*_two_kinds(80, 0)[3:], sized) == (), "one of each chip is no pair"

@@ -13,6 +13,7 @@ import pytest
 from hegmd.errors import HegmError
 from hegmd.protocol import sharing as protocol
 from hegmd.protocol.messages import RegisterJob
+from tests.patience import HANG_S
 from tests.unit.sharing.shared_node import ADMIN, MIB, UID, sharing_on
 
 Child = subprocess.Popen[bytes]
@@ -52,3 +53,26 @@ async def test_a_job_gets_all_the_gpus_that_it_wants_at_once_or_none(
             process.wait()
             await shared.until(lambda: len(placed) == 2)
         assert placed[-1] == "one on gpu0"
+
+
+MIXED = """\
+[[gpu]]
+count = 3
+memory = "4MiB"
+chip = "small"
+[[gpu]]
+count = 2
+memory = "8MiB"
+chip = "large"
+"""
+
+
+async def test_a_job_gets_the_larger_gpus_of_a_node_that_has_more_small_ones(tmp_path: Path, process: Child) -> None:
+    """It was admitted, and waited for ever: only the chip that most GPUs have was considered."""
+    described = tmp_path / "node.toml"
+    described.write_text(MIXED)
+    async with sharing_on(tmp_path, str(described)) as shared:
+        await shared.node.moving.job_requests.register(process.pid, UID, RegisterJob(run="pair", command=("train",)))
+        asked = protocol.PlaceJob(run="pair", gpu_count=2, size_bytes=5 * MIB)
+        with anyio.fail_after(HANG_S):
+            assert (await shared.requests.place(asked, ADMIN, shared.emit)).gpu == "gpu3,gpu4"
