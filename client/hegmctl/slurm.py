@@ -203,8 +203,11 @@ def resume(connect: Callable[[], Connection], job: str, say: Callable[[str], obj
                 if job_record.operation is None and job_record.state != SUSPENDED:
                     return  # it was not suspended, or runs again
                 if job_record.state == SUSPENDED:
-                    hegmd.resume(job)
-                    say("Slurm resumes this job: it is back on its GPU")
+                    reply = hegmd.resume(job)
+                    if reply.recovered is None:
+                        say("Slurm resumes this job: it is back on its GPU")
+                    else:
+                        say("Slurm resumes this job: it had failed, and is started again from its newest snapshot")
                     return
         except HegmError as error:
             if error.code is NOT_FOUND:

@@ -12,9 +12,14 @@ from time import monotonic
 
 import pytest
 
-from hegmctl.slurm import SlurmSignals
+from hegmctl.connection import connect
+from hegmctl.slurm import SlurmSignals, resume
+from hegmd.protocol import messages as m
+from hegmd.protocol.jobs import SUSPENDED
 from tests.looks import pause
 from tests.patience import HANG_S
+from tests.unit.hegmctl import node
+from tests.unit.hegmctl.fake_daemon import FakeDaemon, saying
 from tests.unit.hegmctl.running import ROOT
 
 # A stand-in for Python, which writes how it was called.
@@ -172,3 +177,12 @@ def test_a_command_that_is_started_again_is_not_suspended_by_a_signal_to_the_one
         assert parent.stderr.read() == ""
     assert parent.returncode == 7
     assert not called.exists()
+
+
+def test_a_job_that_failed_while_it_was_suspended_is_not_said_to_be_on_its_gpu(socket_path: Path) -> None:
+    job = m.Job(id="j1", name="train", state=SUSPENDED, started_utc=0.0, uid=0)
+    said: list[str] = []
+    answers = {m.InspectJob: saying(m.JobReply(job=job)), m.Resume: saying(m.OperationReply(recovered="j1"))}
+    with FakeDaemon(socket_path, {**node.answers(), **answers}):
+        resume(lambda: connect(str(socket_path), timeout_s=HANG_S), "j1", said.append)
+    assert said == ["Slurm resumes this job: it had failed, and is started again from its newest snapshot"]
