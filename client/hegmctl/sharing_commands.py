@@ -127,7 +127,7 @@ def wait_for_gpus(session: Session, request: PlaceJob, socket: str | None) -> tu
                             session.sink.note(text)
                         shown = without_times(text)
                 except StopIteration as end:
-                    return tuple(of_kind(end.value, JobPlaced).gpu.split(","))
+                    return _all_gpus(of_kind(end.value, JobPlaced), request)
                 finally:
                     stream.close()
         except HegmError as error:
@@ -137,6 +137,15 @@ def wait_for_gpus(session: Session, request: PlaceJob, socket: str | None) -> tu
             if not was_there or not _is_passing(error):
                 raise
             away_since = _pause(session, error, away_since)
+
+
+def _all_gpus(placed: JobPlaced, request: PlaceJob) -> tuple[str, ...]:
+    """Return the GPUs of a job. Raises INCOMPATIBLE if an older daemon has chosen one where several were requested."""
+    gpus = tuple(placed.gpu.split(","))
+    if len(gpus) != request.gpu_count:
+        message = f"this daemon has chosen {placed.gpu}, and {request.gpu_count} GPUs were requested"
+        raise HegmError(INCOMPATIBLE, message, "name one GPU with --gpu, or upgrade hegmd", {"final": True})
+    return gpus
 
 
 def _waiting_text(progress: PlaceProgress) -> str:

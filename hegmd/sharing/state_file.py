@@ -21,7 +21,8 @@ from hegmd.system.state_dir import replace_file
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+# Since version 2 a job may be placed on several GPUs. An older daemon would take their list for the name of one.
+VERSION = 2
 NAME, DAMAGED_NAME = "sharing", "sharing.damaged"
 # hegmd never writes a larger file.
 MAX_BYTES = 16 << 20

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hegmd.errors import NOT_FOUND, UNAVAILABLE, HegmError
+from hegmd.errors import INCOMPATIBLE, NOT_FOUND, UNAVAILABLE, HegmError
 from hegmd.protocol import messages as m
-from tests.unit.hegmctl.fake_daemon import FakeDaemon, failing
+from tests.unit.hegmctl.fake_daemon import FakeDaemon, failing, saying
 from tests.unit.hegmctl.running import hegmctl
 
 
@@ -42,3 +42,11 @@ def test_run_without_a_command_shows_the_usage(daemon: FakeDaemon) -> None:
         ran = hegmctl(*words, socket=daemon.path)
         assert ran.returncode == 2
         assert "hegmctl run python3 train.py" in ran.stderr
+
+
+def test_a_job_does_not_start_on_fewer_gpus_than_it_requested(daemon: FakeDaemon) -> None:
+    """A daemon that does not know `gpu_count` chooses one GPU, and four ranks started on it."""
+    daemon.answers[m.PlaceJob] = saying(m.JobPlaced(gpu="gpu0"))
+    ran = hegmctl("run", "--gpu", "auto:4", "echo", "begun", socket=daemon.path)
+    assert (ran.returncode, ran.stdout) == (INCOMPATIBLE.exit_status, "")
+    assert "this daemon has chosen gpu0, and 4 GPUs were requested; name one GPU with --gpu" in ran.stderr

@@ -180,12 +180,22 @@ def test_a_damaged_file_is_kept_and_no_number_of_it_is_used_again(tmp_path: Path
 def test_a_file_of_a_newer_version_is_not_touched(tmp_path: Path) -> None:
     state_file.save(tmp_path, STATE)
     path = tmp_path / state_file.NAME
-    newer = path.read_bytes().replace(b"HEGMSHARING1", b"HEGMSHARING2")
+    newer = path.read_bytes().replace(b"HEGMSHARING2", b"HEGMSHARING3")
     path.write_bytes(newer)
-    with pytest.raises(HegmError, match="its version is 2, and this one knows 1") as refused:
+    with pytest.raises(HegmError, match="its version is 3, and this one knows 2") as refused:
         state_file.load(tmp_path)
     assert refused.value.code is INCOMPATIBLE
     assert path.read_bytes() == newer
+
+
+def test_an_older_daemon_reads_no_list_of_gpus_as_one_gpu(tmp_path: Path) -> None:
+    """The version stayed the same when jobs were placed on several GPUs."""
+    state_file.save(tmp_path, STATE)
+    path = tmp_path / state_file.NAME
+    data = path.read_bytes()
+    assert data.startswith(b"HEGMSHARING2 ")
+    path.write_bytes(data.replace(b"HEGMSHARING2", b"HEGMSHARING1"))
+    assert state_file.load(tmp_path) == STATE, "the state of an older daemon is read"
 
 
 def test_an_unreadable_file_does_not_count_as_missing(tmp_path: Path) -> None:
