@@ -193,7 +193,7 @@ class Generations:
             if self._slots().get(self._following) != source.step:
                 self.unusable(rank, generation, "it is not in its slot", now)
                 return
-            source.slot = self._following
+            source.slot, self._since = self._following, now
             self._send_plans([other for other in range(self.ranks) if self._joined[other] != source.step])
         if len(self._ready) == self.ranks:
             self.phase, self._asked_at = RUNNING, None

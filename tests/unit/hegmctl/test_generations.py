@@ -304,6 +304,22 @@ def test_all_ranks_that_do_not_stop_are_killed_at_once_but_none_that_waits_for_t
     assert crew.killed == [1]
 
 
+def test_a_rank_has_its_whole_limit_to_load_the_state_that_another_has_given(
+    crew: RecordingActions, running: Generations
+) -> None:
+    """It had only what the giving rank had left of its own limit, and was killed for it."""
+    running.failed(1, 1, "no", 11.0)
+    running.joined(0, 2, None, 12.0)
+    running.joined(1, 2, 7, 12.0)
+    crew.held[0] = (1, 7)
+    given_at = 11.0 + HARD_LIMIT_S
+    running.restored(1, 2, given_at)
+    running.tick(given_at + HARD_LIMIT_S - 1.0)
+    assert crew.killed == []
+    running.tick(given_at + HARD_LIMIT_S + 1.0)
+    assert crew.killed == [0]
+
+
 def test_a_second_block_begins_without_what_the_first_one_left(crew: RecordingActions, running: Generations) -> None:
     crew.held = {0: (1, 7)}
     running.finished(0, 1, 12.0)
