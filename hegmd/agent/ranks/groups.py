@@ -20,10 +20,12 @@ import time
 
 from ..group_backend import NCCL, abort_backend, backends_of, kind_of
 from ..notes import note
+from .line import now
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from datetime import timedelta
     from typing import Any
 
     Layout = Sequence[Sequence[int]]
@@ -33,6 +35,8 @@ _ORDER_MATTERS = 3
 _LISTENING = "0A"
 # Between two looks whether the other ranks have come: such a wait can be interrupted, one of PyTorch's store cannot.
 _LOOK_S = 0.002
+# Among the arguments of `torch.distributed.new_group`.
+_TIMEOUT_AT = 1
 
 
 class Groups:
@@ -62,7 +66,7 @@ class Groups:
             distributed.destroy_process_group()
         self._store = distributed.FileStore(os.path.join(self._folder, f"generation-{generation}"), -1)
         self._rank, self._ranks, self._meeting = rank, ranks, 0
-        self._meet()
+        self._meet(options.get("timeout"))
         options = {**options, "store": self._store, "rank": rank, "world_size": ranks}
         self._noting(lambda: distributed.init_process_group(backend, **options))
         self._is_connected = True
@@ -71,15 +75,26 @@ class Groups:
         """`torch.distributed.new_group`, whose waits can be ended."""
         distributed: Any = sys.modules["torch.distributed"]
         if self._is_connected and not options.get("use_local_synchronization"):
-            self._meet()
+            self._meet(args[_TIMEOUT_AT] if len(args) > _TIMEOUT_AT else options.get("timeout"))
         return self._noting(lambda: distributed.new_group(*args, **options))
 
-    def _meet(self) -> None:
-        """Wait until all ranks are about to connect. PyTorch's own wait for a rank that has failed lasts minutes."""
+    def _meet(self, timeout: timedelta | None) -> None:
+        """Wait until all ranks are about to connect. A signal cannot interrupt PyTorch's own wait for them.
+
+        Raises TimeoutError after the group's timeout: before the first step nothing else ends this wait.
+        """
+        if timeout is None:
+            timeout = __import__("torch.distributed.constants").distributed.constants.default_pg_timeout
         self._meeting += 1
         self._store.set(f"hegm-{self._meeting}-{self._rank}", "")
-        for rank in range(self._ranks):
-            while not self._store.check([f"hegm-{self._meeting}-{rank}"]):
+        deadline = now() + timeout.total_seconds()
+        missing = list(range(self._ranks))
+        while missing:
+            missing = [rank for rank in missing if not self._store.check([f"hegm-{self._meeting}-{rank}"])]
+            if missing and now() >= deadline:
+                names = ", ".join(map(str, missing))
+                raise TimeoutError(f"rank {names} did not come to connect within {timeout.total_seconds():g} s")
+            if missing:
                 time.sleep(_LOOK_S)
 
     def _noting(self, connect: Callable[[], Any]) -> Any:

@@ -6,6 +6,7 @@ import gc
 import signal
 import threading
 import weakref
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,24 @@ def test_a_wait_for_a_rank_that_never_comes_to_connect_can_be_interrupted(tmp_pa
         sender.join()
         signal.signal(signal.SIGUSR1, before)
     assert not torch.distributed.is_initialized()
+
+
+def test_the_timeout_of_a_group_ends_the_wait_for_a_rank_that_never_comes_to_connect(tmp_path: Path) -> None:
+    """It had no end: before the first step a rank has no limit of its own."""
+    groups = Groups(str(tmp_path))
+    with pytest.raises(TimeoutError, match=r"rank 1, 2 did not come to connect within 0\.05 s"):
+        groups.connect("gloo", 1, 0, 3, {"timeout": timedelta(seconds=0.05)})
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_timeout_of_a_further_group_ends_the_wait_for_a_rank_that_never_comes(tmp_path: Path) -> None:
+    groups = Groups(str(tmp_path))
+    groups.connect("gloo", 0, 0, 1, {})
+    try:
+        groups._ranks = 2  # the other one has connected, and has ended since
+        with pytest.raises(TimeoutError, match="rank 1 did not come"):
+            groups.new_group([0, 1], timedelta(seconds=0.05))
+        with pytest.raises(TimeoutError, match="rank 1 did not come"):
+            groups.new_group([0, 1], timeout=timedelta(seconds=0.05))
+    finally:
+        groups.leave()
