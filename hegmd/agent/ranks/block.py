@@ -164,6 +164,7 @@ class Generations:
 
     def _fail(self, generation: int, error: Exception) -> None:
         """Report the fault; raises the error if it is not recovered from."""
+        self._run.retire()
         self._line.leave()
         if self._line.wanted_generation > generation:
             return  # another rank has failed, and ended the waits of this one
@@ -177,6 +178,7 @@ class Generations:
 
     def _clean_up(self) -> None:
         """Be ready for the next generation. An error here ends the process, which is then replaced."""
+        self._run.retire()  # before the line is left: it checks no step after that
         self._line.leave()
         self._step = self._run.whole_step
         self._groups.leave()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 
 from ...errors import HegmError
@@ -82,6 +83,8 @@ class Run:
         self.whole_step: int | None = settings.first_step
         #: Whether its generation is over: a thread that the block has left behind must not make a step of the next one.
         self.is_over = False
+        #: Held while a step is made.
+        self._is_committing = threading.Lock()
         self._first_step_here = self.step
         self._limit_s = settings.soft_limit_s or 0.0
         self._longest_s = 0.0
@@ -125,9 +128,14 @@ class Run:
             limit_s = self._limit_s if limit_s is None else limit_s
             self._process.board.stamp(self.rank, now(), limit_s, self.step)
 
-    def replaced(self) -> Run:
-        """Return the run for the next generation, which knows what this one has learned. This one makes no step."""
+    def retire(self) -> None:
+        """Make no further step, not even in a thread that the block has left behind; waits for one being made."""
         self.is_over = True
+        with self._is_committing:
+            pass
+
+    def replaced(self) -> Run:
+        """Return the run for the next generation, which knows what this one has learned."""
         following = Run.__new__(Run)
         following.__dict__.update(self.__dict__)
         return following
@@ -167,6 +175,8 @@ class Run:
         A rank that has begun its backward pass may be killed while others complete the step with its gradients.
         """
         process = self._process
+        if self.is_over:
+            raise Interrupted
         if process is not None:
             process.board.write(self.rank, self.step + 1, self.training.own())
         self.inject("backward")
@@ -176,8 +186,12 @@ class Run:
 
     def commit(self) -> None:
         """Make the step: all of it or nothing."""
-        process = self._process
         _synchronize()
+        with self._is_committing:
+            self._commit()
+
+    def _commit(self) -> None:
+        process = self._process
         if self.is_over:
             raise Interrupted
         if process is not None:

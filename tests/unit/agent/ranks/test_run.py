@@ -62,6 +62,7 @@ def test_a_thread_that_a_block_has_left_behind_makes_no_step_of_the_next_generat
     """It changed the parameters while the ranks restored them."""
     with run.step_guard() as late:
         late.backward(model(torch.ones(1)))
+        run.retire()
         following = run.replaced()
         before = copy.deepcopy(model.state_dict())
         with pytest.raises(Interrupted):
