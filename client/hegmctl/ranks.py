@@ -220,6 +220,7 @@ class Launcher:
             self._sent_signal = came.number
             if self._start_no_more():
                 self._status = self._status or -came.number
+                self._end_waits()
         if came.was_sent:
             for process in self._processes.values():
                 _send_signal(process.pid, came.number)
@@ -255,6 +256,8 @@ class Launcher:
             self._status = status
         if status or process.ends:
             self._end_all()
+        elif self._sent_signal is not None and self._generations.can_replace and self._generations.phase != RUNNING:
+            self._end_waits()
 
     def _start_no_more(self) -> bool:
         """Start none of the ranks that wait for the spare process, or for their job to be resumed; whether any did."""
@@ -262,6 +265,14 @@ class Launcher:
         self._held_back.clear()
         self._awaits_spare = None
         return some
+
+    def _end_waits(self) -> None:
+        """End the ranks that wait for one that does not come: a signal, which they may ignore, ends the training."""
+        self._generations.ends()
+        for rank in self._processes:
+            self.send(rank, "end", why="a signal ends the training, and not all ranks are there")
+        if self._kill_at is None:
+            self._kill_at = monotonic() + END_WITHIN_S
 
     def _end_all(self) -> None:
         """End the remaining ranks, except those that are already ending."""
@@ -334,10 +345,12 @@ class Launcher:
 
     def kill(self, rank: int) -> None:
         """End a rank that does not answer."""
-        self._say(f"rank {rank} does not answer, and is killed")
         process = self._processes.get(rank)
         if process is not None:
+            self._say(f"rank {rank} does not answer, and is killed")
             _send_signal(process.pid, signal.SIGKILL)
+        elif self._sent_signal is not None:  # it has ended by that, and is not replaced
+            self._end_waits()
 
     def replace(self, rank: int) -> None:
         """Replace that rank by another process: the spare one if there is one. While the job is suspended, it waits."""

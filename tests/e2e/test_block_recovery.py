@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -138,6 +139,44 @@ def test_a_signal_ends_a_training_whose_rank_waits_for_the_spare_process(daemon:
     _until(lambda: "was ended by signal 9" in (tmp_path / "out").read_text())
     job.terminate()
     assert job.wait(HANG_S) == -signal.SIGTERM
+
+
+IGNORES_SIGTERM = """
+import runpy, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: None)
+script = sys.argv.pop(1)
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+def test_a_signal_ends_ranks_that_wait_for_the_spare_process_and_handle_the_signal(
+    daemon: RunningDaemon, tmp_path: Path
+) -> None:
+    """The missing rank was no longer started, and `hegmctl run` and rank 0 waited for it without an end."""
+    (tmp_path / "script.py").write_text(IGNORES_SIGTERM)
+    script = [sys.executable, str(tmp_path / "script.py"), str(SCRIPTS / "block_ranks.py")]
+    script += ["100000", SOFT_LIMIT_S, "gloo", "64", "0.02"]
+    words = [sys.executable, "-m", "hegmctl", "--socket", str(daemon.socket_path), "run", "--ranks", "2", "--"]
+    with (tmp_path / "out").open("w") as out:
+        job = subprocess.Popen([*words, *script], stdout=out, stderr=out)
+    children: list[psutil.Process] = []
+    try:
+        _until(lambda: len(psutil.Process(job.pid).children()) > 2)
+        children = sorted(psutil.Process(job.pid).children(), key=psutil.Process.create_time)
+        _, rank, spare = children
+        spare.suspend()
+        _until(lambda: "\n1 3 " in (tmp_path / "out").read_text())
+        rank.kill()
+        _until(lambda: "was ended by signal 9" in (tmp_path / "out").read_text())
+        job.terminate()
+        assert job.wait(HANG_S) == -signal.SIGTERM
+        assert "a signal ends the training" in (tmp_path / "out").read_text()
+    finally:
+        job.kill()
+        job.wait()
+        for process in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 @pytest.mark.parametrize("ended", [(1,), (0, 1)], ids=["one", "all"])

@@ -24,6 +24,7 @@ from time import monotonic
 from ...protocol.board import Board
 from .. import lifecycle
 from ..notes import note
+from ..refusals import refusal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -196,7 +197,10 @@ class LauncherConnection:
         return self._said.get(do, {}).get("generation") == generation
 
     def _await_answer(self, do: str, generation: int) -> None:
-        self._await(lambda: self._wanted > generation or self._is_for(do, generation))
+        """Wait for the answer or a newer generation. Raises HegmError if the launcher ends the training instead."""
+        self._await(lambda: self._is_over is not None or self._wanted > generation or self._is_for(do, generation))
+        if self._is_over is not None and not self._is_for(do, generation):
+            raise refusal(self._is_over, "run: hegmctl recovery")
 
     def _await(self, is_there: Callable[[], bool]) -> None:
         with self._news:
