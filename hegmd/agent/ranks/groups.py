@@ -83,17 +83,17 @@ class Groups:
 
         Raises TimeoutError after the group's timeout: before the first step nothing else ends this wait.
         """
-        if timeout is None:
-            timeout = __import__("torch.distributed.constants").distributed.constants.default_pg_timeout
+        constants: Any = __import__("torch.distributed.constants").distributed.constants
+        limit_s: float = (timeout or constants.default_pg_timeout).total_seconds()
         self._meeting += 1
         self._store.set(f"hegm-{self._meeting}-{self._rank}", "")
-        deadline = now() + timeout.total_seconds()
+        deadline = now() + limit_s
         missing = list(range(self._ranks))
         while missing:
             missing = [rank for rank in missing if not self._store.check([f"hegm-{self._meeting}-{rank}"])]
             if missing and now() >= deadline:
                 names = ", ".join(map(str, missing))
-                raise TimeoutError(f"rank {names} did not come to connect within {timeout.total_seconds():g} s")
+                raise TimeoutError(f"rank {names} did not come to connect within {limit_s:g} s")
             if missing:
                 time.sleep(_LOOK_S)
 
