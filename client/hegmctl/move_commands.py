@@ -31,6 +31,7 @@ from hegmd.protocol.messages import (
     DropOrphan,
     OperationReply,
     Orphans,
+    Resume,
     Story,
     StoryReply,
 )
@@ -187,7 +188,8 @@ def carry_out(session: Session, request: Request, fds: Sequence[int] = (), watch
     watched = Watched() if watched is None else watched
     with session.connect() as connection:
         reply = _watch(session, connection, request, watched, fds)
-    if isinstance(reply, OperationReply) and reply.operation is None and reply.recovered is None:
+    is_dry_run = isinstance(request, Resume) and request.dry_run
+    if isinstance(reply, OperationReply) and reply.operation is None and (reply.recovered is None or is_dry_run):
         session.sink.answer(reply, plan_text)
         return 0
     session.sink.element(reply, _view(session, request))

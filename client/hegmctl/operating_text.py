@@ -89,7 +89,7 @@ def _job_name(process: OperationProcess | PlannedProcess, *, ids: bool = True) -
 def operation_text(reply: OperationReply, style: Style) -> list[str]:
     if reply.recovered is not None:
         job = printable(reply.recovered)
-        return [f"job {job} is started again from its newest snapshot; watch it with: hegmctl recovery {job}"]
+        return [f"job {job} had failed, and is started again from its newest snapshot: hegmctl recovery {job}"]
     return [] if reply.operation is None else outcome(reply.operation, style)
 
 
@@ -167,6 +167,10 @@ def _route(operation: Operation, process: OperationProcess) -> str:
 
 
 def plan_text(reply: OperationReply, style: Style) -> list[str]:
+    if reply.recovered is not None:
+        job = printable(reply.recovered)
+        what = f"job {job} has failed, and would be started again from its newest snapshot once there is room"
+        return [what, _ONLY_A_PLAN]
     return [] if reply.plan is None else [*_plan(reply.plan, style), _ONLY_A_PLAN]
 
 

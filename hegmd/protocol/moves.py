@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 class OperationReply(Record):
     """An operation in its current state, or its plan."""
 
-    operation: Operation | None = field("the operation, except for a dry run", default=None)
+    operation: Operation | None = field("the operation, except for a dry run and if `recovered` is set", default=None)
     plan: Plan | None = field("the plan, if one was made", default=None)
     recovered: str | None = field(
-        "of a resume: the job that had failed while it was suspended, and is now started again without an operation",
+        "of a resume: the job that had failed while it was suspended. It has no process, so there is no operation and "
+        "no plan: it is started again from its newest snapshot. With `wait` it trains now; without, it waits for room",
         default=None,
     )
 
@@ -134,7 +135,12 @@ class Restore(Request, op="restore", reply=OperationReply, event=OperationProgre
 
 
 class Resume(Request, op="resume", reply=OperationReply, event=OperationProgress, changes_state=True):
-    """Resume a suspended job, or a job that is parked at a boundary."""
+    """Resume a suspended job, or a job that is parked at a boundary.
+
+    A job that failed while its user had suspended it is started again from its newest snapshot as soon as there is
+    room, with or without `queue`: its reply has `recovered`. With `wait`, the reply comes once the job trains, and an
+    error if it ends. If there is no room within `limit_s`, it stays suspended.
+    """
 
     pid: int | str = field("the job: its id, its name, or the pid of one of its processes")
     to: str | None = field("target GPU; nil: the former one", default=None)

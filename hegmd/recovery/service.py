@@ -1,7 +1,8 @@
 """All protected jobs of the node: which there are, what is reported of them, and the states that are kept.
 
 A job is protected from the moment at which the `hegmctl run --recover` of it connects. When that has ended, the slots
-are given back, unless it was killed or the job was given up: then the state is kept for a day.
+are given back, unless it was killed or the job was given up: then the state is kept for a day. Longer than 400 lines
+because what other parts ask about recoveries is answered here, from the records.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from hegmd.errors import DENIED, NOT_FOUND, HegmError, Refused
 from hegmd.memory.pool import Key, Pool
 from hegmd.node.inventory import NodeSnapshot
 from hegmd.protocol import recovery as protocol
+from hegmd.protocol.recovery import RecoveryAttempt
 from hegmd.protocol.snapshots import Gpu
 from hegmd.recovery.in_process import InProcess, in_process_state
 from hegmd.recovery.job import Node, ProtectedJob
@@ -97,6 +99,8 @@ class Recoveries(BackgroundTasks):
         )
         #: Whether a job waits for its turn before it is started again; sharing sets it.
         self.must_wait: Callable[[str], bool] = lambda _job: False
+        #: Has a job wait for room that failed while it was suspended; sharing sets it.
+        self.queue: Callable[[str], None] = lambda _job: None
         #: Jobs whose ranks recover in process.
         self.in_process = InProcess(jobs, self._node, self._records.get)
         supervisors.listen(self._on_supervisor_change)
@@ -166,6 +170,33 @@ class Recoveries(BackgroundTasks):
             self._put(record.replace(awaits_resume=False))
             self._news.notify_all()
 
+    def wait_again(self, job: str) -> None:
+        """That job waits until its user resumes it, as before `resume`."""
+        record = self._record_of(job)
+        if record is not None:
+            self._put(record.replace(awaits_resume=True))
+            self._news.notify_all()
+
+    def suspended_by(self, job: str) -> str | None:
+        """Return the operation by which its user had that job suspended when it failed."""
+        record = self._record_of(job)
+        return None if record is None else record.suspended_by
+
+    def last_attempt(self, job: str) -> RecoveryAttempt | None:
+        """Return the newest recovery of that job."""
+        record = self._record_of(job)
+        return None if record is None or not record.attempts else record.attempts[-1]
+
+    def has_returned_since(self, job: str, utc: float) -> bool:
+        """Return True if that job has failed after that time, and was recovered."""
+        record = self._record_of(job)
+        attempts = () if record is None else record.attempts
+        return any(one.result == protocol.RECOVERED and one.failed_utc >= utc for one in attempts)
+
+    def is_supervised(self, job: str) -> bool:
+        """Return True if the supervisor of that job is connected, or was and may return."""
+        return job in self._running
+
     def _record_of(self, job: str) -> JobSnapshots | None:
         running = self._running.get(job)
         return self._records.get(job) if running is None else running.job.record
@@ -221,6 +252,8 @@ class Recoveries(BackgroundTasks):
         if job is not None and job.id not in self._running:
             record = self._records.get(job.id) or JobSnapshots(job=job.id, uid=job.uid)
             if supervisor.offer.resumes == job.id and not supervisor.offer.started:
+                if record.awaits_resume:
+                    self.queue(job.id)
                 record = record.replace(awaits_resume=False)  # by `hegmctl run --resume`
             if supervisor.offer.pid is not None:  # it was away for so long that its state was kept for a new one
                 record = record.replace(kept=None, kept_utc=None)

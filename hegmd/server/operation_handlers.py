@@ -121,7 +121,7 @@ class OperationHandlers:
         context = self._context(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         to = await self._place(request.to)
         if (job := await self._queued_resumes.failed(request.pid, context.may)) is not None:
-            self._queued_resumes.start_failed(job, to, context)
+            await self._queued_resumes.start_failed(job, to, context)
             return m.OperationReply(recovered=job.id)
         pid = await self._jobs.pid(request.pid, context.may)
         resume = self._queued_resumes.resume if request.queue else self._operations.resume

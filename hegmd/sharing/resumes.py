@@ -10,12 +10,13 @@ from collections.abc import Callable
 
 import anyio
 
-from hegmd.errors import BAD_REQUEST, CANCELLED, TIMEOUT, HegmError, Refused
+from hegmd.errors import BAD_REQUEST, CANCELLED, EXTERNAL, TIMEOUT, HegmError
 from hegmd.migration.machine.next_effects import SUSPENDED
 from hegmd.operations.job_requests import JobRequests
 from hegmd.operations.operations import Operations
 from hegmd.operations.request_context import OperationResult, RequestContext, limit_of
 from hegmd.protocol.operations import WAITS_IN_QUEUE, OperationProgress, Wait
+from hegmd.protocol.recovery import GIVEN_UP, RECOVERED, RecoveryAttempt
 from hegmd.sharing.service import Sharing
 from hegmd.workers.job_file import JobRecord
 
@@ -41,15 +42,59 @@ class QueuedResumes:
             return None
         return job if self._sharing.awaits_resume(job) else None
 
-    def start_failed(self, job: JobRecord, to: str | None, asked: RequestContext) -> None:
-        """Have such a job started again from its newest snapshot. Raises HegmError."""
+    async def start_failed(self, job: JobRecord, to: str | None, asked: RequestContext) -> None:
+        """Have such a job started again from its newest snapshot, once there is room, and wait until it trains. Raises
+        HegmError: also if it does not come back, or not in time.
+        """
         if to is not None:
             message = f"job {job} failed while it was suspended, and is started again where hegmd finds room for it"
             raise HegmError(BAD_REQUEST, message, "leave out --to; move it once it trains")
+        limit_s = limit_of(asked)
         if asked.dry_run:
-            hint = "omit --dry-run"
-            raise Refused(f"job {job} has no process: it is started again from its newest snapshot", hint)
+            return
+        before = self._sharing.last_attempt(job)
         self._sharing.return_failed(job)
+        what = f"that job {job} waits in the queue"
+        await self._sharing.memory.require_saved(what, "it may be lost if hegmd is killed")
+        if not asked.wait:
+            return
+        with anyio.CancelScope() as waiting:
+            if limit_s is not None:
+                waiting.deadline = anyio.current_time() + limit_s
+            await self._until_it_trains(job, before, asked)
+        if waiting.cancelled_caught:
+            raise self._not_started_in_time(job, limit_s or 0.0)
+
+    async def _until_it_trains(self, job: JobRecord, before: RecoveryAttempt | None, asked: RequestContext) -> None:
+        """Wait until the recovery after `before` has succeeded. Raises EXTERNAL if it has not, or the job has ended."""
+        last = ""
+        while True:
+            changed = self._sharing.decided.next
+            attempt = self._sharing.last_attempt(job)
+            if attempt is not None and attempt != before and attempt.result == RECOVERED:
+                return
+            if attempt is not None and attempt != before and attempt.result == GIVEN_UP:
+                message = f"job {job} is not started again: it {attempt.why}"
+                raise HegmError(EXTERNAL, message, f"run: hegmctl recovery {job.id}")
+            if not self._sharing.is_alive(job):
+                raise HegmError(EXTERNAL, f"job {job} has ended before it trained again", f"run: hegmctl jobs {job.id}")
+            waiting = self._sharing.waiting_of(job.id)
+            if waiting is not None and waiting.waits != last and job.number in self._sharing.memory.suspended:
+                last = waiting.waits
+                told = Wait(why=waiting.waits, next=waiting.next)
+                await asked.emit(OperationProgress(id="", phase=WAITS_IN_QUEUE, waits=told))
+            with anyio.move_on_after(TELL_INTERVAL_S):
+                await changed.wait()
+
+    def _not_started_in_time(self, job: JobRecord, limit_s: float) -> HegmError:
+        """Have the job wait for its user again, unless it is being started by now."""
+        waiting = self._sharing.waiting_of(job.id)
+        if self._sharing.keep_failed(job):
+            why = "nothing was decided yet" if waiting is None else waiting.waits
+            hint = "see hegmctl queue; give a longer --timeout, or none"
+            return HegmError(TIMEOUT, f"there was no room for job {job} within {limit_s:g} s: {why}", hint)
+        message = f"job {job} does not train within {limit_s:g} s, and is being started now"
+        return HegmError(TIMEOUT, message, f"run: hegmctl recovery {job.id}")
 
     async def resume(self, pid: int, to: str | None, asked: RequestContext) -> OperationResult:
         """Resume a suspended job, now or in its turn. Raises HegmError, and TIMEOUT if there was no room in time."""

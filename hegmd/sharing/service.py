@@ -27,6 +27,7 @@ from hegmd.node.inventory import NodeSnapshot
 from hegmd.operations.job_requests import JobOperationsOf
 from hegmd.operations.service import OperationsService
 from hegmd.protocol.operations import Wait
+from hegmd.protocol.recovery import RecoveryAttempt
 from hegmd.protocol.sharing import NORMAL
 from hegmd.sharing import model
 from hegmd.sharing.actions import SharingActions
@@ -106,7 +107,7 @@ class Sharing:
         moving.survey.leased = self.leased_bytes
         moving.job_requests.waits_for, moving.job_requests.awaits_resume = self.waits_for, self.awaits_resume
         moving.operations.keep_suspended = self.keep_suspended
-        moving.recoveries.must_wait = self.must_wait
+        moving.recoveries.must_wait, moving.recoveries.queue = self.must_wait, self._queue_failed
         moving.runner.resumes_by_itself = self.wait_of
 
     # -- the life of the part ------------------------------------------------------------------------------------------
@@ -255,8 +256,8 @@ class Sharing:
         recoveries = self._moving.recoveries
         is_new = self._clock() - self._began < SETTLED_AFTER_S and job.id in recoveries.job_ids
         has_process = any(not worker.ended for worker in self._moving.jobs.workers_of(job))
-        has_launcher = recoveries.in_process.starts_ranks(job.id)
-        return bool(recoveries.returns_to(job.id)) or ((is_new or has_launcher) and not has_process)
+        has_starter = recoveries.is_supervised(job.id) or recoveries.in_process.starts_ranks(job.id)
+        return bool(recoveries.returns_to(job.id)) or ((is_new or has_starter) and not has_process)
 
     def must_wait(self, job_id: str) -> bool:
         """Return True if a job that is to be started again had left its GPUs, and may not return yet.
@@ -272,12 +273,15 @@ class Sharing:
             return True
         if op is not None and op.kind == RESUME and self._operations_of.of(job) is op:
             return False
+        recoveries = self._moving.recoveries
         was_away = op is not None and any(worker.lost for worker in op.workers)
-        if op is not None and was_away and op.id not in self._failed_away:
+        has_returned = op is not None and recoveries.has_returned_since(job_id, op.created_utc)
+        if op is not None and was_away and not has_returned and op.id not in self._failed_away:
             self._failed_away.add(op.id)
-            if job.number not in self.memory.suspended and op.kind == SUSPEND:
-                self._moving.recoveries.wait_for_resume(job_id, op.id)
-            elif job.number not in self.memory.suspended:
+            is_queued = job.number in self.memory.suspended
+            if not is_queued and op.kind == SUSPEND and recoveries.suspended_by(job_id) != op.id:
+                recoveries.wait_for_resume(job_id, op.id)
+            elif not is_queued and not recoveries.awaits_resume(job_id):  # a daemon before may not have queued it
                 self._enter(job, op, "it failed while it was suspended")
         return job.number in self.memory.suspended or self._moving.recoveries.awaits_resume(job_id)
 
@@ -287,11 +291,31 @@ class Sharing:
 
     def return_failed(self, job: JobRecord) -> None:
         """Have a job started again that failed while its user had suspended it, as soon as there is room."""
-        op = self._operations_of.last_of(job)
-        recoveries = self._moving.recoveries
-        if op is not None and (recoveries.returns_to(job.id) or recoveries.in_process.starts_ranks(job.id)):
+        self._queue_failed(job.id)
+        self._moving.recoveries.resume(job.id)
+
+    def _queue_failed(self, job_id: str) -> None:
+        """Have such a job wait for room, also while its supervisor has yet to connect."""
+        job = next((job for job in self._moving.jobs if job.id == job_id), None)
+        op = None if job is None else self._operations_of.last_of(job)
+        if job is not None and op is not None and job.number not in self.memory.suspended:
             self._enter(job, op, "its user has resumed it")
-        recoveries.resume(job.id)
+
+    def keep_failed(self, job: JobRecord) -> bool:
+        """Have such a job wait for its user again; False if it is being started by now."""
+        if job.number not in self.memory.suspended or self.actions.of(job.id) is not None:
+            return False
+        self._moving.recoveries.wait_again(job.id)
+        self.memory.forget_suspended(job.number)
+        return True
+
+    def last_attempt(self, job: JobRecord) -> RecoveryAttempt | None:
+        """Return the newest recovery of a job."""
+        return self._moving.recoveries.last_attempt(job.id)
+
+    def is_alive(self, job: JobRecord) -> bool:
+        """Return True unless that job has ended."""
+        return any(one.number == job.number and one.is_alive for one in self._moving.jobs)
 
     # -- events --------------------------------------------------------------------------------------------------------
 

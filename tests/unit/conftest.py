@@ -26,6 +26,13 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
+def again() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        yield child
+        child.kill()
+
+
+@pytest.fixture
 def stopped() -> Iterator[int]:
     """A process that is stopped, as after a dump."""
     with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True) as job:

@@ -86,6 +86,15 @@ def feed_of(daemon: FakeDaemon) -> Feed:
     return Feed(lambda: connect(str(daemon.path), timeout_s=HANG_S), interval_s=3600.0)
 
 
+def test_a_resume_of_a_job_that_has_failed_has_a_plan_in_words(answering: FakeDaemon) -> None:
+    """Its dry run was refused, so it could not be resumed in `hegmctl top`."""
+    answering.answers[m.Resume] = saying(m.OperationReply(recovered="j1"))
+    assert feed_of(answering).plan("resume", "j1", None, 80) == [
+        "job j1 has failed, and would be started again from its newest snapshot once there is room",
+        "nothing was changed: this is only the plan",
+    ]
+
+
 @pytest.mark.thorough
 def test_an_event_triggers_a_new_view_and_a_lost_daemon_is_reported(answering: FakeDaemon) -> None:
     requests: list[tuple[Caller, IncomingRequest]] = []

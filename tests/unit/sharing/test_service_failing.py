@@ -1,4 +1,7 @@
-"""Sharing while a job is stopped, a boundary is late, or an error comes: others go on, and nobody loses their time."""
+"""Sharing while a job is stopped, a boundary is late, or an error comes: others go on, and nobody loses their time.
+
+Longer than 400 lines because all its jobs that fail are made in one way.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from typing import Any
 import anyio
 import pytest
 
-from hegmd.errors import HegmError
+from hegmd.errors import TIMEOUT, HegmError
 from hegmd.memory.pool import Source
 from hegmd.protocol import sharing as protocol
 from hegmd.protocol.messages import RegisterJob, Supervise, SuperviseReport, SupervisorOrder
@@ -226,11 +229,16 @@ async def test_a_job_that_failed_while_its_user_had_suspended_it_waits_until_the
         failed = await resumes.failed("j1", lambda _uid: True)
         assert failed is not None
         with pytest.raises(HegmError, match="where hegmd finds room"):
-            resumes.start_failed(failed, "gpu1", shared.node.asked())
-        with pytest.raises(HegmError, match="from its newest snapshot"):
-            resumes.start_failed(failed, None, replace(shared.node.asked(), dry_run=True))
+            await resumes.start_failed(failed, "gpu1", shared.node.asked())
+        await resumes.start_failed(failed, None, replace(shared.node.asked(), dry_run=True))
+        assert shared.sharing.awaits_resume(failed), "a dry run was refused, and `hegmctl top` begins with one"
+        with pytest.raises(HegmError, match=r"there was no room for job j1 .* within 0\.05 s") as late:
+            await resumes.start_failed(failed, None, replace(shared.node.asked(), limit_s=0.05))
+        assert late.value.code is TIMEOUT
+        assert shared.sharing.awaits_resume(failed), "it stays suspended"
+        assert not shared.sharing.memory.suspended
         assert not any(order.do == "start" for order in orders)
-        resumes.start_failed(failed, None, shared.node.asked())
+        await resumes.start_failed(failed, None, replace(shared.node.asked(), wait=False))
         await shared.until(lambda: any("waits for room" in order.message for order in orders))
         assert await resumes.failed("j1", lambda _uid: True) is None
         assert not any(order.do == "start" for order in orders)
@@ -238,6 +246,74 @@ async def test_a_job_that_failed_while_its_user_had_suspended_it_waits_until_the
         await shared.until(lambda: any(order.do == "start" for order in orders))
         assert await shared.states() == {"j1": "starting"}
         assert not shared.sharing.memory.suspended
+
+
+@pytest.mark.parametrize("trains", [True, False])
+async def test_a_resume_of_a_job_that_has_failed_ends_once_it_trains_or_has_ended(
+    tmp_path: Path, process: Child, other: Child, again: Child, *, trains: bool
+) -> None:
+    """Its reply came at once, and hegmctl exited with 0 before anything was started."""
+    async with a_protected_job(tmp_path, process, other) as (shared, orders), anyio.create_task_group() as tasks:
+        moving = shared.node.moving
+        resumes = QueuedResumes(shared.sharing, moving.operations, moving.job_requests)
+        await shared.node.operations.suspend([process.pid], shared.node.asked())
+        await _fail(shared, process)
+        await shared.until(lambda: any("waits until it is resumed" in order.message for order in orders))
+        failed = await resumes.failed("j1", lambda _uid: True)
+        assert failed is not None
+        results: list[str] = []
+
+        async def resume() -> None:
+            try:
+                await resumes.start_failed(failed, None, shared.node.asked())
+                results.append("trains")
+            except HegmError as error:
+                results.append(f"{error.code.name}: {error.message}")
+
+        tasks.start_soon(resume)
+        await shared.until(lambda: any(order.do == "start" for order in orders))
+        assert not results
+        if not trains:
+            other.kill()
+            other.wait()
+            await shared.until(lambda: bool(results))
+            assert results[0].startswith("external: job j1 (train) has ended before it trained again"), results
+            return
+        (start,) = [order for order in orders if order.do == "start"]
+        moving.supervisors.report("line", SuperviseReport(order=start.order, result="done", pid=again.pid))
+        agent = await shared.node.attend(again.pid, BYTES, token="c" * 32, run="first", restarted="j1")
+        agent.boundary += 10
+        await shared.until(lambda: bool(results))
+        assert results == ["trains"]
+
+
+async def test_a_job_that_is_resumed_before_its_supervisor_is_back_waits_for_room(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    """In the first seconds of a daemon it was not queued, and started on its GPU beside a lease."""
+    orders: list[SupervisorOrder] = []
+    async with a_protected_job(tmp_path, process, other, ends=False) as (shared, before):
+        await shared.node.operations.suspend([process.pid], shared.node.asked())
+        await _fail(shared, process)
+        await shared.until(lambda: any("waits until it is resumed" in order.message for order in before))
+        await shared.make_room(7 * MIB, until_free=True, limit_s=HANG_S)
+        for supervisor in shared.node.moving.supervisors:
+            supervisor.close()  # the daemon's end does
+    async with sharing_on(tmp_path) as shared:
+        moving = shared.node.moving
+        resumes = QueuedResumes(shared.sharing, moving.operations, moving.job_requests)
+        failed = await resumes.failed("j1", lambda _uid: True)
+        assert failed is not None
+        await resumes.start_failed(failed, None, replace(shared.node.asked(), wait=False))
+        assert set(shared.sharing.memory.suspended) == {1}
+        shared.sharing.memory.forget_suspended(1)  # as if the supervisor was away for longer
+        fell = Supervise(run="first", python=True, fell=-9, recover=RecoveryWish())
+        shared.node.tasks.start_soon(moving.supervisors.attend, "line", other.pid, UID, fell, into(orders))
+        await shared.until(lambda: any("waits for room" in order.message for order in orders))
+        assert not any(order.do == "start" for order in orders)
+        await shared.requests.release(protocol.Release(lease="l1"), ADMIN)
+        await shared.until(lambda: any(order.do == "start" for order in orders))
+        await end_supervisor(shared, other)
 
 
 async def test_a_job_that_waits_for_its_users_resume_still_does_after_a_kill_of_the_daemon(
