@@ -16,7 +16,11 @@ from tests.needs import need_torch
 
 torch: Any = need_torch()
 
-pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group("torch")]
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.leaks_allowed("PyTorch sets a variable when it makes its first optimizer"),
+    pytest.mark.xdist_group("torch"),
+]
 
 
 class Scheduler:
