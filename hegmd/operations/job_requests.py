@@ -1,4 +1,4 @@
-"""The requests on jobs: which processes a job's name stands for, the public record of a job, and its end.
+"""Handles the requests on jobs: resolves a job's name to its processes, composes its public record, and ends it.
 
 Combines what the register of jobs, the agents, the operations and the inventory know. Decides nothing about operations.
 Agents are asked for their count of boundaries only when a client wants to see jobs, and answer without the training
@@ -202,7 +202,7 @@ class JobRequests:
         state = ""
         while True:
             changed = self._jobs.changed.next
-            record = next((job for job in self._jobs if job.number == number), None)
+            record = self._jobs.numbered(number)
             if record is None:
                 raise HegmError(NOT_FOUND, f"job j{number} has ended and is no longer remembered", "run: hegmctl jobs")
             view = (await self._views([record], may))[0]
@@ -272,8 +272,7 @@ class JobRequests:
             if len(self._numbers_by_member) > MAX_SEEN_MEMBERS:
                 del self._numbers_by_member[next(iter(self._numbers_by_member))]
             return job
-        number = self._numbers_by_member.get(name)
-        return next((job for job in self._jobs if job.number == number), None)
+        return self._jobs.numbered(self._numbers_by_member.get(name))
 
     async def register(
         self, pid: int, uid: int, context: RegisterJob, priority: int | None = None

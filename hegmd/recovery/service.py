@@ -153,7 +153,7 @@ class Recoveries(BackgroundTasks):
         return self.must_wait(job)
 
     def wait_for_resume(self, job: str, operation: str) -> None:
-        """A job has failed that its user had suspended: it is started again once they resume it."""
+        """Have a job that failed while its user had suspended it wait until that user resumes it."""
         record = self._record_of(job)
         if record is not None and record.suspended_by != operation:
             self._put(record.replace(suspended_by=operation, awaits_resume=True))
@@ -164,14 +164,14 @@ class Recoveries(BackgroundTasks):
         return record is not None and record.awaits_resume
 
     def resume(self, job: str) -> None:
-        """The user of that job has resumed it."""
+        """Record that the user of that job has resumed it."""
         record = self._record_of(job)
         if record is not None and record.awaits_resume:
             self._put(record.replace(awaits_resume=False))
             self._news.notify_all()
 
     def wait_again(self, job: str) -> None:
-        """That job waits until its user resumes it, as before `resume`."""
+        """Have that job wait for its user again, as before `resume`."""
         record = self._record_of(job)
         if record is not None:
             self._put(record.replace(awaits_resume=True))
@@ -234,7 +234,7 @@ class Recoveries(BackgroundTasks):
             await self._drop(record.job)
 
     def _workers_of(self, job: str) -> list[AgentConnection]:
-        known = next((one for one in self._jobs if one.id == job), None)
+        known = self._jobs.with_id(job)
         return [] if known is None else list(self._jobs.workers_of(known))
 
     def _save(self, record: JobSnapshots) -> None:
@@ -299,8 +299,7 @@ class Recoveries(BackgroundTasks):
         self._files.put(dict(self._records))
         return freed_bytes
 
-    # -- requests
-    # -------------------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     def require_kept(self, job: str, uid: int, pid: int) -> None:
         """Check that this user may continue from the kept state of that job in this process. Raises HegmError."""
@@ -340,7 +339,7 @@ class Recoveries(BackgroundTasks):
 
     async def _view(self, record: JobSnapshots, may: May) -> protocol.JobRecovery:
         running, slots = self._running.get(record.job), JobSlots(self._pool, record.job)
-        job = next((job for job in self._jobs if job.id == record.job), None)
+        job = self._jobs.with_id(record.job)
         view = protocol.JobRecovery(
             id=record.job,
             name=record.job if job is None else job.name,
@@ -391,8 +390,7 @@ class Recoveries(BackgroundTasks):
             return protocol.UNPROTECTED
         return protocol.STARTING if running.job.newest is None else protocol.PROTECTED
 
-    # -- counts
-    # ---------------------------------------------------------------------------------------------------------
+    # -- counts --------------------------------------------------------------------------------------------------------
 
     @property
     def tally(self) -> RecoveryTally:

@@ -58,9 +58,7 @@ class QueuedResumes:
         await self._sharing.memory.require_saved(what, "it may be lost if hegmd is killed")
         if not asked.wait:
             return
-        with anyio.CancelScope() as waiting:
-            if limit_s is not None:
-                waiting.deadline = anyio.current_time() + limit_s
+        with anyio.move_on_after(limit_s) as waiting:
             await self._until_it_trains(job, before, asked)
         if waiting.cancelled_caught:
             raise self._not_started_in_time(job, limit_s or 0.0)
@@ -88,11 +86,9 @@ class QueuedResumes:
 
     def _not_started_in_time(self, job: JobRecord, limit_s: float) -> HegmError:
         """Have the job wait for its user again, unless it is being started by now."""
-        waiting = self._sharing.waiting_of(job.id)
+        no_room = self._no_room(job, limit_s)
         if self._sharing.keep_failed(job):
-            why = "nothing was decided yet" if waiting is None else waiting.waits
-            hint = "see hegmctl queue; give a longer --timeout, or none"
-            return HegmError(TIMEOUT, f"there was no room for job {job} within {limit_s:g} s: {why}", hint)
+            return no_room
         message = f"job {job} does not train within {limit_s:g} s, and is being started now"
         return HegmError(TIMEOUT, message, f"run: hegmctl recovery {job.id}")
 
@@ -112,9 +108,7 @@ class QueuedResumes:
         what = f"that job {job} waits in the queue"
         await self._sharing.memory.require_saved(what, "it may be lost if hegmd is killed")
         if asked.wait:
-            with anyio.CancelScope() as waiting:
-                if limit_s is not None:
-                    waiting.deadline = anyio.current_time() + limit_s
+            with anyio.move_on_after(limit_s) as waiting:
                 await self._until_resumed(job, op.id, asked)
             if waiting.cancelled_caught:
                 raise self._too_late(job, op.id, limit_s or 0.0)
@@ -144,10 +138,15 @@ class QueuedResumes:
 
     def _too_late(self, job: JobRecord, op_id: str, limit_s: float) -> HegmError:
         """Take the job out of the queue, unless it is resuming by now."""
-        op, waiting = self._operations.runner.find(op_id), self._sharing.waiting_of(job.id)
+        op, no_room = self._operations.runner.find(op_id), self._no_room(job, limit_s)
         if op is not None and self._sharing.keep_suspended(op):
-            why = "nothing was decided yet" if waiting is None else waiting.waits
-            hint = "see hegmctl queue; give a longer --timeout, or none"
-            return HegmError(TIMEOUT, f"there was no room for job {job} within {limit_s:g} s: {why}", hint)
+            return no_room
         message = f"job {job} has not resumed within {limit_s:g} s, and is resuming now"
         return HegmError(TIMEOUT, message, f"watch it with: hegmctl op {op_id}")
+
+    def _no_room(self, job: JobRecord, limit_s: float) -> HegmError:
+        """Return the error with the reason for which the job waits now."""
+        waiting = self._sharing.waiting_of(job.id)
+        why = "nothing was decided yet" if waiting is None else waiting.waits
+        hint = "see hegmctl queue; give a longer --timeout, or none"
+        return HegmError(TIMEOUT, f"there was no room for job {job} within {limit_s:g} s: {why}", hint)

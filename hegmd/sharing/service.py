@@ -265,7 +265,7 @@ class Sharing:
         One that its user had suspended waits until they resume it, and any for room: others may have its memory. While
         other ranks of it are suspended, it waits for them.
         """
-        job = next((job for job in self._moving.jobs if job.id == job_id), None)
+        job = self._moving.jobs.with_id(job_id)
         if job is None:
             return False
         op = self._operations_of.last_of(job)
@@ -296,7 +296,7 @@ class Sharing:
 
     def _queue_failed(self, job_id: str) -> None:
         """Have such a job wait for room, also while its supervisor has yet to connect."""
-        job = next((job for job in self._moving.jobs if job.id == job_id), None)
+        job = self._moving.jobs.with_id(job_id)
         op = None if job is None else self._operations_of.last_of(job)
         if job is not None and op is not None and job.number not in self.memory.suspended:
             self._enter(job, op, "its user has resumed it")
@@ -315,7 +315,8 @@ class Sharing:
 
     def is_alive(self, job: JobRecord) -> bool:
         """Return True unless that job has ended."""
-        return any(one.number == job.number and one.is_alive for one in self._moving.jobs)
+        known = self._moving.jobs.numbered(job.number)
+        return known is not None and known.is_alive
 
     # -- events --------------------------------------------------------------------------------------------------------
 

@@ -143,9 +143,17 @@ class Jobs(BackgroundTasks):
     def __iter__(self) -> Iterator[JobRecord]:
         return iter(tuple(self._jobs.values()))
 
+    def numbered(self, number: int | None) -> JobRecord | None:
+        """Return the job with that number, if it is remembered."""
+        return None if number is None else self._jobs.get(number)
+
+    def with_id(self, job_id: str) -> JobRecord | None:
+        """Return the job with that id, if it is remembered."""
+        return next((job for job in self._jobs.values() if job.id == job_id), None)
+
     def of_run(self, uid: int | None, run: str | None) -> JobRecord | None:
         number = None if uid is None or run is None else self._by_run.get((uid, run))
-        return None if number is None else self._jobs.get(number)
+        return self.numbered(number)
 
     def of_worker(self, worker: AgentConnection) -> JobRecord | None:
         return self.of_run(worker.identity.uid, run_of(worker) or worker.name)

@@ -27,14 +27,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from hegmctl.running import nccl_settings, prepare
+from tests.e2e.forking import TORCHRUN
 from tests.patience import HANG_S
 
 PRELOADED = Path(__file__).with_name("preloaded.py")
 # With these, `hegmctl run` stays to supervise what it has started, and starts it again.
 SUPERVISED = {"--recover", "--allow-restart", "--ranks"}
 RUN = [sys.executable, "-m", "hegmctl", "run"]
-# What goes before a script, and the number of its ranks before that.
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
 HEGMD = [sys.executable, "-m", "hegmd"]
 WITH_HEGMD = ("--no-torch", "hegmd.app", "anyio._backends._asyncio")
 MESSAGE_BYTES = 1 << 17

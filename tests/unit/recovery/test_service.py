@@ -58,6 +58,9 @@ class Jobs:
     def of_run(self, _uid: int, _run: str) -> Any:
         return self.job
 
+    def with_id(self, job_id: str) -> Any:
+        return self.job if job_id == self.job.id else None
+
     def __iter__(self) -> Iterator[Any]:
         return iter([self.job])
 
