@@ -7,12 +7,12 @@ memory at its next step, and fail if another process has taken it all. So it is 
 storages, while the reservation is the process's own.
 
 Records how much memory that was, and in which runs: the space between the storages, by stream. Each run is allocated as
-one piece, whole if it fits. What the allocator adds to each large storage is no run, and small runs only replace what
-the small segments of the storages leave free. Were more taken than there was, another run would be cut, the next step
-would need new memory, and the job would grow with each move. All pieces are held until the last storage is allocated,
-and are then freed into the allocator's cache. So whatever fitted there before fits again. Memory that cannot be
-allocated is counted and is no error: the storages are there, and the GPU may have free memory in time. The allocator's
-statistics count these pieces as memory in use for a moment.
+one piece, whole if it fits. Memory that the allocator adds to each large storage is no run. Small runs only fill up to
+the former size of the small segments. If the cache took more than before, it would have to cut another run, the next
+step would need new memory, and the job would grow with each move. All pieces are held until the last storage is
+allocated, and are then freed into the allocator's cache. So whatever fitted there before fits again. Memory that cannot
+be allocated is counted and is no error: the storages are there, and the GPU may have free memory in time. The
+allocator's statistics count these pieces as memory in use for a moment.
 
 If the allocator reports no segments (cudaMallocAsync), all is one run. Private pools of CUDA graphs stay.
 """
@@ -61,7 +61,7 @@ class Cache:
         self._before = {device: self._reserved(device) for device in sorted(set(devices))}
         self._small_before = {device: self._reserved(device, _SMALL_POOL) for device in self._before}
         self._segments = [segment for segment in segments.all if segment.device in self._before]
-        self._storages = [(address, -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES) for address, size_bytes in storages]
+        self._storages = [(address, round_up(size_bytes, _BLOCK_BYTES)) for address, size_bytes in storages]
         self._runs: list[Run] = []
         self._taken: set[Run] = set()
         self._held: list[int] = []
@@ -180,7 +180,7 @@ def runs_between(segments: list[cuda_state.Segment], holes: list[tuple[int, int]
 def _run(segment: cuda_state.Segment, size_bytes: int, *, is_own: bool) -> list[Run]:
     """Return that piece of the segment; none if the allocator could not use it.
 
-    `is_own`: a large storage precedes it, whose own segment ends with up to 2 MiB that nobody asked for.
+    `is_own`: a large storage precedes it. The allocator rounds its segment up, so up to 2 MiB remain at the end.
     """
     least_bytes = 1 if segment.is_small else _UNIT_BYTES if is_own else _SMALL_BYTES + 1
     if size_bytes < least_bytes:

@@ -207,8 +207,7 @@ class Session:
             missed = 0 if self._spoke.is_set() or not self._calls else missed + 1
         self.lose(f"has work, reported nothing for {_BEATS_MISSED * beat_s:g} s, and was stopped")
 
-    # -- messages from the helper
-    # ------------------------------------------------------------------------------------------
+    # -- messages from the helper --------------------------------------------------------------------------------------
 
     def _take(self, message: Mapping[str, Any], stream: PeerStream) -> None:
         """Handle one message. Raises PeerError for an invalid one."""
@@ -265,8 +264,7 @@ class Session:
         fds = stream.claim(whole(message.get("fds", 0)))
         call.end(HelperReply(values, fds, self.number), None)
 
-    # -- calls to the helper
-    # -----------------------------------------------------------------------------------------------
+    # -- calls to the helper -------------------------------------------------------------------------------------------
 
     async def call(
         self,

@@ -97,8 +97,7 @@ class JobRestorer:
         finally:
             await image.end()
 
-    # -- reasons against a restore
-    # --------------------------------------------------------------------------------------
+    # -- reasons against a restore -------------------------------------------------------------------------------------
 
     def expected(self, snapshot: NodeSnapshotForPlan, manifest: Manifest) -> tuple[NodeSnapshotForPlan, Operation]:
         """Return the node and the operation as they will be once the processes exist, for the planner."""

@@ -96,8 +96,7 @@ class DriverOrphans:
         self._ended: float | None = None
         self.changed: Callable[[], object] = lambda: None
 
-    # -- results
-    # --------------------------------------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------------------------------
 
     def orphans(self) -> Iterable[Orphan]:
         for found in self._found.values():

@@ -100,8 +100,7 @@ class Restarts(BackgroundTasks):
             raise Refused(message, f"hegmctl resume {next(op.live).pid} resumes it there")
         return op
 
-    # -- messages to supervisors
-    # ----------------------------------------------------------------------------------------
+    # -- messages to supervisors ---------------------------------------------------------------------------------------
 
     def _look(self, supervisor: Supervisor) -> None:
         """Watch the operation that a connected supervisor waits for. Called from the event loop; must not wait."""

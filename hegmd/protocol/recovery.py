@@ -8,7 +8,7 @@ from .requests import Request
 
 # States of a job under `hegmctl run --recover`.
 STARTING, PROTECTED, UNPROTECTED, RECOVERING, KEPT = "starting", "protected", "unprotected", "recovering", "kept"
-# Of a job whose `hegmctl run` this daemon has not seen yet, and of one whose snapshots are gone.
+# AWAITED: the job's `hegmctl run` has not connected to this daemon yet. LOST: its snapshots are gone.
 AWAITED, LOST = "awaited", "lost"
 # Results of a recovery.
 UNDER_WAY, RECOVERED, FAILED, GIVEN_UP = "under way", "recovered", "failed", "given up"

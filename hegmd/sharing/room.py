@@ -99,7 +99,7 @@ class GpuBudget:
 
 
 def footprint_bytes(job: Job, gpus: Mapping[str, Gpu]) -> dict[str, int]:
-    """Return the memory taken by or promised to a job that is present, by GPU: so much becomes free when it leaves."""
+    """Return the memory that a present job holds or was promised, by GPU: its leaving frees that much."""
     footprint = dict(job.held_bytes)
     for index, gpu_id in enumerate(job.gpus):
         if job.needs_bytes is not None:

@@ -52,7 +52,7 @@ class Way(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a restart; `seconds` from the request to the next batch, `why` where it did not continue."""
+    """The result of a restart: `seconds` from the request to the next batch, or `why` it did not continue."""
 
     starts: bool
     order: bool | None = None

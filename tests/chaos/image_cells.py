@@ -1,5 +1,4 @@
-"""What is killed when while a job goes into an image or comes out of one: every state, every process that takes part in
-it.
+"""The kills around a checkpoint and a restore: each participating process, in each state.
 
 Pure. A cell is one kill. Besides the moments of `halts` there are those of a restore before there is an operation, in
 which no journal is written: CRIU is at work, and the processes are there.

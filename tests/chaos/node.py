@@ -216,7 +216,7 @@ class Node:
         self.await_video_memory_of([])
 
     def left(self) -> list[str]:
-        """What an idle daemon must not have: pieces of memory, files on disk, and processes other than itself."""
+        """Return leftovers that an idle daemon must not have: pieces of memory, files on disk, and other processes."""
         files = [*(self.state_dir / "spill").glob("*"), *self.state_dir.glob("*.new")]
         known = self.state_dir / "identity"  # drawn when there is the first file to be named
         if known.exists():

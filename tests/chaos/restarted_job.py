@@ -169,7 +169,7 @@ class RestartedJob:
     def go_on(self, message: str) -> None:
         """Type the command that was printed for this, with its own command in it."""
         found = _GO_ON.search(message) or _GO_ON.search(self.errors())
-        assert found is not None, f"nobody has said how it goes on: {message!r}, {self.errors()!r}"
+        assert found is not None, f"no message has the command to continue with: {message!r}, {self.errors()!r}"
         self.supervisor.kill()  # which has given up, or is dead
         self.supervisor.wait()
         self.supervisor = self._supervised("--resume", found[1])

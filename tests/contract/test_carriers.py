@@ -85,7 +85,7 @@ async def test_carriers_with_helper_copies_keep_the_contract(
 async def test_a_driver_without_memory_for_itself_does_not_fail_the_job_and_the_next_attempt_continues(
     tmp_path: Path, owner: tuple[CudaNode, Owner], make: Callable[[Rig], Carrier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was mistaken for memory that nobody else may open, and for a driver that is broken: the job stayed away."""
+    """hegmd took the error for memory that cannot be exported, or for a broken driver, and the job stayed suspended."""
 
     @asynccontextmanager
     async def making() -> AsyncIterator[Made]:

@@ -230,7 +230,7 @@ class Agent:
         return {"size_bytes": sum(self.sizes), "storages": len(self.sizes)}
 
     def offload(self, order: Order) -> dict[str, Any]:
-        """By its own copies: one piece after the other, and all are freed when all are there."""
+        """Offload by its own copies: copy one piece after the other, then free all of them."""
         assert self.parked
         self.own_fd, at = os.dup(self.given.numbers()[0]), 0
         for piece, size_bytes in zip(self.pieces, self.sizes, strict=True):

@@ -22,9 +22,9 @@ from typing import Any
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 # Eleven addresses, then none of the auxiliary vector, and no other program file; see prctl(2).
 _MAP = struct.Struct("=11QQIi")
-# Of /proc/PID/stat, counted from the state: the code, the stack, the data, the heap, the command and the environment.
+# Fields of /proc/PID/stat, counted from the state: code, stack, data, heap, and the command with the environment.
 _CODE, _STACK, _DATA, _HEAP, _WORDS = 23, 25, 42, 44, 45
-# What goes before the number of ranks, the other options and the script (forked.py).
+# The words of torchrun before the number of ranks, its other options and the script.
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
 _IGNORED_AT_START = (signal.SIGPIPE, signal.SIGXFSZ)
 _start: Any = os.posix_spawn

@@ -41,7 +41,7 @@ _BOMBS = (
     b"\xc1",
     b"",
 )
-# What keeps a stream open does not count as hostile here: no process reads it.
+# Requests that keep a stream open do not count as hostile here: no process reads it.
 _OPS = sorted(set(REQUESTS) - {"doctor", "reload", "simulate.fault"})
 
 

@@ -1,4 +1,4 @@
-"""What a training computes, recorded by PyTorch's own global hooks outside of its script, and where its boundaries are.
+"""Records all that a training computes, and its boundaries, by PyTorch's global hooks outside of its script.
 
 Every input of every module (the batches among them), every rate, the parameters and the optimizer's state after each
 step, and at the end everything that the modules hold and the schedules say: a line each, bit for bit, in a file that

@@ -68,7 +68,7 @@ def attack_together(path: Path, first_seed: int, frames: int) -> None:
 
 @pytest.mark.parametrize("frames", telling([(FRAMES,), (ALL_FRAMES,)], [(FRAMES,)]))
 def test_hostile_frames_do_not_affect_other_clients(socket_dir: Path, frames: int) -> None:
-    # What the interpreter keeps of a burst (its arenas, the largest backlog) comes in the first part and stays level.
+    # The interpreter keeps some memory of a burst (its arenas, the largest backlog), from the first part on.
     warm_up = frames // 2
     with RunningDaemon(socket_dir) as daemon:
         served = 0

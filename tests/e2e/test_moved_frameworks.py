@@ -125,7 +125,7 @@ def test_models_on_two_gpus_with_a_process_for_each_are_moved_as_one_job(
 def test_processes_that_wait_for_each_other_within_a_batch_are_never_harmed(
     daemon: RunningDaemon, folders: tuple[Path, Path]
 ) -> None:
-    """Where one stands already, the other's boundary does not come, and the job continues where it was."""
+    """If one rank is parked and the other reaches no boundary, the job continues on its GPU."""
     _require(("torch",))
     words = [sys.executable, str(TRAINING / "distilled.py")]
     outcomes = set()

@@ -1,6 +1,6 @@
 """Trainings in a framework's loops, restarted: every batch, rate, loss, log and count is that of an undisturbed run.
 
-What tells how long something took is not compared: the clock continues.
+Durations are not compared, because the clock continues.
 """
 
 from __future__ import annotations

@@ -338,7 +338,7 @@ def test_a_state_that_was_held_could_not_be_given_up(daemon: RunningDaemon, tmp_
 
 
 def _notes(pid: int, op_id: str) -> bytes:
-    """What stands in the file of the right to continue that a process has open."""
+    """Return the content of the restore lock file that a process has open."""
     for path in Path(f"/proc/{pid}/fd").iterdir():
         if f"restart-{op_id}.lock" in os.readlink(path):
             return path.read_bytes()

@@ -1,4 +1,4 @@
-"""What the benchmark of moves has measured: a line of JSON for each figure, so that a later call continues from there.
+"""The figures of the benchmark of moves, a line of JSON each, so that a later call continues from there.
 
 Owns the file and the Markdown that is made of it; and the host memory that is there before anything is measured.
 """

@@ -1,4 +1,4 @@
-"""What the run over images has measured and seen: a line of JSON for each, so that a later call continues from there.
+"""The figures and results of the run over images, a line of JSON each, so that a later call continues from there.
 
 Owns the file and the Markdown that is made of it.
 """

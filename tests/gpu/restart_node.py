@@ -20,7 +20,7 @@ from hegmd.protocol import operations as protocol
 from hegmd.protocol.messages import Migrate, OperationReply, StoryReply
 from tests.gpu.keeper import HegmdKeeper
 from tests.gpu.moves_jobs import Lines
-from tests.gpu.moves_node import COMMAND_S, OF_A_JOB, ROOT, WentWrongError, until
+from tests.gpu.moves_node import COMMAND_S, NOT_INHERITED, ROOT, WentWrongError, until
 from tests.patience import HANG_S
 
 CPU = "cpu"
@@ -68,7 +68,9 @@ class RestartNode:
 
     def environ(self) -> dict[str, str]:
         """What programs of ours are started with."""
-        plain = {name: value for name, value in os.environ.items() if name not in (*OF_A_JOB, "HEGM_ALLOW_RESTART")}
+        plain = {
+            name: value for name, value in os.environ.items() if name not in (*NOT_INHERITED, "HEGM_ALLOW_RESTART")
+        }
         paths = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "client"), os.environ.get("PYTHONPATH")]))
         return {**plain, **_ORDER, **self._more, "HEGM_SOCKET": str(self.socket_path), "PYTHONPATH": paths}
 
@@ -90,7 +92,7 @@ class RestartNode:
         return [], {"CUDA_VISIBLE_DEVICES": "" if place == CPU else place.replace("gpu", "")}
 
     def place_of(self, pid: int) -> str | None:
-        """Where the daemon sees a process: on which GPUs, on the CPU, or nowhere yet."""
+        """Return the place of a process as the daemon reports it: its GPUs, the CPU, or none yet."""
         with self.connect() as connection:
             for there in connection.processes().processes:
                 if there.pid == pid and there.agent is not None:

@@ -74,7 +74,7 @@ class Case:
     killed: bool = False
 
     def places(self, gpus: Sequence[str], *, rehearsed: bool = False) -> list[str]:
-        """Where it begins, and where it goes: between GPUs to the other one, if there is another.
+        """Return its first place and its target: between GPUs the other one, if there is another.
 
         A simulated process is on one GPU.
         """
@@ -100,7 +100,7 @@ CASES = {
 
 
 def words_to(before: str, place: str) -> str | None:
-    """What the request names for that place: nothing if the process stays, and pairs of GPUs for a way back."""
+    """Return the `--to` of a request for that place: none if the process stays, and pairs of GPUs for a way back."""
     if "," not in place:
         return place
     if place == before:
@@ -200,7 +200,7 @@ def each_step(lines: Sequence[str]) -> list[str]:
 
 
 def wrong_order(lines: Sequence[str], wanted: Sequence[Sequence[str]]) -> str:
-    """What is wrong with the GPUs that its processes have said to see, each in the order of its devices."""
+    """Return the difference between the GPUs that its processes have printed, in device order, and those wanted."""
     seen = [line.split()[1:] for line in list(lines) if line.startswith("on ")]
     return "" if seen == list(wanted) else f"its processes were on {seen}, and had to be on {list(wanted)}"
 

@@ -24,7 +24,7 @@ FOR_RESTARTS = set("array atexit binascii bisect collections dis functools marsh
 FOR_STILLNESS = {"dis"}
 # What the trap takes to look at all threads in one call; all of it is built into CPython 3.9 to 3.11, or loaded by it.
 FOR_TRAP = {"_operator", "itertools"}
-# What a survey takes to filter all objects of the collector without a step for each; it is built into CPython.
+# A survey filters all objects of the collector with it, without a step for each; it is built into CPython.
 FOR_SURVEY = {"itertools"}
 # What a block of `hegm.recovery` takes: only scripts that ask for it by name load this part.
 FOR_RANKS = set("functools json pickle random stat tempfile threading warnings".split())

@@ -1,4 +1,4 @@
-"""What the code relies on to distinguish a busy driver from one that hangs: the progress of a step's bytes is visible.
+"""The code distinguishes a busy driver from one that hangs by the progress of a step's bytes, which must be visible.
 
 A row as in driver.py, in the same table, of which this is the door.
 """

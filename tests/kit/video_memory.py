@@ -184,7 +184,7 @@ def making_memory_needs_no_context_and_refuses_what_is_not_there(rig: Rig) -> No
 
 @row()
 def held_memory_is_room_that_nobody_else_gets(rig: Rig) -> None:
-    """What keeps the room for a restore: a program that takes all free memory does not get it."""
+    """A program that takes all free memory does not get the reservation for a restore."""
     target, _ = begin(rig, 1)
     size_bytes = 512 * MIB
     handle = cuda.create(0, size_bytes)

@@ -263,7 +263,7 @@ class Mutant:
 
 
 _CRASHING = {"crash": 0.1}
-# Of the bugs that are found late, by whom; if it no longer finds it, all lives up to another seed that does are needed.
+# The seed that finds each bug that is found late; if it no longer does, use all lives up to another seed that does.
 _FOUND_BY = {
     "takes_late_endings_for_new_ones": 118,
     "trusts_its_memory_after_a_restart": 84,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-# What one process takes at once, at most, while room on its GPU changes hands: the method allows for this much.
+# The most that one process takes at once while memory on its GPU passes from hegmd to it; the method allows for this.
 AT_ONCE_BYTES = 2048 << 20
 RUNNING, LOCKED, CHECKPOINTED, FAILED = "running", "locked", "checkpointed", "failed"
 
@@ -262,7 +262,7 @@ class Node:
             self.images.add(op_id)
 
     def seal(self, op_id: str) -> None:
-        """What the pool has of a job that continues is written, and all was read back."""
+        """Check that the pool's bytes of a job that continues were written and read back."""
         for name, step in self.written.pop(op_id).items():
             if self.copies.get(name) != step:
                 had = f"the bytes of step {self.copies.get(name)}, not {step}"

@@ -72,7 +72,7 @@ def _goal(daemon: Daemon, random: Random, worker: JobProcess) -> str:
 
 
 def _go_on_from(daemon: Daemon, random: Random, op: Operation) -> None:
-    """What is held continues, or becomes a suspension where it stands."""
+    """Have a held operation continue, or become a suspension."""
     if random.random() < 0.5:
         daemon.take(op.id, events.ResumeRequested(to={}))
         return

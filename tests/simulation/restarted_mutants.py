@@ -43,7 +43,7 @@ def has_it_leave_before_its_state_is_written(op: Operation, event: Event, now: f
 
 
 def waits_for_a_state_that_is_gone(op: Operation, event: Event, now: float) -> Result:
-    """What a power cut has taken along is mistaken for held."""
+    """Bug: state that a power cut has destroyed still counts as held."""
     if isinstance(event, events.WorkerExited):
         event = event.replace(stateless=False)
     return machine.handle(op, event, now)

@@ -142,8 +142,7 @@ class Picture:
         self._chosen = {JOBS: "", OPERATIONS: ""}
         self._top = 0
 
-    # -- data
-    # -----------------------------------------------------------------------------------------------------------
+    # -- data ----------------------------------------------------------------------------------------------------------
 
     def take(self, view: NodeView) -> None:
         """Take a look in, and remember the GPUs' figures."""
@@ -178,8 +177,7 @@ class Picture:
         """Return True if an operation makes progress now."""
         return any(each.phase not in OVER and each.phase not in AT_REST for each in self._seen.operations)
 
-    # -- selection
-    # ------------------------------------------------------------------------------------------------------
+    # -- selection -----------------------------------------------------------------------------------------------------
 
     def job(self) -> JobRow | None:
         """Return the job under the cursor."""

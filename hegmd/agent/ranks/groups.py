@@ -51,7 +51,7 @@ class Groups:
         self._former: list[Any] = []
         self._ending = threading.Lock()
         self._aborted: list[Any] = []
-        #: Where the ranks of this generation meet, how many and which, and the number of their last meeting.
+        #: The store of this generation, the rank of this process, the number of ranks, and how often they have met.
         self._store: Any = None
         self._rank, self._ranks, self._meeting = 0, 1, 0
         #: The order of parameters in DDP's buckets after its first step, if it is known.

@@ -70,8 +70,8 @@ SYSCALL = 0x050F
 PTRACE = 101
 WORD = (1 << 64) - 1
 ASKED_GRACE_S = 20
-# How long the root, which may end by itself as soon as it is back, and a rank may have ended while the program still
-# runs; and the status that tells that the program was killed for this.
+# CRIU is killed if it still runs this long after the root or a rank of the job has ended. The root gets longer, because
+# it may end by itself right after its restore. This program then exits with JOB_ENDED.
 ROOT_GRACE_S, RANK_GRACE_S = 20.0, 2.0
 JOB_ENDED = 121
 _AGAIN_S = 0.05

@@ -69,8 +69,7 @@ class HostCarrier(CopyingCarrier):
         # By copy session: the copy from the pool into its staging memory, in progress or finished.
         self._staged_bytes: dict[str, StagedBytes] = {}
 
-    # -- memory
-    # ---------------------------------------------------------------------------------------------------------
+    # -- memory --------------------------------------------------------------------------------------------------------
 
     async def reserve(self, subject: MigratedProcess, size_bytes: int) -> None:
         if self._pool.held_for(key_of(subject)) < size_bytes:

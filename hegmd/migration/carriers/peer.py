@@ -171,8 +171,7 @@ class PeerCarrier(CopyingCarrier):
             await route.detach_first(count)
             await self._memory.give_first(pool_owner(subject), where, count)
 
-    # -- storages that the process copies itself
-    # --------------------------------------------------------------------------
+    # -- storages that the process copies itself -----------------------------------------------------------------------
 
     async def abandon(self, subject: MigratedProcess) -> None:
         await super().abandon(subject)

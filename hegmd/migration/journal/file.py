@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 NAME = "operations.journal"
-# A journal that has grown by so much since it was last compacted is compacted again, whatever is running.
+# After this much growth the journal is compacted again, even while operations run.
 COMPACT_BYTES = 4 * 1024 * 1024
 # Growth that triggers a rewrite before the first record of an operation, when no job is parked for it.
 QUIET_COMPACT_BYTES = 256 * 1024

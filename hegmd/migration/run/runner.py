@@ -124,7 +124,7 @@ class Runner:
         #: Operations that ended under this daemon, by kind, method and result.
         self.ended_counts: Counter[tuple[str, str, str]] = Counter()
         self.over: Callable[[], object] = lambda: None  # called whenever an operation has ended
-        #: What a suspended operation waits for whose job resumes by itself; sharing sets it.
+        #: Returns why a suspended operation waits if its job resumes by itself; sharing sets it.
         self.resumes_by_itself: Callable[[Operation], protocol.Wait | None] = lambda _op: None
         self._tasks: anyio.abc.TaskGroup | None = None
 

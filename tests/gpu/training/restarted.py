@@ -66,7 +66,7 @@ loader = DataLoader(TensorDataset(data, data.sum(dim=1, keepdim=True)), batch_si
 
 
 def digest() -> str:
-    """Of all weights, buffers, moments and variables, bit for bit; on two GPUs, also of the device that each is on."""
+    """Return a digest of all weights, buffers, moments and variables; on two GPUs, also of the device of each."""
     found = hashlib.sha256()
     moments = [value for state in optimizer.state.values() for value in state.values()]
     for tensor in [*model.state_dict().values(), *moments, mean, wanderer]:

@@ -248,7 +248,7 @@ class Program:
 
 COMMANDS = {"step", "digest", "fill", "handles", "free", "make", "queue", "drain", "alloc", "grab", "uuid", "info"}
 COMMANDS |= {"open", "ping", "shut", "reach", "part", "across", "stay", "copy"}
-# What it continues doing until the next line, and what it says to that.
+# The action that it repeats until the next command, and its reply to that command.
 BY_ITSELF = {"run": "step", "hoard": "grab"}
 SAID = {"run": "running", "hoard": "hoarding"}
 

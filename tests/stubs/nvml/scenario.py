@@ -90,7 +90,7 @@ class Scenario:
 
     @property
     def kept(self) -> Path:
-        """Where the stub writes its pid, and the descriptor that it keeps permanently, each time that it was loaded."""
+        """Return the file to which the stub adds its pid and the descriptor that it keeps, each time it is loaded."""
         return self.path.with_name("kept")
 
     def environment(self) -> dict[str, str]:

@@ -92,7 +92,7 @@ def test_runs_and_holes_are_all_there_is(seed: int) -> None:
 
 
 class Training:
-    """What DDP and AdamW allocate in a step: activations, gradients, and temporary memory as large as the weights."""
+    """Allocates like DDP and AdamW: activations, gradients, and temporary memory as large as the weights."""
 
     def __init__(self, layers: int, weight_bytes: int, *, has_buckets: bool = True) -> None:
         self.allocator = CachingAllocator()

@@ -125,7 +125,7 @@ class _Run:
         self.process = subprocess.Popen(words, cwd=folder, env=environ, text=True, **pipes)  # type: ignore[call-overload] # three pipes
 
     def batches(self, count: int) -> list[str]:
-        """What it prints of so many; each but the last is let continue from."""
+        """Return its output for that many batches; let it continue after each but the last."""
         found: list[str] = []
         for number in range(count):
             found.append(self.process.stdout.readline())
@@ -138,7 +138,7 @@ class _Run:
         self.process.stdin.flush()
 
     def batches_until_it_ends(self) -> list[str]:
-        """What it prints of all further batches; each is let continue from when the one before was printed."""
+        """Return its output for all further batches; let it continue each time that it has printed one."""
         found: list[str] = []
         with suppress(BrokenPipeError):
             self.go_on()

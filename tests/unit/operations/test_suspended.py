@@ -303,7 +303,7 @@ async def test_a_worker_that_dies_takes_its_file_with_it(tmp_path: Path, process
 
 
 async def test_a_state_that_may_not_be_given_up_was_no_longer_brought_to_disk(tmp_path: Path, process: Child) -> None:
-    """Whoever had asked for that got the message that it was there."""
+    """The client that had requested the spill got a success message."""
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         agent.slow.add("entrust")

@@ -86,12 +86,12 @@ def test_a_communicator_is_aborted_once_and_not_destroyed_meanwhile(tmp_path: Pa
     assert not backend.is_destroyed_meanwhile
 
 
-# What this rank has put into the store before it waits for the other: with `Groups`, and in gloo itself.
+# The key that this rank sets before it waits for the other: `Groups` the first one, gloo the second.
 OUR_KEY, GLOO_KEY = b"hegm-1-0", b"//cpu//"
 
 
 class Interrupted(BaseException):
-    """What the handler of the signal raises."""
+    """The handler of the signal raises it."""
 
 
 def _raise(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""What continues beside a block: how either ends, and what is raised."""
+"""A task beside a block: how either ends, and which errors are raised."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from tests.unit.migration.operations import operation, worker
 def test_a_process_that_waits_for_others_or_an_image_does_not_count_as_resuming_at_once(
     about: dict[str, Any], goes_on: bool
 ) -> None:
-    """What is held beside it until it continues would be held for as long as they take."""
+    """Otherwise other resources would stay held for as long as these steps take."""
     op = operation(worker(), **about)
     cast = Participants(Workers(lambda _: None), {}, {}, start_ticks=lambda _: None, imager=None)
     assert cast.subject(op, op.workers[0]).goes_on is goes_on

@@ -261,7 +261,7 @@ def test_a_dump_that_a_signal_would_kill_is_not_signalled(tmp_path: Path) -> Non
 
 
 def test_another_users_program_named_like_criu_kept_a_job_stopped() -> None:
-    """Whoever runs a program with CRIU's arguments was waited for, for 15 minutes each, before the job continued."""
+    """hegmd waited 15 minutes for each program with CRIU's arguments, whoever ran it, before the job continued."""
     with sleeper("dump", "--tree", str(ROOT), "--images-dir", "x") as process:
         assert dumpers_of([ROOT], uid=os.geteuid()) == (process.pid,)
         assert dumpers_of([ROOT], uid=os.geteuid() + 1) == ()

@@ -32,7 +32,7 @@ class Scripts:
         return self._run(text, {}, lambda: None)
 
     def restarted(self, text: str, at: int, kept: tuple[str, ...] = (), **begin: int) -> tuple[Any, list[str]]:
-        """What it gives if it is left at that call of ask(), and what is said. `begin` is where its loops continue."""
+        """Return the variables and messages when it is left at that call of ask(). Its loops continue at `begin`."""
         with pytest.raises(Left) as left:
             self._run(text, {}, _leaving(at, kept).__next__)
         state = pickle.loads(pickle.dumps(left.value.args[0]))
