@@ -82,7 +82,7 @@ class Campaign:
             assert resident_bytes(pid) - size_bytes < GROWTH_BYTES, f"hegmd has grown from {size_bytes} bytes"
             for job in self._jobs:
                 _await_descriptors(job, before[job.pid])
-            assert not node.left()
+            node.await_nothing_left()
             self.tally.steps = sum(job.end() for job in self._jobs)
         self._see_that_nothing_is_held(alone)
         return self.tally
@@ -182,7 +182,7 @@ class Campaign:
         node.await_jobs_gone()
         node.daemon.stop()
         node.daemon.start()
-        assert not node.left()
+        node.await_nothing_left()
         until = monotonic() + REST_LIMIT_S
         while (found := _lasting(node)) != alone:
             assert monotonic() < until, (found, alone)

@@ -215,6 +215,13 @@ class Node:
             assert not hegmd.operations().orphans
         self.await_video_memory_of([])
 
+    def await_nothing_left(self) -> None:
+        """Wait until there are no leftovers: the daemon may be writing a new version of one of its files just now."""
+        until = monotonic() + REST_LIMIT_S
+        while left := self.left():
+            assert monotonic() < until, left
+            pause()
+
     def left(self) -> list[str]:
         """Return leftovers that an idle daemon must not have: pieces of memory, files on disk, and other processes."""
         files = [*(self.state_dir / "spill").glob("*"), *self.state_dir.glob("*.new")]

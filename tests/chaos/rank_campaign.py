@@ -232,4 +232,4 @@ class RankCampaign:
 
     def _see_that_nothing_is_held(self) -> None:
         self._node.await_jobs_gone()
-        assert not self._node.left()
+        self._node.await_nothing_left()

@@ -202,7 +202,7 @@ class RestartCampaign:
         node.await_jobs_gone()
         with node.asked() as hegmd:
             assert {op.phase for op in hegmd.operations().operations} <= {"done", "rolled-back"}
-        assert not node.left()
+        node.await_nothing_left()
         assert not list(node.state_dir.glob("restart-*.lock"))
 
 
