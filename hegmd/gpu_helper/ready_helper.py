@@ -41,6 +41,11 @@ class ReadyHelper:
         self._gpus = gpus
         self._held: tuple[int | None, tuple[str, ...]] | None = None
 
+    @property
+    def keeps_contexts(self) -> bool:
+        """True if the helper has contexts on GPUs also while it copies nothing."""
+        return self._how == CONTEXTS
+
     async def run(self) -> None:
         """Keep it ready until cancelled; ends at once if it is not to be."""
         while self._how != OFF:

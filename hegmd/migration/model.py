@@ -61,6 +61,7 @@ class GpuMemory(Record):
     free_bytes: int | None = field("free memory; nil if unknown")
     total_bytes: int | None = field("memory in all; nil if not known", default=None)
     kept_bytes: int = field("what the driver and hegmd's own processes keep for themselves", default=0)
+    copying_bytes: int = field("what the GPU helper has there until its copies end", default=0)
     context_bytes: int = field("what a context that copies takes there", default=CONTEXT_BYTES)
     leased_bytes: int = field("what of the free memory is kept for others, as leases", default=0)
     mig: bool | None = field("whether it is cut into MIG instances", default=None)

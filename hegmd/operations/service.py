@@ -175,6 +175,7 @@ class OperationsService:
             proofs=proofs.all,
             proving=proofs.proving,
             own_pids=lambda: (self.helper.pid,),
+            copying_pids=lambda: () if self._ready_helper.keeps_contexts else (self.helper.pid,),
         )
         self.proving = ProofRequests(lookout, proofs)
         return lookout

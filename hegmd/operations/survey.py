@@ -83,7 +83,8 @@ class PlanSurvey:
     their reservations, `parked_orphans` the parked workers that belong to none, and `outlives` whether memory of jobs
     outlives the daemon. `criu` is the configured program, if any. `proofs` are the tried combinations with NCCL.
     `proving` are ranks whose job tries its combination.
-    `own_pids` are hegmd's own processes on GPUs, which no plan moves.
+    `own_pids` are hegmd's own processes on GPUs, which no plan moves. `copying_pids` are those of them that use a GPU
+    only while they copy.
     """
 
     def __init__(  # noqa: PLR0913 - each source is named
@@ -102,6 +103,7 @@ class PlanSurvey:
         proofs: Callable[[], tuple[Proof, ...]] = tuple,
         proving: Callable[[], tuple[int, ...]] = tuple,
         own_pids: Callable[[], Collection[int | None]] = tuple,
+        copying_pids: Callable[[], Collection[int | None]] = tuple,
     ) -> None:
         self._inventory = inventory
         self._workers = workers
@@ -116,6 +118,7 @@ class PlanSurvey:
         self._proofs = proofs
         self._proving = proving
         self._own_pids = own_pids
+        self._copying_pids = copying_pids
         #: How much memory of each GPU leases keep for others than these processes, by GPU; sharing sets it.
         self.leased: Leased = lambda _pids, _candidates: {}
         #: What a CUDA context takes on each GPU, by the smallest measurement. So a job's need does not grow while it is
@@ -178,8 +181,11 @@ class PlanSurvey:
         )
         candidates = _with_stopped(candidates, pids)
         leased = self.leased(tuple(pids), candidates)
-        kept = self.kept_bytes(node)
-        gpus = [_gpu_memory(gpu, node.gpus, kept.get(gpu.id, 0)) for gpu in node.gpus]
+        kept, copying = self.kept_bytes(node), _used_by(self._copying_pids(), node)
+        gpus = [
+            _gpu_memory(gpu, node.gpus, kept.get(gpu.id, 0)).replace(copying_bytes=copying.get(gpu.id, 0))
+            for gpu in node.gpus
+        ]
         for gpu_id, size_bytes in contexts_of(gpus, candidates).items():
             self._contexts[gpu_id] = min(size_bytes, self._contexts.get(gpu_id, size_bytes))
         return NodeSnapshotForPlan(
@@ -206,15 +212,13 @@ class PlanSurvey:
         )
 
     def kept_bytes(self, node: NodeSnapshot) -> dict[str, int]:
-        """Return what the driver and hegmd's own processes keep for themselves, by GPU."""
-        own_pids, kept = self._own_pids(), dict[str, int]()
+        """Return what the driver and hegmd's own processes keep for themselves, by GPU, even if nothing is copied."""
+        kept = _used_by(set(self._own_pids()) - set(self._copying_pids()), node)
         for gpu in node.gpus:
             parts = gpu.memory_total_bytes, gpu.memory_used_bytes, gpu.memory_free_bytes
             known = [size_bytes for size_bytes in parts if size_bytes is not None]
-            kept[gpu.id] = max(0, known[0] - known[1] - known[2]) if len(known) == len(parts) else 0
-        for process in node.processes:
-            for use in process.gpus if process.pid in own_pids else ():
-                kept[use.gpu] = kept.get(use.gpu, 0) + (use.vram_bytes or 0)
+            driver_bytes = max(0, known[0] - known[1] - known[2]) if len(known) == len(parts) else 0
+            kept[gpu.id] = kept.get(gpu.id, 0) + driver_bytes
         return kept
 
     async def snapshot_for(self, gpu: str, *, may: May) -> NodeSnapshotForPlan:
@@ -533,6 +537,15 @@ def _unreachable(node: NodeSnapshot) -> Iterator[Unreachable]:
                 ended=has_ended(process),
                 why=process.note or "hegmd cannot see it",
             )
+
+
+def _used_by(pids: Collection[int | None], node: NodeSnapshot) -> dict[str, int]:
+    """Return the memory that these processes have, by GPU."""
+    used: dict[str, int] = {}
+    for process in node.processes:
+        for use in process.gpus if process.pid in pids else ():
+            used[use.gpu] = used.get(use.gpu, 0) + (use.vram_bytes or 0)
+    return used
 
 
 def _gpu_memory(gpu: Gpu, gpus: Sequence[Gpu], kept_bytes: int) -> GpuMemory:

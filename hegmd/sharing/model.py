@@ -42,6 +42,8 @@ class Gpu:
     chip: str | None = None
     #: What no job and no lease can ever have: the driver and hegmd keep it for themselves.
     kept_bytes: int = 0
+    #: What the GPU helper has there until its copies end.
+    copying_bytes: int = 0
     #: What suspended jobs have left there with their CUDA contexts.
     contexts_bytes: int = 0
     #: False: nothing is placed there. Jobs that run there are left alone.

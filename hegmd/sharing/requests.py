@@ -387,6 +387,8 @@ def is_moving(view: View, decision: model.Decision, subject: str) -> bool:
     if any(subject in (action.subject, action.beneficiary) for action in decision.actions):
         return True
     gpus = set(waiting.gpus)
+    if any(gpu.copying_bytes and (not gpus or gpu.id in gpus) for gpu in view.snapshot.gpus):
+        return True
     priority = next((one.priority for one in view.snapshot.leases if one.id == subject), protocol.MAX_PRIORITY)
     passing = [job for job in view.snapshot.jobs if _is_passing(job, view, priority)]
     return any(not gpus or gpus & {*job.gpus, *job.held_bytes} for job in passing)

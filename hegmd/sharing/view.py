@@ -143,7 +143,10 @@ class SharingView:
             node = await self._survey.snapshot(self._uncounted(now), may=lambda _uid: True)
         free = {gpu.id: gpu.free_bytes for gpu in expected(node).gpus}
         gpus = [
-            model.Gpu(gpu.id, gpu.total_bytes, free.get(gpu.id), gpu.chip, gpu.kept_bytes, is_healthy=_is_healthy(gpu))
+            model.Gpu(
+                *(gpu.id, gpu.total_bytes, free.get(gpu.id), gpu.chip, gpu.kept_bytes, gpu.copying_bytes),
+                is_healthy=_is_healthy(gpu),
+            )
             for gpu in node.gpus
             if gpu.total_bytes is not None
         ]

@@ -82,8 +82,9 @@ def unsuitable(request: MemoryRequest, gpus: Iterable[Gpu], rooms: Mapping[str, 
 
 def most_of(gpu: Gpu, capacity_bytes: int) -> str:
     """Return how much of a GPU jobs and leases can have at most, and who has the rest."""
-    others_bytes = gpu.total_bytes - gpu.kept_bytes - gpu.contexts_bytes - capacity_bytes
+    others_bytes = gpu.total_bytes - gpu.kept_bytes - gpu.copying_bytes - gpu.contexts_bytes - capacity_bytes
     rest = [f"the driver and hegmd keep {gigabytes(gpu.kept_bytes)}"] if gpu.kept_bytes else []
+    rest += [f"hegmd uses {gigabytes(gpu.copying_bytes)} until its copies end"] if gpu.copying_bytes else []
     rest += [f"suspended jobs keep contexts of {gigabytes(gpu.contexts_bytes)}"] if gpu.contexts_bytes else []
     rest += [f"other programs use {gigabytes(others_bytes)}"] if others_bytes > 0 else []
     of = f" of its {gigabytes(gpu.total_bytes)}: {_listed(rest)}" if rest else ""

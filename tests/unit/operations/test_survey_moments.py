@@ -82,6 +82,12 @@ async def test_the_reserve_of_driver_and_hegmd_is_no_memory_for_jobs(
             running=tuple,
             supervisors=node.moving.supervisors,
             own_pids=lambda: (other.pid,),
+            copying_pids=lambda: copying,
         )
+        copying: tuple[int, ...] = ()
         assert own.kept_bytes(snapshot) == {"gpu0": 20}
         assert own.kept_bytes(real) == {"gpu0": (1 << 20) - 120 + 20}
+        assert [gpu.copying_bytes for gpu in (await own.snapshot([], may=lambda _uid: True)).gpus] == [0]
+        copying = (other.pid,)
+        assert own.kept_bytes(snapshot) == {"gpu0": 0}, "a request was refused for ever because of a copy"
+        assert [gpu.copying_bytes for gpu in (await own.snapshot([], may=lambda _uid: True)).gpus] == [20]

@@ -9,6 +9,8 @@ import pytest
 
 from hegmd.sharing.model import ARRIVING, BUSY, LEAVING, RUNNING, USER_SUSPENDED, Gpu, Job, Rules
 from hegmd.sharing.policy import decide, explain
+from hegmd.sharing.requests import is_moving
+from hegmd.sharing.view import View
 from tests.cells import in_one_test
 from tests.unit.sharing.nodes import (
     GIB,
@@ -305,3 +307,12 @@ def test_a_job_starts_on_several_gpus_of_one_chip_only() -> None:
     assert action.gpus == ("gpu0", "gpu1")
     sized = replace(queued("j1"), needs_bytes=(20 * GIB, 20 * GIB))
     assert decided(*_two_kinds(80, 0)[3:], sized) == (), "one of each chip is no pair"
+
+
+def test_a_lease_waits_while_hegmd_itself_copies_on_the_gpu() -> None:
+    """The daemon refused make-room if it looked before the GPU helper's context was gone, which no job had left."""
+    lease, copying = pending(79), replace(gpu("gpu0", 78), copying_bytes=2 * GIB)
+    for parts, is_expected in (((copying, lease), True), ((replace(copying, copying_bytes=0), lease), False)):
+        snapshot = node(*parts)
+        assert is_moving(View(NOW, snapshot), decide(snapshot, NOW), lease.id) is is_expected
+    assert explain(node(copying, lease), NOW)[0].waits.endswith(": hegmd uses 2.0 GiB until its copies end")
