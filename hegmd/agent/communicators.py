@@ -34,6 +34,7 @@ from .group_backend import (
     torch_distributed,
 )
 from .group_step import HINT_AGAIN, Step, no_news
+from .messages import MessageCounts, Position, awaited
 from .notes import note
 from .rank_agreement import Agreement, DisagreementError, Ranks
 from .refusals import refusal
@@ -52,7 +53,7 @@ _WATCHDOG_S = 0.2
 _MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 _MULTICAST = "NCCL may use NVLink multicast (NVLS), and the driver's checkpoint hangs with live multicast memory"
 _HINT_PIPELINE = (
-    "if it is a pipeline: gloo also counts sends and receives, so use NCCL, or a restart: hegmctl run --allow-restart"
+    "if it is a pipeline: gloo counts messages too, which an agent knows only if `hegmctl run` has started the job"
 )
 _HINT_UNCOVERED = "nothing was changed; use a restart instead: hegmctl run --allow-restart"
 
@@ -153,7 +154,9 @@ class ProcessGroups:
         groups = self._groups(torch, world)
         told = self._tell(groups, library)
         mine = {
-            "groups": {group.name: [group.mechanism(None if abort else library), group.sequence] for group in groups},
+            "groups": {
+                group.name: [group.mechanism(None if abort else library), *_position(group)] for group in groups
+            },
             "refusal": next(iter(told.uncovered), _MULTICAST if told.nvls else ""),
         }
         agreed = self._agree(world, "disconnect", mine, step)
@@ -325,21 +328,23 @@ def _require_agreement(agreed: Agreement, groups: list[GroupBackend]) -> None:
     """Require that no rank refuses, and that all have reached the same point in each group. Raises HegmError."""
     _require_all(agreed)
     for group in groups:
-        counts = {
-            str(rank): stated["groups"][group.name][1]
-            for rank, stated in enumerate(agreed.statements)
-            if group.name in stated["groups"]
-        }
-        if len(counts) != group.size:
-            raise refusal(f"group {group.name} has {group.size} ranks, and {len(counts)} know it", _HINT_UNCOVERED)
-        if len(set(counts.values())) > 1:
-            told = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(counts.items()))
-            raise refusal(f"collectives of group {group.name} are not finished ({told})", _hint_of_counts(group))
+        stated = [one["groups"][group.name][1:] for one in agreed.statements if group.name in one["groups"]]
+        if len(stated) != group.size:
+            raise refusal(f"group {group.name} has {group.size} ranks, and {len(stated)} know it", _HINT_UNCOVERED)
+        positions = {rank: Position(number, dict(sent), dict(received)) for rank, number, sent, received in stated}
+        if len({position.collectives for position in positions.values()}) > 1:
+            told = ", ".join(f"rank {rank}: {positions[rank].collectives}" for rank in sorted(positions))
+            hint = f"{HINT_AGAIN}; {_HINT_PIPELINE}" if group.kind == GLOO and group.messages is None else HINT_AGAIN
+            raise refusal(f"collectives of group {group.name} are not finished ({told})", hint)
+        for rank, other in awaited(positions).items():
+            message = f"messages between ranks {rank} and {other} of group {group.name} are not received yet"
+            raise refusal(message, HINT_AGAIN)
 
 
-def _hint_of_counts(group: GroupBackend) -> str:
-    # NCCL's number has collectives only. gloo's has each `send` and `recv` too, of which a stage has more than another.
-    return f"{HINT_AGAIN}; {_HINT_PIPELINE}" if group.kind == GLOO else HINT_AGAIN
+def _position(group: GroupBackend) -> tuple[int, int, list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return this rank in the group, and how far it is. Unknown messages are none."""
+    messages = group.messages or MessageCounts()
+    return group.rank, group.collectives, list(messages.sent.items()), list(messages.received.items())
 
 
 def _require_all(agreed: Agreement) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 
 from ..errors import HegmError
+from .messages import counts_of
 from .notes import note
 from .refusals import DEBUG_HINT, refusal
 
@@ -21,6 +22,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from .messages import MessageCounts
     from .nccl_library import Library
 
 NCCL, GLOO = "nccl", "gloo"
@@ -72,6 +74,8 @@ class GroupBackend:
         self._backend = backend
         self._devices = devices
         self._replaced = 0
+        # The number of the backend has gloo's messages too: those of an earlier backend are not among them.
+        self._earlier_messages = 0
         prefix = torch.distributed.PrefixStore
         #: Where this backend may have met its ranks: the store itself, or below the name that PyTorch gives its device.
         self._met_in = [store, *(prefix(f"{device.type}/", store) for device in devices)]
@@ -86,12 +90,27 @@ class GroupBackend:
         return int(self._group.size())
 
     @property
-    def sequence(self) -> int:
-        """Return how many collectives this rank has started in it. All ranks have the same number at one boundary."""
+    def rank(self) -> int:
+        """The rank of this process in it."""
+        return int(self._group.rank())
+
+    @property
+    def messages(self) -> MessageCounts | None:
+        """Return the messages that this rank has started to send and to receive in it; None if they are unknown."""
+        return counts_of(self._group)
+
+    @property
+    def collectives(self) -> int:
+        """Return how many collectives this rank has started in it. All ranks have the same number at one boundary.
+
+        If its messages are unknown, those of gloo are among them.
+        """
         try:
-            return int(self._backend._get_sequence_number_for_group())
+            number = int(self._backend._get_sequence_number_for_group())
         except RuntimeError:
             return 0  # this version does not count them for that backend
+        messages = self.messages if self.kind == GLOO else None
+        return number if messages is None else number - messages.total + self._earlier_messages
 
     @property
     def config(self) -> Any:
@@ -191,6 +210,7 @@ class GroupBackend:
                 made = self._make(store)
                 self._connect(made)
                 self._register(made)
+                self._earlier_messages = 0 if self.messages is None else self.messages.total
                 self._met_in = [store]
         except HegmError:
             raise

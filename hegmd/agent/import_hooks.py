@@ -144,9 +144,10 @@ def _on_launcher_import(module: ModuleType) -> None:
 
 
 def _on_data_parallel_import(module: ModuleType) -> None:
-    from . import reducer_buckets
+    from . import messages, reducer_buckets
 
     reducer_buckets.watch(module)
+    messages.watch(getattr(sys.modules.get("torch.distributed"), "ProcessGroup", None))
 
 
 def _guarded(action: Callable[[ModuleType], None], module: ModuleType) -> None:

@@ -30,12 +30,14 @@ KINDS = [
     ("tensor", 2, "eager groups"),
     ("pipeline", 2, "groups"),
     ("pipeline", 2, "eager both"),
+    ("pipeline", 3, "groups"),
+    ("pipeline", 4, "eager"),
     ("grid", 4, "groups both"),
     ("grid", 4, "eager"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "ranks", "words"), telling(KINDS, [("fsdp", 2, "groups")]))
+@pytest.mark.parametrize(("kind", "ranks", "words"), telling(KINDS, [("fsdp", 2, "groups"), ("pipeline", 3, "groups")]))
 def test_ranks_of_each_kind_are_moved_and_written_into_an_image(
     tmp_path: Path, kind: str, ranks: int, words: str
 ) -> None:
