@@ -95,14 +95,17 @@ def _status(job: Job) -> str:
 
 
 def _user(job: Job) -> str:
-    if job.user is not None:
-        return job.user
+    return user_name(job.uid) if job.user is None else job.user
+
+
+def user_name(uid: int) -> str:
+    """Return the name of a user of this node; the number of one that has none here."""
     from pwd import getpwuid
 
     try:
-        return getpwuid(job.uid).pw_name
+        return getpwuid(uid).pw_name
     except KeyError:
-        return str(job.uid)
+        return str(uid)
 
 
 def job_text(reply: JobReply, style: Style) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import time
 
 from hegmctl.inventory_text import below
+from hegmctl.jobs_text import user_name
 from hegmctl.quantities import binary_size, duration
 from hegmctl.tables import UNKNOWN, Column, Style, printable, table, width
 from hegmd.protocol.sharing import HELD, MOVING, QUEUED, RUNNING, STARTING, SUSPENDED
@@ -128,9 +129,11 @@ def _row(job: QueuedJob, now_utc: float) -> list[Cell]:
 
 
 def _leases(reply: QueueReply, style: Style) -> list[str]:
+    of_several = len({lease.uid for lease in reply.leases} | {job.uid for job in reply.jobs}) > 1
     columns = (
         Column("LEASE"),
         Column("NAME", shrink=8),
+        *([Column("USER", shrink=6, drop=3)] if of_several else []),
         Column("PRIORITY", right=True, drop=2),
         Column("STATE"),
         Column("SINCE", right=True, drop=3),
@@ -140,14 +143,16 @@ def _leases(reply: QueueReply, style: Style) -> list[str]:
         Column("ENDS", shrink=12),
         Column("WAITS FOR"),
     )
-    rows = [_lease_row(lease, reply.taken_utc) for lease in reply.leases]
+    rows = [_lease_row(lease, reply.taken_utc, of_several=of_several) for lease in reply.leases]
     notes = [f"{lease.id} {_awaited(lease.waits)}" for lease in reply.leases if lease.waits]
     return _with_reasons(columns, rows, 1, notes, style)
 
 
-def _lease_row(lease: Lease, now_utc: float) -> list[Cell]:
+def _lease_row(lease: Lease, now_utc: float, *, of_several: bool) -> list[Cell]:
     ends = UNKNOWN
-    if lease.pid is not None:
+    if lease.slurm_job is not None:
+        ends = f"with Slurm job {lease.slurm_job}"
+    elif lease.pid is not None:
         ends = f"with process {lease.pid}"
     elif lease.until_utc is not None:
         ends = f"in {duration(max(0.0, lease.until_utc - now_utc))}"
@@ -156,6 +161,7 @@ def _lease_row(lease: Lease, now_utc: float) -> list[Cell]:
     return [
         lease.id,
         lease.name or UNKNOWN,
+        *([user_name(lease.uid)] if of_several else []),
         str(lease.priority),
         (lease.state, "green" if lease.state == HELD else "yellow"),
         duration(max(0.0, now_utc - lease.since_utc)),

@@ -33,6 +33,7 @@ class Lease(Record):
     priority: int = field("jobs of lower priority are suspended for it")
     uid: int = field("user id of its owner")
     pid: int | None = field("the process with which it ends", default=None)
+    slurm_job: int | None = field("the Slurm job whose Prolog has made it, and whose Epilog ends it", default=None)
     until_utc: float | None = field("when it ends at the latest", default=None)
     hold_s: float | None = field("requested duration once its memory is free", default=None)
     since_utc: float = field("when it was requested")

@@ -114,6 +114,8 @@ class Lease:
     used_bytes: int = 0
     #: True if jobs of other users may be suspended for it.
     preempts_others: bool = False
+    #: What it ends with, in words: a Slurm job or a process. Empty for a lease that ends by itself or by a release.
+    ends_with: str = ""
     #: As for a job.
     retry_at_s: float | None = None
 

@@ -461,9 +461,11 @@ class _Decider:
             waits = wording.turns(names, self._now, known_s)
         elif not waits and wanted.id in self._lack_pool:
             waits = wording.full_pool(self._pool_bytes)
-        self._wait(
-            wanted.id, waits or wording.occupied(wanted, chosen), wording.follows(wanted, chosen), known_s, _ids(chosen)
-        )
+        then = wording.follows(wanted, chosen)
+        if not waits:
+            needs = [wanted.need_bytes(room.gpu, share, self._rules) for share, room in enumerate(chosen)]
+            waits, then = wording.occupied(wanted, chosen, needs, self._now)
+        self._wait(wanted.id, waits, then, known_s, _ids(chosen))
 
     # -- accounts ------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,8 @@ Owns the records and their meaning. Where they are written is in `state_file`. P
 
 from __future__ import annotations
 
+import re
+
 from hegmd.protocol.record import Record, field
 
 
@@ -34,6 +36,19 @@ class LeaseRecord(Record):
     def id(self) -> str:
         """Return what people call it."""
         return f"l{self.number}"
+
+    @property
+    def slurm_job(self) -> int | None:
+        """Return the Slurm job whose Prolog has made the lease: it gives this name. None for any other."""
+        found = re.fullmatch(r"slurm-(\d{1,15})", self.name or "") if self.is_admin else None
+        return None if found is None else int(found[1])
+
+    @property
+    def ends_with(self) -> str:
+        """Return what the lease ends with, in words; empty if it ends by itself or by a release."""
+        if self.slurm_job is not None:
+            return f"Slurm job {self.slurm_job}"
+        return "" if self.pid is None else f"process {self.pid}"
 
     def __str__(self) -> str:
         return self.id if self.name is None else f"{self.id} ({self.name})"

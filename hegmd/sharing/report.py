@@ -35,6 +35,7 @@ def lease_view(
         priority=lease.priority,
         uid=lease.uid,
         pid=lease.pid,
+        slurm_job=lease.slurm_job,
         until_utc=until_utc if lease.is_held or lease.hold_s is None else None,
         hold_s=lease.hold_s,
         since_utc=lease.since_utc,

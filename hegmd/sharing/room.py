@@ -53,8 +53,11 @@ class GpuBudget:
     freed_bytes: dict[str, int] = field(default_factory=dict[str, int])
     #: The names of those that leave it.
     leaving: list[str] = field(default_factory=list[str])
-    #: What each held lease keeps there and does not use, by its id.
-    leased_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    #: The leases that are held there; all jobs that are there or come, with what each has or was promised.
+    leases: list[Lease] = field(default_factory=list[Lease])
+    present: list[tuple[Job, int]] = field(default_factory=list[tuple[Job, int]])
+    #: Who gets memory there by this decision, and how much.
+    takers: list[tuple[MemoryRequest, int]] = field(default_factory=list[tuple[MemoryRequest, int]])
     #: The priorities of all that is placed there.
     priorities: list[int] = field(default_factory=list[int])
     hold: GpuHold | None = None
@@ -68,6 +71,11 @@ class GpuBudget:
         limit_bytes = self.hold.limit_bytes(request) if self.hold is not None else None
         return self.soon_bytes if limit_bytes is None else min(self.soon_bytes, limit_bytes)
 
+    @property
+    def other_bytes(self) -> int:
+        """Return what programs have there that are no jobs, as far as the driver and hegmd do not keep it."""
+        return self.gpu.total_bytes - self.gpu.kept_bytes - self.gpu.contexts_bytes - self.capacity_bytes
+
     def leave(self, job: Job) -> None:
         """Count on the memory of a job that runs there and is asked to leave."""
         self.soon_bytes += self.freed_bytes[job.id]
@@ -78,14 +86,15 @@ class GpuBudget:
         """Return what all jobs of that priority and below would free, whether or not they may be asked to leave."""
         return sum([self.freed_bytes[job.id] for job in self.jobs if job.priority <= priority])
 
-    def accounts(self) -> tuple[int, int, int, GpuHold | None]:
+    def accounts(self) -> tuple[int, int, int, int, GpuHold | None]:
         """Return what `reset` needs to undo `take`."""
-        return self.now_bytes, self.soon_bytes, len(self.priorities), self.hold
+        return self.now_bytes, self.soon_bytes, len(self.priorities), len(self.takers), self.hold
 
-    def reset(self, accounts: tuple[int, int, int, GpuHold | None]) -> None:
+    def reset(self, accounts: tuple[int, int, int, int, GpuHold | None]) -> None:
         """Undo every `take` since `accounts` were returned."""
-        self.now_bytes, self.soon_bytes, count, self.hold = accounts
+        self.now_bytes, self.soon_bytes, count, taker_count, self.hold = accounts
         del self.priorities[count:]
+        del self.takers[taker_count:]
 
     def take(self, request: MemoryRequest, share: int, *, at_once: bool) -> None:
         """Keep memory for `request`: free memory, or memory that will become free."""
@@ -94,6 +103,7 @@ class GpuBudget:
         if at_once:
             self.now_bytes -= size_bytes
         self.priorities.append(request.priority)
+        self.takers.append((request, size_bytes))
         if self.hold is not None and self.hold.limit_bytes(request) is not None:
             self.hold = GpuHold(self.hold.request, self.hold.spare_bytes - size_bytes, self.hold.at_s)
 
@@ -147,6 +157,7 @@ def _count_jobs(jobs: Iterable[Job], rooms: Mapping[str, GpuBudget], gpus: Mappi
                 room.now_bytes -= promised_bytes
                 room.soon_bytes -= promised_bytes
                 room.priorities.append(job.priority)
+                room.present.append((job, size_bytes))
                 if job.state == RUNNING:
                     room.jobs.append(job)
                     room.freed_bytes[job.id] = size_bytes
@@ -159,6 +170,5 @@ def _count_leases(leases: Iterable[Lease], rooms: Mapping[str, GpuBudget]) -> No
             room.now_bytes -= unused_bytes
             room.soon_bytes -= unused_bytes
             room.capacity_bytes += lease.used_bytes
-            if unused_bytes:
-                room.leased_bytes[lease.id] = unused_bytes
+            room.leases.append(lease)
             room.priorities.append(lease.priority)

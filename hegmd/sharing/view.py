@@ -492,6 +492,7 @@ class SharingView:
             gpu=lease.gpu,
             used_bytes=self.used_bytes(lease, node.candidates) if lease.is_held else 0,
             preempts_others=self._rules.suspends_others or lease.is_admin,
+            ends_with=lease.ends_with,
             retry_at_s=past.retry_at_s,
         )
 

@@ -6,10 +6,11 @@ Owns the words of reasons and of `hegmctl queue`. Decides nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from hegmd.migration.machine.wording import gigabytes
 from hegmd.node.doctor.facts import size_text
-from hegmd.sharing.model import GRANT, RESUME, Gpu
+from hegmd.sharing.model import ARRIVING, GRANT, RESUME, RUNNING, Gpu, Job
 from hegmd.sharing.room import GpuBudget
 from hegmd.sharing.wanted import MemoryRequest
 
@@ -38,18 +39,65 @@ def turns(names: Sequence[str], now: float, at_s: float) -> str:
     return f"until the turn of {_listed(names)} ends in {max(0.0, at_s - now):.0f} s"
 
 
-def occupied(request: MemoryRequest, chosen: Sequence[GpuBudget]) -> str:
-    """Return that jobs and leases which may not be suspended for it have the memory."""
-    needed = _needed(request)
+class _Holder(NamedTuple):
+    """What has memory of a GPU and may not be suspended for a request."""
+
+    text: str
+    size_bytes: int
+    #: When that memory becomes free, and how an operator frees it sooner.
+    ends: str
+
+
+def occupied(
+    request: MemoryRequest, chosen: Sequence[GpuBudget], needs_bytes: Sequence[int], now: float
+) -> tuple[str, str]:
+    """Return who has the memory and may not be suspended for `request`, the most first, and what happens next."""
     free_bytes = max(0, min(room.now_bytes for room in chosen))
-    leased = {lease: size_bytes for room in chosen for lease, size_bytes in room.leased_bytes.items()}
-    kept = ""
-    if leased:
-        kept = f", {size_text(sum(leased.values()))} is kept for {_listed([f'lease {lease}' for lease in leased])}"
-    return (
-        f"{needed} on {_places(chosen)}: {size_text(free_bytes) if free_bytes else 'nothing'} is free{kept}, "
-        "and too little of the rest may be suspended"
-    )
+    holders = [holder for room in chosen for holder in _holders(room, request, now)]
+    holders.sort(key=lambda holder: -holder.size_bytes)
+    texts = list(dict.fromkeys(holder.text for holder in holders))  # a job on two GPUs is one
+    shown = [f"{size_text(free_bytes) if free_bytes else 'nothing'} is free", *texts[:_MAX_NAMES]]
+    if len(texts) > _MAX_NAMES:
+        shown.append(f"and {len(texts) - _MAX_NAMES} more")
+    enough = [
+        holder for holder in holders if len(chosen) == 1 and holder.size_bytes + chosen[0].soon_bytes >= needs_bytes[0]
+    ]
+    once = f" once {enough[0].ends}" if enough else ""
+    return f"{_needed(request)} on {_places(chosen)}: {', '.join(shown)}", f"{follows(request, chosen)}{once}"
+
+
+def _holders(room: GpuBudget, request: MemoryRequest, now: float) -> list[_Holder]:
+    """Return the leases, jobs and other programs that keep a GPU from `request`."""
+    found: list[_Holder] = []
+    for lease in room.leases:
+        of = f" of {lease.ends_with}" if lease.ends_with else ""
+        ends = f"{lease.ends_with or f'lease {lease.id}'} ends; sooner: hegmctl release {lease.id}"
+        found.append(_Holder(f"{size_text(lease.size_bytes)} is kept for lease {lease.id}{of}", lease.size_bytes, ends))
+    for job, size_bytes in room.present:
+        if why := _why_it_stays(job, request, now):
+            found.append(_Holder(f"{job.name} with {size_text(size_bytes)} {why}", size_bytes, f"{job.name} ends"))
+    for taker, size_bytes in room.takers:
+        name = f"lease {taker.id}" if taker.job is None else taker.name
+        found.append(_Holder(f"{name} gets {size_text(size_bytes)}", size_bytes, f"{name} has ended"))
+    if room.other_bytes > 0:
+        ends = f"they end: hegmctl ps --gpu {room.gpu.id} lists them"
+        found.append(_Holder(f"other programs use {size_text(room.other_bytes)}", room.other_bytes, ends))
+    return found
+
+
+def _why_it_stays(job: Job, request: MemoryRequest, now: float) -> str:
+    """Return why a job on a GPU is not suspended for `request`; empty if it may be."""
+    if job.state != RUNNING:
+        return "is about to run" if job.state == ARRIVING else "cannot be suspended now"
+    if job.priority > request.priority or not job.is_preemptible:
+        return f"has priority {job.priority}"
+    if job.hindrance:
+        return "cannot be suspended"
+    if not request.may_preempt(job.uid):
+        return "belongs to another user"
+    if job.retry_at_s is not None and job.retry_at_s > now:
+        return "could not be suspended a moment ago"
+    return f"has the same priority, {job.priority}" if job.priority == request.priority else ""
 
 
 def held(rooms: Iterable[GpuBudget]) -> str:

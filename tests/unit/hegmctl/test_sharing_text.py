@@ -108,6 +108,11 @@ def test_the_queue_shows_jobs_and_leases_and_unknown_as_such() -> None:
     assert lines[1].split() == ["j2", "eval", "20", "waiting", "1", "min", "-", "-", "a", "GPU", "-"]
     assert lines[2] == ""
     assert "with process 4711" in lines[4]
+    of_slurm = LEASE.replace(name="slurm-42", pid=None, slurm_job=42, until_utc=9000.0, uid=4711)
+    lines = queue_text(QueueReply(taken_utc=100.0, jobs=(waiting,), leases=(of_slurm,), slices=False), PLAIN)
+    assert "with Slurm job 42" in lines[4], "it said only when it ends at the latest"
+    assert lines[3].split()[:3] == ["LEASE", "NAME", "USER"]
+    assert lines[4].split()[:3] == ["l3", "slurm-42", "4711"]
     assert queue_text(QueueReply(taken_utc=1.0, jobs=(), leases=(), slices=False), PLAIN) == [
         "No job has or wants a GPU."
     ]

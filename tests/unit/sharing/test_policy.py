@@ -280,8 +280,29 @@ def test_a_turn_needs_room_in_the_pool_for_what_goes_there_and_not_for_contexts(
 def test_a_job_that_waits_for_leased_memory_is_shown_the_lease() -> None:
     """It was told of what is free only, which with the rest of the GPU was less than the GPU has."""
     (waiting,) = explain(node(gpu("gpu0", 70), suspended("j1", 40), held(60, used_gib=10)), NOW)
-    kept = "20 GiB is free, 50 GiB is kept for lease l1"
-    assert waiting.waits == f"40 GiB on gpu0: {kept}, and too little of the rest may be suspended"
+    assert waiting.waits == "40 GiB on gpu0: 20 GiB is free, 60 GiB is kept for lease l1"
+
+
+def test_a_waiting_job_is_told_who_has_the_gpu_and_how_it_gets_it() -> None:
+    """On a node with Slurm it was told of a lease without its Slurm job, and of nobody else who has the memory."""
+    lease = replace(held(30), ends_with="Slurm job 42")
+    important, small = running("j2", 15, priority=90), running("j3", 5, priority=20)
+    (waiting,) = explain(node(gpu("gpu0", 50), queued("j1", 70), lease, important, small), NOW)
+    assert waiting.waits == (
+        "70 GiB on gpu0: 20 GiB is free, 30 GiB is kept for lease l1 of Slurm job 42, j2 with 15 GiB has priority 90, "
+        "other programs use 10 GiB"
+    )
+    assert waiting.next == "it starts on gpu0"
+    (waiting,) = explain(node(gpu("gpu0", 50), queued("j1", 45), lease, important), NOW)
+    assert waiting.next == "it starts on gpu0 once Slurm job 42 ends; sooner: hegmctl release l1"
+    (waiting,) = explain(node(gpu("gpu0", 40), queued("j1", 45), running("j4", 40, priority=90)), NOW)
+    assert waiting.next == "it starts on gpu0 once j4 ends"
+    (waiting,) = explain(node(gpu("gpu0", 20), suspended("j1", 45), running("j4", 28, priority=90)), NOW)
+    assert waiting.next == "it resumes on gpu0 once they end: hegmctl ps --gpu gpu0 lists them"
+    first, waiting = explain(node(gpu("gpu0"), pending(60), queued("j1", 45)), NOW)
+    assert first.subject == "l1"
+    assert waiting.waits == "45 GiB on gpu0: 20 GiB is free, lease l1 gets 60 GiB"
+    assert waiting.next == "it starts on gpu0 once lease l1 has ended"
 
 
 def _two_kinds(*free_gib: int) -> list[Gpu]:
