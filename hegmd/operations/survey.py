@@ -18,6 +18,8 @@ import anyio
 
 from hegmd.errors import NOT_FOUND, HegmError
 from hegmd.memory.pool import read_available_bytes
+from hegmd.migration.machine.machine import HOLDING
+from hegmd.migration.machine.next_effects import SUSPENDED
 from hegmd.migration.machine.operation import Operation, Respawn
 from hegmd.migration.machine.wording import no_such_gpu
 from hegmd.migration.methods.progress_probe import is_stopped
@@ -58,6 +60,8 @@ ASK_S = 6.0
 # Time limit to inspect processes from outside; one that cannot be inspected in time stays unknown.
 OUTSIDE_S = 2.0
 MAX_LOOKS = 4
+# How often a snapshot is taken again because an operation began, ended or turned meanwhile.
+MAX_SNAPSHOTS = 5
 # Time limit of a count, which the agent's own thread answers.
 COUNT_S = 0.3
 NVIDIA = "nvidia"
@@ -146,7 +150,12 @@ class PlanSurvey:
         if weighed_within_s is not None:
             await self._weigh(pids, may, weighed_within_s)
         pythons = {} if respawn is None or respawn.python is None else await self._ask_python(pids, may, respawn)
-        return await self._snapshot_of(await self._inventory.settled(), pids, pythons, counts, inspect_outside)
+        left = MAX_SNAPSHOTS
+        while True:  # until the memory of GPUs and the operations are of one moment
+            left, before = left - 1, _stages(self._running())
+            snapshot = await self._snapshot_of(await self._inventory.settled(), pids, pythons, counts, inspect_outside)
+            if not left or before == _stages(self._running()):
+                return snapshot
 
     async def ways(
         self, node: NodeSnapshot, processes: Sequence[GpuProcess], may: May = deny_all
@@ -537,6 +546,11 @@ def _unreachable(node: NodeSnapshot) -> Iterator[Unreachable]:
                 ended=has_ended(process),
                 why=process.note or "hegmd cannot see it",
             )
+
+
+def _stages(operations: Iterable[Operation]) -> list[tuple[str, str, bool]]:
+    """Return what of the operations decides who has their processes' GPU memory."""
+    return [(op.id, op.direction, op.phase in (SUSPENDED, HOLDING)) for op in operations]
 
 
 def _used_by(pids: Collection[int | None], node: NodeSnapshot) -> dict[str, int]:

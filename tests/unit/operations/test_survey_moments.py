@@ -8,10 +8,13 @@ from pathlib import Path
 
 import anyio
 
+from hegmd.migration.machine.next_effects import SUSPENDED
+from hegmd.migration.machine.operation import Operation
 from hegmd.migration.model import PoolMemory
 from hegmd.operations.request_context import OperationResult
 from hegmd.operations.survey import PlanSurvey
 from tests.patience import HANG_S
+from tests.unit.migration.operations import operation
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import running
 
@@ -91,3 +94,26 @@ async def test_the_reserve_of_driver_and_hegmd_is_no_memory_for_jobs(
         copying = (other.pid,)
         assert own.kept_bytes(snapshot) == {"gpu0": 0}, "a request was refused for ever because of a copy"
         assert [gpu.copying_bytes for gpu in (await own.snapshot([], may=lambda _uid: True)).gpus] == [20]
+
+
+async def test_a_snapshot_is_taken_again_if_an_operation_ends_meanwhile(tmp_path: Path) -> None:
+    """The memory of the GPU was from before a suspend and the job from after it: make-room was refused."""
+    suspending, suspended = operation(kind="suspend", phase="offloading"), operation(kind="suspend", phase=SUSPENDED)
+    moments: list[tuple[Operation, ...]] = [(suspending,), (suspending,), (suspended,)]
+    async with running(tmp_path, "1x8MiB") as node:
+        survey = PlanSurvey(
+            *(node.inventory, node.workers, lambda: PoolMemory(budget_bytes=0, free_bytes=0)),
+            count=node.moving.attendance.count,
+            running=lambda: moments.pop(0) if len(moments) > 1 else moments[0],
+            supervisors=node.moving.supervisors,
+        )
+        snapshot = await survey.snapshot([])
+        assert snapshot.running == (suspended,)
+        changing = iter(range(99))
+        survey = PlanSurvey(
+            *(node.inventory, node.workers, lambda: PoolMemory(budget_bytes=0, free_bytes=0)),
+            count=node.moving.attendance.count,
+            running=lambda: (operation(id=f"op{next(changing)}"),),
+            supervisors=node.moving.supervisors,
+        )
+        assert await survey.snapshot([]), "operations that begin again and again keep no request waiting"
