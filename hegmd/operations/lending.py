@@ -6,6 +6,7 @@ that the memory is lent, so that a restarted daemon knows which operation a job 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -25,10 +26,18 @@ KNOWN_WITHIN_S = 5.0
 
 
 class Lending:
-    """The two requests of agents."""
+    """The two requests of agents. `queue` has a job wait for room, if its resume is refused."""
 
-    def __init__(self, operations: Operations, workers: Workers, known_within_s: float = KNOWN_WITHIN_S) -> None:
+    def __init__(
+        self,
+        operations: Operations,
+        workers: Workers,
+        known_within_s: float = KNOWN_WITHIN_S,
+        *,
+        queue: Callable[[Operation], None] = lambda _op: None,
+    ) -> None:
         self._operations = operations
+        self._queue = queue
         self._workers = workers
         self._known_within_s = known_within_s
         self._runner = operations.runner
@@ -77,9 +86,11 @@ class Lending:
             return
         try:
             answer = await self._operations.resume(pid, None, context)
-        except HegmError:
+        except HegmError as error:
             if (op := self._runner.of_process(pid)) is None or not op.lent:
                 return  # another rank has asked meanwhile
+            if error.code is REFUSED and op.phase == SUSPENDED:
+                self._queue(op)
             raise
         if answer.operation is not None and answer.operation.phase == SUSPENDED:
             raise _failed(pid, answer.operation, "get its GPU memory back")

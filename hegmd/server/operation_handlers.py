@@ -52,7 +52,7 @@ class OperationHandlers:
         self._checkpoints = checkpoints
         self._policy = policy
         self._operations = operations
-        self._lending = Lending(operations, workers)
+        self._lending = Lending(operations, workers, queue=queued_resumes.enter)
         self._sequences = sequences
         self._queued_resumes = queued_resumes
         self._orphans = orphans

@@ -12,6 +12,7 @@ import anyio
 
 from hegmd.errors import BAD_REQUEST, CANCELLED, EXTERNAL, TIMEOUT, HegmError
 from hegmd.migration.machine.next_effects import SUSPENDED
+from hegmd.migration.machine.operation import Operation
 from hegmd.operations.job_requests import JobRequests
 from hegmd.operations.operations import Operations
 from hegmd.operations.request_context import OperationResult, RequestContext, limit_of
@@ -91,6 +92,11 @@ class QueuedResumes:
             return no_room
         message = f"job {job} does not train within {limit_s:g} s, and is being started now"
         return HegmError(TIMEOUT, message, f"run: hegmctl recovery {job.id}")
+
+    def enter(self, op: Operation) -> None:
+        """Have the job of a suspended operation resume in its turn: it has left its `hegm.released()` block."""
+        if (job := self._sharing.job_of(op)) is not None:
+            self._sharing.queue_resume(job, op, "its hegm.released() block has ended")
 
     async def resume(self, pid: int, to: str | None, asked: RequestContext) -> OperationResult:
         """Resume a suspended job, now or in its turn. Raises HegmError, and TIMEOUT if there was no room in time."""

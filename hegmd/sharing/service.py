@@ -377,11 +377,11 @@ class Sharing:
         """Return the job that an operation has; None if its processes belong to no job."""
         return next((job for job in self._moving.jobs if job.is_alive and self._operations_of.of(job) is op), None)
 
-    def queue_resume(self, job: JobRecord, op: Operation) -> None:
+    def queue_resume(self, job: JobRecord, op: Operation, why: str = "its user has resumed it") -> None:
         """Have a suspended job resume in its turn. Nothing changes for one that does so already."""
         if self._view.is_ours(op, self.memory.suspended.get(job.number)):
             return
-        self._enter(job, op, "its user has resumed it")
+        self._enter(job, op, why)
 
     def _enter(self, job: JobRecord, op: Operation, why: str) -> None:
         """Have a job that is off its GPUs wait for its turn. It need not settle as one that has just been suspended."""

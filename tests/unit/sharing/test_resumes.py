@@ -9,7 +9,8 @@ from typing import Any
 import anyio
 import pytest
 
-from hegmd.errors import BAD_REQUEST, CANCELLED, DENIED, REFUSED, TIMEOUT, HegmError
+from hegmd.errors import BAD_REQUEST, CANCELLED, DENIED, NOT_FOUND, REFUSED, TIMEOUT, HegmError
+from hegmd.operations.lending import Lending
 from hegmd.operations.request_context import OperationResult, RequestContext
 from hegmd.protocol import sharing as protocol
 from hegmd.sharing import model
@@ -56,7 +57,7 @@ async def test_a_job_that_its_user_resumes_waits_in_the_queue_until_there_is_roo
         (first, *_) = shared.heard
         assert first.phase == "queued"
         assert "6 MiB on gpu0" in first.waits.why
-        assert first.waits.next == "it resumes on gpu0"
+        assert first.waits.next.startswith("it resumes on gpu0 once lease l1 ends")
         (job,) = (await shared.requests.queue(ADMIN)).jobs
         assert (job.state, job.why) == ("suspended", first.waits.why)
         await shared.requests.release(protocol.Release(lease="l1"), ADMIN)
@@ -131,3 +132,25 @@ async def test_what_cannot_wait_is_refused_and_what_need_not_wait_resumes_at_onc
         assert await shared.states() == {"j1": "running"}
         with pytest.raises(HegmError, match="is not suspended"):
             await resumes.resume(process.pid, None, _asked(shared))
+
+
+async def test_a_job_that_lent_its_gpu_waits_in_the_queue_and_a_less_urgent_job_leaves_for_it(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    """Its agent asked again every two seconds, and nobody left for it: the training never continued."""
+    async with sharing_on(tmp_path) as shared:
+        lender = await shared.node.attend(process.pid, BYTES)
+        moving = shared.node.moving
+        resumes = QueuedResumes(shared.sharing, moving.operations, moving.job_requests)
+        lending = Lending(moving.operations, shared.node.workers, queue=resumes.enter)
+        await lending.lend(process.pid, _asked(shared))
+        await shared.node.attend(other.pid, BYTES, token="b" * 32)
+        await shared.requests.set_priority(protocol.SetPriority(job="j2", priority=20), ADMIN)
+        with pytest.raises(HegmError) as refused:
+            await lending.reclaim(process.pid, _asked(shared))
+        assert refused.value.code is REFUSED
+        await shared.until_states(j1="running", j2="suspended")
+        assert (lender.data, lender.parked) == (BYTES, False)
+        with pytest.raises(HegmError) as over:  # the agent asks once more, and learns that it has its memory
+            await lending.reclaim(process.pid, _asked(shared))
+        assert over.value.code is NOT_FOUND
