@@ -34,7 +34,7 @@ from .group_backend import (
     torch_distributed,
 )
 from .group_step import HINT_AGAIN, Step, no_news
-from .messages import MessageCounts, Position, awaited
+from .messages import MessageCounts, Position, awaited_messages, behind
 from .notes import note
 from .rank_agreement import Agreement, DisagreementError, Ranks
 from .refusals import refusal
@@ -127,6 +127,21 @@ class ProcessGroups:
         found.sort(key=lambda group: (group.name, group.kind))
         self._known = found
         return found
+
+    def positions(self) -> dict[str, list[Any]]:
+        """Return how far this rank is in each group: its rank there, its collectives, and its messages by peer."""
+        world = torch_distributed()
+        groups = [] if world is None else self._groups(_torch(), world)
+        return {group.name: list(_position(group)) for group in groups}
+
+    def ranks(self) -> Ranks | None:
+        """Return the ranks of this job, by an own connection to their store if possible; None without other ranks."""
+        world = torch_distributed()
+        if world is None or int(world._get_default_group().size()) < 2:
+            return None
+        group = world._get_default_group()
+        store = world._world.pg_map[group][1]
+        return _ranks_in(store.clone() if hasattr(store, "clone") else store, group)
 
     # ---- down --------------------------------------------------------------------------------------------------------
 
@@ -265,8 +280,7 @@ class ProcessGroups:
     def _agree(self, world: Any, name: str, statement: dict[str, Any], step: Step) -> Agreement:
         """Agree with all ranks of the job. Raises HegmError."""
         group = world._get_default_group()
-        store = _torch().distributed.PrefixStore("hegm/ranks/", world._world.pg_map[group][1])
-        ranks = Ranks(store, int(group.rank()), int(group.size()))
+        ranks = _ranks_in(world._world.pg_map[group][1], group)
         try:
             agreed = ranks.agree(name, statement, step.deadline, lambda: step.is_abandoned)
         except DisagreementError as error:
@@ -310,6 +324,10 @@ def _library() -> Library | None:
     return None
 
 
+def _ranks_in(store: Any, group: Any) -> Ranks:
+    return Ranks(_torch().distributed.PrefixStore("hegm/ranks/", store), int(group.rank()), int(group.size()))
+
+
 def _is_on_gpu(backend: Any, devices: list[Any]) -> bool:
     """Return True for a backend with GPU memory of peers. gloo has none, because it copies through the host."""
     inner = getattr(backend, "wrapped_pg", backend)
@@ -332,11 +350,11 @@ def _require_agreement(agreed: Agreement, groups: list[GroupBackend]) -> None:
         if len(stated) != group.size:
             raise refusal(f"group {group.name} has {group.size} ranks, and {len(stated)} know it", _HINT_UNCOVERED)
         positions = {rank: Position(number, dict(sent), dict(received)) for rank, number, sent, received in stated}
-        if len({position.collectives for position in positions.values()}) > 1:
+        if behind(positions):
             told = ", ".join(f"rank {rank}: {positions[rank].collectives}" for rank in sorted(positions))
             hint = f"{HINT_AGAIN}; {_HINT_PIPELINE}" if group.kind == GLOO and group.messages is None else HINT_AGAIN
             raise refusal(f"collectives of group {group.name} are not finished ({told})", hint)
-        for rank, other in awaited(positions).items():
+        for rank, other in awaited_messages(positions).items():
             message = f"messages between ranks {rank} and {other} of group {group.name} are not received yet"
             raise refusal(message, HINT_AGAIN)
 

@@ -85,17 +85,18 @@ class Position:
         self.received = received
 
 
-def awaited(positions: Mapping[int, Position]) -> dict[int, int]:
-    """Return each rank of a group that another one waits for, with that one. Empty if all are at one place.
+def behind(positions: Mapping[int, Position]) -> dict[int, int]:
+    """Return each rank of a group that has started fewer collectives than another one, with the furthest one."""
+    furthest = max(positions, key=lambda rank: positions[rank].collectives)
+    return {rank: furthest for rank in positions if positions[rank].collectives < positions[furthest].collectives}
 
-    A rank waits for one that has started fewer collectives, that has not sent what it receives, or that has not
-    received what it has sent.
+
+def awaited_messages(positions: Mapping[int, Position]) -> dict[int, int]:
+    """Return each rank of a group that another one waits for, with that one, if it is for a message.
+
+    Such a rank has not sent what the other receives, or has not received what the other has sent.
     """
     found: dict[int, int] = {}
-    furthest = max(positions, key=lambda rank: positions[rank].collectives)
-    for rank, own in positions.items():
-        if own.collectives < positions[furthest].collectives:
-            found[rank] = furthest
     for receiver, own in positions.items():
         unread = {
             sender: other.sent.get(receiver, 0) - own.received.get(sender, 0) for sender, other in positions.items()

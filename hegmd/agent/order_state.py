@@ -11,6 +11,8 @@ from time import monotonic
 
 from .communicators import ProcessGroups
 from .cuda_state import HAZARD_NCCL
+from .meeting import Meeting
+from .notes import note
 from .other_threads import Attempts, busy_thread
 from .refusals import BUSY_HINT, refusal
 from .storage_transfer import StorageTransfer
@@ -25,12 +27,14 @@ if TYPE_CHECKING:
 class Pending:
     """An order whose answer waits for the training thread."""
 
-    __slots__ = ("attempts", "deadline", "do", "exact", "limit_s", "order")
+    __slots__ = ("at", "attempts", "deadline", "do", "exact", "limit_s", "meeting", "order")
 
     def __init__(self, order: Order, limit_s: float | None, attempts: Attempts | None = None) -> None:
         self.order = order.order
         self.do = order.do
         self.exact = order.exact
+        self.at = order.at or 0
+        self.meeting: Meeting | None = None
         self.attempts = attempts  # of a park
         self.limit_s = limit_s
         self.deadline = None if limit_s is None else monotonic() + limit_s
@@ -43,7 +47,7 @@ class OrderState:
         self.gate = gate
         self.carrying = StorageTransfer()
         self.groups = ProcessGroups()
-        self.pending: Pending | None = None
+        self._pending: Pending | None = None
         #: The last survey of the storages, while it is valid.
         self.found: torch_state.FoundStorages | None = None
         #: Its communicator groups in that survey.
@@ -59,6 +63,29 @@ class OrderState:
             hazards = tuple(hazard for hazard in found.cuda.hazards if hazard != HAZARD_NCCL)
             found.cuda = found.cuda.replace(hazards=hazards)
         return found
+
+    @property
+    def pending(self) -> Pending | None:
+        """The order whose answer waits for the training thread."""
+        return self._pending
+
+    @pending.setter
+    def pending(self, pending: Pending | None) -> None:
+        """Replace it. An order that is not pending any more meets no ranks."""
+        before, self._pending = self._pending, pending
+        if before is not None and before.meeting is not None:
+            before.meeting.end()
+
+    def meet(self, pending: Pending) -> None:
+        """Begin to meet the other ranks of the job, if it has any, for that order."""
+        try:
+            ranks = self.groups.ranks()
+        except Exception as error:  # noqa: BLE001 - the store has gone, say: the ranks park where they count alike
+            note(f"the other ranks cannot be met: {error!r}")
+            return
+        if ranks is not None:
+            pending.meeting = Meeting(pending.at, ranks, self.groups.positions, self.gate.on_change)
+            pending.meeting.start(self.gate.home)
 
     def take_pending(self) -> Pending | None:
         pending, self.pending = self.pending, None

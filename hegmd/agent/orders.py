@@ -24,7 +24,7 @@ from .notes import note
 from .order_state import OrderState, Pending
 from .other_threads import Attempts
 from .quiesce import CALL, PARK, Gate, ParkRequest
-from .refusals import DEBUG_HINT, no_boundary, not_parked, refusal
+from .refusals import DEBUG_HINT, no_boundary, not_parked, refusal, waits_in_join
 from .snapshots import BESIDE, BESIDE_FETCHING, SNAPSHOT, Snapshots
 from .thread_stacks import thread_stacks
 
@@ -211,7 +211,7 @@ class Orders:
             another = refusal("a later order named another boundary to park at", "nothing needs to be done")
             self._answers.failed(before.order, another)
         attempts = Attempts(self._gate, ParkRequest(PARK, at=at, fits=fits), order.max_park_s)
-        self._wait_for(order, order.limit_s, attempts)
+        self._meet_for(order, attempts)
         self.snapshots.begin(order, fd)
         self._state.found = None
         if self._gate.parked and self._gate.count >= at and not goes_on:
@@ -229,7 +229,7 @@ class Orders:
         """Park at a boundary, write the state into the slot, and continue. A pending snapshot is cancelled."""
         self._end_snapshot("a later snapshot was requested")
         attempts = self.snapshots.attempts_for(order)
-        self._wait_for(order, order.limit_s, attempts)
+        self._meet_for(order, attempts)
         self.snapshots.begin(order, fd)
         attempts.begin()
         if order.exact and self._gate.count >= (order.at or 0) and not self._gate.parked:
@@ -384,7 +384,7 @@ class Orders:
     def _look_after_park(self, pending: Pending, attempts: Attempts, *, is_late: bool) -> None:
         """Answer a park as soon as it succeeds or fails: ranks that are parked may have to go to a later boundary."""
         declined = self._gate.declined
-        if declined is None and attempts.check():
+        if declined is None and self._is_met(pending, attempts):
             if pending.do != SNAPSHOT and not self._gate.lent and (took_s := self.snapshots.write_beside_park()):
                 attempts.extend(took_s)  # other threads may have run meanwhile: they are stopped again
                 return
@@ -393,15 +393,39 @@ class Orders:
                 self.snapshots.write(pending, attempts)
                 return
             self._answers.done(pending.order, parked_s=attempts.parked_s)
+        elif pending.meeting is not None and pending.meeting.is_in_join:
+            self._fail_park(pending, attempts, waits_in_join())
         elif is_late or declined is not None or (pending.exact and attempts.is_stopped_too_long):
-            parked_s = attempts.parked_s
-            self._state.pending = None
-            self.snapshots.close()
-            self._gate.withdraw()
-            self._answers.failed(pending.order, not_parked(pending.limit_s, attempts.busy, declined), parked_s=parked_s)
+            self._fail_park(pending, attempts, not_parked(pending.limit_s, attempts.busy, declined))
         elif attempts.is_stopped_too_long:
             note(f"{attempts.busy}; the training continues until the next attempt")
             attempts.pause()
+
+    def _fail_park(self, pending: Pending, attempts: Attempts, error: HegmError) -> None:
+        """Let the training continue, and answer that it does not park."""
+        parked_s = attempts.parked_s
+        self._state.pending = None
+        self.snapshots.close()
+        self._gate.withdraw()
+        self._answers.failed(pending.order, error, parked_s=parked_s)
+
+    def _is_met(self, pending: Pending, attempts: Attempts) -> bool:
+        """Return True once the training is parked, and the other ranks are parked at the same place."""
+        meeting = pending.meeting
+        if meeting is None:
+            return attempts.check()
+        if not (meeting.is_parked and self._gate.parked) and not attempts.check():
+            if meeting.is_uncounted:
+                attempts.park_next()
+            return False
+        meeting.park()
+        if meeting.has_met:
+            self._gate.count_from(pending.at)
+            return True
+        if meeting.is_awaited and not self._gate.lent:
+            meeting.go_on()
+            attempts.park_next()
+        return False
 
     def _parked_s(self, pending: Pending | None) -> float:
         """Return how long the training thread was parked for the order that is withdrawn."""
@@ -477,6 +501,12 @@ class Orders:
                 before.order, refusal("another order arrived before the answer", "nothing needs to be done")
             )
         self._state.pending = Pending(order, limit_s, attempts)
+
+    def _meet_for(self, order: Order, attempts: Attempts) -> None:
+        """Make an order to park pending; ranks of a job then meet."""
+        self._wait_for(order, order.limit_s, attempts)
+        if order.exact and self._state.pending is not None:
+            self._state.meet(self._state.pending)
 
 
 def _park_limit_s() -> float:

@@ -17,7 +17,7 @@ import sys
 from _thread import get_ident
 from time import monotonic, sleep
 
-from .quiesce import wait_at_lock
+from .quiesce import ParkRequest, wait_at_lock
 from .trap import NoCollection, is_ours, library_path
 
 TYPE_CHECKING = False
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any
 
-    from .quiesce import Gate, ParkRequest
+    from .quiesce import Gate
 
 # Relative to the standard library: where its threads wait.
 _WAITING_FILES = frozenset(
@@ -88,6 +88,14 @@ class Attempts:
 
     def next_deadline(self, look_again_s: float) -> float | None:
         return monotonic() + look_again_s if self._gate.parked else self._again_at
+
+    def park_next(self) -> None:
+        """Park the training thread at its next boundary that fits, instead of at the named one."""
+        request = self._request
+        if not self._gate.parked and request.at <= self._gate.count + 1:
+            return
+        self._request = ParkRequest(request.what, self._gate.count + 1, request.call, request.fits)
+        self.begin()
 
     def begin(self) -> None:
         """Park the training thread at its next boundary that fits."""

@@ -146,6 +146,12 @@ class Gate:
         """
         self._beside = call
 
+    def count_from(self, count: int) -> None:
+        """Count on from that number: all ranks are parked at the boundary that has it."""
+        with self._lock:
+            self._count_at_step += count - self.count
+            self.count = count
+
     def ask_on(self, request: ParkRequest) -> None:
         """Replace the request; a parked thread continues to the new one without a moment without a request."""
         with self._lock:

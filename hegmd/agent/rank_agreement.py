@@ -57,8 +57,14 @@ class Ranks:
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store = store
-        self._rank = rank
+        self.rank = rank
         self._size = size
+
+    def exchange(self, name: str, statement: Statement) -> list[Statement] | None:
+        """Publish the statement, and return the newest one of each rank under that name; None while one is missing."""
+        self._store.set(f"{name}/{self.rank}", encode(statement).hex())
+        statements = self._read(name)
+        return None if statements is None else [decode(bytes.fromhex(one)) for one in statements]
 
     def agree(self, step: str, statement: Statement, deadline: float, is_over: Callable[[], bool]) -> Agreement:
         """Publish the statement, and wait until all ranks have read what all have stated for that step.
@@ -67,14 +73,14 @@ class Ranks:
         """
         states = ""
         try:
-            self._store.set(f"{step}/stated/{self._rank}", os.urandom(_DRAWN // 2).hex() + encode(statement).hex())
+            self._store.set(f"{step}/stated/{self.rank}", os.urandom(_DRAWN // 2).hex() + encode(statement).hex())
             poll_s = _FIRST_POLL_S
             while True:
                 statements = self._read(f"{step}/stated")
                 if statements is not None:
                     confirmed = ":".join(one[:_DRAWN] for one in statements)
                     if confirmed != states:
-                        self._store.set(f"{step}/confirmed/{self._rank}", confirmed)
+                        self._store.set(f"{step}/confirmed/{self.rank}", confirmed)
                         states = confirmed
                     if self._read(f"{step}/confirmed") == [confirmed] * self._size:
                         return Agreement(
@@ -87,7 +93,7 @@ class Ranks:
         except DisagreementError:
             raise
         except Exception as error:
-            message = f"rank {self._rank} cannot reach the store of its job: {error}"
+            message = f"rank {self.rank} cannot reach the store of its job: {error}"
             raise DisagreementError(refusal(message, _HINT_STORE), is_known=not states) from error
 
     def _read(self, name: str) -> list[str] | None:

@@ -50,3 +50,11 @@ def not_parked(limit_s: float | None, busy: str | None, declined: str | None) ->
             "raise its limits of descriptors and threads (ulimit -n, -u), then try again; the job continues",
         )
     return no_boundary(limit_s, "") if busy is None else refusal(f"{busy}, not parked", BUSY_HINT)
+
+
+def waits_in_join() -> HegmError:
+    """Return the error for a rank that has no batches left, while others have some."""
+    return refusal(
+        "it has no batches left, and waits in `Join` for ranks that have some",
+        "ask again while all ranks have batches, such as early in an epoch",
+    )

@@ -12,6 +12,7 @@ import pytest
 
 from hegmd.node.processes.process_set import population_of
 from tests.e2e.agented import SCRIPTS, undisturbed
+from tests.e2e.daemon import RunningDaemon
 from tests.e2e.handed_job import ENDS_WITHIN_S, ImageJob, daemon_with_criu
 from tests.looks import COMMAND_MS, pause
 from tests.needs import need_torch
@@ -32,12 +33,16 @@ KINDS = [
     ("pipeline", 2, "eager both"),
     ("pipeline", 3, "groups"),
     ("pipeline", 4, "eager"),
+    ("pipeline", 3, "fed"),
     ("grid", 4, "groups both"),
     ("grid", 4, "eager"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "ranks", "words"), telling(KINDS, [("fsdp", 2, "groups"), ("pipeline", 3, "groups")]))
+@pytest.mark.parametrize(
+    ("kind", "ranks", "words"),
+    telling(KINDS, [("fsdp", 2, "groups"), ("pipeline", 3, "groups"), ("pipeline", 3, "fed")]),
+)
 def test_ranks_of_each_kind_are_moved_and_written_into_an_image(
     tmp_path: Path, kind: str, ranks: int, words: str
 ) -> None:
@@ -94,6 +99,22 @@ def test_ranks_go_into_images_with_their_launcher_and_its_store(tmp_path: Path) 
         assert all(found)
         expected = _losses(tmp_path / "expected", 2)
         assert found == [losses[: len(own)] for losses, own in zip(expected, found, strict=True)]
+
+
+def test_ranks_with_uneven_batches_were_rolled_back_after_a_minute(tmp_path: Path) -> None:
+    """A rank without batches waits in `Join`: it says so, and the others train on meanwhile."""
+    out = tmp_path / "out"
+    script = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPTS / "joined.py"), str(out)]
+    with RunningDaemon(tmp_path) as daemon, ImageJob(tmp_path / "job", daemon.socket_path, script=script) as job:
+        pid = str(_pids(job, 2)[0])
+        until = monotonic() + ENDS_WITHIN_S
+        while any(len(losses) < least for losses, least in zip(_losses(out, 2), (8, 4), strict=True)):
+            assert monotonic() < until, (job.folder / "errors").read_text()
+            pause()
+        ended = job.operation("suspend", pid, status=6)
+        assert ended["phase"] == "rolled-back"
+        assert "it has no batches left, and waits in `Join`" in ended["failure"]["message"]
+        _end(job, out)
 
 
 def _pids(job: ImageJob, count: int) -> list[int]:

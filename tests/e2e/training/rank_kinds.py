@@ -3,7 +3,8 @@
 KIND is fsdp (FSDP2), tensor, pipeline or grid: two by two ranks, FSDP2 in one dimension of the mesh and tensor parallel
 in the other. Each rank writes its losses, bit for bit, to PATH.RANK, until so many steps are made, or PATH.stop is
 there. With `groups` the losses are summed in a group of their own; with `both` the backends are `cpu:gloo,cuda:nccl`,
-or gloo for both if this PyTorch has no NCCL; with `eager` all groups communicate before the first step.
+or gloo for both if this PyTorch has no NCCL; with `eager` all groups communicate before the first step. With `fed` only
+rank 0 has a loader.
 """
 
 import os
@@ -98,10 +99,13 @@ data = TensorDataset(torch.randn(512, 32, generator=torch.Generator().manual_see
 if "eager" in words:
     for group in list(distributed.distributed_c10d._world.pg_map):
         distributed.barrier(group)
+loader = DataLoader(data, batch_size=16)
+if "fed" in words and rank:
+    loader = [(data.tensors[0][:16],)] * len(loader)
 done, goes_on = 0, True
 with Path(f"{path}.{rank}").open("w", buffering=1) as losses:
     while goes_on:
-        for (batch,) in DataLoader(data, batch_size=16):
+        for (batch,) in loader:
             if not (goes_on := done != steps and not (steps < 0 and is_over())):
                 break
             optimizer.zero_grad()

@@ -1,0 +1,172 @@
+"""How ranks whose boundaries are counted differently stop at one place in their training.
+
+An order to park names one count for all ranks. Ranks that count alike, such as those of DDP, are at one place there. A
+stage of a pipeline without a data loader, or a rank that evaluates alone, counts otherwise: it parks where others wait
+for it, or never gets to that count. So each rank publishes in the job's store whether it is parked, and how far it is
+in each group. A parked rank that another one waits for continues to its next boundary, and the others then park at
+their own next one. The ranks have met once all are parked and none waits for another. They count on from the ordered
+number.
+
+Counts only grow, and a parked rank's stay: so what a rank reads of the others may be old, but not wrong. Runs in a
+thread of its own, since the store may not answer; `orders` parks and releases.
+"""
+
+from __future__ import annotations
+
+import sys
+from _thread import start_new_thread
+from time import monotonic, sleep
+
+from .messages import Position, awaited_messages, behind
+from .notes import note
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from .rank_agreement import Ranks, Statement
+
+    #: By group: this rank in it, its collectives, and its messages that were sent and received, by peer.
+    Positions = dict[str, list[Any]]
+
+_FIRST_POLL_S, _MAX_POLL_S = 0.001, 0.02
+# How often a rank continues because a parked one is ahead in a collective. Then the numbers are taken to differ always.
+_MAX_AHEAD = 3
+# How long to wait for a rank that is in `Join`, which parks nowhere before the last batch of all ranks.
+_JOIN_LIMIT_S = 1.0
+_JOIN_FILE = "/torch/distributed/algorithms/join.py"
+
+
+class Meeting:
+    """One order to park, as this rank sees it. `positions` returns how far it is; `on_news` is called in the thread."""
+
+    def __init__(
+        self, at: int, ranks: Ranks, positions: Callable[[], Positions], on_news: Callable[[], object]
+    ) -> None:
+        self._at = at
+        self._ranks = ranks
+        self._positions = positions
+        self._on_news = on_news
+        self._began = monotonic()
+        self._times_ahead = 0
+        # Odd while this rank is parked: whatever was read for another number is void.
+        self._stand = 0
+        self._judged: tuple[int, bool, bool] = (0, False, False)
+        self._is_over = False
+        self._training = 0
+        #: Whether some rank's boundaries are counted otherwise, so that all park at their next one.
+        self.is_uncounted = False
+        self._is_in_join = False
+
+    def start(self, training: int) -> Meeting:
+        """Begin to publish and to read. `training` is the training thread."""
+        self._training = training
+        start_new_thread(self._live, ())
+        return self
+
+    def end(self) -> None:
+        """Publish nothing more."""
+        self._is_over = True
+
+    # ---- the agent's thread -----------------------------------------------------------------------------------------
+
+    @property
+    def is_parked(self) -> bool:
+        """True from `park` until `go_on`."""
+        return bool(self._stand % 2)
+
+    def park(self) -> None:
+        """Record that this rank is parked, and stays so until `go_on`."""
+        if not self.is_parked:
+            self._stand += 1
+
+    def go_on(self) -> None:
+        """Record that this rank continues."""
+        if self.is_parked:
+            self._stand += 1
+
+    @property
+    def has_met(self) -> bool:
+        """True once all ranks are parked at one place, or their store does not answer."""
+        stand, has_met, _ = self._judged
+        return self._is_over or (has_met and stand == self._stand)
+
+    @property
+    def is_awaited(self) -> bool:
+        """True if another rank waits for this parked one."""
+        stand, _, is_awaited = self._judged
+        return is_awaited and stand == self._stand
+
+    @property
+    def is_in_join(self) -> bool:
+        """True if this rank has no batches left and waits in `Join` for the others, after the limit on that."""
+        return self._is_in_join and monotonic() - self._began >= _JOIN_LIMIT_S
+
+    # ---- its own thread ---------------------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        poll_s = _FIRST_POLL_S
+        try:
+            while not self._is_over:
+                stand = self._stand
+                self._is_in_join = not self.is_parked and _is_in_join(self._training)
+                statement = self._statement(stand)
+                if stand == self._stand:
+                    self._judge(stand, self._ranks.exchange("meeting", statement))
+                self._on_news()
+                sleep(poll_s)
+                poll_s = min(2 * poll_s, _MAX_POLL_S)
+        except Exception as error:  # noqa: BLE001 - the store has gone, say: then they park where they count alike
+            note(f"the other ranks cannot be met: {error!r}")
+            self._is_over = True
+            self._on_news()
+
+    def _statement(self, stand: int) -> dict[str, Any]:
+        return {
+            "at": self._at,
+            "parked": bool(stand % 2),
+            "uncounted": self.is_uncounted,
+            "unmatched": self._times_ahead >= _MAX_AHEAD,
+            "groups": self._positions(),
+        }
+
+    def _judge(self, stand: int, statements: list[Statement] | None) -> None:
+        if statements is None or any(one["at"] != self._at for one in statements):
+            return
+        self.is_uncounted = self.is_uncounted or any(one["uncounted"] for one in statements)
+        awaited = ranks_awaited(statements)
+        is_awaited = bool(stand % 2) and self._ranks.rank in awaited
+        if is_awaited and awaited[self._ranks.rank] and self._judged[0] != stand:
+            self._times_ahead += 1
+        has_met = not awaited and all(one["parked"] for one in statements)
+        self.is_uncounted = self.is_uncounted or is_awaited
+        self._judged = (stand, has_met, is_awaited)
+
+
+def ranks_awaited(statements: list[Statement]) -> dict[int, bool]:
+    """Return each rank that another one waits for; True if only a parked one is ahead of it in a collective."""
+    found: dict[int, bool] = {}
+    for name in {name for one in statements for name in one["groups"]}:
+        members = {one["groups"][name][0]: rank for rank, one in enumerate(statements) if name in one["groups"]}
+        positions = {
+            own: Position(number, dict(sent), dict(received))
+            for own, number, sent, received in (one["groups"][name] for one in statements if name in one["groups"])
+        }
+        for own in awaited_messages(positions):
+            found[members[own]] = False
+        for own, other in behind(positions).items():
+            is_parked = bool(statements[members[other]]["parked"])
+            if not (is_parked and statements[members[own]]["unmatched"]):
+                found.setdefault(members[own], is_parked)
+    return found
+
+
+def _is_in_join(thread: int) -> bool:
+    """Return True if the thread has left its loop over batches, and takes part in the collectives of the others."""
+    frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage] - documented all the same
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_JOIN_FILE):
+            return True
+        frame = frame.f_back
+    return False

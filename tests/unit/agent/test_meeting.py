@@ -1,0 +1,100 @@
+"""Ranks that count their boundaries differently stop at one place: a parked one continues if another waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hegmd.agent.meeting import Meeting, ranks_awaited
+from hegmd.agent.rank_agreement import Ranks
+from tests.patience import HANG_S
+
+Group = tuple[int, int, list[tuple[int, int]], list[tuple[int, int]]]
+
+
+class Store:
+    """The store of a job."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self._values[key] = value.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self._values[key] for key in keys]
+
+
+class Met:
+    """Two ranks that meet; how far each is, is said by the test."""
+
+    def __init__(self) -> None:
+        self.collectives = [4, 4]
+        self._news = threading.Condition()
+        store = Store()
+        self.ranks = [
+            Meeting(9, Ranks(store, rank, 2), lambda rank=rank: self._positions(rank), self._note).start(0)  # type: ignore[misc]
+            for rank in range(2)
+        ]
+
+    def _positions(self, rank: int) -> dict[str, list[Any]]:
+        return {"world": [rank, self.collectives[rank], [], []]}
+
+    def _note(self) -> None:
+        with self._news:
+            self._news.notify_all()
+
+    def wait(self, rank: int, what: str) -> None:
+        """Wait until that is so of the rank."""
+        with self._news:
+            assert self._news.wait_for(lambda: getattr(self.ranks[rank], what), HANG_S), what
+
+
+@pytest.fixture
+def met() -> Iterator[Met]:
+    made = Met()
+    yield made
+    for one in made.ranks:
+        one.end()
+
+
+def test_a_stage_without_a_loader_made_its_pipeline_wait_until_the_limit(met: Met) -> None:
+    """Rank 0 stood before a step in which rank 1 was already: neither reached the boundary of the other's count."""
+    met.collectives[1] = 5
+    met.ranks[0].park()
+    met.wait(0, "is_awaited")
+    met.wait(1, "is_uncounted")
+    met.ranks[0].go_on()
+    assert not met.ranks[0].is_awaited
+    met.collectives[0] = 5
+    met.ranks[0].park()
+    met.ranks[1].park()
+    for rank in range(2):
+        met.wait(rank, "has_met")
+
+
+def test_ranks_whose_collectives_always_differ_meet_all_the_same(met: Met) -> None:
+    """A rank continues some times because a parked one is ahead, and no longer: their numbers are no measure then."""
+    met.collectives[1] = 5
+    met.ranks[1].park()
+    for _ in range(3):
+        met.ranks[0].park()
+        met.wait(0, "is_awaited")
+        met.ranks[0].go_on()
+    met.ranks[0].park()
+    for rank in range(2):
+        met.wait(rank, "has_met")
+
+
+def test_a_rank_is_awaited_for_a_message_also_by_a_parked_one() -> None:
+    stages: list[Group] = [(0, 2, [(1, 3)], []), (1, 2, [], [(0, 2)])]
+    statements = [{"parked": True, "unmatched": True, "groups": {"": one}} for one in stages]
+    assert ranks_awaited(statements) == {1: False}
+    statements[1]["groups"] = {"": (1, 2, [], [(0, 3)])}
+    assert ranks_awaited(statements) == {}
