@@ -66,12 +66,12 @@ def changed_functions(before: str, after: str) -> dict[_Key, CodeType] | None:
 
 
 def _inner(code: CodeType) -> list[CodeType]:
-    return [one for one in code.co_consts if isinstance(one, CodeType)]
+    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
 def _own(code: CodeType) -> tuple[object, ...]:
     """All of it that does not belong to inner code, and no line numbers."""
-    consts = [(type(one), one) for one in code.co_consts if not isinstance(one, CodeType)]
+    consts = [(type(constant), constant) for constant in code.co_consts if not isinstance(constant, CodeType)]
     return code.co_code, consts, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
 
 
@@ -81,7 +81,11 @@ def _replace(path: str, before: str, after: str) -> bool:
     if codes is None:
         return False
     # isinstance would ask each object for its class, and a dead weak proxy raises an exception then.
-    functions = [one for one in gc.get_objects() if type(one) is FunctionType and one.__code__.co_filename == path]
+    functions = [
+        function
+        for function in gc.get_objects()
+        if type(function) is FunctionType and function.__code__.co_filename == path
+    ]
     replaced = 0
     for function in functions:
         new = codes.get((function.__code__.co_firstlineno, function.__code__.co_name))

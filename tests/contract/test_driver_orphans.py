@@ -85,7 +85,7 @@ async def test_a_checkpointed_process_is_its_owners_alone_to_adopt(
             parked_orphans=parked_orphans,
         )
         with pytest.raises(HegmError) as refused:
-            await operations.adopt(owner.pid, None, daemon.asked(may=False))
+            await operations.adopt(owner.pid, None, daemon.context(may=False))
         assert refused.value.code is DENIED
         assert refused.value.facts["uid"] == os.geteuid()
         assert moving.runner.operations() == ()

@@ -76,7 +76,7 @@ class CachingAllocator:
         block.segment.blocks = merged
 
     def empty_cache(self) -> None:
-        self._segments = [one for one in self._segments if any(block.is_used for block in one.blocks)]
+        self._segments = [segment for segment in self._segments if any(block.is_used for block in segment.blocks)]
 
     def memory_stats_as_nested_dict(self, _device: int) -> dict[str, Any]:
         pools = {"all": (False, True), "large_pool": (False,), "small_pool": (True,)}

@@ -359,7 +359,7 @@ def a_map_that_is_no_full_permutation_changes_nothing(rig: Rig) -> None:
     uuids = [device.uuid for device in cuda.devices()]
     take_off(target.pid)
     unknown = "GPU-" + "-".join("0" * length for length in (8, 4, 4, 4, 12))
-    for pairs in ([(uuids[0], uuids[1])], [(one, unknown) for one in uuids], [(one, uuids[0]) for one in uuids]):
+    for pairs in ([(uuids[0], uuids[1])], [(uuid, unknown) for uuid in uuids], [(one, uuids[0]) for one in uuids]):
         with fails(cuda.INVALID_VALUE):
             cuda.restore(target.pid, pairs)
         must_be(cuda.state(target.pid), "checkpointed", f"the state after the map {pairs}")

@@ -19,14 +19,14 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
-def other() -> Iterator[subprocess.Popen[bytes]]:
+def second_process() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         yield child
         child.kill()
 
 
 @pytest.fixture
-def again() -> Iterator[subprocess.Popen[bytes]]:
+def third_process() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         yield child
         child.kill()

@@ -37,7 +37,7 @@ class ModelAgent:
         #: Whether it was told to rest, and whether it has let go of its own descriptor of its bytes.
         self.is_suspended = False
         self.entrusted = False
-        self.seen: list[str] = []
+        self.orders: list[str] = []
         #: The limits that came with orders, the last of each kind.
         self.limits_s: dict[str, float | None] = {}
         #: What it refuses, with these words.
@@ -87,7 +87,7 @@ class ModelAgent:
         """An order came."""
         assert self._tasks is not None
         await anyio.lowlevel.checkpoint()  # a connection takes its turn first
-        self.seen.append(order.do)
+        self.orders.append(order.do)
         self.limits_s[order.do] = order.limit_s
         copies = [os.dup(fd) for fd in fds]
         self._tasks.start_soon(self._obey, self._key, order, copies)

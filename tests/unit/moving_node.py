@@ -96,7 +96,7 @@ class Node:
     async def emit(self, progress: OperationProgress) -> None:
         self.phases.append(progress.phase)
 
-    def asked(
+    def context(
         self, *, may: bool = True, wait: bool = True, dry_run: bool = False, limit_s: float | None = None
     ) -> RequestContext:
         return RequestContext(

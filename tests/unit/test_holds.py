@@ -29,13 +29,13 @@ async def test_quiesce_is_answered_when_the_job_is_parked_and_resume_continues_i
 ) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
-        held = await node.operations.quiesce([process.pid], 900.0, node.asked())
+        held = await node.operations.quiesce([process.pid], 900.0, node.context())
         assert phase(held) == ("quiesce", "holding")
         assert held.operation is not None
         assert held.operation.waits is not None
         assert held.operation.waits.next == f"hegmctl resume {process.pid}"
         assert (agent.parked, agent.is_suspended, agent.data) == (True, False, b"weights")
-        over = await node.operations.resume(process.pid, None, node.asked())
+        over = await node.operations.resume(process.pid, None, node.context())
         assert phase(over) == ("quiesce", "done")
         assert not agent.parked
 
@@ -43,7 +43,7 @@ async def test_quiesce_is_answered_when_the_job_is_parked_and_resume_continues_i
 async def test_a_quiesced_job_resumes_when_its_time_is_over(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
-        held = await node.operations.quiesce([process.pid], 0.01, node.asked())
+        held = await node.operations.quiesce([process.pid], 0.01, node.context())
         assert held.operation is not None
         with anyio.fail_after(HANG_S):
             async with node.events.subscribe(1, ("operation.done",)) as subscription:
@@ -57,43 +57,43 @@ async def test_a_quiesced_job_resumes_when_its_time_is_over(tmp_path: Path, proc
 async def test_a_job_that_is_held_is_offloaded_under_the_same_operation(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
-        held = await node.operations.quiesce([process.pid], 900.0, node.asked())
+        held = await node.operations.quiesce([process.pid], 900.0, node.context())
         boundary = agent.boundary
-        off = await node.operations.suspend([process.pid], node.asked())
+        off = await node.operations.suspend([process.pid], node.context())
         assert phase(off) == ("suspend", "suspended")
         assert held.operation is not None
         assert off.operation is not None
         assert off.operation.id == held.operation.id
         assert (agent.data, agent.boundary) == (None, boundary)
-        await node.operations.resume(process.pid, "gpu1", node.asked())
+        await node.operations.resume(process.pid, "gpu1", node.context())
         assert agent.data == b"weights"
 
 
 async def test_a_held_job_is_not_held_again_and_only_resumes_in_place(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         await node.attend(process.pid)
-        await node.operations.quiesce([process.pid], 900.0, node.asked())
+        await node.operations.quiesce([process.pid], 900.0, node.context())
         with pytest.raises(HegmError, match=r"quiesce, holding\) already includes process") as refused:
-            await node.operations.quiesce([process.pid], 900.0, node.asked())
+            await node.operations.quiesce([process.pid], 900.0, node.context())
         assert refused.value.code is BUSY
         with pytest.raises(HegmError, match="can only resume there") as elsewhere:
-            await node.operations.resume(process.pid, "gpu1", node.asked())
+            await node.operations.resume(process.pid, "gpu1", node.context())
         assert elsewhere.value.code is REFUSED
-        moved = await node.operations.migrate([process.pid], "gpu1", node.asked())
+        moved = await node.operations.migrate([process.pid], "gpu1", node.context())
         assert phase(moved) == ("migrate", "done")
 
 
 async def test_a_hold_continues_under_the_next_daemon_and_ends_on_time(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
-        held = await node.operations.quiesce([process.pid], 900.0, node.asked())
+        held = await node.operations.quiesce([process.pid], 900.0, node.context())
         assert held.operation is not None
     async with running(tmp_path) as after:
         agent.workers = after.workers
         await agent.attend(after.tasks)
         described = await after.at_rest(held.operation.id)
         assert described.phase == "holding"
-        await after.operations.resume(process.pid, None, after.asked())
+        await after.operations.resume(process.pid, None, after.context())
         assert not agent.parked
 
 
@@ -102,7 +102,7 @@ async def test_an_invalid_time_is_refused(tmp_path: Path, process: Child, hold_s
     async with running(tmp_path) as node:
         await node.attend(process.pid)
         with pytest.raises(HegmError, match="is not a valid limit for the time parked there") as refused:
-            await node.operations.quiesce([process.pid], hold_s, node.asked())
+            await node.operations.quiesce([process.pid], hold_s, node.context())
         assert refused.value.code is BAD_REQUEST
 
 
@@ -110,7 +110,7 @@ async def test_only_a_suspended_job_is_handed_off(tmp_path: Path, process: Child
     async with running(tmp_path) as node:
         await node.attend(process.pid)
         await _refused(node, process.pid, NOT_FOUND.name, "no operation includes it")
-        await node.operations.quiesce([process.pid], 900.0, node.asked())
+        await node.operations.quiesce([process.pid], 900.0, node.context())
         await _refused(node, process.pid, REFUSED.name, "which is holding")
 
 
@@ -121,7 +121,7 @@ async def test_a_suspended_process_without_an_agent_is_in_no_image(tmp_path: Pat
         ticks = start_ticks(process.pid)
         member = worker(pid=process.pid, start_ticks=ticks, token="", gpu=None, to=None, reservations={})
         await node.operations.runner.begin(operation(member, kind="suspend", phase="suspended", id="7"))
-        wanted = (process.pid, str(tmp_path / "image"), Rights(os.geteuid(), os.getegid(), ()), node.asked())
+        wanted = (process.pid, str(tmp_path / "image"), Rights(os.geteuid(), os.getegid(), ()), node.context())
         with pytest.raises(HegmError, match=f"process {process.pid} has no agent, but an image needs one") as refused:
             await node.moving.checkpoints.handoff(*wanted)
         assert "hegmctl run" in refused.value.hint or "\n" in refused.value.message
@@ -130,5 +130,5 @@ async def test_a_suspended_process_without_an_agent_is_in_no_image(tmp_path: Pat
 
 async def _refused(node: Node, pid: int, code: str, says: str) -> None:
     with pytest.raises(HegmError, match=says) as refused:
-        await node.moving.checkpoints.handoff(pid, "/images/one", Rights(0, 0, ()), node.asked())
+        await node.moving.checkpoints.handoff(pid, "/images/one", Rights(0, 0, ()), node.context())
     assert (refused.value.code.name, f"hegmctl offload {pid}" in refused.value.hint) == (code, True)

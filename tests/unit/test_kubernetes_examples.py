@@ -161,7 +161,7 @@ def test_every_command_is_one_of_ours_and_its_variables_are_known(
 
 @pytest.mark.thorough
 def test_two_trainings_in_a_pod_have_a_port_each() -> None:
-    ports = [read_surroundings(environment(each)).port for each in pod_specs()["train-two"]["containers"]]
+    ports = [read_surroundings(environment(pod_spec)).port for pod_spec in pod_specs()["train-two"]["containers"]]
     assert len(set(ports)) == len(ports) == 2
 
 

@@ -132,9 +132,9 @@ async def test_a_job_of_another_size_at_its_boundary_comes_back_whole(
     async with running(tmp_path, spill=spill) as node:
         agent = await node.attend(os.getpid(), os.urandom(before_bytes))
         agent.at_boundary = data = os.urandom(size_bytes)
-        suspended = await node.operations.suspend([agent.pid], node.asked())
+        suspended = await node.operations.suspend([agent.pid], node.context())
         assert suspended.operation is not None
         await node.at_rest(suspended.operation.id)
         assert agent.data is None
-        await node.operations.resume(agent.pid, None, node.asked())
+        await node.operations.resume(agent.pid, None, node.context())
         assert agent.data == data

@@ -74,7 +74,7 @@ def test_a_survey_beside_a_snapshot_that_ends_is_answered_at_the_next_boundary(r
     rank.orders.obey(Order(order=2, do="survey", limit_s=HANG_S), None)
     _snapshot(rank, 3, at=9)
     rank.orders.obey(Order(order=4, do="survey", limit_s=HANG_S), None)
-    assert [(one.order, one.result) for one in rank.reports] == [(1, "failed"), (2, "failed")]
+    assert [(report.order, report.result) for report in rank.reports] == [(1, "failed"), (2, "failed")]
     rank.orders._end_snapshot("as if it was late")
     rank.orders.tick()
     rank.let_pass()
@@ -86,7 +86,7 @@ def test_a_survey_beside_a_snapshot_has_its_limit_and_gives_way_to_other_orders(
     _snapshot(rank, 1, at=9)
     rank.orders.obey(Order(order=2, do="survey", limit_s=PAUSE_S), None)
     _tick_until(rank, lambda: rank.reports)
-    assert [(one.order, one.result, one.held_bytes) for one in rank.reports] == [(2, "done", 0)]
+    assert [(report.order, report.result, report.held_bytes) for report in rank.reports] == [(2, "done", 0)]
     rank.orders.obey(Order(order=3, do="survey", limit_s=HANG_S), None)
     rank.park(4, at=1)
     assert [(one.order, one.result) for one in rank.reports[1:]] == [(1, "failed"), (3, "failed")]

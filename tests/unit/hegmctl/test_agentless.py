@@ -52,8 +52,8 @@ def running(*words: str, path: str | None, fds: tuple[int, ...] = ()) -> Iterato
             yield process
         finally:
             if process.poll() is None:
-                for one in psutil.Process(process.pid).children(recursive=True):
-                    one.kill()
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
                 process.kill()
 
 

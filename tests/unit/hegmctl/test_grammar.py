@@ -25,7 +25,9 @@ def test_everything_that_a_row_names_exists(command: Command) -> None:
 @in_one_test("command", ALL, ids=lambda command: command.name)
 def test_options_of_a_command_do_not_clash(command: Command) -> None:
     names = [name for option in (*GLOBAL_OPTIONS, *command.options) for name in option.names]
-    keys = [option.key for option in (*GLOBAL_OPTIONS, *command.options)] + [one.name for one in command.arguments]
+    keys = [option.key for option in (*GLOBAL_OPTIONS, *command.options)] + [
+        argument.name for argument in command.arguments
+    ]
     assert len(names) == len(set(names))
     assert len(keys) == len(set(keys))
 

@@ -39,7 +39,7 @@ def test_only_grown_files_are_truncated(tmp_path: Path) -> None:
     assert shorter.read_text() == "01"
     assert cut.put_back()
     assert longer.read_text() == "0123456789"
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["longer", "shorter"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["longer", "shorter"]
 
 
 def test_truncated_output_is_kept_although_ctrl_c_comes_at_that_moment(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_truncated_output_is_kept_although_ctrl_c_comes_at_that_moment(tmp_path:
     cut = cut_of(longer, 4)
     longer.write_text("0123456789")  # as if it had come just before
     assert cut.put_back()
-    assert [each.read_text() for each in tmp_path.iterdir()] == ["0123456789"]
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["0123456789"]
 
 
 def test_later_output_of_a_job_is_not_overwritten(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_restore_that_is_refused_for_what_has_grown_is_asked_for_again(tmp_pat
     assert ran.returncode == 0
     assert output.read_text() == "0123"
     assert "was cut back to 4 bytes" in ran.stderr
-    assert sorted(each.suffix for each in tmp_path.glob("output*")) == [""]
+    assert sorted(path.suffix for path in tmp_path.glob("output*")) == [""]
 
 
 def test_the_newest_whole_image_of_a_directory_is_restored(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_ctrl_c_left_an_output_cut_of_a_job_that_did_not_come_back(tmp_path: Pat
         assert terminal.end(number) == -number
         shown = "\n".join(terminal.picture.lines)
     assert "the files are restored" in shown
-    assert [each.read_text() for each in tmp_path.glob("output*")] == ["0123456789"]
+    assert [path.read_text() for path in tmp_path.glob("output*")] == ["0123456789"]
 
 
 def test_ctrl_c_leaves_an_output_as_a_job_has_it_that_is_back(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ REPLY = m.StoryReply(operation=MOVED, story=STORY)
 
 
 def segments_of(timeline: Timeline, lane: str) -> list[tuple[str, float, float]]:
-    return [(each.name, each.began_s, each.ended_s) for each in timeline.segments if each.lane == lane]
+    return [(segment.name, segment.began_s, segment.ended_s) for segment in timeline.segments if segment.lane == lane]
 
 
 def test_each_lane_has_its_steps_of_the_story() -> None:

@@ -139,7 +139,7 @@ async def test_an_agent_that_does_not_disconnect_is_reported_and_the_job_continu
         with pytest.raises(HegmError, match=f"the agent of process {paused} did not disconnect") as refused:
             await handoff.dump(attended(paused), lambda _: None)
         assert refused.value.code is TIMEOUT
-        assert (agent.seen, lent.ends) == (["aside"], ["discarded"])
+        assert (agent.orders, lent.ends) == (["aside"], ["discarded"])
         assert os.listdir(tmp_path / "aside") == [], "it would wait there"
         tasks.cancel_scope.cancel()
 
@@ -159,7 +159,7 @@ async def test_bytes_that_would_be_lost_with_the_daemon_are_no_agents_to_step_as
             handoff = handoff_with(lent, tmp_path, some_criu, workers=workers, pool=pool)
             with pytest.raises(Refused, match=f"only hegmd holds the bytes of process {paused}"):
                 await handoff.dump(op, lambda _: None)
-            assert (agent.seen, lent.ends) == ([], ["discarded"])
+            assert (agent.orders, lent.ends) == ([], ["discarded"])
             tasks.cancel_scope.cancel()
     finally:
         await pool.release(Key(op.id, "a"))

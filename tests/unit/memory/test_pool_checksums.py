@@ -259,23 +259,23 @@ async def test_a_resume_of_a_job_with_a_flipped_bit_is_not_done(
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid, os.urandom(20_000))
         before = agent.data
-        answer = await node.operations.suspend([process.pid], node.asked())
+        answer = await node.operations.suspend([process.pid], node.context())
         assert answer.operation is not None
         op_id = answer.operation.id
         await rest_of(node, op_id)
         (file,) = files_under(tmp_path / "memory")
         with file.open("r+b") as piece:
             flip(piece.fileno())
-        answer = await node.operations.resume(process.pid, None, node.asked())
+        answer = await node.operations.resume(process.pid, None, node.context())
         stayed = node.operations.runner.describe(op_id)
         assert stayed.phase == "suspended"
         message = repr(stayed)
         assert f"the bytes of process {process.pid}: chunk 0 of 1 has changed" in message
-        assert "reload" not in agent.seen
+        assert "reload" not in agent.orders
         assert agent.data is None
         with file.open("r+b") as piece:
             flip(piece.fileno())
-        await node.operations.resume(process.pid, None, node.asked())
+        await node.operations.resume(process.pid, None, node.context())
         assert agent.data == before
 
 
@@ -285,9 +285,9 @@ async def test_bytes_of_a_suspended_job_get_checksums_that_its_resume_removes(
 ) -> None:
     async with running(tmp_path) as node:
         await node.attend(process.pid)
-        answer = await node.operations.suspend([process.pid], node.asked())
+        answer = await node.operations.suspend([process.pid], node.context())
         assert answer.operation is not None
         await rest_of(node, answer.operation.id)
         assert len(files_under(tmp_path / "sums")) == 1
-        await node.operations.resume(process.pid, None, node.asked())
+        await node.operations.resume(process.pid, None, node.context())
         assert files_under(tmp_path / "sums") == []

@@ -172,7 +172,7 @@ async def test_memory_of_one_job_is_never_ready_for_another(keep: MemoryKeeping)
     await pool.release(KEY)
     while await pool.adjust_ready():
         pass
-    assert os.fstat(kept).st_ino not in {os.fstat(one.memory.fd).st_ino for one in pool.ready.segments}
+    assert os.fstat(kept).st_ino not in {os.fstat(segment.memory.fd).st_ino for segment in pool.ready.segments}
     assert os.pread((await pool.take(OTHER, 5 * MIB)).fd, 7, 0) == bytes(7)
     os.close(kept)
     pool.close()
@@ -183,7 +183,7 @@ async def test_every_rank_finds_its_own_segment(tmp_path: Path) -> None:
     pool.ready.job_bytes = lambda: [8 * MIB, 8 * MIB]
     while await pool.adjust_ready():
         pass
-    inodes = {os.fstat(one.memory.fd).st_ino for one in pool.ready.segments}
+    inodes = {os.fstat(segment.memory.fd).st_ino for segment in pool.ready.segments}
     for key in (KEY, OTHER):
         memory = await pool.take(key, 8 * MIB)
         assert os.fstat(memory.fd).st_ino in inodes
@@ -197,7 +197,7 @@ async def test_a_job_that_comes_changes_the_sizes_and_a_smaller_change_does_not(
     while await pool.adjust_ready():
         pass
     assert pool.ready.size_bytes == 32 * MIB
-    before = [one.size_bytes for one in pool.ready.segments]
+    before = [segment.size_bytes for segment in pool.ready.segments]
     assert before.count(whole_size(8 * MIB)) == 2
     pool.ready.job_bytes = lambda: [9 * MIB, 8 * MIB]
     assert not await pool.adjust_ready()

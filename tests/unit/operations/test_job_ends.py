@@ -20,11 +20,11 @@ Child = subprocess.Popen[bytes]
 Command = Callable[[Node, int], Awaitable[OperationResult]]
 
 COMMANDS: dict[str, Command] = {
-    "migrate": lambda node, pid: node.operations.migrate([pid], "gpu1", node.asked()),
-    "suspend": lambda node, pid: node.operations.suspend([pid], node.asked()),
-    "quiesce": lambda node, pid: node.operations.quiesce([pid], None, node.asked()),
-    "resume": lambda node, pid: node.operations.resume(pid, None, node.asked()),
-    "adopt": lambda node, pid: node.operations.adopt(pid, None, node.asked()),
+    "migrate": lambda node, pid: node.operations.migrate([pid], "gpu1", node.context()),
+    "suspend": lambda node, pid: node.operations.suspend([pid], node.context()),
+    "quiesce": lambda node, pid: node.operations.quiesce([pid], None, node.context()),
+    "resume": lambda node, pid: node.operations.resume(pid, None, node.context()),
+    "adopt": lambda node, pid: node.operations.adopt(pid, None, node.context()),
 }
 ORDERS = {"migrate": ("park", "offload", "reload"), "suspend": ("park", "offload"), "quiesce": ("park",)}
 KILLED = [(command, order) for command, orders in ORDERS.items() for order in orders]
@@ -65,17 +65,19 @@ async def test_a_job_killed_in_the_middle_is_not_reported_as_refused(
 
 @pytest.mark.parametrize("killed", ["first", "second"])
 async def test_a_swap_waited_for_one_job_though_the_other_had_ended(
-    tmp_path: Path, process: Child, other: Child, killed: str
+    tmp_path: Path, process: Child, second_process: Child, killed: str
 ) -> None:
     async with running(tmp_path) as node:
-        agents = [await node.attend(child.pid, token=letter * 32) for child, letter in ((process, "a"), (other, "b"))]
+        agents = [
+            await node.attend(child.pid, token=letter * 32) for child, letter in ((process, "a"), (second_process, "b"))
+        ]
         for agent in agents:
             agent.slow.add("park")
-        victim = process if killed == "first" else other
+        victim = process if killed == "first" else second_process
         async with anyio.create_task_group() as tasks:
 
             async def swap() -> None:
-                outcome = await node.sequences.swap(process.pid, other.pid, node.asked())
+                outcome = await node.sequences.swap(process.pid, second_process.pid, node.context())
                 assert [reason.code for reason in outcome.left] == [NOT_FOUND.name]
                 assert f"process {victim.pid} has ended" in outcome.left[0].message
 
@@ -83,7 +85,7 @@ async def test_a_swap_waited_for_one_job_though_the_other_had_ended(
             await agents[0].waiting.wait()
             victim.kill()
             with anyio.fail_after(HANG_S):
-                while "withdraw" not in agents[0].seen and killed == "second":
+                while "withdraw" not in agents[0].orders and killed == "second":
                     await anyio.wait_all_tasks_blocked()
                     await anyio.lowlevel.checkpoint()
             agents[0].go_on.set()

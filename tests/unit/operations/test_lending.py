@@ -23,7 +23,7 @@ async def test_two_requests_for_one_job_are_one_operation(tmp_path: Path, proces
         found: list[str] = []
 
         async def lend() -> None:
-            found.append(await lending.lend(process.pid, node.asked()))
+            found.append(await lending.lend(process.pid, node.context()))
 
         async with anyio.create_task_group() as both:
             both.start_soon(lend)
@@ -37,7 +37,7 @@ async def test_two_requests_for_one_job_are_one_operation(tmp_path: Path, proces
         assert len(set(found)) == 1
         assert agent.data is None
         assert node.reservations(process.pid) == {}
-        await lending.reclaim(process.pid, node.asked())
+        await lending.reclaim(process.pid, node.context())
         assert (agent.data, agent.parked) == (b"weights", False)
 
 
@@ -45,14 +45,14 @@ async def test_two_requests_for_one_job_are_one_operation(tmp_path: Path, proces
 async def test_the_next_daemon_knows_what_is_lent(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
-        lent = await Lending(node.operations, node.workers).lend(process.pid, node.asked())
+        lent = await Lending(node.operations, node.workers).lend(process.pid, node.context())
         await agent.leave()
     async with running(tmp_path) as node:
         agent.workers = node.workers
         await agent.attend(node.tasks)
         await node.at_rest(lent)
-        assert await Lending(node.operations, node.workers).lend(process.pid, node.asked()) == lent
-        await Lending(node.operations, node.workers).reclaim(process.pid, node.asked())
+        assert await Lending(node.operations, node.workers).lend(process.pid, node.context()) == lent
+        await Lending(node.operations, node.workers).reclaim(process.pid, node.context())
         assert agent.data == b"weights"
 
 
@@ -68,7 +68,7 @@ async def test_a_block_right_after_the_start_ran_with_its_memory_in_place(tmp_pa
         ):
             worker.gpu = None
             with pytest.raises(HegmError) as refused:
-                await lending.lend(process.pid, node.asked())
+                await lending.lend(process.pid, node.context())
             assert refused.value.code is code
         assert node.operations.runner.of_process(process.pid) is None
 
@@ -76,13 +76,13 @@ async def test_a_block_right_after_the_start_ran_with_its_memory_in_place(tmp_pa
 async def test_a_job_suspended_by_its_user_is_not_resumed_for_others(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
-        await node.operations.suspend([process.pid], node.asked(), keep_context=True)
+        await node.operations.suspend([process.pid], node.context(), keep_context=True)
         lending = Lending(node.operations, node.workers)
         with pytest.raises(HegmError) as busy:
-            await lending.lend(process.pid, node.asked())
+            await lending.lend(process.pid, node.context())
         assert busy.value.code is BUSY
         with pytest.raises(HegmError) as unknown:
-            await lending.reclaim(process.pid, node.asked())
+            await lending.reclaim(process.pid, node.context())
         assert unknown.value.code is NOT_FOUND
         assert agent.data is None
-        await node.operations.resume(process.pid, None, node.asked())
+        await node.operations.resume(process.pid, None, node.context())

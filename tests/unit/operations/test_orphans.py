@@ -31,7 +31,7 @@ async def suspended(state_dir: Path, pid: int, *, spill: bool = False) -> ModelA
     """An agent that a daemon suspended before it lost its journal."""
     async with running(state_dir) as node:
         agent = await node.attend(pid)
-        await node.operations.suspend([pid], node.asked(), spill=spill)
+        await node.operations.suspend([pid], node.context(), spill=spill)
     (state_dir / "operations.journal").unlink()
     return agent
 
@@ -54,9 +54,9 @@ async def test_parked_agents_and_bytes_without_a_journal_are_listed_and_brought_
         assert by_kind["process"].next == f"hegmctl adopt {process.pid}"
         assert node.events.counts["pool.orphan"] == 2
         with pytest.raises(HegmError, match="does not know on which GPU"):
-            await node.operations.adopt(process.pid, None, node.asked())
+            await node.operations.adopt(process.pid, None, node.context())
         assert agent.data is None
-        answer = await node.operations.adopt(process.pid, "gpu1", node.asked())
+        answer = await node.operations.adopt(process.pid, "gpu1", node.context())
         assert answer.operation is not None
         assert (answer.operation.phase, answer.operation.failure) == ("done", None)
         assert (agent.data, agent.parked) == (b"weights", False)
@@ -70,20 +70,22 @@ async def test_an_orphan_with_its_own_descriptor_needs_no_segment(tmp_path: Path
     agent = await suspended(tmp_path, process.pid)
     async with running(tmp_path) as node:
         await back(agent, node)
-        await node.operations.adopt(process.pid, "gpu0", node.asked())
+        await node.operations.adopt(process.pid, "gpu0", node.context())
         assert agent.data == b"weights"
         assert node.moving.orphans.all() == (), "its bytes in memory are not its own any more"
 
 
-async def test_a_job_is_adopted_whole(tmp_path: Path, process: Child, other: Child) -> None:
+async def test_a_job_is_adopted_whole(tmp_path: Path, process: Child, second_process: Child) -> None:
     async with running(tmp_path) as node:
-        agents = [ModelAgent(node.workers, child.pid, token=4 * f"{child.pid:08d}") for child in (process, other)]
+        agents = [
+            ModelAgent(node.workers, child.pid, token=4 * f"{child.pid:08d}") for child in (process, second_process)
+        ]
         for agent in agents:
             agent.about, agent.parked = {"job": "train"}, True
             await agent.attend(node.tasks)
-        answer = await node.operations.adopt(process.pid, "gpu0", node.asked())
+        answer = await node.operations.adopt(process.pid, "gpu0", node.context())
         assert answer.operation is not None
-        assert sorted(one.pid for one in answer.operation.processes) == sorted([process.pid, other.pid])
+        assert sorted(one.pid for one in answer.operation.processes) == sorted([process.pid, second_process.pid])
         assert answer.operation.phase == "done"
         assert [agent.parked for agent in agents] == [False, False]
 
@@ -94,11 +96,11 @@ async def test_an_adoption_that_cannot_be_finished_leaves_a_suspended_operation(
     async with running(tmp_path) as node:
         await back(agent, node)
         agent.refuses["reload"] = "no memory for it"
-        answer = await node.operations.adopt(process.pid, "gpu0", node.asked())
+        answer = await node.operations.adopt(process.pid, "gpu0", node.context())
         assert answer.operation is not None
         assert answer.operation.phase == "suspended"
         agent.refuses.clear()
-        await node.operations.resume(process.pid, "gpu1", node.asked())
+        await node.operations.resume(process.pid, "gpu1", node.context())
         assert agent.data == b"weights"
 
 
@@ -114,9 +116,9 @@ async def test_a_process_that_is_no_orphan_is_not_adopted(tmp_path: Path, proces
         if how == "elsewhere":
             agent.parked, to, code = True, "gpu9", NOT_FOUND
         if how == "taken":
-            await node.operations.suspend([process.pid], node.asked())
+            await node.operations.suspend([process.pid], node.context())
         with pytest.raises(HegmError) as refused:
-            await node.operations.adopt(pid, to, node.asked(may=may))
+            await node.operations.adopt(pid, to, node.context(may=may))
         assert refused.value.code is code or how == "taken"
         assert "1" not in [op.id for op in node.operations.runner.operations()] or how == "taken"
 
@@ -189,7 +191,7 @@ async def test_a_dry_run_adopts_nothing(tmp_path: Path, process: Child) -> None:
     agent = await suspended(tmp_path, process.pid)
     async with running(tmp_path) as node:
         await back(agent, node)
-        answer = await node.operations.adopt(process.pid, "gpu0", node.asked(dry_run=True))
+        answer = await node.operations.adopt(process.pid, "gpu0", node.context(dry_run=True))
         assert answer.operation is None
         assert answer.plan is not None
         assert len(node.moving.orphans.all()) == 2
@@ -217,7 +219,7 @@ async def test_bytes_are_given_up_by_name_only_and_a_process_never(tmp_path: Pat
         assert await orphans.drop(name, lambda uid: uid == os.getuid()), "its owner may"
         assert not (tmp_path / "memory").exists()
         assert node.events.counts["pool.dropped"] == 1
-        await node.operations.adopt(process.pid, "gpu0", node.asked(dry_run=True))
+        await node.operations.adopt(process.pid, "gpu0", node.context(dry_run=True))
 
 
 @pytest.mark.thorough
@@ -230,7 +232,7 @@ async def test_a_second_park_of_a_process_is_reported_again(tmp_path: Path, proc
             await agent.leave()
             await agent.attend(node.tasks)  # once more is no news
             assert node.events.counts["pool.orphan"] == times
-            await node.operations.adopt(process.pid, "gpu0", node.asked())
+            await node.operations.adopt(process.pid, "gpu0", node.context())
             await agent.leave()
             await agent.attend(node.tasks)
 

@@ -62,7 +62,7 @@ class ImageCatalogue:
         self.clock.utc_s += self.takes_s
         if len(self.taken) in self.fails:
             raise HegmError(REFUSED, "the disk is full", "free some")
-        return await self.node.operations.migrate([pid], self._other(pid), self.node.asked())
+        return await self.node.operations.migrate([pid], self._other(pid), self.node.context())
 
     def _other(self, pid: int) -> str:
         worker = self.node.workers.find(pid)
@@ -120,7 +120,7 @@ def other() -> Iterator[Child]:
 
 
 async def test_another_users_process_that_claims_the_same_run_does_not_prevent_images(
-    tmp_path: Path, process: Child, other: Child
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     """That one is further on, and the node has no image of it: its process is not its agent's user's."""
     async with running(tmp_path) as node:
@@ -129,7 +129,7 @@ async def test_another_users_process_that_claims_the_same_run_does_not_prevent_i
         clock = Clock(6300.0)
         shelf = ImageCatalogue(node, clock)
         async with attended(node, clock, shelf):
-            stranger = ModelAgent(node.workers, other.pid, token="b" * 32)
+            stranger = ModelAgent(node.workers, second_process.pid, token="b" * 32)
             stranger.uid, stranger.boundary = stranger.uid + 1, 9
             stranger.about = {"images": WISH, "run": "ab12", "job": "strange"}
             node.tasks.start_soon(stranger.attend, node.tasks)
@@ -195,7 +195,7 @@ async def test_none_is_taken_while_another_operation_has_the_job(tmp_path: Path,
         clock = Clock(1000.0)
         shelf = ImageCatalogue(node, clock)
         agent = await node.attend(process.pid, images=WISH, run="ab12")
-        await node.operations.quiesce([process.pid], 900.0, node.asked())
+        await node.operations.quiesce([process.pid], 900.0, node.context())
         async with attended(node, clock, shelf):
             await agent.leave()
             await agent.attend(node.tasks)

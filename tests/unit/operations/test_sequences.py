@@ -16,71 +16,73 @@ from tests.unit.moving_node import MIB, Node, running
 Child = subprocess.Popen[bytes]
 
 
-async def on_both(node: Node, process: Child, other: Child, size_bytes: int = 7) -> tuple[ModelAgent, ModelAgent]:
+async def on_both(
+    node: Node, process: Child, second_process: Child, size_bytes: int = 7
+) -> tuple[ModelAgent, ModelAgent]:
     """A job on gpu0, and another on gpu1."""
     one = await node.attend(process.pid, b"1" * size_bytes, gpu="gpu0")
-    two = await node.attend(other.pid, b"2" * size_bytes, token="b" * 32, gpu="gpu1")
+    two = await node.attend(second_process.pid, b"2" * size_bytes, token="b" * 32, gpu="gpu1")
     return one, two
 
 
 @pytest.mark.thorough
 async def test_a_drain_moves_jobs_one_by_one_and_reports_which_stay(
-    tmp_path: Path, process: Child, other: Child
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     async with running(tmp_path) as node:
         first = await node.attend(process.pid)
-        await node.operations.migrate([process.pid], "gpu1", node.asked())
-        await node.attend(other.pid, token="b" * 32)
-        await node.operations.migrate([process.pid], "gpu0", node.asked())
+        await node.operations.migrate([process.pid], "gpu1", node.context())
+        await node.attend(second_process.pid, token="b" * 32)
+        await node.operations.migrate([process.pid], "gpu0", node.context())
         first.refuses["park"] = "no boundary came"
-        outcome = await node.sequences.drain("gpu0", (), node.asked())
+        outcome = await node.sequences.drain("gpu0", (), node.context())
         assert not outcome.left
         by_pid = {operation.processes[0].pid: operation for operation in outcome.operations}
-        assert by_pid[other.pid].phase == "done"
+        assert by_pid[second_process.pid].phase == "done"
         assert by_pid[process.pid].phase == "rolled-back"
-        assert node.reservations(other.pid) == {"gpu1": 7}
+        assert node.reservations(second_process.pid) == {"gpu1": 7}
         assert node.reservations(process.pid) == {"gpu0": 7}
 
 
 @pytest.mark.thorough
 async def test_two_jobs_that_fill_their_gpus_change_places_by_way_of_the_pool(
-    tmp_path: Path, process: Child, other: Child
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     async with running(tmp_path, "2x4MiB") as node:
         one = await node.attend(process.pid, b"1" * (3 * MIB))
-        two = await node.attend(other.pid, b"2" * (3 * MIB), token="b" * 32)
-        here, there = (next(iter(node.reservations(pid))) for pid in (process.pid, other.pid))
+        two = await node.attend(second_process.pid, b"2" * (3 * MIB), token="b" * 32)
+        here, there = (next(iter(node.reservations(pid))) for pid in (process.pid, second_process.pid))
         assert here != there
-        outcome = await node.sequences.swap(process.pid, other.pid, node.asked())
+        outcome = await node.sequences.swap(process.pid, second_process.pid, node.context())
         assert [operation.phase for operation in outcome.operations] == ["done", "done"]
-        assert (list(node.reservations(process.pid)), list(node.reservations(other.pid))) == ([there], [here])
+        assert (list(node.reservations(process.pid)), list(node.reservations(second_process.pid))) == ([there], [here])
         assert (one.data, two.data) == (b"1" * (3 * MIB), b"2" * (3 * MIB))
 
 
 @pytest.mark.thorough
 async def test_two_processes_of_one_job_both_ended_on_one_gpu_after_a_swap(
-    tmp_path: Path, process: Child, other: Child
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     """Each of the two steps took the whole job along, and `done` was reported."""
     async with running(tmp_path) as node:
         await node.attend(process.pid, run="run-1")
-        await node.attend(other.pid, token="b" * 32, run="run-1")
-        here, there = (next(iter(node.reservations(pid))) for pid in (process.pid, other.pid))
+        await node.attend(second_process.pid, token="b" * 32, run="run-1")
+        here, there = (next(iter(node.reservations(pid))) for pid in (process.pid, second_process.pid))
         assert here != there
-        (operation,) = (await node.sequences.swap(process.pid, other.pid, node.asked())).operations
+        (operation,) = (await node.sequences.swap(process.pid, second_process.pid, node.context())).operations
         assert operation.phase == "done"
-        assert (list(node.reservations(process.pid)), list(node.reservations(other.pid))) == ([there], [here])
+        assert (list(node.reservations(process.pid)), list(node.reservations(second_process.pid))) == ([there], [here])
 
 
 @pytest.mark.thorough
 async def test_a_drain_with_no_waiting_client_starts_all_its_migrations(
-    tmp_path: Path, process: Child, other: Child
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     async with running(tmp_path) as node:
-        for pid, token in ((process.pid, "a" * 32), (other.pid, "b" * 32)):
+        for pid, token in ((process.pid, "a" * 32), (second_process.pid, "b" * 32)):
             agent = await node.attend(pid, token=token, gpu="gpu0")
             agent.slow.add("park")
-        outcome = await node.sequences.drain("gpu0", (), node.asked(wait=False))
+        outcome = await node.sequences.drain("gpu0", (), node.context(wait=False))
         assert [operation.id for operation in outcome.operations] == ["1", "2"]
         assert {operation.processes[0].to for operation in outcome.operations} == {"gpu1"}
         assert node.operations.runner.describe("1").phase not in {"done", "rolled-back"}
@@ -88,43 +90,45 @@ async def test_a_drain_with_no_waiting_client_starts_all_its_migrations(
 
 @pytest.mark.thorough
 async def test_moves_that_were_begun_at_once_do_not_count_on_the_same_room(
-    tmp_path: Path, process: Child, other: Child
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     """The second was planned with the room that the first had been promised, and was turned back later."""
     async with running(tmp_path, "2x8MiB") as node:
         agents = []
-        for pid, token in ((process.pid, "a" * 32), (other.pid, "b" * 32)):
+        for pid, token in ((process.pid, "a" * 32), (second_process.pid, "b" * 32)):
             agents.append(await node.attend(pid, b"x" * (3 * MIB), token, gpu="gpu0"))
         for agent in agents:
             agent.data, agent.size_bytes = b"x" * (5 * MIB), 5 * MIB  # together more than the other GPU has
-        outcome = await node.sequences.drain("gpu0", (), node.asked(wait=False))
+        outcome = await node.sequences.drain("gpu0", (), node.context(wait=False))
         assert len(outcome.operations) == 1
         (reason,) = outcome.left
         assert (reason.code, "3.0 MiB free" in reason.message) == ("refused", True)
         assert (await node.at_rest("1")).phase == "done"
 
 
-async def test_a_planned_drain_counts_what_goes_before(tmp_path: Path, process: Child, other: Child) -> None:
+async def test_a_planned_drain_counts_what_goes_before(tmp_path: Path, process: Child, second_process: Child) -> None:
     async with running(tmp_path, "2x8MiB") as node:
-        for pid, token in ((process.pid, "a" * 32), (other.pid, "b" * 32)):
+        for pid, token in ((process.pid, "a" * 32), (second_process.pid, "b" * 32)):
             await node.attend(pid, b"x" * (3 * MIB), token, gpu="gpu0")
-        plan = await node.sequences.drain("gpu0", ("gpu1",), node.asked(dry_run=True))
+        plan = await node.sequences.drain("gpu0", ("gpu1",), node.context(dry_run=True))
         assert (len(plan.plans), plan.operations, plan.left) == (2, [], [])
         assert [step.gpu_free_bytes for step in plan.plans] == [{"gpu1": 8 * MIB}, {"gpu1": 5 * MIB}]
         assert node.operations.runner.operations() == ()
 
 
 @pytest.mark.thorough
-async def test_a_drain_takes_only_the_ranks_that_are_there(tmp_path: Path, process: Child, other: Child) -> None:
+async def test_a_drain_takes_only_the_ranks_that_are_there(
+    tmp_path: Path, process: Child, second_process: Child
+) -> None:
     """The whole job went to the target, also what was not on the GPU that was to be emptied."""
     async with running(tmp_path, "3x1GiB") as node:
         await node.attend(process.pid, run="1", gpu="gpu0")
-        await node.attend(other.pid, token="b" * 32, run="1", gpu="gpu1")
-        outcome = await node.sequences.drain("gpu0", ("gpu2",), node.asked())
+        await node.attend(second_process.pid, token="b" * 32, run="1", gpu="gpu1")
+        outcome = await node.sequences.drain("gpu0", ("gpu2",), node.context())
         (operation,) = outcome.operations
         assert operation.phase == "done"
         assert node.reservations(process.pid) == {"gpu2": 7}
-        assert node.reservations(other.pid) == {"gpu1": 7}
+        assert node.reservations(second_process.pid) == {"gpu1": 7}
 
 
 @pytest.mark.parametrize(
@@ -135,7 +139,7 @@ async def test_a_drain_from_or_to_nowhere_is_refused(
 ) -> None:
     async with running(tmp_path) as node:
         with pytest.raises(HegmError) as refused:
-            await node.sequences.drain(gpu, to, node.asked())
+            await node.sequences.drain(gpu, to, node.context())
         assert refused.value.code is code
 
 
@@ -143,48 +147,52 @@ async def test_a_drain_from_or_to_nowhere_is_refused(
 async def test_a_drain_leaves_what_the_caller_may_not_move(tmp_path: Path, process: Child, dry_run: bool) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid, gpu="gpu0")
-        outcome = await node.sequences.drain("gpu0", (), node.asked(may=False, dry_run=dry_run))
+        outcome = await node.sequences.drain("gpu0", (), node.context(may=False, dry_run=dry_run))
         assert (outcome.operations, outcome.plans) == ([], [])
         assert [(reason.code, reason.pid) for reason in outcome.left] == [(DENIED.name, process.pid)]
-        assert "park" not in agent.seen
+        assert "park" not in agent.orders
 
 
 @pytest.mark.thorough
 async def test_two_jobs_change_places_one_after_the_other_where_there_is_room(
-    tmp_path: Path, process: Child, other: Child
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     async with running(tmp_path) as node:
-        await on_both(node, process, other)
-        outcome = await node.sequences.swap(process.pid, other.pid, node.asked())
+        await on_both(node, process, second_process)
+        outcome = await node.sequences.swap(process.pid, second_process.pid, node.context())
         assert [(operation.kind, operation.phase) for operation in outcome.operations] == [("migrate", "done")] * 2
         assert node.reservations(process.pid) == {"gpu1": 7}
-        assert node.reservations(other.pid) == {"gpu0": 7}
+        assert node.reservations(second_process.pid) == {"gpu0": 7}
 
 
 @pytest.mark.thorough
-async def test_a_planned_swap_names_its_steps_and_does_nothing(tmp_path: Path, process: Child, other: Child) -> None:
+async def test_a_planned_swap_names_its_steps_and_does_nothing(
+    tmp_path: Path, process: Child, second_process: Child
+) -> None:
     async with running(tmp_path, "2x4MiB") as node:
-        await on_both(node, process, other, 3 * MIB)
-        plans = (await node.sequences.swap(process.pid, other.pid, node.asked(dry_run=True))).plans
+        await on_both(node, process, second_process, 3 * MIB)
+        plans = (await node.sequences.swap(process.pid, second_process.pid, node.context(dry_run=True))).plans
         steps = [(plan.kind, plan.workers[0].pid, plan.workers[0].to) for plan in plans]
         assert steps == [
             ("suspend", process.pid, None),
-            ("suspend", other.pid, None),
+            ("suspend", second_process.pid, None),
             ("resume", process.pid, "gpu1"),
-            ("resume", other.pid, "gpu0"),
+            ("resume", second_process.pid, "gpu0"),
         ]
         assert node.operations.runner.operations() == ()
 
 
 @pytest.mark.thorough
-async def test_a_swap_whose_caller_left_suspended_a_job_for_good(tmp_path: Path, process: Child, other: Child) -> None:
+async def test_a_swap_whose_caller_left_suspended_a_job_for_good(
+    tmp_path: Path, process: Child, second_process: Child
+) -> None:
     """By way of the pool the first waits in it; the other steps and the way out were never asked for."""
     async with running(tmp_path, "2x4MiB") as node:
-        one, two = await on_both(node, process, other, 3 * MIB)
+        one, two = await on_both(node, process, second_process, 3 * MIB)
         two.slow.add("park")
         with anyio.CancelScope() as caller:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(node.sequences.swap, process.pid, other.pid, node.asked())
+                tasks.start_soon(node.sequences.swap, process.pid, second_process.pid, node.context())
                 await two.waiting.wait()
                 caller.cancel()
         with anyio.fail_after(HANG_S):
@@ -197,85 +205,88 @@ async def test_a_swap_whose_caller_left_suspended_a_job_for_good(tmp_path: Path,
                 await anyio.wait_all_tasks_blocked()
                 await anyio.lowlevel.checkpoint()
         assert one.data == b"1" * (3 * MIB)
-        assert node.reservations(other.pid) == {"gpu0": 3 * MIB}
+        assert node.reservations(second_process.pid) == {"gpu0": 3 * MIB}
 
 
 @pytest.mark.thorough
 async def test_a_swap_that_fails_in_the_middle_brings_the_first_back(
-    tmp_path: Path, process: Child, other: Child
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     async with running(tmp_path, "2x4MiB") as node:
-        one, two = await on_both(node, process, other, 3 * MIB)
+        one, two = await on_both(node, process, second_process, 3 * MIB)
         two.refuses["offload"] = "a storage is in use"
-        outcome = await node.sequences.swap(process.pid, other.pid, node.asked())
+        outcome = await node.sequences.swap(process.pid, second_process.pid, node.context())
         assert [(operation.kind, operation.phase) for operation in outcome.operations] == [
             ("resume", "done"),
             ("suspend", "rolled-back"),
         ]
         assert (one.data, one.parked) == (b"1" * (3 * MIB), False)
         assert node.reservations(process.pid) == {"gpu0": 3 * MIB}
-        assert node.reservations(other.pid) == {"gpu1": 3 * MIB}
+        assert node.reservations(second_process.pid) == {"gpu1": 3 * MIB}
 
 
 @pytest.mark.thorough
 async def test_both_jobs_are_taken_out_at_once_and_not_one_after_the_other(
-    tmp_path: Path, process: Child, other: Child
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     """Each over its own GPU's link: neither copy waits for the other one."""
     async with running(tmp_path, "2x4MiB") as node:
-        one, two = await on_both(node, process, other, 3 * MIB)
+        one, two = await on_both(node, process, second_process, 3 * MIB)
         for agent in (one, two):
             agent.slow.add("offload")
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(node.sequences.swap, process.pid, other.pid, node.asked())
+            tasks.start_soon(node.sequences.swap, process.pid, second_process.pid, node.context())
             for agent in (one, two):
                 await agent.waiting.wait()
             for agent in (one, two):
                 agent.go_on.set()
-        assert (node.reservations(process.pid), node.reservations(other.pid)) == ({"gpu1": 3 * MIB}, {"gpu0": 3 * MIB})
+        assert (node.reservations(process.pid), node.reservations(second_process.pid)) == (
+            {"gpu1": 3 * MIB},
+            {"gpu0": 3 * MIB},
+        )
 
 
 @pytest.mark.thorough
 async def test_after_a_swap_that_fails_on_the_way_back_one_job_runs_and_the_other_has_a_resume_command(
-    tmp_path: Path, process: Child, other: Child
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     async with running(tmp_path, "2x4MiB") as node:
-        one, _ = await on_both(node, process, other, 3 * MIB)
+        one, _ = await on_both(node, process, second_process, 3 * MIB)
         one.refuses["reload"] = "the test wants it so"
-        outcome = await node.sequences.swap(process.pid, other.pid, node.asked())
+        outcome = await node.sequences.swap(process.pid, second_process.pid, node.context())
         suspended, moved = sorted(outcome.operations, key=lambda op: op.processes[0].pid != process.pid)
         assert (suspended.phase, moved.phase) == ("suspended", "done")
         assert suspended.waits is not None
         assert suspended.waits.next == f"hegmctl resume {process.pid}"
         one.refuses.clear()
-        await node.operations.resume(process.pid, "gpu1", node.asked())
+        await node.operations.resume(process.pid, "gpu1", node.context())
         assert one.data == b"1" * (3 * MIB)
 
 
 @pytest.mark.thorough
-async def test_a_swap_completes_without_a_waiting_client(tmp_path: Path, process: Child, other: Child) -> None:
+async def test_a_swap_completes_without_a_waiting_client(tmp_path: Path, process: Child, second_process: Child) -> None:
     async with running(tmp_path) as node:
-        await on_both(node, process, other)
-        begun = await node.sequences.swap(process.pid, other.pid, node.asked(wait=False))
+        await on_both(node, process, second_process)
+        begun = await node.sequences.swap(process.pid, second_process.pid, node.context(wait=False))
         assert [operation.id for operation in begun.operations] == ["1"]
         with anyio.fail_after(HANG_S):
-            while node.reservations(process.pid) != {"gpu1": 7} or node.reservations(other.pid) != {"gpu0": 7}:
+            while node.reservations(process.pid) != {"gpu1": 7} or node.reservations(second_process.pid) != {"gpu0": 7}:
                 await anyio.wait_all_tasks_blocked()
                 await anyio.lowlevel.checkpoint()
 
 
 @pytest.mark.thorough
-async def test_impossible_swaps_give_the_reason(tmp_path: Path, process: Child, other: Child) -> None:
+async def test_impossible_swaps_give_the_reason(tmp_path: Path, process: Child, second_process: Child) -> None:
     async with running(tmp_path) as node:
         await node.attend(process.pid, gpu="gpu0")
-        with pytest.raises(HegmError, match=f"process {other.pid} is on no GPU"):
-            await node.sequences.swap(process.pid, other.pid, node.asked())
-        await node.attend(other.pid, token="b" * 32, gpu="gpu0")
+        with pytest.raises(HegmError, match=f"process {second_process.pid} is on no GPU"):
+            await node.sequences.swap(process.pid, second_process.pid, node.context())
+        await node.attend(second_process.pid, token="b" * 32, gpu="gpu0")
         with pytest.raises(HegmError, match="are both on gpu0"):
-            await node.sequences.swap(process.pid, other.pid, node.asked())
-        await node.operations.suspend([process.pid], node.asked())
+            await node.sequences.swap(process.pid, second_process.pid, node.context())
+        await node.operations.suspend([process.pid], node.context())
         with pytest.raises(HegmError, match="operation 1") as refused:
-            await node.sequences.swap(process.pid, other.pid, node.asked())
+            await node.sequences.swap(process.pid, second_process.pid, node.context())
         assert refused.value.code is BUSY
 
 
@@ -283,7 +294,7 @@ async def test_impossible_swaps_give_the_reason(tmp_path: Path, process: Child, 
 async def test_an_invalid_limit_is_refused(tmp_path: Path, process: Child, limit_s: float) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
-        request = node.asked(limit_s=limit_s)
+        request = node.context(limit_s=limit_s)
         with pytest.raises(HegmError, match="is not a valid limit for the wait for a boundary"):
             await node.operations.suspend([process.pid], request)
-        assert "park" not in agent.seen
+        assert "park" not in agent.orders

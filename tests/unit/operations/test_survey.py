@@ -31,7 +31,7 @@ async def test_a_plan_was_made_with_the_bytes_of_the_last_count(tmp_path: Path, 
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         agent.data, agent.size_bytes = b"more weights", 12
-        answer = await node.operations.suspend([process.pid], node.asked(dry_run=True))
+        answer = await node.operations.suspend([process.pid], node.context(dry_run=True))
         assert answer.plan is not None
         assert answer.plan.size_bytes == 12
 
@@ -42,57 +42,61 @@ async def test_a_plan_does_not_wait_for_ever_for_what_a_job_holds(tmp_path: Path
         agent = await node.attend(process.pid)
         agent.slow.add("survey")
         with anyio.fail_after(HANG_S):
-            answer = await node.operations.suspend([process.pid], node.asked(dry_run=True))
+            answer = await node.operations.suspend([process.pid], node.context(dry_run=True))
         assert answer.plan is not None
         assert answer.plan.size_bytes == 7
         agent.go_on.set()
 
 
-async def test_two_runs_of_one_name_were_one_job(tmp_path: Path, process: Child, other: Child) -> None:
+async def test_two_runs_of_one_name_were_one_job(tmp_path: Path, process: Child, second_process: Child) -> None:
     async with running(tmp_path) as node:
         await node.attend(process.pid, job="bert", run="1")
-        await node.attend(other.pid, token="b" * 32, job="bert", run="2")
-        answer = await node.operations.suspend([process.pid], node.asked(dry_run=True))
+        await node.attend(second_process.pid, token="b" * 32, job="bert", run="2")
+        answer = await node.operations.suspend([process.pid], node.context(dry_run=True))
         assert answer.plan is not None
         assert [worker.pid for worker in answer.plan.workers] == [process.pid]
 
 
-async def test_the_processes_of_one_run_move_as_one(tmp_path: Path, process: Child, other: Child) -> None:
+async def test_the_processes_of_one_run_move_as_one(tmp_path: Path, process: Child, second_process: Child) -> None:
     async with running(tmp_path) as node:
         await node.attend(process.pid, run="1")
-        await node.attend(other.pid, token="b" * 32, run="1")
-        answer = await node.operations.suspend([process.pid], node.asked(dry_run=True))
+        await node.attend(second_process.pid, token="b" * 32, run="1")
+        answer = await node.operations.suspend([process.pid], node.context(dry_run=True))
         assert answer.plan is not None
-        assert {worker.pid for worker in answer.plan.workers} == {process.pid, other.pid}
+        assert {worker.pid for worker in answer.plan.workers} == {process.pid, second_process.pid}
 
 
 @pytest.mark.thorough
-async def test_a_rank_that_was_not_counted_yet_was_left_behind(tmp_path: Path, process: Child, other: Child) -> None:
+async def test_a_rank_that_was_not_counted_yet_was_left_behind(
+    tmp_path: Path, process: Child, second_process: Child
+) -> None:
     async with running(tmp_path) as node:
         first = await node.attend(process.pid, run="1", rank=0, world_size=2)
-        late = ModelAgent(node.workers, other.pid, token="b" * 32)
+        late = ModelAgent(node.workers, second_process.pid, token="b" * 32)
         late.about = {"run": "1", "rank": 1, "world_size": 2, "size_bytes": 0, "boundary": 0}
         late.slow.add("survey")
         await late.attend(node.tasks)
-        with pytest.raises(HegmError, match=rf"rank 1 \(process {other.pid}\) has not reported its memory yet"):
-            await node.operations.suspend([process.pid], node.asked())
+        with pytest.raises(
+            HegmError, match=rf"rank 1 \(process {second_process.pid}\) has not reported its memory yet"
+        ):
+            await node.operations.suspend([process.pid], node.context())
         late.slow.clear()
         late.go_on.set()
-        answer = await node.operations.suspend([process.pid], node.asked(dry_run=True))
+        answer = await node.operations.suspend([process.pid], node.context(dry_run=True))
         assert answer.plan is not None
-        assert {worker.pid for worker in answer.plan.workers} == {process.pid, other.pid}
+        assert {worker.pid for worker in answer.plan.workers} == {process.pid, second_process.pid}
         assert not first.parked
 
 
-async def test_children_of_a_rank_are_not_waited_for(tmp_path: Path, process: Child, other: Child) -> None:
+async def test_children_of_a_rank_are_not_waited_for(tmp_path: Path, process: Child, second_process: Child) -> None:
     """The workers of a loader inherit the rank of who started them, and come to no boundary of their own."""
     async with running(tmp_path) as node:
         await node.attend(process.pid, run="1", rank=0, world_size=1)
-        helper = ModelAgent(node.workers, other.pid, token="b" * 32)
+        helper = ModelAgent(node.workers, second_process.pid, token="b" * 32)
         helper.about = {"run": "1", "rank": 0, "world_size": 1, "size_bytes": 0, "boundary": 0}
         helper.slow.add("survey")
         await helper.attend(node.tasks)
-        answer = await node.operations.suspend([process.pid], node.asked(dry_run=True))
+        answer = await node.operations.suspend([process.pid], node.context(dry_run=True))
         assert answer.plan is not None
         assert [worker.pid for worker in answer.plan.workers] == [process.pid]
         helper.go_on.set()
@@ -102,9 +106,9 @@ async def test_children_of_a_rank_are_not_waited_for(tmp_path: Path, process: Ch
 async def test_a_second_suspension_is_refused_for_the_first_alone(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         await node.attend(process.pid)
-        await node.operations.suspend([process.pid], node.asked())
+        await node.operations.suspend([process.pid], node.context())
         with pytest.raises(HegmError) as refused:
-            await node.operations.suspend([process.pid], node.asked())
+            await node.operations.suspend([process.pid], node.context())
         assert refused.value.message == f"operation 1 (suspend, suspended) already includes process {process.pid}"
         assert refused.value.hint == f"run: hegmctl resume {process.pid}"
 
@@ -113,8 +117,8 @@ async def test_a_process_that_holds_no_storages_is_refused_for_that(tmp_path: Pa
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid, b"")
         with pytest.raises(HegmError, match="holds no GPU memory that could be moved"):
-            await node.operations.migrate([process.pid], "gpu1", node.asked())
-        assert "park" not in agent.seen
+            await node.operations.migrate([process.pid], "gpu1", node.context())
+        assert "park" not in agent.orders
 
 
 @pytest.mark.thorough
@@ -130,7 +134,7 @@ async def test_a_job_before_its_first_batch_was_refused_for_being_on_no_gpu(tmp_
         await anyio.wait_all_tasks_blocked()
         for pid in (process.pid, os.getpid()):
             with pytest.raises(HegmError) as refused:
-                await node.operations.migrate([pid], "gpu1", node.asked())
+                await node.operations.migrate([pid], "gpu1", node.context())
             assert refused.value.message == f"process {pid} is starting up and is not on a GPU before its first batch"
             assert "then retry" in refused.value.hint
         agent.go_on.set()
@@ -153,7 +157,7 @@ async def test_a_plan_asks_the_supervisor_what_the_other_python_is(tmp_path: Pat
         await anyio.wait_all_tasks_blocked()
         wanted = Restarting(via="restart", python="/bin/true", set={"A": "1"})
         with pytest.raises(HegmError) as refused:
-            await node.operations.migrate([process.pid], "gpu1", node.asked(), wanted)
+            await node.operations.migrate([process.pid], "gpu1", node.context(), wanted)
         assert "/bin/true is no Python: ask /bin/true {'A': '1'}" in str(refused.value.facts["reasons"])
         supervisors.close()
 
@@ -163,7 +167,7 @@ async def test_a_dry_run_reports_that_its_job_is_stopped(tmp_path: Path, process
         await node.attend(process.pid)
         process.send_signal(signal.SIGSTOP)
         await anyio.to_thread.run_sync(os.waitpid, process.pid, os.WUNTRACED)
-        answer = await node.operations.migrate([process.pid], "gpu1", node.asked(dry_run=True))
+        answer = await node.operations.migrate([process.pid], "gpu1", node.context(dry_run=True))
         assert answer.plan is not None
         assert f"kill -CONT {process.pid}" in answer.plan.hazards[0]
         process.send_signal(signal.SIGCONT)
@@ -196,7 +200,7 @@ async def test_a_report_of_an_agent_includes_its_prestarted_process(tmp_path: Pa
 
 async def refusal_of_restart(node: Node, pid: int, limit_s: float | None = None) -> HegmError:
     with pytest.raises(HegmError) as refused:
-        await node.operations.migrate([pid], "gpu1", node.asked(limit_s=limit_s), Restarting(via="restart"))
+        await node.operations.migrate([pid], "gpu1", node.context(limit_s=limit_s), Restarting(via="restart"))
     return refused.value
 
 
@@ -257,15 +261,15 @@ async def test_a_job_whose_batches_take_long_could_not_be_restarted(tmp_path: Pa
             tasks.start_soon(ask)
             worker = node.workers.find(process.pid)
             assert worker is not None
-            surveys = agent.seen.count("survey")
+            surveys = agent.orders.count("survey")
             await node.moving.attendance.count(worker)
-            assert agent.seen.count("survey") == surveys
-            assert agent.seen.count("weigh") == 1
+            assert agent.orders.count("survey") == surveys
+            assert agent.orders.count("weigh") == 1
             impatient = await refusal_of_restart(node, process.pid, limit_s=0.05)
             assert "is unknown" in impatient.message, "it waited for as long as somebody else would"
             agent.go_on.set()
         assert ["it was weighed" in refused.message for refused in refusals] == [True, True]
-        assert agent.seen.count("weigh") == 2
+        assert agent.orders.count("weigh") == 2
 
 
 async def test_a_second_plan_does_not_change_the_data_of_the_first(tmp_path: Path, process: Child) -> None:
@@ -285,7 +289,7 @@ async def test_a_second_plan_does_not_change_the_data_of_the_first(tmp_path: Pat
 
 
 async def test_a_plan_ran_the_callers_program_as_the_user_of_a_job_that_came_while_it_was_made(
-    tmp_path: Path, process: Child, other: Child
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     """Nobody knew the pid when it was named, and others were waited for: its supervisor had LD_PRELOAD set for it."""
     stranger_uid = os.getuid() + 1
@@ -297,25 +301,25 @@ async def test_a_plan_ran_the_callers_program_as_the_user_of_a_job_that_came_whi
     async with running(tmp_path) as node:
         own = await node.attend(process.pid)
         own.slow.add("survey")
-        stranger = ModelAgent(node.workers, other.pid, token="b" * 32)
+        stranger = ModelAgent(node.workers, second_process.pid, token="b" * 32)
         stranger.uid, stranger.about = stranger_uid, {"run": "2", "rank": 0}
         supervisors = node.moving.supervisors
 
         async def come() -> None:
             await own.waiting.wait()
-            offer = Supervise(run="2", python=True, pid=other.pid, asks=True)
+            offer = Supervise(run="2", python=True, pid=second_process.pid, asks=True)
             node.tasks.start_soon(supervisors.attend, stranger, os.getpid(), stranger_uid, offer, take)
             await stranger.attend(node.tasks)
-            stranger.seen.clear()  # it was counted when it came, on nobody's behalf
+            stranger.orders.clear()  # it was counted when it came, on nobody's behalf
             own.go_on.set()
 
         node.tasks.start_soon(come)
-        request = replace(node.asked(dry_run=True), may=lambda uid: uid == os.getuid())
+        request = replace(node.context(dry_run=True), may=lambda uid: uid == os.getuid())
         wanted = Restarting(via="restart", python="/tmp/it", set={"LD_PRELOAD": "/tmp/it.so"})
         with pytest.raises(HegmError) as refused:
-            await node.operations.migrate([process.pid, other.pid], "gpu1", request, wanted)
+            await node.operations.migrate([process.pid, second_process.pid], "gpu1", request, wanted)
         assert refused.value.code is DENIED
-        assert (asked_of_it, stranger.seen) == ([], [])
+        assert (asked_of_it, stranger.orders) == ([], [])
         supervisors.close()
 
 
@@ -325,11 +329,11 @@ async def test_a_drain_does_not_survey_jobs_of_other_users(tmp_path: Path, proce
         stranger.uid = os.getuid() + 1
         await stranger.attend(node.tasks)
         await node.until_placed(process.pid)
-        stranger.seen.clear()
-        request = replace(node.asked(dry_run=True), may=lambda uid: uid == os.getuid())
+        stranger.orders.clear()
+        request = replace(node.context(dry_run=True), may=lambda uid: uid == os.getuid())
         outcome = await node.sequences.drain("gpu0", (), request)
         assert [reason.code for reason in outcome.left] == ["denied"]
-        assert stranger.seen == []
+        assert stranger.orders == []
 
 
 @pytest.mark.thorough
@@ -337,9 +341,9 @@ async def test_a_suspended_job_keeps_its_owner_while_its_agent_is_disconnected(t
     """It is on no GPU, and so in no list of processes: a daemon that was just started knows it as its operation's."""
     async with running(tmp_path) as node:
         await node.attend(process.pid)
-        await node.operations.suspend([process.pid], node.asked())
+        await node.operations.suspend([process.pid], node.context())
     async with running(tmp_path) as node:
-        request = replace(node.asked(), may=lambda uid: uid == os.getuid() + 1)
+        request = replace(node.context(), may=lambda uid: uid == os.getuid() + 1)
         with pytest.raises(HegmError) as refused:
             node.operations.check(request, [process.pid])
         assert (refused.value.code, refused.value.message) == (DENIED, f"operation 1 belongs to uid {os.getuid()}")

@@ -22,22 +22,22 @@ Child = subprocess.Popen[bytes]
 
 
 async def test_ranks_with_short_steps_that_answer_at_different_moments_count_as_distributed(
-    tmp_path: Path, process: Child, other: Child
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     """They were quiesced one by one: each waited for another that was parked already."""
     async with running(tmp_path) as node:
         first = await node.attend(process.pid, run="1", rank=0, world_size=2)
-        second = await node.attend(other.pid, token="b" * 32, run="1", rank=1, world_size=2)
+        second = await node.attend(second_process.pid, token="b" * 32, run="1", rank=1, world_size=2)
         second.slow.add("survey")
         plans: list[OperationResult] = []
 
         async def plan() -> None:
-            plans.append(await node.operations.suspend([process.pid], node.asked(dry_run=True)))
+            plans.append(await node.operations.suspend([process.pid], node.context(dry_run=True)))
 
         node.tasks.start_soon(plan)
         with anyio.fail_after(HANG_S):
             await second.waiting.wait()
-            while "survey" not in first.seen:
+            while "survey" not in first.orders:
                 await anyio.lowlevel.checkpoint()
             await anyio.wait_all_tasks_blocked()
             first.boundary += 1000
@@ -59,7 +59,7 @@ async def test_a_job_whose_first_survey_was_late_was_placed_as_if_it_held_nothin
         agent.about, agent.is_late = {"size_bytes": 0}, True
         await agent.attend(node.tasks)
         with anyio.fail_after(HANG_S):
-            while agent.seen.count("survey") < 2:
+            while agent.orders.count("survey") < 2:
                 await anyio.lowlevel.checkpoint()
         worker = node.workers.find(process.pid)
         assert worker is not None
@@ -70,12 +70,12 @@ async def test_a_job_whose_first_survey_was_late_was_placed_as_if_it_held_nothin
 
 
 async def test_the_reserve_of_driver_and_hegmd_is_no_memory_for_jobs(
-    tmp_path: Path, process: Child, other: Child
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     """A request for nearly a whole GPU waited until its time limit, since no job can ever have that much."""
     async with running(tmp_path, "1x8MiB") as node:
         await node.attend(process.pid, b"1" * 100)
-        await node.attend(other.pid, b"1" * 20, token="b" * 32)
+        await node.attend(second_process.pid, b"1" * 20, token="b" * 32)
         snapshot = await node.inventory.fresh(0.0)
         real = replace(snapshot, gpus=tuple([gpu.replace(memory_free_bytes=8 << 20) for gpu in snapshot.gpus]))
         real = replace(real, gpus=tuple([gpu.replace(memory_total_bytes=9 << 20) for gpu in real.gpus]))
@@ -84,14 +84,14 @@ async def test_the_reserve_of_driver_and_hegmd_is_no_memory_for_jobs(
             count=node.moving.attendance.count,
             running=tuple,
             supervisors=node.moving.supervisors,
-            own_pids=lambda: (other.pid,),
+            own_pids=lambda: (second_process.pid,),
             copying_pids=lambda: copying,
         )
         copying: tuple[int, ...] = ()
         assert own.kept_bytes(snapshot) == {"gpu0": 20}
         assert own.kept_bytes(real) == {"gpu0": (1 << 20) - 120 + 20}
         assert [gpu.copying_bytes for gpu in (await own.snapshot([], may=lambda _uid: True)).gpus] == [0]
-        copying = (other.pid,)
+        copying = (second_process.pid,)
         assert own.kept_bytes(snapshot) == {"gpu0": 0}, "a request was refused for ever because of a copy"
         assert [gpu.copying_bytes for gpu in (await own.snapshot([], may=lambda _uid: True)).gpus] == [20]
 

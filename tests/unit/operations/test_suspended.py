@@ -67,10 +67,10 @@ async def until(node: Node, kind: str, count: int = 1) -> None:
 async def test_a_suspended_job_stays_parked_however_long_no_daemon_runs(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
-        await node.operations.suspend([process.pid], node.asked())
+        await node.operations.suspend([process.pid], node.context())
         await anyio.wait_all_tasks_blocked()
         assert (agent.is_suspended, agent.entrusted) == (True, False)
-        await node.operations.resume(process.pid, None, node.asked())
+        await node.operations.resume(process.pid, None, node.context())
         assert agent.data == b"weights"
 
 
@@ -83,15 +83,15 @@ async def test_a_suspend_takes_memory_that_was_ready_and_the_next_daemon_finds_t
         ready = node.moving.pool.ready
         await TellingReadyMemory.full.wait()
         assert ready.size_bytes == 12 * MIB
-        planned = await node.operations.suspend([process.pid], node.asked(dry_run=True))
+        planned = await node.operations.suspend([process.pid], node.context(dry_run=True))
         assert planned.plan is not None
         assert planned.plan.pool_ready_bytes == 12 * MIB
         inode = os.fstat(ready.segments[0].memory.fd).st_ino
-        answer = await node.operations.suspend([process.pid], node.asked())
+        answer = await node.operations.suspend([process.pid], node.context())
         assert answer.operation is not None
         memory = node.moving.pool.memory(Key(answer.operation.id, str(process.pid)))
         assert os.fstat(memory.fd).st_ino == inode
-        await node.operations.resume(process.pid, None, node.asked())
+        await node.operations.resume(process.pid, None, node.context())
         assert agent.data == b"weights"
     async with running(tmp_path, ready=TellingReadyMemory(12 * MIB, step_bytes=4 * MIB)) as node:
         await TellingReadyMemory.full.wait()
@@ -102,14 +102,14 @@ async def test_a_suspend_takes_memory_that_was_ready_and_the_next_daemon_finds_t
 async def test_spilled_it_takes_no_memory_and_comes_back_with_its_bytes(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
-        answer = await node.operations.suspend([process.pid], node.asked(), spill=True)
+        answer = await node.operations.suspend([process.pid], node.context(), spill=True)
         assert answer.operation is not None
         assert answer.operation.phase == "suspended"
         assert agent.entrusted
         assert node.moving.pool.held_bytes == 0
         assert len(spilled_files(tmp_path)) == 1
         assert not (tmp_path / "memory").exists()
-        await node.operations.resume(process.pid, "gpu1", node.asked())
+        await node.operations.resume(process.pid, "gpu1", node.context())
         assert (agent.data, agent.parked) == (b"weights", False)
         assert spilled_files(tmp_path) == []
         assert node.moving.pool.spilled_bytes == 0
@@ -119,12 +119,12 @@ async def test_spilled_it_takes_no_memory_and_comes_back_with_its_bytes(tmp_path
 async def test_a_job_that_is_suspended_already_is_spilled_when_that_is_asked(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
-        await node.operations.suspend([process.pid], node.asked())
+        await node.operations.suspend([process.pid], node.context())
         await anyio.wait_all_tasks_blocked()
         assert node.moving.pool.held_bytes
-        await node.operations.suspend([process.pid], node.asked(), spill=True)
+        await node.operations.suspend([process.pid], node.context(), spill=True)
         assert node.moving.pool.held_bytes == 0
-        assert agent.seen[-2:] == ["rest", "entrust"]
+        assert agent.orders[-2:] == ["rest", "entrust"]
         assert "spilling" in node.phases
 
 
@@ -134,12 +134,12 @@ async def test_held_bytes_are_dropped_by_no_other_user_and_for_no_living_process
 ) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
-        answer = await node.operations.suspend([process.pid], node.asked())
+        answer = await node.operations.suspend([process.pid], node.context())
         assert answer.operation is not None
         for may, why in ((False, "belongs to uid"), (True, "is running and owns its saved state")):
             with pytest.raises(HegmError, match=why):
-                await node.operations.drop(answer.operation.id, node.asked(may=may))
-        await node.operations.resume(process.pid, None, node.asked())
+                await node.operations.drop(answer.operation.id, node.context(may=may))
+        await node.operations.resume(process.pid, None, node.context())
         assert agent.data == b"weights"
 
 
@@ -149,16 +149,16 @@ async def test_ranks_that_cannot_connect_again_are_ended_by_their_owner_and_free
     """A job whose launcher had ended kept its bytes, and no command freed them."""
     async with running(tmp_path) as node:
         await node.attend(process.pid)
-        answer = await node.operations.suspend([process.pid], node.asked())
+        answer = await node.operations.suspend([process.pid], node.context())
         assert answer.operation is not None
         op_id, runner = answer.operation.id, node.moving.runner
         operation = runner.history(op_id).operation.replace(failed_reconnects=MAX_RECONNECTS)
         failed = replace(runner.history(op_id), operation=operation)
         runner._running[op_id].history = runner._ledger._histories[op_id] = failed
         with pytest.raises(HegmError, match="belongs to uid"):
-            await node.operations.drop(op_id, node.asked(may=False))
+            await node.operations.drop(op_id, node.context(may=False))
         assert process.poll() is None
-        dropped = await node.operations.drop(op_id, node.asked())
+        dropped = await node.operations.drop(op_id, node.context())
         assert (dropped.phase, node.moving.pool.held_bytes) == ("lost", 0)
         assert process.wait() == -signal.SIGKILL
 
@@ -167,13 +167,13 @@ async def test_a_full_disk_leaves_it_suspended_with_its_bytes_in_memory(tmp_path
     async with running(tmp_path, spare_bytes=1 << 60) as node:
         agent = await node.attend(process.pid)
         with pytest.raises(HegmError, match=r"is suspended, and its bytes stay in memory.*MiB free") as refused:
-            await node.operations.suspend([process.pid], node.asked(), spill=True)
+            await node.operations.suspend([process.pid], node.context(), spill=True)
         assert refused.value.code is REFUSED
         assert "pool.spill_dir" in refused.value.hint
         assert not agent.entrusted
         assert node.moving.pool.held_bytes
         assert node.events.counts["pool.spill-failed"] == 1
-        await node.operations.resume(process.pid, None, node.asked())
+        await node.operations.resume(process.pid, None, node.context())
         assert agent.data == b"weights"
 
 
@@ -186,9 +186,9 @@ async def test_an_agent_that_keeps_its_descriptor_keeps_the_memory_and_is_report
         agent = await node.attend(process.pid)
         agent.refuses = {"rest": "there is no order 'rest'", "entrust": "there is no order 'entrust'"}
         with pytest.raises(HegmError, match="also keeps its bytes in memory"):
-            await node.operations.suspend([process.pid], node.asked(), spill=True)
+            await node.operations.suspend([process.pid], node.context(), spill=True)
         assert node.moving.pool.held_bytes
-        await node.operations.resume(process.pid, None, node.asked())
+        await node.operations.resume(process.pid, None, node.context())
         assert agent.data == b"weights"
         assert spilled_files(tmp_path) == []
 
@@ -201,7 +201,7 @@ async def test_the_next_daemon_notifies_the_agent_if_the_first_was_killed_before
         agent = await node.attend(process.pid)
         agent.slow.add("entrust")
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: node.operations.suspend([process.pid], node.asked(wait=False), spill=True))
+            tasks.start_soon(lambda: node.operations.suspend([process.pid], node.context(wait=False), spill=True))
             await agent.waiting.wait()
             tasks.cancel_scope.cancel()
         assert node.moving.pool.held_bytes, "given back while the agent still had a descriptor"
@@ -212,7 +212,7 @@ async def test_the_next_daemon_notifies_the_agent_if_the_first_was_killed_before
         await agent.attend(node.tasks)
         await until(node, "pool.spilled")
         assert (node.moving.pool.held_bytes, agent.entrusted) == (0, True)
-        await node.operations.resume(process.pid, None, node.asked())
+        await node.operations.resume(process.pid, None, node.context())
         assert agent.data == b"weights"
         assert spilled_files(tmp_path) == []
 
@@ -221,12 +221,12 @@ async def test_the_next_daemon_notifies_the_agent_if_the_first_was_killed_before
 async def test_a_daemon_long_gone_had_it_on_disk_and_the_next_one_resumes_it(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
-        await node.operations.suspend([process.pid], node.asked(), spill=True)
+        await node.operations.suspend([process.pid], node.context(), spill=True)
     async with running(tmp_path) as node:
         agent.workers = node.workers
         await agent.attend(node.tasks)
         assert (await node.at_rest("1")).phase == "suspended"
-        await node.operations.resume(process.pid, None, node.asked())
+        await node.operations.resume(process.pid, None, node.context())
         assert (agent.data, spilled_files(tmp_path)) == (b"weights", [])
 
 
@@ -234,12 +234,12 @@ async def test_a_daemon_long_gone_had_it_on_disk_and_the_next_one_resumes_it(tmp
 async def test_a_damaged_file_keeps_the_job_suspended_and_is_reported(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
-        await node.operations.suspend([process.pid], node.asked(), spill=True)
+        await node.operations.suspend([process.pid], node.context(), spill=True)
         (path,) = (tmp_path / "spill").iterdir()
         with path.open("r+b") as file:
             file.seek(5000)
             file.write(b"!")
-        answer = await node.operations.resume(process.pid, None, node.asked())
+        answer = await node.operations.resume(process.pid, None, node.context())
         assert answer.operation is not None
         assert answer.operation.phase == "suspended"
         assert answer.operation.failure is not None
@@ -249,7 +249,7 @@ async def test_a_damaged_file_keeps_the_job_suspended_and_is_reported(tmp_path: 
         with path.open("r+b") as file:  # put right again, as from a copy
             file.seek(5000)
             file.write(b"\0")
-        await node.operations.resume(process.pid, None, node.asked())
+        await node.operations.resume(process.pid, None, node.context())
         assert agent.data == b"weights"
 
 
@@ -259,9 +259,9 @@ async def test_a_resume_while_it_is_spilled_waits_for_nothing_and_leaves_no_file
 ) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid, b"w" * (20 * MIB))
-        await node.operations.suspend([process.pid], node.asked(wait=False), spill=True)
+        await node.operations.suspend([process.pid], node.context(wait=False), spill=True)
         await node.at_rest("1")
-        await node.operations.resume(process.pid, None, node.asked())
+        await node.operations.resume(process.pid, None, node.context())
         assert agent.data == b"w" * (20 * MIB)
         assert spilled_files(tmp_path) == []
         assert node.moving.pool.held_bytes == 0
@@ -270,25 +270,27 @@ async def test_a_resume_while_it_is_spilled_waits_for_nothing_and_leaves_no_file
 async def test_always_needs_no_asking(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path, spill=ALWAYS) as node:
         await node.attend(process.pid)
-        await node.operations.suspend([process.pid], node.asked())
+        await node.operations.suspend([process.pid], node.context())
         await until(node, "pool.spilled")
         assert node.moving.pool.held_for(Key("1", str(process.pid))) == 7
         assert node.moving.pool.held_bytes == 0
 
 
 @pytest.mark.thorough
-async def test_a_full_budget_has_the_oldest_at_rest_go_to_disk(tmp_path: Path, process: Child, other: Child) -> None:
+async def test_a_full_budget_has_the_oldest_at_rest_go_to_disk(
+    tmp_path: Path, process: Child, second_process: Child
+) -> None:
     async with running(tmp_path, spill=FULL) as node:
         one = await node.attend(process.pid, b"1" * (40 * MIB))
-        two = await node.attend(other.pid, b"2" * (40 * MIB), token="b" * 32)
-        await node.operations.suspend([process.pid], node.asked())
+        two = await node.attend(second_process.pid, b"2" * (40 * MIB), token="b" * 32)
+        await node.operations.suspend([process.pid], node.context())
         assert spilled_files(tmp_path) == []
-        answer = await node.operations.suspend([other.pid], node.asked())
+        answer = await node.operations.suspend([second_process.pid], node.context())
         assert answer.operation is not None
         assert answer.operation.phase == "suspended", answer.operation.failure
         assert (one.entrusted, two.entrusted) == (True, False)
-        await node.operations.resume(other.pid, None, node.asked())
-        await node.operations.resume(process.pid, None, node.asked())
+        await node.operations.resume(second_process.pid, None, node.context())
+        await node.operations.resume(process.pid, None, node.context())
         assert (one.data, two.data) == (b"1" * (40 * MIB), b"2" * (40 * MIB))
         assert spilled_files(tmp_path) == []
 
@@ -296,7 +298,7 @@ async def test_a_full_budget_has_the_oldest_at_rest_go_to_disk(tmp_path: Path, p
 async def test_a_worker_that_dies_takes_its_file_with_it(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         await node.attend(process.pid)
-        await node.operations.suspend([process.pid], node.asked(), spill=True)
+        await node.operations.suspend([process.pid], node.context(), spill=True)
         process.kill()
         await until(node, "operation.lost")
         assert spilled_files(tmp_path) == []
@@ -310,7 +312,7 @@ async def test_a_state_that_may_not_be_given_up_was_no_longer_brought_to_disk(tm
         entrusted: list[bool] = []
 
         async def suspend() -> None:
-            await node.operations.suspend([process.pid], node.asked(), spill=True)
+            await node.operations.suspend([process.pid], node.context(), spill=True)
             entrusted.append(agent.entrusted)
 
         async with anyio.create_task_group() as tasks:
@@ -318,7 +320,7 @@ async def test_a_state_that_may_not_be_given_up_was_no_longer_brought_to_disk(tm
             await agent.waiting.wait()
             (op,) = node.operations.runner.operations()
             with pytest.raises(Refused, match="is running and owns its saved state"):
-                await node.operations.drop(op.id, node.asked())
+                await node.operations.drop(op.id, node.context())
             await anyio.wait_all_tasks_blocked()
             agent.go_on.set()
         assert entrusted == [True]

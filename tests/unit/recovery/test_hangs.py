@@ -16,8 +16,8 @@ def test_the_limit_is_learned_from_the_longest_time_between_two_boundaries() -> 
     assert watch.see(2, 181.0) == 151.0
 
 
-def test_an_evaluation_that_was_taken_for_a_hang_has_twice_the_time_in_the_next_attempt() -> None:
-    """It was killed at the same place three times, and then the job was given up."""
+def test_a_false_hang_doubles_the_limit_of_the_next_attempt() -> None:
+    """The daemon killed an evaluation three times and then gave the job up."""
     watch = HangWatch(None)
     watch.see(9, 0.0)
     assert watch.see(9, LEAST_HANG_S + 1.0) == LEAST_HANG_S + 1.0
@@ -27,7 +27,7 @@ def test_an_evaluation_that_was_taken_for_a_hang_has_twice_the_time_in_the_next_
     assert watch.see(9, 101.0 + 2 * LEAST_HANG_S) == 1.0 + 2 * LEAST_HANG_S
 
 
-def test_what_is_not_expected_to_make_a_step_does_not_hang() -> None:
+def test_a_process_before_its_first_batch_does_not_count_as_hung() -> None:
     watch = HangWatch(5.0)
     assert watch.see(0, 0.0) is None
     assert watch.see(0, 100.0) is None  # it has not reached its first batch
@@ -37,23 +37,23 @@ def test_what_is_not_expected_to_make_a_step_does_not_hang() -> None:
     assert watch.see(3, 206.0) == 6.0
 
 
-def test_a_training_that_hangs_is_found_though_an_image_is_tried_again_and_again() -> None:
-    """Each attempt waits a minute for its next step, and the limit began anew after it: the hang was never found."""
+def test_a_hang_is_detected_although_images_are_retried() -> None:
+    """Each attempt waited a minute for the next step and then restarted the limit: the hang was never detected."""
     watch = HangWatch(100.0)
     watch.see(3, 0.0)
-    seen: list[float] = []
+    hang_times_s: list[float] = []
     now = 0.0
-    while not seen and now < 1000.0:
+    while not hang_times_s and now < 1000.0:
         now += 1.0
         if now % 90.0 < 60.0:
             watch.hold(now)
         else:
-            seen = [found for found in [watch.see(3, now)] if found is not None]
-    assert seen == [101.0]
+            hang_times_s = [hung_s for hung_s in [watch.see(3, now)] if hung_s is not None]
+    assert hang_times_s == [101.0]
     assert now == 340.0
 
 
-def test_the_time_of_an_operation_lengthens_no_limit() -> None:
+def test_the_time_of_an_operation_does_not_raise_the_limit() -> None:
     watch = HangWatch(None)
     watch.see(3, 0.0)
     watch.hold(1.0)
@@ -62,15 +62,15 @@ def test_the_time_of_an_operation_lengthens_no_limit() -> None:
     assert watch.limit_s == LEAST_HANG_S
 
 
-def test_a_process_that_was_stopped_while_its_snapshot_was_taken_hangs_too() -> None:
-    """It had been parked for ever, and no hang was seen."""
+def test_a_process_stopped_during_its_snapshot_counts_as_hung() -> None:
+    """The process stayed parked for ever, and the daemon detected no hang."""
     watch = HangWatch(5.0)
     watch.see(3, 0.0)
     assert watch.see(3, 6.0, is_parked=True) is None
     assert watch.see(3, 5.0 + LEAST_HANG_S + 1.0, is_parked=True) == 6.0 + LEAST_HANG_S
 
 
-def test_an_empty_limit_is_no_limit() -> None:
+def test_a_limit_of_zero_disables_detection() -> None:
     watch = HangWatch(0.0)
     watch.see(1, 0.0)
     assert watch.see(1, 1e6) is None

@@ -27,25 +27,25 @@ def _record(generation: int, step: int, rank: int = 0, ranks: int = 1) -> SlotRe
         (-5.0, 0.01, 0.1),
     ],
 )
-def test_the_training_stands_for_a_hundredth_of_its_time_unless_told_otherwise(
+def test_snapshots_park_a_training_for_a_hundredth_of_its_time_by_default(
     wished_s: float | None, cost_s: float, expected_s: float
 ) -> None:
     """An interval that is shorter than two snapshots take is raised."""
     assert interval_s(wished_s, cost_s) == pytest.approx(expected_s)
 
 
-def test_a_state_that_is_copied_beside_the_training_is_copied_for_a_tenth_of_its_time() -> None:
+def test_a_concurrent_copy_takes_at_most_a_tenth_of_the_time() -> None:
     assert interval_s(None, 0.02, 1.5) == pytest.approx(13.5)
     assert interval_s(2.0, 0.02, 1.5) == pytest.approx(2.0)
 
 
-def test_an_interval_that_is_shorter_than_snapshots_take_is_raised_in_words() -> None:
+def test_a_message_reports_that_a_short_interval_was_raised() -> None:
     assert raised(0.5, 0.4) == "--recover=0.5s is too short: a snapshot takes 0.4 s, so the interval is 0.8 s"
     assert raised(0.8, 0.4) is None
     assert raised(None, 40.0) is None
 
 
-def test_only_a_snapshot_that_all_ranks_have_of_one_step_counts() -> None:
+def test_a_snapshot_counts_only_if_all_ranks_have_the_same_step() -> None:
     slots = {0: [_record(4, 40, 0, 2), _record(5, 50, 0, 2)], 1: [_record(4, 40, 1, 2), _record(6, 60, 1, 2)]}
     assert [record.generation for record in complete_generations(slots, 2)] == [4]
     slots[1][1] = _record(5, 51, 1, 2)
@@ -56,7 +56,7 @@ def test_only_a_snapshot_that_all_ranks_have_of_one_step_counts() -> None:
     assert complete_generations({0: slots[0]}, 2) == []
 
 
-def test_three_recoveries_that_bring_it_no_further_are_the_last() -> None:
+def test_recovery_ends_after_three_attempts_without_progress() -> None:
     budget = Budget()
     for _ in range(MAX_FRUITLESS + 1):
         budget = budget.fell(500)
@@ -66,7 +66,7 @@ def test_three_recoveries_that_bring_it_no_further_are_the_last() -> None:
     assert "3 recoveries in a row" in (budget.exhausted(None) or "")
 
 
-def test_a_training_that_comes_further_each_time_is_recovered_until_the_limit_that_was_given() -> None:
+def test_a_training_that_makes_progress_is_recovered_up_to_max_recoveries() -> None:
     budget = Budget()
     for step in range(0, 100, 10):
         budget = budget.fell(step)
@@ -92,13 +92,13 @@ def _gpu(number: int, state: str = "ok", condition: str = "healthy", vendor: str
     )
 
 
-def test_a_job_is_started_where_it_was_if_its_gpu_is_healthy() -> None:
+def test_a_job_starts_on_its_former_gpu_if_that_is_healthy() -> None:
     gpus = [_gpu(0), _gpu(1, free=99)]
     assert gpus_to_start_on(("gpu0",), gpus) == ("gpu0",)
     assert gpus_to_start_on((), gpus) == ()
 
 
-def test_another_gpu_of_its_vendor_takes_the_place_of_one_that_is_lost_or_failed() -> None:
+def test_a_gpu_of_the_same_vendor_replaces_a_lost_or_failing_one() -> None:
     others = [
         _gpu(1, vendor="amd", free=999),
         _gpu(2, free=5),
@@ -110,7 +110,7 @@ def test_another_gpu_of_its_vendor_takes_the_place_of_one_that_is_lost_or_failed
     assert gpus_to_start_on(("gpu0", "gpu1"), [_gpu(0, state="lost"), _gpu(1, state="lost")]) is None
 
 
-def test_a_failing_gpu_is_better_than_none_and_one_that_is_gone_is_not() -> None:
+def test_a_failing_gpu_is_used_if_no_other_is_left_but_a_gone_one_is_not() -> None:
     assert gpus_to_start_on(("gpu0",), [_gpu(0, condition="failing"), _gpu(1, condition="failing")]) == ("gpu0",)
     assert gpus_to_start_on(("gpu0",), [_gpu(0, condition="failing"), _gpu(1)]) == ("gpu1",)
     assert gpus_to_start_on(("gpu0",), [_gpu(0, condition="gone"), _gpu(1, condition="failing")]) is None

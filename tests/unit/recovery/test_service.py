@@ -1,4 +1,4 @@
-"""All protected jobs of a node: what goes wrong for one of them ends neither its protection nor the daemon."""
+"""All protected jobs of a node. An error of one job ends neither its protection nor the daemon."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ANOTHER_UID = 54321
 
 
 class FailingProtection:
-    """A protection that fails, as where the disk is full."""
+    """A protection that fails as if the disk were full."""
 
     job = "job j1"
 
@@ -40,7 +40,7 @@ class FailingProtection:
 
 
 async def test_a_protection_that_fails_does_not_end_the_daemon(caplog: pytest.LogCaptureFixture) -> None:
-    """Its error ends nothing but that run of it, and is in the log."""
+    """The error ends one run of the protection and is logged."""
     with caplog.at_level(logging.ERROR):
         await run_once(cast("Protection", FailingProtection()), pause_s=0.0)
     assert "failed, and starts again" in caplog.text
@@ -48,7 +48,7 @@ async def test_a_protection_that_fails_does_not_end_the_daemon(caplog: pytest.Lo
 
 
 class Jobs:
-    """The one job of another user."""
+    """A table of one job, which belongs to another user."""
 
     job = SimpleNamespace(id="j1", name="train", uid=ANOTHER_UID)
 
@@ -71,29 +71,29 @@ def _listen(*_: object, **_facts: object) -> None:
 
 @pytest.fixture
 def pool() -> Iterator[Pool]:
-    made = Pool(64 * MIB, huge_free_bytes=lambda: 0)
-    yield made
-    made.close()
+    created = Pool(64 * MIB, huge_free_bytes=lambda: 0)
+    yield created
+    created.close()
 
 
 def recoveries(pool: Pool, state_dir: Path, *supervisors: Any) -> Recoveries:
-    """Return those of a daemon that has read what an earlier one has left."""
-    nobody: Any = SimpleNamespace(record=_listen)
-    rest = dict.fromkeys(("take_snapshot", "variables"), nobody)
-    made = Recoveries(
+    """Return the recoveries of a daemon that has read the files of an earlier one."""
+    listener: Any = SimpleNamespace(record=_listen)
+    callbacks = dict.fromkeys(("take_snapshot", "variables"), listener)
+    service = Recoveries(
         workers=cast("Any", Connected(())),
         supervisors=cast("Any", Connected(supervisors)),
         jobs=cast("Any", Jobs()),
         pool=pool,
-        events=nobody,
+        events=listener,
         state_dir=state_dir,
         gpus=list,
         is_in_hand=lambda _pid: False,
         is_kept_from_training=lambda _pid: False,
-        **rest,
+        **callbacks,
     )
-    made.open()
-    return made
+    service.open()
+    return service
 
 
 class Connected(tuple[Any, ...]):
@@ -106,8 +106,10 @@ class Connected(tuple[Any, ...]):
 
 
 def supervisor(run: str = "now", *, is_alive: bool = True, **offer: Any) -> Any:
-    asked = Supervise(run=run, python=True, recover=RecoveryWish(), **offer)
-    return SimpleNamespace(uid=ANOTHER_UID, run=run, offer=asked, is_alive=is_alive, connected=False, pid=os.getpid())
+    registration = Supervise(run=run, python=True, recover=RecoveryWish(), **offer)
+    return SimpleNamespace(
+        uid=ANOTHER_UID, run=run, offer=registration, is_alive=is_alive, connected=False, pid=os.getpid()
+    )
 
 
 async def held_slots(pool: Pool) -> JobSlots:
@@ -126,130 +128,122 @@ async def test_the_slots_of_another_user_are_neither_shown_nor_used_nor_deleted(
         job="j1", uid=ANOTHER_UID, ranks=1, attempts=(attempt,), begins_anew=("secret",), kept="given up", kept_utc=1.0
     )
     SnapshotFiles(tmp_path).save({record.job: record})
-    made = recoveries(pool, tmp_path)
-    (view,) = (await made.show([], lambda _uid: False)).jobs
+    service = recoveries(pool, tmp_path)
+    (view,) = (await service.show([], lambda _uid: False)).jobs
     assert (view.state, view.held_bytes > 0) == (KEPT, True)
     assert (view.slots, view.recoveries, view.begins_anew, view.why) == ((), (), (), None)
     with pytest.raises(HegmError, match=f"belongs to uid {ANOTHER_UID}") as refused:
-        made.require_kept("j1", ANOTHER_UID + 1, os.getpid())
+        service.require_kept("j1", ANOTHER_UID + 1, os.getpid())
     assert refused.value.code is DENIED
     with pytest.raises(HegmError, match=f"belongs to uid {ANOTHER_UID}") as refused:
-        await made.drop("j1", lambda _uid: False)
+        await service.drop("j1", lambda _uid: False)
     assert refused.value.code is DENIED
     assert slots.held()
-    made.require_kept("j1", ANOTHER_UID, os.getpid())
-    (shown,) = (await made.show([], lambda _uid: True)).jobs
+    service.require_kept("j1", ANOTHER_UID, os.getpid())
+    (shown,) = (await service.show([], lambda _uid: True)).jobs
     assert [slot.step for slot in shown.slots] == [7]
-    assert await made.drop("j1", lambda _uid: True) > 0
+    assert await service.drop("j1", lambda _uid: True) > 0
     assert not slots.held()
 
 
-async def test_a_new_daemon_says_which_snapshots_are_left_and_whose_run_has_yet_to_connect(
-    pool: Pool, tmp_path: Path
-) -> None:
-    """It said "kept" of a job that ran, and of one whose memory a reboot had taken."""
+async def test_a_new_daemon_reports_lost_snapshots_and_runs_that_have_not_connected(pool: Pool, tmp_path: Path) -> None:
+    """The daemon showed "kept" for a running job, and for one whose memory was lost in a reboot."""
     await held_slots(pool)
     records = {
         "j1": JobSnapshots(job="j1", uid=ANOTHER_UID, ranks=1),
         "j2": JobSnapshots(job="j2", uid=ANOTHER_UID, ranks=1, images="/images", kept="given up", kept_utc=1.0),
     }
     SnapshotFiles(tmp_path).save(records)
-    made = recoveries(pool, tmp_path)
-    views = (await made.show([], lambda _uid: True)).jobs
+    service = recoveries(pool, tmp_path)
+    views = (await service.show([], lambda _uid: True)).jobs
     assert [(view.id, view.state) for view in views] == [("j1", AWAITED), ("j2", LOST)]
     assert views[0].why == "its hegmctl run has not connected since hegmd has started"
     assert "hegmctl restore --newest /images" in (views[1].why or "")
-    assert made.tally.states == {AWAITED: 1, LOST: 1}
-    await made._look_at(records["j2"])
-    (view,) = (await made.show([], lambda _uid: True)).jobs
+    assert service.tally.states == {AWAITED: 1, LOST: 1}
+    await service._look_at(records["j2"])
+    (view,) = (await service.show([], lambda _uid: True)).jobs
     assert view.id == "j1"
 
 
-async def test_a_job_that_waited_for_room_is_started_where_the_policy_of_sharing_has_found_it(
-    pool: Pool, tmp_path: Path
-) -> None:
-    """It was started where the recovery itself found most memory free, which may be kept for others."""
-    made = recoveries(pool, tmp_path)
+async def test_a_queued_job_starts_on_the_gpu_that_the_sharing_policy_chose(pool: Pool, tmp_path: Path) -> None:
+    """The recovery started the job where most memory was free, although that may be reserved for others."""
+    service = recoveries(pool, tmp_path)
     record = JobSnapshots(job="j1", uid=ANOTHER_UID, gpus=("gpu0",))
-    job = ProtectedJob(made._node, record, "train", supervisor())
-    made._running["j1"] = Protection(job)
-    made.start_on("j1", ("gpu1",))
-    made.start_on("j2", ("gpu1",))
+    job = ProtectedJob(service._node, record, "train", supervisor())
+    service._running["j1"] = Protection(job)
+    service.start_on("j1", ("gpu1",))
+    service.start_on("j2", ("gpu1",))
     assert job.record.gpus == ("gpu1",)
 
 
-async def test_the_slots_of_a_job_whose_launcher_runs_are_not_deleted(pool: Pool, tmp_path: Path) -> None:
-    """`hegmctl recovery --drop` released memory that the launcher went on writing to."""
+async def test_slots_are_not_deleted_while_the_launcher_runs(pool: Pool, tmp_path: Path) -> None:
+    """`hegmctl recovery --drop` released memory that the launcher still wrote to."""
     slots = await held_slots(pool)
-    me = os.getpid()
-    record = JobSnapshots(job="j1", uid=ANOTHER_UID, launcher_pid=me, launcher_start_ticks=start_ticks_of(me))
+    own_pid = os.getpid()
+    record = JobSnapshots(job="j1", uid=ANOTHER_UID, launcher_pid=own_pid, launcher_start_ticks=start_ticks_of(own_pid))
     SnapshotFiles(tmp_path).save({"j1": record})
-    made = recoveries(pool, tmp_path)
+    service = recoveries(pool, tmp_path)
     with pytest.raises(HegmError, match="job j1 has not ended"):
-        await made.drop("j1", lambda _uid: True)
+        await service.drop("j1", lambda _uid: True)
     assert slots.held()
 
 
-async def test_a_kept_state_is_kept_if_the_run_that_continues_from_it_ends_before_it_starts(
-    pool: Pool, tmp_path: Path
-) -> None:
+async def test_a_kept_state_survives_a_resume_that_ends_before_its_start(pool: Pool, tmp_path: Path) -> None:
     """Ctrl-C while `hegmctl run --resume` waited for its start deleted the state."""
     slots = await held_slots(pool)
-    made = recoveries(pool, tmp_path)
+    service = recoveries(pool, tmp_path)
     record = JobSnapshots(job="j1", uid=ANOTHER_UID, ranks=1, kept="given up", kept_utc=1.0)
-    job = ProtectedJob(made._node, record, "train", supervisor(resumes="j1"))
+    job = ProtectedJob(service._node, record, "train", supervisor(resumes="j1"))
     Starts(job)._begun_attempt()
-    made.require_kept("j1", ANOTHER_UID, os.getpid())  # it connects again if the daemon is restarted now
+    service.require_kept("j1", ANOTHER_UID, os.getpid())  # the run connects again if the daemon is restarted now
     job.supervisor = supervisor(resumes="j1", is_alive=False)
-    made._running["j1"] = protection = Protection(job)
+    service._running["j1"] = protection = Protection(job)
     async with anyio.create_task_group() as tasks:
-        await tasks.start(made.run)
-        await made._protect(protection)
+        await tasks.start(service.run)
+        await service._protect(protection)
         tasks.cancel_scope.cancel()
     assert slots.held()
-    made.require_kept("j1", ANOTHER_UID, os.getpid())
+    service.require_kept("j1", ANOTHER_UID, os.getpid())
 
 
-async def test_of_two_runs_that_continue_from_one_state_the_second_is_refused(pool: Pool, tmp_path: Path) -> None:
-    """It waited in silence until the first one had ended, and then found no state any more."""
-    made = recoveries(pool, tmp_path)
+async def test_a_second_run_cannot_continue_from_the_same_state(pool: Pool, tmp_path: Path) -> None:
+    """The second run waited silently until the first had ended, and then found no state."""
+    service = recoveries(pool, tmp_path)
     record = JobSnapshots(job="j1", uid=ANOTHER_UID, ranks=1, kept="given up", kept_utc=1.0)
-    job = ProtectedJob(made._node, record, "train", supervisor(resumes="j1"))
+    job = ProtectedJob(service._node, record, "train", supervisor(resumes="j1"))
     job.put(record)
-    made._running["j1"] = Protection(job)
-    made.require_kept("j1", ANOTHER_UID, job.supervisor.pid)  # the first one, which connects again
+    service._running["j1"] = Protection(job)
+    service.require_kept("j1", ANOTHER_UID, job.supervisor.pid)  # the first run connects again
     for _ in range(2):
         with pytest.raises(Refused, match=f"process {os.getpid()} runs job j1 already"):
-            made.require_kept("j1", ANOTHER_UID, job.supervisor.pid + 1)
-        job.put(record.replace(kept=None))  # it has been started from its state meanwhile
+            service.require_kept("j1", ANOTHER_UID, job.supervisor.pid + 1)
+        job.put(record.replace(kept=None))  # the job has started from its state
     job.put(record)
     job.supervisor = supervisor(is_alive=False)
-    made.require_kept("j1", ANOTHER_UID, os.getpid() + 1)
+    service.require_kept("j1", ANOTHER_UID, os.getpid() + 1)
 
 
-async def test_a_job_that_is_back_after_its_state_was_kept_is_protected_as_any_other(
-    pool: Pool, tmp_path: Path
-) -> None:
-    """Its `hegmctl run` was stopped while the daemon was restarted. Its state was kept for a day after it had ended."""
+async def test_a_returned_job_is_protected_again_after_its_state_was_kept(pool: Pool, tmp_path: Path) -> None:
+    """`hegmctl run` was stopped while the daemon restarted. The daemon kept the state for a day after the job's end."""
     record = JobSnapshots(job="j1", uid=ANOTHER_UID, ranks=1, kept="its hegmctl run was killed", kept_utc=1.0)
     SnapshotFiles(tmp_path).save({record.job: record})
-    made = recoveries(pool, tmp_path)
+    service = recoveries(pool, tmp_path)
     async with anyio.create_task_group() as tasks:
-        await tasks.start(made.run)
-        made._on_supervisor_change(supervisor(pid=7))
-        assert made._running["j1"].job.record.kept is None
+        await tasks.start(service.run)
+        service._on_supervisor_change(supervisor(pid=7))
+        assert service._running["j1"].job.record.kept is None
         tasks.cancel_scope.cancel()
 
 
-async def test_a_run_that_comes_as_another_one_ends_keeps_its_protection(pool: Pool, tmp_path: Path) -> None:
-    """The slots of the former run were released after the protection of the new one had begun."""
+async def test_a_new_run_stays_protected_when_the_former_one_ends(pool: Pool, tmp_path: Path) -> None:
+    """The daemon released the slots of the former run after it had begun to protect the new one."""
     await held_slots(pool)
-    made = recoveries(pool, tmp_path, supervisor("new", pid=8))
-    ended = ProtectedJob(made._node, JobSnapshots(job="j1", uid=ANOTHER_UID), "train", supervisor(is_alive=False))
+    service = recoveries(pool, tmp_path, supervisor("new", pid=8))
+    ended = ProtectedJob(service._node, JobSnapshots(job="j1", uid=ANOTHER_UID), "train", supervisor(is_alive=False))
     async with anyio.create_task_group() as tasks:
-        await tasks.start(made.run)
-        made._running["j1"] = protection = Protection(ended)
-        await made._protect(protection)
+        await tasks.start(service.run)
+        service._running["j1"] = protection = Protection(ended)
+        await service._protect(protection)
         await anyio.wait_all_tasks_blocked()
-        assert made.job_ids == {"j1"}
+        assert service.job_ids == {"j1"}
         tasks.cancel_scope.cancel()

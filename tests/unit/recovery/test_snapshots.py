@@ -1,4 +1,4 @@
-"""Rounds of snapshots: which slot and which number each one has, whatever an earlier daemon has left."""
+"""Rounds of snapshots: the slot and the number of each, also after an earlier daemon."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SOURCE = Source(os.geteuid(), 1)
 
 @pytest.fixture
 def pool() -> Iterator[Pool]:
-    made = Pool(64 * MIB, huge_free_bytes=lambda: 0)
-    yield made
-    made.close()
+    created = Pool(64 * MIB, huge_free_bytes=lambda: 0)
+    yield created
+    created.close()
 
 
 class Process:
-    """A training of one process whose agent writes what it is told to."""
+    """A training of one process. Its agent writes the snapshots that it is ordered to take."""
 
     pid, boundary, identity = 1, 5, SimpleNamespace(uid=SOURCE.uid, start_ticks=1)
     about = SimpleNamespace(rank=None)
@@ -58,9 +58,7 @@ def write(fd: int, generation: int, step: int) -> None:
     os.pwrite(fd, packed(record), os.fstat(fd).st_size - RECORD_BYTES)
 
 
-async def test_a_snapshot_has_a_higher_number_than_any_slot_though_an_earlier_daemon_wrote_none_down(
-    pool: Pool,
-) -> None:
+async def test_a_snapshot_number_exceeds_every_slot_even_without_a_record(pool: Pool) -> None:
     """With a lower one, the snapshot before it would count as the newest."""
     slots, process = JobSlots(pool, "j1"), Process()
     for slot, generation in ((0, 6), (1, 9)):
@@ -75,17 +73,17 @@ async def test_a_snapshot_has_a_higher_number_than_any_slot_though_an_earlier_da
     assert [record.generation for record in found.values() if record is not None] == [taken.generation, 9]
 
 
-def _beside(pool: Pool) -> tuple[SnapshotRounds, Any]:
+def _rounds_and_process(pool: Pool) -> tuple[SnapshotRounds, Any]:
     record = SimpleNamespace(ranks=1, launched=False)
     job = SimpleNamespace(slots=JobSlots(pool, "j1"), node=SimpleNamespace(is_in_hand=_in_no_hand), record=record)
     return SnapshotRounds(cast("ProtectedJob", job)), Process()
 
 
-async def test_a_snapshot_beside_an_image_is_in_the_other_slot_and_the_newest_one(pool: Pool) -> None:
-    rounds, process = _beside(pool)
+async def test_a_snapshot_with_an_image_uses_the_second_slot_and_becomes_the_newest(pool: Pool) -> None:
+    rounds, process = _rounds_and_process(pool)
     taken = await rounds.take([process], generation=1)
-    beside = await rounds.beside_image("op7", generation=2, bad=())
-    found = await rounds.slot_of(process, beside)
+    image = await rounds.beside_image("op7", generation=2, bad=())
+    found = await rounds.slot_of(process, image)
     assert found is not None
     fd, generation = found
     write(fd, generation, step=9)
@@ -97,8 +95,8 @@ async def test_a_snapshot_beside_an_image_is_in_the_other_slot_and_the_newest_on
     ]
 
 
-async def test_there_is_none_beside_an_image_without_a_known_size_or_memory(pool: Pool) -> None:
-    rounds, process = _beside(pool)
+async def test_no_snapshot_is_taken_with_an_image_without_known_size_or_memory(pool: Pool) -> None:
+    rounds, process = _rounds_and_process(pool)
     assert await rounds.slot_of(process, await rounds.beside_image("op7", 1, ())) is None
     await rounds.take([process], generation=1)
     rounds._sizes[0] = 1 << 40

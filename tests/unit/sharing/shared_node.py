@@ -20,18 +20,18 @@ from tests.patience import HANG_S
 from tests.unit.moving_node import MIB, Node, running, start_ticks
 
 UID = os.geteuid()
-# Until it is looked again where nothing tells of a change.
+# Seconds between two checks of a condition that no event announces.
 LOOK_S = 0.005
 ADMIN = Caller(os.getpid(), UID, is_admin=True, may=lambda _uid: True)
 
 
 def user(uid: int) -> Caller:
-    """A caller who may act on what is theirs."""
+    """Return a caller who may change only what `uid` owns."""
     return Caller(os.getpid(), uid, is_admin=False, may=lambda owner: owner == uid)
 
 
 def rules(**changes: Any) -> SharingRules:
-    """The settings as they are if nothing is said, but for these."""
+    """Return the default settings with these changes."""
     values: dict[str, Any] = {
         "priorities": {"production": 80, "normal": 50, "best-effort": 20},
         "max_user_priority": 50,
@@ -44,31 +44,33 @@ def rules(**changes: Any) -> SharingRules:
 
 
 class SharedNode:
-    """The node, what shares its GPUs, and what it is asked."""
+    """A node, the service that shares its GPUs, and its request handlers."""
 
-    def __init__(self, node: Node, own: SharingRules, clock: Callable[[], float], utc: Callable[[], float]) -> None:
+    def __init__(
+        self, node: Node, sharing_rules: SharingRules, clock: Callable[[], float], utc: Callable[[], float]
+    ) -> None:
         self.node = node
-        self.sharing = Sharing(node.moving, node.events, own, start_ticks, clock=clock, utc=utc)
+        self.sharing = Sharing(node.moving, node.events, sharing_rules, start_ticks, clock=clock, utc=utc)
         self.requests = SharingRequests(
             *(self.sharing, node.moving.jobs, node.moving.job_requests, node.inventory),
             start_ticks=start_ticks,
             owner_of=lambda _pid: UID,
         )
-        self.heard: list[Any] = []
+        self.progress: list[Any] = []
 
     async def emit(self, progress: object) -> None:
-        self.heard.append(progress)
+        self.progress.append(progress)
 
-    async def make_room(self, size_bytes: int, caller: Caller = ADMIN, **asked: Any) -> protocol.RoomReply:
-        return await self.requests.make_room(protocol.MakeRoom(size_bytes=size_bytes, **asked), caller, self.emit)
+    async def make_room(self, size_bytes: int, caller: Caller = ADMIN, **fields: Any) -> protocol.RoomReply:
+        return await self.requests.make_room(protocol.MakeRoom(size_bytes=size_bytes, **fields), caller, self.emit)
 
     async def states(self) -> dict[str, str]:
-        """What each job does, by its id."""
+        """Return the state of each job by its id."""
         return {job.job: job.state for job in (await self.requests.queue(ADMIN)).jobs}
 
-    async def until(self, holds: Callable[[], bool]) -> None:
+    async def until(self, condition: Callable[[], bool]) -> None:
         with anyio.fail_after(HANG_S):
-            while not holds():
+            while not condition():
                 await self._something()
 
     async def until_states(self, **states: str) -> None:
@@ -77,14 +79,14 @@ class SharedNode:
                 await self._something()
 
     async def _something(self) -> None:
-        """Until something was decided or written, or nobody has anything to do."""
+        """Wait until a decision was made or written, or until all tasks are blocked."""
         await anyio.wait_all_tasks_blocked()
         with anyio.move_on_after(LOOK_S):
             await self.sharing.memory.changed.wait()
 
     @property
     def events(self) -> list[str]:
-        """The kinds of what was told of sharing."""
+        """Return the kinds of the sharing events."""
         return [event.kind.removeprefix("sharing.") for event in self.node.events.remembered(kinds=["sharing"])]
 
 

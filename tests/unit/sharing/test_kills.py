@@ -1,8 +1,8 @@
 """A kill of any process in any phase of make-room, of its end and of a turn: no job is lost, and none starves.
 
-An agent stands still at an order, and then somebody ends: the daemon, which is followed by another, who asked for the
-room, the job, or the order fails, as it does when the GPU helper is killed. A job that lives trains again in the end,
-with the very bytes that it had, and nothing is left of what it waited for.
+An agent blocks at an order. Then the test kills the daemon (and starts another), the client or the job, or it lets the
+order fail as after a kill of the GPU helper. A job that lives trains again in the end with its original bytes, and
+the daemon holds no memory or lease for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.unit.sharing.shared_node import ADMIN, MIB, SharedNode, sharing_on, u
 Child = subprocess.Popen[bytes]
 BYTES, OTHERS = b"1" * (6 * MIB), b"2" * (6 * MIB)
 DAEMON, CLIENT, JOB, ORDER = "daemon", "client", "job", "order"
-#: The orders of a suspension and of a resumption, at which the job stands still.
+#: The orders of a suspension and of a resumption at which the agent blocks.
 LEAVING, RETURNING = ("park", "offload"), ("reload", "release")
 #: Turns that end as soon as they may.
 SHORT = model.Rules(slices=True, min_quantum_s=0.02, quantum_per_switch=0.0, run_per_switch=0.0, settle_s=0.0)
@@ -36,15 +36,15 @@ def trains(agent: ModelAgent, data: bytes) -> bool:
 
 
 async def attend_again(shared: SharedNode, agents: Sequence[ModelAgent]) -> None:
-    """The agents find the next daemon."""
+    """Connect the agents to the next daemon."""
     for agent in agents:
         agent.workers = shared.node.workers
         agent.slow.clear()
         await agent.attend(shared.node.tasks)
 
 
-async def until_all_is_over(shared: SharedNode, agent: ModelAgent, child: Child) -> None:
-    """Every lease is held by now, and is released. A job that lives trains again; one that has ended left nothing."""
+async def until_finished(shared: SharedNode, agent: ModelAgent, child: Child) -> None:
+    """Release every lease. A job that lives trains again; the daemon holds nothing of a job that ended."""
     await shared.until(lambda: all(lease.is_held for lease in shared.sharing.memory.leases))
     for lease in shared.sharing.memory.leases:
         await shared.requests.release(protocol.Release(lease=lease.id), ADMIN)
@@ -57,11 +57,11 @@ async def until_all_is_over(shared: SharedNode, agent: ModelAgent, child: Child)
     await shared.until(lambda: not shared.node.moving.pool.held_bytes)
 
 
-async def ask(shared: SharedNode, made: list[protocol.RoomReply | HegmError]) -> None:
+async def ask(shared: SharedNode, replies: list[protocol.RoomReply | HegmError]) -> None:
     try:
-        made.append(await shared.make_room(7 * MIB, until_free=True, limit_s=HANG_S))
+        replies.append(await shared.make_room(7 * MIB, until_free=True, limit_s=HANG_S))
     except HegmError as error:
-        made.append(error)
+        replies.append(error)
 
 
 @pytest.mark.thorough
@@ -79,17 +79,17 @@ async def ask(shared: SharedNode, made: list[protocol.RoomReply | HegmError]) ->
 async def test_no_kill_in_any_phase_of_make_room_loses_or_starves_a_job(
     tmp_path: Path, process: Child, phase: str, victim: str
 ) -> None:
-    made: list[protocol.RoomReply | HegmError] = []
-    async with sharing_on(tmp_path) as shared, anyio.create_task_group() as asking:
+    replies: list[protocol.RoomReply | HegmError] = []
+    async with sharing_on(tmp_path) as shared, anyio.create_task_group() as requests:
         agent = await shared.node.attend(process.pid, BYTES)
         await shared.until_states(j1="running")
         agent.slow.update({phase} & {*LEAVING, *RETURNING})
         if phase == "accepted":
             await agent.leave()
-        asking.start_soon(ask, shared, made)
+        requests.start_soon(ask, shared, replies)
         await shared.until(lambda: any(shared.sharing.memory.leases))
         if phase not in ("accepted", *LEAVING):
-            await shared.until(lambda: bool(made))
+            await shared.until(lambda: bool(replies))
         if phase in RETURNING:
             await shared.requests.release(protocol.Release(lease="l1"), ADMIN)
         if agent.slow:
@@ -98,10 +98,10 @@ async def test_no_kill_in_any_phase_of_make_room_loses_or_starves_a_job(
         if victim == DAEMON:
             shared.sharing.stop()
             await agent.leave()
-            asking.cancel_scope.cancel()
+            requests.cancel_scope.cancel()
         else:
             if victim == CLIENT:
-                asking.cancel_scope.cancel()
+                requests.cancel_scope.cancel()
                 with anyio.CancelScope(shield=True):
                     await shared.until(lambda: not any(shared.sharing.memory.leases))
             elif victim == JOB:
@@ -113,58 +113,60 @@ async def test_no_kill_in_any_phase_of_make_room_loses_or_starves_a_job(
                 agent.go_on.set()
                 await shared.until(lambda: "failed" in shared.events)
                 agent.refuses.clear()
-                shared.sharing.history.note_success("j1")  # it is tried again at once, not in 5 s
+                shared.sharing.history.note_success("j1")  # the daemon retries immediately instead of in 5 s
             agent.slow.clear()
             agent.go_on.set()
             with anyio.CancelScope(shield=True):
-                await until_all_is_over(shared, agent, process)
+                await until_finished(shared, agent, process)
     if victim == DAEMON:
         async with sharing_on(tmp_path) as shared:
             await attend_again(shared, [agent])
-            await until_all_is_over(shared, agent, process)
+            await until_finished(shared, agent, process)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("victim", [DAEMON, "the one that leaves", "the one that comes"])
 @pytest.mark.parametrize("phase", ["offload", "reload"])
 async def test_no_kill_in_any_phase_of_a_turn_loses_or_starves_a_job(
-    tmp_path: Path, process: Child, other: Child, phase: str, victim: str
+    tmp_path: Path, process: Child, second_process: Child, phase: str, victim: str
 ) -> None:
     async with sharing_on(tmp_path, policy=SHORT) as shared:
-        one = await shared.node.attend(process.pid, BYTES)
+        first = await shared.node.attend(process.pid, BYTES)
         lease = (await shared.make_room(7 * MIB, until_free=True)).lease
         assert lease is not None
         await shared.until_states(j1="suspended")
-        two = await shared.node.attend(other.pid, OTHERS, token="b" * 32)
-        held_up = two if phase == "offload" else one
-        held_up.slow.add(phase)
+        second = await shared.node.attend(second_process.pid, OTHERS, token="b" * 32)
+        delayed = second if phase == "offload" else first
+        delayed.slow.add(phase)
         await shared.requests.release(protocol.Release(lease=lease.id), ADMIN)
         with anyio.fail_after(HANG_S):
-            await held_up.waiting.wait()
+            await delayed.waiting.wait()
         if victim == DAEMON:
-            await one.leave()
-            await two.leave()
+            await first.leave()
+            await second.leave()
         else:
-            killed, (left, data) = (other, (one, BYTES)) if "leaves" in victim else (process, (two, OTHERS))
-            killed.kill()
-            killed.wait()
-            held_up.slow.clear()
-            held_up.go_on.set()
-            await shared.until(lambda: trains(left, data) and not shared.sharing.memory.suspended)
+            killed_process, (survivor, data) = (
+                (second_process, (first, BYTES)) if "leaves" in victim else (process, (second, OTHERS))
+            )
+            killed_process.kill()
+            killed_process.wait()
+            delayed.slow.clear()
+            delayed.go_on.set()
+            await shared.until(lambda: trains(survivor, data) and not shared.sharing.memory.suspended)
             await shared.until(lambda: not shared.node.moving.pool.held_bytes)
     if victim == DAEMON:
         async with sharing_on(tmp_path, policy=SHORT) as shared:
-            await attend_again(shared, [one, two])
+            await attend_again(shared, [first, second])
             for _ in range(2):
-                await shared.until(lambda: trains(one, BYTES))
-                await shared.until(lambda: trains(two, OTHERS))
+                await shared.until(lambda: trains(first, BYTES))
+                await shared.until(lambda: trains(second, OTHERS))
 
 
 @pytest.mark.thorough
 async def test_a_daemon_killed_while_the_disk_is_full_resumes_the_job_that_it_was_suspending(
     tmp_path: Path, process: Child
 ) -> None:
-    """Only the note from before the operation is on disk."""
+    """The file on disk is the one from before the operation."""
     blocked = tmp_path / f".{state_file.NAME}.new"
     async with sharing_on(tmp_path) as shared:
         agent = await shared.node.attend(process.pid, BYTES)
@@ -181,7 +183,7 @@ async def test_a_daemon_killed_while_the_disk_is_full_resumes_the_job_that_it_wa
     blocked.rmdir()
     async with sharing_on(tmp_path) as shared:
         await attend_again(shared, [agent])
-        await until_all_is_over(shared, agent, process)
+        await until_finished(shared, agent, process)
 
 
 @pytest.mark.thorough
@@ -192,31 +194,31 @@ async def test_a_hundred_requests_that_come_and_go_neither_lose_nor_starve_a_job
         agent = await shared.node.attend(process.pid, BYTES)
         await shared.until_states(j1="running")
         for _ in range(100):
-            made = await shared.make_room(7 * MIB)
-            assert made.lease is not None
-            await shared.requests.release(protocol.Release(lease=made.lease.id), ADMIN)
-        await until_all_is_over(shared, agent, process)
+            reply = await shared.make_room(7 * MIB)
+            assert reply.lease is not None
+            await shared.requests.release(protocol.Release(lease=reply.lease.id), ADMIN)
+        await until_finished(shared, agent, process)
         assert shared.events.count("lease-requested") == 100
         assert shared.events.count("suspended") == shared.events.count("resumed")
 
 
 @pytest.mark.thorough
 async def test_with_a_full_pool_no_job_is_suspended_and_the_request_reports_it(
-    tmp_path: Path, process: Child, other: Child
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
-    """The pool has 64 MiB, of which a job that its user has suspended takes 56."""
+    """The pool has 64 MiB. A job that its user has suspended uses 56."""
     async with sharing_on(tmp_path, "1x60MiB") as shared:
         agent = await shared.node.attend(process.pid, BYTES)
-        await shared.node.attend(other.pid, b"2" * (50 * MIB), token="b" * 32)
+        await shared.node.attend(second_process.pid, b"2" * (50 * MIB), token="b" * 32)
         await shared.until_states(j1="running", j2="running")
-        await shared.node.operations.suspend([other.pid], shared.node.asked())
+        await shared.node.operations.suspend([second_process.pid], shared.node.context())
         with pytest.raises(HegmError, match="python with 6 MiB cannot be suspended"):
             await shared.make_room(56 * MIB, until_free=True)
         (job, _) = (await shared.requests.queue(ADMIN)).jobs
         assert job.why == "cannot be suspended: 12.0 MiB of the pool are needed to move 6.0 MiB, but 8.0 MiB are free"
         assert trains(agent, BYTES)
-        assert "park" not in agent.seen
-        await shared.node.operations.resume(other.pid, None, shared.node.asked())
+        assert "park" not in agent.orders
+        await shared.node.operations.resume(second_process.pid, None, shared.node.context())
         await shared.until_states(j1="running", j2="running")
         assert not any(shared.sharing.memory.leases)
 
@@ -229,14 +231,14 @@ async def test_a_lease_that_is_never_released_ends_by_itself_and_the_job_returns
         agent = await shared.node.attend(process.pid, BYTES)
         await shared.until_states(j1="running")
         await shared.make_room(7 * MIB)
-        # On a slow machine its time is over before its memory is free.
+        # On a slow machine the lease expires before its memory is free.
         await shared.until(lambda: bool({"lease-ended", "lease-dropped"} & set(shared.events)))
-        await until_all_is_over(shared, agent, process)
+        await until_finished(shared, agent, process)
 
 
 @pytest.mark.thorough
 async def test_a_user_without_the_right_has_nothing_of_others_suspended(tmp_path: Path, process: Child) -> None:
-    """Neither by a priority above the limit, nor by one within it, if users may suspend only what is theirs."""
+    """Users may suspend only their own jobs here: neither a high nor a permitted priority suspends another's."""
     async with sharing_on(tmp_path, suspends_others=False) as shared:
         agent = await shared.node.attend(process.pid, BYTES)
         await shared.until_states(j1="running")
@@ -247,5 +249,5 @@ async def test_a_user_without_the_right_has_nothing_of_others_suspended(tmp_path
         with pytest.raises(HegmError, match="belongs to another user"):
             await shared.make_room(7 * MIB, stranger, until_free=True)
         assert trains(agent, BYTES)
-        assert "park" not in agent.seen
+        assert "park" not in agent.orders
         assert not any(shared.sharing.memory.leases)

@@ -1,4 +1,4 @@
-"""Leases and when they end, the file that they are in, and who may give which priority."""
+"""Leases and their ends, the state file, and the priorities that callers may set."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Child = subprocess.Popen[bytes]
 
 
 def lease(**changes: Any) -> LeaseRecord:
-    made = LeaseRecord(number=0, size_bytes=1, priority=80, uid=0, since_utc=0.0, made_ticks=0, boot="")
-    return made.replace(**changes)
+    added = LeaseRecord(number=0, size_bytes=1, priority=80, uid=0, since_utc=0.0, made_ticks=0, boot="")
+    return added.replace(**changes)
 
 
 class Watched:
-    """Leases, and which of them have ended by themselves."""
+    """Leases, and a list of those that ended without a request."""
 
     def __init__(self, **changes: Any) -> None:
         self.ended: list[str] = []
@@ -39,8 +39,8 @@ class Watched:
     def _note_change(self) -> None:
         self.changes += 1
 
-    def _note_end(self, one: LeaseRecord, why: str) -> None:
-        self.ended.append(f"{one.id}: {why}")
+    def _note_end(self, lease: LeaseRecord, why: str) -> None:
+        self.ended.append(f"{lease.id}: {why}")
         self.over.set()
 
 
@@ -48,8 +48,8 @@ async def test_a_lease_ends_with_its_process(process: Child) -> None:
     watched = Watched()
     async with anyio.create_task_group() as tasks:
         await tasks.start(watched.leases.run)
-        made = watched.leases.add(lease(pid=process.pid, start_ticks=start_ticks(process.pid)))
-        assert [made.id, made.boot] == ["l1", "this"]
+        added = watched.leases.add(lease(pid=process.pid, start_ticks=start_ticks(process.pid)))
+        assert [added.id, added.boot] == ["l1", "this"]
         process.kill()
         with anyio.fail_after(HANG_S):
             await watched.over.wait()
@@ -58,7 +58,7 @@ async def test_a_lease_ends_with_its_process(process: Child) -> None:
     assert list(watched.leases) == []
 
 
-async def test_a_pid_that_another_process_has_by_now_is_no_process_of_a_lease(process: Child) -> None:
+async def test_a_reused_pid_does_not_belong_to_a_lease(process: Child) -> None:
     with pytest.raises(HegmError, match="has ended") as refused:
         Watched().leases.add(lease(pid=process.pid, start_ticks=1))
     assert refused.value.code is REFUSED
@@ -73,32 +73,34 @@ async def test_a_pid_that_another_process_has_by_now_is_no_process_of_a_lease(pr
 
 
 async def test_a_lease_ends_with_its_waiting_process_until_that_process_was_notified(
-    process: Child, other: Child
+    process: Child, second_process: Child
 ) -> None:
     watched = Watched()
     async with anyio.create_task_group() as tasks:
         await tasks.start(watched.leases.run)
-        for child in (process, other):
+        for child in (process, second_process):
             watched.leases.add(lease(waiter_pid=child.pid, waiter_ticks=start_ticks(child.pid)))
         for number in (1, 2):
             watched.leases.hold(number, "gpu0")
         watched.leases.answer(1)
         process.kill()
         process.wait()
-        other.kill()
+        second_process.kill()
         with anyio.fail_after(HANG_S):
             await watched.over.wait()
         await anyio.wait_all_tasks_blocked()
         tasks.cancel_scope.cancel()
-    assert watched.ended == [f"l2: process {other.pid}, which waited, has ended"]
-    assert [(one.id, one.gpu, one.is_held) for one in watched.leases] == [("l1", "gpu0", True)]
+    assert watched.ended == [f"l2: process {second_process.pid}, which waited, has ended"]
+    assert [(lease_record.id, lease_record.gpu, lease_record.is_held) for lease_record in watched.leases] == [
+        ("l1", "gpu0", True)
+    ]
 
 
-async def test_a_lease_ends_at_its_time_also_if_that_passed_without_a_daemon() -> None:
+async def test_a_lease_ends_on_time_even_if_no_daemon_ran_then() -> None:
     now = [100.0]
     watched = Watched(clock=lambda: now[0])
     watched.leases.enter([lease(number=1, boot="this", until_s=99.0), lease(number=2, boot="before")], 2)
-    assert [one.id for one in watched.leases] == ["l1"], "the other is of an earlier boot"
+    assert [lease_record.id for lease_record in watched.leases] == ["l1"], "the second lease is of an earlier boot"
     async with anyio.create_task_group() as tasks:
         await tasks.start(watched.leases.run)
         with anyio.fail_after(HANG_S):
@@ -108,22 +110,22 @@ async def test_a_lease_ends_at_its_time_also_if_that_passed_without_a_daemon() -
     assert watched.leases.next_number == 3
 
 
-def test_a_process_that_asks_again_in_the_same_words_means_the_same_lease() -> None:
+def test_a_repeated_request_finds_the_same_lease() -> None:
     leases = Watched().leases
     ticks = start_ticks(os.getpid())
-    asked = lease(waiter_pid=os.getpid(), waiter_ticks=ticks, size_bytes=2)
-    made = leases.add(asked)
-    leases.hold(made.number, "gpu0")
-    for other in ({"size_bytes": 3}, {"gpu": "gpu1"}, {"waiter_ticks": 1}, {"waiter_pid": None}, {"name": "x"}):
-        assert leases.waited_for(asked.replace(**other)) is None
-    found = leases.waited_for(asked)
+    request = lease(waiter_pid=os.getpid(), waiter_ticks=ticks, size_bytes=2)
+    added = leases.add(request)
+    leases.hold(added.number, "gpu0")
+    for difference in ({"size_bytes": 3}, {"gpu": "gpu1"}, {"waiter_ticks": 1}, {"waiter_pid": None}, {"name": "x"}):
+        assert leases.waited_for(request.replace(**difference)) is None
+    found = leases.waited_for(request)
     assert found is not None
-    assert found.id == made.id
-    leases.answer(made.number)
-    assert leases.waited_for(asked) is None
+    assert found.id == added.id
+    leases.answer(added.number)
+    assert leases.waited_for(request) is None
 
 
-def test_a_lease_is_named_by_id_or_name_and_that_of_the_caller_comes_first() -> None:
+def test_a_lease_is_found_by_id_or_name_and_the_callers_first() -> None:
     leases = Watched().leases
     leases.add(lease(name="serve", uid=1))
     leases.add(lease(name="serve", uid=2))
@@ -140,8 +142,12 @@ def test_one_user_cannot_take_all_leases_nor_a_name_twice() -> None:
     leases.check_name("serve", 1)
     leases.add(lease(name="serve", uid=1))
     leases.check_name("serve", 2)
-    for name, says in (("serve", "lease l1 is called 'serve' already"), ("l3", "looks like the id"), ("a b", "letter")):
-        with pytest.raises(HegmError, match=says):
+    for name, message in (
+        ("serve", "lease l1 is called 'serve' already"),
+        ("l3", "looks like the id"),
+        ("a b", "letter"),
+    ):
+        with pytest.raises(HegmError, match=message):
             leases.check_name(name, 1)
     for _ in range(MAX_LEASES_OF_USER - 1):
         leases.add(lease(uid=1))
@@ -160,14 +166,14 @@ STATE = SharingState(
 )
 
 
-def test_all_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_the_state_file_round_trips(tmp_path: Path) -> None:
     assert state_file.load(tmp_path) == SharingState()
     state_file.save(tmp_path, STATE)
     assert state_file.load(tmp_path) == STATE
 
 
 @pytest.mark.parametrize("cut", [1, 30, -1])
-def test_a_damaged_file_is_kept_and_no_number_of_it_is_used_again(tmp_path: Path, cut: int) -> None:
+def test_a_damaged_file_is_kept_and_its_lease_numbers_are_not_reused(tmp_path: Path, cut: int) -> None:
     state_file.save(tmp_path, STATE)
     path = tmp_path / state_file.NAME
     data = path.read_bytes()
@@ -188,7 +194,7 @@ def test_a_file_of_a_newer_version_is_not_touched(tmp_path: Path) -> None:
     assert path.read_bytes() == newer
 
 
-def test_an_older_daemon_reads_no_list_of_gpus_as_one_gpu(tmp_path: Path) -> None:
+def test_an_older_daemon_does_not_read_a_list_of_gpus_as_one(tmp_path: Path) -> None:
     """The version stayed the same when jobs were placed on several GPUs."""
     state_file.save(tmp_path, STATE)
     path = tmp_path / state_file.NAME
@@ -209,20 +215,24 @@ def test_an_unreadable_file_does_not_count_as_missing(tmp_path: Path) -> None:
 
 
 def test_a_priority_is_a_number_or_a_name_up_to_the_callers_limit() -> None:
-    own = rules()
-    assert [own.priority(one, is_admin=True) for one in ("production", 100, "0")] == [80, 100, 0]
-    assert [own.priority(one, is_admin=False) for one in ("normal", 50, "best-effort")] == [50, 50, 20]
-    assert [own.lease_priority(None, is_admin=is_admin) for is_admin in (True, False)] == [80, 50]
-    for asked, code in ((51, DENIED), ("production", DENIED), (101, BAD_REQUEST), (-1, BAD_REQUEST)):
+    sharing_rules = rules()
+    assert [sharing_rules.priority(priority, is_admin=True) for priority in ("production", 100, "0")] == [80, 100, 0]
+    assert [sharing_rules.priority(priority, is_admin=False) for priority in ("normal", 50, "best-effort")] == [
+        50,
+        50,
+        20,
+    ]
+    assert [sharing_rules.lease_priority(None, is_admin=is_admin) for is_admin in (True, False)] == [80, 50]
+    for priority, code in ((51, DENIED), ("production", DENIED), (101, BAD_REQUEST), (-1, BAD_REQUEST)):
         with pytest.raises(HegmError) as refused:
-            own.priority(asked, is_admin=False)
+            sharing_rules.priority(priority, is_admin=False)
         assert refused.value.code is code
     with pytest.raises(HegmError, match="no priority 'norma'") as unknown:
-        own.priority("norma", is_admin=True)
+        sharing_rules.priority("norma", is_admin=True)
     assert unknown.value.hint.startswith("did you mean normal?")
 
 
-def test_what_fails_again_and_again_is_tried_less_and_less_often() -> None:
+def test_repeated_failures_double_the_retry_interval() -> None:
     history = History()
     waits_s = [history.note_failure("j1", "no", 0.0) for _ in range(9)]
     assert waits_s[:3] == [FIRST_RETRY_S, 2 * FIRST_RETRY_S, 4 * FIRST_RETRY_S]
@@ -241,31 +251,31 @@ async def test_the_time_of_a_lease_begins_when_its_memory_is_free() -> None:
     watched = Watched(clock=lambda: now[0])
     async with anyio.create_task_group() as tasks:
         await tasks.start(watched.leases.run)
-        made = watched.leases.add(lease(hold_s=5.0, until_s=1000.0))
+        added = watched.leases.add(lease(hold_s=5.0, until_s=1000.0))
         now[0] = 500.0
-        watched.leases.hold(made.number, "gpu0")
+        watched.leases.hold(added.number, "gpu0")
         (held,) = watched.leases
         assert held.until_s == 505.0
         tasks.cancel_scope.cancel()
 
 
-def test_the_time_of_a_lease_that_a_process_waits_for_begins_when_it_is_told() -> None:
-    """A short one could end before its process had been told, on a slow disk: it failed as cancelled."""
+def test_the_time_of_a_lease_begins_when_its_waiting_process_gets_the_reply() -> None:
+    """On a slow disk a short lease ended before its process got the reply. The request failed as cancelled."""
     now = [100.0]
     leases = Watched(clock=lambda: now[0]).leases
-    me = {"waiter_pid": os.getpid(), "waiter_ticks": start_ticks(os.getpid())}
-    made = leases.add(lease(hold_s=5.0, until_s=1000.0, **me))
-    leases.hold(made.number, "gpu0")
+    waiter = {"waiter_pid": os.getpid(), "waiter_ticks": start_ticks(os.getpid())}
+    added = leases.add(lease(hold_s=5.0, until_s=1000.0, **waiter))
+    leases.hold(added.number, "gpu0")
     (held,) = leases
     assert (held.is_held, held.until_s) == (True, 1000.0)
     now[0] = 500.0
-    told = leases.answer(made.number)
-    assert told is not None
-    assert (told.waiter_pid, told.until_s) == (None, 505.0)
+    lease_record = leases.answer(added.number)
+    assert lease_record is not None
+    assert (lease_record.waiter_pid, lease_record.until_s) == (None, 505.0)
 
 
-async def test_a_clock_that_is_set_ends_no_lease_sooner_or_later() -> None:
-    """A lease of 5 s lasted for a day more when the clock was set back by a day, and ended when it was set forward."""
+async def test_setting_the_clock_does_not_change_when_a_lease_ends() -> None:
+    """Setting the clock back by a day prolonged a lease by a day. Setting it forward ended the lease."""
     now, utc = [100.0], [1e9]
     watched = Watched(clock=lambda: now[0], utc=lambda: utc[0])
     async with anyio.create_task_group() as tasks:
@@ -287,8 +297,8 @@ async def test_a_clock_that_is_set_ends_no_lease_sooner_or_later() -> None:
     assert watched.ended == ["l1: its time is over"]
 
 
-def test_a_lease_grows_older_although_the_clock_is_set_back() -> None:
-    """One that was asked for before the clock was set back was always the last: later ones got the memory for ever."""
+def test_setting_the_clock_back_does_not_make_a_lease_younger() -> None:
+    """A lease from before the clock was set back always came last: later leases got the memory for ever."""
     now, utc = [100.0], [1e9]
     leases = Watched(clock=lambda: now[0], utc=lambda: utc[0]).leases
     early = leases.add(lease(since_utc=utc[0]))
@@ -299,7 +309,7 @@ def test_a_lease_grows_older_although_the_clock_is_set_back() -> None:
     assert (leases.age_s(early), leases.age_s(later)) == (20.0, 10.0)
 
 
-def test_neither_one_user_nor_many_keep_an_administrator_from_a_lease() -> None:
+def test_users_with_many_leases_cannot_block_an_administrator() -> None:
     leases = Watched().leases
     for number in range(MAX_LEASES):
         leases.check_name(None, 1 + number // MAX_LEASES_OF_USER)

@@ -1,4 +1,4 @@
-"""The sharing policy, case by case: who gets a GPU, who has to leave it, and who is left alone."""
+"""The sharing policy, case by case: which job gets a GPU, which is suspended, and which stays."""
 
 from __future__ import annotations
 
@@ -78,18 +78,18 @@ def test_a_higher_priority_suspends_the_fewest_bytes_of_the_lowest_priority() ->
     assert "j4" in actions[0].reason
 
 
-def test_it_waits_for_the_job_that_leaves_already_and_suspends_no_other() -> None:
+def test_no_second_job_is_suspended_while_one_leaves() -> None:
     jobs = [replace(running("j1", 40, priority=20), state=LEAVING), running("j2", 40, priority=20)]
     assert decided(gpu("gpu0", 0), *jobs, queued("j3", 40, priority=80)) == ()
 
 
-def test_what_a_job_said_that_it_needs_is_not_free_before_it_has_left() -> None:
+def test_requested_memory_of_a_job_is_not_free_before_it_has_left() -> None:
     leaving = replace(running("j1", 1), state=LEAVING, needs_bytes=(40 * GIB,))
     assert decided(gpu("gpu0", 79), leaving, queued("j2", 60)) == ()
     assert kinds(decided(gpu("gpu0", 79), leaving, queued("j2", 30))) == [("start", "j2", ("gpu0",))]
 
 
-def test_memory_that_becomes_free_for_one_is_not_given_to_another() -> None:
+def test_memory_freed_for_one_job_is_not_given_to_another() -> None:
     leaving = replace(running("j1", 60, priority=20), state=LEAVING)
     assert decided(gpu("gpu0", 20), leaving, queued("j3", 80, priority=80), queued("j4", 10)) == ()
 
@@ -113,7 +113,7 @@ def test_a_suspended_job_comes_back_to_any_gpu_before_one_of_lower_priority_star
     assert kinds(actions) == [("resume", "j1", ("gpu1",))]
 
 
-def test_a_job_that_was_suspended_a_moment_ago_comes_back_a_moment_later() -> None:
+def test_a_job_stays_suspended_for_a_moment_before_it_resumes() -> None:
     snapshot = node(gpu(), suspended("j1", since_s=NOW - 0.5))
     decision = decide(snapshot, NOW)
     assert (decision.actions, decision.again_at_s) == ((), NOW + 1.5)
@@ -137,13 +137,13 @@ def test_some_jobs_are_never_suspended_for_another(change: dict[str, Any]) -> No
     assert decided(gpu("gpu0", 0), job, pending(40)) == ()
 
 
-def test_an_interrupted_job_that_has_resumed_runs_twice_as_long_as_its_switch() -> None:
+def test_a_resumed_job_runs_at_least_twice_as_long_as_its_switch() -> None:
     resumed = replace(running("j1", 80, priority=20, since_s=NOW - 1), turn_s=9.0, switch_s=2.0)
     assert decide(node(gpu("gpu0", 0), resumed, pending(40)), NOW).again_at_s == NOW + 3
     assert kinds(decided(gpu("gpu0", 0), resumed, pending(40), now=NOW + 3)) == [("suspend", "j1", ("gpu0",))]
 
 
-def test_jobs_of_other_users_leave_for_who_has_the_right() -> None:
+def test_a_lease_with_the_right_suspends_jobs_of_other_users() -> None:
     job = replace(running("j1", 80, priority=20), uid=OTHER_USER)
     assert kinds(decided(gpu("gpu0", 0), job, replace(pending(40), preempts_others=True))) == [
         ("suspend", "j1", ("gpu0",))
@@ -157,7 +157,7 @@ def test_a_job_that_a_user_suspended_is_left_alone() -> None:
 # -- turns -------------------------------------------------------------------------------------------------------------
 
 
-def test_equals_take_turns_when_a_turn_has_ended() -> None:
+def test_jobs_of_equal_priority_change_places_when_a_turn_ends() -> None:
     snapshot = node(gpu("gpu0", 20), running("j1", 60, since_s=NOW - 10), suspended("j2", 60))
     decision = decide(snapshot, NOW)
     assert (decision.actions, decision.again_at_s) == ((), NOW + 20)
@@ -175,14 +175,14 @@ def test_an_interrupted_job_continues_its_turn_before_others() -> None:
     assert kinds(decided(gpu(), suspended("j1", 60), interrupted)) == [("resume", "j2", ("gpu0",))]
 
 
-def test_nobody_behind_the_first_in_line_gets_a_gpu_that_it_waits_for() -> None:
+def test_a_job_cannot_take_a_gpu_that_an_earlier_job_waits_for() -> None:
     jobs = [running("j1", 60, since_s=NOW - 10), suspended("j2", 70, since_s=1), suspended("j3", 15, since_s=2)]
     assert decided(gpu("gpu0", 20), *jobs) == ()
     fits_beside = suspended("j4", 10, since_s=2)
     assert kinds(decided(gpu("gpu0", 20), *jobs[:2], fits_beside)) == [("resume", "j4", ("gpu0",))]
 
 
-def test_without_slices_equals_wait_for_the_end() -> None:
+def test_without_slices_jobs_of_equal_priority_wait_for_the_end() -> None:
     jobs = [running("j1", 60), suspended("j2", 60)]
     assert decided(gpu("gpu0", 20), *jobs, rules=Rules(slices=False)) == ()
 
@@ -196,7 +196,7 @@ def test_a_new_job_takes_turns_only_if_the_pool_has_room_for_the_next_exchange()
     assert kinds(decided(gpu("gpu0", 20), jobs[0], suspended("j2", 60), pool_gib=60)) == [("suspend", "j1", ("gpu0",))]
 
 
-def test_a_job_that_would_not_give_way_takes_no_turn_of_others() -> None:
+def test_a_job_that_cannot_be_suspended_takes_no_turns() -> None:
     stubborn = replace(suspended("j2", 60), is_preemptible=False)
     assert decided(gpu("gpu0", 20), running("j1", 60), stubborn) == ()
 
@@ -204,14 +204,14 @@ def test_a_job_that_would_not_give_way_takes_no_turn_of_others() -> None:
 # -- several GPUs ------------------------------------------------------------------------------------------------------
 
 
-def _on_two(job: Job) -> Job:
+def _on_two_gpus(job: Job) -> Job:
     sizes = (60 * GIB, 50 * GIB)
     held_bytes = {"gpu0": 60 * GIB, "gpu1": 50 * GIB} if job.state == RUNNING else {}
     return replace(job, gpus=("gpu0", "gpu1"), needs_bytes=sizes, held_bytes=held_bytes)
 
 
 def test_a_job_on_two_gpus_waits_until_both_have_room() -> None:
-    job = _on_two(suspended("j1"))
+    job = _on_two_gpus(suspended("j1"))
     assert decided(gpu("gpu0", 60), gpu("gpu1", 40), job) == ()
     assert kinds(decided(gpu("gpu0", 60), gpu("gpu1", 50), job)) == [("resume", "j1", ("gpu0", "gpu1"))]
     assert kinds(decided(gpu("gpu0", 50), gpu("gpu1", 60), job)) == [("resume", "j1", ("gpu1", "gpu0"))]
@@ -226,13 +226,13 @@ def test_a_job_of_unknown_need_waits_until_as_many_gpus_as_it_wants_have_no_othe
 
 
 def test_suspending_a_job_frees_all_its_gpus() -> None:
-    victim = _on_two(running("j1", priority=20))
+    victim = _on_two_gpus(running("j1", priority=20))
     actions = decided(gpu("gpu0", 20), gpu("gpu1", 30), victim, queued("j2", 70), queued("j3", 60))
     assert kinds(actions) == [("suspend", "j1", ("gpu0", "gpu1"))]
     assert actions[0].size_bytes == (60 * GIB, 50 * GIB)
 
 
-# -- what is said ------------------------------------------------------------------------------------------------------
+# -- explanations ------------------------------------------------------------------------------------------------------
 
 
 def test_every_waiting_job_shows_what_happens_next() -> None:
@@ -242,15 +242,18 @@ def test_every_waiting_job_shows_what_happens_next() -> None:
         queued("j3", 200),
         replace(suspended("j4"), hindrance="the agent of process 4711 is not connected"),
     ]
-    told = {waiting.subject: waiting for waiting in explain(node(gpu("gpu0", 20), *jobs, pending(10)), NOW)}
-    assert told["l1"].next == "its memory is kept on gpu0, which had 10 GiB free for it"
-    assert (told["j2"].waits, told["j2"].next) == ("until the turn of j1 ends in 20 s", "it resumes on gpu0")
-    assert told["j3"].waits == "200.0 GiB on a GPU: gpu0 has at most 80.0 GiB for jobs"
-    assert told["j4"].waits == "the agent of process 4711 is not connected"
+    by_subject = {waiting.subject: waiting for waiting in explain(node(gpu("gpu0", 20), *jobs, pending(10)), NOW)}
+    assert by_subject["l1"].next == "its memory is kept on gpu0, which had 10 GiB free for it"
+    assert (by_subject["j2"].waits, by_subject["j2"].next) == (
+        "until the turn of j1 ends in 20 s",
+        "it resumes on gpu0",
+    )
+    assert by_subject["j3"].waits == "200.0 GiB on a GPU: gpu0 has at most 80.0 GiB for jobs"
+    assert by_subject["j4"].waits == "the agent of process 4711 is not connected"
 
 
-def test_what_can_never_fit_is_told_with_who_has_the_rest() -> None:
-    """It waited for "139 GiB on 1 GPU; the largest on this node has 140 GiB"."""
+def test_the_reason_for_an_impossible_size_names_who_uses_the_rest() -> None:
+    """`hegmctl queue` showed "139 GiB on 1 GPU; the largest on this node has 140 GiB"."""
     small = replace(gpu("gpu0", 78), kept_bytes=GIB)
     waits = explain(node(small, queued("j1", 79)), NOW)[0].waits
     assert waits == (
@@ -260,7 +263,7 @@ def test_what_can_never_fit_is_told_with_who_has_the_rest() -> None:
     shared = replace(small, contexts_bytes=GIB)
     assert explain(node(shared, queued("j1", 79)), NOW)[0].waits.endswith(
         "the driver and hegmd keep 1.0 GiB and suspended jobs keep contexts of 1.0 GiB"
-    ), "kept contexts were called other programs"
+    ), "kept contexts counted as other programs"
     barely = replace(queued("j1"), needs_bytes=(78 * GIB + 4096,))
     assert explain(node(small, barely), NOW)[0].waits.startswith("78.0 GiB and 4,096 bytes on a GPU: gpu0 has at most")
     other_chip = replace(queued("j1", 10), chip="H100")
@@ -269,16 +272,16 @@ def test_what_can_never_fit_is_told_with_who_has_the_rest() -> None:
     assert explain(node(small, on_two), NOW)[0].waits == "2 healthy GPUs: this node has 1"
 
 
-def test_a_turn_needs_room_in_the_pool_for_what_goes_there_and_not_for_contexts() -> None:
-    """A pool of 80 GiB was too small for turns of jobs that put 40 GiB there."""
-    one, other = running("j1", 41), queued("j2", 40)
-    assert decided(gpu("gpu0", 39), one, other, pool_gib=80, now=10_000.0) == ()
-    (action,) = decided(gpu("gpu0", 39), replace(one, pool_bytes=40 * GIB), other, pool_gib=80, now=10_000.0)
+def test_a_turn_needs_pool_memory_for_tensors_but_not_for_contexts() -> None:
+    """A pool of 80 GiB was too small for turns of jobs that need 40 GiB of it."""
+    first, second = running("j1", 41), queued("j2", 40)
+    assert decided(gpu("gpu0", 39), first, second, pool_gib=80, now=10_000.0) == ()
+    (action,) = decided(gpu("gpu0", 39), replace(first, pool_bytes=40 * GIB), second, pool_gib=80, now=10_000.0)
     assert action.subject == "j1"
 
 
 def test_a_job_that_waits_for_leased_memory_is_shown_the_lease() -> None:
-    """It was told of what is free only, which with the rest of the GPU was less than the GPU has."""
+    """The explanation named only the free memory, so that its figures did not add up to the GPU's memory."""
     (waiting,) = explain(node(gpu("gpu0", 70), suspended("j1", 40), held(60, used_gib=10)), NOW)
     assert waiting.waits == "40 GiB on gpu0: 20 GiB is free, 60 GiB is kept for lease l1"
 
@@ -305,29 +308,29 @@ def test_a_waiting_job_is_told_who_has_the_gpu_and_how_it_gets_it() -> None:
     assert waiting.next == "it starts on gpu0 once lease l1 has ended"
 
 
-def _two_kinds(*free_gib: int) -> list[Gpu]:
-    """Four GPUs of one chip, and two larger ones of another with so much free."""
+def _two_chips(*free_gib: int) -> list[Gpu]:
+    """Return four GPUs of one chip, and larger ones of another chip with `free_gib` free."""
     small = [replace(gpu(f"gpu{number}", 24, total_gib=24), chip="L4") for number in range(4)]
-    return [*small, *(gpu(f"gpu{number}", free) for number, free in enumerate(free_gib, 4))]
+    return [*small, *(gpu(f"gpu{number}", free_gib) for number, free_gib in enumerate(free_gib, 4))]
 
 
 def test_a_job_starts_on_several_gpus_of_the_chip_that_can_hold_it() -> None:
-    """The chip that most GPUs have was the only one, whatever their size: the job waited for ever."""
+    """The daemon considered only the most common chip, whatever its memory: the job waited for ever."""
     pair = replace(queued("j1"), needs_bytes=(60 * GIB, 60 * GIB))
-    (action,) = decided(*_two_kinds(80, 80), pair)
+    (action,) = decided(*_two_chips(80, 80), pair)
     assert action.gpus == ("gpu4", "gpu5")
     low = [running(f"j{number}", 80, f"gpu{number}", priority=20) for number in (4, 5)]
-    assert {action.subject for action in decided(*_two_kinds(0, 0), *low, pair)} == {"j4", "j5"}
-    (waiting,) = explain(node(*_two_kinds(80, 80)[:5], pair), NOW)
+    assert {action.subject for action in decided(*_two_chips(0, 0), *low, pair)} == {"j4", "j5"}
+    (waiting,) = explain(node(*_two_chips(80, 80)[:5], pair), NOW)
     assert waiting.waits == "2 healthy GPUs of type H200: this node has 1"
 
 
 def test_a_job_starts_on_several_gpus_of_one_chip_only() -> None:
     pair = replace(queued("j1", None), wanted_gpus=2)
-    (action,) = decided(*_two_kinds(80, 0), pair)
+    (action,) = decided(*_two_chips(80, 0), pair)
     assert action.gpus == ("gpu0", "gpu1")
     sized = replace(queued("j1"), needs_bytes=(20 * GIB, 20 * GIB))
-    assert decided(*_two_kinds(80, 0)[3:], sized) == (), "one of each chip is no pair"
+    assert decided(*_two_chips(80, 0)[3:], sized) == (), "two GPUs of different chips do not match"
 
 
 def test_a_lease_waits_while_hegmd_itself_copies_on_the_gpu() -> None:

@@ -1,6 +1,6 @@
-"""Sharing while a job is stopped, a boundary is late, or an error comes: others go on, and nobody loses their time.
+"""Sharing while a job is stopped, a boundary is late, or an error occurs: the other jobs continue.
 
-Longer than 400 lines because all its jobs that fail are made in one way.
+Longer than 400 lines because all tests of failing jobs share one set-up.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Child = subprocess.Popen[bytes]
 BYTES = b"1" * (6 * MIB)
 
 
-def into(orders: list[SupervisorOrder]) -> Callable[[SupervisorOrder, object], Awaitable[None]]:
-    """Return what sends a supervisor its orders: into that list."""
+def appender(orders: list[SupervisorOrder]) -> Callable[[SupervisorOrder, object], Awaitable[None]]:
+    """Return a function that appends a supervisor's orders to `orders`."""
 
     async def send(order: SupervisorOrder, _fds: object) -> None:
         orders.append(order)
@@ -49,34 +49,36 @@ def into(orders: list[SupervisorOrder]) -> Callable[[SupervisorOrder, object], A
 
 @asynccontextmanager
 async def a_protected_job(
-    tmp_path: Path, process: Child, other: Child, *, ends: bool = True
+    tmp_path: Path, process: Child, second_process: Child, *, ends_supervisor: bool = True
 ) -> AsyncIterator[tuple[SharedNode, list[SupervisorOrder]]]:
     """Job j1 trains and has a snapshot; `other` is its supervisor, which gets the orders."""
     SnapshotFiles(tmp_path).save({"j1": JobSnapshots(job="j1", uid=UID, ranks=1, gpus=("gpu0",), generation=1)})
     orders: list[SupervisorOrder] = []
     async with sharing_on(tmp_path) as shared:
         moving = shared.node.moving
-        await moving.job_requests.register(other.pid, UID, RegisterJob(run="first", command=("train",)))
+        await moving.job_requests.register(second_process.pid, UID, RegisterJob(run="first", command=("train",)))
         write((await JobSlots(moving.pool, "j1").take(0, 0, 8192, Source(UID, 1))).fd, generation=1, step=7)
         await shared.node.attend(process.pid, BYTES, run="first")
         offer = Supervise(run="first", python=True, pid=process.pid, recover=RecoveryWish())
-        shared.node.tasks.start_soon(moving.supervisors.attend, "line", other.pid, UID, offer, into(orders))
+        shared.node.tasks.start_soon(
+            moving.supervisors.attend, "line", second_process.pid, UID, offer, appender(orders)
+        )
         await shared.until_states(j1="running")
         await shared.until(lambda: any(order.do == "protect" for order in orders))
         yield shared, orders
-        if ends:
-            await end_supervisor(shared, other)
+        if ends_supervisor:
+            await end_supervisor(shared, second_process)
 
 
 async def end_supervisor(shared: SharedNode, child: Child) -> None:
     child.kill()
     child.wait()
-    await shared.until(lambda: not any(one.is_alive for one in shared.node.moving.supervisors))
+    await shared.until(lambda: not any(supervisor.is_alive for supervisor in shared.node.moving.supervisors))
 
 
 @pytest.mark.thorough
-async def test_a_stopped_job_keeps_a_new_daemon_from_no_decision(tmp_path: Path, process: Child) -> None:
-    """Its agent cannot connect, and all leases waited 15 s for it."""
+async def test_a_stopped_job_does_not_delay_the_decisions_of_a_new_daemon(tmp_path: Path, process: Child) -> None:
+    """The agent of a stopped job cannot connect, and all leases waited 15 s for it."""
     async with sharing_on(tmp_path) as shared:
         await shared.node.moving.job_requests.register(process.pid, UID, RegisterJob(run="one", command=("train",)))
         agent = await shared.node.attend(process.pid, BYTES, run="one")
@@ -84,13 +86,13 @@ async def test_a_stopped_job_keeps_a_new_daemon_from_no_decision(tmp_path: Path,
     process.send_signal(signal.SIGSTOP)
     await anyio.to_thread.run_sync(os.waitid, os.P_PID, process.pid, os.WSTOPPED)
     async with sharing_on(tmp_path, clock=lambda: 0.0) as shared:
-        made = await shared.make_room(MIB, until_free=True, limit_s=HANG_S)
-        assert made.lease is not None
-        assert made.lease.state == "held"
+        reply = await shared.make_room(MIB, until_free=True, limit_s=HANG_S)
+        assert reply.lease is not None
+        assert reply.lease.state == "held"
 
 
-async def test_a_dry_run_after_a_start_waits_for_the_agents_of_jobs_of_before(tmp_path: Path, process: Child) -> None:
-    """It said that no job has to leave, and the command itself suspended one."""
+async def test_a_dry_run_after_a_daemon_start_waits_for_agents_of_earlier_jobs(tmp_path: Path, process: Child) -> None:
+    """The dry run listed no job, but the command itself suspended one."""
     async with sharing_on(tmp_path) as shared:
         await shared.node.moving.job_requests.register(process.pid, UID, RegisterJob(run="one", command=("train",)))
         agent = await shared.node.attend(process.pid, BYTES, run="one")
@@ -113,10 +115,10 @@ async def test_the_seconds_of_a_lease_begin_when_its_memory_is_free(tmp_path: Pa
     async with sharing_on(tmp_path) as shared, anyio.create_task_group() as tasks:
         agent = await shared.node.attend(process.pid, BYTES)
         agent.slow.add("park")
-        made: list[protocol.RoomReply] = []
+        replies: list[protocol.RoomReply] = []
 
         async def ask() -> None:
-            made.append(await shared.make_room(7 * MIB, hold_s=50.0, until_free=True, limit_s=HANG_S))
+            replies.append(await shared.make_room(7 * MIB, hold_s=50.0, until_free=True, limit_s=HANG_S))
 
         tasks.start_soon(ask)
         await shared.until(lambda: any(shared.sharing.memory.leases))
@@ -124,7 +126,7 @@ async def test_the_seconds_of_a_lease_begin_when_its_memory_is_free(tmp_path: Pa
         await shared.until(lambda: time.time() > lease.since_utc + 0.02)
         freed_s = seconds_since_boot()
         agent.go_on.set()
-        await shared.until(lambda: bool(made))
+        await shared.until(lambda: bool(replies))
         (held,) = shared.sharing.memory.leases
         assert held.until_s is not None
         assert held.until_s >= freed_s + 50.0
@@ -132,7 +134,7 @@ async def test_the_seconds_of_a_lease_begin_when_its_memory_is_free(tmp_path: Pa
 
 @pytest.mark.thorough
 async def test_a_wait_for_a_boundary_does_not_count_as_cost_of_a_switch(tmp_path: Path, process: Child) -> None:
-    """Turns last 20 times as long as a switch costs: a batch of a minute made them last for 20."""
+    """A turn lasts 20 times as long as a switch costs: a batch of one minute made turns of 20 minutes."""
     async with sharing_on(tmp_path) as shared, anyio.create_task_group() as tasks:
         agent = await shared.node.attend(process.pid, BYTES)
         agent.slow.add("park")
@@ -149,7 +151,7 @@ async def test_a_wait_for_a_boundary_does_not_count_as_cost_of_a_switch(tmp_path
         tasks.cancel_scope.cancel()
 
 
-async def test_an_error_about_what_is_over_ends_no_decisions(tmp_path: Path, process: Child) -> None:
+async def test_one_failed_decision_does_not_end_the_later_ones(tmp_path: Path, process: Child) -> None:
     async with sharing_on(tmp_path) as shared:
         await shared.node.attend(process.pid, BYTES)
         broken: Any = None
@@ -157,16 +159,16 @@ async def test_an_error_about_what_is_over_ends_no_decisions(tmp_path: Path, pro
         shared.sharing.look_again()
         await anyio.wait_all_tasks_blocked()
         del shared.sharing.memory.queue[1]
-        made = await shared.make_room(MIB, until_free=True, limit_s=HANG_S)
-        assert made.lease is not None
+        reply = await shared.make_room(MIB, until_free=True, limit_s=HANG_S)
+        assert reply.lease is not None
 
 
 @pytest.mark.thorough
-async def test_the_memory_of_a_job_that_is_started_again_is_given_to_nobody_else(
-    tmp_path: Path, process: Child, other: Child
+async def test_the_memory_of_a_restarting_job_stays_reserved(
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
-    """Whoever waited got it, and the job was given up: none of its starts had room."""
-    async with a_protected_job(tmp_path, process, other) as (shared, orders):
+    """A waiting job got the memory, and the daemon gave the restarting job up: no start had enough memory."""
+    async with a_protected_job(tmp_path, process, second_process) as (shared, orders):
         moving = shared.node.moving
         process.kill()
         process.wait()
@@ -178,18 +180,18 @@ async def test_the_memory_of_a_job_that_is_started_again_is_given_to_nobody_else
             assert await shared.states() == {"j1": "starting"}
         (lease,) = shared.sharing.memory.leases
         assert not lease.is_held
-        other.kill()
-        other.wait()
+        second_process.kill()
+        second_process.wait()
         await shared.until(lambda: all(lease.is_held for lease in shared.sharing.memory.leases))
 
 
-async def test_a_job_that_failed_while_it_was_suspended_for_a_lease_is_started_again_once_that_has_ended(
-    tmp_path: Path, process: Child, other: Child
+async def test_a_job_that_fails_while_suspended_for_a_lease_restarts_after_the_lease(
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
-    """It was started at once, beside the job or the server that had its memory."""
-    async with a_protected_job(tmp_path, process, other) as (shared, orders):
-        made = await shared.make_room(6 * MIB, until_free=True, limit_s=HANG_S)
-        assert made.lease is not None
+    """The daemon restarted the job immediately, although a job or server used its memory."""
+    async with a_protected_job(tmp_path, process, second_process) as (shared, orders):
+        reply = await shared.make_room(6 * MIB, until_free=True, limit_s=HANG_S)
+        assert reply.lease is not None
         process.kill()
         process.wait()
         shared.node.moving.supervisors.report("line", SuperviseReport(result="fell", status=-9))
@@ -199,20 +201,20 @@ async def test_a_job_that_failed_while_it_was_suspended_for_a_lease_is_started_a
             await shared.sharing.decided.wait()
             assert await shared.states() == {"j1": "suspended"}
         assert not any(order.do == "start" for order in orders)
-        await shared.requests.release(protocol.Release(lease=made.lease.id), ADMIN)
+        await shared.requests.release(protocol.Release(lease=reply.lease.id), ADMIN)
         await shared.until(lambda: any(order.do == "start" for order in orders))
         assert await shared.states() == {"j1": "starting"}
         assert not shared.sharing.memory.suspended
 
 
-async def test_a_job_that_failed_while_its_user_had_suspended_it_waits_until_they_resume_it_and_then_for_room(
-    tmp_path: Path, process: Child, other: Child
+async def test_a_job_that_fails_while_its_user_suspended_it_waits_for_resume_and_memory(
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     """It was started as soon as there was room: on a GPU that its user had freed on purpose."""
-    async with a_protected_job(tmp_path, process, other) as (shared, orders):
+    async with a_protected_job(tmp_path, process, second_process) as (shared, orders):
         moving = shared.node.moving
         resumes = QueuedResumes(shared.sharing, moving.operations, moving.job_requests)
-        await shared.node.operations.suspend([process.pid], shared.node.asked())
+        await shared.node.operations.suspend([process.pid], shared.node.context())
         await _fail(shared, process)
         await shared.until(lambda: any("waits until it is resumed" in order.message for order in orders))
         assert any("hegmctl resume j1" in order.hint for order in orders)
@@ -223,22 +225,22 @@ async def test_a_job_that_failed_while_its_user_had_suspended_it_waits_until_the
         assert (job.state, job.operation) == ("suspended", None)
         with pytest.raises(HegmError, match="has no process now, and waits for its user"):
             await moving.job_requests.pids(["j1"], lambda _uid: True)
-        made = await shared.make_room(7 * MIB, until_free=True, limit_s=HANG_S)
-        assert made.lease is not None, "its memory is free for others"
-        assert await resumes.failed("j1", lambda _uid: False) is None, "another user's"
+        reply = await shared.make_room(7 * MIB, until_free=True, limit_s=HANG_S)
+        assert reply.lease is not None, "the memory of the failed job is free for others"
+        assert await resumes.failed("j1", lambda _uid: False) is None, "the job belongs to another user"
         failed = await resumes.failed("j1", lambda _uid: True)
         assert failed is not None
         with pytest.raises(HegmError, match="where hegmd finds room"):
-            await resumes.start_failed(failed, "gpu1", shared.node.asked())
-        await resumes.start_failed(failed, None, replace(shared.node.asked(), dry_run=True))
-        assert shared.sharing.awaits_resume(failed), "a dry run was refused, and `hegmctl top` begins with one"
-        with pytest.raises(HegmError, match=r"there was no room for job j1 .* within 0\.05 s") as late:
-            await resumes.start_failed(failed, None, replace(shared.node.asked(), limit_s=0.05))
-        assert late.value.code is TIMEOUT
-        assert shared.sharing.awaits_resume(failed), "it stays suspended"
+            await resumes.start_failed(failed, "gpu1", shared.node.context())
+        await resumes.start_failed(failed, None, replace(shared.node.context(), dry_run=True))
+        assert shared.sharing.awaits_resume(failed), "`hegmctl top` begins with a dry run, which was refused"
+        with pytest.raises(HegmError, match=r"there was no room for job j1 .* within 0\.05 s") as timeout:
+            await resumes.start_failed(failed, None, replace(shared.node.context(), limit_s=0.05))
+        assert timeout.value.code is TIMEOUT
+        assert shared.sharing.awaits_resume(failed), "the job stays suspended"
         assert not shared.sharing.memory.suspended
         assert not any(order.do == "start" for order in orders)
-        await resumes.start_failed(failed, None, replace(shared.node.asked(), wait=False))
+        await resumes.start_failed(failed, None, replace(shared.node.context(), wait=False))
         await shared.until(lambda: any("waits for room" in order.message for order in orders))
         assert await resumes.failed("j1", lambda _uid: True) is None
         assert not any(order.do == "start" for order in orders)
@@ -249,14 +251,17 @@ async def test_a_job_that_failed_while_its_user_had_suspended_it_waits_until_the
 
 
 @pytest.mark.parametrize("trains", [True, False])
-async def test_a_resume_of_a_job_that_has_failed_ends_once_it_trains_or_has_ended(
-    tmp_path: Path, process: Child, other: Child, again: Child, *, trains: bool
+async def test_the_resume_of_a_failed_job_returns_when_it_trains_or_ends(
+    tmp_path: Path, process: Child, second_process: Child, third_process: Child, *, trains: bool
 ) -> None:
-    """Its reply came at once, and hegmctl exited with 0 before anything was started."""
-    async with a_protected_job(tmp_path, process, other) as (shared, orders), anyio.create_task_group() as tasks:
+    """The daemon replied immediately, and hegmctl exited with 0 before the job was started."""
+    async with (
+        a_protected_job(tmp_path, process, second_process) as (shared, orders),
+        anyio.create_task_group() as tasks,
+    ):
         moving = shared.node.moving
         resumes = QueuedResumes(shared.sharing, moving.operations, moving.job_requests)
-        await shared.node.operations.suspend([process.pid], shared.node.asked())
+        await shared.node.operations.suspend([process.pid], shared.node.context())
         await _fail(shared, process)
         await shared.until(lambda: any("waits until it is resumed" in order.message for order in orders))
         failed = await resumes.failed("j1", lambda _uid: True)
@@ -265,7 +270,7 @@ async def test_a_resume_of_a_job_that_has_failed_ends_once_it_trains_or_has_ende
 
         async def resume() -> None:
             try:
-                await resumes.start_failed(failed, None, shared.node.asked())
+                await resumes.start_failed(failed, None, shared.node.context())
                 results.append("trains")
             except HegmError as error:
                 results.append(f"{error.code.name}: {error.message}")
@@ -274,65 +279,69 @@ async def test_a_resume_of_a_job_that_has_failed_ends_once_it_trains_or_has_ende
         await shared.until(lambda: any(order.do == "start" for order in orders))
         assert not results
         if not trains:
-            other.kill()
-            other.wait()
+            second_process.kill()
+            second_process.wait()
             await shared.until(lambda: bool(results))
             assert results[0].startswith("external: job j1 (train) has ended before it trained again"), results
             return
         (start,) = [order for order in orders if order.do == "start"]
-        moving.supervisors.report("line", SuperviseReport(order=start.order, result="done", pid=again.pid))
-        agent = await shared.node.attend(again.pid, BYTES, token="c" * 32, run="first", restarted="j1")
+        moving.supervisors.report("line", SuperviseReport(order=start.order, result="done", pid=third_process.pid))
+        agent = await shared.node.attend(third_process.pid, BYTES, token="c" * 32, run="first", restarted="j1")
         agent.boundary += 10
         await shared.until(lambda: bool(results))
         assert results == ["trains"]
 
 
 async def test_a_job_that_is_resumed_before_its_supervisor_is_back_waits_for_room(
-    tmp_path: Path, process: Child, other: Child
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
-    """In the first seconds of a daemon it was not queued, and started on its GPU beside a lease."""
+    """In the first seconds of a daemon the job was not queued: it started on a GPU that was leased."""
     orders: list[SupervisorOrder] = []
-    async with a_protected_job(tmp_path, process, other, ends=False) as (shared, before):
-        await shared.node.operations.suspend([process.pid], shared.node.asked())
+    async with a_protected_job(tmp_path, process, second_process, ends_supervisor=False) as (shared, earlier_orders):
+        await shared.node.operations.suspend([process.pid], shared.node.context())
         await _fail(shared, process)
-        await shared.until(lambda: any("waits until it is resumed" in order.message for order in before))
+        await shared.until(lambda: any("waits until it is resumed" in order.message for order in earlier_orders))
         await shared.make_room(7 * MIB, until_free=True, limit_s=HANG_S)
         for supervisor in shared.node.moving.supervisors:
-            supervisor.close()  # the daemon's end does
+            supervisor.close()  # as at the daemon's end
     async with sharing_on(tmp_path) as shared:
         moving = shared.node.moving
         resumes = QueuedResumes(shared.sharing, moving.operations, moving.job_requests)
         failed = await resumes.failed("j1", lambda _uid: True)
         assert failed is not None
-        await resumes.start_failed(failed, None, replace(shared.node.asked(), wait=False))
+        await resumes.start_failed(failed, None, replace(shared.node.context(), wait=False))
         assert set(shared.sharing.memory.suspended) == {1}
-        shared.sharing.memory.forget_suspended(1)  # as if the supervisor was away for longer
-        fell = Supervise(run="first", python=True, fell=-9, recover=RecoveryWish())
-        shared.node.tasks.start_soon(moving.supervisors.attend, "line", other.pid, UID, fell, into(orders))
+        shared.sharing.memory.forget_suspended(1)  # as after a longer absence of the supervisor
+        reconnection = Supervise(run="first", python=True, fell=-9, recover=RecoveryWish())
+        shared.node.tasks.start_soon(
+            moving.supervisors.attend, "line", second_process.pid, UID, reconnection, appender(orders)
+        )
         await shared.until(lambda: any("waits for room" in order.message for order in orders))
         assert not any(order.do == "start" for order in orders)
         await shared.requests.release(protocol.Release(lease="l1"), ADMIN)
         await shared.until(lambda: any(order.do == "start" for order in orders))
-        await end_supervisor(shared, other)
+        await end_supervisor(shared, second_process)
 
 
-async def test_a_job_that_waits_for_its_users_resume_still_does_after_a_kill_of_the_daemon(
-    tmp_path: Path, process: Child, other: Child
+async def test_a_failed_job_still_waits_for_resume_after_a_kill_of_the_daemon(
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     orders: list[SupervisorOrder] = []
-    async with a_protected_job(tmp_path, process, other, ends=False) as (shared, before):
-        await shared.node.operations.suspend([process.pid], shared.node.asked())
+    async with a_protected_job(tmp_path, process, second_process, ends_supervisor=False) as (shared, earlier_orders):
+        await shared.node.operations.suspend([process.pid], shared.node.context())
         await _fail(shared, process)
-        await shared.until(lambda: any("waits until it is resumed" in order.message for order in before))
+        await shared.until(lambda: any("waits until it is resumed" in order.message for order in earlier_orders))
         for supervisor in shared.node.moving.supervisors:
-            supervisor.close()  # the daemon's end does
+            supervisor.close()  # as at the daemon's end
     async with sharing_on(tmp_path) as shared:
         moving = shared.node.moving
-        fell = Supervise(run="first", python=True, fell=-9, recover=RecoveryWish())
-        shared.node.tasks.start_soon(moving.supervisors.attend, "line", other.pid, UID, fell, into(orders))
+        reconnection = Supervise(run="first", python=True, fell=-9, recover=RecoveryWish())
+        shared.node.tasks.start_soon(
+            moving.supervisors.attend, "line", second_process.pid, UID, reconnection, appender(orders)
+        )
         await shared.until(lambda: any("waits until it is resumed" in order.message for order in orders))
         assert not any(order.do == "start" for order in orders)
-        await end_supervisor(shared, other)
+        await end_supervisor(shared, second_process)
 
 
 async def _fail(shared: SharedNode, process: Child) -> None:
@@ -344,33 +353,38 @@ async def _fail(shared: SharedNode, process: Child) -> None:
 
 @pytest.mark.thorough
 async def test_a_job_that_failed_while_there_was_no_daemon_waits_for_its_turn_too(
-    tmp_path: Path, process: Child, other: Child
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
-    """The next daemon took it for a job that was not suspended: its supervisor connected a moment later."""
+    """The supervisor connected a moment late, and the next daemon counted the job as not suspended."""
     orders: list[SupervisorOrder] = []
-    async with a_protected_job(tmp_path, process, other, ends=False) as (shared, _):
+    async with a_protected_job(tmp_path, process, second_process, ends_supervisor=False) as (shared, _):
         await shared.make_room(6 * MIB, until_free=True, limit_s=HANG_S)
         await shared.until_states(j1="suspended")
         await shared.node.agents[process.pid].leave()
     for supervisor in shared.node.moving.supervisors:
-        supervisor.close()  # the daemon's end does
+        supervisor.close()  # as at the daemon's end
     process.kill()
     process.wait()
     async with sharing_on(tmp_path) as shared:
         offer = Supervise(run="first", python=True, fell=-9, recover=RecoveryWish())
-        shared.node.tasks.start_soon(shared.node.moving.supervisors.attend, "line", other.pid, UID, offer, into(orders))
+        shared.node.tasks.start_soon(
+            shared.node.moving.supervisors.attend, "line", second_process.pid, UID, offer, appender(orders)
+        )
         await shared.until(lambda: any("waits for room" in order.message for order in orders))
         assert await shared.states() == {"j1": "suspended"}
         await shared.requests.release(protocol.Release(lease="l1"), ADMIN)
         await shared.until(lambda: any(order.do == "start" for order in orders))
-        await end_supervisor(shared, other)
+        await end_supervisor(shared, second_process)
 
 
 @pytest.mark.thorough
 async def test_a_job_that_failed_while_it_was_being_suspended_waits_for_its_turn(
-    tmp_path: Path, process: Child, other: Child
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
-    async with a_protected_job(tmp_path, process, other) as (shared, orders), anyio.create_task_group() as tasks:
+    async with (
+        a_protected_job(tmp_path, process, second_process) as (shared, orders),
+        anyio.create_task_group() as tasks,
+    ):
         agent = shared.node.agents[process.pid]
         agent.slow.add("park")
         tasks.start_soon(partial(shared.make_room, 6 * MIB, until_free=True, limit_s=HANG_S))
@@ -388,7 +402,7 @@ async def test_a_job_that_failed_while_it_was_being_suspended_waits_for_its_turn
 
 @pytest.mark.thorough
 async def test_a_job_is_not_suspended_for_others_while_the_disk_is_full(tmp_path: Path, process: Child) -> None:
-    """A daemon killed after it would not have known that the job is to resume by itself."""
+    """A daemon killed afterwards could not know that it has to resume the job."""
     async with sharing_on(tmp_path) as shared:
         agent = await shared.node.attend(process.pid, BYTES)
         await shared.until_states(j1="running")
@@ -398,7 +412,7 @@ async def test_a_job_is_not_suspended_for_others_while_the_disk_is_full(tmp_path
         blocked.mkdir()
         await agent.attend(shared.node.tasks)
         await shared.until(lambda: "failed" in shared.events)
-        assert "park" not in agent.seen
+        assert "park" not in agent.orders
         assert not shared.sharing.memory.suspended
         with pytest.raises(HegmError, match=r"lease l2 cannot be written to disk: .*Is a directory"):
             await shared.make_room(MIB)
@@ -406,8 +420,8 @@ async def test_a_job_is_not_suspended_for_others_while_the_disk_is_full(tmp_path
         blocked.rmdir()
 
 
-async def test_a_release_that_was_not_written_to_disk_is_not_a_success(tmp_path: Path) -> None:
-    """The lease was back after a kill of the daemon, and nobody knew."""
+async def test_a_release_fails_if_it_cannot_be_written_to_disk(tmp_path: Path) -> None:
+    """After a kill of the daemon the lease existed again, without a message."""
     async with sharing_on(tmp_path) as shared:
         await shared.make_room(6 * MIB, until_free=True)
         blocked = tmp_path / f".{state_file.NAME}.new"
@@ -420,15 +434,15 @@ async def test_a_release_that_was_not_written_to_disk_is_not_a_success(tmp_path:
     assert state_file.load(tmp_path).leases == ()
 
 
-def test_a_look_that_took_long_is_followed_by_as_long_a_pause() -> None:
-    """With a thousand jobs the daemon did nothing else."""
+def test_a_slow_decision_is_followed_by_an_equal_pause() -> None:
+    """With a thousand jobs the daemon spent all its time on decisions."""
     assert next_look_at(100.0, 100.001, 0.001) == pytest.approx(100.0 + MIN_INTERVAL_S)
     assert next_look_at(100.0, 101.5, 1.5) == pytest.approx(103.0)
     assert next_look_at(100.0, 101.5, 0.1) == pytest.approx(101.6)
 
 
-async def test_a_job_that_is_about_to_leave_still_needs_what_it_said(tmp_path: Path, process: Child) -> None:
-    """Until its suspension has begun, another job was resumed into that memory beside it."""
+async def test_a_leaving_job_still_needs_its_requested_memory(tmp_path: Path, process: Child) -> None:
+    """Before the suspension began, the daemon resumed another job into that memory."""
     async with sharing_on(tmp_path) as shared:
         await shared.node.moving.job_requests.register(process.pid, UID, RegisterJob(run="first", command=("train",)))
         await shared.requests.place(protocol.PlaceJob(run="first", gpu="gpu0", size_bytes=5 * MIB), ADMIN, shared.emit)
@@ -440,19 +454,19 @@ async def test_a_job_that_is_about_to_leave_still_needs_what_it_said(tmp_path: P
         del shared.sharing.actions.acting["j1"]
 
 
-async def test_a_job_that_never_trains_keeps_its_memory_from_others_for_a_time_only(
-    tmp_path: Path, process: Child, other: Child
+async def test_memory_of_a_job_that_never_trains_is_reserved_for_a_limited_time(
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     """A suspended job of the same priority waited for ever."""
     later_s = 0.0
     async with sharing_on(tmp_path, utc=lambda: time.time() + later_s) as shared:
-        await shared.node.attend(other.pid, b"2" * (4 * MIB), token="b" * 32)
+        await shared.node.attend(second_process.pid, b"2" * (4 * MIB), token="b" * 32)
         lease = (await shared.make_room(7 * MIB, until_free=True)).lease
         assert lease is not None
         await shared.node.moving.job_requests.register(process.pid, UID, RegisterJob(run="first", command=("sleep",)))
         async with anyio.create_task_group() as tasks:
-            asked = protocol.PlaceJob(run="first", gpu="gpu0", size_bytes=5 * MIB)
-            tasks.start_soon(shared.requests.place, asked, ADMIN, shared.emit)
+            request = protocol.PlaceJob(run="first", gpu="gpu0", size_bytes=5 * MIB)
+            tasks.start_soon(shared.requests.place, request, ADMIN, shared.emit)
             await shared.until_states(j1="suspended", j2="waiting")
             await shared.requests.set_priority(protocol.SetPriority(job="j2", priority=60), ADMIN)
             await shared.requests.release(protocol.Release(lease=lease.id), ADMIN)
@@ -462,14 +476,18 @@ async def test_a_job_that_never_trains_keeps_its_memory_from_others_for_a_time_o
         later_s = 601.0
         shared.sharing.look_again()
         await shared.until_states(j1="running", j2="starting")
-        (one,) = [job for job in (await shared.requests.queue(ADMIN)).jobs if job.job == "j2"]
-        assert one.why == "it has not trained within 10 min of its start: no memory is kept for it"
+        (queued,) = [job for job in (await shared.requests.queue(ADMIN)).jobs if job.job == "j2"]
+        assert queued.why == "it has not trained within 10 min of its start: no memory is kept for it"
 
 
-async def test_who_waits_is_told_of_the_memory_that_no_other_lease_keeps(tmp_path: Path) -> None:
-    """It said "8.0 MiB free" and in the same line that 0 bytes were free."""
+async def test_a_waiting_lease_shows_memory_that_no_other_lease_holds(tmp_path: Path) -> None:
+    """One line showed both "8.0 MiB free" and 0 free bytes."""
     async with sharing_on(tmp_path) as shared:
         await shared.make_room(8 * MIB, until_free=True)
         with pytest.raises(HegmError, match="nothing is free, 8 MiB is kept for lease l1"):
             await shared.make_room(MIB, until_free=True)
-        assert [one.free_bytes for one in shared.heard if one.lease == "l2" and one.waits != "a decision"][:1] == [0]
+        assert [
+            progress.free_bytes
+            for progress in shared.progress
+            if progress.lease == "l2" and progress.waits != "a decision"
+        ][:1] == [0]

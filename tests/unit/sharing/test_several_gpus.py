@@ -1,4 +1,4 @@
-"""Jobs that want several GPUs at once wait in the queue, over model agents."""
+"""Jobs that request several GPUs wait in the queue, with model agents."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Child = subprocess.Popen[bytes]
 
 
 async def test_a_job_gets_all_the_gpus_that_it_wants_at_once_or_none(
-    tmp_path: Path, process: Child, other: Child
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
-    """All ranks of `run --ranks 2 --gpu auto` were given one GPU."""
+    """All ranks of `run --ranks 2 --gpu auto` got the same GPU."""
     async with sharing_on(tmp_path, "2x8MiB") as shared:
         lease = (await shared.make_room(7 * MIB, gpu="gpu1", until_free=True)).lease
         assert lease is not None
         placed: list[str] = []
 
-        async def wait(run: str, **asked: Any) -> None:
-            reply = await shared.requests.place(protocol.PlaceJob(run=run, **asked), ADMIN, shared.emit)
+        async def wait(run: str, **fields: Any) -> None:
+            reply = await shared.requests.place(protocol.PlaceJob(run=run, **fields), ADMIN, shared.emit)
             placed.append(f"{run} on {reply.gpu}")
 
-        for child, run in ((process, "pair"), (other, "one")):
+        for child, run in ((process, "pair"), (second_process, "one")):
             await shared.node.moving.job_requests.register(child.pid, UID, RegisterJob(run=run, command=("train",)))
         for count, gpu in ((3, "auto"), (2, "gpu0"), (0, "auto")):
             with pytest.raises(HegmError) as refused:
@@ -41,7 +41,9 @@ async def test_a_job_gets_all_the_gpus_that_it_wants_at_once_or_none(
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(partial(wait, "pair", gpu_count=2, size_bytes=5 * MIB))
             await shared.until(lambda: len(shared.sharing.memory.queue) == 1)
-            await shared.until(lambda: any("5 MiB each on gpu0, gpu1" in one.waits for one in shared.heard))
+            await shared.until(
+                lambda: any("5 MiB each on gpu0, gpu1" in progress.waits for progress in shared.progress)
+            )
             tasks.start_soon(partial(wait, "one", size_bytes=5 * MIB))
             await shared.until(lambda: len(shared.sharing.memory.queue) == 2)
             assert await shared.states() == {"j1": "waiting", "j2": "waiting"}, "gpu0 is held for the pair"
@@ -68,11 +70,11 @@ chip = "large"
 
 
 async def test_a_job_gets_the_larger_gpus_of_a_node_that_has_more_small_ones(tmp_path: Path, process: Child) -> None:
-    """It was admitted, and waited for ever: only the chip that most GPUs have was considered."""
-    described = tmp_path / "node.toml"
-    described.write_text(MIXED)
-    async with sharing_on(tmp_path, str(described)) as shared:
+    """The daemon considered only the most common chip: it admitted the job, which waited for ever."""
+    description = tmp_path / "node.toml"
+    description.write_text(MIXED)
+    async with sharing_on(tmp_path, str(description)) as shared:
         await shared.node.moving.job_requests.register(process.pid, UID, RegisterJob(run="pair", command=("train",)))
-        asked = protocol.PlaceJob(run="pair", gpu_count=2, size_bytes=5 * MIB)
+        request = protocol.PlaceJob(run="pair", gpu_count=2, size_bytes=5 * MIB)
         with anyio.fail_after(HANG_S):
-            assert (await shared.requests.place(asked, ADMIN, shared.emit)).gpu == "gpu3,gpu4"
+            assert (await shared.requests.place(request, ADMIN, shared.emit)).gpu == "gpu3,gpu4"

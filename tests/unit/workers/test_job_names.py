@@ -34,17 +34,19 @@ def started() -> Iterator[dict[str, int]]:
 
 
 async def _moved(node: Node, pid: int, to: str) -> list[int]:
-    answer = await node.operations.migrate([pid], to, node.asked())
+    answer = await node.operations.migrate([pid], to, node.context())
     assert answer.operation is not None
     assert (answer.operation.phase, answer.operation.failure) == ("done", None)
-    return [one.pid for one in answer.operation.processes]
+    return [process.pid for process in answer.operation.processes]
 
 
-async def test_a_launcher_was_refused_for_ever_as_still_beginning(tmp_path: Path, process: Child, other: Child) -> None:
+async def test_a_launcher_was_refused_for_ever_as_still_beginning(
+    tmp_path: Path, process: Child, second_process: Child
+) -> None:
     """Issue 14, row 10: under torchrun the pid of the command is the launcher's, whose agent never sees a batch."""
     async with running(tmp_path) as node:
         await node.attend(process.pid, run=RUN)
-        launcher = await _beginning(node, other.pid)
+        launcher = await _beginning(node, second_process.pid)
         assert await _moved(node, launcher, "gpu1") == [process.pid]
 
 
@@ -68,16 +70,16 @@ async def test_a_process_of_a_job_without_an_agent_names_the_job(
     async with running(tmp_path) as node:
         await node.attend(process.pid, run=RUN)
         assert await _moved(node, pid, "gpu1") == [process.pid]
-        suspended = await node.operations.suspend([pid], node.asked())
+        suspended = await node.operations.suspend([pid], node.context())
         assert suspended.operation is not None
         assert suspended.operation.phase == "suspended"
-        resumed = await node.operations.resume(pid, "gpu0", node.asked())
+        resumed = await node.operations.resume(pid, "gpu0", node.context())
         assert resumed.operation is not None
         assert resumed.operation.phase == "done"
-        held = await node.operations.quiesce([pid], 60.0, node.asked())
+        held = await node.operations.quiesce([pid], 60.0, node.context())
         assert held.operation is not None
         assert held.operation.phase == "holding"
-        await node.operations.resume(pid, None, node.asked())
+        await node.operations.resume(pid, None, node.context())
         assert await node.operations.named([pid, process.pid]) == (process.pid,)
 
 
@@ -86,6 +88,6 @@ async def test_a_process_of_another_job_names_none(tmp_path: Path, process: Chil
         await node.attend(process.pid, run=RUN)
         for pid in (started["of another"], 1 << 22):
             with pytest.raises(HegmError) as refused:
-                await node.operations.migrate([pid], "gpu1", node.asked())
+                await node.operations.migrate([pid], "gpu1", node.context())
             assert refused.value.code is NOT_FOUND
         assert node.reservations(process.pid) == {"gpu0": 7}

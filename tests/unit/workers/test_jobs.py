@@ -112,11 +112,13 @@ def test_a_command_of_any_length_and_content_is_one_short_line() -> None:
     assert name_of(("/",)) == name_of(()) == "job"
 
 
-async def test_two_jobs_of_one_script_have_names_of_their_own(tmp_path: Path, process: Child, other: Child) -> None:
+async def test_two_jobs_of_one_script_have_names_of_their_own(
+    tmp_path: Path, process: Child, second_process: Child
+) -> None:
     async with running(tmp_path) as node:
         assert await registered(node, process.pid, "one") == "j1"
-        assert await registered(node, other.pid, "two") == "j2"
-        assert await registered(node, other.pid, "two") == "j2", "the same run is the same job"
+        assert await registered(node, second_process.pid, "two") == "j2"
+        assert await registered(node, second_process.pid, "two") == "j2", "the same run is the same job"
         jobs = await jobs_by_id(node)
         assert [(job.name, job.state, job.command) for job in jobs.values()] == [
             ("train", "starting", "train.py --epochs 5"),
@@ -125,13 +127,15 @@ async def test_two_jobs_of_one_script_have_names_of_their_own(tmp_path: Path, pr
 
 
 @pytest.mark.thorough
-async def test_a_job_keeps_its_id_when_the_daemon_is_killed(tmp_path: Path, process: Child, other: Child) -> None:
+async def test_a_job_keeps_its_id_when_the_daemon_is_killed(
+    tmp_path: Path, process: Child, second_process: Child
+) -> None:
     async with running(tmp_path) as node:
         await registered(node, process.pid, "one", name="mine")
-        await registered(node, other.pid, "two")
+        await registered(node, second_process.pid, "two")
         kept = await anyio.Path(tmp_path / NAME).read_bytes()
-        other.kill()
-        other.wait()
+        second_process.kill()
+        second_process.wait()
         await until(node, lambda: has_ended(node, "j2"))
     (tmp_path / NAME).write_bytes(kept)  # as a kill would leave it, before the end of j2 was seen
     async with running(tmp_path) as node:
@@ -195,11 +199,11 @@ async def test_a_name_that_two_jobs_had_is_the_running_one_or_a_choice(tmp_path:
         assert (await node.moving.job_requests.one("train", mine)).id == "j3"
 
 
-async def test_a_hint_names_the_job_and_not_its_pid(tmp_path: Path, process: Child, other: Child) -> None:
+async def test_a_hint_names_the_job_and_not_its_pid(tmp_path: Path, process: Child, second_process: Child) -> None:
     """Issue 19: the planner knows processes, and users know jobs."""
     async with running(tmp_path) as node:
         await registered(node, process.pid, "run-1", name="bert")
-        rest = f"or: hegmctl migrate {other.pid} --to gpu1; see hegmctl op {process.pid}"
+        rest = f"or: hegmctl migrate {second_process.pid} --to gpu1; see hegmctl op {process.pid}"
         hint = f"run: hegmctl resume {process.pid}; {rest}"
         assert node.moving.job_requests.by_name(hint, mine) == f"run: hegmctl resume bert; {rest}"
 
@@ -210,10 +214,12 @@ async def test_an_operation_and_a_plan_name_the_jobs_of_their_processes(tmp_path
         await registered(node, process.pid, "run-1", name="bert")
         await node.attend(process.pid, run="run-1")
         requests = node.moving.job_requests
-        planned = (await node.operations.suspend([process.pid], node.asked(dry_run=True))).plan
+        planned = (await node.operations.suspend([process.pid], node.context(dry_run=True))).plan
         assert planned is not None
-        assert [(one.job, one.job_name) for one in requests.plan_with_jobs(planned, mine).workers] == [("j1", "bert")]
-        operation = (await node.operations.suspend([process.pid], node.asked())).operation
+        assert [(worker.job, worker.job_name) for worker in requests.plan_with_jobs(planned, mine).workers] == [
+            ("j1", "bert")
+        ]
+        operation = (await node.operations.suspend([process.pid], node.context())).operation
         assert operation is not None
         described = requests.with_job(operation)
         assert (described.job, described.processes[0].job_name) == ("j1", "bert")
@@ -222,15 +228,17 @@ async def test_an_operation_and_a_plan_name_the_jobs_of_their_processes(tmp_path
 
 
 @pytest.mark.thorough
-async def test_an_operation_names_its_job_after_the_job_has_ended(tmp_path: Path, process: Child, other: Child) -> None:
+async def test_an_operation_names_its_job_after_the_job_has_ended(
+    tmp_path: Path, process: Child, second_process: Child
+) -> None:
     """Issue 19: `hegmctl ops` had `-` for jobs of several ranks that had ended, and after a restore."""
     async with running(tmp_path) as node:
         job_id = await registered(node, process.pid, "run-1", name="bert")
-        await node.attend(other.pid, run="run-1")
-        moved = (await node.operations.migrate([other.pid], "gpu1", node.asked())).operation
+        await node.attend(second_process.pid, run="run-1")
+        moved = (await node.operations.migrate([second_process.pid], "gpu1", node.context())).operation
         assert moved is not None
         assert node.moving.job_requests.with_job(moved).job == job_id
-        for child in (other, process):
+        for child in (second_process, process):
             child.kill()
             child.wait()
         await until(node, lambda: has_ended(node, job_id))
@@ -264,19 +272,19 @@ async def test_a_user_names_own_jobs_only_and_sees_no_command_of_others(tmp_path
 
 
 async def test_the_ranks_of_a_job_are_one_job_and_move_by_its_name(
-    tmp_path: Path, process: Child, other: Child
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     async with running(tmp_path) as node:
         await node.attend(process.pid, run="one", rank=0, world_size=2)
-        await node.attend(other.pid, token="b" * 32, run="one", rank=1, world_size=2)
+        await node.attend(second_process.pid, token="b" * 32, run="one", rank=1, world_size=2)
         await until(node, lambda: any(len(job.members) == 2 for job in node.moving.jobs))
         (job,) = (await jobs_by_id(node)).values()
         assert [(one.pid, one.role, one.rank) for one in job.processes] == [
             (process.pid, "rank", 0),
-            (other.pid, "rank", 1),
+            (second_process.pid, "rank", 1),
         ]
-        assert await node.moving.job_requests.pids((job.name,), mine) == (process.pid, other.pid)
-        assert (await node.moving.job_requests.one(other.pid, mine)).id == job.id
+        assert await node.moving.job_requests.pids((job.name,), mine) == (process.pid, second_process.pid)
+        assert (await node.moving.job_requests.one(second_process.pid, mine)).id == job.id
 
 
 @pytest.mark.thorough
@@ -287,7 +295,7 @@ async def test_a_suspended_job_is_named_by_its_operation_while_no_agent_is_conne
         await registered(node, process.pid, "one")
         await node.attend(process.pid, run="one")
         pids = await node.moving.job_requests.pids(("train",), mine)
-        ended = await node.operations.suspend(pids, node.asked())
+        ended = await node.operations.suspend(pids, node.context())
         assert ended.operation is not None
         assert (await jobs_by_id(node))["j1"].state == "suspended"
         assert node.moving.job_requests.with_job(ended.operation).job == "j1"
@@ -299,14 +307,14 @@ async def test_a_suspended_job_is_named_by_its_operation_while_no_agent_is_conne
 
 @pytest.mark.thorough
 async def test_a_process_on_a_gpu_is_listed_with_its_job_but_not_another_one_with_its_pid(
-    tmp_path: Path, process: Child, other: Child
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     async with running(tmp_path) as node:
         await registered(node, process.pid, "one")
-        await node.attend(other.pid, run="one")
+        await node.attend(second_process.pid, run="one")
         await until(node, lambda: any(job.members for job in node.moving.jobs))
         jobs = {one.pid: one for one in (await jobs_by_id(node))["j1"].processes}
-        assert set(jobs) == {process.pid, other.pid}
+        assert set(jobs) == {process.pid, second_process.pid}
         of_process = node.moving.job_requests.of_process
         for pid in jobs:
             ticks = start_ticks(pid)
@@ -317,10 +325,12 @@ async def test_a_process_on_a_gpu_is_listed_with_its_job_but_not_another_one_wit
 
 
 @pytest.mark.thorough
-async def test_the_rate_of_a_job_is_that_of_its_slowest_rank(tmp_path: Path, process: Child, other: Child) -> None:
+async def test_the_rate_of_a_job_is_that_of_its_slowest_rank(
+    tmp_path: Path, process: Child, second_process: Child
+) -> None:
     async with running(tmp_path) as node:
         first = await node.attend(process.pid, run="one", rank=0, world_size=2)
-        second = await node.attend(other.pid, token="b" * 32, run="one", rank=1, world_size=2)
+        second = await node.attend(second_process.pid, token="b" * 32, run="one", rank=1, world_size=2)
         await until(node, lambda: any(len(job.members) == 2 for job in node.moving.jobs))
         (job,) = (await jobs_by_id(node)).values()
         assert (job.boundary, job.steps_per_s) == (5, None), "it has come to no batch since it was first looked at"
@@ -332,7 +342,7 @@ async def test_the_rate_of_a_job_is_that_of_its_slowest_rank(tmp_path: Path, pro
         second.boundary = 3  # a restart goes back to an earlier batch
         (job,) = (await jobs_by_id(node)).values()
         assert job.boundary == 3
-        assert "count" in first.seen
+        assert "count" in first.orders
 
 
 @pytest.mark.thorough
@@ -343,9 +353,9 @@ async def test_the_rate_of_a_resumed_job_leaves_out_the_time_of_its_suspension(t
         pids = tuple(one.pid for one in (await jobs_by_id(node))["j1"].processes)
         agent.boundary += 400
         assert (await jobs_by_id(node))["j1"].steps_per_s is not None
-        suspended = await node.operations.suspend(pids, node.asked())
+        suspended = await node.operations.suspend(pids, node.context())
         assert suspended.operation is not None
-        await node.operations.resume(process.pid, None, node.asked())
+        await node.operations.resume(process.pid, None, node.context())
         resumed = (await jobs_by_id(node))["j1"]
         assert (resumed.state, resumed.steps_per_s) == ("training", None), "it was not seen to go on since"
 
@@ -432,7 +442,7 @@ async def test_a_name_that_is_asked_for_many_times_is_looked_up_once(tmp_path: P
 
 @pytest.mark.thorough
 async def test_a_known_exit_status_is_not_replaced_by_that_of_another_process(
-    tmp_path: Path, process: Child, other: Child
+    tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     async with running(tmp_path) as node:
         with waiting_to_exit(7) as child:
@@ -441,7 +451,7 @@ async def test_a_known_exit_status_is_not_replaced_by_that_of_another_process(
             assert child.stdin is not None
             child.stdin.close()
             await until(node, lambda: any(job.is_gone for job in node.moving.jobs))
-        await node.attend(other.pid, token="b" * 32, run="one")
+        await node.attend(second_process.pid, token="b" * 32, run="one")
         await until(node, lambda: any(len(job.members) == 2 for job in node.moving.jobs))
         assert [(job.pid, job.status, job.is_alive) for job in node.moving.jobs] == [(child.pid, 7, True)]
 

@@ -201,11 +201,11 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
 
 
 async def test_a_run_with_a_supervisor_accepts_no_second_one(
-    supervisors: Supervisors, other: subprocess.Popen[bytes]
+    supervisors: Supervisors, second_process: subprocess.Popen[bytes]
 ) -> None:
     async with attending(supervisors, Line()):
         with pytest.raises(Refused, match="already supervises run run"):
-            await supervisors.attend("other", other.pid, 0, OFFER, Line().send)
+            await supervisors.attend("other", second_process.pid, 0, OFFER, Line().send)
 
 
 async def test_a_supervisor_that_reconnects_after_its_agent_does_not_count_as_gone(supervisors: Supervisors) -> None:
@@ -224,13 +224,13 @@ async def test_a_supervisor_that_reconnects_after_its_agent_does_not_count_as_go
 
 
 async def test_an_unreaped_supervisor_counts_as_exited(
-    supervisors: Supervisors, other: subprocess.Popen[bytes]
+    supervisors: Supervisors, second_process: subprocess.Popen[bytes]
 ) -> None:
     """By its start time it was there still, and whoever waited for it waited in vain."""
-    assert other.stdin is not None
-    async with attending(supervisors, Line(), pid=other.pid) as supervisor:
+    assert second_process.stdin is not None
+    async with attending(supervisors, Line(), pid=second_process.pid) as supervisor:
         assert supervisor.is_alive
-        other.stdin.close()
-        await anyio.to_thread.run_sync(os.waitid, os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        second_process.stdin.close()
+        await anyio.to_thread.run_sync(os.waitid, os.P_PID, second_process.pid, os.WEXITED | os.WNOWAIT)
         assert supervisors.find(0, "run") is None
         assert supervisors.has_ended(0, "run")

@@ -49,7 +49,7 @@ async def test_an_order_is_awaited_until_its_report_which_is_kept(process: subpr
         report = await worker.order("park")
         assert report.boundary == worker.boundary == 6
         assert worker.parked
-        assert agent.seen == ["park"]
+        assert agent.orders == ["park"]
         assert news == [f"came {process.pid}"]
         assert workers.agents()[process.pid].parked
 
@@ -207,12 +207,12 @@ async def test_orders_wait_for_the_one_before_them_but_for_withdraw(process: sub
         await worker.give("survey")
         tasks.start_soon(worker.order, "park")
         await anyio.wait_all_tasks_blocked()
-        assert agent.seen == ["survey"]
+        assert agent.orders == ["survey"]
         await worker.order("withdraw")
-        assert agent.seen == ["survey", "withdraw"]
+        assert agent.orders == ["survey", "withdraw"]
         agent.go_on.set()
         await anyio.wait_all_tasks_blocked()
-        assert agent.seen == ["survey", "withdraw", "park"]
+        assert agent.orders == ["survey", "withdraw", "park"]
 
 
 async def test_a_count_waits_for_no_order_and_holds_up_none(process: subprocess.Popen[bytes]) -> None:
@@ -229,7 +229,7 @@ async def test_a_count_waits_for_no_order_and_holds_up_none(process: subprocess.
         agent.slow, agent.go_on = {"count"}, anyio.Event()
         await worker.give("count", limit_s=60)
         await worker.order("park")
-        assert agent.seen == ["survey", "count", "count", "park"]
+        assert agent.orders == ["survey", "count", "count", "park"]
         agent.go_on.set()
 
 
@@ -241,7 +241,7 @@ async def test_a_park_takes_the_place_of_one_that_is_under_way(process: subproce
         await worker.give("park", at=7, exact=True)
         await worker.give("park", at=9, exact=True)
         await anyio.wait_all_tasks_blocked()
-        assert agent.seen == ["park", "park"]
+        assert agent.orders == ["park", "park"]
         agent.go_on.set()
 
 
@@ -266,11 +266,11 @@ async def test_an_order_cancelled_before_it_was_sent_delays_no_other(process: su
         with anyio.CancelScope() as scope:
             scope.cancel()
             await worker.order("survey", limit_s=5.0)
-        assert agent.seen == []
+        assert agent.orders == []
         assert not worker.busy
         with anyio.fail_after(HANG_S):
             await worker.order("park", limit_s=60.0)
-        assert agent.seen == ["park"]
+        assert agent.orders == ["park"]
 
 
 @pytest.mark.thorough
@@ -283,7 +283,7 @@ async def test_an_order_without_an_answer_holds_up_others_for_its_limit_only(pro
         await worker.give("survey", limit_s=0.001)
         await worker.give("survey", limit_s=0.001)
         await worker.order("export")
-        assert agent.seen == ["survey", "survey", "export"]
+        assert agent.orders == ["survey", "survey", "export"]
         link = worker._link
         assert link is not None
         assert [given.do for given in link.order.values()] == []
@@ -301,7 +301,7 @@ async def test_bytes_on_their_way_are_waited_for_however_long_it_takes(process: 
         assert given.deadline == math.inf
         tasks.start_soon(worker.order, "export")
         await anyio.wait_all_tasks_blocked()
-        assert agent.seen == ["park", "offload"]
+        assert agent.orders == ["park", "offload"]
         assert worker.busy
         agent.go_on.set()
     os.close(memory)

@@ -352,7 +352,7 @@ async def test_private_files_of_an_earlier_daemon_are_removed_in_the_background(
         while (private / "ab").exists():
             await anyio.lowlevel.checkpoint()
         tasks.cancel_scope.cancel()
-    assert [each.name for each in private.iterdir()] == ["of this one"]
+    assert [path.name for path in private.iterdir()] == ["of this one"]
 
 
 def hands_here() -> list[int]:

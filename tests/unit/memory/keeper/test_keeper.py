@@ -118,7 +118,7 @@ async def test_a_killed_keeper_is_replaced_and_given_everything_again(folder: Pa
         (first,) = keepers_of(folder)
         first.kill()
         with anyio.fail_after(ENDS_WITHIN_S):
-            while not (seconds := [one for one in keepers_of(folder) if one != first]):
+            while not (seconds := [keeper for keeper in keepers_of(folder) if keeper != first]):
                 await anyio.wait_all_tasks_blocked()
             await store.put("hegm-other", fd)  # one after the other: by then the first is there again
     os.close(fd)
@@ -171,7 +171,7 @@ async def test_a_keeper_that_cannot_be_started_is_reported(folder: Path) -> None
 async def replaced(folder: Path, first: psutil.Process) -> psutil.Process:
     """The keeper that has taken the place of that one."""
     with anyio.fail_after(ENDS_WITHIN_S):
-        while not (others := [one for one in keepers_of(folder) if one != first]):
+        while not (others := [keeper for keeper in keepers_of(folder) if keeper != first]):
             await anyio.wait_all_tasks_blocked()
     return others[0]
 

@@ -260,9 +260,9 @@ def linked(**values: Any) -> NodeSnapshotForPlan:
     ]
     job = a_job(gpus=tuple(gpus), **values)
     versions = [
-        one.replace(agent=one.agent.replace(framework_version="2.13.0"))
-        for one in job.candidates
-        if one.agent is not None
+        candidate.replace(agent=candidate.agent.replace(framework_version="2.13.0"))
+        for candidate in job.candidates
+        if candidate.agent is not None
     ]
     return job.replace(candidates=tuple(versions))
 

@@ -81,7 +81,9 @@ def test_a_refusal_of_the_driver_names_this_way_out() -> None:
     (reason,) = the_reasons(planned(a_snapshot(a_process(an_agent()), gpus=gpus), SUSPENSION))
     assert "hegmctl suspend --keep-context 4711" in reason.hint
     (without,) = [
-        one for one in the_reasons(planned(a_snapshot(a_process(), gpus=gpus), SUSPENSION)) if "MIG" in one.message
+        reason
+        for reason in the_reasons(planned(a_snapshot(a_process(), gpus=gpus), SUSPENSION))
+        if "MIG" in reason.message
     ]
     assert "--keep-context" not in without.hint, "a process without an agent cannot keep its context"
 

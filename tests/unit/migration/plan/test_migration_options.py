@@ -290,6 +290,6 @@ def test_thousands_of_processes_are_judged_each_with_its_own_family_only() -> No
     agent = an_agent()
     candidates = [a_process(agent, pid=pid) for pid in range(1000, 1400)]
     candidates[7] = candidates[7].replace(around=Surroundings(stopped=True))
-    found = ways_of(a_snapshot(*candidates), [the_process(one) for one in candidates], CRIU)
+    found = ways_of(a_snapshot(*candidates), [the_process(candidate) for candidate in candidates], CRIU)
     closed = [pid for pid, told in found.items() if not told[1].possible]
     assert closed == [1007]

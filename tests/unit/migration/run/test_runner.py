@@ -53,7 +53,7 @@ async def test_a_migration_moves_room_and_bytes_and_gives_everything_back(tmp_pa
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         assert node.reservations(process.pid) == {"gpu0": 7}
-        answer = await node.operations.migrate([process.pid], "gpu1", node.asked())
+        answer = await node.operations.migrate([process.pid], "gpu1", node.context())
         assert answer.operation is not None
         assert (answer.operation.phase, answer.operation.failure) == ("done", None)
         assert answer.operation.downtime_s is not None
@@ -62,21 +62,21 @@ async def test_a_migration_moves_room_and_bytes_and_gives_everything_back(tmp_pa
         assert node.reservations(process.pid) == {"gpu1": 7}
         assert node.moving.pool.held_bytes == 0
         assert {"quiescing", "offloading", "reloading"} <= set(node.phases)
-        assert agent.seen[1:] == ["survey", "park", "survey", "offload", "reload", "release"]
+        assert agent.orders[1:] == ["survey", "park", "survey", "offload", "reload", "release"]
 
 
 @pytest.mark.thorough
 async def test_a_suspended_job_holds_no_gpu_memory_and_resumes_on_the_named_gpu(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
-        suspended = await node.operations.suspend([process.pid], node.asked())
+        suspended = await node.operations.suspend([process.pid], node.context())
         assert suspended.operation is not None
         assert suspended.operation.phase == "suspended"
         assert agent.data is None
         assert node.reservations(process.pid) == {}
         (shown,) = (await node.inventory.fresh(0)).processes
         assert (shown.pid, shown.gpus, shown.held_bytes) == (process.pid, (), 7)
-        resumed = await node.operations.resume(process.pid, "gpu1", node.asked())
+        resumed = await node.operations.resume(process.pid, "gpu1", node.context())
         assert resumed.operation is not None
         assert resumed.operation.phase == "done"
         assert agent.data == b"weights"
@@ -87,12 +87,12 @@ async def test_a_suspended_job_holds_no_gpu_memory_and_resumes_on_the_named_gpu(
 async def test_a_dry_run_does_nothing(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
-        before = list(agent.seen)
-        answer = await node.operations.migrate([process.pid], "gpu1", node.asked(dry_run=True))
+        before = list(agent.orders)
+        answer = await node.operations.migrate([process.pid], "gpu1", node.context(dry_run=True))
         assert answer.operation is None
         assert answer.plan is not None
         assert answer.plan.size_bytes == 7
-        assert agent.seen == [*before, "survey"]
+        assert agent.orders == [*before, "survey"]
         assert node.operations.runner.operations() == ()
 
 
@@ -101,7 +101,7 @@ async def test_a_process_that_became_another_program_was_waited_for_without_end(
     """Its agent is another one, so the one that has the bytes will never come back to the next daemon."""
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
-        await node.operations.suspend([process.pid], node.asked())
+        await node.operations.suspend([process.pid], node.context())
     async with running(tmp_path) as node:
         agent.workers, agent.token, agent.data = node.workers, "b" * 32, b"anew"
         await agent.attend(node.tasks)
@@ -121,17 +121,17 @@ async def test_an_order_was_given_to_an_agent_that_had_come_back_and_gone_on(tmp
         assert worker is not None
         agent.slow.add("survey")
         await worker.give("survey")  # what is ordered next waits for it
-        begun = await node.operations.migrate([process.pid], "gpu1", node.asked(wait=False))
+        begun = await node.operations.migrate([process.pid], "gpu1", node.context(wait=False))
         assert begun.operation is not None
         with anyio.fail_after(HANG_S):
             while node.operations.runner.describe(begun.operation.id).phase != "quiescing":
                 await anyio.wait_all_tasks_blocked()
                 await anyio.lowlevel.checkpoint()
-        agent.seen.clear()
+        agent.orders.clear()
         agent.slow.clear()
         await agent.attend(node.tasks)
         assert (await node.at_rest(begun.operation.id)).phase == "done"
-        assert agent.seen[0] == "survey", "it was not asked how it stands"
+        assert agent.orders[0] == "survey", "it was not asked how it stands"
         agent.go_on.set()
 
 
@@ -139,7 +139,7 @@ async def test_a_refused_offload_leaves_the_job_running_where_it_was(tmp_path: P
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         agent.refuses["offload"] = "a storage is in use"
-        answer = await node.operations.migrate([process.pid], "gpu1", node.asked())
+        answer = await node.operations.migrate([process.pid], "gpu1", node.context())
         assert answer.operation is not None
         assert answer.operation.phase == "rolled-back"
         assert answer.operation.failure is not None
@@ -155,10 +155,10 @@ async def test_the_second_operation_on_a_process_is_refused_by_the_name_of_the_f
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         agent.slow.add("park")
-        first = await node.operations.migrate([process.pid], "gpu1", node.asked(wait=False))
+        first = await node.operations.migrate([process.pid], "gpu1", node.context(wait=False))
         assert first.operation is not None
         with pytest.raises(HegmError, match=f"operation {first.operation.id}") as refused:
-            await node.operations.suspend([process.pid], node.asked())
+            await node.operations.suspend([process.pid], node.context())
         assert refused.value.code is BUSY
         agent.go_on.set()
         assert (await node.at_rest(first.operation.id)).phase == "done"
@@ -168,10 +168,10 @@ async def test_a_cancelled_wait_for_a_boundary_is_withdrawn_without_a_trace(tmp_
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         agent.slow.add("park")
-        begun = await node.operations.migrate([process.pid], "gpu1", node.asked(wait=False))
+        begun = await node.operations.migrate([process.pid], "gpu1", node.context(wait=False))
         assert begun.operation is not None
         await agent.waiting.wait()
-        await node.operations.cancel(begun.operation.id, node.asked())
+        await node.operations.cancel(begun.operation.id, node.context())
         ended = await node.at_rest(begun.operation.id)
         assert ended.phase == "rolled-back"
         assert ended.failure is not None
@@ -179,7 +179,7 @@ async def test_a_cancelled_wait_for_a_boundary_is_withdrawn_without_a_trace(tmp_
         assert node.reservations(process.pid) == {"gpu0": 7}
         assert node.moving.pool.held_bytes == 0
         with pytest.raises(Refused, match="it has ended"):
-            await node.operations.cancel(begun.operation.id, node.asked())
+            await node.operations.cancel(begun.operation.id, node.context())
         agent.go_on.set()
 
 
@@ -189,7 +189,7 @@ async def test_a_process_that_dies_while_its_bytes_are_out_is_lost_and_its_bytes
 ) -> None:
     async with running(tmp_path) as node:
         await node.attend(process.pid)
-        await node.operations.suspend([process.pid], node.asked())
+        await node.operations.suspend([process.pid], node.context())
         assert node.moving.pool.held_bytes > 0
         process.kill()
         with anyio.fail_after(HANG_S):
@@ -203,11 +203,11 @@ async def test_a_process_that_dies_while_its_bytes_are_out_is_lost_and_its_bytes
 async def test_a_user_without_permission_is_denied_before_anything_is_requested(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
-        before = list(agent.seen)
+        before = list(agent.orders)
         with pytest.raises(HegmError) as denied:
-            await node.operations.migrate([process.pid], "gpu1", node.asked(may=False))
+            await node.operations.migrate([process.pid], "gpu1", node.context(may=False))
         assert denied.value.code is DENIED
-        assert agent.seen == before
+        assert agent.orders == before
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ async def test_bad_requests_name_their_reason(
     async with running(tmp_path) as node:
         await node.attend(process.pid)
         with pytest.raises(HegmError) as refused:
-            await node.operations.migrate([pid or process.pid], to, node.asked())
+            await node.operations.migrate([pid or process.pid], to, node.context())
         assert refused.value.code is code
         assert refused.value.facts["reasons"]
 
@@ -228,14 +228,14 @@ async def test_bad_requests_name_their_reason(
 async def test_a_job_suspended_by_a_killed_daemon_is_resumed_by_the_next(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
-        await node.operations.suspend([process.pid], node.asked())
+        await node.operations.suspend([process.pid], node.context())
     async with running(tmp_path) as node:
         assert node.operations.runner.describe("1").phase in {"suspended", "settling"}
         agent.workers = node.workers
         await agent.attend(node.tasks)
         assert (await node.at_rest("1")).phase == "suspended"
         assert agent.data is None
-        await node.operations.resume(process.pid, None, node.asked())
+        await node.operations.resume(process.pid, None, node.context())
         assert agent.data == b"weights"
         assert node.reservations(process.pid) == {"gpu0": 7}
         assert not (tmp_path / "memory").exists(), "its bytes were not given back"
@@ -247,7 +247,7 @@ async def test_a_suspended_job_is_reported_suspended_only_once_the_journal_has_i
     """The event was out of the inbox and not in the journal yet: who followed was told how it stood before."""
     async with running(tmp_path) as node:
         await node.attend(process.pid)
-        await node.operations.suspend([process.pid], node.asked())
+        await node.operations.suspend([process.pid], node.context())
     disk = StalledDisk()
     async with running(tmp_path, disk=disk) as node:
         try:
@@ -273,7 +273,7 @@ async def test_a_process_that_ended_while_its_operation_did_was_listed_on_its_gp
         worker = node.workers.find(process.pid)
         assert worker is not None
         try:
-            await node.operations.migrate([process.pid], "gpu1", node.asked(wait=False))
+            await node.operations.migrate([process.pid], "gpu1", node.context(wait=False))
             await anyio.to_thread.run_sync(disk.wait_for_a_record)
             assert node.moving.simulated_memory.of(who) == {"gpu1": 7}
             process.kill()
@@ -290,7 +290,7 @@ async def test_a_daemon_killed_in_the_middle_leaves_the_move_to_the_next_one(tmp
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         agent.slow.add("offload")
-        await node.operations.migrate([process.pid], "gpu1", node.asked(wait=False))
+        await node.operations.migrate([process.pid], "gpu1", node.context(wait=False))
         await agent.waiting.wait()
     agent.slow.clear()
     async with running(tmp_path) as node:
@@ -317,7 +317,7 @@ def test_a_journal_that_cannot_be_trusted_stops_the_start(tmp_path: Path) -> Non
 async def test_the_downtime_of_a_job_survives_the_daemon(tmp_path: Path, process: subprocess.Popen[bytes]) -> None:
     async with running(tmp_path) as node:
         await node.attend(process.pid)
-        moved = await node.operations.migrate([process.pid], "gpu1", node.asked())
+        moved = await node.operations.migrate([process.pid], "gpu1", node.context())
         assert moved.operation is not None
         downtime_s = moved.operation.downtime_s
         assert downtime_s is not None

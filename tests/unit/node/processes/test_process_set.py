@@ -154,7 +154,7 @@ def test_a_number_is_held_by_processes_groups_and_sessions_and_by_zombies() -> N
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        found = {(each.what, each.is_zombie) for each in holders_of([process.pid])}
+        found = {(holder.what, holder.is_zombie) for holder in holders_of([process.pid])}
         assert found == {("process", False), ("group", False)}
         os.kill(process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

@@ -61,7 +61,11 @@ def test_processes_of_a_tree_are_listed_without_their_open_files(tmp_path: Path)
 def test_whose_a_pidfd_is_is_seen() -> None:
     pidfd = os.pidfd_open(os.getppid())
     try:
-        found = next(each for each in read_tree(os.getpid()).descriptors if (each.pid, each.fd) == (os.getpid(), pidfd))
+        found = next(
+            descriptor
+            for descriptor in read_tree(os.getpid()).descriptors
+            if (descriptor.pid, descriptor.fd) == (os.getpid(), pidfd)
+        )
     finally:
         os.close(pidfd)
     assert (found.target, found.refers_to) == ("anon_inode:[pidfd]", os.getppid())

@@ -153,9 +153,9 @@ def other(log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_file_that_another_process_also_writes_is_left_unchanged_and_reported(
-    log: Path, other: subprocess.Popen[bytes], capfd: pytest.CaptureFixture[str]
+    log: Path, second_process: subprocess.Popen[bytes], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert other.returncode == 0
+    assert second_process.returncode == 0
     with log.open("a") as mine:
         saved = lengths(log)
         print("two", file=mine, flush=True)
