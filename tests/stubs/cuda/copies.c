@@ -1,13 +1,15 @@
 /* Copies, streams, events, host functions and host memory. A copy is done when its call returns, after what was queued
  * on its stream before; only host functions run on beside their caller, and keep a lock waiting as kernels would. */
+#define _GNU_SOURCE
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "process.h"
 
-enum { PAGE = 4096 };
+enum { PAGE = 4096, CHUNK = 1 << 16 };
 
 /* Work is done in order: each piece has a number and waits until `done` has come to it. */
 struct stream {
@@ -212,18 +214,60 @@ static int is_allowed(enum side side, uint64_t va, uint64_t bytes) {
     return is_reachable(va, bytes);
 }
 
-/* Pages of zeros are left alone where there are zeros already: what nobody ever wrote stays a hole in its file, and large
- * pieces with little in them take no disk. */
-static void move(uint64_t to, uint64_t from, uint64_t bytes) {
-    static const char zeros[PAGE];
+/* One side of a copy: its file, if it is video memory, and whether that has a hole there. */
+struct side_file {
+    int fd, is_hole;
+    uint64_t va, end, bytes; /* for so many it has a hole, or has none */
+};
+
+/* Small copies need none. */
+static struct side_file file_at(uint64_t va, uint64_t bytes) {
+    struct region *region = bytes < CHUNK ? NULL : region_at(va);
+    if (!region || !region->block || va + bytes > region->va + region->bytes) return (struct side_file){.fd = -1};
+    return (struct side_file){.fd = node_open_piece(region->block->id), .va = region->va, .end = va + bytes};
+}
+
+static void look(struct side_file *one, uint64_t at) {
+    one->is_hole = 0;
+    one->bytes = UINT64_MAX;
+    if (one->fd < 0) return;
+    off_t from = (off_t)(at - one->va), end = (off_t)(one->end - one->va), data = lseek(one->fd, from, SEEK_DATA);
+    if (data < 0 || data > end) data = end;
+    one->is_hole = data > from;
+    if (!one->is_hole) data = lseek(one->fd, from, SEEK_HOLE);
+    one->bytes = (uint64_t)((data < end ? data : end) - from);
+}
+
+static const char zeros[CHUNK];
+
+/* So much from one side to the other. A file is read and written as such: through a mapping, the kernel takes a fault for
+ * each page, and reads what is around it. */
+static void move_part(uint64_t to, const struct side_file *target, uint64_t from, const struct side_file *source,
+                      uint64_t bytes) {
+    static _Thread_local char read[CHUNK];
+    const char *content = source->is_hole ? zeros : source->fd < 0 ? (const char *)from : read;
+    if (content == read && pread(source->fd, read, bytes, (off_t)(from - source->va)) != (ssize_t)bytes) abort();
+    int is_empty = content == zeros || !memcmp(content, zeros, bytes);
+    if (is_empty && (target->is_hole || (target->fd < 0 && !memcmp((void *)to, zeros, bytes)))) return;
+    if (target->fd < 0) memcpy((void *)to, content, bytes);
+    else if (pwrite(target->fd, content, bytes, (off_t)(to - target->va)) != (ssize_t)bytes) abort();
+}
+
+/* Zeros are left alone where there are zeros already: what nobody ever wrote stays a hole in its file, and large pieces
+ * with little in them take no disk. */
+static void move(uint64_t to, struct side_file target, uint64_t from, struct side_file source, uint64_t bytes) {
     if (to < from + bytes && from < to + bytes) {
         memmove((void *)to, (void *)from, bytes);
         return;
     }
-    for (uint64_t part; bytes; to += part, from += part, bytes -= part) {
-        part = PAGE - to % PAGE;
+    for (uint64_t part; bytes; to += part, from += part, bytes -= part, target.bytes -= part, source.bytes -= part) {
+        if (!target.bytes) look(&target, to);
+        if (!source.bytes) look(&source, from);
+        part = source.is_hole && target.is_hole ? bytes : CHUNK - to % CHUNK;
+        if (part > source.bytes) part = source.bytes;
+        if (part > target.bytes) part = target.bytes;
         if (part > bytes) part = bytes;
-        if (memcmp((void *)from, zeros, part) || memcmp((void *)to, zeros, part)) memcpy((void *)to, (void *)from, part);
+        if (!source.is_hole || !target.is_hole) move_part(to, &target, from, &source, part);
     }
 }
 
@@ -234,11 +278,15 @@ static CUresult copy(const char *function, uint64_t to, enum side to_side, uint6
     pthread_mutex_lock(&process_guard);
     if (!result && (!is_allowed(to_side, to, bytes) || !is_allowed(from_side, from, bytes)))
         result = CUDA_ERROR_INVALID_VALUE;
+    struct side_file target = {.fd = -1}, source = {.fd = -1};
+    if (!result) target = file_at(to, bytes), source = file_at(from, bytes);
     pthread_mutex_unlock(&process_guard);
     if (!result) {
         wait_stream(stream);
-        move(to, from, bytes);
+        move(to, target, from, source, bytes);
     }
+    if (target.fd >= 0) close(target.fd);
+    if (source.fd >= 0) close(source.fd);
     process_leave();
     return result;
 }

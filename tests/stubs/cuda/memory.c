@@ -80,6 +80,7 @@ static uint64_t map_file(int fd, uint64_t va, uint64_t bytes, int protection) {
     void *at = mmap((void *)va, bytes, protection, MAP_SHARED | MAP_NORESERVE | (va ? MAP_FIXED : 0), fd, 0);
     if (at == MAP_FAILED) return 0;
     madvise(at, bytes, MADV_DONTFORK); /* a forked child has no part in it */
+    madvise(at, bytes, MADV_RANDOM);   /* what is around a page that is touched may be a hole, and stays one */
     return (uint64_t)at;
 }
 

@@ -106,9 +106,13 @@ static void forget(struct node_piece *gone) {
     while (table->pieces_top && !table->pieces[table->pieces_top - 1].id) table->pieces_top--;
 }
 
-static int is_held(uint64_t id) {
+int node_open_piece(uint64_t id) {
     char path[1100];
-    int fd = open(piece_path(id, path), O_RDWR | O_CLOEXEC);
+    return open(piece_path(id, path), O_RDWR | O_CLOEXEC);
+}
+
+static int is_held(uint64_t id) {
+    int fd = node_open_piece(id);
     if (fd < 0) return 0;
     int held = flock(fd, LOCK_EX | LOCK_NB) < 0;
     close(fd);

@@ -68,6 +68,8 @@ uint64_t node_used_bytes_by(const struct node_process *process, int gpu);
 int node_make_piece(int gpu, uint64_t bytes, uint64_t *id);
 /* Another open file that holds it; -1 when nobody holds it any more. */
 int node_hold_piece(uint64_t id, struct node_piece *found);
+/* An open file of it that does not hold it; -1 when there is none. */
+int node_open_piece(uint64_t id);
 void node_share_piece(uint64_t id);
 void node_drop_piece(uint64_t id); /* its owner gives it up */
 

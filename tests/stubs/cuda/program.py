@@ -44,6 +44,7 @@ import sys
 MIB = 1 << 20
 COUNTER_BYTES = 8
 LARGE_MIB = 64
+EMPTY = bytes(MIB)
 
 
 class Handle(ctypes.Structure):
@@ -52,6 +53,7 @@ class Handle(ctypes.Structure):
 
 cuda = ctypes.CDLL("libcuda.so.1")
 libc = ctypes.CDLL(None)
+libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t)
 Address = ctypes.c_uint64
 cuda.cuMemAlloc_v2.argtypes = (ctypes.POINTER(Address), ctypes.c_size_t)
 cuda.cuMemFree_v2.argtypes = (Address,)
@@ -115,7 +117,11 @@ class Program:
         for piece, size_mib in zip(self.pieces, self.sizes_mib):  # noqa: B905 - runs on Python 3.9 too
             for index in range(size_mib):
                 call("cuMemcpyDtoH_v2", buffer, piece + index * MIB, MIB)
-                seen.update(buffer)
+                if libc.memcmp(buffer, EMPTY, MIB):
+                    seen.update(b"1")
+                    seen.update(buffer)
+                else:  # at a tenth of what it costs to hash it
+                    seen.update(b"0")
         return f"digest {seen.hexdigest()}"
 
     def fill(self) -> str:
@@ -124,7 +130,7 @@ class Program:
             size_mib = self.sizes_mib[number]
             for index in range(size_mib):
                 told = size_mib <= LARGE_MIB or index % 8 == 0 or index == size_mib - 1
-                part = pattern[index % MIB : index % MIB + MIB] if told else bytes(MIB)
+                part = pattern[index % MIB : index % MIB + MIB] if told else EMPTY
                 call("cuMemcpyHtoD_v2", piece + index * MIB, part, MIB)
         return "filled"
 
@@ -140,7 +146,7 @@ class Program:
         for number, piece in enumerate(self.pieces):
             if number in self.staying:
                 for index in range(self.sizes_mib[number]):
-                    call("cuMemcpyHtoD_v2", piece + index * MIB, bytes(MIB), MIB)
+                    call("cuMemcpyHtoD_v2", piece + index * MIB, EMPTY, MIB)
             else:
                 call("cuMemFree_v2", piece)
         self.pieces = []
