@@ -291,11 +291,11 @@ class Operations:
     async def _plan_resume(
         self, op: Operation, to: str | None, *unlisted: Candidate, may_queue: bool = False
     ) -> MigrationPlan:
-        snapshot = await self._lookout.snapshot([])
+        pids = tuple([worker.pid for worker in op.live])
+        snapshot = await self._lookout.snapshot([], leases_of=pids)
         listed = {candidate.pid for candidate in snapshot.candidates}
         also = [candidate for candidate in unlisted if candidate.pid not in listed]
         snapshot = snapshot.replace(candidates=(*snapshot.candidates, *also))
-        pids = tuple([worker.pid for worker in op.live])
         request = PlanRequest(kind=RESUME, pids=pids, to=to, may_queue=may_queue)
         return plan_or_raise(planned_resume(snapshot, request, op))
 

@@ -137,8 +137,11 @@ class PlanSurvey:
         may: May = deny_all,
         weighed_within_s: float | None = None,
         respawn: Respawn | None = None,
+        leases_of: Sequence[int] = (),
     ) -> NodeSnapshotForPlan:
         """Return the node for a plan on those processes, with their current memory if they answer in time.
+
+        Leases of processes in `leases_of` keep nothing from it, nor do those of `pids`.
 
         Only processes of users that `may` accepts are asked. It is called at that moment, since a pid that was unknown
         before may connect meanwhile and belong to another user.
@@ -153,7 +156,8 @@ class PlanSurvey:
         left = MAX_SNAPSHOTS
         while True:  # until the memory of GPUs and the operations are of one moment
             left, before = left - 1, _stages(self._running())
-            snapshot = await self._snapshot_of(await self._inventory.settled(), pids, pythons, counts, inspect_outside)
+            node = await self._inventory.settled()
+            snapshot = await self._snapshot_of(node, pids, pythons, counts, inspect_outside, leases_of)
             if not left or before == _stages(self._running()):
                 return snapshot
 
@@ -183,13 +187,14 @@ class PlanSurvey:
         pythons: Mapping[int, tuple[str, bool]],
         counts: Counts,
         inspect: InspectProcesses,
+        leases_of: Sequence[int] = (),
     ) -> NodeSnapshotForPlan:
         running, pool = self._running(), self._pool()  # before anything is waited for: of the same moment
         candidates = await _seen_from_outside(
             _without_idle(tuple(self._candidates(node, pythons, counts))), node, inspect
         )
         candidates = _with_stopped(candidates, pids)
-        leased = self.leased(tuple(pids), candidates)
+        leased = self.leased((*pids, *leases_of), candidates)
         kept, copying = self.kept_bytes(node), _used_by(self._copying_pids(), node)
         gpus = [
             _gpu_memory(gpu, node.gpus, kept.get(gpu.id, 0)).replace(copying_bytes=copying.get(gpu.id, 0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from hegmd.migration.machine.operation import JobProcess
 from hegmd.migration.model import Candidate, GpuMemory, MigrationPlan
@@ -63,11 +63,11 @@ def kept_by_gpu(members: Sequence[JobProcess]) -> dict[str, int]:
     return kept
 
 
-def used_of_lease(lease: LeaseRecord, candidates: Sequence[Candidate], placed: Collection[int | None]) -> int:
+def used_of_lease(lease: LeaseRecord, candidates: Sequence[Candidate], others: Collection[int]) -> int:
     """Return how much of its GPU the processes have that a lease is for.
 
     With a process, these are that one and all that descend from it. Without, they are those that were started after the
-    lease was made, except `placed`: the jobs to which sharing gave their GPU.
+    lease was made, except `others`: processes of jobs that are older, or to which sharing gave their GPU.
     """
     used_bytes = 0
     for candidate in candidates:
@@ -77,7 +77,7 @@ def used_of_lease(lease: LeaseRecord, candidates: Sequence[Candidate], placed: C
         if lease.pid is not None:
             is_its = descends(candidate.pid, lease.pid)
         else:
-            is_its = candidate.start_ticks >= lease.made_ticks and candidate.pid not in placed
+            is_its = candidate.start_ticks >= lease.made_ticks and candidate.pid not in others
         used_bytes += size_bytes if is_its else 0
     return min(used_bytes, lease.size_bytes)
 
@@ -92,3 +92,8 @@ def descends(pid: int, ancestor: int) -> bool:
             break
         one = parent_of(one)
     return False
+
+
+def is_within(pids: Iterable[int], ancestor: int) -> bool:
+    """Return whether one of these processes is `ancestor`, or was started by it or its descendants."""
+    return any(descends(pid, ancestor) for pid in pids)

@@ -90,6 +90,8 @@ class Job:
     retry_at_s: float | None = None
     #: On how many GPUs a job is to start whose needs are unknown.
     wanted_gpus: int = 1
+    #: The ids of the held leases whose process has started it: what they keep is open to it.
+    within: tuple[str, ...] = ()
 
     @property
     def gpu_count(self) -> int:

@@ -184,7 +184,7 @@ class _Decider:
         """Return a GPU with room for each share of it, in their order; none if it does not fit."""
         if self._most_soon_bytes is None:
             self._most_soon_bytes = max([room.soon_bytes for room in self._rooms.values()], default=0)
-        if wanted.needs_bytes is not None and max(wanted.needs_bytes) > self._most_soon_bytes:
+        if wanted.needs_bytes is not None and not wanted.within and max(wanted.needs_bytes) > self._most_soon_bytes:
             return ()
         left = list(rooms)
         chosen: dict[int, GpuBudget] = {}
@@ -213,7 +213,9 @@ class _Decider:
                 then = wording.follows(wanted, chosen)
                 self._wait(wanted.id, "it was suspended a moment ago", then, settled_s, _ids(chosen))
                 return
-        sizes = tuple(min(room.now_bytes, wanted.claim_bytes(room.gpu, share)) for share, room in enumerate(chosen))
+        sizes = tuple(
+            min(room.open_bytes(wanted), wanted.claim_bytes(room.gpu, share)) for share, room in enumerate(chosen)
+        )
         self._take(wanted, chosen, at_once=True)
         reason = wording.admitted(wanted, chosen, sizes)
         self._actions.append(Action(wanted.action, wanted.id, _ids(chosen), sizes, reason))
@@ -290,7 +292,7 @@ class _Decider:
         """Return what makes room for a share of it at once, where jobs of the lowest priority have to leave."""
         lowest, found = wanted.priority, list[tuple[ReadyJobs, int]]()
         for room in rooms:
-            need_bytes = wanted.need_bytes(room.gpu, share, self._rules)
+            need_bytes = wanted.need_bytes(room.gpu, share, self._rules) - room.own_bytes(wanted)
             if self._is_closed(wanted, room, need_bytes):
                 continue
             ready, missing_bytes = self._ready(wanted, room), need_bytes - room.soon_bytes
@@ -325,7 +327,7 @@ class _Decider:
 
     def _clearing(self, wanted: MemoryRequest, room: GpuBudget, share: int) -> FreeingSteps | None:
         """Return what makes room for a share of it on that GPU; None if the GPU is kept for others or too small."""
-        need_bytes = wanted.need_bytes(room.gpu, share, self._rules)
+        need_bytes = wanted.need_bytes(room.gpu, share, self._rules) - room.own_bytes(wanted)
         if self._is_closed(wanted, room, need_bytes):
             return None
         most_bytes = self._most_freed_bytes(room, wanted.priority)

@@ -56,6 +56,8 @@ class GpuBudget:
     #: The leases that are held there; all jobs that are there or come, with what each has or was promised.
     leases: list[Lease] = field(default_factory=list[Lease])
     present: list[tuple[Job, int]] = field(default_factory=list[tuple[Job, int]])
+    #: What each held lease keeps there and does not use, by its id: jobs within it may have that.
+    leased_bytes: dict[str, int] = field(default_factory=dict[str, int])
     #: Who gets memory there by this decision, and how much.
     takers: list[tuple[MemoryRequest, int]] = field(default_factory=list[tuple[MemoryRequest, int]])
     #: The priorities of all that is placed there.
@@ -64,12 +66,17 @@ class GpuBudget:
 
     def open_bytes(self, request: MemoryRequest) -> int:
         """Return what `request` could take at once."""
-        return min(self.now_bytes, self.open_soon_bytes(request))
+        return min(self.now_bytes + self.own_bytes(request), self.open_soon_bytes(request))
 
     def open_soon_bytes(self, request: MemoryRequest) -> int:
         """Return what `request` could take once all leaving jobs have left."""
         limit_bytes = self.hold.limit_bytes(request) if self.hold is not None else None
-        return self.soon_bytes if limit_bytes is None else min(self.soon_bytes, limit_bytes)
+        soon_bytes = self.soon_bytes if limit_bytes is None else min(self.soon_bytes, limit_bytes)
+        return soon_bytes + self.own_bytes(request)
+
+    def own_bytes(self, request: MemoryRequest) -> int:
+        """Return what leases keep there for `request` alone."""
+        return sum([self.leased_bytes.get(lease_id, 0) for lease_id in request.within])
 
     @property
     def other_bytes(self) -> int:
@@ -86,24 +93,30 @@ class GpuBudget:
         """Return what all jobs of that priority and below would free, whether or not they may be asked to leave."""
         return sum([self.freed_bytes[job.id] for job in self.jobs if job.priority <= priority])
 
-    def accounts(self) -> tuple[int, int, int, int, GpuHold | None]:
+    def accounts(self) -> tuple[int, int, int, int, GpuHold | None, dict[str, int]]:
         """Return what `reset` needs to undo `take`."""
-        return self.now_bytes, self.soon_bytes, len(self.priorities), len(self.takers), self.hold
+        counts = len(self.priorities), len(self.takers)
+        return self.now_bytes, self.soon_bytes, *counts, self.hold, dict(self.leased_bytes)
 
-    def reset(self, accounts: tuple[int, int, int, int, GpuHold | None]) -> None:
+    def reset(self, accounts: tuple[int, int, int, int, GpuHold | None, dict[str, int]]) -> None:
         """Undo every `take` since `accounts` were returned."""
-        self.now_bytes, self.soon_bytes, count, taker_count, self.hold = accounts
+        self.now_bytes, self.soon_bytes, count, taker_count, self.hold, self.leased_bytes = accounts
         del self.priorities[count:]
         del self.takers[taker_count:]
 
     def take(self, request: MemoryRequest, share: int, *, at_once: bool) -> None:
-        """Keep memory for `request`: free memory, or memory that will become free."""
+        """Keep memory for `request`: that of its leases, free memory, or memory that will become free."""
         size_bytes = request.claim_bytes(self.gpu, share)
+        self.takers.append((request, size_bytes))
+        for lease_id in request.within:
+            own_bytes = min(size_bytes, self.leased_bytes.get(lease_id, 0))
+            if own_bytes:
+                self.leased_bytes[lease_id] -= own_bytes
+                size_bytes -= own_bytes
         self.soon_bytes -= size_bytes
         if at_once:
             self.now_bytes -= size_bytes
         self.priorities.append(request.priority)
-        self.takers.append((request, size_bytes))
         if self.hold is not None and self.hold.limit_bytes(request) is not None:
             self.hold = GpuHold(self.hold.request, self.hold.spare_bytes - size_bytes, self.hold.at_s)
 
@@ -164,11 +177,31 @@ def _count_jobs(jobs: Iterable[Job], rooms: Mapping[str, GpuBudget], gpus: Mappi
 
 
 def _count_leases(leases: Iterable[Lease], rooms: Mapping[str, GpuBudget]) -> None:
+    within: dict[tuple[str, str], list[tuple[Job, int]]] = {}
+    for gpu_id, budget in rooms.items():
+        for job, size_bytes in budget.present:
+            for lease_id in job.within:
+                within.setdefault((lease_id, gpu_id), []).append((job, size_bytes))
     for lease in leases:
         if lease.state == HELD and lease.gpu is not None and (room := rooms.get(lease.gpu)) is not None:
-            unused_bytes = max(0, lease.size_bytes - lease.used_bytes)
-            room.now_bytes -= unused_bytes
-            room.soon_bytes -= unused_bytes
-            room.capacity_bytes += lease.used_bytes
-            room.leases.append(lease)
-            room.priorities.append(lease.priority)
+            _count_lease(lease, room, within.get((lease.id, lease.gpu), ()))
+
+
+def _count_lease(lease: Lease, room: GpuBudget, within: Iterable[tuple[Job, int]]) -> None:
+    """Count a held lease, and the jobs within it: of what they have there, the lease keeps its part when they leave."""
+    left_bytes, unused_bytes, others_bytes = lease.size_bytes, lease.size_bytes - lease.used_bytes, lease.used_bytes
+    for job, size_bytes in within:
+        held_bytes, own_bytes = job.held_bytes.get(room.gpu.id, 0), min(size_bytes, left_bytes)
+        unused_bytes -= size_bytes - held_bytes
+        others_bytes -= held_bytes
+        left_bytes -= own_bytes
+        if job.id in room.freed_bytes:
+            room.freed_bytes[job.id] -= own_bytes
+    unused_bytes = max(0, unused_bytes)
+    room.now_bytes -= unused_bytes
+    room.soon_bytes -= unused_bytes
+    room.capacity_bytes += max(0, others_bytes)
+    if unused_bytes:
+        room.leased_bytes[lease.id] = unused_bytes
+    room.leases.append(lease)
+    room.priorities.append(lease.priority)

@@ -28,8 +28,8 @@ from hegmd.sharing import model
 from hegmd.sharing.history import UNKNOWN_SWITCH_S, History
 from hegmd.sharing.memory_use import (
     copies_by_gpu,
-    descends,
     held_by_gpu,
+    is_within,
     kept_by_gpu,
     needs_by_gpu,
     stays_by_gpu,
@@ -130,8 +130,8 @@ class SharingView:
         self._asked_at: dict[int, float] = {}
         #: The same for processes that were not seen to train.
         self._counted_at: dict[int, float] = {}
-        #: The priority that a job has at least because it uses a lease, by the job's number.
-        self._lent: dict[int, int] = {}
+        #: The held leases whose process has started a job, by the job's number.
+        self._within: dict[int, list[LeaseRecord]] = {}
         #: What suspended jobs have left on each GPU with their contexts.
         self._contexts: dict[str, int] = {}
 
@@ -154,7 +154,7 @@ class SharingView:
         views: dict[str, JobView] = {}
         self._attending = self._workers_by_job()
         candidates = self._candidates_of(node.candidates)
-        self._lent, self._contexts = self._lent_priorities(candidates), {}
+        self._within, self._contexts = self._jobs_within_leases(candidates), {}
         for record in self._jobs:
             if record.is_alive:
                 found = self._job(record, candidates.get(record.number, ()), node, now)
@@ -449,6 +449,7 @@ class SharingView:
     ) -> tuple[model.Job, JobView]:
         since_s = None if since_utc is None else now - max(0.0, self._utc() - since_utc)
         past = self._history.note_state(record.id, state, now, since_s)
+        within = self._within.get(record.number, ())
         known = needs if needs != () else tuple((held or {}).get(gpu, 0) for gpu in gpus)
         job = model.Job(
             id=record.id,
@@ -471,11 +472,13 @@ class SharingView:
             switch_s=past.switch_s or estimate_s or UNKNOWN_SWITCH_S,
             hindrance=hindrance,
             retry_at_s=past.retry_at_s,
+            within=tuple([lease.id for lease in within]),
         )
         return job, job_view
 
     def _priority(self, record: JobRecord) -> int:
-        return max(record.priority, self._lent.get(record.number, 0))
+        """A job within a held lease is as important as the lease: it would not do to suspend it for another."""
+        return max([record.priority, *(lease.priority for lease in self._within.get(record.number, ()))])
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
@@ -496,15 +499,19 @@ class SharingView:
             retry_at_s=past.retry_at_s,
         )
 
-    def _lent_priorities(self, candidates: Mapping[int, Sequence[Candidate]]) -> dict[int, int]:
-        """A job within a held lease is as important as the lease: it would not do to suspend it for another."""
-        lent: dict[int, int] = {}
-        for lease in self._memory.leases:
-            if lease.is_held and lease.pid is not None:
-                for number, processes in candidates.items():
-                    if any(descends(process.pid, lease.pid) for process in processes):
-                        lent[number] = max(lease.priority, lent.get(number, 0))
-        return lent
+    def _jobs_within_leases(self, candidates: Mapping[int, Sequence[Candidate]]) -> dict[int, list[LeaseRecord]]:
+        """The held leases whose process has started a job, wherever the job is now, by the job's number."""
+        leases = [lease for lease in self._memory.leases if lease.is_held and lease.pid is not None]
+        within: dict[int, list[LeaseRecord]] = {}
+        for record in self._jobs if leases else ():
+            op = self._operations.of(record) if record.is_alive else None
+            pids = {candidate.pid for candidate in candidates.get(record.number, ())}
+            pids |= {member.pid for member in op.live} if op is not None else set()
+            pids |= {record.pid} if record.pid is not None and not record.is_gone else set()
+            own = [lease for lease in leases if lease.pid is not None and is_within(pids, lease.pid)]
+            if record.is_alive and own:
+                within[record.number] = own
+        return within
 
     def stated_bytes(self, candidates: Sequence[Candidate]) -> dict[str, int]:
         """By GPU, the memory that jobs said they need and have not taken yet. A suspended one keeps none."""
@@ -528,8 +535,13 @@ class SharingView:
 
     def used_bytes(self, lease: LeaseRecord, candidates: Sequence[Candidate]) -> int:
         """Return how much of a lease is in use by those that it is for."""
-        placed = {job.pid for job in self._jobs if job.number in self._memory.queue}
-        return used_of_lease(lease, candidates, placed)
+        others: set[int] = set()
+        if lease.pid is None:
+            jobs = {job.number: job for job in self._jobs}
+            for number, own in self._candidates_of(candidates).items():
+                if number in self._memory.queue or jobs[number].started_utc < lease.since_utc:
+                    others.update(candidate.pid for candidate in own)
+        return used_of_lease(lease, candidates, others)
 
 
 def _due(

@@ -42,6 +42,11 @@ class MemoryRequest(NamedTuple):
         """Return whether jobs of that user may be suspended for it."""
         return self.preempts_others or uid == self.uid
 
+    @property
+    def within(self) -> tuple[str, ...]:
+        """The leases whose memory is open to it."""
+        return () if self.job is None else self.job.within
+
     def need_bytes(self, gpu: Gpu, share: int, rules: Rules) -> int:
         """Return the memory that has to be free on `gpu` if that is the GPU number `share` of its GPUs."""
         if self.needs_bytes is None:
@@ -64,7 +69,7 @@ class MemoryRequest(NamedTuple):
         """Return what decides, besides its size, where it may run and which jobs leave for it."""
         return (
             *(self.priority, self.action, self.is_preemptible, None if self.preempts_others else self.uid),
-            *(self.allowed_gpus, self.chip, self.gpu_count, self.needs_bytes is None),
+            *(self.allowed_gpus, self.chip, self.gpu_count, self.needs_bytes is None, self.within),
         )
 
 

@@ -333,6 +333,25 @@ def test_a_job_starts_on_several_gpus_of_one_chip_only() -> None:
     assert decided(*_two_chips(80, 0)[3:], sized) == (), "two GPUs of different chips do not match"
 
 
+def test_a_job_frees_no_memory_that_its_own_lease_keeps_after_it_has_left() -> None:
+    """It left for nothing. A small lease still shields no large job, nor any number of jobs."""
+    free, lease, request = gpu("gpu0", 20), held(30, used_gib=30), pending(40, lease_id="l2")
+    first, second = (replace(running(f"j{number}", 30, priority=20), within=("l1",)) for number in (1, 2))
+    assert kinds(decided(free, first, lease, request)) == []
+    assert kinds(decided(free, first, second, lease, request)) == [("suspend", "j2", ("gpu0",))]
+    large = replace(running("j1", 50, priority=20), within=("l1",))
+    assert kinds(decided(free, large, held(10, used_gib=10), request)) == [("suspend", "j1", ("gpu0",))]
+
+
+def test_a_job_within_a_lease_may_have_what_the_lease_keeps() -> None:
+    """It waited for its own lease to end."""
+    waiting = replace(queued("j1", 60), within=("l1",))
+    assert kinds(decided(gpu("gpu0", 80), waiting, held(70))) == [("start", "j1", ("gpu0",))]
+    assert kinds(decided(gpu("gpu0", 80), queued("j2", 60), held(70))) == []
+    both = decided(gpu("gpu0", 80), waiting, queued("j2", 20, since_s=600.0), held(70))
+    assert kinds(both) == [("start", "j1", ("gpu0",))], "10 GiB are left beside the lease"
+
+
 def test_a_lease_waits_while_hegmd_itself_copies_on_the_gpu() -> None:
     """The daemon refused make-room if it looked before the GPU helper's context was gone, which no job had left."""
     lease, copying = pending(79), replace(gpu("gpu0", 78), copying_bytes=2 * GIB)
