@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import anyio
 import anyio.abc
 
-from hegmd.errors import BUSY, NOT_FOUND, HegmError, Refused
+from hegmd.errors import BAD_REQUEST, BUSY, NOT_FOUND, HegmError, Refused
 from hegmd.migration.run.runner import ended as process_ended
 from hegmd.protocol.names import closest, why_no_name
 from hegmd.sharing.records import LeaseRecord
@@ -79,12 +79,20 @@ class Leases(BackgroundTasks):
         """The lease of that id."""
         return next((lease for lease in self if lease.id == lease_id), None)
 
-    def named(self, text: str, may: Callable[[int | None], bool]) -> LeaseRecord:
-        """The lease of that id or name: of the caller's own first. Raises NOT_FOUND."""
+    def named(self, text: str, may: Callable[[int | None], bool], own_uid: int | None = None) -> LeaseRecord:
+        """The lease of that id or name: the caller's own first, then those on which they may act.
+
+        Raises NOT_FOUND, and BAD_REQUEST with a list to choose from.
+        """
         found = [lease for lease in self if text in (lease.id, lease.name)]
-        found = [lease for lease in found if may(lease.uid)] or found
+        allowed = [lease for lease in found if may(lease.uid)]
+        allowed = [lease for lease in allowed if lease.uid == own_uid] or allowed
+        if len(allowed) == 1 or (found and not allowed):
+            return (allowed or found)[0]
         if found:
-            return found[0]
+            listed = ", ".join(f"{lease.id} (uid {lease.uid})" for lease in allowed[:10])
+            message = f"{len(allowed)} leases are called {text[:60]!r}: {listed}"
+            raise HegmError(BAD_REQUEST, message, f"write the id of one, such as {allowed[-1].id}")
         close = closest(text, [name for lease in self if may(lease.uid) for name in (lease.id, lease.name) if name])
         hint = f"did you mean {close}? run: hegmctl queue" if close else "run: hegmctl queue; it may have ended"
         raise HegmError(NOT_FOUND, f"there is no lease {text[:60]!r}", hint, {"lease": text[:60]})
@@ -141,7 +149,11 @@ class Leases(BackgroundTasks):
         Returns the lease; None if it has ended.
         """
         lease = self._leases.get(number)
-        return None if lease is None else self._begin(lease.replace(waiter_pid=None, waiter_ticks=None))
+        if lease is None:
+            return None
+        if lease.waiter_pid not in (None, lease.pid):
+            self._end_watch(number, lease.waiter_pid)
+        return self._begin(lease.replace(waiter_pid=None, waiter_ticks=None))
 
     def _begin(self, lease: LeaseRecord) -> LeaseRecord:
         if lease.hold_s is not None and lease.waiter_pid is None:
@@ -166,14 +178,9 @@ class Leases(BackgroundTasks):
     def drop(self, number: int) -> LeaseRecord | None:
         """End a lease. None if it has ended already."""
         lease = self._leases.pop(number, None)
-        for pid in (lease.pid, lease.waiter_pid) if lease is not None else ():
-            scope = None if pid is None else self._watches.pop((number, pid), None)
-            if scope is not None:
-                scope.cancel()
-        scope = self._watches.pop((number, 0), None)
-        if scope is not None:
-            scope.cancel()
         if lease is not None:
+            for pid in (lease.pid, lease.waiter_pid, 0):
+                self._end_watch(number, pid)
             self._changed()
         return lease
 
@@ -182,6 +189,12 @@ class Leases(BackgroundTasks):
     def _put(self, lease: LeaseRecord) -> None:
         self._leases[lease.number] = lease
         self._changed()
+
+    def _end_watch(self, number: int, pid: int | None) -> None:
+        """Watch that process no longer for the lease; 0 is its time."""
+        scope = None if pid is None else self._watches.pop((number, pid), None)
+        if scope is not None:
+            scope.cancel()
 
     def _watch_soon(self, lease: LeaseRecord) -> None:
         if self._tasks is None:
@@ -196,8 +209,7 @@ class Leases(BackgroundTasks):
                 scope = self._watches[lease.number, pid] = anyio.CancelScope()
                 self._tasks.start_soon(self._end_with, lease.number, pid, ticks, why, scope)
         if lease.until_s is not None:
-            if (before := self._watches.pop((lease.number, 0), None)) is not None:
-                before.cancel()
+            self._end_watch(lease.number, 0)
             scope = self._watches[lease.number, 0] = anyio.CancelScope()
             self._tasks.start_soon(self._end_at, lease.number, lease.until_s, scope)
 

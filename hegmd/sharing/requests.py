@@ -104,7 +104,7 @@ class SharingRequests:
 
     async def wait_for_room(self, request: protocol.WaitForRoom, caller: Caller, emit: EmitRoom) -> protocol.RoomReply:
         """Wait until a lease is held. Raises HegmError; there is no lease then, if it is this caller's to wait for."""
-        lease = self._sharing.memory.leases.named(request.lease, caller.may)
+        lease = self._sharing.memory.leases.named(request.lease, caller.may, caller.uid)
         if not caller.may(lease.uid):
             raise _denied(lease)
         if lease.waiter_pid == caller.pid:
@@ -249,7 +249,7 @@ class SharingRequests:
 
     async def release(self, request: protocol.Release, caller: Caller) -> protocol.Released:
         """End a lease. Raises NOT_FOUND, DENIED."""
-        lease = self._sharing.memory.leases.named(request.lease, caller.may)
+        lease = self._sharing.memory.leases.named(request.lease, caller.may, caller.uid)
         if not caller.may(lease.uid):
             raise _denied(lease)
         self._sharing.memory.leases.drop(lease.number)

@@ -96,6 +96,26 @@ async def test_a_lease_ends_with_its_waiting_process_until_that_process_was_noti
     ]
 
 
+async def test_nothing_is_left_of_a_lease_that_was_waited_for_and_has_ended() -> None:
+    """A program that made leases for long kept a descriptor of the daemon for each of them."""
+    watched = Watched()
+    ticks = start_ticks(os.getpid())
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(watched.leases.run)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            made = watched.leases.add(lease(waiter_pid=os.getpid(), waiter_ticks=ticks))
+            watched.leases.hold(made.number, "gpu0")
+            await anyio.wait_all_tasks_blocked()
+            watched.leases.answer(made.number)
+            watched.leases.drop(made.number)
+        with anyio.fail_after(HANG_S):
+            while len(os.listdir("/proc/self/fd")) > before:
+                await anyio.wait_all_tasks_blocked()
+                await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+
+
 async def test_a_lease_ends_on_time_even_if_no_daemon_ran_then() -> None:
     now = [100.0]
     watched = Watched(clock=lambda: now[0])
@@ -135,6 +155,19 @@ def test_a_lease_is_found_by_id_or_name_and_the_callers_first() -> None:
         leases.named("serv", lambda uid: uid == 2)
     assert unknown.value.code is NOT_FOUND
     assert "did you mean serve?" in unknown.value.hint
+
+
+def test_an_administrator_ends_their_own_lease_of_a_name_and_is_asked_which_of_others() -> None:
+    """The oldest lease of that name was ended, whoever had it."""
+    leases = Watched().leases
+    for uid in (1, 0, 2):
+        leases.add(lease(name="serve", uid=uid))
+    assert leases.named("serve", lambda _uid: True, own_uid=0).id == "l2"
+    leases.drop(2)
+    with pytest.raises(HegmError, match=r"2 leases are called 'serve': l1 \(uid 1\), l3 \(uid 2\)") as several:
+        leases.named("serve", lambda _uid: True, own_uid=0)
+    assert several.value.code is BAD_REQUEST
+    assert leases.named("l3", lambda _uid: True, own_uid=0).id == "l3"
 
 
 def test_one_user_cannot_take_all_leases_nor_a_name_twice() -> None:
