@@ -139,7 +139,7 @@ class SharingView:
         """Look at the node. `more` are leases that are only thought of."""
         now = self._clock()
         node = await self._survey.snapshot(self._uncounted(now), may=lambda _uid: True)
-        if await self._learn_who_trains(node.candidates, now):
+        if await self._learn_who_trains(node.candidates, now):  # which takes a while
             node = await self._survey.snapshot(self._uncounted(now), may=lambda _uid: True)
         free = {gpu.id: gpu.free_bytes for gpu in expected(node).gpus}
         gpus = [
@@ -171,7 +171,7 @@ class SharingView:
     async def _learn_who_trains(self, candidates: Sequence[Candidate], now: float) -> bool:
         """Ask each process on a GPU that was not seen to train for its count of batches: it sends none unasked.
 
-        Return whether one of them trains.
+        Return whether any was asked.
         """
         workers = [self._workers.find(candidate.pid) for candidate in candidates if candidate.gpus]
         found = [worker for worker in workers if worker is not None and worker.connected and not trains(worker)]
@@ -179,7 +179,7 @@ class SharingView:
         async with anyio.create_task_group() as tasks:
             for worker in asked:
                 tasks.start_soon(worker.count_boundaries, COUNT_S)
-        return any(trains(worker) for worker in asked)
+        return bool(asked)
 
     def _uncounted(self, now: float) -> tuple[int, ...]:
         """The processes that train and have not said yet what they hold. Each is asked rarely: it may not answer."""
