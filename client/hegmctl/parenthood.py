@@ -26,19 +26,24 @@ _MIN_S = 0.001
 # Signals that stop a process, which its shell has to notice, and those that the process's own faults raise.
 STOPS = frozenset((signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU))
 _FAULTS = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS))
-ENDS = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT))
+_ENDS = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT))
 # Python ignores these signals, and ignored signals stay ignored across an exec.
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 class Signal:
-    """A received signal, and whether a process sent it or the kernel, as for a terminal."""
+    """A received signal, and whether a process sent it or the kernel, as for a terminal.
 
-    __slots__ = ("number", "was_sent")
+    `ends` is True if it asks the command to end. One that was ignored at the start, as by nohup, does not: the command
+    ignores it too.
+    """
 
-    def __init__(self, number: int, *, was_sent: bool) -> None:
+    __slots__ = ("ends", "number", "was_sent")
+
+    def __init__(self, number: int, *, was_sent: bool, ends: bool = False) -> None:
         self.number = number
         self.was_sent = was_sent
+        self.ends = ends
 
 
 class Signals:
@@ -50,6 +55,7 @@ class Signals:
     def __init__(self, ignores: Sequence[signal.Signals] = ()) -> None:
         self._ignores = ignores
         self._taken = signal.valid_signals() - _FAULTS - {signal.SIGKILL, signal.SIGSTOP}
+        self._ends = frozenset([number for number in _ENDS if signal.getsignal(number) is not signal.SIG_IGN])
         self.before: set[signal.Signals] = set()
 
     def __enter__(self) -> Self:
@@ -72,7 +78,8 @@ class Signals:
         else:
             found = signal.sigtimedwait(self._taken, 0)
         # For kill, sigqueue and similar calls the code is not positive (sigaction(2), SI_USER and others).
-        came = None if found is None else Signal(found.si_signo, was_sent=found.si_code <= 0)
+        number = 0 if found is None else found.si_signo
+        came = None if found is None else Signal(number, was_sent=found.si_code <= 0, ends=number in self._ends)
         return None if came is not None and came.number == signal.SIGALRM and not came.was_sent else came
 
     def _waited_for(self, within_s: float) -> signal.struct_siginfo:

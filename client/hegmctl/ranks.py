@@ -19,7 +19,7 @@ from json import dumps, loads
 from time import monotonic, time
 
 from hegmctl.generations import OVER, RUNNING, Generations
-from hegmctl.parenthood import ENDS, STOPS, Signals, end_like, perform_default_stop, start
+from hegmctl.parenthood import STOPS, Signals, end_like, perform_default_stop, start
 from hegmctl.prestart import LINE_FD, PrestartSpec, make_ready
 from hegmd.errors import HegmError
 from hegmd.protocol.agents import Noted
@@ -216,7 +216,7 @@ class Launcher:
         if came.number == signal.SIGCHLD:
             self._reap()
             return
-        if came.number in ENDS:
+        if came.ends:
             self._sent_signal = came.number
             if self._start_no_more():
                 self._status = self._status or -came.number

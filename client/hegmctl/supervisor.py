@@ -15,7 +15,7 @@ import os
 from signal import SIGCHLD, SIGCONT, SIGIO, SIGTSTP
 from time import monotonic
 
-from hegmctl.parenthood import ENDS, STOPS, Child, Signals, end_like, perform_default_stop, reap, start
+from hegmctl.parenthood import STOPS, Child, Signals, end_like, perform_default_stop, reap, start
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -222,14 +222,14 @@ class Supervisor:
                 self._slurm.take(came.number, self._child.pid, signals.before)
         elif came.number == SIGIO and not came.was_sent:
             pass  # something has come for the authority
-        elif came.number in ENDS and self._child is None:
+        elif came.ends and self._child is None:
             self._say(f"ended by signal {came.number} while waiting to be started again")
             self._over = -came.number
         else:
             self._pass_on(came)
 
     def _pass_on(self, came: Signal) -> None:
-        if came.number in ENDS:
+        if came.ends:
             self._sent_signal = came.number
         if came.was_sent and self._child is not None:
             self._child.pass_on(came.number)

@@ -7,7 +7,9 @@ import select
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+from tests.looks import pause
 from tests.unit.hegmctl.running import ROOT
 
 WAITS = """
@@ -19,6 +21,19 @@ with Signals() as signals:
     while came is None or came.number != signal.SIGUSR1:
         came = signals.next({within_s})
         print("none" if came is None else (came.number, came.was_sent), flush=True)
+"""
+# A supervisor of a command that no signal ends, and what it takes the command's end for.
+SUPERVISES = """
+import os, sys
+from hegmctl.slurm import NeverRestarted
+from hegmctl.supervisor import Start, Supervisor
+class Telling(NeverRestarted):
+    def started(self, pid, *, was_ready=False):
+        print(pid, flush=True)
+    def ended(self, status, *, sent_signal):
+        print(status, sent_signal, flush=True)
+        return False
+Supervisor(Telling(), print).run(Start(["sleep", "infinity"], os.environ))
 """
 
 
@@ -54,3 +69,24 @@ def test_an_alarm_from_another_process_is_an_ordinary_signal() -> None:
         process.send_signal(signal.SIGUSR1)
         assert process.stdout.read() == f"({signal.SIGUSR1.value}, True)\n"
     assert process.returncode == 0
+
+
+def test_a_signal_that_the_user_had_ignored_is_no_wish_to_end_the_command() -> None:
+    """With nohup no job was recovered any more once its terminal was closed, though its command trained on."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "client")))}
+    words = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh", sys.executable, "-c", SUPERVISES]
+    with subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        command = int(supervisor.stdout.readline())
+        supervisor.send_signal(signal.SIGHUP)
+        while signal.SIGHUP in _pending(supervisor.pid):
+            pause()
+        os.kill(command, signal.SIGKILL)
+        assert supervisor.stdout.read() == "-9 None\n"
+
+
+def _pending(pid: int) -> set[int]:
+    """The signals that a process has got and not taken."""
+    lines = dict(line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line)
+    mask = int(lines["SigPnd"], 16) | int(lines["ShdPnd"], 16)
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
