@@ -190,8 +190,10 @@ def suspend(connect: Callable[[], Connection], job: str, limit_s: float) -> str:
 
 
 def resume(connect: Callable[[], Connection], job: str, say: Callable[[str], object]) -> None:
-    """Resume the job as soon as GPU memory is free; until then, report once why it waits."""
-    from hegmd.errors import NOT_FOUND, HegmError
+    """Resume the job as soon as GPU memory is free; until then, report once why it waits. A resume that failed is tried
+    again.
+    """
+    from hegmd.errors import NOT_FOUND, HegmError, code_named
     from hegmd.protocol.jobs import SUSPENDED
 
     shown = ""
@@ -204,11 +206,14 @@ def resume(connect: Callable[[], Connection], job: str, say: Callable[[str], obj
                     return  # it was not suspended, or runs again
                 if job_record.state == SUSPENDED:
                     reply = hegmd.resume(job)
-                    if reply.recovered is None:
-                        say("Slurm resumes this job: it is back on its GPU")
-                    else:
+                    if reply.recovered is not None:
                         say("Slurm resumes this job: it had failed, and is started again from its newest snapshot")
-                    return
+                        return
+                    failure = None if reply.operation is None else reply.operation.failure
+                    if failure is None:
+                        say("Slurm resumes this job: it is back on its GPU")
+                        return
+                    raise HegmError(code_named(failure.code), failure.message, failure.hint)
         except HegmError as error:
             if error.code is NOT_FOUND:
                 return  # it has ended

@@ -15,11 +15,13 @@ import pytest
 from hegmctl.connection import connect
 from hegmctl.slurm import SlurmSignals, resume
 from hegmd.protocol import messages as m
+from hegmd.protocol.connection import IncomingRequest
 from hegmd.protocol.jobs import SUSPENDED
+from hegmd.protocol.operations import Operation, Reason
 from tests.looks import pause
 from tests.patience import HANG_S
 from tests.unit.hegmctl import node
-from tests.unit.hegmctl.fake_daemon import FakeDaemon, saying
+from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, saying
 from tests.unit.hegmctl.running import ROOT
 
 # A stand-in for Python, which writes how it was called.
@@ -186,3 +188,24 @@ def test_a_job_that_failed_while_it_was_suspended_is_not_said_to_be_on_its_gpu(s
     with FakeDaemon(socket_path, {**node.answers(), **answers}):
         resume(lambda: connect(str(socket_path), timeout_s=HANG_S), "j1", said.append)
     assert said == ["Slurm resumes this job: it had failed, and is started again from its newest snapshot"]
+
+
+def test_a_resume_that_was_rolled_back_is_asked_for_again(socket_path: Path) -> None:
+    """The job was said to be on its GPU, and stayed suspended for ever."""
+    job = m.Job(id="j1", name="train", state=SUSPENDED, started_utc=0.0, uid=0)
+    failure = Reason(code="refused", message="gpu0 does not answer", hint="run: hegmctl doctor")
+    facts = {"processes": (), "created_utc": 0.0, "size_bytes": 0}
+    operation = Operation(id="4", kind="resume", phase="suspended", failure=failure, **facts)
+    replies = [operation.replace(phase="done", failure=None), operation]
+
+    def answer(_caller: Caller, _request: IncomingRequest) -> m.OperationReply:
+        return m.OperationReply(operation=replies.pop())
+
+    said: list[str] = []
+    answers = {m.InspectJob: saying(m.JobReply(job=job)), m.Resume: answer}
+    with FakeDaemon(socket_path, {**node.answers(), **answers}):
+        resume(lambda: connect(str(socket_path), timeout_s=HANG_S), "j1", said.append)
+    assert said == [
+        "Slurm resumes this job, which waits: gpu0 does not answer",
+        "Slurm resumes this job: it is back on its GPU",
+    ]
