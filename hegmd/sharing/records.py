@@ -40,7 +40,7 @@ class LeaseRecord(Record):
     @property
     def slurm_job(self) -> int | None:
         """Return the Slurm job whose Prolog has made the lease: it gives this name. None for any other."""
-        found = re.fullmatch(r"slurm-(\d{1,15})", self.name or "") if self.is_admin else None
+        found = re.fullmatch(r"slurm-(\d{1,15})(?:-\d{1,4})?", self.name or "") if self.is_admin else None
         return None if found is None else int(found[1])
 
     @property

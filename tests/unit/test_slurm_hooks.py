@@ -1,0 +1,37 @@
+"""Slurm's hooks in contrib/slurm, with a stand-in for hegmctl that writes down how it is called."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from hegmd.sharing.records import LeaseRecord
+
+HOOKS = Path(__file__).parents[2] / "contrib/slurm"
+STAND_IN = """#!/bin/sh
+echo "$*" >>"{calls}"
+"""
+
+
+def test_a_partition_with_a_line_for_each_of_its_gpus_gets_them_all(tmp_path: Path) -> None:
+    """The lease of the second GPU was refused: a user cannot call two leases the same."""
+    calls, hegmctl, partitions = (tmp_path / name for name in ("calls", "hegmctl", "partitions"))
+    hegmctl.write_text(STAND_IN.format(calls=calls))
+    hegmctl.chmod(0o755)
+    partitions.write_text(
+        "high gpu0 60GiB production\nlow gpu0 1GiB normal\nhigh gpu1 20GiB normal\nhigh auto 1GiB normal"
+    )
+    environ = {"HEGMCTL": str(hegmctl), "HEGM_SLURM_PARTITIONS": str(partitions)}
+    environ |= {"SLURM_JOB_PARTITION": "high", "SLURM_JOB_ID": "7", "PATH": "/usr/bin:/bin"}
+    for hook in ("prolog", "epilog"):
+        subprocess.run(["/bin/sh", str(HOOKS / hook)], env=environ, check=True)
+    asked = [line.split() for line in calls.read_text().splitlines()]
+    names = [words[words.index("--name") + 1] for words in asked if words[0] == "make-room"]
+    assert names == ["slurm-7", "slurm-7-2", "slurm-7-3"]
+    assert [words[1] for words in asked if words[0] == "release"] == names
+
+
+def test_all_leases_of_a_slurm_job_are_known_as_its() -> None:
+    lease = LeaseRecord(number=1, size_bytes=1, priority=80, uid=0, is_admin=True, since_utc=0.0, made_ticks=0, boot="")
+    names = ("slurm-7", "slurm-7-2", "slurm-7-x", "train-7")
+    assert [lease.replace(name=name).slurm_job for name in names] == [7, 7, None, None]
