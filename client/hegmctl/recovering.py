@@ -29,6 +29,7 @@ _MIN_INTERVAL_S = 0.1
 # the signal's number.
 _WANTED = frozenset((signal.SIGINT, signal.SIGTERM))
 _BY_SHELL = 128
+_LAST_SIGNAL = 64
 
 
 class Recovery:
@@ -49,7 +50,8 @@ class Recovery:
         ending = -status if status < 0 else status - _BY_SHELL
         if status == 0 or sent_signal is not None or ending in _WANTED or status in self._final:
             return False
-        return (SIGNAL if status < 0 or status > _BY_SHELL else ERROR) in self._causes
+        is_signal = status < 0 or _BY_SHELL < status <= _BY_SHELL + _LAST_SIGNAL
+        return (SIGNAL if is_signal else ERROR) in self._causes
 
 
 def ended_how(status: int) -> str:

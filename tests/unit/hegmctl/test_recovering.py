@@ -41,6 +41,8 @@ def _recovery_options(*words: str) -> Recovery | None:
         (-11, None, ("--recover-from", "signal"), True),
         (139, None, ("--recover-from", "signal"), True),
         (-11, None, ("--recover-from", "error"), False),
+        (255, None, ("--recover-from", "error"), True),
+        (255, None, ("--recover-from", "signal"), False),
     ],
 )
 def test_a_requested_exit_is_not_a_failure(
