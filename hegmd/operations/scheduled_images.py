@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 BY = "hegmctl run --checkpoint-every"
 MIN_S, MAX_S, MAX_KEPT, MAX_PATH = 1.0, 1_000_000.0, 10_000, 3_000
-# Jobs that were started at one time are due at one time, and share the disk.
+# Jobs of a user that were started at one time are due at one time, and share the disk. Users do not wait for one
+# another: a user's own processes write the images, and can be stopped.
 AT_ONCE = 2
 # A job that another operation has, or that does not train yet, is checked again after this time.
 POLL_INTERVAL_S = 5.0
@@ -81,7 +82,7 @@ class ScheduledImages(BackgroundTasks):
         self._utc = utc
         self._sleep = sleep
         self._known: set[Whose] = set()
-        self._slots = anyio.Semaphore(AT_ONCE)
+        self._slots: dict[int, anyio.Semaphore] = {}
         super().__init__()
 
     @property
@@ -119,7 +120,7 @@ class ScheduledImages(BackgroundTasks):
                 elif self._runner.of_process(worker.pid) is not None or not worker.boundary:
                     await self._sleep(min(POLL_INTERVAL_S, wish.every_s))
                 else:
-                    async with self._slots:
+                    async with self._slots.setdefault(whose[0], anyio.Semaphore(AT_ONCE)):
                         begun_utc = self._utc()
                         await self._turn(worker, wish, begun_utc)
                     # If an image takes longer than the interval, the job still trains for half of the interval.

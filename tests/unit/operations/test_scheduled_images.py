@@ -223,6 +223,37 @@ async def test_a_wish_that_makes_no_sense_is_not_granted(tmp_path: Path, process
         assert shelf.taken == []
 
 
+class HangingDisk(ImageCatalogue):
+    """Takes images that are never whole."""
+
+    async def take(self, pid: int, path: str, rights: Rights, request: RequestContext) -> OperationResult:
+        self.taken.append((self.clock.utc_s, path))
+        await anyio.sleep_forever()
+        raise AssertionError
+
+
+async def test_two_images_of_one_user_that_hang_keep_no_other_user_from_theirs(
+    tmp_path: Path, process: Child, second_process: Child, third_process: Child
+) -> None:
+    """A process of the user writes them, so that user could stop the images of the whole node."""
+    async with running(tmp_path) as node:
+        clock = Clock(2000.0)
+        shelf = HangingDisk(node, clock)
+        agents = [
+            ModelAgent(node.workers, child.pid, token=f"{child.pid:032x}")
+            for child in (process, second_process, third_process)
+        ]
+        agents[2].uid += 1
+        async with attended(node, clock, shelf):
+            for number, agent in enumerate(agents):
+                agent.about = {"images": WISH, "run": f"run{number}"}
+                await agent.attend(node.tasks)
+        assert len(shelf.taken) == 2
+        assert [f"process {third_process.pid} acts as uid" in note for note in shelf.notes] == [True], (
+            "its turn has come"
+        )
+
+
 async def test_the_name_of_a_series_leads_nowhere(tmp_path: Path, process: Child) -> None:
     """A job calls itself what it likes; the path is made by a daemon that may be root's."""
     async with running(tmp_path) as node:
