@@ -190,7 +190,9 @@ class Protection:
         """Note where the threads of a training are that hangs, and kill its processes; not if nothing is gained."""
         if self.job.newest is not None:
             stacks = await stacks_of(own)
-            if min(worker.boundary for worker in own) == self.job.boundary:
+            is_paused = any(self.job.node.is_kept_from_training(worker.pid) for worker in own)
+            is_paused = is_paused or is_stopped(self.job.supervisor.pid) or self.is_recovering  # by now
+            if not is_paused and min(worker.boundary for worker in own) == self.job.boundary:
                 why = f"completed no step for {without_s:.0f} s, and was killed"
                 await self.job.kill(own, why, stacks, "job.hung")
         elif self.job.boundary != self._hung_at:

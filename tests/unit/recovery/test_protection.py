@@ -73,7 +73,7 @@ class Rig:
             utc=lambda: 1.0,
         )
         offer = Supervise(run="now", pid=7, python=True)
-        self.supervisor = cast("Any", SimpleNamespace(uid=1000, run="now", offer=offer, is_alive=True))
+        self.supervisor = cast("Any", SimpleNamespace(uid=1000, run="now", pid=os.getpid(), offer=offer, is_alive=True))
         record = JobSnapshots(job="j1", uid=1000, ranks=1, gpus=("gpu0",))
         self.job = Unkillable(cast("Node", self.node), record, "train", self.supervisor)
 
@@ -289,6 +289,18 @@ async def test_a_job_that_completes_a_step_while_its_stacks_are_read_is_not_kill
     with anyio.fail_after(HANG_S):
         await Protection(rig.job)._end_hung(rig.job.own_workers(), 60.0)
     assert bool(rig.job.killed_for) == (not steps)
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+async def test_a_job_that_an_operation_takes_while_its_stacks_are_read_is_not_killed(*, is_taken: bool) -> None:
+    AnsweringRank.all_asked, AnsweringRank.asked_ranks = anyio.Event(), 0
+    rig = Rig(AnsweringRank(0, 1, 0))
+    rig.supervisor.pid = os.getpid()
+    rig.job.newest, rig.job.boundary = cast("Any", SimpleNamespace(step=3)), 4
+    rig.node.is_kept_from_training = lambda _pid: is_taken and AnsweringRank.asked_ranks == 1
+    with anyio.fail_after(HANG_S):
+        await Protection(rig.job)._end_hung(rig.job.own_workers(), 60.0)
+    assert bool(rig.job.killed_for) == (not is_taken)
 
 
 def test_time_while_a_job_is_stopped_does_not_count_as_start_time(second_process: subprocess.Popen[bytes]) -> None:
