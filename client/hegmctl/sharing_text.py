@@ -91,7 +91,7 @@ def _jobs(reply: QueueReply, style: Style) -> list[str]:
     )
     rows = [_row(job, reply.taken_utc) for job in reply.jobs]
     notes = [
-        f"{job.job} ({job.name}) {_awaited(job.why)}{f'; next: {job.next}' if job.next else ''}"
+        f"{job.job} ({job.name}){_reason(job)}{f'; next: {job.next}' if job.next else ''}"
         for job in reply.jobs
         if job.why or job.next
     ]
@@ -112,6 +112,13 @@ def _awaited(why: str | None) -> str:
     if why is None:
         return "waits for nothing"
     return f"waits {why}" if why.startswith(("until ", "for ")) else f"waits for {why}"
+
+
+def _reason(job: QueuedJob) -> str:
+    """Return the reason as the rest of a sentence. A job that runs or starts waits for nothing."""
+    if job.why is None or job.state not in (RUNNING, STARTING):
+        return f" {_awaited(job.why)}"
+    return f"{':' if job.state == STARTING else ''} {job.why}"
 
 
 def _row(job: QueuedJob, now_utc: float) -> list[Cell]:

@@ -101,6 +101,16 @@ def test_what_a_job_waits_for_is_whole_at_every_width(columns: int) -> None:
     assert "  ".join(("WAITS FOR", " " * (len(why) - 9) + "NEXT")) in queue_text(reply, Style(columns=250))[0]
 
 
+def test_a_job_that_runs_waits_for_nothing_in_a_narrow_terminal() -> None:
+    """It read: waits for cannot be suspended."""
+    why = "cannot be suspended: it has no agent"
+    job = QueuedJob(job="j1", name="train", uid=0, priority=50, state="running", gpu="gpu0", since_utc=1.0, why=why)
+    reply = QueueReply(taken_utc=2.0, jobs=(job,), leases=(), slices=False)
+    assert queue_text(reply, Style(columns=60))[-1] == "j1 (train) cannot be suspended: it has no agent"
+    late = job.replace(state="starting", why="it has not trained: no memory is kept for it")
+    assert queue_text(reply.replace(jobs=(late,)), Style(columns=70))[-1] == f"j1 (train): {late.why}"
+
+
 def test_the_queue_shows_jobs_and_leases_and_unknown_as_such() -> None:
     waiting = QueuedJob(job="j2", name="eval", uid=0, priority=20, state="waiting", since_utc=40.0, why="a GPU")
     lines = queue_text(QueueReply(taken_utc=100.0, jobs=(waiting,), leases=(LEASE,), slices=False), PLAIN)
