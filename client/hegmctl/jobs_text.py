@@ -74,7 +74,9 @@ def jobs_text(reply: JobsReply, style: Style, *, of_some: bool = False) -> list[
         Column("COMMAND", shrink=12),
     ]
     rows = [_row(job, reply.taken_utc, of_several=of_several, ended=ended) for job in reply.jobs]
-    waiting = [f"{job.id} ({job.name}): {job.waits}" for job in reply.jobs if job.state == WAITING and job.waits]
+    # A suspended job waits to be resumed, which is no news, unless its command has ended.
+    stuck = [job for job in reply.jobs if job.state == WAITING or (job.state == SUSPENDED and job.pid is None)]
+    waiting = [f"{job.id} ({job.name}): {job.waits}" for job in stuck if job.waits]
     return [*table(columns, rows, style), *(below(waiting, style) if style.remarks else [])]
 
 

@@ -258,7 +258,13 @@ class JobRequests:
     def of_process(self, process: GpuProcess) -> GpuProcess:
         """Return the record with the id of its job."""
         job = self._of_member(process.pid, process.start_ticks)
-        return process if job is None else process.replace(job=job.id)
+        if job is None:
+            return process
+        return process.replace(job=job.id, note=process.note or self.without_launcher(job))
+
+    def without_launcher(self, job: JobRecord) -> str | None:
+        """Return what suspended ranks wait for whose command has ended; None for other jobs."""
+        return _without_launcher(job, self._operations.of(job))
 
     def _of_member(self, pid: int, start_ticks: int | None) -> JobRecord | None:
         """Return the job that has this process, or had it at the last request for it."""
@@ -353,7 +359,7 @@ class JobRequests:
             state=state,
             waits="an orphan: run hegmctl adopt"
             if orphan
-            else shared or (None if described is None else described.why),
+            else shared or _without_launcher(job, op) or (None if described is None else described.why),
             uid=job.uid,
             user=next((process.user for process in listed if process.uid == job.uid), None),
             gpus=gpus or ((CPU,) if on_cpu else ()),
@@ -370,7 +376,7 @@ class JobRequests:
             processes=processes,
             priority=job.priority,
             operation=None if op is None else op.id,
-            notes=tuple(dict.fromkeys((*_parted(job, op), *(note for worker in workers for note in _notes(worker))))),
+            notes=tuple(dict.fromkeys(note for worker in workers for note in _notes(worker))),
         )
 
     def _processes(
@@ -473,13 +479,14 @@ def _framework(worker: AgentConnection) -> str:
     return " ".join(part for part in (worker.about.framework, worker.about.framework_version) if part)
 
 
-def _parted(job: JobRecord, op: Operation | None) -> Iterable[str]:
-    if op is not None and op.phase == SUSPENDED and job.is_gone and any(one.rank is not None for one in op.live):
-        yield (
-            "its command has ended while it was suspended: if that was the launcher, which serves the store of the "
-            "ranks, hegmctl resume fails; "
-            f"hegmctl cancel {op.id} --drop then ends them and frees their memory"
-        )
+def _without_launcher(job: JobRecord, op: Operation | None) -> str | None:
+    """Return what suspended ranks wait for whose command has ended; None for other jobs."""
+    if op is None or op.phase != SUSPENDED or not job.is_gone or all(one.rank is None for one in op.live):
+        return None
+    return (
+        "its command, which has ended: if that was the launcher, which serves the store of the ranks, hegmctl resume "
+        f"fails, and hegmctl cancel {op.id} --drop then ends them and frees their memory"
+    )
 
 
 def _notes(worker: AgentConnection) -> Iterable[str]:

@@ -81,6 +81,7 @@ from hegmd.protocol.snapshots import AgentInfo, Gpu
 from hegmd.recovery.service import Recoveries
 from hegmd.system.programs import Rights
 from hegmd.telemetry.events import EventLog
+from hegmd.workers.job_file import JobRecord
 from hegmd.workers.job_names import JobNames
 from hegmd.workers.jobs import Jobs
 from hegmd.workers.supervisors import SupervisorAway, Supervisors
@@ -188,6 +189,14 @@ class OperationsService:
         self.job_requests = JobRequests(
             self.jobs, self._names, operations, self._inventory, workers, supervisors, self.runner
         )
+        self.jobs.on_command_end = self._note_command_end
+
+    def _note_command_end(self, job: JobRecord) -> None:
+        message = self.job_requests.without_launcher(job)
+        if message is not None:
+            self._events.record(
+                "job.launcher-ended", "warning", f"job {job} waits for {message}", facts={"job": job.id}
+            )
 
     def _make_authorities(
         self, lookout: PlanSurvey, handoff: JobDumper, *, restart_always: bool, max_park_s: float | None

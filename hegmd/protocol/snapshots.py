@@ -153,7 +153,9 @@ class GpuProcess(Record):
     held_bytes: int = field("bytes of the process that hegmd holds", default=0)
     agent: AgentInfo | None = field("its agent, if connected", default=None)
     ways: tuple[Way, ...] = field("the methods of moving it", default=())
-    note: str | None = field("why something is unknown, or that a signal has stopped it", default=None)
+    note: str | None = field(
+        "why something is unknown, that a signal has stopped it, or that its launcher has ended", default=None
+    )
 
 
 class Check(Record):
@@ -172,8 +174,8 @@ EVENT_KINDS: Mapping[str, tuple[str, ...]] = {
     "gpu": ("gpu.back", "gpu.evacuated", "gpu.found", "gpu.health", "gpu.lost", "gpu.mode"),
     "inventory": ("inventory.fresh", "inventory.ready", "inventory.stale"),
     "job": (
-        *("job.fell", "job.given-up", "job.gpu-gone", "job.hung", "job.protected", "job.recovered"),
-        "job.unprotected",
+        *("job.fell", "job.given-up", "job.gpu-gone", "job.hung", "job.launcher-ended"),
+        *("job.protected", "job.recovered", "job.unprotected"),
     ),
     "operation": (
         *("operation.began", "operation.done", "operation.found", "operation.held", "operation.holding"),

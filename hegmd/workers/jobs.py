@@ -91,6 +91,8 @@ class Jobs(BackgroundTasks):
         self._awaited: set[int] = set()
         #: Called when a job is added, removed or changed.
         self.changed = Condition()
+        #: Called when the first process of a job has ended.
+        self.on_command_end: Callable[[JobRecord], None] = lambda _job: None
         workers.listen(self._on_worker_event)
         supervisors.listen(self._on_supervisor_event)
 
@@ -387,7 +389,9 @@ class Jobs(BackgroundTasks):
                 os.close(pidfd)
         job = self._jobs.get(number)
         if job is not None and (job.pid, job.start_ticks) == (pid, ticks):
-            self._put(job.replace(is_gone=True, status=status))
+            job = job.replace(is_gone=True, status=status)
+            self._put(job)
+            self.on_command_end(job)
             self._end_if_over(number)
 
     def _end_if_over(self, number: int) -> None:

@@ -117,6 +117,27 @@ def test_ranks_with_uneven_batches_were_rolled_back_after_a_minute(tmp_path: Pat
         _end(job, out)
 
 
+def test_nothing_told_that_a_launcher_ended_while_its_ranks_were_suspended(tmp_path: Path) -> None:
+    """They can never continue. Only a resume said so, after it had failed."""
+    out = tmp_path / "out"
+    launched = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPTS / "ranks.py"), str(out)]
+    with RunningDaemon(tmp_path) as daemon, ImageJob(tmp_path / "job", daemon.socket_path, script=launched) as job:
+        pids = _pids(job, 2)
+        _await_steps(job, out, 2, 1)
+        op = job.operation("suspend", str(pids[0]))["id"]
+        job.process.kill()
+        job.process.wait(ENDS_WITHIN_S)
+        until = monotonic() + ENDS_WITHIN_S
+        while "--drop" not in (told := job.command("jobs")["jobs"][0]["waits"]):
+            assert monotonic() < until
+            pause(COMMAND_MS)
+        assert f"hegmctl cancel {op} --drop then ends them" in told
+        event = job.command("events", "--kind", "job.launcher-ended")
+        assert (event["kind"], event["severity"]) == ("job.launcher-ended", "warning")
+        assert event["message"].endswith(told)
+        assert [one["note"] for one in job.command("ps")["processes"]] == [told, told]
+
+
 def _pids(job: ImageJob, count: int) -> list[int]:
     """The pids of the ranks, once each is on a GPU."""
     until = monotonic() + ENDS_WITHIN_S
