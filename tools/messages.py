@@ -60,13 +60,13 @@ def _is_sentence(text: str | None) -> bool:
 def in_source(place: str, source: str) -> Iterator[Message]:
     """The messages of one file."""
     tree = ast.parse(source)
-    seen = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+    visited = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
     for node in ast.walk(tree):
         for kind, value in _given(node):
             text = text_of(value)
-            if id(value) in seen or text is None or not _is_sentence(text):
+            if id(value) in visited or text is None or not _is_sentence(text):
                 continue
-            seen.update(id(part) for part in ast.walk(value))
+            visited.update(id(part) for part in ast.walk(value))
             yield Message(f"{place}:{value.lineno}", kind, text)
 
 

@@ -42,9 +42,9 @@ def run() -> list[Row]:
 
 
 def _rows(batch_ms: int) -> list[Row]:
-    asked, began = _parked(batch_ms)
-    counts = [sum(order < begin < stood for begin in began) for order, stood in asked]
-    took_ms = [1e3 * (stood - order) for order, stood in asked]
+    orders, began = _parked(batch_ms)
+    counts = [sum(order < begin < stood for begin in began) for order, stood in orders]
+    took_ms = [1e3 * (stood - order) for order, stood in orders]
     what = f"batches of {batch_ms} ms: "
     budget = BUDGET_BATCHES if batch_ms > INTERPRETER_MS else None
     return [

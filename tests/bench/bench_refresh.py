@@ -62,11 +62,11 @@ def _measure(what: str, daemon: RunningDaemon) -> list[Row]:
         _check(hegmd)
         for _ in range(WARM_UP):
             _round_ms(daemon, hegmd)
-        looks = _looks(hegmd)
+        refreshes = _looks(hegmd)
         rounds = [_round_ms(daemon, hegmd) for _ in range(ROUNDS)]
-        looked = _looks(hegmd) - looks
-        if looked < ROUNDS:
-            raise RuntimeError(f"{ROUNDS} requests made the daemon look {looked} times")
+        refreshed = _looks(hegmd) - refreshes
+        if refreshed < ROUNDS:
+            raise RuntimeError(f"{ROUNDS} requests made the daemon look {refreshed} times")
         resident_bytes = Memory.of(daemon.process.pid).resident_bytes
         ps_ms = statistics.median(_hegmctl_ps_ms(daemon) for _ in range(5))
         with crowd(daemon.socket_path, OTHERS, OTHERS_ASK_PER_S):
@@ -103,10 +103,10 @@ def _round_ms(daemon: RunningDaemon, hegmd: Connection) -> tuple[float, float, f
     let_run(daemon, APART_S)
     start, began = cpu_s(pid), time.perf_counter()
     hegmd.gpus()
-    wall_s, looked = time.perf_counter() - began, cpu_s(pid)
+    wall_s, refreshed = time.perf_counter() - began, cpu_s(pid)
     hegmd.processes()
     used_s = cpu_s(pid)
-    return 1000 * (looked - start), 1000 * (used_s - looked), 1000 * wall_s
+    return 1000 * (refreshed - start), 1000 * (used_s - refreshed), 1000 * wall_s
 
 
 def _hegmctl_ps_ms(daemon: RunningDaemon) -> float:

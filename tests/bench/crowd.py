@@ -34,22 +34,24 @@ def crowd(socket_path: Path, clients: int, requests_per_s: float) -> Iterator[No
         yield
         due = requests_per_s * (time.monotonic() - began)
         others.stdin.close()
-        asked = int(others.stdout.readline())
-        if asked < 0.8 * due:
-            raise RuntimeError(f"the others asked {asked} times where {due:.0f} were due: the machine is too busy")
+        request_count = int(others.stdout.readline())
+        if request_count < 0.8 * due:
+            raise RuntimeError(
+                f"the others asked {request_count} times where {due:.0f} were due: the machine is too busy"
+            )
 
 
 def _ask_now_and_then(connections: list[Connection], requests_per_s: float) -> int:
     chance = random.Random(1)  # the same moments in every run
-    asked = 0
+    request_count = 0
     due = time.monotonic()
     while True:
         due += chance.expovariate(requests_per_s) if requests_per_s else 3600
         readable, _, _ = select.select([sys.stdin], [], [], max(0.0, due - time.monotonic()))
         if readable:
-            return asked
-        connections[asked % len(connections)].gpus()
-        asked += 1
+            return request_count
+        connections[request_count % len(connections)].gpus()
+        request_count += 1
 
 
 def main() -> None:

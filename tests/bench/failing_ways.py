@@ -101,20 +101,20 @@ class Run:
     """
 
     def __init__(
-        self, daemon: RunningDaemon, folder: Path, case: Case, world: int, asked: Options, *, alone: bool = False
+        self, daemon: RunningDaemon, folder: Path, case: Case, world: int, options: Options, *, alone: bool = False
     ) -> None:
-        self.daemon, self.folder, self.world, self.asked = daemon, folder, world, asked
-        self.struck_at, self.last_step = 0.0, asked.steps
-        self._deadline = time.monotonic() + asked.case_limit_s
+        self.daemon, self.folder, self.world, self.options = daemon, folder, world, options
+        self.struck_at, self.last_step = 0.0, options.steps
+        self._deadline = time.monotonic() + options.case_limit_s
         command = [sys.executable, str(SCRIPT)]
-        is_real = asked.place(case) == REAL
-        if world > 1 and asked.forks is not None and not is_real:
-            command = [sys.executable, str(LAUNCHER), "run", str(asked.forks), str(world), str(SCRIPT)]
+        is_real = options.place(case) == REAL
+        if world > 1 and options.forks is not None and not is_real:
+            command = [sys.executable, str(LAUNCHER), "run", str(options.forks), str(world), str(SCRIPT)]
         elif world > 1:
             launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
             command = [sys.executable, *launcher, str(SCRIPT)]
         # On a machine with other work, such a limit kills trainings that do not hang.
-        limit = ["--hang-limit", asked.hang_limit] if case.name.startswith(HANG) else []
+        limit = ["--hang-limit", options.hang_limit] if case.name.startswith(HANG) else []
         recover = ["--recover=0.3s", *limit, "--gpu", "gpu0", "--no-daemon-start"]
         run = [sys.executable, "-m", "hegmctl", "run", "--name", folder.name, *recover, "--"]
         roots = (str(SCRIPT.parents[3]), str(SCRIPT.parents[3] / "client"))
@@ -123,7 +123,7 @@ class Run:
         fields = {"FAILS": f"{case.kind} {case.phase} {case.ranks(world)}", "CHILDREN": str(case.children)}
         quick = {"PACE_S": "0"} if alone else fields
         environ = {**os.environ, "HEGM_SOCKET": str(daemon.socket_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-        environ |= {"STEPS": str(asked.steps), **({"DEVICE": asked.device} if is_real else BARE)}
+        environ |= {"STEPS": str(options.steps), **({"DEVICE": options.device} if is_real else BARE)}
         self.out, self.err = folder / "out", folder / "err"
         with self.out.open("wb") as out, self.err.open("wb") as err:
             words = command if alone else [*run, *command]
@@ -152,10 +152,10 @@ class Run:
         """Look again until it is so. Raises UnexpectedEnd."""
         pause = Event()
         while not is_so():
-            if time.monotonic() > self.asked.ends_at:
+            if time.monotonic() > self.options.ends_at:
                 raise Cut
             if time.monotonic() > self._deadline:
-                raise UnexpectedEnd(f"{what} did not come to be within {self.asked.case_limit_s:g} s")
+                raise UnexpectedEnd(f"{what} did not come to be within {self.options.case_limit_s:g} s")
             if what != "its end" and self.process.poll() is not None:
                 raise UnexpectedEnd(f"it ended with {self.process.returncode} before {what}: {self.last_line()}")
             pause.wait(POLL_INTERVAL_S)
@@ -192,7 +192,7 @@ class Run:
 
     def _say(self, name: str, step: int) -> None:
         if name == "ends-at":
-            self.last_step = min(step, self.asked.steps)
+            self.last_step = min(step, self.options.steps)
         file = self.folder / f"{name}.new"
         file.write_text(str(step))
         file.rename(self.folder / name)

@@ -51,7 +51,7 @@ Steps = set[tuple[int, int, str]]
 class Table:
     """The cases in their order, and their results."""
 
-    asked: Options
+    options: Options
     expected: dict[tuple[int, str], Steps] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     not_ended: int = 0
@@ -62,17 +62,17 @@ class Table:
 
     def cells(self) -> list[tuple[Case, int]]:
         """Each way with each number of ranks."""
-        worlds = list(map(int, self.asked.ranks.split(",")))
-        on = (None, SIMULATED, self.asked.gpus)
-        cases = [case for case in CASES if self.asked.only in case.name and case.only_on in on]
+        worlds = list(map(int, self.options.ranks.split(",")))
+        on = (None, SIMULATED, self.options.gpus)
+        cases = [case for case in CASES if self.options.only in case.name and case.only_on in on]
         return [(case, world) for case in cases for world in worlds if world >= case.least_ranks]
 
     def run(self) -> None:
         """Run all of it, until it is done or the time is over."""
         cells = self.cells()
-        with self._nodes, ThreadPoolExecutor(self.asked.jobs) as pool:
-            list(pool.map(self._learn, sorted({(world, self.asked.place(case)) for case, world in cells})))
-            turns = [(number, case, world) for number in range(self.asked.times) for case, world in cells]
+        with self._nodes, ThreadPoolExecutor(self.options.jobs) as pool:
+            list(pool.map(self._learn, sorted({(world, self.options.place(case)) for case, world in cells})))
+            turns = [(number, case, world) for number in range(self.options.times) for case, world in cells]
             list(pool.map(lambda turn: self._try(*turn), turns))
 
     def _learn(self, what: tuple[int, str]) -> None:
@@ -80,7 +80,7 @@ class Table:
         world, place = what
         case = Case("alone", only_on=place)
         with self._node(case, place) as daemon, folder_of("alone") as folder:
-            alone = Run(daemon, folder, case, world, self.asked, alone=True)
+            alone = Run(daemon, folder, case, world, self.options, alone=True)
             try:
                 alone.until(lambda: alone.process.poll() is not None, "its end")
             finally:
@@ -90,12 +90,12 @@ class Table:
                 raise SystemExit(f"an undisturbed run ended with {alone.process.returncode}: {alone.story()}")
 
     def _try(self, number: int, case: Case, world: int) -> None:
-        if time.monotonic() > self.asked.begins_until:
+        if time.monotonic() > self.options.begins_until:
             return
-        place, began = self.asked.place(case), time.monotonic()
+        place, began = self.options.place(case), time.monotonic()
         row: dict[str, Any] = {"case": case.name, "ranks": world, "turn": number + 1, "gpus": place}
         with self._node(case, place) as daemon, folder_of(f"run-{world}-{number}") as folder:
-            run = Run(daemon, folder, case, world, self.asked)
+            run = Run(daemon, folder, case, world, self.options)
             try:
                 row["result"] = result_of(run, case, self.expected[world, place])
             except Cut:
@@ -134,8 +134,8 @@ class Table:
             print(" | ".join(cells), flush=True)
             if "story" in row:
                 print(row["story"], flush=True)
-            if self.asked.out is not None:
-                with self.asked.out.open("a", encoding="utf-8") as out:
+            if self.options.out is not None:
+                with self.options.out.open("a", encoding="utf-8") as out:
                     out.write(json.dumps(row) + "\n")
 
     def text(self) -> str:
@@ -243,7 +243,7 @@ def main() -> int:
     """Run the cases; the exit status."""
     table = Table(parsed())
     with ExitStack() as stack:
-        table.asked.forks = stack.enter_context(forking_python()) if table.asked.fork_ranks else None
+        table.options.forks = stack.enter_context(forking_python()) if table.options.fork_ranks else None
         table.run()
     print(table.text(), flush=True)
     return int(any(map(is_wrong, table.rows)))

@@ -143,7 +143,7 @@ class Campaign:
         return self._node.await_jobs([job.pid for job in self._jobs], agents=agents)
 
     def _suspend(self, job: Trainee) -> None:
-        with self._node.asked() as hegmd:
+        with self._node.connection() as hegmd:
             operation = hegmd.suspend(job.pid).operation
         assert operation is not None
         assert operation.phase == "suspended", self._node.story(operation.id)
@@ -157,7 +157,7 @@ class Campaign:
                 agents = [job.pid for job in self._jobs if job.has_agent and job.pid in pids]
                 self._node.await_jobs(agents, agents=agents, on_gpu=False)
                 self._node.rest()  # an agent that comes back is looked at first
-                with self._node.asked() as hegmd:
+                with self._node.connection() as hegmd:
                     resumed = hegmd.resume(pids[0]).operation
                 assert resumed is not None
                 assert resumed.phase == "done", self._node.story(resumed.id)

@@ -68,7 +68,7 @@ class GpuNode(Node):
     def heal(self, victim: str, pid: int) -> None:
         super().heal(victim, pid)
         if victim in (STILL, HUNG):
-            with self.asked() as hegmd:
+            with self.connection() as hegmd:
                 hegmd.operations()  # it answers others meanwhile
         if victim == STILL:
             self.release()

@@ -68,7 +68,7 @@ class Halts:
         self._pids: dict[str, frozenset[int]] = {}
         self._written = Step("", "", "")
         self._thread = threading.Thread(target=self._answer, name="halts")
-        self.seen: set[str] = set()
+        self.reached: set[str] = set()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -174,6 +174,6 @@ class Halts:
         if before != step.after:
             self._since[step.op] = before
         self._phases[step.op] = step.after
-        self.seen.add(step.after)
+        self.reached.add(step.after)
         with contextlib.suppress(OSError):  # it was killed; the thread sees the end of the connection
             connection.sendall(b"g")

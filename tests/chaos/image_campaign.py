@@ -94,7 +94,7 @@ class ImageCampaign:
             end += self._see(cell, job, op)
         except AssertionError as error:
             story = "" if op is None else self._node.story(op.id)
-            raise AssertionError(f"{cell}, {end}: {error}; hegmctl: {client.told}\n{story}") from error
+            raise AssertionError(f"{cell}, {end}: {error}; hegmctl: {client.output_tail}\n{story}") from error
         self.tally.rounds += 1
         self.tally.kills[cell.victim] += killed
         self.tally.ends[f"{cell.command} {end}"] += 1
@@ -267,9 +267,9 @@ class ImageCampaign:
         with self._start(self._node.folder / "alone", None) as alone:
             alone.await_steps(longest + 1)
             wanted = alone.losses
-        for number, said in enumerate(self._said, 1):
-            other = next((at for at, line in enumerate(said) if line != wanted[at]), None)
-            assert other is None, f"line {other} of job {number} is {said[other or 0]}, not {wanted[other or 0]}"
+        for number, printed in enumerate(self._said, 1):
+            other = next((at for at, line in enumerate(printed) if line != wanted[at]), None)
+            assert other is None, f"line {other} of job {number} is {printed[other or 0]}, not {wanted[other or 0]}"
 
     def _command(self, *words: str) -> dict[str, Any]:
         """What a command answers, as a person gives it. Raises AssertionError when it fails."""
@@ -290,8 +290,8 @@ class ImageCampaign:
 class _RecordedClient(Client):
     """A client whose output is kept after it is closed."""
 
-    told = ""
+    output_tail = ""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.told = self.output()[-1500:]
+        self.output_tail = self.output()[-1500:]
         super().__exit__(kind, error, tb)

@@ -107,7 +107,7 @@ class Node:
     # -- asking --------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def asked(self) -> Iterator[Connection]:
+    def connection(self) -> Iterator[Connection]:
         self.daemon.read_notices()
         with connect(str(self.daemon.socket_path), timeout_s=REST_LIMIT_S) as hegmd:
             yield hegmd
@@ -118,7 +118,7 @@ class Node:
 
     def rest(self) -> dict[str, Operation]:
         """Every operation, once all have ended or wait."""
-        with self.asked() as hegmd:
+        with self.connection() as hegmd:
             for known in hegmd.operations().operations:
                 if known.phase not in OVER:  # one that was suspended may have been found and not been looked at yet
                     hegmd.call(Story(id=known.id, follow=True), StoryReply)
@@ -128,7 +128,7 @@ class Node:
         """The GPU of each of these, once they are counted, and the agents of those that have one are there."""
         wanted, agented = set(pids), set(agents)
         until = monotonic() + REST_LIMIT_S
-        with self.asked() as hegmd:
+        with self.connection() as hegmd:
             while True:
                 processes = hegmd.processes().processes
                 found = {one.pid: one for one in processes if one.pid not in agented or one.agent}
@@ -141,7 +141,7 @@ class Node:
         """Until no video memory is held but by these; the daemon's figures may be some looks behind."""
         known = set(pids)
         until = monotonic() + REST_LIMIT_S
-        with self.asked() as hegmd:
+        with self.connection() as hegmd:
             while True:
                 used = {gpu.id: gpu.memory_used_bytes or 0 for gpu in hegmd.gpus().gpus}
                 owned = dict.fromkeys(used, 0)
@@ -156,7 +156,7 @@ class Node:
     def story(self, op: str) -> str:
         """The record of an operation, for the report of a failed round."""
         try:
-            with self.asked() as hegmd:
+            with self.connection() as hegmd:
                 reply = hegmd.call(Story(id=op), StoryReply)
         except HegmError as error:
             return f"{error.message}\n{self.daemon.log_text()[-4000:]}"
@@ -190,7 +190,7 @@ class Node:
         if victim in (DAEMON, BOTH):
             self.daemon.start()
         elif victim == STOPPED:
-            with self.asked() as hegmd:
+            with self.connection() as hegmd:
                 hegmd.operations()  # it answers others meanwhile
             os.kill(pid, signal.SIGCONT)
 
@@ -208,7 +208,7 @@ class Node:
     def await_jobs_gone(self) -> None:
         """Wait until the daemon knows that all jobs have ended, and no GPU memory is held for them."""
         until = monotonic() + REST_LIMIT_S
-        with self.asked() as hegmd:
+        with self.connection() as hegmd:
             while left := hegmd.processes().processes:  # it sees their ends in its own time
                 assert monotonic() < until, f"there are still {left}"
                 pause()

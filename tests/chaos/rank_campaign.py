@@ -95,7 +95,7 @@ class RankCampaign:
 
     def _words(self, cell: RankCell, job: RankedJob, other: Job) -> list[str]:
         """The command, once the job is where that command begins."""
-        with self._node.asked() as hegmd:
+        with self._node.connection() as hegmd:
             places = job.places(hegmd)
             pid = job.pids[0]
             if cell.command == SWAP and len(set(places)) > 1:
@@ -149,7 +149,7 @@ class RankCampaign:
         """Continue the stopped rank once the operation has given up its wait, and says what it still waits for."""
         until = monotonic() + HALT_LIMIT_S
         while True:
-            with self._node.asked() as hegmd:
+            with self._node.connection() as hegmd:
                 op = hegmd.story(op_id).operation
             if op.phase in AT_REST:
                 break
@@ -177,7 +177,7 @@ class RankCampaign:
                 pids = [process.pid for process in op.processes]
                 self._node.await_jobs(pids, agents=pids, on_gpu=False)
                 self._node.rest()  # an agent that comes back is inspected first
-                with self._node.asked() as hegmd:
+                with self._node.connection() as hegmd:
                     resumed = hegmd.resume(pids[0]).operation
                 assert resumed is not None
                 assert resumed.phase == "done", self._node.story(resumed.id)
@@ -193,7 +193,7 @@ class RankCampaign:
 
     def _bring_back_without_launcher(self, job: RankedJob) -> None:
         """Have the ranks train to their end; or kill them, if they are held because they cannot meet again."""
-        with suppress(HegmError), self._node.asked() as hegmd:
+        with suppress(HegmError), self._node.connection() as hegmd:
             hegmd.resume(job.pids[0])
         held = [op for op in self._node.rest().values() if op.phase == "suspended"]
         if held:
@@ -209,7 +209,7 @@ class RankCampaign:
             folder = self._node.folder / f"ranks-{self.tally.ended_jobs}"
             folder.mkdir()
             self._job = RankedJob(folder, self._node.daemon.socket_path)
-            with self._node.asked() as hegmd:
+            with self._node.connection() as hegmd:
                 self._job.places(hegmd)
         self._job.await_steps(1)
         return self._job

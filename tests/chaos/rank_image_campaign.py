@@ -50,7 +50,7 @@ class RankImageCampaign(ImageCampaign):
 
     def _end_without_launcher(self, job: HandedRanks) -> None:
         """Have the ranks train to their end; or kill them, if they are held because they cannot meet again."""
-        with suppress(HegmError), self._node.asked() as hegmd:
+        with suppress(HegmError), self._node.connection() as hegmd:
             for pid in [one.pid for one in job.living()][:1]:
                 hegmd.resume(pid)
         held = [op for op in self._node.rest().values() if op.phase == "suspended"]

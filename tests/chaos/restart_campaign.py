@@ -100,7 +100,7 @@ class RestartCampaign:
         job.note_starts()
         job.hold_at(cell.moment)
         job.await_held(cell.moment)
-        with self._node.asked() as hegmd:
+        with self._node.connection() as hegmd:
             op_id = hegmd.operations().operations[-1].id
         killed = self._kill(cell.victim, client, job, pid)
         if cell.victim == ENDING_ALONE:
@@ -188,7 +188,7 @@ class RestartCampaign:
         until = monotonic() + REST_LIMIT_S
         while True:
             gpu = self._node.await_jobs([pid], agents=[pid])[pid]
-            with self._node.asked() as hegmd:
+            with self._node.connection() as hegmd:
                 why_not = _why_not(hegmd, pid, gpu)
             if why_not is None:
                 return pid, gpu
@@ -200,7 +200,7 @@ class RestartCampaign:
     def _see_that_nothing_is_held(self) -> None:
         node = self._node
         node.await_jobs_gone()
-        with node.asked() as hegmd:
+        with node.connection() as hegmd:
             assert {op.phase for op in hegmd.operations().operations} <= {"done", "rolled-back"}
         node.await_nothing_left()
         assert not list(node.state_dir.glob("restart-*.lock"))

@@ -218,5 +218,5 @@ def undisturbed(steps: int) -> list[str]:
 @cache
 def _undisturbed(steps: int) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
-        told = said_by([str(SCRIPT), folder, str(steps)], {**environment(None), **BARE})
-    return [line.split()[2] for line in told.splitlines()]
+        output = said_by([str(SCRIPT), folder, str(steps)], {**environment(None), **BARE})
+    return [line.split()[2] for line in output.splitlines()]

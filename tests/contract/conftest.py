@@ -85,7 +85,7 @@ def amd(make_amd: Callable[[], AmdProvider]) -> Iterator[AmdProvider]:
 
 
 @pytest.fixture
-def look(amd: AmdProvider) -> Callable[[], VendorSnapshot]:
+def take_snapshot(amd: AmdProvider) -> Callable[[], VendorSnapshot]:
     """A snapshot that came from AMD SMI and keeps the contract, whatever was broken."""
 
     def snapshot() -> VendorSnapshot:

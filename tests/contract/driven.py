@@ -72,11 +72,11 @@ async def driven(
         other_processes = OtherProcesses(link, folder, start_ticks=start_ticks, is_stopped=is_stopped)
         looks: list[NodeSnapshot] = []
 
-        async def look() -> NodeSnapshot:
+        async def take_snapshot() -> NodeSnapshot:
             looks.append(await inventory.refresh())
             return looks[-1]
 
-        gpus = Gpus(look, inventory.expire)
+        gpus = Gpus(take_snapshot, inventory.expire)
         method = DriverMethod(Steps(link, gpus, other_processes, patience), memory, gpus, other_processes)
         yield DriverProcess(node, link, gpus, memory, other_processes, method, inventory, looks)
         memory.close()

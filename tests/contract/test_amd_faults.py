@@ -23,23 +23,25 @@ Make = Callable[[], AmdProvider]
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("code", [NOT_SUPPORTED, NO_PERMISSION, 3])
-def test_unsupported_or_forbidden_queries_are_not_failures(look: Look, scenario: Scenario, code: int) -> None:
+def test_unsupported_or_forbidden_queries_are_not_failures(take_snapshot: Look, scenario: Scenario, code: int) -> None:
     scenario.order(f"error amdsmi_get_gpu_activity {code}", f"error amdsmi_get_gpu_ecc_count@0 {code}")
-    gpu = look().gpus[0]
+    gpu = take_snapshot().gpus[0]
     assert (gpu.state, gpu.utilisation_percent, gpu.health.notes) == ("ok", None, ())
     assert gpu.temperature_celsius == 41
 
 
 @pytest.mark.thorough
-def test_a_fact_that_cannot_be_read_is_noted_and_the_others_are_reported(look: Look, scenario: Scenario) -> None:
+def test_a_fact_that_cannot_be_read_is_noted_and_the_others_are_reported(
+    take_snapshot: Look, scenario: Scenario
+) -> None:
     scenario.order(f"error amdsmi_get_power_info@0 {IO}")
-    first, second = look().gpus
+    first, second = take_snapshot().gpus
     assert (first.state, first.power_watts, first.power_limit_watts) == ("ok", None, 750)
     assert first.health.notes == ("the driver failed to report its power (IO - I/O Error)",)
     assert first.health.state == "warn"
     assert second.health.state == "ok"
     scenario.mend()
-    assert look().gpus[0].health.state == "ok"
+    assert take_snapshot().gpus[0].health.state == "ok"
 
 
 FUNCTIONS = [
@@ -81,9 +83,9 @@ def test_no_failure_of_one_call_fails_the_snapshot_or_the_other_gpu(
 
 @pytest.mark.thorough
 def test_a_gpu_keeps_its_identity_when_the_library_does_not_report_it(
-    make_amd: Make, scenario: Scenario, look: Look
+    make_amd: Make, scenario: Scenario, take_snapshot: Look
 ) -> None:
-    sound = look().gpus[0]
+    sound = take_snapshot().gpus[0]
     scenario.order(f"error amdsmi_get_gpu_asic_info@0 {IO}")
     provider = make_amd()
     provider.open()
@@ -94,54 +96,54 @@ def test_a_gpu_keeps_its_identity_when_the_library_does_not_report_it(
 
 
 @pytest.mark.thorough
-def test_a_gpu_that_reports_nothing_is_unknown(look: Look, scenario: Scenario) -> None:
-    look()
+def test_a_gpu_that_reports_nothing_is_unknown(take_snapshot: Look, scenario: Scenario) -> None:
+    take_snapshot()
     scenario.order(f"error *@0 {IO}")
-    first, second = look().gpus
+    first, second = take_snapshot().gpus
     assert (first.state, first.uuid, first.name) == ("unknown", uuid(0), "AMD Instinct MI300X OAM")
     assert (first.memory_total_bytes, first.temperature_celsius, first.links) == (None, None, ())
     assert first.health.state == "unknown"
     assert "memory (IO - I/O Error)" in first.health.notes[0]
     assert second.state == "ok"
     scenario.mend()
-    assert look().gpus[0].state == "ok"
+    assert take_snapshot().gpus[0].state == "ok"
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("calls", range(10))
 def test_a_gpu_lost_during_a_snapshot_is_reported_lost_by_the_next_one(
-    amd: AmdProvider, look: Look, scenario: Scenario, kernel: FakeSys, calls: int
+    amd: AmdProvider, take_snapshot: Look, scenario: Scenario, kernel: FakeSys, calls: int
 ) -> None:
     amd.snapshot()
     scenario.order(f"lost_after 0 {calls}")
     kernel.drop_off_the_bus(0)
-    look()  # the one in which it happens keeps the contract, whatever it could still read
-    first, second = look().gpus
+    take_snapshot()  # the one in which it happens keeps the contract, whatever it could still read
+    first, second = take_snapshot().gpus
     assert (first.state, first.uuid, first.name) == ("lost", uuid(0), "AMD Instinct MI300X OAM")
     assert (first.memory_used_bytes, first.utilisation_percent, first.health.state) == (None, None, "failed")
     assert (second.state, second.memory_used_bytes) == ("ok", 298 * MIB)
 
 
 def test_unreported_memory_does_not_mean_a_lost_gpu_while_the_card_is_on_the_bus(
-    look: Look, scenario: Scenario
+    take_snapshot: Look, scenario: Scenario
 ) -> None:
     scenario.gpus[0] |= {"memory_total": None, "memory_used": None}
     scenario.write()
-    gpu = look().gpus[0]
+    gpu = take_snapshot().gpus[0]
     assert (gpu.state, gpu.memory_total_bytes, gpu.temperature_celsius) == ("ok", None, 41)
 
 
-def test_gpus_come_and_go_without_opening_again(look: Look, scenario: Scenario, kernel: FakeSys) -> None:
-    assert len(look().gpus) == 2
+def test_gpus_come_and_go_without_opening_again(take_snapshot: Look, scenario: Scenario, kernel: FakeSys) -> None:
+    assert len(take_snapshot().gpus) == 2
     scenario.gpus.append({**scenario.gpus[0], "pci": pci(2), "serial": hex(unique_id(2))})
     scenario.write()
-    assert len(look().gpus) == 2  # the library knows those of its start
+    assert len(take_snapshot().gpus) == 2  # the library knows those of its start
     kernel.plug(2)
-    assert [gpu.uuid for gpu in look().gpus] == [uuid(0), uuid(1), uuid(2)]
+    assert [gpu.uuid for gpu in take_snapshot().gpus] == [uuid(0), uuid(1), uuid(2)]
     del scenario.gpus[0]
     scenario.write()
     kernel.unplug(0)
-    assert [(gpu.uuid, gpu.index) for gpu in look().gpus] == [(uuid(1), 0), (uuid(2), 1)]
+    assert [(gpu.uuid, gpu.index) for gpu in take_snapshot().gpus] == [(uuid(1), 0), (uuid(2), 1)]
 
 
 @pytest.mark.parametrize("code", [NOT_INITIALISED, NO_DRIVER])

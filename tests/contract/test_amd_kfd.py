@@ -46,7 +46,7 @@ def make(sys: FakeSys, rocm: Path) -> Callable[[], AmdProvider]:
 
 
 @pytest.fixture
-def look(make: Callable[[], AmdProvider]) -> Callable[[], VendorSnapshot]:
+def take_snapshot(make: Callable[[], AmdProvider]) -> Callable[[], VendorSnapshot]:
     """A snapshot that keeps the contract, whatever was broken."""
     provider = make()
     provider.open()
@@ -76,8 +76,8 @@ def test_the_contract_is_kept(tmp_path: Path, rocm: Path, count: int) -> None:
     check_provider(lambda: provider_of(sys, rocm), expect_gpus=count)
 
 
-def test_everything_that_the_kernel_reports_is_shown(look: Look) -> None:
-    snapshot = look()
+def test_everything_that_the_kernel_reports_is_shown(take_snapshot: Look) -> None:
+    snapshot = take_snapshot()
     first = snapshot.gpus[0]
     assert first == Gpu(
         id="0",
@@ -116,9 +116,9 @@ def test_gpus_are_counted_by_their_pci_addresses_as_amd_smi_does(tmp_path: Path,
     assert [gpu.pci_address for gpu in provider.snapshot().gpus] == [pci(0), pci(1), pci(2)]
 
 
-def test_the_version_of_amds_own_driver_goes_before_the_kernels(sys: FakeSys, look: Look) -> None:
+def test_the_version_of_amds_own_driver_goes_before_the_kernels(sys: FakeSys, take_snapshot: Look) -> None:
     write(sys.root / "module" / "amdgpu" / "version", "6.14.14")
-    snapshot = look()
+    snapshot = take_snapshot()
     assert (snapshot.driver_version, snapshot.gpus[1].driver_version) == ("6.14.14", "6.14.14")
 
 
@@ -126,18 +126,18 @@ def test_the_version_of_amds_own_driver_goes_before_the_kernels(sys: FakeSys, lo
     ("target", "chip"),
     [(90402, "gfx942"), (90010, "gfx90a"), (90500, "gfx950"), (110000, "gfx1100"), (100302, "gfx1032")],
 )
-def test_the_chip_is_named_as_compilers_name_it(sys: FakeSys, look: Look, target: int, chip: str) -> None:
+def test_the_chip_is_named_as_compilers_name_it(sys: FakeSys, take_snapshot: Look, target: int, chip: str) -> None:
     write(sys.node(0) / "properties", listing(simd_count=4, gfx_target_version=target, device_id=0x74A1, unique_id=7))
-    assert f"1002:74a1 {chip}" in {gpu.chip for gpu in look().gpus}
+    assert f"1002:74a1 {chip}" in {gpu.chip for gpu in take_snapshot().gpus}
 
 
-def test_unreported_facts_are_unknown_and_not_zero(sys: FakeSys, look: Look) -> None:
+def test_unreported_facts_are_unknown_and_not_zero(sys: FakeSys, take_snapshot: Look) -> None:
     for name in ("product_name", "gpu_busy_percent", "numa_node", "mem_info_vram_used", "ras/umc_err_count"):
         (sys.card(0) / name).unlink()
     for file in (sys.card(0) / "hwmon" / "hwmon7").iterdir():
         file.unlink()
     (sys.card(0) / "ras" / "gpu_vram_bad_pages").unlink()
-    gpu, other = look().gpus
+    gpu, other = take_snapshot().gpus
     assert (gpu.state, gpu.name, gpu.numa_node) == ("ok", "AMD gfx942", None)
     assert (gpu.memory_used_bytes, gpu.utilisation_percent, gpu.temperature_celsius) == (None, None, None)
     assert (gpu.power_watts, gpu.power_limit_watts, gpu.health.ecc_corrected) == (None, None, None)
@@ -146,67 +146,67 @@ def test_unreported_facts_are_unknown_and_not_zero(sys: FakeSys, look: Look) -> 
 
 
 @pytest.mark.parametrize("text", ["", "N/A", "-1", "65535", "4294967295", "\x00"])
-def test_nonsense_is_unknown(sys: FakeSys, look: Look, text: str) -> None:
+def test_nonsense_is_unknown(sys: FakeSys, take_snapshot: Look, text: str) -> None:
     for name in ("gpu_busy_percent", "numa_node"):
         write(sys.card(0) / name, text)
     for name in ("temp2_input", "power1_input", "power1_cap"):
         write(sys.card(0) / "hwmon" / "hwmon7" / name, f"{text}000000000" if text else "")
     write(sys.card(0) / "ras" / "umc_err_count", f"ue: {text}\nce")
-    gpu = look().gpus[0]
+    gpu = take_snapshot().gpus[0]
     assert gpu.utilisation_percent is None
     assert gpu.health.ecc_corrected is None
     assert (gpu.temperature_celsius, gpu.power_watts, gpu.power_limit_watts) == (None, None, None)
     assert gpu.state == "ok"
 
 
-def test_a_chip_without_a_junction_sensor_reports_its_edge_temperature(sys: FakeSys, look: Look) -> None:
+def test_a_chip_without_a_junction_sensor_reports_its_edge_temperature(sys: FakeSys, take_snapshot: Look) -> None:
     hwmon = sys.card(0) / "hwmon" / "hwmon7"
     write(hwmon / "temp2_label", "edge")
     write(hwmon / "power1_average", 95_500_000)
-    gpu = look().gpus[0]
+    gpu = take_snapshot().gpus[0]
     assert (gpu.temperature_celsius, gpu.power_watts) == (41.0, 95.5)
 
 
-def test_a_gpu_that_runs_does_not_draw_zero_watts(sys: FakeSys, look: Look) -> None:
+def test_a_gpu_that_runs_does_not_draw_zero_watts(sys: FakeSys, take_snapshot: Look) -> None:
     write(sys.card(0) / "hwmon" / "hwmon7" / "power1_input", 0)
-    assert [gpu.power_watts for gpu in look().gpus] == [None, 133]
+    assert [gpu.power_watts for gpu in take_snapshot().gpus] == [None, 133]
 
 
-def test_memory_errors_and_bad_pages_raise_doubt(sys: FakeSys, look: Look) -> None:
+def test_memory_errors_and_bad_pages_raise_doubt(sys: FakeSys, take_snapshot: Look) -> None:
     write(sys.card(0) / "ras" / "umc_err_count", "ue: 1\nce: 118\nde: 2")
     write(sys.card(1) / "ras" / "gpu_vram_bad_pages", "0x1 : 0x1000 : R\n0x2 : 0x1000 : R\n0x3 : 0x1000 : F")
-    first, second = look().gpus
+    first, second = take_snapshot().gpus
     assert (first.health.state, first.health.ecc_corrected, first.health.ecc_uncorrected) == ("warn", 118, 1)
     assert len(first.health.notes) == 2
     assert (second.health.state, second.health.retired_pages) == ("failed", 2)
 
 
-def test_links_of_every_kind_are_reported_once_for_each_pair(sys: FakeSys, look: Look) -> None:
+def test_links_of_every_kind_are_reported_once_for_each_pair(sys: FakeSys, take_snapshot: Look) -> None:
     sys.unlink_all()
     sys.link(0, 1, PCIE, 32_000, group="p2p_links")
     sys.link(1, 0, XGMI, 0)
     sys.link(1, 0, PCIE, 32_000, group="p2p_links")
     write(sys.node(0) / "io_links" / "9" / "properties", listing(type=PCIE, node_to=0, max_bandwidth=1))  # a processor
     write(sys.node(0) / "io_links" / "8" / "properties", listing(type=99, node_to=3, max_bandwidth=1))
-    first, second = look().gpus
+    first, second = take_snapshot().gpus
     assert [(link.to_uuid, link.kind, link.bytes_per_s) for link in first.links] == [(uuid(1), "pcie", 32_000_000_000)]
     assert [(link.to_uuid, link.kind, link.bytes_per_s) for link in second.links] == [(uuid(0), "xgmi", None)]
 
 
-def test_a_gpu_off_the_bus_is_lost_and_the_other_one_is_not(sys: FakeSys, look: Look) -> None:
+def test_a_gpu_off_the_bus_is_lost_and_the_other_one_is_not(sys: FakeSys, take_snapshot: Look) -> None:
     sys.drop_off_the_bus(0)
-    first, second = look().gpus
+    first, second = take_snapshot().gpus
     assert (first.state, first.uuid, first.health.state) == ("lost", uuid(0), "failed")
     assert (first.memory_total_bytes, first.memory_used_bytes, first.temperature_celsius) == (None, None, None)
     assert first.memory_free_bytes is None
     assert second.state == "ok"
 
 
-def test_gpus_come_and_go_without_opening_again(sys: FakeSys, look: Look) -> None:
+def test_gpus_come_and_go_without_opening_again(sys: FakeSys, take_snapshot: Look) -> None:
     sys.plug(2)
-    assert [gpu.uuid for gpu in look().gpus] == [uuid(0), uuid(1), uuid(2)]
+    assert [gpu.uuid for gpu in take_snapshot().gpus] == [uuid(0), uuid(1), uuid(2)]
     sys.unplug(0)
-    snapshot = look()
+    snapshot = take_snapshot()
     assert [(gpu.uuid, gpu.index) for gpu in snapshot.gpus] == [(uuid(1), 0), (uuid(2), 1)]
 
 
@@ -235,44 +235,44 @@ def test_parts_of_one_card_are_distinguished(tmp_path: Path, rocm: Path) -> None
     assert {gpu.state for gpu in snapshot.gpus} == {"ok"}
 
 
-def test_cards_without_an_id_are_known_by_their_address(sys: FakeSys, look: Look) -> None:
+def test_cards_without_an_id_are_known_by_their_address(sys: FakeSys, take_snapshot: Look) -> None:
     for index in (0, 1):
         text = (sys.node(index) / "properties").read_text()
         write(sys.node(index) / "properties", text.replace(f"unique_id {unique_id(index)}", "unique_id 0"))
-    assert [gpu.uuid for gpu in look().gpus] == [f"PCI-{pci(0)}", f"PCI-{pci(1)}"]
+    assert [gpu.uuid for gpu in take_snapshot().gpus] == [f"PCI-{pci(0)}", f"PCI-{pci(1)}"]
 
 
-def test_processes_are_those_with_memory_or_a_queue(sys: FakeSys, look: Look) -> None:
+def test_processes_are_those_with_memory_or_a_queue(sys: FakeSys, take_snapshot: Look) -> None:
     sys.run(4711, {0: 3 * GIB, 1: 0})  # ROCm opens every GPU; it uses one
     sys.run(4712, {0: 0, 1: 0}, queues=(1,))
     sys.run(4713, {0: 0, 1: 0})
     sys.run(4714, {0: 1, 1: 2 * GIB}, queues=(0, 0, 1))
     write(sys.proc / "notes", "not a process")
-    assert shares(look()) == {(4711, 0): 3 * GIB, (4712, 1): 0, (4714, 0): 1, (4714, 1): 2 * GIB}
+    assert shares(take_snapshot()) == {(4711, 0): 3 * GIB, (4712, 1): 0, (4714, 0): 1, (4714, 1): 2 * GIB}
     sys.end(4714)
-    assert (4714, 0) not in shares(look())
+    assert (4714, 0) not in shares(take_snapshot())
 
 
-def test_memory_that_the_kernel_does_not_report_is_unknown(sys: FakeSys, look: Look) -> None:
+def test_memory_that_the_kernel_does_not_report_is_unknown(sys: FakeSys, take_snapshot: Look) -> None:
     sys.run(4711, {0: None}, queues=(0,))
     write(sys.proc / "4712" / f"vram_{gpu_id(1)}", "N/A")
     write(sys.proc / "4712" / "queues" / "0" / "gpuid", gpu_id(1))
-    assert shares(look()) == {(4711, 0): None, (4712, 1): None}
+    assert shares(take_snapshot()) == {(4711, 0): None, (4712, 1): None}
 
 
-def test_a_kernel_that_lists_no_processes_is_reported(sys: FakeSys, look: Look) -> None:
+def test_a_kernel_that_lists_no_processes_is_reported(sys: FakeSys, take_snapshot: Look) -> None:
     sys.proc.rmdir()
-    snapshot = look()
+    snapshot = take_snapshot()
     assert snapshot.uses == ()
     assert all("processes" in gpu.health.notes[0] for gpu in snapshot.gpus)
     assert snapshot.gpus[0].health.state == "warn"
 
 
-def test_a_file_that_fails_when_read_makes_a_gpu_unknown(sys: FakeSys, look: Look) -> None:
+def test_a_file_that_fails_when_read_makes_a_gpu_unknown(sys: FakeSys, take_snapshot: Look) -> None:
     used = sys.card(0) / "mem_info_vram_used"
     used.unlink()
     used.mkdir()  # opens, and then cannot be read, for root as well
-    first, second = look().gpus
+    first, second = take_snapshot().gpus
     assert (first.state, first.memory_used_bytes, first.temperature_celsius) == ("unknown", None, None)
     assert "mem_info_vram_used cannot be read" in first.health.notes[0]
     assert second.state == "ok"

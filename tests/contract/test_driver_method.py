@@ -148,7 +148,7 @@ async def test_released_memory_that_nvml_shows_late_does_not_count_as_missing(pa
         assert rig.other.ask("grab").startswith("grabbed")
         observed: list[int] = []
 
-        async def look() -> NodeSnapshot:
+        async def take_snapshot() -> NodeSnapshot:
             node = await rig.inventory.refresh()
             if uuid not in rig.memory.of(driver_owner(off)):
                 observed.append(node.gpus[1].memory_free_bytes or 0)
@@ -157,7 +157,7 @@ async def test_released_memory_that_nvml_shows_late_does_not_count_as_missing(pa
                         os.close(fd)
             return node
 
-        gpus = Gpus(look)
+        gpus = Gpus(take_snapshot)
         steps = Steps(rig.link, gpus, rig.other_processes)
         await DriverMethod(steps, rig.memory, gpus, rig.other_processes).restore(off, "gpu1")
         assert max(observed[:2]) < REST_BYTES <= observed[2]
@@ -262,11 +262,11 @@ async def test_inspecting_a_process_does_not_resume_it_while_another_operation_p
 ) -> None:
     async with rigged(parts) as rig:
 
-        async def look() -> None:
+        async def take_snapshot() -> None:
             await getattr(rig.method, question)(rig.subject)
 
         async with anyio.create_task_group() as tasks, rig.other_processes.paused([rig.subject.owner_key]):
-            tasks.start_soon(look)
+            tasks.start_soon(take_snapshot)
             await rig.stands(rig.moved)
         assert await rig.state(rig.moved) == "running"
 
@@ -336,13 +336,13 @@ async def test_the_room_of_a_job_that_trained_on_was_held_until_nvml_showed_it(p
         mine = replace(await _with_room_for_storages(rig), goes_on=True)
         held: list[bool] = []
 
-        async def look() -> NodeSnapshot:
+        async def take_snapshot() -> NodeSnapshot:
             held.append(bool(rig.memory.by_owner()))
             if len(held) == 3:
                 scope.cancel()
             return await rig.inventory.refresh()
 
-        gpus = Gpus(look)
+        gpus = Gpus(take_snapshot)
         method = DriverMethod(Steps(rig.link, gpus, rig.other_processes), rig.memory, gpus, rig.other_processes)
         with anyio.CancelScope() as scope:
             await method.verify(mine)  # it is on the other GPU

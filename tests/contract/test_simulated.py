@@ -165,9 +165,9 @@ def test_no_sequence_of_holds_over_commits_or_loses_a_byte(
             left[pid, gpu] = left.get((pid, gpu), 0) + vram_bytes
     snapshot = provider.snapshot()
     assert shares(snapshot) == left
-    for seen in snapshot.gpus:
-        used_bytes = sum(size for (_, where), size in left.items() if where == f"gpu{seen.index}")
-        assert seen.memory_used_bytes == used_bytes <= 8
+    for shown_gpu in snapshot.gpus:
+        used_bytes = sum(size for (_, where), size in left.items() if where == f"gpu{shown_gpu.index}")
+        assert shown_gpu.memory_used_bytes == used_bytes <= 8
 
 
 def test_a_lost_gpu_is_still_listed_and_knows_nothing_but_itself() -> None:
@@ -282,11 +282,11 @@ def asked_to_hang(provider: SimulatedProvider, pool: ThreadPoolExecutor) -> Futu
     """A snapshot that is known to wait: the provider lets others in only once it does."""
     inside = threading.Event()
 
-    def look() -> VendorSnapshot:
+    def take_snapshot() -> VendorSnapshot:
         inside.set()
         return provider.snapshot()
 
-    future = pool.submit(look)
+    future = pool.submit(take_snapshot)
     assert inside.wait(120)
     return future
 

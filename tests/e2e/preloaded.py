@@ -47,10 +47,10 @@ def main() -> None:
     parser.add_argument("--socket", type=int)
     parser.add_argument("--no-torch", action="store_true")
     parser.add_argument("modules", nargs="*")
-    asked = parser.parse_args()
-    get_ready(asked.modules, has_torch=not asked.no_torch)
-    if asked.socket is not None:
-        with socket.socket(fileno=asked.socket) as asking:
+    options = parser.parse_args()
+    get_ready(options.modules, has_torch=not options.no_torch)
+    if options.socket is not None:
+        with socket.socket(fileno=options.socket) as asking:
             serve(asking)
         return
     for request in sys.stdin:
@@ -285,8 +285,8 @@ def mount(wanted: dict, recorder: Any) -> None:
     fits = readiness.fits_of(gate)
     if recorder is not None:
         kinds = opened(wanted["kinds"])
-        asked = lambda: readiness.asked_iterator(sys._getframe(2))  # noqa: E731 - by whom it is called is what counts
-        fits = import_module("recorded").at_kind(recorder, kinds, asked, fits, wanted["kind"])
+        position = lambda: readiness.asked_iterator(sys._getframe(2))  # noqa: E731 - by whom it is called is what counts
+        fits = import_module("recorded").at_kind(recorder, kinds, position, fits, wanted["kind"])
     gate.ask(quiesce.ParkRequest(quiesce.PARK, at=wanted["at"], fits=fits))
     if into is not None:
         threading.Thread(target=leave, args=(gate, changed, into), daemon=True).start()

@@ -93,12 +93,12 @@ def digest(value: Any, so_far: int = 0) -> int:
 
 
 def at_kind(
-    recorder: Recorder, fd: int, asked: Callable[[], Any], fits: Callable[[], bool], kind: str | None
+    recorder: Recorder, fd: int, position: Callable[[], Any], fits: Callable[[], bool], kind: str | None
 ) -> Callable[[], bool]:
     """The callback of a gate at each boundary, whose kind is written to that descriptor: True if it parks there."""
 
     def will_do() -> bool:
-        found = recorder.kind_of_boundary(asked())
+        found = recorder.kind_of_boundary(position())
         os.write(fd, f"{found}\n".encode())
         return found == kind and fits()
 

@@ -79,9 +79,9 @@ def test_ranks_that_fail_one_after_the_other_continue_with_the_losses_of_the_und
     expected, errors = _started(daemon, ranks).communicate(timeout=ENDS_WITHIN_S)
     assert len(_losses(expected)) == ranks * (int(STEPS) + 1), errors
     job = _started(daemon, ranks, faults)
-    told, errors = job.communicate(timeout=ENDS_WITHIN_S)
+    output, errors = job.communicate(timeout=ENDS_WITHIN_S)
     assert job.returncode == 0, errors
-    assert _losses(told) == _losses(expected), errors
+    assert _losses(output) == _losses(expected), errors
     with connect(str(daemon.socket_path)) as hegmd:
         events = list(hegmd.events(kinds=("job.recovered",)))
     assert len(events) == recoveries, errors

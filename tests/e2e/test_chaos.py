@@ -65,7 +65,7 @@ def test_no_kill_at_any_state_changes_a_number_or_leaves_anything(socket_dir: Pa
         tally = Campaign(node, trainings(node, with_torch=1, by_hand=1), say=print).run(
             few_cells(VICTIMS, (MIGRATE, SUSPEND, RESUME))
         )
-        missing = {state for states in STATES.values() for state in states} - node.halts.seen
+        missing = {state for states in STATES.values() for state in states} - node.halts.reached
     assert tally.kills.total() > 17, tally
     assert not missing
 

@@ -74,10 +74,10 @@ def test_a_job_left_running_continues_and_its_image_resumes_at_the_same_step(
         job.await_steps(20)
         words = ("checkpoint", "--leave-running", str(job.pid), str(image))
         notes = job.command(*words, "--dry-run")["plan"]["hazards"]
-        (told,) = (int(line.split()[4]) for line in notes if "the image takes about" in line)
+        (estimated_mib,) = (int(line.split()[4]) for line in notes if "the image takes about" in line)
         done = job.operation(*words)
         assert (done["phase"], done["processes"][0]["gpu"]) == ("done", "gpu0")
-        assert 0.5 < told / (job.command("images", "ls", str(image))["images"][0]["size_bytes"] >> 20) < 2
+        assert 0.5 < estimated_mib / (job.command("images", "ls", str(image))["images"][0]["size_bytes"] >> 20) < 2
         job.await_steps(len(job.losses) + 1)
         # It was refused because the job still runs, and had cut the job's output back before.
         job.command("restore", str(image), "--truncate-outputs", status=6)

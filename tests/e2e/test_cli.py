@@ -46,10 +46,10 @@ def answer(daemon: RunningDaemon, *words: str) -> dict[str, Any]:
     return document
 
 
-def eventually(look: Callable[[], dict[str, Any]], true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+def eventually(read: Callable[[], dict[str, Any]], true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """Ask until the answer is the one waited for; the daemon may show what is a quarter of a second old."""
     deadline = monotonic() + HANG_S
-    while not true(result := look()):
+    while not true(result := read()):
         assert monotonic() < deadline, result
         pause(COMMAND_MS)
     return result
@@ -183,11 +183,11 @@ def test_a_gpu_that_is_lost_and_comes_back_is_followed(daemon: RunningDaemon) ->
 
 def test_a_hanging_library_makes_the_answer_old_and_marks_it(daemon: RunningDaemon) -> None:
     hegmctl("simulate", "fault", "vendor", "hang", socket=daemon.socket_path)
-    document = eventually(lambda: answer(daemon, "gpus"), lambda seen: seen["vendors"][0]["state"] == "stale")
+    document = eventually(lambda: answer(daemon, "gpus"), lambda reply: reply["vendors"][0]["state"] == "stale")
     assert document["gpus"][0]["memory_total_bytes"] == 8 * GIB
     assert " old): " in hegmctl("gpus", socket=daemon.socket_path).stdout.splitlines()[-1]
     hegmctl("simulate", "fault", "vendor", "none", socket=daemon.socket_path)
-    eventually(lambda: answer(daemon, "gpus"), lambda seen: seen["vendors"][0]["state"] == "ok")
+    eventually(lambda: answer(daemon, "gpus"), lambda reply: reply["vendors"][0]["state"] == "ok")
 
 
 def test_the_doctor_asks_the_daemon(daemon: RunningDaemon) -> None:

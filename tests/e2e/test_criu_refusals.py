@@ -43,7 +43,7 @@ class Case:
     name: str
     begin: str
     planned: str
-    said: str | None  # None: the dump succeeds, and its restore would not
+    message: str | None  # None: the dump succeeds, and its restore would not
 
 
 CASES = (
@@ -108,12 +108,12 @@ async def test_a_job_that_cannot_be_dumped_is_refused_and_continues(
         assert any(case.planned in reason.message for reason in needs.reasons), needs.reasons
         with directory(tmp_path / "image") as images:
             dump = run.dump(criu, started.pid, images, needs, leave_stopped=False, in_unit=False)
-            if case.said is None:
+            if case.message is None:
                 await dump
             else:
                 with pytest.raises(HegmError) as failed:
                     await dump
-                assert case.said in failed.value.message
+                assert case.message in failed.value.message
         tell(started.pid)
         assert started.line() == "goes on"
 

@@ -63,7 +63,7 @@ def _seen_of(daemon: RunningDaemon) -> dict[str, object]:
     """Return the properties of a daemon that other processes can see, without those that differ between starts."""
     process = psutil.Process(daemon.process.pid)
     status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-    told = ("Umask", "Uid", "Gid", "Groups", "SigBlk", "SigIgn", "SigCgt", "Cap", "NoNewPrivs")
+    fields = ("Umask", "Uid", "Gid", "Groups", "SigBlk", "SigIgn", "SigCgt", "Cap", "NoNewPrivs")
     links = map(os.readlink, Path(f"/proc/{process.pid}/fd").iterdir())
     kept = sorted(re.sub(r"\d+", "N", link) for link in links if not link.startswith(("/proc/", "/sys/")))
     with connect(str(daemon.socket_path)) as hegmd:
@@ -72,7 +72,7 @@ def _seen_of(daemon: RunningDaemon) -> dict[str, object]:
             "place": (process.cwd(), process.exe(), process.name(), os.readlink(f"/proc/{process.pid}/root")),
             "limits": Path(f"/proc/{process.pid}/limits").read_text(),
             "children": process.children(),
-            "signals and rights": [line for line in status if line.startswith(told)],
+            "signals and rights": [line for line in status if line.startswith(fields)],
             "open": kept,
             "welcome": {**hegmd.welcome.to_plain(), "run": None},
             "GPUs": [gpu.to_plain() for gpu in hegmd.gpus().gpus],

@@ -51,11 +51,11 @@ def test_the_training_that_left_three_times_is_bit_for_bit_the_undisturbed_one(o
 
 
 def _without_ours(step: list[Any]) -> list[Any]:
-    what, said = step
+    what, lines = step
     if what.startswith("files"):
-        assert OURS_ALONE in said
-        said = [name for name in said if name != OURS_ALONE]
-    return [what, said]
+        assert OURS_ALONE in lines
+        lines = [name for name in lines if name != OURS_ALONE]
+    return [what, lines]
 
 
 def _environ() -> dict[str, str]:

@@ -119,10 +119,10 @@ def test_a_killed_training_continues_though_its_daemon_was_killed_and_its_newest
         os.kill(job.pids()[0], signal.SIGKILL)
         _flip_a_bit(tmp_path, newest[0])
         daemon.start()
-        job.until(lambda told: told.recoveries[-1:] != () and told.recoveries[-1].result == "recovered")
-        told = job.steps()
-        assert list(dict.fromkeys(told)) == undisturbed
-        assert set(told) == set(undisturbed)
+        job.until(lambda view: view.recoveries[-1:] != () and view.recoveries[-1].result == "recovered")
+        steps = job.steps()
+        assert list(dict.fromkeys(steps)) == undisturbed
+        assert set(steps) == set(undisturbed)
         assert len(job.pids()) == 3
         assert "do not match their checksums" in job.errors()
     with connect(str(daemon.socket_path)) as hegmd:
@@ -139,12 +139,12 @@ def test_an_image_and_a_snapshot_that_is_due_share_one_pause_from_which_the_job_
 
     def shared() -> list[int]:
         """The boundaries at which an order to park has taken a snapshot."""
-        told = " ".join(
+        log = " ".join(
             line.split(": ", 1)[1]
             for line in notes.read_text().splitlines()
             if re.search(": (order|parked at|snapshot: looked) ", f"{line} ") and " count" not in line
         )
-        return list(map(int, re.findall(r"order \d+: park parked at boundary (\d+) snapshot: looked", told)))
+        return list(map(int, re.findall(r"order \d+: park parked at boundary (\d+) snapshot: looked", log)))
 
     def steps() -> list[str]:
         return [line for line in (folder / "out").read_text().splitlines() if line.startswith("step")]
@@ -166,20 +166,20 @@ def test_an_image_and_a_snapshot_that_is_due_share_one_pause_from_which_the_job_
                 assert job.poll() is None, daemon.log_text()
                 select.poll().poll(SLOWLY_MS)
 
-        def told() -> Sequence[JobRecovery]:
+        def recoveries() -> Sequence[JobRecovery]:
             with connect(str(daemon.socket_path)) as hegmd:
                 return hegmd.recovery().jobs
 
         until(lambda: images.exists() and any(not name.startswith(".") for name in os.listdir(images)))
-        until(lambda: any(map(_has_two, told())) and bool(shared()))
+        until(lambda: any(map(_has_two, recoveries())) and bool(shared()))
         before = len(shared())
         until(lambda: len(shared()) > before)
         daemon.stop(signal.SIGKILL)
         boundary = shared()[-1]
         daemon.start()
         os.kill(int((folder / "starts").read_text().split()[0]), signal.SIGKILL)
-        until(lambda: any(one.result == "recovered" for job in told() for one in job.recoveries))
-        assert (told()[0].recoveries[0].from_step or 0) >= boundary
+        until(lambda: any(attempt.result == "recovered" for job in recoveries() for attempt in job.recoveries))
+        assert (recoveries()[0].recoveries[0].from_step or 0) >= boundary
         last = int(steps()[-1].split()[2]) + 50
         (tmp_path / "ends-at").write_text(f"{last}")
         (tmp_path / "ends-at").rename(folder / "ends-at")
@@ -207,20 +207,20 @@ def test_a_training_that_fails_again_and_again_ends_with_its_own_status_and_keep
 ) -> None:
     """Another `hegmctl run` continues from that."""
     with RecoveredJob(daemon, tmp_path, "--max-recoveries", "1", FAILS_AT="60") as job:
-        job.until(lambda told: told.state == "protected")
+        job.until(lambda view: view.state == "protected")
         job.read_to_the_end()
         assert job.process.wait(HANG_S) == 7
         assert len(job.pids()) == 2
         assert "it was recovered 1 times, as often as --max-recoveries allows" in job.errors()
         assert "hegmctl run --recover --resume j1" in job.errors()
-        kept = job.until(lambda told: told.state == "kept", ended=True)
+        kept = job.until(lambda view: view.state == "kept", ended=True)
         assert kept.held_bytes > 0
         assert kept.recoveries[-1].result == "given up"
         before = job.read_to_the_end()
     with RecoveredJob(daemon, tmp_path, "--resume", "j1") as again:
-        told = again.steps()
-        assert list(dict.fromkeys([*before, *told])) == undisturbed
-        assert told[0] != undisturbed[0]
+        steps = again.steps()
+        assert list(dict.fromkeys([*before, *steps])) == undisturbed
+        assert steps[0] != undisturbed[0]
 
 
 def test_a_training_that_hangs_is_killed_and_recovered_on_a_healthy_gpu(
@@ -231,10 +231,10 @@ def test_a_training_that_hangs_is_killed_and_recovered_on_a_healthy_gpu(
     with RecoveredJob(daemon, tmp_path, *options, HANGS_AT="9", LOG="log") as job:
         job.until(_has_two)
         job.answer("simulate", "fault", "gpu0", "ecc")
-        told = job.until(lambda told: told.recoveries[-1:] != () and told.recoveries[-1].result == "recovered")
-        assert "completed no step for" in told.recoveries[0].why
-        assert f"{LEAVING}:" in (told.recoveries[0].stacks or "")
-        assert told.recoveries[0].gpus == ("gpu1",)
+        recovery = job.until(lambda view: view.recoveries[-1:] != () and view.recoveries[-1].result == "recovered")
+        assert "completed no step for" in recovery.recoveries[0].why
+        assert f"{LEAVING}:" in (recovery.recoveries[0].stacks or "")
+        assert recovery.recoveries[0].gpus == ("gpu1",)
         assert list(dict.fromkeys(job.steps())) == undisturbed
         assert len(job.pids()) == 2
         assert (tmp_path / "log").read_text().splitlines() == undisturbed
@@ -255,13 +255,13 @@ def test_a_training_leaves_a_failing_gpu_live_and_is_recovered_from_one_that_is_
         job.until(lambda _: any(event.kind == "gpu.evacuated" for event in hegmd.events()))
         assert len(job.pids()) == 1
         newest = job.until(_has_two).slots
-        job.until(lambda told: _has_two(told) and told.slots != newest)
+        job.until(lambda view: _has_two(view) and view.slots != newest)
         job.answer("simulate", "fault", "gpu0", "none")
         job.answer("simulate", "fault", "gpu1", "xid79")
         job.answer("gpus")
-        told = job.until(lambda told: told.recoveries[-1:] != () and told.recoveries[-1].result == "recovered")
-        assert "was on gpu1, which is gone (the driver reported XID 79" in told.recoveries[0].why
-        assert told.recoveries[0].gpus == ("gpu0",)
+        recovery = job.until(lambda view: view.recoveries[-1:] != () and view.recoveries[-1].result == "recovered")
+        assert "was on gpu1, which is gone (the driver reported XID 79" in recovery.recoveries[0].why
+        assert recovery.recoveries[0].gpus == ("gpu0",)
         assert list(dict.fromkeys(job.steps())) == undisturbed
         assert len(job.pids()) == 2
 
@@ -271,11 +271,11 @@ def test_a_job_that_the_pool_has_no_memory_for_is_unprotected_and_says_so_once(t
         RunningDaemon(tmp_path).configured("[pool]\nbudget_bytes = 1048576\n") as daemon,
         RecoveredJob(daemon, tmp_path) as job,
     ):
-        told = job.until(lambda told: told.state == "unprotected")
-        assert told.why is not None
+        recovery = job.until(lambda view: view.state == "unprotected")
+        assert recovery.why is not None
         with connect(str(daemon.socket_path)) as hegmd:
             assert 'hegmd_recovery_jobs{state="unprotected"} 1' in hegmd.metrics().text
-        assert "the pool may hold 1 MiB" in told.why
+        assert "the pool may hold 1 MiB" in recovery.why
         os.kill(job.pids()[0], signal.SIGKILL)
         job.read_to_the_end()
         assert job.process.wait(HANG_S) == -signal.SIGKILL
@@ -329,9 +329,9 @@ def test_a_training_that_the_kernel_kills_for_its_memory_continues(
     alone = [line for line in said_by([FAILING], quick, tmp_path / "alone").splitlines() if line.startswith("step")]
     with MemoryHungryJob(daemon, tmp_path, memory_cgroup) as job:
         job.until(_has_two)
-        told = job.until(lambda told: told.recoveries[-1:] != () and told.recoveries[-1].result == "recovered")
-        assert told.recoveries[0].why == "ended by signal 9"
-        assert (told.recoveries[0].from_step or 0) > 0
+        recovery = job.until(lambda view: view.recoveries[-1:] != () and view.recoveries[-1].result == "recovered")
+        assert recovery.recoveries[0].why == "ended by signal 9"
+        assert (recovery.recoveries[0].from_step or 0) > 0
         assert list(dict.fromkeys(job.steps())) == alone
         counts = next(path for name in ("oom_control", "events") if (path := memory_cgroup / f"memory.{name}").exists())
         assert "oom_kill 1" in counts.read_text()
@@ -356,9 +356,9 @@ def test_two_ranks_continue_from_one_step_when_one_of_them_is_killed(
     daemon: RunningDaemon, tmp_path: Path, undisturbed_ranks: dict[str, list[str]]
 ) -> None:
     with RecoveredRanks(daemon, tmp_path) as job:
-        seen = job.until(lambda told: sum(slot.step is not None for slot in told.slots) == 4)
-        assert {slot.rank for slot in seen.slots} == {0, 1}
+        recovery = job.until(lambda view: sum(slot.step is not None for slot in view.slots) == 4)
+        assert {slot.rank for slot in recovery.slots} == {0, 1}
         os.kill(job.pids()[1], signal.SIGKILL)
-        told = by_rank(job.steps())
-        assert {rank: list(dict.fromkeys(steps)) for rank, steps in told.items()} == undisturbed_ranks
+        steps_by_rank = by_rank(job.steps())
+        assert {rank: list(dict.fromkeys(steps)) for rank, steps in steps_by_rank.items()} == undisturbed_ranks
         assert len(job.pids()) == 4

@@ -134,10 +134,10 @@ class LaunchedJob(SupervisedJob):
     def asks(self, path: str, what: dict[str, Any]) -> Any:
         """Ask its REST interface while it is read; the answer."""
         with ThreadPoolExecutor(1) as asking:
-            asked = asking.submit(self._ask, path, what)
-            while not asked.done():
+            future = asking.submit(self._ask, path, what)
+            while not future.done():
                 self.read_on()
-            return asked.result()
+            return future.result()
 
     def _ask(self, path: str, what: dict[str, Any]) -> Any:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=PATIENCE_S)

@@ -100,7 +100,7 @@ def test_two_ranks_are_started_again_twice_and_neither_differs(
         assert job.gpus_by_rank() == ["gpu1", "gpu0"]
         assert by_rank(job.steps()) == undisturbed_ranks
         assert job.starts() == sorted(
-            (rank, *told) for rank in "01" for told in (("gpu0", "-"), ("gpu1", "1"), ("gpu1,gpu0", "1"))
+            (rank, *environment) for rank in "01" for environment in (("gpu0", "-"), ("gpu1", "1"), ("gpu1,gpu0", "1"))
         )
     assert not list((daemon.folder / "state").glob("restart-*.lock"))
 

@@ -321,8 +321,8 @@ FORMS = {3: 0x5BBD34C2}
 
 def test_a_state_of_another_form_has_another_number(restarts: Restarts, tmp_path: Path) -> None:
     """A state outlives the release that wrote it: one that reads it otherwise must not take it for its own."""
-    asked = (("evaluated.py", 5), ("tensors.py", 3), ("own_variables.py", 7), ("threaded.py", 9))
-    states = [restarts.left(str(SCRIPTS / script), str(tmp_path), at=at) for script, at in asked]
+    cases = (("evaluated.py", 5), ("tensors.py", 3), ("own_variables.py", 7), ("threaded.py", 9))
+    states = [restarts.left(str(SCRIPTS / script), str(tmp_path), at=at) for script, at in cases]
     found, message = form_of(states)
     why = f"the state is another: raise FORM in hegmd/agent/state/capture.py, and add its row here: {found:#x}"
     assert {state["form"]: found for state in states} == {FORM: FORMS.get(FORM)}, f"{why}\n{message}"

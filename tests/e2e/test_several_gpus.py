@@ -153,8 +153,8 @@ def test_the_helper_copies_from_each_of_its_gpus_and_back(node: DrivenNode, carr
     with spread(node) as program, node.connect() as connection:
         watched = TwoGpuProgram(program)
         assert program.tell("devices") == "noted"
-        asked = None if carrier == "peer" else carrier  # peer is what the plan chooses
-        dry = Migrate(pids=(watched.pid,), to="gpu3,gpu2", carrier=asked, dry_run=True)
+        requested = None if carrier == "peer" else carrier  # peer is what the plan chooses
+        dry = Migrate(pids=(watched.pid,), to="gpu3,gpu2", carrier=requested, dry_run=True)
         planned = connection.call(dry, OperationReply)
         assert planned.plan is not None
         assert planned.plan.workers[0].carrier == carrier

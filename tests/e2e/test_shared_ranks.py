@@ -40,8 +40,8 @@ def _job(
     """A job of two ranks; the file with what they print."""
     argv = [sys.executable, "-m", "hegmctl", "run", *options, "--gpu", gpu, "--", sys.executable, *words]
     out, environ = folder / "out", {**environment(daemon.socket_path), **BARE}
-    with out.open("w") as told, (folder / "errors").open("w") as errors:
-        job = started(argv, env=environ, stdout=told, stderr=errors, cwd=folder)
+    with out.open("w") as output, (folder / "errors").open("w") as errors:
+        job = started(argv, env=environ, stdout=output, stderr=errors, cwd=folder)
         try:
             yield out
         finally:
@@ -110,8 +110,8 @@ def _compare_torchrun(folder: Path, losses: Path) -> None:
     alone = str(folder / "alone")
     undisturbed([*TWO_RANKS, RANKS, alone, str(_least(losses))])
     for rank in "01":
-        told = Path(f"{losses}.{rank}").read_text().splitlines()[: _least(losses)]
-        assert told == Path(f"{alone}.{rank}").read_text().splitlines()
+        lines = Path(f"{losses}.{rank}").read_text().splitlines()[: _least(losses)]
+        assert lines == Path(f"{alone}.{rank}").read_text().splitlines()
 
 
 def _compare_block(folder: Path, made: set[tuple[str, ...]]) -> None:

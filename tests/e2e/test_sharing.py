@@ -94,8 +94,8 @@ def test_room_is_made_and_given_back_although_the_daemon_is_killed(daemon: Runni
             _kill(daemon)
             with job.connect() as hegmd:
                 hegmd.priority(name, "best-effort")
-            made, told = making.communicate(timeout=HANG_S)
-        assert (making.returncode, made) == (0, "l1\n"), told
+            made, errors = making.communicate(timeout=HANG_S)
+        assert (making.returncode, made) == (0, "l1\n"), errors
         with job.connect() as hegmd:
             assert (hegmd.gpus().gpus[0].memory_free_bytes or 0) >= 10 * MIB
             with pytest.raises(HegmError, match="of it kept for") as refused:

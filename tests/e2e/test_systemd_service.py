@@ -175,9 +175,9 @@ def test_an_idle_daemon_feeds_the_watchdog(node: SystemdNode) -> None:
     node.run("systemctl", "start", SERVICE)
     pid = main_pid(node)
     # systemd keeps the time of the last report; three different ones in a row are three reports.
-    seen = {node.show(SERVICE, "WatchdogTimestampMonotonic") for _ in range(3)}
-    while len(seen) < 4:
-        seen.add(node.show(SERVICE, "WatchdogTimestampMonotonic"))
+    timestamps = {node.show(SERVICE, "WatchdogTimestampMonotonic") for _ in range(3)}
+    while len(timestamps) < 4:
+        timestamps.add(node.show(SERVICE, "WatchdogTimestampMonotonic"))
     assert main_pid(node) == pid
 
 

@@ -36,7 +36,7 @@ class Record:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self.measured: list[Measured] = []
-        self.told: list[str] = []
+        self.remarks: list[str] = []
         self.wrong = False
         self._done: set[str] = set()
         for line in path.read_text().splitlines() if path is not None and path.exists() else ():
@@ -46,7 +46,7 @@ class Record:
         if "measured" in result:
             self.measured.append(Measured(**result["measured"]))
         elif "told" in result:
-            self.told.append(result["told"])
+            self.remarks.append(result["told"])
         else:
             self._done.add(result["done"])
 
@@ -86,8 +86,8 @@ class Record:
 
     def markdown(self) -> str:
         """What can stand in docs/benchmarks.md as it is."""
-        said = [*verdicts(self.measured), *self.told]
-        return "\n".join([table(self.measured), "", parts_table(self.measured), "", *(f"* {text}" for text in said)])
+        remarks = [*verdicts(self.measured), *self.remarks]
+        return "\n".join([table(self.measured), "", parts_table(self.measured), "", *(f"* {text}" for text in remarks)])
 
 
 @contextlib.contextmanager

@@ -101,11 +101,11 @@ class Measurements:
             took_s = [one["took_s"] for one in many]
             parts = [f"{statistics.median(one['parts'][name] for one in many):.2f}" for name in PARTS]
             middle = statistics.median(took_s)
-            stands = f"{statistics.median(parked_s(one['parts']) for one in many):.2f} s"
+            parked = f"{statistics.median(parked_s(one['parts']) for one in many):.2f} s"
             whole = f"{middle:.2f} s ({min(took_s):.2f} to {max(took_s):.2f}, {len(many)} times)"
             kept = f"{'within' if middle <= BUDGET_S else 'over'} {BUDGET_S:g} s"
-            lines.append("| " + " | ".join([task, whole, stands, *parts, kept]) + " |")
-        return "\n".join([*lines, "", *self._rates(), *(f"* {text}" for text in self.record.told)])
+            lines.append("| " + " | ".join([task, whole, parked, *parts, kept]) + " |")
+        return "\n".join([*lines, "", *self._rates(), *(f"* {text}" for text in self.record.remarks)])
 
     def _rates(self) -> list[str]:
         """How fast the state went, beside the pinned copies."""
@@ -128,8 +128,8 @@ class Measurements:
 class Bench:
     """One training after the other, on one GPU."""
 
-    def __init__(self, node: RestartNode, figures: Measurements, asked: argparse.Namespace, ends: float) -> None:
-        self.node, self.figures, self._asked, self._ends = node, figures, asked, ends
+    def __init__(self, node: RestartNode, figures: Measurements, options: argparse.Namespace, ends: float) -> None:
+        self.node, self.figures, self._options, self._ends = node, figures, options, ends
         self._notes = node.folder / "agent.notes"
 
     def run(self, tasks: Sequence[str]) -> None:
@@ -143,16 +143,16 @@ class Bench:
         for name in tasks:
             if record.is_done(name):
                 continue
-            if name == "hegm" and self._asked.wheel is None:
+            if name == "hegm" and self._options.wheel is None:
                 record.say("HeGM is left out: no --wheel", keep=False)
-            elif time.monotonic() + (0 if self._asked.rehearse else self._takes_s(name)) > self._ends:
+            elif time.monotonic() + (0 if self._options.rehearse else self._takes_s(name)) > self._ends:
                 record.say(f"{name} was left for another time: it takes about {self._takes_s(name):.0f} s", keep=False)
                 record.wrong = True
             elif self._guarded(name, works[name]):
                 record.done(name)
 
     def _takes_s(self, name: str) -> float:
-        return TAKES_S[name] * (len(self._asked.ready) if name.startswith("made") else 1)
+        return TAKES_S[name] * (len(self._options.ready) if name.startswith("made") else 1)
 
     def _guarded(self, name: str, work: Callable[[], object]) -> bool:
         try:
@@ -166,7 +166,7 @@ class Bench:
 
     def _measure_pinned(self) -> None:
         ran = subprocess.run(
-            [sys.executable, str(TRAINING / "pinned_copies.py"), str(64 if self._asked.rehearse else 2048)],
+            [sys.executable, str(TRAINING / "pinned_copies.py"), str(64 if self._options.rehearse else 2048)],
             env=self.node.environ(), capture_output=True, text=True, timeout=READY_WITHIN_S, check=False,
         )  # fmt: skip
         if ran.returncode:
@@ -176,17 +176,17 @@ class Bench:
         print(f"copies by pinned memory: {rates}", flush=True)
 
     def _restart_each(self, training: str) -> None:
-        for when in self._asked.ready:
+        for when in self._options.ready:
             self._restart_some(training, when)
 
     def _restart_some(self, training: str, when: str) -> None:
-        words, task = [str(TRAINING / "adamw.py"), str(self._asked.gib), training], f"{training}, {when}"
+        words, task = [str(TRAINING / "adamw.py"), str(self._options.gib), training], f"{training}, {when}"
         more = {"HEGM_AGENT_DEBUG": str(self._notes)}
         job = RestartedJob(self.node, words, "gpu0", options=("--ready", when), **more)
         with contextlib.closing(job):
             job.read_steps(STEPS)
             job.seen_at("gpu0")
-            while len(self.figures.of(task)) < self._asked.repeat:
+            while len(self.figures.of(task)) < self._options.repeat:
                 if when == "always":
                     job.wait_for(partial(self._has_next, job), "no next process is kept ready", READY_WITHIN_S)
                 found = self._once(job)
@@ -206,11 +206,11 @@ class Bench:
 
     def _once(self, job: RestartedJob) -> Restart:
         self._notes.write_text("")
-        told, pid = len(job.lines), job.worker()
+        line_count, pid = len(job.lines), job.worker()
         asked_utc, asked_at = time.time(), time.monotonic()
         operation = job.restart("gpu0")
         job.read_steps(STEPS)
-        later = list(zip(list(job.times), list(job.lines), strict=False))[told:]
+        later = list(zip(list(job.times), list(job.lines), strict=False))[line_count:]
         marks = marks_of([line for _at, line in later if line.startswith("mark ")])
         firsts = [at for at, line in later if line.startswith("step ") and int(line.split()[1]) != pid]
         marks["stepped"] = asked_utc + firsts[0] - asked_at
@@ -221,9 +221,9 @@ class Bench:
     def _run_hegm(self) -> None:
         left_s = self._ends - time.monotonic()
         with tempfile.TemporaryDirectory(prefix="hegm-wheel-") as site:
-            bench_beside.unpack(self._asked.wheel, Path(site))
-            locked, whole = bench_beside.restarted(self.node, self._asked.gib, Path(site), left_s)
-        name = self._asked.wheel.name.partition("-py")[0]
+            bench_beside.unpack(self._options.wheel, Path(site))
+            locked, whole = bench_beside.restarted(self.node, self._options.gib, Path(site), left_s)
+        name = self._options.wheel.name.partition("-py")[0]
         say, spread = self.figures.record.say, bench_beside.spread
         say(f"made-here by {name}: asked until its lock file {spread(locked)}, until its next step {spread(whole)}")
 

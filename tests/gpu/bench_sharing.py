@@ -230,13 +230,13 @@ def turns(size_gib: int, within: Callable[[float, int], bool], quantum_s: float)
         second.trains()
         print(f"  {size_gib} GiB: the second trains", flush=True)
         began, done = time.monotonic(), len(first.step_times()) + len(second.step_times())
-        told = 0
+        recorded_count = 0
         while within(time.monotonic() - began, len(gaps := switches(first, second))):
-            for gap in gaps[told:]:  # what is known when the machine's time ends is not lost
+            for gap in gaps[recorded_count:]:  # what is known when the machine's time ends is not lost
                 print(f"  {size_gib} GiB: a switch took {gap.took_s:.3f} s", flush=True)
                 for training in (first, second):
                     tell_switch(node, training, gap)
-            told = len(gaps)
+            recorded_count = len(gaps)
             time.sleep(0.2)  # a program that watches
             if not (first.alive and second.alive):
                 raise WentWrongError(f"a training ended: {first.error_text()} {second.error_text()}\n{queue(node)}")

@@ -107,13 +107,13 @@ def _tried(arguments: argparse.Namespace, ranks: int, name: str, case: Case, exp
     faults = ";".join(
         f"{fault},step={number * case.steps},generation={number}" for number in range(1, arguments.times + 1)
     )
-    told, errors, status = _run(arguments, ranks, case, case.steps * (arguments.times + 1), faults)
+    output, errors, status = _run(arguments, ranks, case, case.steps * (arguments.times + 1), faults)
     took = [float(found) for _, found in _RECOVERED.findall(errors)]
     verdict = "exact"
     if status != 0:
         verdict = f"ended with {status}: {errors.strip().splitlines()[-1] if errors.strip() else ''}"
-    elif set(told) != expected:
-        verdict = f"{len(set(told) ^ expected)} losses differ"
+    elif set(output) != expected:
+        verdict = f"{len(set(output) ^ expected)} losses differ"
     elif len(took) < arguments.times:
         verdict = f"{arguments.times - len(took)} faults were not recovered from"
     return {

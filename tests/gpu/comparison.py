@@ -131,9 +131,9 @@ def compare_topology(gpus: Iterable[Gpu]) -> list[Row]:
         # For PCIe the two speak of different things: of the path, and of whether the driver lets peers use it.
         equal = mine == connection if over_nvlink else (None if link is None or link.kind == "pcie" else False)
         rows.append(Row(f"GPU {a} to GPU {b}", mine, connection, equal))
-    for index, told in affinity.items():
+    for index, expected in affinity.items():
         node = found[index].numa_node if index in found else None
-        rows.append(Row(f"GPU {index} NUMA node", node, told, True if str(node) == told else None))
+        rows.append(Row(f"GPU {index} NUMA node", node, expected, True if str(node) == expected else None))
     return rows
 
 

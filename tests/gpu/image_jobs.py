@@ -136,9 +136,9 @@ class Job(Training):
         until(goes_on, f"a step and a digest of process {self.pid}", READY_WITHIN_S)
         observed = self.lines
         self.reference.wait_for_lines(len(observed), READY_WITHIN_S)
-        for number, (said, wanted) in enumerate(zip(observed, self.reference.lines, strict=False)):
-            if said != wanted:
-                raise WentWrongError(f"line {number} is {said.strip()!r}, and undisturbed it is {wanted.strip()!r}")
+        for number, (printed, wanted) in enumerate(zip(observed, self.reference.lines, strict=False)):
+            if printed != wanted:
+                raise WentWrongError(f"line {number} is {printed.strip()!r}, and undisturbed it is {wanted.strip()!r}")
         if self.gpu != gpu:
             raise WentWrongError(f"process {self.pid} is on GPU {self.gpu}, and was to be on {gpu} alone")
 

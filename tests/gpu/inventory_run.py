@@ -90,13 +90,14 @@ def step_node() -> bool:
             print(gpu)
     nvml = Nvml(SharedLibrary("libnvidia-ml.so.1"))
     for index in range(nvml.device_count()):
-        asked = NvmlGpu(nvml, nvml.handle(index))
-        links = [asked.nvlink(number) for number in range(36)]
+        nvml_gpu = NvmlGpu(nvml, nvml.handle(index))
+        links = [nvml_gpu.nvlink(number) for number in range(36)]
         up = [link for link in links if link is not None]
-        lists = {kind: asked.process_entries(kind) for kind in ("graphics", "compute", "mps")}
-        print(f"GPU {index}: {len(up)} links up, first {up[:1]}; fabric {asked.fabric()}; lists {lists}")
+        lists = {kind: nvml_gpu.process_entries(kind) for kind in ("graphics", "compute", "mps")}
+        print(f"GPU {index}: {len(up)} links up, first {up[:1]}; fabric {nvml_gpu.fabric()}; lists {lists}")
         print(
-            f"GPU {index}: failures {asked.failures}; recovery {asked.recovery_action()}; rows {asked.remapped_rows()}"
+            f"GPU {index}: failures {nvml_gpu.failures}; recovery {nvml_gpu.recovery_action()};"
+            f" rows {nvml_gpu.remapped_rows()}"
         )
     nvml.close()
     return snapshot.compute_version == nvidia_smi.cuda_version()
@@ -308,9 +309,9 @@ def step_daemon() -> bool:
         uuids = {gpu.id: gpu.uuid for gpu in gpus}
         ours = {(each.pid, uuids[use.gpu]): use.vram_bytes for each in processes for use in each.gpus}
         rows = compare_gpus(gpus) + compare_topology(gpus) + compare_processes(ours)
-        seen = {each.pid: each for each in processes}
+        by_pid = {each.pid: each for each in processes}
         for job in jobs:
-            uid = seen[job.pid].uid if job.pid in seen else None
+            uid = by_pid[job.pid].uid if job.pid in by_pid else None
             rows.append(Row(f"pid {job.pid} uid", uid, os.getuid(), uid == os.getuid()))
         return verdict(rows)
 

@@ -314,8 +314,8 @@ class Node:
     def _more(self, before: Account) -> str:
         """What is held on GPUs now and was not before, in words; empty when nothing is."""
         after, helper = self.gpus.account(), self.helper_pid()
-        said = [f"the helper has {after.places(helper)} MiB"] if helper is not None and after.places(helper) else []
-        return ", ".join([*said, *_more_unowned(before, after)])
+        remarks = [f"the helper has {after.places(helper)} MiB"] if helper is not None and after.places(helper) else []
+        return ", ".join([*remarks, *_more_unowned(before, after)])
 
 
 def _more_unowned(before: Account, after: Account) -> Iterator[str]:

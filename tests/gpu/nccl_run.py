@@ -77,11 +77,11 @@ class Results:
         self.steps: list[Result] = []
         self.facts: Result = {}
 
-    def note(self, kind: str, step: str, **seen: Any) -> None:
+    def note(self, kind: str, step: str, **facts: Any) -> None:
         at_s = round(time.monotonic() - self._began, 1)
-        self.steps.append({"kind": kind, "step": step, "at_s": at_s, **seen})
+        self.steps.append({"kind": kind, "step": step, "at_s": at_s, **facts})
         self.write()
-        print(f"{at_s:7.1f} s  {kind:14} {step:12} {json.dumps(seen)[:900]}", flush=True)
+        print(f"{at_s:7.1f} s  {kind:14} {step:12} {json.dumps(facts)[:900]}", flush=True)
 
     def say(self, text: str, *, keep: bool = True) -> None:
         """Print a sentence; with `keep` it is among the facts."""
@@ -103,16 +103,16 @@ class RankedJob:
     """torchrun with two ranks. What each rank has said is in a file of its own."""
 
     def __init__(
-        self, name: str, folder: Path, asked: argparse.Namespace, environ: dict[str, str], run: list[str]
+        self, name: str, folder: Path, options: argparse.Namespace, environ: dict[str, str], run: list[str]
     ) -> None:
         self.path = folder / name
         #: True once it came back from an image: then it is no child of this program.
         self.is_restored = False
         kind, *traits = KINDS[name.partition("@")[0]]
         is_reference = name.endswith("@alone")
-        pace = [] if is_reference else [f"pace={asked.pace_s}"]
-        steps = asked.reference_steps if is_reference else ENDLESS_STEPS
-        words = [str(TRAINING), kind, str(steps), str(asked.gib), str(self.path), *traits, *pace]
+        pace = [] if is_reference else [f"pace={options.pace_s}"]
+        steps = options.reference_steps if is_reference else ENDLESS_STEPS
+        words = [str(TRAINING), kind, str(steps), str(options.gib), str(self.path), *traits, *pace]
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
         self._errors = (folder / f"{name}.log").open("w+")
         self.process = subprocess.Popen(
@@ -222,9 +222,9 @@ class AgentsAlone:
     """Two agents, the driver, and this program in the daemon's place."""
 
     def __init__(
-        self, name: str, folder: Path, asked: argparse.Namespace, results: Results, reference: RankedJob
+        self, name: str, folder: Path, options: argparse.Namespace, results: Results, reference: RankedJob
     ) -> None:
-        self._name, self._asked, self._results, self._reference = name, asked, results, reference
+        self._name, self._options, self._results, self._reference = name, options, results, reference
         self._folder = folder
         self._generation = 0
 
@@ -233,7 +233,7 @@ class AgentsAlone:
         environ = dict(os.environ)
         prepare(environ, str(daemon.path), None, None)
         environ.update(nccl_settings(None))
-        job = RankedJob(self._name, self._folder, self._asked, environ, [])
+        job = RankedJob(self._name, self._folder, self._options, environ, [])
         held.callback(job.close)
         agents = self._agents(daemon)
         job.wait_for(20, READY_WITHIN_S)
@@ -245,7 +245,7 @@ class AgentsAlone:
         if any(one is None or one.uncovered for one in communicators):
             raise WentWrongError("the agents cannot disconnect its groups")
         driver = Driver()
-        for number in range(self._asked.rounds):
+        for number in range(self._options.rounds):
             self._once(f"exchange {number + 1}", agents, job, driver)
         self._once("same GPUs", agents, job, None)
 
@@ -281,7 +281,7 @@ class AgentsAlone:
         in_parallel(lambda agent: done(agent, "release", restored=driver is not None), agents)
         job.wait_for(steps + 1, STEP_WITHIN_S)
         times["first_step_s"] = round(time.monotonic() - marks[-1], 3)
-        lines = job.is_whole(self._reference, self._asked.steps_between)
+        lines = job.is_whole(self._reference, self._options.steps_between)
         self._results.note(self._name, step, **times, **taken, losses_equal=lines, memory_mib=memory_of(job))
 
 
@@ -297,28 +297,28 @@ class OwnDaemon:
     """A hegmd of its own, and commands."""
 
     def __init__(
-        self, name: str, folder: Path, asked: argparse.Namespace, results: Results, reference: RankedJob
+        self, name: str, folder: Path, options: argparse.Namespace, results: Results, reference: RankedJob
     ) -> None:
-        self._name, self._asked, self._results, self._reference = name, asked, results, reference
+        self._name, self._options, self._results, self._reference = name, options, results, reference
         self._folder = folder / f"node-{name}"
         self._folder.mkdir()
 
     def run(self, held: ExitStack) -> None:
-        self._ready_bytes = self._asked.ready_gib << 30
+        self._ready_bytes = self._options.ready_gib << 30
         ready = f"ready_bytes = {self._ready_bytes}\n"  # among the settings of the pool, which come first
         if self._ready_bytes:
             ready += 'ready_helper = "contexts"\n'
         criu = criu_settings(UNPACKED if UNPACKED.exists() else None)
         node = held.enter_context(Node(self._folder, log_level="debug", settings=f"{ready}{criu}"))
-        held.callback(shutil.copyfile, self._folder / "hegmd.log", self._asked.out.with_suffix(f".{self._name}.log"))
+        held.callback(shutil.copyfile, self._folder / "hegmd.log", self._options.out.with_suffix(f".{self._name}.log"))
         run = [sys.executable, "-m", "hegmctl", "run", "--no-daemon-start", "--"]
-        job = RankedJob(self._name, self._folder, self._asked, node.environ(), run)
+        job = RankedJob(self._name, self._folder, self._options, node.environ(), run)
         held.callback(job.close)
         job.wait_for(20, READY_WITHIN_S)
         for pid in job.pids():
             node.wait_for_agent(pid)
         self._step(node, job, "plan", ["migrate", str(job.pids()[0]), "--to", "gpu1,gpu0", "--dry-run"], None)
-        ways = [*["gpu1,gpu0", "gpu0,gpu1"] * self._asked.rounds][: self._asked.rounds]
+        ways = [*["gpu1,gpu0", "gpu0,gpu1"] * self._options.rounds][: self._options.rounds]
         for number, to in enumerate(ways):
             on = [int(word[-1]) for word in to.split(",")]
             self._step(node, job, f"exchange {number + 1}", ["migrate", str(job.pids()[0]), "--to", to], on)
@@ -328,10 +328,10 @@ class OwnDaemon:
         self._suspend(node, job, "suspend again")
         other = ",".join(f"gpu{gpu}" for gpu in reversed(on))
         self._step(node, job, "resume there", ["resume", str(job.pids()[0]), "--to", other], on[::-1])
-        for who in filter(None, self._asked.kills.split(",")):
+        for who in filter(None, self._options.kills.split(",")):
             for phase in KILLED_IN[who]:
                 self._killed(node, job, who, phase)
-        if self._asked.images:
+        if self._options.images:
             self._image(node, job, on, other)
 
     def _suspend(self, node: Node, job: RankedJob, step: str) -> None:
@@ -341,31 +341,31 @@ class OwnDaemon:
 
     def _killed(self, node: Node, job: RankedJob, who: str, phase: str) -> None:
         """The daemon, or its GPU helper, is killed in that phase of an exchange, which is then completed or undone."""
-        began, seen = time.monotonic(), dict[str, Any]()
+        began, facts = time.monotonic(), dict[str, Any]()
         try:
             before = [node.gpu_of(pid) for pid in job.pids()]
             to = ",".join(f"gpu{gpu}" for gpu in reversed(before))
             reply = node.ask(Migrate(pids=(job.pids()[0],), to=to, wait=False))
             assert reply.operation is not None
-            seen["in"] = node.reach(reply.operation.id, phase)
+            facts["in"] = node.reach(reply.operation.id, phase)
             if who == "daemon":
                 node.kill()
                 node.start()
             elif helper := node.helper_pid():
                 os.kill(helper, signal.SIGKILL)
             ended = node.rest(reply.operation.id)
-            seen.update(phase=ended.phase, failure=ended.failure and ended.failure.message)
+            facts.update(phase=ended.phase, failure=ended.failure and ended.failure.message)
             if ended.phase not in {"done", "rolled-back", "cancelled"}:
                 raise WentWrongError(f"after a kill of the {who} in {phase} the operation is {ended.phase}")
             on = before[::-1] if ended.phase == "done" else before
             if (now := [node.gpu_of(pid) for pid in job.pids()]) != on:
                 raise WentWrongError(f"the ranks are on {now} and not on {on}")
-            seen["losses_equal"] = job.is_whole(self._reference, self._asked.steps_between)
+            facts["losses_equal"] = job.is_whole(self._reference, self._options.steps_between)
             for pid in job.pids():
                 node.wait_for_agent(pid)
         except (WentWrongError, HegmError) as error:
-            seen.update(wrong=str(error)[:1500], log=node.log_tail(60).splitlines())
-        self._results.note(self._name, f"kill {who}", took_s=round(time.monotonic() - began, 1), **seen)
+            facts.update(wrong=str(error)[:1500], log=node.log_tail(60).splitlines())
+        self._results.note(self._name, f"kill {who}", took_s=round(time.monotonic() - began, 1), **facts)
         if job.has_ended:
             raise WentWrongError(f"the job is gone: {job.error_text()}")
 
@@ -382,26 +382,26 @@ class OwnDaemon:
     def _step(self, node: Node, job: RankedJob, step: str, words: list[str], on: list[int] | None) -> None:
         """One command, and what is to be seen after it. What goes wrong is noted, and the next one is tried."""
         began = time.monotonic()
-        seen: Result = {}
+        facts: Result = {}
         try:
             answer = node.hegmctl(*words)
-            seen["took_s"] = round(time.monotonic() - began, 3)
-            seen["answer"] = shortened(answer)
+            facts["took_s"] = round(time.monotonic() - began, 3)
+            facts["answer"] = shortened(answer)
             if operation := answer.get("operation"):
-                seen["story"] = told_times(node, operation["id"])
+                facts["story"] = told_times(node, operation["id"])
             if on is not None:
                 places = [sorted(node.gpus.account().places(pid)) for pid in job.pids()]
                 wanted = [[gpu] for gpu in on] or [[]] * RANKS
                 if places != wanted:
                     raise WentWrongError(f"the ranks are on {places} and not on {wanted}")
             if on:
-                seen["losses_equal"] = job.is_whole(self._reference, self._asked.steps_between)
-                seen["memory_mib"] = memory_of(job)
+                facts["losses_equal"] = job.is_whole(self._reference, self._options.steps_between)
+                facts["memory_mib"] = memory_of(job)
         except (WentWrongError, HegmError, subprocess.TimeoutExpired) as error:
-            seen["wrong"] = str(error)[:1500]
-            seen["log"] = node.log_tail(40).splitlines()
-            seen["job"] = job.error_text()[-1500:].splitlines()
-        self._results.note(self._name, step, **seen)
+            facts["wrong"] = str(error)[:1500]
+            facts["log"] = node.log_tail(40).splitlines()
+            facts["job"] = job.error_text()[-1500:].splitlines()
+        self._results.note(self._name, step, **facts)
         if job.has_ended:
             raise WentWrongError(f"the job is gone: {job.error_text()}")
 

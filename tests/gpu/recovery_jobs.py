@@ -70,18 +70,18 @@ def compared(job: Sequence[str], alone: Sequence[str]) -> dict[str, Any]:
         if len(words) == 4 and line.endswith("\n"):
             by_process.setdefault(words[1], []).append(words[2:])
     checked, repeated, end = 0, 0, 0
-    for told in by_process.values():
-        if end >= len(wanted) and tuple(told[0]) not in places:
+    for lines in by_process.values():
+        if end >= len(wanted) and tuple(lines[0]) not in places:
             break
         begins = [
             at
-            for at in places.get(tuple(told[0]), [])
-            if at <= end and wanted[at : at + len(told)] == told[: len(wanted) - at]
+            for at in places.get(tuple(lines[0]), [])
+            if at <= end and wanted[at : at + len(lines)] == lines[: len(wanted) - at]
         ]
         if not begins:
-            return {"exact": False, "checked": checked, "why": f"{told[0]} and on, after {end} steps"}
+            return {"exact": False, "checked": checked, "why": f"{lines[0]} and on, after {end} steps"}
         at = begins[-1]
-        checked, repeated, end = checked + min(len(told), len(wanted) - at), repeated + end - at, at + len(told)
+        checked, repeated, end = checked + min(len(lines), len(wanted) - at), repeated + end - at, at + len(lines)
     told_in_all = sum(map(len, by_process.values()))
     return {
         "exact": checked > 0,

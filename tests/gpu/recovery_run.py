@@ -64,10 +64,10 @@ _OFF = {"HEGM_SNAPSHOT_SHADOW": "off"}
 class Bench:
     """All tasks, on one GPU. `figures` is what OUT has."""
 
-    def __init__(self, node: RestartNode, asked: argparse.Namespace) -> None:
-        self.node, self._asked = node, asked
+    def __init__(self, node: RestartNode, options: argparse.Namespace) -> None:
+        self.node, self._options = node, options
         self._notes = node.folder / "agent.notes"
-        self._ends = time.monotonic() + asked.budget_s
+        self._ends = time.monotonic() + options.budget_s
         self.figures: dict[str, Any] = {"went_wrong": [], "pause": [], "kill": [], "torchrun": [], "exact": []}
         #: What is compared at the end: what it is of, its steps, and the undisturbed run.
         self._to_compare: list[tuple[str, list[str], Losses]] = []
@@ -75,7 +75,7 @@ class Bench:
 
     def run(self) -> None:
         with self._held:
-            for name in self._asked.tasks:
+            for name in self._options.tasks:
                 self._guarded(name, {"pause": self._pause, "kill": self._kill, "torchrun": self._torchrun}[name])
             self._guarded("compare", self._compare)
 
@@ -90,11 +90,11 @@ class Bench:
     def _keep(self, kind: str, figure: dict[str, Any]) -> None:
         self.figures[kind].append(figure)
         print(kind, json.dumps(figure), flush=True)
-        self._asked.out.write_text(json.dumps(self.figures, indent=1) + "\n")
+        self._options.out.write_text(json.dumps(self.figures, indent=1) + "\n")
 
     def _require_time(self) -> None:
         if time.monotonic() > self._ends:
-            raise WentWrongError(f"{self._asked.budget_s:g} s are over")
+            raise WentWrongError(f"{self._options.budget_s:g} s are over")
 
     def _alone(self, words: Sequence[str], base_s: float = 0.0) -> Losses:
         """An undisturbed run, which has stopped once it is known how fast it is."""
@@ -137,7 +137,7 @@ class Bench:
     # -- pauses --------------------------------------------------------------------------------------------------------
 
     def _pause(self) -> None:
-        for size_gib in self._asked.sizes:
+        for size_gib in self._options.sizes:
             words = [str(TRAINING / "adamw.py"), str(size_gib * SHARE_WITHOUT_GRADIENTS), "made-there"]
             alone = self._alone(words, BASE_S)
             base = gaps_of(step_times(alone, 0.0))[10:]
@@ -145,20 +145,20 @@ class Bench:
             for mode, option, more in (("shadow", "--recover", {}), ("paused", f"--recover={SHORT_INTERVAL_S}", _OFF)):
                 self._require_time()
                 with self._job(alone, f"pause {size_gib} {mode}", words, option, **more) as job:
-                    figure = self._watched(job, self._asked.look_s)
+                    figure = self._watched(job, self._options.look_s)
                 self._keep("pause", {"size_gib": size_gib, "mode": mode, "alone_step_s": step_s, **figure})
 
     def _watched(self, job: ProtectedJob, look_s: float) -> dict[str, Any]:
         """What snapshots cost a training. The first two have to take memory from the node, and count by themselves."""
-        seen: dict[int, dict[str, Any]] = {}
+        costs: dict[int, dict[str, Any]] = {}
         watched_from, is_cold, pause = 0.0, True, threading.Event()
         began = time.monotonic()
         while time.monotonic() - began < MAX_LOOK_S + (WITHIN_S if is_cold else 0.0):
             recovery = job.recovery()
-            if recovery is not None and recovery.snapshots and recovery.snapshots not in seen:
+            if recovery is not None and recovery.snapshots and recovery.snapshots not in costs:
                 records = [slot for slot in recovery.slots if slot.step is not None]
                 size_bytes = max((slot.size_bytes or 0 for slot in records), default=0)
-                seen[recovery.snapshots] = {
+                costs[recovery.snapshots] = {
                     "cost_s": recovery.cost_s,
                     "interval_s": recovery.interval_s,
                     "size_bytes": size_bytes,
@@ -168,7 +168,7 @@ class Bench:
                     began = watched_from
             if recovery is not None and recovery.state == "unprotected":
                 raise WentWrongError(f"it is not protected: {recovery.why}")
-            is_enough = sum(number > 2 for number in seen) >= SNAPSHOTS
+            is_enough = sum(number > 2 for number in costs) >= SNAPSHOTS
             if watched_from and is_enough and time.monotonic() - watched_from > look_s:
                 break
             if not job.alive:
@@ -179,9 +179,9 @@ class Bench:
         gaps = gaps_of(step_times(job, watched_from))
         median = statistics.median(gaps)
         excess_s = sum(gap - median for gap in gaps if gap > 2 * median)
-        warm = [one["cost_s"] for number, one in seen.items() if number > 2 and one["cost_s"] is not None]
+        warm = [one["cost_s"] for number, one in costs.items() if number > 2 and one["cost_s"] is not None]
         return {
-            "snapshots": list(seen.values()),
+            "snapshots": list(costs.values()),
             "pause_s": statistics.median(warm) if warm else None,
             "max_pause_s": max(warm, default=None),
             "longest_gap_s": max(gaps),
@@ -194,12 +194,12 @@ class Bench:
     # -- kills ---------------------------------------------------------------------------------------------------------
 
     def _kill(self) -> None:
-        words = [str(TRAINING / "adamw.py"), str(self._asked.killed_gib), "made-there"]
+        words = [str(TRAINING / "adamw.py"), str(self._options.killed_gib), "made-there"]
         alone = self._alone(words)
         for ready in ("always", None):
             options = ["--recover=3s", *(["--ready", ready] if ready else [])]
             with self._job(alone, f"kill, ready {ready}", words, *options) as job:
-                for number in range(self._asked.kills):
+                for number in range(self._options.kills):
                     self._require_time()
                     self._keep("kill", {"ready": ready or "off", **self._kill_once(job, number, is_kept=bool(ready))})
 
@@ -253,14 +253,14 @@ class Bench:
 
     def _torchrun(self) -> None:
         folder = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="hegm-saved-")))
-        script, size = str(TRAINING / "saved.py"), str(self._asked.killed_gib)
+        script, size = str(TRAINING / "saved.py"), str(self._options.killed_gib)
         alone = self._alone([script, size, str(folder / "none"), "1e9"])
         environ = {**self.node.environ(), **self.node.begun_on("gpu0")[1], "PYTHONUNBUFFERED": "1"}
         del environ["HEGM_SOCKET"]
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--max-restarts", "9"]
         job = Losses([*launcher, script, size, str(folder / "saved.pt"), str(SAVE_EVERY_S)], environ)
         with contextlib.closing(job):
-            for _ in range(self._asked.kills):
+            for _ in range(self._options.kills):
                 self._require_time()
                 self._keep("torchrun", self._kill_under_torchrun(job))
             self._to_compare.append(("torchrun", job.steps(), alone))

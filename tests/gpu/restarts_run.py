@@ -201,8 +201,12 @@ def each_step(lines: Sequence[str]) -> list[str]:
 
 def wrong_order(lines: Sequence[str], wanted: Sequence[Sequence[str]]) -> str:
     """Return the difference between the GPUs that its processes have printed, in device order, and those wanted."""
-    seen = [line.split()[1:] for line in list(lines) if line.startswith("on ")]
-    return "" if seen == list(wanted) else f"its processes were on {seen}, and had to be on {list(wanted)}"
+    gpus_by_process = [line.split()[1:] for line in list(lines) if line.startswith("on ")]
+    return (
+        ""
+        if gpus_by_process == list(wanted)
+        else f"its processes were on {gpus_by_process}, and had to be on {list(wanted)}"
+    )
 
 
 def undisturbed(node: RestartNode, case: Case, place: str, steps: int) -> list[str]:
@@ -230,22 +234,22 @@ def differences(lines: Sequence[str], wanted: Sequence[str], case: Case) -> str:
     """What of these lines is not as it has to be, beside an undisturbed run's."""
     after, parted_at = "", len(lines)
     for number, (line, other) in enumerate(zip(lines, wanted, strict=False)):
-        told, due = line.split(), other.split()
-        if case.exact and told != due:
+        fields, due = line.split(), other.split()
+        if case.exact and fields != due:
             return f"step {number} said {line.strip()!r}, and undisturbed it is {other.strip()!r}"
-        if told[1] != str(number):
-            return f"step {told[1]} came where step {number} was due"
-        if after and told[3] != after:
-            return f"before step {number} it had {told[3]}, and {after} after the one before"
-        if told[5] != due[5]:
+        if fields[1] != str(number):
+            return f"step {fields[1]} came where step {number} was due"
+        if after and fields[3] != after:
+            return f"before step {number} it had {fields[3]}, and {after} after the one before"
+        if fields[5] != due[5]:
             return f"step {number} had another batch"
-        loss, close = float.fromhex(told[6]), float.fromhex(due[6])
+        loss, close = float.fromhex(fields[6]), float.fromhex(due[6])
         if loss != close:
             parted_at = min(parted_at, number)
         is_close = math.isclose(loss, close, rel_tol=case.tolerance, abs_tol=case.tolerance)
         if not is_close and number < parted_at + case.close_steps:
             return f"step {number} has the loss {loss:g}, and undisturbed {close:g}"
-        after = told[4]
+        after = fields[4]
     return "" if lines else "it printed nothing"
 
 

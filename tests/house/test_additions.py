@@ -77,8 +77,8 @@ DUMMY = CarrierRow("dummy", in_pool=True, rates=("host_out_bytes_per_s", "host_i
 def test_a_carrier_is_one_row_for_the_planner_and_for_what_is_measured() -> None:
     carriers = {DUMMY.name: DUMMY, **CARRIERS}
     candidate = a_process(an_agent())
-    asked, source, target = to("gpu1", carrier="dummy"), a_gpu("gpu0"), a_gpu("gpu1")
-    found = choose_as_asked(a_snapshot(candidate), asked, candidate, [source], [target], carriers)
+    request, source, target = to("gpu1", carrier="dummy"), a_gpu("gpu0"), a_gpu("gpu1")
+    found = choose_as_asked(a_snapshot(candidate), request, candidate, [source], [target], carriers)
     assert isinstance(found, Choice)
     assert (found.carrier, found.pool_bytes) == ("dummy", 32 * GIB)
     best = choose_as_asked(a_snapshot(candidate), to("gpu1"), candidate, [source], [target], carriers)

@@ -45,7 +45,7 @@ async def check_carrier(
     counts: list[int] = []
     out_bytes = await carrier.offload(subject, counts.append)
     _must(out_bytes == size_bytes, f"{size_bytes} bytes were to be taken out, and {out_bytes} were by its word")
-    _must_come_on(counts, size_bytes)
+    _must_increase(counts, size_bytes)
     held_bytes = carrier.held_bytes(subject)
     _must(held_bytes >= size_bytes, f"{size_bytes} bytes are out, and {held_bytes} are held")
     for _ in range(2):
@@ -106,15 +106,15 @@ async def _check_return(
 
     back_bytes = await carrier.reload(subject, counts.append, making)
     _must(back_bytes == size_bytes, f"{size_bytes} bytes were to come back, and {back_bytes} did by its word")
-    _must_come_on(counts, size_bytes)
+    _must_increase(counts, size_bytes)
     count = made() - before
     _must(count == inside, f"storages were made {count} times, {inside} of them where their room is seen to")
     _must(bool(count) is carries, f"storages were made {count} times")
 
 
-def _must_come_on(told: list[int], size_bytes: int) -> None:
-    _must(told == sorted(told), f"what is told of how it comes on goes up: {told}")
-    _must(all(0 <= so_far <= size_bytes for so_far in told), f"more than {size_bytes} bytes were told of: {told}")
+def _must_increase(reports: list[int], size_bytes: int) -> None:
+    _must(reports == sorted(reports), f"what is told of how it comes on goes up: {reports}")
+    _must(all(0 <= so_far <= size_bytes for so_far in reports), f"more than {size_bytes} bytes were told of: {reports}")
 
 
 def _must(holds: bool, what: str) -> None:

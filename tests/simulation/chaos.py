@@ -54,10 +54,10 @@ def _kind(violation: str) -> str:
 
 def _report(broken: list[tuple[int, str, str]]) -> Iterator[str]:
     kinds = Counter(_kind(violation) for _, violation, _ in broken)
-    told: set[str] = set()
+    reported_kinds: set[str] = set()
     for seed, violation, story in sorted(broken):
-        if _kind(violation) not in told:
-            told.add(_kind(violation))
+        if _kind(violation) not in reported_kinds:
+            reported_kinds.add(_kind(violation))
             yield f"\n{story}\n"
             yield f"{kinds[_kind(violation)]} seeds such as {seed}: {violation}"
 

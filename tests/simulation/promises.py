@@ -43,8 +43,8 @@ def _check_process(daemon: Daemon, process: Process, claimed_by: str | None) -> 
         raise Violation(f"{name} is on {process.gpu} without room that is its own")
     if process.ruined or (process.pid, START_TICKS) in node.noted:  # who is to let go of it is on disk
         return
-    stands = process.parked or process.asked_at is not None or process.driver != RUNNING
-    if stands and claimed_by is None and name not in node.unclaimed:
+    is_stopped = process.parked or process.asked_at is not None or process.driver != RUNNING
+    if is_stopped and claimed_by is None and name not in node.unclaimed:
         raise Violation(f"{name} stands, and no operation has it that would bring it back")
 
 

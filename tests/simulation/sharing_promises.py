@@ -297,10 +297,10 @@ class _PromiseCheck:
 
     def _told(self) -> Iterator[str]:
         """Everyone who waits is told once what for, and no later instant than the next one is missed."""
-        told = sorted(waiting.subject for waiting in self.decision.waiting)
+        explained = sorted(waiting.subject for waiting in self.decision.waiting)
         waits = sorted(party.id for party in self.parties.values() if party.state in (QUEUED, SUSPENDED, PENDING))
-        if told != waits:
-            yield f"{waits} wait, and {told} are told"
+        if explained != waits:
+            yield f"{waits} wait, and {explained} are told"
         if self.decision.again_at_s is not None and self.decision.again_at_s <= self.now:
             yield f"decide again at {self.decision.again_at_s}, which has passed"
         for waiting in self.decision.waiting:

@@ -73,11 +73,11 @@ class _Point:
     """Counts the points of a quiet life, and has its daemon killed at one of them."""
 
     def __init__(self, at: int = -1) -> None:
-        self.at, self.seen = at, 0
+        self.at, self.calls = at, 0
 
     def count(self, _daemon: Daemon, _point: str) -> bool:
-        self.seen += 1
-        return self.seen - 1 == self.at
+        self.calls += 1
+        return self.calls - 1 == self.at
 
 
 # Every eighth point of the first life, every third of each, and all points of each.
@@ -91,7 +91,7 @@ def test_a_daemon_that_is_killed_at_any_point_of_a_quiet_life_breaks_no_promise(
     for odds in (QUIET, {**QUIET, "grab": 1.0}):
         quiet = _Point()
         assert live_kept(seed, odds=odds, points=quiet.count).violation is None
-        for at in range(0, quiet.seen, every):
+        for at in range(0, quiet.calls, every):
             life = live_kept(seed, odds=odds, points=_Point(at).count)
             assert life.daemon.crashes == 1
             assert life.violation is None, f"killed at point {at}\n{life}"

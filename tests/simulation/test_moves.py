@@ -135,13 +135,13 @@ class Point:
 
     def __init__(self, at: int = -1) -> None:
         self.at = at
-        self.seen: list[str] = []
+        self.calls: list[str] = []
         self.phases: set[str] = set()
 
     def count(self, daemon: Daemon, point: str) -> bool:
-        self.seen.append(point)
+        self.calls.append(point)
         self.phases.update(op.phase for op in daemon.live_ops())
-        return len(self.seen) - 1 == self.at
+        return len(self.calls) - 1 == self.at
 
     def cancel(self, daemon: Daemon, point: str) -> bool:
         if self.count(daemon, point):
@@ -164,7 +164,7 @@ def test_the_quiet_lives_have_every_phase_and_come_to_every_point_at_which_a_dae
     # last one has. No quiet life is one of a job that is only made to stand; those of the seeds are.
     tags = Effect.register.keys() - {"await-successor", "inspect", "withdraw", "hold", "scrap"} - RANK_EFFECTS
     points = {f"{when} {tag}" for tag in tags for when in ("before", "after")} | {"begun", "unwritten", "written"}
-    assert {point for life in lives for point in life.seen} >= points
+    assert {point for life in lives for point in life.calls} >= points
     assert {phase for life in lives for phase in life.phases} >= set(machine.PHASES) - {
         "readying",
         "settling",
@@ -178,7 +178,7 @@ def test_the_quiet_lives_have_every_phase_and_come_to_every_point_at_which_a_dae
 @pytest.mark.parametrize("seed", quick_first(QUIET_SEEDS, QUICK_SEEDS, most=3))
 def test_a_daemon_that_is_killed_at_any_point_of_a_quiet_life_breaks_no_promise(seed: int) -> None:
     """Before and after every record and every effect, one after the other; nothing is left to chance."""
-    for at, what in enumerate(_quiet(seed).seen):
+    for at, what in enumerate(_quiet(seed).calls):
         life = live(seed, odds=QUIET, points=Point(at).count)
         assert life.daemon.crashes == 1
         assert life.violation is None, f"killed at {what}, point {at}\n{life}"
@@ -187,7 +187,7 @@ def test_a_daemon_that_is_killed_at_any_point_of_a_quiet_life_breaks_no_promise(
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", [4, 11])
 def test_a_daemon_that_is_killed_again_while_it_recovers_breaks_no_promise(seed: int) -> None:
-    for at in range(0, len(_quiet(seed).seen), 4):
+    for at in range(0, len(_quiet(seed).calls), 4):
         for later in (1, 2, 3, 5, 8):
             first, second = Point(at), Point(at + later)
 
@@ -201,7 +201,7 @@ def test_a_daemon_that_is_killed_again_while_it_recovers_breaks_no_promise(seed:
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", quick_first(QUIET_SEEDS, QUICK_SEEDS, most=3))
 def test_an_operation_that_is_cancelled_at_any_point_breaks_no_promise(seed: int) -> None:
-    for at, what in enumerate(_quiet(seed).seen):
+    for at, what in enumerate(_quiet(seed).calls):
         life = live(seed, odds=QUIET, points=Point(at).cancel)
         assert life.violation is None, f"cancelled at {what}, point {at}\n{life}"
 

@@ -90,11 +90,11 @@ class _Point:
     """Counts the points of a quiet life, and has its daemon killed at one of them."""
 
     def __init__(self, at: int = -1) -> None:
-        self.at, self.seen = at, 0
+        self.at, self.calls = at, 0
 
     def count(self, _daemon: Daemon, _point: str) -> bool:
-        self.seen += 1
-        return self.seen - 1 == self.at
+        self.calls += 1
+        return self.calls - 1 == self.at
 
 
 def _either(one: _Point, other: _Point, daemon: Daemon, point: str) -> bool:
@@ -118,7 +118,7 @@ def test_a_daemon_that_is_killed_at_any_point_of_a_quiet_move_of_ranks_breaks_no
     life = live_ranks(seed, odds=QUIET, points=quiet.count)
     assert life.violation is None, str(life)
     assert [op.phase for op in life.daemon.ops.values()] == ["done"]
-    for at in points[: len(range(points.start, quiet.seen, points.step))]:
+    for at in points[: len(range(points.start, quiet.calls, points.step))]:
         for later in (0, 3) if at % 3 == 0 else (0,):
             first, second = _Point(at), _Point(at + later)
             life = live_ranks(seed, odds=QUIET, points=partial(_either, first, second))

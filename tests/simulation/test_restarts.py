@@ -73,11 +73,11 @@ class _Point:
     """Counts the points of a quiet life, and has its daemon killed at one of them."""
 
     def __init__(self, at: int = -1) -> None:
-        self.at, self.seen = at, 0
+        self.at, self.calls = at, 0
 
     def count(self, _daemon: Daemon, _point: str) -> bool:
-        self.seen += 1
-        return self.seen - 1 == self.at
+        self.calls += 1
+        return self.calls - 1 == self.at
 
 
 def _either(one: _Point, other: _Point, daemon: Daemon, point: str) -> bool:
@@ -91,7 +91,7 @@ def test_a_daemon_that_is_killed_at_any_point_of_a_quiet_restart_breaks_no_promi
     life = live_restarts(seed, odds=QUIET, points=quiet.count)
     assert life.violation is None, str(life)
     assert [op.phase for op in life.daemon.ops.values()] == ["done"]
-    for at in range(quiet.seen):
+    for at in range(quiet.calls):
         for later in (0, 3):
             first, second = _Point(at), _Point(at + later)
             life = live_restarts(seed, odds=QUIET, points=partial(_either, first, second))

@@ -150,8 +150,8 @@ def test_every_command_is_one_of_ours_and_its_variables_are_known(
         assert container["securityContext"]["privileged"] is False
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         if probe in container:
-            asked, *rest = container[probe]["exec"]["command"]
-            assert asked == "hegmctl"
+            executable, *rest = container[probe]["exec"]["command"]
+            assert executable == "hegmctl"
             parsed = parse(rest)
             assert parsed.row is not None
             limit_s = parsed.seconds("timeout")

@@ -139,9 +139,9 @@ def test_sigint_to_a_whole_run_left_processes_behind(workers: str, tmp_path: Pat
     test.write_text(LAUNCHES.format(fifo=fifo))
     words = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "-c", "pyproject.toml"]
     own = {"cwd": ROOT, "start_new_session": True}
-    with _marked([*words, "-n", workers, str(test)], None, **own) as run, fifo.open() as told:
-        assert told.readline() == "runs\n"
+    with _marked([*words, "-n", workers, str(test)], None, **own) as run, fifo.open() as messages:
+        assert messages.readline() == "runs\n"
         os.killpg(run.pid, signal.SIGINT)
         output, _ = run.communicate(timeout=HANG_S)
         assert run.returncode != 0, output
-        assert told.read() == ""  # the last process that could write there is gone
+        assert messages.read() == ""  # the last process that could write there is gone

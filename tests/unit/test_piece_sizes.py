@@ -76,8 +76,8 @@ async def test_an_image_of_a_job_that_had_another_size_before_its_boundary_was_r
     assert as_earlier_builds or written_bytes == whole_size(size_bytes)
     image = _image(tmp_path / "image", size_bytes, memory, written_bytes, carrier)
     there = opened(keep_in(tmp_path / "there"))
-    (told,) = image.manifest.workers
-    await _reviving(tmp_path, there)._read(image, "4711.0", key, told, ignore)
+    (saved_worker,) = image.manifest.workers
+    await _reviving(tmp_path, there)._read(image, "4711.0", key, saved_worker, ignore)
     back = there.memory(key)
     assert os.pread(back.fd, size_bytes, 0) == data
     assert there.held_for(key) >= size_bytes

@@ -274,8 +274,8 @@ def outcome(situation: Play, finding: Finding) -> tuple[str, str]:
     inspect = play.effects.pop(0)
     ends: dict[str, Any] = {"effect": inspect.number, "worker": NAME}
     if finding.event == "busy":
-        seen: dict[str, Any] = {**play.facts(), "busy": True}
-        play.feed(events.Inspected(**ends, **seen))
+        facts: dict[str, Any] = {**play.facts(), "busy": True}
+        play.feed(events.Inspected(**ends, **facts))
         return "—", "it is inspected again when that has ended"
     if finding.event == "away":
         play.feed(events.Failed(**ends, fault=events.DISCONNECTED, message="it is not there", hint="wait"))

@@ -112,25 +112,25 @@ class Program:
         return "pong"
 
     def digest(self) -> str:
-        seen = hashlib.blake2b()  # twice as fast as SHA-256
+        content = hashlib.blake2b()  # twice as fast as SHA-256
         buffer = ctypes.create_string_buffer(MIB)
         for piece, size_mib in zip(self.pieces, self.sizes_mib):  # noqa: B905 - runs on Python 3.9 too
             for index in range(size_mib):
                 call("cuMemcpyDtoH_v2", buffer, piece + index * MIB, MIB)
                 if libc.memcmp(buffer, EMPTY, MIB):
-                    seen.update(b"1")
-                    seen.update(buffer)
-                else:  # at a tenth of what it costs to hash it
-                    seen.update(b"0")
-        return f"digest {seen.hexdigest()}"
+                    content.update(b"1")
+                    content.update(buffer)
+                else:  # ten times as fast as hashing it
+                    content.update(b"0")
+        return f"digest {content.hexdigest()}"
 
     def fill(self) -> str:
         for number, piece in enumerate(self.pieces):
             pattern = random.Random(number).randbytes(2 * MIB)
             size_mib = self.sizes_mib[number]
             for index in range(size_mib):
-                told = size_mib <= LARGE_MIB or index % 8 == 0 or index == size_mib - 1
-                part = pattern[index % MIB : index % MIB + MIB] if told else EMPTY
+                is_random = size_mib <= LARGE_MIB or index % 8 == 0 or index == size_mib - 1
+                part = pattern[index % MIB : index % MIB + MIB] if is_random else EMPTY
                 call("cuMemcpyHtoD_v2", piece + index * MIB, part, MIB)
         return "filled"
 
@@ -193,15 +193,15 @@ class Program:
         return " ".join(["parted", *map(str, self.between("cuCtxDisablePeerAccess"))])
 
     def across(self) -> str:
-        seen, sent = ctypes.create_string_buffer(MIB), ctypes.create_string_buffer(MIB)
+        received, sent = ctypes.create_string_buffer(MIB), ctypes.create_string_buffer(MIB)
         call("cuMemcpyDtoH_v2", sent, self.pieces[0], MIB)
         for context in self.contexts[1:]:
             call("cuCtxSetCurrent", context)
             there = self.allocate(MIB)
             call("cuMemcpyPeer", there, context, self.pieces[0], self.contexts[0], MIB)
-            call("cuMemcpyDtoH_v2", seen, there, MIB)
+            call("cuMemcpyDtoH_v2", received, there, MIB)
             call("cuMemFree_v2", there)
-            if seen.raw != sent.raw:
+            if received.raw != sent.raw:
                 sys.exit("what went from GPU to GPU came as something else")
         call("cuCtxSetCurrent", self.contexts[0])
         return "crossed"

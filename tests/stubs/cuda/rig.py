@@ -46,10 +46,10 @@ class Program:
         return self.must_hear(line)
 
     def must_hear(self, after: str) -> str:
-        heard = self.hears(ANSWERS_WITHIN_S)
-        if heard is None:
+        answer = self.hears(ANSWERS_WITHIN_S)
+        if answer is None:
             raise RuntimeError(f"the program {self.pid} did not answer {after!r}; it ended with {self._process.poll()}")
-        return heard
+        return answer
 
     def tell(self, line: str) -> None:
         assert self._process.stdin is not None

@@ -233,14 +233,14 @@ class _ScriptThread:
         except BaseException as error:  # noqa: BLE001 - told to the test
             self.raised.append(error)
 
-    def stands(self) -> bool:
+    def is_parked(self) -> bool:
         reasons = busy_threads(self.gate.parked_threads, frozenset())
         return self.gate.parked and f"thread {self.thread.name} has not stopped" not in list(reasons)
 
     def come_to_a_stand(self) -> None:
         self.go_on.set()
         deadline = monotonic() + PATIENCE_S
-        while not self.stands():
+        while not self.is_parked():
             assert monotonic() < deadline
 
     def let_go(self) -> None:
@@ -253,7 +253,7 @@ def test_a_thread_about_to_park_does_not_count_as_parked() -> None:
     """A signal's handler could still run in it, and would have found the storages gone."""
     script = _ScriptThread()
     assert script.gate.parked
-    assert not script.stands()
+    assert not script.is_parked()
     script.come_to_a_stand()
     script.let_go()
     assert not script.raised

@@ -115,13 +115,13 @@ class Rest:
 
     def __init__(self) -> None:
         self.finish = threading.Event()
-        self.looks = threading.Event()
+        self.waited = threading.Event()
 
     def write(self, fd: int, is_over: Callable[[], bool]) -> None:
         while not self.finish.wait(PAUSE_S):
             if is_over():
                 raise CopyStopped
-            self.looks.set()
+            self.waited.set()
         os.pwrite(fd, b"rest", 0)
 
 
@@ -135,10 +135,10 @@ def slot() -> Iterator[int]:
 
 def _fetch(rank: _Rank, slot: int) -> Rest:
     """The training continues, and the rest of its snapshot is being written."""
-    rest, told = Rest(), {"size_bytes": 4, "parked_s": 0.5, "begin_anew": ()}
+    rest, reply = Rest(), {"size_bytes": 4, "parked_s": 0.5, "begin_anew": ()}
     fetching = SnapshotFetch(os.dup(slot), END, cast("Any", rest), RECORD)
-    rank.orders.snapshots.fetch(fetching, 7, told)
-    assert rest.looks.wait(HANG_S)
+    rank.orders.snapshots.fetch(fetching, 7, reply)
+    assert rest.waited.wait(HANG_S)
     return rest
 
 

@@ -26,8 +26,8 @@ async def linked(*how: str, start_within_s: float = SOON_S, idle_after_s: float 
         tasks.cancel_scope.cancel()
 
 
-async def ask(link: Link, op: str, /, *, told: ProgressLog | None = None, **args: object) -> dict[str, Any]:
-    answer = await link.call(op, args, deadline_s=SOON_S, on_progress=told)
+async def ask(link: Link, op: str, /, *, on_progress: ProgressLog | None = None, **args: object) -> dict[str, Any]:
+    answer = await link.call(op, args, deadline_s=SOON_S, on_progress=on_progress)
     answer.fds.close()
     return answer.values
 

@@ -21,7 +21,7 @@ async def test_it_starts_on_the_first_call_and_serves_callers_concurrently() -> 
         assert link.pid is None
         progress = ProgressLog()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: ask(link, "wait", told=progress))
+            tasks.start_soon(lambda: ask(link, "wait", on_progress=progress))
             await progress.first.wait()
             pid = link.pid
             assert await ask(link, "ping", n=1) == {"pong": {"n": 1}}, "while another request is under way"
@@ -150,7 +150,7 @@ async def test_a_long_call_does_not_count_as_idle() -> None:
     async with linked("well", idle_after_s=0.1) as link:
         progress = ProgressLog()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: ask(link, "wait", told=progress))
+            tasks.start_soon(lambda: ask(link, "wait", on_progress=progress))
             await progress.first.wait()
             with anyio.move_on_after(0.5):
                 await anyio.sleep_forever()

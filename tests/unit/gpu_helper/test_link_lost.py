@@ -78,15 +78,15 @@ def test_a_helper_reports_its_current_calls_while_they_hang() -> None:
         theirs.close()
         channel = Channel(ours)
 
-        def heard() -> dict[str, Any]:
+        def next_message() -> dict[str, Any]:
             came = channel.receive()
             assert came is not None
             return came[0]
 
-        assert heard()["hello"]["beat_s"] == 0.02
+        assert next_message()["hello"]["beat_s"] == 0.02
         ours.sendall(packed({"id": 7, "op": "hang", "args": {}, "fds": 0}))
-        assert heard()["id"] == 7, "its own word comes first"
-        (first,), (later,) = heard()["beat"], heard()["beat"]
+        assert next_message()["id"] == 7, "its own word comes first"
+        (first,), (later,) = next_message()["beat"], next_message()["beat"]
         assert first[0] == later[0] == 7
         assert later[1] > first[1]
         helper.kill()
@@ -156,7 +156,7 @@ async def test_the_descriptors_of_an_unawaited_answer_are_closed() -> None:
         progress = ProgressLog()
         before = len(os.listdir("/proc/self/fd"))
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: ask(link, "wait", told=progress))
+            tasks.start_soon(lambda: ask(link, "wait", on_progress=progress))
             await progress.first.wait()
             before = len(os.listdir("/proc/self/fd"))
             tasks.cancel_scope.cancel()

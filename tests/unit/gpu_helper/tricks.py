@@ -128,8 +128,8 @@ def make_ready() -> tuple[Mapping[str, Handler], Callable[[], int], Mapping[str,
         raise RuntimeError("no libcuda.so.1 anywhere")
     if how == "deaf":
         threading.Event().wait()
-    told: dict[str, object] = {"driver_version": 13000}
-    return TABLE, lambda: len(held), {**told, "beat_s": 0.02} if how == "brisk" else told
+    greeting: dict[str, object] = {"driver_version": 13000}
+    return TABLE, lambda: len(held), {**greeting, "beat_s": 0.02} if how == "brisk" else greeting
 
 
 if __name__ == "__main__":

@@ -165,19 +165,19 @@ def test_a_starting_worker_is_asked_once_its_agent_is_connected(tmp_path: Path) 
     begins = f"print('ready', flush=True); input(); {leaves_lock(tmp_path, os.getpid())}"
     with child(f"{begins}; print('begun', flush=True)") as worker:
         workers.register(tmp_path, os.getpid(), worker.pid)
-        looks: list[bool] = []
+        checks: list[bool] = []
 
         def survives(pid: int) -> bool:
-            looks.append(workers.survives_request(pid))
-            if len(looks) == 1:
+            checks.append(workers.survives_request(pid))
+            if len(checks) == 1:
                 assert worker.stdin is not None
                 worker.stdin.write("\n")
                 worker.stdin.flush()
-            return looks[-1]
+            return checks[-1]
 
         controller = control(tmp_path, survives_request=survives)
         assert controller.checkpoint([worker.pid]) == {worker.pid: "checkpoint-ready"}
-        assert looks[0] is False
+        assert checks[0] is False
 
 
 def test_a_worker_that_exits_before_its_agent_connects_is_not_a_process(tmp_path: Path) -> None:

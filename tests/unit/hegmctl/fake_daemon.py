@@ -1,8 +1,8 @@
 """A daemon for the tests of the client: the real protocol over a real socket in a thread, with prepared answers.
 
-It answers by the same `ServerConnection` as hegmd, so that a test of the client is also one of both ends joined. What
-it answers is a table of functions; what it was asked is kept. It can be told to misbehave: to hang up, to say raw
-bytes, to stay silent.
+It uses hegmd's own `ServerConnection`, so a test of the client is also a test of both ends together. A table of
+functions has the answers; the daemon keeps all requests. A test can make it misbehave: hang up, send raw bytes, or
+stay silent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WAIT_S = HANG_S
 
 
 class Caller:
-    """One connection, as the answering functions see it."""
+    """One connection, as the answer functions see it."""
 
     def __init__(self, daemon: FakeDaemon, connection: socket.socket) -> None:
         self.daemon = daemon
@@ -43,7 +43,7 @@ class Caller:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         with self.sending:
             sent = self.socket.sendmsg([data], rights)
-            if sent < len(data):  # to send nothing to somebody who left is an error as well
+            if sent < len(data):  # sending to a client that has left is an error too
                 self.socket.sendall(data[sent:])
 
     def event(self, request_id: int, event: Record) -> None:
@@ -57,7 +57,7 @@ class Caller:
         self.send(self.protocol.reply(request_id, reply, len(fds)), fds)
 
 
-# None leaves the request unanswered, for the test to answer or not.
+# None leaves the request unanswered; the test can answer it later.
 Answerer = Callable[[Caller, IncomingRequest], Record | None]
 
 
@@ -105,7 +105,7 @@ class FakeDaemon:
                 caller.socket.shutdown(socket.SHUT_RDWR)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until something that was asked, or somebody who came or left, makes it true."""
+        """Wait until a request, a new connection or a disconnection makes the condition true."""
         with self.news:
             if not self.news.wait_for(condition, WAIT_S):
                 raise AssertionError(f"waited in vain; asked so far: {self.requests}")
@@ -183,7 +183,7 @@ def unanswered(_caller: Caller, _asked: IncomingRequest) -> None:
 
 
 def registering(_caller: Caller, request: IncomingRequest) -> m.JobRegistered:
-    """What `hegmctl run` is told of its job."""
+    """The registration reply that `hegmctl run` gets for its job."""
     assert isinstance(request.request, m.RegisterJob)
     return m.JobRegistered(id="j1", name=request.request.name or "job")
 

@@ -1,10 +1,9 @@
 """hegmctl without the start of a Python: forked from one that has imported all of it, `python forking.py FD`.
 
-Half of what a short command costs is the start of its Python. A forked one has its own arguments, environment, folder
-and outputs, and ends as a started one does. How hegmctl starts, and what it imports for a command, is seen in tests
-that start it.
+The start of Python is half of the time of a short command. A fork has its own arguments, environment, folder and
+outputs, and exits like a started process. Other tests start hegmctl to check its start and its imports.
 
-Owns that Python, one for each process that runs tests, for as long as the fixture in conftest.py is there.
+Owns that Python, one for each process that runs tests, for as long as the fixture in conftest.py exists.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ CONFIG = m.ConfigReply(
 
 
 def answers(welcome: m.Welcome = WELCOME) -> dict[type[m.Request], Answerer]:
-    """What a healthy daemon answers; a test puts its own in place of some."""
+    """Return the answers of a healthy daemon, with those of the test in place of some."""
 
     def check_all(caller: Caller, request: IncomingRequest) -> m.DoctorReply:
         for check in CHECKS:

@@ -16,7 +16,7 @@ from tests.unit.hegmctl.forking import forking_for
 
 NOBODY = 65_534
 ROOT = Path(__file__).resolve().parents[3]
-# What `hegmctl run` sets for NCCL.
+# The variables that `hegmctl run` sets for NCCL.
 NCCL = ("NCCL_NVLS_ENABLE", "NCCL_CUMEM_HOST_ENABLE")
 # Compiled once for all the runs of a session, wherever the tree's own caches are switched off.
 _CACHE = Path(tempfile.gettempdir()) / f"hegmctl-tests-{os.getuid()}"
@@ -37,7 +37,7 @@ def command(*words: str) -> list[str]:
 
 
 def as_nobody(*argv: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run a program as the user nobody, in no group of ours. Skips where that cannot work."""
+    """Run a program as the user nobody, without any group. Skip the test if that is not possible."""
     if os.geteuid() != 0:
         pytest.skip("only root can become somebody else")
 
@@ -68,7 +68,7 @@ def as_nobody(*argv: str, environ: dict[str, str]) -> subprocess.CompletedProces
 def hegmctl(
     *words: str, socket: Path | str | None = None, environ: dict[str, str] | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run it to its end, with both outputs where nobody sees them."""
+    """Run hegmctl until it exits. Both outputs are pipes."""
     whole = environment(socket, **(environ or {}))
     forking = forking_for(whole)
     if forking is not None:

@@ -45,7 +45,7 @@ class Picture:
 
     @property
     def lines(self) -> list[str]:
-        """What stands on the screen now."""
+        """Return the current lines of the screen."""
         return self._buffers[self.second]
 
     def feed(self, text: str) -> None:
@@ -142,7 +142,7 @@ class Terminal:
             os.kill(self.process.pid, 28)
 
     def type(self, text: str) -> None:
-        """What a person types; it reaches whoever reads, and is echoed."""
+        """Type text as a person does. The reader gets it, and the terminal echoes it."""
         os.write(self._master, text.encode())
 
     def until(self, condition: Callable[[list[str]], bool]) -> list[str]:
@@ -167,7 +167,7 @@ class Terminal:
     def _take(self) -> bool:
         try:
             data = os.read(self._master, 65_536)
-        except OSError:  # which is how the end of a pty is told
+        except OSError:  # a read error reports the end of a pty
             return False
         self.picture.feed(data.decode())
         return bool(data)

@@ -1,4 +1,4 @@
-"""Who is ended for training without the agent, and who is left be, by real processes with a file of PyTorch's name."""
+"""Which processes are ended because they train without the agent, with real processes and a file of PyTorch's name."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def probes(torch: str) -> tuple[str, ...]:
 def test_a_look_at_pytorch_by_a_script_that_was_on_its_way_had_all_of_it_ended(
     torch: str, tmp_path: Path, by: str, has_agent: bool, hands_on: bool, is_spared: bool
 ) -> None:
-    """As of `subprocess.run([sys.executable, "-I", "-c", "import torch"])` before its first loader."""
+    """A process like `subprocess.run([sys.executable, "-I", "-c", "import torch"])` before its first loader."""
     words = {"training": probes(torch), "wrapper": WRAPS, "shell": ("sh", "-c", '"$@"; true', "sh")}[by]
     path = INJECT if has_agent else "/mine"
     with (tmp_path / "right").open("w") as right:

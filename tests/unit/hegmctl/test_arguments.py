@@ -1,4 +1,4 @@
-"""How a command line is read, and what somebody is told who mistyped."""
+"""How hegmctl reads a command line, and its messages for mistyped words."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_an_option_that_repeats_keeps_all_values_and_another_the_last() -> None:
 
 def test_arguments_after_two_dashes_are_passed_on_unchanged() -> None:
     for dashes in (["--"], []):
-        told = parse(["simulate", "hold", "gpu0", "2GiB", *dashes, "python3", "--json", "--", "-x"])
-        assert (told.tail, told.flag("json")) == (("python3", "--json", "--", "-x"), False)
+        parsed = parse(["simulate", "hold", "gpu0", "2GiB", *dashes, "python3", "--json", "--", "-x"])
+        assert (parsed.tail, parsed.flag("json")) == (("python3", "--json", "--", "-x"), False)
     arguments = parse(["simulate", "hold", "gpu0", "2GiB", "--", "python3", "--json", "--", "-x"])
     assert arguments.row is COMMANDS["simulate hold"]
     assert arguments.required("GPU") == "gpu0"
@@ -73,7 +73,7 @@ def test_arguments_after_two_dashes_are_passed_on_unchanged() -> None:
 
 
 def test_the_path_of_a_socket_need_not_be_utf8() -> None:
-    """What Python could not read as UTF-8 is refused where it would go into a frame, and a path never does."""
+    """A frame cannot carry text that is not UTF-8, so hegmctl refuses it. A path of a socket is in no frame."""
     assert parse(["gpus", "--socket", "/tmp/\udcff"]).text("socket") == "/tmp/\udcff"
 
 

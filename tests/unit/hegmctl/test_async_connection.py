@@ -61,13 +61,13 @@ async def test_every_operation_asks_for_its_own(daemon: FakeDaemon) -> None:
 
 
 async def test_several_requests_are_under_way_at_once(daemon: FakeDaemon) -> None:
-    """The first is answered last; had each waited for the one before, nobody would get anything."""
+    """The daemon answers the first request last. If requests waited for each other, none would get an answer."""
     kept: list[tuple[Caller, IncomingRequest]] = []
-    daemon.answers[m.Gpus] = lambda caller, asked: kept.append((caller, asked))
+    daemon.answers[m.Gpus] = lambda caller, request: kept.append((caller, request))
 
     def answer(_caller: Caller, _asked: IncomingRequest) -> m.Pong:
-        for caller, asked in kept:
-            caller.reply(asked.id, node.GPUS)
+        for caller, request in kept:
+            caller.reply(request.id, node.GPUS)
         return m.Pong()
 
     daemon.answers[m.Ping] = answer
@@ -109,11 +109,11 @@ async def test_followed_events_come_as_they_happen_until_the_reader_leaves(daemo
     daemon.answers[m.Events] = remembering(node.EVENTS, then=followers.append)
     async with connect_async(str(daemon.path)) as hegmd:
         events = hegmd.events(follow=True, kinds=["gpu"])
-        seen = [await anext(events), await anext(events)]
+        received = [await anext(events), await anext(events)]
         await anyio.to_thread.run_sync(daemon.wait_for, m.Events)
         followers[0].event(2, node.EVENTS[1].replace(seq=3))
-        seen.append(await anext(events))
-        assert [event.seq for event in seen] == [1, 2, 3]
+        received.append(await anext(events))
+        assert [event.seq for event in received] == [1, 2, 3]
         await events.aclose()
         assert await hegmd.ping() == m.Pong()
     assert daemon.wait_for(m.Events) == m.Events(follow=True, kinds=("gpu",))
@@ -147,7 +147,7 @@ async def test_a_reader_that_takes_nothing_loses_its_stream_and_not_the_connecti
         await anyio.to_thread.run_sync(daemon.wait_for, m.Cancel)
         assert await hegmd.ping() == m.Pong()
         with pytest.raises(HegmError, match="were not read in time") as raised:
-            async for _event in events:  # what was said before can still be taken
+            async for _event in events:  # messages from before the end can still be read
                 pass
         assert raised.value.code is BUSY
 

@@ -1,4 +1,7 @@
-"""What `hegmctl attach` does around the arrival of the agent: whom it attaches to, and what it leaves behind."""
+"""What `hegmctl attach` does before and after the agent arrives:
+
+which processes it attaches to, and what it cleans up.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ def test_without_a_pid_or_with_no_name_for_a_job_nothing_is_attached_to() -> Non
 
 
 class Python:
-    """Stands for the target's runtime, which has or has not taken the request when it is withdrawn."""
+    """The target's runtime, which has or has not taken the request when hegmctl withdraws it."""
 
     def __init__(self, folder: Folder, *, was_taken: bool, rights_taken: bool) -> None:
         self._folder, self._was_taken, self._rights_taken = folder, was_taken, rights_taken
@@ -96,7 +99,7 @@ def folder() -> Iterator[Folder]:
 def test_an_interrupted_request_is_withdrawn_or_keeps_its_folder(
     folder: Folder, was_taken: bool, rights_taken: bool, is_left: bool
 ) -> None:
-    """Another user could make a removed folder again, and have the target run a script of theirs."""
+    """Another user could create a removed folder again and make the target run a script."""
     pidfd = os.pidfd_open(os.getpid())
     python: Any = Python(folder, was_taken=was_taken, rights_taken=rights_taken)
     try:
@@ -167,5 +170,5 @@ def test_a_page_that_cannot_be_read_does_not_hide_the_runtime(tmp_path: Path) ->
     path.write_bytes(bytes(mmap.PAGESIZE))
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), mmap.PAGESIZE):
         file.truncate(0)
-        with suppress(NoPython):  # of an older Python than 3.14
+        with suppress(NoPython):  # from a Python older than 3.14
             RemotePython(os.getpid()).close()

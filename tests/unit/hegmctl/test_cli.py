@@ -245,7 +245,7 @@ class Running:
         return line.decode().rstrip("\n")
 
     def end(self, number: int | None = None) -> tuple[int, str, str]:
-        """Its exit status and what else it said, after a signal if one is given."""
+        """Return the exit status and the rest of the output, after a signal if one is given."""
         if number is not None:
             self.process.send_signal(number)
         status = self.process.wait(120)

@@ -26,7 +26,7 @@ COMMANDS |= {"checkpoint", "restore", "quiesce", "offload", "handoff", "attach",
 COMMANDS |= {"make-room", "release", "queue", "priority", "recovery"}
 GLOBALS = {"--socket", "--json", "-q", "--quiet", "--color", "--no-color", "--timeout", "-h", "--help", "--version"}
 
-# What is on the line, word by word as bash takes it apart, and what is offered for the last word.
+# The line, split into words as bash does it, and the completions of the last word.
 CASES: list[tuple[list[str], set[str]]] = [
     ([""], COMMANDS),
     (["ver"], {"version"}),

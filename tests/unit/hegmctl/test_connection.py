@@ -112,7 +112,7 @@ def test_two_streams_do_not_take_each_others_events(hegmd: Connection) -> None:
 
 def test_a_late_answer_is_not_matched_to_another_request(hegmd: Connection, daemon: FakeDaemon) -> None:
     late: list[tuple[Caller, IncomingRequest]] = []
-    daemon.answers[m.Gpus] = lambda caller, asked: late.append((caller, asked))
+    daemon.answers[m.Gpus] = lambda caller, request: late.append((caller, request))
     hegmd.timeout_s = 0.05
     with pytest.raises(HegmError, match=r"no answer to gpus within 0.05 s") as raised:
         hegmd.gpus()
@@ -168,7 +168,7 @@ def test_descriptors_are_sent_with_a_request(hegmd: Connection, daemon: FakeDaem
 
 
 def test_announced_descriptors_that_do_not_come_break_the_connection(hegmd: Connection, daemon: FakeDaemon) -> None:
-    daemon.answers[m.Ping] = lambda caller, asked: caller.send(caller.protocol.reply(asked.id, m.Pong(), 2))
+    daemon.answers[m.Ping] = lambda caller, request: caller.send(caller.protocol.reply(request.id, m.Pong(), 2))
     with pytest.raises(HegmError, match="2 descriptors were announced") as raised:
         hegmd.ping()
     assert raised.value.code is INCOMPATIBLE

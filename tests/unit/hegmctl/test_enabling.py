@@ -59,7 +59,7 @@ def _packages(environment: Path) -> Path:
 
 @pytest.fixture
 def made(environment: Path) -> Iterator[Path]:
-    """That environment, enabled."""
+    """Return the environment after `hegmctl hegm enable`."""
     done = _hegmctl("hegm", "enable", "--venv", str(environment))
     assert done.returncode == 0, done.stderr
     yield environment
@@ -108,7 +108,7 @@ def test_a_python_without_pytorch_keeps_its_signals(made: Path) -> None:
 
 
 class _Run:
-    """One start of the training, which makes a batch for each line that it reads."""
+    """One start of the training. It makes a batch for each line that it reads."""
 
     def __init__(self, environment: Path, folder: Path) -> None:
         environ = {
@@ -182,7 +182,7 @@ def test_plain_python_saves_at_the_signal_and_continues_from_there(made: Path, t
 
 
 def test_a_state_of_another_command_is_not_taken_nor_overwritten(tmp_path: Path) -> None:
-    """Issue 14, row 7: HeGM loads whatever lies there."""
+    """Issue 14, row 7: HeGM loads any file at that path."""
     state = tmp_path / "latest.pt"
     environ = {ENABLED: str(os.getpid()), STATE_PATH: str(state)}
     assert hegm_launcher.against(environ) is None

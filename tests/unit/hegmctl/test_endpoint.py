@@ -1,4 +1,4 @@
-"""Where the daemon is looked for, and what is said when it is not there."""
+"""The places where hegmctl looks for the daemon, and its message if there is none."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_daemon_that_run_started_without_a_runtime_directory_is_found_again(so
 
 
 def test_a_folder_in_tmp_that_others_may_write_to_is_not_trusted(socket_dir: Path) -> None:
-    """Anybody could make /tmp/hegm-1000 before the user of that number did, and answer there for a daemon."""
+    """Any user could create /tmp/hegm-1000 before user 1000 did, and answer there as a daemon."""
     folder = socket_dir / f"hegm-{os.geteuid()}"
     folder.mkdir()
     (folder / "hegmd.sock").touch()

@@ -32,9 +32,9 @@ def _recorded(ranks: int, *steps: int) -> list[frozenset[int]]:
         # A rank failed after the last all-reduce and before its step: the others give it the higher one.
         ((7, 8, 7), (7, 8), {0: 5}, (8, None, 1)),
         ((None, 8), (8,), {}, (8, None, 1)),
-        # What a rank has of its own is not known for the higher step.
+        # The rank's own values are unknown for the higher step.
         ((7, 8), (7,), {}, (7, None, 0)),
-        # Nobody has a whole state but the snapshots.
+        # Only the snapshots hold a whole state.
         ((None, None), (), {0: 5, 1: 6}, (6, 1, None)),
         # A snapshot of that very step is there.
         ((None, 6), (6,), {0: 5, 1: 6}, (6, 1, None)),
@@ -106,7 +106,7 @@ class RecordingActions:
         self.why = why
 
     def sent_since(self, do: str) -> list[tuple[int, dict[str, Any]]]:
-        """What was said of that kind since the last look."""
+        """Return the messages of that kind since the last call."""
         found = [(rank, what) for rank, one, what in self.sent if one == do]
         self.sent = [one for one in self.sent if one[1] != do]
         return found
@@ -166,7 +166,7 @@ def test_reports_of_ranks_of_an_older_generation_are_ignored(crew: RecordingActi
     running.restored(0, 1, 11.0)
     running.finished(0, 1, 11.0)
     assert (running.generation, running.phase, crew.sent_since("abort")) == (2, GATHERING, [])
-    running.joined(0, 1, 7, 11.0)  # it has not heard of the second one
+    running.joined(0, 1, 7, 11.0)  # the second generation has not reached it yet
     assert crew.sent_since("abort") == [(0, {"generation": 2})]
     assert crew.sent_since("plan") == []
 
@@ -209,7 +209,7 @@ def test_the_death_of_another_rank_while_all_stop_is_no_further_recovery(
     running.died(1, "was ended by signal 9", 11.0)
     assert (running.generation, running.recoveries, crew.replaced) == (2, 1, [1])
     assert crew.noted[-1].why == "rank 1 was ended by signal 9"
-    running.died(1, "was ended by signal 9", 12.0)  # the new one, before it has come to its block
+    running.died(1, "was ended by signal 9", 12.0)  # the new process, before it reaches its block
     assert (running.generation, running.recoveries) == (3, 2)
 
 

@@ -91,7 +91,7 @@ def test_images_of_other_users_are_neither_read_nor_removed(public: Path) -> Non
         done = as_nobody(*command("images", *verb, str(public / "image")), environ=environ)
         assert done.returncode == 4, done
     os.chown(public, NOBODY, NOBODY)
-    (public / "image").rename(public / "theirs now, by name")  # whoever owns the parent can do that
+    (public / "image").rename(public / "theirs now, by name")  # the owner of the parent directory can do that
     done = as_nobody(*command("images", "rm", "--yes", str(public / "theirs now, by name")), environ=environ)
     assert done.returncode == 4, done
     assert (public / "theirs now, by name" / "manifest.json").exists()

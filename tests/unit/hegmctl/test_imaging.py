@@ -47,7 +47,7 @@ def test_truncated_output_is_kept_although_ctrl_c_comes_at_that_moment(tmp_path:
     longer = tmp_path / "longer"
     longer.write_text("0123456789")
     cut = cut_of(longer, 4)
-    longer.write_text("0123456789")  # as if it had come just before
+    longer.write_text("0123456789")  # as if the output had arrived just before
     assert cut.put_back()
     assert [path.read_text() for path in tmp_path.iterdir()] == ["0123456789"]
 
@@ -100,7 +100,7 @@ def test_a_restore_that_is_refused_for_what_has_grown_is_asked_for_again(tmp_pat
 
 
 def test_the_newest_whole_image_of_a_directory_is_restored(tmp_path: Path) -> None:
-    """One that is newer and broken is passed over; a directory without any is said to have none."""
+    """A newer broken image is skipped. A directory without an image is reported as empty."""
     (images := tmp_path / "images").mkdir()
     made_utc = {"train-1": 1000.0, "train-2": 3000.0, "train-3": 2000.0, "train-4": 4000.0}
     for name, utc in made_utc.items():
@@ -152,13 +152,13 @@ READING = OperationProgress(id="7", phase="reading", moved_bytes=1 << 20, size_b
 SUSPENDED = OperationProgress(id="7", phase="suspended")
 
 
-def restoring(output: Path, *seen: OperationProgress) -> dict[type[m.Request], Answerer]:
-    """Answers of a daemon to which an output has grown, and which restores for ever once it was cut back."""
+def restoring(output: Path, *progress_events: OperationProgress) -> dict[type[m.Request], Answerer]:
+    """Return answers of a daemon that refuses a grown output, and whose restore does not end after the file was cut."""
 
     def as_it_is(caller: Caller, request: IncomingRequest) -> Record | None:
         if output.stat().st_size != 4:
             return failing(grown(output))(caller, request)
-        for progress in seen:
+        for progress in progress_events:
             caller.event(request.id, progress)
         return None
 
@@ -167,7 +167,7 @@ def restoring(output: Path, *seen: OperationProgress) -> dict[type[m.Request], A
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_left_an_output_cut_of_a_job_that_did_not_come_back(tmp_path: Path, number: signal.Signals) -> None:
-    """That it did not is known only when the daemon has undone what it had done of it."""
+    """hegmctl knows that the restore failed only after the daemon has undone it."""
     output = tmp_path / "output"
     output.write_text("0123456789")
     with (
@@ -200,7 +200,7 @@ def test_ctrl_c_leaves_an_output_as_a_job_has_it_that_is_back(tmp_path: Path) ->
 
 
 def test_outputs_were_put_back_under_a_job_whose_resume_was_cancelled(tmp_path: Path) -> None:
-    """It stands suspended, with the files as they were then; so it does where the daemon stops just then."""
+    """The job is suspended with the files at that length. The same happens if the daemon stops at that moment."""
     output = tmp_path / "output"
     output.write_text("0123456789")
     stopping = HegmError(UNAVAILABLE, "hegmd is stopping", "ask again in a moment")

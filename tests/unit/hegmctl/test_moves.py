@@ -27,7 +27,7 @@ PROGRESS = tuple(OperationProgress(id="7", phase=phase, size_bytes=10) for phase
 DRAINED = m.Drained(operations=(DONE,))
 REPLY = m.OperationReply(operation=DONE)
 
-# What is called, and the request that it is to make.
+# The calls, and the request that each has to send.
 CALLS: list[tuple[Callable[[Any], Any], m.Request, Record]] = [
     (lambda face: face.migrate(4711, "gpu1"), m.Migrate(pids=(4711,), to="gpu1"), REPLY),
     (

@@ -46,10 +46,10 @@ def process(
 
 
 def where(*operations: Operation) -> list[str]:
-    """The column of that name."""
+    """Return the column with that name."""
     head, *rows = operations_text(m.OperationsReply(operations=operations), PIPE)
     start, end = head.index("WHERE"), head.index("SIZE")
-    # The size is right under its head or further left, and is the one that has a unit.
+    # The size is right-aligned below its header, and is the value with a unit.
     return [row[start:].rsplit("  2.0 GiB", 1)[0].strip() for row in rows] if end else []
 
 
@@ -130,7 +130,7 @@ def test_a_narrow_terminal_shows_what_matters() -> None:
 
 
 def test_results_name_the_job_and_a_pid_only_without_one() -> None:
-    """Issue 19: users think in jobs, and were told `migrate of 4711`."""
+    """Issue 19: users think in jobs, and hegmctl printed `migrate of 4711`."""
     ranks = [process("gpu1").replace(job="j7", job_name="bert") for _ in range(2)]
     done = operation("done", *ranks).replace(job="j7")
     alone = operation("done", process("gpu1"))

@@ -1,4 +1,4 @@
-"""`hegmctl ops` and `hegmctl op`: what an operation waits for is told with its command, and its story in full."""
+"""`hegmctl ops` and `hegmctl op`: the condition that an operation waits for, with its command, and the full story."""
 
 from __future__ import annotations
 
@@ -102,12 +102,12 @@ def test_a_story_printed_internal_fields_to_people() -> None:
 
 
 def test_every_event_of_the_machine_has_words_for_people() -> None:
-    """Issue 14, row 14: nothing is told by its internal name."""
+    """Issue 14, row 14: no event is printed by its internal name."""
     assert set(WORDS) == {"", *Event.register}
 
 
 def test_a_success_is_one_line() -> None:
-    """Issue 14, row 13: a suspended job was told of in three."""
+    """Issue 14, row 13: hegmctl printed three lines for a suspended job."""
     line = operation_text(m.OperationReply(operation=SUSPENDED), PIPE)
     assert len(line) == 1
     assert line[0].endswith("; next: hegmctl resume 4711")
@@ -128,7 +128,10 @@ def test_nothing_from_outside_reaches_the_terminal_raw() -> None:
 
 @pytest.mark.parametrize("phase", ["suspended", "holding"])
 def test_a_success_is_not_reported_on_stderr_as_waiting(daemon: FakeDaemon, phase: str) -> None:
-    """Issue 14, row 13: `operation 2: suspended waits: it is suspended; next: ...` stood there, and on stdout again."""
+    """Issue 14, row 13:
+
+    stderr had `operation 2: suspended waits: it is suspended; next: ...`, and stdout had it again.
+    """
     rest = Wait(why="it is suspended", next="hegmctl resume 4711")
     ended = SUSPENDED.replace(phase=phase, waits=rest)
 

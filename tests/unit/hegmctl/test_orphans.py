@@ -1,4 +1,7 @@
-"""`hegmctl adopt` and the end of `hegmctl ops`: what needs a person is told with its command, and kept until a yes."""
+"""`hegmctl adopt` and the end of `hegmctl ops`:
+
+orphans are listed with their command, and kept until a confirmation.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def test_nothing_from_outside_reaches_the_terminal_raw() -> None:
     [
         (("adopt", "1", "2"), 2, "one JOB"),
         (("adopt", "1", "--drop", "x"), 2, "one JOB"),
-        (("adopt", "--drop", "x"), 2, "--yes"),  # nobody is at the terminal to be asked
+        (("adopt", "--drop", "x"), 2, "--yes"),  # no person is at the terminal to answer
         (("cancel", "4", "--drop"), 2, "--yes"),
     ],
 )

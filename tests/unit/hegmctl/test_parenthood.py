@@ -44,7 +44,7 @@ def waiting(within_s: str) -> subprocess.Popen[str]:
 
 
 def test_a_supervisor_stopped_during_its_wait_passes_on_no_phantom_signal() -> None:
-    """sigtimedwait gave what nobody had filled in; that was passed on, and ended the supervisor: invalid argument."""
+    """sigtimedwait returned uninitialised data, which the supervisor passed on: it ended with "invalid argument"."""
     with waiting("0.05") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -52,7 +52,7 @@ def test_a_supervisor_stopped_during_its_wait_passes_on_no_phantom_signal() -> N
         for _ in range(3):
             process.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-            select.poll().poll(100)  # what it waits for is over before it continues
+            select.poll().poll(100)  # the awaited event happens before it continues
             process.send_signal(signal.SIGCONT)
         process.send_signal(signal.SIGUSR1)
         output = set(process.stdout.read().splitlines())

@@ -1,4 +1,4 @@
-"""A daemon that cannot be reached is told from none: by the kernel's list of sockets, and by the lock that it holds."""
+"""How hegmctl tells an unreachable daemon from a missing one: by the kernel's list of sockets and the daemon's lock."""
 
 from __future__ import annotations
 

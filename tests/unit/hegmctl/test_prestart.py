@@ -41,7 +41,7 @@ os.write(3, repr((*seen, seen_by_its_imports, made, torch is sys.modules["torch"
 
 @pytest.fixture(autouse=True)
 def without_signals() -> Iterator[None]:
-    """What comes for a supervisor is told by SIGIO as well, which would end a process that has not blocked it."""
+    """Block SIGIO: a supervisor also gets it for each message, and it would end a process that has not blocked it."""
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGIO, before)
@@ -49,11 +49,11 @@ def without_signals() -> Iterator[None]:
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """One that says what it sees of a PyTorch, which counts how often it was made."""
+    """Write a script that reports what it sees of a stub PyTorch, which counts its imports."""
     (tmp_path / "lib/torch").mkdir(parents=True)
     counts = "import builtins\nmade = builtins.counted = getattr(builtins, 'counted', 0) + 1\n"
-    told = f"import os\nwas_told = {READY_FD!r} in os.environ\n"
-    (tmp_path / "lib/torch/__init__.py").write_text(counts + told)
+    checks_variable = f"import os\nwas_told = {READY_FD!r} in os.environ\n"
+    (tmp_path / "lib/torch/__init__.py").write_text(counts + checks_variable)
     (tmp_path / "lib/torch/inner.py").write_text(counts + "import warnings\nwarnings.warn('heard by nobody')\n")
     path = tmp_path / "script/train.py"
     path.parent.mkdir()
@@ -62,7 +62,7 @@ def script(tmp_path: Path) -> Path:
 
 
 class PrestartCase:
-    """What is to be made ready of that script, and where it says something, which is its descriptor 3."""
+    """The process to prestart for that script. The script reports through descriptor 3."""
 
     def __init__(self, script: Path, *, inject: str | None = None, shadow: str | None = None) -> None:
         library = script.parents[1] / "lib"
@@ -91,7 +91,7 @@ def made_ready(what: PrestartSpec) -> PrestartedProcess:
 
 
 def heard_of(readied: PrestartedProcess) -> None:
-    """Wait until it has said something, or has ended."""
+    """Wait until the process has reported or ended."""
     poll = select.poll()
     assert readied._line is not None
     poll.register(readied._line, select.POLLIN)
@@ -99,13 +99,13 @@ def heard_of(readied: PrestartedProcess) -> None:
 
 
 def end(readied: PrestartedProcess) -> None:
-    """Let go of it, and take it up."""
+    """Release the process and use it."""
     readied.end()
     status_of(readied.pid)
 
 
 def status_of(pid: int) -> int:
-    """How it has ended, if it was not taken up at once; then as one that was killed."""
+    """Return the exit status. A process that was not used immediately counts as killed."""
     try:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     except ChildProcessError:
@@ -121,9 +121,9 @@ def state() -> Iterator[int]:
 
 
 def test_it_waits_before_the_first_line_and_continues_as_the_same_start(script: Path, state: int) -> None:
-    """PyTorch is out of sight until the script imports it, and then there without being made again.
+    """PyTorch is hidden until the script imports it, and is then not imported again.
 
-    Whatever PyTorch starts while it is imported is not told to wait as well.
+    Processes that PyTorch starts during its import do not wait.
     """
     known = PrestartCase(script)
     readied = made_ready(known.expected())
@@ -163,7 +163,7 @@ def test_releasing_it_ends_the_wait(script: Path) -> None:
 
 
 def test_a_supervisor_waited_for_one_that_it_had_killed_and_that_could_not_end(script: Path) -> None:
-    """As in a call of the kernel that hangs; here somebody traces it, and has not been told of its end yet."""
+    """Like a kernel call that hangs: here a tracer holds the process and has not received its end yet."""
     ptrace = ctypes.CDLL(None, use_errno=True).ptrace
     ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
     words = [sys.executable, "-m", "tests.unit.hegmctl.test_prestart", str(script)]
@@ -179,7 +179,7 @@ def test_a_supervisor_waited_for_one_that_it_had_killed_and_that_could_not_end(s
             poll.register(supervisor.stdout, select.POLLIN)
             assert poll.poll(PATIENCE_S * 1000), "it waits for it"
         finally:
-            os.waitpid(pid, 0)  # its tracer is told, and then its parent
+            os.waitpid(pid, 0)  # the tracer gets the signal, then the parent
         assert supervisor.stdout.readline() == b"ended\n"
 
 
@@ -231,7 +231,7 @@ PLACED = {"HEGM_GPU": "gpu0", "CUDA_VISIBLE_DEVICES": "GPU-0", "OMP_NUM_THREADS"
 
 @pytest.fixture
 def kept(script: Path) -> PrestartCase:
-    """One that was made ready long before anybody knew what for, where it was."""
+    """Prestart a process long before it is needed, in another place."""
     script.write_text(KEPT_SCRIPT)
     (script.parents[1] / "lib/torch/later.py").write_text("import torch\nmade = torch.made\n")
     known = PrestartCase(script)
@@ -246,12 +246,12 @@ def differing(known: PrestartCase, **different: str | None) -> PrestartSpec:
 
 
 def test_a_prestarted_process_continues_elsewhere_with_later_imports(kept: PrestartCase, state: int) -> None:
-    """What nothing has read yet it is given in its turn, or loses then; and only then it is a process as any."""
+    """The process gets unread input only when it is used, and then behaves like any other process."""
     readied = made_ready(kept.expected())
     assert readied.check()
     own = Path("/proc/self/oom_score_adj").read_text().strip()
     assert Path(f"/proc/{readied.pid}/oom_score_adj").read_text() == "1000\n"
-    for _ in range(2):  # as every ten minutes: it is still what would be started
+    for _ in range(2):  # as every ten minutes: the same process would be started
         assert readied.is_to_serve(kept.expected())
         heard_of(readied)
         assert readied.check()
@@ -294,7 +294,7 @@ def test_after_one_restart_on_another_gpu_no_python_was_ever_made_ready_again(
 
 
 def test_the_exit_of_a_prestarted_process_is_reported(kept: PrestartCase) -> None:
-    """The next daemon would have been told that it is there still."""
+    """The next daemon would count the process as still alive."""
     readied = made_ready(kept.expected())
     assert readied.check()
     os.kill(readied.pid, signal.SIGKILL)
@@ -335,7 +335,7 @@ def test_a_prestarted_process_whose_modules_changed_on_disk_ends_once_requested(
 def test_a_prestarted_process_whose_modules_changed_since_the_request_is_not_used(
     kept: PrestartCase, script: Path, state: int, how: str
 ) -> None:
-    """It ends as one that cannot: it is started as without one, and not counted as another try."""
+    """A process that cannot be used is replaced by a normal start, and does not count as another attempt."""
     readied = made_ready(kept.expected())
     assert readied.check()
     changed = script.parents[1] / "lib/torch/inner.py" if how == "edited" else script.parent / "socket.py"
@@ -373,7 +373,7 @@ def test_its_gpus_may_change_until_the_driver_has_looked_at_them(
 
 
 def test_it_ends_with_its_supervisor_and_runs_no_line_of_the_script(script: Path) -> None:
-    """Whoever has the other end of the pair has ended, whatever it was told until then."""
+    """The other end of the pair has ended, whatever messages it sent before."""
     known = PrestartCase(script)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
@@ -384,7 +384,7 @@ def test_it_ends_with_its_supervisor_and_runs_no_line_of_the_script(script: Path
 
 
 def test_an_agent_that_knows_of_no_turn_would_have_run_the_script_at_once(script: Path, tmp_path: Path) -> None:
-    """As after a release was taken back while the job ran: nothing is started by it before its turn."""
+    """As after a downgrade while the job ran: the agent starts nothing before its turn."""
     (tmp_path / "sitecustomize.py").write_text("")
     known = PrestartCase(script, inject=str(tmp_path))
     assert make_ready(known.expected(), set()) is None

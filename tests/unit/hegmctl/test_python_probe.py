@@ -24,14 +24,14 @@ ENVIRON = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/agent:/mine"}
 
 @pytest.fixture(autouse=True)
 def without_signals() -> Iterator[None]:
-    """Whatever comes raises SIGIO, which a supervisor waits for."""
+    """Each message raises SIGIO, for which a supervisor waits."""
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGIO, before)
 
 
 def probed(python: str) -> ProbeResult:
-    """What it comes to, and that nothing of it is left."""
+    """Return the result of the probe, and check that it leaves no process."""
     others = children()
     probe = Probe(1, python, ENVIRON, monotonic())
     deadline = monotonic() + PATIENCE_S
@@ -43,7 +43,7 @@ def probed(python: str) -> ProbeResult:
 
 
 def _end(probe: Probe, others: set[int]) -> None:
-    """As a supervisor does, which takes up whoever ends; this process may have children of other tests."""
+    """Reap ended children as a supervisor does; this process may have children of other tests."""
     probe.close()
     reap(children() - others)
 
@@ -65,14 +65,14 @@ def test_a_python_reports_its_version(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_script_that_starts_a_python_without_its_environment_is_seen(tmp_path: Path) -> None:
-    """One that drops PYTHONPATH itself was not: the job started over there."""
+    """A script that drops PYTHONPATH itself was not: the job started over there."""
     for words in ("exec {} -I", "exec {} -E", "exec {} -sE", "exec env -u PYTHONPATH {}", "PYTHONPATH=/more exec {}"):
         found = probed(_script(tmp_path, f'#!/bin/sh\n{words.format(shlex.quote(sys.executable))} "$@"\n'))
         assert found.text == f"{sys.implementation.name} {platform.python_version()} alone"
 
 
 def test_a_program_that_is_no_python_does_not_count_as_one(tmp_path: Path) -> None:
-    """The job had left by then, and came back from its state after a start that could not be."""
+    """The job had already left, and came back from its state after an impossible start."""
     assert probed("true").text == "asked for its version, it says nothing"
     complains = probed(_script(tmp_path, "#!/bin/sh\necho libpython3.12.so is missing >&2\nexit 127\n"))
     assert complains.text == "asked for its version, it says 'libpython3.12.so is missing'"

@@ -38,7 +38,7 @@ ENVIRON = {"HEGM_RUN": "run-1", "HEGM_GPU": "gpu0", "CUDA_VISIBLE_DEVICES": "0"}
 
 @pytest.fixture(autouse=True)
 def without_signals() -> Iterator[None]:
-    """What comes for a desk is told by SIGIO as well, which would end a process that has not blocked it."""
+    """Block SIGIO: a desk also gets it for each message, and it would end a process that has not blocked it."""
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGIO, before)
@@ -237,7 +237,7 @@ def test_a_restart_was_given_up_where_the_one_that_was_made_ready_could_not_take
 
 
 def test_a_training_that_fails_hours_after_its_restart_does_not_continue_from_the_old_state(attended: DeskNode) -> None:
-    """No daemon had been there since to say that the operation was over."""
+    """No daemon had run since the end of the operation."""
     attended.attend()
     attended.expect()
     attended.start()
@@ -267,7 +267,7 @@ def test_a_command_that_reports_that_it_cannot_continue_is_not_retried(attended:
 
 
 def test_the_end_of_the_training_is_noted_where_the_next_daemon_finds_it(attended: DeskNode) -> None:
-    """It ended with 0 while no daemon was there, and its state was held for nobody."""
+    """The training ended with 0 without a daemon, and its state was kept although no process needed it."""
     attended.attend()
     attended.expect()
     attended.start()
@@ -277,7 +277,7 @@ def test_the_end_of_the_training_is_noted_where_the_next_daemon_finds_it(attende
 
 
 def test_the_end_of_a_command_that_never_had_its_state_back_is_none_of_the_training(attended: DeskNode) -> None:
-    """As of `--resume 4 -- true`, which ended with 0 as if the training were over. Both words let go of the state."""
+    """`--resume 4 -- true` ended with 0 as if the training had finished. Both outcomes release the state."""
     attended.attend()
     attended.expect()
     attended.start()
@@ -289,7 +289,7 @@ def test_the_end_of_a_command_that_never_had_its_state_back_is_none_of_the_train
 
 
 def test_a_training_without_the_agent_is_ended_before_it_starts_over(attended: DeskNode, tmp_path: Path) -> None:
-    """As of `--resume 4 -- ./wrapper.sh`, which drops PYTHONPATH. It is not tried again: it would do so again."""
+    """Like `--resume 4 -- ./wrapper.sh`, which drops PYTHONPATH. It is not repeated, because it would fail again."""
     torch = tmp_path / "libtorch_cpu.so"
     torch.write_bytes(bytes(4096))
     attended.attend()
@@ -326,7 +326,7 @@ def test_a_script_that_looked_at_pytorch_by_another_python_was_ended_on_its_way(
 
 
 def test_a_start_whose_state_is_loaded_late_is_reported_once(attended: DeskNode) -> None:
-    """As of `--resume 4 -- docker run ...`, whose processes nobody here can look into."""
+    """Like `--resume 4 -- docker run ...`: no process on this node can inspect those processes."""
     attended.attend()
     attended.expect()
     attended.start()
@@ -337,7 +337,7 @@ def test_a_start_whose_state_is_loaded_late_is_reported_once(attended: DeskNode)
 
 
 def test_a_job_with_its_own_exit_code_does_not_count_as_ended(socket_path: Path, tmp_path: Path) -> None:
-    """Its agent ends with HEGM_EXIT_CODE, and 99 alone was known for leaving: nobody started it again."""
+    """The agent exits with HEGM_EXIT_CODE. Only 99 counted as leaving, so no process was started again."""
     attended = DeskNode(socket_path, tmp_path, HEGM_EXIT_CODE="77")
     with attended.listen():
         attended.attend()
@@ -359,7 +359,7 @@ def test_without_the_descriptors_of_its_state_a_command_does_not_start_over(atte
 
 
 def test_a_restart_keeps_what_the_one_before_had_set_although_its_end_was_not_reported(attended: DeskNode) -> None:
-    """The daemon's word that the former operation is over came over a connection that had gone by then."""
+    """The message that the former operation had ended was sent over a closed connection."""
     attended.attend()
     attended.expect()
     attended.start(set={"TRIED": "1"})
@@ -455,7 +455,10 @@ def test_a_start_that_an_earlier_daemon_has_ordered_is_not_done_twice(attended: 
 
 
 def test_a_prestarted_process_survives_the_daemon_that_requested_it(attended: DeskNode) -> None:
-    """The next one is told of it, and says what it does not want. A job that had left stood for a whole start then."""
+    """The daemon names the prestarted process, which reports what it cannot use.
+
+    A job waited for a whole start before.
+    """
     offer = attended.attend()
     assert (offer.kept, offer.readies) == (False, None)
     attended.order("ready", operation="", imports=("torch",))
@@ -506,7 +509,7 @@ def test_no_process_is_prestarted_for_a_daemon_that_declines(attended: DeskNode)
 def test_a_daemon_that_refuses_the_agent_is_reported_once(
     socket_path: Path, tmp_path: Path, resumes: str | None
 ) -> None:
-    """One that wants to continue from a state gives up; a job that runs continues running, without restarts."""
+    """A job that wants to continue from a state gives up; a running job continues without restarts."""
     attended = DeskNode(socket_path, tmp_path, resumes=resumes)
     refusal = failing(Refused("operation 9 is done, and holds no state", "hegmctl ops lists operations"))
     with FakeDaemon(socket_path, {**node.answers(), Supervise: refusal}):
@@ -538,7 +541,7 @@ def _recovered(socket_path: Path, tmp_path: Path) -> DeskNode:
 def test_a_command_that_fails_is_started_from_a_snapshot_once_the_job_is_protected(
     socket_path: Path, tmp_path: Path
 ) -> None:
-    """Its end before that is its own, and so is one that was wanted."""
+    """An earlier exit is the command's own, also a wanted one."""
     attended = _recovered(socket_path, tmp_path)
     with attended.listen():
         offer = attended.attend()

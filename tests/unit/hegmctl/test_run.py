@@ -24,7 +24,7 @@ from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, saying
 from tests.unit.hegmctl.running import NCCL, ROOT, command, environment, hegmctl
 
-# Says all that a process can see of how it was started. `-I -S`: no variable of ours, and so no agent, is looked at.
+# Reports everything that a process can see of its start. `-I -S`: it reads no variable of ours, so it has no agent.
 PROBE = """
 import json, os, resource, sys
 def status(key):
@@ -78,7 +78,7 @@ def _seen(words: list[str], environ: dict[str, str], **how: Any) -> dict[str, An
 
 
 def _seen_both_ways(daemon: FakeDaemon, before: tuple[str, ...] = (), **how: Any) -> dict[str, Any]:
-    """What the probe sees, which has to be the same with and without; the variables that are added are left out."""
+    """Return the probe's report with and without hegmctl. Both must be equal, except for the added variables."""
     environ = environment(daemon.path)
     alone = _seen([*before, *WORDS], environ, **how)
     under = _seen([*before, *command("run", "--", *WORDS)], environ, **how)
@@ -98,20 +98,20 @@ def test_the_image_interval_reaches_the_agent_and_no_nested_job(daemon: FakeDaem
     folder = tmp_path / "made" / "images"
     every = ["--checkpoint-every", "10min", "--dir", str(folder)]
     within = command("run", "--", *words)
-    for options, then, told in (
+    for options, arguments, interval in (
         (every, words, f"600:3:{folder}"),
         ([*every, "--keep", "1"], words, f"600:1:{folder}"),
         (every, within, "None"),
     ):
         ran = subprocess.run(
-            command("run", *options, "--", *then),
+            command("run", *options, "--", *arguments),
             env=environ,
             cwd=ROOT,
             timeout=HANG_S,
             check=True,
             stdout=subprocess.PIPE,
         )
-        assert ran.stdout.decode().strip() == told
+        assert ran.stdout.decode().strip() == interval
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
@@ -134,7 +134,7 @@ def test_images_that_cannot_be_had_are_refused_before_anything_runs(
 
 @pytest.mark.thorough
 def test_missed_images_are_reported_by_the_command(socket_path: Path) -> None:
-    """Whoever stays with the job says what the daemon has to say, the job running on."""
+    """The process that stays with the job prints the daemon's messages while the job runs."""
 
     def supervise(caller: Caller, request: IncomingRequest) -> None:
         for number, do in enumerate(("note", "of a later release", "note"), 1):
@@ -184,7 +184,7 @@ def test_a_command_keeps_the_signals_that_are_ignored(daemon: FakeDaemon) -> Non
 
 def _listening(daemon: FakeDaemon) -> subprocess.Popen[bytes]:
     words = command("run", "--", sys.executable, "-I", "-S", "-c", LISTENER)
-    # What leads a session cannot be stopped, so it has a group of its own in ours.
+    # A session leader cannot be stopped, so the test gives it a process group in our session.
     group: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {}
     return subprocess.Popen(words, env=environment(daemon.path), cwd=ROOT, stdout=subprocess.PIPE, **group)
 
@@ -265,7 +265,7 @@ def test_a_command_that_is_not_there_or_cannot_be_run_ends_as_in_a_shell(daemon:
 
 
 def test_nothing_is_started_for_a_command_that_is_not_there(socket_path: Path) -> None:
-    """A daemon was, and ended when it found nobody to wait for."""
+    """hegmctl started a daemon, which exited because no job connected."""
     ran = hegmctl("run", "--simulate", "1x1GiB", "--", "no-such-program-here", socket=socket_path)
     assert (ran.returncode, "started hegmd" in ran.stderr) == (127, False)
     assert list(socket_path.parent.iterdir()) == []
@@ -322,7 +322,7 @@ BOTH = node.GPUS.replace(gpus=(node.GPU0, SECOND.replace(vendor="amd")))
 def test_the_gpu_that_was_asked_for_was_ignored_on_real_gpus(
     daemon: FakeDaemon, gpus: m.GpusReply, requested: str, cuda: str, hip: str
 ) -> None:
-    """Issue 14, row 8: the job landed on gpu0, whatever --gpu said."""
+    """Issue 14, row 8: the job ran on gpu0, whatever --gpu was."""
     daemon.answers[m.Gpus] = saying(gpus)
     before = {"CUDA_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "3"}
     ran = hegmctl("run", "--gpu", requested, *SHOW_IN_A_CHILD, socket=daemon.path, environ=before)
@@ -363,7 +363,7 @@ def test_a_gpu_that_cannot_be_had_is_refused_before_the_command_begins(
 
 
 def test_a_gpu_is_not_ignored_where_no_daemon_knows_it(socket_path: Path) -> None:
-    """Issue 14, row 8: the job ran on whatever GPU came first."""
+    """Issue 14, row 8: the job ran on the first GPU."""
     ran = hegmctl("run", "--no-daemon-start", "--gpu", "gpu1", "--", "echo", "begun", socket=socket_path)
     assert (ran.returncode, ran.stdout) == (3, "")
     assert "only a daemon knows gpu1" in ran.stderr

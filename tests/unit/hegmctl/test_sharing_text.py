@@ -1,4 +1,4 @@
-"""What the commands about sharing GPUs take and print."""
+"""Options and output of the commands for sharing GPUs."""
 
 from __future__ import annotations
 

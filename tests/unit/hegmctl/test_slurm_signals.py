@@ -183,11 +183,11 @@ def test_a_command_that_is_started_again_is_not_suspended_by_a_signal_to_the_one
 
 def test_a_job_that_failed_while_it_was_suspended_is_not_said_to_be_on_its_gpu(socket_path: Path) -> None:
     job = m.Job(id="j1", name="train", state=SUSPENDED, started_utc=0.0, uid=0)
-    said: list[str] = []
+    messages: list[str] = []
     answers = {m.InspectJob: saying(m.JobReply(job=job)), m.Resume: saying(m.OperationReply(recovered="j1"))}
     with FakeDaemon(socket_path, {**node.answers(), **answers}):
-        resume(lambda: connect(str(socket_path), timeout_s=HANG_S), "j1", said.append)
-    assert said == ["Slurm resumes this job: it had failed, and is started again from its newest snapshot"]
+        resume(lambda: connect(str(socket_path), timeout_s=HANG_S), "j1", messages.append)
+    assert messages == ["Slurm resumes this job: it had failed, and is started again from its newest snapshot"]
 
 
 def test_a_resume_that_was_rolled_back_is_asked_for_again(socket_path: Path) -> None:
@@ -201,11 +201,11 @@ def test_a_resume_that_was_rolled_back_is_asked_for_again(socket_path: Path) -> 
     def answer(_caller: Caller, _request: IncomingRequest) -> m.OperationReply:
         return m.OperationReply(operation=replies.pop())
 
-    said: list[str] = []
+    messages: list[str] = []
     answers = {m.InspectJob: saying(m.JobReply(job=job)), m.Resume: answer}
     with FakeDaemon(socket_path, {**node.answers(), **answers}):
-        resume(lambda: connect(str(socket_path), timeout_s=HANG_S), "j1", said.append)
-    assert said == [
+        resume(lambda: connect(str(socket_path), timeout_s=HANG_S), "j1", messages.append)
+    assert messages == [
         "Slurm resumes this job, which waits: gpu0 does not answer",
         "Slurm resumes this job: it is back on its GPU",
     ]

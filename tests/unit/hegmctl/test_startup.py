@@ -1,4 +1,7 @@
-"""What a command may load. `hegmctl gpus` has 2.5 times a bare Python start, and one careless import eats a third."""
+"""The modules that a command may load.
+
+`hegmctl gpus` has 2.5 times a bare Python start; one careless import costs a third.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ HEAVY = {
     "typing",
     "unicodedata",
 }
-# What is of use to some commands only.
+# The modules that only some commands need.
 RARE = {
     "hegmctl.answers_text",
     "hegmctl.async_connection",

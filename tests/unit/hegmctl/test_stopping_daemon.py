@@ -20,7 +20,7 @@ STOPPING = HegmError(UNAVAILABLE, "hegmd is stopping", "connect again when it is
 
 
 def leaving(*, times: int) -> Answerer:
-    """What a daemon says that stops while it is asked, so many times; then the answer of the next daemon."""
+    """Answer as a stopping daemon so many times, then as the next daemon."""
     left = times
 
     def answer(caller: Caller, request: IncomingRequest) -> m.GpusReply | None:

@@ -1,4 +1,4 @@
-"""What a person sees: colours, widths, redrawing in place, and the terminal given back whatever happens."""
+"""The terminal output: colours, widths, redrawing in place, and a terminal that is restored after every exit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GREEN = "\x1b[32m"
         (("gpus",), {}, True),
         (("gpus", "--no-color"), {}, False),
         (("gpus",), {"NO_COLOR": "1"}, False),
-        (("gpus",), {"NO_COLOR": ""}, True),  # as no-color.org has it
+        (("gpus",), {"NO_COLOR": ""}, True),  # see no-color.org
         (("gpus",), {"TERM": "dumb"}, False),
         (("gpus",), {"TERM": "vt100"}, False),  # issue 19
         (("gpus",), {"TERM": "xterm-mono"}, False),

@@ -80,9 +80,9 @@ EVENT = Event(seq=1, time_utc=0.0, kind="gpu.lost", severity="error", message="g
 
 
 def large(gpus: int = 16, jobs: int = 200) -> NodeView:
-    seen = [gpu(number, 6.25 * number) for number in range(gpus)]
+    gpus_shown = [gpu(number, 6.25 * number) for number in range(gpus)]
     rows = [job(number, "suspended" if number % 7 == 0 else "training") for number in range(1, jobs + 1)]
-    return NodeView(0.0, "node1", seen, rows, OPERATIONS)
+    return NodeView(0.0, "node1", gpus_shown, rows, OPERATIONS)
 
 
 def text(picture: Picture, columns: int, rows: int) -> list[str]:

@@ -49,16 +49,16 @@ EVENT = Event(seq=5, time_utc=4e9, kind="operation.done", severity="info", messa
 
 
 class RecordingCallbacks(Listener):
-    """Keeps what it hears, and wakes whoever waits for it."""
+    """Records the callbacks and wakes the thread that waits for them."""
 
     def __init__(self, daemon: FakeDaemon) -> None:
         self._daemon = daemon
-        self.looks: list[NodeView] = []
+        self.views: list[NodeView] = []
         self.events: list[Event] = []
         self.troubles: list[str] = []
 
     def on_view(self, view: NodeView) -> None:
-        self.looks.append(view)
+        self.views.append(view)
         self._wake()
 
     def happened(self, event: Event) -> None:
@@ -102,13 +102,13 @@ def test_an_event_triggers_a_new_view_and_a_lost_daemon_is_reported(answering: F
     feed, callbacks = feed_of(answering), RecordingCallbacks(answering)
     feed.start(callbacks)
     try:
-        answering.wait_until(lambda: bool(callbacks.looks) and bool(requests))
-        row = callbacks.looks[0].jobs[0]
+        answering.wait_until(lambda: bool(callbacks.views) and bool(requests))
+        row = callbacks.views[0].jobs[0]
         assert (row.id, row.name, row.pids, row.steps_per_s) == ("j7", "bert", (4711, 4712), 2.5)
-        assert callbacks.looks[0].operations == (DONE,)
-        looks = len(callbacks.looks)
+        assert callbacks.views[0].operations == (DONE,)
+        view_count = len(callbacks.views)
         requests[0][0].event(requests[0][1].id, EVENT)
-        answering.wait_until(lambda: callbacks.events == [EVENT] and len(callbacks.looks) > looks)
+        answering.wait_until(lambda: callbacks.events == [EVENT] and len(callbacks.views) > view_count)
         answering.hang_up()
         answering.wait_until(lambda: len(requests) > 1)
         request = requests[1][1].request
@@ -177,7 +177,7 @@ class SentMessages(Painting):
 def test_the_screen_has_colours_only_where_the_terminal_has(
     answering: FakeDaemon, environ: dict[str, str], words: tuple[str, ...], coloured: bool
 ) -> None:
-    """Issue 19: a VT100 was sent colours, and textual ignores --color beside NO_COLOR."""
+    """Issue 19: a VT100 got colours, and textual ignores --color if NO_COLOR is set."""
     with Terminal("top", *words, socket=answering.path, environ=environ) as terminal:
         terminal.picture = SentMessages()
         terminal.until(lambda _lines: "GPUs" in terminal.picture.raw)

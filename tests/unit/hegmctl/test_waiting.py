@@ -1,4 +1,4 @@
-"""What a command says of an operation that waits for a person."""
+"""The messages of a command about an operation that waits for a person."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DONE = Operation(id="7", kind="migrate", phase="done", processes=(), created_utc
 
 
 def test_a_command_in_a_pipe_reports_that_it_waits_for_a_stopped_job(daemon: FakeDaemon) -> None:
-    """What it waits for changes no more, so no later line told of it either; each reason is told once."""
+    """The reason does not change while the operation waits, so hegmctl prints each reason once."""
     wait = Wait(why="process 4711 is stopped by a signal or a debugger", next="kill -CONT 4711")
     waiting = OperationProgress(id="7", phase="quiescing", waits=wait)
 

@@ -65,7 +65,7 @@ def test_watching_waits_for_a_daemon_that_restarts_and_reports_that_once(socket_
 
 
 def _stopping(caller: Caller) -> None:
-    """What hegmd says when it is told to end."""
+    """The messages of hegmd when it stops."""
     caller.send(caller.protocol.error(None, HegmError(UNAVAILABLE, "hegmd is stopping", "connect again")))
     caller.daemon.hang_up()
 
@@ -106,7 +106,7 @@ def test_following_repeats_nothing_when_only_the_connection_broke(socket_path: P
 
 @pytest.mark.thorough
 def test_following_asks_for_what_comes_next_or_for_everything_by_the_daemons_run(socket_path: Path) -> None:
-    """By the time of an event alone, those of a daemon whose clock was set back were left out."""
+    """By time alone, hegmctl missed the events of a daemon whose clock was set back."""
     answers = node.answers(node.WELCOME.replace(run="one"))
     answers[m.Events] = remembering(node.EVENTS, then=lambda caller: caller.daemon.hang_up())
     with Running("events", "-f", "--since", "2", "--run", "none", socket=socket_path) as following:

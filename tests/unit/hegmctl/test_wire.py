@@ -38,7 +38,7 @@ def _inode(fd: int) -> int:
 
 
 def test_an_interrupt_was_lost_after_an_answer_without_descriptors(ends: tuple[Wire, socket.socket]) -> None:
-    """What is raised where Python code finalizes an object is ignored, and each answer brought such an object."""
+    """Python ignores an exception raised while it finalizes an object, and each answer created such an object."""
     called: list[str] = []
     sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
     try:
@@ -200,7 +200,10 @@ def test_a_full_queue_is_waited_for_until_the_deadline(socket_path: Path) -> Non
 
 
 def test_lost_descriptors_do_not_shift_the_following_ones(ends: tuple[Wire, socket.socket]) -> None:
-    """At its limit of open files a process gets the first of them, and they waited for whatever came after."""
+    """A process at its limit of open files receives only the first descriptors.
+
+    The client waited for the rest for ever.
+    """
     wire, theirs = ends
     read_end, write_end = os.pipe()
     before = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -289,8 +289,8 @@ SAYS_WHERE = "#!/bin/sh\nreadlink /proc/self/fd/9 > {said}\nexit 1\n"
 
 async def test_a_killed_daemon_left_the_folder_of_a_restores_log_behind(tmp_path: Path) -> None:
     """It was in /tmp, where the next one did not look for it."""
-    program, said = tmp_path / "criu", tmp_path / "said"
-    program.write_text(SAYS_WHERE.format(said=said))
+    program, report = tmp_path / "criu", tmp_path / "said"
+    program.write_text(SAYS_WHERE.format(said=report))
     program.chmod(0o755)
 
     async def criu() -> Criu:
@@ -306,7 +306,7 @@ async def test_a_killed_daemon_left_the_folder_of_a_restores_log_behind(tmp_path
         image: Any = OpenedImage(dir_fd)
         with pytest.raises(HegmError, match="CRIU's restore failed"):
             await reviving.restore(image, "7", ROOT, lambda _: None, {})
-    assert Path(said.read_text().strip()).parent == state / "images"
+    assert Path(report.read_text().strip()).parent == state / "images"
     assert list((state / "images").iterdir()) == []
     left = images.own_folder()  # by a daemon that is killed now
     os.close(left.fd)

@@ -141,9 +141,9 @@ def test_memory_truncated_meanwhile_is_refused_and_kills_no_process(
 
 @pytest.mark.thorough
 def test_a_cancelled_spill_leaves_nothing(folder: SpillFolder, memory: tuple[int, bytes]) -> None:
-    asked = iter([False, True])
+    cancel_requests = iter([False, True])
     with pytest.raises(ResultUnwanted):
-        folder.write(NAME, memory[0], SIZE_BYTES, lambda: next(asked, True), ignore)
+        folder.write(NAME, memory[0], SIZE_BYTES, lambda: next(cancel_requests, True), ignore)
     assert list(folder.folder.iterdir()) == []
 
 
@@ -153,9 +153,9 @@ def test_a_copy_that_was_given_up_when_it_was_whole_got_its_name_all_the_same(
 ) -> None:
     """A thread left behind by who waited for it named its file after other bytes had gone to that memory."""
     chunks = SIZE_BYTES // CHUNK_BYTES + 1
-    asked = iter([False] * (2 * chunks))  # copied, synced and compared
+    cancel_requests = iter([False] * (2 * chunks))  # copied, synced and compared
     with pytest.raises(ResultUnwanted):
-        folder.write(NAME, memory[0], SIZE_BYTES, lambda: next(asked, True), ignore)
+        folder.write(NAME, memory[0], SIZE_BYTES, lambda: next(cancel_requests, True), ignore)
     assert list(folder.folder.iterdir()) == []
 
 

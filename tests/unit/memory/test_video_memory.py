@@ -106,7 +106,7 @@ async def test_holding_again_adds_what_is_missing_and_nothing_else(store: Descri
     memory = VideoMemory(gpus, store)
     for size_bytes in (GIB, GIB, MIB, 3 * GIB, 0):
         await memory.reserve(WHO, GPU, size_bytes)
-    assert [asked["sizes"] for asked in gpus.requests] == [[GIB], [GIB, GIB]]
+    assert [request["sizes"] for request in gpus.requests] == [[GIB], [GIB, GIB]]
     assert [piece.at for piece in memory.pieces(WHO, GPU)] == [0, GIB, 2 * GIB]
     memory.close()
 

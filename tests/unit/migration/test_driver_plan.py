@@ -232,8 +232,8 @@ def test_a_request_that_would_fail_or_lose_the_job_is_refused_before_anything_is
 def test_ranks_that_keep_off_peer_to_peer_are_moved_and_an_agents_word_goes_before_what_is_seen() -> None:
     around = Surroundings(nccl_shared=True, nccl_p2p_disabled=True)
     assert the_plan(planned(a_snapshot(a_process(around=around)), to()))
-    told = a_process(an_agent(), around=Surroundings(nccl_shared=True))
-    assert the_plan(planned(a_snapshot(told), to())), "its agent says that no communicator is alive"
+    reported = a_process(an_agent(), around=Surroundings(nccl_shared=True))
+    assert the_plan(planned(a_snapshot(reported), to())), "its agent says that no communicator is alive"
 
 
 def test_an_older_driver_suspends_and_resumes_where_it_was() -> None:

@@ -11,7 +11,7 @@ from tools.docs.recovery import FINDINGS, Finding, Play, outcome, situations
 
 SITUATIONS = dict(situations())
 SEEN = [finding for finding in FINDINGS if finding.world is not None]
-POSSIBLE = [(name, seen) for name, play in SITUATIONS.items() for seen in SEEN if seen.can_be(play)]
+POSSIBLE = [(name, finding) for name, play in SITUATIONS.items() for finding in SEEN if finding.can_be(play)]
 IN_IMAGE = "`done`: it is in a complete image, and has ended"
 
 

@@ -41,8 +41,8 @@ def reborn(
     drive.end(pid=pid, start_ticks=start_ticks, token=token, **fields)
 
 
-def found(drive: DrivenOperation, gpu: str = "gpu1", **seen: Any) -> None:
-    drive.end(**{"parked": False, "boundary": 5, "gpu": gpu, "reservations": {gpu: 10}, "pool_bytes": 10, **seen})
+def found(drive: DrivenOperation, gpu: str = "gpu1", **facts: Any) -> None:
+    drive.end(**{"parked": False, "boundary": 5, "gpu": gpu, "reservations": {gpu: 10}, "pool_bytes": 10, **facts})
 
 
 def left() -> DrivenOperation:
@@ -397,11 +397,11 @@ async def test_the_inspection_of_an_exited_process_reports_whether_its_state_exi
     carrier = StateCarrier(pool, supervisors, PrestartService(supervisors, lambda _subject, _gpu: {}))
     performer = EffectExecutor(Workers(), {}, {BY_STATE: carrier}, start_ticks=lambda _pid: None)
     op = left().op
-    look = Inspect(number=1, worker="a", cause=1)
+    inspection = Inspect(number=1, worker="a", cause=1)
     for piece in (0, 4096):
         if piece:
             await pool.take(Key(op.id, "a"), piece)
-        event = await performer.perform(op, look, lambda _: None, None)
+        event = await performer.perform(op, inspection, lambda _: None, None)
         assert isinstance(event, events.WorkerExited)
         assert event.stateless is (piece == 0)
     pool.close()

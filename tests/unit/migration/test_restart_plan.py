@@ -147,9 +147,9 @@ def test_another_chip_or_vendor_is_reached_by_a_restart_that_is_allowed() -> Non
 
 def test_variables_that_start_over_are_named_in_the_plan() -> None:
     """That the script's variables start over, as was said of every script, told nobody whether it mattered."""
-    told = "log (TextIOWrapper) in main() at train.py:31"
-    named = plan_of(planned(node({"begin_anew": (told,)}), ask("gpu2", allow_restart=True)))
-    assert named.hazards[2] == f"process 7: starts from the beginning: {told}; call hegm.keep to keep it"
+    variable = "log (TextIOWrapper) in main() at train.py:31"
+    named = plan_of(planned(node({"begin_anew": (variable,)}), ask("gpu2", allow_restart=True)))
+    assert named.hazards[2] == f"process 7: starts from the beginning: {variable}; call hegm.keep to keep it"
     none = plan_of(planned(node({"begin_anew": ()}), ask("gpu2", allow_restart=True)))
     assert not any("starts from the beginning" in hazard for hazard in none.hazards)
 

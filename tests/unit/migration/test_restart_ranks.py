@@ -41,11 +41,11 @@ def reborn(drive: DrivenOperation, name: str, gpu: str = "gpu1") -> None:
     drive.end(landed=gpu, pid=pid, start_ticks=9, token=token, run="run-1", boundary=4)
 
 
-def found(drive: DrivenOperation, gpu: str = "gpu1", **seen: Any) -> None:
+def found(drive: DrivenOperation, gpu: str = "gpu1", **facts: Any) -> None:
     """End every look at who has come."""
     while (index := next((i for i, one in enumerate(drive.wanted) if one.tag == "inspect"), None)) is not None:
         drive.wanted.insert(0, drive.wanted.pop(index))
-        drive.end(**{"parked": False, "boundary": 4, "gpu": gpu, "reservations": {gpu: 10}, "pool_bytes": 10, **seen})
+        drive.end(**{"parked": False, "boundary": 4, "gpu": gpu, "reservations": {gpu: 10}, "pool_bytes": 10, **facts})
 
 
 def saved_twice(drive: DrivenOperation) -> bool:
@@ -180,7 +180,7 @@ def test_a_daemon_that_was_away_while_one_left_has_the_other_leave_without_savin
     again.feed(events.Recovered())
     again.wanted.clear()
     gone(again, "a")
-    seen: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "parked": True,
         "boundary": 5,
         "out_bytes": 0,
@@ -188,8 +188,8 @@ def test_a_daemon_that_was_away_while_one_left_has_the_other_leave_without_savin
         "reservations": {"gpu0": 10},
         "pool_bytes": 10,
     }
-    look = next(one for one in again.op.pending if one.worker == "b")
-    again.feed(events.Inspected(effect=look.number, worker="b", **seen))
+    inspection = next(one for one in again.op.pending if one.worker == "b")
+    again.feed(events.Inspected(effect=inspection.number, worker="b", **facts))
     while "checkpoint" not in tags(again.wanted):
         again.end()
     assert "offload" not in [tag for *_, wanted in again.taken for tag in tags(wanted)]

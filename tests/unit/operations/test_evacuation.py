@@ -32,7 +32,7 @@ def gpu(condition: str = "failing", *causes: str, state: str = "ok") -> Gpu:
 
 
 class Drains:
-    """A drain that says what it is told to, and a sleep that ends when the test says so."""
+    """A drain that returns what the test sets, and a sleep that ends when the test ends it."""
 
     def __init__(self, *outcomes: Outcome | HegmError) -> None:
         self.outcomes = list(outcomes)
@@ -67,7 +67,7 @@ async def evacuating(drains: Drains, *on: str) -> AsyncIterator[tuple[Evacuation
 
 
 @pytest.mark.parametrize(
-    ("seen", "on"),
+    ("changed_gpu", "on"),
     [
         (gpu("failing", "rows"), ()),
         (gpu("failing", "rows"), ("link", "uncorrected")),
@@ -76,10 +76,12 @@ async def evacuating(drains: Drains, *on: str) -> AsyncIterator[tuple[Evacuation
         (gpu("healthy"), ("rows",)),
     ],
 )
-async def test_a_gpu_is_left_as_it_is_unless_a_cause_that_was_named_makes_it_fail(seen: Gpu, on: Sequence[str]) -> None:
+async def test_a_gpu_is_left_as_it_is_unless_a_cause_that_was_named_makes_it_fail(
+    changed_gpu: Gpu, on: Sequence[str]
+) -> None:
     drains = Drains()
     async with evacuating(drains, *on) as (evacuation, _):
-        evacuation.see([seen])
+        evacuation.see([changed_gpu])
         await anyio.wait_all_tasks_blocked()
     assert drains.gpus == []
 

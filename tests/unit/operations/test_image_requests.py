@@ -1,4 +1,4 @@
-"""What is said of files when a job is not brought back, and of how far it is when it is."""
+"""Messages about files when a restore fails, and about its progress."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_a_client_that_stops_listening_ends_no_restore() -> None:
 
 async def test_a_failed_read_is_reported_unchanged() -> None:
     async def emit(_: OperationProgress) -> None:
-        """Nobody watches."""
+        """Discard the progress: no client watches."""
 
     with pytest.raises(HegmError, match="it is damaged"):
         async with reading("7", 100, emit):
@@ -76,7 +76,7 @@ async def test_a_failed_read_is_reported_unchanged() -> None:
 
 
 class RestoresAnyImage:
-    """Brings back whatever is asked for, and has runner and operations to go with it."""
+    """Restores any image; it has a runner and operations."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -95,7 +95,7 @@ class RestoresAnyImage:
 
 @pytest.mark.parametrize("is_gone", [False, True])
 async def test_the_return_of_a_job_is_reported_before_a_later_step_can_fail(*, is_gone: bool) -> None:
-    """Who asked put files back under it that it has open: the last that was heard was how much had been read."""
+    """The caller put files back that the restored job has open: the last progress was that of reading."""
     double: Any = RestoresAnyImage()
 
     async def emit(progress: OperationProgress) -> None:
@@ -111,7 +111,7 @@ async def test_the_return_of_a_job_is_reported_before_a_later_step_can_fail(*, i
 
 
 class FailingWhereTold(RestoresAnyImage):
-    """Fails where it is told to; what is remembered of it is kept."""
+    """Fails at the step that the test names, and keeps what is stored of it."""
 
     def __init__(self, error: HegmError, *, at_begin: bool) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ _IMAGE: Any = SimpleNamespace(
 
 
 async def _heard(_: OperationProgress) -> None:
-    """Nobody watches."""
+    """Discard the events."""
 
 
 @pytest.mark.parametrize("at_begin", [False, True])

@@ -57,7 +57,7 @@ async def test_the_next_daemon_knows_what_is_lent(tmp_path: Path, process: Child
 
 
 async def test_a_block_right_after_the_start_ran_with_its_memory_in_place(tmp_path: Path, process: Child) -> None:
-    """Its GPU was not known yet. The agent is told to ask again, for some seconds; then it is told why not."""
+    """The GPU of the job was not known yet. The agent repeats its request for some seconds and then gets the reason."""
     async with running(tmp_path) as node:
         await node.attend(process.pid)
         worker = node.workers.find(process.pid)

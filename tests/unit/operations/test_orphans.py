@@ -1,4 +1,4 @@
-"""What no operation has: found, told of, adopted by a person's word, and given up by nothing less."""
+"""Memory and processes without an operation: found, listed, adopted on request, and never released otherwise."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ async def test_bytes_of_a_process_were_given_to_another_users_of_the_same_pid() 
         PieceName(Key("7", "4711"), size_bytes, "ab", mine),
         PieceName(Key("8", "4711"), size_bytes, "cd", Source(1001, 500)),
         PieceName(Key("9", "4711"), size_bytes, "ef", Source(1000, 501)),
-        PieceName(Key("10", "4711"), size_bytes, "0a"),  # of a release that did not say whose it is
+        PieceName(Key("10", "4711"), size_bytes, "0a"),  # from a release that did not record the owner
     ]
     pool = pool_of(*[Piece(name, size_bytes, spilled=True) for name in names])
     assert await found_for(pool, standing(mine, size_bytes), "4711") == str(names[0])
@@ -198,7 +198,7 @@ async def test_a_dry_run_adopts_nothing(tmp_path: Path, process: Child) -> None:
 
 
 def anybody(_uid: int | None) -> bool:
-    """Whoever asks may act on everything."""
+    """A caller who may act on everything."""
     return True
 
 
@@ -269,7 +269,7 @@ class ByDriver:
 async def test_a_job_on_a_real_gpu_was_not_adopted_for_want_of_a_figure(
     tmp_path: Path, process: Child, mark: str, carrier: str
 ) -> None:
-    """What the driver has is bounded by the process's own memory, and its storages come on top."""
+    """The driver's bytes are limited by the process's memory; its storages are added."""
     agent = await suspended(tmp_path, process.pid)
     async with running(tmp_path) as node:
         agent.about = {"mark": mark}

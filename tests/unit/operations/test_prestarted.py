@@ -1,4 +1,4 @@
-"""Whose next process is kept ready, from when on, how often that is asked for, and when it is replaced."""
+"""Which jobs have a prestarted successor, from when on, how often it is requested, and when it is replaced."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PID = os.getpid()
 
 
 class UnansweringAgents(PrestartService):
-    """Whose agents do not answer for so many times, for that reason."""
+    """Agents that do not answer a number of requests, for that reason."""
 
     deaf_times = 0
     why = HegmError(TIMEOUT, "no answer", "ask again")
@@ -80,7 +80,7 @@ class Node:
         self._heard = Condition()
 
     async def until_told(self, count: int) -> None:
-        """Until its supervisor was told so many things."""
+        """Wait until the supervisor has received that many messages."""
         while len(self.orders) < count:
             await self._heard.wait()
 
@@ -113,7 +113,7 @@ class Node:
 
 @pytest.fixture
 def other() -> Iterator[int]:
-    """A process that lives for as long as the test."""
+    """A process that lives as long as the test."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         yield child.pid
         child.kill()
@@ -164,7 +164,7 @@ async def test_a_job_may_hold_it_alone_and_is_waited_for_while_an_operation_has_
 
 
 async def test_a_user_cannot_learn_the_imports_of_another_users_job() -> None:
-    """Nor is the other one's agent asked. Their own supervisor is asked for, beside the stranger's."""
+    """The daemon asks neither the other user's agent nor the other user's supervisor, only the caller's own."""
     node = Node(ALWAYS, uid=1000)
     async with node.running(ready=ALWAYS):
         assert (node.requests, node.orders) == ([], [])
@@ -182,7 +182,7 @@ async def test_a_user_cannot_learn_the_imports_of_another_users_job() -> None:
 
 
 async def test_a_job_that_does_not_answer_does_not_delay_the_others(other: int) -> None:
-    """As one that is stopped; it is given up after a while, and asked again later."""
+    """The daemon stops waiting for a stopped job after a while, and asks again later."""
     node = Node(ALWAYS, answers=False)
     async with node.running():
         messages: list[str] = []
@@ -207,14 +207,14 @@ async def test_a_job_that_does_not_answer_does_not_delay_the_others(other: int) 
 
 @pytest.mark.parametrize("why", [UnansweringAgents.why, AgentAway(PID, "it left")], ids=["stopped", "away"])
 async def test_a_worker_that_did_not_answer_is_asked_again_later(why: HegmError) -> None:
-    """As a job that was stopped when it was asked, and continues; one whose agent was away was asked no more."""
+    """A job that was stopped at the request and continues is asked again; one whose agent was absent was not."""
     node = Node(ALWAYS, deaf_times=2, why=why, patience=RetryDelays(first_s=0.0))
     async with node.running():
         assert [order.do for order in node.orders] == ["ready"]
 
 
 async def test_all_had_everything_imported_again_when_hegmd_was_started_again() -> None:
-    """The next daemon hears that one is kept. After a restart there is none, and it is asked for."""
+    """The next daemon learns that a prestarted process exists. After a restart it requests a new one."""
     node = Node(ALWAYS)
     async with node.running(kept=True):
         assert (node.requests, node.orders) == ([], [])
@@ -248,7 +248,7 @@ async def test_a_prestarted_process_that_is_no_longer_wanted_is_released() -> No
 
 
 async def test_a_prestarted_process_ended_for_lack_of_memory_is_replaced_before_the_restart() -> None:
-    """Each is told of. What its supervisor says of another one, an operation's, is no word of this one."""
+    """Each one is reported. A supervisor's message about another operation's process does not count."""
     node = Node(ALWAYS, patience=RetryDelays(first_s=0.0))
     async with node.running():
         for pid in (7, None, 8, None):
@@ -292,7 +292,7 @@ async def test_where_there_was_no_memory_for_it_it_is_made_once_there_is() -> No
 
 @pytest.mark.thorough
 async def test_an_old_prestarted_process_checks_its_files_again() -> None:
-    """It is told once more what to import, whereupon it looks at its files; of an earlier daemon's too."""
+    """The daemon repeats the list of imports, and the process checks its files; also one of an earlier daemon."""
     for kept in (False, True):
         node = Node(ALWAYS, patience=RetryDelays(first_s=3600.0, longest_s=0.001))
         async with node.running(kept=kept):
@@ -302,7 +302,7 @@ async def test_an_old_prestarted_process_checks_its_files_again() -> None:
 
 
 async def test_a_prestarted_process_that_waits_on_a_node_short_of_memory_is_not_reported_as_ended() -> None:
-    """Every ten minutes, with another to be made; and nobody looked at its files."""
+    """The daemon replaced it every ten minutes, and did not check its files."""
     node = Node(ALWAYS, patience=RetryDelays(first_s=3600.0, longest_s=0.001))
     async with node.running():
         node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=7))

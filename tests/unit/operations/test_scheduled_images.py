@@ -1,4 +1,4 @@
-"""Images every so often: when, of whom, under which name, and what is done when one fails or cannot be now."""
+"""Images at intervals: when, of which job, with which name, and what follows a failure or a missed one."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ImageCatalogue:
         return "gpu1" if worker is not None and worker.gpu == "gpu0" else "gpu0"
 
     async def note(self, worker: AgentConnection, message: str, hint: str) -> None:
-        """Whoever watches the job is told."""
+        """The supervisor of the job gets the message."""
         self.notes.append(f"{message}; {hint}")
 
     async def trim(self, path: str, series: str, keep: int, rights: Rights) -> Sequence[str]:
@@ -122,7 +122,10 @@ def other() -> Iterator[Child]:
 async def test_another_users_process_that_claims_the_same_run_does_not_prevent_images(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
-    """That one is further on, and the node has no image of it: its process is not its agent's user's."""
+    """The process has passed more boundaries, but the node has no image of it:
+
+    it belongs to another user than its agent.
+    """
     async with running(tmp_path) as node:
         its_own = ModelAgent(node.workers, process.pid)
         its_own.about = {"images": WISH, "run": "ab12", "job": "train"}
@@ -173,8 +176,8 @@ async def test_a_missed_image_is_shown_with_the_job_until_one_is_made(tmp_path: 
                 await node.attend(process.pid, images=WISH, run=f"ab{end_s:.0f}")
             worker = node.workers.find(process.pid)
             assert worker is not None
-            said = worker.info().image_missed
-            assert (said is not None and "the disk is full" in said) == missed
+            reason = worker.info().image_missed
+            assert (reason is not None and "the disk is full" in reason) == missed
 
 
 @pytest.mark.thorough
@@ -255,7 +258,7 @@ async def test_two_images_of_one_user_that_hang_keep_no_other_user_from_theirs(
 
 
 async def test_the_name_of_a_series_leads_nowhere(tmp_path: Path, process: Child) -> None:
-    """A job calls itself what it likes; the path is made by a daemon that may be root's."""
+    """A job can choose any name; a daemon of root may create the path."""
     async with running(tmp_path) as node:
         await node.attend(process.pid, run="../../etc", job="../a b/\n")
         worker = node.workers.find(process.pid)

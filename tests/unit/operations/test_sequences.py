@@ -186,7 +186,7 @@ async def test_a_planned_swap_names_its_steps_and_does_nothing(
 async def test_a_swap_whose_caller_left_suspended_a_job_for_good(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
-    """By way of the pool the first waits in it; the other steps and the way out were never asked for."""
+    """The first job waited in the pool; the swap did not request its other steps nor its return."""
     async with running(tmp_path, "2x4MiB") as node:
         one, two = await on_both(node, process, second_process, 3 * MIB)
         two.slow.add("park")

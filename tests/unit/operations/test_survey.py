@@ -1,4 +1,4 @@
-"""What a plan is made from: bytes of now, whole jobs, and every rank of them."""
+"""The snapshot for a plan: current sizes, whole jobs, and every rank of them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_a_rank_that_was_not_counted_yet_was_left_behind(
 
 
 async def test_children_of_a_rank_are_not_waited_for(tmp_path: Path, process: Child, second_process: Child) -> None:
-    """The workers of a loader inherit the rank of who started them, and come to no boundary of their own."""
+    """The workers of a loader inherit RANK from the process that started them, and reach no boundary."""
     async with running(tmp_path) as node:
         await node.attend(process.pid, run="1", rank=0, world_size=1)
         helper = ModelAgent(node.workers, second_process.pid, token="b" * 32)
@@ -123,7 +123,10 @@ async def test_a_process_that_holds_no_storages_is_refused_for_that(tmp_path: Pa
 
 @pytest.mark.thorough
 async def test_a_job_before_its_first_batch_was_refused_for_being_on_no_gpu(tmp_path: Path, process: Child) -> None:
-    """As if it had to be started otherwise. Its supervisor is on its way as well, which may be named in its place."""
+    """The plan called for another start of the job.
+
+    Its supervisor connects a moment later, and may be named instead.
+    """
     async with running(tmp_path) as node:
         agent = ModelAgent(node.workers, process.pid, b"")
         agent.about = {"boundary": 0, "run": "1"}
@@ -235,7 +238,7 @@ async def test_a_stopped_job_is_not_waited_for_as_long_as_its_batch_may_take(tmp
 
 
 async def test_a_job_stopped_after_its_answer_does_not_count_as_unable(tmp_path: Path, process: Child) -> None:
-    """The watch that ends with the answer counted as one that had seen it stopped."""
+    """The watch that ended with the answer counted as one during which the job was stopped."""
     async with supervised(tmp_path, process.pid) as (node, _):
         process.send_signal(signal.SIGSTOP)
         await anyio.to_thread.run_sync(os.waitpid, process.pid, os.WUNTRACED)
@@ -245,7 +248,7 @@ async def test_a_job_stopped_after_its_answer_does_not_count_as_unable(tmp_path:
 
 
 async def test_a_job_whose_batches_take_long_could_not_be_restarted(tmp_path: Path, process: Child) -> None:
-    """It had five seconds to come to a boundary, and no option gave it more; what asked it again took that away."""
+    """The job had five seconds to reach a boundary, no option extended that, and each repetition reset it."""
     refusals: list[HegmError] = []
     async with supervised(tmp_path, process.pid) as (node, agent):
         agent.slow.add("weigh")
@@ -273,7 +276,10 @@ async def test_a_job_whose_batches_take_long_could_not_be_restarted(tmp_path: Pa
 
 
 async def test_a_second_plan_does_not_change_the_data_of_the_first(tmp_path: Path, process: Child) -> None:
-    """Of six `migrate --via restart --dry-run` at once five were refused: what its state comes to "is not known"."""
+    """The daemon refused five of six concurrent `migrate --via restart --dry-run`:
+
+    the size of the state "is not known".
+    """
     async with supervised(tmp_path, process.pid) as (node, agent):
         worker = node.workers.find(process.pid)
         assert worker is not None
@@ -291,7 +297,10 @@ async def test_a_second_plan_does_not_change_the_data_of_the_first(tmp_path: Pat
 async def test_a_plan_ran_the_callers_program_as_the_user_of_a_job_that_came_while_it_was_made(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
-    """Nobody knew the pid when it was named, and others were waited for: its supervisor had LD_PRELOAD set for it."""
+    """The pid was unknown when the request named it, and the daemon waited for others:
+
+    its supervisor had LD_PRELOAD set.
+    """
     stranger_uid = os.getuid() + 1
     asked_of_it: list[SupervisorOrder] = []
 
@@ -310,7 +319,7 @@ async def test_a_plan_ran_the_callers_program_as_the_user_of_a_job_that_came_whi
             offer = Supervise(run="2", python=True, pid=second_process.pid, asks=True)
             node.tasks.start_soon(supervisors.attend, stranger, os.getpid(), stranger_uid, offer, take)
             await stranger.attend(node.tasks)
-            stranger.orders.clear()  # it was counted when it came, on nobody's behalf
+            stranger.orders.clear()  # the survey at its connection, not for a request
             own.go_on.set()
 
         node.tasks.start_soon(come)

@@ -181,7 +181,10 @@ async def test_a_full_disk_leaves_it_suspended_with_its_bytes_in_memory(tmp_path
 async def test_an_agent_that_keeps_its_descriptor_keeps_the_memory_and_is_reported(
     tmp_path: Path, process: Child
 ) -> None:
-    """One of an older release knows no such order: its memory would not be free, whatever the daemon gave back."""
+    """An agent of an older release does not know the order:
+
+    its memory would not be free, whatever the daemon released.
+    """
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         agent.refuses = {"rest": "there is no order 'rest'", "entrust": "there is no order 'entrust'"}
@@ -327,7 +330,7 @@ async def test_a_state_that_may_not_be_given_up_was_no_longer_brought_to_disk(tm
 
 
 class Preparations:
-    """Stands for pool, runner and performer of one suspended operation. Each call waits until the test ends it."""
+    """A stand-in for pool, runner and executor of one suspended operation. Each call waits until the test ends it."""
 
     def __init__(self, *, spill: bool = False) -> None:
         self.member = SimpleNamespace(name="1", offloaded=True)

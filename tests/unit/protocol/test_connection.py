@@ -164,8 +164,8 @@ def test_an_invalid_hello_ends_the_connection(envelope: dict[str, object], says:
 
 def test_versions_are_negotiated_down_to_the_highest_in_common() -> None:
     daemon = server()
-    asked = ask(daemon, v=1, id=1, op="hello", args={"versions": [99, 2, 0], "name": "x"})
-    assert isinstance(asked, IncomingRequest)
+    request = ask(daemon, v=1, id=1, op="hello", args={"versions": [99, 2, 0], "name": "x"})
+    assert isinstance(request, IncomingRequest)
     assert daemon.version == 2
 
 

@@ -1,4 +1,4 @@
-"""A peer for the tests of the server: says exactly the bytes it is told to, over a real socket."""
+"""A peer for the tests of the server: sends exactly the given bytes over a real socket."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RawClient:
                 return b""
 
     async def next(self) -> Reply | Failure | Progress | None:
-        """What the daemon says next; None when it closed."""
+        """Return the daemon's next message, or None after it closed."""
         while True:
             event = self.protocol.next_event()
             if event is not None:

@@ -1,4 +1,4 @@
-"""Who may do what, as a table: by uid and groups alone."""
+"""Permissions as a table: by uid and groups alone."""
 
 import pytest
 
@@ -82,7 +82,7 @@ def test_command_lines_of_other_users_are_kept_back() -> None:
 
 
 def test_other_unknown_facts_are_explained_although_the_command_line_is_hidden() -> None:
-    """The note about the command line took the place of whatever the note said before."""
+    """The note about the command line replaced any other note."""
     process = GpuProcess(pid=9, uid=0, command="train", gpus=(), note="known by its start time only")
     note = SYSTEM.visible(ANYBODY, process).note
     assert note == "known by its start time only; command line hidden: another user's process"

@@ -154,7 +154,7 @@ NO_MORE = OSError(errno.EMFILE, "Too many open files", "/proc")
 async def test_a_restore_without_a_descriptor_to_look_at_its_processes_by_was_an_internal_error(
     bench: Bench, *, beside: bool
 ) -> None:
-    """Nobody was told of which limit it was, or that it can be asked for again."""
+    """The message did not name the limit, nor that the request can be repeated."""
 
     async def looking(call: Call, request: Request) -> Record:
         if not beside:

@@ -1,4 +1,4 @@
-"""Each request reaches its part of the daemon with all that it says, and is answered with its own reply."""
+"""Each request reaches its service with all its arguments, and gets its own reply."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ CALLED = {
 
 
 class Part:
-    """Stands for any part of the daemon and for all that it returns. Notes what is called."""
+    """A stand-in for any service of the daemon and its results. Records the calls."""
 
     def __init__(self, name: str, calls: list[tuple[str, object]], values: dict[str, object]) -> None:
         self._name, self._calls, self._values = name, calls, values

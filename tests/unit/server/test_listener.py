@@ -1,4 +1,4 @@
-"""The listening socket: how it appears, who is let in, and how everybody is told when it goes."""
+"""The listening socket: how it appears, who may connect, and what clients get when it closes."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_users_together_cannot_shut_out_administrators() -> None:
 
 
 class ServesNobody(Policy):
-    """Serves nobody, not even root, who is served by every real daemon."""
+    """Refuses everybody, including root, whom every real daemon serves."""
 
     def may_connect(self, peer: Peer) -> bool:
         return False
@@ -207,7 +207,7 @@ def test_a_socket_that_is_answered_is_left_alone(socket_path: Path) -> None:
 
 
 def test_a_daemon_that_is_too_busy_to_be_connected_to_is_left_alone(socket_path: Path) -> None:
-    """The start waited for ever for room in the backlog of one that hung."""
+    """The start waited for ever for space in the backlog of a hung daemon."""
     with socket.socket(socket.AF_UNIX) as hung, socket.socket(socket.AF_UNIX) as waiting:
         hung.bind(str(socket_path))
         hung.listen(0)
@@ -218,7 +218,7 @@ def test_a_daemon_that_is_too_busy_to_be_connected_to_is_left_alone(socket_path:
 
 
 def test_a_daemon_on_its_way_out_does_not_take_its_successors_socket_along(socket_path: Path) -> None:
-    """One that stopped removed whatever was at its path seconds after it had closed its own."""
+    """A stopping daemon removed the socket of its successor seconds after it had closed its own."""
     bind(socket_path, 0o600, None).close()
     bound = socket_path.lstat()
     with bind(socket_path, 0o600, None), socket.socket(socket.AF_UNIX) as client:
@@ -250,12 +250,15 @@ def test_the_directory_is_made_with_its_mode(socket_dir: Path) -> None:
 
 
 async def test_a_client_that_was_not_accepted_yet_is_served_after_the_socket_was_replaced(socket_path: Path) -> None:
-    """Issue 14, row 16: a client in the backlog of the older socket was dropped, or waited for ever."""
+    """Issue 14, row 16:
+
+    the daemon dropped a client in the backlog of the older socket, or the client waited for ever.
+    """
     async with listening(socket_path) as (listener, admission, _):
         with connected(socket_path) as accepted:
             await accepted.hello()
             with connected(socket_path) as waiting:
-                for _ in range(2):  # one whose own turn has not come is replaced too
+                for _ in range(2):  # a daemon that has not taken over yet is replaced too
                     _delete(socket_path)
                     assert not listener.is_found
                     listener.take(bind(socket_path, 0o600, None))

@@ -42,7 +42,7 @@ async def serving(
 
 
 async def ask(port: int, request: bytes, host: str = "127.0.0.1") -> bytes:
-    """All that is answered until the other side closes."""
+    """Return the whole answer up to the end of the connection."""
     async with await anyio.connect_tcp(host, port) as stream:
         await stream.send(request)
         return await rest_of(stream)

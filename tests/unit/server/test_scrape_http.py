@@ -1,4 +1,4 @@
-"""Which requests are mistaken for a scrape, and what the others are told."""
+"""Which requests count as a scrape, and the answers to the others."""
 
 from __future__ import annotations
 

@@ -320,7 +320,7 @@ async def test_an_error_with_a_path_that_is_not_utf8_reaches_the_peer() -> None:
 
 
 async def test_a_bug_of_the_session_ends_that_connection_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """It went up through the listener and ended the daemon."""
+    """The error reached the listener and ended the daemon."""
     async with talking() as (talker, session, _, ended):
         await talker.hello()
         undone: list[str] = []

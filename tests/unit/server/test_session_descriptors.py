@@ -1,4 +1,4 @@
-"""What becomes of the descriptors that come with a connection's frames, named or not."""
+"""What happens to descriptors that come with frames, named or not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_unclaimed_descriptors_are_closed() -> None:
         await talker.send(data, [write_end])
         os.close(write_end)
         assert isinstance(await talker.next(), Failure)
-        assert os.read(read_end, 1) == b""  # the end of the pipe: no copy of its other end is open any more
+        assert os.read(read_end, 1) == b""  # end of file: no copy of the pipe's other end is open
         os.close(read_end)
 
 

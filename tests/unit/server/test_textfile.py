@@ -1,4 +1,4 @@
-"""The file for node_exporter: whole or not at all, renewed, and gone when nobody renews it."""
+"""The file for node_exporter: whole or absent, renewed, and removed when no daemon renews it."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ async def test_a_directory_closed_by_the_sandbox_is_reported_with_the_remedy(
 
 
 async def test_when_no_thread_is_to_be_had_the_file_is_written_again_later(path: Path) -> None:
-    """It ended the daemon, and a write that was never begun would have been waited for ever after."""
+    """The error ended the daemon, and the daemon would have waited for ever for a write that had not begun."""
     figures = Figures()
     textfile = Textfile(path, 0.001, figures.render)
     before = threading.stack_size(1 << 46)  # more than there are addresses, so that no thread can start

@@ -13,10 +13,10 @@ from hegmd.system.detached_programs import start_apart
 
 
 def saying(word: bytes) -> Callable[[int], list[str]]:
-    """A program that has said so before anybody could look whether it is still wanted."""
+    """Return a program that reports its start before anyone could check whether it is still wanted."""
 
-    def argv_for(told: int) -> list[str]:
-        os.write(told, word)
+    def argv_for(fd: int) -> list[str]:
+        os.write(fd, word)
         return ["/bin/true"]
 
     return argv_for

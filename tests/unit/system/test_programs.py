@@ -1,4 +1,4 @@
-"""Running other programs: environment, bounds, and that nothing of a program is left when the call is over."""
+"""Running other programs: environment, limits, and no remains of a program after the call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHIMS = Path(__file__).parent.parent.parent / "stubs" / "bin"
 
 
 def state_of(pid: int) -> str | None:
-    """The kernel's letter for the process's state, None when it is gone."""
+    """Return the kernel's letter for the process's state, or None after its end."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -35,7 +35,7 @@ def state_of(pid: int) -> str | None:
 
 
 def has_ended(pid: int) -> bool:
-    # A zombie that belongs to somebody else's parent has ended too: who adopted it has to reap it, not we.
+    # A zombie of another parent has ended too: its parent has to reap it.
     return state_of(pid) in (None, "Z")
 
 
@@ -289,7 +289,7 @@ PTRACE_SEIZE, PTRACE_O_TRACEEXIT = 0x4206, 0x40
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="ptrace requests are Linux's")
 async def test_a_child_that_sigkill_cannot_end_is_left_to_its_thread(tmp_path: Path) -> None:
-    """A tracer that holds the child at its exit stands for a driver call that never returns."""
+    """A tracer that holds the child at its exit takes the place of a driver call that never returns."""
     fifo = tmp_path / "begun"
     os.mkfifo(fifo)
     seized, release = threading.Event(), threading.Event()
@@ -333,7 +333,7 @@ async def test_a_companion_has_its_descriptor_and_its_end_is_seen_there() -> Non
 
 
 async def test_an_unwanted_spare_process_is_killed_silently() -> None:
-    """One that is stuck in a driver must not have half a second more to do harm in."""
+    """A process that is stuck in a driver must not have half a second more to cause damage."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     number = theirs.detach()

@@ -1,4 +1,4 @@
-"""One daemon to a state directory, and none in a directory that others can write."""
+"""One daemon per state directory, and no daemon in a directory that others can write."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Work side by side: what fails first is told, the rest is ended, progress is one figure."""
+"""Concurrent coroutines: the first failure is raised, the others are cancelled, and progress is one number."""
 
 from __future__ import annotations
 

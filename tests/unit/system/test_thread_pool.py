@@ -1,4 +1,4 @@
-"""A crew of threads: every item once, whatever fails is raised, and nobody is left running afterwards."""
+"""A pool of threads: every item once, every failure raised, and no thread left running."""
 
 from __future__ import annotations
 

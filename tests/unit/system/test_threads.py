@@ -108,27 +108,27 @@ print("left")
 
 @pytest.mark.thorough
 async def test_a_file_on_a_dead_disk_blocked_the_caller_for_ever() -> None:
-    """And each time that somebody asked again, one more thread was left behind."""
+    """Each repeated request left one more thread behind."""
     answers = threading.Event()
 
-    def look(tell: Callable[[str], object]) -> None:
+    def read_blocked(tell: Callable[[str], object]) -> None:
         tell("/mnt/dead/file")
         answers.wait()
 
-    looks = BoundedReads(limit_s=0.01, most=2)
+    reads = BoundedReads(limit_s=0.01, most=2)
     try:
         for _ in range(2):
             with pytest.raises(HegmError, match="/mnt/dead/file does not answer within"):
-                await looks.at(look, name="look")
+                await reads.at(read_blocked, name="look")
         with pytest.raises(HegmError, match="2 reads of files have not ended, at /mnt/dead/file"):
-            await looks.at(look, name="look")
+            await reads.at(read_blocked, name="look")
     finally:
         answers.set()
 
 
 async def test_a_look_that_comes_to_its_end_is_not_counted() -> None:
-    looks = BoundedReads(most=1)
-    assert await looks.at(lambda _: 1, name="look") == 1
+    reads = BoundedReads(most=1)
+    assert await reads.at(lambda _: 1, name="look") == 1
     with pytest.raises(LookupError):
-        await looks.at(lambda _: dict[int, int]()[1], name="look")
-    assert await looks.at(lambda _: 2, name="look") == 2
+        await reads.at(lambda _: dict[int, int]()[1], name="look")
+    assert await reads.at(lambda _: 2, name="look") == 2

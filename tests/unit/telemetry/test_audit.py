@@ -1,4 +1,4 @@
-"""What an audit record holds, where it goes, and what a peer cannot make of it."""
+"""The fields of an audit record, where it is written, and what a peer cannot change in it."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Journal:
 
 
 def parse(data: bytes) -> list[tuple[str, str]]:
-    """As in the description of the protocol; anything else is an error."""
+    """Parse as the protocol's description requires; anything else is an error."""
     found: list[tuple[str, str]] = []
     while data:
         line, end, rest = data.partition(b"\n")

@@ -41,7 +41,7 @@ class Pipe:
         os.set_blocking(self.reader, False)
 
     def read(self) -> str:
-        """All that is there now."""
+        """Return everything written so far."""
         parts: list[bytes] = []
         try:
             while part := os.read(self.reader, 1 << 20):

@@ -1,4 +1,4 @@
-"""The steps that an effect collects: by whatever task of it noted them, and no more than a bound."""
+"""The steps that an effect collects from all its tasks, up to a limit."""
 
 from __future__ import annotations
 

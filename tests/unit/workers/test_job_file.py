@@ -73,7 +73,7 @@ def test_an_unreadable_file_does_not_count_as_missing(tmp_path: Path) -> None:
 
 
 def test_the_next_number_of_a_damaged_file_is_not_used_again(tmp_path: Path) -> None:
-    JobFile(tmp_path).save(42, [record(3)])  # the jobs in between are forgotten by now
+    JobFile(tmp_path).save(42, [record(3)])  # the jobs in between have been forgotten
     with (tmp_path / NAME).open("ab") as file:
         file.write(b" ")
     assert JobFile(tmp_path).load() == (42, [])

@@ -51,7 +51,7 @@ async def test_a_launcher_was_refused_for_ever_as_still_beginning(
 
 
 async def _beginning(node: Node, pid: int) -> int:
-    """A process with an agent that comes to no batch and holds nothing."""
+    """A process with an agent that reaches no batch and holds nothing."""
     agent = ModelAgent(node.workers, pid, b"", "b" * 32)
     agent.boundary = 0
     agent.about = {"run": RUN}

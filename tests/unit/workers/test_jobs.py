@@ -74,7 +74,7 @@ def has_ended(node: Node, job_id: str) -> bool:
 
 
 async def ended_job(node: Node, run: str, status: int, *, killed: bool = False) -> str:
-    """The id of a job that has ended so. Nobody reaps it before: earlier kernels tell its status only until then."""
+    """Return the id of a job that ended so. Reaped last: earlier kernels report the status only until then."""
     with waiting_to_exit(status) as child:
         job_id = await registered(node, child.pid, run)
         assert child.stdin is not None
@@ -137,7 +137,7 @@ async def test_a_job_keeps_its_id_when_the_daemon_is_killed(
         second_process.kill()
         second_process.wait()
         await until(node, lambda: has_ended(node, "j2"))
-    (tmp_path / NAME).write_bytes(kept)  # as a kill would leave it, before the end of j2 was seen
+    (tmp_path / NAME).write_bytes(kept)  # as after a kill before the daemon noticed the end of j2
     async with running(tmp_path) as node:
         jobs = await jobs_by_id(node, ended=True)
         assert {job.id: job.name for job in jobs.values()} == {"j1": "mine", "j2": "train"}
@@ -259,13 +259,13 @@ async def test_a_user_names_own_jobs_only_and_sees_no_command_of_others(tmp_path
     async with running(tmp_path) as node:
         await registered(node, process.pid, "one")
         requests = node.moving.job_requests
-        for asked in (
+        for request in (
             requests.pids(("train",), nobodys),
             requests.one("j1", nobodys),
             requests.one(process.pid, nobodys),
         ):
             with pytest.raises(HegmError, match=f"belongs to uid {UID}") as refused:
-                await asked
+                await request
             assert refused.value.code is DENIED
         (job,) = await requests.jobs((), nobodys, ended=False)
         assert (job.id, job.command, job.processes, job.notes) == ("j1", None, (), ())

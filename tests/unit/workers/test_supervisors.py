@@ -23,7 +23,7 @@ OFFER = Supervise(run="run", python=True, pid=1)
 
 
 class Line:
-    """One connection of a supervisor: what it was sent."""
+    """One connection of a supervisor, and the orders that it received."""
 
     def __init__(self) -> None:
         self.orders: list[SupervisorOrder] = []
@@ -70,7 +70,7 @@ async def test_an_order_ends_with_what_is_reported_of_it(supervisors: Supervisor
 
 
 async def test_a_job_that_was_continued_and_has_ended_is_not_continued_again(supervisors: Supervisors) -> None:
-    """Until its supervisor had gone too, it was mistaken for one that waits for its start."""
+    """Until its supervisor had exited too, the daemon counted the job as one that waits for its start."""
     line = Line()
     async with (
         attending(supervisors, line, OFFER.replace(pid=None, resumes="j4")) as supervisor,
@@ -84,7 +84,7 @@ async def test_a_job_that_was_continued_and_has_ended_is_not_continued_again(sup
 
 
 async def test_a_start_that_failed_after_it_was_done_is_known_of(supervisors: Supervisors) -> None:
-    """The process was started, which ended the order, and then ended by itself: nobody waited for that any more."""
+    """The process started, which ended the order, and then exited: no task waited for it."""
     line = Line()
     async with attending(supervisors, line) as supervisor, anyio.create_task_group() as tasks:
         tasks.start_soon(supervisor.order, "start", "4")
@@ -117,7 +117,7 @@ async def test_what_a_program_is_changes_nothing_about_the_command(
 async def test_the_exit_of_a_command_is_known_once_its_supervisor_reports_it(
     supervisors: Supervisors, status: int, is_well: bool
 ) -> None:
-    """The kernel tells the daemon of an end as soon as its parent: which of both is heard first is not known."""
+    """The kernel reports an exit to the daemon and to the parent at the same time: either may come first."""
     line, found = Line(), list[bool]()
 
     async def ask() -> None:
@@ -148,7 +148,7 @@ async def test_what_is_ready_for_an_operation_is_known_until_that_is_forgotten(s
 
 
 async def test_a_repeated_start_does_not_count_as_the_prestarted_one(supervisors: Supervisors) -> None:
-    """Its supervisor says `done` once more, of another process, when the order is over; nobody heard that."""
+    """The supervisor reports `done` again for another process after the order's end; the daemon ignored it."""
     line = Line()
     async with attending(supervisors, line) as supervisor, anyio.create_task_group() as tasks:
         tasks.start_soon(supervisor.order, "start", "4")
@@ -189,13 +189,13 @@ async def test_one_that_comes_back_takes_the_place_of_its_earlier_connection(sup
                 supervisors.report(first, SuperviseReport(result="ended", status=0))
         with pytest.raises(SupervisorAway) as away:
             await now.order("start", "4")
-        # Killed while it was told to start, it left a hint with ID where the number was known, and without an option.
+        # A supervisor killed during a start left a hint with ID although the number was known, and without an option.
         assert "hegmctl run --allow-restart --resume 4 -- COMMAND" in away.value.hint
 
 
 @pytest.fixture
 def other() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that ends with its input, and is not reaped before the test is over."""
+    """A process that exits when its input closes. The test reaps it at its end."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         yield process
 
@@ -226,7 +226,7 @@ async def test_a_supervisor_that_reconnects_after_its_agent_does_not_count_as_go
 async def test_an_unreaped_supervisor_counts_as_exited(
     supervisors: Supervisors, second_process: subprocess.Popen[bytes]
 ) -> None:
-    """By its start time it was there still, and whoever waited for it waited in vain."""
+    """By its start time the process still existed, and waiters waited for ever."""
     assert second_process.stdin is not None
     async with attending(supervisors, Line(), pid=second_process.pid) as supervisor:
         assert supervisor.is_alive

@@ -22,7 +22,7 @@ from tests.unit.model_agent import ModelAgent
 
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that lives until it is told otherwise."""
+    """A process that lives until the test ends it."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         yield child
         child.kill()
@@ -161,7 +161,7 @@ async def test_a_newer_connection_takes_the_place_of_one_that_hangs(process: sub
 async def test_a_survey_that_came_too_late_wiped_out_what_was_known_of_the_worker(
     process: subprocess.Popen[bytes],
 ) -> None:
-    """Issue 14, row 1: of a job that was busy nothing was known any more, and its move by peer was refused."""
+    """Issue 14, row 1: nothing was known of a busy job, and its move by peer was refused."""
     async with attended(process.pid) as (workers, agent, _, _):
         worker = workers.find(process.pid)
         assert worker is not None
@@ -216,7 +216,7 @@ async def test_orders_wait_for_the_one_before_them_but_for_withdraw(process: sub
 
 
 async def test_a_count_waits_for_no_order_and_holds_up_none(process: subprocess.Popen[bytes]) -> None:
-    """It is asked of each job whenever somebody looks at jobs, also of one that is stopped."""
+    """Every listing of jobs requests a count of each job, also of a stopped one."""
     async with attended(process.pid) as (workers, agent, _, _):
         agent.slow |= {"survey"}
         worker = workers.find(process.pid)
@@ -247,7 +247,7 @@ async def test_a_park_takes_the_place_of_one_that_is_under_way(process: subproce
 
 @pytest.mark.thorough
 async def test_an_agent_that_swallows_a_survey_does_not_hold_up_who_asks_next(process: subprocess.Popen[bytes]) -> None:
-    """`hegmctl adopt` waited for ten minutes, and every order after it."""
+    """`hegmctl adopt` waited for ten minutes, and so did every later order."""
     async with attended(process.pid) as (workers, agent, _, _):
         worker = workers.find(process.pid)
         assert worker is not None
@@ -259,7 +259,7 @@ async def test_an_agent_that_swallows_a_survey_does_not_hold_up_who_asks_next(pr
 
 
 async def test_an_order_cancelled_before_it_was_sent_delays_no_other(process: subprocess.Popen[bytes]) -> None:
-    """Ctrl-C in the first moment of `hegmctl checkpoint`: its job stopped answering to anybody, though it trained."""
+    """After Ctrl-C in the first moment of `hegmctl checkpoint` the agent answered no order, though the job trained."""
     async with attended(process.pid) as (workers, agent, _, _):
         worker = workers.find(process.pid)
         assert worker is not None
@@ -275,7 +275,7 @@ async def test_an_order_cancelled_before_it_was_sent_delays_no_other(process: su
 
 @pytest.mark.thorough
 async def test_an_order_without_an_answer_holds_up_others_for_its_limit_only(process: subprocess.Popen[bytes]) -> None:
-    """Whoever gave it has left, so that nobody gives it up."""
+    """The client of the order has disconnected, so no request cancels it."""
     async with attended(process.pid) as (workers, agent, _, _):
         agent.slow.add("survey")
         worker = workers.find(process.pid)

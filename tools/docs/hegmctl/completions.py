@@ -310,10 +310,10 @@ def fish() -> str:
         lines += [_fish(condition, f"-a {word}", doc) for word, doc in _within(group).items()]
     for command in shown_commands():
         words = command.name.split()
-        seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in words)
-        lines += [_fish(seen, _fish_option(option), option.doc) for option in command.options]
+        subcommand_seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in words)
+        lines += [_fish(subcommand_seen, _fish_option(option), option.doc) for option in command.options]
         for place, argument in enumerate(command.arguments, len(words)):
-            here = seen if argument.many else f"{seen}; and test (__hegmctl_places) -eq {place}"
+            here = subcommand_seen if argument.many else f"{subcommand_seen}; and test (__hegmctl_places) -eq {place}"
             if candidates := _fish_words(argument.complete, argument):
                 lines.append(_fish(here, f"-a {candidates}", argument.doc))
     return "\n".join([*lines, ""])

@@ -32,22 +32,25 @@ def stub(rows: Iterable[Command] = COMMANDS.values()) -> str:
     """The text of the file."""
     calls = calls_of(rows)
     lines = [_HEAD]
-    for face, start, heard in (("SyncCalls", "def", "object"), ("AsyncCalls", "async def", "Awaitable[object]")):
+    for face, start, callback_result in (
+        ("SyncCalls", "def", "object"),
+        ("AsyncCalls", "async def", "Awaitable[object]"),
+    ):
         lines.append(f"class {face}:")
         for name, kind in calls.items():
-            lines += _call(name, kind, start, heard)
+            lines += _call(name, kind, start, callback_result)
         lines.append("")
     return "\n".join(lines)
 
 
-def _call(name: str, kind: type[messages.Request], start: str, heard: str) -> list[str]:
+def _call(name: str, kind: type[messages.Request], start: str, callback_result: str) -> list[str]:
     fields = {field.name: field for field in kind.fields}
     placed, named = parameters(kind)
     given = [_parameter(fields[each]) for each in placed]
     by_name = [_parameter(fields[each]) for each in named]
     if waits(kind) and kind.event is not None:
         event = "OperationProgress" if kind.event is OperationProgress else f"m.{kind.event.__name__}"
-        by_name.append(f"on_progress: Callable[[{event}], {heard}] | None = None")
+        by_name.append(f"on_progress: Callable[[{event}], {callback_result}] | None = None")
     every = ["self", *given, *(["*", *by_name] if by_name else [])]
     reply = f"m.{kind.reply.__name__}"
     one_line = f"    {start} {name}({', '.join(every)}) -> {reply}: ..."

@@ -99,7 +99,7 @@ def exact(value: Any) -> Any:
     return _exact(value, {})
 
 
-def _exact(value: Any, seen: dict[int, int]) -> Any:
+def _exact(value: Any, numbers_by_id: dict[int, int]) -> Any:
     kind = type(value).__name__.replace("Parameter", "Tensor")
     if isinstance(value, float) and type(value) is float:
         return kind, struct.pack("<d", value)
@@ -109,9 +109,9 @@ def _exact(value: Any, seen: dict[int, int]) -> Any:
         return kind, value
     if isinstance(value, np.generic):
         return kind, value.dtype.str, value.tobytes()
-    if id(value) in seen:
-        return "again", seen[id(value)]
-    seen[id(value)] = len(seen)
+    if id(value) in numbers_by_id:
+        return "again", numbers_by_id[id(value)]
+    numbers_by_id[id(value)] = len(numbers_by_id)
     if isinstance(value, torch.Tensor):
         bare = value.detach().contiguous().reshape(-1).view(torch.uint8) if value.numel() else value.detach()
         bits = bytes(bare.tolist()) if value.numel() else b""
@@ -121,7 +121,7 @@ def _exact(value: Any, seen: dict[int, int]) -> Any:
     if isinstance(value, bytearray):
         return kind, bytes(value)
     if isinstance(value, dict):
-        return kind, [(_exact(key, seen), _exact(item, seen)) for key, item in value.items()]
+        return kind, [(_exact(key, numbers_by_id), _exact(item, numbers_by_id)) for key, item in value.items()]
     if isinstance(value, set | frozenset):
         return kind, sorted(repr(_exact(item, {})) for item in value)
-    return kind, getattr(value, "maxlen", None), [_exact(item, seen) for item in value]
+    return kind, getattr(value, "maxlen", None), [_exact(item, numbers_by_id) for item in value]

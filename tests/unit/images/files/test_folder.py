@@ -218,9 +218,9 @@ def test_an_image_within_another_left_that_one_damaged(tmp_path: Path) -> None:
     built(image)
     (tmp_path / "link").symlink_to(image / "criu")
     for within in (image / "other", image / "criu" / "other", tmp_path / "link" / "other"):
-        for asked in (free_bytes_at, make):
+        for operation in (free_bytes_at, make):
             with pytest.raises(HegmError, match="which could then not be restored") as refused:
-                asked(str(within))
+                operation(str(within))
             assert refused.value.code is REFUSED
     assert catalogue.verify(str(image), ignore)
 

@@ -37,13 +37,13 @@ async def nicenesses(folder: Path, memory_fd: int, *, beside: bool) -> set[int]:
         children = psutil.Process().children()
         hands = [child for child in children if "hegmd.images.files.child" in child.cmdline()]
         assert len(hands) == 2
-        seen = {hand.nice() for hand in hands}
+        nice_values = {hand.nice() for hand in hands}
         dump(lent)
         before = os.listdir(f"/proc/{lent.hand_pid}/task")
-        look = partial(niceness, lent.hand_pid, before)
-        await lent.write_bytes("4711.0", memory_fd, SIZE_BYTES, lambda _: seen.update(look()))
+        read_niceness = partial(niceness, lent.hand_pid, before)
+        await lent.write_bytes("4711.0", memory_fd, SIZE_BYTES, lambda _: nice_values.update(read_niceness()))
         await lent.finish(MANIFEST)
-    return seen
+    return nice_values
 
 
 def niceness(pid: int | None, before: Collection[str]) -> set[int]:

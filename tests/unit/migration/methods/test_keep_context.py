@@ -24,10 +24,10 @@ class ModelNode:
     free: dict[str, int | None] = field(default_factory=lambda: {"gpu0": 1000 * MIB, "gpu1": 1000 * MIB})
     uses: list[GpuUse] = field(default_factory=list)
     later: list[list[GpuUse]] = field(default_factory=list)
-    looks: int = 0
+    snapshot_count: int = 0
 
     async def look(self) -> Any:
-        self.looks += 1
+        self.snapshot_count += 1
         shown = SimpleNamespace(
             gpus=[
                 SimpleNamespace(id=name, uuid=f"GPU-{name}", memory_free_bytes=size) for name, size in self.free.items()
@@ -69,7 +69,7 @@ async def test_a_checkpoint_waits_for_free_memory_and_reports_what_stays() -> No
     node = ModelNode(uses=[use(4500)], later=[[use(4500)], [use(520)]])
     left = await KeepContextMethod(Gpus(node.look)).checkpoint(subject())
     assert left.stays_bytes == 520 * MIB
-    assert node.looks == 3
+    assert node.snapshot_count == 3
     assert (left.reserved_bytes, left.driver_bytes) == (None, None)
 
 
@@ -146,7 +146,7 @@ async def test_a_restore_takes_no_snapshot_and_refuses_another_gpu() -> None:
     await method.restore(subject(gpu=None, previous_gpu="gpu0", target_gpu="gpu0"), "gpu0")
     with pytest.raises(Refused, match="keeps its CUDA context on gpu0 and cannot resume on gpu1"):
         await method.restore(subject(gpu=None, previous_gpu="gpu0", target_gpu="gpu1"), "gpu1")
-    assert node.looks == 0
+    assert node.snapshot_count == 0
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ def test_a_call_that_goes_slowly_is_waited_for_as_long_as_something_moves(what: 
     """16 MiB in ten seconds are a thousandth of what was measured, and still something."""
     moving = [ProgressSample(**{what: number // 9 * 16 * MIB}, threads=RUNNING) for number in range(300)]
     assert not judged(*moving)
-    stands = [*moving, *[moving[-1]] * 20]
-    assert judged(*stands)[0] > 300
+    stalled = [*moving, *[moving[-1]] * 20]
+    assert judged(*stalled)[0] > 300
 
 
 def test_what_other_threads_of_it_take_now_and_then_is_no_progress() -> None:

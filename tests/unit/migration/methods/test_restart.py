@@ -227,11 +227,11 @@ class Launched:
         environ, pipe = {**os.environ, "LAUNCHER": LAUNCHER}, subprocess.PIPE
         self._process = subprocess.Popen(["sh", "-c", SUPERVISOR], env=environ, stdin=pipe, stdout=pipe, text=True)
         #: Set once it was seen where a rank stands.
-        self.seen = anyio.Event()
+        self.checked = anyio.Event()
 
     def position_of(self, pid: int, supervisor: int) -> RankPosition | None:
         found = position_of(pid, supervisor)
-        anyio.from_thread.run_sync(self.seen.set)
+        anyio.from_thread.run_sync(self.checked.set)
         return found
 
     async def attend(self) -> None:
@@ -247,7 +247,7 @@ class Launched:
     def ranks_below(self, command: int) -> tuple[ProcessKey | None, Mapping[int, ProcessKey]]:
         found = ranks_below(command)
         if found[1]:
-            anyio.from_thread.run_sync(self.seen.set)
+            anyio.from_thread.run_sync(self.checked.set)
         return found
 
     async def next_line(self) -> str:
@@ -293,7 +293,7 @@ async def test_a_rank_that_fell_before_it_was_seen_left_the_operation_waiting(tm
             tasks.start_soon(restore)
             fallen = int(await launched.next_line())
             rank = workers.come(fallen)
-            await launched.seen.wait()
+            await launched.checked.wait()
             launched.fall(rank)
             workers.come(int(await launched.next_line()))
             assert await launched.next_line() == "ended"
@@ -320,7 +320,7 @@ async def test_a_daemon_that_was_not_there_at_the_start_saw_no_rank_fall_before_
             await supervisors.changed.wait()
             fallen = int(await launched.next_line())
             tasks.start_soon(restore)
-            await launched.seen.wait()
+            await launched.checked.wait()
             launched.fall()
             assert int(await launched.next_line()) != fallen
             assert await launched.next_line() == "ended"

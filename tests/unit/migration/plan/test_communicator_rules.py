@@ -227,12 +227,12 @@ def test_ranks_are_resumed_on_exchanged_gpus() -> None:
 
 def test_ranks_with_room_for_both_go_from_gpu_to_gpu_and_others_when_all_have_left() -> None:
     """Of 140 GiB, 100 are free beside a rank of 33; then 20, which would do for none of them."""
-    asked = to("gpu1,gpu0")
-    plan = the_plan(planned(a_job(), asked))
+    request = to("gpu1,gpu0")
+    plan = the_plan(planned(a_job(), request))
     assert not plan.reserves_late
     assert [worker.carrier for worker in plan.workers] == ["peer", "peer"]
     tight = a_job(gpus=(a_gpu("gpu0", free_bytes=20 * GIB), a_gpu("gpu1", free_bytes=20 * GIB)))
-    late = the_plan(planned(tight, asked))
+    late = the_plan(planned(tight, request))
     assert late.reserves_late
     assert [worker.carrier for worker in late.workers] == ["host", "host"]
     assert late.operation("1", tight.candidates, {}, limits=Limits(), utc=0.0).reserves_late

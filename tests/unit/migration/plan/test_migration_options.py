@@ -291,5 +291,5 @@ def test_thousands_of_processes_are_judged_each_with_its_own_family_only() -> No
     candidates = [a_process(agent, pid=pid) for pid in range(1000, 1400)]
     candidates[7] = candidates[7].replace(around=Surroundings(stopped=True))
     found = ways_of(a_snapshot(*candidates), [the_process(candidate) for candidate in candidates], CRIU)
-    closed = [pid for pid, told in found.items() if not told[1].possible]
+    closed = [pid for pid, options in found.items() if not options[1].possible]
     assert closed == [1007]

@@ -291,8 +291,8 @@ def _resume(gpu: str | None) -> PlanRequest:
 
 def test_a_resume_uses_the_former_gpu_unless_another_is_named() -> None:
     op = _suspended()
-    for asked, expected in ((None, "gpu0"), ("gpu1", "gpu1")):
-        plan = _plan(planned_resume(_snapshot(_process(gpus=())), _resume(asked), op))
+    for requested_gpu, expected in ((None, "gpu0"), ("gpu1", "gpu1")):
+        plan = _plan(planned_resume(_snapshot(_process(gpus=())), _resume(requested_gpu), op))
         assert plan.destinations == {"4711": expected}
         assert plan.reservation_bytes == {expected: op.workers[0].size_bytes}
         assert plan.pool_needed_bytes == 0

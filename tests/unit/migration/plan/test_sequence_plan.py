@@ -254,11 +254,11 @@ def test_memory_for_a_job_that_kept_its_context_is_not_there_for_others_before_i
 
 def test_after_a_suspension_the_room_is_free_and_the_pool_is_not() -> None:
     snapshot = _snapshot(_process(1, "gpu0"), _process(2, "gpu1"), gpus=(_gpu("gpu0", 0), _gpu("gpu1", 0)))
-    seen = [snapshot]
+    snapshots = [snapshot]
     for step in planned_swap(snapshot, 1, 2):
         assert isinstance(step, MigrationPlan)
-        seen.append(after(seen[-1], step))
-    empty, whole = seen[1], seen[-1]
+        snapshots.append(after(snapshots[-1], step))
+    empty, whole = snapshots[1], snapshots[-1]
     assert [gpu.free_bytes for gpu in empty.gpus] == [2 * GIB, 0]
     assert (empty.candidates[0].gpus, empty.pool.free_bytes) == ((), 16 * GIB - whole_size(2 * GIB))
     assert [candidate.gpus for candidate in whole.candidates] == [("gpu1",), ("gpu0",)]

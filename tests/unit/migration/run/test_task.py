@@ -126,11 +126,11 @@ async def test_memory_that_came_after_it_was_given_up_stayed_in_the_pool(
 class SeenStopped(EffectExecutor):
     """Says at each look which processes are stopped."""
 
-    def __init__(self, *looks: tuple[int, ...]) -> None:
-        self.looks = list(looks)
+    def __init__(self, *readings: tuple[int, ...]) -> None:
+        self.remaining = list(readings)
 
     def stopped(self, op: Operation) -> tuple[int, ...]:
-        return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+        return self.remaining.pop(0) if len(self.remaining) > 1 else self.remaining[0]
 
 
 @pytest.mark.thorough

@@ -163,12 +163,12 @@ def opens_once(provider: Broken) -> None:
 
 
 def changes_its_mind(provider: Broken) -> None:
-    looks: list[None] = []
+    calls: list[None] = []
 
     def snapshot() -> VendorSnapshot:
         snapshot = provider.inner.snapshot()
-        looks.append(None)
-        first = snapshot.gpus[0].replace(uuid=f"SIM-{len(looks)}")
+        calls.append(None)
+        first = snapshot.gpus[0].replace(uuid=f"SIM-{len(calls)}")
         return replace(snapshot, gpus=(first, snapshot.gpus[1].replace(links=())))
 
     provider.on_snapshot = snapshot

@@ -180,10 +180,10 @@ async def test_a_young_snapshot_is_good_enough() -> None:
 
 
 async def test_the_background_keeps_up_and_is_ready_after_the_first_look() -> None:
-    provider, seen = Provider(gpu(0)), threading.Semaphore(0)
+    provider, snapshot_taken = Provider(gpu(0)), threading.Semaphore(0)
 
     def answer() -> VendorSnapshot:
-        seen.release()
+        snapshot_taken.release()
         return snapshot([gpu(0)])
 
     provider.answer = answer
@@ -192,10 +192,10 @@ async def test_the_background_keeps_up_and_is_ready_after_the_first_look() -> No
     async with inventory, anyio.create_task_group() as tasks:
         await tasks.start(inventory.run, 3600.0)
         assert inventory.latest is not None
-        assert seen.acquire(blocking=False)
+        assert snapshot_taken.acquire(blocking=False)
         inventory.set_refresh(0.001)
         for _ in range(3):
-            assert await anyio.to_thread.run_sync(seen.acquire, True, 10)
+            assert await anyio.to_thread.run_sync(snapshot_taken.acquire, True, 10)
         tasks.cancel_scope.cancel()
 
 

@@ -149,7 +149,7 @@ def test_while_one_command_line_hangs_it_is_named_and_the_others_are_there(node:
     pid, start_ticks, _, _ = me()
     round_of(lookups, (pid, start_ticks, "python3", 0))
 
-    def hang(_: str, asked: int) -> str:
+    def hang(_: str, uid: int) -> str:
         entered.set()
         assert release.wait(HANG_S)
         raise ProcessGone

@@ -37,10 +37,10 @@ def roster() -> Iterator[ProcessListBuilder]:
 
 
 def call_roll(roster: ProcessListBuilder, call: ProcessListInputs, *, look_up: bool = True) -> ProcessList:
-    seen = roster.read(call)
+    readings = roster.read(call)
     if look_up:
-        roster.lookups.read(seen.lookups)
-    return roster.write(call, seen)
+        roster.lookups.read(readings.lookups)
+    return roster.write(call, readings)
 
 
 def only(roll: ProcessList) -> GpuProcess:

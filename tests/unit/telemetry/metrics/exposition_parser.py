@@ -1,7 +1,7 @@
-"""A strict reader of the Prometheus text format 0.0.4: what it takes Prometheus takes, and much that is sloppy not.
+"""A strict reader of the Prometheus text format 0.0.4: it rejects more than Prometheus does.
 
-Checks beyond the grammar: each family stands together under its HELP and TYPE, no series comes twice, counters are
-named as such, and the bins of a histogram fit together.
+Checks beyond the grammar: the samples of a family follow its HELP and TYPE, no series appears twice, counters have
+the right names, and the buckets of a histogram are consistent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The text format, read back by a strict parser, whatever the names and numbers are."""
+"""The text format, read back by a strict parser, with all kinds of names and numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the metrics say of a node, and above all what they do not say."""
+"""The metrics of a node, and what they must not reveal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ GPU1 = {"gpu": "gpu1", "uuid": "GPU-2", "vendor": "nvidia"}
 
 @dataclass(frozen=True)
 class Node:
-    """What the inventory gives."""
+    """The inventory's data."""
 
     gpus: tuple[Gpu, ...] = ()
     processes: tuple[GpuProcess, ...] = ()
