@@ -1,1 +1,1 @@
-"""What a test of an interface needs, shipped with the interface: checks that any implementation has to pass."""
+"""Checks that any implementation of an interface has to pass."""

@@ -29,7 +29,7 @@ class Segment:
 
 
 class CachingAllocator:
-    """Stands in for `torch.cuda`."""
+    """A stand-in for `torch.cuda`."""
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []

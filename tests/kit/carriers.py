@@ -1,9 +1,9 @@
-"""What every carrier of storages' bytes has to keep, as a plain function for any test framework.
+"""What every carrier of tensor bytes has to keep, as a plain function for any test framework.
 
-The same for the pool and for video memory, over a stub driver or a real one: what the machine of the operations relies
-on is here, above all that what is held stays held until it is given back, whatever becomes of those who copy, that
-everything but carrying itself may be asked for twice, and that storages are made where their room is seen to, and
-nowhere else. Whether the bytes are the same after it is for the caller to compare.
+The same checks run for the pool and for video memory, over a stub driver or a real one. The migration machine relies
+on them: reserved memory stays reserved until it is released, whatever happens to the copying process; every step
+except the copy can be repeated; and storages are allocated only where memory is reserved. The caller compares the
+bytes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ async def check_carrier(
     made: Makes,
     while_out: Meanwhile | None = None,
 ) -> None:
-    """Take the bytes of a process out and put them back, and look at every promise on the way.
+    """Offload the bytes of a process and reload them, and check every promise on the way.
 
     `subject` has an agent whose training thread is parked and whose storages have `size_bytes`; `too_many_bytes` are
-    more than can be held. `made` is how often the agent has made storages so far; `while_out` is called once they are
-    out, as for what a restart does to those who copy. One that leaves everything to the driver has nothing to hold,
-    which `size_bytes` of 0 says. Raises ContractBroken.
+    more than can be reserved. `made` counts the allocations of the agent so far; `while_out` is called while the bytes
+    are offloaded, for example to restart the copying process. `size_bytes` of 0 means a carrier that leaves all bytes
+    to the driver. Raises ContractBroken.
     """
     carries = size_bytes > 0
     await _check_holding(carrier, subject, size_bytes, too_many_bytes)

@@ -1,4 +1,4 @@
-"""What every implementation of an interface has to keep, as plain functions that any test framework can call.
+"""What every implementation of an interface has to keep, as plain functions for any test framework.
 
 Owns the checks of `DeviceProvider`: the same for GPUs in memory, for a real binding over a stub library and for real
 hardware, so that the first two can be trusted as far as the last one agrees with them. It must not import a test
@@ -21,7 +21,7 @@ LINK_KINDS = frozenset({"nvlink", "xgmi", "pcie", "simulated"})
 USE_KINDS = frozenset({"compute", "graphics", "mps"})
 GPU_STATES = frozenset({"ok", "lost", "unknown"})
 HEALTH_STATES = frozenset({"ok", "warn", "failed", "unknown"})
-# What a card can be: wide, but a unit mistaken by a factor of 1,000 falls out.
+# The range for a card: wide, but narrow enough to find a unit that is wrong by a factor of 1,000.
 MEMORY_BYTES = (1 << 20, 1 << 45)
 SLOWEST_LINK_BYTES_PER_S = 50_000_000
 MAX_BYTES_PER_S = 10**14
@@ -41,11 +41,11 @@ class ContractBroken(AssertionError):
 
 
 def check_provider(make: Callable[[], DeviceProvider], *, expect_gpus: int | None = None) -> VendorSnapshot:
-    """Hold a provider to its contract; returns its last snapshot for whatever else is to be looked at.
+    """Check a provider against its contract, and return its last snapshot for further checks.
 
-    `make` gives a new provider at each call; its library has to be there and to work. `expect_gpus` is how many GPUs
-    it has to find, where that is known. Raises ContractBroken. What the provider raises against its contract is raised
-    on. Processes may come and go meanwhile; GPUs must not.
+    `make` returns a new provider at each call; its library has to work. `expect_gpus` is the number of GPUs, if known.
+    Raises ContractBroken, or the error that the provider raises against its contract. Processes may start and end
+    meanwhile; GPUs must not.
     """
     provider = make()
     _must(_is_name(provider.vendor), f"vendor is a lower-case word, not {provider.vendor!r}")
@@ -127,7 +127,7 @@ def _check_shut(provider: DeviceProvider, when: str) -> None:
 
 
 def _check_stable(before: VendorSnapshot, after: VendorSnapshot, where: str) -> None:
-    """What a GPU is does not change between two looks at it."""
+    """Check that the identity of a GPU does not change between two snapshots."""
     for name in ("uuid", "index", "id", "pci_address", "name", "chip", "numa_node", "memory_total_bytes"):
         was, now = [[getattr(gpu, name) for gpu in each.gpus] for each in (before, after)]
         _must(was == now, f"{name} is {now} {where} and was {was}")
@@ -159,7 +159,7 @@ def _check_cycles(provider: DeviceProvider, first: VendorSnapshot) -> None:
         provider.open()
         _check_stable(first, provider.snapshot(), "after it was closed and opened again")
         provider.close()
-        if cycle == 0:  # a library has created its permanent objects by now
+        if cycle == 0:  # a library has created its permanent objects now
             open_before, threads_before = len(os.listdir("/proc/self/fd")), threading.active_count()
     left = len(os.listdir("/proc/self/fd")) - open_before
     _must(left < CYCLES - 1, f"{CYCLES - 1} times open and close left {left} descriptors behind")

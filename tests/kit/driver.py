@@ -1,10 +1,9 @@
 """What the code relies on about CUDA's process checkpoint calls, each as a check for the stub and for real GPUs.
 
-Owns the rows about states, callers and moving; those about video memory are in video_memory.py, those about several
-GPUs in several_gpus.py, and `ROWS` there names them all. A row takes a `Rig` (which starts processes and looks at the
-GPUs; tests hand one in) and raises ContractBroken. Each row needs its own process: some destroy a job on purpose,
-one gives up root, one must not have initialised the driver. Knows nothing of the stub: to meet a step under way is for
-the rig to bring about.
+Owns the rows about states, callers and moving; video_memory.py has those about video memory, several_gpus.py those
+about several GPUs, and `ROWS` there names them all. A row takes a `Rig`, which starts processes and reads the GPUs,
+and raises ContractBroken. Each row needs its own process: some destroy a job on purpose, one gives up root, one must
+not have initialised the driver. Rows know nothing of the stub: the rig meets a step in progress.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from tests.kit.contracts import ContractBroken
 from tests.patience import HANG_S
 
 MIB = 1 << 20
-# What the figures of a real GPU may differ by when nothing has changed.
+# By how much the figures of an idle real GPU may differ.
 NOISE_BYTES = 16 * MIB
 SETTLES_WITHIN_S = HANG_S
-# How long something is watched that is to wait for ever. Too short can only hide a fault, not make one up.
+# How long to watch a call that has to block for ever. Too short can only hide a fault, not invent one.
 WATCHED_S = 0.3
 NOBODY = 65534
 
@@ -50,14 +49,14 @@ class Caller(Protocol):
 
 
 class ProgressSample(NamedTuple):
-    """What NVML shows: bytes in use by GPU, and by process and GPU."""
+    """NVML's figures: bytes in use by GPU, and by process and GPU."""
 
     used_bytes: dict[str, int]
     by_process: dict[tuple[int, str], int]
 
 
 class Rig(Protocol):
-    """What a row has to work with; it ends everything that was started when the row is over."""
+    """The tools of a row. The rig ends everything that the row has started."""
 
     large_mib: int  # a size of which a step takes long enough to be met under way
 
@@ -113,7 +112,7 @@ def fails(*codes: int) -> Generator[None]:
 
 
 def eventually(holds: Callable[[], bool], words: str) -> None:
-    """What is to be so within a time that no driver needs; looked at again and again."""
+    """Wait until the condition is true; no driver needs longer than this limit."""
     deadline = time.monotonic() + SETTLES_WITHIN_S
     while not holds():
         must(time.monotonic() < deadline, words)

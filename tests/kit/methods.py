@@ -1,7 +1,7 @@
 """What every method of taking processes off their GPUs has to keep, as a plain function for any test framework.
 
-The same for books and for a driver, stub or real: what the machine of the operations relies on is here, above all that
-everything may be asked for twice, and that a process is never brought back where no room is held for it.
+The same checks run for the simulated ledger and for a driver, stub or real. The migration machine relies on them:
+every step can be repeated, and no process is restored where no memory is reserved for it.
 """
 
 from __future__ import annotations

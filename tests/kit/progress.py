@@ -18,7 +18,7 @@ LOOK_S = 0.05
 
 
 def sight_of(rig: Rig, pid: int) -> ProgressSample:
-    """As the daemon looks at a call that lasts."""
+    """Return the daemon's view of a call in progress."""
     return look_at(pid, -sum(rig.look().used_bytes.values()))
 
 

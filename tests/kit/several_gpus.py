@@ -1,4 +1,4 @@
-"""What the code relies on about one process on several GPUs: maps, and access from one to another.
+"""What the code relies on about one process on several GPUs: maps, and access from one GPU to another.
 
 Rows as in driver.py and video_memory.py, in the same table.
 """
@@ -50,7 +50,7 @@ def a_process_whose_gpus_reach_one_another_is_lost_by_a_restore(rig: Rig) -> Non
 
 @row(gpus=2)
 def peer_access_that_was_undone_before_is_no_trouble_and_is_refused_from_then_on(rig: Rig) -> None:
-    """What the agent of a process on several GPUs relies on, a second move included, which follows refused calls."""
+    """The agent of a process on several GPUs relies on this, also for a second move after refused calls."""
     target, digest = begin_on_both(rig)
     must_be(target.ask("part"), "parted 705 705", "what disabling answers where nothing was enabled")
     must_be(target.ask("reach"), "reached 0 0", "what enabling peer access answers")

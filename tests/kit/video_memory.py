@@ -1,6 +1,6 @@
-"""What the code relies on about video memory that outlives processes and is reached from others.
+"""What the code relies on about video memory that outlives processes and that other processes can reach.
 
-Rows as in driver.py, in the same table. Must not keep anything from one row to the next.
+Rows as in driver.py, in the same table. A row must not keep anything for the next one.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def a_context_takes_room_and_gives_it_back(rig: Rig) -> None:
 
 @row()
 def held_memory_outlives_its_maker_and_its_last_descriptor_frees_it(rig: Rig) -> None:
-    """By a descriptor alone: NVML counts it with no process listed, and another process reads what was written."""
+    """By a descriptor alone: NVML counts the memory without a process, and another process reads the written bytes."""
     cuda.start()
     uuid, size_bytes = cuda.devices()[0].uuid, 256 * MIB
     idle = rig.look()
@@ -302,7 +302,7 @@ def memory_that_another_has_open_does_not_hinder_its_owner(rig: Rig) -> None:
 
 @row()
 def the_digest_tells_contents_apart(rig: Rig) -> None:
-    """So that every other row can fail: without it, one that compared nothing would pass."""
+    """This makes every other row able to fail: a digest that compared nothing would always pass."""
     target, digest = begin(rig, 2)
     with contexts(1) as (context,):
         cuda.use(context)

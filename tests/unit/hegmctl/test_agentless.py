@@ -15,7 +15,7 @@ from hegmctl.agentless import LOOK_EVERY_S, AgentlessWatch
 from tests.patience import HANG_S
 
 INJECT = "/opt/hegmd/agent/inject"
-# Maps each file that it is reported, and says so. `title`: writes over its own environment, as setproctitle does.
+# Maps each file that it is told to, and reports it. `title`: writes over its own environment, as setproctitle does.
 TRAINS = """
 import mmap, sys
 if "title" in sys.argv:

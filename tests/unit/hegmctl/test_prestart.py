@@ -205,7 +205,7 @@ def test_one_that_could_not_take_its_turn_ended_as_a_training_that_is_over(scrip
 
 
 def test_it_exits_if_the_script_would_import_another_module(script: Path, state: int) -> None:
-    """The script's folder comes first on its path, and has a module by the name of one that was imported without it."""
+    """The script's folder comes first on the path, and has a module with the name of one that was imported before."""
     known = PrestartCase(script, shadow="socket.py")
     readied = made_ready(known.expected())
     assert readied.check(), "nobody is told that it is not to be waited for"

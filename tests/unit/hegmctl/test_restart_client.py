@@ -298,7 +298,7 @@ def test_a_training_without_the_agent_is_ended_before_it_starts_over(attended: D
     with running(sys.executable, "-I", "-c", TRAINS, str(torch), path=None) as process:
         attended.desk.started(process.pid)
         os.pwrite(_lock(attended), b"back", 0)
-        assert attended.desk.turn(monotonic(), process.pid) is None  # one that has its state back is not looked at
+        assert attended.desk.turn(monotonic(), process.pid) is None  # a process with its state back is skipped
         os.ftruncate(_lock(attended), 0)
         attended.desk.turn(monotonic(), process.pid)
         assert process.wait(timeout=PATIENCE_S) == -signal.SIGKILL

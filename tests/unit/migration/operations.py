@@ -15,7 +15,7 @@ LIMITS = Limits(arm_s=10.0, park_s=20.0, move_s=30.0, verify_s=40.0, retry_s=5.0
 
 
 def worker(name: str = "a", to: str | None = "gpu1", **values: Any) -> JobProcess:
-    """One that trains on gpu0 with 10 bytes."""
+    """Return a worker that trains on gpu0 with 10 bytes."""
     plain: dict[str, Any] = {
         "name": name,
         "pid": 100 + ord(name[0]),
@@ -56,7 +56,7 @@ class DrivenOperation:
         return wanted
 
     def end(self, **values: Any) -> tuple[Effect, ...]:
-        """End the oldest effect well; `values` stand in the ending event instead of what would."""
+        """End the oldest effect with success; `values` replace those of the result event."""
         effect = self.wanted.pop(0)
         return self.feed(ending(effect, **values))
 

@@ -1,4 +1,4 @@
-"""What is planned on NVIDIA's GPUs: which carrier, how long it takes, every reason against with the next step."""
+"""Plans on NVIDIA GPUs: carrier, duration, and every refusal with its next step."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_suspension_goes_to_the_pool_and_a_process_without_an_agent_by_the_dri
 
 
 def test_what_the_allocator_keeps_for_later_is_not_carried_and_has_room_on_the_target() -> None:
-    """Once it had none there. Somebody took all that was free, and the job found nothing at its next step."""
+    """The reserve was missing. Another process took all free memory, and the job found none at its next step."""
     agent = an_agent(cuda_facts(reserved_bytes=60 * GIB, padding_bytes=5))
     (worker,) = the_plan(planned(a_snapshot(a_process(agent, vram_bytes=61 * GIB)), to())).workers
     assert worker.driver_bytes == GIB + RESTORE_MARGIN_BYTES
@@ -255,7 +255,7 @@ def test_processes_that_have_started_one_another_move_together() -> None:
 
 
 def _on_two(*devices: CudaDevice, **values: Any) -> Candidate:
-    """One process on both GPUs, with 20 GiB there and 14 here, of which it vouches for 30 in all."""
+    """Return a process on both GPUs, with 20 GiB on one and 14 on the other. The agent reports 30 in all."""
     agent = an_agent(cuda_facts(gpus=("GPU-gpu0", "GPU-gpu1"), devices=devices), size_bytes=30 * GIB + MIB)
     shares = {"gpu0": 21 * GIB, "gpu1": 14 * GIB}
     plain = {"gpus": ("gpu0", "gpu1"), "vram_bytes": 35 * GIB, "driver_bytes_by_gpu": shares}
@@ -266,7 +266,7 @@ def _four(free_bytes: int = 100 * GIB) -> tuple[GpuMemory, ...]:
     return tuple([a_gpu(f"gpu{number}", free_bytes=free_bytes) for number in range(4)])
 
 
-# As the agent tells them, in the order of its devices, which is not that of the GPUs that they are on.
+# As the agent reports them: in the order of its devices, not in that of the GPUs.
 DEVICES = (
     CudaDevice(uuid="GPU-gpu1", size_bytes=12 * GIB, padding_bytes=3, reserved_bytes=13 * GIB),
     CudaDevice(uuid="GPU-gpu0", size_bytes=18 * GIB, padding_bytes=5, reserved_bytes=20 * GIB),
@@ -309,7 +309,7 @@ def test_one_on_several_gpus_goes_by_peer_with_room_for_each_part_twice() -> Non
 
 
 def test_one_on_several_gpus_without_room_for_copies_goes_by_host() -> None:
-    """One GPU without that room is enough: its bytes have no other place there."""
+    """One GPU without that memory is enough to refuse: its bytes cannot go to another GPU."""
     gpus = (*_linked()[:3], _linked(30 * GIB)[3])
     plan = the_plan(planned(a_snapshot(_on_two(*DEVICES), gpus=gpus), to("gpu2,gpu3")))
     assert plan.workers[0].carrier == "peer"
@@ -323,7 +323,7 @@ def test_one_on_several_gpus_without_room_for_copies_goes_by_host() -> None:
 
 @pytest.mark.parametrize(("free_gib", "carrier"), [(28, "peer"), (27, "host"), (8, "host")])
 def test_gpus_that_one_process_exchanges_need_no_more_room_than_its_copies_take(free_gib: int, carrier: str) -> None:
-    """What it has on either GPU is gone before its bytes come back."""
+    """The process frees its memory on either GPU before its bytes return."""
     snapshot = a_snapshot(_on_two(*DEVICES), gpus=_linked(free_gib * GIB))
     plan = the_plan(planned(snapshot, to("gpu1,gpu0")))
     assert plan.workers[0].carrier == carrier
@@ -373,7 +373,7 @@ def test_without_room_for_a_copy_context_the_worker_copies_itself() -> None:
 
 
 def test_of_several_that_go_to_one_gpu_the_second_takes_what_the_first_leaves() -> None:
-    """Each was given all that is free there, and then both were refused together."""
+    """The planner promised all free memory to each job, and then refused both."""
     ranks = [a_process(an_agent(), pid=pid, job="1") for pid in (4711, 4712)]
     plan = the_plan(planned(a_snapshot(*ranks), to()))
     assert [worker.carrier for worker in plan.workers] == ["peer", "host"]

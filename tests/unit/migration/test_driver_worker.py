@@ -1,4 +1,4 @@
-"""What the machine does with a process that only the driver has a hold on, and with room that is gone."""
+"""The machine with a process that only the driver can move, and with memory that is no longer free."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_without_memory_for_the_reload_it_waits_and_reports_why() -> None:
 
 
 def _reloaded_without_room(**values: Any) -> DrivenOperation:
-    """One that turned back when its bytes could not go in where it was to go, and finds no room at home either."""
+    """Return an operation that rolls back because its target had no memory, and finds none on the source either."""
     plain = {"token": "t", "carrier": "host", "size_bytes": 8, "driver_bytes": 2, **values}
     drive = DrivenOperation(operation(worker(method="driver", **plain)))
     drive.on(lambda: "reload" in tags(drive.wanted))
@@ -112,7 +112,7 @@ def _after_a_while(drive: DrivenOperation) -> None:
 
 
 def test_a_job_without_memory_for_its_storages_stayed_parked_until_a_manual_resume() -> None:
-    """It waits instead, says so, takes the room for all of them once it is there, and comes back by itself."""
+    """It waits with a reason, reserves memory for all processes once it is free, and resumes automatically."""
     drive = _reloaded_without_room()
     for _ in range(3):
         waits = waiting(drive.op)
@@ -129,7 +129,7 @@ def test_a_job_without_memory_for_its_storages_stayed_parked_until_a_manual_resu
 
 
 def test_storages_that_are_made_in_rounds_are_asked_for_without_room_for_all_of_them() -> None:
-    """Some have their bytes already, and the room that they took would be asked for once more, for ever."""
+    """Some processes have their bytes already. The daemon would have requested their memory again, for ever."""
     drive = _reloaded_without_room(overlap_bytes=5)
     _after_a_while(drive)
     assert tags(drive.wanted) == ["reload"]
@@ -137,7 +137,7 @@ def test_storages_that_are_made_in_rounds_are_asked_for_without_room_for_all_of_
 
 
 def test_a_checkpoint_that_failed_on_the_way_back_leaves_the_job_waiting_for_room_where_it_is() -> None:
-    """With 999, on two H200, beside somebody who took all memory: it was held, and had to be resumed by hand."""
+    """Error 999 on two H200, while another process took all memory: the job was held, and a person had to resume it."""
     drive = DrivenOperation(operation(worker(token="t", method="driver", carrier="host", size_bytes=8, driver_bytes=2)))
     drive.on(lambda: "reload" in tags(drive.wanted))
     drive.fail("out-of-memory")

@@ -1,4 +1,4 @@
-"""How long a job is expected to stand: as it was measured, and by what this node has shown since."""
+"""Estimates of the downtime: as measured, and as this node has shown since."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.migration.operations import DrivenOperation
 
 
 def test_a_resumed_job_stays_parked_while_the_helper_prepares() -> None:
-    """Its estimate was half of what was measured: contexts and the like take their time while the job stands."""
+    """The estimate was half of the measurement: contexts take their time while the job is parked."""
     snapshot = a_snapshot(a_process(an_agent()), gpus=(a_gpu("gpu0", free_bytes=50 * GIB), a_gpu("gpu1")))
     suspension = the_plan(planned(snapshot, SUSPENSION))
     op = (
@@ -36,7 +36,7 @@ def test_a_resumed_job_stays_parked_while_the_helper_prepares() -> None:
     assert estimates[1] - estimates[0] == pytest.approx(0.7, rel=0.05)
 
 
-# What stands in docs/benchmarks.md: GiB, what, carrier, seconds; twice where both directions were measured.
+# The rows of docs/benchmarks.md: GiB, command, carrier, seconds; twice if both directions were measured.
 GIB_AND_CARRIER = [
     *((1, MIGRATE, "peer", took_s) for took_s in (0.649, 0.691)),
     *((8, MIGRATE, "peer", took_s) for took_s in (0.711, 0.723)),
@@ -53,7 +53,7 @@ GIB_AND_CARRIER = [
     (8, RESUME, "worker", 1.539),
     (32, RESUME, "driver", 5.965),
 ]
-# What is left to the driver: the stacks are its to carry where the agent does not show its storages.
+# What the driver carries: it also copies the stacks if the agent does not export their storages.
 REST_BYTES = {"peer": 756 * MIB, "host": 756 * MIB, "worker": 1020 * MIB, "driver": 33 * GIB}
 
 
@@ -147,7 +147,7 @@ def test_the_duration_of_a_move_enters_the_next_estimate() -> None:
 
 
 def test_a_copy_during_a_step_measures_the_link_and_not_the_step() -> None:
-    """Noted as the carrier's work, copies within a GPU came to 500 GB/s over the link, and steps were too slow."""
+    """Copies within a GPU counted as the carrier's work: 500 GB/s over the link, and steps looked too slow."""
     paces = Throughputs()
     for _ in range(20):
         paces.note_overlapped("host", OUT, 32 * GIB, 0.64)

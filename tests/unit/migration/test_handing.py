@@ -54,7 +54,7 @@ def test_a_job_that_is_left_running_goes_home_and_proves_itself() -> None:
 
 
 def test_a_job_left_running_is_not_parked_while_its_image_is_written_and_read_back() -> None:
-    """That takes what the pool has and nothing of the job, which stood for four times as long as it had to."""
+    """That needs the pool's bytes and nothing of the job, which was parked for four times as long as necessary."""
     drive = DrivenOperation(checkpoint(leave_running=True)).until("sealing")
     assert effect_tags(drive).index("dump") < effect_tags(drive).index("release") < effect_tags(drive).index("seal")
     assert drive.op.image is not None
@@ -90,11 +90,11 @@ def test_a_request_for_a_job_whose_image_is_being_written_names_the_options() ->
 
 @pytest.mark.parametrize("how", ["it is whole", "it fails", "it is cancelled"])
 def test_the_pool_keeps_the_bytes_of_an_image_until_they_are_written(how: str) -> None:
-    """Whatever has become of the job by then."""
+    """The state of the job does not matter then."""
     drive = sealing("a", "b")
     drive.feed(events.WorkerExited(worker="b", why="it has ended"))
     seal = drive.wanted.pop(0)
-    drive.on(lambda: not drive.wanted)  # all that can be done meanwhile
+    drive.on(lambda: not drive.wanted)  # the only request that is possible now
     assert (seal.tag, drive.op.phase) == ("seal", "sealing")
     drive.wanted = [seal]
     if how == "it fails":
@@ -153,7 +153,7 @@ def test_a_job_that_ends_while_its_image_is_read_back_has_an_image(names: tuple[
 
 
 def test_a_late_agent_does_not_make_an_image_be_read_twice() -> None:
-    """What is under way would be cut off, and an image that is half read is none."""
+    """Otherwise the running transfer would be cut, and a partly read image is useless."""
     drive = sealing()
     drive.feed(events.AgentLost(worker="a"))
     assert drive.op.phase == "settling"
@@ -173,7 +173,7 @@ def test_an_image_whose_job_cannot_come_back_is_made_whole_all_the_same() -> Non
 
 
 def test_an_image_that_was_written_just_when_it_was_dropped_was_left_over() -> None:
-    """Nobody knew of it any more, and its lock was held until the daemon ended."""
+    """The image was forgotten, and its lock was held until the daemon ended."""
     drive = DrivenOperation(checkpoint(leave_running=True)).until("handing")
     drive.feed(events.CancelRequested(by="somebody"))
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "dump"]
@@ -245,7 +245,7 @@ def test_a_process_that_ends_while_its_image_is_made_is_lost_and_the_dump_is_dro
 
 
 def test_after_a_restart_the_image_is_searched_before_agents_are_asked() -> None:
-    """Its processes may be held still by a dump that nobody waits for any more: no agent would answer."""
+    """A dump whose client has left may still pause the processes: no agent would answer."""
     drive = DrivenOperation(checkpoint()).until("handing")
     drive.wanted.clear()
     (found,) = drive.feed(events.Recovered())
@@ -291,7 +291,10 @@ class DroppedDumps:
 
 
 async def test_a_job_resumes_after_its_dump_was_cancelled_by_a_daemon_that_was_then_killed() -> None:
-    """Or that was through just then. Its agent, which stands aside, was waited for; nobody called it back."""
+    """Or the dump had just finished.
+
+    The daemon waited for the disconnected agent, and nothing made it connect again.
+    """
     imager: Any = DroppedDumps()
     performer = EffectExecutor(Workers(), {}, {}, start_ticks=lambda _pid: None, imager=imager)
     drive = DrivenOperation(checkpoint()).until("handing")

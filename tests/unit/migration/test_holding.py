@@ -1,4 +1,4 @@
-"""An operation that only holds its job at a boundary: it lets go in time, or becomes what is wanted next."""
+"""An operation that only holds its job at a boundary: it ends in time, or becomes the next requested operation."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_hold_that_ends_late_changes_nothing_any_more() -> None:
 
 
 def test_a_job_that_continued_without_a_daemon_is_not_parked_again() -> None:
-    """Its agent waits for a daemon for so long and no longer; who asked for the hold has to hear that it is broken."""
+    """The agent waits for a daemon for a limited time; the client of the hold has to learn that the hold ended."""
     drive = held()
     drive.wanted.clear()
     (inspect,) = drive.feed(events.Recovered())

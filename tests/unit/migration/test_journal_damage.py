@@ -46,7 +46,7 @@ def test_a_journal_that_ends_anywhere_is_read_up_to_its_last_whole_record(tail: 
 
 
 def test_a_block_of_the_disk_that_was_lost_is_refused() -> None:
-    """All of it but the last, which cannot be told from one that was never written."""
+    """All but the last block, which looks like one that was never written."""
     for start in range(0, len(DATA) - 1024, 512):
         with pytest.raises(records.JournalBroken):
             records.read(DATA[:start] + bytes(512) + DATA[start + 512 :])
@@ -70,7 +70,7 @@ def test_damage_that_is_read_is_reported() -> None:
 def test_records_of_an_older_hegmd_are_read_correctly(op_id: str) -> None:
     history = records.read(DATA).histories[op_id]
     found: dict[str, Any] = history.operation.to_plain()
-    meant = dict(TOLD[op_id]["operation"])  # what has come since has no place in it
+    meant = dict(TOLD[op_id]["operation"])  # later records do not fit in it
     for worker, meant_worker in zip(found["workers"], meant.pop("workers"), strict=True):
         assert {name: worker[name] for name in meant_worker} == meant_worker
     for pending, meant_pending in zip(found["pending"], meant.pop("pending"), strict=True):

@@ -1,4 +1,4 @@
-"""What the machine does after a restart, a failed restore and a way back that is closed for some ranks."""
+"""The machine after a restart, after a failed restore, and when some ranks cannot roll back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_after_a_reboot_the_deadline_is_one_of_the_new_clock() -> None:
 
 
 def test_the_room_is_counted_again_when_a_restore_has_failed() -> None:
-    """Issue 4: room that somebody else had got was believed held, and the first resume failed on it."""
+    """Issue 4: the daemon counted memory as reserved that another process had taken, and the first resume failed."""
     drive = DrivenOperation(operation(worker(to=None), kind=SUSPEND)).until("suspended")
     drive.feed(events.ResumeRequested(to={"a": "gpu1"}))
     drive.on(lambda: drive.op.phase == "restoring")

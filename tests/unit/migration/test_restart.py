@@ -35,7 +35,7 @@ def restart(to: str = "gpu1") -> Operation:
 def reborn(
     drive: DrivenOperation, gpu: str = "gpu1", who: tuple[int, int, str] = NEW, *, is_earlier: bool = False
 ) -> None:
-    """End the restore with another process, which stands at the boundary at which the state was saved."""
+    """End the restore with another process, parked at the boundary at which the state was saved."""
     pid, start_ticks, token = who
     fields = {"landed": gpu, "run": "run-1", "boundary": 5, "is_earlier": is_earlier}
     drive.end(pid=pid, start_ticks=start_ticks, token=token, **fields)
@@ -117,7 +117,7 @@ def test_a_process_that_is_killed_once_its_state_is_saved_is_replaced_all_the_sa
 
 
 def test_the_exit_of_a_process_that_has_left_requests_no_second_start() -> None:
-    """The driver of the restart said that it left, and its pidfd said so after that: two were started."""
+    """The restart method reported the exit, and then the pidfd did: the daemon started two processes."""
     drive = DrivenOperation(restart()).until("checkpointing")
     drive.end(reserved_bytes=0)
     assert tags(drive.wanted) == ["restore"]
@@ -161,7 +161,7 @@ def test_if_no_process_can_be_started_the_state_is_held_and_resumed() -> None:
     assert member.is_absent
     assert member.pool_bytes == 10
     drive.feed(events.ResumeRequested(to={"a": "gpu1"}))
-    assert drive.op.respawn is None  # who resumes it says what is different now
+    assert drive.op.respawn is None  # the caller of the resume names what is different now
     while drive.wanted[0].tag != "restore":
         drive.end()
     reborn(drive)
@@ -170,7 +170,7 @@ def test_if_no_process_can_be_started_the_state_is_held_and_resumed() -> None:
 
 
 def _held() -> DrivenOperation:
-    """Nobody could be started from its state."""
+    """Return an operation whose state no process could continue from."""
     drive = left()
     for _ in range(2):
         drive.fail("refused")
@@ -205,7 +205,7 @@ def test_held_bytes_of_a_living_process_are_not_dropped() -> None:
 
 
 def test_a_process_that_falls_before_its_boundary_is_replaced_where_it_was_and_then_held() -> None:
-    """Each start ends at once: the job was started again for ever."""
+    """Each start ends immediately: the daemon restarted the job for ever."""
     drive = left()
     for gpu in ("gpu1", "gpu0"):
         reborn(drive, gpu)
@@ -265,7 +265,7 @@ def test_a_training_that_ends_before_its_next_boundary_was_seen_is_done(phase: s
     drive.feed(events.TrainingEnded(worker="a"))
     assert drive.op.workers[0].reservations.keys() >= {
         "gpu1"
-    }  # also of one that nobody has asked yet what it has there
+    }  # also of a process whose memory has not been surveyed yet
     drive.until("done")
     assert drive.op.failure is None
     assert (drive.op.workers[0].has_exited, drive.op.workers[0].lost) == (True, False)
@@ -273,7 +273,7 @@ def test_a_training_that_ends_before_its_next_boundary_was_seen_is_done(phase: s
 
 
 def test_an_exit_that_counted_as_a_failure_before_its_status_was_known_still_counts() -> None:
-    """The kernel tells of the end of a process sooner than its parent does."""
+    """The kernel reports the exit of a process sooner than its parent does."""
     drive = left()
     reborn(drive)
     found(drive)
@@ -295,7 +295,7 @@ def test_a_state_that_is_held_of_a_training_that_had_come_to_its_end_is_given_ba
 
 @pytest.mark.parametrize(("begins", "other"), [(told.IMPORTING, told.READIED), (told.READIED, told.IMPORTING)])
 def test_the_steps_of_the_next_process_are_reported_before_it_connects(begins: str, other: str) -> None:
-    """All that could be seen of a restart, most of its time, was `settling`."""
+    """The only visible phase of a restart, for most of its time, was `settling`."""
     drive = DrivenOperation(restart()).until("offloading")
     steps = [doing(drive.op)]
     drive.until("checkpointing")
@@ -408,7 +408,7 @@ async def test_the_inspection_of_an_exited_process_reports_whether_its_state_exi
 
 
 def test_a_process_that_exits_for_a_restart_is_not_reported_as_disconnected() -> None:
-    """As if something were wrong. What is waited for is its end, and then the word of whoever has continued."""
+    """The operation failed. It has to wait for the exit, and then for the report of the successor."""
     drive = DrivenOperation(restart()).until("offloading")
     drive.feed(events.AgentLost(worker="a"))
     waits = waiting(drive.op)

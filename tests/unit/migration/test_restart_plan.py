@@ -1,4 +1,4 @@
-"""When a plan is a restart, what it says before, and everything that stands against one."""
+"""When a plan is a restart, its notes, and every refusal."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_another_chip_or_vendor_is_reached_by_a_restart_that_is_allowed() -> Non
 
 
 def test_variables_that_start_over_are_named_in_the_plan() -> None:
-    """That the script's variables start over, as was said of every script, told nobody whether it mattered."""
+    """The plan said of every script that its variables start over, which did not show whether that matters."""
     variable = "log (TextIOWrapper) in main() at train.py:31"
     named = plan_of(planned(node({"begin_anew": (variable,)}), ask("gpu2", allow_restart=True)))
     assert named.hazards[2] == f"process 7: starts from the beginning: {variable}; call hegm.keep to keep it"
@@ -162,7 +162,7 @@ def test_a_training_started_by_a_shell_is_not_restarted() -> None:
 
 
 def test_unsearched_values_are_in_the_plan() -> None:
-    """Searches of variables that came to their limits ended silently, and what they left out was lost."""
+    """The search for variables stopped at its limits silently, and the variables it missed were lost."""
     unseen = "not searched: the 4,000 objects of __main__.players"
     plan = plan_of(planned(node({"begin_anew": (unseen,)}), ask("gpu2", allow_restart=True)))
     assert plan.hazards[2] == f"process 7: {unseen}; call hegm.keep to keep changes there"
@@ -216,7 +216,7 @@ def test_all_reasons_against_a_restart_are_reported() -> None:
 
 
 def test_a_program_that_is_no_python_was_found_out_by_the_start() -> None:
-    """`--python /bin/true` was in the plan, and the job had left before anybody saw."""
+    """The plan accepted `--python /bin/true`, and the job had exited before the error appeared."""
     other = ask("gpu2", via=RESTART, respawn=Respawn(python="/bin/true"))
     refused = reasons_text(planned(node(no_python="asked for its version, it says nothing"), other))
     assert "/bin/true is no Python: asked for its version, it says nothing" in refused
@@ -230,7 +230,7 @@ def test_a_program_that_is_no_python_was_found_out_by_the_start() -> None:
 
 
 def test_variables_that_would_have_cost_it_its_state_or_its_place_were_changed() -> None:
-    """With `--to gpu1 --env HEGM_GPU=gpu0` it was on gpu0; with another HEGM_SOCKET nobody ever knew of it again."""
+    """With `--to gpu1 --env HEGM_GPU=gpu0` the job ran on gpu0; with another HEGM_SOCKET the daemon lost it."""
     for changed in ({"set": {"HEGM_SOCKET": "/nowhere"}}, {"unset": ("HEGM_RUN",)}):
         other = ask("gpu2", via=RESTART, respawn=Respawn(**changed))
         assert "cannot be changed: hegmd identifies the job by it" in reasons_text(planned(node(), other))
@@ -242,7 +242,7 @@ def test_variables_that_would_have_cost_it_its_state_or_its_place_were_changed()
 
 
 def test_a_python_that_never_loads_the_agent_does_not_start_the_script_over() -> None:
-    """Such as a script that starts one with -I: nobody put the state back, and its losses began a second time."""
+    """Such as a script that starts Python with -I: no agent restored the state, and the training began again."""
     other = ask("gpu2", via=RESTART, respawn=Respawn(python="/opt/python"))
     refused = reasons_text(planned(node(other_python="cpython 3.12.4 alone"), other))
     assert "/opt/python is cpython 3.12.4, which is started with -E or -I, or drops PYTHONPATH" in refused
@@ -297,7 +297,7 @@ def test_a_held_state_can_continue_on_the_cpu_and_nothing_else_can() -> None:
     resume = PlanRequest(kind=RESUME, pids=(7,), to="cpu")
     plan = plan_of(planned_resume(snapshot, resume, op.replace(phase="suspended", workers=(left,))))
     assert (plan.workers[0].to, plan.reservation_bytes) == ("cpu", {})
-    # The dry run said that it would continue, and nobody was there to start it.
+    # The dry run promised a restart, although no supervisor could start it.
     assert "if that is still running; otherwise run: hegmctl run --allow-restart --resume 1" in plan.hazards[-1]
     driven = left.replace(method="driver", state_saved=False)
     assert "cannot continue on the CPU" in reasons_text(

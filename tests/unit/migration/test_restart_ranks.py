@@ -1,4 +1,4 @@
-"""Ranks that leave by ending: all of them leave and are started again, or none, whatever becomes of one of them."""
+"""Ranks that restart: all of them exit and start again, or none, whatever happens to one of them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_rank_that_dies_before_all_are_saved_prevents_the_restart() -> None:
 
 
 def test_a_rank_that_does_not_leave_is_made_to_once_another_has() -> None:
-    """Turned back it would have continued alone, beside nobody."""
+    """After a rollback it would have continued without the other ranks."""
     drive = DrivenOperation(ranks()).until("checkpointing")
     gone(drive, "a")
     drive.fail()
@@ -100,7 +100,7 @@ def test_a_rank_that_does_not_leave_is_made_to_once_another_has() -> None:
 
 @pytest.mark.parametrize("proven", [False, True])
 def test_a_rank_that_falls_elsewhere_takes_the_others_back_with_it(proven: bool) -> None:
-    """Also beside one that has passed its boundary: its state is as old as theirs, and is kept until all have."""
+    """Also next to a rank that has passed its boundary: its state is as old as theirs, and is kept until all have."""
     drive = left()
     for name in "ab":
         reborn(drive, name)
@@ -125,7 +125,7 @@ def test_a_rank_that_falls_elsewhere_takes_the_others_back_with_it(proven: bool)
 
 
 def test_a_rank_of_an_earlier_start_does_not_count_for_the_next() -> None:
-    """The launcher started its ranks again by itself, and one of them came back where nobody wanted it any more."""
+    """The launcher had restarted its ranks itself, and one connected although the operation no longer needed it."""
     drive = left()
     late = drive.wanted[1]
     reborn(drive, "a")
@@ -158,7 +158,7 @@ def test_a_rank_that_cannot_be_started_leaves_the_states_of_all_held_and_all_are
 
 
 def test_a_resume_ends_a_rank_that_is_left_of_an_earlier_start() -> None:
-    """One runs and the other is held: resumed, the one would have stayed, and the other waited for a start."""
+    """One rank runs and the other is held: after the resume, the first would have stayed and the second waited."""
     drive = left()
     reborn(drive, "a")
     found(drive)

@@ -1,4 +1,4 @@
-"""Resumes that are not to take for ever, and what a restore's is called."""
+"""Resumes with a time limit, and how the resume of a restore is named."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_resume_that_has_its_bytes_back_is_not_turned_round_by_its_time() -> N
 
 
 def test_a_resume_keeps_its_time_over_a_restart_of_the_daemon() -> None:
-    """The instant is of another clock by then."""
+    """The deadline is of another clock."""
     drive = _suspending().until("suspended")
     drive.now = 1_000_000.0
     drive.feed(events.ResumeRequested(to={"a": "gpu0"}, limit_s=7.0))

@@ -19,7 +19,7 @@ TURNS = 50
 
 @pytest.mark.thorough
 async def test_a_lack_of_descriptors_does_not_end_operations(process: Child) -> None:
-    """pidfd_open failed with EMFILE, and the runner ended with all that it ran."""
+    """pidfd_open failed with EMFILE, which ended the runner and all its operations."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.open("/dev/null", os.O_RDONLY)
     os.close(lowest)

@@ -41,7 +41,7 @@ class UnansweringAgents(PrestartService):
 
 
 class Node:
-    """A job and its supervisor, which are both this process; what they are told; and who has the job in hand."""
+    """A job and its supervisor, both in this process, their messages, and the operation that has the job."""
 
     def __init__(
         self,

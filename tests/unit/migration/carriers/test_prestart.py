@@ -40,7 +40,7 @@ def without_imports() -> MigratedProcess:
 
 @asynccontextmanager
 async def supervised(orders: list[SupervisorOrder], **offer: Any) -> AsyncIterator[Supervisors]:
-    """One supervisor, which is this process, and what it is told."""
+    """A supervisor in this process, and the orders that it receives."""
     supervisors = Supervisors(lambda _pid: TICKS)
 
     async def send(order: SupervisorOrder, _fds: Sequence[int]) -> None:
@@ -56,7 +56,7 @@ async def supervised(orders: list[SupervisorOrder], **offer: Any) -> AsyncIterat
 
 
 def ignore(_bytes: int) -> None:
-    """Nobody watches."""
+    """Discard the progress."""
 
 
 def surroundings(known: MigratedProcess, place: str) -> Mapping[str, Any]:
@@ -79,7 +79,7 @@ async def test_it_is_requested_once_with_the_environment_of_its_start_and_releas
 
 @pytest.mark.parametrize("pid", [PID + 1, None], ids=["it waits", "it never will"])
 async def test_the_job_trains_on_until_it_is_ready_or_known_not_to_become_so(pid: int | None) -> None:
-    """It stood for the 4 s that another process imported PyTorch in."""
+    """The job was parked for the 4 s in which another process imported PyTorch."""
     async with supervised([]) as supervisors:
         readying = PrestartService(supervisors, surroundings, available_bytes=lambda: None)
         await readying.begin(subject(), STATE_BYTES)

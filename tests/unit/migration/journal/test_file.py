@@ -43,7 +43,7 @@ OTHER = operation(id="op2")
 
 
 def test_a_record_that_found_no_room_is_cut_off_and_the_next_one_follows_the_last_whole_one() -> None:
-    """Issue 4: a disk that was full for a moment made the whole journal be written again, which takes more room."""
+    """Issue 4: after a moment with a full disk the daemon rewrote the whole journal, which takes more space."""
     disk = _disk()
     with _opened(disk) as file:
         file.append(OPENING, [])
@@ -131,7 +131,7 @@ def test_a_journal_that_cannot_be_compacted_keeps_growing() -> None:
 
 
 def test_a_daemon_starts_on_an_unwritable_disk_and_continues_once_it_is_writable() -> None:
-    """Issue 4: the start failed, and nobody was there for the jobs that stood."""
+    """Issue 4: the daemon did not start, so parked jobs stayed parked."""
     disk = _disk()
     with _opened(disk) as file:
         file.append(OPENING, [])
@@ -150,7 +150,7 @@ def test_a_daemon_starts_on_an_unwritable_disk_and_continues_once_it_is_writable
 
 
 def test_an_operation_does_not_begin_without_room_for_its_records_and_one_that_began_has_it() -> None:
-    """Issue 4: a disk that filled up in the middle of a move left the job standing until somebody made room."""
+    """Issue 4: a disk that filled up during a move left the job parked until a person freed space."""
     disk = _disk(can_reserve=True)
     with _opened(disk) as file:
         file.append(OPENING, [], ahead_bytes=OPERATION_BYTES)

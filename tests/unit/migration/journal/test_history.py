@@ -26,7 +26,7 @@ FOLDER = Path("/model")
 
 
 class FailingOnce(ModelDisk):
-    """Fails the next sync when it is told to."""
+    """Fails the next sync if the test says so."""
 
     fails = False
 
@@ -83,7 +83,7 @@ async def test_an_operation_that_could_not_be_written_is_not_known_and_the_next_
 
 
 async def test_a_journal_that_is_compacted_while_an_operation_begins_has_it_once() -> None:
-    """Issue 4: it had it twice, and no daemon would start on it any more."""
+    """Issue 4: the journal held an operation twice, and no daemon started on it."""
     ledger, disk, _ = _opened()
     first, second, third = operation(id="1"), operation(id="2"), operation(id="3")
     await ledger.enter(*_begun(first))
@@ -92,7 +92,7 @@ async def test_a_journal_that_is_compacted_while_an_operation_begins_has_it_once
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(ledger.write, *_step(first))  # fails, and leaves the file to be written again
         tasks.start_soon(ledger.write, *_step(second))  # does that
-        tasks.start_soon(ledger.enter, *_begun(third))  # is known by then, and not yet written
+        tasks.start_soon(ledger.enter, *_begun(third))  # is in memory, but not yet written
     assert _on_disk(disk) == {op_id: history.operation for op_id, history in ledger.histories.items()}
     assert set(ledger.histories) == {"1", "2", "3"}
     ledger.close()
@@ -142,7 +142,7 @@ async def test_only_the_newest_that_are_over_are_known() -> None:
 
 
 async def test_an_ended_operation_is_known_after_a_restart_until_it_is_too_old() -> None:
-    """The newest one stays however old it is: its id must not be used again. One that has not ended stays too."""
+    """The newest operation stays, however old: its id must not be reused. An unfinished operation stays too."""
     day_s = 86400.0
     ledger, disk, log = _opened(lambda: 20 * day_s)
     for op_id, phase, ended_utc in (("1", "done", 1.0), ("2", "suspended", 1.0), ("3", "lost", 5 * day_s)):

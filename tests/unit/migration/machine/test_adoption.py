@@ -1,4 +1,4 @@
-"""What is believed of a process that the driver has and no journal mentions, and where the machine takes it."""
+"""What the machine assumes about a process that the driver has and no journal mentions, and where it brings it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def driven(gpu: str | None) -> DrivenOperation:
 
 
 def inspected(drive: DrivenOperation, gpu: str | None) -> None:
-    """It is looked at first, and found so."""
+    """Inspect the process first, with these findings."""
     assert tags(drive.wanted) == ["inspect"]
     drive.end(gpu=gpu, parked=False, boundary=0, reservations={})
 

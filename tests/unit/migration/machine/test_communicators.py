@@ -120,7 +120,7 @@ def test_a_rank_that_has_grown_is_locked_again_before_any_is_checkpointed() -> N
 
 
 def _failing_to_reconnect(drive: DrivenOperation) -> None:
-    """Both ranks fail in this round, and are looked at once their bytes have returned."""
+    """Both ranks fail to reconnect in this round, and are inspected after their bytes have returned."""
     drive.on(lambda: bool(_of(drive, "reconnect")))
     for reconnect in _of(drive, "reconnect"):
         drive.wanted.remove(reconnect)
@@ -145,7 +145,7 @@ def test_ranks_that_cannot_connect_try_once_more_in_a_new_generation_and_are_the
     assert (drive.op.phase, drive.op.direction) == ("suspended", HOLD)
     assert all(rank.is_parked and rank.pool_bytes for rank in drive.op.workers)
     assert drive.op.failure is not None
-    assert "hegmctl resume; if that fails as well, wait; " in drive.op.failure.hint  # as the agent says
+    assert "hegmctl resume; if that fails as well, wait; " in drive.op.failure.hint  # as the agent reports
     assert f"hegmctl cancel {drive.op.id} --drop ends them" in drive.op.failure.hint
     assert cannot_meet(drive.op)
     drive.feed(events.ResumeRequested(to={"a": "gpu1", "b": "gpu0"}))
@@ -185,7 +185,7 @@ def test_ranks_whose_peer_has_ended_continue_without_a_reconnect() -> None:
 
 
 def test_ranks_of_a_suspended_job_stay_suspended_when_one_of_them_ends_and_give_its_groups_up_at_the_resume() -> None:
-    """They returned into memory that others had by then, and their release was refused for ever."""
+    """The bytes returned into memory that other processes had taken, and the daemon refused the release for ever."""
     drive = DrivenOperation(ranks((None, None), kind=SUSPEND)).until("suspended")
     drive.feed(events.WorkerExited(worker="b", why="it was killed"))
     assert tags(drive.wanted) == ["release-pool"], "of the rank that has ended"

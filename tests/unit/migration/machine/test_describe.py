@@ -1,4 +1,4 @@
-"""What is told of an operation: the events that a step of it is worth."""
+"""The public record of an operation: the events that its steps cause."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_an_ended_job_is_not_reported_as_waiting_for_its_agent() -> None:
 
 
 def test_a_job_parked_for_its_image_was_reported_as_stopped_with_a_resume_command() -> None:
-    """Whoever followed that had a job that wrote to files beyond what is in its image."""
+    """A client that followed this hint had a job that wrote to files past the state in its image."""
     wish = ImageRequest(path="/images/one", uid=0, gid=0, root_pid=4711)
     drive = DrivenOperation(operation(worker(to=None), kind=CHECKPOINT, image=wish)).until("handing")
     assert waiting(drive.op, stopped=(4711,)) is None
@@ -152,7 +152,7 @@ def test_a_suspended_job_was_to_be_resumed_and_stopped_again_for_an_image() -> N
     assert busy_message(op, 197, CHECKPOINT)[1].startswith("write it into an image: hegmctl handoff 197 DIR")
     assert busy_message(op, 197)[1] == "run: hegmctl resume 197"
     saved = op.workers[0].replace(method=RESTART, state_saved=True, gpu=None)
-    for kind in (CHECKPOINT, None):  # «hegmctl resume» of one that has left found nobody to start it
+    for kind in (CHECKPOINT, None):  # `hegmctl resume` of an exited job found no supervisor to start it
         hint = busy_message(op.replace(workers=(saved,)), 197, kind)[1]
         assert hint == f"run: hegmctl run --allow-restart --resume {op.id} -- COMMAND"
 

@@ -1,4 +1,4 @@
-"""How long a job stood, by the events of its operation."""
+"""The downtime of a job, from the events of its operation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_time_at_rest_is_not_counted() -> None:
 
 
 def test_an_operation_that_ended_undone_showed_no_downtime() -> None:
-    """Issue 14, row 4: the training stood in every attempt, and none of it was counted."""
+    """Issue 14, row 4: the training was parked in every attempt, and none of that counted as downtime."""
     op = operation(worker("a"))
     why = {"fault": events.BROKEN, "message": "thread b is at train.py:3, not parked", "hint": "ask again"}
     op = timed(events.Failed(effect=1, worker="a", parked_s=1.5, **why), op, 20.0)

@@ -318,7 +318,7 @@ def test_a_process_that_continued_without_a_gpu_gets_a_reservation_before_the_gp
 
 
 def test_a_rank_that_waits_for_a_suspended_one_does_not_keep_the_operation_from_being_resumed() -> None:
-    """It comes to no boundary, so waiting for one never ended."""
+    """The rank reaches no boundary, so the wait for one never ended."""
     drive = DrivenOperation(
         operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND, is_distributed=True)
     ).until("suspended")
@@ -343,7 +343,7 @@ def test_a_reservation_whose_release_was_not_reported_is_taken_again_before_use(
 
 
 def test_a_process_that_runs_is_not_stopped_for_the_way_back() -> None:
-    """A resume that failed offloaded one that had continued by itself."""
+    """A failed resume offloaded a process that had resumed automatically."""
     drive = _suspending().until("suspended")
     drive.feed(events.ResumeRequested(to={"a": "gpu1"}))
     drive.end()
@@ -354,7 +354,7 @@ def test_a_process_that_runs_is_not_stopped_for_the_way_back() -> None:
 
 
 def test_memory_given_to_a_worker_that_ends_meanwhile_is_released() -> None:
-    """A retry that waited for the dead worker waited for ever."""
+    """A retry waited for ever for the dead worker."""
     drive = DrivenOperation(operation()).until("quiescing")
     drive.feed(events.WorkerExited(worker="a"))
     drive.wanted = [effect for effect in drive.wanted if effect.tag.startswith("release-")]

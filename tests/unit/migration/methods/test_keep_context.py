@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 @dataclass
 class ModelNode:
-    """What the vendor's library shows; `looks` counts how often it was asked. `later` replaces `uses` after a look."""
+    """A vendor library that counts its snapshots. After one snapshot, `later` replaces `uses`."""
 
     free: dict[str, int | None] = field(default_factory=lambda: {"gpu0": 1000 * MIB, "gpu1": 1000 * MIB})
     uses: list[GpuUse] = field(default_factory=list)
@@ -153,7 +153,7 @@ async def test_a_restore_takes_no_snapshot_and_refuses_another_gpu() -> None:
     ("gpu", "agent", "found"),
     [
         ("gpu0", IN, "gpu0"),
-        ("gpu0", OUT, "gpu0"),  # killed before the memory was seen to be free: that is looked at again
+        ("gpu0", OUT, "gpu0"),  # killed before the memory was seen to be free: a later snapshot decides
         (None, OUT, None),
         (None, IN, "gpu0"),  # its agent has reloaded the bytes by itself
     ],

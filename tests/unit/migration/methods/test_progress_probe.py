@@ -1,4 +1,4 @@
-"""When a call of the driver is given up: who is stopped, and what has not moved for too long, and nobody else."""
+"""When the watchdog gives up a driver call: the process is stopped or has made no progress for too long."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_a_rank_that_is_not_replaced_in_time_counts_as_failed() -> None:
 
 
 def test_the_exit_of_a_launcher_is_left_to_its_supervisor() -> None:
-    """Ranks that came to the end of their training before they were seen would have been started once more."""
+    """The daemon would have started ranks again that had finished their training before it saw them."""
     started = Started(COMMAND)
     assert not started.failed(0.0)
     started.living.clear()
@@ -98,7 +98,7 @@ class Tree:
         return _who(self._process.pid)
 
     def next_key(self) -> ProcessKey:
-        """The pid that was told next."""
+        """Return the pid that was reported next."""
         assert self._process.stdout is not None
         return _who(int(self._process.stdout.readline()))
 
@@ -130,7 +130,7 @@ def test_a_process_below_another_supervisor_is_not_a_rank_of_this_one(wrapped: T
 
 
 def test_a_rank_that_fell_before_the_daemon_was_started_was_waited_for_in_vain() -> None:
-    """Nobody told the daemon that it was that rank; the others are there, and wait for it."""
+    """The daemon did not know the rank of the exited process; the other ranks run and wait for it."""
     rank = StartingRank({COMMAND, OTHER}.__contains__)
     rank.note_below(COMMAND, {}, 1)
     assert rank.fallen(0.0) is None, "its launcher may have started none yet"

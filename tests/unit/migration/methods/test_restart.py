@@ -1,4 +1,4 @@
-"""The method of a restart, of whom it takes for the process that continues, and when there is nobody to wait for."""
+"""The restart method: which process it accepts as the successor, and when it stops waiting for one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class EndedSupervisors(Supervisors):
 
 
 class AttendingWorkers(Workers):
-    """Workers that attend, whatever has become of them."""
+    """Workers that attend, whatever their processes do."""
 
     def __init__(self, *pids: int) -> None:
         super().__init__(lambda _pid: TICKS)
@@ -61,7 +61,7 @@ class AttendingWorkers(Workers):
         return worker
 
     def go_on(self, pid: int, gpu: str | None) -> None:
-        """That process attends, and has the state of operation 4 back."""
+        """Let that process attend with the restored state of operation 4."""
         self._attending.append(_went_on(pid, gpu))
 
     def leave(self, worker: AgentConnection) -> None:
@@ -72,7 +72,7 @@ class AttendingWorkers(Workers):
 
 
 def _went_on(pid: int, gpu: str | None = "gpu1") -> AgentConnection:
-    """One that says that it has the state of operation 4 back."""
+    """Return a process that reports the restored state of operation 4."""
     about = AgentAttend(token=f"token-{pid}", python_version="3.11", boundary=5, restarted="4", gpu=gpu, run="run-1")
     worker = AgentConnection(Identity(pid, TICKS, UID), AgentInfo(name="agent", version="1"), about)
     worker.connect(_send, about)
@@ -143,7 +143,7 @@ async def test_the_process_that_reports_the_restored_state_is_the_successor(tmp_
 async def test_one_that_was_started_again_by_an_earlier_order_is_where_that_had_it_and_known_for_it(
     tmp_path: Path,
 ) -> None:
-    """On a real GPU it says itself nothing of where it is: it was taken to be where it was to be brought back to."""
+    """A process on a real GPU does not report its GPU: the daemon assumed that it was on the target."""
     supervisors, workers = Supervisors(start_ticks_of), AttendingWorkers()
     forth, back = (start_key("migrate", heading, [gpu]) for heading, gpu in (("forward", "gpu1"), ("back", "gpu0")))
     offer = Supervise(run="run-1", python=True, pid=NEXT, started=True, operation="4", key=forth)
@@ -189,7 +189,7 @@ def test_both_words_are_the_end_of_a_training_and_neither_alone_is(tmp_path: Pat
 
 
 async def test_who_has_gone_on_is_noted_for_its_supervisor_and_who_has_ended_by_then_is_not(tmp_path: Path) -> None:
-    """One that was killed at that moment may have been replaced from its state already."""
+    """A process that was killed at that moment may already have a successor."""
     noted(tmp_path, BACK)
     ticks = start_ticks_of(os.getpid())
     assert ticks is not None
@@ -226,7 +226,7 @@ class Launched:
         self._supervisors = supervisors
         environ, pipe = {**os.environ, "LAUNCHER": LAUNCHER}, subprocess.PIPE
         self._process = subprocess.Popen(["sh", "-c", SUPERVISOR], env=environ, stdin=pipe, stdout=pipe, text=True)
-        #: Set once it was seen where a rank stands.
+        #: Set once the state of a rank was read.
         self.checked = anyio.Event()
 
     def position_of(self, pid: int, supervisor: int) -> RankPosition | None:
@@ -276,7 +276,10 @@ async def refusal_of_a_rank(parts: RestartMethod) -> Refused:
 
 
 async def test_a_rank_that_fell_before_it_was_seen_left_the_operation_waiting(tmp_path: Path) -> None:
-    """Its launcher had started it again by itself, where it waited for ranks that were gone, and nobody ended them."""
+    """The launcher had restarted the ranks itself.
+
+    They waited for ranks that had exited, and the daemon did not end them.
+    """
     workers, supervisors = AttendingWorkers(), Supervisors(start_ticks_of)
     launched = Launched(workers, supervisors)
     parts = method(tmp_path, workers=workers, supervisors=supervisors, position_of=launched.position_of)
@@ -304,7 +307,7 @@ async def test_a_rank_that_fell_before_it_was_seen_left_the_operation_waiting(tm
 
 @pytest.mark.thorough
 async def test_a_daemon_that_was_not_there_at_the_start_saw_no_rank_fall_before_its_agent_came(tmp_path: Path) -> None:
-    """An earlier daemon had asked for the start; the one that waits now finds the rank below the launcher itself."""
+    """An earlier daemon requested the start; the daemon that waits now finds the rank below the launcher itself."""
     workers, supervisors = AttendingWorkers(), Supervisors(start_ticks_of)
     launched = Launched(workers, supervisors)
     parts = method(tmp_path, workers=workers, supervisors=supervisors, ranks_below=launched.ranks_below)

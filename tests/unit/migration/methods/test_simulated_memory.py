@@ -48,7 +48,10 @@ def test_a_job_was_put_elsewhere_than_on_the_lost_gpu_that_it_was_started_for(pr
 
 
 def test_each_rank_is_on_its_own_of_the_gpus_that_its_job_was_started_for(provider: SimulatedProvider) -> None:
-    """As `cuda:LOCAL_RANK` is on real GPUs. Rank 0 of two was on the second GPU if it came to its first batch later."""
+    """As with `cuda:LOCAL_RANK` on real GPUs.
+
+    Rank 0 of two was on the second GPU if it reached its first batch later.
+    """
     named = {f"gpu{gpu.index}": gpu.id for gpu in provider.snapshot().gpus}
     simulated = SimulatedMemory(provider, gpus=lambda: provider.snapshot().gpus)
     both = f"{named['gpu1']},{named['gpu0']}"

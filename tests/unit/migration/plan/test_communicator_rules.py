@@ -32,7 +32,7 @@ def groups(**values: Any) -> Communicators:
 
 
 def a_rank(number: int, communicators: Communicators | None = None, **values: Any) -> Candidate:
-    """One of two, of 33 GiB, on the GPU of its number; by its CUDA facts it may use peer-to-peer."""
+    """Return one of two ranks, with 33 GiB on the GPU of its number; its CUDA facts permit peer-to-peer."""
     uuid = f"GPU-gpu{number}"
     agent = an_agent(
         cuda_facts(hazards=("nccl-p2p",), gpus=(uuid,)),
@@ -226,7 +226,7 @@ def test_ranks_are_resumed_on_exchanged_gpus() -> None:
 
 
 def test_ranks_with_room_for_both_go_from_gpu_to_gpu_and_others_when_all_have_left() -> None:
-    """Of 140 GiB, 100 are free beside a rank of 33; then 20, which would do for none of them."""
+    """Of 140 GiB, 100 are free next to a rank of 33; then 20, which are too few for either rank."""
     request = to("gpu1,gpu0")
     plan = the_plan(planned(a_job(), request))
     assert not plan.reserves_late

@@ -114,7 +114,7 @@ REFUSALS: dict[str, Made] = {
     "graphics": lambda: a_snapshot(a_process(kinds=("graphics",))),
     "no memory for it": lambda: a_snapshot(a_process(), available_bytes=GIB),
     "a group's limit": lambda: a_snapshot(a_process(around=Surroundings(cgroup_free_bytes=GIB))),
-    # What the planner has against it besides the driver's rules.
+    # The planner's refusals that are not rules of the driver.
     "GPU lost": lambda: with_gpus(a_process(), a_gpu("gpu0", state="lost"), a_gpu("gpu1")),
     "several GPUs, no agent": lambda: a_snapshot(a_process(**BOTH)),
     "another rank's": lambda: a_snapshot(
@@ -144,7 +144,7 @@ def test_ps_and_suspend_refuse_a_process_in_the_same_words(made: Made) -> None:
 
 
 def _hints_of(snapshot: NodeSnapshotForPlan) -> set[str]:
-    """What the driver's rules advise: each refusal has a hint of its own."""
+    """Return the hints of the driver's rules: each refusal has its own hint."""
     candidate = snapshot.candidates[0]
     own = [gpu for gpu in snapshot.gpus if gpu.id in candidate.gpus]
     reasons = [*driver_rules.against_memory(snapshot, candidate, driver_rules.rest_of(candidate))]

@@ -1,4 +1,4 @@
-"""What a plan says, and every reason against one, with the next step."""
+"""The contents of a plan, and every refusal with its next step."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _plan(found: MigrationPlan | tuple[Reason, ...]) -> MigrationPlan:
 
 
 def test_a_dry_run_names_a_stopped_job() -> None:
-    """It comes to no boundary, so the plan would have come to nothing until somebody found out."""
+    """A stopped job reaches no boundary, so the operation would fail at its limit."""
     snapshot = _snapshot()
     candidates = tuple(candidate.replace(stopped=True) for candidate in snapshot.candidates)
     plan = _plan(planned(snapshot.replace(candidates=candidates), _to()))
@@ -246,7 +246,7 @@ def test_a_plan_that_the_pool_would_refuse_for_its_table_is_refused() -> None:
 
 
 def test_a_process_in_hand_is_refused_for_that_alone() -> None:
-    """A suspended process is on no GPU, and was refused for that too, as if it were wrong with it."""
+    """A suspended process is on no GPU, and the planner listed that as a fault too."""
     suspended = _process(gpus=(), agent=None)
     reason = _only_reason(planned(_snapshot(suspended, running=(_op("suspended"),)), _suspend()))
     assert (reason.code, "hegmctl resume 4711" in reason.hint) == ("busy", True)
@@ -326,7 +326,7 @@ def test_a_held_job_needs_no_room_where_its_room_was_kept() -> None:
 
 
 def test_the_time_for_an_image_was_not_in_the_estimate() -> None:
-    """It said 0.06 s, and the job stood for 3 s."""
+    """The estimate was 0.06 s, and the downtime 3 s."""
     snapshot = _snapshot()
     plan = _plan(planned(snapshot, PlanRequest(kind=CHECKPOINT, pids=(4711,))))
     made_s = image_s(snapshot.rates, OUT, 3 * GIB)
@@ -356,7 +356,7 @@ def test_estimates_of_images_follow_what_this_node_took() -> None:
     for _ in range(20):
         paces.note_image(OUT, 0, 3.0)
         paces.note_image(OUT, 8 * GIB, 7.0)
-        paces.note_image(IN, 8 * GIB, 0.1)  # sooner than without a byte: nothing can be told of the rate
+        paces.note_image(IN, 8 * GIB, 0.1)  # sooner than without a byte: the rate is unknown
     assert image_s(paces.rates(), OUT, 0) == pytest.approx(3.0, rel=0.01)
     assert image_s(paces.rates(), OUT, 8 * GIB) == pytest.approx(7.0, rel=0.01)
     assert image_s(paces.rates(), IN, 0) < 0.1

@@ -71,7 +71,7 @@ def test_without_room_for_both_on_one_gpu_both_go_to_the_pool_at_once_and_come_b
 
 
 def test_bytes_moved_by_peer_do_not_wait_in_the_pool() -> None:
-    """One stands for its own move alone then, by NVLink for a tenth of the time that its bytes took to the pool."""
+    """Each job is then parked for its own move alone, by NVLink for a tenth of the time of a copy to the pool."""
     gpus = [_gpu(name, 0, vendor="nvidia", driver_version="580.1") for name in ("gpu0", "gpu1")]
     linked = tuple(gpu.replace(nvlinks=("gpu0", "gpu1"), free_bytes=4 * GIB) for gpu in gpus)
     cuda = CudaFacts(gpus=(), allocator="native", expandable=False, largest_bytes=GIB)
@@ -222,7 +222,7 @@ def test_promised_memory_is_not_available_to_others() -> None:
 
 
 def test_bytes_moved_by_peer_are_promised_gpu_memory_and_no_pool_memory() -> None:
-    """A second move was refused for a pool that nobody was to use, and planned for room that was promised."""
+    """The planner refused a second move for pool memory that it did not need, and planned with promised memory."""
     gpus = (_gpu("gpu0", 8), _gpu("gpu1", 8))
     mine = worker(
         pid=9, method="driver", carrier="peer", size_bytes=2 * GIB, driver_bytes=GIB, reservations={"gpu0": 3 * GIB}

@@ -1,4 +1,4 @@
-"""What the methods and carriers are told of a process, as its operation knows it."""
+"""What methods and carriers know of a process, from its operation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.migration.operations import operation, worker
 def test_a_process_that_waits_for_others_or_an_image_does_not_count_as_resuming_at_once(
     about: dict[str, Any], goes_on: bool
 ) -> None:
-    """Otherwise other resources would stay held for as long as these steps take."""
+    """Otherwise other resources would stay held for the duration of these steps."""
     op = operation(worker(), **about)
     cast = Participants(Workers(lambda _: None), {}, {}, start_ticks=lambda _: None, imager=None)
     assert cast.subject(op, op.workers[0]).goes_on is goes_on

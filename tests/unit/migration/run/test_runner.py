@@ -98,7 +98,7 @@ async def test_a_dry_run_does_nothing(tmp_path: Path, process: Child) -> None:
 
 @pytest.mark.thorough
 async def test_a_process_that_became_another_program_was_waited_for_without_end(tmp_path: Path, process: Child) -> None:
-    """Its agent is another one, so the one that has the bytes will never come back to the next daemon."""
+    """The process has another agent now; the agent that holds the bytes never connects to the next daemon."""
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         await node.operations.suspend([process.pid], node.context())
@@ -114,13 +114,13 @@ async def test_a_process_that_became_another_program_was_waited_for_without_end(
 
 @pytest.mark.thorough
 async def test_an_order_was_given_to_an_agent_that_had_come_back_and_gone_on(tmp_path: Path, process: Child) -> None:
-    """What was decided on the news of one connection went over the next one, before anybody had asked how it stands."""
+    """An effect decided on one connection was sent over the next one, before the daemon had read the agent's state."""
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         worker = node.workers.find(process.pid)
         assert worker is not None
         agent.slow.add("survey")
-        await worker.give("survey")  # what is ordered next waits for it
+        await worker.give("survey")  # the next order waits for it
         begun = await node.operations.migrate([process.pid], "gpu1", node.context(wait=False))
         assert begun.operation is not None
         with anyio.fail_after(HANG_S):
@@ -244,7 +244,7 @@ async def test_a_job_suspended_by_a_killed_daemon_is_resumed_by_the_next(tmp_pat
 async def test_a_suspended_job_is_reported_suspended_only_once_the_journal_has_it(
     tmp_path: Path, process: Child
 ) -> None:
-    """The event was out of the inbox and not in the journal yet: who followed was told how it stood before."""
+    """The event had left the inbox and was not in the journal yet: a follower got the state from before."""
     async with running(tmp_path) as node:
         await node.attend(process.pid)
         await node.operations.suspend([process.pid], node.context())
@@ -254,7 +254,7 @@ async def test_a_suspended_job_is_reported_suspended_only_once_the_journal_has_i
             await anyio.to_thread.run_sync(disk.wait_for_a_record)
             assert node.operations.runner.describe("1").phase == "suspended"
             said_at_rest = False
-            with anyio.CancelScope(deadline=-1):  # one look, without waiting
+            with anyio.CancelScope(deadline=-1):  # one check, without waiting
                 await node.operations.follow("1", node.emit)
                 said_at_rest = True
             assert not said_at_rest
@@ -265,7 +265,7 @@ async def test_a_suspended_job_is_reported_suspended_only_once_the_journal_has_i
 async def test_a_process_that_ended_while_its_operation_did_was_listed_on_its_gpu_for_ever(
     tmp_path: Path, process: Child
 ) -> None:
-    """The operation had it in hand still, so its room was left to it; and it did not hear of the end any more."""
+    """The operation still had the process, kept its reservation, and did not get the event of its exit."""
     disk = StalledDisk(b"done")
     async with running(tmp_path, disk=disk) as node:
         await node.attend(process.pid)
