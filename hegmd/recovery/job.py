@@ -62,6 +62,8 @@ class Node:
     changed: Condition
     #: Whether the job, by its id, was off its GPUs when it failed: then it waits until they have room again.
     must_wait: Callable[[str], bool] = lambda _job: False
+    #: Has the job wait for room of that size in all on other GPUs than those.
+    queue_elsewhere: Callable[[str, Sequence[str], int], object] = lambda _job, _gpus, _size_bytes: None
     utc: Callable[[], float] = time.time
 
 

@@ -95,12 +95,15 @@ class Recoveries(BackgroundTasks):
             workers_of=self._workers_of,
             changed=self._news,
             must_wait=self._must_wait,
+            queue_elsewhere=self._queue_elsewhere,
             utc=utc,
         )
         #: Whether a job waits for its turn before it is started again; sharing sets it.
         self.must_wait: Callable[[str], bool] = lambda _job: False
         #: Has a job wait for room that failed while it was suspended; sharing sets it.
         self.queue: Callable[[str], None] = lambda _job: None
+        #: Has one wait for room of that size in all whose own GPUs, which these are, have failed; sharing sets it.
+        self.queue_elsewhere: Callable[[str, Sequence[str], int], None] = lambda _job, _gpus, _size_bytes: None
         #: Jobs whose ranks recover in process.
         self.in_process = InProcess(jobs, self._node, self._records.get)
         supervisors.listen(self._on_supervisor_change)
@@ -151,6 +154,9 @@ class Recoveries(BackgroundTasks):
 
     def _must_wait(self, job: str) -> bool:
         return self.must_wait(job)
+
+    def _queue_elsewhere(self, job: str, gpus: Sequence[str], size_bytes: int) -> None:
+        self.queue_elsewhere(job, gpus, size_bytes)
 
     def wait_for_resume(self, job: str, operation: str) -> None:
         """Have a job that failed while its user had suspended it wait until that user resumes it."""

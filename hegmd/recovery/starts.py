@@ -81,8 +81,7 @@ class Starts:
         exhausted = self._job.record.budget.exhausted(self._job.wish.max_recoveries) if fell is not None else None
         if exhausted is None and whole:
             await self._await_room()
-        snapshot = await self._job.node.look()  # what ended it may be its GPU
-        gpus = gpus_to_start_on(self._job.record.gpus, snapshot.gpus)
+        gpus = await self._gpus(whole[0] if exhausted is None and whole else None)
         if exhausted is not None or not whole:
             await self._give_up(attempt, exhausted or "it has no complete snapshot to start from")
         elif gpus is None:
@@ -102,6 +101,20 @@ class Starts:
             record = self._job.record.spending(budget if fell is None else budget.spent()).with_attempt(attempt)
             self._job.put(record.replace(kept=None, kept_utc=None))
             await self._await_start(attempt)
+
+    async def _gpus(self, snapshot: SlotRecord | None) -> tuple[str, ...] | None:
+        """Return the GPUs to start on; None if there are none. Raises SupervisorAway.
+
+        Others may use the GPUs that take the place of its own, so it waits for its turn there, and for room.
+        """
+        job, own = self._job, self._job.record.gpus
+        gpus = gpus_to_start_on(own, (await job.node.look()).gpus)  # what ended it may be its GPU
+        if snapshot is None or gpus is None or gpus == own:
+            return gpus
+        job.newest = snapshot
+        job.node.queue_elsewhere(job.record.job, own, snapshot.size_bytes * max(1, job.record.ranks))
+        await self._await_room("cannot return to its GPU", quiet_s=LOOK_S)
+        return gpus_to_start_on(job.record.gpus, (await job.node.look()).gpus)
 
     def _begun_attempt(self) -> RecoveryAttempt:
         """Enter a new recovery into the record, or return one that has begun and was not started."""
@@ -146,17 +159,20 @@ class Starts:
             with anyio.move_on_after(LOOK_S):
                 await following.wait()
 
-    async def _await_room(self) -> None:
-        """Wait until a job that failed while it was suspended may return: until its user resumes it, and until there
-        is room. Raises SupervisorAway.
+    async def _await_room(self, why: str = "failed while it was suspended", quiet_s: float = 0.0) -> None:
+        """Wait until a job may return that failed while it was suspended, or that lost its GPU: until its user resumes
+        it, and until there is room. Its user is told so after a while. Raises SupervisorAway.
         """
         job, told = self._job, ""
+        with anyio.move_on_after(quiet_s):
+            while quiet_s and job.supervisor.is_alive and job.node.must_wait(job.record.job):
+                await job.node.changed.wait()
         while job.supervisor.is_alive and job.node.must_wait(job.record.job):
             waits = "until it is resumed" if job.record.awaits_resume else "for room"
             if waits != told:
                 told = waits
                 hint = f"hegmctl resume {job.record.job}" if job.record.awaits_resume else "hegmctl queue"
-                await job.note(f"{job} failed while it was suspended, and waits {waits}", hint)
+                await job.note(f"{job} {why}, and waits {waits}", hint)
             with anyio.move_on_after(LOOK_S):
                 await job.node.changed.wait()
         if not job.supervisor.is_alive:

@@ -108,6 +108,7 @@ class Sharing:
         moving.job_requests.waits_for, moving.job_requests.awaits_resume = self.waits_for, self.awaits_resume
         moving.operations.keep_suspended = self.keep_suspended
         moving.recoveries.must_wait, moving.recoveries.queue = self.must_wait, self._queue_failed
+        moving.recoveries.queue_elsewhere = self._queue_elsewhere
         moving.runner.resumes_by_itself = self.wait_of
 
     # -- the life of the part ------------------------------------------------------------------------------------------
@@ -300,6 +301,16 @@ class Sharing:
         op = None if job is None else self._operations_of.last_of(job)
         if job is not None and op is not None and job.number not in self.memory.suspended:
             self._enter(job, op, "its user has resumed it")
+
+    def _queue_elsewhere(self, job_id: str, gpus: Sequence[str], size_bytes: int) -> None:
+        """Have a failed job wait for room on other GPUs than its own, which have failed."""
+        job = self._moving.jobs.with_id(job_id)
+        if job is not None and job.number not in self.memory.suspended:
+            where, since_utc = ",".join(gpus), self._utc() - self.rules.policy.settle_s
+            note = SuspendedRecord(
+                job=job.number, gpu=where, size_bytes=size_bytes, since_utc=since_utc, why=f"{where} has failed"
+            )
+            self.memory.put_suspended(note)
 
     def keep_failed(self, job: JobRecord) -> bool:
         """Have such a job wait for its user again; False if it is being started by now."""

@@ -262,14 +262,16 @@ class SharingView:
                 record, model.USER_SUSPENDED, now, JobView(record, (), None), gpus=gpus, needs=needs
             )
         if note is not None:
-            if needs is None and len(gpus) == 1 and note.size_bytes:
-                needs = (note.size_bytes,)
-            are_healthy = all(_is_healthy(gpu) for gpu in node.gpus if gpu.id in gpus)
+            if needs is None and note.size_bytes:
+                needs = (-(-note.size_bytes // len(gpus)),) * len(gpus)
+            healthy = {gpu.id: gpu.chip for gpu in node.gpus if _is_healthy(gpu)}
+            are_healthy, chip = healthy.keys() >= set(gpus), _chip(node, dict.fromkeys(gpus, 0))
             return self._with_facts(
                 *(record, model.SUSPENDED, now, JobView(record, (), None)),
                 gpus=gpus,
                 needs=needs,
                 allowed=gpus if are_healthy or self._starts_ranks(record.id) else None,
+                chip=chip if chip in healthy.values() else None,
                 since_utc=note.since_utc,
             )
         return self._with_facts(

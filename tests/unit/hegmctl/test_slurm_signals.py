@@ -194,9 +194,8 @@ def test_a_resume_that_was_rolled_back_is_asked_for_again(socket_path: Path) -> 
     """The job was said to be on its GPU, and stayed suspended for ever."""
     job = m.Job(id="j1", name="train", state=SUSPENDED, started_utc=0.0, uid=0)
     failure = Reason(code="refused", message="gpu0 does not answer", hint="run: hegmctl doctor")
-    facts = {"processes": (), "created_utc": 0.0, "size_bytes": 0}
-    operation = Operation(id="4", kind="resume", phase="suspended", failure=failure, **facts)
-    replies = [operation.replace(phase="done", failure=None), operation]
+    operation = Operation(id="4", kind="resume", phase="done", processes=(), created_utc=0.0, size_bytes=0)
+    replies = [operation, operation.replace(phase="suspended", failure=failure)]
 
     def answer(_caller: Caller, _request: IncomingRequest) -> m.OperationReply:
         return m.OperationReply(operation=replies.pop())

@@ -49,16 +49,16 @@ def appender(orders: list[SupervisorOrder]) -> Callable[[SupervisorOrder, object
 
 @asynccontextmanager
 async def a_protected_job(
-    tmp_path: Path, process: Child, second_process: Child, *, ends_supervisor: bool = True
+    tmp_path: Path, process: Child, second_process: Child, *, ends_supervisor: bool = True, spec: str = "1x8MiB"
 ) -> AsyncIterator[tuple[SharedNode, list[SupervisorOrder]]]:
     """Job j1 trains and has a snapshot; `other` is its supervisor, which gets the orders."""
     SnapshotFiles(tmp_path).save({"j1": JobSnapshots(job="j1", uid=UID, ranks=1, gpus=("gpu0",), generation=1)})
     orders: list[SupervisorOrder] = []
-    async with sharing_on(tmp_path) as shared:
+    async with sharing_on(tmp_path, spec) as shared:
         moving = shared.node.moving
         await moving.job_requests.register(second_process.pid, UID, RegisterJob(run="first", command=("train",)))
         write((await JobSlots(moving.pool, "j1").take(0, 0, 8192, Source(UID, 1))).fd, generation=1, step=7)
-        await shared.node.attend(process.pid, BYTES, run="first")
+        await shared.node.attend(process.pid, BYTES, run="first", gpu="gpu0")
         offer = Supervise(run="first", python=True, pid=process.pid, recover=RecoveryWish())
         shared.node.tasks.start_soon(
             moving.supervisors.attend, "line", second_process.pid, UID, offer, appender(orders)
@@ -205,6 +205,29 @@ async def test_a_job_that_fails_while_suspended_for_a_lease_restarts_after_the_l
         await shared.until(lambda: any(order.do == "start" for order in orders))
         assert await shared.states() == {"j1": "starting"}
         assert not shared.sharing.memory.suspended
+
+
+async def test_a_job_whose_gpu_is_lost_waits_until_another_gpu_has_room_for_it(
+    tmp_path: Path, process: Child, second_process: Child, third_process: Child
+) -> None:
+    """It was started beside the job that had all of that memory, failed, and was given up; its snapshots were sound."""
+    async with a_protected_job(tmp_path, process, second_process, spec="2x8MiB") as (shared, orders):
+        await shared.node.attend(third_process.pid, BYTES, token="b" * 32, run="second", gpu="gpu1")
+        await shared.until_states(j1="running", j2="running")
+        shared.node.simulator.set_fault("gpu0", "lost")
+        process.kill()
+        process.wait()
+        shared.node.moving.supervisors.report("line", SuperviseReport(result="fell", status=-9))
+        await shared.until(
+            lambda: any("cannot return to its GPU, and waits for room" in order.message for order in orders)
+        )
+        assert not any(order.do == "start" for order in orders)
+        assert await shared.states() == {"j1": "suspended", "j2": "running"}
+        third_process.kill()
+        third_process.wait()
+        await shared.until(lambda: any(order.do == "start" for order in orders))
+        assert not shared.sharing.memory.suspended
+        assert shared.node.moving.recoveries.returns_to("j1") == ("gpu1",)
 
 
 async def test_a_job_that_fails_while_its_user_suspended_it_waits_for_resume_and_memory(
