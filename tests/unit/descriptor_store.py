@@ -11,7 +11,7 @@ from hegmd.errors import UNAVAILABLE, HegmError
 
 
 class DescriptorStore:
-    """What another process would hold. `fails`: it takes nothing; `room`: how many it takes."""
+    """The descriptors that another process would hold. `fails`: it accepts none; `room`: how many it accepts."""
 
     def __init__(self, room: int = 1000) -> None:
         self.kept: dict[str, int] = {}

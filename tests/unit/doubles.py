@@ -1,6 +1,6 @@
-"""Providers that do as a test says: answer, fail, or hang until they are let go. And the snapshots that they give.
+"""Providers that answer, fail or hang as a test says, and their snapshots.
 
-They are doubles of the far side, the vendor's library; what is under test is never replaced.
+They take the place of the vendor's library; the code under test is never replaced.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Provider:
 
 
 class Clock:
-    """A clock that is stopped until it is told to continue."""
+    """A clock that stands still until the test advances it."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0

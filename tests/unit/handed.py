@@ -63,7 +63,7 @@ class ImageCatalogue:
         return self.found
 
     async def end(self) -> None:
-        """Let go of it."""
+        """Release it."""
 
     async def sweep(self, path: str, _rights: Rights) -> list[str]:
         self.swept.append(path)
@@ -131,7 +131,7 @@ class ImageBeingWritten(ImageCatalogue):
 
 
 class DisconnectingAgents(ModelAgent):
-    """Steps aside as it is told."""
+    """Disconnects when ordered."""
 
     def _report(self, key: object, order: Order, result: str, **values: object) -> None:
         super()._report(key, order, result, **values)

@@ -34,7 +34,7 @@ class ModelAgent:
         self.size_bytes = len(data)
         self.boundary = 5
         self.parked = False
-        #: Whether it was told to rest, and whether it has let go of its own descriptor of its bytes.
+        #: True after the order to rest; and after it has closed its own descriptor of its bytes.
         self.is_suspended = False
         self.entrusted = False
         self.orders: list[str] = []
@@ -140,5 +140,5 @@ class ModelAgent:
         if self._key is not key or self._scope.cancel_called:
             return
         report = AgentReport(order=order.order, result=result, boundary=self.boundary)
-        with contextlib.suppress(Refused):  # the daemon has left by now; it hears how things stand when it is back
+        with contextlib.suppress(Refused):  # the daemon has gone; the next one gets the state at the connection
             self.workers.report(key, report.replace(**values))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def children() -> set[int]:
-    """Those that there are now, of any of its threads, and those that have ended and were not taken up."""
+    """Return the current children of all threads, with those that have exited and are not reaped."""
     found: set[int] = set()
     for path in Path("/proc/self/task").glob("*/children"):
         with suppress(FileNotFoundError):  # a thread that has ended since it was listed
@@ -18,7 +18,7 @@ def children() -> set[int]:
 
 
 def reap(pids: Iterable[int]) -> None:
-    """Wait for their ends. Fine for those that somebody has taken up."""
+    """Wait for their ends. Children that were already reaped are accepted."""
     for pid in pids:
         with suppress(ChildProcessError):
             os.waitpid(pid, 0)

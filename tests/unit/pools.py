@@ -1,4 +1,4 @@
-"""Pools in ordinary directories, for whoever looks at what is in them."""
+"""Pools in ordinary directories, for tests that read their files."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def topology() -> Topology:
 
 @pytest.fixture
 def hung() -> Iterator[threading.Event]:
-    """A disk that does not answer until the test is over."""
+    """A disk that does not answer before the end of the test."""
     answers = threading.Event()
     yield answers
     answers.set()
@@ -79,7 +79,7 @@ async def test_a_caller_that_does_not_listen_to_its_checks_holds_up_no_other(
         await anyio.sleep_forever()
 
     async def ignore(_: Check) -> None:
-        """Hear it and do nothing."""
+        """Ignore the signal."""
 
     async with app._inventory, anyio.create_task_group() as tasks:
         tasks.start_soon(app._examination.examine, turn_away)

@@ -1,4 +1,4 @@
-"""What a benchmark shows: the verdict on each figure, the same figures in every form, and readings that are true."""
+"""The report of a benchmark: the verdict on each figure, the same figures in every form, and true readings."""
 
 from __future__ import annotations
 

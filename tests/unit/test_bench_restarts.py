@@ -25,7 +25,7 @@ print("batch 2", flush=True)
 
 
 def test_two_minutes_passed_where_a_log_was_the_last_line_before_a_training_left(tmp_path: Path) -> None:
-    """It was mistaken for another batch's, which was waited for before anybody looked for the lock."""
+    """The line counted as another batch's, which the test awaited before it looked for the lock."""
     argv = [sys.executable, "-S", "-c", LOGGED, str(tmp_path)]
     with _Launched(argv, dict(os.environ), tmp_path) as launched:
         assert launched.read_until(1)

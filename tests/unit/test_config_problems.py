@@ -1,4 +1,4 @@
-"""What is said of a bad configuration: every problem at once, each with its line, the reason, and what to write."""
+"""Messages about a bad configuration: every problem together, each with its line, the reason, and a correction."""
 
 from __future__ import annotations
 

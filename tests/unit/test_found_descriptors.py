@@ -1,4 +1,4 @@
-"""What one store holds for several parts of the daemon comes back to each of them."""
+"""The descriptors that one store holds for several parts of the daemon return to each of them."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ async def test_only_a_suspended_job_is_handed_off(tmp_path: Path, process: Child
 
 @pytest.mark.thorough
 async def test_a_suspended_process_without_an_agent_is_in_no_image(tmp_path: Path, process: Child) -> None:
-    """Its bytes are in its own memory; nobody could tell it to step aside, or call it back."""
+    """Its bytes are in its own memory; no agent could disconnect it or connect it again."""
     async with running(tmp_path) as node:
         ticks = start_ticks(process.pid)
         member = worker(pid=process.pid, start_ticks=ticks, token="", gpu=None, to=None, reservations={})

@@ -1,4 +1,4 @@
-"""What the run over images on GPUs prints of its figures, and what one call of it has: GPUs are lent for minutes."""
+"""The printed figures of the run over images on GPUs, and the parts of one call: GPUs are lent for minutes."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def test_priority_classes_are_in_the_order_of_hegmds_priorities() -> None:
 
 @pytest.fixture
 def in_one_container(tmp_path: Path) -> dict[str, str]:
-    """The script of one container, with its folders here and a stand-in for python3 that is a launcher."""
+    """Run the script of one container, with its folders here and a stand-in for python3 that acts as a launcher."""
     init = pod_specs()["train-two-in-one"]["initContainers"][0]["command"]
     (tmp_path / "opt").mkdir()
     copying = init[2].replace("/opt/hegm", str(tmp_path / "opt"))
@@ -222,7 +222,7 @@ def test_several_launchers_run_in_one_container(in_one_container: dict[str, str]
 
 @pytest.mark.thorough
 def test_the_copied_files_of_the_image_run_alone(in_one_container: dict[str, str]) -> None:
-    """Issue 14, row 7: the packages that the container gets are all that a launcher needs."""
+    """Issue 14, row 7: the packages that the container gets suffice for a launcher."""
     copied = Path(in_one_container["at"]) / "opt"
     assert sorted(path.name for path in copied.iterdir()) == ["hegm", "hegmcompat", "hegmctl", "hegmd", "msgpack"]
     words = [sys.executable, "-S", "-m", "hegm.launcher", "/bin/sh", "-c", "exit 5"]

@@ -39,7 +39,7 @@ def test_a_descriptor_number_used_again_for_something_else_is_seen() -> None:
 
 
 class _EndsWhenJoined(threading.Thread):
-    """Alive until somebody waits for it: the thread that is just about to end, without any race."""
+    """A thread that ends when a caller joins it: one that is about to end, without a race."""
 
     def __init__(self) -> None:
         self.release = threading.Event()
@@ -81,7 +81,7 @@ def test_a_live_child_and_an_unreaped_dead_child_are_seen() -> None:
     assert f"child {dead.pid}: true (zombie)" in text
     before.clear_children()
     assert before.leaks() == []
-    # psutil has reaped them; Popen is told, so that it does not warn.
+    # psutil has reaped them; Popen has to know, or it warns.
     living.returncode = dead.returncode = 0
 
 

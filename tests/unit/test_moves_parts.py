@@ -1,4 +1,4 @@
-"""Whose each moment was that a job stood, made of a log and a story as the daemon writes them."""
+"""Which part of a move each moment of the downtime belongs to, from a written log and story."""
 
 from __future__ import annotations
 

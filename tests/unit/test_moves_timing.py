@@ -1,4 +1,4 @@
-"""What the benchmark of moves makes of the daemon's log."""
+"""How the benchmark of moves reads the daemon's log."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.gpu.moves_timing import rates_of
 
 
 def test_bytes_that_stay_on_a_gpu_do_not_count_as_link_copies() -> None:
-    """Copies to the pool continue beside the driver's checkpoint, and those within the GPU before came to 2 TB/s."""
+    """Copies to the pool continue during the driver's checkpoint; earlier copies within the GPU showed 2 TB/s."""
     log = [
         (
             "2026-11-22T04:00:00.0Z info hegmd.migration.carriers.copying: copied out within a GPU: "

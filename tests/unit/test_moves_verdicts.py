@@ -1,4 +1,4 @@
-"""Which aims the figures of moves are held to, and that one that is missed is said with its largest parts."""
+"""The targets for the figures of moves, and that a missed target is reported with its largest parts."""
 
 from __future__ import annotations
 

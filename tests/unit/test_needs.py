@@ -1,4 +1,4 @@
-"""What tests look for before they skip themselves: PyTorch, and a clone that other users can enter."""
+"""The conditions under which tests skip themselves: PyTorch, and a clone that other users can enter."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_a_piece_for_what_a_piece_is_made_for_has_its_size(whole_bytes: int) -> 
 
 
 class Opened:
-    """An image as it is given to whoever restores it, read here and now."""
+    """An image as a restore opens it, read here."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -53,7 +53,7 @@ class Opened:
 
 
 def _image(path: Path, size_bytes: int, memory: Memory, written_bytes: int, carrier: str = WORKER) -> Any:
-    """One of a process with so many bytes at its boundary, of which so much of the piece was written."""
+    """Return an image of a process with that many bytes at its boundary, of whose segment so much was written."""
     worker = ImageWorker(pid=4711, gpus=(), carrier=carrier, size_bytes=size_bytes, rest_bytes=0, bytes=("4711.0",))
     data = os.pread(memory.fd, written_bytes, 0)
     return Opened(path, built(path, data, MANIFEST.replace(workers=(worker,)), size_bytes=written_bytes))
@@ -66,10 +66,10 @@ def _image(path: Path, size_bytes: int, memory: Memory, written_bytes: int, carr
 async def test_an_image_of_a_job_that_had_another_size_before_its_boundary_was_refused_for_ever(
     tmp_path: Path, before_bytes: int, size_bytes: int, carrier: str, *, as_earlier_builds: bool
 ) -> None:
-    """Issue 14, row 2. Earlier builds wrote all that was reserved: such an image is restored as well."""
+    """Issue 14, row 2. Earlier builds wrote all reserved memory: such an image can be restored too."""
     pool, key, data = opened(keep_in(tmp_path / "here")), Key("7", "4711"), os.urandom(size_bytes)
     await pool.take(key, before_bytes)
-    memory = await pool.take(key, size_bytes)  # as the machine does once it is counted; enough stays as it is
+    memory = await pool.take(key, size_bytes)  # as the machine does after the count; a sufficient size stays
     os.pwrite(memory.fd, data, 0)
     member = worker(pid=4711, size_bytes=size_bytes, carrier=carrier)
     written_bytes = memory.size_bytes if as_earlier_builds else used_bytes(member, memory)
@@ -87,13 +87,13 @@ async def test_an_image_of_a_job_that_had_another_size_before_its_boundary_was_r
 
 
 def _reviving(folder: Path, pool: Pool) -> JobRestorer:
-    never: Any = None  # none of these is asked
+    never: Any = None  # none of these is called
     by: dict[str, Any] = {"criu": never, "take_snapshot": never, "in_unit": False, "simulated": True, "by_owner": True}
     return JobRestorer(never, Rendezvous(folder / "hegmd.sock"), Workers(), pool, notes=never, **by)
 
 
 def test_a_mark_at_the_end_of_what_was_reserved_is_no_part_of_an_image(tmp_path: Path) -> None:
-    """What lies beyond the bytes of the boundary belongs to the piece and not to the job."""
+    """Bytes after those of the boundary belong to the segment and not to the job."""
     assert len(pack_mark(Mark("7.4711.bytes", 9))) == MARK_BYTES
     memory: Any = type("Piece", (), {"size_bytes": whole_size(8 * MIB)})()
     assert used_bytes(worker(size_bytes=MIB), memory) == whole_size(MIB) <= memory.size_bytes - MARK_BYTES
@@ -101,7 +101,7 @@ def test_a_mark_at_the_end_of_what_was_reserved_is_no_part_of_an_image(tmp_path:
 
 
 def test_a_bug_of_ours_is_not_reported_as_truncated_memory(tmp_path: Path) -> None:
-    """Issue 14, row 2: nobody but hegmd has ever had a descriptor of the memory that an image is read into."""
+    """Issue 14, row 2: only hegmd has ever had a descriptor of the memory that an image is read into."""
     memory = Memory(os.memfd_create("piece"), 8 * MIB, huge=False)
     os.truncate(memory.fd, memory.size_bytes)
     image = _image(tmp_path / "image", MIB, memory, memory.size_bytes)

@@ -111,7 +111,7 @@ async def test_a_file_of_a_copy_that_was_given_up_counted_as_the_copy_after_a_re
         await before.spill(KEY)
     keep.spill.folder.chmod(0o700)
     name = str(before.by_owner()[KEY].name)
-    keep.spill.write(name, memory.fd, memory.size_bytes, lambda: False, lambda _: None)  # as by that thread
+    keep.spill.write(name, memory.fd, memory.size_bytes, lambda: False, lambda _: None)  # as that thread does
     os.pwrite((await before.to_fill(KEY)).fd, b"new", 0)
     assert not keep.spill.path(name).exists(), "the bytes of before are the copy on disk"
     before.close()

@@ -1,4 +1,4 @@
-"""States of ranks, handed to each by the supervisor of its job: to all of the right ones, and to nobody else."""
+"""States of ranks, which the supervisor of the job passes to its own ranks only."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Rank:
         )
 
     def result(self, states: RankStates | None) -> str:
-        """What it has come to, served from these; it stays."""
+        """Return the result, served from these states; they stay."""
         assert self._process.stdout is not None
         while not select.select([self._process.stdout], [], [], POLL_S)[0]:
             if states is not None:
@@ -106,7 +106,7 @@ def _is_free(path: Path) -> bool:
 
 @pytest.mark.thorough
 def test_each_rank_has_its_own_state_and_may_continue_from_it(states: RankStates, tmp_path: Path) -> None:
-    """The right lasts for as long as any of them, also when the supervisor that had it is gone."""
+    """The right lasts as long as any of the ranks, also after the end of the supervisor that had it."""
     with Rank(states.address, "1") as one:
         assert one.result(states) == "True False {'rank': 1} -"
         with Rank(states.address, "0") as other:
@@ -117,7 +117,7 @@ def test_each_rank_has_its_own_state_and_may_continue_from_it(states: RankStates
 
 
 def test_the_launcher_itself_takes_none(states: RankStates) -> None:
-    """It may import PyTorch, and is not to continue from a state that is another's; nor is it to make a step."""
+    """The launcher may import PyTorch, but must neither continue from another process's state nor make a step."""
     with Rank(states.address, None) as launcher:
         assert launcher.result(states) == f"False True None {states.address}"
 
@@ -135,7 +135,7 @@ def test_a_rank_whose_supervisor_has_ended_does_not_start_over(states: RankState
 
 
 def test_ranks_that_a_launcher_starts_again_after_all_is_over_begin_as_they_would(states: RankStates) -> None:
-    """A failed rank is torchrun's to start again; it was ended each time, for lack of a state that nobody held."""
+    """torchrun restarts a failed rank itself. The rank was ended each time, for lack of a state that never existed."""
     states.end()
     with Rank(states.address, "1") as rank:
         assert rank.result(states) == "False False None -"
@@ -145,7 +145,7 @@ def test_ranks_that_a_launcher_starts_again_after_all_is_over_begin_as_they_woul
 def test_ranks_that_a_launcher_restarts_hours_later_do_not_continue_from_old_states(
     states: RankStates, lock: int
 ) -> None:
-    """No daemon had been there since to say that the operation was over."""
+    """No daemon had run since the end of the operation."""
     with Rank(states.address, "0") as one, Rank(states.address, "1") as other:
         for rank in (one, other):
             assert rank.result(states).startswith("True")

@@ -1,4 +1,4 @@
-"""Where tests find no room to write, one sentence says so."""
+"""If a test finds no space to write, one sentence reports it."""
 
 from __future__ import annotations
 

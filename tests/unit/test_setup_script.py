@@ -43,7 +43,7 @@ class Checkout:
         self.provide("npm", f'#!/bin/sh\necho "npm $*" >>{root}/installed\n')
         for name in "bash cat cut dirname env find flock id readlink rm sh sha256sum sort tr".split():
             (self.programs / name).symlink_to(shutil.which(name) or "/missing")
-        # The one package that is not known by a program may be missing here: then this stands in for its installation.
+        # The one package without a program of its own may be missing here: a stand-in then replaces its installation.
         self.provide("apt-get")
         self.be_user(0)
 
@@ -74,7 +74,7 @@ class Checkout:
         return process.returncode, output
 
     def installed(self) -> list[str]:
-        """What was installed since the last time of asking."""
+        """Return what was installed since the last call."""
         log = self.root / "installed"
         lines = log.read_text().splitlines() if log.exists() else []
         log.unlink(missing_ok=True)
@@ -120,7 +120,7 @@ def test_a_changed_input_is_acted_on_once(checkout: Checkout, changed: str) -> N
     assert checkout.run("dev") == (0, "")
 
 
-# What pip says of a large file, a small one and one of its cache.
+# pip's messages about a large file, a small one and a cached one.
 SAYS = """Collecting torch
   Downloading torch-2.13.0-cp311.whl.metadata (30 kB)
   Downloading torch-2.13.0-cp311.whl (915.1 MB)

@@ -1,4 +1,4 @@
-"""Slurm's hooks in contrib/slurm, with a stand-in for hegmctl that writes down how it is called."""
+"""Slurm's hooks in contrib/slurm, with a stand-in for hegmctl that records its arguments."""
 
 from __future__ import annotations
 

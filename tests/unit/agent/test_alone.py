@@ -1,4 +1,4 @@
-"""Parked without a daemon: whatever is raised on the way, there is an instant at which it is tried again."""
+"""Parked without a daemon: after any error on the way, the agent tries again at a later time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATIENCE_S = HANG_S
 
 
 class BlockedGate(Gate):
-    """One whose door does not open, for lack of whatever."""
+    """A gate that does not open, for lack of some resource."""
 
     stuck = True
 

@@ -17,7 +17,7 @@ SPOTS = [(0, 0, 700), (0, 1024, 5 << 30), (2, (1 << 64) - 1, 1)]
 
 
 class Three:
-    """What the answer needs of the storages that are shown."""
+    """The attributes of exported storages that the answer needs."""
 
     size_bytes = 701 + (5 << 30)
     short_bytes = 0

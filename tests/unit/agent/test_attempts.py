@@ -1,4 +1,4 @@
-"""A park that other threads keep from succeeding: the training stands for short whiles only, and is stopped again."""
+"""Attempts to park that other threads prevent: the training is parked only briefly, and parked again later."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Script:
             self.gate.explicit_boundary()
 
     def start_beside(self, call: str) -> threading.Thread:
-        """A thread of the script's that is in a call until it is woken; all that can be seen of that is its name."""
+        """Start a thread of the script that is in a call until it is woken; only its name is visible."""
         woken, wakes = os.pipe()
         self._wakes += [wakes, woken]
         names: dict[str, Any] = {}
@@ -136,7 +136,7 @@ def test_a_withdrawn_order_reports_how_long_the_training_was_parked(script: Scri
 
 @pytest.mark.thorough
 def test_a_rank_that_did_not_park_at_its_boundary_reports_it_at_once(script: Script) -> None:
-    """The other ranks stand at that boundary, and continue to another one with it."""
+    """The other ranks are parked at that boundary, and continue to another one together."""
     script.start_beside(COMPUTING)
     script.park(at=script.gate.count + 100_000)
     script.tick_until(lambda: bool(script.reports))
@@ -161,7 +161,7 @@ def test_a_thread_in_a_wait_of_its_own_kept_a_training_from_being_moved(script: 
 def test_a_thread_that_was_stopped_runs_on_when_no_daemon_comes_back(
     script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What parks a thread has to let it go by itself."""
+    """The code that parks a thread has to release it itself."""
     monkeypatch.setenv("HEGM_PARK_LIMIT_S", "0.01")
     thread = script.start_beside(WAITING)
     script.park()
@@ -173,7 +173,7 @@ def test_a_thread_that_was_stopped_runs_on_when_no_daemon_comes_back(
 
 
 def test_other_threads_are_released_before_script_code_runs_in_the_agents_thread(script: Script) -> None:
-    """One of them may have a lock that this code needs."""
+    """One of them may hold a lock that this code needs."""
     thread = script.start_beside(WAITING)
     script.park()
     script.tick_until(lambda: bool(script.reports))

@@ -44,7 +44,7 @@ while input():
 
 
 def test_without_a_daemon_the_progress_of_a_restarted_training_is_noted(tmp_path: Path) -> None:
-    """Else it would be started again from its old state, whatever ends it however late."""
+    """Otherwise it would be restarted from its old state, whenever and however it ends."""
     lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
     state = os.open(tmp_path / "state", os.O_RDWR | os.O_CREAT)
     environ = {"PYTHONPATH": str(ROOT), "HEGM_SOCKET": str(tmp_path / "nobody")}

@@ -1,4 +1,4 @@
-"""What is copied out and in again has the same bytes, whatever the descriptor is of, and nothing beside it changes."""
+"""Bytes that are copied out and in again are equal, whatever the descriptor is of, and no other bytes change."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _sealed() -> int:
 
 
 def _file() -> int:
-    """As most pieces of the pool are: a file in memory, which cannot be sealed."""
+    """A file in memory that cannot be sealed, like most pool segments."""
     fd, path = tempfile.mkstemp(dir="/dev/shm", prefix="hegm-test-")
     os.unlink(path)
     os.truncate(fd, ROOM_BYTES)

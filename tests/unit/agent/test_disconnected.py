@@ -1,4 +1,4 @@
-"""Whom an agent comes back to that has stepped aside: what the meeting place says, and who may say it."""
+"""Which daemon a disconnected agent returns to: what the rendezvous says, and who may write it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launcher of ranks does without: in a real Python with the agent on its path, over a stand-in for PyTorch."""
+"""What a launcher of ranks must not load: in a real Python with the agent on its path, over a stand-in for PyTorch."""
 
 from __future__ import annotations
 

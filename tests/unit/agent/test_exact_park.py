@@ -1,5 +1,5 @@
-"""Ranks have to stop at the same boundary: an order that comes too late for it stops nobody, and a later one moves on
-whoever stands.
+"""Ranks have to park at the same boundary: an order that arrives too late for it parks no rank, and a later one moves
+parked ranks on.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Rank:
             assert self.passed.acquire(timeout=PATIENCE_S)
 
     def wait_until_parked(self) -> int:
-        """The boundary that it stands at."""
+        """Return the boundary at which it is parked."""
         assert self.news.acquire(timeout=PATIENCE_S)
         assert self.gate.parked
         return self.gate.count
@@ -73,7 +73,7 @@ def rank() -> Iterator[_Rank]:
 
 
 def test_the_boundaries_are_counted_without_the_training_thread(rank: _Rank) -> None:
-    """It may be in a batch that takes minutes: whoever looks at jobs gets the count at once."""
+    """A batch may take minutes: a listing of jobs gets the count immediately."""
     rank.let_pass(2)
     rank.wait_until_passed(2)
     rank.orders.obey(Order(order=7, do="count"), None)
@@ -109,7 +109,7 @@ def test_a_parked_thread_continues_to_a_later_boundary(rank: _Rank) -> None:
 
 @pytest.mark.parametrize("question", ["survey", "weigh"])
 def test_a_process_that_was_stopped_refused_to_park_because_it_had_yet_to_answer(rank: _Rank, question: str) -> None:
-    """The daemon had given up its question as overdue by then, and the move was turned back."""
+    """The daemon's request had timed out, and the move was rolled back."""
     rank.orders.obey(Order(order=1, do=question), None)
     rank.park(2, at=1)
     rank.let_pass()

@@ -100,7 +100,7 @@ def test_at_the_next_boundary_the_state_is_written_and_the_process_left(
     training = made()
     training.request.make()
     training.departure.tick()
-    training.departure.tick()  # nobody is there yet
+    training.departure.tick()  # no worker has registered yet
     assert training.left == 0
     training.reach_boundary()
     training.wait_until_parked()
@@ -114,7 +114,7 @@ def test_at_the_next_boundary_the_state_is_written_and_the_process_left(
 def test_a_launcher_reports_what_starts_over(
     made: Callable[..., _TrainingThread], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It has no plan in which that would stand."""
+    """The launcher has no plan that could contain it."""
     training = made()
     training.begins_anew = ["log (TextIOWrapper) at train.py:3", "not searched: the 1,200 objects of players"]
     training.request.make()
@@ -191,7 +191,7 @@ def test_while_another_thread_is_busy_nothing_is_taken_from_under_it(
     training.wait_until_parked()
     training.departure.tick()
     assert training.left == 0
-    assert training.departure.next_deadline() is not None  # it is looked at again
+    assert training.departure.next_deadline() is not None  # the launcher checks again
     assert os.listdir(tmp_path) == []
 
 
@@ -290,7 +290,7 @@ def test_a_request_that_came_before_the_agent_is_kept(when: str, first: str) -> 
 def test_a_training_parked_where_it_cannot_continue_from_is_asked_again_later(
     made: Callable[..., _TrainingThread], tmp_path: Path
 ) -> None:
-    """A loop without a loader passes its boundaries in its body: it was refused there, and told to ask again."""
+    """A loop without a loader passes its boundaries in its body: the daemon refused it there, with a hint to retry."""
     training = made()
     training.will_do = [False, False, True]
     training.request.is_wanted = True

@@ -64,7 +64,7 @@ def _run(script: str, *, may_complain: bool = False) -> None:
 
 @pytest.mark.parametrize("short_of", ["descriptors", "threads"])
 def test_a_job_short_of_something_died_of_being_asked_to_park(short_of: str) -> None:
-    """What the call said was raised into the script's `next()`, with all signals left blocked."""
+    """The error of the call was raised in the script's `next()`, with all signals left blocked."""
     _run(f"""
 gate, reports, before = Gate(), [], state()
 orders = Orders(gate)
@@ -144,7 +144,7 @@ while _thread._count() or state() != before:
 
 
 def test_a_thread_beside_a_parked_one_continued_when_its_signals_could_not_be_blocked() -> None:
-    """The storages may be out of the process already: whoever comes has to stand, with its signals or without."""
+    """The storages may already be offloaded: any thread that arrives has to park, with its signals or without."""
     _run("""
 gate = Gate()
 stood = threading.Semaphore(0)

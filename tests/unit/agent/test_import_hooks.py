@@ -1,4 +1,4 @@
-"""What is done with a module when it is imported, and an error of ours in it."""
+"""What the agent does with a module at its import, and an error of ours in it."""
 
 from __future__ import annotations
 

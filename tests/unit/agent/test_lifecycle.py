@@ -1,4 +1,4 @@
-"""The agent's thread continues whatever ends what it does."""
+"""The agent's thread continues after any error in its work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hegmd.agent.quiesce import Gate
 
 
 class _Broken(Channel):
-    """Neither can attend nor hang up."""
+    """A connection that can neither attend nor close."""
 
     def run(self) -> None:
         raise MemoryError("no room for a connection")

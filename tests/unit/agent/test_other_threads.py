@@ -1,4 +1,4 @@
-"""Which threads keep storages from being taken, by where their Python stands. Real threads, blocked in a read."""
+"""Which threads prevent an offload, by where they are in Python. Real threads, blocked in a read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def blocked(path: Path) -> Iterator[None]:
 
 
 def busy_at(path: Path) -> list[str]:
-    """What is found at that file; other threads, as the test runner's own, are none of our business."""
+    """Return the findings for that file; other threads, such as the test runner's, do not matter."""
     found = busy_threads(frozenset((threading.get_ident(),)), frozenset())
     return [words for words in found if str(path) in words]
 

@@ -24,7 +24,7 @@ def _nothing_prepared() -> Iterator[None]:
 
 
 def _pages_bytes() -> int:
-    """What this process has in memory."""
+    """Return the resident bytes of this process."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -89,7 +89,7 @@ ground.take().close()
 
 @pytest.mark.thorough
 def test_a_forked_child_kept_what_its_parent_had_prepared_or_waited_for_it() -> None:
-    """As a loader's worker, which is there before the state is put back and has no use for any of it."""
+    """Like a loader's worker, which exists before the state is restored and does not use it."""
     words = [sys.executable, "-c", FORKS]
     output = subprocess.check_output(words, env={"PYTHONPATH": str(ROOT)}, text=True, timeout=HANG_S)
     assert output.splitlines() == ["0 True", "0"]

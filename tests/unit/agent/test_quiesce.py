@@ -15,7 +15,7 @@ PATIENCE_S = HANG_S
 
 
 def _ask_loader(gate: Gate) -> None:
-    """What the hook in a loader's iterator does."""
+    """Do what the hook in a loader's iterator does."""
     if threading.get_ident() == gate.thread:
         gate.count += 1
         if gate.requested:
@@ -25,7 +25,7 @@ def _ask_loader(gate: Gate) -> None:
 
 
 def _step(gate: Gate) -> None:
-    """What the hook after an optimizer's step does."""
+    """Do what the hook after an optimizer's step does."""
     if threading.get_ident() == gate.thread:
         gate.step()
     else:
@@ -33,7 +33,7 @@ def _step(gate: Gate) -> None:
 
 
 class _Script:
-    """A script's thread that is told when to take its next step, and the gate's news."""
+    """A script's thread that the test makes take its next step, and the gate's messages."""
 
     def __init__(self, gate: Gate, step: Callable[[Gate], None]) -> None:
         self.gate = gate
@@ -210,7 +210,7 @@ def test_an_inert_gate_parks_no_thread() -> None:
 
 
 class _ScriptThread:
-    """A script's thread at a boundary at which it is to park; while its agent is told of it, it can be held up."""
+    """A script's thread at a boundary at which it has to park; the test can delay it while its agent is notified."""
 
     def __init__(self) -> None:
         self.gate = Gate()

@@ -13,7 +13,7 @@ from tests.patience import HANG_S
 
 
 class Store:
-    """What PyTorch's stores do, in one process."""
+    """The interface of PyTorch's stores, in one process."""
 
     def __init__(self) -> None:
         self.kept: dict[str, bytes] = {}
@@ -36,7 +36,7 @@ class Store:
 
 
 def agree(store: Store, ranks: range, size: int, limit_s: float = HANG_S) -> list[Agreement]:
-    """What each of these ranks of so many gets."""
+    """Return the result of each of these ranks."""
 
     def one(rank: int) -> Agreement:
         deadline = monotonic() + limit_s

@@ -21,7 +21,7 @@ def rounds_made(sizes: list[int], most_bytes: int) -> list[int]:
 
 
 def test_a_last_round_of_one_storage_had_all_others_given_back_before_it() -> None:
-    """100 GiB of a benchmark were 21, 21, 21 and 1; what three of these had filled was given back while it stood."""
+    """100 GiB of a benchmark were 21, 21, 21 and 1; memory of three rounds was freed while the job was parked."""
     assert rounds_made([1600 * MIB] * 64, 34557 * MIB) == [16] * 4
     assert rounds_made([1600 * MIB] * 64, 35581 * MIB) == [22, 21, 21]
 
@@ -31,7 +31,7 @@ def test_a_last_round_of_one_storage_had_all_others_given_back_before_it() -> No
     [
         ([3, 3, 3], 100, [3]),
         ([9, 1, 9], 10, [2, 1]),
-        ([20, 1, 20], 10, [1, 1, 1]),  # one at least, however large
+        ([20, 1, 20], 10, [1, 1, 1]),  # at least one storage, however large
         ([1], 0, [1]),
         ([4, 4, 4, 4, 4], 10, [2, 2, 1]),
     ],

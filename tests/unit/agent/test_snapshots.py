@@ -1,4 +1,4 @@
-"""A snapshot waits for its boundary and never holds anybody up: an order that does more than ask comes first."""
+"""A snapshot waits for its boundary and delays no other order: an order that does more than a query comes first."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_daemon_that_ends_meanwhile_leaves_no_parked_training(rank: _Rank) -> 
 
 
 class Rest:
-    """What is left of a state: it is written once it is let go, or ends when it is not wanted."""
+    """The rest of a state: written once it is released, or dropped if it is no longer wanted."""
 
     def __init__(self) -> None:
         self.finish = threading.Event()

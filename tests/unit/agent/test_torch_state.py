@@ -182,7 +182,7 @@ def test_a_storage_whose_address_the_script_kept_was_written_to_where_it_had_bee
 
 
 def test_to_look_for_addresses_keeps_nothing_of_a_function_s_alive() -> None:
-    """Up to Python 3.12 a frame keeps a copy of its variables once somebody has asked for them."""
+    """Up to Python 3.12 a frame keeps a copy of its variables after they were read."""
     tensor = torch.zeros(1000)
     watched = weakref.ref(tensor)
     mine = locals()
@@ -207,7 +207,7 @@ def test_what_the_agent_itself_remembers_of_a_storage_is_not_the_script_s() -> N
 
 
 def test_an_array_of_another_library_that_knows_an_address_alone_is_seen() -> None:
-    """Issue 14, row 5: CuPy's and Numba's over a tensor hold on to its object, and not to its storage."""
+    """Issue 14, row 5: arrays of CuPy and Numba over a tensor hold its object, not its storage."""
     array = types.SimpleNamespace(__cuda_array_interface__={"data": (0x7F00_0000_0000, False)})
     assert 0x7F00_0000_0000 in addresses.kept([array])
     assert addresses.kept([types.SimpleNamespace()]) == addresses.kept([]), "one that does not say is no failure"

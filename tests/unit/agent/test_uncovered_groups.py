@@ -1,4 +1,4 @@
-"""What the agent cannot disconnect is refused by name; what it can is not."""
+"""Groups that the agent cannot disconnect are refused by name; the others are not."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hegmd.agent.group_backend import GroupBackend
 from hegmd.agent.nccl_library import Library
 from tests.stubs.build import build_stub
 
-# What a test has loaded stays mapped.
+# A library that a test has loaded stays mapped.
 _COPIES = "copies of NCCL are loaded"
 
 
 class _ProcessGroupWrapper:
-    """As with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    """Like the class with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
 
 
 class ProcessGroupUCC:
@@ -46,7 +46,7 @@ class MemPool:
 
 
 def torch_of(*pools: tuple[int, int]) -> Any:
-    """A stand-in for PyTorch whose allocator has segments in these pools."""
+    """Return a stand-in for PyTorch whose allocator has segments in these pools."""
     segments = [{"address": 0, "total_size": 1, "device": 0, "stream": 0, "segment_pool_id": pool} for pool in pools]
     cuda = SimpleNamespace(
         device_count=lambda: 0,

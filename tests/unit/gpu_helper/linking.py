@@ -38,7 +38,7 @@ def has_ended(pid: int) -> bool:
 
 
 class ProgressLog:
-    """What a request told of itself, to be waited for."""
+    """The progress of a request, to wait for."""
 
     def __init__(self) -> None:
         self.events: list[Mapping[str, Any]] = []

@@ -1,4 +1,4 @@
-"""What the child brings along: little, so that it starts quickly, and nothing that would keep it from ending."""
+"""The child's imports: few, so that it starts quickly, and none that keeps it from exiting."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def test_the_child_imports_no_event_loop_and_no_logging() -> None:
-    """They take longer than all that the child needs, while a job may be waiting for it."""
+    """They take longer than the rest of the child's start, while a job may be waiting."""
     text = "import hegmd.gpu_helper.child, hegmd.gpu_helper.requests, sys; print(*sys.modules)"
     environment = {"PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True, env=environment)

@@ -1,4 +1,4 @@
-"""The program for a GPU's processors is the one whose source stands beside it."""
+"""The GPU program is built from the source next to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RELEASE = "V13.0.88"
 
 
 def _built(folder: Path) -> bytes:
-    """By the compiler and the words that the docstring names; other releases make other programs of it."""
+    """Build with the compiler and options that the docstring names; other releases produce other code."""
     nvcc = shutil.which("nvcc") or ""
     output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout if nvcc else ""
     if RELEASE not in output:
@@ -33,5 +33,5 @@ def _built(folder: Path) -> bytes:
 
 @pytest.mark.thorough
 def test_the_program_matches_its_source(tmp_path: Path) -> None:
-    """To the byte: whoever looks at the source knows what runs beside their job's memory."""
+    """To the byte: the source shows what runs next to a job's memory."""
     assert _built(tmp_path) == zlib.decompress(base64.b64decode(kernel_copy._PROGRAM))

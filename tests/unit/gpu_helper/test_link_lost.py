@@ -1,4 +1,4 @@
-"""The helper over its time, killed, gone or talking nonsense: everybody is told, and the next call has a new one."""
+"""A helper that is late, killed, gone or sends nonsense: every caller gets an error, and the next call a new helper."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def test_an_abandoned_call_does_not_end_the_helper_of_other_callers() -> N
 
         with pytest.raises(Stuck, match="comes to nothing"):
             await link.call("wait", deadline_s=SOON_S, on_progress=progress, watch=give_up)
-        await ask(link, "release")  # now it ends after all, and what it came to is closed
+        await ask(link, "release")  # now it ends, and its result is closed
         await ask(link, "ping")
         assert link.pid == started["pid"]
         assert len(os.listdir("/proc/self/fd")) == before
@@ -136,7 +136,7 @@ async def test_a_watcher_of_a_call_is_notified_at_its_end() -> None:
 
 @pytest.mark.thorough
 async def test_a_call_without_a_waiting_caller_keeps_its_deadline() -> None:
-    """A thread stuck in the driver would otherwise be stuck for as long as the daemon lives."""
+    """A thread stuck in the driver would otherwise stay stuck as long as the daemon lives."""
     async with linked("well") as link:
         progress = ProgressLog()
         async with anyio.create_task_group() as tasks:
@@ -203,7 +203,7 @@ async def test_a_helper_that_ends_or_talks_nonsense(op: str, args: Mapping[str, 
     ("number", "why"), [(signal.SIGKILL, "signal 9"), (signal.SIGBUS, r"signal 7 \(SIGBUS\): a page of the pool .*")]
 )
 async def test_a_helper_killed_from_outside(number: signal.Signals, why: str) -> None:
-    """By SIGBUS where it maps a page of broken memory (issue 14, row 3): the message says so."""
+    """By SIGBUS, when it maps a page of broken memory (issue 14, row 3): the message says that."""
     async with linked("well") as link:
         progress = ProgressLog()
         async with anyio.create_task_group() as tasks:
@@ -313,7 +313,7 @@ anyio.run(main)
 @pytest.mark.thorough
 @pytest.mark.parametrize("state", ["idle", "stop"])
 def test_it_does_not_outlive_a_daemon_that_was_killed(state: str) -> None:
-    """KillMode=process leaves it to the helper to end; one that cannot run any more is ended by the kernel."""
+    """With KillMode=process the helper has to exit itself; the kernel ends a helper that cannot run."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     argv = [sys.executable, "-c", DAEMON, state, *TRICKS, "well"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment) as daemon:

@@ -24,7 +24,7 @@ def test_a_mark_is_read_as_it_was_written_and_wiped_by_one_byte() -> None:
 
 @pytest.mark.parametrize("damaged", [b"", b"12", b"x 7.1.passing", b"12 "])
 def test_an_invalid_mark_does_not_count_as_none(damaged: bytes) -> None:
-    """Otherwise hegmd would take the content of the pool for a job's bytes."""
+    """Otherwise hegmd would use other content of the pool as a job's bytes."""
     whole = pack_mark(Mark("7.1.passing", 1))
     start = whole[: whole.index(b"1 7.1")]
     with pytest.raises(HegmError, match="a pool segment says that its bytes are elsewhere, but not where") as refused:

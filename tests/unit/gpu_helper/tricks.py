@@ -32,7 +32,7 @@ def hang(request: Request) -> HelperReply:
 
 
 def wait(request: Request) -> HelperReply:
-    """Until somebody asks for `go`."""
+    """Wait until a request for `go`."""
     request.tell({"waiting": True})
     go.wait()
     return HelperReply({}, Descriptors([os.memfd_create("late")]))
@@ -48,7 +48,7 @@ def release(_: Request) -> HelperReply:
 
 
 def stop(_: Request) -> HelperReply:
-    """As if the interpreter's lock were held permanently: nothing is read, nothing is answered."""
+    """As if the interpreter's lock were held for ever: the helper reads and answers nothing."""
     os.kill(os.getpid(), signal.SIGSTOP)  # may take effect on another thread, and later
     threading.Event().wait()
     return HelperReply({})

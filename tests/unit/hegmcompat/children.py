@@ -1,4 +1,4 @@
-"""Processes that stand for workers and launchers, with SIGUSR1 as each test needs it."""
+"""Processes that take the place of workers and launchers, with SIGUSR1 as each test needs it."""
 
 from __future__ import annotations
 

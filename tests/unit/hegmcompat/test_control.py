@@ -1,4 +1,4 @@
-"""Checkpoint and resume in HeGM's words, over real processes that stand for workers and launchers."""
+"""HeGM's checkpoint and resume with real processes in place of workers and launchers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def control(
 
 
 def leaves_lock(folder: Path, launcher_pid: int) -> str:
-    """What a worker does at the signal, and its launcher with a lock after it."""
+    """A worker that handles the signal, and its launcher, which then writes a lock."""
     lock = folder / str(launcher_pid) / "lock"
     lock.parent.mkdir(mode=0o700, exist_ok=True)
     made = f"open({str(lock) + '.new'!r}, 'w').write('{launcher_pid}')"
@@ -50,7 +50,7 @@ def leaves_lock(folder: Path, launcher_pid: int) -> str:
 
 
 def test_a_file_whose_name_is_a_number_does_not_count_as_a_launcher(tmp_path: Path) -> None:
-    """A raised two is a digit, and no number: whoever planted it ended every hegm-ctrl with a traceback."""
+    """A superscript two is a digit but no number: such a file name ended every hegm-ctrl with a traceback."""
     for folder in (tmp_path / "²", tmp_path / ".workers"):
         folder.mkdir()
     (tmp_path / "²" / "lock").touch()
@@ -103,7 +103,7 @@ def test_a_lock_written_by_any_user_does_not_count_as_a_state(tmp_path: Path) ->
 
 @pytest.mark.parametrize("written", ["", "somebody"])
 def test_a_lock_that_names_another_launcher_does_not_count(tmp_path: Path, written: str) -> None:
-    """Issue 14, row 7: a worker that has ended has left its state only where its launcher says so."""
+    """Issue 14, row 7: a worker that has exited has left its state only if its launcher says so."""
     lock = tmp_path / str(os.getpid()) / "lock"
     lock.parent.mkdir()
     puts = f"print({written!r}, end='', file=open({str(lock)!r}, 'w')), os._exit(99)"
@@ -144,7 +144,7 @@ def test_a_refusing_worker_reports_the_reason_at_once(tmp_path: Path) -> None:
 
 
 def test_only_workers_of_launchers_are_signalled(tmp_path: Path) -> None:
-    """HeGM's sends SIGUSR1 to any pid that it is given, which ends whoever does not expect it."""
+    """HeGM's hegm-ctrl sends SIGUSR1 to any pid that it gets, which kills a process that does not handle it."""
     with child() as stranger:
         assert control(tmp_path).checkpoint([stranger.pid]) == {
             stranger.pid: "error: it is not a worker of a hegm-launcher"

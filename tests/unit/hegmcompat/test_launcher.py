@@ -1,4 +1,4 @@
-"""The launcher's loop over shell scripts that stand for workers: locks, states, exit statuses and signals."""
+"""The launcher's loop with shell scripts in place of workers: locks, states, exit statuses and signals."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Launched:
         return lines
 
     def end(self) -> tuple[int, str]:
-        """Its status, and what it said on standard error."""
+        """Return the exit status and the standard error."""
         _output, errors = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, errors.decode()
 
@@ -188,7 +188,7 @@ def test_a_common_path_is_continued_from_by_the_next_launcher_of_the_same_comman
 
 @pytest.mark.thorough
 def test_a_state_of_another_command_is_kept_and_not_loaded(tmp_path: Path) -> None:
-    """HeGM's loads whatever lies under its pid, which may be weeks old and of another training."""
+    """HeGM loads any file under its pid, which may be weeks old and of another training."""
     path = tmp_path / "mine" / "state.pt"
     with launched(tmp_path, LEAVES_ONCE, "--debug", HEGM_CHECKPOINT_PATH=str(path)) as launcher:
         launcher.lines_until("Waiting for controller")

@@ -1,4 +1,4 @@
-"""Whose turn it is when a command with two desks ends: the file's, when a state has come into it; else the daemon's."""
+"""Which desk acts when a command with two desks exits: the file's if it has a new state; else the daemon's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hegmctl.supervisor import GiveUp, Start
 
 
 class _Daemon:
-    """A desk that notes what it hears and answers as it is told to."""
+    """A desk that records its messages and answers as the test says."""
 
     def __init__(self, *, expects: bool = False) -> None:
         self.received: list[str] = []
@@ -98,7 +98,7 @@ def test_a_state_in_the_file_is_held_behind_a_lock_without_a_connection(both: _T
 
 
 def test_a_worker_that_saved_its_state_before_its_start_was_reported_counts_as_saved(both: _TwoDesks) -> None:
-    """What is new was told by a look after the start, so that a quick worker's state was old already."""
+    """The launcher took its time stamp after the start, so the state of a quick worker counted as old."""
     both.state.write_bytes(b"state")
     assert both.desks.ended(99, sent_signal=None)
     both.lock.unlink()

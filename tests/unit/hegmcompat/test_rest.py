@@ -177,7 +177,7 @@ def test_the_peer_is_identified_by_the_kernel(host: str) -> None:
 
 
 def test_a_peer_that_disconnected_does_not_count_as_root() -> None:
-    """A socket that its process has closed has 0 for its user in the kernel's table, whoever that was."""
+    """In the kernel's table, a socket that its process has closed belongs to user 0."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         caller = socket.create_connection(listening.getsockname(), timeout=HANG_S)
         with listening.accept()[0] as accepted:

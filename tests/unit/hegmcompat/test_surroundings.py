@@ -40,7 +40,7 @@ def test_each_environment_variable_is_read() -> None:
 
 
 def test_a_pause_of_0_was_refused_and_is_a_short_one() -> None:
-    """Issue 14, row 7: HeGM takes it, and looks without a pause."""
+    """Issue 14, row 7: HeGM accepts it, and polls without a pause."""
     found = read_surroundings({"HEGM_POLL_INTERVAL": "0", "HEGM_CTRL_CHECKPOINT_TIMEOUT": "0"})
     assert found.poll_interval_s == MIN_POLL_S > 0
     assert found.checkpoint_limit_s == 0

@@ -47,7 +47,7 @@ from tests.unit.moving_node import start_ticks
 
 
 class SlowDisk:
-    """Images on a disk that does not answer before somebody gives up."""
+    """Images on a disk that does not answer before the caller gives up."""
 
     def __init__(self) -> None:
         self.requested = anyio.Event()
@@ -65,7 +65,7 @@ class SlowDisk:
 async def test_a_job_ran_on_beyond_its_whole_image_when_the_daemon_was_stopped_again(
     is_stopping: bool, stopped: int, tmp_path: Path
 ) -> None:
-    """The next daemon found the image whole and ended the job, with files grown that the image has the sizes of."""
+    """The next daemon found a whole image and ended the job, although its files had grown since the dump."""
     disk: Any = SlowDisk()
     parts = (lambda: disk, Rendezvous(tmp_path / "hegmd.sock"), Workers(), Pool(1 << 20))
     handoff = JobDumper(
@@ -147,7 +147,7 @@ async def test_an_agent_that_does_not_disconnect_is_reported_and_the_job_continu
 async def test_bytes_that_would_be_lost_with_the_daemon_are_no_agents_to_step_aside_from(
     tmp_path: Path, paused: int
 ) -> None:
-    """An agent that stepped aside has let go of its own descriptor of them."""
+    """A disconnected agent has closed its own descriptor of them."""
     lent, workers, pool = ImageBeingWritten(), Workers(start_ticks), Pool(64 << 20)
     op = attended(paused, offloaded=True)
     await pool.take(Key(op.id, "a"), 1 << 10)
@@ -166,7 +166,7 @@ async def test_bytes_that_would_be_lost_with_the_daemon_are_no_agents_to_step_as
 
 
 class Guarding(DisconnectingAgents):
-    """By then its process keeps its memory from its own user."""
+    """The process has made its memory unreadable for its own user."""
 
     def __init__(self, workers: Workers, job: subprocess.Popen[str]) -> None:
         super().__init__(workers, job.pid)
@@ -187,7 +187,7 @@ HIDES += "print('hidden', flush=True)\nsys.stdin.read()"
 
 @pytest.fixture
 def hiding() -> Iterator[subprocess.Popen[str]]:
-    """Another user's process, whose memory that user may not look at any more once it is told so."""
+    """A process of another user. After an order, that user can no longer read its memory."""
     argv, pipe = [sys.executable, "-c", HIDES], subprocess.PIPE
     own: dict[str, Any] = {"user": 4242, "group": 4242, "extra_groups": [], "cwd": "/", "start_new_session": True}
     with subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, **own) as job:
@@ -204,7 +204,7 @@ def hiding() -> Iterator[subprocess.Popen[str]]:
 async def test_a_job_that_gets_other_rights_while_it_steps_aside_is_in_no_image(
     tmp_path: Path, hiding: subprocess.Popen[str]
 ) -> None:
-    """CRIU was to have its user's rights, which are not enough any more."""
+    """CRIU was to run with its user's rights, which no longer suffice."""
     lent, workers = ImageBeingWritten(), Workers(start_ticks)
     async with anyio.create_task_group() as tasks:
         await tasks.start(workers.run)
@@ -224,7 +224,7 @@ async def test_a_job_that_gets_other_rights_while_it_steps_aside_is_in_no_image(
 
 
 async def test_an_unfinished_image_of_an_earlier_daemon_is_no_image(tmp_path: Path, paused: int) -> None:
-    """Nobody has read it back. One of another operation at that path stays as it is."""
+    """No daemon has read the image back. An image of another operation at that path stays unchanged."""
     op = wished(paused, leave_running=True, begun=True, written=True)
     for shelf, why in (
         (ImageCatalogue(), "is no image"),
@@ -248,7 +248,7 @@ async def test_an_image_that_is_scrapped_after_its_daemon_is_swept_away(tmp_path
 async def test_a_child_of_a_job_killed_together_with_the_daemon_does_not_stay_stopped(
     tmp_path: Path, paused: int
 ) -> None:
-    """The next daemon knew that the image was whole, and asked nobody who is in it."""
+    """The next daemon knew that the image was whole, and did not check which processes it contains."""
     ticks = population_of([paused]).start_ticks[paused]
     op = wished(1 << 22, root_ticks=1, begun=True, whole=True)
     more = {"operation": op.id, "asked_utc": op.created_utc, "start_ticks": [[1 << 22, 1], [paused, ticks]]}
@@ -256,13 +256,11 @@ async def test_a_child_of_a_job_killed_together_with_the_daemon_does_not_stay_st
     await handoff.end(op, op.workers[0])
     assert population_of([paused]).start_ticks == {}
     await handoff.end(op, op.workers[0])
-    await handoff_with(ImageCatalogue(), tmp_path).end(
-        op, op.workers[0]
-    )  # of an image that was taken away nobody knows
+    await handoff_with(ImageCatalogue(), tmp_path).end(op, op.workers[0])  # the content of a removed image is unknown
 
 
 async def test_the_next_daemon_resumes_a_job_whose_dump_was_abandoned(tmp_path: Path, stopped: int) -> None:
-    """Nor took away what it had written. One that stands later on does so for another reason."""
+    """The daemon did not remove its files either. A process that stops later does so for another reason."""
     shelf, op = ImageCatalogue(), wished(stopped, begun=True)
     op = op.replace(workers=(op.workers[0].replace(token="a" * 32),))
     handoff = handoff_with(shelf, tmp_path)

@@ -1,4 +1,4 @@
-"""Who stands for an image is known to the daemon after the one that had them stopped."""
+"""The next daemon knows which processes an image had stopped."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ async def test_a_daemon_without_descriptors_still_resumes_a_job(tmp_path: Path, 
 
 
 def test_a_note_that_cannot_be_read_without_descriptors_does_not_count_as_missing(tmp_path: Path) -> None:
-    """Nobody was let go then, and the note was taken away: whoever was in it stood for ever."""
+    """The daemon resumed no process and removed the record: its processes stayed stopped for ever."""
     notes, before = DumpRecords(tmp_path), resource.getrlimit(resource.RLIMIT_NOFILE)
     notes.note("1", ProcessSet({7: 70}))
     try:

@@ -1,4 +1,4 @@
-"""The tree of a job that goes into an image: who may be in it, and nobody of it stands or stays whom nobody finds."""
+"""The process tree of an image: who may be in it, and that no process of it stays stopped or orphaned."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def orphan() -> Iterator[tuple[int, int, int]]:
 def test_a_child_of_a_job_killed_after_its_dump_does_not_stay_stopped(
     is_whole: bool, orphan: tuple[int, int, int]
 ) -> None:
-    """Nobody found it from its root any more; a restore was refused, since it had its number."""
+    """The child was no longer below its root. A restore was refused because the child had its pid."""
     root, child, ticks = orphan
     wish = Wish(path="/images/one", uid=0, gid=0, root_pid=root, root_ticks=1)
     dumped = ProcessSet({root: 1, child: ticks})

@@ -61,7 +61,7 @@ def test_a_second_one_takes_the_place_of_the_first_and_leaves_nothing_beside_it(
 
 
 def test_the_unfinished_file_of_a_killed_daemon_is_removed(folder: Path) -> None:
-    """One of another job, which may be just being written, stays."""
+    """A file of another job, which may be in the course of being written, stays."""
     LockFiles(folder).make(4711, "/images/one", "7 1.0")
     (half,) = cut_off_names(folder, "7 1.0")
     LockFiles(folder).make(4711, "/images/two", "8 1.0")
@@ -85,7 +85,7 @@ LockFiles(Path(sys.argv[1])).make(4711, "/images/one", sys.argv[2])
 
 
 def cut_off_names(folder: Path, mark: str) -> list[str]:
-    """What is left in the folder of that parent by whoever is killed while that file is written."""
+    """Return the files that a process killed during the write leaves in that folder."""
     before = set(os.listdir(folder / "4711"))
     ran = subprocess.run([sys.executable, "-c", KILLED_IN_ITS_WRITE, str(folder), mark], check=False)
     assert ran.returncode == -signal.SIGXFSZ

@@ -1,4 +1,4 @@
-"""What an image says of its job, and the operation that is made of it again."""
+"""The description of the job in an image, and the operation that a restore makes of it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_operation_of_a_job_that_came_back_is_a_suspended_one_with_all_it_ta
     assert (member.previous_gpu, member.first_gpu) == (
         "gpu5",
         "gpu5",
-    )  # the same GPU by its uuid, whatever it is called now
+    )  # the same GPU by its UUID, whatever its current id
 
 
 def test_dumped_processes_are_identified_by_pid_and_start_time() -> None:

@@ -1,4 +1,4 @@
-"""Where the outputs of a restored job lead: which ends may be led elsewhere, and which descriptors will do."""
+"""The outputs of a restored job: which of them can be redirected, and which descriptors are suitable."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_an_output_that_is_a_file_needs_no_redirection() -> None:
 
 
 def test_a_descriptor_gives_the_job_no_more_than_its_sender_had(tmp_path: Path) -> None:
-    """It is opened again by root, whatever it was open for."""
+    """Root opens it again, whatever mode the descriptor has."""
     path = tmp_path / "log"
     with opened(path, os.O_RDONLY) as reading, pytest.raises(HegmError, match="not open for writing"):
         named_streams(["stdout"], [reading])

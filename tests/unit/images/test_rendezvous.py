@@ -44,7 +44,7 @@ def test_tokens_cannot_be_listed_and_the_owner_of_one_can_read_its_file(tmp_path
 
 
 def test_a_rendezvous_from_an_image_is_not_created_through_a_link(tmp_path: Path) -> None:
-    """Of an image that was made under a socket in /tmp: that folder is anybody's by now, and root wrote there."""
+    """The image was made under a socket in /tmp. Any user may own that folder now, and root wrote there."""
     places = Rendezvous(tmp_path / "hegmd.sock")
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")

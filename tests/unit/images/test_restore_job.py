@@ -1,4 +1,4 @@
-"""What stands against bringing a job back here and now: each reason provoked, by processes and files of the tests."""
+"""The objections to a restore on this node: each one provoked by processes and files of the tests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.unit.moving_node import start_ticks
 
 ROOT = Rights(0, 0, ())
 SOMEBODY = Rights(4711, 4711, ())
-# Opens what is named, to write to it, and says so.
+# Opens the named files for writing, and reports that.
 OPENS = """
 import os, signal, sys
 for name in sys.argv[1:]:
@@ -61,7 +61,7 @@ async def _none() -> NoReturn:
 
 
 def _reviving(folder: Path, *, by_owner: bool = True, criu: Callable[[], Awaitable[Criu]] = _criu) -> JobRestorer:
-    images: Any = None  # of these nothing is asked
+    images: Any = None  # none of these is called
     places = Rendezvous(folder / "hegmd.sock")
     by: dict[str, Any] = {"criu": criu, "take_snapshot": _none, "in_unit": False, "simulated": True}
     return JobRestorer(images, places, Workers(), Pool(8 << 20), **by, notes=RestoreRecords(folder), by_owner=by_owner)
@@ -69,7 +69,7 @@ def _reviving(folder: Path, *, by_owner: bool = True, criu: Callable[[], Awaitab
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[dict[str, object]]:
-    """What this node has to have in common with that of a process here."""
+    """Return what this node must share with that of a process here."""
     with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as process:
         try:
             yield dict(describe(read_tree(process.pid), tell=lambda _: None))
@@ -94,7 +94,7 @@ def _manifest(folder: Path, node: Any, needs: Needs = FREE, **changes: Any) -> M
 
 
 def _needs_of(text: str, *words: str) -> Needs:
-    """What a script takes, as it is once it has said a line."""
+    """Return the needs of a script after it has printed a line."""
     with subprocess.Popen([sys.executable, "-c", text, *words], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
@@ -114,7 +114,7 @@ def _messages(objections: RestoreProblems) -> str:
 
 @pytest.mark.parametrize("huge", [False, True])
 def test_an_image_that_names_another_jobs_video_memory_has_its_mark_forgotten(huge: bool) -> None:
-    """Whoever made the image could have written any name there. `huge` says by which way, of pages of any size."""
+    """The author of an image could write any name there. `huge` is the way of naming it: of pages of any size."""
     memory = Memory(os.memfd_create("piece"), 1 << 20, huge=huge)
     try:
         os.pwrite(memory.fd, b"x" * (memory.size_bytes - MARK_BYTES) + pack_mark(Mark("7.4321.bytes", 9)), 0)
@@ -166,7 +166,7 @@ async def test_a_user_restores_what_runs_as_that_user_comes_to_this_daemon_and_m
 
 
 async def test_missing_shortened_and_grown_files_are_reported_by_name(tmp_path: Path, node: dict[str, object]) -> None:
-    """One that has only grown is cut back where that is wanted; one to which is appended may be of any length."""
+    """A file that has only grown is cut back on request; an append-only file may have any length."""
     names = ("gone", "shorter", "longer", "appended")
     for name in names:
         (tmp_path / name).write_text("four")
@@ -203,7 +203,7 @@ def _wanted(pid: int, token: str = "a" * 32) -> ImageWorker:
 
 
 async def test_an_agent_that_does_not_come_after_a_restore_is_named(process: subprocess.Popen[bytes]) -> None:
-    """One that is another program's, of a process before it, or whose thread does not stand, has not come."""
+    """An agent of another program, of an earlier process, or whose thread is not parked does not count."""
     workers, ticks = Workers(start_ticks), population_of([process.pid]).start_ticks
     unknown: dict[int, int] = {}
     async with anyio.create_task_group() as tasks:
@@ -221,7 +221,7 @@ async def test_an_agent_that_does_not_come_after_a_restore_is_named(process: sub
             ) as late:
                 await until_there(workers, [wanted], known, within_s=0.01)
             assert (late.value.code, late.value.facts["pids"]) == (TIMEOUT, [process.pid])
-            agent.parked = wanted.token != agent.token  # nobody has heard of that yet
+            agent.parked = wanted.token != agent.token  # no record of it exists yet
         await agent.leave()
         agent.parked = True
         await agent.attend(tasks)
@@ -230,7 +230,7 @@ async def test_an_agent_that_does_not_come_after_a_restore_is_named(process: sub
 
 
 async def test_a_job_that_was_killed_as_it_came_back_was_waited_for_as_if_its_agent_could_still_come() -> None:
-    """Its restore took a minute to say so."""
+    """The restore reported that after a minute."""
     (gone,) = FREE.pids
     with pytest.raises(HegmError, match=f"process {gone} ended before its agent connected"):
         await until_there(Workers(start_ticks), [_wanted(gone)], {gone: 7}, within_s=10.0)
@@ -245,7 +245,7 @@ async def test_a_reused_pid_of_a_job_killed_in_its_restore_does_not_count_as_the
 async def test_an_agent_that_came_while_it_was_looked_whether_its_process_lives_was_seen_at_the_next_look(
     process: subprocess.Popen[bytes],
 ) -> None:
-    """A job stood for up to half a second more after its restore."""
+    """A job stayed parked for up to half a second longer after its restore."""
     workers, ticks = Workers(start_ticks), population_of([process.pid]).start_ticks
     async with anyio.create_task_group() as tasks:
         await tasks.start(workers.run)
@@ -274,7 +274,7 @@ def test_criu_has_the_rights_of_the_image_and_of_who_asks_and_none_besides(tmp_p
 
 
 def test_an_image_of_root_that_is_opened_as_a_users_is_refused(tmp_path: Path) -> None:
-    """Whoever may write there could have said so, to have CRIU run with less than it takes."""
+    """Any user who can write there could have changed it to run CRIU with fewer rights than needed."""
     names = ("uid", "gid", "euid", "egid", "suid", "sgid", "fsuid", "fsgid")
     (tmp_path / "core-1.img").write_bytes(core(credentials(**dict.fromkeys(names, 0))))
     with (
@@ -319,7 +319,7 @@ async def test_a_killed_daemon_left_the_folder_of_a_restores_log_behind(tmp_path
 
 
 class OpenedImage:
-    """An image of one process, none of which can come back."""
+    """An image of one process that cannot be restored."""
 
     path = "/images/one"
     manifest = Manifest(root_pid=FREE.pids[0], more={"needs": FREE.plain(), "meeting": "/nowhere"})

@@ -1,4 +1,4 @@
-"""What a start does with the note of a restore that its predecessor was killed in."""
+"""What a new daemon does with the record of a restore in which its predecessor was killed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_what_came_back_of_a_job_without_hegmctl_run_stayed_without_its_by
     assert list((tmp_path / FOLDER_NAME).iterdir()) == []
 
 
-# What the attendant starts in CRIU's place, and which is still at work: its own child is no process of a job yet.
+# The parent starts this in place of CRIU, and it still works: its own child is not yet a process of a job.
 AT_WORK = "import os, sys, time\nprint('ready', flush=True)\nif os.fork() == 0: time.sleep(600)\nsys.stdin.read()"
 
 
@@ -80,7 +80,7 @@ def attended(root: int) -> Iterator[subprocess.Popen[str]]:
 
 
 async def test_a_criu_that_restores_ends_with_its_killed_daemon(tmp_path: Path) -> None:
-    """What it made appeared later, under numbers that the image was restored to again meanwhile."""
+    """Its processes appeared later, with pids that a second restore of the image used too."""
     root = 1 << 22  # no process has that number
     notes = RestoreRecords(tmp_path)
     process = ImageProcess(pid=root, parent_pid=None, uid=0, command="python train.py")
@@ -90,13 +90,13 @@ async def test_a_criu_that_restores_ends_with_its_killed_daemon(tmp_path: Path) 
         assert attendant.stdout is not None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(notes.clear, (), (), Pool(1 << 20))
-            attendant.stdin.close()  # CRIU ends meanwhile, before it is told or after that
+            attendant.stdin.close()  # CRIU ends meanwhile, before the message or after it
         assert attendant.wait(0) is not None
         assert attendant.stdout.read() == "", "nobody of them has the pipe any more"
 
 
 def test_a_restore_that_no_note_could_be_written_of_does_not_begin(tmp_path: Path) -> None:
-    """A daemon that is killed then would leave a job behind that nobody knows of."""
+    """A daemon killed then would leave a job behind that no record names."""
     (tmp_path / FOLDER_NAME).write_text("a file")
     with pytest.raises(HegmError, match="the record of a restore cannot be written: File exists"):
         RestoreRecords(tmp_path).note(OP, Manifest(), None)

@@ -39,7 +39,7 @@ async def test_stored_and_dropped_descriptors_reach_the_manager_by_name(tmp_path
                 lines, fds = take_report(manager)
                 observed.append((lines, b"".join(os.pread(one, 7, 0) for one in fds if lines[0] == "FDSTORE=1")))
                 for one in fds:
-                    os.close(one)  # of a barrier: that is what ends it
+                    os.close(one)  # the descriptor of a barrier, whose closing ends it
 
         thread = threading.Thread(target=manage)
         thread.start()

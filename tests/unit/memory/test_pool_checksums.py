@@ -1,4 +1,4 @@
-"""Bytes that rest in memory are compared with their sums before anybody gets them, and a broken page kills nobody."""
+"""Suspended bytes are compared with their checksums before a reload, and a broken page kills no process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.descriptor_store import DescriptorStore
 from tests.unit.moving_node import Node, running
 from tests.unit.pools import KEY, files_under, found_again, keep_in, opened
 
-# Where the bit was flipped that was used silently.
+# The place of the flipped bit that was used silently.
 PLACE = 10_003
 SIZE_BYTES = 2 * CHUNK_BYTES
 
@@ -96,7 +96,7 @@ async def test_chunks_that_changed_places_are_found(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 async def test_a_flipped_bit_is_not_written_to_disk_as_if_it_were_right(tmp_path: Path) -> None:
-    """Issue 14, row 3: the file would have fitted its own checksums for ever after."""
+    """Issue 14, row 3: the file would have matched its own checksums for ever."""
     pool = await rested(keep_in(tmp_path))
     flip(pool.memory(KEY).fd)
     with pytest.raises(HegmError, match="chunk 0 of 3 has changed"):
@@ -130,7 +130,7 @@ async def test_a_piece_is_compared_again_after_each_rest_and_once_for_one(tmp_pa
     await pool.fetch(KEY)
     flip(pool.memory(KEY).fd)
     await pool.fetch(KEY)
-    await pool.sum_up(KEY)  # the resume came to nothing, and the job rests again
+    await pool.sum_up(KEY)  # the resume failed, and the job is suspended again
     assert "has changed" in (await refusal(pool)).message
     pool.close()
 
@@ -255,7 +255,7 @@ async def rest_of(node: Node, op_id: str) -> None:
 async def test_a_resume_of_a_job_with_a_flipped_bit_is_not_done(
     tmp_path: Path, process: subprocess.Popen[bytes]
 ) -> None:
-    """Issue 14, row 3: it stays suspended with its bytes, and continues once they are right again."""
+    """Issue 14, row 3: it stays suspended with its bytes, and resumes once they are correct again."""
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid, os.urandom(20_000))
         before = agent.data

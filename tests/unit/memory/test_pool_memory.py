@@ -74,7 +74,7 @@ def test_pages_are_huge_where_the_kernel_makes_them_on_demand(make: Callable[[in
 
 @pytest.mark.parametrize("size_bytes", [256 * MIB, MIB], ids=["huge pages", "small pages"])
 def test_pages_that_are_not_to_be_had_are_an_error_and_no_signal(size_bytes: int) -> None:
-    """A sealed file that ends too early says no where a full node would, and is a SIGBUS to whoever touches it."""
+    """A sealed file that ends too early reports an error where a full node would, and raises SIGBUS at an access."""
     fd = os.memfd_create("pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.truncate(fd, size_bytes // 2)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)

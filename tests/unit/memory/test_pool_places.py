@@ -1,4 +1,4 @@
-"""Places in memory: private, never anybody else's, and what is found there is looked at before it is believed."""
+"""Directories of the pool: private to one user, and their content is checked before it is used."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_huge_pages_are_found_by_what_is_mounted_and_two_state_directories_never
     mounts, shared = tmp_path / "mounts", tmp_path / "shm"
     shared.mkdir()
     mounts.write_text(f"proc /proc proc rw 0 0\nshort line\nhuge {tmp_path} hugetlbfs rw,pagesize=2M 0 0\n")
-    (one,) = find_places("a" * 32, mounts=mounts, shared_memory=shared)  # that mount is in ordinary pages in truth
+    (one,) = find_places("a" * 32, mounts=mounts, shared_memory=shared)  # that mount uses ordinary pages in reality
     (other,) = find_places("b" * 32, mounts=tmp_path / "none", shared_memory=shared)
     assert (one.huge, one.folder.parent) == (False, shared)
     assert one.folder != other.folder
@@ -144,7 +144,7 @@ def test_huge_pages_are_found_by_what_is_mounted_and_two_state_directories_never
 
 
 def squatted(shared: Path) -> Path:
-    """The directory of a daemon's name that is anybody's to write."""
+    """A directory with the daemon's name that any user can write."""
     (place,) = find_places("a" * 32, mounts=shared / "none", shared_memory=shared)
     place.folder.mkdir()
     place.folder.chmod(0o777)
@@ -154,7 +154,7 @@ def squatted(shared: Path) -> Path:
 def test_a_directory_created_first_by_another_user_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its name is the same at every start, and anybody may make something in /dev/shm."""
+    """Its name is the same at every start, and any user can create a file in /dev/shm."""
     theirs = squatted(tmp_path)
     (place,) = find_places("a" * 32, mounts=tmp_path / "none", shared_memory=tmp_path)
     assert place.folder != theirs
@@ -207,7 +207,7 @@ def test_a_file_in_huge_pages_is_made_filled_and_found_again(tmp_path: Path) -> 
 
 
 def test_unavailable_memory_is_refused_with_numbers() -> None:
-    """Issue 14, row 20: without the refusal, who asked for memory was given nothing and continued."""
+    """Issue 14, row 20: without the refusal the caller got no memory and continued."""
 
     def have_none(_memory: Memory) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")

@@ -54,7 +54,7 @@ async def filled(keep: MemoryKeeping, wanted_bytes: int, budget_bytes: int = 64 
 
 
 class StuckStore(DescriptorStore):
-    """Does not let go of ready memory."""
+    """Does not release ready memory."""
 
     async def drop(self, *names: str) -> None:
         if any("-ready-" in name for name in names):
@@ -143,7 +143,7 @@ async def test_a_piece_is_made_of_it_with_its_own_size_and_every_page(keep: Memo
 async def test_a_small_piece_does_not_cost_the_pages_of_a_large_one(
     keep: MemoryKeeping, step_bytes: int, ready_bytes: int, size_bytes: int
 ) -> None:
-    """A segment of 32 GiB was cut to 100 MiB for the first small piece, and the next large suspend had none."""
+    """A segment of 32 GiB was cut to 100 MiB for the first small request, and the next large suspend had none."""
     held = ReadyMemory(ready_bytes, node_memory=Node(), step_bytes=step_bytes)
     pool = Pool(64 * MIB, keep=keep, ready=held, huge_free_bytes=lambda: 0)
     while await pool.adjust_ready():
@@ -167,7 +167,7 @@ async def test_a_nameless_piece_made_of_it_cannot_be_cut_or_grown(store: Descrip
 async def test_memory_of_one_job_is_never_ready_for_another(keep: MemoryKeeping) -> None:
     pool = await filled(keep, 10 * MIB)
     memory = await pool.take(KEY, 5 * MIB)
-    kept = os.dup(memory.fd)  # as the job may
+    kept = os.dup(memory.fd)  # as the job may do
     os.pwrite(kept, b"weights", 0)
     await pool.release(KEY)
     while await pool.adjust_ready():

@@ -21,7 +21,7 @@ WHO = "7.4711-123.storages"
 
 
 class Gpus:
-    """A helper whose video memory is memfds: what is held by somebody is what is left of the GPU."""
+    """A helper whose video memory is memfds: held memory reduces the free memory of the GPU."""
 
     def __init__(self, capacity_bytes: int = 64 * GIB) -> None:
         self.capacity_bytes = capacity_bytes
@@ -159,7 +159,7 @@ async def test_a_request_is_refused_only_if_no_memory_could_be_freed() -> None:
 
 
 async def test_memory_released_meanwhile_does_not_count_as_held() -> None:
-    """Its descriptors were closed, and their numbers would soon have been somebody else's."""
+    """The descriptors were closed, and their numbers would soon have belonged to other files."""
     gpus = Gpus()
     memory = VideoMemory(gpus)
     await memory.reserve(WHO, GPU, GIB)
@@ -196,7 +196,7 @@ async def test_a_hold_that_is_cancelled_leaves_nothing() -> None:
 async def test_a_reservation_is_exclusive_and_bytes_are_kept_until_released(
     memory: VideoMemory, store: DescriptorStore
 ) -> None:
-    """A copy that somebody else closes in its own time would be missing where a process is restored."""
+    """A copy that another process closes at any time would be missing when a process is restored."""
     await memory.reserve(WHO, GPU, 2 * GIB)
     assert not store.kept
     assert await memory.keep(WHO, GPU)
@@ -216,7 +216,7 @@ async def test_stored_descriptors_are_available_to_the_next_daemon(memory: Video
     memory.close()
 
     later = VideoMemory(Gpus(), store)
-    for name, fd in reversed(list(store.kept.items())):  # in whatever order they come
+    for name, fd in reversed(list(store.kept.items())):  # in any order
         later.adopt(name, os.dup(fd))
     assert [(piece.at, piece.size_bytes) for piece in later.pieces(WHO, GPU)] == [(GIB, GIB), (2 * GIB, GIB)]
     assert [os.fstat(piece.fd).st_ino for piece in later.pieces(WHO, GPU)] == inodes
@@ -252,7 +252,7 @@ async def test_a_piece_that_was_kept_twice_counts_once(memory: VideoMemory) -> N
 
 
 async def test_a_value_that_cannot_be_kept_completely_is_not_kept(memory: VideoMemory, store: DescriptorStore) -> None:
-    """Half of a job's bytes are none, and nobody may go on as if they were safe."""
+    """Half of a job's bytes are useless, so the daemon must not count them as safe."""
     store.room = 2
     await memory.reserve(WHO, GPU, 3 * GIB)
     with pytest.raises(HegmError, match="does not take"):

@@ -1,4 +1,4 @@
-"""Which CRIU is used, and how it is asked; with stand-ins on the search path."""
+"""Which CRIU is used, and how it is called; with stand-ins on the search path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Control groups as they stand on real nodes, and what they say about who owns a process."""
+"""Control groups of real nodes, and the owner of a process that they show."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ def test_a_message_may_be_as_long_as_the_limit() -> None:
 
 
 def test_bytes_that_are_not_utf8_are_escaped_by_the_daemon_and_refused_in_a_request() -> None:
-    """A name on the node may hold such bytes and must not cost the answer; one that is acted on must not be altered."""
+    """A name on the node may hold such bytes: the reply has to arrive, and a name in a request must stay unchanged."""
     client, daemon = joined()
     request_id, data = client.request(Events())
     daemon.feed(data)

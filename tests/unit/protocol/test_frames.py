@@ -1,4 +1,4 @@
-"""Frames arrive whole whatever the stream cuts them into, and a wrong length is refused before anything is stored."""
+"""Frames arrive whole, however the stream splits them, and a wrong length is refused before anything is stored."""
 
 import pytest
 from hypothesis import given

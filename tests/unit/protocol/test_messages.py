@@ -1,4 +1,4 @@
-"""Every message there is: round trip, one byte at a time, and refused where a value of the wrong kind stands in it."""
+"""Every message: round trip, one byte at a time, and refused if a value has the wrong type."""
 
 import pytest
 

@@ -36,7 +36,7 @@ def test_messages_decode_to_their_envelope(vector: dict[str, str]) -> None:
 
 
 def test_the_example_on_the_page_is_counted_right() -> None:
-    """The page gave a length that the map below it does not have, for whoever writes a client by it."""
+    """The page gave a length that does not fit the map below it, which misled authors of clients."""
     page = (REPO / "docs" / "protocol.md").read_text()
     length, first = re.findall(r"as bytes: length `(0x[0-9a-f]+)`.*?```\n(.*?)\n", page, re.DOTALL)[0]
     assert int(length, 16) == len(codec.encode(json.loads(first)))

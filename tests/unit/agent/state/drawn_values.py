@@ -95,7 +95,7 @@ class Drawn:
 
 
 def exact(value: Any) -> Any:
-    """What two values have in common when they are the same: types, bits, order and who is shared with whom."""
+    """Return what two equal values share: types, bits, order, and which objects are the same."""
     return _exact(value, {})
 
 

@@ -1,4 +1,4 @@
-"""What PyTorch imports on its way is no loop of the script's, and no moment at which a state could be read."""
+"""PyTorch's own loops during its import are not the script's, and no state can be read at that time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DataLoader:
 
 
 def test_bars_that_pytorch_imports_had_the_state_read_beside_half_of_it(tmp_path: Path) -> None:
-    """Its tensors then imported torch.fx before its time, and PyTorch could not be imported any more."""
+    """The tensors of the bar imported torch.fx too early, and PyTorch could no longer be imported."""
     (tmp_path / "torch" / "utils" / "data").mkdir(parents=True)
     (tmp_path / "tqdm").mkdir()
     for package in ("torch/utils", "torch/utils/data", "tqdm"):

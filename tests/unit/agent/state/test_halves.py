@@ -194,7 +194,7 @@ def train(begin):
 
 @pytest.fixture(scope="module")
 def halves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of each script what it gave undisturbed, what restarted, and what was said of it."""
+    """Return for each script its undisturbed output, what restarted, and the notes about it."""
     folder = tmp_path_factory.mktemp("scripts")
     for name, text in SCRIPTS.items():
         (folder / f"{name}.py").write_text(text)

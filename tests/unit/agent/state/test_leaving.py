@@ -1,4 +1,4 @@
-"""How a process leaves for a restart: all that it has written is in its files."""
+"""A process that exits for a restart: all its output is in its files."""
 
 from __future__ import annotations
 

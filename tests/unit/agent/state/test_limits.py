@@ -25,7 +25,7 @@ def script() -> Iterator[types.ModuleType]:
     taken: list[dict[str, Any]] = []
     vars(module).update(taken=taken, take=lambda: taken.append(_taken(sys._getframe(1))))
     others = {name: found for name, found in list(sys.modules.items()) if is_users_module(found)}
-    for name in others:  # what a test run has loaded would be looked through with the script
+    for name in others:  # the modules of the test run would be searched with the script
         del sys.modules[name]
     sys.modules[NAME] = module
     yield module
@@ -38,7 +38,7 @@ def _taken(frame: FrameType) -> dict[str, Any]:
 
 
 def state_of(script: Any, text: str) -> dict[str, Any]:
-    """What is taken of a script that stands in its loop, in its function train()."""
+    """Return the state of a script parked in its loop, in its function train()."""
     exec(compile(text, script.__file__, "exec"), vars(script))
     script.train()
     found: dict[str, Any] = script.taken[0]
@@ -46,7 +46,7 @@ def state_of(script: Any, text: str) -> dict[str, Any]:
 
 
 def starts_over(script: Any, text: str) -> list[str]:
-    """What is said of it."""
+    """Return the notes about it."""
     return variables.begin_anew({variables.KEY: state_of(script, text)})
 
 

@@ -1,4 +1,4 @@
-"""What the next process may import before its turn, as the one that is to leave says it: in a Python of its own."""
+"""What the next process may import before its turn, as the exiting one reports it: in a Python of its own."""
 
 from __future__ import annotations
 

@@ -31,14 +31,14 @@ _under_way: list[weakref.ref[Run]] = []
 
 
 def at(step: int) -> None:
-    """What the script calls."""
+    """The function that the script calls."""
     run = _under_way[-1]()
     assert run is not None
     run.come_to(step, sys._getframe(1))
 
 
 class Run:
-    """One run of a script; from a state if there is one."""
+    """One run of a script, from a state if there is one."""
 
     def __init__(self, file: Path, state: dict[str, Any] | None) -> None:
         self.is_half = state is not None

@@ -39,7 +39,7 @@ print(parent.tend(told, root, ["--", "/bin/cat", sys.argv[2]], root_grace_s=0.01
 
 
 def test_criu_waited_for_a_quarter_of_an_hour_for_a_job_whose_first_process_had_been_killed(tmp_path: Path) -> None:
-    """Issue 16, outcome 3: the launcher was killed when it had its memory back, and CRIU did not hear of its end."""
+    """Issue 16, outcome 3: the launcher was killed after it had its memory back, and CRIU did not notice its end."""
     os.mkfifo(endless := tmp_path / "endless")
     words = [sys.executable, "-SE", "-c", STUCK, str(Path(criu.__file__).parent), str(endless)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S, check=True)
@@ -60,7 +60,7 @@ print(parent.tend(told, root, words, rank_grace_s=0.01) == parent.JOB_ENDED)
 
 
 def test_criu_waited_for_a_quarter_of_an_hour_for_a_job_of_which_a_rank_had_been_killed(tmp_path: Path) -> None:
-    """Issue 16, outcome 3: only the first process was looked at."""
+    """Issue 16, outcome 3: the code checked only the first process."""
     os.mkfifo(endless := tmp_path / "endless")
     words = [sys.executable, "-SE", "-c", RANK_KILLED, str(Path(criu.__file__).parent), str(endless)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S, check=True)

@@ -1,4 +1,4 @@
-"""CRIU's command lines: what always stands in them, and what only where it is needed."""
+"""CRIU's command lines: the options that are always there, and those for special cases."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_with_a_users_rights_criu_accepts_what_it_cannot_do() -> None:
 
 
 def test_redirected_output_is_appended() -> None:
-    """CRIU opens again what it is given, without the mark by which each write goes to the end."""
+    """CRIU opens the output again, without O_APPEND."""
     log = Outlet("socket:[5]", ((4, 3),), is_read=True, is_written=True)
     needs = Needs((4,), outlets=(PIPE, log, TERMINAL))
     assert opened(needs, dict.fromkeys(("pipe:[9]", "socket:[5]", "tty[8803:18]"), "/proc/1/fd/5")) == [

@@ -1,4 +1,4 @@
-"""Whose rights CRIU's files give, and that nothing is mistaken for less than it is."""
+"""The credentials in CRIU's files, and that none counts as weaker than it is."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def core(held: bytes | None, state: int = 1) -> bytes:
 
 
 def objections(folder: Path, *cores: bytes) -> list[str]:
-    """What is said against threads with these files, for user 1000 in groups 1000 and 100."""
+    """Return the objections to threads with these files, for user 1000 in groups 1000 and 100."""
     for at, content in enumerate(cores, 1):
         (folder / f"core-{at}.img").write_bytes(content)
     with directory(folder) as dir_fd:
@@ -83,7 +83,7 @@ def test_what_every_login_gives_is_no_right_of_roots(tmp_path: Path) -> None:
     "content",
     [
         b"",
-        core(None),  # it lives, and is nobody's
+        core(None),  # it lives, and belongs to no user
         core(credentials())[:-1],
         core(credentials()) + b"\0",
         core(credentials() + whole(1, ME)),  # which of the two would CRIU take?

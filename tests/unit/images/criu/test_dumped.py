@@ -1,4 +1,4 @@
-"""Whose memory is in what CRIU has written."""
+"""The owners of the memory in CRIU's files."""
 
 from __future__ import annotations
 

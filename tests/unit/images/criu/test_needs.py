@@ -1,4 +1,4 @@
-"""What a tree needs of CRIU, and what stands against it: by trees that are written down here."""
+"""The features of CRIU that a tree needs, and the objections to a dump, from written trees."""
 
 from __future__ import annotations
 

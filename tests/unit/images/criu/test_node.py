@@ -1,4 +1,4 @@
-"""What two nodes have to have in common; by a process that does nothing, on this very node."""
+"""The properties that two nodes must share; with an idle process on this node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose rights CRIU is given, and when it is refused for lack of them."""
+"""The privileges that CRIU gets, and the refusals for lack of them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_container_without_a_capability_is_refused_before_the_job_parks(tmp_pa
     assert missing is not None
     assert "CRIU needs CAP_CHECKPOINT_RESTORE, " in missing.message
     assert rights_missing(frozenset({0}), as_user=False, in_unit=False, proc_root=lacking) is None
-    # As a unit it has what the service manager gives, whatever the daemon's sandbox.
+    # A unit has the rights that the service manager gives it, whatever the daemon's sandbox.
     assert rights_missing(frozenset({BOB}), as_user=True, in_unit=True, proc_root=lacking) is None
 
 

@@ -18,7 +18,7 @@ from hegmd.node.criu_program import Criu
 from tests.patience import HANG_S
 
 NOBODY = 1 << 22  # no process has that number
-# In the place of CRIU: leaves somebody who is not the job, and holds the pipe open for as long as they live.
+# A stand-in for CRIU: it leaves a foreign process, which holds the pipe open while it lives.
 LEAVES = "#!/bin/sh\nexec 8>{fifo}\nsleep 1000 &\nexit 0\n"
 
 
@@ -26,7 +26,7 @@ FAILS = "#!/bin/sh\necho 'Error (criu/x.c:1): the moon is full' > /proc/self/fd/
 
 
 async def _restored_by(program: Path) -> None:
-    """A restore from the folder that it is in, by that in CRIU's place."""
+    """Restore from its own folder with that stand-in for CRIU."""
     folder = os.open(program.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         await restore(Criu(str(program), "4.2"), folder, Needs(pids=(NOBODY,)), log_dir_fd=folder, unit_name=None)
@@ -78,7 +78,7 @@ sys.exit(1)
 async def test_a_job_that_multiplied_by_the_processors_tiles_was_ended_by_its_next_product_after_a_restore(
     tmp_path: Path,
 ) -> None:
-    """CRIU does not ask for them again: the job gets the right from whoever makes it, as a fork passes it on."""
+    """CRIU does not request them again: the job inherits the right from its creator, as in a fork."""
     says, program, has, may = (tmp_path / name for name in ("says", "criu", "has", "may"))
     says.write_text(SAYS)
     python = shlex.quote(sys.executable)  # a clone may be below a folder with a space in its name
@@ -94,7 +94,7 @@ KILLS = "#!/bin/sh\nexec 8>{fifo}\nkill -9 $PPID\nread said < {never}\n"
 
 
 async def test_criu_kept_running_after_its_parent_was_killed(tmp_path: Path) -> None:
-    """The restore had failed by then, and could be asked for again beside that."""
+    """The restore had failed, and a second one could be requested at the same time."""
     fifo, never, program = tmp_path / "fifo", tmp_path / "never", tmp_path / "criu"
     os.mkfifo(fifo)
     os.mkfifo(never)
@@ -109,5 +109,5 @@ async def test_criu_kept_running_after_its_parent_was_killed(tmp_path: Path) -> 
         assert [kind for _, kind in poll.poll(HANG_S * 1000)] == [select.POLLHUP]
     finally:
         with suppress(OSError):
-            os.close(os.open(never, os.O_WRONLY | os.O_NONBLOCK))  # whoever reads there continues
+            os.close(os.open(never, os.O_WRONLY | os.O_NONBLOCK))  # the reader continues
         os.close(lives)

@@ -20,7 +20,7 @@ MANIFEST = Manifest(
 
 
 def ignore(_done_bytes: int, _size_bytes: int = 0) -> None:
-    """Nobody wants to know how far it is."""
+    """Discard the progress."""
 
 
 def built(

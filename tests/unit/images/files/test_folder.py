@@ -56,7 +56,7 @@ def test_bytes_of_any_length_come_back(tmp_path: Path, size_bytes: int, byte: by
     (file,) = manifest.byte_files
     assert file.stored_bytes == (size_bytes if byte != b"\0" else 0)
     fd = os.memfd_create("into")
-    os.pwrite(fd, b"\xff" * (size_bytes + 1), 0)  # what was there before must not shine through the zeros
+    os.pwrite(fd, b"\xff" * (size_bytes + 1), 0)  # old content must not be visible between the zeros
     with find(str(tmp_path / "image")) as folder:
         folder.byte_file(file.name, manifest.id).read(size_bytes, file.sum, fd, ignore)
     assert os.pread(fd, size_bytes + 1, 0) == byte * size_bytes + b"\xff"
@@ -271,7 +271,7 @@ def test_an_image_is_restored_by_one_caller_at_a_time(tmp_path: Path) -> None:
 
 
 def test_listing_images_does_not_block_a_restore(tmp_path: Path) -> None:
-    """A listing takes a shared lock for a moment, to see whether there is another: just then nobody could restore."""
+    """A listing takes a shared lock for a moment to find other locks: at that moment a restore was refused."""
     path = tmp_path / "lock"
     path.touch()
     lister, restorer = (os.open(path, os.O_RDWR | os.O_CLOEXEC) for _ in range(2))
@@ -305,7 +305,7 @@ def test_of_a_series_the_newest_whole_ones_stay_and_nothing_else_is_touched(tmp_
 
 @contextlib.contextmanager
 def held(image: Path) -> Iterator[None]:
-    """Somebody restores it."""
+    """A restore holds the image."""
     folder = find(str(image))
     try:
         folder.lock()

@@ -1,4 +1,4 @@
-"""What is said of images and of disks that are refused: by code, and with the next step."""
+"""Messages about refused images and disks: code and next step."""
 
 from __future__ import annotations
 

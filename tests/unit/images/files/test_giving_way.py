@@ -1,4 +1,4 @@
-"""Whoever writes an image whose job trains leaves the processors to that."""
+"""The processes that write an image leave the processors to the job while it trains."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def test_an_image_is_written_beside_a_job_that_has_the_processors_first(tm
 
 
 async def nicenesses(folder: Path, memory_fd: int, *, beside: bool) -> set[int]:
-    """Of both hands that write, the caller's and the daemon's own, and of the threads of the one, as it tells of it."""
+    """Return the nice values of both writing processes, and of the threads of the caller's."""
     async with room(folder) as images:
         lent = await images.lend(str(folder / "image"), SELF, apart=True, beside=beside)
         children = psutil.Process().children()
@@ -47,7 +47,7 @@ async def nicenesses(folder: Path, memory_fd: int, *, beside: bool) -> set[int]:
 
 
 def niceness(pid: int | None, before: Collection[str]) -> set[int]:
-    """Of each thread that the process has now, and had not then."""
+    """Return the nice value of each thread that the process has now and did not have then."""
     found: set[int] = set()
     for name in set(os.listdir(f"/proc/{pid}/task")) - set(before):
         with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Images as the daemon has them: written by a hand with the caller's rights, and nothing taken for one that is none."""
+"""Images as the daemon uses them: written by a process with the caller's rights, and no other file accepted as one."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def memory() -> Iterator[tuple[int, bytes]]:
 
 @pytest.fixture
 def others(tmp_path: Path) -> Iterator[Path]:
-    """A directory of somebody else's, where they can get to it."""
+    """A directory of another user that this user can enter."""
     folder = Path("/var/tmp") / f"hegm-image-{os.getpid()}"
     folder.mkdir()
     os.chown(folder, NOBODY.uid, NOBODY.gid)
@@ -78,7 +78,7 @@ def files_in(dir_fd: int) -> dict[str, bytes]:
 
 
 def dump(lent: ImageWriter) -> dict[str, bytes]:
-    """What CRIU does, as far as this goes."""
+    """Write the files of a CRIU dump, as far as these tests need them."""
     files = {"core-4711.img": os.urandom(1000), "pages-1.img": os.urandom(CHUNK_BYTES + 5), "empty.img": b""}
     for name, data in files.items():
         fd = os.open(name, os.O_WRONLY | os.O_CREAT, 0o644, dir_fd=lent.criu_dir_fd)
@@ -101,7 +101,7 @@ async def made(images: Images, path: Path, memory_fd: int, rights: Rights = SELF
 async def opened_and_read(images: Images, path: Path, rights: Rights = SELF) -> tuple[bytes, dict[str, bytes]]:
     image = await images.open(str(path), rights)
     fd = os.memfd_create("into")
-    os.pwrite(fd, b"\xff" * SIZE_BYTES, 0)  # what was there before must not shine through the zeros
+    os.pwrite(fd, b"\xff" * SIZE_BYTES, 0)  # old content must not be visible between the zeros
     try:
         assert await image.read_bytes("4711.0", fd) == SIZE_BYTES
         await image.verify()
@@ -342,7 +342,7 @@ async def test_truncated_memory_harms_only_the_writer_process(tmp_path: Path, me
 
 
 async def test_private_files_of_an_earlier_daemon_are_removed_in_the_background(tmp_path: Path) -> None:
-    """It may be many GB: they were removed before the daemon answered anybody."""
+    """The files may have many GB: the daemon removed them before it answered any request."""
     private = tmp_path / "state" / "images"
     (private / "ab").mkdir(parents=True)
     images = images_in(tmp_path / "state")

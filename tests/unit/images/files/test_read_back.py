@@ -1,4 +1,4 @@
-"""What is written into an image is read back from the disk, once, while the rest is written."""
+"""The daemon reads each byte of an image back from the disk once, while it writes the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One verdict on an image, whoever gives it: `images verify`, `restore --dry-run` and a restore run the same code."""
+"""One verdict on an image: `images verify`, `restore --dry-run` and a restore run the same code."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def _refused(work: Any) -> bool:
 async def _verdicts(folder: Path, path: Path) -> tuple[bool, bool, bool]:
     """Whether it is refused by `images verify`, by a dry run, and by a restore as far as that reads the image."""
     hands: Any = InProcessUsers()
-    never: Any = None  # none of these is asked
+    never: Any = None  # none of these is called
     pool = Pool(1 << 30)
     images = Images(folder, in_unit=False, hands=hands)
     by: dict[str, Any] = {"criu": never, "take_snapshot": never, "in_unit": False, "simulated": True, "by_owner": True}
@@ -159,7 +159,7 @@ async def test_a_damaged_image_was_refused_by_a_restore_and_passed_by_those_who_
 
 @pytest.mark.parametrize("harm", [_empty, Path.unlink, _link, _pipe, _folder], ids=lambda harm: harm.__name__)
 async def test_a_lock_that_is_none_was_found_by_a_restore_alone(tmp_path: Path, harm: Callable[[Path], object]) -> None:
-    """Issue 14, row 15. One that is empty is whole, and one that is missing is made again."""
+    """Issue 14, row 15. An image with an empty lock is whole, and a missing lock is created again."""
     path = tmp_path / "image"
     built(path, manifest=MANIFEST.replace(workers=(WORKER,)), size_bytes=SIZE_BYTES)
     (path / "lock").touch(mode=0o600)
@@ -170,7 +170,7 @@ async def test_a_lock_that_is_none_was_found_by_a_restore_alone(tmp_path: Path, 
 
 
 async def test_a_foreign_file_in_an_image_is_reported(tmp_path: Path) -> None:
-    """Issue 14, row 15: it does no harm, and whoever looks is told of it."""
+    """Issue 14, row 15: a foreign file does no harm, and `verify` names it."""
     path = tmp_path / "image"
     built(path, manifest=MANIFEST.replace(workers=(WORKER,)), size_bytes=SIZE_BYTES)
     assert catalogue.verify(str(path), ignore).foreign == ()

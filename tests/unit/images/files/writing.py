@@ -1,7 +1,6 @@
-"""A daemon as far as images go, which writes one for as long as it lives: `python -m tests.unit.images.files.writing
-FOLDER`.
+"""A daemon that writes an image for as long as it lives: `python -m tests.unit.images.files.writing FOLDER`.
 
-Prints the pid of its hand once that is at work.
+Prints the pid of its writing process once that works.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The keeper: real processes, real descriptors, killed and left alone; nobody else is served and nothing is left."""
+"""The keeper:
+
+real processes and descriptors, killed or left alone. It serves no other user and leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ ENDS_WITHIN_S = HANG_S
 
 
 def keepers_of(folder: Path) -> list[psutil.Process]:
-    """Every keeper of that directory."""
+    """Return every keeper of that directory."""
     found: list[psutil.Process] = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []

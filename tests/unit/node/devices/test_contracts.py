@@ -47,7 +47,7 @@ def test_a_good_snapshot_passes() -> None:
     check_snapshot(with_use(), "simulated")
     check_snapshot(with_use(vram_bytes=None), "simulated")
     check_snapshot(with_gpu(state="lost", memory_used_bytes=None, memory_free_bytes=None, name=None), "simulated")
-    check_snapshot(with_gpu(memory_free_bytes=(7 << 30) - 606), "simulated")  # what the driver keeps is neither
+    check_snapshot(with_gpu(memory_free_bytes=(7 << 30) - 606), "simulated")  # nor is the driver's reserve
 
 
 @in_one_test(
@@ -114,7 +114,7 @@ def test_a_link_of_a_wrong_type_is_found() -> None:
 
 
 class Broken:
-    """A provider that keeps the contract but for one point, which `break_` brings about."""
+    """A provider that keeps the contract except for one point, which `break_` violates."""
 
     vendor = "simulated"
 

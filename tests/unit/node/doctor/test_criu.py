@@ -13,7 +13,7 @@ from tests.unit.node.doctor.node import FileNode
 
 SHIMS = Path(__file__).parents[3] / "stubs" / "bin"
 
-# What 3.17.1 says on Linux 6.18.
+# The output of 3.17.1 on Linux 6.18.
 OLD_ON_NEW_KERNEL = """\
 Error (criu/util.c:642): exited, status=1
 Error (criu/vdso.c:381): vdso: Unexpected rt vDSO area bounds

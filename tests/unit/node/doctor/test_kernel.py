@@ -81,7 +81,7 @@ def test_options_that_are_missing(node: FileNode, left_out: tuple[str, ...], wor
 
 def test_options_that_cannot_be_read(node: FileNode) -> None:
     running(node)
-    node.write("boot/config-5.4.0", config())  # of another kernel
+    node.write("boot/config-5.4.0", config())  # from another kernel
     assert kernel.options(node.facts()).status == "skip"
 
 

@@ -1,4 +1,4 @@
-"""An inventory in the hands of a test, and short ways to say what is looked for in its snapshots and events."""
+"""An inventory for tests, and short functions that find values in its snapshots and events."""
 
 from __future__ import annotations
 

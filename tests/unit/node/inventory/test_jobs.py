@@ -62,7 +62,7 @@ async def test_letting_go_of_a_job_that_runs_is_fine_and_so_is_doing_it_twice() 
     job = Job(lambda: gate.wait(HANG_S), name="hegmd-test")
     job.abandon()
     job.abandon()
-    await job.wait()  # nobody is to be waited for any more
+    await job.wait()  # no task waits any longer
     assert not job.done
     gate.set()
     await anyio.to_thread.run_sync(joined, "hegmd-test")

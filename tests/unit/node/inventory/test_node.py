@@ -34,7 +34,7 @@ async def test_gpus_are_numbered_by_provider_and_index() -> None:
 
 
 async def test_a_gpu_that_reports_its_uuid_late_is_not_shown_twice() -> None:
-    """One that was being reset when the daemon started stayed in the list as lost, beside itself under a new id."""
+    """A GPU that was reset during the daemon's start stayed listed as lost, next to itself with a new id."""
     silent = Gpu(id="1", index=1, uuid="GPU-unknown-at-index-1", vendor="nvidia", state="unknown")
     provider = Provider(gpu(0), silent, gpu(2))
     async with node_of(provider) as node:

@@ -1,4 +1,4 @@
-"""A /proc made of files, and processes to stand behind its pids: what the tests of the process table are built from."""
+"""A /proc made of files, and processes behind its pids, for the tests of the process table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def end(child: subprocess.Popen[bytes]) -> None:
 
 
 class PretendedProc:
-    """A /proc of files, whose pids stand for whatever process the test holds a pidfd of."""
+    """A /proc of files. Its pids belong to the processes whose pidfds the test holds."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -1,4 +1,4 @@
-"""Who has the CUDA driver's library in it, by /proc: what is told of each, and whom that leaves out."""
+"""The processes that have loaded the CUDA driver's library, from /proc: what is reported, and which are left out."""
 
 from __future__ import annotations
 

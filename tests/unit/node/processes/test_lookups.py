@@ -1,4 +1,4 @@
-"""Command lines and users' names: what is looked up when, and what everybody sees while a look-up hangs."""
+"""Command lines and users' names: when they are read, and what clients get while a look-up hangs."""
 
 from __future__ import annotations
 

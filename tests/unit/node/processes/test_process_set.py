@@ -1,4 +1,4 @@
-"""Processes seen, let go on and ended: by processes of the tests' own."""
+"""Process sets, read, resumed and ended, with processes of the tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hegmd.node.processes.process_set import (
 )
 from tests.patience import HANG_S
 
-# Whose tree the dumpers of these tests dump: of this very process, since others run the same tests beside it.
+# The tree that the dumpers of these tests dump: this process, because the same tests may run next to it.
 ROOT = os.getpid()
 
 SLEEPER = "import time; print('ready', flush=True); time.sleep(600)"
@@ -36,7 +36,7 @@ SLEEPER = "import time; print('ready', flush=True); time.sleep(600)"
 
 TREE = Path(__file__).parents[4]
 UNIT, CONFINED = TREE / "systemd" / "hegmd.service", TREE / "tests" / "gpu" / "confined.py"
-# Somebody who has nothing here.
+# A user who owns nothing here.
 USER = 4242
 
 
@@ -44,7 +44,7 @@ USER = 4242
 def sleeper(
     *arguments: str, text: str = SLEEPER, user: int | None = None, fds: Sequence[int] = ()
 ) -> Iterator[subprocess.Popen[str]]:
-    # Not that of a clone: another user may not come to it, as below /root.
+    # Not in a clone: another user may be unable to enter it, as below /root.
     argv, pipe = [os.path.realpath(sys.executable), "-c", text, *arguments], subprocess.PIPE
     with subprocess.Popen(
         argv, stdin=pipe, stdout=pipe, text=True, user=user, group=user, cwd="/", pass_fds=fds
@@ -59,7 +59,7 @@ def sleeper(
 
 @contextmanager
 def confined(unit: Path, pid: int) -> Iterator[subprocess.Popen[str]]:
-    """What the next daemon does for a job, with no more than that unit allows."""
+    """Do what the next daemon does for a job, with the rights of that unit only."""
     argv = [sys.executable, str(CONFINED), str(unit), sys.executable, "-c", LET_GO, str(pid)]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, cwd=TREE) as process:
         try:
@@ -165,7 +165,7 @@ def test_a_number_is_held_by_processes_groups_and_sessions_and_by_zombies() -> N
 
 
 def test_a_restore_failed_because_a_stranger_had_the_number_of_one_of_its_threads() -> None:
-    """CRIU said: Unable to create a thread: -17. Nobody had looked at the numbers of threads."""
+    """CRIU printed: Unable to create a thread: -17. No code had compared the thread ids."""
     begun, ended = threading.Event(), threading.Event()
     stranger = threading.Thread(target=lambda: (begun.set(), ended.wait()))
     stranger.start()
@@ -194,7 +194,7 @@ def test_processes_left_stopped_by_a_killed_criu_are_not_waited_for_forever() ->
         assert dumpers_of([ROOT]) == ()
 
 
-# Writes for as long as it can, as CRIU does, and then lets go.
+# Writes for as long as it can, as CRIU does, and then stops.
 WRITER = "import os, sys\nprint('ready', flush=True)\nfile = os.open(sys.argv[-1], os.O_WRONLY | os.O_CREAT)\n"
 WRITER += "try:\n    while True: os.pwrite(file, b'x', 0)\nexcept OSError as error: sys.exit(error.errno)"
 
@@ -216,7 +216,7 @@ LET_GO += "continue_all(population_of([int(sys.argv[1])]))"
 @pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="to be another user takes root")
 def test_a_users_cancelled_dump_ends_early(tmp_path: Path) -> None:
-    """What the unit left root was not enough to set a limit of another user's process."""
+    """The rights that the unit left root did not suffice to set a limit of another user's process."""
     (tmp_path / "unit").write_text(WITHOUT)
     with sleeper(user=USER) as one:
         text = "import sys; print('ready', flush=True); sys.stdin.read()"
@@ -261,7 +261,7 @@ def test_a_dump_that_a_signal_would_kill_is_not_signalled(tmp_path: Path) -> Non
 
 
 def test_another_users_program_named_like_criu_kept_a_job_stopped() -> None:
-    """hegmd waited 15 minutes for each program with CRIU's arguments, whoever ran it, before the job continued."""
+    """hegmd waited 15 minutes for each program with CRIU's arguments, of any user, before the job continued."""
     with sleeper("dump", "--tree", str(ROOT), "--images-dir", "x") as process:
         assert dumpers_of([ROOT], uid=os.geteuid()) == (process.pid,)
         assert dumpers_of([ROOT], uid=os.geteuid() + 1) == ()

@@ -1,4 +1,4 @@
-"""What is read of a tree of processes, of real ones and of a /proc that is written down."""
+"""What hegmd reads of a process tree: of real ones, and of a /proc of files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPEN = "print('ready', flush=True); input()"
 
 
 def is_guarded(text: str, uid: int) -> bool:
-    """Of a program that is run as that user."""
+    """Return whether a program that runs as that user is unreadable for it."""
     as_user = {"user": uid, "group": uid, "extra_groups": []} if os.geteuid() == 0 else {}
     pipe = subprocess.PIPE
     argv = ["/usr/bin/env", "-i", os.path.realpath(sys.executable), "-IS", "-c", text]  # a clone may be below /root
@@ -30,7 +30,7 @@ def is_guarded(text: str, uid: int) -> bool:
 
 @pytest.mark.thorough
 def test_a_process_whose_memory_its_own_user_may_not_read_counted_as_theirs() -> None:
-    """Only the real user was looked at: sudo or su that a user had started came into an image that was theirs."""
+    """The code checked only the real user: a sudo or su that a user had started went into that user's image."""
     uid = os.getuid() or 65534
     assert is_guarded(HIDDEN, uid)
     assert not is_guarded(OPEN, uid)

@@ -49,7 +49,7 @@ def test_a_live_process_was_gone_for_a_daemon_without_descriptors() -> None:
     ],
 )
 def test_how_a_process_has_ended_is_seen_before_its_parent_asks(code: str, message: str) -> None:
-    """Issue 14, row 11: nobody was told how a job had ended."""
+    """Issue 14, row 11: no message showed how a job had ended."""
     with subprocess.Popen([sys.executable, "-Ic", f"input(); {code}"], stdin=subprocess.PIPE) as child:
         ticks = start_ticks_of(child.pid)
         assert ticks is not None
@@ -68,7 +68,7 @@ def test_how_a_process_has_ended_is_seen_before_its_parent_asks(code: str, messa
 
 @pytest.mark.thorough
 async def test_an_operation_lost_its_process_when_descriptors_were_short(start: Start) -> None:
-    """The end of a process is waited for; one that cannot be seen for a moment is looked at again."""
+    """The daemon waits for the end of a process; it checks again if the process is invisible for a moment."""
     calls: list[bool] = []
     process = start()
     ticks = start_ticks_of(process.pid)

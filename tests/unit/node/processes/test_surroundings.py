@@ -1,4 +1,4 @@
-"""What is seen of a process from outside, on real processes and on control groups written for the purpose."""
+"""Properties of a process seen from outside, with real processes and written control groups."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_an_unreadable_proc_is_unknown_and_not_gone(proc: PretendedProc, start: 
     table.close()
 
 
-# What the tests above pretend, once more in the kernel's own words.
+# The same as in the tests above, but with the kernel's own output.
 
 PROBE = """
 import os, sys

@@ -1,4 +1,4 @@
-"""Names that stand before the loops of a restarted script: what is imported meanwhile is found as ever."""
+"""Names that a restarted script binds before its loops: imports in between are found as usual."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose code a frame runs: the script's, or ours and Python's, wherever ours is installed."""
+"""Whose code a frame runs: the script's, or ours and Python's, wherever it is installed."""
 
 from __future__ import annotations
 

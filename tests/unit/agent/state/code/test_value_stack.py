@@ -139,7 +139,7 @@ def test_the_rest_of_a_range_is_what_is_left_of_it() -> None:
 
 
 def test_the_head_of_a_loop_with_a_long_body_does_not_count_as_body() -> None:
-    """Its instruction has a prefix, where a thread stands that is seen before it: such a training was never parked."""
+    """The instruction has a prefix, and the thread is seen at the prefix: such a training was never parked."""
     code = compile("for number in range(9):\n" + "    number = number + number\n" * 200, "long.py", "exec")
     instructions = list(dis.get_instructions(code))
     at = next(index for index, found in enumerate(instructions) if found.opname == "FOR_ITER")

@@ -55,7 +55,7 @@ def test_a_generator_of_accelerates_that_is_not_known_has_no_place() -> None:
 
 
 def test_the_batches_that_a_trainer_has_in_hand_are_given_again() -> None:
-    """It reads one ahead, and stands in the middle of those for one step of the optimizer."""
+    """The loader reads one batch ahead, and parks in the middle of those for one step of the optimizer."""
 
     class DataLoaderShard:
         end_of_dataloader = False

@@ -1,4 +1,4 @@
-"""Which random generators a dataset may draw from: all that it reaches, or it is said that not all was looked at."""
+"""The random generators that a dataset may draw from: all that it reaches, or a note that the search was cut short."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of torchdata's things are iterators that a restart sees to, and which passes nobody goes over any more."""
+"""Which objects of torchdata are iterators that a restart handles, and which passes no code iterates any more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hegmd.agent.state.loaders import stateful_loader
 
 
 class _Iterator:
-    """As torchdata's: kept by its loader beyond its pass."""
+    """Like torchdata's: its loader keeps it beyond its pass."""
 
     _finished = False
 

@@ -18,7 +18,7 @@ HOLDS = "import sys; held = open(sys.argv[1], 'a'); print('holds', flush=True); 
 
 @pytest.fixture(autouse=True)
 def wish(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The supervisor is whoever has started these tests."""
+    """The request of a supervisor, which is the parent of these tests."""
     monkeypatch.setenv(output_files.WISH, str(os.getppid()))
 
 
@@ -30,12 +30,12 @@ def log(tmp_path: Path) -> Path:
 
 
 def lengths(log: Path) -> list[Any]:
-    """What is kept of that file. The output of the tests may be in another."""
+    """Return the stored length of that file. The output of the tests may be in another file."""
     return [saved for saved in output_files.lengths() if saved[0] == str(log)]
 
 
 def test_a_file_that_has_grown_is_cut_and_written_on_from_there(log: Path) -> None:
-    """By descriptors that append and by those that keep their own place, as a redirected output does."""
+    """Through descriptors that append, and through those that keep their own offset, as redirected output does."""
     with log.open("a") as appending, log.open("w") as own_place:
         own_place.write("one\n")
         own_place.flush()

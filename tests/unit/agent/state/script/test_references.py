@@ -1,4 +1,4 @@
-"""What a variable refers to is told by all names at once: one that was set to another thing misleads nobody."""
+"""All names that refer to one object are stored together: a name that was rebound misleads no other."""
 
 from __future__ import annotations
 

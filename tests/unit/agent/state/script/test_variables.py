@@ -28,7 +28,7 @@ class Scripts:
     """Runs scripts with a function train(), whose loops begin at `first` and `second` and call ask()."""
 
     def run(self, text: str) -> Any:
-        """What it gives undisturbed."""
+        """Return the result of an undisturbed run."""
         return self._run(text, {}, lambda: None)
 
     def restarted(self, text: str, at: int, kept: tuple[str, ...] = (), **begin: int) -> tuple[Any, list[str]]:
@@ -75,7 +75,7 @@ def _frames(frame: FrameType | None) -> list[FrameType]:
 
 @pytest.fixture
 def scripts() -> Iterator[Scripts]:
-    """With no other modules of somebody's: what a test run has loaded would be looked through with the script."""
+    """Hide the modules of the test run, which would be searched with the script."""
     others = {name: module for name, module in list(sys.modules.items()) if is_users_module(module)}
     for name in others:
         del sys.modules[name]
@@ -131,7 +131,7 @@ def train():
 
 
 def test_what_several_hold_was_torn_apart(scripts: Scripts) -> None:
-    """One that a global, an object, a dict and a list hold is one again, as is one that two came to share."""
+    """An object that a global, an object, a dict and a list share is shared again, also one that two came to share."""
     result, starts_over = scripts.restarted(HELD_TWICE, 3, first=2)
     log, of_meter, of_name, rows, other, _same = result
     assert (result, starts_over) == (scripts.run(HELD_TWICE), [])

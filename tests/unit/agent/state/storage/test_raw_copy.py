@@ -1,4 +1,4 @@
-"""What the GPU adds up is what the processor would: on tensors of the CPU, which PyTorch adds up by the same calls."""
+"""The GPU's sums equal the processor's: on tensors of the CPU, for which PyTorch uses the same calls."""
 
 from __future__ import annotations
 

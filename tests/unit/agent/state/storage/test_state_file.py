@@ -201,7 +201,7 @@ def test_a_file_that_was_cut_anywhere_is_refused() -> None:
 
 @pytest.mark.thorough
 def test_a_file_with_any_bit_flipped_is_refused_or_the_same() -> None:
-    """Between the pieces lie bytes that nobody reads; all others are under a checksum."""
+    """The gaps between segments hold bytes that no reader uses; all other bytes have a checksum."""
     whole = _file_of(_small())
     harmless = 0
     for place in range(len(whole.rstrip(b"\0"))):
@@ -258,7 +258,7 @@ def test_writing_that_was_cut_short_leaves_no_state_file(tmp_path: Path, request
 
 
 def _forged(tree: bytes, sizes: tuple[int, ...] = (), version: int = 1, **header: int) -> bytes:
-    """A file with right checksums whatever it says."""
+    """Return a file with correct checksums and any content."""
     sums = [0] * sum((size + (8 << 20) - 1) // (8 << 20) for size in sizes if size < 1 << 40)
     table = struct.pack(f"<{len(sizes)}Q{len(sums)}I", *sizes, *sums)
     length = (64 + len(tree) + len(table) + 4095) // 4096 * 4096
@@ -342,7 +342,7 @@ def test_a_tensor_that_reaches_beyond_its_bytes_is_refused() -> None:
 
 @pytest.mark.thorough
 def test_random_trees_with_right_checksums_are_refused_or_read() -> None:
-    """Nothing but Damaged leaves the reader, whatever the tree says."""
+    """The reader raises only Damaged, whatever the tree contains."""
     whole = [_file_of(Drawn(seed).value(depth=4)) for seed in range(8)]
     tree_of = [data[64 : 64 + HEADER.unpack_from(data)[3]] for data in whole]
     draw = Drawn(7).random

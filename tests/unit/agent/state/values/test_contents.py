@@ -1,6 +1,6 @@
-"""What an optimizer holds goes back to where it was kept: beside its parameter, or on the CPU.
+"""The contents of an optimizer return to where they were: next to its parameter, or on the CPU.
 
-Where a GPU is wanted `meta` plays one: it is another device, and a tensor there has no bytes.
+`meta` takes the place of a GPU: it is another device, and a tensor there has no bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hegmd.agent.state.values import contents
 
 
 class Optimizer:
-    """As much of one as is looked at; making a real one has PyTorch import its compiler."""
+    """The parts of an optimizer that the agent reads; a real one would make PyTorch import its compiler."""
 
     def __init__(self, device: str, **options: Any) -> None:
         parameter = torch.nn.Parameter(torch.ones(3, device=device))

@@ -1,4 +1,4 @@
-"""Where tensors of a state come to be in a process with other devices, and what of GPUs that are not there is kept."""
+"""The devices of restored tensors in a process with other devices, and what is kept of absent GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state that a process was started with: taken once, and let go of when it is put back."""
+"""The state that a process was started with: read once, and released when it is restored."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _puts_back(tmp_path: Path, **more: str) -> list[str]:
 
 
 def test_the_memory_of_a_state_that_was_put_back_stayed_as_long_as_its_process(tmp_path: Path) -> None:
-    """The descriptor that it had come by was open still: what the pool had given back was nobody's, and in use."""
+    """The agent kept the descriptor open: the pool had released memory that was still in use."""
     assert _puts_back(tmp_path) == ["7 True", "False None False False"]
 
 

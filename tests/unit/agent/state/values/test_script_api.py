@@ -1,4 +1,4 @@
-"""What a script says through `hegm` means the same with an agent and without, before a restart and after it."""
+"""`hegm` calls of a script mean the same with and without an agent, before and after a restart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[5]
 
 
 class Optimizer:
-    """What of an optimizer is looked at: that it is one object, whose steps its module tells of."""
+    """The parts of an optimizer that the agent reads: one object whose module reports its steps."""
 
 
 class Optimizers:
@@ -165,7 +165,7 @@ print(hegm.start_epoch(), hegm.global_step(), value)
 torch.optim.optimizer.Optimizer().step()
 print("a step")
 """
-# As much of PyTorch as is looked at: importing the real one takes seconds, and the whole minute of a busy machine.
+# The parts of PyTorch that the agent reads: importing the real one takes seconds, or a minute on a busy machine.
 OPTIMIZERS = """
 hooks = []
 register_optimizer_step_post_hook = lambda hook: None
@@ -193,7 +193,7 @@ def test_a_script_runs_where_there_is_no_agent_and_no_thread_is_started() -> Non
 
 
 def test_under_the_agent_hegm_is_found_beside_it_and_no_step_is_made_before_the_state_is_back(tmp_path: Path) -> None:
-    """The package is on nobody's path there, and is imported before torch. This script comes to no loop at all."""
+    """The package is on no path there, and is imported before torch. This script reaches no loop."""
     with (tmp_path / "state").open("wb+") as file:
         state_file.write(
             file.fileno(), {KEY: {"kept": {"value": [7]}, "steps": [41], "first": 0, "epoch": 3}, "passes": []}
