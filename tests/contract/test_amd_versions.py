@@ -111,7 +111,7 @@ def test_a_library_older_than_the_binding_leaves_the_kernels_files(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("version", ["24 6 3", "25 5 1", "27 0 0"])
-def test_a_library_of_another_layout_is_not_asked_for_anything(
+def test_a_library_with_another_layout_is_not_called(
     own_rocm: Path, scenario: Scenario, kernel: FakeSys, version: str
 ) -> None:
     build_stub("amdsmi", own_rocm / "lib")

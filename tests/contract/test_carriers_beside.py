@@ -159,7 +159,7 @@ async def test_a_job_does_not_stay_parked_for_the_release_of_staging_memory_if_m
 
 
 @pytest.mark.thorough
-async def test_a_restore_that_failed_has_the_memory_that_was_held_beside_it(moving: Moving) -> None:
+async def test_a_failed_restore_gets_the_memory_reserved_next_to_it(moving: Moving) -> None:
     """It may have been what was missing. A copy that fails is no failure of the restore, nor of what comes after."""
     async with moving() as job:
         await job.suspend()

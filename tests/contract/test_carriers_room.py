@@ -139,7 +139,7 @@ class NeverEnoughMemory(SimulatedMethod):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("ever", [False, True])
-async def test_a_restore_that_finds_no_room_has_that_of_what_goes_ahead_of_it(moving: Moving, ever: bool) -> None:
+async def test_a_restore_without_memory_gets_that_of_the_staging_copy(moving: Moving, ever: bool) -> None:
     """The job got the message that there is none, and turned back, when its own copy had taken it."""
     async with moving() as job:
         await job.suspend()

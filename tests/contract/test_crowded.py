@@ -117,7 +117,7 @@ async def test_memory_was_given_back_to_others_while_a_copy_that_was_only_tried_
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("code", [2, 999])
-async def test_a_checkpoint_on_a_full_gpu_is_asked_for_again_with_what_copies_have_in_reserve(
+async def test_a_checkpoint_on_a_full_gpu_is_retried_with_the_copy_reserve(
     node: CudaNode, owner: Owner, code: int
 ) -> None:
     filler = Owner(node, 0, 1)
@@ -142,7 +142,7 @@ async def test_a_checkpoint_on_a_full_gpu_is_asked_for_again_with_what_copies_ha
 
 
 @pytest.mark.thorough
-async def test_a_checkpoint_that_fails_for_another_reason_is_not_asked_for_again(node: CudaNode, owner: Owner) -> None:
+async def test_a_checkpoint_that_fails_for_another_reason_is_not_retried(node: CudaNode, owner: Owner) -> None:
     async with linked(node) as link:
         with pytest.raises(DriverFailed, match="401"):
             await ask(link, "checkpoint", pid=owner.pid)

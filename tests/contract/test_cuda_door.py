@@ -158,7 +158,7 @@ def test_devices_are_named_as_nvml_names_them(node: CudaNode) -> None:
 
 
 @pytest.mark.thorough
-def test_a_process_sees_the_devices_that_it_is_given_and_no_others(node: CudaNode) -> None:
+def test_a_process_sees_only_its_assigned_devices(node: CudaNode) -> None:
     code = "cuda.start(); print([device.uuid for device in cuda.devices()])"
     first, second = node.uuids
     assert run(code, node, CUDA_VISIBLE_DEVICES="1") == str([second])

@@ -363,9 +363,7 @@ async def test_a_resumed_jobs_reservations_are_released_although_its_state_is_un
 
 
 @pytest.mark.thorough
-async def test_a_reservation_that_fits_only_once_beside_the_storages_is_released_before_the_job_resumes(
-    parts: Parts,
-) -> None:
+async def test_a_reservation_that_fits_only_once_is_released_before_the_job_resumes(parts: Parts) -> None:
     async with rigged(parts) as rig:
         mine = replace(await _with_room_for_storages(rig), goes_on=True)
         free_bytes = rig.other.free_bytes()
@@ -444,7 +442,7 @@ async def test_a_status_request_shows_a_checkpoint_that_waits_for_its_turn(parts
 
 
 @pytest.mark.thorough
-async def test_a_process_that_got_the_number_of_one_that_ended_is_not_touched(parts: Parts) -> None:
+async def test_a_process_with_a_reused_pid_is_not_touched(parts: Parts) -> None:
     async with rigged(parts) as rig:
         stranger = replace(rig.subject, start_ticks=rig.subject.start_ticks - 1)
         steps = (rig.method.checkpoint(stranger), rig.method.restore(stranger, "gpu1"), rig.method.inspect(stranger))

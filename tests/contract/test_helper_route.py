@@ -86,7 +86,7 @@ async def test_a_copy_session_left_by_an_earlier_caller_is_closed_first(node: Cu
 
 
 @pytest.mark.thorough
-async def test_a_copy_session_without_memory_reports_what_is_missing(node: CudaNode) -> None:
+async def test_a_copy_session_without_memory_reports_the_missing_bytes(node: CudaNode) -> None:
     async with linked(node) as link:
         route = await CopyClient.open(link, "7", node.uuids)
         with pytest.raises(Refused, match="no GPU memory is reserved for the bytes"):

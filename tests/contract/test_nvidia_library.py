@@ -136,7 +136,7 @@ def test_a_file_that_is_not_a_library_is_an_error_and_not_a_missing_library(node
     assert "broken.so" in raised.value.message
 
 
-def test_a_library_without_one_that_it_needs_is_an_error_and_not_an_absence(node: NvidiaNode) -> None:
+def test_a_library_with_a_missing_dependency_is_an_error_and_not_absent(node: NvidiaNode) -> None:
     needed, unlinked = node.folder / "libneeded.so.1", node.folder / "unlinked.so"
     compiler = [COMPILER, "-shared", "-Wl,--no-as-needed"]
     subprocess.run([*compiler, f"-Wl,-soname,{needed.name}", "-o", needed, node.library], check=True)

@@ -83,7 +83,7 @@ def test_a_hold_is_shown_until_its_owner_releases_it() -> None:
     assert provider.snapshot().uses == ()
 
 
-def test_a_hold_is_what_is_held_from_now_on_and_not_more_each_time() -> None:
+def test_a_second_hold_replaces_the_first_and_does_not_add_to_it() -> None:
     provider = opened()
     for vram_bytes in (3 * GIB, 8 * GIB, 1 * GIB):
         assert provider.hold("c", 71, "gpu0", vram_bytes) == vram_bytes
@@ -371,7 +371,7 @@ def test_faults_that_were_described_come_and_go_by_themselves(tmp_path: Path) ->
     assert provider.snapshot().gpus[0].health.state == "ok"
 
 
-def test_a_fault_that_is_still_to_come_is_not_mended_beforehand(tmp_path: Path) -> None:
+def test_a_scheduled_fault_cannot_be_ended_before_it_begins(tmp_path: Path) -> None:
     provider = described(
         tmp_path, '[[gpu]]\nmemory = "8GiB"\n[[fault]]\ntarget = "gpu0"\nfault = "lost"\nafter_snapshots = 1\n'
     )

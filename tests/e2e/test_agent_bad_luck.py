@@ -273,7 +273,7 @@ def test_an_interrupt_while_its_bytes_are_out_brings_them_back_first(socket_path
     assert errors.rstrip().endswith("KeyboardInterrupt")
 
 
-def test_a_thread_in_a_sleep_of_its_own_was_reason_to_refuse(socket_path: Path) -> None:
+def test_a_sleeping_thread_was_a_reason_to_refuse(socket_path: Path) -> None:
     """Issue 14, row 4. The thread is stopped when it wakes."""
     with ScriptedDaemon(socket_path) as daemon, Training([SLEEPER], socket_path, HEGM_TEST_SLEEPER="1"):
         agent = daemon.attended()

@@ -71,7 +71,7 @@ def test_a_hand_written_loop_parks_at_its_explicit_boundary(socket_path: Path) -
     assert output == undisturbed([str(SCRIPTS / "by_hand.py")])
 
 
-def test_a_script_that_ends_while_it_is_asked_is_simply_gone(socket_path: Path) -> None:
+def test_a_script_that_exits_during_a_request_counts_as_gone(socket_path: Path) -> None:
     with ScriptedDaemon(socket_path) as daemon, Training([str(SCRIPTS / "by_hand.py")], socket_path) as training:
         agent = daemon.attended()
         with pytest.raises(Gone):

@@ -14,9 +14,7 @@ pytestmark = [pytest.mark.e2e]
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3])
-def test_a_helper_that_is_killed_between_two_pieces_of_room_leaves_none_of_them_held(
-    tmp_path: Path, piece: int
-) -> None:
+def test_a_helper_killed_between_two_reservations_leaves_none_of_them(tmp_path: Path, piece: int) -> None:
     """Room for the driver, room for the storages, and the peer's buffers: three pieces on the target."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)

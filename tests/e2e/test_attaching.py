@@ -143,7 +143,7 @@ def test_the_ranks_of_a_launcher_become_one_job(daemon: RunningDaemon, python: s
         assert len(job.steps()) == 1 + 2 * 5000
 
 
-def test_a_training_that_runs_no_python_code_is_given_up_and_can_be_asked_again(
+def test_attaching_to_a_training_without_python_code_fails_and_can_be_retried(
     daemon: RunningDaemon, python: str
 ) -> None:
     with RunningJob(loop(python), daemon) as job:

@@ -185,7 +185,7 @@ class _Dying(RestartedJob):
         return psutil.Process() if self.looks < 3 else None
 
 
-def test_a_killed_training_that_was_seen_dying_was_waited_for_as_if_it_trained(tmp_path: Path) -> None:
+def test_the_daemon_waited_for_a_dying_training_as_if_it_trained(tmp_path: Path) -> None:
     """«It made no step within 60 s», on a busy machine: whether it lives was asked once, before steps were awaited."""
     job = _Dying(tmp_path)
     assert job.await_steps_or_end(2) is None

@@ -39,9 +39,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> list[
 
 
 @pytest.mark.xdist_group("large images")
-def test_a_job_is_ended_and_comes_back_on_another_gpu_with_every_loss_the_same(
-    daemon: RunningDaemon, tmp_path: Path
-) -> None:
+def test_a_restored_job_continues_on_another_gpu_with_equal_losses(daemon: RunningDaemon, tmp_path: Path) -> None:
     """Its loader's workers, its thread, its child and its open file with it; what it says goes where it is led."""
     image, log, expected = tmp_path / "image", tmp_path / "log", losses_alone(tmp_path / "alone", workers=2)
     log.write_text("before\n")

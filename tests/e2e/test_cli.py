@@ -138,7 +138,7 @@ def test_gpus_of_a_fresh_simulated_node(daemon: RunningDaemon) -> None:
     assert hegmctl("ps", socket=daemon.socket_path).stdout.startswith("No process is on a GPU here.\n")
 
 
-def test_a_process_that_holds_memory_is_seen_with_its_command_and_goes_with_it(daemon: RunningDaemon) -> None:
+def test_a_process_that_holds_memory_is_listed_with_its_command_until_it_frees_it(daemon: RunningDaemon) -> None:
     with Holder(daemon, "gpu1", "3GiB") as pid:
         reply = eventually(lambda: answer(daemon, "ps"), lambda document: len(document["processes"]) == 1)
         process = reply["processes"][0]
@@ -166,7 +166,7 @@ def test_memory_that_is_not_there_is_refused_with_the_numbers(daemon: RunningDae
     assert "gpu7" in ran.stderr
 
 
-def test_a_gpu_that_is_lost_and_comes_back_is_followed(daemon: RunningDaemon) -> None:
+def test_a_lost_gpu_is_recognised_when_it_returns(daemon: RunningDaemon) -> None:
     with Running("events", "--follow", "--kind", "gpu", "--json", socket=daemon.socket_path) as following:
         assert answer(daemon, "simulate", "fault", "gpu1", "lost")["faults"] == {"gpu1": "lost"}
         eventually(lambda: answer(daemon, "gpus"), lambda document: document["gpus"][1]["state"] == "lost")

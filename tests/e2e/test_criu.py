@@ -217,9 +217,7 @@ FORKING += "until [ -s {child} ]; do :; done; exit 0"
 
 
 @pytest.mark.parametrize("is_heard", [True, False], ids=["told to", "nobody hears of it"])
-async def test_a_process_that_a_job_had_made_since_it_came_back_stayed_when_it_was_undone(
-    is_heard: bool, tmp_path: Path
-) -> None:
+async def test_a_child_started_after_a_restore_survived_its_rollback(is_heard: bool, tmp_path: Path) -> None:
     """It was ended by the numbers of the image; and a daemon that was killed just then left all of it behind."""
     ready, tells = os.pipe()
     child, made = tmp_path / "child", tmp_path / "made"

@@ -92,7 +92,7 @@ def bobs(place: Path) -> list[str]:
     return [*as_user(BOB), *python(RICH), str(place / "bob")]
 
 
-async def test_a_users_job_comes_back_with_a_users_rights(place: Path) -> None:
+async def test_a_users_job_is_restored_with_that_users_rights(place: Path) -> None:
     with (
         job(bobs(place), start_new_session=True, stderr=subprocess.DEVNULL) as started,
         directory(place / "image") as images,

@@ -193,7 +193,7 @@ def test_a_lost_gpu_keeps_its_name_and_has_no_figures(daemon: RunningDaemon) -> 
         assert {"gpu.lost", "gpu.back"} <= {event.kind for event in hegmd.events(kinds=("gpu",))}
 
 
-def test_a_reload_takes_what_it_can_names_what_it_cannot_and_refuses_what_is_wrong(socket_dir: Path) -> None:
+def test_a_reload_applies_what_it_can_names_the_rest_and_refuses_errors(socket_dir: Path) -> None:
     config = socket_dir / "hegmd.toml"
     config.write_text("[inventory]\nrefresh_s = 5\n")
     with RunningDaemon(socket_dir, "--config", str(config)) as daemon, connect(str(daemon.socket_path)) as hegmd:

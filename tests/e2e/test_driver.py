@@ -188,7 +188,7 @@ def test_a_process_that_takes_all_free_memory_does_not_lose_the_job(tmp_path: Pa
         watched.is_whole()
 
 
-def test_a_job_whose_room_is_gone_stays_off_its_gpu_until_there_is_room_again(tmp_path: Path) -> None:
+def test_a_job_without_gpu_memory_stays_off_its_gpu_until_memory_is_free(tmp_path: Path) -> None:
     """Both ways are closed for a while; nothing is called that could lose it, and it comes back by itself."""
     with DrivenNode(tmp_path, gpu_bytes=4 * GIB) as node, node.program(0) as program:
         watched = Watched(program)

@@ -135,7 +135,7 @@ def test_stopped_processes_are_not_queried_and_a_silent_one_hides_no_other(node:
             program.is_whole()
 
 
-def test_a_job_with_its_bytes_in_the_pool_and_its_journal_gone_was_parked_for_good(node: DrivenNode) -> None:
+def test_a_job_with_its_bytes_in_the_pool_stayed_parked_without_its_journal(node: DrivenNode) -> None:
     """How much room it needs was in the journal alone; now it is bounded, and its storages come on top."""
     with node.agented(1) as program:
         watched = Watched(program)

@@ -193,7 +193,7 @@ def _phases(job: Job, op_id: str) -> set[str]:
 
 
 @pytest.mark.xdist_group("memory of the node")
-def test_a_suspended_job_has_given_its_memory_back_and_is_seen_to(daemon: RunningDaemon, tmp_path: Path) -> None:
+def test_a_suspended_job_has_freed_its_memory_and_shows_it(daemon: RunningDaemon, tmp_path: Path) -> None:
     script = tmp_path / "large.py"
     script.write_text(LARGE)
     with Job(daemon, [str(script)]) as job:

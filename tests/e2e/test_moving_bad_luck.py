@@ -147,7 +147,7 @@ def test_a_process_that_becomes_another_program_while_suspended_ends_the_operati
         assert after == undisturbed_steps(*TRAINING)
 
 
-def test_a_process_that_becomes_another_program_while_it_is_asked_to_stop_is_let_be(
+def test_a_process_that_execs_during_an_order_to_stop_is_left_alone(
     socket_dir: Path, tmp_path: Path, becoming: tuple[list[str], Path]
 ) -> None:
     words, tell = becoming

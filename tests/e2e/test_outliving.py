@@ -116,7 +116,7 @@ def test_spilled_its_memory_is_really_free(daemon: RunningDaemon, tmp_path: Path
 
 
 @pytest.mark.parametrize("memory", ["named", "nameless"])
-def test_a_job_is_adopted_when_the_journal_is_gone(tmp_path: Path, memory: str) -> None:
+def test_a_job_is_adopted_without_its_journal(tmp_path: Path, memory: str) -> None:
     """Named, its bytes are files; nameless, a keeper has them while no daemon is there."""
     (tmp_path / "hegmd.toml").write_text(f'[pool]\nmemory = "{memory}"\n')
     state_dir = tmp_path / "state"

@@ -266,7 +266,7 @@ def test_a_training_leaves_a_failing_gpu_live_and_is_recovered_from_one_that_is_
         assert len(job.pids()) == 2
 
 
-def test_a_job_that_the_pool_has_no_memory_for_is_unprotected_and_says_so_once(tmp_path: Path) -> None:
+def test_a_job_without_pool_memory_is_unprotected_and_reports_that_once(tmp_path: Path) -> None:
     with (
         RunningDaemon(tmp_path).configured("[pool]\nbudget_bytes = 1048576\n") as daemon,
         RecoveredJob(daemon, tmp_path) as job,

@@ -327,7 +327,7 @@ def test_a_state_without_a_supervisor_is_held_and_resumed_later(
         assert again.steps() == undisturbed[len(before) :]
 
 
-def test_a_state_that_was_held_could_not_be_given_up(daemon: RunningDaemon, tmp_path: Path) -> None:
+def test_a_held_state_could_not_be_dropped(daemon: RunningDaemon, tmp_path: Path) -> None:
     with SupervisedJob(daemon, tmp_path) as job:
         op_id = _held(job, daemon)
         assert _in_memory_bytes(daemon) > 0

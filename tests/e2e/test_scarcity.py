@@ -179,7 +179,7 @@ def large_job(daemon: RunningDaemon, folder: Path, group: MemoryGroup) -> Job:
 
 
 @pytest.mark.xdist_group("memory of the node")
-def test_a_job_at_its_memory_limit_goes_out_and_comes_back_within_it(
+def test_a_job_at_its_memory_limit_is_offloaded_and_reloaded_within_it(
     daemon: RunningDaemon, group: MemoryGroup, tmp_path: Path
 ) -> None:
     """Its bytes are in the pool, which is charged to hegmd: the limit of the job does not have to hold them twice."""
@@ -196,7 +196,7 @@ def test_a_job_at_its_memory_limit_goes_out_and_comes_back_within_it(
 
 
 @pytest.mark.xdist_group("memory of the node")
-def test_a_job_that_the_kernel_ends_as_it_comes_back_is_lost_and_nothing_is_held_for_it(
+def test_a_job_killed_by_the_kernel_during_its_resume_is_lost_and_its_memory_freed(
     daemon: RunningDaemon, group: MemoryGroup, tmp_path: Path
 ) -> None:
     """Somebody lowered its limit while it was out. Nothing can save it; hegmd says so."""

@@ -288,7 +288,7 @@ def test_a_daemon_that_is_killed_in_the_middle_costs_no_job(
         assert holds(node, watched.pid) == dict(zip(place.split(","), (FIRST_BYTES, SECOND_BYTES), strict=True))
 
 
-def test_a_move_that_came_to_nothing_leaves_its_gpus_reaching_one_another(node: DrivenNode) -> None:
+def test_a_failed_move_restores_peer_access_between_its_gpus(node: DrivenNode) -> None:
     with spread(node) as program, node.connect() as connection:
         watched = TwoGpuProgram(program)
         node.cuda.order("error cuCheckpointProcessLock 600")

@@ -160,9 +160,7 @@ def test_a_daemon_on_a_read_only_disk_reports_it_and_the_job_waits_for_the_next_
         job.ended()
 
 
-def test_a_daemon_that_is_killed_with_a_full_disk_is_followed_by_one_that_brings_the_job_back(
-    daemon: SmallDisk,
-) -> None:
+def test_after_a_kill_with_a_full_disk_the_next_daemon_resumes_the_job(daemon: SmallDisk) -> None:
     with Training(daemon) as job:
         job.steps(3)
         job.operation("suspend", job.pid)

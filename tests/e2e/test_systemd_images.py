@@ -21,7 +21,7 @@ PROGRAM = Path(__file__).with_name("sandboxed") / "imaging.py"
 IMAGE = "/home/outsider/image"
 
 
-def test_a_users_image_is_written_by_a_unit_of_theirs_and_nothing_of_it_by_root(node: SystemdNode) -> None:
+def test_a_users_image_is_written_by_a_unit_of_that_user_and_not_by_root(node: SystemdNode) -> None:
     shutil.copy(PROGRAM, node.root / "run/imaging.py")
     python = node.run("sh", "-c", "head -1 $(readlink -f /usr/bin/hegmd)").stdout.removeprefix("#!").split()
     # In the daemon's place, so that its sandbox is exactly the one that is shipped.

@@ -26,7 +26,7 @@ def test_the_first_client_starts_the_daemon(node: SystemdNode) -> None:
     assert node.show(SERVICE, "StatusText") != ""
 
 
-def test_a_stopped_daemon_ends_cleanly_and_comes_with_the_next_client(node: SystemdNode) -> None:
+def test_a_stopped_daemon_exits_cleanly_and_starts_with_the_next_client(node: SystemdNode) -> None:
     node.run("systemctl", "start", SERVICE)
     first = main_pid(node)
     node.run("systemctl", "stop", SERVICE)

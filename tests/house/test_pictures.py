@@ -26,7 +26,7 @@ def test_a_picture_is_fresh(picture: Picture, theme: Theme) -> None:
     ET.fromstring(picture.path(theme).read_text())
 
 
-def test_a_stale_picture_would_be_seen(tmp_path: Path) -> None:
+def test_a_stale_picture_is_detected(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     figures.write_text("1")
     picture = replace(GALLERY[0], inputs=(figures,))
@@ -90,7 +90,7 @@ def test_the_tables_have_the_figures_of_the_records() -> None:
     assert page.count("<!-- table: end -->") == len(re.findall(r"<!-- table \S+: ", page))
 
 
-def test_a_changed_figure_in_a_table_would_be_seen() -> None:
+def test_a_changed_figure_in_a_table_is_detected() -> None:
     page = tables.PAGE.read_text()
     (row, *_) = [line for line in page.splitlines() if re.match(r"\| 32 \| migrate", line)]
     assert tables.refreshed(page.replace(row, row.replace("32", "33"))) == page

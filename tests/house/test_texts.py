@@ -48,7 +48,7 @@ def test_no_file_names_a_place_of_this_machine() -> None:
     assert {path: named for path, named in found.items() if named} == {}
 
 
-def test_a_place_of_this_machine_would_be_seen() -> None:
+def test_a_name_of_a_private_machine_is_detected() -> None:
     places = ["/checkouts", "/checkouts/hegmd", "/home/ada"]
     assert mentions("run /checkouts/hegmd/tools/x", places) == ["/checkouts", "/checkouts/hegmd"]
     assert mentions('HOME="/home/ada"', places) == ["/home/ada"]
@@ -56,7 +56,7 @@ def test_a_place_of_this_machine_would_be_seen() -> None:
 
 
 @in_one_test("folder", ["/home/ada", "/opt", "/root", "/tmp", "/usr/local/src", "/var/lib", "/var/tmp", "/srv/a b"])
-def test_a_clone_below_a_folder_of_every_system_took_that_folder_for_a_place_of_its_own(folder: str) -> None:
+def test_a_clone_below_a_common_system_folder_used_that_folder_as_its_own(folder: str) -> None:
     """Issue 14, row 22: below /var/tmp, each text that names /var/tmp was an offence."""
     root = Path(folder, "hegmd")
     own = {str(root)} | ({folder} if folder in {"/home/ada", "/srv/a b"} else set())
@@ -95,7 +95,7 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert broken_links(path, path.read_text()) == []
 
 
-def test_a_broken_link_would_be_seen(tmp_path: Path) -> None:
+def test_a_broken_link_is_detected(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# One thing\n[a](page.md) [b](#one-thing) [c](https://example.org) `[d](gone.md)`\n")
     assert broken_links(page, page.read_text()) == []
@@ -139,7 +139,7 @@ def test_a_document_names_files_that_exist(path: Path) -> None:
     assert missing_paths(path.read_text()) == []
 
 
-def test_a_path_that_does_not_exist_would_be_seen() -> None:
+def test_a_path_that_does_not_exist_is_detected() -> None:
     assert (
         missing_paths("`hegmd/node/`, hegmd/app.py, `gpu_helper/cuda`, memory/pool*.py, and `x/lock` or /run/x/") == []
     )
@@ -192,7 +192,7 @@ def test_each_message_that_is_explained_can_be_seen() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.xdist_group("messages")
-def test_a_message_that_is_gone_would_be_noticed() -> None:
+def test_a_removed_message_is_detected() -> None:
     assert unknown_messages(["the pool may hold …", "no such … words anywhere"]) == ["no such … words anywhere"]
 
 
@@ -203,7 +203,7 @@ def test_messages_are_found_with_what_is_filled_in() -> None:
     assert found == {("Refused", "gpu {name} has no room"), ("hint", "end a job")}
 
 
-def test_a_message_is_found_by_what_a_user_saw_of_it() -> None:
+def test_a_message_is_found_by_its_printed_form() -> None:
     """Issue 15: a search for a whole message found nothing, because names and numbers in it are filled in."""
     found = [
         messages.Message(f"a.py:{line}", "Refused", text) for line, text in enumerate(("no room", "{who} has no agent"))

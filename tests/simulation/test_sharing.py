@@ -112,7 +112,7 @@ def test_two_jobs_that_take_turns_lose_at_most_5_percent() -> None:
 
 
 @pytest.mark.thorough
-def test_a_lease_that_comes_and_goes_neither_starves_nor_loses_a_job() -> None:
+def test_repeated_leases_neither_starve_nor_lose_a_job() -> None:
     """Requests flap once a second for ten minutes. The job still trains for a third of that time."""
     node = Node({"gpu0": 80 * GIB}, decide)
     node.add([JobSpec("j1", 0, math.inf, (60 * GIB,))])

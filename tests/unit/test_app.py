@@ -88,7 +88,7 @@ async def test_a_caller_that_does_not_listen_to_its_checks_holds_up_no_other(
         tasks.cancel_scope.cancel()
 
 
-async def test_a_caller_that_is_gone_ends_its_checks_with_its_own_error(topology: Topology, tmp_path: Path) -> None:
+async def test_the_checks_of_a_disconnected_caller_end_with_an_error(topology: Topology, tmp_path: Path) -> None:
     app = app_of(topology, tmp_path, lambda: pytest.fail("nobody reloads here"))
 
     async def gone(_: Check) -> None:
@@ -108,9 +108,7 @@ def test_a_configured_criu_is_reported_as_installed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_booted", [True, False])
-def test_a_manager_that_takes_reports_on_a_node_without_systemd_was_asked_to_start_units(
-    is_booted: bool, tmp_path: Path
-) -> None:
+def test_a_service_manager_other_than_systemd_was_asked_to_start_units(is_booted: bool, tmp_path: Path) -> None:
     """Issue 14, row 18: the doctor had `criu check` run by a systemd that was not there; images did not."""
     node = NodeSnapshot(taken_utc=0.0, gpus=(), processes=(), vendors=(), monotonic=0.0)
     runs = str(tmp_path if is_booted else tmp_path / "nowhere")

@@ -42,7 +42,7 @@ def changed(number: int, place: int, word: str) -> list[str]:
         ([], "it printed nothing"),
     ],
 )
-def test_a_restart_that_is_not_exact_is_seen(lines: list[str], wrong: str) -> None:
+def test_an_inexact_restart_is_detected(lines: list[str], wrong: str) -> None:
     assert wrong in restarts_run.differences(lines, AS_IT_IS, restarts_run.Case((), exact=False))
     if lines:
         assert restarts_run.differences(lines, AS_IT_IS, restarts_run.Case(()))

@@ -40,7 +40,7 @@ async def test_quiesce_is_answered_when_the_job_is_parked_and_resume_continues_i
         assert not agent.parked
 
 
-async def test_a_quiesced_job_resumes_when_its_time_is_over(tmp_path: Path, process: Child) -> None:
+async def test_a_quiesced_job_resumes_at_its_time_limit(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         held = await node.operations.quiesce([process.pid], 0.01, node.context())

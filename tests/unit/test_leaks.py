@@ -27,7 +27,7 @@ def test_an_open_descriptor_is_seen() -> None:
 
 
 @pytest.mark.thorough
-def test_a_descriptor_number_used_again_for_something_else_is_seen() -> None:
+def test_a_reused_descriptor_number_is_detected() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         before = ProcessResources.take()
@@ -50,7 +50,7 @@ class _EndsWhenJoined(threading.Thread):
         super().join(timeout)
 
 
-def test_a_thread_that_stays_is_seen() -> None:
+def test_a_leaked_thread_is_detected() -> None:
     release = threading.Event()
     before = ProcessResources.take()
     staying = threading.Thread(target=release.wait, name="staying")
@@ -71,7 +71,7 @@ def test_a_thread_that_is_about_to_end_is_waited_for() -> None:
 
 
 @pytest.mark.thorough
-def test_a_live_child_and_an_unreaped_dead_child_are_seen() -> None:
+def test_a_live_child_and_an_unreaped_dead_child_are_detected() -> None:
     before = ProcessResources.take()
     living = subprocess.Popen(["sleep", "60"])
     dead = subprocess.Popen(["true"])

@@ -92,7 +92,7 @@ def _reviving(folder: Path, pool: Pool) -> JobRestorer:
     return JobRestorer(never, Rendezvous(folder / "hegmd.sock"), Workers(), pool, notes=never, **by)
 
 
-def test_a_mark_at_the_end_of_what_was_reserved_is_no_part_of_an_image(tmp_path: Path) -> None:
+def test_a_mark_at_the_end_of_the_reserved_memory_is_not_in_the_image(tmp_path: Path) -> None:
     """Bytes after those of the boundary belong to the segment and not to the job."""
     assert len(pack_mark(Mark("7.4711.bytes", 9))) == MARK_BYTES
     memory: Any = type("Piece", (), {"size_bytes": whole_size(8 * MIB)})()
@@ -125,7 +125,7 @@ def test_an_image_without_a_file_that_it_names_is_reported(tmp_path: Path) -> No
 @pytest.mark.thorough
 @pytest.mark.parametrize("spill", ["asked", "always"])
 @pytest.mark.parametrize(("before_bytes", "size_bytes"), quick_first(SIZES, 2))
-async def test_a_job_of_another_size_at_its_boundary_comes_back_whole(
+async def test_a_job_whose_size_changes_at_its_boundary_resumes_complete(
     tmp_path: Path, before_bytes: int, size_bytes: int, spill: str
 ) -> None:
     """Issue 14, row 2, for suspend and for spill."""

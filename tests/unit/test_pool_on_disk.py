@@ -97,7 +97,7 @@ async def test_memory_that_is_to_be_written_has_no_old_copy_on_disk(keep: Memory
     await pool.release(KEY)
 
 
-async def test_a_file_of_a_copy_that_was_given_up_counted_as_the_copy_after_a_restart(
+async def test_the_file_of_a_cancelled_copy_counted_as_complete_after_a_restart(
     keep: MemoryKeeping, tmp_path: Path
 ) -> None:
     """A thread that is left behind may name its file late; it was only taken away where a copy was known of."""
@@ -138,7 +138,7 @@ async def test_a_spill_without_descriptors_is_a_reported_error(keep: MemoryKeepi
     await pool.release(KEY)
 
 
-async def test_a_disk_that_is_full_leaves_everything_as_it_was(tmp_path: Path) -> None:
+async def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     keep = MemoryKeeping(
         [PoolDirectory(tmp_path / "memory", huge=False)], None, SpillFolder(tmp_path / "spill", spare_bytes=1 << 60)
     )

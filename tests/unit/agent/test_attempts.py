@@ -135,7 +135,7 @@ def test_a_withdrawn_order_reports_how_long_the_training_was_parked(script: Scri
 
 
 @pytest.mark.thorough
-def test_a_rank_that_did_not_park_at_its_boundary_reports_it_at_once(script: Script) -> None:
+def test_a_rank_that_missed_its_boundary_reports_it_immediately(script: Script) -> None:
     """The other ranks are parked at that boundary, and continue to another one together."""
     script.start_beside(COMPUTING)
     script.park(at=script.gate.count + 100_000)
@@ -145,7 +145,7 @@ def test_a_rank_that_did_not_park_at_its_boundary_reports_it_at_once(script: Scr
     assert not script.gate.parked
 
 
-def test_a_thread_in_a_wait_of_its_own_kept_a_training_from_being_moved(script: Script) -> None:
+def test_a_waiting_thread_prevented_a_move(script: Script) -> None:
     """Issue 14, row 4: another Python thread was in its own time.sleep. Now it is stopped when it wakes."""
     thread = script.start_beside(WAITING)
     script.park()
@@ -158,9 +158,7 @@ def test_a_thread_in_a_wait_of_its_own_kept_a_training_from_being_moved(script: 
     script.tick_until(lambda: script.woke == ["woke"])
 
 
-def test_a_thread_that_was_stopped_runs_on_when_no_daemon_comes_back(
-    script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_parked_thread_continues_if_no_daemon_returns(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code that parks a thread has to release it itself."""
     monkeypatch.setenv("HEGM_PARK_LIMIT_S", "0.01")
     thread = script.start_beside(WAITING)

@@ -117,7 +117,7 @@ def test_a_process_that_was_stopped_refused_to_park_because_it_had_yet_to_answer
     assert rank.results() == [(1, "failed", 0)]
 
 
-def test_a_later_boundary_takes_the_place_of_one_that_is_waited_for(rank: _Rank) -> None:
+def test_a_later_boundary_replaces_the_awaited_one(rank: _Rank) -> None:
     rank.let_pass()
     rank.wait_until_passed()
     rank.park(1, at=2)

@@ -59,7 +59,7 @@ def test_a_child_drops_its_parents_gpu_and_nothing_else(tmp_path: Path) -> None:
     assert parent == {"nvidia0": [2, 1], "nvidia-uvm": [2, 1], "other": [2, 1]}
 
 
-def test_a_child_whose_parent_only_asks_nvml_keeps_what_it_has(tmp_path: Path) -> None:
+def test_a_child_of_a_parent_that_only_uses_nvml_keeps_its_devices(tmp_path: Path) -> None:
     count, child, _ = dropped(tmp_path, "nvidia0", "nvidiactl")
     assert count == 0
     assert child == {"nvidia0": [2, 1], "nvidiactl": [2, 1]}

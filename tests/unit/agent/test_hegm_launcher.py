@@ -287,7 +287,7 @@ def test_a_request_that_came_before_the_agent_is_kept(when: str, first: str) -> 
     assert output.split() == [first, "True", "True", "True", "False"]
 
 
-def test_a_training_parked_where_it_cannot_continue_from_is_asked_again_later(
+def test_a_training_parked_at_an_unsuitable_boundary_gets_the_request_again_later(
     made: Callable[..., _TrainingThread], tmp_path: Path
 ) -> None:
     """A loop without a loader passes its boundaries in its body: the daemon refused it there, with a hint to retry."""

@@ -63,7 +63,7 @@ def _run(script: str, *, may_complain: bool = False) -> None:
 
 
 @pytest.mark.parametrize("short_of", ["descriptors", "threads"])
-def test_a_job_short_of_something_died_of_being_asked_to_park(short_of: str) -> None:
+def test_a_job_out_of_a_resource_died_of_an_order_to_park(short_of: str) -> None:
     """The error of the call was raised in the script's `next()`, with all signals left blocked."""
     _run(f"""
 gate, reports, before = Gate(), [], state()
@@ -143,7 +143,7 @@ while _thread._count() or state() != before:
     )
 
 
-def test_a_thread_beside_a_parked_one_continued_when_its_signals_could_not_be_blocked() -> None:
+def test_a_second_thread_continued_when_its_signals_could_not_be_blocked() -> None:
     """The storages may already be offloaded: any thread that arrives has to park, with its signals or without."""
     _run("""
 gate = Gate()

@@ -170,7 +170,7 @@ def test_a_job_that_another_operation_has_lends_after_it() -> None:
     job.ends()
 
 
-def test_a_job_without_room_to_come_back_asks_until_there_is_some() -> None:
+def test_a_job_without_memory_to_resume_repeats_its_request() -> None:
     with _lent_job() as job:
         job.may_end.set()
         job.tick_until(lambda: len(job.requests) == 2)
@@ -182,7 +182,7 @@ def test_a_job_without_room_to_come_back_asks_until_there_is_some() -> None:
 
 
 @pytest.mark.parametrize("is_connected", [True, False])
-def test_a_block_ends_without_a_daemon_and_with_one_that_has_forgotten_it(*, is_connected: bool) -> None:
+def test_a_block_ends_without_a_daemon_and_with_a_daemon_that_has_forgotten_it(*, is_connected: bool) -> None:
     with _lent_job() as job:
         if is_connected:
             job.may_end.set()
@@ -196,7 +196,7 @@ def test_a_block_ends_without_a_daemon_and_with_one_that_has_forgotten_it(*, is_
     assert job.orders.changed_by_itself
 
 
-def test_a_daemon_that_went_while_it_was_asked_has_what_it_lent_reclaimed_later() -> None:
+def test_memory_lent_through_a_daemon_that_exits_is_reclaimed_later() -> None:
     job = _Job()
     job.lending.connect(job.send)
     job.start()
@@ -228,7 +228,7 @@ def test_a_rank_at_its_block_is_found_at_the_boundary_that_all_ranks_were_given(
     assert job.gate.count == 6
 
 
-def test_a_late_answer_about_one_block_is_none_about_the_next() -> None:
+def test_a_late_reply_about_one_block_is_not_used_for_the_next() -> None:
     """Another rank had the job resumed. The refusal of the second request kept the next block from lending."""
     with _lent_job() as job:
         job.may_end.set()

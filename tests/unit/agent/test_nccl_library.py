@@ -118,7 +118,7 @@ def test_only_a_version_that_can_suspend_is_asked_to(
     assert (library.text, group(1).mechanism(library)) == (text, mechanism)
 
 
-def test_a_library_without_the_call_is_not_asked(tmp_path: Path) -> None:
+def test_a_library_without_the_function_is_not_called(tmp_path: Path) -> None:
     built = str(build_stub("nccl", tmp_path, hide=["ncclCommResume"]))
     ctypes.CDLL(built)
     assert not Library(built).can_suspend

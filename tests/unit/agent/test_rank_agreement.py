@@ -60,7 +60,7 @@ def test_no_two_agreements_have_the_same_label_or_more_keys() -> None:
     assert set(store.kept) == keys
 
 
-def test_a_rank_that_came_the_last_time_does_not_count_as_there() -> None:
+def test_a_rank_of_the_previous_generation_does_not_count_as_present() -> None:
     store = Store()
     agree(store, range(2), 2)
     with pytest.raises(DisagreementError, match="rank 1 of 2 did not respond in time") as raised:

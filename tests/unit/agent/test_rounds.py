@@ -20,7 +20,7 @@ def rounds_made(sizes: list[int], most_bytes: int) -> list[int]:
     return counts
 
 
-def test_a_last_round_of_one_storage_had_all_others_given_back_before_it() -> None:
+def test_a_last_round_with_one_storage_freed_all_others_before_it() -> None:
     """100 GiB of a benchmark were 21, 21, 21 and 1; memory of three rounds was freed while the job was parked."""
     assert rounds_made([1600 * MIB] * 64, 34557 * MIB) == [16] * 4
     assert rounds_made([1600 * MIB] * 64, 35581 * MIB) == [22, 21, 21]

@@ -47,7 +47,7 @@ def test_another_order_ends_a_snapshot_that_waits_for_its_boundary(rank: _Rank) 
     assert rank.wait_until_parked() == 1
 
 
-def test_a_count_is_answered_beside_it_and_a_later_snapshot_takes_its_place(rank: _Rank) -> None:
+def test_a_count_is_answered_during_a_snapshot_and_a_later_snapshot_replaces_it(rank: _Rank) -> None:
     _snapshot(rank, 1)
     rank.orders.obey(Order(order=2, do="count"), None)
     _snapshot(rank, 3)
@@ -55,7 +55,7 @@ def test_a_count_is_answered_beside_it_and_a_later_snapshot_takes_its_place(rank
     rank.orders.end()
 
 
-def test_a_survey_is_answered_beside_a_snapshot_that_waits_for_its_boundary(rank: _Rank) -> None:
+def test_a_survey_is_answered_while_a_snapshot_waits_for_its_boundary(rank: _Rank) -> None:
     """Surveys ended snapshots and snapshots ended surveys: a job whose steps are slow was never protected."""
     _snapshot(rank, 1, at=3)
     rank.orders.obey(Order(order=2, do="survey", limit_s=HANG_S), None)
@@ -69,7 +69,7 @@ def test_a_survey_is_answered_beside_a_snapshot_that_waits_for_its_boundary(rank
     rank.orders.end()
 
 
-def test_a_survey_beside_a_snapshot_that_ends_is_answered_at_the_next_boundary(rank: _Rank) -> None:
+def test_a_survey_during_an_ending_snapshot_is_answered_at_the_next_boundary(rank: _Rank) -> None:
     _snapshot(rank, 1, at=9)
     rank.orders.obey(Order(order=2, do="survey", limit_s=HANG_S), None)
     _snapshot(rank, 3, at=9)
@@ -82,7 +82,7 @@ def test_a_survey_beside_a_snapshot_that_ends_is_answered_at_the_next_boundary(r
     assert [(one.order, one.result) for one in rank.reports[2:]] == [(3, "failed"), (4, "done")]
 
 
-def test_a_survey_beside_a_snapshot_has_its_limit_and_gives_way_to_other_orders(rank: _Rank) -> None:
+def test_a_survey_during_a_snapshot_has_a_limit_and_yields_to_other_orders(rank: _Rank) -> None:
     _snapshot(rank, 1, at=9)
     rank.orders.obey(Order(order=2, do="survey", limit_s=PAUSE_S), None)
     _tick_until(rank, lambda: rank.reports)
@@ -93,7 +93,7 @@ def test_a_survey_beside_a_snapshot_has_its_limit_and_gives_way_to_other_orders(
     rank.orders.end()
 
 
-def test_a_snapshot_for_a_passed_boundary_fails_at_once_and_parks_no_thread(rank: _Rank) -> None:
+def test_a_snapshot_for_a_passed_boundary_fails_immediately_and_parks_no_thread(rank: _Rank) -> None:
     rank.let_pass(3)
     rank.wait_until_passed(3)
     _snapshot(rank, 1, at=2, exact=True)
@@ -102,7 +102,7 @@ def test_a_snapshot_for_a_passed_boundary_fails_at_once_and_parks_no_thread(rank
     rank.wait_until_passed()
 
 
-def test_a_daemon_that_ends_meanwhile_leaves_no_parked_training(rank: _Rank) -> None:
+def test_a_daemon_that_ends_during_a_move_leaves_no_parked_training(rank: _Rank) -> None:
     _snapshot(rank, 1)
     rank.orders.end()
     rank.let_pass(2)
@@ -269,9 +269,7 @@ def test_a_rest_of_a_state_is_written_before_the_park_is_answered(rank: _Rank, s
 
 
 @pytest.mark.parametrize("ending", ["withdraw", "park", "daemon"])
-def test_a_park_that_comes_to_nothing_lets_go_of_the_slot(
-    rank: _Rank, slot: int, written: list[int], ending: str
-) -> None:
+def test_a_failed_park_releases_the_slot(rank: _Rank, slot: int, written: list[int], ending: str) -> None:
     own = len(os.listdir("/proc/self/fd"))
     _park(rank, 5, slot)
     if ending == "withdraw":

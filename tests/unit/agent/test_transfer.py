@@ -116,7 +116,7 @@ def test_reloaded_bytes_use_huge_pages_if_the_node_has_any(room: int) -> None:
 
 
 @pytest.mark.thorough
-def test_a_storage_that_cannot_be_freed_leaves_all_as_it_was(room: int) -> None:
+def test_a_storage_that_cannot_be_freed_changes_nothing(room: int) -> None:
     """The storages before it had lost their bytes permanently, since nobody knew any more that they were out."""
     sizes = (5000, 6 * MIB, 7 * MIB, 100)
     tensors, storages, expected = _random(sizes)

@@ -126,7 +126,7 @@ async def test_the_command_gets_its_own_environment() -> None:
 
 
 @pytest.mark.thorough
-async def test_a_helper_with_nothing_to_do_ends_and_one_that_holds_something_stays() -> None:
+async def test_an_idle_helper_exits_unless_it_holds_memory() -> None:
     async with linked("well", idle_after_s=0.2) as link:
         await ask(link, "hold", count=2)
         pid = link.pid

@@ -131,7 +131,7 @@ def test_a_launcher_that_ends_without_a_lock_is_reported(tmp_path: Path) -> None
         ending.join()
 
 
-def test_a_refusing_worker_reports_the_reason_at_once(tmp_path: Path) -> None:
+def test_a_refusing_worker_reports_the_reason_immediately(tmp_path: Path) -> None:
     refused = tmp_path / str(os.getpid()) / "refused"
     refused.parent.mkdir()
     private_files.write(refused, b"of an earlier request")
@@ -160,7 +160,7 @@ def test_a_worker_that_sigusr1_would_end_gets_no_signal(tmp_path: Path) -> None:
         assert worker.poll() is None
 
 
-def test_a_starting_worker_is_asked_once_its_agent_is_connected(tmp_path: Path) -> None:
+def test_a_starting_worker_gets_the_request_once_its_agent_is_connected(tmp_path: Path) -> None:
     """It was refused by chance: most often its Python had come so far before that of hegm-ctrl had."""
     begins = f"print('ready', flush=True); input(); {leaves_lock(tmp_path, os.getpid())}"
     with child(f"{begins}; print('begun', flush=True)") as worker:
@@ -221,7 +221,7 @@ def test_processes_with_an_open_gpu_are_found_by_their_descriptors(tmp_path: Pat
         assert not workers.uses_gpu(using.pid)
 
 
-def test_a_launcher_that_is_gone_is_forgotten(tmp_path: Path) -> None:
+def test_an_exited_launcher_is_forgotten(tmp_path: Path) -> None:
     with child() as launcher, child(TAKES_IT) as worker:
         workers.register(tmp_path, launcher.pid, worker.pid)
         assert workers.registered(tmp_path) == {launcher.pid: worker.pid}

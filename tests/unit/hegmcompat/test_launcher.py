@@ -84,7 +84,7 @@ def launched(
 
 
 @pytest.mark.thorough
-def test_a_worker_that_leaves_is_started_again_with_its_state_when_the_lock_is_gone(tmp_path: Path) -> None:
+def test_an_exited_worker_is_restarted_from_its_state_when_the_lock_is_removed(tmp_path: Path) -> None:
     with launched(tmp_path, LEAVES_ONCE, "--debug") as launcher:
         lines = launcher.lines_until("Waiting for controller")
         assert lines == [
@@ -106,7 +106,7 @@ def test_a_worker_that_leaves_is_started_again_with_its_state_when_the_lock_is_g
 
 
 @pytest.mark.thorough
-def test_a_state_that_is_gone_with_its_folder_comes_back_from_memory(tmp_path: Path) -> None:
+def test_a_state_whose_folder_was_deleted_is_restored_from_memory(tmp_path: Path) -> None:
     """A launcher that CRIU has restored on another node finds an empty volume there."""
     with launched(tmp_path, LEAVES_ONCE, "--debug") as launcher:
         launcher.lines_until("Waiting for controller")
@@ -156,7 +156,7 @@ def test_signals_reach_the_worker_and_its_end_is_the_launchers(tmp_path: Path) -
         assert launcher.end()[0] == 7
 
 
-def test_a_worker_starts_with_the_request_held_back_and_all_else_as_it_was(tmp_path: Path) -> None:
+def test_a_worker_starts_with_the_request_blocked_and_everything_else_unchanged(tmp_path: Path) -> None:
     with launched(tmp_path, "/proc/self/status", program=("cat",)) as launcher:  # some shells let all signals through
         blocked = int(launcher.lines_until("SigBlk:")[-1].split()[1], 16)
     before = sum(1 << (number - 1) for number in signal.pthread_sigmask(signal.SIG_BLOCK, []))

@@ -75,7 +75,7 @@ def test_a_python_that_excludes_the_agent_does_not_train_from_the_start(torch: s
 
 
 @pytest.mark.thorough
-def test_a_wrapper_that_drops_the_environment_is_ended_with_what_it_started(torch: str) -> None:
+def test_a_wrapper_that_drops_the_environment_is_ended_with_its_children(torch: str) -> None:
     script = 'env -u PYTHONPATH "$@"; echo again'
     with running("sh", "-c", script, "sh", sys.executable, "-c", TRAINS, torch, path=INJECT) as process:
         (training,) = psutil.Process(process.pid).children()
@@ -130,7 +130,7 @@ def probes(torch: str) -> tuple[str, ...]:
     ],
     ids=["on its way", "without the state", "without the agent", "a wrapper in Python", "a shell"],
 )
-def test_a_look_at_pytorch_by_a_script_that_was_on_its_way_had_all_of_it_ended(
+def test_a_probe_for_pytorch_by_a_starting_script_ended_the_whole_job(
     torch: str, tmp_path: Path, by: str, has_agent: bool, hands_on: bool, is_spared: bool
 ) -> None:
     """A process like `subprocess.run([sys.executable, "-I", "-c", "import torch"])` before its first loader."""

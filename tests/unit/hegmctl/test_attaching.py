@@ -47,9 +47,7 @@ def show(proc: Path, *, uid: int, gid: int, start: int) -> Target:
         ({"uid": 0x7FFF}, "changed its user or group"),
     ],
 )
-def test_a_pid_that_another_process_has_meanwhile_is_not_attached_to(
-    tmp_path: Path, more: dict[str, int], message: str
-) -> None:
+def test_a_reused_pid_is_not_attached_to(tmp_path: Path, more: dict[str, int], message: str) -> None:
     first = {"uid": os.geteuid(), "gid": os.getegid(), "start": 5}
     target = show(tmp_path, **first)
     target.judge_again()

@@ -49,7 +49,7 @@ def test_all_ranks_continue_from_the_highest_step_that_each_can_restore(
     assert (None if source is None else (source.step, source.slot, source.donor)) == expected
 
 
-def test_a_state_that_cannot_be_given_is_of_use_only_where_all_have_it() -> None:
+def test_a_state_that_cannot_be_sent_helps_only_if_all_ranks_have_it() -> None:
     assert choose((None, 8), _recorded(2, 8), {}, gives=False) is None
     found = choose((8, 8), _recorded(2, 8), {}, gives=False)
     assert found is not None
@@ -171,7 +171,7 @@ def test_reports_of_ranks_of_an_older_generation_are_ignored(crew: RecordingActi
     assert crew.sent_since("plan") == []
 
 
-def test_a_rank_in_the_place_of_a_dead_one_is_given_the_state_of_one_that_lives(
+def test_a_rank_that_replaces_a_dead_one_gets_the_state_of_a_live_rank(
     crew: RecordingActions, running: Generations
 ) -> None:
     crew.held = {0: (1, 5)}

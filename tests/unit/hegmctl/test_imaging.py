@@ -80,7 +80,7 @@ def test_the_target_of_a_link_is_not_truncated(tmp_path: Path) -> None:
     assert other.read_text() == "0123456789"
 
 
-def test_a_restore_that_is_refused_for_what_has_grown_is_asked_for_again(tmp_path: Path) -> None:
+def test_a_restore_refused_for_grown_files_is_repeated_after_they_were_cut(tmp_path: Path) -> None:
     output = tmp_path / "output"
     output.write_text("0123456789")
     refused = HegmError(REFUSED, "it has grown", "cut it back", {"grown": [[str(output), 4]]})

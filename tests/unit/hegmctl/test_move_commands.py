@@ -391,7 +391,7 @@ def test_ctrl_c_before_the_start_shows_where_to_look(daemon: FakeDaemon) -> None
         assert moving.end(signal.SIGINT) == (-signal.SIGINT, "", message)
 
 
-def test_a_client_that_only_follows_is_not_asked(daemon: FakeDaemon) -> None:
+def test_a_client_that_only_follows_gets_no_question(daemon: FakeDaemon) -> None:
     daemon.answers[m.Story] = coming_on(None)
     with Terminal("op", "7", "-f", socket=daemon.path) as terminal:
         terminal.until(lambda lines: lines[-1] == BAR)

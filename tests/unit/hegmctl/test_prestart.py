@@ -162,7 +162,7 @@ def test_releasing_it_ends_the_wait(script: Path) -> None:
     assert status_of(readied.pid) in {-signal.SIGKILL, NOT_ITS_TURN_STATUS}
 
 
-def test_a_supervisor_waited_for_one_that_it_had_killed_and_that_could_not_end(script: Path) -> None:
+def test_a_supervisor_waited_for_an_unkillable_process(script: Path) -> None:
     """Like a kernel call that hangs: here a tracer holds the process and has not received its end yet."""
     ptrace = ctypes.CDLL(None, use_errno=True).ptrace
     ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]

@@ -64,7 +64,7 @@ def test_a_python_reports_its_version(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_script_that_starts_a_python_without_its_environment_is_seen(tmp_path: Path) -> None:
+def test_a_script_that_starts_python_without_its_environment_is_detected(tmp_path: Path) -> None:
     """A script that drops PYTHONPATH itself was not: the job started over there."""
     for words in ("exec {} -I", "exec {} -E", "exec {} -sE", "exec env -u PYTHONPATH {}", "PYTHONPATH=/more exec {}"):
         found = probed(_script(tmp_path, f'#!/bin/sh\n{words.format(shlex.quote(sys.executable))} "$@"\n'))

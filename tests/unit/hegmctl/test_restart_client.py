@@ -203,7 +203,7 @@ def test_the_python_of_a_program_is_determined_before_the_job_ends(attended: Des
     reap(children() - others)
 
 
-def test_a_start_that_ends_at_once_is_retried_and_then_reported(attended: DeskNode) -> None:
+def test_a_start_that_ends_immediately_is_retried_and_then_reported(attended: DeskNode) -> None:
     """And a process that had the state back before it fell says nothing of the one after it."""
     attended.attend()
     attended.expect()
@@ -219,7 +219,7 @@ def test_a_start_that_ends_at_once_is_retried_and_then_reported(attended: DeskNo
     assert attended.reports()[-1].starts == 2
 
 
-def test_a_restart_was_given_up_where_the_one_that_was_made_ready_could_not_take_its_turn(attended: DeskNode) -> None:
+def test_a_restart_was_given_up_when_its_prestarted_process_failed(attended: DeskNode) -> None:
     """It is started as without one then, as often as any other is; the script itself may end with that status."""
     attended.attend()
     attended.expect()
@@ -309,9 +309,7 @@ def test_a_training_without_the_agent_is_ended_before_it_starts_over(attended: D
     assert "start it without -E, -I and -S" in attended.messages[-1]
 
 
-def test_a_script_that_looked_at_pytorch_by_another_python_was_ended_on_its_way(
-    attended: DeskNode, tmp_path: Path
-) -> None:
+def test_a_script_that_probed_pytorch_with_another_python_was_ended(attended: DeskNode, tmp_path: Path) -> None:
     torch = tmp_path / "libtorch_cpu.so"
     torch.write_bytes(bytes(4096))
     attended.attend()

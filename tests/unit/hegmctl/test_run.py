@@ -389,7 +389,7 @@ def test_options_for_a_parent_are_refused_without_one(daemon: FakeDaemon, words:
     assert "are for --allow-restart" in ran.stderr
 
 
-def test_a_time_to_be_ready_that_there_is_not_was_taken_as_none_at_all(daemon: FakeDaemon) -> None:
+def test_an_unknown_prestart_time_counted_as_no_prestart(daemon: FakeDaemon) -> None:
     """`--ready sometimes` began the job, and nothing was ever kept ready for it."""
     ran = hegmctl("run", "--allow-restart", "--ready", "sometimes", "--", "true", socket=daemon.path)
     assert ran.returncode == 2

@@ -181,7 +181,7 @@ def test_a_command_that_is_started_again_is_not_suspended_by_a_signal_to_the_one
     assert not called.exists()
 
 
-def test_a_job_that_failed_while_it_was_suspended_is_not_said_to_be_on_its_gpu(socket_path: Path) -> None:
+def test_a_job_that_failed_while_suspended_is_not_reported_on_its_gpu(socket_path: Path) -> None:
     job = m.Job(id="j1", name="train", state=SUSPENDED, started_utc=0.0, uid=0)
     messages: list[str] = []
     answers = {m.InspectJob: saying(m.JobReply(job=job)), m.Resume: saying(m.OperationReply(recovered="j1"))}
@@ -190,7 +190,7 @@ def test_a_job_that_failed_while_it_was_suspended_is_not_said_to_be_on_its_gpu(s
     assert messages == ["Slurm resumes this job: it had failed, and is started again from its newest snapshot"]
 
 
-def test_a_resume_that_was_rolled_back_is_asked_for_again(socket_path: Path) -> None:
+def test_a_resume_that_was_rolled_back_is_retried(socket_path: Path) -> None:
     """The job was said to be on its GPU, and stayed suspended for ever."""
     job = m.Job(id="j1", name="train", state=SUSPENDED, started_utc=0.0, uid=0)
     failure = Reason(code="refused", message="gpu0 does not answer", hint="run: hegmctl doctor")

@@ -41,9 +41,7 @@ def test_read_requests_survive_a_restart_of_the_daemon(hegmd: Connection, daemon
     assert hegmd.ping() == m.Pong()
 
 
-def test_a_daemon_that_stops_while_it_is_greeted_is_not_the_one_that_was_meant(
-    hegmd: Connection, daemon: FakeDaemon
-) -> None:
+def test_a_daemon_that_stops_during_hello_is_replaced_by_the_next_one(hegmd: Connection, daemon: FakeDaemon) -> None:
     daemon.answers[m.Gpus] = leaving(times=1)
     welcomes = daemon.answers[m.Hello]
     refused = 0

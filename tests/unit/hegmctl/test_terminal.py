@@ -167,7 +167,7 @@ def test_watching_ends_with_an_error_on_a_terminal_that_was_put_right(daemon: Fa
     assert "hegmctl: no process 4711" in terminal.picture.lines
 
 
-def test_a_resized_terminal_is_redrawn_at_once(daemon: FakeDaemon) -> None:
+def test_a_resized_terminal_is_redrawn_immediately(daemon: FakeDaemon) -> None:
     long = node.PROCESSES.replace(processes=(node.TRAINING.replace(command="python3 " + "x" * 300),))
     daemon.answers[m.Processes] = saying(long)
     with Terminal("ps", "--watch=1000", socket=daemon.path, columns=80) as terminal:

@@ -157,7 +157,7 @@ def test_a_failing_gpu_shows_the_reason_in_place_of_its_history() -> None:
         assert "\x1b" not in first
 
 
-def test_a_look_at_operations_alone_adds_nothing_to_the_history_of_gpus() -> None:
+def test_a_refresh_of_operations_adds_nothing_to_the_history_of_gpus() -> None:
     picture = Picture(unicode=False)
     gpus = NodeView(0.0, "n", [gpu(0, 99.0)], (), ())
     for _ in range(5):
@@ -310,7 +310,7 @@ async def test_keys_ask_with_the_plan_first_and_act_on_a_yes_alone() -> None:
 
 
 @pytest.mark.thorough
-async def test_a_migration_asks_for_the_target_shows_the_plan_and_the_reasons_against_it() -> None:
+async def test_the_migrate_dialog_asks_for_a_target_and_shows_plan_and_refusals() -> None:
     source, picture = FixedSource(), Picture()
     app = TopApp(source, picture)
     async with app.run_test(size=(80, 24)) as pilot:

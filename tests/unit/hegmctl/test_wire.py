@@ -68,7 +68,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.thorough
-def test_a_signal_just_before_the_call_is_handled_at_once() -> None:
+def test_a_signal_just_before_the_call_is_handled_immediately() -> None:
     """Ctrl-C beside a daemon that says nothing: twice in whole runs of these tests."""
     ran = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert ran.stdout == "interrupted\n", ran.stderr

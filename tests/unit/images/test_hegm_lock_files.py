@@ -51,7 +51,7 @@ def test_a_file_with_a_number_for_its_name_kept_the_lock_files_of_jobs_that_were
     assert locks.remove("7 1700000000.5") == [made]
 
 
-def test_a_second_one_takes_the_place_of_the_first_and_leaves_nothing_beside_it(folder: Path) -> None:
+def test_a_second_one_replaces_the_first_and_leaves_nothing_behind(folder: Path) -> None:
     locks = LockFiles(folder)
     locks.make(4711, "/images/one", "7 1.0")
     locks.make(4711, "/images/two", "8 1.0")

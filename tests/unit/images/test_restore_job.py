@@ -151,7 +151,7 @@ async def test_an_image_of_other_gpus_is_not_for_a_daemon_of_simulated_ones(
     )
 
 
-async def test_a_user_restores_what_runs_as_that_user_comes_to_this_daemon_and_may_be_restored_so(
+async def test_a_user_restores_jobs_of_that_user_and_of_this_daemon_only(
     tmp_path: Path, node: dict[str, object]
 ) -> None:
     processes = (ImageProcess(pid=FREE.pids[0], parent_pid=None, uid=0, command="python train.py"),)
@@ -229,7 +229,7 @@ async def test_an_agent_that_does_not_come_after_a_restore_is_named(process: sub
         tasks.cancel_scope.cancel()
 
 
-async def test_a_job_that_was_killed_as_it_came_back_was_waited_for_as_if_its_agent_could_still_come() -> None:
+async def test_the_daemon_waited_for_the_agent_of_a_job_killed_during_its_restore() -> None:
     """The restore reported that after a minute."""
     (gone,) = FREE.pids
     with pytest.raises(HegmError, match=f"process {gone} ended before its agent connected"):

@@ -102,7 +102,7 @@ def test_a_restore_that_no_note_could_be_written_of_does_not_begin(tmp_path: Pat
         RestoreRecords(tmp_path).note(OP, Manifest(), None)
 
 
-async def test_a_note_that_could_not_be_taken_away_ended_a_job_that_had_long_come_back(tmp_path: Path) -> None:
+async def test_an_undeletable_record_ended_a_job_that_had_been_restored_before(tmp_path: Path) -> None:
     with sleeper() as process:
         ticks = population_of([process.pid]).start_ticks[process.pid]
         notes = noted(tmp_path, process.pid, command_of(process.pid), unit="hegm-no-such.service")

@@ -56,7 +56,7 @@ async def test_a_large_job_that_has_grown_a_little_keeps_its_memory() -> None:
 
 
 @pytest.mark.thorough
-async def test_a_job_gets_its_memory_where_there_is_none_for_a_margin() -> None:
+async def test_a_job_resumes_where_no_memory_is_left_for_a_margin() -> None:
     with contextlib.closing(Pool(whole_size(256 * MIB), huge_free_bytes=lambda: 0)) as pool:
         assert (await pool.take(KEY, 256 * MIB)).size_bytes == whole_size(256 * MIB)
 
@@ -279,7 +279,7 @@ async def test_a_orphan_piece_goes_only_by_its_name(keep: MemoryKeeping, tmp_pat
 
 
 @pytest.mark.parametrize("first", ["claim", "drop"])
-async def test_a_piece_that_was_claimed_meanwhile_was_deleted_under_its_new_owner(
+async def test_a_segment_claimed_meanwhile_was_deleted_although_it_had_a_new_owner(
     keep: MemoryKeeping, first: str
 ) -> None:
     before = opened(keep)

@@ -113,7 +113,7 @@ async def test_a_changed_file_is_reported_and_stays(place: PoolDirectory, spoil:
     assert list(place.folder.iterdir()), "it was deleted"
 
 
-async def test_a_directory_called_as_what_is_being_made_kept_all_pieces_from_being_found(place: PoolDirectory) -> None:
+async def test_a_directory_with_the_name_of_an_unfinished_file_hid_all_segments(place: PoolDirectory) -> None:
     put(place, NAME)
     (place.folder / "what.new").mkdir()
     found = await find_pieces(MemoryKeeping([place]))
@@ -179,7 +179,7 @@ def test_a_directory_stays_after_its_last_segment_so_that_no_other_user_can_crea
 
 @pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a hugetlbfs of its own, which takes root")
-def test_a_file_in_huge_pages_is_made_filled_and_found_again(tmp_path: Path) -> None:
+def test_a_file_in_huge_pages_is_created_filled_and_found_again(tmp_path: Path) -> None:
     """In a mount namespace of its own; without free pages the kernel refuses them, and that is said."""
     code = (
         "import ctypes, os, pathlib, sys\n"

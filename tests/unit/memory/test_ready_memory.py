@@ -277,7 +277,7 @@ async def test_the_next_daemon_finds_it_and_counts_it_once(keep: MemoryKeeping) 
     pool.close()
 
 
-async def test_a_daemon_with_another_setting_frees_what_it_finds(keep: MemoryKeeping) -> None:
+async def test_a_daemon_with_another_setting_frees_the_memory_of_its_predecessor(keep: MemoryKeeping) -> None:
     (await filled(keep, 12 * MIB)).close()
     pool = await found_again(keep, ready=ready(0))
     with anyio.fail_after(HANG_S):

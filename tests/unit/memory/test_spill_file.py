@@ -148,9 +148,7 @@ def test_a_cancelled_spill_leaves_nothing(folder: SpillFolder, memory: tuple[int
 
 
 @pytest.mark.thorough
-def test_a_copy_that_was_given_up_when_it_was_whole_got_its_name_all_the_same(
-    folder: SpillFolder, memory: tuple[int, bytes]
-) -> None:
+def test_a_cancelled_but_complete_copy_was_still_renamed(folder: SpillFolder, memory: tuple[int, bytes]) -> None:
     """A thread left behind by who waited for it named its file after other bytes had gone to that memory."""
     chunks = SIZE_BYTES // CHUNK_BYTES + 1
     cancel_requests = iter([False] * (2 * chunks))  # copied, synced and compared

@@ -61,7 +61,7 @@ async def memory(store: DescriptorStore) -> AsyncIterator[VideoMemory]:
     made.close()
 
 
-async def test_a_helper_that_was_killed_before_it_was_known_is_asked_once_more() -> None:
+async def test_a_request_is_repeated_if_the_helper_was_killed_before_its_start_was_noticed() -> None:
     """A resume that came a moment after ended as suspended again, for lack of room that there was."""
     helper = Gpus()
     helper.losses = 1

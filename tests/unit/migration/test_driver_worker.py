@@ -156,7 +156,7 @@ def test_a_checkpoint_that_failed_on_the_way_back_leaves_the_job_waiting_for_roo
     assert drive.op.workers[0].gpu == "gpu1"
 
 
-def test_a_driver_without_memory_for_itself_on_the_way_back_is_asked_again_and_no_room_is_taken_twice() -> None:
+def test_a_restore_without_driver_memory_is_retried_without_reserving_memory_twice() -> None:
     """It was held after the first attempt, and had to be resumed by hand while its storages were there."""
     drive = DrivenOperation(operation(worker(token="t", method="driver", carrier="host", size_bytes=8, driver_bytes=2)))
     drive.on(lambda: "reload" in tags(drive.wanted))
@@ -179,7 +179,7 @@ def test_a_driver_without_memory_for_itself_on_the_way_back_is_asked_again_and_n
     assert (drive.op.waiting_for, drive.op.workers[0].gpu, drive.op.workers[0].offloaded) == (None, "gpu0", False)
 
 
-def test_a_process_that_the_driver_has_given_up_is_lost_and_frees_what_was_held_for_it() -> None:
+def test_a_process_that_the_driver_failed_is_lost_and_its_reservations_are_freed() -> None:
     drive = DrivenOperation(operation(bare()))
     drive.on(lambda: "restore" in tags(drive.wanted))
     drive.fail("broken")
@@ -189,7 +189,7 @@ def test_a_process_that_the_driver_has_given_up_is_lost_and_frees_what_was_held_
     assert drive.op.workers[0].reservations == {}
 
 
-def test_a_process_that_another_program_restored_meanwhile_stays_where_it_is() -> None:
+def test_a_process_restored_by_another_program_stays_on_its_gpu() -> None:
     drive = DrivenOperation(operation(bare()))
     drive.on(lambda: "restore" in tags(drive.wanted))
     drive.fail("broken")

@@ -90,7 +90,7 @@ def test_a_hold_continues_under_the_next_daemon() -> None:
     assert drive.op.phase == "holding"
 
 
-def test_a_hold_was_broken_because_agents_took_longer_than_5_s_to_come_to_the_next_daemon() -> None:
+def test_a_hold_was_broken_because_agents_took_longer_than_5_s_to_reconnect() -> None:
     drive = held()
     drive.wanted.clear()
     drive.feed(events.Recovered())
@@ -190,7 +190,7 @@ def test_after_a_restart_an_image_of_a_suspended_job_that_is_not_whole_leaves_it
     assert drive.op.phase == "suspended"
 
 
-def test_a_job_of_which_a_part_is_on_its_gpu_is_not_handed_over() -> None:
+def test_a_job_partly_on_its_gpu_is_not_dumped() -> None:
     drive = DrivenOperation(operation(worker(to=None), kind=SUSPEND)).until("suspended")
     drive.op = drive.op.with_worker(drive.op.workers[0].replace(gpu="gpu0", is_parked=False))
     with pytest.raises(Refused, match="not suspended"):

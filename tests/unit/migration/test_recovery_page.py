@@ -26,7 +26,7 @@ def test_every_phase_that_lasts_is_among_the_situations() -> None:
 
 
 @in_one_test("name", SITUATIONS)
-def test_a_situation_is_one_that_the_machine_was_driven_to(name: str) -> None:
+def test_every_situation_was_reached_by_the_machine(name: str) -> None:
     assert SITUATIONS[name].op.phase == name.rpartition(", ")[2]
 
 

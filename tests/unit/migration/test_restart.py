@@ -181,7 +181,7 @@ def _held() -> DrivenOperation:
     return drive
 
 
-def test_a_state_that_was_held_could_not_be_given_up() -> None:
+def test_a_held_state_could_not_be_dropped() -> None:
     drive = _held()
     assert drive.op.phase == "suspended"
     with pytest.raises(Refused) as refused:
@@ -233,7 +233,7 @@ def test_a_process_restarted_by_its_supervisor_is_reported_at_its_actual_place()
 
 
 @pytest.mark.parametrize("phase", ["checkpointing", "restoring"])
-def test_a_daemon_that_finds_it_gone_after_a_start_has_another_started(phase: str) -> None:
+def test_a_new_daemon_starts_another_process_if_the_prestarted_one_is_gone(phase: str) -> None:
     drive = DrivenOperation(restart()).until("checkpointing") if phase == "checkpointing" else left()
     again = DrivenOperation(drive.op)
     again.feed(events.Recovered())
@@ -254,7 +254,7 @@ def test_a_daemon_that_finds_the_next_one_training_after_a_start_is_done() -> No
 
 
 @pytest.mark.parametrize("phase", ["restoring", "settling", "verifying"])
-def test_a_training_that_ends_before_its_next_boundary_was_seen_is_done(phase: str) -> None:
+def test_a_training_that_finishes_before_its_next_boundary_is_done(phase: str) -> None:
     """It ended with 0 at once, and its operation was suspended: there was nothing left to continue for."""
     drive = left()
     if phase != "restoring":
@@ -285,7 +285,7 @@ def test_an_exit_that_counted_as_a_failure_before_its_status_was_known_still_cou
     assert drive.op.failure is None
 
 
-def test_a_state_that_is_held_of_a_training_that_had_come_to_its_end_is_given_back() -> None:
+def test_the_held_state_of_a_finished_training_is_released() -> None:
     drive = _held()
     assert drive.op.phase == "suspended"
     drive.feed(events.TrainingEnded(worker="a"))

@@ -79,7 +79,7 @@ def test_a_rank_that_dies_before_all_are_saved_prevents_the_restart() -> None:
     assert all(member.has_exited and not member.lost for member in drive.op.workers)
 
 
-def test_a_rank_that_does_not_leave_is_made_to_once_another_has() -> None:
+def test_a_rank_that_does_not_leave_is_interrupted_after_another_has_left() -> None:
     """After a rollback it would have continued without the other ranks."""
     drive = DrivenOperation(ranks()).until("checkpointing")
     gone(drive, "a")

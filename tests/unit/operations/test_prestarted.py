@@ -206,7 +206,7 @@ async def test_a_job_that_does_not_answer_does_not_delay_the_others(other: int) 
 
 
 @pytest.mark.parametrize("why", [UnansweringAgents.why, AgentAway(PID, "it left")], ids=["stopped", "away"])
-async def test_a_worker_that_did_not_answer_is_asked_again_later(why: HegmError) -> None:
+async def test_a_worker_that_did_not_answer_gets_the_request_again_later(why: HegmError) -> None:
     """A job that was stopped at the request and continues is asked again; one whose agent was absent was not."""
     node = Node(ALWAYS, deaf_times=2, why=why, patience=RetryDelays(first_s=0.0))
     async with node.running():

@@ -167,7 +167,7 @@ async def test_the_first_missed_image_in_a_row_is_an_event(tmp_path: Path, proce
         assert shelf.missed == [0, 1, 1, 1, 0, 1], "jobs without, whenever the next is taken"
 
 
-async def test_a_missed_image_is_shown_with_the_job_until_one_is_made(tmp_path: Path, process: Child) -> None:
+async def test_a_missed_image_is_shown_with_the_job_until_the_next_image(tmp_path: Path, process: Child) -> None:
     """It was in the daemon's events and log alone, and the job's owner believed that there were images."""
     async with running(tmp_path) as node:
         for end_s, missed in ((700.0, True), (1300.0, False)):

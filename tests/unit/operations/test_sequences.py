@@ -183,7 +183,7 @@ async def test_a_planned_swap_names_its_steps_and_does_nothing(
 
 
 @pytest.mark.thorough
-async def test_a_swap_whose_caller_left_suspended_a_job_for_good(
+async def test_a_swap_whose_caller_disconnected_left_a_job_suspended_for_ever(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     """The first job waited in the pool; the swap did not request its other steps nor its return."""

@@ -37,7 +37,7 @@ async def test_a_plan_was_made_with_the_bytes_of_the_last_count(tmp_path: Path, 
 
 
 @pytest.mark.thorough
-async def test_a_plan_does_not_wait_for_ever_for_what_a_job_holds(tmp_path: Path, process: Child) -> None:
+async def test_a_plan_does_not_wait_for_ever_for_a_memory_report(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         agent.slow.add("survey")
@@ -144,7 +144,7 @@ async def test_a_job_before_its_first_batch_was_refused_for_being_on_no_gpu(tmp_
         node.moving.supervisors.close()
 
 
-async def test_a_plan_asks_the_supervisor_what_the_other_python_is(tmp_path: Path, process: Child) -> None:
+async def test_a_plan_makes_the_supervisor_probe_the_other_python(tmp_path: Path, process: Child) -> None:
     """The supervisor runs the reported Python, as the job's user; hegmd must not run it with its own rights."""
     line = object()
     async with running(tmp_path) as node:
@@ -294,7 +294,7 @@ async def test_a_second_plan_does_not_change_the_data_of_the_first(tmp_path: Pat
         assert worker.state_bytes is None
 
 
-async def test_a_plan_ran_the_callers_program_as_the_user_of_a_job_that_came_while_it_was_made(
+async def test_a_plan_ran_the_callers_program_as_the_user_of_a_newly_connected_job(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     """The pid was unknown when the request named it, and the daemon waited for others:

@@ -116,7 +116,7 @@ async def test_spilled_it_takes_no_memory_and_comes_back_with_its_bytes(tmp_path
 
 
 @pytest.mark.thorough
-async def test_a_job_that_is_suspended_already_is_spilled_when_that_is_asked(tmp_path: Path, process: Child) -> None:
+async def test_a_suspended_job_is_spilled_on_request(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         await node.operations.suspend([process.pid], node.context())
@@ -221,7 +221,7 @@ async def test_the_next_daemon_notifies_the_agent_if_the_first_was_killed_before
 
 
 @pytest.mark.thorough
-async def test_a_daemon_long_gone_had_it_on_disk_and_the_next_one_resumes_it(tmp_path: Path, process: Child) -> None:
+async def test_a_later_daemon_resumes_a_job_that_an_earlier_one_wrote_to_disk(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         await node.operations.suspend([process.pid], node.context(), spill=True)
@@ -307,7 +307,7 @@ async def test_a_worker_that_dies_takes_its_file_with_it(tmp_path: Path, process
         assert spilled_files(tmp_path) == []
 
 
-async def test_a_state_that_may_not_be_given_up_was_no_longer_brought_to_disk(tmp_path: Path, process: Child) -> None:
+async def test_a_state_that_must_not_be_dropped_was_not_spilled(tmp_path: Path, process: Child) -> None:
     """The client that had requested the spill got a success message."""
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)

@@ -82,7 +82,7 @@ def test_records_are_frozen_and_hashable() -> None:
     assert record.replace(size_bytes=5) == Inner(size_bytes=5)
 
 
-def test_a_mistake_of_ours_is_an_error_at_once() -> None:
+def test_a_bug_of_ours_is_reported_immediately() -> None:
     with pytest.raises(TypeError, match="needs size_bytes"):
         Inner()  # type: ignore[call-arg]  # what is tried
     with pytest.raises(TypeError, match="has no sise"):

@@ -151,9 +151,7 @@ NO_MORE = OSError(errno.EMFILE, "Too many open files", "/proc")
 
 
 @pytest.mark.parametrize("beside", [False, True])
-async def test_a_restore_without_a_descriptor_to_look_at_its_processes_by_was_an_internal_error(
-    bench: Bench, *, beside: bool
-) -> None:
+async def test_a_restore_without_a_free_descriptor_was_an_internal_error(bench: Bench, *, beside: bool) -> None:
     """The message did not name the limit, nor that the request can be repeated."""
 
     async def looking(call: Call, request: Request) -> Record:

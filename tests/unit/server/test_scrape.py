@@ -257,7 +257,7 @@ def test_a_port_that_is_taken_is_refused_with_the_way_to_find_who_has_it() -> No
     assert f"sport = :{port}" in caught.value.hint
 
 
-def test_a_port_that_is_taken_on_one_address_is_taken_on_none() -> None:
+def test_a_port_in_use_on_one_address_is_bound_on_none() -> None:
     """The socket that was bound first would stay open."""
     with socket.socket(socket.AF_INET6) as other:
         try:

@@ -187,9 +187,7 @@ async def test_a_daemon_killed_while_the_disk_is_full_resumes_the_job_that_it_wa
 
 
 @pytest.mark.thorough
-async def test_a_hundred_requests_that_come_and_go_neither_lose_nor_starve_a_job(
-    tmp_path: Path, process: Child
-) -> None:
+async def test_a_hundred_short_leases_neither_lose_nor_starve_a_job(tmp_path: Path, process: Child) -> None:
     async with sharing_on(tmp_path) as shared:
         agent = await shared.node.attend(process.pid, BYTES)
         await shared.until_states(j1="running")
@@ -237,7 +235,7 @@ async def test_a_lease_that_is_never_released_ends_by_itself_and_the_job_returns
 
 
 @pytest.mark.thorough
-async def test_a_user_without_the_right_has_nothing_of_others_suspended(tmp_path: Path, process: Child) -> None:
+async def test_a_user_without_the_right_cannot_suspend_jobs_of_others(tmp_path: Path, process: Child) -> None:
     """Users may suspend only their own jobs here: neither a high nor a permitted priority suspends another's."""
     async with sharing_on(tmp_path, suspends_others=False) as shared:
         agent = await shared.node.attend(process.pid, BYTES)

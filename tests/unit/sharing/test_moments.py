@@ -14,7 +14,7 @@ from tests.unit.sharing.shared_node import MIB, sharing_on
 Child = subprocess.Popen[bytes]
 
 
-async def test_a_resume_that_begins_while_a_process_is_asked_is_not_given_the_memory_of_another(
+async def test_a_resume_during_a_survey_does_not_get_the_memory_of_another_process(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     """What it had reserved counted as free, and a job of the queue was started there too."""

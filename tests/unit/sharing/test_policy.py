@@ -108,7 +108,7 @@ def test_a_held_lease_keeps_what_is_not_used_yet() -> None:
     assert kinds(decided(gpu("gpu0", 50), held(60, used_gib=30), queued("j1", 20))) == [("start", "j1", ("gpu0",))]
 
 
-def test_a_suspended_job_comes_back_to_any_gpu_before_one_of_lower_priority_starts() -> None:
+def test_a_suspended_job_resumes_on_any_gpu_before_a_job_of_lower_priority_starts() -> None:
     actions = decided(gpu("gpu0", 0), gpu("gpu1", 40), suspended("j1", 40), queued("j2", 40, priority=20))
     assert kinds(actions) == [("resume", "j1", ("gpu1",))]
 
@@ -286,7 +286,7 @@ def test_a_job_that_waits_for_leased_memory_is_shown_the_lease() -> None:
     assert waiting.waits == "40 GiB on gpu0: 20 GiB is free, 60 GiB is kept for lease l1"
 
 
-def test_a_waiting_job_is_told_who_has_the_gpu_and_how_it_gets_it() -> None:
+def test_a_waiting_job_shows_who_has_the_gpu_and_how_it_gets_it() -> None:
     """On a node with Slurm it was told of a lease without its Slurm job, and of nobody else who has the memory."""
     lease = replace(held(30), ends_with="Slurm job 42")
     important, small = running("j2", 15, priority=90), running("j3", 5, priority=20)

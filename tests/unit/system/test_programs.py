@@ -320,7 +320,7 @@ async def test_a_child_that_sigkill_cannot_end_is_left_to_its_thread(tmp_path: P
 # -- a companion -------------------------------------------------------------------------------------------------------
 
 
-async def test_a_companion_has_its_descriptor_and_its_end_is_seen_there() -> None:
+async def test_a_companion_holds_its_descriptor_and_its_exit_is_detected() -> None:
     ours, theirs = socket.socketpair()
     number = theirs.detach()
     text = f"import os; os.write(2, b'begun'); os.write({number}, b'hello'); os._exit(3)"

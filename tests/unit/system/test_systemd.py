@@ -269,7 +269,7 @@ def test_a_vanished_manager_is_logged_and_its_return_is_noticed(
     reports.close()
 
 
-def test_a_full_queue_delays_a_report_and_loses_none(manager: Manager, reports: ServiceManager) -> None:
+def test_a_full_queue_delays_reports_but_loses_none(manager: Manager, reports: ServiceManager) -> None:
     waiting = manager.fill()
     done = threading.Thread(target=reports.ready)
     done.start()

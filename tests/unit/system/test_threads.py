@@ -126,7 +126,7 @@ async def test_a_file_on_a_dead_disk_blocked_the_caller_for_ever() -> None:
         answers.set()
 
 
-async def test_a_look_that_comes_to_its_end_is_not_counted() -> None:
+async def test_a_finished_read_does_not_count() -> None:
     reads = BoundedReads(most=1)
     assert await reads.at(lambda _: 1, name="look") == 1
     with pytest.raises(LookupError):

@@ -132,7 +132,7 @@ def test_a_gap_is_reported_for_every_requested_kind() -> None:
     assert [event.kind for event in events] == [MISSED]
 
 
-async def test_a_reader_gets_the_past_and_then_what_comes() -> None:
+async def test_a_reader_gets_past_events_and_then_new_ones() -> None:
     log = log_with(2)
     got: list[int] = []
 

@@ -147,7 +147,7 @@ async def test_a_job_keeps_its_id_when_the_daemon_is_killed(
         assert await registered(node, process.pid, "three") == "j1", "a run within a run takes its place"
 
 
-async def test_a_damaged_file_is_kept_and_none_of_its_ids_is_used_again(tmp_path: Path, process: Child) -> None:
+async def test_a_damaged_file_is_kept_and_its_ids_are_not_reused(tmp_path: Path, process: Child) -> None:
     file = JobFile(tmp_path)
     job = JobRecord(number=41, name="a", uid=0, runs=("r",), command="", started_utc=0.0, boot="")
     file.save(42, [job])
@@ -245,7 +245,7 @@ async def test_an_operation_names_its_job_after_the_job_has_ended(
         assert node.moving.job_requests.with_job(moved).processes[0].job_name == "bert"
 
 
-async def test_a_job_that_has_not_come_to_a_batch_is_not_moved(tmp_path: Path, process: Child) -> None:
+async def test_a_job_before_its_first_batch_is_not_moved(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         await registered(node, process.pid, "one")
         with pytest.raises(HegmError, match=r"job j1 \(train\) is starting") as refused:
@@ -255,7 +255,7 @@ async def test_a_job_that_has_not_come_to_a_batch_is_not_moved(tmp_path: Path, p
         assert await node.moving.job_requests.pids(("j1", "train", str(process.pid), 7), mine) == (process.pid, 7)
 
 
-async def test_a_user_names_own_jobs_only_and_sees_no_command_of_others(tmp_path: Path, process: Child) -> None:
+async def test_a_user_can_name_only_own_jobs_and_see_only_own_commands(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         await registered(node, process.pid, "one")
         requests = node.moving.job_requests
@@ -424,7 +424,7 @@ async def test_a_long_run_id_of_an_agent_is_cut(tmp_path: Path, process: Child) 
 
 
 @pytest.mark.thorough
-async def test_a_name_that_is_asked_for_many_times_is_looked_up_once(tmp_path: Path, process: Child) -> None:
+async def test_a_name_requested_many_times_is_looked_up_once(tmp_path: Path, process: Child) -> None:
     calls: list[int | None] = []
 
     def may(uid: int | None) -> bool:

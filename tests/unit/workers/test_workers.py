@@ -54,9 +54,7 @@ async def test_an_order_is_awaited_until_its_report_which_is_kept(process: subpr
         assert workers.agents()[process.pid].parked
 
 
-async def test_a_rank_was_moved_with_its_communicators_connected_if_it_answered_no_survey_since_its_agent_came(
-    process: subprocess.Popen[bytes],
-) -> None:
+async def test_a_rank_without_a_survey_was_moved_with_connected_communicators(process: subprocess.Popen[bytes]) -> None:
     """After a start of the daemon its size was known, and its groups were not: the plan had no step to disconnect them.
 
     A rank with steps of more than a second, or on a busy node, does not answer the survey of a plan in time.
@@ -148,7 +146,7 @@ async def test_orders_under_way_fail_when_the_agent_leaves_and_its_handle_stays(
         assert news == [f"came {process.pid}", f"left {process.pid}", f"back {process.pid}"]
 
 
-async def test_a_newer_connection_takes_the_place_of_one_that_hangs(process: subprocess.Popen[bytes]) -> None:
+async def test_a_newer_connection_replaces_one_that_hangs(process: subprocess.Popen[bytes]) -> None:
     async with attended(process.pid) as (workers, agent, news, tasks):
         worker = workers.find(process.pid)
         await agent.attend(tasks)
@@ -158,9 +156,7 @@ async def test_a_newer_connection_takes_the_place_of_one_that_hangs(process: sub
         await worker.order("survey")
 
 
-async def test_a_survey_that_came_too_late_wiped_out_what_was_known_of_the_worker(
-    process: subprocess.Popen[bytes],
-) -> None:
+async def test_a_late_survey_erased_the_known_state_of_the_worker(process: subprocess.Popen[bytes]) -> None:
     """Issue 14, row 1: nothing was known of a busy job, and its move by peer was refused."""
     async with attended(process.pid) as (workers, agent, _, _):
         worker = workers.find(process.pid)
@@ -215,7 +211,7 @@ async def test_orders_wait_for_the_one_before_them_but_for_withdraw(process: sub
         assert agent.orders == ["survey", "withdraw", "park"]
 
 
-async def test_a_count_waits_for_no_order_and_holds_up_none(process: subprocess.Popen[bytes]) -> None:
+async def test_a_count_neither_waits_for_other_orders_nor_delays_them(process: subprocess.Popen[bytes]) -> None:
     """Every listing of jobs requests a count of each job, also of a stopped one."""
     async with attended(process.pid) as (workers, agent, _, _):
         agent.slow |= {"survey"}
@@ -233,7 +229,7 @@ async def test_a_count_waits_for_no_order_and_holds_up_none(process: subprocess.
         agent.go_on.set()
 
 
-async def test_a_park_takes_the_place_of_one_that_is_under_way(process: subprocess.Popen[bytes]) -> None:
+async def test_a_new_order_to_park_replaces_the_current_one(process: subprocess.Popen[bytes]) -> None:
     async with attended(process.pid) as (workers, agent, _, _):
         agent.slow.add("park")
         worker = workers.find(process.pid)

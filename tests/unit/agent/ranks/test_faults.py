@@ -39,6 +39,6 @@ def test_faults_that_are_exceptions_are_raised() -> None:
         ("step=1,kind=hang,phase=never", "phase=never is not one of restore"),
     ],
 )
-def test_a_fault_that_cannot_be_is_refused_with_what_is_wrong(text: str, why: str) -> None:
+def test_an_impossible_fault_is_refused_with_the_reason(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         parse(text)

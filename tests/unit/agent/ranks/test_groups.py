@@ -67,7 +67,7 @@ class Group:
         return self._backend
 
 
-def test_a_communicator_is_aborted_once_and_not_destroyed_meanwhile(tmp_path: Path) -> None:
+def test_a_communicator_is_aborted_once_and_not_destroyed_during_the_abort(tmp_path: Path) -> None:
     """Rank 1 fails: its listening thread ends the waits while its block leaves the groups."""
     groups, backend = Groups(str(tmp_path)), ProcessGroupNCCL()
     groups.connect("gloo", 0, 0, 1, {})
@@ -98,7 +98,7 @@ def _raise(*_: object) -> None:
     raise Interrupted
 
 
-def test_a_wait_for_a_rank_that_never_comes_to_connect_can_be_interrupted(tmp_path: Path) -> None:
+def test_a_wait_for_a_rank_that_never_connects_can_be_interrupted(tmp_path: Path) -> None:
     """PyTorch's store waited for minutes, and no signal ended that: the rank that lived was killed for it."""
     groups = Groups(str(tmp_path))
     before = signal.signal(signal.SIGUSR1, _raise)

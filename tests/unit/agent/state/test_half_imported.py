@@ -40,7 +40,7 @@ def test_bars_that_pytorch_imports_had_the_state_read_beside_half_of_it(tmp_path
 
 
 @pytest.mark.thorough
-def test_a_python_that_came_before_the_training_claimed_its_state_and_ended_the_job(tmp_path: Path) -> None:
+def test_a_python_started_before_the_training_claimed_its_state_and_ended_the_job(tmp_path: Path) -> None:
     """`python -c "import torch"` in front of the training, and no restart came past that."""
     (tmp_path / "torch" / "utils" / "data").mkdir(parents=True)
     for package in ("torch", "torch/utils", "torch/utils/data"):

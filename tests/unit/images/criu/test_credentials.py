@@ -49,7 +49,7 @@ def objections(folder: Path, *cores: bytes) -> list[str]:
         return [reason.message for reason in beyond(credentials_in(dir_fd), ME, MINE)]
 
 
-def test_a_users_own_threads_come_back(tmp_path: Path) -> None:
+def test_a_users_own_threads_are_restored(tmp_path: Path) -> None:
     own = core(credentials(whole(9, 0), whole(10, 0), whole(11, 0), whole(12, 0xFFFFFFFF), whole(14, 100)))
     assert objections(tmp_path, own, core(credentials()), core(None, state=6)) == []
 

@@ -108,7 +108,7 @@ def test_what_it_says_instead_of_a_log_counts_too() -> None:
     assert "the disk of the image is full" in error.message
 
 
-def test_a_number_that_was_taken_just_before_criu_came_to_it_is_worth_another_try() -> None:
+def test_a_restore_is_retried_if_a_pid_was_taken_just_before() -> None:
     for line in ("Unable to create a thread: -17", "Can't fork for 1448: File exists"):
         assert had_numbers_taken(f"{NOISE}(00.07) Error (criu/x.c:1): {line}\n{AFTER}")
     assert not had_numbers_taken(NOISE + AFTER)

@@ -225,7 +225,7 @@ def test_an_image_within_another_left_that_one_damaged(tmp_path: Path) -> None:
     assert catalogue.verify(str(image), ignore)
 
 
-def test_a_directory_that_came_meanwhile_is_not_written_over(tmp_path: Path) -> None:
+def test_a_directory_created_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
     with make(str(tmp_path / "image")) as folder:
         built(tmp_path / "image")
         before = catalogue.read(str(tmp_path / "image"))

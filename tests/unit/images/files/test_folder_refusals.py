@@ -118,7 +118,7 @@ def test_to_remove_what_is_no_image_was_named_as_the_way_to_put_one_there(
         ("gone/x", "there is no {}/gone"),
     ],
 )
-def test_a_directory_that_is_no_image_is_reported_as_what_it_is(tmp_path: Path, name: str, why: str) -> None:
+def test_a_directory_that_is_not_an_image_is_reported_as_such(tmp_path: Path, name: str, why: str) -> None:
     _furnish(tmp_path)
     with pytest.raises(HegmError) as refused:
         find(f"{tmp_path}/{name}")

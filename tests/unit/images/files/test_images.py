@@ -263,7 +263,7 @@ async def test_an_image_is_restored_by_one_at_a_time_and_free_again_after(
 
 
 @pytest.mark.thorough
-async def test_a_hand_that_is_killed_leaves_what_is_known_as_left_over(
+async def test_a_killed_image_writer_leaves_files_that_are_known_as_remains(
     tmp_path: Path, memory: tuple[int, bytes]
 ) -> None:
     async with room(tmp_path / "state") as images:

@@ -138,7 +138,7 @@ async def _verdicts(folder: Path, path: Path) -> tuple[bool, bool, bool]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", quick_first(FILES, 2))
-async def test_a_damaged_image_was_refused_by_a_restore_and_passed_by_those_who_look_at_it_first(
+async def test_a_restore_refused_a_damaged_image_that_verify_and_the_dry_run_had_accepted(
     tmp_path: Path, name: str
 ) -> None:
     """Issue 14, row 15: a dry run passed 7 of 9 damaged images, and `images verify` a flipped bit in a seal."""
@@ -158,7 +158,7 @@ async def test_a_damaged_image_was_refused_by_a_restore_and_passed_by_those_who_
 
 
 @pytest.mark.parametrize("harm", [_empty, Path.unlink, _link, _pipe, _folder], ids=lambda harm: harm.__name__)
-async def test_a_lock_that_is_none_was_found_by_a_restore_alone(tmp_path: Path, harm: Callable[[Path], object]) -> None:
+async def test_only_a_restore_detected_a_bad_lock(tmp_path: Path, harm: Callable[[Path], object]) -> None:
     """Issue 14, row 15. An image with an empty lock is whole, and a missing lock is created again."""
     path = tmp_path / "image"
     built(path, manifest=MANIFEST.replace(workers=(WORKER,)), size_bytes=SIZE_BYTES)

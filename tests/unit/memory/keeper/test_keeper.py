@@ -114,7 +114,7 @@ async def test_it_survives_the_daemon_that_started_it_being_killed_with_its_grou
 
 
 @pytest.mark.thorough
-async def test_a_killed_keeper_is_replaced_and_given_everything_again(folder: Path) -> None:
+async def test_a_new_keeper_gets_all_descriptors_after_a_kill(folder: Path) -> None:
     fd = memory(b"weights")
     async with storing(folder) as store:
         await store.put(NAME, fd)

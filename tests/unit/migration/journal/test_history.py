@@ -98,7 +98,7 @@ async def test_a_journal_that_is_compacted_while_an_operation_begins_has_it_once
     ledger.close()
 
 
-async def test_a_step_that_cannot_be_written_waits_and_is_not_known_meanwhile() -> None:
+async def test_a_step_that_cannot_be_written_waits_and_stays_unpublished() -> None:
     ledger, disk, log = _opened()
     op = operation(id="1")
     await ledger.enter(*_begun(op))

@@ -180,14 +180,14 @@ def _records() -> list[bytes]:
     return [BOOK.data[start:end] for start, end in pairwise(ends)]
 
 
-def test_a_record_that_is_missing_is_seen() -> None:
+def test_a_missing_record_is_detected() -> None:
     records = _records()
     del records[4]
     with pytest.raises(journal_records.JournalBroken, match="follows event"):
         journal_records.read(journal_records.MAGIC + b"".join(records))
 
 
-def test_a_record_that_is_there_twice_is_seen() -> None:
+def test_a_duplicate_record_is_detected() -> None:
     records = _records()
     with pytest.raises(journal_records.JournalBroken, match="follows event"):
         journal_records.read(journal_records.MAGIC + b"".join([*records[:5], records[4], *records[5:]]))

@@ -293,7 +293,7 @@ def test_an_agent_that_continued_without_a_daemon_does_not_get_old_bytes() -> No
     assert "reload" not in done
 
 
-def test_a_rank_with_offloaded_bytes_is_never_asked_for_another_boundary() -> None:
+def test_a_rank_with_offloaded_bytes_gets_no_order_for_another_boundary() -> None:
     """One rank resumed automatically while the job was suspended; resuming the second rank stops no process."""
     drive = DrivenOperation(
         operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND, is_distributed=True)

@@ -29,7 +29,7 @@ def quiet(count: int, resident_bytes: int = 0) -> list[ProgressSample]:
     return [ProgressSample(resident_bytes, 0, RUNNING)] * count
 
 
-def test_a_call_in_which_nothing_moves_is_given_up_when_it_takes_far_longer_than_its_bytes() -> None:
+def test_a_driver_call_without_progress_is_given_up_long_after_its_estimate() -> None:
     assert judged(*quiet(25))[0] == 19, "15 s, and four times the one that was expected"
     assert judged(*quiet(80), expected_s=14.0)[0] == 71
 
@@ -51,7 +51,7 @@ def test_what_cannot_be_seen_is_neither_progress_nor_a_reason_to_wait_for_ever()
     assert judged(*[ProgressSample()] * 25)[0] == 19
 
 
-def test_a_stopped_process_is_given_up_at_once_and_a_traced_one_is_not() -> None:
+def test_a_call_to_a_stopped_process_is_given_up_immediately_but_not_to_a_traced_one() -> None:
     one_stopped = ProgressSample(0, 0, {"S": 30, "t": 1})
     assert judged(*quiet(1), *[one_stopped] * 3) == [3]
     assert not judged(*[one_stopped, *quiet(1)] * 7)
@@ -81,7 +81,7 @@ def child() -> Iterator[subprocess.Popen[str]]:
     process.communicate("\n", timeout=HANG_S)
 
 
-def test_a_process_that_grows_and_one_that_is_stopped_are_seen(child: subprocess.Popen[str]) -> None:
+def test_growing_and_stopped_processes_are_reported(child: subprocess.Popen[str]) -> None:
     before = look_at(child.pid, 7)
     assert (before.free_bytes, before.stopped, sum(before.threads.values())) == (7, 0, 1)
     os.kill(child.pid, signal.SIGSTOP)

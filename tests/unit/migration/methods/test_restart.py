@@ -275,7 +275,7 @@ async def refusal_of_a_rank(parts: RestartMethod) -> Refused:
     return failed.value
 
 
-async def test_a_rank_that_fell_before_it_was_seen_left_the_operation_waiting(tmp_path: Path) -> None:
+async def test_a_rank_that_failed_before_its_agent_connected_left_the_operation_waiting(tmp_path: Path) -> None:
     """The launcher had restarted the ranks itself.
 
     They waited for ranks that had exited, and the daemon did not end them.
@@ -306,7 +306,7 @@ async def test_a_rank_that_fell_before_it_was_seen_left_the_operation_waiting(tm
 
 
 @pytest.mark.thorough
-async def test_a_daemon_that_was_not_there_at_the_start_saw_no_rank_fall_before_its_agent_came(tmp_path: Path) -> None:
+async def test_a_daemon_started_later_missed_a_rank_that_failed_before_its_agent_connected(tmp_path: Path) -> None:
     """An earlier daemon requested the start; the daemon that waits now finds the rank below the launcher itself."""
     workers, supervisors = AttendingWorkers(), Supervisors(start_ticks_of)
     launched = Launched(workers, supervisors)

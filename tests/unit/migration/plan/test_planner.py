@@ -342,7 +342,7 @@ def test_the_time_for_an_image_was_not_in_the_estimate() -> None:
     assert left.steps[-1].endswith("verify the image while the job trains")
 
 
-def test_a_job_that_comes_back_takes_the_reading_and_the_resume() -> None:
+def test_the_time_of_a_restore_includes_reading_and_resume() -> None:
     snapshot, op = _snapshot(_process(gpus=())), _suspended()
     plan = _plan(planned_resume(snapshot, _resume(None), op))
     restored = from_image(plan, snapshot.rates, size_bytes=3 * GIB)

@@ -90,7 +90,7 @@ def test_links_are_followed_to_the_file(tmp_path: Path, build: Build, old_stays:
     library.unload()
 
 
-def test_a_file_that_is_gone_is_an_error_with_nothing_loaded_until_it_is_back(tmp_path: Path, build: Build) -> None:
+def test_a_missing_file_is_an_error_until_it_exists_again(tmp_path: Path, build: Build) -> None:
     library = SharedLibrary(str(build(tmp_path / NAME, 1)))
     library.load()
     (tmp_path / NAME).unlink()

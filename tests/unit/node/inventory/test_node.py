@@ -100,7 +100,7 @@ async def test_after_a_change_that_is_known_of_a_young_snapshot_is_not_good_enou
         assert await node.inventory.fresh(LONG_S) is newer
 
 
-async def test_a_change_in_the_middle_of_a_look_makes_the_caller_wait_for_the_next_one() -> None:
+async def test_a_change_during_a_refresh_makes_the_caller_wait_for_the_next_refresh() -> None:
     provider = Provider(gpu(0))
     found: list[NodeSnapshot] = []
 

@@ -74,7 +74,7 @@ async def test_a_library_that_hangs_later_is_shown_with_its_last_answer() -> Non
 
 
 @pytest.mark.thorough
-async def test_a_slow_library_gets_its_answer_in_at_the_next_look() -> None:
+async def test_a_slow_library_delivers_its_answer_at_the_next_refresh() -> None:
     provider = Provider(gpu(0))
     provider.hang()
     async with node_of(provider, deadline_s=SHORT_S) as node:

@@ -29,7 +29,7 @@ def no_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_live_process_was_gone_for_a_daemon_without_descriptors() -> None:
+def test_a_daemon_without_descriptors_counted_a_live_process_as_gone() -> None:
     known = start_ticks_of(os.getpid())
     assert known is not None
     with no_descriptors(), pytest.raises(HegmError) as hidden:

@@ -84,7 +84,7 @@ def test_a_process_that_is_stopped(quiet: Child) -> None:
     os.kill(quiet.pid, signal.SIGCONT)
 
 
-def test_a_process_that_is_gone_is_unknown_and_not_clean(quiet: Child) -> None:
+def test_an_exited_process_is_unknown_and_not_clean(quiet: Child) -> None:
     assert read_outside(2**22 + 1) == SurroundingFacts()
     assert nearest_ancestor(2**22 + 1, [1]) is None
 

@@ -150,7 +150,7 @@ def test_a_process_with_several_users_is_the_mightiest_ones(
 
 
 @pytest.mark.thorough
-def test_a_change_under_the_same_identity_is_seen_in_time(proc: PretendedProc, start: Start) -> None:
+def test_a_change_with_the_same_identity_is_detected(proc: PretendedProc, start: Start) -> None:
     child = start()
     pids = range(10, 10 + 3 * REREAD_PER_REFRESH)
     for pid in pids:

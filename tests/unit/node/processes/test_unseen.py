@@ -64,7 +64,7 @@ def test_a_pid_that_no_process_has_here_is_in_another_namespace(proc: PretendedP
 
 
 @pytest.mark.parametrize("pid", [0, -1])
-def test_a_pid_that_is_none(table: ProcessTable, pid: int) -> None:
+def test_an_invalid_pid(table: ProcessTable, pid: int) -> None:
     assert one(table, pid) == ProcessFacts(pid=pid, presence=Visibility.UNSEEN, note=NOTE_NO_PID)
 
 

@@ -218,7 +218,7 @@ def test_each_state_of_an_operation_has_a_series_also_when_none_is_in_it() -> No
     assert figures == {"moving": 1, "quiesced": 0, "suspended": 0, "waiting": 2}
 
 
-def test_a_job_that_has_not_come_to_a_batch_has_no_count_of_them() -> None:
+def test_a_job_before_its_first_batch_has_no_boundary_count() -> None:
     jobs = (
         JobTally("j1", "train", is_training=True, boundary=7),
         JobTally("j2", "new", is_training=False, boundary=None),

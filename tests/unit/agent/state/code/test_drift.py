@@ -100,7 +100,7 @@ class Counting(Dataset[int]):
         return self.own.randrange(100)
 
 
-def test_a_dataset_was_asked_for_an_item_to_see_whether_it_is_the_same() -> None:
+def test_comparing_a_dataset_read_one_of_its_items() -> None:
     """So that a dry run had the training continue with other numbers than it would have."""
     dataset = Counting()
     before = dataset.own.getstate()

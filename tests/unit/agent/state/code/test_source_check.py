@@ -25,12 +25,12 @@ def run(*words: str, read: str | None = None, folder: Path | None = None) -> str
 
 
 @pytest.mark.parametrize("words", [("-",), (), ("/dev/stdin",)])
-def test_a_script_that_came_by_a_pipe_is_not_left_for_a_python_that_would_read_nothing(words: tuple[str, ...]) -> None:
+def test_a_script_read_from_a_pipe_is_not_restarted(words: tuple[str, ...]) -> None:
     """It was restarted, read an empty input, and ended with 0 as if the training were over."""
     assert "which cannot be read again" in run(*words, read=ASKS)
 
 
-def test_a_script_that_is_gone_is_refused_before_its_training_leaves(tmp_path: Path) -> None:
+def test_a_deleted_script_is_refused_before_its_training_exits(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"import os\nos.unlink({str(script)!r})\n{ASKS}")
     assert f"{script} cannot be read again: No such file or directory" in run(str(script))

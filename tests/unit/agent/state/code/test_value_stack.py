@@ -80,14 +80,14 @@ def test_contexts_handlers_and_cells_between_loops_do_not_move_what_is_found() -
     assert found == [outer, inner]
 
 
-def test_a_loop_that_asks_for_its_next_item_is_seen_at_its_head() -> None:
+def test_a_loop_that_requests_its_next_item_is_at_its_head() -> None:
     asker = Asker()
     for _item in asker:
         pass
     assert asker.positions == [("Asker", True)] * 2
 
 
-def test_a_generator_on_the_way_has_loops_of_its_own() -> None:
+def test_a_generator_between_two_loops_has_its_own_loops() -> None:
     def passing(items: Iterable[int]) -> Iterator[int]:
         yield from (item for item in items if item)
 

@@ -36,7 +36,7 @@ def _through(fd: int, value: Any) -> Any:
 
 
 @in_one_test("seed", range(60))
-def test_a_value_of_any_kind_comes_back_to_the_bit(fd: int, seed: int) -> None:
+def test_values_of_any_type_are_restored_exactly(fd: int, seed: int) -> None:
     value = Drawn(seed).value(depth=4)
     assert exact(_through(fd, value)) == exact(value)
 
@@ -90,7 +90,7 @@ def test_memory_formats_stay_since_kernels_are_chosen_by_them(fd: int) -> None:
     assert _through(fd, value).is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_parameter_comes_back_as_a_tensor_that_wants_a_gradient(fd: int) -> None:
+def test_a_restored_parameter_requires_a_gradient(fd: int) -> None:
     found = _through(fd, torch.nn.Parameter(torch.ones(3)))
     assert type(found) is torch.Tensor
     assert found.requires_grad
@@ -108,7 +108,7 @@ def test_the_former_device_of_a_tensor_is_stated(fd: int) -> None:
     assert tensors.was_on(_through(fd, torch.ones(2))) == torch.device("cpu")
 
 
-def test_a_number_of_numpy_of_every_byte_order_comes_back(fd: int) -> None:
+def test_numpy_numbers_of_every_byte_order_are_restored(fd: int) -> None:
     value = {np.int64(3): np.arange(5, dtype=">i4"), "none": np.empty((0, 3)), "all": np.asfortranarray(np.eye(3))}
     assert exact(_through(fd, value)) == exact(value)
 

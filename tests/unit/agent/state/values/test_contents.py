@@ -108,7 +108,7 @@ def test_optimizer_state_outside_of_parameters_is_kept() -> None:
     assert str(put.state["seen"]) == str(before.state["seen"])
 
 
-def test_a_state_of_a_tensor_that_is_none_of_an_optimizers_parameters_has_no_form() -> None:
+def test_optimizer_state_of_a_foreign_tensor_cannot_be_saved() -> None:
     before = Optimizer("cpu")
     before.state[torch.nn.Parameter(torch.ones(2))] = {"seen": torch.ones(2)}
     with pytest.raises(state_file.UnsupportedValue):

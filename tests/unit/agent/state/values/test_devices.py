@@ -25,13 +25,13 @@ def settled(saved: torch.Tensor, here: Any) -> Any:
     return Decoding().settle(("tensor", saved, False), here, "mean")
 
 
-def test_a_tensor_of_a_gpu_could_not_be_put_back_where_there_is_none() -> None:
+def test_a_gpu_tensor_could_not_be_restored_without_a_gpu() -> None:
     """PyTorch was asked for the GPU that it had been on, and ended the restart."""
     assert settled(saved_on(GPU), None).device.type == "cpu"
     assert settled(saved_on(GPU), torch.zeros(3)).device.type == "cpu"
 
 
-def test_a_tensor_that_comes_from_the_cpu_goes_where_the_script_has_its_place() -> None:
+def test_a_tensor_saved_on_the_cpu_is_restored_on_the_scripts_device() -> None:
     here, saved = torch.empty(3, device="meta"), saved_on(torch.device("cpu"))
     assert devices.device_beside(saved, here, from_cpu=True).type == "meta"
     assert devices.device_beside(saved, None, from_cpu=True).type == "cpu"
@@ -74,9 +74,7 @@ def test_a_tensor_of_one_of_several_gpus_went_to_the_current_one(learned: Callab
     assert not devices.keeps_number(gpu(2), 2)
 
 
-def test_a_tensor_goes_to_the_gpu_where_the_script_has_put_the_parameters_beside_it(
-    learned: Callable[..., None],
-) -> None:
+def test_a_tensor_is_restored_on_the_gpu_of_its_parameters(learned: Callable[..., None]) -> None:
     learned(cuda1="cuda:0")
     assert devices.device_like(gpu(1)) == gpu(0), "as of a rank that shares a GPU now"
     assert not devices.keeps_number(gpu(0), 2), "whose parameters were on another"

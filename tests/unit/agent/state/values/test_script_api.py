@@ -79,7 +79,7 @@ def test_steps_are_counted_by_optimizer_and_go_along(registrations: Registration
     assert (again.global_step(), again.global_step(mine[0]), again.global_step(mine[1])) == (2, 1, 2)
 
 
-def test_a_kept_value_is_set_at_once_and_again_after_the_scripts_own_preparations(registrations: Registrations) -> None:
+def test_a_kept_value_is_set_immediately_and_again_at_the_first_batch(registrations: Registrations) -> None:
     kept = {"best": torch.tensor(0.25), "names": ["a"]}
     registrations.keep("history", lambda: kept, kept.update)
     state, against = registrations.capture([])
