@@ -232,8 +232,11 @@ class Recoveries(BackgroundTasks):
     async def _look_at(self, record: JobSnapshots) -> None:
         if record.job in self._running or self.in_process.is_live(record):
             return
-        if record.launcher_pid is not None or not JobSlots(self._pool, record.job).held():
+        is_lost = not JobSlots(self._pool, record.job).held()
+        if record.launcher_pid is not None or (is_lost and not record.generation):
             await self._drop(record.job)  # only a launcher could use its own
+        elif record.kept_utc is None and is_lost:  # as after a reboot: its user learns where its newest image is
+            self._save(record.replace(kept_utc=self._utc()))
         elif record.kept_utc is None:
             self._save(record.replace(kept="its hegmctl run was killed", kept_utc=self._utc()))
         elif self._utc() - record.kept_utc > KEPT_S:

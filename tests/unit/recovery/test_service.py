@@ -165,6 +165,22 @@ async def test_a_new_daemon_reports_lost_snapshots_and_runs_that_have_not_connec
     assert view.id == "j1"
 
 
+async def test_a_job_whose_snapshots_are_lost_was_forgotten_at_once(pool: Pool, tmp_path: Path) -> None:
+    """Its user had 15 s to read that it is lost, and where its newest image is."""
+    job = JobSnapshots(job="j1", uid=ANOTHER_UID, ranks=1, generation=4, images="/images")
+    old = job.replace(job="j2", kept="given up", kept_utc=1.0)
+    SnapshotFiles(tmp_path).save({"j1": job, "j2": old})
+    service = recoveries(pool, tmp_path)
+    for record in (job, old):
+        await service._look_at(record)
+    (view,) = (await service.show([], lambda _uid: True)).jobs
+    assert (view.id, view.state) == ("j1", LOST)
+    assert "hegmctl restore --newest /images" in (view.why or "")
+    (kept,) = service._records.values()
+    await service._look_at(kept)
+    assert list(service._records) == ["j1"]
+
+
 async def test_a_queued_job_starts_on_the_gpu_that_the_sharing_policy_chose(pool: Pool, tmp_path: Path) -> None:
     """The recovery started the job where most memory was free, although that may be reserved for others."""
     service = recoveries(pool, tmp_path)
