@@ -90,10 +90,8 @@ def _spans(cells: list[tuple[str, str]], colours: dict[str, str]) -> str:
             runs.append((character, style))
     written = []
     for words, style in runs:
-        style_attribute = (
-            ' font-weight="700"' if style == "1" else f' fill="{colours[style]}"' if style in colours else ""
-        )
-        written.append(f"<tspan{style_attribute}>{escape(words)}</tspan>" if style_attribute else escape(words))
+        look = ' font-weight="700"' if style == "1" else f' fill="{colours[style]}"' if style in colours else ""
+        written.append(f"<tspan{look}>{escape(words)}</tspan>" if look else escape(words))
     return "".join(written)
 
 

@@ -1,7 +1,4 @@
-"""What `hegmctl attach` does before and after the agent arrives:
-
-which processes it attaches to, and what it cleans up.
-"""
+"""`hegmctl attach` before and after the agent arrives: the processes that it attaches to, and what it cleans up."""
 
 from __future__ import annotations
 

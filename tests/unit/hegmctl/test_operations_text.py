@@ -128,10 +128,7 @@ def test_nothing_from_outside_reaches_the_terminal_raw() -> None:
 
 @pytest.mark.parametrize("phase", ["suspended", "holding"])
 def test_a_success_is_not_reported_on_stderr_as_waiting(daemon: FakeDaemon, phase: str) -> None:
-    """Issue 14, row 13:
-
-    stderr had `operation 2: suspended waits: it is suspended; next: ...`, and stdout had it again.
-    """
+    """Issue 14, row 13: stderr and stdout had `operation 2: suspended waits: it is suspended; next: ...`."""
     rest = Wait(why="it is suspended", next="hegmctl resume 4711")
     ended = SUSPENDED.replace(phase=phase, waits=rest)
 

@@ -1,7 +1,4 @@
-"""`hegmctl adopt` and the end of `hegmctl ops`:
-
-orphans are listed with their command, and kept until a confirmation.
-"""
+"""`hegmctl adopt` and the end of `hegmctl ops`: orphans with their command, kept until a confirmation."""
 
 from __future__ import annotations
 

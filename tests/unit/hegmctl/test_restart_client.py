@@ -453,10 +453,7 @@ def test_a_start_that_an_earlier_daemon_has_ordered_is_not_done_twice(attended: 
 
 
 def test_a_prestarted_process_survives_the_daemon_that_requested_it(attended: DeskNode) -> None:
-    """The daemon names the prestarted process, which reports what it cannot use.
-
-    A job waited for a whole start before.
-    """
+    """The daemon names the prestarted process, which reports what it cannot use: no job waits for a whole start."""
     offer = attended.attend()
     assert (offer.kept, offer.readies) == (False, None)
     attended.order("ready", operation="", imports=("torch",))

@@ -122,10 +122,7 @@ def other() -> Iterator[Child]:
 async def test_another_users_process_that_claims_the_same_run_does_not_prevent_images(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
-    """The process has passed more boundaries, but the node has no image of it:
-
-    it belongs to another user than its agent.
-    """
+    """The process has passed more boundaries, but has no image: it belongs to another user than its agent."""
     async with running(tmp_path) as node:
         its_own = ModelAgent(node.workers, process.pid)
         its_own.about = {"images": WISH, "run": "ab12", "job": "train"}

@@ -297,10 +297,7 @@ async def test_a_second_plan_does_not_change_the_data_of_the_first(tmp_path: Pat
 async def test_a_plan_ran_the_callers_program_as_the_user_of_a_newly_connected_job(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
-    """The pid was unknown when the request named it, and the daemon waited for others:
-
-    its supervisor had LD_PRELOAD set.
-    """
+    """The daemon waited for a pid that was unknown when it was named: its supervisor had LD_PRELOAD set."""
     stranger_uid = os.getuid() + 1
     asked_of_it: list[SupervisorOrder] = []
 

@@ -181,10 +181,7 @@ async def test_a_full_disk_leaves_it_suspended_with_its_bytes_in_memory(tmp_path
 async def test_an_agent_that_keeps_its_descriptor_keeps_the_memory_and_is_reported(
     tmp_path: Path, process: Child
 ) -> None:
-    """An agent of an older release does not know the order:
-
-    its memory would not be free, whatever the daemon released.
-    """
+    """An agent of an older release does not know the order: its memory would not become free."""
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         agent.refuses = {"rest": "there is no order 'rest'", "entrust": "there is no order 'entrust'"}

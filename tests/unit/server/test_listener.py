@@ -250,10 +250,7 @@ def test_the_directory_is_made_with_its_mode(socket_dir: Path) -> None:
 
 
 async def test_a_client_that_was_not_accepted_yet_is_served_after_the_socket_was_replaced(socket_path: Path) -> None:
-    """Issue 14, row 16:
-
-    the daemon dropped a client in the backlog of the older socket, or the client waited for ever.
-    """
+    """Issue 14, row 16: a client in the backlog of the older socket was dropped, or waited for ever."""
     async with listening(socket_path) as (listener, admission, _):
         with connected(socket_path) as accepted:
             await accepted.hello()

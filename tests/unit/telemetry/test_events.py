@@ -224,10 +224,7 @@ async def test_events_of_other_kinds_do_not_end_a_wait() -> None:
 
 @pytest.mark.thorough
 def test_looking_through_all_that_can_be_remembered_takes_a_moment() -> None:
-    """A lookup of one event searched the ring from its end:
-
-    a million of them blocked the event loop for eleven seconds.
-    """
+    """Each lookup searched the ring from its end: a million of them blocked the event loop for eleven seconds."""
     log = log_with(600_000, capacity=500_000)
     before_s = time.process_time()
     assert log.remembered(kinds=("config",)) == ()

@@ -1,7 +1,4 @@
-"""The keeper:
-
-real processes and descriptors, killed or left alone. It serves no other user and leaves nothing behind.
-"""
+"""The keeper with real processes and descriptors. It serves no other user and leaves nothing behind."""
 
 from __future__ import annotations
 
