@@ -258,6 +258,7 @@ class Protection:
             return
         try:
             ranks, launched = await self._processes()
+            require_devices(ranks, self._gpus_of(ranks))
             generation = self.job.record.generation + 1
             taken = await self._rounds.take(ranks, generation, self.job.record.bad)
         except SnapshotPostponed as error:
@@ -353,3 +354,15 @@ class Protection:
 
     async def _tell_protected(self) -> None:
         await self.job.supervisor.tell("protect", self.job.record.job)
+
+
+def require_devices(ranks: Sequence[AgentConnection], gpus: Sequence[str]) -> None:
+    """Require that a new process, which sees these GPUs only, has every device that is used. Raises Unprotected."""
+    used = [device.number for worker in ranks if worker.cuda is not None for device in worker.cuda.devices]
+    last = max((number for number in used if number is not None), default=0)
+    if gpus and last >= len(gpus):
+        only = "one GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
+        raise Unprotected(
+            f"it uses cuda:{last}, and a new process would see its {only} only, from cuda:0 on",
+            "start it with only its GPUs: hegmctl run --gpu, or CUDA_VISIBLE_DEVICES",
+        )

@@ -38,6 +38,7 @@ OLDEST_PYTHON = (3, 9)
 _OWN = frozenset(
     ("HEGM_RUN", "HEGM_JOB", "HEGM_SOCKET", "HEGM_IMAGES", "HEGM_MSGPACK", "HEGM_READY_FD", "HEGM_READY_TELL")
 ) | {"HEGM_STATE", "HEGM_STATE_FD", "HEGM_STATE_LOCK_FD", "HEGM_STATES", "HEGM_RESTART"}
+_ONLY_ITS_GPUS = "omit --via restart, or start it with only its GPUs: hegmctl run --gpu, or CUDA_VISIBLE_DEVICES"
 _GPUS = frozenset(("HEGM_GPU", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"))
 _DIRECT = (
     "make the script that starts it exec it (in a shell: exec python3 train.py), or give it to hegmctl run directly"
@@ -91,6 +92,7 @@ def place(draft: Draft, candidate: Candidate) -> None:
     _judge_variables(draft, pid)
     if to == CPU and source != CPU and agent.state_bytes is not None:
         _judge_memory(draft, pid, agent.state_bytes)
+    _judge_only_device(draft, candidate, to)
     if len(draft.reasons) == before:
         _enter(draft, candidate, source, to, agent)
 
@@ -121,8 +123,16 @@ def _judge_several(draft: Draft, candidate: Candidate, to: str) -> None:
         used = listed(tuple([f"cuda:{number}" for number in numbers]))
         last = f"cuda:{count - 1}"
         message = f"process {pid} uses {used}, and in a new process on {count} GPUs the last device is {last}"
-        hint = "omit --via restart, or start it with only its GPUs: hegmctl run --gpu, or CUDA_VISIBLE_DEVICES"
-        draft.against(REFUSED, message, hint, pid=pid)
+        draft.against(REFUSED, message, _ONLY_ITS_GPUS, pid=pid)
+
+
+def _judge_only_device(draft: Draft, candidate: Candidate, to: str) -> None:
+    """Check that a process on one GPU that is no rank uses it as cuda:0, which it is in a new process."""
+    numbers = [device.number for device in driver_rules.devices_of(draft.snapshot, candidate)]
+    is_rank = candidate.agent is not None and candidate.agent.rank is not None
+    if len(numbers) == 1 and numbers[0] and to != CPU and not is_rank:
+        message = f"process {candidate.pid} uses cuda:{numbers[0]}, and in a new process its only GPU is cuda:0"
+        draft.against(REFUSED, message, _ONLY_ITS_GPUS, pid=candidate.pid)
 
 
 def _judge_python(draft: Draft, candidate: Candidate) -> None:

@@ -131,6 +131,13 @@ def test_a_restart_of_a_process_on_several_gpus_is_refused_where_a_device_would_
     assert why in reasons_text(planned(found, ask(to, via=RESTART)))
 
 
+def test_a_restart_started_a_process_where_its_only_device_does_not_exist() -> None:
+    """It used the second GPU that it saw; the new process saw one GPU."""
+    refused = reasons_text(planned(on_two(1, uuids="1"), ask("gpu0", via=RESTART)))
+    assert "process 7 uses cuda:1, and in a new process its only GPU is cuda:0" in refused
+    assert plan_of(planned(on_two(0, uuids="1"), ask("gpu0", via=RESTART))).workers
+
+
 def test_a_better_way_is_taken_where_there_is_one() -> None:
     plan = plan_of(planned(node(), ask("gpu1", allow_restart=True)))
     assert plan.workers[0].method != RESTART
