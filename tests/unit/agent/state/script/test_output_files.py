@@ -138,7 +138,7 @@ def test_a_file_that_is_changed_in_the_middle_is_not_an_output_file(log: Path) -
 
 
 @pytest.fixture
-def other(log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def second_process(log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process of the job's that is neither this one's child nor on its line, once its parent has ended."""
     starts = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {HOLDS!r}, sys.argv[1]])"
     made = subprocess.Popen([sys.executable, "-c", starts, str(log)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
