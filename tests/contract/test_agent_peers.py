@@ -100,9 +100,7 @@ print(reached())
 
 
 @pytest.mark.thorough
-def test_pytorch_has_asked_for_access_once_before_it_can_be_refused_and_who_had_none_has_none_after(
-    node: CudaNode,
-) -> None:
+def test_peer_access_is_refused_only_after_pytorch_requested_it_once(node: CudaNode) -> None:
     """It asks at its first copy between two GPUs, and fails permanently if the driver refuses, as after a restore."""
     lines = printed(node, "print(reached(), peers.part(), copies, reached()); peers.part(); print(reached())")
     assert lines[0] == "[False, False] 2 [(0, 1), (1, 0)] [False, False]"

@@ -160,7 +160,7 @@ def test_more_processes_than_the_binding_takes_and_names_that_are_not_text(
     assert shares(take_snapshot()) == {(pid, 0): MIB for pid in range(1, 2001)}
 
 
-def test_memory_that_may_not_be_seen_is_unknown_and_not_zero(take_snapshot: Look, scenario: Scenario) -> None:
+def test_unreadable_memory_is_unknown_and_not_zero(take_snapshot: Look, scenario: Scenario) -> None:
     scenario.processes = ["0 4711 0 python3", f"0 4712 {GIB} python3"]
     scenario.gpus[0]["process_status"] = NO_PERMISSION
     scenario.write()

@@ -129,7 +129,7 @@ async def test_a_suspension_that_was_done_failed_by_a_helper_that_kept_its_conte
 
 
 @pytest.mark.thorough
-async def test_bytes_that_have_gone_ahead_are_read_from_there(moving: Moving) -> None:
+async def test_staged_bytes_are_read_from_the_staging_memory(moving: Moving) -> None:
     async with moving() as job:
         await job.suspend()
         await job.carrier.prepare(job.off)
@@ -197,9 +197,7 @@ async def test_other_memory_on_the_same_route_does_not_count_as_staged(moving: M
 
 
 @pytest.mark.thorough
-async def test_memory_is_given_back_before_the_copy_that_goes_ahead_into_it_has_ended(
-    moving: Moving, gate: Path
-) -> None:
+async def test_memory_was_released_before_the_staging_copy_into_it_had_ended(moving: Moving, gate: Path) -> None:
     """A restore that failed had five seconds for it, and was cut off while it waited for the end."""
     async with moving() as job:
         await job.settle()
@@ -294,7 +292,7 @@ async def test_a_daemon_killed_during_staging_leaves_the_bytes_to_the_next(
 
 
 @pytest.mark.thorough
-async def test_bytes_whose_video_memory_is_gone_are_not_taken_from_the_pool(moving: Moving) -> None:
+async def test_bytes_of_lost_video_memory_are_not_read_from_the_pool(moving: Moving) -> None:
     """The pool had pages of zeros for them, in a file that outlives a node's service manager."""
     async with moving() as job:
         await job.take_out()
@@ -331,7 +329,7 @@ async def test_bytes_go_straight_to_the_pool_and_back_where_there_is_no_room(
 
 
 @pytest.mark.thorough
-async def test_memory_that_was_held_in_time_is_given_back_where_it_cannot_be_used(moving: Moving) -> None:
+async def test_unusable_reserved_memory_is_released(moving: Moving) -> None:
     async with moving() as job:
         await job.carrier.reserve(job.subject, SIZE_BYTES)
         assert job.held() == {staging_out_owner(job.subject)}
@@ -367,9 +365,7 @@ async def test_a_mark_that_names_another_jobs_video_memory_has_nothing_read_from
 
 
 @pytest.mark.thorough
-async def test_bytes_on_their_way_of_an_operation_that_was_lost_come_to_the_one_that_claims_them(
-    moving: Moving,
-) -> None:
+async def test_bytes_in_flight_of_a_lost_operation_belong_to_the_operation_that_claims_them(moving: Moving) -> None:
     async with moving() as job:
         await job.take_out()
         found = job.rig.pool.memory(key_of(job.subject))

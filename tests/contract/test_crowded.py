@@ -79,7 +79,7 @@ async def test_a_lane_gives_its_reserve_bit_by_bit_and_has_it_again(
 
 
 @pytest.mark.thorough
-async def test_memory_was_given_back_to_others_while_a_copy_that_was_only_tried_still_went_to_it(
+async def test_memory_was_released_while_a_trial_copy_still_wrote_to_it(
     node: CudaNode, owner: Owner, gate: Path
 ) -> None:
     """Streams are tried on the reserve, which a checkpoint on a full GPU may spend at that moment from its thread."""

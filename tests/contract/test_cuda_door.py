@@ -129,7 +129,7 @@ def test_invalid_arguments_never_reach_the_driver(node: CudaNode) -> None:
 
 
 @pytest.mark.thorough
-def test_nothing_is_asked_of_a_process_before_the_driver_is_initialised(node: CudaNode) -> None:
+def test_no_process_is_queried_before_the_driver_is_initialised(node: CudaNode) -> None:
     """Error 3 from every call of one measurement; none in another, with NVML open beside it. Nobody leans on either."""
     printed = run(
         """

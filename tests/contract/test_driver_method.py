@@ -122,7 +122,7 @@ async def test_a_restore_that_is_cut_off_keeps_neighbours_still_until_the_driver
 
 
 @pytest.mark.thorough
-async def test_on_a_full_gpu_no_process_is_restored_beside_one_that_cannot_be_paused(parts: Parts) -> None:
+async def test_on_a_full_gpu_no_process_is_restored_next_to_an_unpausable_one(parts: Parts) -> None:
     """Once it was skipped and the restore continued: whatever it took in that moment, the job was lost for."""
     async with rigged(parts) as rig:
         off = await rig.take_off()
@@ -272,9 +272,7 @@ async def test_inspecting_a_process_does_not_resume_it_while_another_operation_p
 
 
 @pytest.mark.thorough
-async def test_neighbours_stand_while_storages_are_made_and_not_for_as_long_as_a_stopped_agent_takes(
-    parts: Parts,
-) -> None:
+async def test_other_processes_are_paused_during_allocation_but_not_while_an_agent_is_stopped(parts: Parts) -> None:
     """The room for storages was let go before the agent was asked to make them, and a neighbour took it."""
     async with rigged(parts) as rig:
         mine = await _with_room_for_storages(rig)
@@ -376,7 +374,7 @@ async def test_a_reservation_that_fits_only_once_is_released_before_the_job_resu
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", ["the agent finds no room", "the operation is cut off"])
-async def test_storages_that_were_not_made_beside_their_room_have_the_room_at_the_next_attempt(
+async def test_storages_that_were_not_allocated_get_their_reservation_at_the_next_attempt(
     parts: Parts, how: str
 ) -> None:
     """It is never let go of for nothing, and nobody waits for what is free besides a second time."""

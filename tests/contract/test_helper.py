@@ -97,7 +97,7 @@ async def test_a_helper_killed_in_the_middle_of_a_checkpoint_leaves_the_process_
 # -- video memory by descriptor ------------------------------------------------------------------------------------
 
 
-async def test_held_memory_is_taken_at_once_outlives_the_helper_and_goes_with_the_descriptors(
+async def test_held_memory_is_allocated_immediately_outlives_the_helper_and_ends_with_its_descriptors(
     node: CudaNode, watcher: Owner
 ) -> None:
     before_bytes = watcher.free_bytes()
@@ -145,7 +145,7 @@ async def test_an_unknown_gpu_is_refused(node: CudaNode) -> None:
 
 
 @pytest.mark.parametrize("other", [1, 0], ids=["peer", "same-gpu"])
-async def test_bytes_go_to_held_video_memory_and_come_back_after_the_helper_was_killed(
+async def test_bytes_in_held_video_memory_survive_a_kill_of_the_helper(
     node: CudaNode, owner: Owner, other: int
 ) -> None:
     here, there = node.uuids[0], node.uuids[other]
@@ -168,7 +168,7 @@ async def test_bytes_go_to_held_video_memory_and_come_back_after_the_helper_was_
 
 
 @pytest.mark.parametrize("way", ["memfd", "hugetlb-sized"])
-async def test_bytes_go_to_host_memory_and_come_back(node: CudaNode, owner: Owner, way: str) -> None:
+async def test_bytes_go_to_host_memory_and_return(node: CudaNode, owner: Owner, way: str) -> None:
     gpu = node.uuids[0]
     size_bytes = SIZE_BYTES + (2 * MIB if way == "hugetlb-sized" else 0)
     with Descriptors([os.memfd_create("pool")]) as pool:

@@ -53,7 +53,7 @@ def other(node: CudaNode) -> Iterator[Owner]:
 
 
 @pytest.mark.thorough
-async def test_they_stand_for_the_moment_and_it_is_noted_on_disk_before(
+async def test_processes_are_stopped_briefly_after_a_record_is_on_disk(
     node: CudaNode, owner: Owner, other: Owner, tmp_path: Path
 ) -> None:
     async with linked(node) as link:

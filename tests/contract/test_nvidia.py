@@ -240,7 +240,7 @@ def test_a_driver_that_lists_no_links_but_reports_nvlink_is_believed(
     assert links(provider) == {(uuid(1), "nvlink", None, None)}
 
 
-def test_links_are_looked_at_again_when_mig_takes_them_away(node: NvidiaNode, provider: NvidiaProvider) -> None:
+def test_links_are_read_again_when_mig_removes_them(node: NvidiaNode, provider: NvidiaProvider) -> None:
     node.scenario.link_all("switch")
     node.scenario.write()
     assert links(provider)

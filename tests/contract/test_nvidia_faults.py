@@ -100,7 +100,7 @@ def test_values_that_the_driver_failed_to_report_are_noted(
     assert any("the driver failed to report: " in note and "Unknown Error" in note for note in health.notes)
 
 
-def test_an_answer_that_failed_once_is_asked_for_again(node: NvidiaNode, provider: NvidiaProvider) -> None:
+def test_a_failed_query_is_repeated(node: NvidiaNode, provider: NvidiaProvider) -> None:
     node.scenario.order(f"error nvmlDeviceGetName@0 {UNKNOWN}")
     assert provider.snapshot().gpus[0].name is None
     node.scenario.mend()
@@ -117,7 +117,7 @@ def test_a_gpu_that_reports_only_its_uuid(node: NvidiaNode, provider: NvidiaProv
     assert gpu.health.state == "unknown"
 
 
-def test_numbers_that_stand_for_unknown_are_not_shown(node: NvidiaNode, provider: NvidiaProvider) -> None:
+def test_placeholders_for_unknown_numbers_are_not_shown(node: NvidiaNode, provider: NvidiaProvider) -> None:
     highest_u32, highest_u64 = 2**32 - 1, 2**64 - 1
     node.scenario.gpus[0] |= {
         "power_mw": highest_u32,

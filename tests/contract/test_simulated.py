@@ -325,7 +325,7 @@ def test_closing_ends_a_snapshot_that_hangs(then: Callable[[SimulatedProvider], 
             hanging.result(10)
 
 
-def test_faults_that_were_described_come_and_go_by_themselves(tmp_path: Path) -> None:
+def test_scheduled_faults_begin_and_end_by_themselves(tmp_path: Path) -> None:
     provider = described(
         tmp_path,
         """

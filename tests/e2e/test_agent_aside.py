@@ -14,7 +14,7 @@ from tests.needs import need_torch
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
 
 
-def test_it_is_taken_over_by_a_daemon_at_another_socket_and_trains_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+def test_a_job_continues_under_a_daemon_at_another_socket(tmp_path: Path) -> None:
     need_torch()
     here, there, place = tmp_path / "here.sock", tmp_path / "there.sock", tmp_path / "place"
     place.touch()

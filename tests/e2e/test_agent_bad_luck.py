@@ -283,7 +283,7 @@ def test_a_sleeping_thread_was_a_reason_to_refuse(socket_path: Path) -> None:
         assert agent.done("survey").parked
 
 
-def test_tracebacks_and_classes_look_as_they_do_without_it(socket_path: Path) -> None:
+def test_tracebacks_and_classes_are_the_same_without_it(socket_path: Path) -> None:
     code = (
         "import traceback, torch.utils.data as d\n"
         "class Broken(d.Dataset):\n"

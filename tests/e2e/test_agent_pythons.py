@@ -383,7 +383,7 @@ print(json.dumps([sys.path, sys.prefix, getattr(theirs, "__file__", None), hasat
     "path",
     ["with space", "relative/folder", "relative::with space", ":", "missing:with space:", "relative/../with space"],
 )
-def test_the_search_path_is_what_it_would_be(path: str, daemon: RunningDaemon, tmp_path: Path) -> None:
+def test_the_search_path_is_unchanged(path: str, daemon: RunningDaemon, tmp_path: Path) -> None:
     for folder in ("with space", "relative/folder"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "with space" / "sitecustomize.py").write_text("import sys\nsys.theirs = True\n")

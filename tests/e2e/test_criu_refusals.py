@@ -193,7 +193,7 @@ async def _refusal(images: int, needs: Needs) -> HegmError:
     return failed.value
 
 
-async def test_files_that_are_not_as_they_were_are_named(tmp_path: Path) -> None:
+async def test_changed_files_are_named(tmp_path: Path) -> None:
     file = tmp_path / "data"
     file.write_bytes(b"1234567")
     with job([*python(WITH_FILE), str(file)]) as started, directory(tmp_path / "image") as images:

@@ -152,7 +152,7 @@ def test_a_second_daemon_on_the_same_state_is_refused(daemon: RunningDaemon) -> 
         hegmd.ping()
 
 
-def test_memory_is_held_by_the_connection_and_seen_at_once(daemon: RunningDaemon) -> None:
+def test_memory_is_held_by_the_connection_and_visible_immediately(daemon: RunningDaemon) -> None:
     path = str(daemon.socket_path)
     with connect(path) as watcher:
         with connect(path) as holder:

@@ -108,9 +108,7 @@ class EvaluationJob(MovedJob):
         return phase
 
 
-def test_it_goes_with_a_cancel_waits_for_its_turn_can_be_done_without_and_is_trained_on_for(
-    daemon: RunningDaemon, tmp_path: Path
-) -> None:
+def test_a_prestarted_process_ends_with_a_cancel_and_can_be_done_without(daemon: RunningDaemon, tmp_path: Path) -> None:
     if (read_available_bytes() or 0) < ENOUGH_BYTES:
         pytest.skip("the node has no 3 GiB available, and makes nobody ready with less than 2")
     with EvaluationJob(daemon, tmp_path) as job:

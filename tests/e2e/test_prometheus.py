@@ -54,7 +54,7 @@ def promtool(*words: str, text: str | None = None) -> str:
     return done.stdout
 
 
-def test_promtool_accepts_what_is_shipped_and_each_alert_is_raised_by_what_it_is_about() -> None:
+def test_promtool_accepts_the_shipped_rules_and_each_alert_fires_for_its_cause() -> None:
     assert "9 rules found" in promtool("check", "rules", "hegmd.rules.yml")
     assert "valid" in promtool("check", "config", "prometheus.yml")
     promtool("test", "rules", "hegmd.rules.test.yml")

@@ -117,7 +117,7 @@ def test_ranks_with_uneven_batches_were_rolled_back_after_a_minute(tmp_path: Pat
         _end(job, out)
 
 
-def test_nothing_told_that_a_launcher_ended_while_its_ranks_were_suspended(tmp_path: Path) -> None:
+def test_the_exit_of_a_launcher_with_suspended_ranks_was_not_reported(tmp_path: Path) -> None:
     """They can never continue. Only a resume said so, after it had failed."""
     out = tmp_path / "out"
     launched = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPTS / "ranks.py"), str(out)]

@@ -70,7 +70,7 @@ def holds(node: DrivenNode, pid: int) -> dict[str, int]:
     return {gpu: size_bytes - min(own.values()) + FIRST_BYTES for gpu, size_bytes in own.items()}
 
 
-def test_all_of_it_moves_or_one_device_or_they_change_places(node: DrivenNode) -> None:
+def test_a_process_moves_all_its_devices_or_one_or_exchanges_them(node: DrivenNode) -> None:
     with spread(node) as program, node.connect() as connection:
         watched = TwoGpuProgram(program)
         assert holds(node, watched.pid) == {"gpu0": FIRST_BYTES, "gpu1": SECOND_BYTES}

@@ -128,7 +128,7 @@ def daemon(tmp_path: Path) -> Iterator[SmallDisk]:
         yield running
 
 
-def test_on_a_full_disk_no_move_begins_and_one_that_has_begun_comes_to_its_end(daemon: SmallDisk) -> None:
+def test_on_a_full_disk_no_move_begins_and_a_started_one_ends(daemon: SmallDisk) -> None:
     with Training(daemon) as job:
         job.steps(3)
         assert job.operation("suspend", job.pid)["phase"] == "suspended"

@@ -99,6 +99,6 @@ def test_what_runs_at_every_start_imports_nothing_more(name: str) -> None:
         "del os.environ['A']",
     ],
 )
-def test_an_offence_would_be_seen(text: str) -> None:
+def test_a_violation_is_detected(text: str) -> None:
     module = Module.parse("hegmd.agent.x", Path("x.py"), text)
     assert [*foreign_imports(module), *touches_builtins(module)]

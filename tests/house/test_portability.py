@@ -83,7 +83,7 @@ def test_what_the_agent_shares_uses_nothing_newer_than_python_3_9() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("text", ["match 1:\n    case 1: pass", "zip([], [], strict=True)", "import tomllib"])
-def test_something_newer_would_be_seen(tmp_path: Path, text: str) -> None:
+def test_newer_syntax_is_detected(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.py").write_text(text)
     assert "x.py:1" in _newer_than_3_9(tmp_path / "x.py")
 

@@ -184,7 +184,7 @@ def unknown_messages(quoted: list[str]) -> list[str]:
 
 @pytest.mark.thorough
 @pytest.mark.xdist_group("messages")
-def test_each_message_that_is_explained_can_be_seen() -> None:
+def test_each_explained_message_exists() -> None:
     quoted = quoted_messages((ROOT / "docs" / "troubleshooting.md").read_text())
     assert len(quoted) > 20
     assert unknown_messages(quoted) == []

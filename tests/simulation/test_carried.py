@@ -58,7 +58,7 @@ MUTANTS: Sequence[Make] = (without_fallback, forgetful, overwriting)
 
 
 @pytest.mark.parametrize("make", quick_first([peer, host], 1), ids=lambda make: make.__name__)
-def test_every_byte_comes_back_whatever_fails(make: Make) -> None:
+def test_every_byte_returns_after_any_failure(make: Make) -> None:
     """Issue 14, row 1."""
     found = {seed: wrong for seed in range(SEEDS) if (wrong := live(seed, make))}
     assert found == {}

@@ -42,7 +42,7 @@ def test_a_figure_is_held_to_its_budget(value: float, budget: float | None, verd
     assert is_within({"it": [row]}) == (verdict != "over")
 
 
-def test_one_figure_over_its_budget_is_one_too_many() -> None:
+def test_a_single_figure_over_its_budget_fails_the_report() -> None:
     assert is_within({"first": RESULTS["first"]})
     assert not is_within(RESULTS)
 

@@ -168,7 +168,7 @@ def test_the_benchmark_is_of_the_training_of_the_facts_unless_it_is_rehearsed() 
     assert bench_restart.parsed(["--ready", "in-turn,always"]).ready == ["in-turn", "always"]
 
 
-def test_both_are_among_what_is_run_in_turn() -> None:
+def test_both_runs_are_among_those_run_in_turn() -> None:
     words = {part.name: part.words for kind in PARTS.values() for part in kind}
     assert words["restarts"] == ("-m", "tests.gpu.restarts_run")
     assert words["restart"] == ("-m", "tests.gpu.bench_restart")

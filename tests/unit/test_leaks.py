@@ -18,7 +18,7 @@ from tests.patience import HANG_S
 ROOT = Path(__file__).parents[2]
 
 
-def test_an_open_descriptor_is_seen() -> None:
+def test_an_open_descriptor_is_detected() -> None:
     before = ProcessResources.take()
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -86,7 +86,7 @@ def test_a_live_child_and_an_unreaped_dead_child_are_detected() -> None:
 
 
 @pytest.mark.thorough
-def test_changed_process_state_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_process_state_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = ProcessResources.take()
     monkeypatch.setenv("HEGM_LEAK_TEST", "1")
     monkeypatch.chdir(tmp_path)

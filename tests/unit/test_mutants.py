@@ -37,7 +37,7 @@ CHANGED = {
 }
 
 
-def test_each_kind_of_change_is_made_and_all_else_is_left() -> None:
+def test_each_mutation_changes_only_its_place() -> None:
     mutants = [mutant for mutant in mutants_of(Path("x.py"), CODE) if mutant.can_run]
     for what, texts in CHANGED.items():
         of_kind = [mutant.after for mutant in mutants if mutant.what == what]

@@ -134,7 +134,7 @@ def test_a_rank_whose_supervisor_has_ended_does_not_start_over(states: RankState
         assert "rank 1 cannot reach the hegmctl run of its job" in rank.result(None)
 
 
-def test_ranks_that_a_launcher_starts_again_after_all_is_over_begin_as_they_would(states: RankStates) -> None:
+def test_ranks_restarted_after_the_operation_begin_normally(states: RankStates) -> None:
     """torchrun restarts a failed rank itself. The rank was ended each time, for lack of a state that never existed."""
     states.end()
     with Rank(states.address, "1") as rank:

@@ -38,7 +38,7 @@ def answered(order: Order) -> AgentReport:
     return report
 
 
-def test_places_took_an_agent_longer_to_write_than_the_copy_of_what_lies_there() -> None:
+def test_an_agent_took_longer_to_write_positions_than_to_copy_the_bytes() -> None:
     """A training has a thousand tensors, and an agent's msgpack is in Python."""
     report = answered(Order(order=1, do="export"))
     assert report.places is not None

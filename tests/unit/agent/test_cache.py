@@ -60,7 +60,7 @@ def test_what_the_allocator_adds_to_a_large_storage_comes_back_with_it_and_is_no
     assert sizes(runs_between(held, [(0, 64 * MIB), (100 * MIB, 9 * MIB)])) == [2 * MIB, 11 * MIB]
 
 
-def test_of_very_many_runs_the_smallest_are_made_as_one_for_each_stream() -> None:
+def test_the_smallest_of_many_runs_are_merged_for_each_stream() -> None:
     many = [segment(number << 32, (20 + number) * MIB, stream=number % 2) for number in range(MAX_RUNS + 4)]
     runs = most_runs(runs_between(many, []))
     assert len(runs) == MAX_RUNS + 2

@@ -93,7 +93,7 @@ def _ignore(_copied_bytes: int) -> None:
 
 
 @pytest.mark.thorough
-def test_bytes_come_back_as_they_were_and_nothing_beside_them_changes(room: int) -> None:
+def test_bytes_are_equal_after_the_round_trip_and_no_others_change(room: int) -> None:
     blocks = [Block(size_bytes, seed=size_bytes, offset=size_bytes % 977) for size_bytes in SIZES]
     before = [block.read() for block in blocks]
     place, spans = 0, []

@@ -25,7 +25,7 @@ class DisconnectedAgent:
         return self.found[0]
 
 
-def test_it_stays_while_the_place_is_empty_and_comes_where_it_is_called(tmp_path: Path) -> None:
+def test_an_agent_waits_at_an_empty_rendezvous_and_goes_where_it_is_sent(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.touch()
     looking = DisconnectedAgent(RendezvousWait(str(place), 60.0))

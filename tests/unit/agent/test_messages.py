@@ -26,7 +26,7 @@ Case = tuple[int, dict[int, int], dict[int, int]]
         ([(0, {}, {ANY: 3}), (0, {0: 1}, {}), (0, {0: 1}, {})], {1: 0, 2: 0}),  # either may be the one
     ],
 )
-def test_ranks_are_at_one_place_where_nobody_waits_for_another(ranks: list[Case], expected: dict[int, int]) -> None:
+def test_ranks_meet_where_no_rank_waits_for_another(ranks: list[Case], expected: dict[int, int]) -> None:
     positions = {rank: Position(*one) for rank, one in enumerate(ranks)}
     assert behind(positions) | awaited_messages(positions) == expected
 

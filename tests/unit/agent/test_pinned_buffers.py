@@ -43,7 +43,7 @@ def test_prepared_memory_has_its_pages_before_use() -> None:
 
 
 @pytest.mark.thorough
-def test_another_is_taken_where_none_is_prepared_any_more() -> None:
+def test_another_buffer_is_used_if_no_prepared_one_is_left() -> None:
     pinned_buffers.prepare()
     taken = [pinned_buffers.take(), pinned_buffers.take()]
     assert taken[0].address != taken[1].address

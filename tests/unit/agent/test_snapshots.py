@@ -169,7 +169,7 @@ def test_the_order_is_answered_once_the_rest_is_written_and_questions_are_answer
     assert rank.orders.next_deadline() is None
 
 
-def test_an_order_that_does_more_than_ask_ends_what_is_being_written_first(rank: _Rank, slot: int) -> None:
+def test_an_order_cancels_a_snapshot_in_progress_first(rank: _Rank, slot: int) -> None:
     _fetch(rank, slot)
     rank.park(8, at=1)
     assert [(report.order, report.result) for report in rank.reports] == [(7, "failed")]

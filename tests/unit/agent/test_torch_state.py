@@ -49,7 +49,7 @@ def _progress(_so_far_bytes: int) -> None:
 
 
 @pytest.mark.thorough
-def test_parameters_gradients_state_and_views_come_back_as_they_were(memory: int) -> None:
+def test_parameters_gradients_state_and_views_are_restored_exactly(memory: int) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 1))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(8, 300)).sum().backward()
@@ -181,7 +181,7 @@ def test_a_storage_whose_address_the_script_kept_was_written_to_where_it_had_bee
     assert {t.data_ptr() for t in tensors} <= _addresses(found)
 
 
-def test_to_look_for_addresses_keeps_nothing_of_a_function_s_alive() -> None:
+def test_a_search_for_addresses_keeps_no_local_alive() -> None:
     """Up to Python 3.12 a frame keeps a copy of its variables after they were read."""
     tensor = torch.zeros(1000)
     watched = weakref.ref(tensor)
@@ -206,7 +206,7 @@ def test_what_the_agent_itself_remembers_of_a_storage_is_not_the_script_s() -> N
     assert tensor.data_ptr() in _addresses(found)
 
 
-def test_an_array_of_another_library_that_knows_an_address_alone_is_seen() -> None:
+def test_an_array_of_another_library_that_holds_only_an_address_is_found() -> None:
     """Issue 14, row 5: arrays of CuPy and Numba over a tensor hold its object, not its storage."""
     array = types.SimpleNamespace(__cuda_array_interface__={"data": (0x7F00_0000_0000, False)})
     assert 0x7F00_0000_0000 in addresses.kept([array])

@@ -77,7 +77,7 @@ class FailingStorage:
 
 
 @pytest.mark.thorough
-def test_storages_of_every_size_come_back_three_times_with_their_bytes(room: int) -> None:
+def test_storages_of_every_size_are_reloaded_three_times_with_equal_bytes(room: int) -> None:
     tensors, storages, expected = _random(SIZES)
     between = [bytes(range(256)) * size for size in range(1, 40)]  # in the same heap, and none of ours
     kept = [bytes(text) for text in between]

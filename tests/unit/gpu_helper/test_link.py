@@ -32,7 +32,7 @@ async def test_it_starts_on_the_first_call_and_serves_callers_concurrently() -> 
     assert has_ended(pid)
 
 
-async def test_callers_that_come_together_share_one_start() -> None:
+async def test_concurrent_callers_share_one_start() -> None:
     async with linked("well") as link:
         pids: list[object] = []
 
@@ -83,7 +83,7 @@ async def test_progress_comes_in_order_and_before_the_answer() -> None:
         assert progress.events == [{"at": number} for number in range(100)]
 
 
-async def test_failures_come_as_what_they_were() -> None:
+async def test_failures_keep_their_type() -> None:
     async with linked("well") as link:
         with pytest.raises(Refused, match="7 of 9") as refused:
             await ask(link, "refuse")

@@ -32,7 +32,7 @@ def test_an_invalid_mark_does_not_count_as_none(damaged: bytes) -> None:
     assert refused.value.hint
 
 
-def test_it_is_written_at_the_end_of_a_piece_and_nowhere_else() -> None:
+def test_the_mark_is_written_at_the_end_of_a_segment_only() -> None:
     """Through a mapping: files in huge pages cannot be written to."""
     fd = os.memfd_create("pool")
     os.ftruncate(fd, SIZE_BYTES)

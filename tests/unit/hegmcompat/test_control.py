@@ -204,7 +204,7 @@ def test_a_worker_below_a_shell_is_found_by_its_ancestors(tmp_path: Path) -> Non
         assert control(tmp_path).checkpoint([worker.pid]) == {worker.pid: "checkpoint-ready"}
 
 
-def test_all_are_those_that_use_a_gpu(tmp_path: Path) -> None:
+def test_every_listed_process_uses_a_gpu(tmp_path: Path) -> None:
     with child(leaves_lock(tmp_path, os.getpid())) as using, child() as launcher, child(TAKES_IT) as idle:
         workers.register(tmp_path, os.getpid(), using.pid)
         workers.register(tmp_path, launcher.pid, idle.pid)

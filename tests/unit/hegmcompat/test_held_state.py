@@ -39,7 +39,7 @@ def test_a_file_that_is_still_there_is_left_alone(path: Path) -> None:
     assert path.stat().st_ino == before.st_ino
 
 
-def test_another_file_in_its_place_is_replaced_by_what_is_held(path: Path) -> None:
+def test_a_foreign_file_is_replaced_by_the_held_one(path: Path) -> None:
     held = held_state.take(path)
     path.unlink()
     path.write_bytes(b"of an earlier image")

@@ -75,7 +75,7 @@ def both(tmp_path: Path) -> Iterator[_TwoDesks]:
     made.desks.close()
 
 
-def test_both_hear_of_a_start_and_the_sooner_look_counts(both: _TwoDesks) -> None:
+def test_both_desks_learn_of_a_start_and_the_earlier_time_counts(both: _TwoDesks) -> None:
     assert both.desks.turn(100.0, 4711) == 105.0
     assert both.daemon.received == ["started 4711", "turn 4711"]
 

@@ -77,7 +77,7 @@ def test_the_path_of_a_socket_need_not_be_utf8() -> None:
     assert parse(["gpus", "--socket", "/tmp/\udcff"]).text("socket") == "/tmp/\udcff"
 
 
-def test_help_is_given_without_what_the_command_needs() -> None:
+def test_help_needs_none_of_the_commands_dependencies() -> None:
     assert parse(["simulate", "hold", "--help"]).row is COMMANDS["simulate hold"]
     assert parse(["simulate", "--help"]).group == "simulate"
     assert parse(["-h"]).row is None

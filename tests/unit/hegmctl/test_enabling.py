@@ -67,7 +67,7 @@ def made(environment: Path) -> Iterator[Path]:
 
 
 @pytest.mark.thorough
-def test_enable_and_disable_leave_an_environment_as_it_was(environment: Path) -> None:
+def test_enable_and_disable_restore_an_environment(environment: Path) -> None:
     """Issue 14, row 7."""
     before = sorted(_packages(environment).rglob("*"))
     for words, is_enabled in ((["enable"], True), (["status"], True), (["disable"], False), (["status"], False)):

@@ -138,7 +138,7 @@ def grown(*paths: Path) -> HegmError:
     return HegmError(REFUSED, "it has grown", "cut it back", {"grown": [[str(path), 4] for path in paths]})
 
 
-def test_of_two_files_the_first_stayed_cut_when_the_second_could_not_be(tmp_path: Path) -> None:
+def test_the_first_of_two_files_stayed_cut_when_the_second_could_not_be_cut(tmp_path: Path) -> None:
     longer = tmp_path / "longer"
     longer.write_text("0123456789")
     refused = grown(longer, tmp_path / "gone")
@@ -166,7 +166,7 @@ def restoring(output: Path, *progress_events: OperationProgress) -> dict[type[m.
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_ctrl_c_left_an_output_cut_of_a_job_that_did_not_come_back(tmp_path: Path, number: signal.Signals) -> None:
+def test_ctrl_c_left_a_cut_output_of_a_job_that_was_not_restored(tmp_path: Path, number: signal.Signals) -> None:
     """hegmctl knows that the restore failed only after the daemon has undone it."""
     output = tmp_path / "output"
     output.write_text("0123456789")

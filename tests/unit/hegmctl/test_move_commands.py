@@ -243,7 +243,7 @@ def test_without_waiting_the_id_is_printed(daemon: FakeDaemon) -> None:
 # ---- how it comes on -------------------------------------------------------------------------------------------------
 
 
-def test_on_a_terminal_a_bar_comes_on_and_goes_away(daemon: FakeDaemon) -> None:
+def test_a_progress_bar_appears_and_disappears_on_a_terminal(daemon: FakeDaemon) -> None:
     waiting: list[tuple[Caller, IncomingRequest]] = []
 
     def answer(caller: Caller, request: IncomingRequest) -> None:

@@ -27,7 +27,7 @@ def test_the_program_is_that_of_this_installation() -> None:
     assert doctor_command()[-3:] == ["-m", "hegmd", "--doctor"]
 
 
-def test_each_check_is_handed_on_as_soon_as_it_is_made() -> None:
+def test_each_check_is_sent_as_soon_as_it_ends() -> None:
     """The program waits, after its first check, for a file that is only made when that one was seen."""
     read_end, write_end = os.pipe()
     observed: list[Check] = []

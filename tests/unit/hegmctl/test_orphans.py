@@ -65,7 +65,7 @@ def test_nothing_from_outside_reaches_the_terminal_raw() -> None:
         (("cancel", "4", "--drop"), 2, "--yes"),
     ],
 )
-def test_one_orphan_is_taken_at_a_time_and_nothing_is_dropped_unasked(
+def test_orphans_are_handled_one_at_a_time_and_none_is_dropped_unasked(
     words: tuple[str, ...], status: int, message: str
 ) -> None:
     ran = subprocess.run(

@@ -194,7 +194,7 @@ def end_one_when_told(script: Path) -> None:
     status_of(readied.pid)
 
 
-def test_one_that_could_not_take_its_turn_ended_as_a_training_that_is_over(script: Path, state: int) -> None:
+def test_a_failed_prestarted_process_ended_like_a_finished_training(script: Path, state: int) -> None:
     """It may have no descriptors but those that it has, and ended with 0: the restart was dropped for that."""
     known = PrestartCase(script)
     readied = made_ready(known.expected())
@@ -306,7 +306,7 @@ def test_the_exit_of_a_prestarted_process_is_reported(kept: PrestartCase) -> Non
 
 
 @pytest.mark.parametrize("different", [{"OMP_NUM_THREADS": "3"}, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, {"X": None}])
-def test_one_is_not_kept_for_an_environment_that_its_imports_may_have_read(
+def test_no_process_is_prestarted_if_its_imports_may_have_read_the_changed_environment(
     kept: PrestartCase, different: dict[str, str | None]
 ) -> None:
     kept.environ["X"] = "1"
@@ -356,7 +356,7 @@ def test_a_prestarted_process_whose_modules_changed_since_the_request_is_not_use
          "GPU-0", False),
     ],
 )  # fmt: skip
-def test_its_gpus_may_change_until_the_driver_has_looked_at_them(
+def test_the_visible_gpus_may_change_until_the_driver_has_read_them(
     kept: PrestartCase, tmp_path: Path, does: str, visible: str, may_change: bool
 ) -> None:
     """The driver reads them in cuInit, once; until then its functions answer that it was not called."""
@@ -383,7 +383,7 @@ def test_it_ends_with_its_supervisor_and_runs_no_line_of_the_script(script: Path
     assert known.log.read_text() == ""
 
 
-def test_an_agent_that_knows_of_no_turn_would_have_run_the_script_at_once(script: Path, tmp_path: Path) -> None:
+def test_an_older_agent_would_have_run_the_script_immediately(script: Path, tmp_path: Path) -> None:
     """As after a downgrade while the job ran: the agent starts nothing before its turn."""
     (tmp_path / "sitecustomize.py").write_text("")
     known = PrestartCase(script, inject=str(tmp_path))

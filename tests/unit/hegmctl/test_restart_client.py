@@ -129,7 +129,7 @@ def attended(socket_path: Path, tmp_path: Path) -> Iterator[DeskNode]:
         one.desk.close()
 
 
-def test_it_offers_its_run_and_what_it_is_the_parent_of(attended: DeskNode) -> None:
+def test_a_supervisor_registers_its_run_and_its_child(attended: DeskNode) -> None:
     offer = attended.attend()
     assert (offer.run, offer.python, offer.left, offer.operation) == ("run-1", True, False, None)
 
@@ -276,7 +276,7 @@ def test_the_end_of_the_training_is_noted_where_the_next_daemon_finds_it(attende
     assert attended.lock_path.read_bytes() == b"backover"
 
 
-def test_the_end_of_a_command_that_never_had_its_state_back_is_none_of_the_training(attended: DeskNode) -> None:
+def test_the_exit_of_a_command_without_its_state_does_not_count_as_the_trainings_end(attended: DeskNode) -> None:
     """`--resume 4 -- true` ended with 0 as if the training had finished. Both outcomes release the state."""
     attended.attend()
     attended.expect()
@@ -372,7 +372,7 @@ def test_a_restart_keeps_what_the_one_before_had_set_although_its_end_was_not_re
     assert (wanted.environ[OPERATION], wanted.environ["TRIED"]) == ("5", "1")
 
 
-def test_one_that_was_killed_before_it_had_left_ended_its_supervisor_with_another_status(attended: DeskNode) -> None:
+def test_a_kill_before_the_exit_ended_the_supervisor_with_another_status(attended: DeskNode) -> None:
     attended.attend()
     attended.order("expect")
     attended.until(lambda: bool(attended.reports()))

@@ -271,7 +271,7 @@ def test_nothing_is_started_for_a_command_that_is_not_there(socket_path: Path) -
     assert list(socket_path.parent.iterdir()) == []
 
 
-def test_no_daemon_takes_the_place_of_one_that_was_killed(socket_path: Path) -> None:
+def test_no_daemon_is_started_in_place_of_a_killed_one(socket_path: Path) -> None:
     """Its jobs got new ids from the new daemon, which knew none of their operations."""
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(socket_path))

@@ -139,7 +139,7 @@ def test_a_signal_drops_the_retry_of_the_one_before(tmp_path: Path) -> None:
     slurm.close()
 
 
-def test_nothing_is_asked_for_a_command_that_has_ended(tmp_path: Path) -> None:
+def test_an_ended_command_gets_no_requests(tmp_path: Path) -> None:
     """A suspension that was to be tried again came after SIGCONT, and the command that was started next stayed
     suspended.
     """

@@ -91,7 +91,7 @@ COLUMNS = (Column("ID"), Column("NAME", shrink=4), Column("SIZE", right=True), C
 ROWS = [["1", "a long name", "10", "more", "z"], ["22", "漢字", "9", "-", "last cell"]]
 
 
-def test_columns_are_aligned_by_what_is_seen() -> None:
+def test_columns_are_aligned_by_displayed_width() -> None:
     assert table(COLUMNS, ROWS, Style()) == [
         "ID  NAME         SIZE  EXTRA  LAST",
         "1   a long name    10  more   z",

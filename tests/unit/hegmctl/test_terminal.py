@@ -147,7 +147,7 @@ def test_watching_sends_a_dumb_terminal_no_control_sequences(daemon: FakeDaemon)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_the_terminal_is_given_back_with_the_last_picture_on_it(daemon: FakeDaemon, number: signal.Signals) -> None:
+def test_the_terminal_is_restored_with_the_last_screen_on_it(daemon: FakeDaemon, number: signal.Signals) -> None:
     with _watching(daemon) as terminal:
         terminal.until(lambda lines: any("train.py" in line for line in lines))
         assert terminal.end(number) == -number

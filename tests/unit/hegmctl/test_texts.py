@@ -77,7 +77,7 @@ def test_unknown_is_never_shown_as_zero() -> None:
         (Vendor(vendor="simulated", state="ok"), "These GPUs are simulated."),
     ],
 )
-def test_reasons_for_doubt_stand_below_the_table(vendor: Vendor, remark: str) -> None:
+def test_notes_about_health_are_printed_below_the_table(vendor: Vendor, remark: str) -> None:
     for lines in (
         gpus_text(node.GPUS.replace(vendors=(vendor, ABSENT)), PIPE),
         gpus_in_full(node.GPUS.replace(vendors=(vendor, ABSENT)), PIPE),

@@ -110,7 +110,7 @@ def test_the_screen_is_filled_and_never_overrun(columns: int, rows: int, unicode
         assert all(any(f"gpu{number} " in line for line in lines) for number in range(16)), "every GPU is seen"
 
 
-def test_at_80_by_24_it_looks_like_this() -> None:
+def test_the_screen_at_80_by_24_matches_the_recording() -> None:
     """To draw it again: delete the file, run this, and look at it."""
     picture = Picture(unicode=False)
     for busy in range(30):

@@ -100,7 +100,7 @@ async def test_notes_of_ended_operations_and_of_another_boot_are_ignored(tmp_pat
     assert notes.people("2") is None
 
 
-def test_an_image_is_made_where_no_note_can_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_image_is_written_even_if_its_record_cannot_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its operation has begun, and has had its room in the journal from the beginning."""
     (tmp_path / "standing").write_text("a file")
     DumpRecords(tmp_path).note("1", ProcessSet({7: 70}))

@@ -242,7 +242,7 @@ async def test_a_reused_pid_of_a_job_killed_in_its_restore_does_not_count_as_the
         await until_there(Workers(start_ticks), [_wanted(me)], {me: 7}, within_s=10.0)
 
 
-async def test_an_agent_that_came_while_it_was_looked_whether_its_process_lives_was_seen_at_the_next_look(
+async def test_an_agent_that_connected_during_a_liveness_check_was_noticed_one_check_later(
     process: subprocess.Popen[bytes],
 ) -> None:
     """A job stayed parked for up to half a second longer after its restore."""
@@ -259,7 +259,7 @@ async def test_an_agent_that_came_while_it_was_looked_whether_its_process_lives_
         tasks.cancel_scope.cancel()
 
 
-def test_criu_has_the_rights_of_the_image_and_of_who_asks_and_none_besides(tmp_path: Path) -> None:
+def test_criu_has_only_the_rights_of_the_image_and_of_the_caller(tmp_path: Path) -> None:
     (tmp_path / "core-1.img").write_bytes(core(credentials(whole(14, 100))))
     with directory(tmp_path) as dir_fd:
         own = guise_in(dir_fd, Rights(ME, 1000, (100,)))

@@ -53,7 +53,7 @@ def noted(folder: Path, pid: int, command: str, **changes: object) -> RestoreRec
     return notes
 
 
-async def test_what_came_back_of_a_job_without_hegmctl_run_stayed_without_its_bytes(tmp_path: Path) -> None:
+async def test_a_restored_job_without_hegmctl_run_stayed_without_its_bytes(tmp_path: Path) -> None:
     """It was known by the environment of `hegmctl run` alone: its bytes were freed, and it stayed parked forever."""
     with sleeper() as process:
         await noted(tmp_path, process.pid, command_of(process.pid)).clear((), (), Pool(1 << 20))

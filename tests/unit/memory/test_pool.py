@@ -100,7 +100,7 @@ async def test_without_a_budget_half_of_what_is_available_is_one() -> None:
         await unknown.take(KEY, 1)
 
 
-async def test_huge_pages_that_are_gone_after_all_are_done_without() -> None:
+async def test_ordinary_pages_replace_huge_pages_that_are_no_longer_free() -> None:
     pool = Pool(64 * MIB, huge_free_bytes=lambda: 1 << 40)
     memory = await pool.take(KEY, 5 * MIB)
     os.pwrite(memory.fd, b"x", 0) if not memory.huge else mmap.mmap(memory.fd, HUGE_PAGE_BYTES).close()
@@ -144,7 +144,7 @@ async def test_a_piece_has_a_private_file_that_goes_with_it(keep: MemoryKeeping,
     await pool.release(KEY)  # twice is fine
 
 
-async def test_memory_is_given_back_if_what_it_was_to_replace_cannot_be(keep: MemoryKeeping, tmp_path: Path) -> None:
+async def test_memory_is_released_if_it_cannot_replace_the_former(keep: MemoryKeeping, tmp_path: Path) -> None:
     pool = opened(keep)
     await pool.take(KEY, 3 * MIB)
     (before,) = files_under(tmp_path)
@@ -307,7 +307,7 @@ async def test_a_segment_claimed_meanwhile_was_deleted_although_it_had_a_new_own
     await after.release(OTHER)
 
 
-async def test_of_two_pieces_of_one_owner_neither_is_lost(keep: MemoryKeeping) -> None:
+async def test_two_segments_of_one_owner_are_both_kept(keep: MemoryKeeping) -> None:
     first, second = opened(keep), opened(keep)
     await first.take(KEY, 3 * MIB)
     await second.take(KEY, 9 * MIB)

@@ -209,7 +209,7 @@ async def test_a_job_that_comes_changes_the_sizes_and_a_smaller_change_does_not(
 
 
 @pytest.mark.thorough
-async def test_it_makes_way_for_a_piece_that_needs_the_budget(keep: MemoryKeeping) -> None:
+async def test_ready_memory_is_released_for_a_segment_that_needs_the_budget(keep: MemoryKeeping) -> None:
     pool = await filled(keep, 40 * MIB)
     pool.ready.job_bytes = lambda: [16 * MIB]
     while await pool.adjust_ready():

@@ -55,7 +55,7 @@ def read_all(folder: SpillFolder, name: str = NAME, size_bytes: int = SIZE_BYTES
 
 
 @pytest.mark.thorough
-def test_bytes_come_back_as_they_went(folder: SpillFolder, memory: tuple[int, bytes]) -> None:
+def test_bytes_are_equal_after_the_round_trip(folder: SpillFolder, memory: tuple[int, bytes]) -> None:
     observed: list[int] = []
     folder.write(NAME, memory[0], SIZE_BYTES, never, observed.append)
     assert observed[-1] == SIZE_BYTES

@@ -101,7 +101,7 @@ async def test_held_memory_is_reported_by_owner_and_gpu(memory: VideoMemory) -> 
     assert memory.pieces(WHO, GPU) == ()
 
 
-async def test_holding_again_adds_what_is_missing_and_nothing_else(store: DescriptorStore) -> None:
+async def test_a_second_reservation_adds_only_the_missing_bytes(store: DescriptorStore) -> None:
     gpus = Gpus()
     memory = VideoMemory(gpus, store)
     for size_bytes in (GIB, GIB, MIB, 3 * GIB, 0):

@@ -229,7 +229,7 @@ def test_a_request_that_would_fail_or_lose_the_job_is_refused_before_anything_is
     assert any(message in reason.message and hint in reason.hint for reason in reasons), reasons
 
 
-def test_ranks_that_keep_off_peer_to_peer_are_moved_and_an_agents_word_goes_before_what_is_seen() -> None:
+def test_ranks_without_peer_to_peer_are_moved_and_the_agents_report_has_precedence() -> None:
     around = Surroundings(nccl_shared=True, nccl_p2p_disabled=True)
     assert the_plan(planned(a_snapshot(a_process(around=around)), to()))
     reported = a_process(an_agent(), around=Surroundings(nccl_shared=True))
@@ -273,7 +273,7 @@ DEVICES = (
 )
 
 
-def test_of_one_on_several_gpus_the_worker_copies_and_each_gpu_has_room_for_its_part() -> None:
+def test_a_process_on_several_gpus_is_copied_by_the_worker_with_memory_on_each_gpu() -> None:
     plan = the_plan(planned(a_snapshot(_on_two(*DEVICES), gpus=_four()), to("gpu2,gpu3", carrier="worker")))
     (worker,) = plan.workers
     assert worker.carrier == "worker"
@@ -296,7 +296,7 @@ def _linked(free_bytes: int = 100 * GIB) -> tuple[GpuMemory, ...]:
     return tuple([a_gpu(name, free_bytes=free_bytes, nvlinks=tuple({*names} - {name})) for name in names])
 
 
-def test_one_on_several_gpus_goes_by_peer_with_room_for_each_part_twice() -> None:
+def test_a_process_on_several_gpus_goes_by_peer_with_memory_for_each_part_twice() -> None:
     plan = the_plan(planned(a_snapshot(_on_two(*DEVICES), gpus=_linked()), to("gpu2,gpu3")))
     (worker,) = plan.workers
     assert (worker.carrier, worker.overlap_bytes, plan.pool_needed_bytes) == ("peer", 0, 0)
@@ -308,7 +308,7 @@ def test_one_on_several_gpus_goes_by_peer_with_room_for_each_part_twice() -> Non
     assert not [hazard for hazard in plan.hazards if "go by" in hazard]
 
 
-def test_one_on_several_gpus_without_room_for_copies_goes_by_host() -> None:
+def test_a_process_on_several_gpus_without_memory_for_copies_goes_by_host() -> None:
     """One GPU without that memory is enough to refuse: its bytes cannot go to another GPU."""
     gpus = (*_linked()[:3], _linked(30 * GIB)[3])
     plan = the_plan(planned(a_snapshot(_on_two(*DEVICES), gpus=gpus), to("gpu2,gpu3")))
@@ -340,9 +340,7 @@ def test_the_memory_for_copies_by_peer_on_several_gpus_is_left_out_of_the_next_p
 
 
 @pytest.mark.parametrize("devices", [(), DEVICES[:1], (*DEVICES[:1], CudaDevice(uuid="GPU-else", size_bytes=GIB))])
-def test_of_one_on_several_gpus_whose_parts_are_not_all_known_the_driver_carries_everything(
-    devices: tuple[CudaDevice, ...],
-) -> None:
+def test_the_driver_carries_a_process_whose_parts_on_its_gpus_are_unknown(devices: tuple[CudaDevice, ...]) -> None:
     """Room for a storage on the wrong GPU would be none."""
     plan = the_plan(planned(a_snapshot(_on_two(*devices), gpus=_four()), to("gpu2,gpu3")))
     (worker,) = plan.workers
@@ -372,7 +370,7 @@ def test_without_room_for_a_copy_context_the_worker_copies_itself() -> None:
         assert ("of these for copying" in " ".join(plan.hazards)) is (carrier == "worker")
 
 
-def test_of_several_that_go_to_one_gpu_the_second_takes_what_the_first_leaves() -> None:
+def test_the_second_process_on_a_gpu_gets_the_memory_that_the_first_leaves() -> None:
     """The planner promised all free memory to each job, and then refused both."""
     ranks = [a_process(an_agent(), pid=pid, job="1") for pid in (4711, 4712)]
     plan = the_plan(planned(a_snapshot(*ranks), to()))

@@ -128,7 +128,7 @@ def test_a_job_without_memory_for_its_storages_stayed_parked_until_a_manual_resu
     assert (drive.op.waiting_for, drive.op.workers[0].gpu, drive.op.workers[0].offloaded) == (None, "gpu0", False)
 
 
-def test_storages_that_are_made_in_rounds_are_asked_for_without_room_for_all_of_them() -> None:
+def test_storages_allocated_in_rounds_need_no_memory_for_all_at_once() -> None:
     """Some processes have their bytes already. The daemon would have requested their memory again, for ever."""
     drive = _reloaded_without_room(overlap_bytes=5)
     _after_a_while(drive)

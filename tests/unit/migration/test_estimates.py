@@ -66,7 +66,7 @@ def test_the_estimate_equals_the_measurement(size_gib: int, kind: str, carrier: 
     assert estimated_s == pytest.approx(took_s, rel=0.3)
 
 
-def test_copies_beside_the_driver_s_steps_are_not_added_to_them() -> None:
+def test_copies_during_the_drivers_steps_are_not_added_to_them() -> None:
     """The longer of the two counts. Where a GPU has no room for what passes, they are added up as before."""
 
     def estimated(kind: str, size_gib: int, copies: OverlappedCopies) -> float:

@@ -162,7 +162,7 @@ def test_a_late_agent_does_not_make_an_image_be_read_twice() -> None:
     assert "seal" in [pending.effect for pending in drive.op.pending]
 
 
-def test_an_image_whose_job_cannot_come_back_is_made_whole_all_the_same() -> None:
+def test_an_image_is_completed_even_if_its_job_cannot_resume() -> None:
     drive = DrivenOperation(checkpoint(leave_running=True)).until("restoring")
     drive.feed(events.WorkerExited(worker="a", why="it was killed"))
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "restore"]
@@ -204,7 +204,7 @@ def test_an_image_that_cannot_be_made_leads_back(leave_running: bool) -> None:
     assert drive.op.failure.message == "dump failed"
 
 
-def test_cancelling_while_the_image_is_made_drops_it_and_leads_back() -> None:
+def test_a_cancel_during_an_image_drops_the_image_and_resumes_the_job() -> None:
     drive = DrivenOperation(checkpoint()).until("handing")
     drive.feed(events.CancelRequested(by="somebody"))
     assert [pending.effect for pending in drive.op.pending] == ["restore"]

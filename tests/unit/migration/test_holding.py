@@ -38,7 +38,7 @@ def test_a_job_is_quiesced_and_resumed_without_being_moved() -> None:
     assert drive.op.failure is None
 
 
-def test_ranks_stand_at_one_boundary_and_one_hold_is_for_all() -> None:
+def test_ranks_park_at_one_boundary_and_share_one_hold() -> None:
     drive = held("a", "b")
     assert {member.boundary for member in drive.op.workers} == {drive.op.at}
     drive.until("done")
@@ -131,7 +131,7 @@ def test_a_job_that_is_held_is_suspended_without_going_on_in_between() -> None:
     assert not {"park", "release"} & set(effect_tags(drive)[2:])
 
 
-def test_ranks_that_are_held_are_suspended_at_the_boundary_where_they_stand() -> None:
+def test_held_ranks_are_suspended_at_their_current_boundary() -> None:
     drive = held("a", "b")
     at = drive.op.at
     into = operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND, is_distributed=True)

@@ -44,7 +44,7 @@ def test_whatever_is_found_it_comes_to_rest_and_a_living_job_is_not_lost(name: s
 
 
 @in_one_test(("name", "finding"), [(n, f) for n, f in POSSIBLE if f.world and f.world.out], ids=str)
-def test_bytes_that_were_found_outside_are_kept_until_a_boundary_was_seen(name: str, finding: Finding) -> None:
+def test_found_bytes_are_kept_until_the_job_passes_a_boundary(name: str, finding: Finding) -> None:
     """Issue 4: an operation that had not taken them itself gave the memory back as soon as they were in the process."""
     effects, end = outcome(SITUATIONS[name], finding)
     order = effects.split(", ")

@@ -74,7 +74,7 @@ def test_another_process_continues_in_its_place_and_proves_its_identity() -> Non
     assert drive.phases[-3:] == ["verifying", "tidying", "done"]
 
 
-def test_nothing_of_the_state_is_given_back_before_the_next_boundary() -> None:
+def test_no_part_of_the_state_is_released_before_the_next_boundary() -> None:
     drive = left()
     reborn(drive)
     found(drive)
@@ -318,7 +318,7 @@ def test_the_steps_of_the_next_process_are_reported_before_it_connects(begins: s
     assert way_of(drive.op) == RESTART
 
 
-def test_the_end_of_a_training_whose_state_is_not_whole_is_none_of_a_restart() -> None:
+def test_the_exit_of_a_training_with_an_incomplete_state_is_not_a_restart() -> None:
     drive = DrivenOperation(restart()).until("offloading")
     before = drive.op
     drive.feed(events.TrainingEnded(worker="a"))
@@ -326,7 +326,7 @@ def test_the_end_of_a_training_whose_state_is_not_whole_is_none_of_a_restart() -
 
 
 @pytest.mark.parametrize("how", ["failed", "late", "crash"])
-def test_it_is_parked_all_the_same_where_the_next_process_does_not_become_ready(how: str) -> None:
+def test_a_job_is_parked_even_if_its_next_process_does_not_become_ready(how: str) -> None:
     """Nothing rests on that process: neither a failure nor a limit that passes is one of the restart, nor is it waited
     for a second time."""
     drive = DrivenOperation(restart()).until("readying")

@@ -287,7 +287,7 @@ def test_only_a_restart_leads_to_the_cpu_and_it_needs_no_gpu_memory() -> None:
     assert (again.workers[0].gpu, again.workers[0].to) == ("cpu", "cpu")
 
 
-def test_memory_for_what_comes_to_the_cpu_is_looked_at_before_anything_is_done() -> None:
+def test_host_memory_for_a_move_to_the_cpu_is_checked_first() -> None:
     """The state is there twice for a while, and a node that has not that much would end some process or other."""
     needed_bytes = whole_size(4096) + 4096
     tight = node().replace(available_bytes=needed_bytes - 1)

@@ -53,7 +53,7 @@ def saved_twice(drive: DrivenOperation) -> bool:
     return len(offloaded) != len(set(offloaded))
 
 
-def test_all_leave_once_all_are_saved_and_all_prove_themselves() -> None:
+def test_all_ranks_exit_once_all_states_are_saved() -> None:
     drive = left()
     reborn(drive, "a")
     found(drive)

@@ -157,7 +157,7 @@ async def test_bytes_of_a_process_were_given_to_another_users_of_the_same_pid() 
     assert await found_for(pool, standing(mine, size_bytes + 1), "4711") is None
 
 
-async def test_of_several_pieces_of_one_process_the_newest_was_taken_whatever_was_in_it() -> None:
+async def test_the_newest_of_several_segments_was_used_whatever_its_content() -> None:
     mine, size_bytes, mark = Source(1000, 500), 4096, "0f" * 16
     pieces: list[Piece] = []
     for number, drawn in (("7", mark), ("9", "00" * 16)):
@@ -203,7 +203,7 @@ def anybody(_uid: int | None) -> bool:
 
 
 @pytest.mark.thorough
-async def test_bytes_are_given_up_by_name_only_and_a_process_never(tmp_path: Path, process: Child) -> None:
+async def test_orphaned_bytes_are_dropped_by_name_only_and_processes_never(tmp_path: Path, process: Child) -> None:
     agent = await suspended(tmp_path, process.pid)
     async with running(tmp_path) as node:
         await back(agent, node)

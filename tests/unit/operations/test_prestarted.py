@@ -213,7 +213,7 @@ async def test_a_worker_that_did_not_answer_gets_the_request_again_later(why: He
         assert [order.do for order in node.orders] == ["ready"]
 
 
-async def test_all_had_everything_imported_again_when_hegmd_was_started_again() -> None:
+async def test_all_prestarted_processes_were_replaced_when_hegmd_restarted() -> None:
     """The next daemon learns that a prestarted process exists. After a restart it requests a new one."""
     node = Node(ALWAYS)
     async with node.running(kept=True):

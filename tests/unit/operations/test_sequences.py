@@ -89,7 +89,7 @@ async def test_a_drain_with_no_waiting_client_starts_all_its_migrations(
 
 
 @pytest.mark.thorough
-async def test_moves_that_were_begun_at_once_do_not_count_on_the_same_room(
+async def test_concurrent_moves_do_not_count_the_same_memory(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     """The second was planned with the room that the first had been promised, and was turned back later."""
@@ -226,9 +226,7 @@ async def test_a_swap_that_fails_in_the_middle_brings_the_first_back(
 
 
 @pytest.mark.thorough
-async def test_both_jobs_are_taken_out_at_once_and_not_one_after_the_other(
-    tmp_path: Path, process: Child, second_process: Child
-) -> None:
+async def test_both_jobs_are_offloaded_at_the_same_time(tmp_path: Path, process: Child, second_process: Child) -> None:
     """Each over its own GPU's link: neither copy waits for the other one."""
     async with running(tmp_path, "2x4MiB") as node:
         one, two = await on_both(node, process, second_process, 3 * MIB)

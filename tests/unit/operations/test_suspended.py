@@ -99,7 +99,7 @@ async def test_a_suspend_takes_memory_that_was_ready_and_the_next_daemon_finds_t
 
 
 @pytest.mark.thorough
-async def test_spilled_it_takes_no_memory_and_comes_back_with_its_bytes(tmp_path: Path, process: Child) -> None:
+async def test_a_spilled_job_takes_no_memory_and_resumes_with_its_bytes(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         answer = await node.operations.suspend([process.pid], node.context(), spill=True)

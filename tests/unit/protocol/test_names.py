@@ -53,7 +53,7 @@ def test_a_swap_counts_once_only_if_both_letters_are_swapped() -> None:
     assert (distance("ab", "ba"), distance("abc", "axb"), distance("ba", "cb")) == (1, 2, 2)
 
 
-def test_places_come_back_as_they_were_packed() -> None:
+def test_positions_round_trip() -> None:
     spots = [(1, 2, 3), (4, 5, 6)]
     assert unpacked(packed(spots)) == spots
     spans = [(1, 2, 3, 4), (5, 6, 7, 8)]

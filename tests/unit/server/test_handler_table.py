@@ -198,7 +198,7 @@ async def test_every_field_of_a_request_is_heeded(op: str) -> None:
         assert repr(await _answered(_changed(request, f.name, f.type_text))) != answered, f.name
 
 
-async def test_to_list_orphans_looks_at_everything_and_to_list_operations_does_not() -> None:
+async def test_listing_orphans_inspects_everything_and_listing_operations_does_not() -> None:
     for op, words in (("orphans", {"thorough": "True", "within_s": "20.0"}), ("operations", {"thorough": "False"})):
         _, calls = await _answered(_request(op))
         ((_, given),) = [call for call in calls if call[0] == "orphans.search"]

@@ -22,7 +22,7 @@ def test_our_own_socket_pair_is_us() -> None:
 @pytest.mark.thorough
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can take on groups")
 @pytest.mark.parametrize("how_many", [1, 255, 300, 3000])
-def test_every_supplementary_group_is_seen(how_many: int) -> None:
+def test_every_supplementary_group_is_read(how_many: int) -> None:
     """More than 256 do not fit into what Python's getsockopt takes."""
     script = f"""
 import os, socket

@@ -157,7 +157,7 @@ def test_a_lease_is_found_by_id_or_name_and_the_callers_first() -> None:
     assert "did you mean serve?" in unknown.value.hint
 
 
-def test_an_administrator_ends_their_own_lease_of_a_name_and_is_asked_which_of_others() -> None:
+def test_an_administrator_releases_an_own_lease_by_name_before_those_of_others() -> None:
     """The oldest lease of that name was ended, whoever had it."""
     leases = Watched().leases
     for uid in (1, 0, 2):

@@ -121,7 +121,7 @@ async def test_the_signal_that_ended_a_program_is_named() -> None:
         completed.require("look into it")
 
 
-async def test_of_much_output_the_end_is_kept() -> None:
+async def test_the_end_of_long_output_is_kept() -> None:
     completed = await run(["seq", "300000"], deadline_s=10)
     assert completed.stdout.endswith("299999\n300000\n")
     assert len(completed.stdout) == programs.OUTPUT_TAIL_BYTES
@@ -167,7 +167,7 @@ async def test_a_file_that_is_not_a_program(tmp_path: Path) -> None:
     assert raised.value.status is None
 
 
-async def test_each_try_without_descriptors_for_a_program_took_three_of_them_for_good() -> None:
+async def test_each_failed_start_of_a_program_leaked_three_descriptors() -> None:
     """So a daemon at its limit stayed there; the hint was to run the program by hand, and did not name the limit."""
     taken = {int(name) for name in os.listdir("/proc/self/fd")}
     before = resource.getrlimit(resource.RLIMIT_NOFILE)

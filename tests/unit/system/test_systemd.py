@@ -151,7 +151,7 @@ def test_descriptors_are_closed_in_children_from_now_on(listener: socket.socket)
         assert not os.get_inheritable(first)
 
 
-def test_listeners_are_given_up_as_sockets_and_the_rest_is_closed(listener: socket.socket) -> None:
+def test_listeners_are_returned_as_sockets_and_the_rest_is_closed(listener: socket.socket) -> None:
     with listener.dup() as twin, Path(os.devnull).open() as stored:
         first = passed(listener.fileno(), stored.fileno(), twin.fileno(), stored.fileno())
         held = PassedDescriptors(["hegmd", "job-4711", "hegmd", "forgotten"], first)
@@ -322,7 +322,7 @@ def test_a_name_that_the_store_would_not_take_is_a_bug(reports: ServiceManager, 
         reports.unstore(name)
 
 
-def test_barrier_opens_when_the_manager_has_come_to_it(manager: Manager, reports: ServiceManager) -> None:
+def test_a_barrier_opens_when_the_manager_has_reached_it(manager: Manager, reports: ServiceManager) -> None:
     reports.status("before")
     assert not reports.barrier(limit_s=0)
     assert manager.next()[0] == ["STATUS=before"]

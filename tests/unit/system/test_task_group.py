@@ -29,7 +29,7 @@ async def test_the_first_failure_cancels_the_others_and_is_raised_unwrapped() ->
     assert ended == ["waits"]
 
 
-async def test_company_ends_with_the_work_whatever_comes_of_it() -> None:
+async def test_concurrent_work_ends_with_the_main_work() -> None:
     async def fails() -> None:
         raise Refused("no", "ask again")
 

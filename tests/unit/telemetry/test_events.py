@@ -30,7 +30,7 @@ def seqs(events: tuple[Event, ...]) -> list[int]:
     return [event.seq for event in events]
 
 
-def test_events_are_numbered_from_one_and_keep_what_they_were_given() -> None:
+def test_events_are_numbered_from_one_and_keep_their_facts() -> None:
     log = EventLog(clock=lambda: 12.5)
     event = log.record("gpu.lost", "error", "gpu0 is gone", gpu="gpu0", pid=7, facts={"uuid": "GPU-1"})
     assert event == Event(
@@ -107,7 +107,7 @@ def test_a_kind_that_there_is_not_was_waited_for_without_end(kinds: tuple[str, .
     assert hints in refused.value.hint
 
 
-def test_every_kind_that_is_recorded_can_be_asked_for() -> None:
+def test_every_recorded_kind_can_be_requested() -> None:
     sources = "\n".join(path.read_text() for path in (Path(__file__).parents[3] / "hegmd").rglob("*.py"))
     recorded = set(re.findall(r'record(?:_gpu|_event)?\(\s*"([a-z_]+\.[a-z_-]+)"', sources))
     recorded |= set(re.findall(r'_kill\(.+"(job\.[a-z-]+)"\)', sources))

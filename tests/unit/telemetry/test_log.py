@@ -239,7 +239,7 @@ def test_other_packages_log_from_level_warning_on_and_python_warnings_too(pipe: 
     assert "DeprecationWarning: deprecated" in lines[1]
 
 
-def test_closing_leaves_logging_as_it_was(pipe: Pipe) -> None:
+def test_closing_restores_logging(pipe: Pipe) -> None:
     root = logging.getLogger()
     before = (list(root.handlers), root.level, logging.getLogger("hegmd").level)
     made = set_up("debug", "text", descriptor=pipe.writer)
@@ -249,9 +249,7 @@ def test_closing_leaves_logging_as_it_was(pipe: Pipe) -> None:
     assert (list(root.handlers), root.level, logging.getLogger("hegmd").level) == before
 
 
-def test_setting_up_again_takes_the_place_of_what_was_there(
-    pipe: Pipe, socket_path: Path, journal: socket.socket
-) -> None:
+def test_a_second_set_up_replaces_the_first(pipe: Pipe, socket_path: Path, journal: socket.socket) -> None:
     first = set_up("info", "journal", descriptor=pipe.writer, journal_path=str(socket_path))
     with set_up("info", "text", descriptor=pipe.writer):
         logger.info("once")

@@ -60,7 +60,7 @@ async def attending(
         tasks.cancel_scope.cancel()
 
 
-async def test_an_order_ends_with_what_is_reported_of_it(supervisors: Supervisors) -> None:
+async def test_an_order_ends_with_its_report(supervisors: Supervisors) -> None:
     line = Line()
     async with attending(supervisors, line) as supervisor, anyio.create_task_group() as tasks:
         tasks.start_soon(supervisor.order, "start", "4")
@@ -179,7 +179,7 @@ async def test_a_failed_order_reports_the_reason(supervisors: Supervisors) -> No
     assert "no Python" in failures[0].message
 
 
-async def test_one_that_comes_back_takes_the_place_of_its_earlier_connection(supervisors: Supervisors) -> None:
+async def test_a_reconnection_replaces_the_earlier_connection(supervisors: Supervisors) -> None:
     first, second = Line(), Line()
     async with attending(supervisors, first) as before:
         async with attending(supervisors, second, OFFER.replace(operation="4", left=True)) as now:

@@ -76,7 +76,7 @@ async def test_a_rank_without_a_survey_was_moved_with_connected_communicators(pr
         tasks.cancel_scope.cancel()
 
 
-async def test_bytes_go_over_by_descriptor_and_come_back(process: subprocess.Popen[bytes]) -> None:
+async def test_bytes_travel_by_descriptor_and_return(process: subprocess.Popen[bytes]) -> None:
     memory = os.memfd_create("test")
     async with attended(process.pid) as (workers, agent, _, _):
         worker = workers.find(process.pid)
@@ -242,7 +242,7 @@ async def test_a_new_order_to_park_replaces_the_current_one(process: subprocess.
 
 
 @pytest.mark.thorough
-async def test_an_agent_that_swallows_a_survey_does_not_hold_up_who_asks_next(process: subprocess.Popen[bytes]) -> None:
+async def test_an_agent_that_ignores_a_survey_does_not_delay_the_next_caller(process: subprocess.Popen[bytes]) -> None:
     """`hegmctl adopt` waited for ten minutes, and so did every later order."""
     async with attended(process.pid) as (workers, agent, _, _):
         worker = workers.find(process.pid)

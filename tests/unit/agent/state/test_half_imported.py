@@ -19,7 +19,7 @@ class DataLoader:
 """
 
 
-def test_bars_that_pytorch_imports_had_the_state_read_beside_half_of_it(tmp_path: Path) -> None:
+def test_progress_bars_during_the_import_of_pytorch_made_the_state_be_read_too_early(tmp_path: Path) -> None:
     """The tensors of the bar imported torch.fx too early, and PyTorch could no longer be imported."""
     (tmp_path / "torch" / "utils" / "data").mkdir(parents=True)
     (tmp_path / "tqdm").mkdir()

@@ -116,7 +116,7 @@ def train():
 """
 
 
-def test_an_object_made_of_random_numbers_between_two_loops_was_made_of_others(script: types.ModuleType) -> None:
+def test_an_object_of_random_numbers_between_two_loops_got_different_numbers(script: types.ModuleType) -> None:
     """On its way to the inner loop a restarted script draws where its generators are, and not where they were."""
     drawn = state_of(script, MIXED.format(made="random.sample(range(9), 3)"))
     [mixer] = drawn["instances"]
@@ -125,7 +125,7 @@ def test_an_object_made_of_random_numbers_between_two_loops_was_made_of_others(s
     assert drawn["anew"] == ["train().mixer.view"]
 
 
-def test_an_object_that_is_made_of_none_is_made_again(script: types.ModuleType) -> None:
+def test_an_object_that_depends_on_nothing_is_created_again(script: types.ModuleType) -> None:
     made = state_of(script, MIXED.format(made="[1, 2, 3]"))
     assert not any(entry["values"] or entry["whole"] for entry in made["instances"])
     assert made["anew"] == []

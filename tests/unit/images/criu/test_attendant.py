@@ -59,7 +59,7 @@ print(parent.tend(told, root, words, rank_grace_s=0.01) == parent.JOB_ENDED)
 """
 
 
-def test_criu_waited_for_a_quarter_of_an_hour_for_a_job_of_which_a_rank_had_been_killed(tmp_path: Path) -> None:
+def test_criu_waited_15_minutes_for_a_job_with_a_killed_rank(tmp_path: Path) -> None:
     """Issue 16, outcome 3: the code checked only the first process."""
     os.mkfifo(endless := tmp_path / "endless")
     words = [sys.executable, "-SE", "-c", RANK_KILLED, str(Path(criu.__file__).parent), str(endless)]

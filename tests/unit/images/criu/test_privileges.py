@@ -94,7 +94,7 @@ def test_a_file_that_another_user_opened_for_the_job_needs_root_at_the_restore(
         assert bool(list(closed_to(job(descriptor), BOB, HIS))) is is_closed
 
 
-def test_groups_and_filters_of_a_process_are_seen() -> None:
+def test_groups_and_filters_of_a_process_are_read() -> None:
     (member,) = read_tree(os.getpid()).members[:1]
     status = Path("/proc/self/status").read_text().splitlines()
     assert member.gid == os.getgid()

@@ -34,7 +34,7 @@ async def _restored_by(program: Path) -> None:
         os.close(folder)
 
 
-async def test_criu_log_was_named_as_the_next_step_and_was_gone_by_then(
+async def test_the_hint_named_a_criu_log_that_was_already_deleted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was reported to be kept with an image that is removed, or that it was never in."""

@@ -51,7 +51,7 @@ def test_an_image_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size_bytes", [0, 1, BLOCK_BYTES, CHUNK_BYTES, CHUNK_BYTES + 1])
 @pytest.mark.parametrize("byte", [b"\0", b"x"])
-def test_bytes_of_any_length_come_back(tmp_path: Path, size_bytes: int, byte: bytes) -> None:
+def test_bytes_of_any_length_round_trip(tmp_path: Path, size_bytes: int, byte: bytes) -> None:
     manifest = built(tmp_path / "image", byte * size_bytes, size_bytes=size_bytes)
     (file,) = manifest.byte_files
     assert file.stored_bytes == (size_bytes if byte != b"\0" else 0)
@@ -288,7 +288,7 @@ def test_listing_images_does_not_block_a_restore(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_of_a_series_the_newest_whole_ones_stay_and_nothing_else_is_touched(tmp_path: Path) -> None:
+def test_the_newest_whole_images_of_a_series_stay_and_nothing_else_is_touched(tmp_path: Path) -> None:
     stamps = [f"2026010{day}T000000Z" for day in range(1, 5)]
     for name in (*(f"job-a.{stamp}" for stamp in stamps), f"job-b.{stamps[0]}", "job-a.mine", "other"):
         built(tmp_path / name)

@@ -96,9 +96,7 @@ def test_an_unreadable_directory_is_not_reported_as_unwritable() -> None:
         ("image", "already exists: it is an image", "or remove that image: hegmctl images rm {}/image"),
     ],
 )
-def test_to_remove_what_is_no_image_was_named_as_the_way_to_put_one_there(
-    tmp_path: Path, name: str, why: str, step: str
-) -> None:
+def test_the_hint_for_a_foreign_directory_was_to_remove_it(tmp_path: Path, name: str, why: str, step: str) -> None:
     """`hegmctl images rm /dev/null`, for one."""
     _furnish(tmp_path)
     with pytest.raises(HegmError) as refused:

@@ -24,7 +24,7 @@ def memory() -> Iterator[int]:
 
 
 @pytest.mark.thorough
-async def test_an_image_is_written_beside_a_job_that_has_the_processors_first(tmp_path: Path, memory: int) -> None:
+async def test_the_writer_of_an_image_yields_the_processors_to_the_job(tmp_path: Path, memory: int) -> None:
     own = os.getpriority(os.PRIO_PROCESS, os.getpid())
     assert await nicenesses(tmp_path / "one", memory, beside=False) == {own}
     assert await nicenesses(tmp_path / "other", memory, beside=True) == {max(10, own)}

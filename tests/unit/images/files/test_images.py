@@ -241,7 +241,7 @@ async def test_a_request_without_room_is_refused_before_a_job_stops_for_it(tmp_p
 
 @pytest.mark.thorough
 @needs_root
-async def test_room_is_looked_for_with_the_callers_rights(tmp_path: Path, others: Path) -> None:
+async def test_free_space_is_read_with_the_callers_rights(tmp_path: Path, others: Path) -> None:
     async with room(tmp_path / "state") as images:
         await images.require_space(str(others / "image"), NOBODY, criu_bytes=1, bytes_of_gpus=1)
         os.chmod(others, 0o500)
@@ -305,7 +305,7 @@ async def test_an_image_that_is_cancelled_while_it_is_written_leaves_nothing(
 
 
 @pytest.mark.thorough
-async def test_criu_is_given_nothing_that_is_damaged(tmp_path: Path, memory: tuple[int, bytes]) -> None:
+async def test_criu_gets_no_damaged_file(tmp_path: Path, memory: tuple[int, bytes]) -> None:
     async with room(tmp_path / "state") as images:
         await made(images, tmp_path / "image", memory[0])
         flip(tmp_path / "image" / "criu" / "pages-1.img", CHUNK_BYTES)

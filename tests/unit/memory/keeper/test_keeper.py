@@ -373,7 +373,7 @@ def test_a_caller_without_a_descriptor_kept_the_keeper_busy(tmp_path: Path) -> N
 
 
 @pytest.mark.thorough
-async def test_two_that_are_started_at_once_are_one(folder: Path) -> None:
+async def test_two_concurrent_starts_give_one_keeper(folder: Path) -> None:
     async with anyio.create_task_group() as tasks:
         for _ in range(3):
             tasks.start_soon(start_keeper, folder)

@@ -193,7 +193,7 @@ def test_a_duplicate_record_is_detected() -> None:
         journal_records.read(journal_records.MAGIC + b"".join([*records[:5], records[4], *records[5:]]))
 
 
-def test_an_event_of_an_operation_that_never_began_is_seen() -> None:
+def test_an_event_of_an_operation_that_never_began_is_detected() -> None:
     with pytest.raises(journal_records.JournalBroken, match="never began"):
         journal_records.read(journal_records.MAGIC + b"".join(_records()[1:]))
 
@@ -229,7 +229,7 @@ def test_events_continue_after_a_compaction() -> None:
     assert history.story == (line,)
 
 
-def test_compaction_forgets_the_oldest_that_are_over_and_none_that_are_not() -> None:
+def test_compaction_forgets_the_oldest_ended_operations_only() -> None:
     done = DrivenOperation(operation()).until("done").op
     over = [journal_records.History(done.replace(id=f"op{number}")) for number in range(journal_records.REMEMBERED + 5)]
     running = journal_records.History(operation(id="running"))

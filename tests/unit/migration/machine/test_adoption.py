@@ -29,7 +29,7 @@ def test_the_reservation_of_an_unmeasured_process_is_its_upper_bound() -> None:
     assert driver_bytes_bound(10 * GIB, [None]) == 10 * GIB + UNSEEN_BYTES
 
 
-def test_one_that_comes_back_elsewhere_is_where_it_is_to_be() -> None:
+def test_a_process_restored_elsewhere_is_on_its_target() -> None:
     drive = driven(None)
     drive.feed(events.ResumeRequested(to={"7": "gpu0"}))
     inspected(drive, None)

@@ -53,7 +53,7 @@ def test_a_cancelled_operation_reports_the_duration_of_its_attempts() -> None:
     assert (op.parked_since, op.downtime_s) == (None, 0.5)
 
 
-def test_ranks_that_run_on_to_another_boundary_do_not_stand_on_the_way() -> None:
+def test_ranks_that_continue_to_another_boundary_do_not_park_on_the_way() -> None:
     """Issue 14, row 4."""
     op = operation(worker("a", is_parked=True), worker("b"))
     op = timed(events.Parked(effect=1, worker="a", boundary=4), op, 10.0)

@@ -31,7 +31,7 @@ def test_a_migration_passes_its_stages_in_order() -> None:
     assert drive.op.deadline is None
 
 
-def test_nothing_is_asked_of_a_worker_before_room_and_pool_are_held() -> None:
+def test_no_worker_gets_an_order_before_gpu_memory_and_pool_are_reserved() -> None:
     drive = DrivenOperation(operation())
     assert tags(drive.feed(events.Begin())) == ["reserve", "reserve-pool"]
     assert drive.end() == ()
@@ -182,7 +182,7 @@ def test_the_hint_of_a_refusal_is_a_valid_command() -> None:
     assert resting.value.hint == f"resume it with: hegmctl resume {drive.op.workers[0].pid}"
 
 
-def test_an_alarm_that_comes_early_changes_nothing() -> None:
+def test_an_early_alarm_changes_nothing() -> None:
     drive = DrivenOperation(operation()).until("quiescing")
     assert drive.op.deadline == 20.0
     assert handle(drive.op, events.DeadlinePassed(), 19.9)[0] is drive.op
@@ -365,7 +365,7 @@ def test_memory_given_to_a_worker_that_ends_meanwhile_is_released() -> None:
     assert drive.until("rolled-back").op.workers[0].reservations == {}
 
 
-def test_the_room_of_one_that_arrives_late_is_not_given_away() -> None:
+def test_the_reservation_of_a_late_process_is_kept() -> None:
     """A restore that ended after the way back had turned out to be closed left the process without its room."""
     drive = DrivenOperation(operation(worker("a"), worker("b"))).until("restoring")
     drive.feed(events.WorkerExited(worker="b"))
@@ -377,7 +377,7 @@ def test_the_room_of_one_that_arrives_late_is_not_given_away() -> None:
     assert ("a", "gpu1") not in given
 
 
-def test_an_ending_that_comes_twice_means_nothing() -> None:
+def test_a_repeated_result_event_is_ignored() -> None:
     drive = DrivenOperation(operation())
     drive.feed(events.Begin())
     taken = ending(drive.wanted[0])

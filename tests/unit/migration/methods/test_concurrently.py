@@ -39,7 +39,7 @@ async def do(work: Work, failure: HegmError | None = None) -> None:
         assert not work.done
 
 
-async def test_it_is_over_when_both_are() -> None:
+async def test_the_pair_ends_when_both_have_ended() -> None:
     work = Work()
     await do(work)
     assert work.done

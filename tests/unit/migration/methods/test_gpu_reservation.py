@@ -55,7 +55,7 @@ async def test_as_much_as_is_wanted_is_enough() -> None:
     assert gpus.calls == 1
 
 
-async def test_memory_that_becomes_free_meanwhile_is_seen() -> None:
+async def test_memory_freed_meanwhile_is_noticed() -> None:
     gpus = Gpus(None)
 
     async def free() -> None:

@@ -47,7 +47,7 @@ def test_what_other_threads_of_it_take_now_and_then_is_no_progress() -> None:
     assert judged(*[ProgressSample(number % 2 * MIB, 0, RUNNING) for number in range(25)])[0] == 19
 
 
-def test_what_cannot_be_seen_is_neither_progress_nor_a_reason_to_wait_for_ever() -> None:
+def test_an_unreadable_sample_is_neither_progress_nor_a_reason_to_wait_for_ever() -> None:
     assert judged(*[ProgressSample()] * 25)[0] == 19
 
 
@@ -100,6 +100,6 @@ def test_growing_and_stopped_processes_are_reported(child: subprocess.Popen[str]
     assert grown - was > 60 * MIB
 
 
-def test_of_one_that_is_gone_nothing_is_seen() -> None:
+def test_nothing_is_read_of_an_exited_process() -> None:
     assert look_at(2**22 + 1, None) == ProgressSample(None, None, {})
     assert not is_stopped(2**22 + 1)

@@ -140,9 +140,7 @@ async def test_the_process_that_reports_the_restored_state_is_the_successor(tmp_
     assert (reborn.pid, reborn.gpu, reborn.boundary) == (NEXT, "gpu1", 5)
 
 
-async def test_one_that_was_started_again_by_an_earlier_order_is_where_that_had_it_and_known_for_it(
-    tmp_path: Path,
-) -> None:
+async def test_a_process_restarted_by_an_earlier_order_is_known_on_that_orders_target(tmp_path: Path) -> None:
     """A process on a real GPU does not report its GPU: the daemon assumed that it was on the target."""
     supervisors, workers = Supervisors(start_ticks_of), AttendingWorkers()
     forth, back = (start_key("migrate", heading, [gpu]) for heading, gpu in (("forward", "gpu1"), ("back", "gpu0")))

@@ -173,7 +173,7 @@ def test_a_process_that_can_be_suspended_counts_as_movable() -> None:
         assert ways(snapshot)["driver"].possible
 
 
-def test_an_agent_that_was_never_asked_what_it_holds_closes_nothing() -> None:
+def test_an_agent_that_was_never_surveyed_closes_nothing() -> None:
     """An operation asks it; until then `ps` says what is known."""
     assert "agent" in possible(a_snapshot(supervised(an_agent(size_bytes=None))))
 
@@ -221,7 +221,7 @@ def test_without_another_gpu_a_process_can_be_suspended_and_not_moved(made: Made
         assert words in found[name].reason
 
 
-def test_of_one_that_has_ended_or_is_not_seen_every_way_is_closed() -> None:
+def test_an_exited_or_invisible_process_has_no_way_to_move() -> None:
     process = the_process(a_process(), start_ticks=None)
     snapshot = a_snapshot()
     assert possible(snapshot, process) == []

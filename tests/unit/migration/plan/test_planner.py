@@ -312,7 +312,7 @@ def test_an_impossible_resume_is_refused_with_the_reason(snapshot: NodeSnapshotF
     assert says in _only_reason(planned_resume(snapshot, _resume("gpu1"), _suspended())).message
 
 
-def test_only_what_is_suspended_can_be_resumed() -> None:
+def test_only_suspended_jobs_can_be_resumed() -> None:
     assert "only a suspended operation" in _only_reason(planned_resume(_snapshot(), _resume(None), _op())).message
 
 

@@ -54,7 +54,7 @@ async def test_a_late_survey_on_a_busy_node_does_not_roll_the_job_back() -> None
     assert (await survey(2)).boundary == 7
 
 
-async def test_an_agent_that_never_answers_is_asked_until_the_limit_and_a_parked_one_once() -> None:
+async def test_an_unanswering_agent_is_asked_until_the_limit_and_a_parked_one_once() -> None:
     with pytest.raises(HegmError):
         await survey(1, park_s=0.0)
     with pytest.raises(HegmError):

@@ -113,7 +113,7 @@ async def test_a_process_that_became_another_program_was_waited_for_without_end(
 
 
 @pytest.mark.thorough
-async def test_an_order_was_given_to_an_agent_that_had_come_back_and_gone_on(tmp_path: Path, process: Child) -> None:
+async def test_an_order_was_sent_to_an_agent_that_had_reconnected_and_resumed(tmp_path: Path, process: Child) -> None:
     """An effect decided on one connection was sent over the next one, before the daemon had read the agent's state."""
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)

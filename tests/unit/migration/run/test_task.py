@@ -62,7 +62,7 @@ async def test_who_waits_for_whom(earlier: Effect, later: Effect, waits: bool) -
     assert PendingEffect(earlier, None).holds_up(later) is waits
 
 
-async def test_an_order_waits_until_one_that_was_dropped_is_out_of_the_way() -> None:
+async def test_an_order_waits_for_the_end_of_a_cancelled_one() -> None:
     errand = PendingEffect(PARK, None)
     errand.scope.cancel()
     assert errand.holds_up(Withdraw(number=2, worker="a", cause=1))
@@ -99,7 +99,7 @@ class SlowPool(Pool):
         return await super().take(key, size_bytes, source)
 
 
-async def test_memory_that_came_after_it_was_given_up_stayed_in_the_pool(
+async def test_memory_that_arrived_after_a_timeout_stayed_in_the_pool(
     tmp_path: Path, process: subprocess.Popen[bytes]
 ) -> None:
     """The operation turned back for its limit and gave the pool back what was not there yet; then it came."""
@@ -134,9 +134,7 @@ class SeenStopped(EffectExecutor):
 
 
 @pytest.mark.thorough
-async def test_an_operation_that_waits_for_another_attempt_looks_at_a_process_as_soon_as_it_runs_again(
-    tmp_path: Path,
-) -> None:
+async def test_an_operation_inspects_a_process_when_that_runs_again_before_its_next_attempt(tmp_path: Path) -> None:
     """After `kill -CONT` it waited for its next attempt, up to five minutes."""
     op = operation(worker("a"), worker("b", pid=4712)).replace(phase="reloading", attempts=7)
     pid = op.workers[0].pid

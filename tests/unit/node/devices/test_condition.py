@@ -5,7 +5,7 @@ from __future__ import annotations
 from hegmd.node.devices.condition import MANY_CORRECTED, WITHIN_S, CorrectedErrors
 
 
-def test_errors_count_that_came_within_an_hour() -> None:
+def test_errors_within_the_last_hour_count() -> None:
     errors = CorrectedErrors()
     assert errors.see(10_000, 0.0) == 0  # from before
     assert errors.see(10_000 + MANY_CORRECTED - 1, 600.0) == 0

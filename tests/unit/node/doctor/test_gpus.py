@@ -19,7 +19,7 @@ def test_without_a_gpu_there_is_nothing_to_check(node: FileNode) -> None:
     assert gpus.absent(node.facts(gpus=(gpu(0),))) is None
 
 
-def test_all_are_well(node: FileNode) -> None:
+def test_all_checks_pass(node: FileNode) -> None:
     found = gpus.health(node.facts(gpus=(gpu(0), gpu(1))))
     assert (found.status, found.summary) == ("ok", "2 GPUs without errors")
 

@@ -55,7 +55,7 @@ async def test_a_process_is_joined_with_what_the_node_knows_of_it() -> None:
         assert process.command is not None
 
 
-async def test_the_first_look_is_one_event_and_no_flood() -> None:
+async def test_the_first_refresh_is_one_event() -> None:
     async with node_of(Provider(gpu(0), gpu(1), uses=[use(ME)])) as node:
         await node.inventory.refresh()
         (event,) = node.happened()
@@ -69,7 +69,7 @@ async def test_disabled_vendors_are_reported_as_disabled() -> None:
     assert [(vendor.vendor, vendor.state) for vendor in found.vendors] == [("amd", "off")]
 
 
-async def test_callers_at_the_same_time_share_one_look() -> None:
+async def test_concurrent_callers_share_one_refresh() -> None:
     provider = Provider(gpu(0))
     found: list[NodeSnapshot] = []
 
@@ -210,7 +210,7 @@ async def test_reopening_closes_and_opens_whatever_the_interval() -> None:
         assert provider.calls[-3:] == ["close", "open", "snapshot"]
 
 
-async def test_reopening_while_a_look_is_under_way_is_not_lost_on_it() -> None:
+async def test_reopening_during_a_refresh_takes_effect() -> None:
     provider = Provider(gpu(0))
     async with node_of(provider) as node:
         provider.hang()
@@ -273,7 +273,7 @@ async def test_a_command_line_that_hangs_holds_up_only_itself() -> None:
         assert node.kinds("inventory", "process") == ["inventory.ready"]
 
 
-def test_doubles_give_what_a_provider_gives() -> None:
+def test_doubles_return_what_a_provider_returns() -> None:
     provider: DeviceProvider = Provider(gpu(0), uses=[use(ME)])
     provider.open()
     found = provider.snapshot()

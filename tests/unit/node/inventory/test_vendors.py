@@ -89,7 +89,7 @@ async def test_a_slow_library_delivers_its_answer_at_the_next_refresh() -> None:
         assert provider.count("snapshot") == 2
 
 
-async def test_deaths_are_seen_while_the_library_hangs(child: subprocess.Popen[bytes]) -> None:
+async def test_exits_of_processes_are_noticed_while_the_library_hangs(child: subprocess.Popen[bytes]) -> None:
     provider = Provider(gpu(0), uses=[use(child.pid)])
     async with node_of(provider) as node:
         await node.inventory.refresh()
@@ -116,7 +116,7 @@ async def test_closing_does_not_wait_for_a_library_that_hangs() -> None:
     provider.unblock()
 
 
-async def test_closing_waits_for_a_library_that_is_only_being_asked() -> None:
+async def test_closing_waits_for_a_library_call_in_progress() -> None:
     provider = Provider(gpu(0))
     async with node_of(provider) as node:
         provider.hang()

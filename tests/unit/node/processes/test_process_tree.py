@@ -36,7 +36,7 @@ def test_a_process_whose_memory_its_own_user_may_not_read_counted_as_theirs() ->
     assert not is_guarded(OPEN, uid)
 
 
-def test_rights_of_another_user_are_seen(tmp_path: Path) -> None:
+def test_rights_of_another_user_are_detected(tmp_path: Path) -> None:
     process = tmp_path / "7"
     process.mkdir()
     (process / "stat").write_text("7 (su) S 1 7 7 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 5 0")

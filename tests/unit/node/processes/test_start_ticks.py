@@ -48,7 +48,7 @@ def test_a_daemon_without_descriptors_counted_a_live_process_as_gone() -> None:
         ("import os; os.kill(os.getpid(), 40)", "it was ended by signal 40"),
     ],
 )
-def test_how_a_process_has_ended_is_seen_before_its_parent_asks(code: str, message: str) -> None:
+def test_an_exit_status_is_read_before_the_parent_reaps_it(code: str, message: str) -> None:
     """Issue 14, row 11: no message showed how a job had ended."""
     with subprocess.Popen([sys.executable, "-Ic", f"input(); {code}"], stdin=subprocess.PIPE) as child:
         ticks = start_ticks_of(child.pid)

@@ -64,7 +64,7 @@ def test_a_process_of_ours_with_nothing_about_it(quiet: Child) -> None:
     assert facts == SurroundingFacts(nccl_shared=False, same_ipc=True)
 
 
-def test_nccls_shared_memory_is_seen_though_its_name_is_gone() -> None:
+def test_nccls_shared_memory_is_found_although_its_name_was_removed() -> None:
     process = _started(MAPS, f"/dev/shm/nccl-test-{os.getpid()}")
     assert read_outside(process.pid).nccl_shared is True
     assert read_outside(process.pid).nccl_p2p_disabled is False

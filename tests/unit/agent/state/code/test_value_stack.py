@@ -62,7 +62,7 @@ def test_loops_that_are_over_or_left_are_not_among_them() -> None:
         assert iterators_here() == [around]
 
 
-def test_contexts_handlers_and_cells_between_loops_do_not_move_what_is_found() -> None:
+def test_contexts_handlers_and_cells_between_loops_do_not_shift_the_values() -> None:
     outer, inner = iter([1]), iter([2])
     found: list[Any] = []
     for first in outer:

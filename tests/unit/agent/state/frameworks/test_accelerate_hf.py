@@ -24,7 +24,7 @@ def test_an_unrelated_script_is_ignored() -> None:
     assert (taking.against, taking.read) == ([], None)
 
 
-def test_lightning_that_fetches_no_batch_is_asked_again() -> None:
+def test_lightning_gets_the_order_again_if_it_fetches_no_batch() -> None:
     for module in ("lightning.pytorch.loops.fit_loop", "pytorch_lightning.loops.fit_loop"):
         ((what, hint, passes),) = accelerate_hf.against([_frame_in("__main__"), _frame_in(module)]) or []
         assert "Lightning" in what
@@ -54,7 +54,7 @@ def test_a_generator_of_accelerates_that_is_not_known_has_no_place() -> None:
     assert accelerate_hf.look_ahead(number for number in (1, 2)) is None
 
 
-def test_the_batches_that_a_trainer_has_in_hand_are_given_again() -> None:
+def test_batches_that_a_trainer_had_fetched_are_delivered_again() -> None:
     """The loader reads one batch ahead, and parks in the middle of those for one step of the optimizer."""
 
     class DataLoaderShard:

@@ -54,7 +54,7 @@ def test_generators_within_a_dataset_were_not_found_below_its_own_attributes() -
 
 
 @pytest.mark.thorough
-def test_long_lists_of_plain_rows_need_no_look_and_others_do() -> None:
+def test_long_lists_of_plain_rows_are_not_searched_but_others_are() -> None:
     assert held_within([Rows([("a.png", 1)] * 100_000)]) == ([], True)
     assert held_within([Rows([Slotted() for _ in range(20_000)])])[1] is False
     assert held_within([Rows([Slotted() for _ in range(20_000)])], is_brief=True) == ([], True)
