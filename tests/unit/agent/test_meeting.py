@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,8 +40,7 @@ class Met:
         self._news = threading.Condition()
         store = Store()
         self.ranks = [
-            Meeting(9, Ranks(store, rank, 2), lambda rank=rank: self._positions(rank), self._note).start(0)  # type: ignore[misc]
-            for rank in range(2)
+            Meeting(9, Ranks(store, rank, 2), partial(self._positions, rank), self._note).start(0) for rank in range(2)
         ]
 
     def _positions(self, rank: int) -> dict[str, list[Any]]:
@@ -50,7 +50,7 @@ class Met:
         with self._news:
             self._news.notify_all()
 
-    def wait(self, rank: int, what: str) -> None:
+    def expect(self, rank: int, what: str) -> None:
         """Wait until that is so of the rank."""
         with self._news:
             assert self._news.wait_for(lambda: getattr(self.ranks[rank], what), HANG_S), what
@@ -68,15 +68,15 @@ def test_a_stage_without_a_loader_made_its_pipeline_wait_until_the_limit(met: Me
     """Rank 0 stood before a step in which rank 1 was already: neither reached the boundary of the other's count."""
     met.collectives[1] = 5
     met.ranks[0].park()
-    met.wait(0, "is_awaited")
-    met.wait(1, "is_uncounted")
+    met.expect(0, "is_awaited")
+    met.expect(1, "is_uncounted")
     met.ranks[0].go_on()
     assert not met.ranks[0].is_awaited
     met.collectives[0] = 5
     met.ranks[0].park()
     met.ranks[1].park()
     for rank in range(2):
-        met.wait(rank, "has_met")
+        met.expect(rank, "has_met")
 
 
 def test_ranks_whose_collectives_always_differ_meet_all_the_same(met: Met) -> None:
@@ -85,11 +85,11 @@ def test_ranks_whose_collectives_always_differ_meet_all_the_same(met: Met) -> No
     met.ranks[1].park()
     for _ in range(3):
         met.ranks[0].park()
-        met.wait(0, "is_awaited")
+        met.expect(0, "is_awaited")
         met.ranks[0].go_on()
     met.ranks[0].park()
     for rank in range(2):
-        met.wait(rank, "has_met")
+        met.expect(rank, "has_met")
 
 
 def test_a_rank_is_awaited_for_a_message_also_by_a_parked_one() -> None:
