@@ -99,7 +99,8 @@ class Starts:
             attempt = attempt.replace(started_s=self._job.node.utc() - attempt.failed_utc)
             budget = self._job.record.budget
             record = self._job.record.spending(budget if fell is None else budget.spent()).with_attempt(attempt)
-            self._job.put(record.replace(kept=None, kept_utc=None))
+            # They are its own from now on, also before its first batch.
+            self._job.put(record.replace(gpus=tuple(gpus), kept=None, kept_utc=None))
             await self._await_start(attempt)
 
     async def _gpus(self, snapshot: SlotRecord | None) -> tuple[str, ...] | None:

@@ -282,6 +282,29 @@ class AnsweringRank:
         return SimpleNamespace(stacks=["in sleep"])
 
 
+class StartedElsewhere(Starts):
+    """The start of a job whose GPU was replaced by gpu1."""
+
+    async def _end_rest(self) -> None: ...
+
+    async def _await_room(self, why: str = "", quiet_s: float = 0.0) -> None: ...
+
+    async def _gpus(self, snapshot: Any) -> tuple[str, ...]:
+        return ("gpu1",)
+
+    async def _start(self, snapshot: Any, gpus: Sequence[str]) -> None: ...
+
+    async def _await_start(self, attempt: RecoveryAttempt) -> None: ...
+
+
+async def test_gpus_of_a_job_that_is_starting_were_not_its_own_yet() -> None:
+    """Until its first batch the record had the GPUs of before: others were placed on the new one."""
+    rig = Rig()
+    rig.job.snapshots = [SimpleNamespace(step=3, generation=2)]
+    await StartedElsewhere(rig.job)._recover()
+    assert rig.job.record.gpus == ("gpu1",)
+
+
 @pytest.mark.parametrize("steps", [0, 9])
 async def test_ranks_of_a_hung_start_get_the_request_together_and_survive_if_they_train(
     second_process: subprocess.Popen[bytes], steps: int
