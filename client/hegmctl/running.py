@@ -379,7 +379,10 @@ def _register(session: Session, connection: Connection, run_id: str) -> tuple[st
     name = arguments.text("name")
     words = [os.fsencode(word)[:MAX_WORD_BYTES].decode("utf-8", "replace") for word in arguments.tail[:MAX_WORDS]]
     priority, resumes = arguments.text("priority"), arguments.text("resume")
+    number = os.environ.get("SLURM_JOB_ID", "") if arguments.flag("slurm") else ""
+    slurm_job = int(number) if number.isascii() and number.isdigit() and len(number) < 16 else None
     request = RegisterJob(run=run_id, name=name, command=tuple(words), resumes=resumes, priority=priority)
+    request = request.replace(slurm_job=slurm_job)
     try:
         job = connection.call(request, JobRegistered)
     except HegmError as error:

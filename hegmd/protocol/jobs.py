@@ -119,3 +119,4 @@ class RegisterJob(Request, op="job.register", reply=JobRegistered):
     priority: int | str | None = field(
         "0 to 100, or a priority's name; nil: unchanged, or normal for a new job", default=None
     )
+    slurm_job: int | None = field("the Slurm job with which Slurm suspends and resumes it", default=None)

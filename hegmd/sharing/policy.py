@@ -109,7 +109,7 @@ class _Decider:
             elif self._served_by_leaving < MAX_SERVED_BY_LEAVING:
                 self._serve(request_of(waiting))
             else:
-                self._waiting.append(WaitReason(waiting.id, "other jobs are ahead of it", "its turn, after theirs"))
+                self._waiting.append(WaitReason(waiting.id, wording.FIRST, "its turn, after theirs"))
         again_at_s = None if math.isinf(self._again_at_s) else self._again_at_s
         return Decision(tuple(self._actions), tuple(self._waiting), again_at_s)
 
@@ -118,9 +118,9 @@ class _Decider:
     def _is_hindered(self, waiting: Job | Lease) -> bool:
         """Return whether nothing can be done with it now, and note why."""
         if isinstance(waiting, Job) and waiting.hindrance:
-            self._wait(waiting.id, waiting.hindrance, "a retry when that has changed")
+            self._wait(waiting.id, f"until this has changed: {waiting.hindrance}", "a retry then")
         elif waiting.retry_at_s is not None and waiting.retry_at_s > self._now:
-            self._wait(waiting.id, "its last attempt was refused", "another attempt", waiting.retry_at_s)
+            self._wait(waiting.id, "until it is tried again, as an attempt has failed", "a retry", waiting.retry_at_s)
         else:
             return False
         return True
@@ -132,7 +132,7 @@ class _Decider:
                 waits = wording.unsuitable(self._nearest(wanted), self._gpus.values(), self._rooms)
                 self._wait(wanted.id, waits, "a retry when a GPU can hold it")
         elif self._is_blocked(wanted):
-            self._wait(wanted.id, "other jobs are ahead of it", "its turn, after theirs")
+            self._wait(wanted.id, wording.FIRST, "its turn, after theirs")
         elif chosen := self._fit_one(kinds, at_once=True):
             self._admit(wanted, chosen)
         elif chosen := self._fit_one(kinds, at_once=False):
@@ -211,7 +211,8 @@ class _Decider:
             if settled_s > self._now:
                 self._take(wanted, chosen, at_once=False)
                 then = wording.follows(wanted, chosen)
-                self._wait(wanted.id, "it was suspended a moment ago", then, settled_s, _ids(chosen))
+                waits = f"until it has been suspended for {self._rules.settle_s:g} s"
+                self._wait(wanted.id, waits, then, settled_s, _ids(chosen))
                 return
         sizes = tuple(
             min(room.open_bytes(wanted), wanted.claim_bytes(room.gpu, share)) for share, room in enumerate(chosen)

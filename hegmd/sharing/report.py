@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hegmd.protocol import sharing as protocol
 from hegmd.sharing import model
 from hegmd.sharing.records import LeaseRecord
-from hegmd.sharing.view import View
+from hegmd.sharing.view import JobView, View
 
 _STATES = {
     model.QUEUED: protocol.QUEUED,
@@ -15,7 +15,7 @@ _STATES = {
     model.USER_SUSPENDED: protocol.SUSPENDED,
     model.LEAVING: protocol.MOVING,
 }
-_BY_USER = "its user: run hegmctl resume"
+_BY_USER = "its user"
 
 
 def lease_view(
@@ -70,16 +70,14 @@ def job_views(
     """The jobs of the queue: the highest priority first, those that run before those that wait."""
     waiting = {one.subject: one for one in decision.waiting}
     order = sorted(view.snapshot.jobs, key=lambda job: (-job.priority, job.state == model.QUEUED, job.since_s, job.id))
-    views = [
-        _job_view(*(job, waiting.get(job.id), view.now, now_utc), has_operation=view.jobs[job.id].operation is not None)
-        for job in order
-    ]
+    views = [_job_view(job, view.jobs[job.id], waiting.get(job.id), view.now, now_utc) for job in order]
     return tuple([one if may(one.uid) else one.replace(why=None, next=None) for one in views])
 
 
 def _job_view(
-    job: model.Job, waiting: model.WaitReason | None, now: float, now_utc: float, *, has_operation: bool
+    job: model.Job, seen: JobView, waiting: model.WaitReason | None, now: float, now_utc: float
 ) -> protocol.QueuedJob:
+    has_operation = seen.operation is not None
     held_bytes = sum(job.held_bytes.values())
     needs_bytes = None if job.needs_bytes is None else sum(job.needs_bytes)
     state = protocol.MOVING if has_operation and job.state != model.RUNNING else protocol.RUNNING
@@ -91,6 +89,14 @@ def _job_view(
         why = f"cannot be suspended: {job.hindrance}"
     if job.state == model.ARRIVING and job.hindrance:
         why = f"{job.hindrance}: no memory is kept for it"
+    then = None if waiting is None else waiting.next
+    if job.state == model.USER_SUSPENDED:
+        then = f"hegmctl resume {job.id}"
+        if (slurm_job := seen.record.slurm_job) is not None:
+            why, then = (
+                f"Slurm job {slurm_job}, which Slurm resumes, or its user",
+                f"Slurm resumes it; or by hand: {then}",
+            )
     return protocol.QueuedJob(
         job=job.id,
         name=job.name,
@@ -101,5 +107,5 @@ def _job_view(
         size_bytes=held_bytes or needs_bytes,
         since_utc=now_utc - max(0.0, now - job.since_s),
         why=why,
-        next=None if waiting is None else waiting.next,
+        next=then,
     )

@@ -410,7 +410,7 @@ def _no_room(lease: LeaseRecord, why: str) -> Refused:
     return Refused(
         f"{gigabytes(lease.size_bytes)} on {where} cannot be freed with priority {lease.priority}: "
         f"it {wording.waits(why)}",
-        "see hegmctl queue; give a higher --priority or fewer --bytes, or a --timeout to wait until jobs end",
+        "see hegmctl queue; give a higher --priority or fewer --bytes, or a --timeout to wait until others end",
         {"lease": lease.id},
     )
 

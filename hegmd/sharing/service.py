@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -29,7 +30,7 @@ from hegmd.operations.service import OperationsService
 from hegmd.protocol.operations import Wait
 from hegmd.protocol.recovery import RecoveryAttempt
 from hegmd.protocol.sharing import NORMAL
-from hegmd.sharing import model
+from hegmd.sharing import model, wording
 from hegmd.sharing.actions import SharingActions
 from hegmd.sharing.history import History
 from hegmd.sharing.leases import StartTicks
@@ -228,7 +229,11 @@ class Sharing:
     async def look(self, *more: LeaseRecord) -> tuple[View, model.Decision]:
         """Look at the node now and decide, without carrying anything out. `more` are leases only thought of."""
         view = await self._view.take(*more)
-        return view, decide(view.snapshot, view.now)
+        decision = decide(view.snapshot, view.now)
+        if self.awaits_agents:
+            waiting = tuple([one._replace(waits=wording.SETTLING) for one in decision.waiting])
+            decision = replace(decision, waiting=waiting)
+        return view, decision
 
     def _forget_what_is_over(self) -> None:
         """Drop the notes of jobs that have ended, that run again, or that their users have suspended."""

@@ -16,6 +16,10 @@ from hegmd.sharing.wanted import MemoryRequest
 
 _VERBS = {GRANT: "its memory is kept", RESUME: "it resumes"}
 _MAX_NAMES = 3
+# What one waits for that has its turn after others.
+FIRST = "others that come first"
+# What one waits for while a new daemon decides nothing.
+SETTLING = "until the jobs of before have connected to this daemon"
 
 
 def admitted(request: MemoryRequest, chosen: Sequence[GpuBudget], sizes: Sequence[int]) -> str:
@@ -77,7 +81,7 @@ def _holders(room: GpuBudget, request: MemoryRequest, now: float) -> list[_Holde
         if why := _why_it_stays(job, request, now):
             found.append(_Holder(f"{job.name} with {size_text(size_bytes)} {why}", size_bytes, f"{job.name} ends"))
     for taker, size_bytes in room.takers:
-        name = f"lease {taker.id}" if taker.job is None else taker.name
+        name = _name(taker)
         found.append(_Holder(f"{name} gets {size_text(size_bytes)}", size_bytes, f"{name} has ended"))
     if room.other_bytes > 0:
         ends = f"they end: hegmctl ps --gpu {room.gpu.id} lists them"
@@ -102,8 +106,8 @@ def _why_it_stays(job: Job, request: MemoryRequest, now: float) -> str:
 
 def held(rooms: Iterable[GpuBudget]) -> str:
     """Return which jobs wait before it for every GPU that it can have."""
-    names = sorted({room.hold.request.name for room in rooms if room.hold is not None})
-    return f"{_listed(names)} before it" if names else "others before it"
+    names = sorted({_name(room.hold.request) for room in rooms if room.hold is not None})
+    return f"{_listed(names)}, which {'comes' if len(names) == 1 else 'come'} first" if names else FIRST
 
 
 def full_pool(free_bytes: float) -> str:
@@ -142,13 +146,18 @@ def most_of(gpu: Gpu, capacity_bytes: int) -> str:
 def displaced(beneficiary: MemoryRequest, gpus: Sequence[str], ran_s: float | None) -> str:
     """Return why a job has to leave; `ran_s` is how long its turn was, or None if its turn has not ended."""
     if ran_s is None:
-        return f"{beneficiary.name} of priority {beneficiary.priority} needs {', '.join(gpus)}"
-    return f"its turn of {ran_s:.0f} s on {', '.join(gpus)} has ended, and {beneficiary.name} waits"
+        return f"{_name(beneficiary)} of priority {beneficiary.priority} needs {', '.join(gpus)}"
+    return f"its turn of {ran_s:.0f} s on {', '.join(gpus)} has ended, and {_name(beneficiary)} waits"
 
 
 def waits(what: str) -> str:
     """Return the words of `WaitReason.waits` as a part of a sentence."""
     return f"waits {what}" if what.startswith("until ") else f"waits for {what}"
+
+
+def _name(request: MemoryRequest) -> str:
+    """Return the name of a job, or the id of a lease: its name is its user's."""
+    return f"lease {request.id}" if request.job is None else request.name
 
 
 def _then(request: MemoryRequest) -> str:

@@ -48,6 +48,7 @@ class JobRecord(Record):
     ended_utc: float | None = field("when the job ended; nil before", default=None)
     end: str | None = field("how it ended, where that is more than a status", default=None)
     priority: int = field("its priority when GPUs are shared, 0 to 100", default=DEFAULT_PRIORITY)
+    slurm_job: int | None = field("the Slurm job with which Slurm suspends and resumes it", default=None)
 
     @property
     def id(self) -> str:

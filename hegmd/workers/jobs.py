@@ -232,9 +232,8 @@ class Jobs(BackgroundTasks):
         known = self.of_run(uid, request.run) or continued or same  # a run within a run takes its place
         script = script_of(request.command)
         job = self._enter(uid, request.run, request.name or name_of(script), shown_command(script), known, request.name)
-        if priority is not None:
-            job = job.replace(priority=priority)
-            self._put(job)
+        job = job.replace(priority=job.priority if priority is None else priority, slurm_job=request.slurm_job)
+        self._put(job)
         self._take_first(job, pid, ticks)
         await self._saving.until_saved()
         return self._jobs[job.number]

@@ -249,7 +249,7 @@ def test_every_waiting_job_shows_what_happens_next() -> None:
         "it resumes on gpu0",
     )
     assert by_subject["j3"].waits == "200.0 GiB on a GPU: gpu0 has at most 80.0 GiB for jobs"
-    assert by_subject["j4"].waits == "the agent of process 4711 is not connected"
+    assert by_subject["j4"].waits == "until this has changed: the agent of process 4711 is not connected"
 
 
 def test_the_reason_for_an_impossible_size_names_who_uses_the_rest() -> None:

@@ -180,11 +180,23 @@ async def test_a_job_that_its_user_has_suspended_is_left_alone(tmp_path: Path, p
             await shared.node.operations.resume(process.pid, None, shared.node.context())
         await shared.requests.release(protocol.Release(lease=reply.lease.id), ADMIN)
         (job,) = (await shared.requests.queue(ADMIN)).jobs
-        assert (job.state, job.why) == ("suspended", "its user: run hegmctl resume")
+        assert (job.state, job.why, job.next) == ("suspended", "its user", "hegmctl resume j1")
         assert not shared.sharing.is_wanted
         resumed = await shared.node.operations.resume(process.pid, None, shared.node.context())
         assert resumed.operation is not None
         assert resumed.operation.phase == "done"
+
+
+async def test_a_job_that_slurm_has_suspended_is_shown_with_its_slurm_job(tmp_path: Path, process: Child) -> None:
+    """The queue said that it waits for its user."""
+    async with sharing_on(tmp_path) as shared:
+        request = RegisterJob(run="train", command=("sleep",), slurm_job=42)
+        await shared.node.moving.job_requests.register(process.pid, UID, request)
+        await shared.node.attend(process.pid, BYTES, run="train")
+        await shared.node.operations.suspend([process.pid], shared.node.asked())
+        (job,) = (await shared.requests.queue(ADMIN)).jobs
+        assert (job.job, job.why) == ("j1", "Slurm job 42, which Slurm resumes, or its user")
+        assert job.next == "Slurm resumes it; or by hand: hegmctl resume j1"
 
 
 @pytest.mark.thorough
@@ -301,7 +313,7 @@ async def test_a_user_who_suspends_a_suspended_job_keeps_it_suspended(tmp_path: 
             await shared.node.operations.suspend([process.pid], shared.node.context())
         await shared.requests.release(protocol.Release(lease=lease.id), ADMIN)
         (job,) = (await shared.requests.queue(ADMIN)).jobs
-        assert (job.state, job.why) == ("suspended", "its user: run hegmctl resume")
+        assert (job.state, job.why) == ("suspended", "its user")
 
 
 async def test_requested_memory_is_reserved_until_the_job_ends(
