@@ -136,7 +136,7 @@ def _row(job: QueuedJob, now_utc: float) -> list[Cell]:
 
 
 def _leases(reply: QueueReply, style: Style) -> list[str]:
-    of_several = len({lease.uid for lease in reply.leases} | {job.uid for job in reply.jobs}) > 1
+    of_several = any(lease.uid for lease in reply.leases)
     columns = (
         Column("LEASE"),
         Column("NAME", shrink=8),

@@ -87,6 +87,23 @@ def test_a_job_copies_its_own_bytes_if_the_context_for_copying_takes_more_than_w
             assert program.tell("seen").split().count("copy") == 2, "out of its GPU, and back"
 
 
+@pytest.mark.parametrize("keeps_context", [True, False])
+def test_a_job_copies_its_bytes_back_itself_if_the_context_for_copying_grows_meanwhile(
+    tmp_path: Path, *, keeps_context: bool
+) -> None:
+    gpu_mib, used_mib = 2048, 512 + sum(SIZES_MIB)
+    left_mib = LEFT_MIB if keeps_context else 800
+    with _node(tmp_path, 512, gpu_mib) as node, _job(node, "a") as program, node.connect() as hegmd:
+        job = Watched(program)
+        hegmd.suspend(job.pid, keep_context=keeps_context)
+        with node.program(0, gpu_mib - used_mib - left_mib - 512):
+            node.cuda.context_bytes = LARGER_MIB * MIB
+            node.cuda.write()
+            hegmd.resume(job.pid, queue=True, limit_s=20)
+            job.is_whole()
+            assert program.tell("seen").split().count("copy") == 1
+
+
 def _states(hegmd: Connection) -> list[str]:
     return [job.state for job in hegmd.queue().jobs]
 

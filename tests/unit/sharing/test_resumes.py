@@ -13,10 +13,11 @@ from hegmd.errors import BAD_REQUEST, CANCELLED, DENIED, NOT_FOUND, REFUSED, TIM
 from hegmd.operations.lending import Lending
 from hegmd.operations.request_context import OperationResult, RequestContext
 from hegmd.protocol import sharing as protocol
+from hegmd.protocol.messages import RegisterJob
 from hegmd.sharing import model
 from hegmd.sharing.resumes import QueuedResumes
 from tests.patience import HANG_S
-from tests.unit.sharing.shared_node import ADMIN, MIB, SharedNode, sharing_on
+from tests.unit.sharing.shared_node import ADMIN, MIB, UID, SharedNode, sharing_on
 
 Child = subprocess.Popen[bytes]
 BYTES = b"1" * (6 * MIB)
@@ -156,3 +157,15 @@ async def test_a_less_urgent_job_is_suspended_for_a_job_that_lent_its_gpu(
         ) as not_found:  # the agent repeats its request, and the reply shows that it has its memory
             await lending.reclaim(process.pid, _context(shared))
         assert not_found.value.code is NOT_FOUND
+
+
+async def test_a_job_that_slurm_has_suspended_is_shown_with_its_slurm_job(tmp_path: Path, process: Child) -> None:
+    """The queue said that it waits for its user."""
+    async with sharing_on(tmp_path) as shared:
+        request = RegisterJob(run="train", command=("sleep",), slurm_job=42)
+        await shared.node.moving.job_requests.register(process.pid, UID, request)
+        await shared.node.attend(process.pid, BYTES, run="train")
+        await shared.node.operations.suspend([process.pid], shared.node.context())
+        (job,) = (await shared.requests.queue(ADMIN)).jobs
+        assert (job.job, job.why) == ("j1", "Slurm job 42, which Slurm resumes, or its user")
+        assert job.next == "Slurm resumes it; or by hand: hegmctl resume j1"

@@ -187,18 +187,6 @@ async def test_a_job_that_its_user_has_suspended_is_left_alone(tmp_path: Path, p
         assert resumed.operation.phase == "done"
 
 
-async def test_a_job_that_slurm_has_suspended_is_shown_with_its_slurm_job(tmp_path: Path, process: Child) -> None:
-    """The queue said that it waits for its user."""
-    async with sharing_on(tmp_path) as shared:
-        request = RegisterJob(run="train", command=("sleep",), slurm_job=42)
-        await shared.node.moving.job_requests.register(process.pid, UID, request)
-        await shared.node.attend(process.pid, BYTES, run="train")
-        await shared.node.operations.suspend([process.pid], shared.node.asked())
-        (job,) = (await shared.requests.queue(ADMIN)).jobs
-        assert (job.job, job.why) == ("j1", "Slurm job 42, which Slurm resumes, or its user")
-        assert job.next == "Slurm resumes it; or by hand: hegmctl resume j1"
-
-
 @pytest.mark.thorough
 async def test_a_user_resumes_a_job_that_was_suspended_for_others(tmp_path: Path, process: Child) -> None:
     async with sharing_on(tmp_path, "2x8MiB") as shared:
