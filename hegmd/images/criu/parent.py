@@ -175,9 +175,9 @@ def _see_through(program: int, graces: dict[int, float]) -> int:
     held = os.pidfd_open(program)
 
     def watch() -> None:
-        looks = dict.fromkeys(graces, 0)
+        looks, has_ended = dict.fromkeys(graces, 0), Ends()
         while all(seen < graces[pid] / pause_s for pid, seen in looks.items()) and not ended.wait(pause_s):
-            looks = {pid: seen + 1 if _is_zombie(pid) else 0 for pid, seen in looks.items()}
+            looks = {pid: seen + 1 if has_ended(pid) else 0 for pid, seen in looks.items()}
         if not ended.is_set():
             was_killed.set()
             with suppress(ProcessLookupError):
@@ -193,10 +193,20 @@ def _see_through(program: int, graces: dict[int, float]) -> int:
     return JOB_ENDED if was_killed.is_set() and status != 0 else status
 
 
-def _is_zombie(pid: int) -> bool:
-    with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()[0] == b"Z"
-    return False
+class Ends:
+    """Tells whether a process has ended: a zombie, or one that was seen and is gone, since its parent has reaped it."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def __call__(self, pid: int) -> bool:
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                state = file.read().rpartition(b")")[2].split()[0]
+        except OSError:  # CRIU has not made it yet, unless it was seen
+            return pid in self._seen
+        self._seen.add(pid)
+        return state == b"Z"
 
 
 def _reap(root: int) -> int:

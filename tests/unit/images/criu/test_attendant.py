@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from hegmd.images import criu
+from hegmd.images.criu import parent
 from tests.patience import HANG_S
 
 TENDED = """
@@ -65,3 +66,16 @@ def test_criu_waited_15_minutes_for_a_job_with_a_killed_rank(tmp_path: Path) -> 
     words = [sys.executable, "-SE", "-c", RANK_KILLED, str(Path(criu.__file__).parent), str(endless)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S, check=True)
     assert done.stdout == "True\n"
+
+
+def test_criu_waited_15_minutes_for_a_killed_rank_that_its_parent_had_reaped() -> None:
+    """The launcher of the job reaps it: it is no zombie, but gone. Before CRIU has made it, it is not there either."""
+    has_ended = parent.Ends()
+    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as rank:
+        assert not has_ended(rank.pid)
+        rank.kill()
+        os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
+        assert has_ended(rank.pid)
+        rank.wait()
+        assert has_ended(rank.pid)
+    assert not parent.Ends()(rank.pid)
