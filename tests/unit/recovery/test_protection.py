@@ -15,15 +15,14 @@ import pytest
 
 from hegmd.migration.methods import launchers
 from hegmd.node.processes.procfs import TICKS_PER_S, start_ticks_of
-from hegmd.protocol.agents import CudaDevice
 from hegmd.protocol.messages import Supervise
 from hegmd.protocol.recovery import RecoveryAttempt
 from hegmd.protocol.snapshots import Gpu, Health
 from hegmd.recovery.job import Node, ProtectedJob
 from hegmd.recovery.policy import Budget
-from hegmd.recovery.protection import GONE_LOOKS, Protection, require_devices
+from hegmd.recovery.protection import GONE_LOOKS, Protection
 from hegmd.recovery.records import JobSnapshots
-from hegmd.recovery.snapshots import BesideImage, SnapshotRounds, Unprotected
+from hegmd.recovery.snapshots import BesideImage, SnapshotRounds
 from hegmd.recovery.starts import Starts
 from hegmd.system.condition import Condition
 from tests.patience import HANG_S
@@ -81,22 +80,6 @@ class Rig:
 
 def _health(condition: str) -> Health:
     return Health(state="ok", condition=condition, reason="XID 79")
-
-
-@pytest.mark.parametrize(("numbers", "fits"), [((0, 1), True), ((0, 0), True), ((1, 0), True), ((0, 2), False)])
-def test_a_recovery_was_promised_on_devices_that_a_new_process_does_not_have(
-    numbers: tuple[int, int], *, fits: bool
-) -> None:
-    """Ranks on cuda:0 and cuda:2 of three GPUs would be started with two."""
-    ranks = [worker("now", gpu=gpu) for gpu in ("gpu0", "gpu2")]
-    for rank, number in zip(ranks, numbers, strict=True):
-        rank.cuda = SimpleNamespace(devices=(CudaDevice(uuid="GPU-1", size_bytes=1, number=number),))
-    if fits:
-        require_devices(ranks, ("gpu0", "gpu2"))
-        return
-    with pytest.raises(Unprotected) as refused:
-        require_devices(ranks, ("gpu0", "gpu2"))
-    assert refused.value.why == "it uses cuda:2, and a new process would see its 2 GPUs only, from cuda:0 on"
 
 
 class Stuck(Protection):

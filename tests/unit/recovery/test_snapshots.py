@@ -1,4 +1,4 @@
-"""Rounds of snapshots: the slot and the number of each, also after an earlier daemon."""
+"""Rounds of snapshots: the slot and the number of each, also after an earlier daemon. And what none is taken for."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import pytest
 
 from hegmd.memory.pool import Pool, Source
 from hegmd.memory.sizes import MIB
+from hegmd.protocol.agents import CudaDevice
 from hegmd.protocol.messages import AgentReport
 from hegmd.protocol.slots import RECORD_BYTES, SlotRecord, packed
 from hegmd.recovery.job import ProtectedJob
+from hegmd.recovery.protection import require_devices
 from hegmd.recovery.slots import JobSlots
-from hegmd.recovery.snapshots import SnapshotRounds
+from hegmd.recovery.snapshots import SnapshotRounds, Unprotected
 from hegmd.workers.workers import AgentConnection, OrderFailed
 
 STATE_BYTES = 8192
@@ -101,3 +103,19 @@ async def test_no_snapshot_is_taken_with_an_image_without_known_size_or_memory(p
     await rounds.take([process], generation=1)
     rounds._sizes[0] = 1 << 40
     assert await rounds.slot_of(process, await rounds.beside_image("op7", 2, ())) is None
+
+
+@pytest.mark.parametrize(("numbers", "fits"), [((0, 1), True), ((0, 0), True), ((1, 0), True), ((0, 2), False)])
+def test_a_recovery_was_promised_on_devices_that_a_new_process_does_not_have(
+    numbers: tuple[int, int], *, fits: bool
+) -> None:
+    """Ranks on cuda:0 and cuda:2 of three GPUs would be started with two."""
+    ranks = [cast("Any", SimpleNamespace()) for _ in numbers]
+    for rank, number in zip(ranks, numbers, strict=True):
+        rank.cuda = SimpleNamespace(devices=(CudaDevice(uuid="GPU-1", size_bytes=1, number=number),))
+    if fits:
+        require_devices(ranks, ("gpu0", "gpu2"))
+        return
+    with pytest.raises(Unprotected) as refused:
+        require_devices(ranks, ("gpu0", "gpu2"))
+    assert refused.value.why == "it uses cuda:2, and a new process would see its 2 GPUs only, from cuda:0 on"
