@@ -112,7 +112,7 @@ class Node:
 
 
 @pytest.fixture
-def other() -> Iterator[int]:
+def second_pid() -> Iterator[int]:
     """A process that lives as long as the test."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         yield child.pid
@@ -181,7 +181,7 @@ async def test_a_user_cannot_learn_the_imports_of_another_users_job() -> None:
             tasks.cancel_scope.cancel()
 
 
-async def test_a_job_that_does_not_answer_does_not_delay_the_others(other: int) -> None:
+async def test_a_job_that_does_not_answer_does_not_delay_the_others(second_pid: int) -> None:
     """The daemon stops waiting for a stopped job after a while, and asks again later."""
     node = Node(ALWAYS, answers=False)
     async with node.running():
@@ -197,9 +197,9 @@ async def test_a_job_that_does_not_answer_does_not_delay_the_others(other: int) 
         async with anyio.create_task_group() as tasks:
             about = AgentAttend(token="other", python_version="3.11", boundary=1, run="other")
             program = AgentInfo(name="agent", version="1")
-            tasks.start_soon(node.workers.attend, "other agent", other, 0, program, about, obey)
-            offered = Supervise(run="other", pid=other, python=True)
-            tasks.start_soon(node.supervisors.attend, "other", other, 0, offered, hear)
+            tasks.start_soon(node.workers.attend, "other agent", second_pid, 0, program, about, obey)
+            offered = Supervise(run="other", pid=second_pid, python=True)
+            tasks.start_soon(node.supervisors.attend, "other", second_pid, 0, offered, hear)
             await anyio.wait_all_tasks_blocked()
             assert messages == ["ready"]
             tasks.cancel_scope.cancel()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -110,13 +109,6 @@ async def test_images_are_taken_at_intervals_and_old_ones_are_removed(tmp_path: 
         assert [utc_s - begun for utc_s, _ in shelf.taken] == [600.0, 1200.0, 1800.0]
         assert shelf.taken[0][1] == "/images/train-ab12.20231114T222320Z"
         assert shelf.trimmed == [("/images", "train-ab12", 2)] * 3
-
-
-@pytest.fixture
-def other() -> Iterator[Child]:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        yield child
-        child.kill()
 
 
 async def test_another_users_process_that_claims_the_same_run_does_not_prevent_images(

@@ -194,7 +194,7 @@ async def test_a_reconnection_replaces_the_earlier_connection(supervisors: Super
 
 
 @pytest.fixture
-def other() -> Iterator[subprocess.Popen[bytes]]:
+def second_process() -> Iterator[subprocess.Popen[bytes]]:
     """A process that exits when its input closes. The test reaps it at its end."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         yield process
