@@ -22,7 +22,7 @@ from hegmd.protocol.operations import WORKER
 from hegmd.workers.workers import AgentConnection, Workers
 
 # A script may reach its first block before its GPU and its memory are known. The request then waits this long, once.
-KNOWN_WITHIN_S = 5.0
+KNOWN_WITHIN_S = 20.0
 
 
 class Lending:

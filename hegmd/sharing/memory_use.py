@@ -67,7 +67,7 @@ def used_of_lease(lease: LeaseRecord, candidates: Sequence[Candidate], others: C
     """Return how much of its GPU the processes have that a lease is for.
 
     With a process, these are that one and all that descend from it. Without, they are those that were started after the
-    lease was made, except `others`: processes of jobs that are older, or to which sharing gave their GPU.
+    lease was made. `others` are left out: processes of jobs that are older, or to which sharing gave their GPU.
     """
     used_bytes = 0
     for candidate in candidates:
@@ -77,8 +77,8 @@ def used_of_lease(lease: LeaseRecord, candidates: Sequence[Candidate], others: C
         if lease.pid is not None:
             is_its = descends(candidate.pid, lease.pid)
         else:
-            is_its = candidate.start_ticks >= lease.made_ticks and candidate.pid not in others
-        used_bytes += size_bytes if is_its else 0
+            is_its = candidate.start_ticks >= lease.made_ticks
+        used_bytes += size_bytes if is_its and candidate.pid not in others else 0
     return min(used_bytes, lease.size_bytes)
 
 

@@ -34,7 +34,7 @@ from hegmd.sharing import model, wording
 from hegmd.sharing.actions import SharingActions
 from hegmd.sharing.history import History
 from hegmd.sharing.leases import StartTicks
-from hegmd.sharing.memory_use import is_within, needs_by_gpu
+from hegmd.sharing.memory_use import needs_by_gpu
 from hegmd.sharing.policy import decide
 from hegmd.sharing.records import LeaseRecord, SuspendedRecord
 from hegmd.sharing.rules import SharingRules
@@ -374,8 +374,11 @@ class Sharing:
         kept = self._view.stated_bytes(candidates)
         helped = {action.beneficiary for action in self.actions.acting.values()}
         for lease in self.memory.leases:
-            is_own = lease.pid is not None and is_within(pids, lease.pid)
-            if lease.gpu is not None and not is_own and (lease.is_held or lease.id in helped):
+            if (
+                lease.gpu is not None
+                and not self._view.is_open_to(lease, pids)
+                and (lease.is_held or lease.id in helped)
+            ):
                 unused_bytes = lease.size_bytes - self._view.used_bytes(lease, candidates)
                 kept[lease.gpu] = kept.get(lease.gpu, 0) + max(0, unused_bytes)
         return kept

@@ -510,10 +510,19 @@ class SharingView:
             pids = {candidate.pid for candidate in candidates.get(record.number, ())}
             pids |= {member.pid for member in op.live} if op is not None else set()
             pids |= {record.pid} if record.pid is not None and not record.is_gone else set()
-            own = [lease for lease in leases if lease.pid is not None and is_within(pids, lease.pid)]
+            own = [
+                lease for lease in leases if record.started_utc >= lease.since_utc and is_within(pids, lease.pid or 0)
+            ]
             if record.is_alive and own:
                 within[record.number] = own
         return within
+
+    def is_open_to(self, lease: LeaseRecord, pids: Sequence[int]) -> bool:
+        """Return whether those processes may use a lease: its process has started them, or their job, after it."""
+        if lease.pid is None or not is_within(pids, lease.pid):
+            return False
+        jobs = [job for pid in pids if (job := self._jobs.of_pid(pid)) is not None]
+        return all(job.started_utc >= lease.since_utc for job in jobs)
 
     def stated_bytes(self, candidates: Sequence[Candidate]) -> dict[str, int]:
         """By GPU, the memory that jobs said they need and have not taken yet. A suspended one keeps none."""
@@ -538,11 +547,11 @@ class SharingView:
     def used_bytes(self, lease: LeaseRecord, candidates: Sequence[Candidate]) -> int:
         """Return how much of a lease is in use by those that it is for."""
         others: set[int] = set()
-        if lease.pid is None:
-            jobs = {job.number: job for job in self._jobs}
-            for number, own in self._candidates_of(candidates).items():
-                if number in self._memory.queue or jobs[number].started_utc < lease.since_utc:
-                    others.update(candidate.pid for candidate in own)
+        jobs = {job.number: job for job in self._jobs}
+        for number, own in self._candidates_of(candidates).items():
+            is_placed = lease.pid is None and number in self._memory.queue
+            if is_placed or jobs[number].started_utc < lease.since_utc:
+                others.update(candidate.pid for candidate in own)
         return used_of_lease(lease, candidates, others)
 
 

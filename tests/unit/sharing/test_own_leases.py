@@ -88,3 +88,20 @@ async def test_a_rank_of_a_job_that_sharing_has_placed_does_not_use_up_a_lease_b
             (lease,) = (await shared.requests.queue(ADMIN)).leases
             rank.kill()
         assert lease.used_bytes == 0
+
+
+async def test_a_job_that_is_older_than_a_lease_of_its_shell_does_not_use_the_lease(
+    tmp_path: Path, process: Child
+) -> None:
+    """Its memory counted as the lease's. A job that was suspended for the lease could also return into that memory."""
+    async with sharing_on(tmp_path, "1x16MiB") as shared:
+        await shared.node.attend(process.pid, BYTES, gpu="gpu0")
+        await shared.make_room(7 * MIB, gpu="gpu0", until_free=True, pid=os.getpid())
+        (lease,) = (await shared.requests.queue(ADMIN)).leases
+        assert lease.used_bytes == 0
+        await shared.requests.release(protocol.Release(lease=lease.id), ADMIN)
+        await shared.make_room(12 * MIB, gpu="gpu0", until_free=True, pid=os.getpid())
+        await shared.until_states(j1="suspended")
+        with pytest.raises(HegmError, match="kept for leases"):
+            await shared.node.operations.resume(process.pid, None, shared.node.context())
+        assert await shared.states() == {"j1": "suspended"}
