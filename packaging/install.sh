@@ -117,7 +117,7 @@ if [ -e "$list" ]; then
 fi
 make_directory "$prefix/lib"
 rm -rf "$root$place.new"
-cp -a "$made$place" "$root$place.new"
+mv -T "$made$place" "$root$place.new"
 rm -rf "$root$place"
 mv -T "$root$place.new" "$root$place"
 while read -r file; do
