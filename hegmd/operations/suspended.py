@@ -88,6 +88,8 @@ class SuspendedOperations:
         self._preparing: dict[str, Preparation] = {}
         #: Operations that have copy sessions which were opened ahead of their resume.
         self._prepared: set[str] = set()
+        #: Operations whose preparation is not wanted any more, while it ends.
+        self._unwanted: set[str] = set()
         self._tasks: anyio.abc.TaskGroup | None = None
         if when != ASKED:
             pool.free_memory = self.free_memory
@@ -156,6 +158,9 @@ class SuspendedOperations:
 
     def keep_prepared(self, op_ids: Collection[str]) -> None:
         """Close the copy sessions that were opened ahead for other operations: each has contexts on GPUs."""
+        for op_id in self._preparing.keys() - set(op_ids):
+            self._unwanted.add(op_id)
+            self._preparing[op_id].scope.cancel()
         for op_id in self._prepared.difference(op_ids):
             if self._tasks is not None and op_id not in self._preparing:
                 self._preparing[op_id] = preparing = Preparation()
@@ -164,17 +169,21 @@ class SuspendedOperations:
     async def _undo(self, op_id: str, preparing: Preparation) -> None:
         """Undo a preparation. A resume waits for its end, and opens a session of its own."""
         try:
-            self._prepared.discard(op_id)
-            op = self._runner.find(op_id)
-            if op is not None and op.phase == SUSPENDED:
-                for member in op.live:
-                    if member.offloaded:
-                        await self._performer.undo_preparation(op, member)
+            await self._close_sessions(op_id)
         except Exception:  # the edge of one preparation: a failure here must not end the daemon
             logger.exception("closing the copy sessions of operation %s failed", op_id)
         finally:
             del self._preparing[op_id]
+            self._unwanted.discard(op_id)
             preparing.over.set()
+
+    async def _close_sessions(self, op_id: str) -> None:
+        self._prepared.discard(op_id)
+        op = self._runner.find(op_id)
+        if op is not None and op.phase == SUSPENDED:
+            for member in op.live:
+                if member.offloaded:
+                    await self._performer.undo_preparation(op, member)
 
     async def _prepare(self, op_id: str, preparing: Preparation) -> None:
         try:
@@ -183,12 +192,15 @@ class SuspendedOperations:
                     await self._pool.compare_ahead(Key(op_id, member.name))
             for member in () if preparing.scope.cancel_called else self._to_prepare(op_id):
                 await self._open_session(op_id, member)
+            if op_id in self._unwanted & self._prepared:
+                await self._close_sessions(op_id)
         except HegmError as error:  # the resume tries again, and its caller gets the error
             limited(logger, op_id, logging.WARNING, "operation %s is not prepared: %s", op_id, error.message)
         except Exception:  # the edge of one preparation: a failure here must not end the daemon
             logger.exception("preparing operation %s failed", op_id)
         finally:
             del self._preparing[op_id]
+            self._unwanted.discard(op_id)
             preparing.over.set()
 
     def _to_prepare(self, op_id: str) -> list[Member]:

@@ -425,6 +425,24 @@ async def test_a_turn_that_goes_to_another_job_closes_the_copy_session_that_was_
     assert node.done == ["compare", "open", "close"]
 
 
+@pytest.mark.parametrize("moment", ["compare", "open"])
+async def test_a_turn_that_goes_to_another_job_during_the_preparation_leaves_no_copy_session(moment: str) -> None:
+    """The session was opened afterwards, and stayed open: the node is not looked at again once nobody waits."""
+    node = Preparations()
+    if moment == "open":
+        node.compared.set()
+    async with node.preparing() as suspended:
+        assert node.done[-1] == moment
+        suspended.keep_prepared(())
+        node.compared.set()
+        node.opened.set()
+        await anyio.wait_all_tasks_blocked()
+        assert node.done == (["compare"] if moment == "compare" else ["compare", "open", "close"])
+        suspended.prepare_soon("op1")
+        await anyio.wait_all_tasks_blocked()
+        assert node.done[-2:] == ["compare", "open"]
+
+
 async def test_bytes_that_go_to_disk_are_not_prepared() -> None:
     """The helper had their memory mapped, which the node then did not get back."""
     node = Preparations(spill=True)
