@@ -25,6 +25,7 @@ SCRIPT = str(SCRIPTS / "rank_kinds.py")
 ALONE = str(Path(__file__).with_name("ranks_alone.py"))
 #: Each kind with its number of ranks, and how it makes its groups.
 KINDS = [
+    ("ddp", 2, "evaluates"),
     ("fsdp", 2, "groups"),
     ("fsdp", 2, "eager both"),
     ("tensor", 2, "both"),
@@ -41,7 +42,7 @@ KINDS = [
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "words"),
-    telling(KINDS, [("fsdp", 2, "groups"), ("pipeline", 3, "groups"), ("pipeline", 3, "fed")]),
+    telling(KINDS, [("ddp", 2, "evaluates"), ("fsdp", 2, "groups"), ("pipeline", 3, "groups"), ("pipeline", 3, "fed")]),
 )
 def test_ranks_of_each_kind_are_moved_and_written_into_an_image(
     tmp_path: Path, kind: str, ranks: int, words: str

@@ -1,10 +1,10 @@
 """Ranks that train over gloo in one of several kinds of groups: rank_kinds.py KIND PATH [STEPS] [WORD...]
 
-KIND is fsdp (FSDP2), tensor, pipeline or grid: two by two ranks, FSDP2 in one dimension of the mesh and tensor parallel
-in the other. Each rank writes its losses, bit for bit, to PATH.RANK, until so many steps are made, or PATH.stop is
-there. With `groups` the losses are summed in a group of their own; with `both` the backends are `cpu:gloo,cuda:nccl`,
-or gloo for both if this PyTorch has no NCCL; with `eager` all groups communicate before the first step. With `fed` only
-rank 0 has a loader.
+KIND is ddp, fsdp (FSDP2), tensor, pipeline or grid: two by two ranks, FSDP2 in one dimension of the mesh and tensor
+parallel in the other. Each rank writes its losses, bit for bit, to PATH.RANK, until so many steps are made, or PATH.stop
+is there. With `groups` the losses are summed in a group of their own; with `both` the backends are
+`cpu:gloo,cuda:nccl`, or gloo for both if this PyTorch has no NCCL; with `eager` all groups communicate before the first
+step. With `fed` only rank 0 has a loader; with `evaluates` it alone reads another loader after each third step.
 """
 
 import os
@@ -72,6 +72,8 @@ def trained():
     if kind == "grid":
         mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("data", "tensor"))
         model = sharded(in_parts(layers(), mesh["tensor"]), mesh["data"])
+    elif kind == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(layers())
     else:
         mesh = init_device_mesh("cpu", (ranks,))
         model = (sharded if kind == "fsdp" else in_parts)(layers(), mesh)
@@ -94,7 +96,7 @@ def is_over():
 parameters, step = trained()
 optimizer = torch.optim.AdamW(parameters, lr=1e-3)
 # Ranks that share a tensor, or a batch by its stages, have the same batches.
-shard = rank if kind == "fsdp" else rank // 2 if kind == "grid" else 0
+shard = rank if kind in ("ddp", "fsdp") else rank // 2 if kind == "grid" else 0
 data = TensorDataset(torch.randn(512, 32, generator=torch.Generator().manual_seed(100 + shard)))
 if "eager" in words:
     for group in list(distributed.distributed_c10d._world.pg_map):
@@ -115,4 +117,6 @@ with Path(f"{path}.{rank}").open("w", buffering=1) as losses:
                 distributed.all_reduce(loss, group=own)
             losses.write(f"{float(loss).hex()}\n")
             done += 1
+            if "evaluates" in words and rank == 0 and done % 3 == 0:
+                list(DataLoader(data, batch_size=128))
 os._exit(0)  # some processes with gloo abort while the interpreter ends, or hang (torch 2.13)
