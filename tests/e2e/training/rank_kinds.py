@@ -1,8 +1,8 @@
 """Ranks that train over gloo in one of several kinds of groups: rank_kinds.py KIND PATH [STEPS] [WORD...]
 
 KIND is ddp, fsdp (FSDP2), tensor, pipeline or grid: two by two ranks, FSDP2 in one dimension of the mesh and tensor
-parallel in the other. Each rank writes its losses, bit for bit, to PATH.RANK, until so many steps are made, or PATH.stop
-is there. With `groups` the losses are summed in a group of their own; with `both` the backends are
+parallel in the other. Each rank writes its losses, bit for bit, to PATH.RANK, until so many steps are made, or
+PATH.stop is there. With `groups` the losses are summed in a group of their own; with `both` the backends are
 `cpu:gloo,cuda:nccl`, or gloo for both if this PyTorch has no NCCL; with `eager` all groups communicate before the first
 step. With `fed` only rank 0 has a loader; with `evaluates` it alone reads another loader after each third step.
 """
