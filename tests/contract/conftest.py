@@ -129,7 +129,7 @@ def gate(tmp_path: Path) -> Path:
 @pytest.fixture
 def owners(tmp_path: Path) -> Iterator[tuple[CudaNode, Owner, Owner]]:
     node = CudaNode.make(tmp_path / "node")
-    owners = Owner(node, 0, 48, 16), Owner(node, 1, 8)
+    owners = Owner(node, 0, 12, 4), Owner(node, 1, 8)
     yield node, *owners
     for owner in owners:
         owner.close()

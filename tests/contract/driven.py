@@ -31,7 +31,7 @@ from tests.stubs.nvml.node import NvidiaNode
 from tests.stubs.nvml.scenario import Scenario as NvmlScenario
 from tests.unit.moving_node import start_ticks
 
-REST_BYTES = 577 * MIB + RESTORE_MARGIN_BYTES
+REST_BYTES = 529 * MIB + RESTORE_MARGIN_BYTES
 # The number of queries in which another program has time to interfere.
 QUESTIONS = 20
 

@@ -226,7 +226,7 @@ async def test_a_process_of_another_node_is_restored_on_the_requested_gpu_by_a_m
     async with rigged(parts) as rig:
         if own:
             rig.moved.close()
-            rig.moved = Owner(rig.node, 1, 48, 16)
+            rig.moved = Owner(rig.node, 1, 12, 4)
         before = replace(rig.subject, gpu=f"gpu{own}", target_gpu=None)
         await rig.method.checkpoint(before)
         then = [f"GPU-{number:08d}-0000-0000-0000-000000000000" for number in range(2)]

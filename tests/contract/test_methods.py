@@ -50,9 +50,9 @@ async def test_books_for_simulated_gpus_keep_the_contract() -> None:
 async def test_the_driver_keeps_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = CudaNode.make(tmp_path / "node")
     scenario = in_force(node, tmp_path, monkeypatch)
-    owner = Owner(node, 0, 48, 16)
+    owner = Owner(node, 0, 12, 4)
     async with driven(node, scenario) as parts:
-        moved = subject(owner.pid, driver_bytes=577 * MIB + RESTORE_MARGIN_BYTES)
+        moved = subject(owner.pid, driver_bytes=529 * MIB + RESTORE_MARGIN_BYTES)
         await check_method(parts.method, moved, "gpu1", total_bytes=16 * GIB)
         assert parts.memory.by_owner() == {}
     assert owner.ask("digest") == owner.digest
