@@ -50,11 +50,16 @@ def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
         yield running
 
 
+def _environ(daemon: RunningDaemon) -> dict[str, str]:
+    """Of a job of that daemon: PyTorch comes without its compiler."""
+    return {**environment(daemon.socket_path), **BARE}
+
+
 def _started(daemon: RunningDaemon, ranks: int, faults: str = "", steps: str = STEPS) -> subprocess.Popen[str] | Forked:
     """Start that job: a single rank, and what is kept ready for it, by importing PyTorch; several ranks by forking."""
     return (not_forked if ranks == 1 else started)(
         [*RUN, str(ranks), "--", *SCRIPT, steps, SOFT_LIMIT_S],
-        env={**environment(daemon.socket_path), **BARE, "HEGM_FAULT": faults},
+        env={**_environ(daemon), "HEGM_FAULT": faults},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -119,20 +124,19 @@ outer()
 def test_a_block_within_a_block_is_refused_by_name(daemon: RunningDaemon, tmp_path: Path) -> None:
     """It waited for a plan that never came, until the hang was found three times."""
     (tmp_path / "nested.py").write_text(NESTED)
-    words = [sys.executable, "-m", "hegmctl", "--socket", str(daemon.socket_path), "run", "--ranks", "1", "--"]
-    words += [sys.executable, str(tmp_path / "nested.py")]
-    job = subprocess.run(words, capture_output=True, text=True, check=False)
+    words = [*RUN, "1", "--", sys.executable, str(tmp_path / "nested.py")]
+    job = started(words, env=_environ(daemon), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    output, errors = job.communicate(timeout=ENDS_WITHIN_S)
     assert job.returncode == 1
-    assert "a recovery block cannot run within another one" in job.stderr
-    assert job.stdout == ""
+    assert "a recovery block cannot run within another one" in errors
+    assert output == ""
 
 
 def test_a_signal_ends_a_training_whose_rank_waits_for_the_spare_process(daemon: RunningDaemon, tmp_path: Path) -> None:
     """The rank was started all the same once the spare process was ready, or `hegmctl run` waited without an end."""
     script = [sys.executable, str(SCRIPTS / "block_ranks.py"), "100000", SOFT_LIMIT_S, "gloo", "64", "0.02"]
-    words = [sys.executable, "-m", "hegmctl", "--socket", str(daemon.socket_path), "run", "--ranks", "1", "--"]
     with (tmp_path / "out").open("w") as out:
-        job = subprocess.Popen([*words, *script], stdout=out, stderr=out)
+        job = subprocess.Popen([*RUN, "1", "--", *script], env=_environ(daemon), stdout=out, stderr=out)
     _until(lambda: len(psutil.Process(job.pid).children()) > 1)
     rank, _spare = sorted(psutil.Process(job.pid).children(), key=psutil.Process.create_time)
     rank.kill()
@@ -156,9 +160,8 @@ def test_a_signal_ends_ranks_that_wait_for_the_spare_process_and_handle_the_sign
     (tmp_path / "script.py").write_text(IGNORES_SIGTERM)
     script = [sys.executable, str(tmp_path / "script.py"), str(SCRIPTS / "block_ranks.py")]
     script += ["100000", SOFT_LIMIT_S, "gloo", "64", "0.02"]
-    words = [sys.executable, "-m", "hegmctl", "--socket", str(daemon.socket_path), "run", "--ranks", "2", "--"]
     with (tmp_path / "out").open("w") as out:
-        job = subprocess.Popen([*words, *script], stdout=out, stderr=out)
+        job = subprocess.Popen([*RUN, "2", "--", *script], env=_environ(daemon), stdout=out, stderr=out)
     children: list[psutil.Process] = []
     try:
         _until(lambda: len(psutil.Process(job.pid).children()) > 2)
@@ -191,8 +194,7 @@ def test_ranks_that_end_while_their_job_is_suspended_for_others_are_started_agai
     with RunningDaemon(tmp_path, "--simulate", "1x4MiB") as daemon, connect(str(daemon.socket_path)) as hegmd:
         words = [*RUN, "2", "--gpu", "gpu0", "--", *SCRIPT, "100000", limit_s, "gloo", "64", "0.02"]
         with out.open("w") as output, errors.open("w") as noted:
-            environ = {**environment(daemon.socket_path), **BARE}
-            job = started(words, env=environ, stdout=output, stderr=noted)
+            job = started(words, env=_environ(daemon), stdout=output, stderr=noted)
         try:
             _until(lambda: _steps(out) > 3 and len(_on_gpu(hegmd)) == 2)
             lease = hegmd.make_room(4 << 20, until_free=True).lease
