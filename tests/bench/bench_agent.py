@@ -1,6 +1,6 @@
-"""What the agent costs a Python that starts, and a boundary at which nothing is asked of it.
+"""The cost of the agent for the start of a Python, and for a boundary without a request.
 
-Paired with the same work without the agent. What it costs a whole training is in `bench_steps`.
+Paired with the same work without the agent. `bench_steps` measures a whole training.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What 1,000 connected clients cost in memory, and that none of it stays: neither with requests nor with connections.
+"""The memory of 1,000 connected clients, and that requests and connections leave none behind.
 
 Growth is the slope over the rounds that follow a warm-up, of the memory that is the daemon's alone. Its budget is what
 a leak cannot hide under: 16 bytes for each of 1,000 connections or requests is less than the smallest Python object.

@@ -1,8 +1,7 @@
-"""How long the training of `make demo` stands when it is moved from one simulated GPU to the other and back.
+"""The downtime of the training of `make demo` when it is moved from one simulated GPU to the other and back.
 
-The downtime is the daemon's own figure, as `hegmctl ops` shows it, and the bytes are what left the process meanwhile.
-How long an undisturbed batch takes stands beside it, from the script's own record. Without PyTorch there is no
-demonstration.
+The downtime is the daemon's own figure, as `hegmctl ops` shows it; the bytes are those that left the process. The
+duration of an undisturbed batch is from the script's own record. Without PyTorch the benchmark is left out.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def _measure(socket_path: Path) -> dict[str, list[float]]:
     took_ms: dict[str, list[float]] = {name: [] for name in COMMANDS}
     names = list(COMMANDS)
     for number in range(WARM_UP + ROUNDS):
-        first = number % len(names)  # nobody always follows the same one
+        first = number % len(names)  # no client always follows the same one
         for name in names[first:] + names[:first]:
             took_ms[name].append(_run_ms(COMMANDS[name], environ))
     return {name: took[WARM_UP:] for name, took in took_ms.items()}

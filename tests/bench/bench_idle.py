@@ -1,7 +1,7 @@
-"""What the daemon costs while nobody asks it anything: processor time over 40 s, in which it looks four times; memory.
+"""The cost of an idle daemon: processor time over 40 s with four refreshes; memory.
 
-Simulated GPUs first, for which the budget holds on any machine; then NVML by its stub, which adds the binding and all
-that asks it; then, where there is a driver, the real library.
+Simulated GPUs first, for which the budget holds on any machine; then NVML by its stub, which adds the binding and its
+queries; then, if there is a driver, the real library.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _measure(what: str, daemon: RunningDaemon, *, budgets: bool) -> list[Row]:
 
 
 def _ask_everything(daemon: RunningDaemon) -> None:
-    """One of each question, so that whatever the daemon loads for its answer is loaded."""
+    """Make one request of each kind, so that the daemon loads what its replies need."""
     with connect(str(daemon.socket_path), timeout_s=HANG_S) as hegmd:
         hegmd.ping()
         hegmd.gpus()

@@ -109,7 +109,7 @@ def _made(folder: Path) -> Path:
 
 
 def memory_of(*, random: bool, size_bytes: int = SIZE_BYTES) -> int:
-    """Memory by descriptor, as the pool's is; the caller's to close."""
+    """Return memory by descriptor, like the pool's. The caller closes it."""
     fd = os.memfd_create("piece")
     os.posix_fallocate(fd, 0, size_bytes)
     if random:

@@ -80,7 +80,7 @@ class Prepared:
 
 @contextmanager
 def sleeping(count: int) -> Iterator[list[int]]:
-    """That many processes that do nothing, in a process group of their own."""
+    """Start that many idle processes in a process group of their own."""
     argv = ["sh", "-c", _START, str(count)]
     with subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True

@@ -81,7 +81,7 @@ def _parked(batch_ms: int) -> tuple[list[tuple[float, float]], list[float]]:
 
 
 def _pass(seconds: float) -> None:
-    """Let so much time pass, to the point and without giving it to anybody: it is a few batches at the most."""
+    """Busy-wait for that time, a few batches at most."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         pass

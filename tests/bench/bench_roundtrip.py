@@ -23,7 +23,7 @@ from tests.bench.report import Row
 from tests.e2e.daemon import RunningDaemon
 
 OTHERS = 200
-# As if each of the others looked at the GPUs every two seconds.
+# As if each of the others listed the GPUs every two seconds.
 OTHERS_ASK_PER_S = 100.0
 WARM_UP = 500
 RUNS = 5
@@ -65,7 +65,7 @@ def _busy_elsewhere_s(daemon: RunningDaemon) -> float:
 
 
 def _rows(what: str, runs: Sequence[Sequence[float]], p50_ms: float | None, p99_ms: float | None) -> list[Row]:
-    """The median over the runs for each figure, so that one run beside somebody else's burst does not decide."""
+    """Return the median over the runs for each figure, so that one run during a burst of other work does not decide."""
     p50, p99 = (statistics.median(percentile(run, percent) for run in runs) for percent in (50, 99))
     return [
         Row(f"{what}: p50", p50, "ms", p50_ms),

@@ -47,7 +47,7 @@ Rounds = list[list[tuple[float, float]]]
 
 
 class SteppingScript:
-    """The script as a child process, that makes steps when it is told to."""
+    """The script as a child process that makes steps on request."""
 
     def __init__(self, socket_path: Path | None) -> None:
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("HEGM_", "PYTHON"))}
@@ -136,5 +136,5 @@ def _rows(threes: list[Rounds]) -> list[Row]:
 
 
 def _ratios(threes: list[Rounds], process: int, clock: int) -> list[float]:
-    """Of each three, how many times as long as the plain process that one took."""
+    """Return for each three how many times as long as the plain process the other took."""
     return [statistics.median(one[process][clock] / one[PLAIN][clock] for one in rounds) for rounds in threes]

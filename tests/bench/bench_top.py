@@ -108,7 +108,7 @@ def top(socket_path: Path) -> Iterator[tuple[int, int]]:
 
 @contextlib.contextmanager
 def jobs(socket_path: Path) -> Iterator[None]:
-    """So many jobs, which train as long as the context lasts."""
+    """Start that many jobs, which train as long as the context lasts."""
     children = [_fork(socket_path, number) for number in range(JOBS)]
     try:
         with connect(str(socket_path), timeout_s=HANG_S) as hegmd:

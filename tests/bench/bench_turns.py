@@ -104,7 +104,7 @@ def _lines(path: Path) -> list[str]:
 
 @contextmanager
 def _training(daemon: RunningDaemon, path: Path) -> Iterator[None]:
-    """One training in the queue, from its start to its end."""
+    """Run one training in the queue from its start to its end."""
     words = ["run", "--no-daemon-start", "--gpu", "auto", "--bytes", NEEDS]
     command = [sys.executable, "-m", "hegmctl", *words, "--", sys.executable, "-c", TRAINING]
     with path.open("w") as losses:

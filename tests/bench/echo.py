@@ -1,6 +1,6 @@
-"""The least that a request can take on this machine: bytes to another process that sends them back, and nothing else.
+"""The shortest possible round trip on this machine: bytes to another process that returns them.
 
-Beside it the daemon's own share of a round trip can be told from what the machine and its other work put on top.
+The difference to the daemon's round trip is the daemon's own share.
 """
 
 from __future__ import annotations

@@ -39,12 +39,12 @@ class UnexpectedEnd(Exception):
 
 
 class Cut(Exception):
-    """The time is over, and the case had not ended."""
+    """The time limit was reached before the case ended."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to fail. `kind` is what the script does by itself; `strike` is done to it from outside."""
+    """One way to fail. `kind` is the script's own fault; `strike` comes from outside."""
 
     name: str
     kind: str = "none"
@@ -86,7 +86,7 @@ class Options(argparse.Namespace):
     ends_at: float
     #: Where the Python listens that forks ranks, if there is to be one.
     forks: Path | None = None
-    #: How many steps a training makes that is not told to end earlier.
+    #: The number of steps of a training without an earlier end.
     steps: int = STEPS
 
     def place(self, case: Case) -> str:
@@ -95,9 +95,9 @@ class Options(argparse.Namespace):
 
 
 class Run:
-    """One training in a folder of its own, whose name it has too.
+    """One training in a folder of its own, which has its name.
 
-    `struck_at` is when it was struck from outside, and `last_step` where it ends.
+    `struck_at` is the time of the strike from outside, and `last_step` the step at which it ends.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class Run:
         for _ in range(LOOKS):  # a process that hangs may never print its stacks
             pause.wait(POLL_INTERVAL_S)
         found = self.recovery()
-        stacks = [one.stacks for one in found.recoveries if one.stacks] if found is not None else []
+        stacks = [recovery.stacks for recovery in found.recoveries if recovery.stacks] if found is not None else []
         parts = ("stacks", *stacks, "errors", _tail(self.err.read_text(errors="replace")), "daemon")
         return "\n".join([*parts, _tail(self.daemon.log_text())])
 
@@ -273,7 +273,7 @@ def damage_newest(run: Run) -> None:
 
 
 def pool_of(daemon: RunningDaemon) -> Path:
-    """The folder with the files of its pool."""
+    """Return the folder with the files of its pool."""
     identity = (daemon.folder / "state" / "identity").read_text()[:16]
     return Path(f"/dev/shm/hegmd-{os.geteuid()}-{identity}")
 

@@ -1,9 +1,9 @@
-"""`python -m tests.chaos`: every kill there is, with the bytes in flight held by a keeper and then by files.
+"""`python -m tests.chaos`: every possible kill, with the bytes in flight held by a keeper and then by files.
 
-First trainings that are restarted, and one that goes into images and comes back; then, on simulated GPUs, trainings
-that are moved, and two ranks that are moved together and go into images; then CUDA programs with and without an agent,
-on GPUs behind the stub driver. Prints each kill and how the operation ended, and in the end the figures.
-`--gpus`, `--memory`, `--command`, `--victim`, `--state` and `--moment` choose some.
+First trainings that restart, and one that is dumped and restored; then, on simulated GPUs, trainings that migrate, and
+two ranks that migrate together and are dumped; then CUDA programs with and without an agent, on GPUs of the stub
+driver. Prints each kill with the end of its operation, and finally the figures.
+`--gpus`, `--memory`, `--command`, `--victim`, `--state` and `--moment` select some.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def main() -> int:
 
 
 def _is_wanted(cell: Cell | AnyCell, command: str, options: argparse.Namespace) -> bool:
-    """By what was asked for, where anything was."""
+    """Return whether the options select the cell."""
     return (
         cell.victim in (options.victim or [cell.victim])
         and cell.state in (options.state or [cell.state])
@@ -120,12 +120,12 @@ def _is_wanted(cell: Cell | AnyCell, command: str, options: argparse.Namespace) 
 
 
 def _of_ranks(command: str) -> str:
-    """The name by which that command for a job of ranks is asked for."""
+    """Return the option's name for that command with a job of ranks."""
     return f"{command} ranks"
 
 
 def _in_all(tally: Tally, what_was_done: str, took_s: float) -> str:
-    """Whom it hit how often, and how operations ended."""
+    """Return how often each victim was hit, and how the operations ended."""
     killed = ", ".join(f"{victim} {count}" for victim, count in tally.kills.items() if count)
     ends = ", ".join(f"{end} {count}" for end, count in tally.ends.items())
     return f"{tally.rounds} rounds, {tally.kills.total()} {what_was_done} ({killed}) in {took_s:.0f} s; {ends}"
@@ -152,7 +152,7 @@ def _play_by_criu(campaign: type[ImageCampaign], cells: Sequence[ImageCell], nam
 
 
 def image_summary(tally: ImageTally, took_s: float) -> str:
-    """What a campaign of images came to, in a line."""
+    """Return the result of a campaign of images in one line."""
     return (
         f"{_in_all(tally, 'killed', took_s)};"
         f" {tally.whole} whole images, {tally.restored} jobs brought back, {tally.ended_jobs} trainings ended;"
@@ -177,7 +177,7 @@ def _play_ranks(cells: Sequence[RankCell]) -> None:
 
 
 def summary(tally: RestartTally, took_s: float) -> str:
-    """What a campaign of restarts came to, in a line."""
+    """Return the result of a campaign of restarts in one line."""
     return (
         f"restarts: {_in_all(tally, 'killed', took_s)};"
         f" {tally.resumed} gone on from a state that was held, {tally.ended_jobs} trainings ended; {tally.steps} steps,"

@@ -1,8 +1,8 @@
-"""Kills, one after the other, on one node with jobs that train all the while; and what has to be true after each.
+"""Kills, one after the other, on one node whose jobs train; and the conditions that must hold after each.
 
-After each kill every operation ends or waits, in a state that its cell allows; whatever is suspended is resumed; every
-job makes further steps; and no video memory is held but theirs. At the end each job has done what an undisturbed run
-does, bit for bit, and nothing is left of it all: no memory, descriptor, process or file.
+After each kill every operation ends or waits in a state that its cell allows; the campaign resumes suspended jobs;
+every job makes further steps; and only jobs hold video memory. At the end the output of each job equals that of an
+undisturbed run bit for bit, and no memory, descriptor, process or file remains.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Say = Callable[[str], object]
 
 @dataclass(slots=True)
 class Tally:
-    """What was done: processes killed, by victim, and how the operations ended that were struck."""
+    """The counts: killed processes by victim, and how the struck operations ended."""
 
     rounds: int = 0
     kills: Counter[str] = field(default_factory=Counter[str])
@@ -115,7 +115,7 @@ class Campaign:
         self._say(f"{cell.victim:17} {kind:6}{cell.command:8} {cell.state:14} {cell.moment:11} -> {phase}")
 
     def _next(self, cell: Cell) -> Trainee:
-        """The next in turn of those whom it fits."""
+        """Return the next cell that fits the jobs."""
         for turn in range(self._turn, self._turn + len(self._jobs)):
             job = self._jobs[turn % len(self._jobs)]
             if cell.fits(has_agent=job.has_agent):
@@ -149,14 +149,14 @@ class Campaign:
         assert operation.phase == "suspended", self._node.story(operation.id)
 
     def _bring_back(self) -> None:
-        """Resume whatever is suspended, as its operator would."""
+        """Resume all suspended jobs, as an operator would."""
         for op in self._node.rest().values():
             assert op.phase != "lost", self._node.story(op.id)
             if op.phase == "suspended":
                 pids = [process.pid for process in op.processes]
                 agents = [job.pid for job in self._jobs if job.has_agent and job.pid in pids]
                 self._node.await_jobs(agents, agents=agents, on_gpu=False)
-                self._node.rest()  # an agent that comes back is looked at first
+                self._node.rest()  # a reconnected agent is inspected first
                 with self._node.connection() as hegmd:
                     resumed = hegmd.resume(pids[0]).operation
                 assert resumed is not None
@@ -190,7 +190,7 @@ class Campaign:
 
 
 def _lasting(node: Node) -> set[str]:
-    """What the daemon has open by kind, without what it is reading of processes at this moment."""
+    """Return the daemon's open descriptors by kind, without those of reads in progress."""
     return {kind for kind in descriptors(node.daemon.process.pid) if not kind.startswith("/proc")}
 
 

@@ -34,7 +34,7 @@ STATES = {
 #: Where a helper that hangs is ended by a deadline of seconds. What asks the driver for a state waits for five minutes,
 #: since a step may be running.
 _SOON_OVER = frozenset({"reserving", "offloading", "reloading"})
-#: The same of a process without an agent, whom only the driver moves.
+#: The same for a process without an agent, which only the driver can move.
 _STATES_BARE = {
     MIGRATE: ("planned", "reserving", "checkpointing", "restoring", "verifying", "tidying", "done"),
     SUSPEND: ("planned", "checkpointing", "leaving", "suspended"),
@@ -52,13 +52,13 @@ ENDS = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One kill: of whom, during which command, in which state, at which moment of it; and for which kind of job."""
+    """One kill: the victim, the command, the state, the moment within it, and the kind of job."""
 
     command: str
     state: str
     moment: str
     victim: str
-    with_agent: bool | None = None  # None: whatever job's turn it is
+    with_agent: bool | None = None  # None: the job whose turn it is
 
     def fits(self, *, has_agent: bool) -> bool:
         """Whether a job with or without an agent can be struck so."""

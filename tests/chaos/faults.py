@@ -1,7 +1,7 @@
-"""What is done to a worker instead of killing it: its agent's socket cut or spoilt, the process stopped for a while.
+"""Faults of a worker other than a kill: its agent's socket is cut or damaged, or the process is stopped for a while.
 
-The connection is reached by taking a copy of the worker's own descriptor (pidfd_getfd), so both ends see what they
-would see of a real break, and the kernel still reports the peer to the daemon.
+The test takes a copy of the worker's own descriptor (pidfd_getfd), so both ends see a real break, and the kernel still
+reports the peer to the daemon.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FRAME_BYTES = 1000
 
 
 def cut(pid: int, socket_path: Path) -> int:
-    """End the agent's connections, whatever is under way on them; how many there were."""
+    """End the agent's connections at any moment, and return their number."""
     count = 0
     for connection in _connections(pid, socket_path):
         connection.shutdown(socket.SHUT_RDWR)

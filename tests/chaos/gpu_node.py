@@ -1,7 +1,7 @@
-"""A node with a driver, to kill things on: stub libcuda, real GPU helper, and CUDA programs with and without an agent.
+"""A node with a driver for kills: stub libcuda, real GPU helper, and CUDA programs with and without an agent.
 
-Adds the helper to what can be struck, and what belongs to the driver to what may not be left. The stub keeps the
-driver's traps, so a job that was restored without room, or let go without its bytes, is found.
+Adds the helper to the victims, and the driver's memory to what must not remain. The stub has the driver's traps, so it
+detects a job that was restored without memory, or resumed without its bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class GpuNode(Node):
         return [partial(GpuJob, self, gpu=index // 2 % 2, has_agent=kind) for index, kind in enumerate(kinds)]
 
     def helpers(self) -> list[psutil.Process]:
-        """Those of the daemon: the one that moves, and for moments one that only asks."""
+        """Return the daemon's helpers: the one that moves bytes, and briefly one that only queries."""
         with contextlib.suppress(psutil.NoSuchProcess):
             children = psutil.Process(self.daemon.process.pid).children()
             return [child for child in children if "hegmd.gpu_helper.child" in _words_of(child)]
@@ -82,7 +82,7 @@ class GpuNode(Node):
         """Besides what is left on any node: processes that use its driver and are no job, daemon or helper of that."""
         known = {os.getpid(), self.daemon.process.pid, *(helper.pid for helper in self.helpers())}
         strangers = [one for one in self._on_it() if one.pid not in known and "tests" not in " ".join(_words_of(one))]
-        return [*super().left(), *(f"process {one.pid}: {_words_of(one)}" for one in strangers)]
+        return [*super().left(), *(f"process {stranger.pid}: {_words_of(stranger)}" for stranger in strangers)]
 
     def _on_it(self) -> Iterator[psutil.Process]:
         for process in psutil.process_iter():
@@ -117,8 +117,8 @@ class GpuJob:
             assert self._program.tell(f"run {_PAUSE_S}") == "running"
 
     def descriptors(self) -> Counter[str]:
-        """By kind; pieces of video memory are files with new names after each move."""
-        self._program.tell("step")  # whatever it was doing is done
+        """Return the descriptors by kind; allocations of video memory are files with new names after each move."""
+        self._program.tell("step")  # its current call has ended
         kinds: Counter[str] = Counter()
         for target, count in descriptors(self.pid).items():
             kinds[str(self._folder) if target.startswith(str(self._folder)) else target] += count

@@ -1,8 +1,8 @@
-"""Where a daemon is halted: at a record of its journal, before it is written or when it is on disk.
+"""Halts of a daemon at a record of its journal, before the write or after the sync.
 
-The daemon runs as it is, with tests/stubs/halt loaded into it, which asks here before every write to the journal and
-after every sync of it. Owns that socket and the thread that answers; what is done to whom at a halt is the caller's.
-Without a trap, the daemon continues at once.
+The daemon runs unchanged with tests/stubs/halt loaded, which connects here before every write to the journal and after
+every sync of it. Owns that socket and the thread that answers; the caller decides what happens at a halt. Without a
+trap, the daemon continues immediately.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WRITE, _SYNC = b"W", b"S"
 
 @dataclass(frozen=True, slots=True)
 class Trap:
-    """One moment in the life of the operation that has this process."""
+    """One moment of the operation that has this process."""
 
     pid: int
     phase: str
@@ -127,8 +127,8 @@ class Halts:
                 elif not self._serve(one):
                     connections.remove(one)
                     one.close()
-        for one in connections:
-            one.close()
+        for connection in connections:
+            connection.close()
 
     def _serve(self, connection: socket.socket) -> bool:
         """Answer one frame; whether there was a whole one."""

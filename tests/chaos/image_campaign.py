@@ -167,7 +167,7 @@ class ImageCampaign:
         )
         self.tally.whole += whole
         if cell.command != RESTORE:
-            # What is lost is a job that was killed while the rest of its image was written.
+            # The lost job is one that was killed while the rest of its image was written.
             ends_whole = {"done", "lost"} if (cell.command, cell.victim) == (LEFT, WORKER) else {"done"}
             assert not whole or (op is not None and op.phase in ends_whole), f"{whole=}"
             assert whole or op is None or op.phase != "done", "there is no image"
@@ -222,7 +222,7 @@ class ImageCampaign:
         return job.pid in population_of([job.pid]).start_ticks
 
     def _await_gone(self) -> None:
-        """Its children too: nothing would ever resume one that is stopped."""
+        """Wait for the children too: no process would ever resume a stopped one."""
         until = monotonic() + REST_LIMIT_S
         while left := [pid for pid, ticks in self._now().items() if ticks == self._tree.start_ticks[pid]]:
             assert monotonic() < until, f"of the job, processes {left} do not end"
@@ -272,7 +272,7 @@ class ImageCampaign:
             assert other is None, f"line {other} of job {number} is {printed[other or 0]}, not {wanted[other or 0]}"
 
     def _command(self, *words: str) -> dict[str, Any]:
-        """What a command answers, as a person gives it. Raises AssertionError when it fails."""
+        """Return the reply to a command, run as a person would. Raises AssertionError when it fails."""
         self._node.daemon.read_notices()
         ran = subprocess.run(
             [sys.executable, "-m", "hegmctl", *words, "--json"],

@@ -40,7 +40,7 @@ _OF_HAND = {
 
 @dataclass(frozen=True, slots=True)
 class ImageCell:
-    """One kill: of whom, during which command, in which state, at which moment of it."""
+    """One kill: the victim, the command, the state, and the moment within it."""
 
     command: str
     state: str
@@ -81,7 +81,7 @@ def every_image_cell() -> Iterator[ImageCell]:
 
 
 def _moments(victim: str, command: str, state: str) -> tuple[str, ...]:
-    """Those of that state at which there is such a victim, and that can be told apart."""
+    """Return the moments of that state that have such a victim and can be distinguished."""
     if victim == CRIU:
         return _OF_CRIU.get((command, state), ())
     if victim == HAND:

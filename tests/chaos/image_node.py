@@ -33,7 +33,7 @@ class ImageNode(Node):
     # -- who there is --------------------------------------------------------------------------------------------------
 
     def hands(self) -> list[psutil.Process]:
-        """Those of the daemon that lives, and of those before it that have not ended yet."""
+        """Return the image writers of the current daemon, and those of earlier daemons that have not exited."""
         with suppress(psutil.NoSuchProcess):
             children = psutil.Process(self.daemon.process.pid).children()
             self._earlier_hands += [child for child in children if "hegmd.images.files.child" in _words_of(child)]
@@ -41,8 +41,8 @@ class ImageNode(Node):
         return list(self._earlier_hands)
 
     def attendants(self, root: int) -> list[psutil.Process]:
-        """The parents of that job after a restore, also of one that is under way."""
-        return [one for one in psutil.process_iter() if _is_attendant_of(_words_of(one), root)]
+        """Return the parents of that job after a restore, also during one."""
+        return [process for process in psutil.process_iter() if _is_attendant_of(_words_of(process), root)]
 
     def at_work(self, root: int) -> list[psutil.Process]:
         """Every CRIU that dumps that job or restores it."""
@@ -53,11 +53,11 @@ class ImageNode(Node):
         return [*self.at_work(root), *self.attendants(root), *self.hands()]
 
     def _dumping(self, root: int) -> Iterator[psutil.Process]:
-        for one in psutil.process_iter():
-            words = _words_of(one)
+        for process in psutil.process_iter():
+            words = _words_of(process)
             at = words.index("dump") if "dump" in words else -1  # CRIU may be run by its own loader
             if at > 0 and words[at + 1 : at + 3] == ["--tree", str(root)] and "criu/parent.py" not in "".join(words):
-                yield one
+                yield process
 
     def _restoring(self, root: int) -> Iterator[psutil.Process]:
         for attendant in self.attendants(root):
@@ -65,7 +65,7 @@ class ImageNode(Node):
                 yield from (child for child in attendant.children() if _is_criu_that_restores(_words_of(child)))
 
     def await_criu(self, root: int, client: Client) -> list[psutil.Process]:
-        """Until one works on that job; none if that was over before the check."""
+        """Wait until a CRIU works on that job; return none if it ended before the check."""
         return _awaited(lambda: self.at_work(root), client)
 
     # -- killing, and what is left -------------------------------------------------------------------------------------
@@ -81,14 +81,18 @@ class ImageNode(Node):
         return super().strike(victim, client, pid)
 
     def left_of(self, root: int, *, alive: bool) -> list[str]:
-        """Besides what is left on any node: what neither a job that lives nor one that is in an image has."""
+        """Return remains besides those of any node: what belongs to no live job and to no image."""
         folders = [self.state_dir / "images", self.state_dir / "reviving", self.folder / "aside"]
         if alive:
             folders.append(self.locks)
         files = [str(path) for folder in folders if folder.exists() for path in folder.iterdir()]
         files += [str(path) for path in self.images.glob(".*")]
         processes = [*self.hands(), *self.at_work(root), *self.attendants(root)[1 if alive else 0 :]]
-        return [*super().left(), *files, *(f"process {one.pid}: {' '.join(_words_of(one))}" for one in processes)]
+        return [
+            *super().left(),
+            *files,
+            *(f"process {process.pid}: {' '.join(_words_of(process))}" for process in processes),
+        ]
 
 
 def _awaited(look: Callable[[], list[psutil.Process]], client: Client) -> list[psutil.Process]:
@@ -107,9 +111,9 @@ def _is_criu_that_restores(words: Sequence[str]) -> bool:
 
 def _killed(processes: Sequence[psutil.Process]) -> int:
     struck = 0
-    for one in processes:
+    for process in processes:
         with suppress(psutil.NoSuchProcess):
-            one.kill()
+            process.kill()
             struck += 1
     return struck
 

@@ -31,7 +31,7 @@ PATIENCE_S = HANG_S
 
 
 class Trainee(Protocol):
-    """What a campaign asks of a job, whatever it is made of. A context manager that leaves nothing of it."""
+    """The interface that a campaign needs of any job. A context manager that leaves nothing behind."""
 
     pid: int
     has_agent: bool
@@ -116,7 +116,7 @@ class Job:
         return len(lines)
 
     def descriptors(self) -> Counter[str]:
-        """What it has open, by kind: numbers and names differ from time to time."""
+        """Return the open descriptors by kind: numbers and names differ between runs."""
         return descriptors(self.pid)
 
     def error_text(self) -> str:
@@ -125,7 +125,7 @@ class Job:
 
 
 def descriptors(pid: int) -> Counter[str]:
-    """What a process has open, by kind."""
+    """Return the open descriptors of a process by kind."""
     kinds: Counter[str] = Counter()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -137,7 +137,7 @@ def descriptors(pid: int) -> Counter[str]:
 
 
 def undisturbed(script: Path, seed: int, steps: int) -> list[str]:
-    """What the script prints in so many steps without hegm."""
+    """Return the output of the script after so many steps without hegm."""
     argv = [str(script), "undisturbed", str(seed), str(steps)]
     return said_by(argv, environment(None)).splitlines(keepends=True)
 

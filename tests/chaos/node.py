@@ -41,7 +41,7 @@ _TO_THE_SOCKET = {CUT: faults.cut, HALF: faults.cut_within_a_frame, SPOILT: faul
 
 
 class Client:
-    """One `hegmctl` with a command, as an operator types it."""
+    """One `hegmctl` with a command, as an operator would run it."""
 
     def __init__(self, words: list[str], socket_path: Path) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the client
@@ -131,14 +131,14 @@ class Node:
         with self.connection() as hegmd:
             while True:
                 processes = hegmd.processes().processes
-                found = {one.pid: one for one in processes if one.pid not in agented or one.agent}
+                found = {process.pid: process for process in processes if process.pid not in agented or process.agent}
                 if wanted <= found.keys() and (not on_gpu or all(found[pid].gpus for pid in wanted)):
                     return {pid: found[pid].gpus[0].gpu if found[pid].gpus else "" for pid in wanted}
                 pause()
                 assert monotonic() < until, f"of {wanted}, there are {found}\n{self.daemon.log_text()[-4000:]}"
 
     def await_video_memory_of(self, pids: Iterable[int]) -> None:
-        """Until no video memory is held but by these; the daemon's figures may be some looks behind."""
+        """Wait until only these hold video memory; the daemon's figures may be some refreshes late."""
         known = set(pids)
         until = monotonic() + REST_LIMIT_S
         with self.connection() as hegmd:

@@ -171,7 +171,7 @@ class RankCampaign:
     # -- what has to be true -------------------------------------------------------------------------------------------
 
     def _see_it_train(self, job: RankedJob, other: Job) -> None:
-        """Whatever is suspended is resumed, as its operator would, and every rank makes steps."""
+        """Resume all suspended jobs, as an operator would, and wait until every rank makes steps."""
         for op in self._node.rest().values():
             if op.phase == "suspended":
                 pids = [process.pid for process in op.processes]

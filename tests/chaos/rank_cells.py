@@ -30,13 +30,13 @@ STATES = {
     PART: (*_GOING, "restoring", "unlocking", *_COMING, "done"),
     SWAP: (*_GOING, "restoring", *_COMING, "done"),
 }
-#: The waits of ranks for one another: one that is stopped there never comes.
+#: The waits of ranks for one another: a rank that is stopped there never arrives.
 _WAITS = ("counting", "quiescing", "disconnecting", "reconnecting")
 
 
 @dataclass(frozen=True, slots=True)
 class RankCell:
-    """One kill: of whom, during which command, in which state, at which moment of it."""
+    """One kill: the victim, the command, the state, and the moment within it."""
 
     command: str
     state: str
@@ -94,7 +94,7 @@ IMAGE_VICTIMS = (DAEMON, CLIENT, RANK, LAUNCHER)
 
 
 class RankImageCell(ImageCell):
-    """One kill while a job of ranks goes into an image or comes out of one."""
+    """One kill during a dump or a restore of a job of ranks."""
 
     __slots__ = ()
 

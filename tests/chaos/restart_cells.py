@@ -1,7 +1,7 @@
-"""What is killed when during a restart: every state of `migrate --via restart`, every process that has a part in it.
+"""The kills during a restart: every state of `migrate --via restart`, every process that takes part in it.
 
-Pure. A cell is one kill. Besides the moments of `halts` there are those of the process that is being started, which
-says itself how far it is.
+Pure. A cell is one kill. Besides the moments of `halts` there are those of the starting process, which reports its
+progress itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NOT_SAVED = ("planned", "reserving", "readying", "quiescing", "measuring")
 
 @dataclass(frozen=True, slots=True)
 class RestartCell:
-    """One kill: of whom, in which state, at which moment of it."""
+    """One kill: the victim, the state, and the moment within it."""
 
     state: str
     moment: str
@@ -79,7 +79,7 @@ def every_restart_cell() -> Iterator[RestartCell]:
 
 
 def _moments(victim: str, state: str) -> tuple[str, ...]:
-    """Those of that state at which there is such a victim, and that can be told apart."""
+    """Return the moments of that state that have such a victim and can be distinguished."""
     if victim == LOADING:
         return ON_ITS_WAY if state == RESTORING else ()
     if state == STATES[-1]:

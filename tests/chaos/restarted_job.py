@@ -92,7 +92,7 @@ class RestartedJob:
         return None
 
     def steps(self) -> list[tuple[int, int, str]]:
-        """Every step that was made: by whom, its number, and its loss."""
+        """Return every step: the process that made it, its number, and its loss."""
         text = self._output.read_text()
         found = [line.split() for line in text[: text.rfind("\n") + 1].splitlines()]
         return [(int(pid), int(number), loss) for pid, number, loss in found]
@@ -201,7 +201,7 @@ class RestartedJob:
             assert loss == wanted[number], f"process {pid} made another step {number} than an undisturbed run"
             if not over or pid != over[-1]:
                 assert pid not in over, f"process {pid} makes steps while process {over[-1]} does"
-                again = bool(over) and over[-1] in self._killed  # what it had done beyond the state is done once more
+                again = bool(over) and over[-1] in self._killed  # steps after the saved state are repeated
                 assert number == last + 1 or (again and number <= last), f"{pid} began at {number} after {last}"
                 over.append(pid)
             else:

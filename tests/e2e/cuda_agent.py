@@ -189,7 +189,7 @@ class Agent:
         """By the real agent's own calls of the driver."""
         assert self.parked
         access = PeerAccess()
-        pairs = [(one, other) for one in access.devices() for other in access.devices() if one != other]
+        pairs = [(device, other) for device in access.devices() for other in access.devices() if device != other]
         self.parted += [pair for pair in pairs if access.end(*pair)]
         return {}
 

@@ -91,7 +91,9 @@ class RunningJob(MovedJob):
     def agent(self) -> AgentInfo | None:
         """Its agent, as the daemon sees it now."""
         with connect(str(self._daemon.socket_path)) as hegmd:
-            return next((one.agent for one in hegmd.processes().processes if one.pid == self.process.pid), None)
+            return next(
+                (process.agent for process in hegmd.processes().processes if process.pid == self.process.pid), None
+            )
 
     def goes_on(self) -> None:
         """It trains as if nothing had been asked of it: each step once, and no word on its standard error."""
@@ -136,7 +138,7 @@ def test_the_ranks_of_a_launcher_become_one_job(daemon: RunningDaemon, python: s
         pids = [int(pid) for pid in next(line for line in job.lines if len(line.split()) == 3).split()[1:]]
         assert [one["pid"] for one in job.attach()] == pids
         with connect(str(daemon.socket_path)) as hegmd:
-            agents = {one.pid: one.agent for one in hegmd.processes().processes if one.pid in pids}
+            agents = {process.pid: process.agent for process in hegmd.processes().processes if process.pid in pids}
         runs = {(agent.rank, agent.run) for agent in agents.values() if agent is not None}
         assert {rank for rank, _ in runs} == {0, 1}
         assert len({run for _, run in runs}) == 1

@@ -110,7 +110,7 @@ def test_a_users_job_goes_into_an_image_and_back_with_its_own_rights_and_every_l
         status, done = reply_of(job, asker, "checkpoint", str(job.pid), str(images / "one"))
         assert status == 0, done.get("operation", done).get("failure", done)
         assert job.process.wait(ENDS_WITHIN_S) == -9
-        assert {os.stat(each).st_uid for each in (images / "one").rglob("*")} == {asker}
+        assert {os.stat(path).st_uid for path in (images / "one").rglob("*")} == {asker}
         losses, were = folder / "job" / "losses", folder / "job" / "were"
         losses.rename(were)
         (folder / "secret").write_text("x" * 4711)

@@ -237,7 +237,7 @@ async def test_a_child_started_after_a_restore_survived_its_rollback(is_heard: b
         numbers.append(made)
         process.send_signal(signal.SIGUSR1)
     await process.wait()
-    assert population_of(int(each.read_text()) for each in numbers).start_ticks == {}
+    assert population_of(int(number.read_text()) for number in numbers).start_ticks == {}
 
 
 def _is_written(file: Path) -> bool:

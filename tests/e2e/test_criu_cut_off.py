@@ -158,11 +158,11 @@ async def _kill_criu_when(is_there: Path) -> None:
     """As soon as it has made the job's first process, which has the number that the job had."""
     while not is_there.exists():  # noqa: ASYNC240 - in memory
         await anyio.lowlevel.checkpoint()
-    for each in psutil.process_iter(["cmdline"]):
-        words = each.info["cmdline"] or []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
         if "tend" in words and is_there.name in words:
-            for program in each.children():
-                program.kill()
+            for child in process.children():
+                child.kill()
 
 
 async def test_a_job_continues_when_criu_is_killed_before_the_dump(tmp_path: Path) -> None:
@@ -213,7 +213,13 @@ async def test_a_dump_that_took_longer_than_its_deadline_was_killed(
                 lambda: run.dump(criu, busy.pid, images, needs, leave_stopped=False, in_unit=False, is_long_s=0.01)
             )
             while (
-                len([each for each in caplog.messages if "it is not stopped, because that could end the job" in each])
+                len(
+                    [
+                        message
+                        for message in caplog.messages
+                        if "it is not stopped, because that could end the job" in message
+                    ]
+                )
                 < 2
             ):
                 await anyio.lowlevel.checkpoint()

@@ -106,7 +106,7 @@ async def test_a_users_job_is_restored_with_that_users_rights(place: Path) -> No
             status = _status(started.pid)
             assert f"Uid:\t{BOB}\t{BOB}\t{BOB}\t{BOB}\n" in status
             assert all(f"{kind}:\t0000000000000000\n" in status for kind in ("CapPrm", "CapEff", "CapInh", "CapAmb"))
-            opened = [each.path for each in read_tree(started.pid).descriptors]
+            opened = [descriptor.path for descriptor in read_tree(started.pid).descriptors]
             assert not [path for path in opened if path.startswith((f"{place}/image", f"{place}/logs"))]
 
 
@@ -143,7 +143,7 @@ async def test_a_restored_job_had_roots_file_open_where_its_owner_had_put_a_link
     ):
         needs = await dumped(started, images)
         lead(place, roots / "secret")
-        before = {each.name: each.read_bytes() for each in roots.iterdir()}
+        before = {path.name: path.read_bytes() for path in roots.iterdir()}
         with ended_after(needs.pids), directory(place / "logs") as logs:
             with pytest.raises(HegmError, match="the job's user has no permission to"):
                 await restored(images, logs, needs)

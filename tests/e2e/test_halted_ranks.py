@@ -67,7 +67,7 @@ def _halted(job: Job, path: Path, pid: int, phase: str) -> Iterator[str]:
 
 
 def _under_way(hegmd: Connection) -> Operation:
-    (op,) = [one for one in hegmd.operations().operations if one.phase not in AT_REST]
+    (op,) = [operation for operation in hegmd.operations().operations if operation.phase not in AT_REST]
     return op
 
 

@@ -40,7 +40,7 @@ def test_jobs_go_through_images_onto_the_other_gpu_and_what_was_done_is_not_done
         "back-1-disk": "",
     }
     figures = [one["figure"] for one in reply if "figure" in one]
-    parts = {(one["action"], one["carrier"]): set(one["parts"]) for one in figures}
+    parts = {(figure["action"], figure["carrier"]): set(figure["parts"]) for figure in figures}
     assert parts["checkpoint", "host"] == {"suspend", "dump", "write", "verify", "end"}
     assert parts["restore", "host"] == {"check", "read", "criu", "driver", "reload"}
     assert "write" not in parts["checkpoint", "driver"], "all video memory goes through CRIU"

@@ -153,7 +153,7 @@ def _places(operation: dict[str, object]) -> str:
     """The GPU of each rank in their order."""
     processes = operation["processes"]
     assert isinstance(processes, list)
-    return ",".join(one["gpu"] for one in sorted(processes, key=lambda one: one["rank"]))
+    return ",".join(process["gpu"] for process in sorted(processes, key=lambda process: process["rank"]))
 
 
 def _end(job: ImageJob, out: Path) -> None:

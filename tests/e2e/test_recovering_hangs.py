@@ -106,5 +106,5 @@ def test_a_training_that_hangs_while_its_image_is_sealed_is_recovered_before_tha
                     is_found = job.has_hung() > before and job.is_in("sealing")
                     select.poll().poll(SLOWLY_MS)
                 job.signal_training(signal.SIGCONT)
-        while (found := job.recovery()) is None or all(one.result != "recovered" for one in found.recoveries):
+        while (found := job.recovery()) is None or all(recovery.result != "recovered" for recovery in found.recoveries):
             select.poll().poll(SLOWLY_MS)

@@ -80,7 +80,7 @@ def test_no_loss_differs_through_turns_and_make_room(kind: str, method: str, tmp
         one.read_steps(2)
         pids = list(one.places(1))
         one.answer("suspend", str(pids[0]), "--dry-run")  # it is counted at a boundary
-        size_bytes = sum(use.vram_bytes or 0 for each in hegmd.processes().processes for use in each.gpus)
+        size_bytes = sum(use.vram_bytes or 0 for process in hegmd.processes().processes for use in process.gpus)
         # A lease without a process would count memory of processes that start later.
         ends = ("--for", str(daemon.process.pid))
         # Somebody else has all but 1.4 times its memory, and then all of it, so that it leaves.

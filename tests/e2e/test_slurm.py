@@ -70,7 +70,9 @@ class Training:
 
     def process(self) -> psutil.Process:
         """The training itself."""
-        return next(one for one in psutil.process_iter() if str(self.stop) in _words(one) and _trains(one))
+        return next(
+            process for process in psutil.process_iter() if str(self.stop) in _words(process) and _trains(process)
+        )
 
     def is_as_undisturbed(self) -> None:
         """Let it end, and compare what it printed."""

@@ -90,13 +90,13 @@ class Measurements:
                 file.write(json.dumps(result) + "\n")
 
     def of(self, task: str) -> list[dict[str, Any]]:
-        return [one for one in self.restarts if one["task"] == task]
+        return [restart for restart in self.restarts if restart["task"] == task]
 
     def markdown(self) -> str:
         """What can stand in docs/benchmarks.md as it is."""
         head = ["training", "asked until the next step", "stands", *PARTS, "budget"]
         lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-        for task in dict.fromkeys(one["task"] for one in self.restarts):
+        for task in dict.fromkeys(restart["task"] for restart in self.restarts):
             many = self.of(task)
             took_s = [one["took_s"] for one in many]
             parts = [f"{statistics.median(one['parts'][name] for one in many):.2f}" for name in PARTS]
@@ -111,7 +111,7 @@ class Measurements:
         """How fast the state went, beside the pinned copies."""
         messages: list[str] = []
         for what, copy in (("written", "out"), ("put back", "in"), ("checked", "")):
-            rates = [one["rates"][what] for one in self.restarts if what in one["rates"]]
+            rates = [restart["rates"][what] for restart in self.restarts if what in restart["rates"]]
             if not rates:
                 continue
             text = f"* state {what} at {statistics.median(rates) / 1e9:.1f} GB/s"

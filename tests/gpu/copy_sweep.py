@@ -58,10 +58,10 @@ def main() -> None:
     ordinals = [device.ordinal for device in cuda.devices()][:2]
     contexts = Contexts()
     held = contexts.hold(ordinals)
-    for one in ordinals:
+    for ordinal in ordinals:
         for other in ordinals:
-            if one != other:
-                cuda.enable_peer(held[one], held[other])
+            if ordinal != other:
+                cuda.enable_peer(held[ordinal], held[other])
     provisions = SessionResources(held)
     provisions.provide(max(*(pace.streams for pace in PACES), *(staging.streams for staging in STAGED)))
     argv = [sys.executable, str(OWNER), "0", str(PIECES), str(size_bytes // PIECES)]

@@ -169,7 +169,9 @@ def beside(figures: Sequence[ImageRate]) -> str:
     head = ["GiB", "where", "checkpoint", "by driver and CRIU", "restore", "by driver and CRIU", "stood, left running"]
     head += [f"written, of dd (≥ {MIN_SHARE:g})"]
     lines = ["| " + " | ".join(head) + " |", "|---:|---|" + "---:|" * (len(head) - 2)]
-    for size_gib, place in sorted({(one.size_gib, one.place) for one in figures}, key=lambda one: (one[1], one[0])):
+    for size_gib, place in sorted(
+        {(figure.size_gib, figure.place) for figure in figures}, key=lambda one: (one[1], one[0])
+    ):
         here = [one for one in figures if (one.size_gib, one.place) == (size_gib, place)]
         cells = [str(size_gib), place]
         for action in ("checkpoint", "restore"):

@@ -307,7 +307,7 @@ def step_daemon() -> bool:
         answer = _json([*ask, "ps", "--json"], environ)
         processes = [GpuProcess.from_plain(plain, "process") for plain in answer["processes"]]
         uuids = {gpu.id: gpu.uuid for gpu in gpus}
-        ours = {(each.pid, uuids[use.gpu]): use.vram_bytes for each in processes for use in each.gpus}
+        ours = {(process.pid, uuids[use.gpu]): use.vram_bytes for process in processes for use in process.gpus}
         rows = compare_gpus(gpus) + compare_topology(gpus) + compare_processes(ours)
         by_pid = {each.pid: each for each in processes}
         for job in jobs:

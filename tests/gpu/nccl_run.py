@@ -242,7 +242,7 @@ class AgentsAlone:
         self._results.note(
             self._name, "survey", communicators=[None if one is None else vars(one) for one in communicators]
         )
-        if any(one is None or one.uncovered for one in communicators):
+        if any(communicator is None or communicator.uncovered for communicator in communicators):
             raise WentWrongError("the agents cannot disconnect its groups")
         driver = Driver()
         for number in range(self._options.rounds):

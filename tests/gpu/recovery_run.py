@@ -345,7 +345,7 @@ def main(argv: Sequence[str]) -> int:
             bench = Bench(node, options)
             bench.run()
     print(json.dumps(bench.figures, indent=1))
-    return int(bool(bench.figures["went_wrong"]) or not all(one["exact"] for one in bench.figures["exact"]))
+    return int(bool(bench.figures["went_wrong"]) or not all(figure["exact"] for figure in bench.figures["exact"]))
 
 
 if __name__ == "__main__":

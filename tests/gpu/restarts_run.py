@@ -183,7 +183,7 @@ def killed(node: RestartNode, job: RestartedJob) -> float:
 
     def snapshots() -> int:
         with node.connect() as connection:
-            return sum(one.snapshots for one in connection.recovery().jobs)
+            return sum(job.snapshots for job in connection.recovery().jobs)
 
     since = snapshots()
     until(lambda: snapshots() > since + 1, "that a snapshot is taken", READY_WITHIN_S)

@@ -61,12 +61,14 @@ class Found:
         self.restart = Measurements(folder / "bench-restart.jsonl")
 
     def of(self, size_gib: int, action: str, carrier: str = "") -> list[Measured]:
-        return [one for one in self.moves if (one.size_gib, one.action, one.carrier) == (size_gib, action, carrier)]
+        return [
+            move for move in self.moves if (move.size_gib, move.action, move.carrier) == (size_gib, action, carrier)
+        ]
 
     def image(self, action: str, carrier: str, of: Callable[[image_record.ImageRate], float | None]) -> float | None:
         """The median of the images of 8 GiB on disk."""
         key = (action, 8, "disk", carrier)
-        return _median(of(one) for one in self.images if one.key == key)
+        return _median(of(image) for image in self.images if image.key == key)
 
 
 def rows_of(found: Found) -> list[Row]:
@@ -127,7 +129,7 @@ def _states(found: Found) -> list[Row]:
     """A restart's state beside copies of pinned memory, GB/s."""
     rows: list[Row] = []
     for what, copy, before in (("written", "out", "0.61 of pinned"), ("put back", "in", "0.68 of pinned")):
-        rate = _median(one["rates"][what] for one in found.restart.restarts if what in one["rates"])
+        rate = _median(restart["rates"][what] for restart in found.restart.restarts if what in restart["rates"])
         pinned = found.restart.pinned.get(copy)
         rows.append(
             Row(

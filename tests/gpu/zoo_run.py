@@ -287,7 +287,7 @@ class Run:
 
 
 def row_of(result: Result) -> str:
-    moves = ", ".join(f"{result['moves'].count(one)} {one}" for one in dict.fromkeys(result["moves"]))
+    moves = ", ".join(f"{result['moves'].count(move)} {move}" for move in dict.fromkeys(result["moves"]))
     stood = ", ".join(f"{what} {median(several):.2f}" for what, several in result["downtimes_s"].items())
     same = ", ".join(f"{carrier} {min(several):.0%}" for carrier, several in result["addresses"].items())
     cells = [result["training"], moves, f"{result['size_bytes'] / 2**20:.1f} MiB"]
