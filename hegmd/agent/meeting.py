@@ -50,8 +50,8 @@ class Meeting:
         self._on_news = on_news
         self._began = monotonic()
         self._times_ahead = 0
-        # Odd while this rank is parked: whatever was read for another number is void.
-        self._stand = 0
+        # Counts how often this rank has parked or continued; odd while parked. What was read for another is void.
+        self._parkings = 0
         self._judged: tuple[int, bool, bool] = (0, False, False)
         self._is_over = False
         self._training = 0
@@ -74,29 +74,29 @@ class Meeting:
     @property
     def is_parked(self) -> bool:
         """True from `park` until `go_on`."""
-        return bool(self._stand % 2)
+        return bool(self._parkings % 2)
 
     def park(self) -> None:
         """Record that this rank is parked, and stays so until `go_on`."""
         if not self.is_parked:
-            self._stand += 1
+            self._parkings += 1
 
     def go_on(self) -> None:
         """Record that this rank continues."""
         if self.is_parked:
-            self._stand += 1
+            self._parkings += 1
 
     @property
     def has_met(self) -> bool:
         """True once all ranks are parked at one place, or their store does not answer."""
-        stand, has_met, _ = self._judged
-        return self._is_over or (has_met and stand == self._stand)
+        parkings, has_met, _ = self._judged
+        return self._is_over or (has_met and parkings == self._parkings)
 
     @property
     def is_awaited(self) -> bool:
         """True if another rank waits for this parked one."""
-        stand, _, is_awaited = self._judged
-        return is_awaited and stand == self._stand
+        parkings, _, is_awaited = self._judged
+        return is_awaited and parkings == self._parkings
 
     @property
     def is_in_join(self) -> bool:
@@ -109,11 +109,11 @@ class Meeting:
         poll_s = _FIRST_POLL_S
         try:
             while not self._is_over:
-                stand = self._stand
+                parkings = self._parkings
                 self._is_in_join = not self.is_parked and _is_in_join(self._training)
-                statement = self._statement(stand)
-                if stand == self._stand:
-                    self._judge(stand, self._ranks.exchange("meeting", statement))
+                statement = self._statement(parkings)
+                if parkings == self._parkings:
+                    self._judge(parkings, self._ranks.exchange("meeting", statement))
                 self._on_news()
                 sleep(poll_s)
                 poll_s = min(2 * poll_s, _MAX_POLL_S)
@@ -122,26 +122,26 @@ class Meeting:
             self._is_over = True
             self._on_news()
 
-    def _statement(self, stand: int) -> dict[str, Any]:
+    def _statement(self, parkings: int) -> dict[str, Any]:
         return {
             "at": self._at,
-            "parked": bool(stand % 2),
+            "parked": bool(parkings % 2),
             "uncounted": self.is_uncounted,
             "unmatched": self._times_ahead >= _MAX_AHEAD,
             "groups": self._positions(),
         }
 
-    def _judge(self, stand: int, statements: list[Statement] | None) -> None:
+    def _judge(self, parkings: int, statements: list[Statement] | None) -> None:
         if statements is None or any(one["at"] != self._at for one in statements):
             return
         self.is_uncounted = self.is_uncounted or any(one["uncounted"] for one in statements)
         awaited = ranks_awaited(statements)
-        is_awaited = bool(stand % 2) and self._ranks.rank in awaited
-        if is_awaited and awaited[self._ranks.rank] and self._judged[0] != stand:
+        is_awaited = bool(parkings % 2) and self._ranks.rank in awaited
+        if is_awaited and awaited[self._ranks.rank] and self._judged[0] != parkings:
             self._times_ahead += 1
         has_met = not awaited and all(one["parked"] for one in statements)
         self.is_uncounted = self.is_uncounted or is_awaited
-        self._judged = (stand, has_met, is_awaited)
+        self._judged = (parkings, has_met, is_awaited)
 
 
 def ranks_awaited(statements: list[Statement]) -> dict[int, bool]:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -135,24 +136,35 @@ def test_equals_take_turns_on_a_gpu_that_has_room_for_one(daemon: RunningDaemon)
         is_as_undisturbed(ARGV, each)
 
 
+@contextmanager
+def _process_of_a_lease() -> Iterator[int]:
+    """A process that a lease is for. The jobs of the tests are not started by it: they would use the lease's memory."""
+    with subprocess.Popen(["sleep", "infinity"]) as process:
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+
+
 def test_a_job_without_room_waits_in_the_queue_and_starts(daemon: RunningDaemon) -> None:
     run = ("run", "--gpu", "auto", "--bytes", "10MiB", "--priority", "best-effort", "--", "printenv", "HEGM_GPU")
-    with connect(str(daemon.socket_path)) as hegmd:
-        lease = hegmd.make_room(10 * MIB, pid=os.getpid(), until_free=True).lease
-        assert lease is not None
-        waiting, left = [_command(daemon, *run) for _ in range(2)]
-        _await(lambda: sorted(_states(hegmd).values()) == [QUEUED, QUEUED])
-        assert [(job.state, job.priority) for job in hegmd.jobs().jobs] == [("waiting", 20)] * 2
-        left.send_signal(signal.SIGINT)
-        assert left.wait(HANG_S) == -signal.SIGINT
-        left.communicate()
-        _await(lambda: list(_states(hegmd).values()) == [QUEUED])
-    assert waiting.stderr is not None
-    assert "the job waits:" in waiting.stderr.readline()
-    _kill(daemon)
-    with connect(str(daemon.socket_path)) as hegmd:
-        assert list(_states(hegmd).values()) == [QUEUED]
-        hegmd.release(lease.id)
+    with _process_of_a_lease() as holder:
+        with connect(str(daemon.socket_path)) as hegmd:
+            lease = hegmd.make_room(10 * MIB, pid=holder, until_free=True).lease
+            assert lease is not None
+            waiting, left = [_command(daemon, *run) for _ in range(2)]
+            _await(lambda: sorted(_states(hegmd).values()) == [QUEUED, QUEUED])
+            assert [(job.state, job.priority) for job in hegmd.jobs().jobs] == [("waiting", 20)] * 2
+            left.send_signal(signal.SIGINT)
+            assert left.wait(HANG_S) == -signal.SIGINT
+            left.communicate()
+            _await(lambda: list(_states(hegmd).values()) == [QUEUED])
+        assert waiting.stderr is not None
+        assert "the job waits:" in waiting.stderr.readline()
+        _kill(daemon)
+        with connect(str(daemon.socket_path)) as hegmd:
+            assert list(_states(hegmd).values()) == [QUEUED]
+            hegmd.release(lease.id)
     output, _ = waiting.communicate(timeout=HANG_S)
     assert (waiting.returncode, output) == (0, "gpu0\n")
 
