@@ -58,7 +58,7 @@ def occupied(
     """Return who has the memory and may not be suspended for `request`, the most first, and what happens next."""
     free_bytes = max(0, min(room.now_bytes for room in chosen))
     holders = [holder for room in chosen for holder in _holders(room, request, now)]
-    holders.sort(key=lambda holder: -holder.size_bytes)
+    holders.sort(key=lambda holder: (-holder.size_bytes, holder.text))
     texts = list(dict.fromkeys(holder.text for holder in holders))  # a job on two GPUs is one
     shown = [f"{size_text(free_bytes) if free_bytes else 'nothing'} is free", *texts[:_MAX_NAMES]]
     if len(texts) > _MAX_NAMES:
