@@ -34,7 +34,7 @@ from .group_backend import (
     torch_distributed,
 )
 from .group_step import HINT_AGAIN, Step, no_news
-from .messages import MessageCounts, Position, awaited_messages, behind
+from .messages import MessageCounts, awaited_messages, behind, positions_of
 from .notes import note
 from .rank_agreement import Agreement, DisagreementError, Ranks
 from .refusals import refusal
@@ -349,7 +349,7 @@ def _require_agreement(agreed: Agreement, groups: list[GroupBackend]) -> None:
         stated = [one["groups"][group.name][1:] for one in agreed.statements if group.name in one["groups"]]
         if len(stated) != group.size:
             raise refusal(f"group {group.name} has {group.size} ranks, and {len(stated)} know it", _HINT_UNCOVERED)
-        positions = {rank: Position(number, dict(sent), dict(received)) for rank, number, sent, received in stated}
+        positions = positions_of(stated)
         if behind(positions):
             told = ", ".join(f"rank {rank}: {positions[rank].collectives}" for rank in sorted(positions))
             hint = f"{HINT_AGAIN}; {_HINT_PIPELINE}" if group.kind == GLOO and group.messages is None else HINT_AGAIN

@@ -17,7 +17,7 @@ import sys
 from _thread import start_new_thread
 from time import monotonic, sleep
 
-from .messages import Position, awaited_messages, behind
+from .messages import awaited_messages, behind, positions_of
 from .notes import note
 
 TYPE_CHECKING = False
@@ -50,19 +50,17 @@ class Meeting:
         self._on_news = on_news
         self._began = monotonic()
         self._times_ahead = 0
-        # Counts how often this rank has parked or continued; odd while parked. What was read for another is void.
+        # Counts how often this rank has parked or continued; odd while parked. A judgement for another count is void.
         self._parkings = 0
         self._judged: tuple[int, bool, bool] = (0, False, False)
         self._is_over = False
-        self._training = 0
         #: Whether some rank's boundaries are counted otherwise, so that all park at their next one.
         self.is_uncounted = False
         self._is_in_join = False
 
     def start(self, training: int) -> Meeting:
         """Begin to publish and to read. `training` is the training thread."""
-        self._training = training
-        start_new_thread(self._live, ())
+        start_new_thread(self._live, (training,))
         return self
 
     def end(self) -> None:
@@ -105,12 +103,12 @@ class Meeting:
 
     # ---- its own thread ---------------------------------------------------------------------------------------------
 
-    def _live(self) -> None:
+    def _live(self, training: int) -> None:
         poll_s = _FIRST_POLL_S
         try:
             while not self._is_over:
                 parkings = self._parkings
-                self._is_in_join = not self.is_parked and _is_in_join(self._training)
+                self._is_in_join = not self.is_parked and _is_in_join(training)
                 statement = self._statement(parkings)
                 if parkings == self._parkings:
                     self._judge(parkings, self._ranks.exchange("meeting", statement))
@@ -134,13 +132,12 @@ class Meeting:
     def _judge(self, parkings: int, statements: list[Statement] | None) -> None:
         if statements is None or any(one["at"] != self._at for one in statements):
             return
-        self.is_uncounted = self.is_uncounted or any(one["uncounted"] for one in statements)
         awaited = ranks_awaited(statements)
         is_awaited = bool(parkings % 2) and self._ranks.rank in awaited
         if is_awaited and awaited[self._ranks.rank] and self._judged[0] != parkings:
             self._times_ahead += 1
         has_met = not awaited and all(one["parked"] for one in statements)
-        self.is_uncounted = self.is_uncounted or is_awaited
+        self.is_uncounted = self.is_uncounted or is_awaited or any(one["uncounted"] for one in statements)
         self._judged = (parkings, has_met, is_awaited)
 
 
@@ -149,10 +146,7 @@ def ranks_awaited(statements: list[Statement]) -> dict[int, bool]:
     found: dict[int, bool] = {}
     for name in {name for one in statements for name in one["groups"]}:
         members = {one["groups"][name][0]: rank for rank, one in enumerate(statements) if name in one["groups"]}
-        positions = {
-            own: Position(number, dict(sent), dict(received))
-            for own, number, sent, received in (one["groups"][name] for one in statements if name in one["groups"])
-        }
+        positions = positions_of(one["groups"][name] for one in statements if name in one["groups"])
         for own in awaited_messages(positions):
             found[members[own]] = False
         for own, other in behind(positions).items():

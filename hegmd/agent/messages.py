@@ -13,7 +13,7 @@ import weakref
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any
 
 _METHODS = ("send", "recv", "recv_anysource")
@@ -83,6 +83,11 @@ class Position:
         self.collectives = collectives
         self.sent = sent
         self.received = received
+
+
+def positions_of(stated: Iterable[Sequence[Any]]) -> dict[int, Position]:
+    """Return the positions of a group's ranks, from what each has stated: its rank, collectives, sent and received."""
+    return {rank: Position(number, dict(sent), dict(received)) for rank, number, sent, received in stated}
 
 
 def behind(positions: Mapping[int, Position]) -> dict[int, int]:

@@ -264,7 +264,7 @@ class JobRequests:
 
     def without_launcher(self, job: JobRecord) -> str | None:
         """Return what suspended ranks wait for whose command has ended; None for other jobs."""
-        return _without_launcher(job, self._operations.of(job))
+        return _without_launcher(job, self._operations.of(job)) if job.is_gone else None
 
     def _of_member(self, pid: int, start_ticks: int | None) -> JobRecord | None:
         """Return the job that has this process, or had it at the last request for it."""

@@ -196,17 +196,16 @@ class PlanSurvey:
         candidates = _with_stopped(candidates, pids)
         leased = self.leased((*pids, *leases_of), candidates)
         kept, copying = self.kept_bytes(node), _used_by(self._copying_pids(), node)
-        gpus = [
-            _gpu_memory(gpu, node.gpus, kept.get(gpu.id, 0)).replace(copying_bytes=copying.get(gpu.id, 0))
-            for gpu in node.gpus
-        ]
+        gpus = [_gpu_memory(gpu, node.gpus, kept.get(gpu.id, 0)) for gpu in node.gpus]
         for gpu_id, size_bytes in contexts_of(gpus, candidates).items():
             self._contexts[gpu_id] = min(size_bytes, self._contexts.get(gpu_id, size_bytes))
         return NodeSnapshotForPlan(
             gpus=tuple(
                 [
                     gpu.replace(
-                        leased_bytes=leased.get(gpu.id, 0), context_bytes=self._contexts.get(gpu.id, gpu.context_bytes)
+                        copying_bytes=copying.get(gpu.id, 0),
+                        leased_bytes=leased.get(gpu.id, 0),
+                        context_bytes=self._contexts.get(gpu.id, gpu.context_bytes),
                     )
                     for gpu in gpus
                 ]

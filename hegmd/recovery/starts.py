@@ -165,12 +165,10 @@ class Starts:
         it, and until there is room. Its user is told so after a while. Raises SupervisorAway.
         """
         job, told = self._job, ""
-        with anyio.move_on_after(quiet_s):
-            while quiet_s and job.supervisor.is_alive and job.node.must_wait(job.record.job):
-                await job.node.changed.wait()
+        quiet_until = anyio.current_time() + quiet_s
         while job.supervisor.is_alive and job.node.must_wait(job.record.job):
             waits = "until it is resumed" if job.record.awaits_resume else "for room"
-            if waits != told:
+            if waits != told and anyio.current_time() >= quiet_until:
                 told = waits
                 hint = f"hegmctl resume {job.record.job}" if job.record.awaits_resume else "hegmctl queue"
                 await job.note(f"{job} {why}, and waits {waits}", hint)

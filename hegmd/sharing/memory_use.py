@@ -94,6 +94,6 @@ def descends(pid: int, ancestor: int) -> bool:
     return False
 
 
-def is_within(pids: Iterable[int], ancestor: int) -> bool:
-    """Return whether one of these processes is `ancestor`, or was started by it or its descendants."""
-    return any(descends(pid, ancestor) for pid in pids)
+def is_open_to(lease: LeaseRecord, pids: Iterable[int], started_utc: float) -> bool:
+    """Return whether a job of these processes may use the lease: the lease's process has started it since."""
+    return lease.pid is not None and started_utc >= lease.since_utc and any(descends(pid, lease.pid) for pid in pids)

@@ -311,11 +311,22 @@ class Sharing:
         """Have a failed job wait for room on other GPUs than its own, which have failed."""
         job = self._moving.jobs.with_id(job_id)
         if job is not None and job.number not in self.memory.suspended:
-            where, since_utc = ",".join(gpus), self._utc() - self.rules.policy.settle_s
-            note = SuspendedRecord(
-                job=job.number, gpu=where, size_bytes=size_bytes, since_utc=since_utc, why=f"{where} has failed"
+            self._put_waiting(job, None, gpus, size_bytes, f"{','.join(gpus)} has failed")
+
+    def _put_waiting(
+        self, job: JobRecord, operation: str | None, gpus: Sequence[str], size_bytes: int, why: str
+    ) -> None:
+        """Note that a job waits for its turn. It need not settle as one that has just been suspended."""
+        self.memory.put_suspended(
+            SuspendedRecord(
+                job=job.number,
+                operation=operation,
+                gpu=",".join(gpus) or None,
+                size_bytes=size_bytes,
+                since_utc=self._utc() - self.rules.policy.settle_s,
+                why=why,
             )
-            self.memory.put_suspended(note)
+        )
 
     def keep_failed(self, job: JobRecord) -> bool:
         """Have such a job wait for its user again; False if it is being started by now."""
@@ -373,14 +384,12 @@ class Sharing:
         """
         kept = self._view.stated_bytes(candidates)
         helped = {action.beneficiary for action in self.actions.acting.values()}
-        for lease in self.memory.leases:
-            if (
-                lease.gpu is not None
-                and not self._view.is_open_to(lease, pids)
-                and (lease.is_held or lease.id in helped)
-            ):
-                unused_bytes = lease.size_bytes - self._view.used_bytes(lease, candidates)
-                kept[lease.gpu] = kept.get(lease.gpu, 0) + max(0, unused_bytes)
+        leases = [lease for lease in self.memory.leases if lease.is_held or lease.id in helped]
+        leases = [lease for lease in leases if not self._view.is_open_to(lease, pids)]
+        used = self._view.used_bytes(leases, candidates)
+        for lease in leases:
+            if lease.gpu is not None:
+                kept[lease.gpu] = kept.get(lease.gpu, 0) + max(0, lease.size_bytes - used[lease.id])
         return kept
 
     def keep_suspended(self, op: Operation) -> bool:
@@ -404,18 +413,9 @@ class Sharing:
         self._enter(job, op, why)
 
     def _enter(self, job: JobRecord, op: Operation, why: str) -> None:
-        """Have a job that is off its GPUs wait for its turn. It need not settle as one that has just been suspended."""
+        """Have a job that is off its GPUs wait for its turn."""
         needs = needs_by_gpu(op.workers, lambda one: one.previous_gpu or one.first_gpu)
-        self.memory.put_suspended(
-            SuspendedRecord(
-                job=job.number,
-                operation=op.id,
-                gpu=",".join(needs) or None,
-                size_bytes=sum(needs.values()),
-                since_utc=self._utc() - self.rules.policy.settle_s,
-                why=why,
-            )
-        )
+        self._put_waiting(job, op.id, tuple(needs), sum(needs.values()), why)
         self._record("sharing.queued", f"job {job} waits to resume, with priority {job.priority}", job=job.id)
 
     def kept_bytes(self, node: NodeSnapshot) -> Mapping[str, int]:

@@ -7,6 +7,7 @@ Longer than 400 lines because all states that a job can be in are told apart her
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from hegmd.sharing.history import UNKNOWN_SWITCH_S, History
 from hegmd.sharing.memory_use import (
     copies_by_gpu,
     held_by_gpu,
-    is_within,
+    is_open_to,
     kept_by_gpu,
     needs_by_gpu,
     stays_by_gpu,
@@ -162,7 +163,8 @@ class SharingView:
                     jobs.append(found[0])
                     views[record.id] = found[1]
         gpus = [replace(gpu, contexts_bytes=self._contexts.get(gpu.id, 0)) for gpu in gpus]
-        leases = [self._lease(lease, node, now) for lease in (*self._memory.leases, *more)]
+        used = self.used_bytes([lease for lease in (*self._memory.leases, *more) if lease.is_held], node.candidates)
+        leases = [self._lease(lease, used.get(lease.id, 0), now) for lease in (*self._memory.leases, *more)]
         snapshot = model.Snapshot(
             tuple(gpus), tuple(jobs), tuple(leases), self._rules.policy, pool_free_bytes=node.pool.free_bytes
         )
@@ -479,12 +481,12 @@ class SharingView:
         return job, job_view
 
     def _priority(self, record: JobRecord) -> int:
-        """A job within a held lease is as important as the lease: it would not do to suspend it for another."""
+        """Return its priority, or that of its lease if higher: the lease would keep the memory that it leaves."""
         return max([record.priority, *(lease.priority for lease in self._within.get(record.number, ()))])
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
-    def _lease(self, lease: LeaseRecord, node: NodeSnapshotForPlan, now: float) -> model.Lease:
+    def _lease(self, lease: LeaseRecord, used_bytes: int, now: float) -> model.Lease:
         past = self._history.of(lease.id)
         return model.Lease(
             id=lease.id,
@@ -495,7 +497,7 @@ class SharingView:
             since_s=now - self._memory.leases.age_s(lease),
             size_bytes=lease.size_bytes,
             gpu=lease.gpu,
-            used_bytes=self.used_bytes(lease, node.candidates) if lease.is_held else 0,
+            used_bytes=used_bytes,
             preempts_others=self._rules.suspends_others or lease.is_admin,
             ends_with=lease.ends_with,
             retry_at_s=past.retry_at_s,
@@ -505,24 +507,19 @@ class SharingView:
         """The held leases whose process has started a job, wherever the job is now, by the job's number."""
         leases = [lease for lease in self._memory.leases if lease.is_held and lease.pid is not None]
         within: dict[int, list[LeaseRecord]] = {}
-        for record in self._jobs if leases else ():
-            op = self._operations.of(record) if record.is_alive else None
+        for record in (job for job in self._jobs if job.is_alive) if leases else ():
+            op = self._operations.of(record)
             pids = {candidate.pid for candidate in candidates.get(record.number, ())}
             pids |= {member.pid for member in op.live} if op is not None else set()
             pids |= {record.pid} if record.pid is not None and not record.is_gone else set()
-            own = [
-                lease for lease in leases if record.started_utc >= lease.since_utc and is_within(pids, lease.pid or 0)
-            ]
-            if record.is_alive and own:
+            if own := [lease for lease in leases if is_open_to(lease, pids, record.started_utc)]:
                 within[record.number] = own
         return within
 
     def is_open_to(self, lease: LeaseRecord, pids: Sequence[int]) -> bool:
         """Return whether those processes may use a lease: its process has started them, or their job, after it."""
-        if lease.pid is None or not is_within(pids, lease.pid):
-            return False
         jobs = [job for pid in pids if (job := self._jobs.of_pid(pid)) is not None]
-        return all(job.started_utc >= lease.since_utc for job in jobs)
+        return is_open_to(lease, pids, min([job.started_utc for job in jobs], default=math.inf))
 
     def stated_bytes(self, candidates: Sequence[Candidate]) -> dict[str, int]:
         """By GPU, the memory that jobs said they need and have not taken yet. A suspended one keeps none."""
@@ -544,15 +541,19 @@ class SharingView:
                     kept[gpu] = kept.get(gpu, 0) + max(0, record.size_bytes - held.get(gpu, 0))
         return kept
 
-    def used_bytes(self, lease: LeaseRecord, candidates: Sequence[Candidate]) -> int:
-        """Return how much of a lease is in use by those that it is for."""
-        others: set[int] = set()
-        jobs = {job.number: job for job in self._jobs}
-        for number, own in self._candidates_of(candidates).items():
-            is_placed = lease.pid is None and number in self._memory.queue
-            if is_placed or jobs[number].started_utc < lease.since_utc:
-                others.update(candidate.pid for candidate in own)
-        return used_of_lease(lease, candidates, others)
+    def used_bytes(self, leases: Sequence[LeaseRecord], candidates: Sequence[Candidate]) -> dict[str, int]:
+        """Return how much of each lease is in use by those that it is for, by its id."""
+        jobs = {job.number: job for job in self._jobs} if leases else {}
+        by_job = self._candidates_of(candidates) if leases else {}
+        used: dict[str, int] = {}
+        for lease in leases:
+            others: set[int] = set()
+            for number, own in by_job.items():
+                is_placed = lease.pid is None and number in self._memory.queue
+                if is_placed or jobs[number].started_utc < lease.since_utc:
+                    others.update(candidate.pid for candidate in own)
+            used[lease.id] = used_of_lease(lease, candidates, others)
+        return used
 
 
 def _due(

@@ -16,9 +16,9 @@ from hegmd.sharing.wanted import MemoryRequest
 
 _VERBS = {GRANT: "its memory is kept", RESUME: "it resumes"}
 _MAX_NAMES = 3
-# What one waits for that has its turn after others.
+# A job or lease whose turn is after those of others waits for these.
 FIRST = "others that come first"
-# What one waits for while a new daemon decides nothing.
+# A new daemon decides nothing before this.
 SETTLING = "until the jobs of before have connected to this daemon"
 
 
@@ -44,7 +44,7 @@ def turns(names: Sequence[str], now: float, at_s: float) -> str:
 
 
 class _Holder(NamedTuple):
-    """What has memory of a GPU and may not be suspended for a request."""
+    """A holder of GPU memory that may not be suspended for a request."""
 
     text: str
     size_bytes: int
