@@ -51,7 +51,7 @@ def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
 
 
 def _environ(daemon: RunningDaemon) -> dict[str, str]:
-    """Of a job of that daemon: PyTorch comes without its compiler."""
+    """Return the environment of a job of that daemon, in which PyTorch is imported without its compiler."""
     return {**environment(daemon.socket_path), **BARE}
 
 

@@ -196,7 +196,7 @@ def test_the_same_tree_gives_the_same_package_and_it_names_no_place_of_the_build
     quickly = {**os.environ, "DPKG_DEB_COMPRESSOR_TYPE": "none"}  # as `deb` is built
     subprocess.run(["packaging/deb.sh"], cwd=again, env=quickly, check=True, capture_output=True)
     assert (again / "dist" / deb.name).read_bytes() == first
-    # Its files lie in it as they are.
+    # Its files are copied into it unchanged.
     assert b"/usr/lib/hegm/lib/python3" in first
     assert str(source).encode() not in first
     assert str(TREE).encode() not in first

@@ -29,7 +29,7 @@ class Segment:
 
 
 class CachingAllocator:
-    """A stand-in for `torch.cuda`."""
+    """A stub of `torch.cuda`."""
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []

@@ -1,4 +1,4 @@
-"""What every carrier of tensor bytes has to keep, as a plain function for any test framework.
+"""The contract of every carrier of tensor bytes, as a plain function for any test framework.
 
 The same checks run for the pool and for video memory, over a stub driver or a real one. The migration machine relies
 on them: reserved memory stays reserved until it is released, whatever happens to the copying process; every step

@@ -1,4 +1,4 @@
-"""What every implementation of an interface has to keep, as plain functions for any test framework.
+"""The contract of every implementation of an interface, as plain functions for any test framework.
 
 Owns the checks of `DeviceProvider`: the same for GPUs in memory, for a real binding over a stub library and for real
 hardware, so that the first two can be trusted as far as the last one agrees with them. It must not import a test

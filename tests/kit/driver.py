@@ -20,7 +20,7 @@ from tests.kit.contracts import ContractBroken
 from tests.patience import HANG_S
 
 MIB = 1 << 20
-# By how much the figures of an idle real GPU may differ.
+# The figures of an idle real GPU may differ by this much.
 NOISE_BYTES = 16 * MIB
 SETTLES_WITHIN_S = HANG_S
 # How long to watch a call that has to block for ever. Too short can only hide a fault, not invent one.

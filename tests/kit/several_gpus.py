@@ -1,4 +1,4 @@
-"""What the code relies on about one process on several GPUs: maps, and access from one GPU to another.
+"""Facts that the code relies on about one process on several GPUs: maps, and access from one GPU to another.
 
 Rows as in driver.py and video_memory.py, in the same table.
 """

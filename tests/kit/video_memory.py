@@ -1,4 +1,4 @@
-"""What the code relies on about video memory that outlives processes and that other processes can reach.
+"""Facts that the code relies on about video memory that outlives processes and that other processes can reach.
 
 Rows as in driver.py, in the same table. A row must not keep anything for the next one.
 """
@@ -131,7 +131,7 @@ def a_context_takes_room_and_gives_it_back(rig: Rig) -> None:
 
 @row()
 def held_memory_outlives_its_maker_and_its_last_descriptor_frees_it(rig: Rig) -> None:
-    """By a descriptor alone: NVML counts the memory without a process, and another process reads the written bytes."""
+    """A descriptor alone keeps it: NVML counts the memory without a process, and another process reads the bytes."""
     cuda.start()
     uuid, size_bytes = cuda.devices()[0].uuid, 256 * MIB
     idle = rig.look()

@@ -109,7 +109,7 @@ class Provider:
 
 
 class Clock:
-    """A clock that stands still until the test advances it."""
+    """A clock that only the test advances."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0

@@ -190,7 +190,7 @@ def test_priority_classes_are_in_the_order_of_hegmds_priorities() -> None:
 
 @pytest.fixture
 def in_one_container(tmp_path: Path) -> dict[str, str]:
-    """Run the script of one container, with its folders here and a stand-in for python3 that acts as a launcher."""
+    """Run the script of one container, with its folders here and a substitute for python3 that acts as a launcher."""
     init = pod_specs()["train-two-in-one"]["initContainers"][0]["command"]
     (tmp_path / "opt").mkdir()
     copying = init[2].replace("/opt/hegm", str(tmp_path / "opt"))

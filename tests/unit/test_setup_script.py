@@ -43,7 +43,7 @@ class Checkout:
         self.provide("npm", f'#!/bin/sh\necho "npm $*" >>{root}/installed\n')
         for name in "bash cat cut dirname env find flock id readlink rm sh sha256sum sort tr".split():
             (self.programs / name).symlink_to(shutil.which(name) or "/missing")
-        # The one package without a program of its own may be missing here: a stand-in then replaces its installation.
+        # The one package without a program of its own may be missing here: the test then replaces its installation.
         self.provide("apt-get")
         self.be_user(0)
 

@@ -1,4 +1,4 @@
-"""Slurm's hooks in contrib/slurm, with a stand-in for hegmctl that records its arguments."""
+"""Slurm's hooks in contrib/slurm, with a substitute for hegmctl that records its arguments."""
 
 from __future__ import annotations
 

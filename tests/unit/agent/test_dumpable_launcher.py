@@ -1,4 +1,4 @@
-"""What a launcher of ranks must not load: in a real Python with the agent on its path, over a stand-in for PyTorch."""
+"""Modules that a launcher of ranks must not load, in a real Python with the agent and a stub of PyTorch on its path."""
 
 from __future__ import annotations
 

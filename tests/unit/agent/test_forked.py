@@ -1,4 +1,4 @@
-"""What a forked child drops of its parent's GPU: with files that have the names of the devices."""
+"""A forked child closes its parent's GPU, with files that have the names of the devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the agent does with a module at its import, and an error of ours in it."""
+"""The agent's changes to a module at its import, and an error of ours in them."""
 
 from __future__ import annotations
 

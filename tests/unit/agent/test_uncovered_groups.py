@@ -46,7 +46,7 @@ class MemPool:
 
 
 def torch_of(*pools: tuple[int, int]) -> Any:
-    """Return a stand-in for PyTorch whose allocator has segments in these pools."""
+    """Return a stub of PyTorch whose allocator has segments in these pools."""
     segments = [{"address": 0, "total_size": 1, "device": 0, "stream": 0, "segment_pool_id": pool} for pool in pools]
     cuda = SimpleNamespace(
         device_count=lambda: 0,

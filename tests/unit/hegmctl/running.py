@@ -37,7 +37,7 @@ def command(*words: str) -> list[str]:
 
 
 def as_nobody(*argv: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run a program as the user nobody, without any group. Skip the test if that is not possible."""
+    """Run a program as the user `nobody`, in no group. Skip the test if this process may not change its user."""
     if os.geteuid() != 0:
         pytest.skip("only root can become somebody else")
 

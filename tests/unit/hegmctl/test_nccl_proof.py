@@ -63,7 +63,7 @@ def test_a_job_that_makes_no_step_is_not_waited_for_without_end(tmp_path: Path) 
         os.kill(pid, 0)
 
 
-# A stand-in for a torchrun whose rank hangs while NCCL connects, in a session of its own.
+# Behaves like a torchrun whose rank hangs while NCCL connects, in a session of its own.
 HANGS = """#!/bin/sh
 shift 6
 setsid sh -c 'echo $$ >"$0"; exec sleep 1000' "$2.pid" &

@@ -106,7 +106,7 @@ def test_following_repeats_nothing_when_only_the_connection_broke(socket_path: P
 
 @pytest.mark.thorough
 def test_following_requests_the_next_events_or_all_of_a_new_daemon_run(socket_path: Path) -> None:
-    """By time alone, hegmctl missed the events of a daemon whose clock was set back."""
+    """hegmctl compared times alone, and missed the events of a daemon whose clock was set back."""
     answers = node.answers(node.WELCOME.replace(run="one"))
     answers[m.Events] = remembering(node.EVENTS, then=lambda caller: caller.daemon.hang_up())
     with Running("events", "-f", "--since", "2", "--run", "none", socket=socket_path) as following:

@@ -1,4 +1,4 @@
-"""What a new daemon does with the record of a restore in which its predecessor was killed."""
+"""A new daemon reads the record of a restore in which its predecessor was killed."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ GIB_AND_CARRIER = [
     (8, RESUME, "worker", 1.539),
     (32, RESUME, "driver", 5.965),
 ]
-# What the driver carries: it also copies the stacks if the agent does not export their storages.
+# The bytes that the driver carries: it also copies the stacks if the agent does not export their storages.
 REST_BYTES = {"peer": 756 * MIB, "host": 756 * MIB, "worker": 1020 * MIB, "driver": 33 * GIB}
 
 

@@ -54,7 +54,7 @@ def test_a_job_that_is_left_running_goes_home_and_proves_itself() -> None:
 
 
 def test_a_job_left_running_is_not_parked_while_its_image_is_written_and_read_back() -> None:
-    """That needs the pool's bytes and nothing of the job, which was parked for four times as long as necessary."""
+    """The write needs the pool's bytes and nothing of the job, which was parked for four times as long as necessary."""
     drive = DrivenOperation(checkpoint(leave_running=True)).until("sealing")
     assert effect_tags(drive).index("dump") < effect_tags(drive).index("release") < effect_tags(drive).index("seal")
     assert drive.op.image is not None

@@ -1,4 +1,4 @@
-"""Which CRIU is used, and how it is called; with stand-ins on the search path."""
+"""The choice of a CRIU, and its command line, with substitutes on the search path."""
 
 from __future__ import annotations
 

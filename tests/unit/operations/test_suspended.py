@@ -327,7 +327,7 @@ async def test_a_state_that_must_not_be_dropped_was_not_spilled(tmp_path: Path, 
 
 
 class Preparations:
-    """A stand-in for pool, runner and executor of one suspended operation. Each call waits until the test ends it."""
+    """Replaces pool, runner and executor of one suspended operation. Each call waits until the test ends it."""
 
     def __init__(self, *, spill: bool = False) -> None:
         self.member = SimpleNamespace(name="1", offloaded=True)

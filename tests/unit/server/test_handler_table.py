@@ -75,7 +75,7 @@ CALLED = {
 
 
 class Part:
-    """A stand-in for any service of the daemon and its results. Records the calls."""
+    """Replaces any service of the daemon and its results. Records the calls."""
 
     def __init__(self, name: str, calls: list[tuple[str, object]], values: dict[str, object]) -> None:
         self._name, self._calls, self._values = name, calls, values

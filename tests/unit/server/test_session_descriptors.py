@@ -1,4 +1,4 @@
-"""What happens to descriptors that come with frames, named or not."""
+"""Descriptors that arrive with frames are kept if they are named, and closed otherwise."""
 
 from __future__ import annotations
 

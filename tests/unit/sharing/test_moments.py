@@ -17,7 +17,7 @@ Child = subprocess.Popen[bytes]
 async def test_a_resume_during_a_survey_does_not_get_the_memory_of_another_process(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
-    """What it had reserved counted as free, and a job of the queue was started there too."""
+    """The memory that the resume had reserved counted as free, and a queued job was started there too."""
     async with sharing_on(tmp_path) as shared:
         agent = await shared.node.attend(process.pid, b"1" * (5 * MIB), gpu="gpu0")
         await shared.node.operations.suspend([process.pid], shared.node.context())

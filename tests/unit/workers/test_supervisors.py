@@ -226,7 +226,7 @@ async def test_a_supervisor_that_reconnects_after_its_agent_does_not_count_as_go
 async def test_an_unreaped_supervisor_counts_as_exited(
     supervisors: Supervisors, second_process: subprocess.Popen[bytes]
 ) -> None:
-    """By its start time the process still existed, and waiters waited for ever."""
+    """Its start time said that the process still existed, and waiters waited for ever."""
     assert second_process.stdin is not None
     async with attending(supervisors, Line(), pid=second_process.pid) as supervisor:
         assert supervisor.is_alive

@@ -1,4 +1,4 @@
-"""What the next process may import before its turn, as the exiting one reports it: in a Python of its own."""
+"""The modules that the next process may import before its turn, as the exiting process reports them."""
 
 from __future__ import annotations
 

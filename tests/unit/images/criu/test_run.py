@@ -18,7 +18,7 @@ from hegmd.node.criu_program import Criu
 from tests.patience import HANG_S
 
 NOBODY = 1 << 22  # no process has that number
-# A stand-in for CRIU: it leaves a foreign process, which holds the pipe open while it lives.
+# A substitute for CRIU that leaves a process behind, which holds the pipe open until it ends.
 LEAVES = "#!/bin/sh\nexec 8>{fifo}\nsleep 1000 &\nexit 0\n"
 
 
@@ -26,7 +26,7 @@ FAILS = "#!/bin/sh\necho 'Error (criu/x.c:1): the moon is full' > /proc/self/fd/
 
 
 async def _restored_by(program: Path) -> None:
-    """Restore from its own folder with that stand-in for CRIU."""
+    """Restore the image from its own folder with that substitute for CRIU."""
     folder = os.open(program.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         await restore(Criu(str(program), "4.2"), folder, Needs(pids=(NOBODY,)), log_dir_fd=folder, unit_name=None)

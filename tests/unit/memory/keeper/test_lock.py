@@ -29,7 +29,7 @@ def has_come_to_the_lock(folder: Path) -> bool:
 
 
 async def test_a_keeper_that_has_the_lock_but_does_not_listen_yet_is_waited_for(tmp_path: Path) -> None:
-    """Of three keepers started together a slow one had the lock, and another ended with an error after five seconds."""
+    """Three keepers started together: a slow one had the lock, and another ended with an error after five seconds."""
     lock = os.open(tmp_path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:

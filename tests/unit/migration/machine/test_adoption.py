@@ -1,4 +1,4 @@
-"""What the machine assumes about a process that the driver has and no journal mentions, and where it brings it."""
+"""The machine adopts a process that the driver has checkpointed and no journal mentions, and brings it to a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What methods and carriers know of a process, from its operation."""
+"""The facts of a process that methods and carriers get from its operation."""
 
 from __future__ import annotations
 

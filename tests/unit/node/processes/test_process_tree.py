@@ -1,4 +1,4 @@
-"""What hegmd reads of a process tree: of real ones, and of a /proc of files."""
+"""hegmd reads process trees: real ones, and those of a /proc made of files."""
 
 from __future__ import annotations
 
