@@ -12,6 +12,8 @@ STARTING, PROTECTED, UNPROTECTED, RECOVERING, KEPT = "starting", "protected", "u
 AWAITED, LOST = "awaited", "lost"
 # Results of a recovery.
 UNDER_WAY, RECOVERED, FAILED, GIVEN_UP = "under way", "recovered", "failed", "given up"
+# The start was ended from outside before the state was restored, which says nothing about its snapshot.
+INTERRUPTED = "interrupted"
 
 
 class Snapshot(Record):
@@ -40,7 +42,10 @@ class RecoveryAttempt(Record):
     )
     restored_s: float | None = field("from the failure until all processes had their state back", default=None)
     trained_s: float | None = field("from the failure until the first step after it", default=None)
-    result: str = field("under way, recovered, failed, or given up", default=UNDER_WAY)
+    result: str = field(
+        "under way; recovered; failed; interrupted: ended from outside before the state was restored; given up",
+        default=UNDER_WAY,
+    )
     stacks: str | None = field("where the threads of a hung job were", default=None)
 
 

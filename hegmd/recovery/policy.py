@@ -128,6 +128,12 @@ def is_fit(gpu: Gpu) -> bool:
     return gpu.state == "ok" and gpu.health.condition == HEALTHY
 
 
+def are_fit(names: Sequence[str], gpus: Sequence[Gpu]) -> bool:
+    """Return True if none of these GPUs has failed or is failing."""
+    known = {gpu.id: gpu for gpu in gpus}
+    return all(name in known and is_fit(known[name]) for name in names)
+
+
 def gone_of(names: Sequence[str], gpus: Sequence[Gpu]) -> Gpu | None:
     """Return the first of these GPUs that is gone."""
     return next((gpu for gpu in gpus if gpu.id in names and gpu.health.condition == GONE), None)

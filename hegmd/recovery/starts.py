@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from signal import SIGKILL
 
 import anyio
 import anyio.to_thread
@@ -16,10 +17,10 @@ from hegmd.errors import HegmError
 from hegmd.migration.methods import launchers
 from hegmd.migration.methods.progress_probe import is_stopped
 from hegmd.migration.methods.restore_lock import claimed, lock_path, was_restored
-from hegmd.protocol.recovery import FAILED, GIVEN_UP, RECOVERED, UNDER_WAY, RecoveryAttempt
+from hegmd.protocol.recovery import FAILED, GIVEN_UP, INTERRUPTED, RECOVERED, UNDER_WAY, RecoveryAttempt
 from hegmd.protocol.slots import SlotRecord
 from hegmd.recovery.job import ProtectedJob, stacks_of
-from hegmd.recovery.policy import LEAST_START_S, Budget, gpus_to_start_on, start_limit_s
+from hegmd.recovery.policy import LEAST_START_S, Budget, are_fit, gpus_to_start_on, start_limit_s
 from hegmd.recovery.records import JobSnapshots
 from hegmd.workers.job_names import status_text
 from hegmd.workers.supervisors import SupervisorAway
@@ -29,6 +30,8 @@ from hegmd.workers.workers import AgentConnection
 SOON_S, LOOK_S = 0.1, 1.0
 # Of a process that could not restore its state.
 UNRESTORED_STATUS = 98
+# Of a command that SIGKILL has ended, and of one that reports so, as a shell does, of the process that it waited for.
+KILLED_STATUSES = (-SIGKILL, 128 + SIGKILL)
 MAX_BAD = 8
 # The boundary at which a state is restored: that batch is requested, and then the next.
 _BATCH = 1
@@ -75,7 +78,9 @@ class Starts:
             self.is_recovering = False
 
     async def _recover(self) -> None:
-        fell, attempt = self._job.supervisor.offer.fell, self._begun_attempt()
+        fell = self._job.supervisor.offer.fell
+        await self._judge_last_start(fell)
+        attempt = self._begun_attempt()
         await self._end_rest()
         whole = await self._job.whole()
         exhausted = self._job.record.budget.exhausted(self._job.wish.max_recoveries) if fell is not None else None
@@ -83,7 +88,7 @@ class Starts:
             await self._await_room()
         gpus = await self._gpus(whole[0] if exhausted is None and whole else None)
         if exhausted is not None or not whole:
-            await self._give_up(attempt, exhausted or "it has no complete snapshot to start from")
+            await self._give_up(attempt, exhausted or self._without_snapshot())
         elif gpus is None:
             await self._give_up(attempt, "the node has no healthy GPU for it")
         else:
@@ -125,8 +130,6 @@ class Starts:
         )
         if before is not None and before.result == UNDER_WAY and before.started_s is None:
             return before
-        if before is not None and before.result == UNDER_WAY:
-            self._job.put(self._with_failed(before, fell))
         step = self._job.known_step
         why = "was continued by hegmctl run" if fell is None else f"ended {status_text(fell)}"
         killed, self._job.killed = self._job.killed, None
@@ -138,15 +141,46 @@ class Starts:
         self._job.record_event("job.fell", "warning", f"{self._job} {why} at step {step}")
         return attempt
 
-    def _with_failed(self, before: RecoveryAttempt, fell: int | None) -> JobSnapshots:
-        """The record after a start that reached no step: a snapshot that could not be restored is not used again."""
-        record = self._job.record.with_attempt(before.replace(result=FAILED))
-        unrestored = [one for one in record.attempts if one.generation == before.generation and one.restored_s is None]
-        is_restored = before.restored_s is not None or was_restored(self._job.node.state_dir, self._job.record.job)
-        is_bad = not is_restored and (fell == UNRESTORED_STATUS or len(unrestored) > 1)
+    async def _judge_last_start(self, fell: int | None) -> None:
+        """Record the result of the start that has just failed, if its training had made no step.
+
+        A snapshot that could not be restored is not used again. A start that was interrupted from outside says nothing
+        about its snapshot: by SIGKILL, which the kernel sends too when memory is short, by a GPU that has failed, or
+        because `hegmctl run` was killed. Two other failures before the state was restored make the snapshot suspect:
+        an older one is tried, if there is one.
+        """
+        job, attempts = self._job, self._job.record.attempts
+        if not attempts or attempts[-1].result != UNDER_WAY or attempts[-1].started_s is None:
+            return
+        before = attempts[-1]
+        is_own_kill = job.killed is not None
+        is_interrupted = (
+            fell is None
+            or (fell in KILLED_STATUSES and not is_own_kill)
+            or not are_fit(before.gpus, (await job.node.look()).gpus)
+        )
+        is_restored = before.restored_s is not None or was_restored(job.node.state_dir, job.record.job)
+        result = INTERRUPTED if is_interrupted and not is_restored else FAILED
+        record = job.record.with_attempt(before.replace(result=result))
+        unrestored = [
+            one
+            for one in record.attempts
+            if (one.generation, one.restored_s, one.result) == (before.generation, None, FAILED)
+        ]
+        is_suspect = len(unrestored) > 1 and len(await job.whole()) > 1
+        is_bad = result == FAILED and not is_restored and (fell == UNRESTORED_STATUS or is_suspect)
         if is_bad and before.generation is not None:
-            return record.replace(bad=(*record.bad, before.generation)[-MAX_BAD:])
-        return record
+            record = record.replace(bad=(*record.bad, before.generation)[-MAX_BAD:])
+        job.put(record)
+
+    def _without_snapshot(self) -> str:
+        """Return why there is no snapshot to start from."""
+        bad = self._job.record.bad
+        if not bad:
+            return "it has no complete snapshot to start from"
+        tried = next((one for one in reversed(self._job.record.attempts) if one.generation == bad[-1]), None)
+        step = "" if tried is None or tried.from_step is None else f", of step {tried.from_step},"
+        return f"its last snapshot{step} could not be restored, and it has no other"
 
     async def _end_rest(self) -> None:
         """End the remains of the failed command: ranks whose launcher or supervisor was killed would train on.

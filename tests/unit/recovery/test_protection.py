@@ -5,10 +5,12 @@ Longer than 400 lines because one rig of a job and its node serves all of it.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,7 +21,7 @@ import pytest
 from hegmd.migration.methods import launchers
 from hegmd.node.processes.procfs import TICKS_PER_S, start_ticks_of
 from hegmd.protocol.messages import Supervise
-from hegmd.protocol.recovery import RecoveryAttempt
+from hegmd.protocol.recovery import FAILED, INTERRUPTED, UNDER_WAY, RecoveryAttempt
 from hegmd.protocol.snapshots import Gpu, Health
 from hegmd.recovery.job import Node, ProtectedJob
 from hegmd.recovery.policy import Budget
@@ -46,7 +48,7 @@ class Unkillable(ProtectedJob):
     snapshots: Sequence[Any] = ()
 
     async def whole(self) -> list[Any]:
-        return list(self.snapshots)
+        return [one for one in self.snapshots if one.generation not in self.record.bad]
 
     async def kill(self, own: Any, why: str, stacks: str | None, event: str) -> None:
         self.killed_for = f"{event}: {why}"
@@ -352,6 +354,75 @@ async def test_a_job_continued_by_its_user_gets_a_new_recovery_budget() -> None:
     rig.supervisor.offer = rig.supervisor.offer.replace(pid=None, resumes="j1")
     Starts(rig.job)._begun_attempt()
     assert rig.job.record.budget == Budget(furthest_step=40)
+
+
+class FailedStarts(StartedElsewhere):
+    """Starts that end before their state is restored, and a supervisor that records why it gave up."""
+
+    async def _gpus(self, snapshot: Any) -> tuple[str, ...]:
+        return ("gpu0",)
+
+
+async def _fail_starts(rig: Rig, tmp_path: Path, *ends: int | None, snapshots: int = 1, gpu: str = "healthy") -> str:
+    """Have the command and then its starts end so. Return the message of giving up; empty if it was started again."""
+    messages: list[str] = []
+    times = itertools.count(100 * len(rig.job.record.attempts))
+
+    async def tell(do: str, _job: str, *, message: str = "", **_hint: str) -> None:
+        messages.extend([message] if do == "give-up" else [])
+
+    async def look() -> Any:
+        return SimpleNamespace(gpus=rig.gpus)
+
+    rig.supervisor.tell = tell
+    rig.node.look, rig.node.state_dir, rig.node.utc = look, tmp_path, lambda: float(next(times))
+    rig.job.snapshots = [SimpleNamespace(step=9 + number, generation=number) for number in range(snapshots, 0, -1)]
+    starts = FailedStarts(rig.job)
+    for end in ends:
+        rig.supervisor.offer = rig.supervisor.offer.replace(pid=None, fell=end, resumes=None if end else "j1")
+        await starts.recover()
+        rig.gpus[0] = rig.gpus[0].replace(health=_health(gpu))
+    return "".join(messages)
+
+
+@pytest.mark.parametrize("end", [-signal.SIGKILL, 128 + signal.SIGKILL, None])
+async def test_starts_that_were_killed_from_outside_do_not_make_a_snapshot_bad(tmp_path: Path, end: int | None) -> None:
+    """Two kills during starts from the only snapshot ended the job: it had "no complete snapshot to start from"."""
+    rig = Rig()
+    assert await _fail_starts(rig, tmp_path, -signal.SIGSEGV, end, end) == ""
+    assert [one.result for one in rig.job.record.attempts] == [INTERRUPTED, INTERRUPTED, UNDER_WAY]
+    assert rig.job.record.bad == ()
+
+
+async def test_starts_on_a_gpu_that_fails_do_not_make_a_snapshot_bad(tmp_path: Path) -> None:
+    rig = Rig()
+    assert await _fail_starts(rig, tmp_path, -signal.SIGSEGV, 1, 98, gpu="gone") == ""
+    assert rig.job.record.bad == ()
+
+
+@pytest.mark.parametrize(("snapshots", "bad"), [(1, ()), (2, (2,))])
+async def test_a_suspect_snapshot_is_left_only_for_an_older_one(
+    tmp_path: Path, snapshots: int, bad: tuple[int, ...]
+) -> None:
+    """Two failed starts ended a job that had one snapshot."""
+    rig = Rig()
+    assert await _fail_starts(rig, tmp_path, -signal.SIGSEGV, 1, 1, snapshots=snapshots) == ""
+    assert rig.job.record.bad == bad
+
+
+async def test_a_job_whose_only_snapshot_cannot_be_restored_is_given_up_for_that(tmp_path: Path) -> None:
+    """The message said that there was no complete snapshot."""
+    message = await _fail_starts(Rig(), tmp_path, -signal.SIGSEGV, 98)
+    assert "its last snapshot, of step 10, could not be restored, and it has no other" in message
+
+
+async def test_a_start_that_hung_counts_against_its_snapshot(tmp_path: Path) -> None:
+    """The daemon itself kills it."""
+    rig = Rig()
+    await _fail_starts(rig, tmp_path, -signal.SIGSEGV)
+    rig.job.killed = "completed no step", None
+    await _fail_starts(rig, tmp_path, -signal.SIGKILL)
+    assert [one.result for one in rig.job.record.attempts][-2:] == [FAILED, UNDER_WAY]
 
 
 class NumberedRounds(SnapshotRounds):
