@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 from errno import ENOENT, ENOEXEC, ENOTDIR
+from time import monotonic
 
 from hegmctl.exec_command import failure_of, places_of
 
@@ -26,6 +27,8 @@ _MIN_S = 0.001
 # Signals that stop a process, which its shell has to notice, and those that the process's own faults raise.
 STOPS = frozenset((signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU))
 _FAULTS = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS))
+# A command that was asked to end may take this long, as to save its state; what ends it later has another reason.
+ENDS_WITHIN_S = 600.0
 _ENDS = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT))
 # Python ignores these signals, and ignored signals stay ignored across an exec.
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -44,6 +47,31 @@ class Signal:
         self.number = number
         self.was_sent = was_sent
         self.ends = ends
+
+
+class EndRequest:
+    """The last signal that asked a command to end, while that can be why it ends.
+
+    A command that handles the signal and trains on ends for another reason after `within_s`.
+    """
+
+    def __init__(self, within_s: float = ENDS_WITHIN_S) -> None:
+        self._within_s = within_s
+        self._number: int | None = None
+        self._at = 0.0
+
+    def note(self, number: int) -> None:
+        """Take a signal that was sent now."""
+        self._number, self._at = number, monotonic()
+
+    def forget(self) -> None:
+        """Forget it: another command runs."""
+        self._number = None
+
+    @property
+    def number(self) -> int | None:
+        """The signal; None if none has come, or too long ago."""
+        return None if monotonic() - self._at >= self._within_s else self._number
 
 
 class Signals:

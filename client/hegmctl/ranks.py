@@ -19,7 +19,7 @@ from json import dumps, loads
 from time import monotonic, time
 
 from hegmctl.generations import OVER, RUNNING, Generations
-from hegmctl.parenthood import STOPS, Signals, end_like, perform_default_stop, start
+from hegmctl.parenthood import STOPS, EndRequest, Signals, end_like, perform_default_stop, start
 from hegmctl.prestart import LINE_FD, PrestartSpec, make_ready
 from hegmd.errors import HegmError
 from hegmd.protocol.agents import Noted
@@ -112,7 +112,7 @@ class Launcher:
         self._held_back: list[int] = []
         self._ask_at = 0.0
         #: The signal that should end the ranks, the first status other than 0, and when the remaining ones are killed.
-        self._sent_signal: int | None = None
+        self._end_request = EndRequest()
         self._status = 0
         self._kill_at: float | None = None
         self._gave_up = False
@@ -217,7 +217,7 @@ class Launcher:
             self._reap()
             return
         if came.ends:
-            self._sent_signal = came.number
+            self._end_request.note(came.number)
             if self._start_no_more():
                 self._status = self._status or -came.number
                 self._end_waits()
@@ -245,7 +245,7 @@ class Launcher:
         self._read(rank, process)
         del self._processes[rank]
         process.line.close()
-        is_end = process.ends or self._sent_signal is not None or self._kill_at is not None
+        is_end = process.ends or self._end_request.number is not None or self._kill_at is not None
         if not is_end and self._generations.can_replace:
             how = f"was ended by signal {-status}" if status < 0 else f"ended with exit status {status}"
             self._generations.died(rank, how, monotonic())
@@ -256,7 +256,11 @@ class Launcher:
             self._status = status
         if status or process.ends:
             self._end_all()
-        elif self._sent_signal is not None and self._generations.can_replace and self._generations.phase != RUNNING:
+        elif (
+            self._end_request.number is not None
+            and self._generations.can_replace
+            and self._generations.phase != RUNNING
+        ):
             self._end_waits()
 
     def _start_no_more(self) -> bool:
@@ -349,7 +353,7 @@ class Launcher:
         if process is not None:
             self._say(f"rank {rank} does not answer, and is killed")
             _send_signal(process.pid, signal.SIGKILL)
-        elif self._sent_signal is not None:  # it has ended by that, and is not replaced
+        elif self._end_request.number is not None:  # it has ended by that, and is not replaced
             self._end_waits()
 
     def replace(self, rank: int) -> None:

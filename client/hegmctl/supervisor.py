@@ -15,7 +15,17 @@ import os
 from signal import SIGCHLD, SIGCONT, SIGIO, SIGTSTP
 from time import monotonic
 
-from hegmctl.parenthood import STOPS, Child, Signals, end_like, perform_default_stop, reap, start
+from hegmctl.parenthood import (
+    ENDS_WITHIN_S,
+    STOPS,
+    Child,
+    EndRequest,
+    Signals,
+    end_like,
+    perform_default_stop,
+    reap,
+    start,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,7 +46,7 @@ if TYPE_CHECKING:
         def ended(self, status: int, *, sent_signal: int | None) -> bool:
             """Return whether the command can be started again after that exit status, or minus a signal.
 
-            `sent_signal` is the signal by which a user asked it to end meanwhile, if any.
+            `sent_signal` is the signal by which a user asked it to end shortly before, if any.
             """
             ...
 
@@ -105,16 +115,24 @@ class GiveUp:
 
 
 class Supervisor:
-    """A command and its authority. `say` writes a line for the user; `slurm` handles SIGTSTP and SIGCONT."""
+    """A command and its authority. `say` writes a line for the user; `slurm` handles SIGTSTP and SIGCONT.
+
+    The command's end counts as asked for within `ends_within_s` of a signal that asks for it.
+    """
 
     def __init__(
-        self, authority: RestartAuthority, say: Callable[[str], object], slurm: SlurmSignals | None = None
+        self,
+        authority: RestartAuthority,
+        say: Callable[[str], object],
+        slurm: SlurmSignals | None = None,
+        *,
+        ends_within_s: float = ENDS_WITHIN_S,
     ) -> None:
         self._authority = authority
         self._say = say
         self._slurm = slurm
         self._child: Child | None = None
-        self._sent_signal: int | None = None
+        self._end_request = EndRequest(ends_within_s)
         self._over: int | None = None
         #: The last requested prestart, and its process.
         self._expected: PrestartSpec | None = None
@@ -190,7 +208,7 @@ class Supervisor:
             self._child = start(wanted.command, wanted.environ, mask=signals.before, keep=wanted.keep)
         else:
             self._child = Child(pid)
-        self._sent_signal = None
+        self._end_request.forget()
         self._authority.started(self._child.pid, was_ready=pid is not None)
 
     def _do_what_is_wanted(self, signals: Signals) -> bool:
@@ -230,7 +248,7 @@ class Supervisor:
 
     def _pass_on(self, came: Signal) -> None:
         if came.ends:
-            self._sent_signal = came.number
+            self._end_request.note(came.number)
         if came.was_sent and self._child is not None:
             self._child.pass_on(came.number)
         if came.number in STOPS:
@@ -240,7 +258,7 @@ class Supervisor:
         self._child = None
         if self._slurm is not None:
             self._slurm.ended()
-        if not self._authority.ended(status, sent_signal=self._sent_signal):
+        if not self._authority.ended(status, sent_signal=self._end_request.number):
             self._over = status
 
 
