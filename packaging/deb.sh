@@ -68,9 +68,12 @@ architecture=$(dpkg --print-architecture)
 read -r minor next < <("$PYTHON" -I -c 'import sys; a, b = sys.version_info[:2]; print(f"{a}.{b} {a}.{b + 1}")')
 # The libraries' own compiled code asks for no more of the C library than the symbol versions it names.
 glibc=$(find "$root/usr/lib/hegm" -name '*.so' -exec grep -aoh 'GLIBC_2\.[0-9]*' {} + | sort -uV | tail -n 1)
+# Counted as dpkg-gencontrol does. du also counts directories, whose size on a disk depends on what they once had in them.
+size_kib=$(find "$root" -path "$root/DEBIAN" -prune -o -printf '%y %s\n' |
+    awk '{ kib += $1 ~ /[fl]/ ? int(($2 + 1023) / 1024) : 1 } END { print kib }')
 sed -e "s/@VERSION@/$version/" -e "s|@MAINTAINER@|$maintainer|" -e "s/@ARCHITECTURE@/$architecture/" \
     -e "s/@MINOR@/$minor/" -e "s/@NEXT@/$next/" \
-    -e "s/@GLIBC@/${glibc#GLIBC_}/" -e "s/@SIZE_KIB@/$(du -sk --apparent-size --exclude=DEBIAN "$root" | cut -f 1)/" \
+    -e "s/@GLIBC@/${glibc#GLIBC_}/" -e "s/@SIZE_KIB@/$size_kib/" \
     "$here/deb/control" >"$root/DEBIAN/control"
 if [ -z "$glibc" ]; then sed -i 's/, libc6 (>= )//' "$root/DEBIAN/control"; fi
 (cd "$root" && find . -type f -not -path './DEBIAN/*' -printf '%P\0' | LC_ALL=C sort -z | xargs -0 md5sum) \

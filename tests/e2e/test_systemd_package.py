@@ -7,6 +7,8 @@ import os
 import shutil
 import stat
 import subprocess
+import tarfile
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -200,6 +202,15 @@ def test_the_same_tree_gives_the_same_package_and_it_names_no_place_of_the_build
     assert b"/usr/lib/hegm/lib/python3" in first
     assert str(source).encode() not in first
     assert str(TREE).encode() not in first
+
+
+def test_a_package_of_the_same_tree_differed_as_directories_took_more_of_a_disk(deb: Path) -> None:
+    """A directory does not shrink when a file leaves it, and each compiled module has been there by another name."""
+    files = subprocess.run(["dpkg-deb", "--fsys-tarfile", deb], check=True, capture_output=True).stdout
+    with tarfile.open(fileobj=BytesIO(files)) as archive:
+        expected_kib = sum(-(-member.size // 1024) if member.isfile() else 1 for member in archive)
+    command = ["dpkg-deb", "--field", str(deb), "Installed-Size"]
+    assert int(subprocess.run(command, check=True, capture_output=True).stdout) == expected_kib
 
 
 # -- make install ------------------------------------------------------------------------------------------------------
