@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.comparisons import compared
 from tests.leaks import RUN_MARK, ProcessResources, end_run
 from tests.room import NEEDED, sentence_on
 
@@ -70,6 +71,23 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     report = yield
     report.sections = [(name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections]
     return report
+
+
+def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
+    """Say in one line where long bytes differ. pytest would print all of both, and the test's name far above."""
+    found = compared(left, right) if op == "==" else None
+    return None if found is None else [found]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
+    """End a run with the names of its failed tests. In CI, pytest's own summary has whole messages in between."""
+    yield
+    reports = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
+    if reports and "CI" in os.environ:
+        terminalreporter.section("failed")
+        for report in reports:
+            terminalreporter.write_line(report.nodeid)
 
 
 @pytest.fixture(autouse=True)
