@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 CPU = "cpu"
+ONLY_ITS_GPUS = "start it with only its GPUs: hegmctl run --gpu, or CUDA_VISIBLE_DEVICES"
 _BETWEEN = ","
 
 
@@ -55,3 +56,16 @@ def exchange(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
     vacant = [gpu for gpu in old if gpu not in new]
     displaced = [gpu for gpu in new if gpu not in old]
     return {**changed, **dict(zip(displaced, vacant, strict=True))}
+
+
+def unseen_device(numbers: Iterable[int | None], count: int) -> str | None:
+    """Return, as what a job does, that it uses a device which a new process on `count` GPUs would not have.
+
+    A new process sees only its GPUs, and numbers them from 0 on. None if it has all devices. `numbers` are those in
+    use, as 1 of `cuda:1`; None counts as a device that it has.
+    """
+    last = max((number for number in numbers if number is not None), default=0)
+    if last < count:
+        return None
+    sees = "one GPU only, as cuda:0" if count == 1 else f"{count} GPUs only, from cuda:0 to cuda:{count - 1}"
+    return f"uses cuda:{last}, and a new process would see {sees}"

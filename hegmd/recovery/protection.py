@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import anyio
 
 from hegmd.migration.methods.progress_probe import is_stopped
-from hegmd.node.gpu_sets import gpus_of
+from hegmd.node.gpu_sets import ONLY_ITS_GPUS, gpus_of, unseen_device
 from hegmd.node.processes.procfs import TICKS_PER_S
 from hegmd.protocol.recovery import UNDER_WAY
 from hegmd.recovery.job import ProtectedJob, stacks_of
@@ -359,10 +359,5 @@ class Protection:
 def require_devices(ranks: Sequence[AgentConnection], gpus: Sequence[str]) -> None:
     """Require that a new process, which sees these GPUs only, has every device that is used. Raises Unprotected."""
     used = [device.number for worker in ranks if worker.cuda is not None for device in worker.cuda.devices]
-    last = max((number for number in used if number is not None), default=0)
-    if gpus and last >= len(gpus):
-        only = "one GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
-        raise Unprotected(
-            f"it uses cuda:{last}, and a new process would see its {only} only, from cuda:0 on",
-            "start it with only its GPUs: hegmctl run --gpu, or CUDA_VISIBLE_DEVICES",
-        )
+    if gpus and (why := unseen_device(used, len(gpus))) is not None:
+        raise Unprotected(f"it {why}", ONLY_ITS_GPUS)

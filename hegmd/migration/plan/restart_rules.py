@@ -18,7 +18,7 @@ from hegmd.migration.model import AgentSurvey, Candidate, PlanRequest
 from hegmd.migration.plan import communicator_rules, driver_rules, targets
 from hegmd.migration.plan.carrier_choice import Choice
 from hegmd.migration.plan.draft import Draft
-from hegmd.node.gpu_sets import CPU, gpus_of, place_of
+from hegmd.node.gpu_sets import CPU, ONLY_ITS_GPUS, gpus_of, place_of, unseen_device
 from hegmd.protocol.operations import PlannedProcess, Reason
 from hegmd.protocol.supervision import ALONE
 
@@ -38,7 +38,7 @@ OLDEST_PYTHON = (3, 9)
 _OWN = frozenset(
     ("HEGM_RUN", "HEGM_JOB", "HEGM_SOCKET", "HEGM_IMAGES", "HEGM_MSGPACK", "HEGM_READY_FD", "HEGM_READY_TELL")
 ) | {"HEGM_STATE", "HEGM_STATE_FD", "HEGM_STATE_LOCK_FD", "HEGM_STATES", "HEGM_RESTART"}
-_ONLY_ITS_GPUS = "omit --via restart, or start it with only its GPUs: hegmctl run --gpu, or CUDA_VISIBLE_DEVICES"
+_WITH_ITS_DEVICES = f"omit --via restart, or {ONLY_ITS_GPUS}"
 _GPUS = frozenset(("HEGM_GPU", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"))
 _DIRECT = (
     "make the script that starts it exec it (in a shell: exec python3 train.py), or give it to hegmctl run directly"
@@ -119,20 +119,17 @@ def _judge_several(draft: Draft, candidate: Candidate, to: str) -> None:
     if not numbers or None in numbers:
         message = f"the agent of process {pid} does not report which of its devices is on which GPU"
         draft.against(REFUSED, message, "retry after its next batch boundary, or omit --via restart", pid=pid)
-    elif numbers != list(range(count)):
-        used = listed(tuple([f"cuda:{number}" for number in numbers]))
-        last = f"cuda:{count - 1}"
-        message = f"process {pid} uses {used}, and in a new process on {count} GPUs the last device is {last}"
-        draft.against(REFUSED, message, _ONLY_ITS_GPUS, pid=pid)
+    elif (why := unseen_device(numbers, count)) is not None:
+        draft.against(REFUSED, f"process {pid} {why}", _WITH_ITS_DEVICES, pid=pid)
 
 
 def _judge_only_device(draft: Draft, candidate: Candidate, to: str) -> None:
-    """Check that a process on one GPU that is no rank uses it as cuda:0, which it is in a new process."""
+    """Check that a process on one GPU that trains alone uses it as cuda:0, which it is in a new process."""
     numbers = [device.number for device in driver_rules.devices_of(draft.snapshot, candidate)]
-    is_rank = candidate.agent is not None and candidate.agent.rank is not None
-    if len(numbers) == 1 and numbers[0] and to != CPU and not is_rank:
-        message = f"process {candidate.pid} uses cuda:{numbers[0]}, and in a new process its only GPU is cuda:0"
-        draft.against(REFUSED, message, _ONLY_ITS_GPUS, pid=candidate.pid)
+    is_alone = (_world(candidate) or 1) == 1
+    why = None if not is_alone or to == CPU or len(numbers) != 1 else unseen_device(numbers, 1)
+    if why is not None:
+        draft.against(REFUSED, f"process {candidate.pid} {why}", _WITH_ITS_DEVICES, pid=candidate.pid)
 
 
 def _judge_python(draft: Draft, candidate: Candidate) -> None:
@@ -243,9 +240,20 @@ def judge_ranks(draft: Draft, members: Sequence[Candidate]) -> None:
         hint = "save a checkpoint in the script, and start the ranks from that"
         draft.against(REFUSED, f"the job has {len(members)} ranks, but a restart supports {MAX_RANKS} at most", hint)
     elif not draft.reasons:
+        _judge_devices_of_ranks(draft, members)
         _judge_places(draft)
         for message, next_step, pid in communicator_rules.against_one_gpu(draft, members):
             draft.against(REFUSED, message, next_step, pid=pid)
+
+
+def _judge_devices_of_ranks(draft: Draft, members: Sequence[Candidate]) -> None:
+    """Check that the numbers of their devices fit to as many GPUs as they have: new ranks see their targets only."""
+    devices = [device for member in members for device in driver_rules.devices_of(draft.snapshot, member)]
+    goes_to_cpu = any(worker.to == CPU for worker in draft.workers)
+    count = len({gpu for member in members for gpu in member.gpus})
+    why = None if goes_to_cpu or not count else unseen_device([device.number for device in devices], count)
+    if why is not None:
+        draft.against(REFUSED, f"a rank {why}", _WITH_ITS_DEVICES)
 
 
 def are_launched(draft: Draft, members: Sequence[Candidate]) -> bool:

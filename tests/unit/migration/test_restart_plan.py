@@ -1,4 +1,4 @@
-"""When a plan is a restart, its notes, and every refusal."""
+"""When a plan is a restart, its notes, and every refusal. Longer than 400 lines because one rig serves them all."""
 
 from __future__ import annotations
 
@@ -119,7 +119,11 @@ def test_a_restart_on_other_gpus_needs_memory_on_each() -> None:
         (on_two(0, 1), "gpu2,gpu2", "two GPUs of process 7 cannot both move to gpu2"),
         (on_two(0, 1), "gpu0,gpu9", "gpu9"),
         (on_two(0, 1), "gpu0,gpu3", "on gpu0,gpu3, which are GPUs of different vendors"),
-        (on_two(0, 2), "gpu1,gpu0", "process 7 uses cuda:0 and cuda:2, and in a new process on 2 GPUs"),
+        (
+            on_two(0, 2),
+            "gpu1,gpu0",
+            "process 7 uses cuda:2, and a new process would see 2 GPUs only, from cuda:0 to cuda:1",
+        ),
         (on_two(0, None), "gpu1,gpu0", "does not report which of its devices is on which GPU"),
         (on_two(0), "gpu1,gpu0", "does not report which of its devices is on which GPU"),
         (on_two(0, 1, rank=0), "gpu1,gpu0", "process 7 is rank 0 of its job, on 2 GPUs"),
@@ -134,7 +138,8 @@ def test_a_restart_of_a_process_on_several_gpus_is_refused_where_a_device_would_
 def test_a_restart_started_a_process_where_its_only_device_does_not_exist() -> None:
     """It used the second GPU that it saw; the new process saw one GPU."""
     refused = reasons_text(planned(on_two(1, uuids="1"), ask("gpu0", via=RESTART)))
-    assert "process 7 uses cuda:1, and in a new process its only GPU is cuda:0" in refused
+    assert "process 7 uses cuda:1, and a new process would see one GPU only, as cuda:0" in refused
+    assert "omit --via restart, or start it with only its GPUs: hegmctl run --gpu" in refused
     assert plan_of(planned(on_two(0, uuids="1"), ask("gpu0", via=RESTART))).workers
 
 
@@ -377,6 +382,23 @@ def test_ranks_share_gpus_after_a_restart_where_they_fit_and_their_numbers_lead_
     simulated = ranked(0, 1, 2, world=3, gpus=("gpu0", "gpu1", "gpu2"))
     plan = plan_of(planned(simulated, ask("gpu2,gpu2,gpu1", via=RESTART)))
     assert [worker.to for worker in plan.workers] == ["gpu2", "gpu2", "gpu1"]
+
+
+@pytest.mark.parametrize(("first", "is_refused"), [(0, False), (1, True)])
+def test_ranks_are_not_restarted_without_a_device_that_they_use(first: int, *, is_refused: bool) -> None:
+    """Ranks on cuda:1 and cuda:2 of four GPUs were restarted with two. Only a recovery refused that."""
+    found = of_nvidia(ranked(0, 1, gpus=("gpu0", "gpu1")))
+    candidates = []
+    for number, member in enumerate(found.candidates, first):
+        device = CudaDevice(uuid=f"GPU-{member.gpus[0]}", size_bytes=1, number=number)
+        cuda = CudaFacts(gpus=(device.uuid,), allocator="native", expandable=False, devices=(device,))
+        candidates.append(member.replace(agent=member.agent and member.agent.replace(cuda=cuda)))
+    gpus = tuple([gpu.replace(uuid=f"GPU-{gpu.id}") for gpu in found.gpus])
+    plan = planned(found.replace(candidates=tuple(candidates), gpus=gpus), ask("gpu1,gpu0", via=RESTART))
+    if is_refused:
+        assert "a rank uses cuda:2, and a new process would see 2 GPUs only" in reasons_text(plan)
+    else:
+        assert plan_of(plan).workers
 
 
 def test_ranks_that_do_not_fit_on_a_gpu_together_are_not_restarted_there() -> None:

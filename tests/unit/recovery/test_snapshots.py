@@ -118,4 +118,4 @@ def test_a_recovery_was_promised_on_devices_that_a_new_process_does_not_have(
         return
     with pytest.raises(Unprotected) as refused:
         require_devices(ranks, ("gpu0", "gpu2"))
-    assert refused.value.why == "it uses cuda:2, and a new process would see its 2 GPUs only, from cuda:0 on"
+    assert refused.value.why == "it uses cuda:2, and a new process would see 2 GPUs only, from cuda:0 to cuda:1"
