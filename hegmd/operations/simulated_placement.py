@@ -115,8 +115,12 @@ class SimulatedPlacement:
                     await self._news.wait()
 
     async def count(self, worker: AgentConnection, limit_s: float = SURVEY_LIMIT_S) -> None:
-        """Survey a worker, and place it on a GPU if it trains. Never raises. After the limit its former sizes stay."""
-        if self._in_hand(worker.pid) or worker.parked or worker.held_bytes or worker.weighing.locked():
+        """Survey a worker, and place it on a GPU if it trains. Never raises. After the limit its former sizes stay.
+
+        A parked worker is surveyed once: it may have come to a `hegm.released()` block before its agent was connected.
+        """
+        is_known = worker.size_bytes is not None
+        if self._in_hand(worker.pid) or worker.held_bytes or worker.weighing.locked() or (worker.parked and is_known):
             return
         try:
             await worker.order("survey", limit_s=limit_s)

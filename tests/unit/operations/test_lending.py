@@ -11,6 +11,7 @@ import pytest
 from hegmd.errors import BUSY, NOT_FOUND, REFUSED, HegmError
 from hegmd.operations.lending import Lending
 from tests.patience import HANG_S
+from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import running
 
 Child = subprocess.Popen[bytes]
@@ -71,6 +72,21 @@ async def test_a_block_right_after_the_start_ran_with_its_memory_in_place(tmp_pa
                 await lending.lend(process.pid, node.context())
             assert refused.value.code is code
         assert node.operations.runner.of_process(process.pid) is None
+
+
+async def test_a_job_that_waited_in_its_block_before_its_agent_was_connected_is_placed(
+    tmp_path: Path, process: Child
+) -> None:
+    """The daemon asked no parked agent for its memory. So the GPU of this one stayed unknown, and nothing was lent."""
+    async with running(tmp_path) as node:
+        agent = ModelAgent(node.workers, process.pid)
+        agent.parked, agent.about = True, {"size_bytes": 0}
+        await agent.attend(node.tasks)
+        await node.until_placed(process.pid)
+        await Lending(node.operations, node.workers).lend(process.pid, node.context())
+        assert agent.data is None
+        await Lending(node.operations, node.workers).reclaim(process.pid, node.context())
+        assert agent.data == b"weights"
 
 
 async def test_a_job_suspended_by_its_user_is_not_resumed_for_others(tmp_path: Path, process: Child) -> None:
