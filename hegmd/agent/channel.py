@@ -1,8 +1,11 @@
 """The agent's connection: a blocking socket in a thread that outlives every daemon.
 
 Connects, says hello, attends, passes orders to `orders` and sends back their reports. When the connection ends, it
-reconnects with the same token, and never gives up. The thread is a raw one: no list of `threading` shows it, and the
-interpreter's exit does not wait for it. It raises nothing, and does not touch the script.
+reconnects with the same token, and never gives up. While a thread of the script waits for the daemon, a daemon that
+answers nothing counts as ended, since a stopped one keeps its connections. The thread is a raw one: no list of
+`threading` shows it, and the interpreter's exit does not wait for it. It raises nothing, and does not touch the script.
+
+Longer than 400 lines because one thread serves connection, gate and limits: all that can wake it is here.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from time import monotonic
 from .. import __version__
 from ..errors import HegmError
 from ..protocol.connection import ClientConnection, Failure, Progress, Reply
-from ..protocol.messages import SUPPORTED_VERSIONS, AgentAttend, AgentReport, Hello, Order, Request
+from ..protocol.messages import SUPPORTED_VERSIONS, AgentAttend, AgentReport, Hello, Order, Ping, Request
 from ..protocol.operations import PeriodicImages
 from . import hegm_launcher, torch_state
 from .hegm_signal import LAUNCHER, REQUEST
@@ -38,6 +41,8 @@ MAX_PAUSE_S = 5.0
 BATCH_LOOK_S = 0.25
 # A daemon that accepts no connection or no bytes for this long counts as ended.
 PATIENCE_S = 10.0
+# The same for one that sends nothing while a thread of the script waits for it. It is pinged at the half of this time.
+SILENCE_LIMIT_S = 60.0
 _RECEIVE_BYTES = 65_536
 _MAX_FDS = 16
 # Boundaries from the restore of a state until its first batch is made: that batch is requested, and then the next.
@@ -84,7 +89,7 @@ class Channel:
         self._woken, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._socket: socket.socket | None = None
         self._elsewhere: str | None = None
-        self._is_alone = False  # no daemon was there at the last try
+        self._is_alone = False  # no daemon has answered at the last try
         self._is_revived = False
         self._restarted: str | None = None
         #: The boundary at which the state was restored, until the training has continued from there.
@@ -208,10 +213,16 @@ class Channel:
 
     def _attend(self) -> None:
         """Serve one connection from its start to its end."""
-        self._is_alone = True
-        self._socket = self._connected()
-        self._is_alone = False
-        _DaemonConnection(self._socket, self._orders, self.lending).serve(self)
+        is_welcome = False
+        try:
+            self._socket = self._connected()
+            connection = _DaemonConnection(self._socket, self._orders, self.lending)
+            try:
+                connection.serve(self)
+            finally:
+                is_welcome = connection.is_welcome
+        finally:
+            self._is_alone = not is_welcome
 
     def _connected(self) -> socket.socket:
         """Return a connection to the daemon at the given or the usual socket. Raises OSError."""
@@ -248,9 +259,17 @@ class Channel:
             unknown=None if self._unknown is None else tuple(self._unknown),
         )
 
-    def next_turn(self, connected: socket.socket) -> bool:
-        """Wait for an event, and handle what is pending. Returns True if the socket can be read."""
-        is_readable = self._wait(connected, None)
+    def note_welcome(self) -> None:
+        self._is_alone = False
+
+    @property
+    def awaits_daemon(self) -> bool:
+        """True while a thread of the script waits until the daemon does something."""
+        return self._orders.awaits_daemon or self.lending.awaits_answer
+
+    def next_turn(self, connected: socket.socket, until: float | None) -> bool:
+        """Wait for an event or that instant, and handle what is pending. Returns True if the socket can be read."""
+        is_readable = self._wait(connected, None if until is None else max(0.0, until - monotonic()))
         self._look_after()
         return is_readable
 
@@ -272,25 +291,56 @@ class _DaemonConnection:
         self._fds: list[int] = []
         self._is_broken = False
         self._attend_id: int | None = None
+        self._silence_limit_s = _silence_limit_s()
+        #: When to ping, or to give up after a ping, while a thread waits for the daemon.
+        self._due: float | None = None
+        self._has_pinged = False
+
+    @property
+    def is_welcome(self) -> bool:
+        return self._protocol.welcome is not None
 
     def serve(self, channel: Channel) -> None:
-        """Serve until the daemon leaves or dismisses us. Raises OSError and HegmError."""
+        """Serve until the daemon leaves, dismisses us or answers nothing. Raises OSError and HegmError."""
         try:
             self._ask(Hello(versions=SUPPORTED_VERSIONS, name="hegm-agent", program_version=__version__, role="agent"))
-            while self._protocol.welcome is None:
-                self._read()
-                self._take_all()
+            limit_s = min(PATIENCE_S, self._silence_limit_s)
+            until = monotonic() + limit_s
+            while not self.is_welcome:
+                if channel.next_turn(self._socket, until):
+                    self._read()
+                    self._take_all()
+                elif monotonic() >= until:
+                    raise TimeoutError(f"hegmd has not answered for {limit_s:g} s")
+            channel.note_welcome()
             self._orders.begin(self._report)
             self._attend_id = self._ask(channel.describe())
             self._lending.connect(self._ask)
             while not self._is_broken and not self._orders.changed_by_itself and self._orders.aside is None:
-                if channel.next_turn(self._socket):
+                self._watch(is_awaited=channel.awaits_daemon)
+                if channel.next_turn(self._socket, self._due):
+                    self._due = None
                     self._read()
                     if not self._take_all():
                         return
         finally:
             for fd in self._fds:
                 os.close(fd)
+
+    def _watch(self, *, is_awaited: bool) -> None:
+        """Ping a silent daemon that a thread of the script waits for. Raises TimeoutError if it stays silent."""
+        now = monotonic()
+        if not is_awaited:
+            self._due = None
+        elif self._due is None:
+            self._due, self._has_pinged = now + self._silence_limit_s / 2, False
+        elif now < self._due:
+            return
+        elif not self._has_pinged:
+            self._ask(Ping())
+            self._due, self._has_pinged = now + self._silence_limit_s / 2, True
+        elif not _is_readable(self._socket):  # this thread itself may have been busy or stopped
+            raise TimeoutError(f"hegmd has not answered for {self._silence_limit_s:g} s: it may be stopped")
 
     def _ask(self, request: Request) -> int:
         request_id, frame = self._protocol.request(request)
@@ -348,6 +398,19 @@ def _connect(path: str) -> socket.socket:
         connected.close()
         raise
     return connected
+
+
+def _is_readable(connected: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(connected, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _silence_limit_s() -> float:
+    try:
+        return float(os.environ["HEGM_SILENCE_LIMIT_S"])
+    except (KeyError, ValueError):
+        return SILENCE_LIMIT_S
 
 
 def periodic_images(text: str | None) -> PeriodicImages | None:

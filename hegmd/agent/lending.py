@@ -39,7 +39,7 @@ AFTER_BLOCK = frozenset(("reload", "make", "filled", "release", "withdraw"))
 
 WAITING, IN_BODY, RETURNING = "waiting", "in its body", "returning"
 
-NO_DAEMON = "no hegmd is running"
+NO_DAEMON = "no hegmd answers"
 OTHER_THREAD = "only the training thread can release the GPU memory of its process"
 
 
@@ -117,6 +117,11 @@ class Lending:
         has_more = self._stage == RETURNING or (self._send is not None and (self._stage == WAITING or self._owed))
         return self._again_at if has_more else None
 
+    @property
+    def awaits_answer(self) -> bool:
+        """True while the training thread waits for the daemon's answer."""
+        return self._request_id is not None and self._stage is not None
+
     def connect(self, send: Send) -> None:
         """Note that a daemon is there; `send` sends it a request and returns its number."""
         self._send, self._request_id = send, None
@@ -138,7 +143,7 @@ class Lending:
         return True
 
     def tick(self, *, alone: bool) -> None:
-        """Do what the stage requires. `alone` is True if the last try to connect found no daemon."""
+        """Do what the stage requires. `alone` is True if no daemon has answered at the last try."""
         if self._stage == RETURNING and self._later:
             later, self._later = self._later, []
             for order, fd in later:

@@ -89,6 +89,11 @@ class Orders:
         return self._carrying.held_bytes
 
     @property
+    def awaits_daemon(self) -> bool:
+        """Return True while the training thread is parked until the daemon orders the next step."""
+        return self._gate.parked and not self._gate.lent and not self._state.is_suspended
+
+    @property
     def known_communicators(self) -> Communicators | None:
         """Return its groups with other ranks, of the survey that `known_bytes` is from."""
         return self._state.communicators if self.known_bytes else None

@@ -17,7 +17,7 @@ from typing import Any
 from typing_extensions import Self
 
 from hegmd.protocol.connection import IncomingRequest, ServerConnection
-from hegmd.protocol.messages import AgentAttend, AgentReport, Caller, Hello, Limits, Noted, Order, Welcome
+from hegmd.protocol.messages import AgentAttend, AgentReport, Caller, Hello, Limits, Noted, Order, Ping, Pong, Welcome
 from tests.patience import HANG_S
 
 PATIENCE_S = HANG_S
@@ -125,6 +125,8 @@ class AgentConnected:
         elif isinstance(request, AgentAttend):
             self.attended = request
             self._attend_id = received.id
+        elif isinstance(request, Ping):
+            self._socket.sendall(self._protocol.reply(received.id, Pong()))
         elif isinstance(request, AgentReport):
             with contextlib.suppress(BrokenPipeError):  # one that steps aside says so and hangs up
                 self._socket.sendall(self._protocol.reply(received.id, Noted()))

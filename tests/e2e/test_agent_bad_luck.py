@@ -26,6 +26,8 @@ need_torch()
 SLEEPER = str(SCRIPTS / "sleeper.py")
 BY_HAND = str(SCRIPTS / "by_hand.py")
 PLAIN = str(SCRIPTS / "plain.py")
+ROOT = Path(__file__).parents[2]
+LENDING = str(Path(__file__).with_name("moved") / "lending.py")
 MIB = 1 << 20
 
 
@@ -168,6 +170,34 @@ def test_without_a_daemon_it_continues_after_the_limit(socket_path: Path, pool: 
         status, output, errors = training.result()
     assert (status, errors) == (0, "")
     assert output == undisturbed([PLAIN])
+
+
+def test_a_stopped_daemon_kept_a_job_parked_for_ever(socket_path: Path, pool: int) -> None:
+    """The kernel keeps the connections of a stopped daemon, and the job waited for the end of its own."""
+    limits = {"HEGM_PARK_LIMIT_S": "0.2", "HEGM_SILENCE_LIMIT_S": "0.2"}
+    with ScriptedDaemon(socket_path) as daemon, Training([PLAIN], socket_path, **limits) as training:
+        agent = daemon.attended()
+        agent.send("park")
+        status, output, errors = training.result()
+    assert (status, errors) == (0, "")
+    assert output == undisturbed([PLAIN])
+
+
+def test_a_stopped_daemon_kept_a_block_from_its_begin_for_ever(socket_path: Path) -> None:
+    """The other one was stopped before: the kernel accepted the connection, and no hello was answered."""
+    more = {"HEGM_SILENCE_LIMIT_S": "0.2", "PYTHONPATH": os.pathsep.join(map(str, (BRISK, ROOT)))}
+    for is_connected in (True, False):
+        with ScriptedDaemon(socket_path) as daemon, Training([LENDING], socket_path, **more) as training:
+            if is_connected:
+                daemon.attended()
+            status, output, errors = training.result()
+        assert status == 0, errors
+        assert "lends no GPU memory: no hegmd answers" in errors
+        assert _steps(output) == _steps(undisturbed([LENDING]))
+
+
+def _steps(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("step")]
 
 
 def test_a_suspended_job_stays_suspended_without_a_daemon(socket_path: Path, pool: int) -> None:

@@ -118,4 +118,4 @@ def test_the_job_comes_back_from_a_block_in_which_its_daemon_died_with_the_next_
     assert job.value_of("raised") == f"of the script {WEIGHT_BYTES}", "it came back by itself, and lent nothing then"
     job.answer_block()
     assert job.steps() == undisturbed_steps(*SCRIPT)
-    assert "lends no GPU memory: no hegmd is running" in job.errors()
+    assert "lends no GPU memory: no hegmd answers" in job.errors()
