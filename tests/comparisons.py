@@ -1,4 +1,4 @@
-"""What a failed comparison of long bytes says: where they differ, and not all that they are."""
+"""The message of a failed comparison of long bytes: it shows where they differ, and not all of them."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from tests.comparisons import compared
 from tests.leaks import RUN_MARK, ProcessResources, end_run
 from tests.room import NEEDED, sentence_on
 
-# What collecting imports is no garbage: gone through again and again, it took as long once more. And while tests run,
-# the collector looked at what they had made every seven hundred objects, a fourteenth of the workers' time.
+# Objects from imports during collection are permanent. Without this, the garbage collector scans them again every seven
+# hundred allocations, which takes a fourteenth of the workers' time.
 gc.disable()
 SELDOM = (20_000, 20, 20)
 
@@ -58,7 +58,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is loaded by now stays, and the collector need not look through it after each test that leaves something."""
+    """Freeze all objects that exist now: the collector need not scan them after each test that leaves garbage."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*SELDOM)
@@ -67,7 +67,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What was logged goes with a test's report, and through a pipe with xdist: hostile text must not break that."""
+    """Escape logged text in a test's report, which passes through a pipe with xdist: hostile text must not break the
+    pipe.
+    """
     report = yield
     report.sections = [(name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections]
     return report
@@ -117,5 +119,5 @@ def socket_dir() -> Iterator[Path]:
 
 @pytest.fixture
 def socket_path(socket_dir: Path) -> Path:
-    """Where a test's daemon may listen; nothing is there yet."""
+    """A path for the socket of a test's daemon; it does not exist yet."""
     return socket_dir / "hegmd.sock"

@@ -1,4 +1,5 @@
-"""What a test may leave behind: nothing. Takes stock of this process before a test and says what is new after it.
+"""Leak check: a test may leave nothing behind. Records this process's resources before a test and lists the new ones
+after it.
 
 Looks at descriptors, threads, child processes, environment variables, signal handlers and the working directory. Owns
 no fixture (tests/conftest.py does) and does not judge a test that is still running. Built to be run around every test:
@@ -103,13 +104,13 @@ def _child_processes() -> list[psutil.Process]:
 
 
 def _environment() -> dict[bytes, bytes]:
-    """As the interpreter counts: to decode all of it took half of the time of a stock."""
+    """In the interpreter's own count: decoding all of it took half of the time."""
     return os.environb._data.copy()  # type: ignore[attr-defined]  # what is public decodes
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessResources:
-    """What this process had at one moment."""
+    """The resources of this process at one moment."""
 
     descriptors: dict[int, str]
     threads: frozenset[threading.Thread]
@@ -130,9 +131,8 @@ class ProcessResources:
         )
 
     def leaks(self, grace_s: float = GRACE_S) -> list[str]:
-        """What is there now and was not then, one line each. Waits up to `grace_s` for threads that are about to end.
-
-        Children get no such time: one that has ended and was not waited for is as much of a leak as a living one.
+        """Return the new resources, one line each. Waits up to `grace_s` for threads that are about to end. Children
+        get no such time: an unreaped child is as much of a leak as a living one.
         """
         if not self._differences():
             return []

@@ -23,7 +23,7 @@ COMMAND_MS = 100
 
 
 def pause(pause_ms: float = REQUEST_MS) -> None:
-    """What goes between two looks."""
+    """The pause between two polls."""
     select.poll().poll(pause_ms)
 
 

@@ -1,4 +1,4 @@
-"""What tests need that may not be installed: they are skipped without it, and it is imported by the test that uses it.
+"""Optional requirements of tests: a test is skipped without them, and imports them itself.
 
 PyTorch takes 1.5 s of the processor to import. Collecting the tests must not import it, in each of the workers.
 """

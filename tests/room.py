@@ -13,7 +13,7 @@ import pytest
 
 MIB = 1 << 20
 SHARED_MEMORY = Path("/dev/shm")
-# By what is run: where, or None for the folder that pytest makes its own in, and how much.
+# The folder, or None for pytest's own, and the size, by part of the tests.
 NEEDED: dict[str, dict[Path | None, int]] = {
     "quick": {None: 256 * MIB},
     "end to end": {None: 1024 * MIB, SHARED_MEMORY: 48 * MIB},
@@ -28,7 +28,7 @@ def skip_without(place: Path, needed_bytes: int) -> None:
 
 
 def sentence_on(place: Path, needed_bytes: int) -> str | None:
-    """What is wrong with the room at that place, and what to do; None where there is enough."""
+    """Return the fault of the disk at that place and its remedy; None if there is enough space."""
     there = place
     while not there.exists():  # pytest has not made its folder yet
         there = there.parent

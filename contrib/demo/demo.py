@@ -1,7 +1,7 @@
 """`make demo`: a node with two simulated GPUs, three jobs on it, and a look at it from every side. No GPU is needed.
 
-Everything but the hardware is real: the daemon, its socket, the processes, the events. What is told is also checked,
-and the exit status is 1 when anything does not come out as told. It leaves nothing behind.
+Everything but the hardware is real: the daemon, its socket, the processes, the events. The script checks each of its
+claims and exits with 1 if one is false. It leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ JOBS = (("vision", "gpu0", 3), ("language", "gpu0", 2), ("speech", "gpu1", 6))
 
 
 class NotAsTold(Exception):
-    """The demonstration showed something else than it told."""
+    """The demonstration did not do what its text says."""
 
 
 class Node:
@@ -190,7 +190,7 @@ def main() -> int:
         except NotAsTold as error:
             print(f"\nThe demonstration failed: {error}", file=sys.stderr)
             return 1
-        except BrokenPipeError:  # whoever read it has seen enough, as in `make demo | head`
+        except BrokenPipeError:  # the reader has seen enough, as in `make demo | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still has to write
         except KeyboardInterrupt:
             return 128 + signal.SIGINT

@@ -1,4 +1,4 @@
-"""A small process for the demonstration: it stands for a training job and waits until its standard input ends."""
+"""A small process for the demonstration: it represents a training job and waits until its standard input ends."""
 
 import sys
 

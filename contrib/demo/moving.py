@@ -1,8 +1,8 @@
 """The second part of `make demo`: a training is moved while it trains, suspended, and brought back. No GPU is needed.
 
 The GPUs are simulated and everything else is real: PyTorch trains on the CPU, and the bytes of its tensors really leave
-the process. What is told is checked: every loss is compared, bit for bit, with those of a run that nobody disturbed,
-and the exit status is 1 when anything does not come out as told.
+the process. The script checks each of its claims: it compares every loss, bit for bit, with those of an undisturbed
+run, and exits with 1 if a claim is false.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 
 class NotAsTold(Exception):
-    """The demonstration showed something else than it told."""
+    """The demonstration did not do what its text says."""
 
 
 class Node:
@@ -134,7 +134,7 @@ def tell(text: str) -> None:
 
 
 def undisturbed(node: Node, steps: int = STEPS) -> list[str]:
-    """The losses of a run that nobody disturbs."""
+    """Return the losses of an undisturbed run."""
     ran = subprocess.run(
         [sys.executable, str(TRAINING), str(steps)], env=node.environ, capture_output=True, text=True, check=True
     )

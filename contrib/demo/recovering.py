@@ -1,6 +1,6 @@
 """The fourth part of `make demo`: a training loses its GPU and its process, and makes every step all the same.
 
-No GPU is needed: it is simulated. The end of the process is real. What is told is checked as in the second part.
+No GPU is needed: it is simulated. The end of the process is real. The script checks its claims as the second part does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OPTIONS = ("--recover=0.5s", "--gpu", "gpu0", "--name", "train")
 
 
 def recovery(node: Node) -> dict[str, Any]:
-    """What is known of the recoveries of the job; nothing before it is there."""
+    """Return the daemon's record of the job's recoveries; empty before the first."""
     jobs = node.ask("recovery")["jobs"]
     return jobs[0] if jobs else {"state": "", "recoveries": []}
 

@@ -1,6 +1,7 @@
 """The third part of `make demo`: two trainings share one GPU by turns, and an urgent one gets in and out.
 
-No GPU is needed: it is simulated, with room for one of the trainings. What is told is checked as in the second part.
+No GPU is needed: it is simulated, with room for one of the trainings. The script checks its claims as the second part
+does.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from importlib.util import find_spec
 from contrib.demo.moving import PATIENCE_S, Node, NotAsTold, Training, run_tour, tell, undisturbed
 
 STEPS, URGENT_STEPS = 160, 30
-# What a training says that it needs is kept for it. It has far less, so that the demonstration takes a small machine.
+# The daemon reserves as much as a training declares. This training needs far less, so that a small machine can run the
+# demonstration.
 GPU, NEEDS = "1x8GiB", "5GiB"
 SETTINGS = '[sharing]\nslices = "on"\nmin_quantum_s = 2\n'
 

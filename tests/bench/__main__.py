@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None, benchmarks: Mapping[str, Benchmark] 
 
 
 if __name__ == "__main__":
-    # What is measured is what runs a second time: without this, a daemon whose sources are newer than their compiled
-    # form would compile them at each start, which costs it memory permanently.
+    # The benchmarks measure warm starts. Without this run, a daemon whose sources are newer than their compiled form
+    # would compile them at each start, which costs it memory permanently.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.exit(main())

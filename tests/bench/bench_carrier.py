@@ -117,7 +117,7 @@ def _spans(storages: list[Any]) -> list[tuple[int, int, int]]:
 
 def _memcpy_s(memory: Memory, spans: list[tuple[int, int, int]], *, inwards: bool) -> float:
     with Window(memory.fd, 0, memory.size_bytes) as base:
-        ctypes.memset(base, 7, COPIED_BYTES)  # so that all of it is mapped
+        ctypes.memset(base, 7, COPIED_BYTES)  # maps all of it
         return _timed_s(lambda: _memcpy(base, spans, inwards=inwards))
 
 

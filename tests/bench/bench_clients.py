@@ -23,8 +23,8 @@ WARM_UP_ROUNDS = 30  # until the allocator has found its shape
 BYTES_EACH = 16
 GROWTH_KIB = BYTES_EACH * CLIENTS / 1024
 DESCRIPTORS = CLIENTS + 100
-# The daemon returns memory when it looks at the node, every ten seconds. Python's arenas keep a part of it while an old
-# object lies in them. No later burst adds to that.
+# The daemon returns memory when it looks at the node, every ten seconds. Python's arenas keep a part of it while they
+# contain an old object. No later burst adds to that.
 CALM_S = 25.0
 
 

@@ -29,7 +29,7 @@ SCRIPT = ROOT / "contrib" / "demo" / "train.py"
 MORE_STEPS_THAN_IT_LIVES = "1000000"
 MOVES = 15
 SHOWS_UP_WITHIN_S = 60.0
-# A quarter of a second: nobody who looks at the demonstration's losses sees it stop.
+# A quarter of a second: a viewer of the demonstration's losses does not notice such a pause.
 BUDGET_MS = 250.0
 MIB = 1 << 20
 

@@ -1,7 +1,7 @@
 """How long hegmctl takes as a whole process, from its start to its end, beside an interpreter that does nothing.
 
-Everything is warm: the files are in the page cache and compiled. A ratio is the median of ratios of neighbours: what is
-compared ran within the same tenths of a second, so that a burst of somebody else's work strikes both.
+Everything is warm: the files are in the page cache and compiled. A ratio is the median of ratios of neighbours: both
+runs happen within the same tenths of a second, so that a burst of other work on the machine affects both.
 """
 
 from __future__ import annotations

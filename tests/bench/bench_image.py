@@ -1,8 +1,8 @@
 """How fast the bytes of GPUs go into an image and come back, beside what the same disk does with `dd` at that moment.
 
-A hand writes and reads as it does for the daemon. What is judged is the part of the disk's own speed that is reached,
-in the best of several runs of both, one after the other. The time until an image is whole is longer, since all of it is
-read back first. HEGM_BENCH_IMAGE_DIR names another disk.
+The same child process as in the daemon writes and reads. The benchmark judges the share of the disk's own speed, from
+the best of several alternating runs. The time until an image is whole is longer, since all of it is read back first.
+HEGM_BENCH_IMAGE_DIR names another disk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from tests.bench.report import Row
 
 SIZE_BYTES = 1 << 30
 ROUNDS = 5
-# Of what `dd` does: under it something is in the way that is not the disk. A row's budget is a most, hence the inverse.
+# As a share of `dd`'s rate: below this, something other than the disk is the limit. A row's budget is a maximum, hence
+# the inverse.
 MIN_PART = 0.8
 SELF = Rights(os.geteuid(), os.getegid())
 

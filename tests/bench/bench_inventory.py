@@ -1,7 +1,7 @@
 """What it costs the daemon to look at 8 GPUs and 2,000 processes, in CPU time of all its threads.
 
 The processes are real: children that sleep, with their own pids, pidfds, control groups and command lines, read from
-the real /proc. What is not measured is the vendor's library: the provider gives prepared snapshots, new objects each
+the real /proc. The benchmark leaves out the vendor's library: the provider gives prepared snapshots, new objects each
 time as a real one would, so NVML's own time comes on top (tests/gpu measures that on hardware). Times are CPU of this
 process by the kernel's count, over all threads; `wall` is what a caller waits.
 """

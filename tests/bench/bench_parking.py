@@ -1,4 +1,4 @@
-"""How many batches a training still begins after it was asked to stop, and how long it takes until it stands.
+"""How many batches a training still begins after the order to stop, and how long it takes to park.
 
 The order goes to a real agent over its socket, at moments that are drawn, and the script's own record of when its
 batches began says how many came between the order and the answer. None is the best there is: the batch under way is

@@ -1,4 +1,4 @@
-"""What a look at 8 GPUs and 2,000 processes costs a whole running daemon, and what it costs to tell somebody of them.
+"""The cost of a snapshot of 8 GPUs and 2,000 processes in a whole running daemon, and of a reply that lists them.
 
 The processes are real children that sleep. Requests come so far apart that each makes the daemon look again, and the
 daemon's own count of looks says how many there were. A request for all processes right after one for the GPUs shares

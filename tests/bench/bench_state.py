@@ -106,7 +106,7 @@ def _round(memory: Memory, value: dict[str, Any]) -> dict[str, float]:
 
 def _memcpy_s(memory: Memory, tensors: list[Any], *, inwards: bool) -> float:
     with Window(memory.fd, 0, memory.size_bytes) as base:
-        ctypes.memset(base, 7, COPIED_BYTES)  # so that all of it is mapped
+        ctypes.memset(base, 7, COPIED_BYTES)  # maps all of it
         return _timed_s(lambda: _memcpy(base, tensors, inwards=inwards))
 
 

@@ -1,4 +1,4 @@
-"""What turns cost on a real daemon: two trainings share a simulated GPU that has room for one.
+"""The cost of turns on a real daemon: two trainings share a simulated GPU that has room for one.
 
 Part of the benchmark `sharing`. A step waits for most of its time, as a script does whose GPU computes, and says when
 it was made. Time is lost where no step is made for longer than a usual one takes: while one trains, its pace is that of

@@ -1,4 +1,4 @@
-"""Other clients: a process that holds connections to the daemon and, if told to, asks on them now and then.
+"""Other clients: a process that holds connections to the daemon and, on demand, sends requests on them now and then.
 
     python -m tests.bench.crowd SOCKET CLIENTS REQUESTS_PER_S
 
@@ -23,7 +23,9 @@ from hegmctl.connection import Connection, connect
 
 @contextlib.contextmanager
 def crowd(socket_path: Path, clients: int, requests_per_s: float) -> Iterator[None]:
-    """So many others while the context lasts. Raises RuntimeError when they did not ask as often as they were to."""
+    """Run so many other clients while the context lasts. Raises RuntimeError if they sent fewer requests than they
+    should.
+    """
     argv = [sys.executable, "-m", __name__, str(socket_path), str(clients), str(requests_per_s)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as others:
         assert others.stdin is not None

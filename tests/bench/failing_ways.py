@@ -84,7 +84,7 @@ class Options(argparse.Namespace):
     grace_s: float
     begins_until: float
     ends_at: float
-    #: Where the Python listens that forks ranks, if there is to be one.
+    #: The socket of the Python process that forks ranks, if there is one.
     forks: Path | None = None
     #: The number of steps of a training without an earlier end.
     steps: int = STEPS
@@ -225,7 +225,7 @@ class Run:
         return next((line for line in reversed(lines) if line.startswith("hegmctl: ")), lines[-1])
 
     def end(self) -> None:
-        """Kill what is left of it."""
+        """Kill all processes that are left."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -1,4 +1,4 @@
-"""`python -m tests.bench.failures`: ways in which a training fails, each so many times, and what became of it.
+"""`python -m tests.bench.failures`: injects each kind of failure so many times and records the outcomes.
 
 Each is a training under `hegmctl run --recover`: one process, or ranks of torchrun over gloo. Cases that do nothing to
 their daemon follow each other on one.
@@ -68,7 +68,7 @@ class Table:
         return [(case, world) for case in cases for world in worlds if world >= case.least_ranks]
 
     def run(self) -> None:
-        """Run all of it, until it is done or the time is over."""
+        """Run all cases until they are done or the time is over."""
         cells = self.cells()
         with self._nodes, ThreadPoolExecutor(self.options.jobs) as pool:
             list(pool.map(self._learn, sorted({(world, self.options.place(case)) for case, world in cells})))
@@ -139,7 +139,9 @@ class Table:
                     out.write(json.dumps(row) + "\n")
 
     def text(self) -> str:
-        """Each way with what came of it by number of ranks: how often, and the median of seconds to the next step."""
+        """Return, for each kind of failure and number of ranks, the count of each outcome and the median seconds to the
+        next step.
+        """
         worlds = sorted({world for _, world in self.cells()})
         lines = ["| way | GPUs | " + " | ".join(f"{world} ranks" for world in worlds) + " |"]
         lines.append("|---" * (len(worlds) + 2) + "|")

@@ -1,4 +1,4 @@
-"""What is read off a running process, and what is made of many readings.
+"""Readings of a running process, and statistics of many readings.
 
 CPU is the kernel's own count for the whole process, threads that have ended included: the same that /proc/PID/stat
 shows as utime and stime, but in nanoseconds where that counts in hundredths of a second. Memory is summed by the kernel
@@ -26,16 +26,16 @@ _CPUCLOCK_SCHED = 2
 
 def cpu_s(pid: int) -> float:
     """CPU time that the process has used so far, in all its threads."""
-    # What clock_getcpuclockid(3) gives for a pid; Python has that function for threads only.
+    # The result of clock_getcpuclockid(3) for a pid; Python has that function for threads only.
     return time.clock_gettime((~pid << 3) | _CPUCLOCK_SCHED)
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a process has in memory.
+    """The memory of a process.
 
     `resident_bytes` counts every page it maps, `proportional_bytes` a shared page in equal parts for all who map it,
-    and `anonymous_bytes` what is backed by no file and so is nobody else's.
+    and `anonymous_bytes` pages without a file, which no other process shares.
     """
 
     resident_bytes: int

@@ -1,4 +1,4 @@
-"""What a benchmark found, and how that is shown: beside its budget, as a table for people, JSON or Markdown.
+"""The results of a benchmark beside their budgets, as a text table, JSON or Markdown.
 
 Pure: rows and a machine go in, text comes out. A figure is over when it is not known to be within its budget, so a
 figure that is not a number is over as well.
@@ -15,7 +15,7 @@ HEADINGS = ("WHAT", "FIGURE", "UNIT", "BUDGET", "")
 
 
 class Row(NamedTuple):
-    """One figure. Without a budget it is there to be known, not to be judged."""
+    """One figure. A figure without a budget is for information only."""
 
     name: str
     value: float
@@ -35,7 +35,7 @@ Results = Mapping[str, Sequence[Row]]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where and when figures were made: without it they say nothing."""
+    """The machine and the time of the figures. Figures without them mean nothing."""
 
     cpu: str
     cores: int
@@ -47,7 +47,7 @@ class Machine:
     load: str
 
     def lines(self) -> list[str]:
-        """What a person has to know to compare figures with others."""
+        """Return the lines that a reader needs to compare figures with others."""
         return [
             f"{self.cpu}, {self.cores} cores, {self.memory_bytes / (1 << 30):.0f} GiB; {self.kernel}; {self.python}",
             f"{self.taken_utc}, revision {self.revision}, load average {self.load}",

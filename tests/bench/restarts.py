@@ -228,7 +228,7 @@ class _Launched:
         return True
 
     def last_words(self) -> str:
-        """The end of what was said on standard error."""
+        """Return the end of what the process wrote to standard error."""
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         return lines[-1][:160] if lines else f"ended with {self._process.poll()}"

@@ -1,4 +1,4 @@
-"""Whether anything in the daemon grows without end: `python -m tests.bench.soak [--seconds 3600] [--out FILE]`.
+"""Checks that nothing in the daemon grows without end: `python -m tests.bench.soak [--seconds 3600] [--out FILE]`.
 
 A simulated node with one job that trains. Until the time is over it is moved and suspended again and again, while
 connections come and go, and every question is asked. Every ten seconds a line of JSON says how much memory the daemon
@@ -51,7 +51,7 @@ class Sample:
 
 
 class Soak:
-    """One daemon, one job, and what is done to them."""
+    """One daemon, one job, and the operations on them."""
 
     def __init__(self, daemon: RunningDaemon, job: Job, client: Connection) -> None:
         self._daemon, self._job, self._client = daemon, job, client
@@ -59,7 +59,7 @@ class Soak:
         self._operations = self._connections = 0
 
     def run(self, seconds: float, out: TextIO) -> list[Sample]:
-        """Continue until the time is over; a sample for every ten seconds of it."""
+        """Run until the time is over, and take a sample every ten seconds."""
         samples: list[Sample] = []
         while (at_s := time.monotonic() - self._began) < seconds:
             self._round()

@@ -51,8 +51,8 @@ SIMULATED, DRIVEN = "simulated", "driven"
 NAMELESS, NAMED = "nameless", "named"
 RESTART = "restart"
 AnyCell = RestartCell | ImageCell | RankCell
-#: Those that end daemons first: the others then find, in one daemon, whatever is left behind each time. What a driver
-#: has copied out is held by daemon and keeper alone, so both at once are no victims there.
+#: These end daemons first, so that the others find all leftovers in one daemon. Only daemon and keeper hold the bytes
+#: that a driver has copied out, so killing both at once is not a case there.
 VICTIMS_OF = {
     (SIMULATED, NAMELESS): (DAEMON, BOTH, CLIENT, KEEPER),
     (SIMULATED, NAMED): (DAEMON, *FAULTS),

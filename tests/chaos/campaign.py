@@ -65,7 +65,7 @@ class Campaign:
         self.tally = Tally()
 
     def run(self, cells: Iterable[Cell]) -> Tally:
-        """All of it, from the jobs' start to the last check."""
+        """Run the whole campaign, from the jobs' start to the last check."""
         node = self._node
         alone = _lasting(node)
         with ExitStack() as stack:

@@ -1,4 +1,5 @@
-"""What is struck when: every state of every command, at each moment that can be told apart, for each victim.
+"""The cells of the campaign: each victim is killed in every state of every command, at each moment that can be
+distinguished.
 
 Pure. A cell is one kill, or one fault. To add a victim: a name here, and in node.py or gpu_node.py where it is found.
 """
@@ -14,8 +15,8 @@ from tests.chaos.halts import BEGUN, MOMENTS, RECORDED
 MIGRATE, SUSPEND, RESUME, DRAIN = "migrate", "suspend", "resume", "drain"
 DAEMON, CLIENT, KEEPER, BOTH = "daemon", "client", "keeper", "daemon and keeper"
 VICTIMS = (DAEMON, CLIENT, KEEPER, BOTH)
-#: What is done to the worker, which lives: its agent's connection ends, ends within a frame, carries nonsense; and the
-#: whole process is stopped for a while.
+#: Faults of a living worker: its agent's connection ends, ends within a frame, or carries nonsense; or the whole
+#: process is stopped for a while.
 CUT, HALF, SPOILT, STOPPED = "cut socket", "half a frame", "nonsense", "stopped worker"
 FAULTS = (CUT, HALF, SPOILT, STOPPED)
 #: The GPU helper, on nodes that have one: killed, stopped for a while, and stopped until its daemon ends it.
@@ -31,8 +32,8 @@ STATES = {
     RESUME: ("reserving", *_COMING, "done"),
     DRAIN: (*_GOING, *_COMING, "done"),
 }
-#: Where a helper that hangs is ended by a deadline of seconds. What asks the driver for a state waits for five minutes,
-#: since a step may be running.
+#: States in which a deadline of seconds ends a hung helper. A state query of the driver has five minutes, since a
+#: driver call may be running.
 _SOON_OVER = frozenset({"reserving", "offloading", "reloading"})
 #: The same for a process without an agent, which only the driver can move.
 _STATES_BARE = {

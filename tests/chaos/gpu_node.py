@@ -42,7 +42,7 @@ class GpuNode(Node):
         super().__init__(folder, nameless=nameless, environ=environ, simulate=False)
 
     def programs(self, *, with_agent: int, without: int) -> list[Callable[[], Trainee]]:
-        """So many of each, by turns, on each GPU in turn."""
+        """Start so many programs of each kind, in turn, on each GPU."""
         kinds = [
             kind for pair in zip_longest([True] * with_agent, [False] * without) for kind in pair if kind is not None
         ]
@@ -92,7 +92,7 @@ class GpuNode(Node):
 
 
 class GpuJob:
-    """One CUDA program. Without an agent it computes all the time, with one on command."""
+    """One CUDA program. Without an agent it computes continuously; with one, on command."""
 
     def __init__(self, node: GpuNode, *, gpu: int, has_agent: bool) -> None:
         self.has_agent = has_agent

@@ -24,7 +24,7 @@ from hegmd.migration.journal import records
 RECORDED = "recorded"
 #: The same, but the daemon continues before the kill: somewhere within the effects of the state.
 BEGUN = "begun"
-#: What the state is for has been done, and the record that leaves it is not written.
+#: The work of the state is done, and the record that leaves the state is not yet written.
 UNRECORDED = "unrecorded"
 MOMENTS = (RECORDED, BEGUN, UNRECORDED)
 

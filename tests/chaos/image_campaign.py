@@ -60,7 +60,7 @@ class ImageCampaign:
         self.tally = ImageTally()
 
     def run(self, cells: Iterable[ImageCell]) -> ImageTally:
-        """All of it, to the last comparison."""
+        """Run the whole campaign, to the last comparison."""
         try:
             for cell in cells:
                 self._play(cell)
@@ -142,7 +142,7 @@ class ImageCampaign:
         return self._node.strike(cell.victim, client, job.pid)
 
     def _rested(self, cell: ImageCell, job: ImageJob, known: set[str]) -> Operation | None:
-        """The operation of that command, once it has ended or waits; None if there is none and nothing runs."""
+        """Return the operation of that command once it has ended or waits; None if there is none and nothing runs."""
         until = monotonic() + REST_LIMIT_S
         while True:
             new = [op for op in self._node.rest().values() if op.id not in known]

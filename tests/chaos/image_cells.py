@@ -20,7 +20,7 @@ VICTIMS = (DAEMON, CLIENT, CRIU, HAND, WORKER)
 
 _GOING = ("planned", "reserving", "quiescing", "measuring", "offloading", "checkpointing", "handing")
 _COMING = ("restoring", "reloading", "releasing", "verifying", "tidying")
-#: Of a restore: from the command until there is an operation.
+#: In a restore: from the command until there is an operation.
 READING = "reading"
 STATES = {
     CHECKPOINT: (*_GOING, "ending", "done"),
@@ -62,8 +62,8 @@ class ImageCell:
         return self.victim == WORKER or (self.victim == CRIU and self.command != RESTORE)
 
 
-#: Ways of their own that no draw is sure to have: the daemon with nothing of the image there yet, and with a whole one
-#: that the journal knows of; CRIU within its dump. That one is the last, since the job may end by it.
+#: Kills that a random draw may miss: the daemon before any of the image exists, and after a whole image that the
+#: journal knows of; CRIU within its dump, last, since the job may end by it.
 TELLING = (
     ImageCell(CHECKPOINT, "handing", RECORDED, DAEMON),
     ImageCell(CHECKPOINT, "ending", RECORDED, DAEMON),

@@ -1,7 +1,7 @@
 """Jobs that train until they get the command to end, each with its own numbers, whose output is read all the time.
 
-Owns the process, the thread that reads what it prints, and the comparison with an undisturbed run. What is
-done to the job meanwhile is the test's.
+Owns the process, the thread that reads what it prints, and the comparison with an undisturbed run. The test acts on the
+job meanwhile.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Trainee(Protocol):
     def descriptors(self) -> Counter[str]: ...
 
     def end(self) -> int:
-        """See that all of it is as in an undisturbed run; how many steps it has made."""
+        """Check that all output matches an undisturbed run; return the number of steps."""
 
     def __enter__(self) -> Self: ...
 

@@ -47,7 +47,7 @@ class RankCampaign:
         self.tally = RankTally()
 
     def run(self, cells: Iterable[RankCell]) -> RankTally:
-        """All of it, from the start of the other job to the last comparison."""
+        """Run the whole campaign, from the start of the other job to the last comparison."""
         node = self._node
         with Job(WITH_TORCH, 100, "gpu1", node.daemon.socket_path) as other:
             node.await_jobs([other.pid], agents=[other.pid])
@@ -220,7 +220,7 @@ class RankCampaign:
             self._leave(self._job)
 
     def _leave(self, job: RankedJob) -> None:
-        """Compare what it wrote, and see that no operation has any of it."""
+        """Compare the job's output, and check that no operation holds any of it."""
         self.tally.steps += self._undisturbed.compare(job.losses())
         job.__exit__(None, None, None)
         self._job = None

@@ -113,7 +113,7 @@ class RankImageCell(ImageCell):
         return self.victim in (RANK, LAUNCHER)
 
 
-#: Kills while there is no image yet, while it is written from a job that trains on, and while a job comes out of it.
+#: Kills while no image exists yet, while it is written from a running job, and while a job is restored from it.
 TELLING_OF_IMAGES = (
     RankImageCell(LEFT, "tidying", RECORDED, DAEMON),
     RankImageCell(CHECKPOINT, "disconnecting", RECORDED, LAUNCHER),

@@ -43,7 +43,7 @@ class RestartCampaign:
         self.tally = RestartTally()
 
     def run(self, cells: Iterable[RestartCell]) -> RestartTally:
-        """All of it, to the last check."""
+        """Run the whole campaign, to the last check."""
         try:
             for cell in cells:
                 self._play(cell)

@@ -21,8 +21,8 @@ VICTIMS = (DAEMON, SUPERVISOR, WORKER, LOADING, CLIENT, KEEPER)
 #: while there is no daemon.
 ENDING, ENDING_ALONE = "end of the training", "end without a daemon"
 
-#: The states that a restart goes through. While it is `restoring` there is no process, and then one that loads; in the
-#: `settling` after that it has said that it has the state, and is asked for its next boundary.
+#: The states of a restart. In `restoring` there is no process, and then one that loads. In `settling` the process has
+#: reported that it has the state, and gets an order to stop at its next boundary.
 STATES = (
     *("planned", "reserving", "readying", "quiescing", "measuring", "offloading", "checkpointing"),
     *("restoring", "settling", "tidying", "done"),
@@ -90,7 +90,7 @@ def _moments(victim: str, state: str) -> tuple[str, ...]:
 
 
 def few_restart_cells(seed: int, count: int) -> list[RestartCell]:
-    """So many, drawn; no victim comes a second time before each has come once."""
+    """Draw so many cells; no victim repeats before each has occurred once."""
     draw = random.Random(seed)
     by_victim = {victim: [cell for cell in every_restart_cell() if cell.victim == victim] for victim in VICTIMS}
     drawn: list[RestartCell] = []

@@ -1,4 +1,4 @@
-"""A training that is killed, leaves, and is started again, under supervisors that are killed too; and what it said.
+"""A training that is killed, exits, and is started again, under supervisors that are killed too; and its output.
 
 Owns its processes, its input and its files. All its starts append to one file, each line with the process and the step,
 so that the file shows which process made which step, and that never two trained at once.

@@ -1,4 +1,6 @@
-"""What tests of carriers share: a stub node with a process on it, the agent that shows its memory, a job on its way."""
+"""Shared parts of the carriers' tests: a stub node with a process, its agent that exports its memory, and a migrating
+job.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ class IpcAgent(ModelAgent):
         self._report(key, order, "done", **self._answer(order))
 
     def _copy(self, order: Order, fd: int) -> None:
-        """By the process's own hands, which open what this one has been given."""
+        """Copy by the process itself, which opens the memory it was given."""
         for span in unpacked_spans(order.spans or b""):
             self.copied.append((str(order.direction), span[0]))
             words = " ".join(map(str, span))
@@ -95,7 +97,7 @@ class IpcAgent(ModelAgent):
 
 @dataclass
 class Rig:
-    """What carriers are made of, on a stub node with one process on its first GPU."""
+    """The parts for carriers, on a stub node with one process on its first GPU."""
 
     link: Link
     gpus: Gpus

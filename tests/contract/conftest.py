@@ -1,4 +1,4 @@
-"""What the contract tests of several modules share: nodes with GPUs behind the stubs of the vendors' libraries."""
+"""Shared fixtures of the contract tests: nodes with GPUs behind the stubs of the vendors' libraries."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def rocm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def scenario(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scenario:
-    """What the stub answers: two MI300X with one XGMI link between them."""
+    """The stub's node: two MI300X with one XGMI link between them."""
     scenario = Scenario.of_mi300x(tmp_path / "scenario", 2)
     scenario.link_all()
     scenario.write()

@@ -38,7 +38,7 @@ QUESTIONS = 20
 
 @dataclass
 class DriverProcess:
-    """What carriers and methods are made of."""
+    """The process that carriers and methods act on."""
 
     node: CudaNode
     link: Link
@@ -85,7 +85,7 @@ async def driven(
 
 @dataclass
 class Rig:
-    """One process that is moved, another on the GPU that it goes to."""
+    """One process that is moved, and another on the target GPU."""
 
     node: CudaNode
     link: Link
@@ -126,7 +126,7 @@ class Rig:
 
 @dataclass
 class Parts:
-    """What a rig is put together from, by the test's own task: a task group ends where it began."""
+    """The parts of a rig. The test's own task builds them: a task group ends in the task where it began."""
 
     node: CudaNode
     scenario: NvmlScenario

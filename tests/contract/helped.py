@@ -54,7 +54,7 @@ class Owner:
         return [bytes.fromhex(text) for text in self.ask("handles").split()[1:]]
 
     def free_bytes(self) -> int:
-        """What is free on its GPU."""
+        """Return the free bytes of its GPU."""
         return int(self.ask("info").split()[1])
 
     def come_back(self) -> None:

@@ -1,4 +1,4 @@
-"""One of two ranks with NCCL groups, over the stub library and a stand-in for PyTorch: FOLDER RANK LIBRARY.
+"""One of two ranks with NCCL groups, over the stub library and a stub of PyTorch: FOLDER RANK LIBRARY.
 
 Its groups are suspended and resumed; then one rank's NCCL fails, and all get new backends. PyTorch's groups and stores
 are replaced here by doubles; the agent's code is the real one. Ends with 0 once all checks of the rank have passed.

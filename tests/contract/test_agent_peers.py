@@ -1,7 +1,7 @@
-"""An agent parts the GPUs of its process, over the stub driver: its own calls, and a stand-in for PyTorch.
+"""An agent disables peer access between its process's GPUs: over the stub driver and a stub of PyTorch.
 
-What PyTorch really does at its first copy between two GPUs was seen on real ones; here it asks for access as it does,
-and says how often.
+The stub requests peer access as PyTorch does on real GPUs at its first copy between two of them, and counts its
+requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from tests.patience import HANG_S
 from tests.stubs.cuda.node import CudaNode
 
 ROOT = Path(__file__).parents[2]
-# A process on two GPUs that reach one another, with the stand-in for PyTorch. What the test adds says what it sees.
+# A process on two GPUs that have access to each other, with a stub of PyTorch. The test appends code that prints what
+# it sees.
 SCRIPT = """
 import sys, types
 from tests.stubs.cuda.program import Program, cuda
@@ -67,7 +68,7 @@ peers = Peers()
 
 
 def printed(node: CudaNode, script: str) -> list[str]:
-    """What a process of that node prints."""
+    """Return what a process on that node prints."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "client"), *filter(None, sys.path)])
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT + script],

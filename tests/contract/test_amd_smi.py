@@ -1,6 +1,7 @@
-"""AMD GPUs by the true Python binding of AMD SMI over a stub library: what a healthy node says, and how it is told on.
+"""AMD GPUs by the true Python binding of AMD SMI over a stub library: the readings of a healthy node, and their
+records.
 
-What goes wrong is in test_amd_faults.py; other versions of library and binding are in test_amd_versions.py.
+Faults are in test_amd_faults.py; other versions of library and binding are in test_amd_versions.py.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def test_everything_that_the_library_reports_is_shown(take_snapshot: Look) -> No
 
 
 def test_both_sources_report_the_same_about_the_same_gpus(take_snapshot: Look, kernel: FakeSys) -> None:
-    """So that a library which breaks does not make new GPUs of the old ones."""
+    """Otherwise a failing library would turn the old GPUs into new ones."""
     files = Kfd(kernel.root)
     by_kernel = records_of(files.facts(files.gpus()), "6.14.14")
     for ours, theirs in zip(take_snapshot().gpus, by_kernel, strict=True):

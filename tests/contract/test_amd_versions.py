@@ -50,7 +50,9 @@ json.dump([told, " ".join(said)], sys.stderr)
 def in_a_process(
     kernel: FakeSys, rocm: Path, scenario: Scenario, *, python_path: str = ""
 ) -> tuple[list[list[object]], str]:
-    """What a fresh process is told, twice, and what it logs; it must write nothing to stdout, and warn of nothing."""
+    """Return what a fresh process reads, twice, and what it logs. It must write nothing to stdout, and issue no
+    warning.
+    """
     environment = {"ROCM_PATH": str(rocm), "PYTHONPATH": f"{python_path}:{REPO}", **scenario.environment()}
     command = [sys.executable, "-W", "error", "-c", LOOK, str(kernel.root), str(rocm)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=HANG_S)

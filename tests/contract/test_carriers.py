@@ -1,6 +1,6 @@
 """The carriers, each held to one contract: over the stub driver where the helper copies, over real memory elsewhere.
 
-A contract that nobody can break proves nothing, so each of its promises is broken once as well.
+A contract that cannot fail proves nothing, so a broken carrier violates each of its promises once.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class ReleasesMemoryTooEarly(WorkerCarrier):
 
 
 class AllocatesWithoutReservation(WorkerCarrier):
-    """Has storages made where nobody sees to their room."""
+    """Allocates storages without a reservation."""
 
     async def reload(self, subject: MigratedProcess, on_progress: Progress, making: Making) -> int:
         return await super().reload(subject, on_progress, lambda: nullcontext(lambda: False))

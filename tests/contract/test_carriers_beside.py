@@ -1,8 +1,8 @@
-"""The host carrier by way of video memory: beside the driver's steps, and whatever is killed on the way.
+"""The host carrier through GPU staging memory: concurrent with the driver's calls, and with kills on the way.
 
-That bytes are read from one place and not from another is proven by spoiling the other one.
+Tests prove where bytes are read from by corrupting the other copy.
 
-Longer than 400 lines because who may read which memory is one account, told from one job taken out and put back.
+Longer than 400 lines because all tests follow one job through offload and reload.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ async def test_a_preparation_ahead_and_the_resume_share_one_copy_session(moving:
 
 @pytest.mark.thorough
 async def test_a_suspension_waited_for_the_helpers_contexts_after_the_driver_was_done(moving: Moving) -> None:
-    """They go beside its step. One that goes home again soon, as with an image that is made of it, keeps them."""
+    """The contexts are released during the driver's call. A job that returns soon, as with an image, keeps them."""
     async with moving() as job:
         for keeps_room in (True, False):
             await job.take_out()
@@ -100,7 +100,7 @@ async def test_a_suspension_waited_for_the_helpers_contexts_after_the_driver_was
 
 
 class HelperKeepsProcess(HostCarrier):
-    """The helper does not let go of a process as long as that is so."""
+    """The helper does not release a process while this is set."""
 
     clings = False
     refused = 0
@@ -396,7 +396,7 @@ def _performer(job: CarriedProcess, books: type[Books] = Books) -> EffectExecuto
 
 
 class SilentDriver(Books):
-    """Where the driver says nothing of it."""
+    """A driver that does not report a restore in progress."""
 
     async def verify(self, subject: MigratedProcess) -> None:
         raise Refused("nothing can be seen", "ask again")
@@ -466,9 +466,8 @@ async def test_an_untrusted_location_record_does_not_matter_once_the_bytes_are_r
 async def test_recovery_copies_staged_bytes_of_a_checkpointed_process_to_the_pool(
     moving: Moving, is_copied: bool
 ) -> None:
-    """A daemon was killed while bytes passed, and to the next the job was suspended: off its GPU, which was full.
-
-    Or all had passed, and the memory had not been given back: it was the store's, and no mark told of it.
+    """A daemon was killed during the copy, and the next one found the job suspended: off its GPU, which was full. Or
+    the copy was complete, and the descriptor store still held the staging memory without a location record.
     """
     async with moving() as job:
         await job.take_out()

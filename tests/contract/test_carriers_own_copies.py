@@ -1,6 +1,6 @@
 """The process copies itself what the helper cannot copy: every carrier brings every storage back, whatever fails.
 
-Over the stub driver, which lets nobody open memory that it has restored, as the real one does (800, 580.159.04).
+Over the stub driver, which lets no process open memory that it has restored, as the real one does (800, 580.159.04).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ SOME_BYTES = 8 * MIB
 
 @pytest.mark.thorough
 async def test_memory_that_was_taken_in_time_was_used_when_others_had_taken_the_rest(moving: Moving) -> None:
-    """It was looked at when it was taken; a minute later there was nothing left for anybody, and nobody looked."""
+    """The free memory was checked at reservation only; a minute later it was gone, and no check noticed."""
     async with moving() as job:
         await job.carrier.reserve(job.subject, SIZE_BYTES)
         assert job.held() == {staging_out_owner(job.subject)}
@@ -77,7 +77,7 @@ async def test_optional_copies_are_freed_before_a_request_is_refused(moving: Mov
 
 
 async def _given_back(job: CarriedProcess, size_bytes: int) -> None:
-    """By the others; it shows once the helper has closed its own descriptors of it, too."""
+    """Wait until the others have freed it; visible once the helper has closed its descriptors of it."""
     await job.rig.memory.release(OTHERS, job.node.uuids[0])
     while job.rig.owner.free_bytes() < size_bytes:
         await job.rig.link.call("devices", deadline_s=20)
@@ -140,7 +140,7 @@ class NeverEnoughMemory(SimulatedMethod):
 @pytest.mark.thorough
 @pytest.mark.parametrize("ever", [False, True])
 async def test_a_restore_without_memory_gets_that_of_the_staging_copy(moving: Moving, ever: bool) -> None:
-    """The job got the message that there is none, and turned back, when its own copy had taken it."""
+    """The job reported that memory is missing, and rolled back, although its own staging copy held that memory."""
     async with moving() as job:
         await job.suspend()
         await job.carrier.prepare(job.off)
@@ -172,9 +172,8 @@ async def _restored(performer: EffectExecutor, job: CarriedProcess) -> Event:
 
 @pytest.mark.thorough
 async def test_an_adoption_that_was_cut_off_left_bytes_that_were_refused_ever_after(moving: Moving) -> None:
-    """Whoever had adopted the job was killed before it had brought its bytes to the pool.
-
-    Their piece was the new operation's by then, its mark named the old one's memory, and nobody knew of both any more.
+    """A daemon was killed between adopting the job and moving its bytes to the pool. The segment then belonged to the
+    new operation, its record named the old one's memory, and neither was found again.
     """
     async with moving() as job:
         await job.take_out()

@@ -2,7 +2,7 @@
 
 The ranks run real PyTorch on gloo, which the agent handles by the calls that it has for NCCL. What they do and check is
 in `grouped`: DDP, FSDP2, a device mesh, `new_group`, functional collectives, a rank that does not come, pending work.
-Suspending is tried over a stub of NCCL, with a stand-in for PyTorch's part (`suspended`).
+Suspending is tried over a stub of NCCL, with a stub of PyTorch's part (`suspended`).
 """
 
 from __future__ import annotations

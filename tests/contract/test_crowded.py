@@ -1,7 +1,7 @@
-"""Calls of the driver that find no memory for themselves, on GPUs that somebody else has filled meanwhile.
+"""Driver calls that lack memory for themselves, on GPUs that another program has filled meanwhile.
 
-On two H200 a program took all that was free beside a job that was away: no stream was to be had for bringing its bytes
-back, so that it stayed suspended until somebody resumed it, and it could not be taken off that GPU again.
+On two H200, a program took all free memory while a job was suspended. The driver could not create a stream to copy the
+job's bytes back, so the job stayed suspended until its operator resumed it, and could not leave that GPU again.
 """
 
 from __future__ import annotations

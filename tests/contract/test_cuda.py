@@ -24,7 +24,7 @@ ROW_S = HANG_S
 
 @pytest.fixture
 def folder(socket_dir: Path) -> Path:
-    """Where other users get to, too: one row calls as another user."""
+    """A directory that other users can enter: one row calls as another user."""
     socket_dir.chmod(0o755)
     return socket_dir
 
@@ -50,7 +50,7 @@ def test_the_stub_keeps_the_drivers_contract(name: str, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-# What stands for a driver that breaks the contract, by the row that has to notice.
+# A driver that breaks the contract, by the row that has to notice.
 BROKEN = {
     "states_follow_each_other_and_a_restore_ends_locked": "error step:unlock 401",
     "the_wrong_order_changes_nothing": "error step:unlock 999",

@@ -38,7 +38,7 @@ def node(tmp_path: Path) -> CudaNode:
 
 
 def run(code: str, node: CudaNode | None, **environment: str) -> str:
-    """What the code prints, on that node or on a machine without a driver."""
+    """Return what the code prints, on that node or on a machine without a driver."""
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPO), str(REPO / "client")]), **environment}
     if node is not None:
         variables |= node.environment() | node.nvml(node.folder / "nvml-scenario").environment() | environment
@@ -130,7 +130,9 @@ def test_invalid_arguments_never_reach_the_driver(node: CudaNode) -> None:
 
 @pytest.mark.thorough
 def test_no_process_is_queried_before_the_driver_is_initialised(node: CudaNode) -> None:
-    """Error 3 from every call of one measurement; none in another, with NVML open beside it. Nobody leans on either."""
+    """One measurement gave error 3 from every call; another, with NVML open in the process, gave none. The code relies
+    on neither.
+    """
     printed = run(
         """
         with DriverRig() as rig:

@@ -1,4 +1,4 @@
-"""Calls of the driver that come to nothing: told apart from slow ones, left alone, and seen to afterwards."""
+"""Driver calls that never return: distinguished from slow ones, left alone, and completed afterwards."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hegmd.migration.methods.progress_probe import ProgressLimits
 from tests.contract.driven import REST_BYTES, Parts, Rig, rigged, standing_in
 from tests.patience import HANG_S
 
-# Whoever is seen stopped twice in a row is; and with the other nobody waits for what does not move, but for calls that
-# a busy machine is slow to begin.
+# A process that is seen stopped twice in a row counts as stopped. No caller waits for the other one, except for calls
+# that a busy machine is slow to begin.
 HASTY = ProgressLimits(look_s=0.02, stopped_s=0.02)
 IMPATIENT = ProgressLimits(look_s=0.02, floor_s=1.0, times=0.0, quiet_s=1.0)
 SOON_S = HANG_S
 
 
 async def _is_left(rig: Rig, caplog: pytest.LogCaptureFixture, why: str) -> None:
-    """Somebody has given up a call for that reason."""
+    """Check that a call was given up for that reason."""
     with anyio.fail_after(SOON_S):
         while why not in caplog.text:
             await rig.state(rig.other)
@@ -80,7 +80,7 @@ async def test_a_checkpoint_given_up_without_progress_succeeds_if_it_ends_later(
 async def test_paused_processes_stay_paused_while_a_stopped_restore_continues(
     parts: Parts, gate: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """How it stood was not asked of one that is stopped, and that was mistaken for its being over."""
+    """A stopped process was not queried, and the missing state was mistaken for a finished restore."""
     async with rigged(parts, HASTY) as rig:
         off = await rig.take_off()
 

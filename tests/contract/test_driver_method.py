@@ -1,6 +1,6 @@
-"""The moment of a restore by the driver, over its stub: whoever else is on that GPU, and whoever is cut off in it.
+"""The moment of a restore by the driver, over its stub: other processes on that GPU, and interrupted restores.
 
-Longer than 400 lines because room is told of from before the restore until the job continues.
+Longer than 400 lines because all tests follow a reservation from before the restore until the job resumes.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ async def test_ranks_that_take_one_anothers_gpu_reserve_it_when_they_have_left(p
 
 @pytest.mark.thorough
 async def test_with_plenty_free_other_processes_are_paused_too_during_the_handover(parts: Parts, gate: Path) -> None:
-    """Once nobody was held still with 2 GiB free, and a neighbour took 6 GiB between the look and the call."""
+    """Once no process was paused with 2 GiB free, and another process took 6 GiB between the check and the call."""
     async with rigged(parts) as rig:
         off = await rig.take_off()
         async with anyio.create_task_group() as tasks:
@@ -197,7 +197,7 @@ async def test_a_job_does_not_stay_parked_for_repeated_inspections(
 
 
 def _driver_calls(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the driver was asked of the process since the last time."""
+    """Return the driver calls on the process since the last time."""
     calls = [
         record.getMessage().split()[0]
         for record in caplog.records
@@ -222,7 +222,7 @@ async def test_a_process_in_the_drivers_failed_state_is_not_waited_for(parts: Pa
 async def test_a_process_of_another_node_is_restored_on_the_requested_gpu_by_a_map_of_all(
     parts: Parts, own: int, gpu: str
 ) -> None:
-    """Once it was given no map where its GPU is not on this node. What the driver makes of it is not measured yet."""
+    """Once the method passed no map if the process's GPU is not on this node. Its answer is not measured."""
     async with rigged(parts) as rig:
         if own:
             rig.moved.close()
@@ -318,7 +318,7 @@ async def test_storages_are_allocated_beside_their_reservation_if_memory_is_free
 async def test_a_job_does_not_stay_parked_for_the_release_of_its_reservation_if_memory_is_plentiful(
     parts: Parts,
 ) -> None:
-    """That takes the driver 0.5 ms for each GiB. One that does not go on at once is given nothing to keep."""
+    """The driver needs 0.5 ms per GiB for that. A job that does not resume at once gets no reservation to keep."""
     async with rigged(parts) as rig:
         for goes_on in (True, False):
             mine = replace(await _with_room_for_storages(rig), goes_on=goes_on)
@@ -349,7 +349,7 @@ async def test_the_room_of_a_job_that_trained_on_was_held_until_nvml_showed_it(p
 
 @pytest.mark.thorough
 async def test_a_resumed_jobs_reservations_are_released_although_its_state_is_unknown(parts: Parts) -> None:
-    """The helper was killed in that moment; its room was nobody's until the daemon ended."""
+    """The helper was killed at that moment, and no operation owned the reservation until the daemon ended."""
     async with rigged(parts) as rig:
         mine = replace(await _with_room_for_storages(rig), goes_on=True)
         async with rig.method.storage_allocation(mine) as made:
@@ -377,7 +377,7 @@ async def test_a_reservation_that_fits_only_once_is_released_before_the_job_resu
 async def test_storages_that_were_not_allocated_get_their_reservation_at_the_next_attempt(
     parts: Parts, how: str
 ) -> None:
-    """It is never let go of for nothing, and nobody waits for what is free besides a second time."""
+    """The method does not release it, and does not wait for free memory a second time."""
     async with rigged(parts) as rig:
         mine = await _with_room_for_storages(rig)
         with contextlib.suppress(OutOfMemory), anyio.CancelScope() as scope:
@@ -395,7 +395,7 @@ async def test_storages_that_were_not_allocated_get_their_reservation_at_the_nex
 
 @pytest.mark.thorough
 async def test_a_neighbour_that_takes_all_it_can_meanwhile_costs_an_attempt_and_no_room(parts: Parts) -> None:
-    """It begins after the look, from the moment on in which nobody holds it still."""
+    """The other process starts to allocate after the check, when it is no longer paused."""
     async with rigged(parts) as rig:
         mine = await _with_room_for_storages(rig)
         attempts = 0
@@ -428,7 +428,9 @@ async def test_a_process_that_has_grown_is_left_alone_until_that_is_written_down
 
 @pytest.mark.thorough
 async def test_a_status_request_shows_a_checkpoint_that_waits_for_its_turn(parts: Parts) -> None:
-    """Once it was found to run, so that its operation ended, and then it was taken off with nobody to bring it back."""
+    """Once the process was found running, so that its operation ended; then the waiting checkpoint took it off its GPU,
+    and no operation brought it back.
+    """
     async with (
         rigged(parts) as rig,
         anyio.create_task_group() as tasks,
@@ -452,7 +454,7 @@ async def test_a_process_with_a_reused_pid_is_not_touched(parts: Parts) -> None:
 
 @pytest.mark.thorough
 async def test_a_process_that_could_not_be_unlocked_is_tried_again_until_it_runs(parts: Parts) -> None:
-    """Once one failure left it standing until the daemon was started again."""
+    """Once a single failure left the process locked until the next start of the daemon."""
     async with rigged(parts) as rig:
         rig.node.order(f"error cuCheckpointProcessUnlock@{rig.moved.pid} 999")
         who = rig.subject.owner_key
@@ -470,7 +472,7 @@ async def test_a_process_that_could_not_be_unlocked_is_tried_again_until_it_runs
 
 @pytest.mark.thorough
 async def test_the_next_daemon_keeps_processes_paused_during_a_restore_in_progress(parts: Parts, gate: Path) -> None:
-    """The daemon before was killed in the middle of it; the driver continues, and takes its room as it goes."""
+    """The previous daemon was killed during the restore; the driver continues, and allocates as it goes."""
     async with rigged(parts) as rig:
         off = await rig.take_off()
         other = rig.other.pid, start_ticks(rig.other.pid)

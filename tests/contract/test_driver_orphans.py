@@ -1,4 +1,6 @@
-"""Whom the driver has and nobody else knows of, asked over the stub: whose it is, and that it is still that one."""
+"""Processes that the driver has checkpointed and no operation owns, over the stub: whose they are, and whether the pid
+is still the same process.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ async def looking(cuda: CudaNode, node: Node, folder: Path, *taken: int) -> Asyn
 
 
 async def off(cuda: CudaNode, owner: Owner) -> None:
-    """Somebody checkpoints it, and is gone."""
+    """Checkpoint it from a process that then exits."""
     async with linked(cuda) as link:
         await ask(link, "lock", pid=owner.pid, timeout_s=1)
         await ask(link, "checkpoint", pid=owner.pid)

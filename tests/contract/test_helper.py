@@ -70,7 +70,7 @@ async def test_a_process_goes_through_all_states_and_comes_back(node: CudaNode, 
 async def test_a_helper_killed_in_the_middle_of_a_checkpoint_leaves_the_process_to_finish_it(
     node: CudaNode, owner: Owner, tmp_path: Path
 ) -> None:
-    """The next one is told the truth: a state query waits for the step that is under way."""
+    """The next helper gets the true state: a state query waits for the call in progress."""
     fifo = tmp_path / "step"
     os.mkfifo(fifo)
     node.order(f"hold step:checkpoint {fifo}")
@@ -245,7 +245,8 @@ async def test_a_move_in_rounds_gives_the_memory_back_as_it_goes(node: CudaNode,
             await carry(link, here, "in", owner, first)
             before_bytes = watcher.free_bytes()
             assert (await ask(link, "detach-video", lane="7", pieces=0))["detached_bytes"] == 0
-            # The second storage starts within the first piece, so all of it has to be in before that goes.
+            # The second storage starts within the first segment, so all of it has to be copied before that segment is
+            # freed.
             await carry(link, here, "in", owner, second[:1])
             assert (await ask(link, "detach-video", lane="7", pieces=1))["detached_bytes"] == 4 * MIB
             os.close(fds[0])

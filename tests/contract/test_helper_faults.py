@@ -1,4 +1,4 @@
-"""What is left when the driver fails under the helper: nothing open, nothing mapped, the bytes where they were."""
+"""The state after a driver failure under the helper: nothing open, nothing mapped, the bytes unchanged."""
 
 from __future__ import annotations
 

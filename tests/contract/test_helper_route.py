@@ -46,7 +46,7 @@ async def test_out_and_back_and_nothing_left(node: CudaNode, owner: Owner) -> No
 
 @pytest.mark.thorough
 async def test_a_copy_session_whose_helper_was_replaced_is_lost_and_not_unknown(node: CudaNode, owner: Owner) -> None:
-    """The next helper knows no lane of that name; told as a refusal, it would have looked like a mistake of ours."""
+    """The next helper knows no session of that name. A refusal would look like a mistake of ours."""
     here = node.uuids[0]
     with Descriptors([os.memfd_create("pool")]) as pool:
         os.ftruncate(pool.view()[0], SIZE_BYTES)

@@ -1,4 +1,4 @@
-"""Others on a GPU, held still for a moment: over the stub driver, with processes that really stand."""
+"""Other processes on a GPU, paused for a moment: over the stub driver, with processes that really stop."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ async def test_with_pauses_disabled_no_process_is_paused(node: CudaNode, owner: 
 async def test_a_paused_process_that_is_stopped_does_not_end_the_helper_of_others(
     node: CudaNode, owner: Owner, other: Owner, tmp_path: Path
 ) -> None:
-    """How it stood was asked once a second, and each question ended the helper after ten."""
+    """The state was queried once a second, and each query ended the helper after ten."""
     async with linked(node) as link, anyio.create_task_group() as tasks:
         other_processes = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=is_stopped)
         tasks.start_soon(other_processes.run)

@@ -1,6 +1,6 @@
-"""NVIDIA's provider over the stub library and the true binding: what a healthy node says, and how it is told on.
+"""NVIDIA's provider over the stub library and the true binding: the readings of a healthy node, and their records.
 
-What goes wrong is in test_nvidia_faults.py; other versions of driver and library are in test_nvidia_versions.py.
+Faults are in test_nvidia_faults.py; other versions of driver and library are in test_nvidia_versions.py.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ def test_memory_that_the_driver_does_not_report_is_unknown_and_not_0(
         "0 compute 11 N/A",
         f"0 graphics 11 {GIB}",
         "0 compute 12 0",
-        "0 compute 0 4096",  # no pid: nobody to tell of
+        "0 compute 0 4096",  # no pid: no process to report
     ]
     node.scenario.write()
     assert shares(provider) == {

@@ -65,7 +65,7 @@ def provider(node: NvidiaNode) -> Iterator[NvidiaProvider]:
 
 
 def unknowns(gpu: Gpu) -> set[str]:
-    """What the record, with its health, does not know."""
+    """Return the names of the fields that the record, with its health, does not know."""
     return {name for name, value in {**gpu.to_plain(), **gpu.health.to_plain()}.items() if value is None}
 
 

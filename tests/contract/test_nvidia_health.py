@@ -1,4 +1,4 @@
-"""What NVIDIA's provider makes of errors that a GPU counts and reports, over the stub library."""
+"""Health that NVIDIA's provider derives from errors that a GPU counts and reports, over the stub library."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_corrected_errors_that_rise_make_a_gpu_failing_and_old_ones_do_not(
 
 
 def test_a_gpu_that_was_reset_is_healthy_again(node: NvidiaNode, provider: NvidiaProvider) -> None:
-    """It was lost and answers, or its counters started over; how many XIDs there were is still told."""
+    """It was lost and answers again, or its counters restarted; the record still has the number of XIDs."""
     node.scenario.gpus[0] |= {"ecc_uncorrected": 1}
     node.scenario.order("xid 1 0 48", "xid 2 1 79")
     assert [gpu.health.condition for gpu in provider.snapshot().gpus] == ["failing", "gone"]

@@ -25,7 +25,7 @@ from tests.stubs.nvml.scenario import MIB, h200, uuid
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROCESS_LISTS_V3 = [f"nvmlDeviceGet{kind}RunningProcesses_v3" for kind in ("Compute", "Graphics", "MPSCompute")]
 PROCESS_LISTS_V2 = [name.replace("_v3", "_v2") for name in PROCESS_LISTS_V3]
-# What came after driver 470, which is the oldest that is of any interest here.
+# Functions that came after driver 470, the oldest one supported.
 SINCE_470 = [
     *PROCESS_LISTS_V3,
     "nvmlDeviceGetMemoryInfo_v2",

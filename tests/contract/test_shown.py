@@ -53,7 +53,7 @@ class Job:
                 cuda.caching_allocator_delete(block)
 
         step()
-        self.segments = cuda_state.Segments(self.torch)  # as it is found when it stands
+        self.segments = cuda_state.Segments(self.torch)  # its state on arrival, while it is parked
         self.shown = ipc_storages.IpcStorages(self.storages, list(SIZES), self.segments)
         return step
 
@@ -65,7 +65,7 @@ class Job:
         self.shown.fill(0, len(SIZES))
 
     def hoard(self, but_for_bytes: int = 0) -> None:
-        """Somebody has all video memory that is free, but for so much."""
+        """Have another process take all free video memory, except so much."""
         size_bytes, address = 1 << 33, ctypes.c_uint64()
         while size_bytes >= MIB:
             is_there = self.free_bytes - size_bytes >= but_for_bytes
@@ -276,7 +276,9 @@ def has_what_lay_between_its_storages_on_their_streams(_state: Path) -> None:
 
 
 def takes_what_it_had_cached_with_the_first_round_and_puts_no_storage_there(_state: Path) -> None:
-    """The room that is held goes over with the first round; what is free by the last one may be somebody else's."""
+    """The reservation passes to the process in the first round; memory that is free by the last round may belong to
+    another process.
+    """
     job = Job()
     takes = job.cache(64 * MIB)
     before_bytes = job.torch.cuda.memory_reserved(0)
@@ -388,7 +390,7 @@ def _carried_through_a_ring(state: Path) -> None:
 
 
 def knows_what_is_out_where_giving_back_what_was_cached_fails(state: Path) -> None:
-    """The storages were freed, the order failed, and nobody knew that they were out."""
+    """The storages were freed, the order failed, and no record said that they were offloaded."""
     job = Job()
     job.cache(64 * MIB)
     with (state.parent / "pool").open("w+b") as pool:
@@ -404,7 +406,7 @@ def knows_what_is_out_where_giving_back_what_was_cached_fails(state: Path) -> No
 
 
 def takes_what_was_cached_in_one_piece_where_its_allocator_says_nothing_any_more(_state: Path) -> None:
-    """All that was to be told then came as an error, after the storages were freed."""
+    """A survey then failed with an error after the storages were freed."""
     job = Job()
     job.cache(64 * MIB, 32 * MIB)
     before_bytes = job.torch.cuda.memory_reserved(0)
@@ -414,7 +416,7 @@ def takes_what_was_cached_in_one_piece_where_its_allocator_says_nothing_any_more
 
 
 def copies_itself_what_lies_beside_memory_that_stays(state: Path) -> None:
-    """Issue 14, row 1: cuDNN keeps something in a segment, so storages come back into memory that nobody can open."""
+    """Issue 14, row 1: cuDNN has memory in a segment, so storages return into memory that no process can open."""
     job = Job()
     unseen = job.torch.cuda.caching_allocator_alloc(3 * MIB, device=0, stream=14)
     segments, showable = cuda_state.Segments(job.torch), cuda_state.ExportableSegments()

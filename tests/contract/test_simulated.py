@@ -1,4 +1,4 @@
-"""The pretend GPUs: memory is never over-committed, faults come and go, and a hang hangs nobody else."""
+"""Simulated GPUs: memory is never over-committed, faults come and go, and a hang blocks no other caller."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_unmeasured_values_are_unknown() -> None:
     gpu = opened().snapshot().gpus[0]
     unknown = (gpu.utilisation_percent, gpu.temperature_celsius, gpu.power_watts, gpu.mig, gpu.health.ecc_corrected)
     assert unknown == (None,) * 5
-    assert gpu.memory_used_bytes == 0  # known: nobody holds anything
+    assert gpu.memory_used_bytes == 0  # known: no process holds anything
 
 
 def test_a_hold_is_shown_until_its_owner_releases_it() -> None:
@@ -211,7 +211,7 @@ def test_unknown_memory_is_unknown_and_not_zero() -> None:
     snapshot = provider.snapshot()
     assert (snapshot.gpus[0].memory_used_bytes, snapshot.gpus[0].memory_free_bytes) == (None, None)
     assert shares(snapshot) == {(71, "gpu0"): None}
-    with pytest.raises(Refused):  # that it is not told does not make it free
+    with pytest.raises(Refused):  # memory that is not reported is not free
         provider.hold("d", 72, "gpu0", 8 * GIB)
 
 

@@ -28,7 +28,7 @@ SIZES = (700, 4096, 8 * (1 << 20) + 4099, 21 * (1 << 20))
 
 
 class Tensor:
-    """What of a tensor is looked at where bytes are all there is to it."""
+    """The parts of a tensor that the code reads when only bytes matter."""
 
     dtype = "uint8"
 
@@ -146,7 +146,7 @@ def copies_where_no_stream_can_be_had(state: Path) -> None:
 
 
 def puts_many_small_pieces_in_one_slot(state: Path) -> None:
-    """One wait for the GPU for all that fit: a thousand of them took a thousand waits."""
+    """One wait for the GPU for all tensors that fit into a slot: a thousand of them needed a thousand waits."""
     torch = _job()
     storage = torch.Storage(bytes(1 << 20))
     raws = [(storage, storage.data_ptr() + 700 * number, 700, "cuda:0") for number in range(1000)]

@@ -1,4 +1,4 @@
-"""What tests of whole jobs have in common."""
+"""Shared fixtures of the tests of whole jobs."""
 
 from __future__ import annotations
 

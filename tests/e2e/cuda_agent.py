@@ -186,7 +186,7 @@ class Agent:
         return {}
 
     def part(self, _: Order) -> dict[str, Any]:
-        """By the real agent's own calls of the driver."""
+        """Disable peer access by the real agent's own driver calls."""
         assert self.parked
         access = PeerAccess()
         pairs = [(device, other) for device in access.devices() for other in access.devices() if device != other]
@@ -292,7 +292,7 @@ class Agent:
             self.cached = [address.value]
 
     def keep(self, size_mib: str) -> str:
-        """From now on hold so much besides the pieces; what is had of it, which the next step needs."""
+        """Hold so much memory besides the pieces from now on; return the allocated size. The next step needs it."""
         self.cached_bytes = int(size_mib) * MIB
         self.take_cache()
         self.facts["reserved_bytes"] = sum(self.sizes) + self.cached_bytes

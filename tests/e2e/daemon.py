@@ -55,14 +55,15 @@ class RunningDaemon:
         self._give_back_memory()
 
     def _give_back_memory(self) -> None:
-        """What is suspended outlives its daemon on purpose; the next one on this state directory, which never comes,
-        would find it."""
+        """Free the memory of suspended jobs, which outlives its daemon on purpose: no next daemon on this state
+        directory will find it.
+        """
         with contextlib.suppress(FileNotFoundError):
             identity = (self.folder / "state" / "identity").read_text()[:16]
             shutil.rmtree(f"/dev/shm/hegmd-{os.geteuid()}-{identity}")
 
     def command(self) -> list[str]:
-        """What is run; with two simulated GPUs of 8 GiB unless others were asked for."""
+        """Return the daemon's command; with two simulated GPUs of 8 GiB by default."""
         gpus = ("--simulate", "2x8GiB") if self._simulate else ()
         paths = ("--socket", str(self.socket_path), "--state-dir", str(self.folder / "state"))
         return [sys.executable, "-m", "hegmd", *paths, *gpus, *self._arguments]
@@ -101,13 +102,13 @@ class RunningDaemon:
                 raise RuntimeError(f"hegmd did not come up: {self.log_text()}")
 
     def read_notices(self) -> None:
-        """Take what it told its service manager since, as a service manager does: the queue holds few datagrams."""
+        """Read the notifications since the last call, as a service manager does: the queue holds few datagrams."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 self._notify.recv(4096, socket.MSG_DONTWAIT)
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """End it, kindly unless told otherwise; its exit status."""
+        """End the daemon, by SIGTERM unless asked otherwise; return its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
@@ -119,7 +120,7 @@ class RunningDaemon:
             self._notify.close()
 
     def log_text(self) -> str:
-        """What it logged so far."""
+        """Return what it has logged so far."""
         self.log.seek(0)
         return self.log.read()
 

@@ -62,7 +62,7 @@ class DrivenProgram:
         return self._stdout.readline().strip()
 
     def end(self) -> None:
-        """Kill it, and leave nothing of it."""
+        """Kill it, and remove everything of it."""
         self.process.kill()
         self.process.wait()
         self._stdin.close()
@@ -118,7 +118,7 @@ class DrivenNode:
         return connect(str(self.daemon.socket_path), timeout_s=HANG_S)
 
     def vram(self, pid: int) -> dict[str, int]:
-        """What NVML shows of a process, by GPU."""
+        """Return the process's memory by NVML, by GPU."""
         with self.connect() as connection:
             found = [process for process in connection.processes().processes if process.pid == pid]
         return {use.gpu: use.vram_bytes or 0 for process in found for use in process.gpus}

@@ -277,7 +277,7 @@ def not_forked(
 
 
 def forked_by(words: Sequence[str], env: Mapping[str, str], cwd: Path | None) -> dict[str, Any] | None:
-    """What the preloaded Python is told for that command; None where it has to be started."""
+    """Return the preloaded Python's request for that command; None if the command has to be started."""
     environ = dict(env)
     if list(words[:4]) == RUN:
         options, tail = list(words[4 : words.index("--")]), words[words.index("--") + 1 :]

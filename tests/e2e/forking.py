@@ -44,7 +44,7 @@ def spawn_by_forking(run: Callable[[dict], None], frames_of_nobody: set[str]) ->
             return int(_start(path, words, environ, **more))
         environ = dict(environ)  # it may be that of this process, which is emptied
         try:
-            show(words, environ)  # here already: the child is seen from its first moment on
+            show(words, environ)  # already inherited: the child is visible from its first moment
         except OSError:
             return int(_start(path, words, environ, **more))
         pid = os.fork()

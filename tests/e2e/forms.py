@@ -1,6 +1,6 @@
 """The form of a state: which keys it has and what kinds of values are under them, as a checksum.
 
-What the script's own things are made of is left out: that is the script's and PyTorch's, and no form of ours.
+The checksum leaves out the script's own objects: their form belongs to the script and to PyTorch.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ ENDS_WITHIN_S = HANG_S
 
 
 def daemon_with_criu(folder: Path, *arguments: str, **environ: str) -> RunningDaemon:
-    """A daemon with the CRIU of these tests; skips the test where there is none."""
+    """Start a daemon with the CRIU of these tests; skip the test if there is none."""
     return daemon_by(criu_or_skip(), folder, *arguments, **environ)
 
 
@@ -49,7 +49,7 @@ def daemon_by(criu: Criu, folder: Path, *arguments: str, **environ: str) -> Runn
 
 
 def as_user(uid: int) -> list[str]:
-    """What goes before a command that a user with that number and group is to give; it becomes the command."""
+    """Return the prefix of a command that runs as that user and group; it becomes the command."""
     return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
 
 
@@ -62,7 +62,7 @@ def losses_alone(folder: Path, *, workers: int = 0, steps: int = STEPS) -> list[
 
 
 class ImageJob:
-    """The script under `hegmctl run`. Whatever has become of it is ended with the context."""
+    """The script under `hegmctl run`. The context ends it, in whatever state it is."""
 
     # How many processes it has while it trains.
     size = 1
@@ -179,7 +179,7 @@ class ImageJob:
             os.close(pidfd)
 
     def command(self, *words: str, status: int | None = 0) -> dict[str, Any]:
-        """What a command answered last."""
+        """Return the command's last reply."""
         ran = subprocess.run(
             [sys.executable, "-m", "hegmctl", *words, "--json"],
             env=self.environ,

@@ -52,7 +52,7 @@ for epoch in range({EPOCHS}):
 
 
 class Steps:
-    """One launcher, its training, and the record of what was answered."""
+    """One launcher, its training, and the record of replies."""
 
     def __init__(self, programs: Sequence[str], folder: Path, environ: dict[str, str], *, hasty: bool) -> None:
         self._launcher, self._ctrl = shlex.split(programs[0]), shlex.split(programs[1])

@@ -1,4 +1,4 @@
-"""What hostile peers send: a seeded source of frames that are wrong in every way we could think of.
+"""A seeded source of the frames of hostile peers, wrong in every way we could think of.
 
 Some break the protocol, some only ask for nonsense, some are whole messages with a few bytes turned over. A batch goes
 down one connection at once, after a correct hello or instead of one.

@@ -63,7 +63,7 @@ class Script:
 
     # The pipe that it prints to: so large that nothing ever stops it.
     pipe_bytes, pipe_flags = 1 << 20, 0
-    # What its environment has besides.
+    # Additional environment variables.
     more: Mapping[str, str] = {}
     # Whether it may be forked from a Python that has imported PyTorch.
     forks = True
@@ -152,8 +152,8 @@ def by_rank(steps: Sequence[str]) -> dict[str, list[str]]:
 class MovedJob(Script):
     """The same under `hegmctl run`, with the commands about it."""
 
-    # A pipe of one page that keeps writes apart (pipe(2)): it has room for one line, so that a script does not run on
-    # while nobody reads, and is not over before all is done to it, however slow this machine is today.
+    # A pipe of one page that keeps writes apart (pipe(2)): it holds one line, so that a script cannot run ahead of its
+    # reader or end before the test is done, however slow the machine is.
     pipe_bytes, pipe_flags = 4096, os.O_DIRECT
 
     def __init__(
@@ -220,7 +220,7 @@ class MovedJob(Script):
             act(pid)
 
     def answer(self, *words: str) -> dict[str, Any]:
-        """What a command answered, which has to succeed."""
+        """Return the reply of a command, which has to succeed."""
         ran = self._hegmctl(*words)
         assert ran.returncode == 0, ran.stdout + ran.stderr
         answer: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
@@ -243,7 +243,7 @@ class MovedJob(Script):
 
 
 class BareJob(MovedJob):
-    """One that needs nothing of PyTorch's compiler."""
+    """A job that needs nothing of PyTorch's compiler."""
 
     more = BARE
 

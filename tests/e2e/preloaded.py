@@ -36,9 +36,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 REFUSED_STATUS = 97
-# Nobody waits longer for a script that hangs; on a machine with others to do, one may take minutes.
+# The limit for a script that hangs; on a busy machine a script may take minutes.
 MAX_S = 300
-# The files below a script on its stack, which are no part of it.
+# Files below a script on its stack that are not part of it.
 OURS = {__file__}
 
 
@@ -79,7 +79,7 @@ def get_ready(names: Sequence[str], *, has_torch: bool = True) -> None:
 
 
 def serve(asking: socket.socket) -> None:
-    """Fork for each that is asked for, and tell how each has ended, until nobody asks any more; then end them all."""
+    """Fork for each request and report each exit until the requester closes its end; then end all children."""
     running: dict[int, int] = {}  # by pidfd
     poll = select.poll()
     poll.register(asking, select.POLLIN)
@@ -108,7 +108,7 @@ def serve(asking: socket.socket) -> None:
 
 
 def answer(asking: socket.socket, what: dict[str, int]) -> None:
-    with contextlib.suppress(BrokenPipeError):  # who asked has gone, which is seen next
+    with contextlib.suppress(BrokenPipeError):  # the requester has gone, which the next read shows
         asking.send(json.dumps(what).encode())
 
 
@@ -247,7 +247,7 @@ def end(status: int) -> None:
 
 
 def begin_record(path: str | None) -> Any:
-    """What notes all that is computed into that file, if there is one."""
+    """Return the recorder of all computed values into that file, if there is a file."""
     return None if path is None else import_module("recorded").Recorder(opened(path))
 
 

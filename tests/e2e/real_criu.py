@@ -46,7 +46,7 @@ def _without_a_space(program: Path) -> str:
 
 @cache
 def find_criu() -> Criu | str:
-    """The CRIU to test with, or why there is none."""
+    """Return the CRIU to test with, or the reason why there is none."""
     if os.geteuid() != 0:
         return "CRIU needs root"
     program = _without_a_space(UNPACKED) if UNPACKED.exists() else find_program("criu")
@@ -61,7 +61,7 @@ def find_criu() -> Criu | str:
 
 
 def criu_or_skip() -> Criu:
-    """The CRIU to test with; skips the test where there is none."""
+    """Return the CRIU to test with; skip the test if there is none."""
     found = find_criu()
     if isinstance(found, str):
         pytest.skip(found)
@@ -81,7 +81,7 @@ class Job:
         return self.process.stdout.readline().rstrip("\n")
 
     def needs(self, **more: object) -> Needs:
-        """What its tree needs, as it is now."""
+        """Return what its tree needs, as it is now."""
         return needs_of(read_tree(self.pid), **more)  # type: ignore[arg-type] # passed on as they are
 
     def gone(self) -> int:
@@ -142,7 +142,7 @@ def tell(pid: int, number: signal.Signals = signal.SIGUSR1) -> None:
 
 @contextmanager
 def pipe() -> Iterator[tuple[TextIO, int]]:
-    """A pipe: what is read of it, line by line, and the end to write to."""
+    """A pipe: its lines as they arrive, and the end to write to."""
     ours, theirs = os.pipe()
     try:
         with open(ours) as reader:

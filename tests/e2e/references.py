@@ -13,13 +13,13 @@ from tests.patience import HANG_S
 # PyTorch would start a Python for each processor, which imports it as well, to compile three functions; and it would
 # compile nine programs more, to see that those instructions which the processor names are there. It looks once.
 ONE_COMPILER = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
-# What goes before a script that trains in two ranks, in place of a launcher.
+# The command before a script that trains in two ranks, in place of a launcher.
 TWO_RANKS = (str(Path(__file__).with_name("ranks_alone.py")), "2")
 ENDS_WITHIN_S = HANG_S
 
 
 def said_by(argv: Sequence[str], environ: Mapping[str, str], folder: Path | None = None) -> str:
-    """What a script prints on standard output; it has to end well. `argv` is what comes after `python`."""
+    """Return a script's standard output; the script has to succeed. `argv` is what comes after `python`."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         script = started([sys.executable, *argv], env=environ, cwd=folder, stdout=output, stderr=errors)
         status = script.wait(10 * ENDS_WITHIN_S)

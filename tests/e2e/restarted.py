@@ -1,6 +1,6 @@
-"""Training scripts that leave their state at a boundary and are started again from it, as often as is wanted.
+"""Training scripts that save their state at a boundary and are restarted from it, as often as needed.
 
-Owns the Python that forks for them and their files. What is compared is up to the test.
+Owns the Python that forks for them and their files. The test decides what to compare.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Restarts:
             return state_file.read(file.fileno())
 
     def _in_turn(self, starts: list[_Start], environment: dict[str, str]) -> list[Ended]:
-        """One after the other, each from the state that the one before it has left."""
+        """Run them in turn, each from the state that the previous one saved."""
         ends: list[Ended] = []
         state: Path | None = None
         for start in starts:
@@ -159,7 +159,7 @@ class Restarts:
 
 @dataclass(frozen=True)
 class _Start:
-    """One start: at that boundary of its own the script leaves its state, if it is to be anywhere."""
+    """One start: the script saves its state at that boundary, if at any."""
 
     argv: tuple[str, ...]
     output: Path

@@ -59,13 +59,13 @@ class AgentConnected:
         return self._orders
 
     def answer(self, order: int) -> AgentReport:
-        """What became of it. Raises Gone when the agent hangs up instead."""
+        """Return the reply to the order. Raises Gone if the agent closes the connection instead."""
         while not self._reports.get(order):
             self._read()
         return self._reports[order].pop(0)
 
     def order(self, do: str, fd: int | None = None, **more: Any) -> AgentReport:
-        """Give an order, with these fields of it, and wait for its answer."""
+        """Send an order with these fields, and wait for its reply."""
         return self.answer(self.send(do, fd, **more))
 
     def done(self, do: str, fd: int | None = None, **more: Any) -> AgentReport:
@@ -83,7 +83,7 @@ class AgentConnected:
             pass
 
     def move(self, *, at: int | None = None) -> tuple[AgentReport, AgentReport]:
-        """A whole move: park, survey, out, back, release and verify. What parked and what went out is returned."""
+        """A whole move: park, survey, out, back, release and verify. Returns what was parked and what was offloaded."""
         parked = self.done("park", at=at, limit_s=PATIENCE_S)
         with self.offloaded() as out:
             pass

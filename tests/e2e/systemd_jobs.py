@@ -1,6 +1,6 @@
 """Jobs that train in a machine with systemd, and the service there, halted where a test wants it.
 
-Owns the jobs' processes. What is done to them is the test's.
+Owns the jobs' processes. The test acts on them.
 """
 
 from __future__ import annotations

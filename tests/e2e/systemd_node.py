@@ -1,8 +1,8 @@
 """A whole small machine for the tests: a real systemd as PID 1 of its own namespaces, over an overlay of this machine.
 
-What it owns: the namespaces, the overlay, the cgroup and the processes of one such machine, from boot to the last
-trace of it. What it must never do: let the systemd inside see the real root file system, which it would clean up, the
-real cgroup tree, in which it would leave its slices behind, or the real kernel's settings.
+It owns the namespaces, the overlay, the cgroup and the processes of one such machine, from boot to the last trace of
+it. It must never let the systemd inside see the real root file system, which it would clean up, the real cgroup tree,
+in which it would leave its slices behind, or the real kernel's settings.
 
 Shape. The root of the machine is an overlay whose upper layer is a tmpfs, mounted in a mount namespace that dies with
 the machine; so everything that happens there (packages installed, users added, units enabled) is gone with its PID 1.
@@ -127,7 +127,7 @@ def why_not() -> str | None:
 
 
 class SystemdNode:
-    """One machine; a context manager. Entering boots it, leaving it takes away everything that it was.
+    """One machine; a context manager. Entering boots it; leaving removes everything of it.
 
     `shown` are directories of the real machine that are visible inside, read-only and at the same path.
     """

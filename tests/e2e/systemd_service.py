@@ -16,7 +16,7 @@ DROP_IN = "run/systemd/system/hegmd.service.d/test.conf"
 
 
 def install(node: SystemdNode, package: Path) -> None:
-    """Install the package there, over whatever version of it there is."""
+    """Install the package there, over any version that is installed."""
     shutil.copy(package, node.root / "root")
     node.run("dpkg", "--install", f"/root/{package.name}")
 
@@ -46,7 +46,7 @@ def main_pid(node: SystemdNode) -> int:
 
 
 def ask(node: SystemdNode, *verb: str, user: str | None = None) -> Any:
-    """What hegmctl answers, as JSON."""
+    """Return hegmctl's reply, as JSON."""
     return json.loads(node.run("hegmctl", "--json", *verb, user=user).stdout)
 
 

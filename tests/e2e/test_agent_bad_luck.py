@@ -100,7 +100,9 @@ def test_a_withdrawn_park_and_orders_out_of_turn_are_refused_in_words(socket_pat
 
 
 def test_a_process_with_nothing_to_put_out_stayed_parked_for_ever(socket_path: Path, pool: int) -> None:
-    """Nothing was out of it, so it was not reloaded; and it was not released, because it had been offloaded."""
+    """The agent did not reload it because nothing was offloaded, and did not release it because it counted as
+    offloaded.
+    """
     with ScriptedDaemon(socket_path) as daemon, Training([BY_HAND], socket_path) as training:
         agent = daemon.attended()
         agent.done("park", limit_s=20)
@@ -201,7 +203,9 @@ def _steps(output: str) -> list[str]:
 
 
 def test_a_suspended_job_stays_suspended_without_a_daemon(socket_path: Path, pool: int) -> None:
-    """Its GPU may be somebody else's by then; without the order it would be back before the next daemon is."""
+    """Its GPU may belong to another job by then. Without the order it would return before the next daemon knows of
+    it.
+    """
     with Training([PLAIN], socket_path, HEGM_PARK_LIMIT_S="0") as training:
         with ScriptedDaemon(socket_path) as first:
             agent = first.attended()
@@ -268,7 +272,7 @@ def test_a_signal_waits_for_bytes_that_are_with_the_daemon_alone(socket_path: Pa
 
 
 def test_a_dead_agents_thread_let_the_job_train_with_empty_storages(socket_path: Path, pool: int) -> None:
-    """What was parked was let go by the thread's end, whether its bytes were in the process or not."""
+    """The end of the agent's thread released the parked training, whether its bytes were in the process or not."""
     script = str(SCRIPTS / "deadly.py")
     log = socket_path.with_name("told")
     os.mkfifo(log)

@@ -46,7 +46,7 @@ def test_a_forked_child_has_no_agent_and_trains_on(socket_path: Path) -> None:
         agent = daemon.attended()
         assert process.stdout is not None
         assert process.stdout.readline() == "0\n"
-        assert agent.order("park", limit_s=0.05).result == "failed"  # the parent's connection still stands
+        assert agent.order("park", limit_s=0.05).result == "failed"  # the parent's connection is open
         process.communicate("\n", timeout=HANG_S)
         assert process.returncode == 0
 

@@ -1,7 +1,7 @@
 """Every Python that a job may bring: versions, virtual environments, prefixes, paths, and those that shut us out.
 
-Nothing is installed in any of them. Where PyTorch is not to be had, a loop by hand says itself where its batches end.
-Longer than 400 lines because the programs that those Pythons run are text in here.
+Nothing is installed in any of them. Where PyTorch is missing, a hand-written loop marks the end of its batches. Longer
+than 400 lines because it has the text of the programs that those Pythons run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HEGMCTL = (sys.executable, "-I", "-c", f"import sys; sys.path[:0] = {[str(ROOT),
 
 
 def find_python(name: str, *, installed: bool = False) -> str:
-    """That Python, if it is anywhere on this machine; version managers keep theirs in a hidden folder.
+    """Find that Python on this machine; version managers keep theirs in a hidden folder.
 
     Those that `make pythons` fetches come first. They are started by a script, through a loader of their own: a test
     that copies the program asks for one that is installed.
@@ -56,7 +56,7 @@ def find_python(name: str, *, installed: bool = False) -> str:
 
 @pytest.fixture(scope="module")
 def expected() -> str:
-    """What the loop by hand prints, by this Python and without an agent; it uses nothing that differs."""
+    """Return what the hand-written loop prints, on this Python and without an agent; it uses nothing that differs."""
     return undisturbed([BY_HAND])
 
 
@@ -127,7 +127,8 @@ def test_loops_are_read_from_the_stack_of_any_python(name: str) -> None:
     assert found[0] == found[1]
 
 
-# Threads of every kind while the trap is set: what they did meanwhile is printed, and what is left of it afterwards.
+# Threads of every kind while the trap is set: the program prints what they did meanwhile, and what is left of it
+# afterwards.
 TRAP = """
 import os, socket, sys, threading
 from concurrent.futures import ThreadPoolExecutor
@@ -426,7 +427,7 @@ def _environment_of(python: str, venv: Path) -> str:
     own = venv / "bin" / "python"
     starter = Path(python).read_bytes()
     if starter.startswith(b"#!") and b" --argv0 " in starter:
-        # Of `make pythons`: the program that the environment links to starts by this script only.
+        # A Python of `make pythons`: only this script starts the program that the environment links to.
         script, replaced = re.subn(rb"(--argv0 )'[^']*'", rb"\1" + os.fsencode(shlex.quote(str(own))), starter)
         assert replaced == 1, starter
         own.unlink()

@@ -1,4 +1,4 @@
-"""What is held before a job is touched is given back when not all of it can be had: a daemon over the stub driver."""
+"""Reservations made before a job is touched are released if one of them fails: a daemon over the stub driver."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class RunningJob(MovedJob):
         self.folder.cleanup()
 
     def attach(self, *options: str) -> list[dict[str, Any]]:
-        """Attach to it; what is said of its processes."""
+        """Attach to it; return what is reported of its processes."""
         attached: list[dict[str, Any]] = self.answer("attach", *options, str(self.process.pid))["processes"]
         return attached
 
@@ -96,7 +96,7 @@ class RunningJob(MovedJob):
             )
 
     def goes_on(self) -> None:
-        """It trains as if nothing had been asked of it: each step once, and no word on its standard error."""
+        """Check that it trains undisturbed: each step once, and nothing on its standard error."""
         self.read_steps(3)
         assert self._steps() == [f"step {number}" for number in range(len(self._steps()))]
         assert self._error_text() == ""

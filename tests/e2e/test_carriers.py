@@ -187,7 +187,7 @@ def test_storages_are_made_in_rounds_where_there_is_not_room_for_them_and_their_
 
 
 def test_a_daemon_that_is_killed_while_a_job_is_suspended_leaves_it_to_the_next(node: DrivenNode) -> None:
-    """The driver has all of it, so nobody has to keep anything."""
+    """The driver has all its bytes, so no other process has to keep any."""
     with node.agented(0) as program:
         watched = Watched(program)
         program.tell("facts hazards=graphs,")
@@ -208,9 +208,9 @@ def test_a_daemon_that_is_killed_while_a_job_is_suspended_leaves_it_to_the_next(
 def test_a_program_that_keeps_taking_all_memory_does_not_get_the_storages_reservation(
     node: DrivenNode, tmp_path: Path, carrier: str
 ) -> None:
-    """It was let go before the agent was told to make them, and somebody else was quicker.
+    """The reservation was released before the agent got the order to allocate, and another program was quicker.
 
-    What had been cached had no room held at all, and the job died at its next step, which asked the driver for it.
+    The allocator's cached memory had no reservation at all, and the job died at its next step, which needed it.
     """
     gate = tmp_path / "gate"
     os.mkfifo(gate)
@@ -233,16 +233,16 @@ def test_a_program_that_keeps_taking_all_memory_does_not_get_the_storages_reserv
 def test_a_job_without_room_for_its_storages_reports_it_and_resumes_once_there_is_room(
     node: DrivenNode, tmp_path: Path
 ) -> None:
-    """Seen on two H200: it stayed suspended with its bytes until it was resumed by hand.
+    """On two H200 the job stayed suspended with its bytes until an operator resumed it.
 
-    Who hoards cannot be held still here; the way back is closed by a checkpoint that answers 999, as it did there.
+    The other program cannot be paused here; a checkpoint that fails with 999, as it did there, prevents the rollback.
     """
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     with node.agented(0, 400, 1, 16) as program, node.connect() as connection:
         watched = Watched(program)
         with node.program(1, 16) as other:
-            # So much less is free that its storages are not made beside their room, but in it.
+            # So little is free that its storages have to be allocated in their reservation, not next to it.
             assert other.tell("alloc 3840") == "allocated"
             node.cuda.order(
                 f"error cuCheckpointProcessLock@{other.pid} 600", f"hold cuMemAlloc_v2@{watched.pid} {gate}"
@@ -265,7 +265,9 @@ def test_a_job_without_room_for_its_storages_reports_it_and_resumes_once_there_i
 def test_a_neighbour_that_takes_all_it_can_where_storages_are_made_beside_their_room_gets_none_of_it(
     node: DrivenNode, tmp_path: Path
 ) -> None:
-    """It cannot be held still and is quicker than the agent; the next attempt has the room, and nobody waits for it."""
+    """The other program cannot be paused and is quicker than the agent. The next attempt has the reservation, and does
+    not wait for more.
+    """
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     with node.agented(0) as program, node.connect() as connection, node.program(1, 16) as other:
@@ -308,7 +310,7 @@ def test_a_job_whose_way_back_was_taken_while_its_storages_were_free_waits_with_
 
 
 def _waiting(connection: Connection) -> protocol.Wait:
-    """What the newest operation waits for, once it waits for room."""
+    """Return what the newest operation waits for, once it waits for memory."""
     for _ in range(LOOKS):
         newest = connection.call(Operations(), OperationsReply).operations[-1]
         assert newest.phase not in {"done", "rolled-back", "suspended"}

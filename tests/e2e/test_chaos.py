@@ -2,7 +2,7 @@
 
 A drain goes through the states of a migration, and so do a suspension and a resumption together.
 
-What has to be true after each kill, and in the end, is in tests/chaos/campaign.py.
+tests/chaos/campaign.py has the checks after each kill and at the end.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def test_no_kill_around_an_image_leaves_half_of_one_or_half_a_job(socket_dir: Pa
     with ImageNode(socket_dir, criu_or_skip(), nameless=False) as node:
         tally = ImageCampaign(node, say=print).run([*few_image_cells(SEED, 2), *TELLING_OF_IMAGES])
     assert tally.rounds == 5, tally
-    assert (tally.kills[DAEMON], tally.kills[CLIENT]) == (3, 1), tally  # the others may be over before they are seen
+    # the others may be over before the test sees them
+    assert (tally.kills[DAEMON], tally.kills[CLIENT]) == (3, 1), tally
     assert tally.ends["checkpoint rolled-back"] > 0, tally
     assert tally.ends["checkpoint done, restored"] > 0, tally
     assert tally.ended_jobs <= 1, tally
@@ -170,7 +171,7 @@ def test_the_whole_run_kills_at_least_two_hundred_times_and_everywhere() -> None
 
 
 class _Dying(RestartedJob):
-    """A training that was killed and is seen for a while as if it lived; its supervisor has ended with it."""
+    """A training that was killed and is listed for a while as if it lived; its supervisor has exited with it."""
 
     def __init__(self, folder: Path) -> None:
         self._output, self._errors, self.folder = folder / "output", folder / "errors", folder

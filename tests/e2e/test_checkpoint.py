@@ -34,7 +34,7 @@ def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> list[str]:
-    """What nobody has disturbed."""
+    """The output of an undisturbed run."""
     return losses_alone(tmp_path_factory.mktemp("alone") / "job")
 
 
@@ -144,7 +144,8 @@ def test_one_of_two_restores_of_an_image_at_once_is_refused(
         assert job.output() == expected
 
 
-# ---- whoever is killed -----------------------------------------------------------------------------------------------
+# ---- kills
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -234,8 +235,9 @@ HELD, WRITING, WHOLE = "held", "writing", "whole"
 def test_a_job_left_running_is_not_parked_while_its_image_is_written(
     halted: RunningDaemon, halts: Halts, tmp_path: Path, expected: list[str], when: str
 ) -> None:
-    """It trains while nobody has begun to write its bytes, and whatever becomes of the daemon; the image is whole by
-    then, or nothing is left of it."""
+    """The job trains before the daemon writes its bytes, and also if the daemon is killed; the image is then whole, or
+    nothing is left of it.
+    """
     image = tmp_path / "image"
     with ImageJob(tmp_path / "job", halted.socket_path) as job:
         job.await_steps(20)
@@ -297,7 +299,7 @@ def _fill(_daemon: RunningDaemon, disk: Path) -> None:
 def test_an_image_that_cannot_be_completed_is_removed_and_reported_while_its_job_trains(
     halted: RunningDaemon, halts: Halts, tmp_path: Path, expected: list[str]
 ) -> None:
-    """The disk has filled up since the job continued, or whoever writes is killed. The next image is made."""
+    """The disk has filled up since the job resumed, or the writing process is killed. The next image succeeds."""
     disk = tmp_path / "disk"
     disk.mkdir()
     harms = ((_fill, "No space left on device"), (_kill_writers, "the image writer"))
@@ -333,7 +335,9 @@ def test_an_image_that_cannot_be_completed_is_removed_and_reported_while_its_job
 def test_a_daemon_killed_within_a_restore_leaves_a_job_or_only_the_image(
     daemon: RunningDaemon, tmp_path: Path, expected: list[str]
 ) -> None:
-    """What had come back was nobody's: it stood, its bytes were held, and the image could not be restored again."""
+    """No operation owned the restored processes: they were stopped, their bytes were held, and the image could not be
+    restored again.
+    """
     image = tmp_path / "image"
     with ImageJob(tmp_path / "job", daemon.socket_path) as job:
         job.await_steps(20)

@@ -1,4 +1,4 @@
-"""Images of somebody who is not root, under root's daemon."""
+"""Images of a user who is not root, under root's daemon."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BOB = 54712
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Where other users get to, as they do not below pytest's own."""
+    """A folder that other users can enter, unlike those below pytest's own."""
     need_a_clone_for_all()
     with tempfile.TemporaryDirectory(prefix="hegm-users-") as name:
         os.chmod(name, 0o755)
@@ -46,7 +46,7 @@ def daemon(folder: Path) -> Iterator[RunningDaemon]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> list[str]:
-    """What nobody has disturbed."""
+    """The output of an undisturbed run."""
     return losses_alone(tmp_path_factory.mktemp("alone") / "job")
 
 
@@ -71,7 +71,7 @@ def handed_to(uid: int, path: Path) -> None:
 
 
 def test_only_root_dumps_or_restores_jobs_of_other_users(daemon: RunningDaemon, folder: Path) -> None:
-    """An image of root's, with this node's signature, in the hands of somebody else."""
+    """A user has root's image, with this node's signature."""
     image, theirs = folder / "image", folder / "theirs"
     with ImageJob(folder / "job", daemon.socket_path) as job:
         job.await_steps(20)
@@ -98,7 +98,9 @@ def test_only_root_dumps_or_restores_jobs_of_other_users(daemon: RunningDaemon, 
 def test_a_users_job_goes_into_an_image_and_back_with_its_own_rights_and_every_loss_the_same(
     daemon: RunningDaemon, folder: Path, asker: int, expected: list[str]
 ) -> None:
-    """CRIU has this user's rights on both ways, whoever asks: no link of theirs leads it to what is root's."""
+    """CRIU has this user's rights for dump and restore, whoever requests it: none of the user's links leads it to
+    root's files.
+    """
     missing = rights_missing(frozenset({BOB}), as_user=True, in_unit=False)
     if missing is not None:
         pytest.skip(missing.message)

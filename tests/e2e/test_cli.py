@@ -314,7 +314,7 @@ def test_the_demonstration_succeeds_and_leaves_nothing_behind() -> None:
 @pytest.mark.xdist_group("demonstration")
 @pytest.mark.parametrize(("interrupt", "status"), [(False, 0), (True, 128 + signal.SIGINT)])
 def test_an_interrupted_demonstration_is_not_a_failure(interrupt: bool, status: int) -> None:
-    """`make demo | head` told that the demonstration had failed, and Ctrl-C had a traceback for an answer."""
+    """`make demo | head` reported a failed demonstration, and Ctrl-C printed a traceback."""
     with subprocess.Popen(
         [sys.executable, "contrib/demo/demo.py"],
         env=environment(),

@@ -1,4 +1,4 @@
-"""What a whole `hegmctl gpus` loads on its way to the answer: nothing that is slow to import.
+"""A whole `hegmctl gpus` imports nothing that is slow to import.
 
 The time itself is a benchmark (`make bench`); this holds its cause, which does not depend on how busy the machine is.
 """

@@ -93,7 +93,7 @@ async def test_a_job_left_running_continues_and_one_left_stopped_continues_once_
 
 
 async def test_the_restoring_process_reaps_it(tmp_path: Path) -> None:
-    """Without a service manager nobody else might: a container's first process often reaps nothing."""
+    """Without a service manager no other process might: a container's first process often reaps nothing."""
     criu = criu_or_skip()
     with job([*python(COUNTER), str(tmp_path / "log")]) as counter, directory(tmp_path / "image") as images:
         assert counter.line() == "ready"
@@ -123,7 +123,7 @@ async def test_a_restore_under_numbers_that_are_taken_leaves_those_alone(tmp_pat
         assert counter.line() == "0"
 
 
-# Has one of each of what needs an option or is easily lost, and on its cue looks whether all of it still works.
+# Has one of each object that needs an option or is easily lost, and checks on command that all of it works.
 RICH = """
 import fcntl, mmap, os, select, signal, socket, sys, threading
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
@@ -191,7 +191,7 @@ async def test_whatever_a_job_has_open_works_after_its_restore(terminal: bool, t
 
 
 async def test_an_attendant_ends_as_its_job_does_and_takes_half_made_ones_with_it(tmp_path: Path) -> None:
-    """A stand-in for CRIU leaves a child behind and succeeds, or fails, or is killed by somebody."""
+    """A stub of CRIU leaves a child behind and succeeds, or fails, or is killed."""
     ready, tells = os.pipe()
     child = tmp_path / "child"
     statuses = []
@@ -211,14 +211,16 @@ async def test_an_attendant_ends_as_its_job_does_and_takes_half_made_ones_with_i
     assert statuses == [0, 5, 137]
 
 
-# Makes another when it is told to, which nobody has seen when the job came back.
+# Starts another process on command, which no image has.
 FORKING = "(trap 'sleep 600 & echo $! > {made}; wait' USR1; echo $BASHPID > {child}; while :; do sleep 0.05; done) & "
 FORKING += "until [ -s {child} ]; do :; done; exit 0"
 
 
 @pytest.mark.parametrize("is_heard", [True, False], ids=["told to", "nobody hears of it"])
 async def test_a_child_started_after_a_restore_survived_its_rollback(is_heard: bool, tmp_path: Path) -> None:
-    """It was ended by the numbers of the image; and a daemon that was killed just then left all of it behind."""
+    """The rollback ended processes by the numbers in the image only; and a daemon killed just then left all of it
+    behind.
+    """
     ready, tells = os.pipe()
     child, made = tmp_path / "child", tmp_path / "made"
     text = FORKING.format(child=child, made=made)

@@ -1,4 +1,4 @@
-"""Dumps that nobody waits for to the end: CRIU comes to an end by itself all the same, and the job continues."""
+"""Dumps whose caller goes away: CRIU finishes all the same, and the job continues."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ while True:
     print("goes on", flush=True)
 """
 
-# What the daemon does, in a process that can be killed.
+# The daemon's calls, in a process that can be killed.
 DUMP = """
 import anyio, json, os, sys
 from hegmd.images.criu import run as runs
@@ -101,7 +101,7 @@ async def test_a_dump_that_is_cancelled_is_finished_first(tmp_path: Path) -> Non
 
 
 async def test_a_restore_that_is_cancelled_leaves_nothing_of_the_job(tmp_path: Path) -> None:
-    """Cut off at once, CRIU left a file that stood for a deleted one, and no restore could be had any more."""
+    """CRIU, killed at once, left a file in place of a deleted one, and no later restore succeeded."""
     criu = criu_or_skip()
     with job(python(BUSY)) as busy, directory(tmp_path / "image") as images:
         assert busy.line() == "ready"
@@ -128,7 +128,7 @@ async def test_a_restore_that_is_cancelled_leaves_nothing_of_the_job(tmp_path: P
 async def test_criu_that_is_killed_in_a_restore_leaves_nothing_of_the_job_and_an_image_that_restores(
     tmp_path: Path,
 ) -> None:
-    """What it left was a file in the place of a deleted one, for which the next restore failed."""
+    """It left a file in place of a deleted one, which made the next restore fail."""
     criu = criu_or_skip()
     with job(python(BUSY)) as busy, directory(tmp_path / "image") as images:
         assert busy.line() == "ready"
@@ -199,7 +199,7 @@ def _lines(path: Path) -> int:
 async def test_a_dump_that_took_longer_than_its_deadline_was_killed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And with it, one time in twelve, a process of the job. It is told of instead, as long as it takes."""
+    """One time in twelve, that also killed a process of the job. Now the daemon reports the delay, and waits."""
     stand_in, goes_on = tmp_path / "criu", tmp_path / "goes-on"
     os.mkfifo(goes_on)
     stand_in.write_text(f"#!/bin/sh\ncat {goes_on} > {tmp_path}/dumped\n")

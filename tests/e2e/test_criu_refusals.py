@@ -1,7 +1,7 @@
-"""What CRIU refuses, provoked from real CRIU: the plan knows it before, and if it comes to it, the error says it.
+"""Refusals of real CRIU: the plan predicts each, and if CRIU meets it, the error explains it.
 
-Each case is a job that CRIU cannot dump, or an image that it cannot restore. Whatever happens, the job that was to be
-dumped continues.
+Each case is a job that CRIU cannot dump, or an image that it cannot restore. The job to be dumped continues in every
+case.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ async def test_an_invalid_image_or_one_of_another_version_is_reported_as_such(tm
 
 
 async def test_a_job_of_a_shell_has_to_be_declared(tmp_path: Path) -> None:
-    """What happens without the option that the needs give: CRIU's word for it is known too."""
+    """Without the option from the needs, CRIU fails; its message is known too."""
     criu = criu_or_skip()
     shell = ["sh", "-c", '"$@" & wait', "sh"]  # the leader of the job's session, and no part of what is dumped
     with job([*shell, *python(GOES_ON)]) as started, directory(tmp_path / "image") as images:

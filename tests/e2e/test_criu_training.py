@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 async def _dumped(training: Job, lines: int, images: int) -> tuple[list[str], Needs]:
-    """What it had said when it was dumped after so many lines and ended, and what its restore needs."""
+    """Return its output when it was dumped after so many lines and ended, and the needs of its restore."""
     printed = [training.line() for _ in range(lines)]
     needs = training.needs()
     assert needs.reasons == ()
@@ -58,7 +58,8 @@ async def test_a_training_is_restored_in_its_own_pid_namespace_while_its_pid_is_
         lines = [training.line() for _ in range(50)]
         needs = training.needs()
         await run.dump(criu, training.pid, images, needs, leave_stopped=True, in_unit=False)
-        # Stopped and still there, so its number is taken; what it has said but not yet handed over is in both.
+        # Stopped and not reaped, so its pid is taken; both the dumped and the restored process have its buffered
+        # output.
         (tmp_path / "needs.json").write_text(json.dumps(needs.plain()))
         there = [sys.executable, "-m", "tests.e2e.revival", criu.path, criu.version, str(tmp_path / "image")]
         there += [str(tmp_path / "needs.json"), str(tmp_path / "output")]

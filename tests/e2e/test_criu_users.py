@@ -24,7 +24,8 @@ from tests.needs import need_a_clone_for_all
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(os.geteuid() != 0, reason="takes root, to be somebody else")]
 BOB = 54713
 
-# What root's CRIU would touch by path: files open and without a name, a bound socket, a locked file, a watched folder.
+# Objects that root's CRIU would touch by path: files open and without a name, a bound socket, a locked file, a watched
+# folder.
 RICH = """
 import fcntl, os, signal, socket, sys, tempfile, threading, time
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
@@ -60,7 +61,7 @@ def _able() -> None:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """Where other users get to, as they do not below pytest's own: with a folder of Bob's in it."""
+    """A folder that other users can enter, unlike those below pytest's own: with a folder of Bob's in it."""
     with tempfile.TemporaryDirectory(prefix="hegm-users-") as name:
         os.chmod(name, 0o755)
         (Path(name) / "bob").mkdir()
@@ -132,7 +133,7 @@ def lead_folder(place: Path, to: Path) -> None:
 async def test_a_restored_job_had_roots_file_open_where_its_owner_had_put_a_link(
     lead: Callable[[Path, Path], None], place: Path
 ) -> None:
-    """Root's CRIU follows links of the job's owner: whoever could restore an image could write to any file."""
+    """Root's CRIU follows links of the job's owner: a user who could restore an image could write to any file."""
     roots = place / "roots"
     roots.mkdir(mode=0o755)
     (roots / "secret").write_text("")

@@ -44,7 +44,7 @@ def as_nobody(daemon: RunningDaemon, script: str) -> subprocess.CompletedProcess
 
 
 class StartedDaemon(RunningDaemon):
-    """One that is started as users start theirs; the others of these tests are forked (forked.py)."""
+    """A daemon that is started as users start theirs; these tests fork the others (forked.py)."""
 
     forks = False
 
@@ -285,7 +285,7 @@ def test_simulation_is_no_part_of_a_daemon_with_real_gpus(socket_dir: Path) -> N
 
 @pytest.mark.parametrize("gone", ["its file", "its folder"])
 def test_a_deleted_socket_is_bound_again(socket_dir: Path, gone: str) -> None:
-    """Issue 14, row 16: the daemon was unreachable until it was restarted, and the client said that none runs."""
+    """Issue 14, row 16: the daemon was unreachable until its next start, and the client reported that none runs."""
     folder = socket_dir / "deep"
     folder.mkdir()
     path = folder / "hegmd.sock"

@@ -38,7 +38,7 @@ def two_ranks(folder: Path) -> Iterator[tuple[DrivenNode, list[Watched]]]:
 
 
 def brought_back(node: DrivenNode, ranks: list[Watched]) -> Operation:
-    """The operation at rest; if the job is suspended, it is resumed first, as its operator would do."""
+    """Return the ended operation; resume the job first if it is suspended, as its operator would."""
     op = at_rest(node)
     if op.phase == "suspended":
         node.wait_for_agents(*[one.pid for one in ranks])

@@ -1,7 +1,7 @@
 """Processes without an agent, moved by the driver alone: a real daemon and a real helper over the stub driver.
 
-The stub has the trap of the real one: a restore without room loses the job permanently, and then the program below
-never answers again. So a test that ends with its answer and its digest has proved that the trap was not sprung.
+The stub has the trap of the real one: a restore without memory loses the job permanently, and then the program below
+never answers again. A test that ends with its answer and its digest has proved that the trap was not triggered.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.e2e]
 LOCK, CHECKPOINT = "cuCheckpointProcessLock", "cuCheckpointProcessCheckpoint"
 RESTORE, UNLOCK = "cuCheckpointProcessRestore", "cuCheckpointProcessUnlock"
 STAGES = ("cuMemCreate", LOCK, "step:lock", CHECKPOINT, "step:checkpoint", RESTORE, "step:restore", UNLOCK)
-# A killed daemon leaves the driver's steps to themselves, and a process whose room was released before it had called
-# the restore; one that is told to end has to see to what is under way.
+# A killed daemon leaves the driver's calls to themselves, and a process whose reservation was released before its
+# restore. A daemon that gets SIGTERM has to finish what is in progress.
 KILLED_IN = ("cuMemCreate", "step:lock", "step:checkpoint", RESTORE, "step:restore", UNLOCK)
 ENDS = (
     *((signal.SIGKILL, stage) for stage in KILLED_IN),
@@ -96,7 +96,7 @@ def test_a_daemon_that_ends_anywhere_costs_no_job(
 def _interrupted(
     node: DrivenNode, tmp_path: Path, stage: str, interrupt: Callable[[], None], *, restart: bool = False
 ) -> None:
-    """A migration that stands in that call when somebody is killed; then the call continues, if it still can."""
+    """A migration that is in that call when the victim is killed; then the call continues, if it still can."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     with node.program(0) as program:
@@ -104,7 +104,7 @@ def _interrupted(
         node.cuda.order(f"hold {stage} {gate}")
         with node.connect() as connection:
             begin(connection, watched.pid)
-        with gate.open("w"):  # from here on somebody stands in the call
+        with gate.open("w"):  # from here on a call is in progress
             interrupt()
             node.cuda.mend()
         if restart:
@@ -221,7 +221,7 @@ def test_a_process_that_is_stopped_by_a_signal_is_refused_before_the_driver_wait
 def test_a_process_stopped_in_its_checkpoint_is_reported_within_seconds_and_finishes_once_continued(
     node: DrivenNode, tmp_path: Path
 ) -> None:
-    """Five minutes passed before anybody was told, and then everybody's helper was ended."""
+    """Five minutes passed before the daemon reported it, and then it ended the helper of all jobs."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     with node.program(0) as program, node.connect() as connection:
@@ -242,7 +242,7 @@ def test_a_process_stopped_in_its_checkpoint_is_reported_within_seconds_and_fini
 
 
 def test_a_process_stopped_in_its_restore_is_shown_by_ops(node: DrivenNode, tmp_path: Path) -> None:
-    """Nothing that is done to it comes on, and whoever looked was shown an operation that takes its time."""
+    """No call on it makes progress, and `ops` showed an operation that merely takes long."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     with node.program(0) as program, node.connect() as connection:
@@ -263,7 +263,7 @@ def test_a_process_stopped_in_its_restore_is_shown_by_ops(node: DrivenNode, tmp_
 
 
 def _next_step(connection: Connection) -> str:
-    """What the newest operation says can be done, once it does not come on by itself."""
+    """Return the next step that the newest operation proposes, once it cannot proceed by itself."""
     for _ in range(30 * LOOKS):
         newest = connection.call(Operations(), OperationsReply).operations[-1]
         hints = [one for one in (newest.waits and newest.waits.next, newest.failure and newest.failure.hint) if one]

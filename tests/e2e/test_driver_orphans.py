@@ -1,6 +1,7 @@
-"""Processes that the driver has and no journal mentions: found, told of, adopted, over the stub driver.
+"""Processes that the driver has checkpointed and no journal mentions: found, reported, adopted, over the stub driver.
 
-The stub's trap counts here as in test_driver.py: who is whole at the end was restored with room, or not at all.
+The stub's trap works as in test_driver.py: a process that is whole at the end was restored with memory reserved, or not
+at all.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def node(tmp_path: Path) -> Iterator[DrivenNode]:
 
 
 def by_somebody(node: DrivenNode, *steps: str, pid: int) -> None:
-    """What a person's own tool does to a process, which then ends."""
+    """Checkpoint a process with a separate program, which then exits."""
     for step in steps:
         words = [step, str(pid), *(["1000"] if step == "lock" else [])]
         subprocess.run(

@@ -1,4 +1,4 @@
-"""Other programs move jobs through the library faces, and are told why when that cannot be."""
+"""Other programs move jobs through the library, and get the reason if that is impossible."""
 
 from __future__ import annotations
 

@@ -152,7 +152,9 @@ def test_ranks_that_keep_their_contexts_keep_their_communicators(tmp_path: Path)
 def test_ranks_in_a_long_step_were_planned_without_their_communicators_after_a_start_of_the_daemon(
     tmp_path: Path,
 ) -> None:
-    """Agents told a new daemon their sizes and not their groups: ranks left their GPUs with all of them connected."""
+    """Agents reported their sizes to a new daemon and not their groups: ranks left their GPUs with all groups
+    connected.
+    """
     losses, hold = tmp_path / "moved", tmp_path / "moved.hold"
     argv = ["-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT, str(losses)]
     with RunningDaemon(tmp_path) as daemon, Job(daemon, argv, "--gpu", "gpu0") as job:

@@ -24,7 +24,7 @@ need_torch()
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("HeGM's steps")]  # which are taken once for both
 
 RECORDED = Path(__file__).with_name("hegm_0_3_3.json")
-# By which a state is known to be of the same training; HeGM has no such file.
+# Identifies states of the same training; HeGM has no such file.
 OURS_ALONE = "LAUNCHER/command"
 
 

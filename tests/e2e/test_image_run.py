@@ -22,7 +22,7 @@ def run(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[s
 
 @pytest.mark.wide
 def test_jobs_go_through_images_onto_the_other_gpu_and_what_was_done_is_not_done_again(tmp_path: Path) -> None:
-    """Checkpoint by the driver, video memory by us or through CRIU, and a GPU that somebody else has meanwhile."""
+    """The driver checkpoints; we or CRIU carry the video memory; another job has the GPU meanwhile."""
     skip_without(SHARED_MEMORY, 768 * MIB)
     state = tmp_path / "state"
     words = ["--state", str(state), "--repeat", "1"]

@@ -1,4 +1,4 @@
-"""What `make test-gpu` is, over the stub driver: cut where the time is over, and on from there."""
+"""The runner of `make test-gpu` over the stub driver: it stops when the time is over, and continues from there."""
 
 from __future__ import annotations
 

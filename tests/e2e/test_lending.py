@@ -32,7 +32,7 @@ class LendingJob(BareJob):
         super().__init__([*SCRIPT, str(path)], daemon)
 
     def value_of(self, word: str) -> str:
-        """Read on until a line begins with that word; the rest of it."""
+        """Read until a line begins with that word; return the rest of it."""
         while True:
             for line in self.lines:
                 if line.startswith(word + " "):

@@ -26,15 +26,15 @@ ENOUGH_BYTES = 3 << 30
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
-    # Whoever waits at a gate waits for this test, however slow the machine is.
+    # A process that waits at a gate waits for this test, however slow the machine is.
     with RunningDaemon(tmp_path).configured("[restart]\nready_within_s = 45\n") as running:
         yield running
 
 
 class EvaluationJob(MovedJob):
-    """A supervised training whose evaluation ends when a file goes: nobody leaves from there.
+    """A supervised training whose evaluation, in which no restart is possible, ends when a file is deleted.
 
-    Where there is a pipe as a gate, a Python that is started before its turn waits there before it begins.
+    With a pipe as a gate, a prestarted Python waits there before it begins.
     """
 
     more = BARE
@@ -55,7 +55,7 @@ class EvaluationJob(MovedJob):
         self._gpu = 0
 
     def starts(self) -> list[list[str]]:
-        """Of each start: its pid and its GPU."""
+        """Return the pid and the GPU of each start."""
         return [line.split() for line in (self.folder / "starts").read_text().splitlines()]
 
     def asked_to(self, gpu: str, training: int) -> tuple[str, int]:
@@ -96,7 +96,7 @@ class EvaluationJob(MovedJob):
                 self._read_on(PACE_MS)
 
     def story(self, op_id: str) -> Operation:
-        """How that operation stands."""
+        """Return the state of that operation."""
         with connect(str(self._daemon.socket_path)) as hegmd:
             return hegmd.story(op_id).operation
 
@@ -138,7 +138,7 @@ def test_a_prestarted_process_ends_with_a_cancel_and_can_be_done_without(daemon:
         assert third != killed
         os.mkfifo(job.gate)
         last, fourth = job.migrated("gpu1", third)
-        job.read_steps(20)  # it stood for as long as the next Python imported PyTorch
+        job.read_steps(20)  # the training was parked while the next Python imported PyTorch
         while (described := job.story(last)).phase == "reserving":
             job._read_on(PACE_MS)
         assert (described.phase, described.processes[0].state) == ("readying", "running")
@@ -148,7 +148,7 @@ def test_a_prestarted_process_ends_with_a_cancel_and_can_be_done_without(daemon:
         assert next(iter(job.places(1))) == fourth
         ended, _waiting = job.migrated("gpu0", fourth)
         (tmp_path / "over").touch()
-        assert job.phase_at_end(ended) == "done"  # it had failed: there was nobody any more to be moved
+        assert job.phase_at_end(ended) == "done"  # it failed: no process to move was left
         assert job.story(ended).note == f"process {fourth} finished its training before it was moved"
         assert job.steps()
 

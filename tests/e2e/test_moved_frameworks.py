@@ -33,24 +33,24 @@ NEEDS = {
     "in_a_thread": ("torch",),
     "numpy_boundaries": ("numpy",),
 }
-# What these do, others here and test_moving.py do too.
+# Other scripts here and in test_moving.py do what these do.
 AS_OTHERS = {"schedules", "two_models", "progress", "in_a_thread"}
 # Those of frameworks, which ask it for more, and one of plain PyTorch, come with PyTorch's compiler.
 WITH_COMPILER = {"hf_trainer", "lightning_fit", "accelerated", "two_models"}
-# What each leaves behind, beside what it prints.
+# Files that each leaves behind, beside its output.
 FILES = {"mixed_precision": 11, "numpy_boundaries": 1, "hf_trainer": 3, "lightning_fit": 1}
 
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[RunningDaemon]:
-    """One for all of them, as on a node; each job finds it as the one before has left it."""
+    """One daemon for all, as on a node; each job finds it as the previous one has left it."""
     with tempfile.TemporaryDirectory(prefix="hegm-", dir="/tmp") as folder, RunningDaemon(Path(folder)) as running:
         yield running
 
 
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """Where the undisturbed run writes its files, and where the moved one does."""
+    """Folders for the files of the undisturbed run and of the moved one."""
     made = tmp_path / "undisturbed", tmp_path / "moved"
     for folder in made:
         folder.mkdir()
@@ -96,7 +96,7 @@ def test_a_training_started_by_a_script_and_a_launcher_is_moved(
 def test_models_on_two_gpus_with_a_process_for_each_are_moved_as_one_job(
     daemon: RunningDaemon, folders: tuple[Path, Path]
 ) -> None:
-    """One process has one simulated GPU; what a script with several GPUs is here are several processes of one run."""
+    """One process has one simulated GPU; the processes of one run take the place of a script with several GPUs."""
     _require(("torch",))
     words = [sys.executable, str(TRAINING / "ensemble.py")]
     draw = random.Random(22)

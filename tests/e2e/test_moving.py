@@ -33,7 +33,7 @@ need_torch()
 
 ROOT = Path(__file__).parents[2]
 LONG = str(SCRIPTS / "long.py")
-# Room for all that a script prints while nobody reads.
+# Holds all that a script prints before a reader comes.
 PIPE_BYTES = 1 << 20
 
 
@@ -80,14 +80,14 @@ class Job:
             self.lines.append(self.stdout.readline())
 
     def output(self) -> str:
-        """All that it printed, once it has ended well; those of our scripts that go on until they are told are told."""
+        """Return all its output, once it has succeeded. End our scripts that run until they get an order."""
         self.stdin.close()
         rest = self.stdout.read()
         assert self.process.wait(HANG_S) == 0
         return "".join(self.lines) + rest
 
     def command(self, *words: str, status: int = 0) -> list[dict[str, Any]]:
-        """What a command answered, in JSON."""
+        """Return the reply of a command, in JSON."""
         ran = subprocess.run(
             [sys.executable, "-m", "hegmctl", *words, "--json"],
             env=self.environ,
@@ -108,7 +108,7 @@ class Job:
         return connect(self.socket_path)
 
     def await_gpu(self) -> None:
-        """Until it is seen on one: its agent counts what it holds at a boundary, some steps after the first."""
+        """Wait until it is on a GPU: its agent counts its memory at a boundary, some steps after the first."""
         with self.connect() as hegmd:
             while not any(process.pid == self.process.pid and process.gpus for process in hegmd.processes().processes):
                 self.steps(1)
@@ -139,7 +139,7 @@ def test_moves_and_suspensions_change_no_loss(daemon: RunningDaemon, loader_work
 
 
 def is_as_undisturbed(argv: list[str], printed: str) -> None:
-    """Those numbers, as many as there are, are those of a run that nobody disturbed."""
+    """Check that these numbers are those of an undisturbed run."""
     steps = len(printed.splitlines())
     assert steps > 0
     assert printed == undisturbed([*argv, str(steps)])

@@ -1,4 +1,4 @@
-"""What befalls jobs while operations are asked for or under way: bad requests, other programs, kills, upgrades."""
+"""Disturbances before and during operations: bad requests, other programs, kills, upgrades."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_gpu_without_room_is_refused_and_taken_once_there_is_room(socket_dir: 
             refused = job.refusal("migrate", str(pid), "--to", "gpu1")
             assert "gpu1 has" in refused["message"]
         while job.places(1) == {pid: "gpu0"} and _used_bytes(daemon, "gpu1"):
-            pause()  # the connection's end is seen in the daemon's own time
+            pause()  # the daemon notices the end of the connection in its own time
         job.move(pid)
         assert job.steps() == undisturbed_steps(*TRAINING)
 
@@ -105,7 +105,7 @@ for step, batch in enumerate(DataLoader(range(100_000))):
 
 @pytest.fixture
 def becoming(tmp_path: Path) -> tuple[list[str], Path]:
-    """The words of a script that becomes the training when it is told to, and the pipe on which it is told."""
+    """Return the command of a script that becomes the training on demand, and the pipe for the demand."""
     script, tell = tmp_path / "becomes.py", tmp_path / "tell"
     script.write_text(BECOMES)
     os.mkfifo(tell)
@@ -197,7 +197,7 @@ class OtherRelease(RunningDaemon):
         self._installed = installed
 
     def command(self) -> list[str]:
-        """What is run, with that folder before all others."""
+        """Return the command to run, with that folder before all others."""
         python, _, _, *words = super().command()
         start = (
             f"import sys, runpy; sys.path[0] = {str(self._installed)!r}; runpy.run_module('hegmd', run_name='__main__')"
@@ -244,7 +244,7 @@ def _flip(piece: Path, place: int = 10_003) -> None:
 
 
 def test_a_bit_that_flipped_while_a_job_was_suspended_was_used_silently(socket_dir: Path, tmp_path: Path) -> None:
-    """Issue 14, row 3: `resume` said done, and every later loss was wrong."""
+    """Issue 14, row 3: `resume` reported success, and every later loss was wrong."""
     with RunningDaemon(socket_dir) as daemon, BareJob(TRAINING, daemon, tmp_path) as job:
         pid = str(job.process.pid)
         job.read_steps(2)

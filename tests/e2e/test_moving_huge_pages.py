@@ -1,4 +1,4 @@
-"""The pool in real 2 MiB pages: a job's bytes go into them and come back, and nobody holds on to the pages."""
+"""The pool in real 2 MiB pages: a job's bytes go into them and come back, and all pages are free afterwards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TRAINING = [sys.executable, str(SCRIPTS / "in_a_thread.py")]
 
 @pytest.fixture
 def _huge_pages() -> Iterator[None]:
-    """So many are free, if nobody else takes them; as many as before are there again afterwards."""
+    """Allocate so many huge pages, if they are free; restore the number afterwards."""
     before = WANTED.read_text() if WANTED.exists() else ""
     if not before or not os.access(WANTED, os.W_OK):
         pytest.skip("only root can set huge pages aside, where the kernel has them")
@@ -62,7 +62,7 @@ def test_a_job_goes_through_huge_pages_and_gives_them_back(socket_dir: Path, tmp
 
 
 def _page_sizes(pid: int) -> set[int]:
-    """Of the memory for bytes in flight that a process has in its hands."""
+    """Return the page sizes of the memory for bytes in flight that a process has open."""
     found: set[int] = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile

@@ -1,4 +1,4 @@
-"""What orchestrators do with jobs, with real CRIU: the steps one by one, images every so often, and another node."""
+"""Orchestrators' uses of jobs, with real CRIU: single steps, images at intervals, and another node."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.patience import HANG_S
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
 need_torch()
 
-# Nobody knows how fast they are; a job of so many has not ended when a few images of it are there.
+# Long enough for any speed: such a job has not ended when a few images of it exist.
 LONG = 2000
 
 
@@ -116,7 +116,7 @@ def _whole(images: Path) -> list[str]:
 
 
 def _await(is_so: Callable[[], bool]) -> None:
-    """Until it is; nobody tells of images but the log, so they are looked for."""
+    """Poll until it is true; only the log reports images."""
     until = monotonic() + ENDS_WITHIN_S
     while not is_so():
         assert monotonic() < until, "no image came, or none went"

@@ -26,7 +26,7 @@ ENDLESS = [LONG, "0"]
 
 
 def pieces(state_dir: Path) -> list[Path]:
-    """What is in memory by name for that daemon."""
+    """Return the names of that daemon's segments in memory."""
     known = state_dir / "identity"
     identity = known.read_text()[:16] if known.exists() else "none"
     return list(SHARED_MEMORY.glob(f"hegmd-{os.geteuid()}-{identity}/*"))
@@ -43,7 +43,7 @@ def keepers(state_dir: Path) -> list[psutil.Process]:
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
-    """One that finds nothing left of it at the end: no piece, no place, no keeper, no file on disk."""
+    """A daemon that leaves nothing at its end: no segment, no place, no keeper, no file on disk."""
     state_dir = tmp_path / "state"
     with RunningDaemon(tmp_path) as running:
         yield running

@@ -98,7 +98,7 @@ class Node:
         return subprocess.run(words, env=environ, capture_output=True, text=True, check=True).stdout
 
     def query(self, expression: str) -> list[Any]:
-        """What Prometheus answers; empty too while it starts."""
+        """Return Prometheus' answer; empty while it starts, too."""
         argv = [program("promtool"), "query", "instant", "-o", "json", f"http://127.0.0.1:{self.port}", expression]
         done = subprocess.run(argv, capture_output=True, text=True, check=False)
         answer: list[Any] = json.loads(done.stdout) if done.returncode == 0 else []

@@ -119,7 +119,7 @@ def test_ranks_with_uneven_batches_were_rolled_back_after_a_minute(tmp_path: Pat
 
 
 def test_the_exit_of_a_launcher_with_suspended_ranks_was_not_reported(tmp_path: Path) -> None:
-    """They can never continue. Only a resume said so, after it had failed."""
+    """They can never continue. The first report was a failed resume."""
     out = tmp_path / "out"
     launched = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPTS / "ranks.py"), str(out)]
     with RunningDaemon(tmp_path) as daemon, ImageJob(tmp_path / "job", daemon.socket_path, script=launched) as job:

@@ -38,7 +38,7 @@ def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> list[str]:
-    """What the training tells of its steps by itself."""
+    """Return the training's own lines of its steps."""
     return steps_alone([sys.executable, LEAVING], tmp_path_factory.mktemp("undisturbed"))
 
 
@@ -60,7 +60,7 @@ class RecoveredJob(MovedJob):
         return [int(line.split()[0]) for line in (self.folder / "starts").read_text().splitlines() if line]
 
     def until(self, is_so: Callable[[JobRecovery], bool], *, ended: bool = False) -> JobRecovery:
-        """Read on until that is so of the job's recovery; what is told of it then. `ended`: it may be over before."""
+        """Read until that is true of the job's recovery; return the record. `ended`: it may be over before."""
         with connect(str(self._daemon.socket_path)) as hegmd:
             while True:
                 is_over = not ended and self.process.poll() is not None
@@ -81,13 +81,13 @@ class RecoveredJob(MovedJob):
             self._read_on(SLOWLY_MS)
 
     def read_to_the_end(self) -> list[str]:
-        """Every line that tells of a step, once nobody has its output open."""
+        """Return every line of a step, once no process has its output open."""
         while self._read():
             pass
         return self._steps()
 
     def errors(self) -> str:
-        """What it printed to its standard error."""
+        """Return its standard error."""
         return self._error_text()
 
 
@@ -126,7 +126,7 @@ def test_a_killed_training_continues_though_its_daemon_was_killed_and_its_newest
         assert len(job.pids()) == 3
         assert "do not match their checksums" in job.errors()
     with connect(str(daemon.socket_path)) as hegmd:
-        while hegmd.recovery().jobs:  # its memory is given back once its supervisor is seen to have ended
+        while hegmd.recovery().jobs:  # its memory is freed once the daemon sees that its supervisor has exited
             select.poll().poll(SLOWLY_MS)
 
 
@@ -161,7 +161,7 @@ def test_an_image_and_a_snapshot_that_is_due_share_one_pause_from_which_the_job_
         held.callback(job.kill)
 
         def until(is_so: Callable[[], bool]) -> None:
-            """Nobody tells of an image or of a snapshot, so they are looked for."""
+            """Poll: nothing reports an image or a snapshot."""
             while not is_so():
                 assert job.poll() is None, daemon.log_text()
                 select.poll().poll(SLOWLY_MS)

@@ -116,7 +116,7 @@ def _changed(tmp_path: Path, before: str, after: str) -> tuple[str, str]:
 
 
 def test_lightning_gathers_the_means_of_its_epoch_before_it_leaves(restarts: Restarts, tmp_path: Path) -> None:
-    """What was gathered of them is in no state: the epoch's mean would have been that of its rest."""
+    """No state has the gathered values: the epoch's mean would have been that of its remaining batches."""
     argv = _changed(tmp_path, 'self.log("loss", loss, prog_bar=True)', 'self.log("loss", loss, on_epoch=True)')
     expected = restarts.undisturbed(*argv)
     output, ends = restarts.restarted(*argv, at=(5,))

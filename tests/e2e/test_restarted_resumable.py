@@ -1,4 +1,4 @@
-"""Each form of a loop over `hegm.resumable` that HeGM's documents show goes on at its batch after a restart."""
+"""Each form of a loop over `hegm.resumable` in HeGM's documents continues at its batch after a restart."""
 
 from __future__ import annotations
 

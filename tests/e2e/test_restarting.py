@@ -45,7 +45,7 @@ def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> list[str]:
-    """What the training tells of its steps by itself."""
+    """Return the training's own lines of its steps."""
     return steps_alone([sys.executable, LEAVING], tmp_path_factory.mktemp("undisturbed"))
 
 
@@ -67,15 +67,15 @@ class SupervisedJob(MovedJob):
         self._gpu = 0
 
     def starts(self) -> list[list[str]]:
-        """Of each start: its pid, its GPU, what EXTRA was, its Python's prefix, and the vendors' variables."""
+        """Return, for each start, its pid, its GPU, EXTRA, its Python's prefix, and the vendors' variables."""
         return [line.split() for line in (self.folder / "starts").read_text().splitlines()]
 
     def trains(self) -> int:
-        """The pid of the training once it is seen on a GPU."""
+        """Return the training's pid once it is on a GPU."""
         return next(iter(self.places(1)))
 
     def on_cpu(self) -> int:
-        """The pid of the training once it is seen to train on the CPU."""
+        """Return the training's pid once it trains on the CPU."""
         with connect(str(self._daemon.socket_path)) as hegmd:
             while True:
                 for process in hegmd.processes().processes:
@@ -107,7 +107,7 @@ class SupervisedJob(MovedJob):
         self._read_on(PACE_MS)
 
     def read_to_the_end(self) -> list[str]:
-        """Every line that tells of a step, once nobody has its output open."""
+        """Return every line of a step, once no process has its output open."""
         while self._read():
             pass
         return self._steps()
@@ -183,7 +183,9 @@ def test_a_training_goes_from_vendor_to_vendor_with_another_python_and_environme
 def test_a_training_on_the_cpu_goes_to_a_gpu_and_back(
     daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
 ) -> None:
-    """It could be restarted from GPU to GPU only: on the CPU it was nowhere, and so was whoever asked for it."""
+    """Restarts went from GPU to GPU only: the daemon did not list a training on the CPU, and refused requests for
+    it.
+    """
     with SupervisedJob(daemon, tmp_path, gpu="cpu") as job:
         first = job.on_cpu()
         job.read_steps(5)
@@ -202,7 +204,7 @@ def test_a_training_on_the_cpu_goes_to_a_gpu_and_back(
 def test_after_a_failed_start_on_a_gpu_the_training_continues_on_the_cpu(
     daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
 ) -> None:
-    """There is no room to be held for it on the CPU, neither on the way back nor by a daemon that was started since."""
+    """No memory is reserved for it on the CPU, neither for the rollback nor by a daemon started since."""
     with SupervisedJob(daemon, tmp_path, gpu="cpu") as job:
         turned = job.ended("migrate", str(job.on_cpu()), "--via", "restart", "--to", "gpu1", "--env", "BROKEN=1")
         assert (turned["phase"], turned["processes"][0]["gpu"]) == ("rolled-back", "cpu")
@@ -222,7 +224,7 @@ def _used(daemon: RunningDaemon) -> dict[str, int]:
 
 
 def _other_python(folder: Path) -> Path:
-    """Another environment with the same packages, which is another Python to whoever starts it."""
+    """Another environment with the same packages, so another Python to its starter."""
     (folder / "bin").mkdir(parents=True)
     (folder / "bin/python3").symlink_to(Path(sys.executable).resolve())
     (folder / "lib").symlink_to(Path(sys.prefix) / "lib")
@@ -266,7 +268,9 @@ def test_the_next_daemon_continues_with_the_process_that_was_starting(
 def test_after_its_supervisor_is_killed_only_the_process_itself_continues(
     daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
 ) -> None:
-    """While the started process lives, nobody is started from the same state; once it trains, the operation has it."""
+    """While the started process lives, no other is started from the same state; once it trains, the operation has
+    it.
+    """
     with SupervisedJob(daemon, tmp_path) as job:
         first = job.trains()
         job.read_steps(7)
@@ -290,7 +294,9 @@ def test_after_its_supervisor_is_killed_only_the_process_itself_continues(
 def test_a_training_killed_before_its_supervisor_knew_of_its_return_is_not_started_again(
     daemon: RunningDaemon, tmp_path: Path
 ) -> None:
-    """From its old state, whose batches had been made: the daemon had seen it at a boundary, and said so too late."""
+    """From its old state, whose batches had been made: the daemon saw it at a boundary, and its report came too
+    late.
+    """
     with SupervisedJob(daemon, tmp_path) as job:
         first = job.trains()
         job.read_steps(7)
@@ -310,9 +316,10 @@ def test_a_training_killed_before_its_supervisor_knew_of_its_return_is_not_start
 def test_a_state_without_a_supervisor_is_held_and_resumed_later(
     daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
 ) -> None:
-    """Supervisor and process are both killed, and the daemon after them: the state is there, and another continues.
+    """Supervisor and process are both killed, and the daemon after them: the state exists, and another process
+    continues from it.
 
-    On disk too, where that is asked, which takes no memory then; it was refused with why nobody was there.
+    Also from disk, if requested, which takes no memory then. The daemon refused this.
     """
     with SupervisedJob(daemon, tmp_path) as job:
         op_id = _held(job, daemon)
@@ -380,7 +387,7 @@ def _phase(job: SupervisedJob, daemon: RunningDaemon, op_id: str, *phases: str) 
 def test_a_launcher_of_hegm_and_a_daemon_move_one_training_in_turn(
     daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
 ) -> None:
-    """By the daemon to another GPU, then by HeGM's REST interface with its lock, and no number differs."""
+    """The daemon moves it to another GPU, then HeGM's REST interface with its lock, and no number differs."""
     with LaunchedJob(daemon, tmp_path) as job:
         first = job.trains()
         job.read_steps(9)

@@ -65,7 +65,7 @@ class RankedJob(MovedJob):
         return [found[rank] for rank in range(2)]
 
     def starts(self) -> list[tuple[str, ...]]:
-        """Of each start: its rank, its GPU, and what EXTRA was."""
+        """Return, for each start, its rank, its GPU, and EXTRA."""
         lines = (self.folder / "starts").read_text().splitlines()
         return sorted(tuple(line.split()[1:]) for line in lines)
 

@@ -291,7 +291,7 @@ def test_a_rank_that_cannot_have_its_state_makes_no_step(
 
 
 def test_variables_that_start_over_are_named(restarts: Restarts) -> None:
-    """The counter goes along; the file that the loop opens now and then does not, and is said with its line."""
+    """The counter is restored; the file that the loop opens at times is not, and the plan names its line."""
     _output, ends = restarts.restarted(str(SCRIPTS / "begun_anew.py"), at=(9,))
     assert [ended.status for ended in ends] == [LEFT_STATUS, 0], [ended.errors for ended in ends]
     assert "starts over after the restart: part (TextIOWrapper) at begun_anew.py:18. hegm.keep" in ends[1].errors
@@ -315,7 +315,7 @@ for turn in range(4):
     assert "not searched, and so starts over after the restart: the 1,200 objects of __main__.players" in ends[1].errors
 
 
-#: What a state of each form looks like. A row that was released is never changed.
+#: An example of a state of each form. A released row is never changed.
 FORMS = {3: 0x5BBD34C2}
 
 

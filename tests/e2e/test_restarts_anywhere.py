@@ -1,10 +1,10 @@
 """Scripts restarted at boundaries drawn by seed: every batch, rate, loss and weight is that of an undisturbed run.
 
-Compared is the output and the record of all that was computed (`recorded.py`): inputs of every module, rates,
-parameters and optimizers' states after each step, and all that is left at the end, bit for bit. The boundaries of an
-undisturbed run are told by their kind: an epoch's first batch, its last, the end of an epoch with the evaluation, the
-checkpoint and the schedules after it, within an accumulation, or elsewhere in the epoch. One to three of different
-kinds are drawn. Other seeds: `HEGM_TEST_SEED=N`; what fails says its seed.
+It compares the output and the record of all computed values (`recorded.py`): inputs of every module, rates, parameters
+and optimizers' states after each step, and all that is left at the end, bit for bit. The boundaries of an undisturbed
+run are told by their kind: an epoch's first batch, its last, the end of an epoch with the evaluation, the checkpoint
+and the schedules after it, within an accumulation, or elsewhere in the epoch. One to three of different kinds are
+drawn. Other seeds: `HEGM_TEST_SEED=N`; what fails says its seed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NOT_DRAWN = "evaluating"
 
 
 def drawn(kinds: list[str], seed: str) -> list[tuple[int, str]]:
-    """One to three boundaries of different kinds, in their order: their numbers and kinds."""
+    """Draw one to three boundaries of different kinds, in their order: their numbers and kinds."""
     draw = random.Random(seed)
     places = {kind: [at for at, found in enumerate(kinds, 1) if found == kind] for kind in sorted(set(kinds))}
     places.pop(_NOT_DRAWN, None)

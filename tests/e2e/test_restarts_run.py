@@ -58,9 +58,8 @@ def test_the_benchmark_splits_a_restart_and_has_its_rates() -> None:
 
 
 def test_a_training_on_the_cpu_of_a_node_with_real_gpus_is_seen_and_started_on_one(tmp_path: Path) -> None:
-    """Without CUDA in use an agent counts what is on the CPU, as on simulated GPUs, and looked as if it were on one.
-
-    The driver is a stub, which PyTorch does not use: what the new process is told is all that there is to see.
+    """Without CUDA an agent counts the memory on the CPU, as on simulated GPUs, and the training looked as if it were
+    on a GPU. The driver is a stub, which PyTorch does not use: only the new process's arguments show the change.
     """
     cuda = CudaNode.make(tmp_path / "cuda", gpus=2, gpu_bytes=64 * GIB)
     scenario = cuda.nvml(tmp_path / "nvml")

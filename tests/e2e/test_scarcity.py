@@ -51,7 +51,7 @@ def on_a_gpu(daemon: RunningDaemon, pid: int) -> None:
 
 @contextmanager
 def few_descriptors(pid: int, spare: int) -> Iterator[int]:
-    """That process may open so many more, and not one above."""
+    """Let that process open so many more descriptors."""
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     taken = {int(link.name) for link in Path(f"/proc/{pid}/fd").iterdir()}
     free = [number for number in range(len(taken) + spare + 1) if number not in taken]
@@ -172,7 +172,7 @@ for batch in DataLoader(range(1_000_000)):
 
 
 def large_job(daemon: RunningDaemon, folder: Path, group: MemoryGroup) -> Job:
-    """One of 256 MiB, all of whose memory is the group's: it is put there before it has any."""
+    """A job of 256 MiB, all charged to the control group: it joins the group before it allocates."""
     script = folder / "large.py"
     script.write_text(f"open({str(group.path / 'cgroup.procs')!r}, 'w').write('0')\n" + BALLAST)
     return Job(daemon, [str(script)])
@@ -199,7 +199,7 @@ def test_a_job_at_its_memory_limit_is_offloaded_and_reloaded_within_it(
 def test_a_job_killed_by_the_kernel_during_its_resume_is_lost_and_its_memory_freed(
     daemon: RunningDaemon, group: MemoryGroup, tmp_path: Path
 ) -> None:
-    """Somebody lowered its limit while it was out. Nothing can save it; hegmd says so."""
+    """Its limit was lowered while it was suspended. Nothing can save it; hegmd reports that."""
     with large_job(daemon, tmp_path, group) as job:
         job.steps(5)
         pid = str(job.process.pid)

@@ -1,7 +1,7 @@
-"""One process on several GPUs, whose GPUs reach into one another's memory: moved, suspended, cut off, refused.
+"""One process on several GPUs, whose GPUs have peer access: moved, suspended, cut off, refused.
 
-The stub has the trap of the real driver: with that access at the checkpoint the restore fails and the job is lost for
-good. Every program here has it, so one that answers with its digest afterwards was parted before.
+The stub has the trap of the real driver: with that access at the checkpoint the restore fails and the job is lost
+permanently. Every program here has it, so one that answers with its digest afterwards had it disabled before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.wide import telling
 
 pytestmark = [pytest.mark.e2e]
 
-# What the pieces on each of its GPUs come to, in turn; the counter is with the first.
+# The total of the pieces on each of its GPUs, in turn; the first also has the counter.
 FIRST_BYTES, SECOND_BYTES = 32 * MIB + 512, 72 * MIB
 
 
@@ -58,7 +58,9 @@ def migrate(connection: Connection, pid: int, to: str, carrier: str | None = Non
 
 
 def holds(node: DrivenNode, pid: int) -> dict[str, int]:
-    """What it holds on which GPU besides its contexts, which all have the same, once nobody else holds anything."""
+    """Return the memory that it has on each GPU besides its contexts, which are equal in size, once no other process
+    has any.
+    """
     own, used = node.vram(pid), node.used()
     for _ in range(LOOKS):
         own, used = node.vram(pid), node.used()
@@ -88,7 +90,7 @@ def test_a_process_moves_all_its_devices_or_one_or_exchanges_them(node: DrivenNo
 
 
 def test_it_is_suspended_and_resumes_elsewhere_also_by_a_daemon_that_was_killed_meanwhile(node: DrivenNode) -> None:
-    """What each device needs is in the journal: nobody can ask any more once it is off."""
+    """The journal records what each device needs: the driver cannot report it once the process is checkpointed."""
     with spread(node) as program:
         watched = TwoGpuProgram(program)
         with node.connect() as connection:
@@ -112,7 +114,9 @@ def test_it_is_suspended_and_resumes_elsewhere_also_by_a_daemon_that_was_killed_
 
 
 def test_its_storages_go_by_its_own_copies_and_room_for_them_is_held_on_each_of_its_gpus(node: DrivenNode) -> None:
-    """All of such a process went with the driver, at a tenth of the speed. What each GPU needs outlives the daemon."""
+    """Before, all bytes of such a process went with the driver, at a tenth of the speed. The record of what each GPU
+    needs outlives the daemon.
+    """
     with spread(node) as program:
         watched = TwoGpuProgram(program)
         assert program.tell("devices") == "noted"
@@ -149,7 +153,9 @@ def test_its_storages_go_by_its_own_copies_and_room_for_them_is_held_on_each_of_
 
 @pytest.mark.parametrize("carrier", ["peer", "host"])
 def test_the_helper_copies_from_each_of_its_gpus_and_back(node: DrivenNode, carrier: str) -> None:
-    """By an operation with one session for each device: elsewhere, one device alone, and with GPUs exchanged."""
+    """One operation uses one session for each device: to another GPU, with one device alone, and with GPUs
+    exchanged.
+    """
     with spread(node) as program, node.connect() as connection:
         watched = TwoGpuProgram(program)
         assert program.tell("devices") == "noted"
@@ -275,7 +281,7 @@ def test_a_daemon_that_is_killed_in_the_middle_costs_no_job(
         node.cuda.order(f"hold {stage} {gate}")
         with node.connect() as connection:
             connection.call(Migrate(pids=(watched.pid,), to=to, wait=False), OperationReply)
-        with gate.open("w"):  # from here on somebody stands in the call
+        with gate.open("w"):  # from here on a call is in progress
             node.daemon.process.send_signal(signal.SIGKILL)
             node.cuda.mend()
         node.daemon.stop()

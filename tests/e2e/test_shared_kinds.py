@@ -27,7 +27,7 @@ GIB, MIB = 1 << 30, 1 << 20
 # How fast a job is read while something is waited for: it makes a step for each line.
 PACE_MS = 20
 LOOPS = ("plain", "lstm", "uneven", "amp", "accumulation", "workers", "generator")
-#: Of the other kinds, the script and what it needs.
+#: The script and the requirements of the other kinds.
 SCRIPTED = {"hf_trainer": ("transformers", "accelerate"), "lightning_fit": ("lightning",), "progress": ("tqdm",)}
 METHODS = ("auto", "keep-context")
 TABLE = [(kind, method) for kind in (*LOOPS, *SCRIPTED) for method in METHODS]
@@ -49,7 +49,7 @@ class SharingJob(MovedJob):
 
 
 class BareSharingJob(SharingJob):
-    """One that needs nothing of PyTorch's compiler."""
+    """A job that needs nothing of PyTorch's compiler."""
 
     more = BARE
 
@@ -83,7 +83,7 @@ def test_no_loss_differs_through_turns_and_make_room(kind: str, method: str, tmp
         size_bytes = sum(use.vram_bytes or 0 for process in hegmd.processes().processes for use in process.gpus)
         # A lease without a process would count memory of processes that start later.
         ends = ("--for", str(daemon.process.pid))
-        # Somebody else has all but 1.4 times its memory, and then all of it, so that it leaves.
+        # Another process has all but 1.4 times its memory, and then all of it, so that it leaves.
         rest_bytes = GIB - size_bytes * 7 // 5
         made = one.answer("make-room", "--gpu", "gpu0", "--bytes", str(rest_bytes), "--wait", *ends)
         assert made["lease"]["state"] == "held"
@@ -111,5 +111,5 @@ def test_no_loss_differs_through_turns_and_make_room(kind: str, method: str, tmp
     for steps in printed:
         assert len(steps) > 10
         assert set(steps) <= set(alone)
-        if kind not in LOOPS:  # the others end when they are told
+        if kind not in LOOPS:  # the others end on command
             assert steps == alone

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
 need_torch()
 
 MIB = 1 << 20
-# One of the trainings fills more than half of the only GPU, with its gradients and without them.
+# One of the trainings fills more than half of the only GPU, with and without gradients.
 GPU = "1x11MiB"
 ARGV = [LONG, "0"]
 
@@ -61,7 +61,7 @@ def _await(what: Callable[[], bool]) -> None:
 
 
 def _states(hegmd: Connection) -> dict[str, str]:
-    """What each job of the queue does, by its id."""
+    """Return the state of each job in the queue, by its id."""
     return {job.job: job.state for job in hegmd.queue().jobs}
 
 
@@ -169,7 +169,7 @@ def test_a_job_without_room_waits_in_the_queue_and_starts(daemon: RunningDaemon)
     assert (waiting.returncode, output) == (0, "gpu0\n")
 
 
-# What it notes is written before its next step, so before the next boundary.
+# The file is written before the next step, so before the next boundary.
 NOTES_SIGNALS = """
 import os, runpy, signal, sys
 notes = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)
@@ -195,7 +195,7 @@ def test_a_job_leaves_its_gpu_at_sigtstp_and_returns_at_sigcont_and_its_own_hand
             for pid in (job.process.pid, worker.pid):  # as Slurm: each process of the step
                 os.kill(pid, number)
 
-        tell(signal.SIGCONT)  # of a job that nobody has suspended
+        tell(signal.SIGCONT)  # a job that no operation has suspended
         tell(signal.SIGTSTP)
         _await(lambda: _states(hegmd) == {name: SUSPENDED})
         tell(signal.SIGSTOP)

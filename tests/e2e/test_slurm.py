@@ -20,7 +20,7 @@ from tests.e2e.real_criu import criu_or_skip, find_criu
 from tests.e2e.slurm_cluster import GRACE_S, SHIPPED, UNPACKED, Slurm, cluster
 from tests.needs import need_torch
 
-# One cluster for all, so on one worker.
+# One cluster for all tests, so all run on one worker.
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("slurm")]
 need_torch()
 

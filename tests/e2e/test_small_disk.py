@@ -26,7 +26,7 @@ from tests.needs import need_torch
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
 need_torch()
 
-# Trains until it is told to stop, or for so many epochs, and prints a number of each epoch in full.
+# Trains until it gets the command to stop, or for so many epochs, and prints a number of each epoch in full.
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -76,7 +76,7 @@ class SmallDisk(RunningDaemon):
         return ["nsenter", "--mount", f"--target={self.disk.pid}", f"--wd={os.getcwd()}"]
 
     def on_disk(self, script: str) -> str:
-        """What a shell script in the state directory said."""
+        """Return the output of a shell script that runs in the state directory."""
         words = [*self._inside(), "sh", "-c", f"cd {self.state_dir} && {script}"]
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
@@ -93,13 +93,13 @@ class SmallDisk(RunningDaemon):
         self.on_disk(f"mount -o remount,{how} .")
 
     def kinds(self) -> list[str]:
-        """What has happened, by its kinds."""
+        """Return the kinds of all events."""
         with connect(str(self.socket_path)) as hegmd:
             return [event.kind for event in hegmd.events()]
 
 
 class Training(Job):
-    """One that continues until `ended` is called, which sees that every number is that of an undisturbed run."""
+    """A training that continues until `ended`, which compares every number with an undisturbed run."""
 
     def __init__(self, daemon: RunningDaemon) -> None:
         self.script = daemon.folder / "training.py"
@@ -145,7 +145,7 @@ def test_on_a_full_disk_no_move_begins_and_a_started_one_ends(daemon: SmallDisk)
 
 
 def test_a_daemon_on_a_read_only_disk_reports_it_and_the_job_waits_for_the_next_daemon(daemon: SmallDisk) -> None:
-    """Nobody can be told from the outside to make a disk read-only that files are written on, so it is between two."""
+    """No test can make a disk read-only while files on it are open for writing, so this happens between two daemons."""
     with Training(daemon) as job:
         job.steps(3)
         job.operation("suspend", job.pid)

@@ -60,7 +60,7 @@ def _supervised(tmp_path: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
         env=environment(tmp_path / "nobody.sock"),
         stdout=subprocess.PIPE,
         text=True,
-        # In this session still: the kernel stops nobody in a group that no shell looks after.
+        # In the same session: the kernel stops no process of an orphaned process group.
         preexec_fn=os.setpgrp,  # noqa: PLW1509 - nothing but the system call
     )
     try:
@@ -80,7 +80,7 @@ def _line(process: subprocess.Popen[str]) -> list[str]:
 
 @pytest.mark.parametrize("status", [0, 7, 98, 99])
 def test_an_exit_status_is_the_commands_own(tmp_path: Path, status: int) -> None:
-    """99 too: nobody has said that a restart is to be expected."""
+    """99 too: no restart is expected."""
     assert _run(tmp_path, "sh", "-c", f"exit {status}").returncode == status
 
 
@@ -168,7 +168,7 @@ def test_stopped_and_continued_it_stops_and_continues_the_command(tmp_path: Path
         _pid, status = os.waitpid(process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
         deadline = time.monotonic() + PATIENCE_S
-        while child.status() != psutil.STATUS_STOPPED:  # it was told before, and stops when it is its turn to run
+        while child.status() != psutil.STATUS_STOPPED:  # it has the signal pending, and stops when it runs next
             assert time.monotonic() < deadline
         process.send_signal(signal.SIGCONT)
         assert _line(process) == ["heard", str(int(signal.SIGCONT))]
@@ -189,7 +189,7 @@ def test_killed_it_leaves_the_command_running(tmp_path: Path) -> None:
 
 
 def test_orphans_of_a_container_do_not_stay_as_zombies(tmp_path: Path) -> None:
-    """As the first process of a pid namespace it is the parent of whoever has lost theirs."""
+    """The first process of a pid namespace is the parent of all orphans."""
     if os.geteuid() != 0:
         pytest.skip("a pid namespace takes root")
     unshare = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]

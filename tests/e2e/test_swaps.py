@@ -56,7 +56,7 @@ def test_a_daemon_that_is_killed_within_a_swap_leaves_each_job_running_or_with_i
         node.cuda.order(f"hold {stage} {gate}")
         with node.connect() as connection:
             connection.swap(jobs[0].pid, jobs[1].pid, wait=False)
-        with gate.open("w"):  # one of the two stands in it
+        with gate.open("w"):  # one of the two is in it
             node.daemon.stop(signal.SIGKILL)
             node.cuda.mend()
         node.daemon.start()

@@ -41,7 +41,7 @@ MORE_CELLS = (
 
 
 def killed(node: SystemdNode, halts: Halts, cell: Cell) -> str:
-    """Where an operation ends under which the service is killed there."""
+    """Kill the service at a point where an operation ends."""
     pid, gpu = trains_at(node)
     other = "gpu1" if gpu == "gpu0" else "gpu0"
     if cell.command == RESUME:

@@ -1,4 +1,4 @@
-"""Images under a real systemd: written for a user out of a sandbox that can write to no disk and become nobody."""
+"""Images under a real systemd: written for a user from a sandbox that cannot write to a disk or change its user."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_users_image_is_written_by_a_unit_of_that_user_and_not_by_root(node: S
     assert list((node.root / "var/lib/hegm/images").iterdir()) == []
 
 
-# Counts its boundaries, on standard output and error alike, until somebody has it end.
+# Counts its boundaries, on standard output and error alike, until it gets the command to end.
 COUNTS = """
 import os, sys, time
 import hegm
@@ -61,7 +61,9 @@ while not os.path.exists("/root/enough"):
 
 
 def test_the_output_of_a_job_in_a_unit_continues_in_the_file_that_a_restore_names(node: SystemdNode) -> None:
-    """Before that it went to the journal, by a socket that nobody has again. CRIU is a unit; so is what comes back."""
+    """Before, the output went to the journal, through a socket that a restored job cannot have. CRIU is a unit; so is
+    the restored job.
+    """
     criu = criu_or_skip().path
     if UNPACKED.exists():  # the clone may be below a folder that is another one inside, or hidden from the service
         criu = "/opt/criu/bin/criu"

@@ -20,7 +20,7 @@ pytest_plugins = ["tests.e2e.systemd_packages"]
 TREE = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("packages")]
 
-# What every package and every new group changes by the system's own book-keeping.
+# Files that any package or new group changes in the system's records.
 _BOOK_KEEPING = (
     "/var/lib/dpkg",
     "/var/log",
@@ -34,7 +34,9 @@ _BOOK_KEEPING = (
 
 
 def files(node: SystemdNode) -> dict[str, str]:
-    """What the machine has that this one has not, or has otherwise, book-keeping left out: kind, owner, contents."""
+    """Return the files that differ between the machine and this one, except for the system's records: kind, owner,
+    contents.
+    """
     found: dict[str, str] = {}
     for directory, _, names in os.walk(node.changes):
         for path in (Path(directory), *(Path(directory, name) for name in names)):
@@ -217,14 +219,14 @@ def test_a_package_of_the_same_tree_differed_as_directories_took_more_of_a_disk(
 
 
 def scripts(node: SystemdNode, source: Path) -> None:
-    """Put the tree into the machine, as somebody would who cloned it there."""
+    """Copy the tree into the machine, as a user who cloned it would have it."""
     shutil.copytree(source, node.root / "root/source", symlinks=True, ignore=shutil.ignore_patterns("dist", "tests"))
 
 
 def test_install_serves_again_beside_an_edited_configuration_and_after_a_failure_and_uninstall_leaves_nothing_else(
     fresh_node: SystemdNode, source: Path, deb: Path
 ) -> None:
-    """One after the other on one machine: each installation of it takes seconds."""
+    """One machine for all steps: each installation takes seconds."""
     scripts(fresh_node, source)
     before = files(fresh_node)
     fresh_node.run("/root/source/packaging/install.sh")

@@ -1,4 +1,4 @@
-"""What the daemon may and may not under a real systemd: who is let in, what it writes, and its sandbox."""
+"""The daemon's permissions under a real systemd: who may connect, what it writes, and its sandbox."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_an_audit_file_needs_no_change_to_the_unit(node: SystemdNode) -> None:
 
 
 def test_criu_is_run_outside_the_sandbox(node: SystemdNode) -> None:
-    # What stands in for CRIU says under which powers it was run.
+    # The stub of CRIU prints its capabilities.
     criu = node.root / "usr/sbin/criu"
     criu.write_text(
         '#!/bin/sh\ncase $1 in --version) echo "Version: 4.1" ;; esac\ngrep CapEff /proc/self/status > /run/criu\n'

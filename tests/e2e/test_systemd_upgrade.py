@@ -29,14 +29,14 @@ JOURNAL = "var/lib/hegm/operations.journal"
 
 
 def named_pieces(node: SystemdNode) -> dict[str, int]:
-    """What the pool holds by name, each with its inode."""
+    """Return the names of the pool's segments, each with its inode."""
     return {path.name: path.stat().st_ino for path in (node.root / "dev/shm").glob("hegmd-*/*")}
 
 
 def upgrade_within(node: SystemdNode, package: Path, halts: Halts) -> None:
-    """Install the package while the daemon stands at a halt, which it leaves only once it was told to end.
+    """Install the package while the daemon is halted, until it has the signal to end.
 
-    So the old daemon can neither finish its operation before it is replaced, nor was it killed: it is stopped within.
+    The old daemon can neither finish its operation before it is replaced, nor is it killed: it stops in the middle.
     """
     before = node.journal_cursor()
     with node.start("dpkg", "--install", f"/root/{package.name}") as installing:

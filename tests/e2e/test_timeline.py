@@ -27,7 +27,7 @@ def hegmctl(node: DrivenNode, *words: str) -> str:
 
 
 def in_browser(page: Path, *options: str) -> str:
-    """What the browser makes of a page. It has no network: every name it asks for does not exist."""
+    """Return the browser's DOM of a page. It has no network: every name it asks for does not exist."""
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("there is no chromium; on Debian: apt-get install chromium")

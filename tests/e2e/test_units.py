@@ -61,7 +61,7 @@ def confinement() -> list[str]:
 
 
 def run_confined(machine: SystemdNode, deadline_s: float, *argv: str) -> list[str]:
-    """What PROGRAM prints in the daemon's sandbox: its own confinement, then what became of the other program."""
+    """Return what PROGRAM prints in the daemon's sandbox: its own confinement, then the result of the other program."""
     options = ["--quiet", "--wait", "--pipe", "--collect", *confinement(), f"--setenv=PYTHONPATH={ROOT}"]
     done = machine.run("systemd-run", *options, sys.executable, "-c", PROGRAM, str(deadline_s), *argv)
     return done.stdout.splitlines()

@@ -1,4 +1,4 @@
-"""What a person sees in a real terminal (tmux) of 60, 80, 120 and 200 columns: no line is broken inside a word.
+"""The output in a real terminal (tmux) of 60, 80, 120 and 200 columns: no line is broken inside a word.
 
 tmux joins the lines that it had to break itself (`capture-pane -J`). Where that makes a difference, hegmctl has written
 a line that was too long.
@@ -62,7 +62,7 @@ hegmctl: there is no job 'slep'
 
 @contextmanager
 def terminal(folder: Path, columns: int) -> Iterator[list[str]]:
-    """The words by which tmux is told something, for a server of its own with one window of that width."""
+    """Return the tmux command for a server of its own with one window of that width."""
     tmux = ["tmux", "-S", str(folder / f"tmux-{columns}"), "-f", "/dev/null"]
     window = [*tmux, "new-session", "-d", "-s", "seen", "-x", str(columns), "-y", "50", "sleep 600"]
     subprocess.run(window, check=True, timeout=HANG_S)
@@ -74,7 +74,7 @@ def terminal(folder: Path, columns: int) -> Iterator[list[str]]:
 
 
 def shown(daemon: RunningDaemon, tmux: list[str], *lines: str) -> tuple[str, str]:
-    """What stands in the terminal after these commands: as it is, and with the lines joined that tmux has broken."""
+    """Return the terminal's contents after these commands: as shown, and with the lines joined that tmux has broken."""
     words = [" ".join(map(shlex.quote, command(*shlex.split(line)))) for line in lines]
     script = "; ".join(
         ["clear", *words, f"{' '.join([*map(shlex.quote, tmux), 'wait-for', '-S', 'done'])}", "sleep 600"]

@@ -115,7 +115,9 @@ class Case:
         await pool.release(key)
 
     async def arm(self, pool: Pool, key: Key, room_bytes: int) -> tuple[Any, Any]:
-        """What the carrier needs: held video memory, or memory of the pool, attached to the helper's lane."""
+        """Return what the carrier needs: reserved video memory, or memory of the pool, attached to the helper's
+        session.
+        """
         source, target = self.gpus[0], self.gpus[-1]
         held: Any = None
         memory: Any = None

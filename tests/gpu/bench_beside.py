@@ -1,4 +1,4 @@
-"""What is measured beside the moves: reserving, what a step costs, the helper alone, and HeGM 0.3.3 on its own path.
+"""Measurements besides the moves: reservations, the cost of a step, the helper alone, and HeGM 0.3.3 on its own path.
 
 HeGM's wheel is unpacked and used as its installation would be: `hegm-launcher` starts the training, `hegm-ctrl
 checkpoint` returns when the launcher has its lock file, `hegm-ctrl resume` lets it start the script again. There is no
@@ -46,7 +46,9 @@ CONTROL = "import sys; from hegm.ctrl import main_cli; sys.exit(main_cli())"
 
 
 def run_arm(ways: MoveCounts, repeat: int) -> None:
-    """From a move's being asked for until all is held and the helper is ready; when there is none yet, and again."""
+    """Measure from the request for a move until all is reserved and the helper is ready: without a helper at first, and
+    again.
+    """
     node = ways.node
     with contextlib.closing(Held(node, 1)) as job:
         job.begin()
@@ -65,7 +67,7 @@ def run_arm(ways: MoveCounts, repeat: int) -> None:
 
 
 def run_idle(node: Node, record: Record, repeat: int) -> None:
-    """What a step takes with the agent in the process and without, in turn on the same GPU; all GPUs at once."""
+    """Measure a step with the agent in the process and without, in turn on the same GPU; all GPUs at once."""
     rounds = max(ROUNDS, repeat)
     with contextlib.ExitStack() as held:
         pairs: list[tuple[Held, Held]] = []

@@ -1,4 +1,4 @@
-"""What an operator waits for: whole commands from their start, swaps, and a daemon that is killed in mid-move.
+"""The waiting times of an operator: whole commands from their start, swaps, and a daemon that is killed during a move.
 
 `bench_moves` measures how long a training is paused. Here the clock begins with the command, or with the kill. Each
 training is asked afterwards whether it still holds what it held.

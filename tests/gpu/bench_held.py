@@ -18,13 +18,13 @@ PAUSE_WITHIN_S = 120.0
 
 
 class ProgramSettings(Protocol):
-    """What programs are started with."""
+    """How programs are started."""
 
     def environ(self) -> dict[str, str]: ...
 
 
 class Held(Lines):
-    """One that holds so much. With `rounds` it steps only when it is told to."""
+    """A training that holds so much. With `rounds` it steps only on command."""
 
     def __init__(self, node: Node, size_gib: int, *, gpu: int = 0, agent: bool = True, rounds: bool = False) -> None:
         self.node, self.size_gib, self._agent = node, size_gib, agent
@@ -54,7 +54,7 @@ class Held(Lines):
         return float(self.lines[count].split()[1])
 
     def leave(self) -> None:
-        """End it, and wait until its GPUs show nothing of it."""
+        """End it, and wait until its GPUs list nothing of it."""
         pid = self.pid
         self.close()
         until(lambda: not self.node.gpus.account().places(pid), "that what it had is free")
@@ -65,9 +65,8 @@ class Held(Lines):
         self.process.stdin.close()
 
     def pause_since(self, asked_at: float) -> tuple[float, float]:
-        """When the longest pause ended that was over after that moment, and how long it was.
-
-        What the training holds has to be what it was. Others of the machine may hold it up too, but not so long.
+        """Return when the longest pause that ended after that moment ended, and how long it was. Checks the training's
+        digest. Other load on the machine can delay it too, but not so long.
         """
         self.wait_for(lambda: bool(self._pauses(asked_at)), "it did not stand", PAUSE_WITHIN_S)
         if len(self._digests()) > 1:
@@ -86,7 +85,7 @@ class Held(Lines):
         return {line for line in self.lines if line.startswith("digest")}
 
     def _pauses(self, asked_at: float) -> list[tuple[float, float]]:
-        """Those after which its digest was told."""
+        """Return the pauses after which it printed its digest."""
         lines = self.lines[: len(self.lines) - (self.lines[-1:] != [] and self.lines[-1].startswith("pause"))]
         printed = [line.split() for line in lines if line.startswith("pause")]
         return [(float(ended), float(took)) for _, ended, took in printed if float(ended) >= asked_at]
@@ -121,11 +120,11 @@ class Adamw(Lines):
         return self.times[longest] - asked_at
 
     def _steps(self) -> list[int]:
-        """The places of those lines that tell of a step: whoever starts it may print others."""
+        """Return the indices of the lines of steps: its starter may print other lines."""
         return [index for index, line in enumerate(self.lines) if line.startswith("step ")]
 
     def _other(self, pid: int) -> int | None:
-        """The last line's index if another process said it, of its first one."""
+        """Return the index of the last line if another process printed it than the first."""
         lines = self._steps()
         before = max((index for index in lines if int(self.lines[index].split()[1]) == pid), default=-1)
         return next((index for index in lines if index > before), None)

@@ -44,16 +44,16 @@ from tests.gpu.moves_node import Node
 
 MOVES = ("peer", "host", "host-migrate", "worker", "driver")
 TASKS = (*MOVES, *RUNS, "arm", "idle", "adamw", "hegm", "helper")
-# What `rows_table` shows, by size; the driver last, since what it brought back cannot be exported any more.
+# The rows of `rows_table`, by size; the driver last, since memory that it restored cannot be exported.
 ROWS = {32: ("peer", "host-migrate", "worker", "driver"), 0: ("peer", "driver"), 100: ("peer",)}
-# So much more than the rest goes by the slow ones, where they are asked for without a size of their own.
+# The sizes for the slow carriers, if none is given.
 SLOW_GIB = 8
 FEW_GIB = 64
 
 
 @dataclass
 class Task:
-    """What is measured of one size, and how often."""
+    """The measurements of one size, and their number."""
 
     name: str
     size_gib: int
@@ -61,7 +61,7 @@ class Task:
 
 
 def plan_of(options: argparse.Namespace) -> list[tuple[int, list[Task]]]:
-    """What is measured in which order: of every size the most telling first. Each entry is one training."""
+    """Return the order of measurements: the most informative of each size first. Each entry is one training."""
     sizes = [int(text) for text in options.sizes.split(",")]
     wanted = options.tasks or TASKS
     if options.rows:
@@ -100,7 +100,7 @@ class Bench:
         self.ways = MoveCounts(node, record, ends)
 
     def run_moves(self, plan: list[tuple[int, list[Task]]], memory: Callable[[], None]) -> None:
-        """Of each size what is not measured yet; what went wrong is not tried again."""
+        """Measure what is missing of each size; failed measurements are not repeated."""
         left = [(size_gib, [task for task in tasks if self._is_left(task)]) for size_gib, tasks in plan]
         left = [(size_gib, tasks) for size_gib, tasks in left if tasks]
         while left:
@@ -109,7 +109,7 @@ class Bench:
     def _run_until_wrong(
         self, plan: list[tuple[int, list[Task]]], memory: Callable[[], None]
     ) -> list[tuple[int, list[Task]]]:
-        """Every training is under way from the start, and takes its memory when it is its turn. What is left then."""
+        """Start all trainings at once; each allocates at its turn. Return what is left."""
         with ExitStack() as held:
             waiting = [Held(self.node, size_gib) for size_gib, _ in plan]
             for job in waiting:
@@ -145,7 +145,7 @@ class Bench:
 
 
 def guarded(bench: Bench, what: str, work: Callable[[], object]) -> bool:
-    """Whether it went well. One part that goes wrong does not end the others."""
+    """Return whether it succeeded. A failed part does not end the others."""
     try:
         work()
     except Exception as error:  # noqa: BLE001 - the time on such a machine is too dear for less
@@ -158,7 +158,7 @@ def guarded(bench: Bench, what: str, work: Callable[[], object]) -> bool:
 
 
 def run_beside(bench: Bench, options: argparse.Namespace) -> None:
-    """What is no move: each is done once, and noted as done."""
+    """Run the measurements that are not moves: each once, and recorded as done."""
     node, record = bench.node, bench.record
     works: dict[str, Callable[[], object]] = {
         **{name: partial(run, node, record, options.repeat) for name, run in RUNS.items()},

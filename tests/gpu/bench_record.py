@@ -25,7 +25,7 @@ HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
 
 
 class Reporter(Protocol):
-    """Whoever prints sentences."""
+    """Prints sentences."""
 
     def say(self, text: str, *, keep: bool = True) -> None: ...
 
@@ -85,7 +85,7 @@ class Record:
         return sum((one.key[:3]) == wanted and where in {None, one.where} for one in self.measured)
 
     def markdown(self) -> str:
-        """What can stand in docs/benchmarks.md as it is."""
+        """Return the Markdown for docs/benchmarks.md."""
         remarks = [*verdicts(self.measured), *self.remarks]
         return "\n".join([table(self.measured), "", parts_table(self.measured), "", *(f"* {text}" for text in remarks)])
 

@@ -56,7 +56,7 @@ _NOTE = re.compile(r"hegm agent \d+ [\d.]+: the state was ([a-z ]+) in ([\d.]+) 
 
 
 class Restart:
-    """One restart: from asking to the next step, what it was made of, and what the state took by the agent's word."""
+    """One restart: from the request to the next step, its parts, and the agent's figures for the state."""
 
     def __init__(self, took_s: float, parts: dict[str, float], rates: dict[str, float], state_bytes: int) -> None:
         self.took_s, self.parts, self.rates, self.state_bytes = took_s, parts, rates, state_bytes
@@ -66,7 +66,7 @@ class Restart:
 
 
 class Measurements:
-    """What was measured; a line of JSON for each in the state's file, among what `Record` has there."""
+    """The measurements, a line of JSON for each in the state's file, with the other lines of `Record`."""
 
     def __init__(self, state: Path | None) -> None:
         self.record = Record(state)
@@ -93,7 +93,7 @@ class Measurements:
         return [restart for restart in self.restarts if restart["task"] == task]
 
     def markdown(self) -> str:
-        """What can stand in docs/benchmarks.md as it is."""
+        """Return the Markdown for docs/benchmarks.md."""
         head = ["training", "asked until the next step", "stands", *PARTS, "budget"]
         lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
         for task in dict.fromkeys(restart["task"] for restart in self.restarts):
@@ -229,7 +229,7 @@ class Bench:
 
 
 def marks_of(lines: Sequence[str]) -> dict[str, float]:
-    """What the script said of itself when: `mark WHAT UTC`."""
+    """Return the script's own marks: `mark WHAT UTC`."""
     return {words[1]: float(words[2]) for words in map(str.split, lines)}
 
 
@@ -257,7 +257,7 @@ def split_of(asked_utc: float, story: Sequence[StoryLine], marks: dict[str, floa
 
 
 def parked_s(parts: dict[str, float]) -> float:
-    """How long the training stood."""
+    """Return how long the training was parked."""
     return sum(seconds for name, seconds in parts.items() if name not in ("plan", "arm", "ready", "park"))
 
 

@@ -42,9 +42,9 @@ from tests.gpu.moves_node import MIB, Node, WentWrongError, until
 from tests.gpu.moves_timing import phases_s
 
 GIB = 1 << 30
-# What a training has besides its tensors: its context, and the blocks that its allocator keeps.
+# A training's memory besides its tensors: its context, and the blocks that its allocator keeps.
 BESIDES_BYTES = 1536 * MIB
-# So much of the GPU is left to two trainings, as a multiple of what one needs: one fits, with the other's context.
+# The GPU memory left to two trainings, as a multiple of one's need: one fits, with the other's context.
 ROOM_FOR_ONE = 1.7
 STEPS = 1_000_000
 TURN_WITHIN_S = 240.0
@@ -170,7 +170,7 @@ def room_once(node: Node, training: Training, *, keeps: bool) -> dict[str, float
     limit_mib = held_mib - 0.9 * training.size_gib * 1024 if keeps else 0.0
     if on_stub():
         limit_mib = held_mib
-    # What the driver keeps for itself never becomes free, so this asks for a part of what the training holds.
+    # The driver's own memory never becomes free, so this requests a part of the training's memory.
     free_bytes = gpu_bytes(node) - int(node.gpus.account().used_mib[0] * MIB)
     wanted_bytes = free_bytes + training.size_gib * GIB // 2
     watch, asked_at = Watch(node, training.pid, limit_mib), time.monotonic()

@@ -41,7 +41,7 @@ MODES = ("keep-context", "whole")
 
 @dataclass
 class Row:
-    """What was measured of one size, in one way."""
+    """The measurements of one size, in one way."""
 
     size_gib: int
     mode: str
@@ -85,7 +85,7 @@ class Watch:
             if self.left_mib <= self._limit_mib:
                 self.at = time.monotonic()
                 return
-            pause.wait(POLL_S)  # NVML tells nobody when it has changed
+            pause.wait(POLL_S)  # NVML does not report changes
 
     def wait(self) -> float:
         """When it was. Raises WentWrongError if it was not."""

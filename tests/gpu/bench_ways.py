@@ -16,7 +16,7 @@ from tests.gpu.moves_node import Node, WentWrongError
 from tests.gpu.moves_parts import parts_of
 from tests.gpu.moves_timing import Measured, rates_of, split_of
 
-# What the driver carries by itself goes at 2.8 GB/s out and 8 back; what the worker does, somewhere in between.
+# The driver carries 2.8 GB/s out and 8 GB/s back; the worker's copies are between.
 BYTES_PER_S = {"driver": 2.0e9, "worker": 10.0e9, "host": 20.0e9, "host-migrate": 20.0e9}
 ACTIONS = {
     "peer": ("migrate",),
@@ -32,7 +32,7 @@ BOTH_WAYS = {"peer"}
 
 @dataclass(frozen=True)
 class Downtime:
-    """From when to when a job stood, by the clock of its lines, and since when and until when that was asked for."""
+    """From when to when a job was parked, by the clock of its lines, and from when to when that was requested."""
 
     asked_utc: float
     began_at: float
@@ -44,7 +44,7 @@ class Downtime:
         return self.ended_at - self.began_at
 
     def utc(self, at: float) -> float:
-        """That moment by the clock of the log."""
+        """Return that moment by the clock of the log."""
         return at + time.time() - time.monotonic()
 
 
@@ -62,7 +62,7 @@ class MoveCounts:
         return not self._missing(name, size_gib, repeat)
 
     def _missing(self, name: str, size_gib: int, repeat: int) -> list[str]:
-        """Of the actions of a task those that are wanted again."""
+        """Return the actions of a task that are due again."""
         carrier = name.partition("-")[0]
         wanted = {action: repeat * (2 if action == "migrate" and name in BOTH_WAYS else 1) for action in ACTIONS[name]}
         if len(self.node.gpus) == 1:

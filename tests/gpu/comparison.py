@@ -19,7 +19,7 @@ Plain = float | int | str | bool | None
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that both tell. `equal` is None where the two may differ and a person has to look."""
+    """One value that both report. `equal` is None if the two may differ and a person has to judge."""
 
     what: str
     ours: Plain

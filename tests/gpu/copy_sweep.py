@@ -37,7 +37,7 @@ STAGED = [
 
 
 def show(name: str, done: CopyResult) -> None:
-    """One line."""
+    """Print one line."""
     rate = done.copied_bytes / done.copy_s / 1e9
     print(f"    {name:50} {rate:7.1f} GB/s  open {done.open_s * 1e3:6.1f} ms  close {done.close_s * 1e3:6.1f} ms")
 

@@ -37,7 +37,7 @@ from tests.gpu.helper_rig import MIB, Node, Owner, Pool, linked
 
 GIB = 1 << 30
 LIMIT_S = 120.0
-# What the links of two H200 give at best; bytes over this is the least time a copy can take.
+# The maximum rate of the links of two H200; bytes divided by it are the least time of a copy.
 PEER_BYTES_PER_S = 394e9
 HOST_BYTES_PER_S = 55.4e9
 ENOUGH = 0.95
@@ -230,7 +230,9 @@ async def step_host(node: Node) -> bool:
 
 
 async def step_duplex(node: Node) -> bool:
-    """One job out while another comes in: of two GPUs, and of one. Not judged: the host's memory decides it."""
+    """Copy one job out while another comes in: on two GPUs, and on one. Not judged: the host's memory decides the
+    rate.
+    """
     size_bytes = node.size_bytes // 4
     for what, gpu in (("two GPUs", len(node.uuids) - 1), ("one GPU", 0)):
         first = await anyio.to_thread.run_sync(Owner, 8, size_bytes // 8)

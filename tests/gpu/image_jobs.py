@@ -65,7 +65,7 @@ class Training:
 
     @property
     def lines(self) -> list[str]:
-        """What it has said, whole lines only."""
+        """Return its output, whole lines only."""
         with suppress(FileNotFoundError):
             return [line for line in (self.folder / "lines").read_text().splitlines(keepends=True) if line[-1] == "\n"]
         return []
@@ -125,7 +125,7 @@ class Job(Training):
         return self.node.gpu_of(self.pid)
 
     def is_whole(self, gpu: int) -> None:
-        """It trains on that GPU and there alone, and all that it ever said is what an undisturbed run says."""
+        """Check that it trains on that GPU alone, and all its output matches an undisturbed run."""
         before = len(self.lines)
 
         def goes_on() -> bool:
@@ -143,7 +143,7 @@ class Job(Training):
             raise WentWrongError(f"process {self.pid} is on GPU {self.gpu}, and was to be on {gpu} alone")
 
     def has_ended(self, account: Account) -> None:
-        """No process has its number any more, and nobody has anything of it on a GPU."""
+        """Check that no process has its pid, and no process has any of its GPU memory."""
         self.process.wait(ENDS_WITHIN_S)
         if self.alive():
             raise WentWrongError(f"process {self.pid} is in an image, and lives")
@@ -164,7 +164,7 @@ class Job(Training):
 
 
 class Jobs:
-    """All of them by their kind, with the runs that nobody disturbs. A context manager's to end: `close`."""
+    """All trainings by their kind, with their undisturbed runs. A context manager has to end it with `close`."""
 
     def __init__(self, node: Node, folder: Path) -> None:
         self._node, self._folder = node, folder
@@ -177,7 +177,7 @@ class Jobs:
         return self._folder / f"job{self._count}"
 
     def begin(self, kind: Kind, use: str = "") -> Job:
-        """Have one on its way where there is none; those of another use are others."""
+        """Start one if there is none; a training of another use does not count."""
         if (kind, use) in self._jobs:
             return self._jobs[kind, use]
         reference = self._references.get(kind)
@@ -196,7 +196,7 @@ class Jobs:
             reference.wait_for_lines(STEPS, 1)
 
     def ready(self, kind: Kind, use: str = "") -> Job:
-        """One that trains; a new one where there is none, or it has not long to go."""
+        """Return a training that runs; a new one if there is none, or it ends soon."""
         job = self._jobs.get((kind, use))
         if job is not None and job.spent:
             self.end(kind, use)

@@ -21,9 +21,9 @@ from tests.gpu.moves_timing import phases_s
 GIB = 1 << 30
 # The carriers that an operator can ask for; by the driver all video memory goes into the process, and so through CRIU.
 HOST, DRIVER = "host", "driver"
-# Of what dd writes to the same disk at that time: under it something is in the way that is not the disk.
+# As a share of dd's rate on the same disk at that time: below this, something other than the disk is the limit.
 MIN_SHARE = 0.8
-# What the daemon logs of images and of CRIU, by the name of the part.
+# Log lines of the daemon about images and CRIU, by the name of the part.
 LOGGED = {
     "dump": re.compile(r"\bCRIU dumped process \d+ in ([\d.]+) ms"),
     "write": re.compile(r"\bimage \S+: wrote \d+ bytes in ([\d.]+) ms"),
@@ -64,14 +64,14 @@ class ImageRate:
 
     @property
     def share_of_dd(self) -> float | None:
-        """Of dd's rate, how much the video memory's bytes were written at; None where none were, or there was no dd."""
+        """Return the share of dd's rate at which the video memory was written; None if none was, or there was no dd."""
         if self.written_bytes_per_s is None or self.dd_bytes_per_s is None:
             return None
         return self.written_bytes_per_s / self.dd_bytes_per_s
 
 
 def parts_of(action: str, story: StoryReply, log: Iterable[str], since_utc: float) -> dict[str, float]:
-    """What took how long by the operation's story and by the log. Parts that ran side by side do not add up."""
+    """Return the duration of each part, from the operation's record and the log. Concurrent parts do not add up."""
     spent = phases_s(story, since_utc)
     parts = {
         name: sum(spent.get(phase, 0.0) for phase in phases)
@@ -134,11 +134,11 @@ class Record:
         return self._took_s.get(case.partition(".")[0])
 
     def is_done(self, case: str) -> bool:
-        """Whether it was tried; what went wrong is tried again by whoever takes its line out of the file."""
+        """Return whether it was tried. To repeat a failed one, delete its line in the file."""
         return case in self.cases
 
     def markdown(self) -> str:
-        """What can stand in docs/benchmarks.md as it is."""
+        """Return the Markdown for docs/benchmarks.md."""
         rows = [f"| {case} | {wrong or 'ok'} |" for case, wrong in self.cases.items()]
         return "\n".join([table(self.figures), "", beside(self.figures), "", "| case | |", "|---|---|", *rows])
 

@@ -51,7 +51,7 @@ class Rounds:
         os.close(self._memory)
 
     def measure_dd(self, place: Place) -> float:
-        """What one dd with O_DIRECT reaches there now."""
+        """Return the rate of one dd with O_DIRECT there."""
         rate = DD_BYTES / dd_s(place.folder, self._memory, DD_BYTES)
         self.record.say(f"  dd on {place.name}: {rate / 1e9:.2f} GB/s")
         return rate
@@ -152,7 +152,7 @@ def _stored_bytes(folder: Path) -> int:
 
 @contextlib.contextmanager
 def _hoarder(gpu: int, node: Node) -> Iterator[str]:
-    """Somebody who takes all the memory that there is on that GPU; what it says of that."""
+    """Run a process that takes all memory on that GPU; return its output."""
     with subprocess.Popen(
         [sys.executable, "-m", "tests.stubs.cuda.program", str(gpu), "1"],
         env={**node.environ(), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},

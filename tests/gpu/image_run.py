@@ -72,7 +72,7 @@ class Case:
 
 
 def needed_s(case: Case, bytes_per_s: float) -> float:
-    """What it takes, about, in a place that is so fast; by the driver the bytes go out and in beside that."""
+    """Return the estimated time in a place of that speed; the driver's copies come on top."""
     size_bytes = case.kind.size_gib * GIB
     by_driver_s = size_bytes / DRIVER_BYTES_PER_S if case.use == DRIVER else 0.0
     return CASE_S + case.passes * size_bytes / bytes_per_s + by_driver_s
@@ -91,7 +91,7 @@ def cases_of(sizes: list[int], repeat: int) -> dict[str, Case]:
             with_workers = Kind(least.size_gib, workers=True)
             cases += [Case("workers", with_workers, "tmpfs", Rounds.there_and_back)]
             cases += [Case("taken", least, "tmpfs", Rounds.somebody_elses)]
-        for size in sizes:  # that a job comes back from such an image is seen once: the way is the same for any size
+        for size in sizes:  # one image of this kind is enough to see a job return: the code is the same for any size
             left, passes = (comes_back, 3) if (count, size) == (1, least.size_gib) else (stays, 2)
             cases += [Case(f"left-{size}-tmpfs{again}", Kind(size), "tmpfs", left, passes=passes)]
         cases += [Case(f"driver-{size}-tmpfs{again}", Kind(size), "tmpfs", by_driver, DRIVER) for size in few]
@@ -140,7 +140,7 @@ class Run:
         return ""
 
     def needed_s(self, case: Case) -> float:
-        """What it took before, or about."""
+        """Return the time it took before, or an estimate."""
         before_s = self.record.took_s(case.name)
         if before_s is not None:
             return before_s
@@ -168,7 +168,7 @@ class Run:
                 node.renew()
 
     def _operations(self) -> str:
-        """What the daemon says of its operations."""
+        """Return the daemon's operations."""
         with contextlib.suppress(WentWrongError):
             operations = self.rounds.node.hegmctl("ops")["operations"]
             return "\n".join(f"operation {op['id']}: {op['phase']}, {op['failure']}" for op in operations[-2:])

@@ -41,7 +41,7 @@ SHORT_S = 20.0
 
 @dataclass(frozen=True)
 class Part:
-    """One program. One that is `resumed` knows `--state FILE` and `--budget-s N`; another is begun whole or not."""
+    """One program. A `resumed` one knows `--state FILE` and `--budget-s N`; another runs whole or not at all."""
 
     name: str
     words: tuple[str, ...]
@@ -91,7 +91,7 @@ class RunParts:
         return self._ends - time.monotonic()
 
     def run(self, kind: str, part: Part) -> str:
-        """How it stands with it after this, in a word or two."""
+        """Run it; return its state in a word or two."""
         key = f"{kind}-{part.name}"
         if key in self.ended:
             return "ended before" if not self.ended[key] else "went wrong before"
@@ -101,7 +101,8 @@ class RunParts:
             return f"left for another time: it takes {part.takes_s:.0f} s"
         print(f"==== {key}: {self.left_s():.0f} s left", flush=True)
         status = self._run(key, part)
-        # What is cut ends with a status as well, and says so in its own file; it is asked again then.
+        # A program that is cut also exits with a status, and its own file has its state; the next call queries it
+        # again.
         if status == 0 or not part.resumed:
             self.ended[key] = status
             self._done.write_text(json.dumps(self.ended))

@@ -79,7 +79,7 @@ def verdict(rows: list[Row]) -> bool:
 
 
 def step_node() -> bool:
-    """What the machine is, for whoever reads the output later."""
+    """Print a description of the machine."""
     host = NvidiaHost()
     print("kernel module", host.module_version(), "| cards", host.cards(), "| driven", host.driven_gpus())
     with opened() as provider:
@@ -131,7 +131,7 @@ def step_fields() -> bool:
 
 
 def step_delays() -> bool:
-    """How long after the driver's call returned a snapshot tells of it."""
+    """Measure the delay between the return of the driver's call and a snapshot that shows it."""
     with opened() as provider:
         uuid = provider.snapshot().gpus[0].uuid
         for attempt in range(2):
@@ -166,7 +166,7 @@ def _seen_after(
 
 
 def step_cost() -> bool:
-    """What a snapshot costs in time of this process and in waiting, and each question alone."""
+    """Measure a snapshot in CPU time and in waiting, and each query alone."""
     rss_before = _rss_kib()
     with opened() as provider, ExitStack() as jobs:
         first_wall, first_cpu, _ = _timed(provider.snapshot)
@@ -318,7 +318,7 @@ def step_daemon() -> bool:
 
 @contextmanager
 def daemon(folder: Path, environ: dict[str, str]) -> Iterator[int]:
-    """The pid of a private hegmd that has said that it is ready."""
+    """Return the pid of a private hegmd that has reported ready."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
         notify.bind(str(folder / "notify"))
         command = [sys.executable, "-m", "hegmd", "--socket", f"{folder}/hegmd.sock", "--state-dir", f"{folder}/state"]

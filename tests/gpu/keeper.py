@@ -31,7 +31,7 @@ READY_WITHIN_S = 30.0
 
 
 class KeeperRun(Protocol):
-    """Starts daemons, and tells what is held for them while there is none."""
+    """Starts daemons, and reports what is held for them while none runs."""
 
     def start(self, command: Sequence[str], environ: Mapping[str, str], log: int) -> subprocess.Popen[bytes]: ...
 
@@ -133,7 +133,7 @@ class HegmdKeeper:
             if process.poll() is not None or time.monotonic() > deadline:
                 process.kill()
                 raise RuntimeError(f"the daemon did not get ready; it ended with {process.wait()}")
-            pause.wait(0.02)  # a daemon that is started by hand tells nobody
+            pause.wait(0.02)  # a daemon that is started by hand has no service manager
         return process
 
     def _listens(self) -> bool:
@@ -153,7 +153,7 @@ class HegmdKeeper:
         return output[1:]
 
     def close(self) -> None:
-        """It is nobody's child, and ends by itself."""
+        """End it. It is not a child of any process here, and exits by itself."""
 
 
 def main(argv: Sequence[str]) -> None:

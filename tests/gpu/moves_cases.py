@@ -30,9 +30,9 @@ from tests.gpu.moves_trouble import (
     kill_helper,
 )
 
-# By the carrier that the plan chooses for a training, those that can take it.
+# A training's carrier in the plan, and the trainings that each carrier can take.
 ABLE = {"peer": ("peer", "host", "worker", "driver"), "worker": ("worker", "driver"), "driver": ("driver",)}
-# Where an operation is interrupted; those between are over within a few milliseconds.
+# The states in which an operation is interrupted; those between them last a few milliseconds.
 STAGES = ("offloading", "checkpointing", "restoring", "reloading", "reserving", "quiescing", "verifying")
 # Those in which bytes are under way, by carrier.
 BUSY = {
@@ -44,7 +44,7 @@ ACTS: dict[str, Act] = {"cancel": cancel, "helper": kill_helper, "daemon": kill_
 # Trainings that are alike to a carrier, so that cancelled ones can run side by side.
 ALIKE = ("plain", "amp", "streams")
 SEEN_LEAST = ("streams", "workers")
-# Of these each has a GPU of its own; what is on several has cases of its own.
+# Kinds on one GPU each; those on several have cases of their own.
 ON_ONE = tuple(name for name, kind in KINDS.items() if kind.gpus == 1)
 LEFT_OUT = (
     "peer x suspend, resume: only from GPU to GPU; the plan's choice there is host",
@@ -109,7 +109,7 @@ def _was_carried_by(trial: Trial, wanted: str) -> None:
 
 
 def shown_after_driver(trial: Trial) -> None:
-    """What the driver has brought back cannot be shown to the helper: the next move is by the worker's own copies."""
+    """Memory that the driver restored cannot be exported to the helper: the next move uses the worker's own copies."""
     job = trial.job()
     trial.migrate(job, 1 - job.gpu, "driver")
     job.is_whole()
@@ -154,7 +154,7 @@ def drain(trial: Trial, kinds: tuple[str, ...]) -> None:
 
 
 def exchange(trial: Trial, carrier: str | None = None) -> None:
-    """One process on two GPUs: each device goes to where the other was, and back."""
+    """Exchange the GPUs of one process on two GPUs: each device goes to the place of the other, and back."""
     job, before = trial.job("two"), trial.look()
     for places in ("gpu1,gpu0", "gpu0,gpu1"):  # in the order of the process's devices
         trial.migrate(job, places, carrier)
@@ -178,10 +178,10 @@ def rest_of_two(trial: Trial, carrier: str | None = None) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """What is done, and with which trainings.
+    """One case and its trainings.
 
-    `beside` is the shape in which it can run side by side with others: those of one shape meet equally often. `quick`
-    are those of the short run.
+    `beside` is the shape in which it can run concurrently with others: cases of one shape meet equally often. `quick`
+    cases are in the short run.
     """
 
     run: Callable[[Trial], None]
@@ -298,7 +298,7 @@ def _by_others() -> Iterator[tuple[str, Case]]:
     for name in ON_ONE:
         kind = KINDS[name]
         for carrier in ABLE[kind.carrier] if name != "plain" else ():
-            # Of 40 GiB the slow ones say nothing that 1 GiB does not say.
+            # For the slow ones, 40 GiB show no more than 1 GiB.
             if carrier != kind.carrier and not (name == "large" and carrier in {"worker", "driver"}):
                 shape = "" if name == "large" else "move"
                 run = partial(move, kind=name, carrier=carrier)

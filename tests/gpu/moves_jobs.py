@@ -38,9 +38,9 @@ CUDA_MALLOC_ASYNC = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of training. `carrier` is the one that the plan is to choose for a migration; `facts` are for the stub.
-
-    What is built on first use goes `after_reference` has begun; `alone` is what leaves no room for its undisturbed run.
+    """A kind of training. `carrier` is the one that the plan has to choose for a migration; `facts` are for the stub. A
+    kind that builds something at first use runs `after_reference`; an `alone` one leaves no memory for its undisturbed
+    run.
     """
 
     name: str
@@ -100,7 +100,7 @@ def command_of(kind: Kind, built: Path, pace_s: float) -> list[str]:
 
 
 def visible(first: int, count: int) -> dict[str, str]:
-    """What has a process see so many GPUs from that one on."""
+    """Return the setting that shows a process so many GPUs, from that one on."""
     numbers = ",".join(str(number) for number in range(first, first + count))
     return {"CUDA_VISIBLE_DEVICES": numbers, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
@@ -195,7 +195,9 @@ class Job(Lines):
         return self.node.gpu_of(self.pid)
 
     def is_whole(self) -> None:
-        """It continues, and all that it said since its start is what an undisturbed run says. Raises WentWrongError."""
+        """Check that it continues, and that its output since its start is that of an undisturbed run. Raises
+        WentWrongError.
+        """
         after = len(self.lines)
         self.wait_for(lambda: self._digests(after) >= 2, "no step and digest came", STEP_WITHIN_S)
         observed = list(self.lines)
@@ -214,7 +216,7 @@ class Job(Lines):
 
 
 class Jobs:
-    """All of them, with the runs that nobody disturbs. A context manager."""
+    """All trainings, with their undisturbed runs. A context manager."""
 
     def __init__(self, node: Node, folder: Path) -> None:
         self.node = node
@@ -272,7 +274,7 @@ class Jobs:
         return self._jobs[kind.name]
 
     def ready(self, name: str) -> Job:
-        """One of that kind, training; a new one where there is none, or it has not long to go."""
+        """Return a training of that kind; a new one if there is none, or it ends soon."""
         kind = KINDS[name]
         reference = self._reference(kind)
         if kind.alone:

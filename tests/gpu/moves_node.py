@@ -41,9 +41,9 @@ MAX_LOOKS = 50
 POLL_INTERVAL_S = 0.02
 # Some machines have their memory only once it is asked for, so half of what is free at the start would be too little.
 POOL_BYTES = 160 << 30
-# Besides what NVML says that it has, a process costs its GPU a few MiB that no process is said to have.
+# Besides the memory that NVML lists for it, a process costs its GPU a few MiB that NVML lists for no process.
 PROCESS_MIB = 12.0
-# Who keeps the daemon's descriptors: a stand-in for systemd, or hegmd's own keeper.
+# Keeps the daemon's descriptors: a stub of systemd, or hegmd's own keeper.
 MANAGER, KEEPER = "manager", "keeper"
 SHARED_MEMORY = Path("/dev/shm")
 # Variables that programs of a node must not inherit: those of a job around this run, and the one that disables compiled
@@ -54,7 +54,7 @@ PHASES = (*PHASES_IN_ORDER, *OVER)
 
 
 class WentWrongError(Exception):
-    """What a case was to see and did not."""
+    """The case did not see what it expected."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class Account:
     by_process: tuple[dict[int, float], ...]
 
     def unowned_mib(self, gpu: int) -> float:
-        """What is in use and no process has."""
+        """Return the memory in use that NVML lists for no process."""
         return self.used_mib[gpu] - sum(self.by_process[gpu].values())
 
     def places(self, pid: int) -> dict[int, float]:
-        """What a process has, by GPU."""
+        """Return a process's memory, by GPU."""
         return {gpu: shares[pid] for gpu, shares in enumerate(self.by_process) if pid in shares}
 
 
@@ -85,7 +85,7 @@ class Gpus:
         return len(self._handles)
 
     def account(self) -> Account:
-        """Of one moment: a process that ends between two questions would leave memory behind that nobody has."""
+        """Read one moment of all GPUs. A process that exits between two queries would leave memory without an owner."""
         shares = self._shares()
         for _ in range(MAX_LOOKS):
             before = shares
@@ -107,7 +107,7 @@ class Gpus:
 
 
 def require_nvml() -> None:
-    """Have NVML ready. Ends the program, with the reason, where there is none: nothing of it could be done."""
+    """Initialise NVML. Ends the program, with the reason, if there is none: no case could run."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -120,7 +120,7 @@ def until(fact: Callable[[], object], what: str, within_s: float = 20.0) -> None
     while not fact():
         if time.monotonic() > deadline:
             raise WentWrongError(f"{what} did not come to be within {within_s:g} s")
-        pause.wait(POLL_INTERVAL_S)  # NVML and other processes tell nobody when they have changed
+        pause.wait(POLL_INTERVAL_S)  # NVML and other processes do not report changes
 
 
 class Node:
@@ -184,7 +184,7 @@ class Node:
         self.daemon.wait()
 
     def renew(self, kept_by: str | None = None) -> None:
-        """After what nobody can account for, or to have descriptors kept by another: a daemon that knows nothing."""
+        """Start a fresh daemon: after memory without an owner, or to change the keeper of descriptors."""
         self.kill()
         self.keeper.close()
         self._give_back_memory()
@@ -194,7 +194,7 @@ class Node:
         self.start()
 
     def _give_back_memory(self) -> None:
-        """What has a name outlives its daemon on purpose; the next one on this state directory never comes."""
+        """Free named memory, which outlives its daemon on purpose: no next daemon will use this state directory."""
         with contextlib.suppress(FileNotFoundError):
             identity = (self._state / "identity").read_text()[:16]
             shutil.rmtree(SHARED_MEMORY / f"hegmd-{os.geteuid()}-{identity}")
@@ -212,19 +212,19 @@ class Node:
         return "\n".join((self.folder / "hegmd.log").read_text(errors="replace").splitlines()[-lines:])
 
     def log_since(self, since_utc: float, until_utc: float) -> list[str]:
-        """What the daemon logged between these moments."""
+        """Return the daemon's log between these moments."""
         lines = (self.folder / "hegmd.log").read_text(errors="replace").splitlines()
         return [line for line in lines if since_utc <= _utc_of(line) < until_utc]
 
     def environ(self) -> dict[str, str]:
-        """What programs of ours are started with."""
+        """Return the environment of our programs."""
         plain = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
         return {**plain, "HEGM_SOCKET": str(self.socket_path), "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}"}
 
     # -- commands ------------------------------------------------------------------------------------------------------
 
     def hegmctl(self, *words: str) -> dict[str, Any]:
-        """The last thing that a command said. Raises WentWrongError with its error."""
+        """Return the last record of a command. Raises WentWrongError with its error."""
         ran = subprocess.run(
             [sys.executable, "-m", "hegmctl", *words, "--json"],
             env=self.environ(),
@@ -242,12 +242,12 @@ class Node:
         return connect(str(self.socket_path), timeout_s=COMMAND_S)
 
     def ask(self, request: Request) -> OperationReply:
-        """What a command cannot say: with this carrier, or without waiting."""
+        """Request what no command can: this carrier, or without waiting."""
         with self.connect() as connection:
             return connection.call(request, OperationReply)
 
     def story(self, op_id: str, *, follow: bool = False) -> StoryReply:
-        """An operation's story; with `follow` once it is at rest."""
+        """Return an operation's record; with `follow`, once it has ended or waits."""
         with self.connect() as connection:
             stream = connection.stream(Story(id=op_id, follow=follow), OperationProgress, StoryReply, patient=True)
             while True:
@@ -273,7 +273,7 @@ class Node:
         with self.connect() as connection:
             stream = connection.stream(Story(id=op_id, follow=True), OperationProgress, StoryReply, patient=True)
             for progress in stream:
-                # One that is resumed was suspended before, and one that is suspended ends the stream.
+                # A resumed job was suspended before, and a suspended one ends the stream.
                 if progress.phase != "suspended" and PHASES.index(progress.phase) >= wanted:
                     return progress.phase
         return "over"
@@ -299,7 +299,7 @@ class Node:
     # -- accounts ------------------------------------------------------------------------------------------------------
 
     def settle(self, before: Account) -> Account:
-        """Wait until nobody holds anything, and nobody has what nobody had before. Raises WentWrongError."""
+        """Wait until no reservations and no unowned memory beyond the former remain. Raises WentWrongError."""
         until(lambda: not self.keeper.stored(), f"that the keeper has nothing more of {self.keeper.stored()}")
         self.settle_gpus(before)
         return self.gpus.account()
@@ -312,7 +312,7 @@ class Node:
             raise WentWrongError(f"{error}: {self._more(before)}") from None
 
     def _more(self, before: Account) -> str:
-        """What is held on GPUs now and was not before, in words; empty when nothing is."""
+        """Return what GPUs hold now beyond the former account, in words; empty if nothing."""
         after, helper = self.gpus.account(), self.helper_pid()
         remarks = [f"the helper has {after.places(helper)} MiB"] if helper is not None and after.places(helper) else []
         return ", ".join([*remarks, *_more_unowned(before, after)])

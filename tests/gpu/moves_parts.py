@@ -1,4 +1,4 @@
-"""Which part of a move a job stood for: every moment of it is somebody's, and all of them add up to how long it stood.
+"""The parts of a job's downtime in a move: every moment belongs to one part, and all parts add up to the downtime.
 
 The daemon's log says of each effect, order to the agent, call of the helper, record in the journal and look at the
 driver when it was over and how long it took. Here each moment is given to the innermost of these that was under way:
@@ -23,9 +23,9 @@ from hegmd.protocol.messages import StoryReply
 _PHASE, _EFFECT, _CALL = range(3)
 _TOOK = re.compile(r"^(\S+)\s.*?(?:operation \S+|(helper|node|video memory)|process (\d+)): (\S+) took ([\d.]+) ms")
 _ON_DISK = re.compile(r"^(\S+)\s.*?operation \S+: \S+ after (\S+) is on disk, in ([\d.]+) ms")
-# Orders and calls end by being answered; what is within an order is told by its name with a dot.
+# Orders and calls end with their reply; a part of an order has the order's name, a dot and its own.
 _PART_OF_ORDER = "."
-#: What took less in all is not told apart.
+#: Parts with less time in total are not listed apart.
 MIN_S = 0.0005
 AROUND, SMALL = "before and after", "smaller ones"
 
@@ -41,7 +41,7 @@ class Span:
 
 
 def parts_of(story: StoryReply, log: Iterable[str], pid: int, began_utc: float, ended_utc: float) -> dict[str, float]:
-    """What took how long of that time, the longest first; parts of an order are named `agent ORDER.PART` beside it."""
+    """Return the parts of that time, the longest first; parts of an order are named `agent ORDER.PART` beside it."""
     lines = list(log)
     spans = [*_phases(story), *_logged(lines, pid)]
     spent = {AROUND: 0.0}

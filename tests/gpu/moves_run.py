@@ -68,7 +68,7 @@ class Run:
         self._again = again
 
     def wanted(self, names: list[str], *, quick: bool) -> list[str]:
-        """Of the cases those that are asked for and not done yet, those with another keeper after all others."""
+        """Return the requested cases that are not done yet, those with another keeper last."""
         chosen = [name for name in CASES if any(_is_meant(name, word) for word in names)]
         if not names:
             chosen = [name for name, case in CASES.items() if case.quick or not quick]
@@ -103,7 +103,7 @@ class Run:
             node.renew(kept_by)
 
     def _run_group(self, names: list[str], node: Node, jobs: Jobs) -> list[str]:
-        """Run one, or several side by side, and note what was found; of which nothing can be said."""
+        """Run one case, or several concurrently, and record the results."""
         began = time.monotonic()
         together = threading.Barrier(len(names)) if len(names) > 1 else None
         trials = {name: Trial(node, jobs, together) for name in names}
@@ -162,7 +162,7 @@ def _group(left: list[str]) -> list[str]:
 
 
 def _try_all(trials: dict[str, Trial], together: threading.Barrier | None, node: Node) -> dict[str, str | None]:
-    """What went wrong with each: nothing is an empty text, and None that it cannot be said."""
+    """Return the failure of each; empty for success, None if unknown."""
     if together is None:
         return {name: _try(name, trial) for name, trial in trials.items()}
     with ThreadPoolExecutor(len(trials)) as pool:
@@ -171,7 +171,7 @@ def _try_all(trials: dict[str, Trial], together: threading.Barrier | None, node:
             return {name: future.result() for name, future in running.items()}
         except CaseTimeout:
             together.abort()
-            node.kill()  # whoever waits for an answer gets none
+            node.kill()  # a process that waits for a reply gets none
             raise
 
 
@@ -192,7 +192,7 @@ def _try(name: str, trial: Trial, together: threading.Barrier | None = None) -> 
 
 
 def _is_meant(name: str, word: str) -> bool:
-    """By its whole name, or by what several begin with."""
+    """Return whether the name is meant: by its whole name, or by a common prefix."""
     return name == word or (word not in CASES and name.startswith(word))
 
 

@@ -1,4 +1,5 @@
-"""What took how long in an operation: by its story, and by what the daemon logged of the copies and the driver's calls.
+"""The durations of an operation's parts: from its record, and from the daemon's log of the copies and the driver's
+calls.
 
 Pure: a story and log lines go in, figures come out.
 """
@@ -16,7 +17,7 @@ from hegmd.protocol.messages import StoryReply
 from tests.gpu.moves_parts import is_within_order
 
 GIB = 1 << 30
-# What the links of two H200 give at best.
+# The maximum rate of the links of two H200.
 LINK_BYTES_PER_S = {"peer": 394e9, "host": 55.4e9, "worker": 55.4e9}
 # The columns of the split, and the phases that they are. Copies over the link are within out and in, or beside the
 # driver's checkpoint and restore; the lock is within checkpoint.
@@ -35,9 +36,9 @@ NAMED = {phase for phases in SPLIT.values() for phase in phases}
 _COPIED = re.compile(
     r"copied (out|in)(?: during the \w+)?: CopyReport\(copied_bytes=(\d+), open_s=([\d.e-]+), copy_s=([\d.e-]+)"
 )
-# Of the parts, so many are shown: those that come to the most.
+# The number of parts shown: the longest ones.
 LARGEST = 16
-# What is aimed for, in seconds, on two H200 with NVLink.
+# Targets in seconds, on two H200 with NVLink.
 BUDGETS_S = {
     (32, "migrate", "peer"): 0.8,
     (32, "suspend", "host"): 1.0,
@@ -78,7 +79,7 @@ def phases_s(story: StoryReply, since_utc: float) -> dict[str, float]:
 
 
 def split_of(story: StoryReply, log: Iterable[str], pid: int, since_utc: float) -> dict[str, float]:
-    """By the columns of SPLIT and all that is none of them, with copies and lock as far as they were logged."""
+    """Return the columns of SPLIT and the rest, with copies and lock as far as they were logged."""
     spent = phases_s(story, since_utc)
     split = {
         name: sum(spent.get(phase, 0.0) for phase in phases)
@@ -138,7 +139,7 @@ def table(measured: Sequence[Measured]) -> str:
 
 
 def parts_table(measured: Sequence[Measured]) -> str:
-    """What each stood for, as Markdown: medians, in milliseconds; with a dot, parts of the order before it."""
+    """Return the parts of the downtime as Markdown: medians in milliseconds; parts of an order have a dot."""
     head = ["GiB", "what", "carrier", "where", "in all", "whose each moment was, ms"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for (size_gib, action, carrier, where), several in groups(measured).items():
@@ -166,7 +167,7 @@ def _budget(budget_s: float | None, took_s: float) -> str:
 
 
 def _rate(several: Sequence[Measured], direction: str, carrier: str) -> str:
-    """What the copies ran at, and of that the share of the link; what comes in by peer crosses none."""
+    """Return the rate of the copies, and its share of the link's; a reload by peer crosses none."""
     rates = [one.rates[direction] for one in several if direction in one.rates]
     if not rates:
         return ""

@@ -23,7 +23,7 @@ MEET_WITHIN_S = 80.0
 
 @dataclass
 class Findings:
-    """What a case has seen, for the table."""
+    """The findings of a case, for the table."""
 
     carrier: str = ""
     downtime_s: float | None = None
@@ -47,12 +47,12 @@ class Trial:
         self.found.notes.append(text)
 
     def meet(self) -> None:
-        """Wait for the others. Raises BrokenBarrierError when one of them went wrong: then nothing can be said."""
+        """Wait for the others. Raises BrokenBarrierError if one of them failed: then there is no result."""
         if self._together is not None:
             self._together.wait(MEET_WITHIN_S)
 
     def look(self) -> Account:
-        """What every process has, before anything is done to any of them."""
+        """Read the memory of every process, before any operation."""
         self.meet()
         account = self.node.gpus.account()
         self.meet()
@@ -61,7 +61,7 @@ class Trial:
     # -- what is asked -------------------------------------------------------------------------------------------------
 
     def migrate(self, job: Job, to: int | str, carrier: str | None = None) -> protocol.Operation:
-        """By the command, or by the library where the carrier is not to be chosen. Several GPUs go by their place."""
+        """Migrate by the command, or by the library if the carrier is given. For several GPUs, name the set."""
         place = to if isinstance(to, str) else f"gpu{to}"
         if carrier is not None:
             reply = self.node.ask(Migrate(pids=(job.pid,), to=place, carrier=carrier))
@@ -92,7 +92,7 @@ class Trial:
         return self.begin(Migrate(pids=(job.pid,), to=f"gpu{to}", carrier=carrier, wait=False))
 
     def begin_resume(self, job: Job) -> str:
-        """Of one that is suspended; its operation is the one of the suspension."""
+        """Begin to resume a suspended job; returns the operation of the suspension."""
         return self.begin(Resume(pid=job.pid, wait=False))
 
     def _operation(self, answer: dict[str, Any], phase: str) -> protocol.Operation:
@@ -128,7 +128,7 @@ class Trial:
         self.found.account = "→".join(places) + " " + "/".join(f"{more:+.1f}" for more in unowned)
 
     def gone(self, job: Job, before: Account) -> None:
-        """It has nothing on any GPU, and nobody has anything for it there."""
+        """Check that it has nothing on any GPU, and nothing is reserved for it there."""
         self.meet()
         places = self.node.gpus.account().places(job.pid)
         if places:

@@ -1,6 +1,6 @@
-"""What happens to moves in the run over moves: cancelled, killed in a stage, and others who want the memory.
+"""Disturbances in the run over moves: cancellation, kills in a stage, and other programs that want the memory.
 
-Whatever it is, the job has to end up running with all its bytes, and nothing may be left over.
+After each, the job has to run with all its bytes, and nothing may be left over.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.gpu.moves_node import OVER, ROOT, WentWrongError, until
 from tests.gpu.moves_trial import Trial
 
 GRABBER = ROOT / "tests/stubs/cuda/program.py"
-# What has no room waits longer and longer before the next attempt; so long it is watched while there is none.
+# A job without memory waits longer and longer before the next attempt; it is watched for so long.
 GRABBED_S = 6.0
 
 Act = Callable[[Trial, str], None]
@@ -76,7 +76,7 @@ def interrupted_in(
 
 
 def _begins_to_resume(trial: Trial, job: Job) -> bool:
-    """Not while a new daemon has yet to see how it stands."""
+    """Only once a new daemon has inspected it."""
     try:
         trial.begin_resume(job)
     except HegmError:
@@ -123,7 +123,7 @@ def kill_daemon(trial: Trial, _: str) -> None:
 
 
 def beside_neighbour(trial: Trial, kind: str, neighbour: str) -> None:
-    """Somebody else trains where the job goes, and is held up for as long as the restore takes at most."""
+    """Another training is on the target GPU, and is delayed at most for the duration of the restore."""
     job, other = trial.job(kind), trial.job(neighbour)
     source = job.gpu
     if other.gpu == source:
@@ -138,7 +138,7 @@ def beside_neighbour(trial: Trial, kind: str, neighbour: str) -> None:
 
 @contextlib.contextmanager
 def hoarding(trial: Trial, gpu: int) -> Generator[Callable[[], None]]:
-    """A process that is ready to take all that there is on that GPU, in a loop, from the moment that it is told to."""
+    """Start a process that takes all memory on that GPU, in a loop, from its command on."""
     trial.jobs.settle()  # those on their way, and the undisturbed ones, would find no memory
     environ = {**trial.node.environ(), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     process = subprocess.Popen(
@@ -168,9 +168,8 @@ def hoarding(trial: Trial, gpu: int) -> Generator[Callable[[], None]]:
 
 
 def grabbed(trial: Trial, kind: str, stage: str) -> None:
-    """Somebody takes all that is free where the job goes, again and again, from that stage on.
-
-    When it has gone, the job has to be running without anybody's doing anything for it.
+    """Have another process take all free memory of the target GPU, repeatedly, from that stage on. When it has exited,
+    the job has to run without help.
     """
     job = trial.job(kind)
     source, before = job.gpu, trial.look()

@@ -1,4 +1,4 @@
-"""What the figures of moves are held to: each said once, with what was measured and whether it is kept.
+"""The targets of moves: each listed once, with the measurement and whether it is met.
 
 Owns the aims: how long a job may stand, how far an estimate may be off, and what share of a link copies use. Pure.
 """
@@ -53,7 +53,7 @@ def _of(key: tuple[int, str, str, str], several: Sequence[Measured]) -> Iterator
 
 
 def _largest(several: Sequence[Measured]) -> str:
-    """The part that most of it is, in words; what the driver does is seldom to be helped, so the next ones too."""
+    """Return the largest part in words. The driver's part can seldom be changed, so the next ones too."""
     names = {name for one in several for name in one.parts if not is_within_order(name)}
     medians = {name: statistics.median([one.parts.get(name, 0.0) for one in several]) for name in names}
     found = sorted(names, key=lambda name: -medians[name])[:4]

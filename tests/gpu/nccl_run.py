@@ -48,7 +48,7 @@ TRAINING = Path(__file__).with_name("training") / "ranked.py"
 RANKS = 2
 REFERENCE_STEPS, ENDLESS_STEPS, PACE_S = 600, 1_000_000, 0.05
 READY_WITHIN_S, STEP_WITHIN_S, ORDER_WITHIN_S, REFERENCE_WITHIN_S = 120.0, 60.0, 30.0, 300.0
-# How many boundaries later than the one that was told last both ranks can surely stop at.
+# How many boundaries after the last reported one both ranks can surely stop at.
 AHEAD = 25
 LOCK_MS = 10_000
 # The phases of an exchange in which the daemon or its helper is killed; the helper only where it has work.
@@ -70,7 +70,7 @@ Result = dict[str, Any]
 
 
 class Results:
-    """What was seen, written down after each step."""
+    """The results, written after each step."""
 
     def __init__(self, path: Path, began: float) -> None:
         self._path, self._began = path, began
@@ -100,7 +100,7 @@ class Results:
 
 
 class RankedJob:
-    """torchrun with two ranks. What each rank has said is in a file of its own."""
+    """torchrun with two ranks. Each rank writes to a file of its own."""
 
     def __init__(
         self, name: str, folder: Path, options: argparse.Namespace, environ: dict[str, str], run: list[str]
@@ -142,7 +142,7 @@ class RankedJob:
         return self.process.poll() is not None and not self.is_restored
 
     def steps(self) -> int:
-        """How many steps all ranks have told of."""
+        """Return the number of steps that all ranks have reported."""
         return min(len([line for line in self.lines(rank) if line.endswith("\n")]) for rank in range(RANKS))
 
     def wait_for(self, steps: int, within_s: float) -> None:
@@ -250,7 +250,7 @@ class AgentsAlone:
         self._once("same GPUs", agents, job, None)
 
     def _agents(self, daemon: ScriptedDaemon) -> list[AgentConnected]:
-        """Of each rank its agent; the launcher's own process may have one as well."""
+        """Return the agent of each rank; the launcher's own process may have one as well."""
         found: dict[int, AgentConnected] = {}
         while len(found) < RANKS:
             agent = daemon.attended()
@@ -286,7 +286,7 @@ class AgentsAlone:
 
 
 def memory_of(job: RankedJob) -> list[dict[int, float]]:
-    """What each rank has on which GPU, by NVML."""
+    """Return the memory of each rank on each GPU, by NVML."""
     with contextlib.suppress(SystemExit):
         account = Gpus().account()
         return [account.places(pid) for pid in job.pids()]
@@ -380,7 +380,7 @@ class OwnDaemon:
         self._step(node, job, "exchange after", ["migrate", str(job.pids()[0]), "--to", other], on[::-1])
 
     def _step(self, node: Node, job: RankedJob, step: str, words: list[str], on: list[int] | None) -> None:
-        """One command, and what is to be seen after it. What goes wrong is noted, and the next one is tried."""
+        """Run one command and its check. A failure is recorded, and the next step runs."""
         began = time.monotonic()
         facts: Result = {}
         try:
@@ -407,7 +407,7 @@ class OwnDaemon:
 
 
 def shortened(answer: dict[str, Any]) -> dict[str, Any]:
-    """Of an operation what matters here; a plan in full."""
+    """Return the relevant fields of an operation; a plan in full."""
     operation = answer.get("operation") or {}
     wanted = ("id", "phase", "downtime_s", "failure", "waits", "took_s")
     short = {name: operation[name] for name in wanted if operation.get(name) is not None}

@@ -1,4 +1,4 @@
-"""What nvidia-smi says, as plain values: the witness that hegmd's inventory is compared with on real hardware.
+"""The output of nvidia-smi as plain values: the reference for hegmd's inventory on real hardware.
 
 A value that nvidia-smi shows as N/A, in any of its spellings, is None. Nothing here knows hegmd.
 """
@@ -31,7 +31,7 @@ def known(text: str) -> str | None:
 
 
 def query(kind: str, fields: list[str]) -> list[dict[str, str | None]]:
-    """One row for each thing of that kind: gpu, compute-apps, remapped-rows."""
+    """Return one row for each object of that kind: gpu, compute-apps, remapped-rows."""
     output = run(f"--query-{kind}={','.join(fields)}", "--format=csv,noheader,nounits")
     rows = [[known(cell) for cell in line.split(",")] for line in output.splitlines() if line.strip()]
     return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
@@ -49,7 +49,7 @@ def compute_apps() -> dict[tuple[int, str], int | None]:
 
 
 def cuda_version() -> str | None:
-    """Of the driver, from the banner."""
+    """Return the version of the driver, from the banner."""
     found = re.search(r"CUDA Version\s*:\s*([\d.]+)", run())
     return found and found[1]
 

@@ -38,7 +38,7 @@ class ProtectedJob(RestartedJob):
         super().__init__(node, words, "gpu0", options=options, **more)
 
     def recovery(self) -> JobRecovery | None:
-        """What the daemon tells of it."""
+        """Return the daemon's record of it."""
         with self.node.connect() as connection:
             found = [job for job in connection.recovery().jobs if job.state != "kept"]
         return found[-1] if found else None

@@ -46,12 +46,12 @@ from tests.gpu.recovery_jobs import Losses, ProtectedJob, compared, gaps_of, ste
 from tests.gpu.restart_node import RestartNode
 
 TASKS = ("pause", "kill", "torchrun")
-# Of weights and moments: adamw.py has gradients besides.
+# Weights and moments: adamw.py has gradients besides.
 KILLED_GIB, REHEARSED_GIB = 9.1, 0.02
 SHARE_WITHOUT_GRADIENTS = 0.75
 POOL_BYTES = 100 << 30
 WITHIN_S = 120.0
-# How long a training is looked at while snapshots are taken of it, and before the first.
+# How long the test watches a training with snapshots, and before the first.
 LOOK_S, MAX_LOOK_S, BASE_S = 12.0, 60.0, 6.0
 SNAPSHOTS = 4
 # With no shadow copy the default interval would be more than a minute.
@@ -69,7 +69,7 @@ class Bench:
         self._notes = node.folder / "agent.notes"
         self._ends = time.monotonic() + options.budget_s
         self.figures: dict[str, Any] = {"went_wrong": [], "pause": [], "kill": [], "torchrun": [], "exact": []}
-        #: What is compared at the end: what it is of, its steps, and the undisturbed run.
+        #: What is compared at the end: the training, its steps, and the undisturbed run.
         self._to_compare: list[tuple[str, list[str], Losses]] = []
         self._held = contextlib.ExitStack()
 
@@ -149,7 +149,7 @@ class Bench:
                 self._keep("pause", {"size_gib": size_gib, "mode": mode, "alone_step_s": step_s, **figure})
 
     def _watched(self, job: ProtectedJob, look_s: float) -> dict[str, Any]:
-        """What snapshots cost a training. The first two have to take memory from the node, and count by themselves."""
+        """Measure what snapshots cost a training. The first two allocate their memory, and count separately."""
         costs: dict[int, dict[str, Any]] = {}
         watched_from, is_cold, pause = 0.0, True, threading.Event()
         began = time.monotonic()
@@ -173,7 +173,7 @@ class Bench:
                 break
             if not job.alive:
                 raise WentWrongError(f"it has ended: {job.error_text()}")
-            pause.wait(POLL_S)  # the daemon tells nobody that a snapshot was taken
+            pause.wait(POLL_S)  # the daemon does not report a snapshot
         if not watched_from:
             watched_from = began
         gaps = gaps_of(step_times(job, watched_from))

@@ -67,7 +67,7 @@ class RestartNode:
             self._log.close()
 
     def environ(self) -> dict[str, str]:
-        """What programs of ours are started with."""
+        """Return the environment of our programs."""
         plain = {
             name: value for name, value in os.environ.items() if name not in (*NOT_INHERITED, "HEGM_ALLOW_RESTART")
         }
@@ -127,7 +127,7 @@ class RestartedJob(Lines):
         return [line for line in list(self.lines) if line.startswith("step ")]
 
     def read_steps(self, count: int) -> None:
-        """Until it has told of so many more."""
+        """Read its lines for so many more steps."""
         wanted = len(self.steps()) + count
         self.wait_for(lambda: len(self.steps()) >= wanted, f"{count} steps more did not come", READY_WITHIN_S)
 

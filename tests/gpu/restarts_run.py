@@ -50,9 +50,9 @@ CASE_S = 60.0
 ALONE_S = 240.0
 # Between CPU and GPU sums are made in another order; what that comes to grows with the steps.
 TOLERANCE = 2e-3
-# Where a number has 8 bits of bfloat16 on the CPU, and 11 of float16 on the GPU, losses that began alike drift apart:
-# 2.3e-3 was seen by step 24, 2.4e-2 by step 267, 7.3e-2 by step 447. So these are compared for so many steps from the
-# first that is another one; the state and the batches, to the end.
+# A number with 8 bits of bfloat16 on the CPU has 11 of float16 on the GPU, so losses that began alike drift apart:
+# 2.3e-3 by step 24, 2.4e-2 by step 267, 7.3e-2 by step 447. These losses are compared for so many steps after the first
+# difference; the state and the batches, to the end.
 NARROW_TOLERANCE = 2e-2
 NARROW_STEPS = 50
 # With a snapshot so often that there is one soon.
@@ -153,7 +153,9 @@ class Run:
 
 
 def try_case(node: RestartNode, case: Case, places: list[str], seconds: list[float]) -> str:
-    """What was wrong; nothing is an empty text. Fills in what each restart took, from asking to the next step."""
+    """Return the failure; empty for success. Fills in the duration of each restart, from the request to the next
+    step.
+    """
     with ExitStack() as held:
         words = [SCRIPT, str(STEPS), *case.traits, f"pace={PACE_S}"]
         options = RECOVERED if case.killed else ()
@@ -210,7 +212,7 @@ def wrong_order(lines: Sequence[str], wanted: Sequence[Sequence[str]]) -> str:
 
 
 def undisturbed(node: RestartNode, case: Case, place: str, steps: int) -> list[str]:
-    """What it says of so many steps by itself, begun where the other was."""
+    """Return the output of so many steps of an undisturbed run, begun where the other was."""
     _, environ = node.begun_on(place)
     plain = {name: value for name, value in node.environ().items() if name != "HEGM_SOCKET"}
     ran = subprocess.run(
@@ -231,7 +233,7 @@ def first_after_gap(job: RestartedJob, asked_at: float, before: int) -> float:
 
 
 def differences(lines: Sequence[str], wanted: Sequence[str], case: Case) -> str:
-    """What of these lines is not as it has to be, beside an undisturbed run's."""
+    """Return the differences between these lines and those of an undisturbed run."""
     after, parted_at = "", len(lines)
     for number, (line, other) in enumerate(zip(lines, wanted, strict=False)):
         fields, due = line.split(), other.split()

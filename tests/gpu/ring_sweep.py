@@ -26,7 +26,7 @@ WITHIN_S = 25.0
 
 
 def paces() -> Iterator[StagingSizes]:
-    """What is tried, the likeliest first."""
+    """Return the settings to try, the likeliest first."""
     for strands in (8, 12, 16, 24, 32):
         yield StagingSizes(most_strands=strands, most_inward_strands=strands)
     for slot_mib in (1, 2, 4, 16, 32):
@@ -46,7 +46,7 @@ def pool(size_bytes: int) -> int:
 
 
 def show(pace: StagingSizes, host: HostMemory, video: VideoSpace, provisions: SessionResources) -> None:
-    """One line: each direction twice, the better one."""
+    """Print one line: each direction twice, the better one."""
     space = HostSpace(video.context, host, pace)
     provisions.provide(pace.streams)
     streams = provisions.streams(video.ordinal)[: pace.streams]

@@ -30,7 +30,7 @@ from tests.gpu.moves_timing import Measured
 from tests.patience import HANG_S
 
 RECORD = Path(__file__).resolve().parents[2] / "docs" / "measurements" / "gpu_rows.json"
-# The driver's calls in a move. What it does in them cannot be helped.
+# The driver's calls in a move. Their duration cannot be changed.
 DRIVER_PARTS = ("helper lock", "helper checkpoint", "helper restore", "helper unlock")
 HEADS = ("what", "before", "now", "target", "driver_alone", "ratio")
 
@@ -51,7 +51,7 @@ class Row:
 
 
 class Found:
-    """What the parts have measured."""
+    """The measurements of the parts."""
 
     def __init__(self, folder: Path) -> None:
         paths = [folder / f"bench-{part}.jsonl" for part in ("rows", "moves")]
@@ -174,7 +174,7 @@ def markdown(rows: Iterable[Row]) -> str:
 
 
 def record_of(rows: Iterable[Row], machine: str, command: str, revision: str) -> dict[str, Any]:
-    """What is written to docs/measurements."""
+    """Return the record for docs/measurements."""
     return {
         "title": "What moves take on two GPUs, in seconds unless the row says otherwise; medians",
         "machine": machine,

@@ -75,7 +75,7 @@ class Sweep:
     # -- each way ------------------------------------------------------------------------------------------------------
 
     def pinned(self) -> None:
-        """One piece of pinned memory, large enough for nothing else to count."""
+        """Measure one piece of pinned memory, large enough that fixed costs do not count."""
         size_bytes = min(self.size_bytes, CHUNK_BYTES * 4)
         with self._pinned(self.pool, size_bytes):
             stream = self.driver.make_stream()
@@ -128,7 +128,9 @@ class Sweep:
         ]
 
     def ring(self) -> None:
-        """The agent's ring, without checksums and with those of the processor, over memory that is there and not."""
+        """Measure the agent's ring, without checksums and with those of the processor, over memory that is mapped and
+        not.
+        """
         out_loads = loads([(self.video, self.pool, self.size_bytes)])
         in_loads = loads([(self.pool, self.video, self.size_bytes)])
         for threads in (4, 8, 16):
@@ -149,7 +151,7 @@ class Sweep:
         self.say(f"{what}, nothing ready", whole)
 
     def agent(self) -> None:
-        """All of what the agent does with the bytes of one large tensor, and with pieces of it."""
+        """Measure all that the agent does with the bytes of one large tensor, and with pieces of it."""
         for pieces in (1, 400):
             size_bytes = self.size_bytes // pieces // copying.PAGE_BYTES * copying.PAGE_BYTES
             raws = [(self.tensor, self.video + at * size_bytes, size_bytes, WHERE) for at in range(pieces)]
@@ -213,7 +215,7 @@ def _prepare() -> None:
 
 
 def _ignore(_so_far_bytes: int) -> None:
-    """What is done so far."""
+    """Ignore the progress."""
 
 
 def _moved(source: int, target: int, size_bytes: int) -> None:

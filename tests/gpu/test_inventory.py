@@ -40,7 +40,7 @@ def _loaded() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def jobs() -> Iterator[list[VramJob]]:
-    """One on each GPU, each with another amount of memory."""
+    """Start one job on each GPU, each with another amount of memory."""
     if importlib.util.find_spec("torch") is None:
         pytest.skip("no torch here")
     count = len(nvidia_smi.query("gpu", ["uuid"]))

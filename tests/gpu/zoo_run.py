@@ -104,7 +104,7 @@ ZOO = {
 
 @dataclass
 class Findings:
-    """What was seen of one training."""
+    """The findings of one training."""
 
     moves: list[str] = field(default_factory=list)
     own_bytes: int = 0
@@ -116,7 +116,7 @@ class Findings:
 
 
 class References:
-    """Runs that nobody disturbs, one for each kind, on the GPUs in turn."""
+    """Undisturbed runs, one for each kind, on the GPUs in turn."""
 
     def __init__(self, node: Node, cache: Path) -> None:
         self._node, self._cache = node, cache
@@ -142,7 +142,7 @@ def environ_of(node: Node, gpu: int, cache: Path) -> dict[str, str]:
 
 
 class Job:
-    """One process that is moved, and the run that it is compared with."""
+    """One process that is moved, and the run it is compared with."""
 
     def __init__(self, node: Node, training: Training, reference: Lines, folder: Path, number: int) -> None:
         self.node, self.training, self.reference = node, training, reference
@@ -173,7 +173,7 @@ class Job:
         return sum(line.startswith("digest") for line in self.lines.lines[after:])
 
     def places(self) -> list[str]:
-        """Where its tensors lie, by its own word."""
+        """Return the devices of its tensors, as it prints them."""
         with contextlib.suppress(FileNotFoundError):
             return self.addresses.read_text().split()
         return []
@@ -204,7 +204,7 @@ class Trial:
             self._all(lambda job, by=carrier: self._rest(job, by))
 
     def _is_known(self, pid: int) -> bool:
-        """Whether its agent has said what it has, without which nothing is planned."""
+        """Return whether its agent has reported its memory; before that the daemon plans nothing."""
         try:
             self.node.ask(Migrate(pids=(pid,), to="gpu1", dry_run=True))
         except HegmError as error:
@@ -214,7 +214,7 @@ class Trial:
         return True
 
     def _all(self, do: Any) -> None:
-        """Of several processes, all at once."""
+        """All processes at once."""
         with ThreadPoolExecutor(len(self._jobs)) as pool:
             for done in [pool.submit(do, job) for job in self._jobs]:
                 done.result()
@@ -309,7 +309,7 @@ def tried(trial: Trial, options: argparse.Namespace) -> Result:
 
 
 def nothing_left(node: Node) -> str:
-    """With every job ended nobody holds anything."""
+    """Check that nothing is held once every job has ended."""
     try:
         until(lambda: not node.keeper.stored(), "that the keeper has nothing more")
         until(lambda: not any(node.gpus.account().by_process), "that no process is on any GPU", 60.0)

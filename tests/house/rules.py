@@ -28,7 +28,7 @@ OWN_LOOP = ("simulation", "loop.py")
 # A name that could hold anything will in the end hold everything.
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "manager", "managers", "misc", "base_utils", "tools"}
 
-# What makes an answer depend on more than the arguments.
+# Calls whose results depend on more than their arguments.
 IMPURE = {
     "anyio",
     "asyncio",
@@ -202,7 +202,7 @@ def open_ends(module: Module) -> Iterator[str]:
 
 
 def ignores(module: Module) -> Iterator[str]:
-    """An ignore names its rule, and a reason stands beside it or in a comment just above."""
+    """An ignore names its rule, and has a reason beside it or in a comment just above."""
     if not _IGNORE.search(module.text):
         return  # most have none, and to read all tokens takes long
     lines = module.text.splitlines()
@@ -239,7 +239,7 @@ def hints(module: Module) -> Iterator[str]:
 
 
 def bare_tasks(module: Module) -> Iterator[str]:
-    """A task belongs to a group and a thread to whoever limits it; nothing is started and forgotten."""
+    """A task belongs to a group, and a thread to its limiter; nothing is started without an owner."""
     for node in module.nodes(ast.Call):
         if _called(node).rpartition(".")[2] in {"create_task", "ensure_future"}:
             yield f"{node.lineno}: {_called(node)}(): a task outside of a task group"

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Where Python packages start, and the name that their modules are imported by.
+# The folders of Python packages, and the name that imports their modules.
 PACKAGES = {
     "hegm": ROOT / "hegm",
     "hegmd": ROOT / "hegmd",
@@ -33,7 +33,7 @@ _NOT_SEARCHED = frozenset(
     "arg asname attr conversion ctx id is_async kind level module name op ops simple type_comment type_ignores".split()
 )
 
-# Built or fetched, or belonging to a tool: none of it is ours to judge.
+# Built or fetched, or belonging to a tool: the rules do not apply.
 _SKIPPED = {".git", ".venv", "build", "dist", "node_modules", "__pycache__"}
 
 

@@ -1,6 +1,6 @@
-"""What has to be touched to add something, as CONTRIBUTING says: each row is shown with a dummy in a copy of a table.
+"""The rows "to add X, touch Y" of CONTRIBUTING: a dummy in a copy of a table proves each.
 
-A copy is handed in. Where a second list were kept by hand, the dummy would be missing from it.
+If the code had a second list, kept by hand, the dummy would be missing from it.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ RENDERER = """
 def shaken_text(reply: Record, style: Style) -> list[str]:
     return [f"shaken: {reply.pid}"]
 """
-# Each line is a part of the client that knows of the command, and what it makes of it.
+# Each line is a part of the client that knows of the command, and its text for it.
 ASKED = """
 from hegmctl.arguments import parse
 from hegmctl.commands import ask

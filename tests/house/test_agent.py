@@ -1,4 +1,4 @@
-"""What runs inside other people's trainings: the agent imports little and changes nothing of theirs."""
+"""The agent runs inside other people's trainings: it imports little and changes nothing of theirs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ ALLOWED = {
     *("__future__ _frozen_importlib _frozen_importlib_external _thread ctypes gc mmap os platform".split()),
     *("select signal socket struct sys time".split()),
 }
-# What a restart takes beside that; every training has it loaded, since torch imports it.
+# Additional modules of a restart; every training has them loaded, since torch imports them.
 FOR_RESTARTS = set("array atexit binascii bisect collections dis functools marshal re weakref".split())
-# What it takes to tell which call a thread is in; a job without torch reads it in at its first move.
+# The module that tells which call a thread is in; a job without torch loads it at its first move.
 FOR_STILLNESS = {"dis"}
-# What the trap takes to look at all threads in one call; all of it is built into CPython 3.9 to 3.11, or loaded by it.
+# The modules of the trap that reads all threads in one call; CPython 3.9 to 3.11 have them built in or loaded.
 FOR_TRAP = {"_operator", "itertools"}
 # A survey filters all objects of the collector with it, without a step for each; it is built into CPython.
 FOR_SURVEY = {"itertools"}
-# What a block of `hegm.recovery` takes: only scripts that ask for it by name load this part.
+# The modules of a block of `hegm.recovery`: only scripts that import it by name load this part.
 FOR_RANKS = set("functools json pickle random stat tempfile threading warnings".split())
 # The counts of messages end with their process group; torch imports it.
 FOR_MESSAGES = {"weakref"}
@@ -53,7 +53,7 @@ def foreign_imports(module: Module) -> Iterator[str]:
 
 
 def imports_at_start(module: Module) -> set[str]:
-    """What the module imports when it is imported: not inside functions, not for type checkers."""
+    """Return the modules imported at import time: not inside functions, not for type checkers."""
     top: set[str] = set()
     for node in module.tree.body:
         if isinstance(node, ast.Import):

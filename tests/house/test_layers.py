@@ -21,7 +21,7 @@ from tests.house.source import PACKAGES, Module, is_within, modules
 
 pytestmark = [pytest.mark.xdist_group("source")]  # as in test_shape
 
-# What the agent may import, and what the client may: it has to start in no time, and may be newer or older than the
+# What the agent may import, and what the client may: the client has to start fast, and may be newer or older than the
 # daemon.
 OUTSIDE = ("hegmd", "hegmd.errors", "hegmd.protocol")
 # The layers below the operations of a node, each of which may use those to its left.
@@ -45,7 +45,7 @@ CODE = (*FRAMEWORKS, "hegmd.agent.state.frameworks")
 LOADERS = (*CODE, "hegmd.agent.state.code")
 
 LAYERS: dict[str, tuple[str, ...]] = {
-    # What daemon, client and agent share
+    # shared by daemon, client and agent
     "hegmd": (),
     "hegmd.errors": (),
     "hegmd.protocol": ("hegmd", "hegmd.errors"),
@@ -57,7 +57,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.agent.state.code": CODE,
     "hegmd.agent.state.loaders": LOADERS,
     "hegmd.agent.state.script": (*LOADERS, "hegmd.agent.state.loaders"),
-    # What scripts import; it asks the agent, or this package's own copy of what the agent would answer
+    # Imported by scripts; it calls the agent, or this package's own copy of the agent's replies
     "hegm": (),
     # The daemon, lowest first
     "hegmd.system": OUTSIDE,
@@ -110,7 +110,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("hegmd.sharing", "hegmd.sharing.model"),
     ),
     "hegmd.server.auth": ("hegmd.errors", "hegmd.protocol"),
-    # Where it all comes together
+    # The composition of all parts
     "hegmd.setting_types": (),
     "hegmd.settings": ("hegmd.setting_types",),
     "hegmd.config": (*OUTSIDE, "hegmd.setting_types", "hegmd.settings", "hegmd.system.toml_lines"),

@@ -16,7 +16,7 @@ from tests.house.source import ROOT
 from tests.patience import TYPE_CHECKER_S
 
 BIN = Path(sys.executable).parent
-# Of pyright, whose collector would otherwise go through all that is young again and again, a tenth of its time.
+# For pyright, whose collector would otherwise scan all young objects repeatedly, a tenth of its time.
 ROOMY = "--max-semi-space-size=64"
 
 

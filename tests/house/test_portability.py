@@ -1,4 +1,4 @@
-"""What the agent will share works on Python 3.9, and what hegmctl loads stays small enough to start in no time."""
+"""Code shared with the agent works on Python 3.9, and hegmctl imports little enough to start fast."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def _site_packages() -> Path:
 
 
 def _newer_than_3_9(*paths: Path) -> str:
-    """What in these files needs a later Python, one `file:line: what` a line; syntax, modules, functions, arguments."""
+    """Return what needs a later Python in these files, one `file:line: what` a line; syntax, modules, functions,
+    arguments.
+    """
     vermin = Path(sys.executable).with_name("vermin")
     if not vermin.exists():
         pytest.skip("vermin is not installed; `make check` installs it")

@@ -70,7 +70,7 @@ def test_a_script_parses(path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-# A stand-in for a program ends as that program would, so it decides about every status itself.
+# A stub of a program exits as that program would, so it decides about every status itself.
 @in_one_test(
     "path",
     [path for path in BASH if not path.is_relative_to(ROOT / "tests" / "stubs")],

@@ -1,4 +1,4 @@
-"""What people read: documents that link to things that exist, a change log, and no trace of one developer's machine."""
+"""Texts for people: documents whose links exist, a change log, and no trace of one developer's machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _relative(path: Path) -> str:
 
 
 def own_places(root: Path, home: Path) -> list[str]:
-    """Where this checkout lies and who works on it: absolute paths that mean nothing anywhere else."""
+    """Return the place and owner of this checkout: absolute paths that mean nothing on other machines."""
     places = {root, *(parent for parent in root.parents if len(parent.parts) > 1), home}
     return sorted(str(place) for place in places if str(place) not in SYSTEM_FOLDERS)
 
@@ -163,7 +163,7 @@ def test_the_change_log_has_a_place_for_the_next_change() -> None:
 
 
 def quoted_messages(page: str) -> list[str]:
-    """The messages that the rows of a page explain; an ellipsis in them stands for what is filled in."""
+    """Return the messages that the rows of a page explain; an ellipsis in them is a placeholder."""
     return re.findall(r'(?m)^\| "([^"]+)" ', page)
 
 

@@ -1,4 +1,4 @@
-"""What the code relies on about CUDA's process checkpoint calls, each as a check for the stub and for real GPUs.
+"""The code's assumptions about CUDA's process checkpoint calls, each as a check for the stub and for real GPUs.
 
 Owns the rows about states, callers and moving; video_memory.py has those about video memory, several_gpus.py those
 about several GPUs, and `ROWS` there names them all. A row takes a `Rig`, which starts processes and reads the GPUs,

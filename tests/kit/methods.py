@@ -1,4 +1,4 @@
-"""What every method of taking processes off their GPUs has to keep, as a plain function for any test framework.
+"""The contract of every method that takes processes off their GPUs, as plain functions for any test framework.
 
 The same checks run for the simulated ledger and for a driver, stub or real. The migration machine relies on them:
 every step can be repeated, and no process is restored where no memory is reserved for it.

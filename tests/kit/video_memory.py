@@ -288,7 +288,7 @@ def a_checkpoint_destroys_a_process_that_has_anothers_memory_open(rig: Rig) -> N
 
 @row()
 def memory_that_another_has_open_does_not_hinder_its_owner(rig: Rig) -> None:
-    """So a helper that closes slowly, or one of another program, does not delay the owner."""
+    """A helper that closes slowly, or one of another program, does not delay the owner."""
     target, digest = begin(rig, 16)
     handle = bytes.fromhex(target.ask("handles").split()[1])
     with contexts(1):

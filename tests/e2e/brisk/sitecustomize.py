@@ -1,6 +1,6 @@
-"""Has a Python that trains in a test start and end in half of the processor: its collector seldom looks at modules.
+"""Halves the CPU time that a training's Python takes to start and end: its garbage collector seldom scans modules.
 
-On the path of those Pythons as anybody's sitecustomize would be, so that the agent's runs it. Importing PyTorch and an
+It is on the path of those Pythons like any sitecustomize, so that the agent's runs it. Importing PyTorch and an
 optimizer makes a million objects that stay, and the collector goes through all of them a hundred times until the script
 begins, and once more at the end: 3.2 s of processor with it, and 1.8 s without. What scripts do is the same.
 

@@ -36,7 +36,7 @@ scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
 
 
 class Loader:
-    """Batches by number; `given` is what the recovery brings back of it."""
+    """Batches by number; `given` is what the recovery has restored of it."""
 
     given = 0
 

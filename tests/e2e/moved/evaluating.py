@@ -1,4 +1,4 @@
-"""A training that evaluates for as long as a file is there: nobody continues from there, so that a restart waits."""
+"""A training that evaluates while a file exists: a restart cannot continue from there, so it waits."""
 
 import os
 import select

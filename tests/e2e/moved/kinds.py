@@ -1,4 +1,4 @@
-"""One of several kinds of loop, by its name. Each makes 400 steps at most, and ends once the file is there."""
+"""One of several kinds of loop, by its name. Each makes at most 400 steps, and ends once the file exists."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A training that may be started again: each start says so in a file, and may be told to fail or to wait there."""
+"""A training that can be restarted: each start writes to a file, and can be ordered to fail or to wait there."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""No framework at all: a least squares fit in plain numpy, which nobody can stop between two batches."""
+"""No framework at all: a least squares fit in plain numpy, which the agent cannot stop between two batches."""
 
 import numpy as np
 

@@ -35,5 +35,5 @@ for epoch in range(40):
             os._exit(7)
     schedule.step()
 distributed.destroy_process_group()
-# Some processes with gloo abort while the interpreter ends, whoever moves them or not.
+# Some processes with gloo abort at interpreter exit, with or without a move.
 os._exit(0)

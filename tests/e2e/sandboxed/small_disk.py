@@ -39,7 +39,7 @@ async def _images(folder: Path) -> dict[str, object]:
         await tasks.start(images.run)
         facts["bytes"] = await _refused(images, path, bytes_of=2 * SIZE_BYTES, criu_bytes=1)
         facts["left"] = sorted(os.listdir(folder))
-        # Where all of it would not fit but what is not zero does, it is written.
+        # A file too large for the disk, but whose non-zero blocks fit, is written.
         facts["zeros"] = await _refused(images, path, bytes_of=-4 * SIZE_BYTES, criu_bytes=SIZE_BYTES // 2)
         tasks.cancel_scope.cancel()
     return facts

@@ -14,9 +14,9 @@ from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
 LEFT_OUT = {"torch._dynamo", "torch.export"}
-# Is told what is to be deterministic, where anything is.
+# Gets the settings for deterministic algorithms.
 TOLD = {"torch._inductor", "torch._inductor.config"}
-# NVIDIA's bindings, which PyTorch imports where they are, for graphs of kernels that nobody captures on a CPU.
+# NVIDIA's bindings, which PyTorch imports if they are installed, for CUDA graphs, which a CPU does not use.
 NOT_THERE = "cuda.bindings"
 META = "torch._meta_registrations"  # what operators do without numbers, and with it all that is made of other operators
 
@@ -53,7 +53,7 @@ def graph_break():
 
 
 def get_optimize_ddp_mode():
-    """What ranks ask of the compiler, and what it answers where it was told nothing."""
+    """The compiler option that ranks query, with its default."""
     return "ddp_optimizer"
 
 
@@ -62,7 +62,7 @@ def clear_lru_cache():
 
 
 def begin_generators():
-    """Of what is left out, the one thing that everybody needs: without it there is no torch.Generator."""
+    """The one part of the omitted modules that every script needs: without it there is no torch.Generator."""
     from torch import _C
     from torch._opaque_base import OpaqueBaseMeta
 

@@ -1,4 +1,4 @@
-"""A training with a thread that ends every thread it does not know, whenever it is told to through a pipe.
+"""A training with a thread that ends every thread it does not know, on a command through a pipe.
 
 The agent cannot stop that thread while the training is parked: the thread is traced, as a debugger traces it, and no
 tool of `sys.monitoring` is free.
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 def end_unknown_threads() -> None:
     sys.settrace(lambda *_: None)
-    selector = selectors.DefaultSelector()  # in which it is at rest, as the agent sees it
+    selector = selectors.DefaultSelector()  # the agent's view of a thread at rest
     told = os.open(os.environ["HEGM_TEST_TOLD"], os.O_RDWR)
     selector.register(told, selectors.EVENT_READ)
     while selector.select() and os.read(told, 100):

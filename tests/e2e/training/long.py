@@ -7,7 +7,7 @@ import bare_torch  # noqa: F401 - it works by being imported
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-PACE_S = 0.03  # what a step takes at least when nobody counts them, as on a GPU: commands find it training
+PACE_S = 0.03  # minimum duration of a step, as on a GPU: commands find it training
 
 
 class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):

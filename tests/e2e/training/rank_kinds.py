@@ -87,7 +87,7 @@ def trained():
 
 
 def is_over():
-    """Whether they have been told to end; the same answer for all, at the same step."""
+    """Return whether they have the command to end; the same answer for all ranks, at the same step."""
     shared = torch.tensor([float(Path(f"{path}.stop").exists())])
     distributed.all_reduce(shared)
     return bool(shared)

@@ -12,11 +12,13 @@ import torch
 from torch import distributed
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-PACE_S = 0.02  # what a step takes at least when nobody counts them
+PACE_S = 0.02  # minimum duration of a step
 
 
 def is_over(path: str) -> bool:
-    """Whether they have been told to end; the same answer for all, at the same step. Held here while a FIFO is read."""
+    """Return whether they have the command to end; the same answer for all ranks, at the same step. Blocks here while a
+    FIFO is open.
+    """
     if Path(f"{path}.hold").exists():
         Path(f"{path}.hold").read_bytes()
     select.select([], [], [], PACE_S)
@@ -26,7 +28,7 @@ def is_over(path: str) -> bool:
 
 
 def halt(name: str, path: str) -> None:
-    """Have that function of gloo's wait, once, until somebody has written to that FIFO: a library that takes long."""
+    """Make that function of gloo wait, once, until a line arrives in that FIFO: a library that takes long."""
     real = getattr(distributed.ProcessGroupGloo, name)
 
     def call(*args: object) -> object:
@@ -64,8 +66,8 @@ def train(path: str, steps: int, halts_at: str = "") -> None:
                 done += 1
     distributed.destroy_process_group()
     # About one in six processes with gloo aborts while the interpreter ends («terminate called without an active
-    # exception», torch 2.13), also where nobody moves it; what is compared is written by now. And some hang where
-    # the model is released: its reducer waits, with the interpreter's lock held, for a thread of gloo that wants it.
+    # exception», torch 2.13), also without a move; the output to compare is written by now. Some hang in the release of
+    # the model: its reducer waits, with the interpreter's lock held, for a thread of gloo that wants it.
     os._exit(0)
 
 

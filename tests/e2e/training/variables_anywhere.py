@@ -1,7 +1,7 @@
-"""Loops that are left at an item and run again from there, their variables put back; for any Python.
+"""Loops that are left at an item and continued from there, with their variables restored; for any Python.
 
-Stands in for a restart: the same function is run a second time in one process, its loop continues over the rest, and
-the state goes through bytes in between, so that nothing of it can be shared.
+Simulates a restart: the same function is run a second time in one process, its loop continues over the rest, and the
+state goes through bytes in between, so that nothing of it can be shared.
 """
 
 # ruff: noqa: PLW0603 - a program of its own, whose globals are what is looked at

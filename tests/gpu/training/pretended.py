@@ -1,7 +1,7 @@
-"""Stands in for every training on a stub node: `STEPS MIB [fact=NAME=VALUE] [stay=N] pace=SECONDS digest=STEPS gpus=N`.
+"""Simulates every training on a stub node: `STEPS MIB [fact=NAME=VALUE] [stay=N] pace=SECONDS digest=STEPS gpus=N`.
 
 A CUDA program by the driver's functions alone; under `hegmctl run` it has the model agent in it, which really stops it
-at a boundary. With HEGM_TEST_UNLIKE, what it says under `hegmctl run` is not what it says otherwise.
+at a boundary. With HEGM_TEST_UNLIKE, its output under `hegmctl run` differs from its output otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.stubs.cuda.program import Program
 
 
 class ParkingAgent(Agent):
-    """The model agent, and the gate at which the loop below stands while it is parked."""
+    """The model agent, and the gate at which the loop below waits while it is parked."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program)
@@ -54,7 +54,7 @@ class ParkingAgent(Agent):
         return told
 
     def release(self, order: Order) -> dict[str, Any]:
-        if order.restored:  # by the driver, with all its pieces: nobody else can open these
+        if order.restored:  # by the driver, with all its pieces: no other process can open these
             self.facts["expandable"] = True
         return self.withdraw(order)
 

@@ -1,4 +1,4 @@
-"""Stands in for held.py on a stub node: `pretended_held.py GIB [waits] [rounds]`, of which it holds a thousandth.
+"""Simulates held.py on a stub node: `pretended_held.py GIB [waits] [rounds]`, of which it holds a thousandth.
 
 It holds 2 MiB for 0.
 """

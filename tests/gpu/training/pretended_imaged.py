@@ -1,4 +1,4 @@
-"""Stands in for imaged.py on a stub node: the same words, and a MiB for each GiB; it has the model agent in it."""
+"""Simulates imaged.py on a stub node: the same words, and a MiB for each GiB; it has the model agent in it."""
 
 from __future__ import annotations
 

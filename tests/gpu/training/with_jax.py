@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 
-# What it takes is known then, and the same sums are made in the same order on every run.
+# The algorithms are fixed then, so that every run sums in the same order.
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 os.environ["XLA_FLAGS"] = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
 

@@ -1,4 +1,4 @@
-/* A stand-in for NCCL, for tests of the agent: it keeps of each communicator whether its memory is suspended, refuses a
+/* A stub of NCCL for tests of the agent: it keeps of each communicator whether its memory is suspended, refuses a
  * call in the wrong order as NCCL does, and writes each call into the file that HEGM_NCCL_STUB_LOG names.
  *
  * A communicator is a number from 1 to COMMUNICATORS in a pointer's place. HEGM_NCCL_STUB_VERSION is the version it
