@@ -97,9 +97,10 @@ class Leases(BackgroundTasks):
         hint = f"did you mean {close}? run: hegmctl queue" if close else "run: hegmctl queue; it may have ended"
         raise HegmError(NOT_FOUND, f"there is no lease {text[:60]!r}", hint, {"lease": text[:60]})
 
-    def age_s(self, lease: LeaseRecord) -> float:
-        """Return how long ago the lease was requested."""
-        return max(0.0, self._clock() - lease.made_ticks / os.sysconf("SC_CLK_TCK"))
+    def ages_s(self) -> dict[int, float]:
+        """Return how long ago each lease was requested, by its number and one reading of the clock."""
+        now, ticks_per_s = self._clock(), os.sysconf("SC_CLK_TCK")
+        return {lease.number: max(0.0, now - lease.made_ticks / ticks_per_s) for lease in self}
 
     def until_utc(self, lease: LeaseRecord) -> float | None:
         """Return the latest end of the lease by the present wall clock; None if it has no time limit."""

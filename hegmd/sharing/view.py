@@ -125,6 +125,8 @@ class SharingView:
         self._awaits_resume = awaits_resume
         self._clock = clock
         self._utc = utc
+        #: The wall clock at the moment of this look: one reading for all, or the order of jobs would depend on pauses.
+        self._now_utc = utc()
         #: The processes with an agent of each job at this look, by the job's number.
         self._attending: dict[int, list[AgentConnection]] = {}
         #: When each process that had not said what it holds was asked last.
@@ -142,6 +144,7 @@ class SharingView:
         node = await self._survey.snapshot(self._uncounted(now), may=lambda _uid: True)
         if await self._learn_who_trains(node.candidates, now):  # which takes a while
             node = await self._survey.snapshot(self._uncounted(now), may=lambda _uid: True)
+        now, self._now_utc, ages_s = self._clock(), self._utc(), self._memory.leases.ages_s()
         free = {gpu.id: gpu.free_bytes for gpu in expected(node).gpus}
         gpus = [
             model.Gpu(
@@ -164,7 +167,8 @@ class SharingView:
                     views[record.id] = found[1]
         gpus = [replace(gpu, contexts_bytes=self._contexts.get(gpu.id, 0)) for gpu in gpus]
         used = self.used_bytes([lease for lease in (*self._memory.leases, *more) if lease.is_held], node.candidates)
-        leases = [self._lease(lease, used.get(lease.id, 0), now) for lease in (*self._memory.leases, *more)]
+        all_leases = [(lease, ages_s.get(lease.number, 0.0)) for lease in (*self._memory.leases, *more)]
+        leases = [self._lease(lease, used.get(lease.id, 0), now, age_s) for lease, age_s in all_leases]
         snapshot = model.Snapshot(
             tuple(gpus), tuple(jobs), tuple(leases), self._rules.policy, pool_free_bytes=node.pool.free_bytes
         )
@@ -451,7 +455,7 @@ class SharingView:
         estimate_s: float | None = None,
         since_utc: float | None = None,
     ) -> tuple[model.Job, JobView]:
-        since_s = None if since_utc is None else now - max(0.0, self._utc() - since_utc)
+        since_s = None if since_utc is None else now - max(0.0, self._now_utc - since_utc)
         past = self._history.note_state(record.id, state, now, since_s)
         within = self._within.get(record.number, ())
         known = needs if needs != () else tuple((held or {}).get(gpu, 0) for gpu in gpus)
@@ -486,7 +490,7 @@ class SharingView:
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
-    def _lease(self, lease: LeaseRecord, used_bytes: int, now: float) -> model.Lease:
+    def _lease(self, lease: LeaseRecord, used_bytes: int, now: float, age_s: float) -> model.Lease:
         past = self._history.of(lease.id)
         return model.Lease(
             id=lease.id,
@@ -494,7 +498,7 @@ class SharingView:
             state=model.HELD if lease.is_held else model.PENDING,
             priority=lease.priority,
             uid=lease.uid,
-            since_s=now - self._memory.leases.age_s(lease),
+            since_s=now - age_s,
             size_bytes=lease.size_bytes,
             gpu=lease.gpu,
             used_bytes=used_bytes,

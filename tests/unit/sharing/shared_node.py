@@ -55,6 +55,7 @@ class SharedNode:
             *(self.sharing, node.moving.jobs, node.moving.job_requests, node.inventory),
             start_ticks=start_ticks,
             owner_of=lambda _pid: UID,
+            utc=utc,
         )
         self.progress: list[Any] = []
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import anyio
 
+from hegmd.protocol import sharing as protocol
+from hegmd.protocol.messages import RegisterJob
 from hegmd.sharing.view import View
 from tests.patience import HANG_S
-from tests.unit.sharing.shared_node import MIB, sharing_on
+from tests.unit.sharing.shared_node import ADMIN, MIB, UID, SharedNode, sharing_on
 
 Child = subprocess.Popen[bytes]
 
@@ -44,3 +47,40 @@ async def test_a_resume_during_a_survey_does_not_get_the_memory_of_another_proce
         agent.go_on.set()
         (gpu,), first = views[0].snapshot.gpus, next(job for job in views[0].snapshot.jobs if job.id == "j1")
         assert gpu.free_bytes == 7 * MIB - first.held_bytes.get("gpu0", 0)
+
+
+class SlowingClock:
+    """A clock for a machine that pauses for `pause_s` after each reading of the wall clock."""
+
+    def __init__(self) -> None:
+        self.pause_s = 0.0
+        self._now = 1000.0
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def utc(self) -> float:
+        now, self._now = self._now, self._now + self.pause_s
+        return now
+
+
+def _is_queued(shared: SharedNode, count: int) -> bool:
+    return len(shared.sharing.memory.queue) == count
+
+
+async def test_a_pause_during_a_look_put_a_job_before_one_that_had_waited_for_longer(
+    tmp_path: Path, process: Child, second_process: Child
+) -> None:
+    """Each job's wait was computed with another reading of the clock, so that later ones had waited for longer."""
+    clock = SlowingClock()
+    async with sharing_on(tmp_path, "1x8MiB", clock=clock.monotonic, utc=clock.utc) as shared:
+        await shared.make_room(7 * MIB, until_free=True)
+        for count, (child, run) in enumerate([(process, "first"), (second_process, "second")], 1):
+            await shared.node.moving.job_requests.register(child.pid, UID, RegisterJob(run=run, command=("train",)))
+            request = protocol.PlaceJob(run=run, size_bytes=5 * MIB)
+            shared.node.tasks.start_soon(shared.requests.place, request, ADMIN, shared.emit)
+            await shared.until(partial(_is_queued, shared, count))
+            view, _ = await shared.sharing.look()
+            clock.pause_s = 10.0
+        waits_since = {job.id: job.since_s for job in view.snapshot.jobs}
+        assert waits_since["j1"] < waits_since["j2"]
