@@ -62,8 +62,10 @@ class Node:
     changed: Condition
     #: Whether the job, by its id, was off its GPUs when it failed: then it waits until they have room again.
     must_wait: Callable[[str], bool] = lambda _job: False
-    #: Has the job wait for room of that size in all on other GPUs than those.
-    queue_elsewhere: Callable[[str, Sequence[str], int], object] = lambda _job, _gpus, _size_bytes: None
+    #: Whether memory of these GPUs is leased to others than that process.
+    is_leased: Callable[[int, Sequence[str]], bool] = lambda _pid, _gpus: False
+    #: Has the job wait for room of that size in all, on these GPUs or in place of them, and why.
+    queue_for_room: Callable[[str, Sequence[str], int, str], object] = lambda _job, _gpus, _size_bytes, _why: None
     utc: Callable[[], float] = time.time
 
 

@@ -95,15 +95,20 @@ class Recoveries(BackgroundTasks):
             workers_of=self._workers_of,
             changed=self._news,
             must_wait=self._must_wait,
-            queue_elsewhere=self._queue_elsewhere,
+            is_leased=self._is_leased,
+            queue_for_room=self._queue_for_room,
             utc=utc,
         )
         #: Whether a job waits for its turn before it is started again; sharing sets it.
         self.must_wait: Callable[[str], bool] = lambda _job: False
         #: Has a job wait for room that failed while it was suspended; sharing sets it.
         self.queue: Callable[[str], None] = lambda _job: None
-        #: Has one wait for room of that size in all whose own GPUs, which these are, have failed; sharing sets it.
-        self.queue_elsewhere: Callable[[str, Sequence[str], int], None] = lambda _job, _gpus, _size_bytes: None
+        #: Has one wait for room of that size in all: its GPUs, which these are, have failed or are leased; sharing sets
+        #: both.
+        self.queue_for_room: Callable[[str, Sequence[str], int, str], None] = lambda _job, _gpus, _size_bytes, _why: (
+            None
+        )
+        self.is_leased: Callable[[int, Sequence[str]], bool] = lambda _pid, _gpus: False
         #: Jobs whose ranks recover in process.
         self.in_process = InProcess(jobs, self._node, self._records.get)
         supervisors.listen(self._on_supervisor_change)
@@ -155,8 +160,11 @@ class Recoveries(BackgroundTasks):
     def _must_wait(self, job: str) -> bool:
         return self.must_wait(job)
 
-    def _queue_elsewhere(self, job: str, gpus: Sequence[str], size_bytes: int) -> None:
-        self.queue_elsewhere(job, gpus, size_bytes)
+    def _is_leased(self, pid: int, gpus: Sequence[str]) -> bool:
+        return self.is_leased(pid, gpus)
+
+    def _queue_for_room(self, job: str, gpus: Sequence[str], size_bytes: int, why: str) -> None:
+        self.queue_for_room(job, gpus, size_bytes, why)
 
     def wait_for_resume(self, job: str, operation: str) -> None:
         """Have a job that failed while its user had suspended it wait until that user resumes it."""

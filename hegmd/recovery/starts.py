@@ -17,6 +17,7 @@ from hegmd.errors import HegmError
 from hegmd.migration.methods import launchers
 from hegmd.migration.methods.progress_probe import is_stopped
 from hegmd.migration.methods.restore_lock import claimed, lock_path, was_restored
+from hegmd.node.gpu_sets import place_of
 from hegmd.protocol.recovery import FAILED, GIVEN_UP, INTERRUPTED, RECOVERED, UNDER_WAY, RecoveryAttempt
 from hegmd.protocol.slots import SlotRecord
 from hegmd.recovery.job import ProtectedJob, stacks_of
@@ -111,14 +112,17 @@ class Starts:
     async def _gpus(self, snapshot: SlotRecord | None) -> tuple[str, ...] | None:
         """Return the GPUs to start on; None if there are none. Raises SupervisorAway.
 
-        Others may use the GPUs that take the place of its own, so it waits for its turn there, and for room.
+        Others may use the GPUs that take the place of its own, and its own may have been leased to others while no
+        daemon knew that it returns. There it waits for its turn, and for room.
         """
         job, own = self._job, self._job.record.gpus
         gpus = gpus_to_start_on(own, (await job.node.look()).gpus)  # what ended it may be its GPU
-        if snapshot is None or gpus is None or gpus == own:
+        is_own = gpus == own
+        if snapshot is None or gpus is None or (is_own and not job.node.is_leased(job.supervisor.pid, own)):
             return gpus
         job.newest = snapshot
-        job.node.queue_elsewhere(job.record.job, own, snapshot.size_bytes * max(1, job.record.ranks))
+        why = f"{place_of(own)} {'is leased to others' if is_own else 'has failed'}"
+        job.node.queue_for_room(job.record.job, own, snapshot.size_bytes * max(1, job.record.ranks), why)
         await self._await_room("cannot return to its GPU", quiet_s=LOOK_S)
         return gpus_to_start_on(job.record.gpus, (await job.node.look()).gpus)
 

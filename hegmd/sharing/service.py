@@ -109,7 +109,7 @@ class Sharing:
         moving.job_requests.waits_for, moving.job_requests.awaits_resume = self.waits_for, self.awaits_resume
         moving.operations.keep_suspended = self.keep_suspended
         moving.recoveries.must_wait, moving.recoveries.queue = self.must_wait, self._queue_failed
-        moving.recoveries.queue_elsewhere = self._queue_elsewhere
+        moving.recoveries.queue_for_room, moving.recoveries.is_leased = self._queue_for_room, self._is_leased
         moving.runner.resumes_by_itself = self.wait_of
 
     # -- the life of the part ------------------------------------------------------------------------------------------
@@ -307,11 +307,16 @@ class Sharing:
         if job is not None and op is not None and job.number not in self.memory.suspended:
             self._enter(job, op, "its user has resumed it")
 
-    def _queue_elsewhere(self, job_id: str, gpus: Sequence[str], size_bytes: int) -> None:
-        """Have a failed job wait for room on other GPUs than its own, which have failed."""
+    def _queue_for_room(self, job_id: str, gpus: Sequence[str], size_bytes: int, why: str) -> None:
+        """Have a failed job wait for room on its own GPUs, or in place of those that have failed."""
         job = self._moving.jobs.with_id(job_id)
         if job is not None and job.number not in self.memory.suspended:
-            self._put_waiting(job, None, gpus, size_bytes, f"{','.join(gpus)} has failed")
+            self._put_waiting(job, None, gpus, size_bytes, why)
+
+    def _is_leased(self, pid: int, gpus: Sequence[str]) -> bool:
+        """Return True if memory of these GPUs is leased to others than that process."""
+        held = [lease for lease in self.memory.leases if lease.is_held and lease.gpu in gpus]
+        return any(not self._view.is_open_to(lease, (pid,)) for lease in held)
 
     def _put_waiting(
         self, job: JobRecord, operation: str | None, gpus: Sequence[str], size_bytes: int, why: str

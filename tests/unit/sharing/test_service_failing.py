@@ -29,7 +29,7 @@ from hegmd.recovery.slots import JobSlots
 from hegmd.sharing import model, state_file
 from hegmd.sharing.leases import seconds_since_boot
 from hegmd.sharing.resumes import QueuedResumes
-from hegmd.sharing.service import MIN_INTERVAL_S, next_look_at
+from hegmd.sharing.service import MIN_INTERVAL_S, SETTLED_AFTER_S, next_look_at
 from tests.patience import HANG_S
 from tests.unit.recovery.test_snapshots import write
 from tests.unit.sharing.shared_node import ADMIN, MIB, UID, SharedNode, sharing_on
@@ -396,6 +396,35 @@ async def test_a_job_that_failed_while_there_was_no_daemon_waits_for_its_turn_to
         await shared.until(lambda: any("waits for room" in order.message for order in orders))
         assert await shared.states() == {"j1": "suspended"}
         await shared.requests.release(protocol.Release(lease="l1"), ADMIN)
+        await shared.until(lambda: any(order.do == "start" for order in orders))
+        await end_supervisor(shared, second_process)
+
+
+@pytest.mark.parametrize(("size_bytes", "waits"), [(8 * MIB, True), (MIB, False)])
+async def test_a_job_that_failed_without_a_daemon_waits_for_leases_on_its_own_gpu(
+    tmp_path: Path, process: Child, second_process: Child, size_bytes: int, *, waits: bool
+) -> None:
+    """The next daemon leased the memory before the supervisor connected, and started the job there all the same."""
+    orders: list[SupervisorOrder] = []
+    async with a_protected_job(tmp_path, process, second_process, ends_supervisor=False) as (shared, _):
+        await shared.until_states(j1="running")
+    for supervisor in shared.node.moving.supervisors:
+        supervisor.close()  # as at the daemon's end
+    process.kill()
+    process.wait()
+    late_s = [0.0]
+    async with sharing_on(tmp_path, clock=lambda: time.monotonic() + late_s[0]) as shared:
+        late_s[0] = SETTLED_AFTER_S  # the supervisor has not connected by then
+        reply = await shared.make_room(size_bytes, until_free=True, limit_s=HANG_S)
+        assert reply.lease is not None
+        offer = Supervise(run="first", python=True, fell=-9, recover=RecoveryWish())
+        shared.node.tasks.start_soon(
+            shared.node.moving.supervisors.attend, "line", second_process.pid, UID, offer, appender(orders)
+        )
+        if waits:
+            await shared.until(lambda: any("waits for room" in order.message for order in orders))
+            assert not any(order.do == "start" for order in orders)
+            await shared.requests.release(protocol.Release(lease=reply.lease.id), ADMIN)
         await shared.until(lambda: any(order.do == "start" for order in orders))
         await end_supervisor(shared, second_process)
 
