@@ -70,7 +70,7 @@ def _inner(code: CodeType) -> list[CodeType]:
 
 
 def _own(code: CodeType) -> tuple[object, ...]:
-    """All of it that does not belong to inner code, and no line numbers."""
+    """Return all of it that does not belong to inner code, without line numbers."""
     consts = [(type(constant), constant) for constant in code.co_consts if not isinstance(constant, CodeType)]
     return code.co_code, consts, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
 
@@ -217,7 +217,7 @@ def _wait(pid: int, limit_s: float) -> int | None:
 
 
 class ForkedTests:
-    """Such a pytest, from the side of whoever asks it."""
+    """Such a pytest, from its caller's side."""
 
     def __init__(
         self, words: Sequence[str], files: Sequence[Path], folder: Path, environ: Mapping[str, str], limit_s: float
@@ -244,7 +244,7 @@ class ForkedTests:
         self._answers = ours.makefile()
         collected = self._answer()
         self.tests: list[str] = collected["tests"]
-        #: What ran before the first test.
+        #: The tests that ran before the first.
         self.lines_at_import = {(str(Path(path).relative_to(folder)), line) for path, line in collected["lines"]}
 
     def _answer(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """List every message that a user can see, with file and line: `python tools/messages.py [WORDS...]`.
 
 Reads the code and runs none of it. A message is each text of several words that is no docstring: given to an error, to
-a parameter such as `hint=` or `help=`, returned, or in a table. What is filled in when it is shown appears as `{name}`.
-With WORDS, only messages that have all of them are listed. If none has, WORDS are taken for a message as a user saw it,
-and the messages that can read so are listed. A test holds docs/troubleshooting.md against this list.
+a parameter such as `hint=` or `help=`, returned, or in a table. A value that is filled in appears as `{name}`. With
+WORDS, only messages that have all of them are listed. If none has, WORDS are taken for a message as a user saw it, and
+the messages that can read so are listed. A test holds docs/troubleshooting.md against this list.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# A shown text has its message and perhaps the parts of it that other functions wrote.
+# A shown text has its message and perhaps parts from other functions.
 _MAX_SEEN = 5
 SHIPPED = ("hegm", "hegmd", "client")
 

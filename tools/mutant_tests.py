@@ -1,4 +1,4 @@
-"""What the tests of an area say about a mutant: for `make mutants`.
+"""Runs the tests of an area on a mutant: for `make mutants`.
 
 The tests are collected once on a copy of the unchanged tree, and run once under a trace function, to see which of them
 run which lines (`forked_tests.py`). The tests of a mutant then run in this order: those that ran its lines, the fastest
@@ -36,7 +36,7 @@ TEST_LIMIT_S = 120
 #: The time limit of a test whose duration is known: so many seconds, and so many times its duration.
 _LEAST_LIMIT_S = 15.0
 _SLOWER = 20.0
-#: The time limit of a test file under the trace function. What does not end in time runs again without it.
+#: The time limit of a test file under the trace function. A file that exceeds it runs again without it.
 _TRACED_LIMIT_S = 120.0
 
 

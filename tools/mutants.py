@@ -24,7 +24,7 @@ from tools.mutant_tests import AreaTests, BrokenTestsError
 from tools.mutations import Mutant, mutants_of
 
 ROOT = Path(__file__).resolve().parents[1]
-#: What is mutated, by area, and the tests that run on it.
+#: The mutated files, by area, and their tests.
 AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "migration": (
         (
@@ -87,9 +87,8 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def sample(root: Path, areas: Sequence[str], count: int, seed: int) -> list[tuple[str, Mutant]]:
-    """So many mutants, the same number of each area as far as that goes.
-
-    A change of the tree replaces few of them: their order depends on their own lines alone.
+    """Draw so many mutants, the same number of each area if possible. A change of the tree replaces few of them: their
+    order depends on their own lines alone.
     """
     chosen: list[tuple[str, Mutant]] = []
     for at, area in enumerate(areas):

@@ -22,7 +22,7 @@ _EXCHANGED: dict[type[ast.AST], str] = {
 
 #: Results that mean the same as None to most callers. `return False` is changed as a constant.
 _FALSE = {"None", "False"}
-#: A text with a space in it: what somebody reads.
+#: A text with a space in it: for a reader.
 _PROSE = re.compile(r'"[^"\n]* [^"\n]*"')
 
 
@@ -62,7 +62,7 @@ class Mutant:
 
     @property
     def change(self) -> tuple[str, str, str]:
-        """The file, the lines before and the lines after: what is left of it when other lines and words change."""
+        """Return the file, the lines before and the lines after: this identifies a mutant when other lines change."""
         lines = self.diff().splitlines()[3:]
         old, new = ("\n".join(line[1:].strip() for line in lines if line[0] == sign) for sign in "-+")
         return str(self.path), _PROSE.sub('"..."', old), _PROSE.sub('"..."', new)
@@ -75,7 +75,7 @@ class Mutant:
 
 
 class _Source:
-    """Where the nodes of a file's tree lie in its bytes."""
+    """The places of a tree's nodes in the bytes of the file."""
 
     def __init__(self, text: str) -> None:
         self._starts = [0]

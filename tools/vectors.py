@@ -68,7 +68,7 @@ OPERATION = o.Operation(
 
 
 def message_vectors() -> Iterator[dict[str, Any]]:
-    """One of each: every request, and replies, events and errors of the kinds that matter."""
+    """Return one message of each kind: every request, and the relevant replies, events and errors."""
     requests: list[m.Request] = [
         m.Hello(versions=(2,), name="vectors", program_version="1.0"),
         m.Ping(),
@@ -145,7 +145,7 @@ def _frames(name: str, stream: bytes, payloads: list[bytes], *, breaks: bool) ->
 
 
 def refused_vectors() -> list[dict[str, Any]]:
-    """What a caller must not send: the daemon answers with that code and, where it says so, closes."""
+    """Return messages that a caller must not send: the daemon answers with that code and, where it says so, closes."""
     hello = frame(encode(HELLO))
 
     def after(envelope: dict[str, object]) -> bytes:

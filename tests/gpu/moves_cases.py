@@ -30,11 +30,11 @@ from tests.gpu.moves_trouble import (
     kill_helper,
 )
 
-# A training's carrier in the plan, and the trainings that each carrier can take.
+# The carriers that can take a training, by the carrier that the plan chooses for it.
 ABLE = {"peer": ("peer", "host", "worker", "driver"), "worker": ("worker", "driver"), "driver": ("driver",)}
 # The states in which an operation is interrupted; those between them last a few milliseconds.
 STAGES = ("offloading", "checkpointing", "restoring", "reloading", "reserving", "quiescing", "verifying")
-# Those in which bytes are under way, by carrier.
+# The states in which bytes are in flight, by carrier.
 BUSY = {
     "host": ("offloading", "checkpointing", "restoring", "reloading"),
     "worker": ("offloading", "reloading"),

@@ -210,7 +210,7 @@ class Gpus:
 
 
 class Node:
-    """Of one life."""
+    """One life's node."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -264,5 +264,5 @@ def _is_whole(process: Process) -> bool:
 
 
 def live(seed: int, make: Make) -> str:
-    """What was found wrong in that life; nothing is an empty text."""
+    """Return the faults of that life; empty for success."""
     return anyio.run(_live, seed, make)

@@ -26,7 +26,7 @@ def live_many(first: int) -> tuple[int, int, int, list[tuple[int, str, str]]]:
     """Operations, crashes and events in the lives of a chunk, and what was broken: seed, promise, story."""
     operations = crashes = lines = 0
     broken: list[tuple[int, str, str]] = []
-    logging.disable()  # what the real parts say of it; a seed's story is printed alone
+    logging.disable()  # the real parts' log; a seed's record is printed alone
     for seed in range(first, first + CHUNK):
         life = live_restarts(seed) if is_of_restarts(seed) else live_ranks(seed) if is_of_ranks(seed) else live(seed)
         operations += len(life.daemon.ops)

@@ -1,8 +1,8 @@
 """A model of the daemon around the real machine and the real journal file: events in, fsync, effects out, and crashes.
 
-What a runner promises is kept here and nothing beyond it. Effects take time, events may be lost, late, doubled or out
-of order, the disk may be full or fail, and a crash between any two steps leaves what was synced and perhaps a part of
-what was not. Several operations are under way at once, on jobs that share the GPUs and the pool.
+It keeps the runner's promises and nothing beyond them. Effects take time, events may be lost, late, doubled or out of
+order, the disk may be full or fail, and a crash between any two steps leaves what was synced and perhaps a part of what
+was not. Several operations are under way at once, on jobs that share the GPUs and the pool.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FOLDER = Path("/model")
 
 @dataclass
 class Parts:
-    """What a life is lived with; a mutant is one of these with a bug in it."""
+    """The parts of a life; a mutant is a set of these with a bug in it."""
 
     handle: Handle = machine.handle
     hands: type[NodeActions] = NodeActions
@@ -150,7 +150,7 @@ class Daemon:
             self.known[op.id, worker.name] = self.node.processes[worker.name].connection
 
     def take(self, op_id: str, event: Event) -> None:
-        """One event, as the runner takes it, with a crash at each of its steps."""
+        """Handle one event as the runner does, with a possible crash at each step."""
         before = self.ops.get(op_id)
         if before is None or self.hands.is_stale(before, event):
             return

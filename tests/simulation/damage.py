@@ -19,7 +19,7 @@ CHUNK = 256
 
 
 def flip_bits(data: bytes, places: Iterable[int], bits: Iterable[int] = range(8)) -> Iterator[str]:
-    """What was read though a bit of it was another one."""
+    """Return the bytes with a bit of them flipped."""
     for place in places:
         for bit in bits:
             damaged = bytearray(data)
@@ -47,7 +47,7 @@ def cut(data: bytes, lengths: Iterable[int], tail: bytes = b"") -> Iterator[str]
 
 
 def record_ends(data: bytes) -> list[int]:
-    """Where each record ends, the beginning of the file and its magic among them."""
+    """Return the end of each record, with the beginning of the file and its magic."""
     return [0, len(records.MAGIC), *[end for _, end, _ in records.payloads(data)]]
 
 

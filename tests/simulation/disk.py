@@ -121,13 +121,13 @@ class ModelDisk(Disk):
         return file is not None and self.durable_names.get(name) is file and file.durable == file.data
 
     def scribble(self, name: str, data: bytes) -> None:
-        """A write of a daemon that was killed in the middle of it, if it had the file open."""
+        """Write a part of the bytes, as a daemon that is killed during the write, if it had the file open."""
         file = self.names.get(name)
         if file is not None and not self.read_only and any(file is known for known in self.open_files.values()):
             file.data += data
 
     def cut_power(self) -> None:
-        """What was not synced is on the disk in part, or not at all; so are the names."""
+        """Keep a part of what was not synced, or nothing; the same for names."""
         for file in {id(file): file for file in (*self.names.values(), *self.durable_names.values())}.values():
             unsynced = bytes(file.data)[len(file.durable) :] if file.data.startswith(file.durable) else b""
             file.data = bytearray(file.durable + unsynced[: self.random.randrange(len(unsynced) + 1)])

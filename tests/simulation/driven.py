@@ -1,7 +1,7 @@
 """Hands for processes without an agent: the real performer, method and neighbours, over a model of helper and driver.
 
-What they await is in flight in the model helper, and each effect is a task on a loop that halts in between, so
-a daemon may be killed, and anything else may happen, between any two calls of the driver.
+Their calls are in flight in the model helper. Each effect is a task on a loop that halts in between, so a daemon may be
+killed between any two calls of the driver.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ START_TICKS = 7
 
 
 class ModelOtherProcesses(OtherProcesses):
-    """What is on disk is in the node, and is there as soon as it is written."""
+    """Records on disk are in the node, and exist as soon as they are written."""
 
     def __init__(self, helper: ModelHelper, node: Node) -> None:
         super().__init__(
@@ -58,7 +58,7 @@ class ModelOtherProcesses(OtherProcesses):
 
 @dataclass(frozen=True)
 class NvmlReading:
-    """What NVML shows at one moment."""
+    """NVML's readings of one moment."""
 
     gpus: Sequence[Gpu]
     processes: Sequence[GpuProcess]

@@ -1,9 +1,9 @@
-"""A model of the driver's checkpoint calls, and of a helper through which they are made by hand.
+"""A model of the driver's checkpoint calls, and of a helper that makes them by hand.
 
 It follows what was measured: lock, checkpoint, restore and unlock in that order, a restore that ends locked, a call in
 the wrong order that changes nothing, a map that names every GPU, a process that ends a call by itself when its caller
-was killed, a stopped process at which every call hangs. And the trap: **a restore without room, and the job is lost for
-good.**
+was killed, a stopped process at which every call hangs. And the trap: **a restore without memory, and the job is lost
+for good.**
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CallRefused(Exception):
 
 @dataclass
 class Calls:
-    """What each call does to a process that no agent has in hand, and to the GPUs."""
+    """The effects of each call on a process without an agent, and on the GPUs."""
 
     node: Node
 
@@ -83,7 +83,7 @@ class Driver:
     luck: Callable[[str], bool]
 
     def state(self, process: Process) -> str:
-        """What the driver says; blocks, until the helper is given up, at a process that does not answer."""
+        """Return the driver's state; at a process that does not answer, block until the helper is given up."""
         self._ask(process)
         if process.driver == FAILED:
             raise Violation(f"the driver has lost {process.name}")

@@ -1,4 +1,4 @@
-"""A model of what performs effects, each way that it can end included: the contract that
+"""A model of the executor of effects, with every way in which one can end: the contract that
 hegmd/migration/run/executor.py has to keep.
 
 Orders use the connection that was reported to the machine last. What may be lost, late, half done or done twice is
@@ -55,9 +55,8 @@ class NodeActions:
         self.driver = Driver(self.daemon.node, self.random, self.daemon.luck)
 
     def perform(self, running: Running) -> None:
-        """One effect ends, or its worker is gone, or it fails; a park only begins.
-
-        What is for one worker begins in the order in which it was wanted.
+        """End one effect, or lose its worker, or fail; a park only begins. Effects of one worker begin in their
+        order.
         """
         daemon = self.daemon
         name = running.effect.worker
@@ -156,7 +155,7 @@ class NodeActions:
         """Its life has been lived."""
 
     def go_on(self) -> None:
-        """What is done for effects that have begun comes on."""
+        """Advance the effects that have begun."""
 
     def calm_down(self) -> None:
         """Nothing hangs from now on."""
@@ -226,9 +225,8 @@ class NodeActions:
         return events.Ended(effect=running.effect.number, worker=process.name)
 
     def dump(self, running: Running) -> Event | None:
-        """An image that is whole stays whole; an inspection never starts over one that is not.
-
-        One that was dropped is undone before anything else is done to the job.
+        """A whole image stays whole; an inspection never starts over one that is not. The model undoes a dropped dump
+        before it does anything else to the job.
         """
         effect, node = running.effect, self.daemon.node
         if self.daemon.ops[running.op_id].pending_numbered(effect.number) is None:
@@ -247,7 +245,7 @@ class NodeActions:
         return events.Dumped(effect=effect.number, worker=effect.worker)
 
     def see_to_written(self, running: Running) -> Event | None:
-        """Give an image its name, or take it away. What a daemon that was killed had written is no image."""
+        """Give an image its name, or remove it. The output of a daemon that was killed is not an image."""
         effect, node, daemon = running.effect, self.daemon.node, self.daemon
         ends: dict[str, Any] = {"effect": effect.number, "worker": effect.worker}
         if effect.tag == "scrap":

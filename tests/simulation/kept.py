@@ -18,7 +18,7 @@ from tests.simulation.node import RUNNING, Node, Process, Violation
 
 
 def drawn_node(random: Random) -> Node:
-    """One or two jobs of one to three ranks, on GPUs that have room for all of them at once."""
+    """Draw one or two jobs of one to three ranks, on GPUs with memory for all of them at once."""
     processes: dict[str, Process] = {}
     holds: dict[str, dict[str, int]] = {"gpu0": {}, "gpu1": {}, "gpu2": {}}
     is_distributed: dict[int, bool] = {}
@@ -62,7 +62,7 @@ class KeptNode(Node):
             self.holds[self.contexts[name]].pop(name, None)
 
     def release_reservation(self, name: str, gpu: str) -> None:
-        """Ends a promise. What a process that has come back alone has there is its own."""
+        """End a promise. The memory of a process that has returned by itself is its own."""
         process = self.processes[name]
         if not (process.keeps_context and self.driven and process.alive and process.gpu == gpu):
             super().release_reservation(name, gpu)

@@ -1,4 +1,4 @@
-"""An event loop for lives: its time is the life's, it waits for nothing, and nothing in it comes from outside.
+"""An event loop for lives: its clock is the life's, it never blocks, and it has no outside events.
 
 `settle` runs all tasks until each waits for something that the life has not let happen yet. So the
 real, asynchronous parts of the product run inside a life that is drawn from a seed, one step after the other.
@@ -41,7 +41,7 @@ class StillLoop(asyncio.BaseEventLoop):
         return self._clock()
 
     def _process_events(self, event_list: list[object]) -> None:
-        """There are none."""
+        """No event comes from outside."""
 
     def begin(self, work: Coroutine[Any, Any, None]) -> None:
         """Have it done, from the next `settle` on."""

@@ -27,9 +27,8 @@ STEPS = frozenset(("lock", "checkpoint", "restore", "unlock"))
 
 @dataclass(eq=False)
 class Call:
-    """One that is in flight. `act` does it, and gives what is answered; `process` is whom the driver does it to.
-
-    What is the daemon's own doing goes wrong with no helper.
+    """A call in flight. `act` performs it and returns the reply; `process` is the driver's target. A call of the
+    daemon's own fails without a helper.
     """
 
     op: str
@@ -53,7 +52,7 @@ class Call:
 
 
 class ModelHelper(Link):
-    """One helper after the other; `dead` once the daemon is, that it belongs to."""
+    """One helper after the other; `dead` once its daemon is."""
 
     def __init__(self, daemon: Daemon, random: Random) -> None:
         super().__init__(environment={})
@@ -117,7 +116,7 @@ class ModelHelper(Link):
     # ---- how calls end -----------------------------------------------------------------------------------------------
 
     def go_on(self) -> bool:
-        """One call ends, if any can. False if none did."""
+        """End one call, if any can end. Returns False if none did."""
         if any(self._daemon.now > call.overdue_at for call in self.calls if not call.is_own):
             self.lose("did not answer in time")
             return True

@@ -1,8 +1,8 @@
 """A model of a node: GPUs with memory, a pool, and workers that train, park, offload their bytes and reload them.
 
-It is the truth, of which the machine gets reports only. Whatever must never happen raises `Violation` at the moment at
-which it happens. A worker's bytes are modelled by the step that they belong to: bytes of another step are not its
-bytes. What the driver does to a process is in driver.py; what must hold between any two steps is in promises.py.
+It is the true state; the machine gets only reports of it. Whatever must never happen raises `Violation` at the moment
+at which it happens. A worker's bytes are modelled by the step that they belong to: bytes of another step are not its
+bytes. driver.py has the driver's effects on a process; what must hold between any two steps is in promises.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Violation(AssertionError):
 
 @dataclass
 class Process:
-    """One worker as it really is."""
+    """The true state of one worker."""
 
     name: str
     pid: int
@@ -48,20 +48,20 @@ class Process:
     ending: Callable[[], None] | None = None  # the same for one whose step is still to be done
     came_from: str | None = None  # the GPU that the driver took it off last
     ruined: bool = False  # the driver has lost it, and nothing could have shown that before
-    # Of one that leaves by ending, so that another takes its place: whether there has to be one, whether anybody would
-    # start it, and whether there is to be none any more.
+    # For a worker that leaves by exiting: whether a successor has to exist, whether anything would start it, and
+    # whether there may be none.
     restarts: bool = False
     owed: bool = False
     supervised: bool = True
     finished: bool = False
-    # Of a rank: how its communicators with the others of its job are taken down, how many groups have one, how many of
-    # these are up and since which generation, and what it waits for the others with. See ranks.py.
+    # For a rank: how its communicators are disconnected, how many groups have one, how many of these are connected and
+    # since which generation, and what it waits for the others with. See ranks.py.
     communicators: str = ""
     groups: int = 1
     live_groups: int = 1
     generation: int = 0
     joining: tuple[str, int] | None = None
-    # Of one whose last suspension keeps its CUDA context. See kept.py.
+    # For a worker whose last suspension keeps its CUDA context. See kept.py.
     keeps_context: bool = False
 
     @property
@@ -80,11 +80,11 @@ class Process:
 
 @dataclass
 class Node:
-    """The whole of it. `capacity` and `holds` are in bytes, by GPU; a hold belongs to a worker or to somebody else.
+    """The whole node. `capacity` and `holds` are in bytes, by GPU; a hold belongs to a worker or to another process.
 
     `driven` GPUs are moved by a driver that frees and takes real memory; on others a process can continue without one.
-    `alone` says that nobody has an agent, and only the driver a hold on them; then `strangers` use the GPUs as well.
-    `keeper` says that what the daemon holds by descriptor outlives it. Without one, agents keep their own bytes.
+    `alone`: no process has an agent, and only the driver can stop it; then `strangers` use the GPUs as well. `keeper`
+    says that what the daemon holds by descriptor outlives it. Without one, agents keep their own bytes.
     """
 
     capacity: dict[str, int]
@@ -95,7 +95,8 @@ class Node:
     keeper: bool
     alone: bool = False
     strangers: dict[str, Process] = field(default_factory=dict)
-    noted: dict[tuple[int, int], tuple[int, int] | None] = field(default_factory=dict)  # on disk: who is held still
+    # on disk: which processes are paused
+    noted: dict[tuple[int, int], tuple[int, int] | None] = field(default_factory=dict)
     changing: dict[str, int] = field(default_factory=dict)  # what others took since room there began to change hands
     holds: dict[str, dict[str, int]] = field(default_factory=dict)
     pool: dict[str, int] = field(default_factory=dict)
@@ -122,7 +123,7 @@ class Node:
 
     @property
     def uuids(self) -> tuple[str, ...]:
-        """What the driver calls the GPUs: their own names."""
+        """Return the driver's names of the GPUs: their own."""
         return tuple(self.capacity)
 
     def find(self, pid: int) -> Process | None:
@@ -148,7 +149,7 @@ class Node:
             self.changing[gpu] = 0
 
     def grow(self, process: Process, size_bytes: int) -> bool:
-        """It takes more memory on its GPU, if it can: one that is held still takes none."""
+        """Take more memory on its GPU, if possible: a paused process takes none."""
         gpu = process.gpu
         if gpu is None or not process.runs or self.free(gpu) < size_bytes:
             return False
@@ -161,7 +162,7 @@ class Node:
         return True
 
     def snatch(self, gpu: str) -> Process | None:
-        """Somebody there takes all that one may take at once, in the very moment in which room changes hands."""
+        """Have a process there take all it may at once, at the moment in which memory changes hands."""
         size_bytes = min(self.free(gpu), AT_ONCE_BYTES - self.changing[gpu])
         for process in (*self.strangers.values(), *self.processes.values()):
             if size_bytes > 0 and process.gpu == gpu and self.grow(process, size_bytes):
@@ -251,7 +252,9 @@ class Node:
         process.gpu = gpu
 
     def dump(self, op_id: str, names: Sequence[str], *, goes_on: bool) -> None:
-        """Write the image of a job. What is on a GPU, or moves, cannot be in it. If the job ends, it is whole."""
+        """Write the image of a job. An image cannot have what is on a GPU, or moves. If the job ends, the image is
+        whole.
+        """
         for process in (self.processes[name] for name in names):
             if process.gpu is not None or not process.parked or process.under_way:
                 raise Violation(f"an image was made of {process.name} while it is not off its GPU and at rest")
@@ -323,7 +326,9 @@ class Node:
         return True
 
     def come_back_alone(self, name: str) -> bool:
-        """What an agent does that has stood for too long without a daemon, or at a signal. False if it cannot."""
+        """Do what an agent does that was parked for too long without a daemon, or at a signal. Returns False if it
+        cannot.
+        """
         process = self.processes[name]
         if not process.parked or process.under_way or process.stopped or process.driver != RUNNING:
             return False
@@ -353,7 +358,7 @@ class Node:
     # ---- what is lost with a daemon ----------------------------------------------------------------------------------
 
     def lose_daemon(self, *, kept: bool, random: Random) -> None:
-        """What only the daemon held is gone: room on other GPUs than its own, and memory that nobody keeps for it."""
+        """Drop what only the daemon held: memory on other GPUs than the job's, and memory without a keeper."""
         self.written.clear()
         if kept:
             return

@@ -1,4 +1,4 @@
-"""What is promised, as checks: some hold between any two steps, some at the end of a life."""
+"""The promises as checks: some hold between any two steps, some at the end of a life."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.simulation.node import RUNNING, Process, Violation
 
 
 def check(daemon: Daemon) -> None:
-    """What must hold all the time."""
+    """Check the invariants."""
     node = daemon.node
     for gpu, capacity in node.capacity.items():
         if sum(node.holds.get(gpu, {}).values()) > capacity:
@@ -41,7 +41,7 @@ def _check_process(daemon: Daemon, process: Process, claimed_by: str | None) -> 
         raise Violation(f"the bytes of {name} are nowhere")
     if process.gpu and node.held(name, process.gpu) < process.size_bytes:
         raise Violation(f"{name} is on {process.gpu} without room that is its own")
-    if process.ruined or (process.pid, START_TICKS) in node.noted:  # who is to let go of it is on disk
+    if process.ruined or (process.pid, START_TICKS) in node.noted:  # the disk names who has to release it
         return
     is_stopped = process.parked or process.asked_at is not None or process.driver != RUNNING
     if is_stopped and claimed_by is None and name not in node.unclaimed:
@@ -49,7 +49,7 @@ def _check_process(daemon: Daemon, process: Process, claimed_by: str | None) -> 
 
 
 def judge(daemon: Daemon) -> None:
-    """At the end: everybody trains where its operation says, and nothing is held that nobody needs."""
+    """At the end: every worker trains where its operation says, and nothing is held without a need."""
     node = daemon.node
     last: dict[str, str] = {}
     for op in daemon.ops.values():
@@ -107,7 +107,7 @@ def _judge_living(daemon: Daemon, process: Process, op_id: str | None) -> None:
 
 
 def _judge_ruined(daemon: Daemon, process: Process, op_id: str | None) -> None:
-    """The driver has lost it, and nobody could have known: that is said, and nothing is held for it."""
+    """The driver has lost it, unpredictably: the operation reports that, and nothing is held for it."""
     worker = None if op_id is None else daemon.ops[op_id].worker(process.name)
     if worker is None or not worker.lost:
         raise Violation(f"{process.name} can never come back, and {op_id} does not say so")

@@ -97,7 +97,7 @@ class RollsBackOneRankOnly(RankNodeActions):
 
 
 class LeavesRestoredRanksLocked(RankNodeActions):
-    """The restore of a rank ends locked, and nobody unlocks it before it is told to connect."""
+    """The restore of a rank ends locked, and no effect unlocks it before the order to connect."""
 
     def restore(self, effect: effects.Restore, process: Process) -> Event:
         done = super().restore(effect, process)

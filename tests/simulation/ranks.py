@@ -23,7 +23,7 @@ COLLECTIVES = {"disconnect": DOWN, "reconnect": UP}
 
 
 def drawn_node(random: Random) -> Node:
-    """One job of two or three ranks, perhaps beside another one; GPUs have room for one rank more, or for many."""
+    """Draw one job of two or three ranks, perhaps next to another; GPUs have memory for one more rank, or for many."""
     processes: dict[str, Process] = {}
     holds: dict[str, dict[str, int]] = {"gpu0": {}, "gpu1": {}, "gpu2": {}}
     jobs = random.choice((1, 1, 2))
@@ -54,7 +54,7 @@ def drawn_node(random: Random) -> Node:
 class RankNode(Node):
     """Ranks that wait for one another in collectives, and what must not be done to them meanwhile."""
 
-    #: Told of each that continues by itself, as its connection is: it ends.
+    #: Gets each rank that resumes by itself, with its connection: the connection ends.
     alone_too: Callable[[str], None] = field(default=lambda name: None)
 
     def crew(self, name: str) -> list[Process]:
@@ -91,7 +91,7 @@ class RankNode(Node):
         return process.joining == (what, generation) or (process.linked and process.generation == generation)
 
     def must_be_apart(self, name: str) -> None:
-        """What has to be so before the driver checkpoints that rank."""
+        """Check what the driver's checkpoint of that rank requires."""
         for other in self.crew(name):
             if other.alive and other.linked:
                 raise Violation(
@@ -117,7 +117,7 @@ class RankNode(Node):
         return super().train(name)
 
     def come_back_alone(self, name: str) -> bool:
-        """One whose communicators are down only together with all the others, which connect as it does."""
+        """A rank with disconnected communicators resumes only with all the others, which connect as it does."""
         crew = [process for process in self.crew(name) if process.alive]
         if self.is_broken(name) or all(process.linked and process.joining is None for process in crew):
             return super().come_back_alone(name)
@@ -159,7 +159,7 @@ class RankDriver(Driver):
 
 
 class RankNodeActions(NodeActions):
-    """What is done to ranks besides all that is done to every process."""
+    """The effects on ranks besides those on every process."""
 
     node: RankNode
 
@@ -215,7 +215,7 @@ class RankNodeActions(NodeActions):
         return events.Unlocked(effect=effect.number, worker=effect.worker)
 
     def unlock(self, process: Process) -> None:
-        """Whoever looks at a rank leaves it locked: another one may be on its way off."""
+        """An inspection leaves a rank locked: another rank may be about to leave."""
 
     def inspect(self, op_id: str, effect: Any, process: Process) -> Event:
         result = super().inspect(op_id, effect, process)
@@ -237,8 +237,9 @@ class RankNodeActions(NodeActions):
                     daemon.finish(running, failure(running.effect, BROKEN))
 
     def go_on(self) -> None:
-        """Those who wait in a collective look whether the others have come. An agent whose daemon has gone comes to the
-        end of it too, or gives it up."""
+        """Ranks in a collective check whether the others have joined. An agent without a daemon also finishes the
+        collective, or gives it up.
+        """
         collectives = [running for running in self.daemon.running if running.effect.tag in COLLECTIVES]
         if collectives and self.random.random() < 0.5:
             self.daemon.perform(self.random.choice(collectives))

@@ -1,4 +1,4 @@
-"""What people ask in a life: operations on jobs, resumes, cancels, and adoption of what nobody has."""
+"""Users' requests in a life: operations on jobs, resumes, cancels, and adoption of orphans."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def jobs(daemon: Daemon) -> list[list[Process]]:
 
 
 def ask(daemon: Daemon, random: Random) -> None:
-    """Perhaps somebody asks for something."""
+    """Perhaps make a request."""
     for op in list(daemon.live_ops()):
         if daemon.luck("cancel"):
             daemon.take(op.id, events.CancelRequested(by="somebody"))
@@ -82,7 +82,7 @@ def _go_on_from(daemon: Daemon, random: Random, op: Operation) -> None:
 
 
 def begin(daemon: Daemon, random: Random, members: list[Process]) -> None:
-    """Ask for a move of a job, if nobody has it and all of it trains."""
+    """Request a move of a job, if no operation has it and all of it trains."""
     if not all(p.runs and p.connected and p.gpu and p.has_bytes and not p.under_way for p in members):
         return
     if any(True for process in members for _ in daemon.live_ops(process.name)):
@@ -185,7 +185,7 @@ def resume_what_is_suspended(daemon: Daemon) -> None:
 
 
 def _can_go_on(process: Process) -> bool:
-    """Whether it can be asked, needs nobody to be, or is to be another process anyhow."""
+    """Return whether it can answer, needs no process, or is to be another process."""
     return process.connected or not process.has_agent or (process.restarts and not process.alive)
 
 

@@ -26,7 +26,7 @@ READY = 0.7
 
 
 def drawn_node(random: Random) -> Node:
-    """One or two jobs of one process each, on GPUs that hegmd only imagines, with a keeper for what the pool has."""
+    """Draw one or two jobs of one process each, on simulated GPUs, with a keeper for the pool."""
     processes: dict[str, Process] = {}
     holds: dict[str, dict[str, int]] = {"gpu0": {}, "gpu1": {}, "gpu2": {}}
     for job in range(random.choice((1, 1, 2))):
@@ -52,7 +52,7 @@ def draw_odds(random: Random) -> dict[str, float]:
 
 
 def strike(hands: RestartNodeActions) -> None:
-    """What may happen to one of these jobs at any moment."""
+    """Perhaps disturb one of these jobs."""
     daemon = hands.daemon
     for process in daemon.node.processes.values():
         if process.alive and process.runs and daemon.luck("finish"):
@@ -63,12 +63,14 @@ def strike(hands: RestartNodeActions) -> None:
 
 
 class RestartNodeActions(NodeActions):
-    """What is done by ending and starting processes, and by their agents."""
+    """The effects that exit and start processes, and the effects of their agents."""
 
-    # ---- what is heard -----------------------------------------------------------------------------------------------
+    # ---- reports -----------------------------------------------------------------------------------------------------
 
     def is_stale(self, op: Operation, event: Event) -> bool:
-        """Of a process whose place another has taken: the runner knows by its agent's name that it is not meant."""
+        """Return whether the report is of a process that another has replaced: the runner ignores it by its agent's
+        name.
+        """
         if not isinstance(event, events.WorkerExited | events.AgentBack):
             return False
         worker = op.worker(event.worker)
@@ -110,7 +112,7 @@ class RestartNodeActions(NodeActions):
         return super()._reaches(running, process)
 
     def _tell_gone(self, running: Running, name: str, worker: JobProcess) -> None:
-        """It is seen that it is not there; who looks for it sees also whether there is anything of it in the pool."""
+        """Report that it is gone; the inspection also finds whether the pool has anything of it."""
         is_looked_for = running.effect.tag == "inspect" and worker.state_saved and not worker.verified
         stateless = is_looked_for and name not in self.daemon.node.pool
         self.daemon.post(running.op_id, events.WorkerExited(worker=name, why=worker.token, stateless=stateless))
@@ -126,7 +128,7 @@ class RestartNodeActions(NodeActions):
             and worker.pid != process.pid
             and process.alive
         ):
-            # What is held there is not for the operation any more: a process that it has not heard of took it.
+            # The operation no longer owns it: a process that it has not heard of took it.
             return events.ReservationReleased(effect=running.effect.number, worker=process.name)
         return super().do(running, process)
 
@@ -195,6 +197,6 @@ class RestartNodeActions(NodeActions):
         )
 
     def calm_down(self) -> None:
-        """Somebody types the command that continues from a state that is held."""
+        """Run the command that continues from a held state."""
         for process in self.daemon.node.processes.values():
             process.supervised = True

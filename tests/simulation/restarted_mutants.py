@@ -15,7 +15,7 @@ Result = tuple[Operation, tuple[Effect, ...]]
 
 
 class StartsSecondProcess(RestartNodeActions):
-    """The lock is not asked whether a process goes on already, which a daemon that was killed had started."""
+    """Does not ask the lock whether a process continues already, which a killed daemon had started."""
 
     def sees_who_lives(self, process: Process) -> bool:
         return False
@@ -30,7 +30,7 @@ def frees_the_state_when_another_process_is_there(op: Operation, event: Event, n
 
 
 def takes_leaving_for_the_end(op: Operation, event: Event, now: float) -> Result:
-    """A process that ends is mistaken for one that nobody is to continue from."""
+    """Mistakes a process that exits for one without a successor."""
     if isinstance(event, events.WorkerExited) and (worker := op.worker(event.worker)):
         op = op.with_worker(worker.replace(state_saved=False))
     return machine.handle(op, event, now)

@@ -147,7 +147,7 @@ def _born_kept(random: Random, parts: Parts) -> Daemon:
 
 
 def _leave_alone(node: Node, random: Random) -> None:
-    """Nobody has an agent, and others use the GPUs; sizes are such as the driver's margins have a say in."""
+    """Nothing has an agent, and other processes use the GPUs; sizes are such that the driver's margins matter."""
     node.alone = True
     for gpu, held in node.holds.items():
         node.capacity[gpu] = random.choice((50, 90)) * UNIT_BYTES

@@ -1,4 +1,4 @@
-"""What every decision of the sharing policy has to keep on any node, judged by other code than the policy's own.
+"""The promises of every decision of the sharing policy on any node, judged by other code than the policy's own.
 
 `broken` names each promise that a decision breaks. It computes free memory again, from the snapshot.
 """
@@ -132,7 +132,7 @@ class _PromiseCheck:
     # -- all of them ---------------------------------------------------------------------------------------------------
 
     def _free_bytes(self, gpu: Gpu) -> int:
-        """Return what is free there now and promised to nobody."""
+        """Return the bytes that are free there now and promised to no job."""
         if gpu.free_bytes is None or not gpu.is_healthy:
             return -1
         free_bytes = gpu.free_bytes - self.rules.headroom_bytes
@@ -186,7 +186,7 @@ class _PromiseCheck:
                     yield f"{victim.id} leaves in vain for {winner_id}"
 
     def _is_wanted_before(self, winner: Party, gpu: Gpu) -> bool:
-        """Return whether somebody before it got memory of that GPU, or waits and could want it."""
+        """Return whether a job before it got memory of that GPU, or waits and could want it."""
         return any(self._turn(party) < self._turn(winner) for party in self._waiting() if _may_be_on(party, gpu))
 
     def _covers(self, winner: Party, gpu: Gpu, victims: list[Job]) -> bool:
@@ -224,7 +224,7 @@ class _PromiseCheck:
         return sorted(ready, key=lambda party: (*self._turn(party), party.id))
 
     def _strict_priority(self) -> Iterator[str]:
-        """Who is admitted got nothing that one of higher priority could have had who got nothing."""
+        """An admitted job got nothing that a job of higher priority, which got nothing, could have had."""
         coming = self.is_moving or any(action.kind in (SUSPEND, MIGRATE) for action in self.decision.actions)
         for action in self.decision.actions:
             if action.kind not in ADMISSIONS or coming:
@@ -242,7 +242,7 @@ class _PromiseCheck:
                         yield f"{lower.id} got {gpu_id} before {higher.id}"
 
     def _is_kept_from(self, party: Party, gpu: Gpu) -> bool:
-        """Return whether somebody before it waits for that GPU who could not have it suspended again at once."""
+        """Return whether a job before it waits for that GPU that could not have it suspended again at once."""
         for earlier in self._waiting():
             if earlier is party:
                 return False
@@ -256,7 +256,7 @@ class _PromiseCheck:
         return job.since_s + self.rules.settle_s > self.now
 
     def _first_in_line(self) -> Iterator[str]:
-        """The first who waits gets memory that is free; if there is none, others leave for it as soon as they may."""
+        """The first waiting job gets free memory; if there is none, others leave for it as soon as they may."""
         first = next((party for party in self._waiting() if self._could_ever(party)), None)
         if first is None or first.id in self.actions or self.is_moving or _count(first) > 1:
             return
@@ -296,7 +296,7 @@ class _PromiseCheck:
         return len(room) >= _count(party) and all(left >= need for left, need in zip(room, needs, strict=False))
 
     def _told(self) -> Iterator[str]:
-        """Everyone who waits is told once what for, and no later instant than the next one is missed."""
+        """Every waiting job is told the reason once, and no decision misses the next instant."""
         explained = sorted(waiting.subject for waiting in self.decision.waiting)
         waits = sorted(party.id for party in self.parties.values() if party.state in (QUEUED, SUSPENDED, PENDING))
         if explained != waits:

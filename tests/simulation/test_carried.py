@@ -19,14 +19,14 @@ SEEDS, ENOUGH = 150, 30
 
 
 class WithoutFallback(PeerCarrier):
-    """What the helper cannot open is tried by the helper again, for ever."""
+    """The helper tries again, without end, what it cannot open."""
 
     async def prepare_own_copies(self, subject: MigratedProcess, direction: str) -> None:
         raise Refused("the driver lets nobody else open memory of it", "ask with --carrier worker")
 
 
 class SkipsAgentCopy(HostCarrier):
-    """The process is not told to copy what the helper could not."""
+    """The process gets no order to copy what the helper could not."""
 
     async def own_copies(
         self, subject: MigratedProcess, direction: str, spans: list[tuple[int, int, int, int]], on_progress: Progress

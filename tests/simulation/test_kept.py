@@ -24,7 +24,7 @@ from tests.simulation.requests import IMAGE
 from tests.simulation.seeds import live_kept
 from tests.wide import quick_first
 
-# Of lives that differ by their seeds alone, the quick part has the first few.
+# The quick part has the first few of the lives that differ by their seeds alone.
 QUICK, SEEDS, CHUNK = 20, 520, 125
 # A bug has to be found among so many.
 ENOUGH = 300

@@ -22,19 +22,19 @@ from tests.simulation.seeds import live
 from tests.simulation.weather import draw_odds
 from tests.wide import quick_first
 
-# What 3,000 more of them would find, `make bench-chaos` does with its 100,000.
+# `make bench-chaos` has 100,000 of them.
 SEEDS = 1500
-# So many of them are in the quick part.
+# The number of them in the quick part.
 QUICK_LIVES = 60
 # Restarts have lives of their own, as many as these lack of 2,000: test_restarts.py.
 OF_RESTARTS = {"came-on", "drop-requested", "successor-awaited", "training-ended"}
-# So have ranks with communicators: test_ranks.py.
+# Ranks with communicators too: test_ranks.py.
 OF_RANKS = {"disconnected", "locked", "unlocked", "reconnected"}
 RANK_PHASES = {"disconnecting", "locking", "unlocking", "reconnecting"}
 RANK_EFFECTS = {"disconnect", "lock", "unlock", "reconnect"}
 CHUNK = 250
 LIVES = [range(QUICK_LIVES), *(range(max(first, QUICK_LIVES), first + CHUNK) for first in range(0, SEEDS, CHUNK))]
-# Of lives that differ by their seeds alone, the quick part has the first few.
+# The quick part has the first few of the lives that differ by their seeds alone.
 QUICK_SEEDS = 2
 # Lives in which what is rare happens come before all others, which are lived only where these do not have it any more.
 RARE_EVENTS = (386, 127, 10, 5, 31, 165, 495)
@@ -94,7 +94,7 @@ def test_the_seeds_see_every_phase_and_every_event_that_is_not_ignored() -> None
 def test_every_kind_of_bad_luck_strikes() -> None:
     """A kind whose odds are never drawn, or that is misspelt where it strikes, would be no luck at all."""
     struck: set[str] = set()
-    # Of some kinds there is little: most lives keep their journals, and nobody has to adopt.
+    # Some kinds are rare: most lives keep their journals, and have nothing to adopt.
     oddly: dict[str, float] = {"amnesia": 0.02, "busy": 0.1, "ruin": 0.1}
     for seed, odds in product((*RARE_LUCK, *range(250)), ({}, oddly)):
         struck |= live(seed, odds=odds).daemon.struck
@@ -131,7 +131,7 @@ QUIET_SEEDS = range(2, 14)
 
 
 class Point:
-    """One point of a quiet life, counted from its beginning, at which something is done; without a number, none."""
+    """One point of a quiet life, counted from its beginning, at which a disturbance happens; without a number, none."""
 
     def __init__(self, at: int = -1) -> None:
         self.at = at

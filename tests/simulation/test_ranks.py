@@ -21,7 +21,7 @@ from tests.simulation.seeds import live_ranks
 from tests.wide import quick_first
 
 SEEDS, CHUNK = 500, 125
-# Of lives that differ by their seeds alone, the quick part has the first few.
+# The quick part has the first few of the lives that differ by their seeds alone.
 QUICK = 40
 # A bug has to be found among so many.
 ENOUGH = 300

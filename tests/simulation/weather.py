@@ -1,6 +1,6 @@
-"""Bad luck: what happens to the parts of a node that nobody asked for. Each kind has its odds in a life.
+"""Disturbances: unrequested events of a node's parts. Each kind has its odds in a life.
 
-A kind is a name in `draw_odds`; what it does is done to the node, and told to the daemon as it would be.
+A kind is a name in `draw_odds`; its effect happens to the node, and the daemon gets its usual report.
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ def _strike_worker(daemon: Daemon, process: Process) -> None:
 
 
 def _strike_alone(daemon: Daemon, random: Random, process: Process) -> None:
-    """Those without an agent, and strangers on their GPUs, who come, grow, go, and may be held still like others."""
+    """Disturb processes without an agent, and other processes on their GPUs, which start, grow, exit, and may be paused
+    like others.
+    """
     node = daemon.node
     _settle_changes(daemon)
     if process.alive and daemon.luck("die"):
@@ -182,7 +184,7 @@ def _strike_disk(daemon: Daemon) -> None:
 
 
 def forget_everything(daemon: Daemon) -> None:
-    """The state directory is gone with the daemon: whoever stands is nobody's until somebody adopts it."""
+    """The state directory is gone with the daemon: a parked process has no owner until it is adopted."""
     daemon.tell("the journal is lost")
     daemon.ghosts.clear()  # numbers of operations start over
     daemon.disk.names.clear()
@@ -208,7 +210,7 @@ def calm_down(daemon: Daemon) -> None:
     for process in node.processes.values():
         process.stopped = False
     daemon.hands.calm_down()
-    for gpu in node.capacity if node.alone else ():  # so that whoever waits for room has it at last
+    for gpu in node.capacity if node.alone else ():  # so that waiters for memory get it at last
         node.capacity[gpu] *= 2
     strange = "other", "quicker"
     for held in node.holds.values():

@@ -47,7 +47,7 @@ FILE_NAMES = {
     "halt": "halt.so",
     "nccl": "libnccl.so.2",
 }
-# What a stub has from another's folder: NVML and CUDA tell of the same node.
+# Sources that a stub shares with another: NVML and CUDA describe the same node.
 SHARED = {"nvml": ("cuda/node.c", "cuda/node.h")}
 
 

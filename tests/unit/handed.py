@@ -118,7 +118,7 @@ class ImageBeingWritten(ImageCatalogue):
         return self
 
     async def collect_criu_files(self) -> None:
-        """There are none."""
+        """Collect no file: there are none."""
 
     async def finish(self, manifest: Manifest, _on_progress: object = None) -> Manifest:
         if self.error is not None:

@@ -40,7 +40,7 @@ class ModelAgent:
         self.orders: list[str] = []
         #: The limits that came with orders, the last of each kind.
         self.limits_s: dict[str, float | None] = {}
-        #: What it refuses, with these words.
+        #: The requests it refuses, with these words.
         self.refuses: dict[str, str] = {}
         #: Orders that it does not answer before `go_on` is set.
         self.slow: set[str] = set()
@@ -48,9 +48,9 @@ class ModelAgent:
         self.is_late = False
         self.go_on = anyio.Event()
         self.waiting = anyio.Event()
-        #: What its storages hold from the boundary on at which it is parked; None for what they held before.
+        #: Its storages' contents from the boundary on at which it is parked; None for the former ones.
         self.at_boundary: bytes | None = None
-        #: What it says of itself besides, such as its rank.
+        #: Additional facts in its reports, such as its rank.
         self.about: dict[str, object] = {}
         self._key: object = None
         self._tasks: anyio.abc.TaskGroup | None = None

@@ -38,7 +38,7 @@ def test_other_values_are_left_to_pytest(left: object, right: object) -> None:
 def test_a_failed_run_in_ci_ended_with_thousands_of_lines_of_bytes_and_not_with_its_failed_tests(
     tmp_path: Path,
 ) -> None:
-    """Nobody could see which of 5,624 tests had failed."""
+    """No reader could see which of 5,624 tests had failed."""
     failing = tmp_path / "test_failing.py"
     failing.write_text(
         "from tests.conftest import *\n"

@@ -1,4 +1,4 @@
-"""What becomes of an operation that a daemon finds in its journal: for each phase and each thing found, played.
+"""The fate of an operation that a daemon finds in its journal: simulated for each phase and each finding.
 
 Draws RECOVERY.md: `python -m tools.docs.recovery`. Nothing here is a rule of its own. The machine is driven to
 each phase on a node where everything works, told `recovered`, told what was found, and then left to go on to its rest;
@@ -47,7 +47,7 @@ SIZE_BYTES = 10
 
 @dataclass(frozen=True)
 class World:
-    """How it really stands with the one worker."""
+    """The true state of the one worker."""
 
     parked: bool = False
     out: bool = False
@@ -73,7 +73,7 @@ class World:
 
 @dataclass
 class Play:
-    """One operation on a node where every effect ends well."""
+    """One operation on a node where every effect succeeds."""
 
     op: Operation
     world: World
@@ -104,7 +104,7 @@ class Play:
         return (effect.tag == "seal" or (effect.tag == "dump" and effect.find)) and not is_found
 
     def _facts_of(self, effect: Any) -> dict[str, Any]:
-        """What the ending says, once the world has changed as the effect wants it."""
+        """Return the facts in the result, once the world has changed as the effect wants."""
         world = self.world
         changes: dict[str, dict[str, Any]] = {
             "park": {"parked": True, "boundary": world.boundary + 1},
@@ -143,7 +143,7 @@ class Play:
         return self.op.workers[0].restarts
 
     def facts(self) -> dict[str, Any]:
-        """What an inspection finds: the world as it is, and everything that is held as the journal has it."""
+        """Return the findings of an inspection: the world as it is, and all reservations of the journal."""
         worker, world = self.op.workers[0], self.world
         return {
             "parked": world.parked,
@@ -164,15 +164,16 @@ class Play:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that can be found after a start."""
+    """One possible finding after a start."""
 
     words: str
     world: World | None = None
     event: str = "inspected"
 
     def can_be(self, situation: Play) -> bool:
-        """Whether it can be found there: an image is only where one may have been begun, nothing of who is restarted is
-        out of a process, and nobody has gone on from a state that is not whole."""
+        """Return whether the finding is possible: an image exists only after it may have been begun, a restarted job
+        has nothing out of its process, and no process continues from a state that is not whole.
+        """
         handoff, worker = situation.op.image, situation.op.workers[0]
         if worker.restarts and self.world is not None and (self.world.out or self.world.gpu is None):
             return False
@@ -249,7 +250,7 @@ def _driven(kind: str, phase: str) -> Play | None:
 
 
 def _turned_back(kind: str, phase: str) -> Play | None:
-    """The same once somebody has cancelled it; None where that is refused, or was nothing."""
+    """Return the same after a cancel; None if that is refused, or changes nothing."""
     play = _driven(kind, phase)
     if play is None:
         return None
@@ -264,7 +265,7 @@ def _turned_back(kind: str, phase: str) -> Play | None:
 
 def outcome(situation: Play, finding: Finding) -> tuple[str, str]:
     """The effects that a start leads to, and how that ends."""
-    # What a daemon had written it has not read back, and the next does not go on with that.
+    # A daemon that wrote an image has not read it back, so the next daemon does not continue with it.
     play = Play(situation.op, finding.world or replace(situation.world, written=False), [], [])
     play.feed(events.Recovered())
     if not play.effects:
@@ -367,7 +368,7 @@ def page() -> str:
 
 
 def _rows(found: list[tuple[str, Play]], finding: Finding) -> Iterator[str]:
-    """One line for each different outcome, with the situations that it is the outcome of."""
+    """Return one line for each different outcome, with its situations."""
     grouped: dict[tuple[str, str], list[str]] = {}
     for name, play in ((name, play) for name, play in found if finding.can_be(play)):
         names = grouped.setdefault(outcome(play, finding), [])
@@ -378,7 +379,7 @@ def _rows(found: list[tuple[str, Play]], finding: Finding) -> Iterator[str]:
 
 
 def _gathered(names: list[str]) -> str:
-    """The names with each kind said once."""
+    """Return the names with each kind once."""
     by_kind: dict[str, list[str]] = {}
     for name in names:
         kind, _, phase = name.partition(", ")

@@ -46,7 +46,7 @@ def insert(page: str) -> str:
 
 
 def fields(record: type[Record], linked: Callable[[type[Record]], str]) -> list[str]:
-    """One line for each field of a reply, without defaults: the daemon sends every field."""
+    """Return one line for each field of a reply, without defaults: the daemon sends every field."""
     return [_line(field, record, linked) for field in record.fields]
 
 

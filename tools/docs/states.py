@@ -101,7 +101,7 @@ def _grid() -> Iterator[str]:
 
 
 def _reasons(event: str) -> Iterator[str]:
-    """One line for each different row of the event, with the phases that it holds for."""
+    """Return one line for each different row of the event, with its phases."""
     grouped: dict[tuple[str, str], list[str]] = {}
     for phase in PHASES:
         row = TABLE[phase, event]

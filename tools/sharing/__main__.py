@@ -48,7 +48,7 @@ def figures(name: str, node: Node) -> Row:
     last_arrival_s = max(job.spec.arrival_s for job in jobs)
     row: Row = {
         "policy": name,
-        # Of the time in which jobs arrive: the end of a trace has only its last jobs.
+        # As a share of the time in which jobs arrive: the end of a trace has only its last jobs.
         "utilisation_percent": round(100 * node.computed_at(last_arrival_s) / last_arrival_s / len(node.gpus), 1),
         "ended_h": round(node.now / 3600, 1),
         "mean_turnaround_min": round(

@@ -39,7 +39,7 @@ from hegmd.sharing.model import (
 Policy = Callable[[Snapshot, float], Decision]
 
 GIB = 1 << 30
-# What a switch takes, measured on H200s: bytes over PCIe, and what the driver does of a job that keeps its context.
+# The duration of a switch, measured on H200s: bytes over PCIe, and the driver's part for a job that keeps its context.
 _LINK_BYTES_PER_S = 50e9
 _OUT_S, _IN_S = 0.15, 0.1
 
@@ -67,7 +67,7 @@ class JobSpec:
     is_preemptible: bool = True
     preempts_others: bool = True
     allowed_gpus: tuple[str, ...] | None = None
-    #: Whether its user said how much memory it needs.
+    #: Whether its user declared the memory it needs.
     is_need_known: bool = True
 
 
@@ -86,7 +86,7 @@ class LeaseSpec:
 
 @dataclass
 class SimulatedJob:
-    """A job and what became of it."""
+    """A job and its outcome."""
 
     spec: JobSpec
     view: Job
@@ -108,7 +108,7 @@ class SimulatedJob:
 
 @dataclass
 class SimulatedLease:
-    """A lease and what became of it."""
+    """A lease and its outcome."""
 
     spec: LeaseSpec
     view: Lease

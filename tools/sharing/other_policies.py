@@ -1,4 +1,4 @@
-"""What nodes do without the sharing policy: jobs start in the order in which they arrive, and run to their end.
+"""Nodes without the sharing policy: jobs start in the order in which they arrive, and run to their end.
 
 Both take the same snapshots as `hegmd.sharing.policy.decide`. The first in line keeps all others waiting.
 """

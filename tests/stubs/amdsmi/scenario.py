@@ -1,7 +1,7 @@
-"""Writes what the stub AMD SMI is to answer: the node that a test wants, and what goes wrong on it.
+"""Writes the answers of the stub AMD SMI: the node that a test wants, and its faults.
 
 The stub reads the file again when it was replaced, so a test changes the node by changing the fields here and calling
-`write()`. A fact that is None is left out, and the stub answers as the library does where a chip does not have it.
+`write()`. The file omits a fact that is None, and the stub then answers as the library does for a chip without it.
 `orders` are lines of their own:
 
     error FUNCTION[@GPU] CODE     the call fails with that status; * is any function

@@ -1,8 +1,8 @@
-"""A pretend node with NVIDIA GPUs behind the stub libcuda, and what goes wrong on it.
+"""A simulated node with NVIDIA GPUs behind the stub libcuda, and its faults.
 
 `CudaNode.make(folder)` builds the library and the node; a process belongs to it once it is started with
 `environment()`. Several processes share it as they share a real driver: video memory, contexts, handles, checkpoints.
-With `nvml` the stub libnvidia-ml tells the same of it. `orders` are lines, in force once written:
+With `nvml`, the stub libnvidia-ml describes the same node. `orders` are lines, in force once written:
 
     error FUNCTION[@SUBJECT] CODE [FROM [TO]]   the call fails with that CUresult; * is any function
     delay FUNCTION[@SUBJECT] MICROSECONDS [...] the call takes so long
@@ -39,7 +39,7 @@ GIB = 1 << 30
 
 
 class Call(NamedTuple):
-    """One line of the log: who called what, about which pid or GPU (-1: none)."""
+    """One line of the log: the function, its caller, and the pid or GPU (-1: none)."""
 
     pid: int
     function: str
@@ -55,7 +55,7 @@ def order_in_force(state: Path, line: str) -> None:
 
 @dataclass
 class CudaNode:
-    """Where everything is. The scenario is in force once it is written."""
+    """The node's files. The scenario is in force once it is written."""
 
     folder: Path
     gpus: int = 2
@@ -64,7 +64,7 @@ class CudaNode:
     driver_version: int = 13000
     context_bytes: int = 512 * MIB
     restore_bytes: int = 0  # what a restore needs for a moment beside the memory itself
-    # What a new stream, opening another's memory, and a checkpoint need for a moment of what is free.
+    # Free memory that a new stream, opening another process's memory, and a checkpoint need for a moment.
     stream_bytes: int = 0
     open_bytes: int = 0
     checkpoint_bytes: int = 0
@@ -95,7 +95,7 @@ class CudaNode:
         return [uuid(index) for index in range(self.gpus)]
 
     def environment(self) -> dict[str, str]:
-        """What a process needs to be on this node; put over the environment that it has."""
+        """Return the variables that put a process on this node, added to its environment."""
         return {ENVIRONMENT: str(self.state), "LD_LIBRARY_PATH": str(self.folder)}
 
     def write(self) -> None:
@@ -128,7 +128,7 @@ class CudaNode:
         self.write()
 
     def calls(self, function: str | None = None) -> list[Call]:
-        """What was called so far, in order; of one function, or all."""
+        """Return the calls so far, in order; of one function, or all."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         calls = [Call(int(pid), name, int(subject)) for pid, name, subject in map(str.split, lines)]
         return [call for call in calls if function in (None, call.function)]

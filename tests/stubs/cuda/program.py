@@ -1,4 +1,4 @@
-"""A CUDA program for tests, by the driver's own functions alone: `program.py GPU MIB...`, told what to do by lines.
+"""A CUDA program for tests, by the driver's own functions alone: `program.py GPU MIB...`, with a line per command.
 
 On several GPUs (`0,1`) its pieces lie on them in turn, and the counter on the first.
 
@@ -178,7 +178,7 @@ class Program:
         return "made"
 
     def between(self, name: str, *arguments: object) -> list[int]:
-        """What a call about another context answers, for each pair, in the first one's."""
+        """Return the answers of a call about another context, for each pair, in the first one's."""
         answers: list[int] = []
         for context in self.contexts:
             call("cuCtxSetCurrent", context)

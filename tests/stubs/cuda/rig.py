@@ -175,7 +175,7 @@ def call(step: str, *arguments: int) -> None:
 
 
 def hold(socket_fd: int, gpu: int, size_bytes: int, pattern: int) -> None:
-    """Make, fill and hand over; then wait to be killed, all of it still held here too."""
+    """Make, fill and pass on the memory; then wait for a kill, with all of it open."""
     cuda.start()
     context = cuda.retain(gpu)
     cuda.use(context)

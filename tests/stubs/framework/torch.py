@@ -52,7 +52,7 @@ class Storage:
         return self.size_bytes
 
     def untyped_storage(self) -> Storage:
-        """Also for whoever holds it for a tensor."""
+        """Keep the method: callers that mistake it for a tensor need it."""
         return self
 
     def overwrite(self, content: bytes) -> None:
@@ -118,7 +118,7 @@ class Cuda:
         self.current_stream = 0
         self.snapshots = 0
         self.summed = 0
-        #: What fails from now on, such as after a failure of CUDA's.
+        #: Functions that fail from now on, as after a failure of CUDA.
         self.fails: set[str] = set()
 
     def fail_if_told(self, what: str) -> None:
@@ -288,7 +288,7 @@ def empty(count: int, dtype: int, device: str) -> Tensor:
 
 
 def sum(words: Tensor, dim: int, out: Tensor) -> None:  # noqa: A001 - PyTorch's name
-    """Of each row's words, which are of 4096 bytes here."""
+    """Sum each row's words; a row has 4096 bytes here."""
     cuda.fail_if_told("sum")
     assert dim == 1
     page_words = words.count // out.count if out.count else 0

@@ -21,7 +21,7 @@ NOW_UTC = 1_741_521_600.0
 
 @dataclass
 class NvidiaNode:
-    """Where everything is. The scenario is in force once it is written."""
+    """The node's files. The scenario is in force once it is written."""
 
     folder: Path
     scenario: Scenario

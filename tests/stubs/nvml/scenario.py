@@ -1,7 +1,7 @@
-"""Writes what the stub NVML is to answer: the node that a test wants, and what goes wrong on it.
+"""Writes the answers of the stub NVML: the node that a test wants, and its faults.
 
 The stub reads the file again when it was replaced, so a test changes the node by changing the fields here and calling
-`write()`. A fact that is left out, or None, is answered with NOT_SUPPORTED. `orders` are lines of their own:
+`write()`. The stub answers NOT_SUPPORTED to a fact that is missing or None. `orders` are lines of their own:
 
     error FUNCTION[@GPU[/INSTANCE]] CODE    the call fails with that NVML code; * is any function
     delay FUNCTION[@GPU] MICROSECONDS       the call takes so long
@@ -85,7 +85,7 @@ class Scenario:
 
     @property
     def driver(self) -> Path:
-        """What the stub has open while it is initialised, as the real one has /dev/nvidiactl."""
+        """What the stub has open while it is initialised, as the real library has /dev/nvidiactl."""
         return self.path.with_name("nvidiactl")
 
     @property

@@ -20,7 +20,7 @@ PATIENCE_S = HANG_S
 
 
 class _Job:
-    """A training thread that goes through one block, and the agent's side of it."""
+    """A training thread in one block, and the agent's side of it."""
 
     def __init__(self, body: Callable[[], None] = lambda: None) -> None:
         self.gate = Gate()

@@ -65,7 +65,9 @@ def met() -> Iterator[Met]:
 
 
 def test_a_stage_without_a_loader_made_its_pipeline_wait_until_the_limit(met: Met) -> None:
-    """Rank 0 stood before a step in which rank 1 was already: neither reached the boundary of the other's count."""
+    """Rank 0 was parked before a step in which rank 1 was already: neither reached the boundary of the other's
+    count.
+    """
     met.collectives[1] = 5
     met.ranks[0].park()
     met.expect(0, "is_awaited")

@@ -135,8 +135,9 @@ def test_a_call_is_made_in_the_training_thread() -> None:
 
 
 def test_a_late_reply_is_not_matched_to_the_next_call() -> None:
-    """On a busy machine a survey was still being made when it was over its limit and the next order had been given:
-    of that, which had told nothing yet, it was said that it was done."""
+    """On a busy machine a survey exceeded its limit, and the next order was sent. The reply to the survey then
+    completed that order, which had not run yet.
+    """
     gate = Gate()
 
     def late() -> None:
@@ -230,7 +231,7 @@ class _ScriptThread:
     def _pass(self) -> None:
         try:
             self.gate.explicit_boundary()
-        except BaseException as error:  # noqa: BLE001 - told to the test
+        except BaseException as error:  # noqa: BLE001 - passed to the test
             self.raised.append(error)
 
     def is_parked(self) -> bool:

@@ -106,7 +106,7 @@ def test_storages_of_a_pending_graph_stay_until_its_backward_pass() -> None:
 
 
 def test_frozen_parameters_are_left_to_the_driver() -> None:
-    """`gc.freeze()` hides objects from every look. What is seen of them through others has owners that are not."""
+    """`gc.freeze()` hides objects from every scan. Tensors that are seen through others have owners that are not."""
     hidden, shared = torch.randn(700), torch.randn(800)
     gc.freeze()
     try:

@@ -117,7 +117,7 @@ def test_reloaded_bytes_use_huge_pages_if_the_node_has_any(room: int) -> None:
 
 @pytest.mark.thorough
 def test_a_storage_that_cannot_be_freed_changes_nothing(room: int) -> None:
-    """The storages before it had lost their bytes permanently, since nobody knew any more that they were out."""
+    """The storages before it had lost their bytes permanently: no record said that they were offloaded."""
     sizes = (5000, 6 * MIB, 7 * MIB, 100)
     tensors, storages, expected = _random(sizes)
     before = [tensor.untyped_storage()._cdata for tensor in tensors]

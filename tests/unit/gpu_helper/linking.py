@@ -1,4 +1,4 @@
-"""A link to the helper that plays tricks, and what its tests ask of it."""
+"""A link to the helper with injected faults, and the checks of its tests."""
 
 from __future__ import annotations
 

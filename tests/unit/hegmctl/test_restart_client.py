@@ -1,6 +1,5 @@
-"""The daemon's desk of a supervised command, against a daemon that orders what each test wants of it.
-
-The supervisor itself sleeps until a signal tells it of news; here the desk is simply asked again and again.
+"""The daemon's desk of a supervised command, against a daemon that sends the orders of each test. The supervisor itself
+sleeps until a signal; here the tests poll the desk.
 
 Longer than 400 lines because every test has the same desk, and the daemon that orders what it does.
 """

@@ -24,7 +24,7 @@ from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, saying
 from tests.unit.hegmctl.running import ROOT
 
-# A stand-in for Python, which writes how it was called.
+# A stub of Python that writes how it was called.
 STAND_IN = """#!/bin/sh
 printf '%s\\n' "$*" >"{called}.new"
 mv "{called}.new" "{called}"

@@ -180,7 +180,7 @@ def test_a_directory_stays_after_its_last_segment_so_that_no_other_user_can_crea
 @pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a hugetlbfs of its own, which takes root")
 def test_a_file_in_huge_pages_is_created_filled_and_found_again(tmp_path: Path) -> None:
-    """In a mount namespace of its own; without free pages the kernel refuses them, and that is said."""
+    """In a mount namespace of its own. Without free pages the kernel refuses, and the pool reports that."""
     code = (
         "import ctypes, os, pathlib, sys\n"
         "root = pathlib.Path(sys.argv[1]); libc = ctypes.CDLL(None, use_errno=True)\n"

@@ -62,7 +62,9 @@ def test_room_that_could_not_be_kept_for_the_way_back_is_taken_again_before_it_i
 
 
 def test_a_checkpoint_that_was_cut_off_was_believed_to_have_kept_the_way_back_and_cost_a_pause() -> None:
-    """The restore was refused, the room counted, and all of it tried again 5 s later, with the job off its GPU."""
+    """The restore was refused, the reservation counted as kept, and everything tried again 5 s later, with the job off
+    its GPU.
+    """
     drive = DrivenOperation(operation(bare()))
     drive.on(lambda: "checkpoint" in tags(drive.wanted))
     assert tags(drive.fail("broken")) == ["inspect"]

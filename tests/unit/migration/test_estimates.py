@@ -67,7 +67,7 @@ def test_the_estimate_equals_the_measurement(size_gib: int, kind: str, carrier: 
 
 
 def test_copies_during_the_drivers_steps_are_not_added_to_them() -> None:
-    """The longer of the two counts. Where a GPU has no room for what passes, they are added up as before."""
+    """The longer of the two counts. If a GPU has no memory for staging, they are added up as before."""
 
     def estimated(kind: str, size_gib: int, copies: OverlappedCopies) -> float:
         return estimate_s(kind, CARRIERS["host"], size_gib * GIB, 756 * MIB, Rates(), copies=copies)

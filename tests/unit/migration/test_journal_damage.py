@@ -1,7 +1,7 @@
 """A journal that an older hegmd wrote: read, continued with, and never misread when it is damaged.
 
-`journals/v2.journal` is a recording; it is never written again. All of it, each bit of
-each byte, is flipped by `make bench-chaos`; here it is all of its beginning, and a part of the rest.
+`journals/v2.journal` is a recording; it is never written again. `make bench-chaos` flips each bit of each byte; here
+the test flips all of the beginning, and a part of the rest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The page of what a start does is what the machine does, and in no row of it is anything lost."""
+"""RECOVERY.md matches the machine, and no row of it loses anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An operation whose worker leaves by ending: who ends when, who continues in its place, and what is held meanwhile.
+"""An operation whose worker leaves by ending: which process ends when, which continues in its place, and what is held
+meanwhile.
 
 Longer than 400 lines because all of it is reported one operation, from its first step to the next process's boundary.
 """

@@ -1,4 +1,4 @@
-"""The end of a process that has no agent, also where there is no handle of it to be had."""
+"""The end of a process without an agent, also if there is no handle of it."""
 
 from __future__ import annotations
 

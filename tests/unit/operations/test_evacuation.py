@@ -1,4 +1,4 @@
-"""GPUs that are failing: when their jobs are moved away, and what is said of it."""
+"""Failing GPUs: when their jobs are moved away, and what the daemon reports."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ async def test_the_return_of_a_job_is_reported_before_a_later_step_can_fail(*, i
 
 
 class FailingWhereTold(RestoresAnyImage):
-    """Fails at the step that the test names, and keeps what is stored of it."""
+    """Fails at the step that the test names, and records what is stored of it."""
 
     def __init__(self, error: HegmError, *, at_begin: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Suspended jobs at rest: told to stay, on disk where that is wanted, and never with their bytes in no place.
+"""Suspended jobs: kept suspended, spilled to disk on request, and never with their bytes in no place.
 
 Longer than 400 lines because the preparation of a resume is tested against the same moments.
 """
@@ -427,7 +427,9 @@ async def test_a_turn_that_goes_to_another_job_closes_the_copy_session_that_was_
 
 @pytest.mark.parametrize("moment", ["compare", "open"])
 async def test_a_turn_that_goes_to_another_job_during_the_preparation_leaves_no_copy_session(moment: str) -> None:
-    """The session was opened afterwards, and stayed open: the node is not looked at again once nobody waits."""
+    """The session was opened afterwards, and stayed open: the daemon does not look at the node again once no job
+    waits.
+    """
     node = Preparations()
     if moment == "open":
         node.compared.set()

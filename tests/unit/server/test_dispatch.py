@@ -1,4 +1,4 @@
-"""From request to answer: permission first, what is kept of it, and what an unexpected exception becomes."""
+"""From request to reply: permission first, the audit record, and the reply to an unexpected exception."""
 
 from __future__ import annotations
 

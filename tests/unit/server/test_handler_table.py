@@ -20,7 +20,7 @@ from tests.cells import in_one_test
 from tests.unit.protocol.test_messages import full
 
 ROOT = Peer(pid=1, uid=0, gid=0)
-#: What each request calls, in that order.
+#: The call of each request, in that order.
 CALLED = {
     "adopt": "jobs.pid operations.adopt jobs.with_job jobs.plan_with_jobs",
     "agent.attend": "workers.attend",

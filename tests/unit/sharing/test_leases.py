@@ -158,7 +158,7 @@ def test_a_lease_is_found_by_id_or_name_and_the_callers_first() -> None:
 
 
 def test_an_administrator_releases_an_own_lease_by_name_before_those_of_others() -> None:
-    """The oldest lease of that name was ended, whoever had it."""
+    """The oldest lease of that name was released, whoever owned it."""
     leases = Watched().leases
     for uid in (1, 0, 2):
         leases.add(lease(name="serve", uid=uid))

@@ -32,7 +32,7 @@ async def _with_a_lease(shared: SharedNode, process: Child, priority: int | None
 async def test_a_job_within_a_lease_is_not_suspended_for_memory_that_the_lease_keeps(
     tmp_path: Path, process: Child
 ) -> None:
-    """The job's own lease kept the memory that it left: nobody got it, and the job never returned."""
+    """The job's own lease kept the memory that it left: no job got it, and the job never returned."""
     async with sharing_on(tmp_path) as shared:
         await _with_a_lease(shared, process, priority=50)
         with pytest.raises(HegmError, match="cannot be freed with priority 80"):

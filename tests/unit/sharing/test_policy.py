@@ -287,7 +287,7 @@ def test_a_job_that_waits_for_leased_memory_is_shown_the_lease() -> None:
 
 
 def test_a_waiting_job_shows_who_has_the_gpu_and_how_it_gets_it() -> None:
-    """On a node with Slurm it was told of a lease without its Slurm job, and of nobody else who has the memory."""
+    """On a node with Slurm the job saw a lease without its Slurm job, and none of the jobs that have the memory."""
     lease = replace(held(30), ends_with="Slurm job 42")
     important, small = running("j2", 15, priority=90), running("j3", 5, priority=20)
     (waiting,) = explain(node(gpu("gpu0", 50), queued("j1", 70), lease, important, small), NOW)

@@ -1,6 +1,6 @@
 """Shell completions for bash, zsh and fish, made from the grammar.
 
-Commands, options and fixed choices stand in the scripts; ids of GPUs and processes are asked of the daemon as the user
+The scripts have commands, options and fixed choices; they ask the daemon for ids of GPUs and processes as the user
 types (`hegmctl __complete`, which is silent when there is none). The bash script does without the bash-completion
 package's functions, so that it also works where only bash itself is installed.
 """
@@ -14,7 +14,7 @@ from hegmctl.grammar.rows import Command
 from hegmctl.grammar.words import COMMAND_NAMES, FILES, FLAG, GPUS, JOBS, PIDS, PLACES, Argument, Option
 from hegmctl.help import shown_commands
 
-# What the daemon is asked for.
+# The queries of the daemon.
 ASKED = (GPUS, PLACES, JOBS, PIDS)
 _HEAD = "Completion of hegmctl for {of}, made from its grammar by `python3 -m tools.docs.hegmctl completions`."
 
@@ -25,7 +25,7 @@ def completions() -> dict[str, str]:
 
 
 def _first_words() -> dict[str, str]:
-    """What can follow `hegmctl`, and what it means."""
+    """Return the words that can follow `hegmctl`, and their meanings."""
     return {command.name: command.summary for command in shown_commands() if " " not in command.name} | GROUPS
 
 

@@ -20,7 +20,9 @@ BEGIN = "<!-- Below this line: written by `python3 -m tools.docs.hegmctl json do
 
 
 def printed(rows: Iterable[Command] = COMMANDS.values()) -> list[tuple[str, type[Record], str]]:
-    """What each command prints, and how. `run` is not among them: it becomes its command, and prints nothing itself."""
+    """Return what each command prints, and how. `run` is not among them: it becomes its command, and prints nothing
+    itself.
+    """
     return [(f"{row.name} {form.words}".rstrip(), *_printed(form)) for row in rows for form in row.forms]
 
 

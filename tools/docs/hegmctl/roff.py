@@ -14,7 +14,7 @@ LINE_COLUMNS = 76
 
 
 def literal(text: str) -> str:
-    """What is to be typed, character for character."""
+    """Return what the user types, character for character."""
     for plain, escaped in (
         ("\\", "\\(rs"),
         ("-", "\\-"),
@@ -78,7 +78,7 @@ class Page:
             self._lines.append(" ".join(words))
 
     def item(self, tag: str, text: str, *more: str) -> None:
-        """What is defined, and its definition in one or more paragraphs."""
+        """Add a term, and its definition in one or more paragraphs."""
         self._lines += [".TP", " ".join(prose(tag)), *prose(text)]
         for paragraph in more:
             self._lines += [".IP", *prose(paragraph)]

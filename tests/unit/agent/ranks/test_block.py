@@ -113,7 +113,7 @@ def test_a_thread_that_a_block_has_left_behind_makes_no_step_while_the_state_is_
 
 
 class SlowOptimizer(torch.optim.SGD):
-    """One whose first step lasts until the block's thread waits for it, or has gone on without it."""
+    """An optimizer whose first step lasts until the block's thread waits for it, or has continued without it."""
 
     def __init__(self, parameters: Any, has_rejoined: threading.Event) -> None:
         super().__init__(parameters, lr=1.0)

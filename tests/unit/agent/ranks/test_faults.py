@@ -1,4 +1,4 @@
-"""What HEGM_FAULT may say, and where such a fault happens."""
+"""The syntax of HEGM_FAULT, and the places of its faults."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ pytestmark = [
 
 
 class Scheduler:
-    """One whose step, after the optimizer's, fails if it is to."""
+    """A scheduler whose step, after the optimizer's, fails on demand."""
 
     fails = False
 

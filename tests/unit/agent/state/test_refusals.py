@@ -17,7 +17,7 @@ from tests.cells import in_one_test
 
 PACKAGE = Path(__file__).parents[4] / "hegmd/agent/state"
 VERBS = frozenset("ask create draw give go hold keep let make put read set start take try use write".split())
-#: What is said of a reason is in two values side by side: in calls of these, and where `against` collects them.
+#: The value of a reason that calls of these functions have, and the list that `against` collects.
 _CALLED = {"Refusal", "_refuse"}
 #: Reasons that another function found: their hints are walked where that function makes them.
 _PASSED_ON = {"hint"}

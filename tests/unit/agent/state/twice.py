@@ -38,7 +38,7 @@ def at(step: int) -> None:
 
 
 class Run:
-    """One run of a script, from a state if there is one."""
+    """One run of a script, with or without a state."""
 
     def __init__(self, file: Path, state: dict[str, Any] | None) -> None:
         self.is_half = state is not None

@@ -52,7 +52,7 @@ def _of(folder: Path) -> dict[int, bool]:
 
 
 def test_a_process_forked_just_before_the_freeze_belongs_to_the_job_after_a_restore() -> None:
-    """Root's images had it, and their manifests did not: no operation, unit or undoing knew of it."""
+    """Root's images had it, and their manifests did not: no operation, unit or rollback knew of it."""
     dumped = {4: True, 5: False, 6: True}
     assert strangers(dumped, {4, 5}, may_read_all=True) == [6]
     assert strangers(dumped, {4, 5}, may_read_all=False) == [5, 6]

@@ -106,7 +106,7 @@ def test_a_job_killed_while_its_image_is_written_is_lost_and_the_event_names_the
 
 
 def test_more_bytes_were_moved_than_there_were() -> None:
-    """Pieces of the pool have whole pages, and it was said: 6.0 MiB of 112.0 KiB."""
+    """Pool segments have whole pages, and the message was: 6.0 MiB of 112.0 KiB."""
     op = DrivenOperation(operation()).until("offloading").op
     record = description(op, moved_bytes=1 << 50)
     assert record.moved_bytes == record.size_bytes

@@ -1,4 +1,4 @@
-"""The node as the methods see it: what a driver said long ago is no answer."""
+"""The node as the methods see it: an old answer of the driver does not count."""
 
 from __future__ import annotations
 

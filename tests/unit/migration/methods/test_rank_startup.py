@@ -1,4 +1,4 @@
-"""Whether a rank has fallen on its way up: by the tree of processes, and by what its launcher makes of it."""
+"""Detects a rank that failed during its start: by the process tree, and by its launcher's behaviour."""
 
 from __future__ import annotations
 

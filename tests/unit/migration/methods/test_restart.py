@@ -217,7 +217,7 @@ SUPERVISOR = 'sh -c "$LAUNCHER"; echo ended; read _'
 
 
 class Launched:
-    """The processes of a start, and what is said of them to the daemon."""
+    """The processes of a start, and their reports to the daemon."""
 
     def __init__(self, workers: AttendingWorkers, supervisors: Supervisors) -> None:
         self._workers = workers

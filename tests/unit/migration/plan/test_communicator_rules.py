@@ -226,7 +226,7 @@ def test_ranks_are_resumed_on_exchanged_gpus() -> None:
 
 
 def test_ranks_with_room_for_both_go_from_gpu_to_gpu_and_others_when_all_have_left() -> None:
-    """Of 140 GiB, 100 are free next to a rank of 33; then 20, which are too few for either rank."""
+    """Of the 140 GiB, 100 are free next to a rank of 33; then 20, which are too few for either rank."""
     request = to("gpu1,gpu0")
     plan = the_plan(planned(a_job(), request))
     assert not plan.reserves_late

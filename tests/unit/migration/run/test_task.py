@@ -69,7 +69,7 @@ async def test_an_order_waits_for_the_end_of_a_cancelled_one() -> None:
 
 
 async def test_whatever_comes_after_a_dropped_dump_waits_until_that_is_undone() -> None:
-    """The processes may be held still by it, those of other ranks too."""
+    """The dump may have paused the processes, those of other ranks too."""
     errand = PendingEffect(Dump(number=1, worker="a", cause=1, find=False), None)
     assert not errand.holds_up(Restore(number=2, worker="a", cause=1, gpu="gpu0"))
     errand.scope.cancel()

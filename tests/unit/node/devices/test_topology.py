@@ -1,4 +1,4 @@
-"""Descriptions of simulated nodes: what they give, and what is said of those that cannot be used."""
+"""Descriptions of simulated nodes: their results, and the messages for invalid ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.cells import in_one_test
 EXAMPLES = Path(__file__).resolve().parents[4] / "contrib" / "simulation"
 
 
-# The line of each mistake is in MISTAKEN, in order; what is missing is told of the table's own line.
+# The line of each mistake is in MISTAKEN, in order; a missing key has its table's line.
 FULL_OF_MISTAKES = """\
 links = "every"
 colour = "red"

@@ -1,4 +1,4 @@
-"""Checks of CRIU, with a stand-in on the search path."""
+"""Checks of CRIU, with a stub on the search path."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Error (criu/crtools.c:260): Could not initialize kernel features detection.
 
 
 class Programs:
-    """A directory of stand-ins for CRIU and systemd-run."""
+    """A directory of stubs of CRIU and systemd-run."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -24,7 +24,7 @@ SHORT_S = 0.02
 
 
 class Node:
-    """An inventory and what a test wants to see of it."""
+    """An inventory and the checks of a test."""
 
     def __init__(
         self, *providers: DeviceProvider, table: ProcessTable | None = None, deadline_s: float = LONG_S

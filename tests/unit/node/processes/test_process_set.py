@@ -120,7 +120,7 @@ def test_no_process_counts_as_gone_for_lack_of_descriptors() -> None:
 
 
 def test_a_foreign_tracer_does_not_delay_the_resume_of_a_job() -> None:
-    """An strace of a job kept it, once CRIU was done with it, standing for 15 minutes."""
+    """An strace of a job kept it parked for 15 minutes after CRIU was done."""
     trace = "import ctypes, os, signal, sys, time\nlibc = ctypes.CDLL(None)\npid = int(sys.argv[1])\n"
     trace += "assert libc.ptrace(0x4206, pid, None, None) == 0\nprint('ready', flush=True)\ntime.sleep(600)"
     with sleeper() as one:

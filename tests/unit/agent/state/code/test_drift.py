@@ -1,4 +1,4 @@
-"""Changes are seen wherever a value can be, without keeping anything alive by looking."""
+"""The code sees changes wherever a value can be, and keeps no object alive by comparing it."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Counting(Dataset[int]):
 
 
 def test_comparing_a_dataset_read_one_of_its_items() -> None:
-    """So that a dry run had the training continue with other numbers than it would have."""
+    """A dry run then changed the numbers with which the training continued."""
     dataset = Counting()
     before = dataset.own.getstate()
     sums = sums_of(dataset)

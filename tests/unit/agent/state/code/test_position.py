@@ -1,4 +1,4 @@
-"""Whose code a frame runs: the script's, or ours and Python's, wherever it is installed."""
+"""The owner of a frame's code: the script, or we and Python, wherever it is installed."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ def test_writing_that_was_cut_short_leaves_no_state_file(tmp_path: Path, request
             state_file.read(file.fileno())
 
 
-# ---- files that nobody of ours has written --------------------------------------------------------------------------
+# ---- foreign files --------------------------------------------------------------------------------------------------
 
 
 def _forged(tree: bytes, sizes: tuple[int, ...] = (), version: int = 1, **header: int) -> bytes:

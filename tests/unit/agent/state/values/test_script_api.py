@@ -51,7 +51,7 @@ def registrations(module: Optimizers) -> Registrations:
 
 
 def _restarted(state: dict[str, Any]) -> Registrations:
-    """A script that was started again and has said nothing yet; the state went through a file."""
+    """A script that was restarted and has made no call yet; the state went through a file."""
     fd = os.memfd_create("state", os.MFD_CLOEXEC)
     try:
         state_file.write(fd, {KEY: state})
