@@ -6,18 +6,21 @@
 # within KillWait, and restored from there when Slurm starts it again. sbatch requeue.sh python train.py
 set -eu
 : "${HEGMCTL:=hegmctl}" "${HEGM_IMAGE_DIR:=$PWD}"
-name=slurm-$SLURM_JOB_ID image=$HEGM_IMAGE_DIR/slurm-$SLURM_JOB_ID
+name=slurm-$SLURM_JOB_ID images=$HEGM_IMAGE_DIR/slurm-$SLURM_JOB_ID
 
+# Each image has a directory of its own: the one before stays until the next is complete.
 leave() {
     trap '' TERM
-    "$HEGMCTL" checkpoint "$name" "$image"
+    mkdir -p "$images"
+    "$HEGMCTL" checkpoint "$name" "$images/$(date +%s)"
     exit
 }
 trap leave TERM
 
-if [ -d "$image" ]; then
-    "$HEGMCTL" restore "$image"
-    "$HEGMCTL" images rm --yes "$image"
+if [ -n "$(ls "$images" 2>/dev/null)" ]; then
+    # A SIGTERM of Slurm waits until the training is back: only then can it be written again.
+    (trap '' TERM; exec "$HEGMCTL" restore --newest "$images")
+    "$HEGMCTL" images rm --yes "$images"/* || :
     "$HEGMCTL" wait "$name" &
 else
     # Slurm sends SIGTERM to the training too, which is not to end by it. A session of its own, since an image has the

@@ -12,6 +12,28 @@ STAND_IN = """#!/bin/sh
 echo "$*" >>"{calls}"
 """
 
+# Its restore gets Slurm's SIGTERM, as its batch script does, and succeeds. Like hegmctl it writes no image over another.
+REQUEUED = """#!/bin/sh
+echo "$*" >>"{calls}"
+case $1 in
+restore) kill -TERM $$; kill -TERM $PPID ;;
+checkpoint) mkdir "$3" ;;
+esac
+"""
+
+
+def test_a_requeued_training_lost_its_work_when_it_was_requeued_again_during_its_restore(tmp_path: Path) -> None:
+    """No second image could be written, as the first was in its place: the next start began with the old one."""
+    calls, hegmctl, images = (tmp_path / name for name in ("calls", "hegmctl", "slurm-7"))
+    hegmctl.write_text(REQUEUED.format(calls=calls))
+    hegmctl.chmod(0o755)
+    (images / "1").mkdir(parents=True)
+    environ = {"HEGMCTL": str(hegmctl), "HEGM_IMAGE_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "PATH": "/usr/bin:/bin"}
+    subprocess.run(["/bin/sh", str(HOOKS / "requeue.sh"), "train"], env=environ, check=True)
+    asked = [line.split()[0] for line in calls.read_text().splitlines()]
+    assert asked == ["restore", "checkpoint"]
+    assert len(list(images.iterdir())) == 2, "the old image and the new one"
+
 
 def test_a_partition_with_a_line_for_each_of_its_gpus_gets_them_all(tmp_path: Path) -> None:
     """The lease of the second GPU was refused: a user cannot call two leases the same."""
