@@ -12,7 +12,7 @@ STAND_IN = """#!/bin/sh
 echo "$*" >>"{calls}"
 """
 
-# Its restore gets Slurm's SIGTERM, as its batch script does, and succeeds. Like hegmctl it writes no image over another.
+# Its restore and the batch script get a SIGTERM of Slurm. Like hegmctl it writes no image over another.
 REQUEUED = """#!/bin/sh
 echo "$*" >>"{calls}"
 case $1 in
