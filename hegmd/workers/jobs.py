@@ -126,6 +126,8 @@ class Jobs(BackgroundTasks):
             elif job.is_alive:
                 self._awaited.add(job.number)
                 self._put(job.replace(is_gone=True))
+                if not job.is_gone:  # it has ended while no daemon ran
+                    self.on_command_end(self._jobs[job.number])
 
     async def _keep_looking(self) -> None:
         """See which jobs without a first process have ended: their agents and operations are gone by then."""
@@ -302,7 +304,9 @@ class Jobs(BackgroundTasks):
             self._end_if_over(job.number)
 
     def _take_in(self, job: JobRecord, worker: AgentConnection) -> None:
-        self._mark_returned(job, worker.pid, worker.identity.start_ticks)
+        # A rank that was there before its launcher had ended does not take its place.
+        is_orphan = worker.about.rank is not None and worker.name in job.members
+        self._mark_returned(job, worker.pid, None if is_orphan else worker.identity.start_ticks)
         job = self._jobs[job.number]
         if worker.name not in job.members:
             self._put(job.replace(members=(*job.members, worker.name)[-MAX_MEMBERS:]))
@@ -319,8 +323,8 @@ class Jobs(BackgroundTasks):
         if not job.has_trained:
             self._put(job.replace(has_trained=True))
 
-    def _mark_returned(self, job: JobRecord, pid: int, ticks: int) -> None:
-        """A process of it exists: it has not ended, and one without a first process has that one.
+    def _mark_returned(self, job: JobRecord, pid: int, ticks: int | None) -> None:
+        """A process of it exists: it has not ended, and one without a first process has that one; without ticks, none.
 
         An exit status that is known is the job's and is kept, unless an operation ended the process.
         """

@@ -5,6 +5,7 @@ They are suspended, resumed elsewhere, have their GPUs exchanged, go into images
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from time import monotonic
 
@@ -118,16 +119,23 @@ def test_ranks_with_uneven_batches_were_rolled_back_after_a_minute(tmp_path: Pat
         _end(job, out)
 
 
-def test_the_exit_of_a_launcher_with_suspended_ranks_was_not_reported(tmp_path: Path) -> None:
-    """They can never continue. The first report was a failed resume."""
+@pytest.mark.parametrize("is_down", [False, True])
+def test_the_exit_of_a_launcher_with_suspended_ranks_was_not_reported(tmp_path: Path, *, is_down: bool) -> None:
+    """They can never continue. The first report was a failed resume. The daemon may be down when the launcher ends."""
     out = tmp_path / "out"
     launched = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPTS / "ranks.py"), str(out)]
     with RunningDaemon(tmp_path) as daemon, ImageJob(tmp_path / "job", daemon.socket_path, script=launched) as job:
         pids = _pids(job, 2)
         _await_steps(job, out, 2, 1)
         op = job.operation("suspend", str(pids[0]))["id"]
+        if is_down:
+            daemon.stop(signal.SIGKILL)
         job.process.kill()
         job.process.wait(ENDS_WITHIN_S)
+        if is_down:
+            daemon.start()
+            while len(job.command("ps")["processes"]) < 2:  # whose agents have connected again
+                pause(COMMAND_MS)
         until = monotonic() + ENDS_WITHIN_S
         while "--drop" not in (told := job.command("jobs")["jobs"][0]["waits"]):
             assert monotonic() < until
