@@ -303,6 +303,9 @@ def is_enough(action: Action, stays_bytes: Mapping[str, int], snapshot: model.Sn
             return False
         left_bytes = room.now_bytes + room.freed_bytes.get(action.subject, size_bytes) - stays_bytes.get(gpu, 0)
         if left_bytes < needed_bytes:
+            text = "job %s frees its contexts too: it would leave %s of %s, and %s needs %s"
+            sizes = gigabytes(max(0, left_bytes)), gpu, action.beneficiary, gigabytes(needed_bytes)
+            logger.info(text, action.subject, *sizes)
             return False
     return True
 

@@ -2,9 +2,9 @@
 
     PYTHONPATH=.:client python3 -m tests.gpu.nccl_run --out FILE [--budget-s N] [--agent-only] [--gib N] [KIND...]
 
-Trainings of `training/ranked.py` (DDP and FSDP2) run under torchrun with hegmd's agent, each after an undisturbed run
-of the same training. They exchange their GPUs, are suspended and resumed, and every loss of both ranks has to equal
-the undisturbed one, bit for bit. A hegmd of its own does the moves.
+Trainings of `training/ranked.py` (DDP, FSDP2, tensor parallel, pipelines) run under torchrun with hegmd's agent, each
+after an undisturbed run of the same training. They exchange their GPUs, are suspended and resumed, and every loss of
+both ranks has to equal the undisturbed one, bit for bit. A hegmd of its own does the moves.
 
 With --agent-only there is none: this program parks both ranks, has their agents disconnect, calls the driver for both,
 and has them reconnect, which proves the agent and the driver without the daemon. FILE has all results as JSON after
@@ -65,6 +65,10 @@ KINDS = {
     "fsdp": ("fsdp",),
     "ddp-groups": ("ddp", "groups"),
     "ddp-device-id": ("ddp", "device-id", "groups"),
+    "ddp-evaluates": ("ddp", "evaluates", "both"),
+    "tensor": ("tensor", "groups"),
+    "pipeline": ("pipeline",),
+    "pipeline-fed": ("pipeline", "fed", "both"),
 }
 Result = dict[str, Any]
 
@@ -117,7 +121,7 @@ class RankedJob:
         self._errors = (folder / f"{name}.log").open("w+")
         self.process = subprocess.Popen(
             [*run, *launcher, *words],
-            env={**environ, "OMP_NUM_THREADS": "2"},
+            env={**environ, "OMP_NUM_THREADS": "2", **({"LD_PRELOAD": options.nccl} if options.nccl else {})},
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=self._errors,
@@ -457,6 +461,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--kills", default="", metavar="WHO", help="kill the daemon, helper or both in each phase")
     parser.add_argument("--images", action="store_true", help="into an image and back as well; takes CRIU")
+    parser.add_argument("--nccl", metavar="FILE", help="a libnccl.so.2 that the trainings use instead of PyTorch's")
     parser.add_argument("--rounds", type=int, default=4, help="so many exchanges of each kind")
     parser.add_argument("--reference-steps", type=int, default=REFERENCE_STEPS, help="steps of the undisturbed run")
     parser.add_argument("--steps-between", type=int, default=20, help="steps that are compared after each command")

@@ -1,8 +1,10 @@
 """Ranks that train on a GPU each and know nothing of hegm: ranked.py KIND STEPS GIB PATH [pace=S] [WORD...]
 
-KIND is ddp or fsdp. Each rank writes its process and then each loss, bit for bit, into PATH.RANK. With `device-id` NCCL
-connects its ranks at once; with `groups` the losses are summed in a group of their own; with `views` DDP keeps no
-second copy of the gradients. Without a GPU it is gloo.
+KIND is ddp, fsdp, tensor (tensor parallel) or pipeline. Each rank writes its process and then each loss, bit for bit,
+into PATH.RANK. With `device-id` NCCL connects its ranks at once; with `groups` the losses are summed in a group of
+their own; with `views` DDP keeps no second copy of the gradients; with `both` the backends are `cpu:gloo,cuda:nccl`.
+With `fed` only rank 0 has a loader; with `evaluates` it alone reads another loader after each third step. Without a
+GPU the backend is gloo.
 """
 
 import os
@@ -11,6 +13,10 @@ import sys
 
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 kind, steps, path = sys.argv[1], int(sys.argv[2]), sys.argv[4]
@@ -20,45 +26,93 @@ on_gpu = torch.cuda.is_available()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
 if on_gpu:
     torch.cuda.set_device(device)
-distributed.init_process_group("nccl" if on_gpu else "gloo", device_id=device if "device-id" in sys.argv else None)
-# Weights, gradients and two moments, of four bytes each; FSDP has each rank keep its share of them.
+backend = "nccl" if on_gpu else "gloo"
+if "both" in sys.argv:
+    backend = f"cpu:gloo,cuda:{backend}"
+distributed.init_process_group(backend, device_id=device if "device-id" in sys.argv else None)
+# Weights, gradients and two moments, of four bytes each; all but DDP have each rank keep its share of them.
 WIDE = 4096 if on_gpu else 64
-shares = ranks if kind == "fsdp" else 1
+shares = 1 if kind == "ddp" else ranks
 depth = max(2, int(float(sys.argv[3]) * (1 << 30) * shares) // (WIDE * WIDE * 16)) if on_gpu else 2
+if kind == "tensor":
+    depth |= 1  # with the last layer, a whole number of pairs
 torch.manual_seed(3)
-with device:
-    body = [module for _ in range(depth) for module in (torch.nn.Linear(WIDE, WIDE), torch.nn.ReLU())]
-    model = torch.nn.Sequential(*body, torch.nn.Linear(WIDE, 8))
-if kind == "ddp":
-    trained = torch.nn.parallel.DistributedDataParallel(
-        model, device_ids=[device.index] if on_gpu else None, gradient_as_bucket_view="views" in sys.argv
-    )
-else:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(device.type, (ranks,))
-    for layer in model:
-        if isinstance(layer, torch.nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    trained = fully_shard(model, mesh=mesh)
-optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-4)
+
+def built():
+    """The parameters, and what makes the gradients of one batch and returns its loss."""
+    mesh = None if kind == "ddp" else init_device_mesh(device.type, (ranks,))
+    if kind == "pipeline":
+        return in_stages(mesh)
+    with device:
+        body = [module for _ in range(depth) for module in (torch.nn.Linear(WIDE, WIDE), torch.nn.ReLU())]
+        model = torch.nn.Sequential(*body, torch.nn.Linear(WIDE, 8))
+    if kind == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(
+            model, device_ids=[device.index] if on_gpu else None, gradient_as_bucket_view="views" in sys.argv
+        )
+    elif kind == "tensor":
+        styles = (ColwiseParallel, RowwiseParallel)
+        plan = {str(2 * place): styles[place % 2]() for place in range(depth + 1)}
+        model = parallelize_module(model, mesh, plan)
+    else:
+        for layer in model:
+            if isinstance(layer, torch.nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        model = fully_shard(model, mesh=mesh)
+
+    def at_once(batch):
+        loss = model(batch).pow(2).mean()
+        loss.backward()
+        return loss.detach()
+
+    return model.parameters(), at_once
+
+
+def in_stages(mesh):
+    """Each rank has one of the stages, and a batch goes through them in four parts."""
+    with device:
+        blocks = [torch.nn.Linear(WIDE, WIDE) for _ in range(depth)]
+    own_blocks = torch.nn.Sequential(*blocks[rank * depth // ranks : (rank + 1) * depth // ranks])
+    stage = PipelineStage(own_blocks, rank, ranks, device, group=mesh.get_group())
+    schedule = ScheduleGPipe(stage, 4, loss_fn=torch.nn.functional.mse_loss)
+
+    def through_stages(batch):
+        losses = []
+        if rank == 0:
+            schedule.step(batch)
+        elif rank == ranks - 1:
+            schedule.step(target=batch, losses=losses)
+        else:
+            schedule.step()
+        return torch.stack(losses).mean().detach() if losses else torch.zeros((), device=device)
+
+    return own_blocks.parameters(), through_stages
+
+
+parameters, step = built()
+optimizer = torch.optim.AdamW(parameters, lr=1e-4)
 own = distributed.new_group(list(range(ranks))) if "groups" in sys.argv else None
-data = torch.randn(512, WIDE, generator=torch.Generator().manual_seed(100 + rank))
+# Ranks that share a tensor, or a batch by its stages, have the same batches.
+shard = rank if kind in ("ddp", "fsdp") else 0
+data = TensorDataset(torch.randn(512, WIDE, generator=torch.Generator().manual_seed(100 + shard)))
+loader = DataLoader(data, batch_size=16)
+if "fed" in sys.argv and rank:
+    loader = [(data.tensors[0][:16],)] * len(loader)
 done = 0
-with open(f"{path}.{rank}", "w") as said:
-    print(os.getpid(), file=said, flush=True)
+with open(f"{path}.{rank}", "w") as losses:
+    print(os.getpid(), file=losses, flush=True)
     while done < steps:
-        for (batch,) in DataLoader(TensorDataset(data), batch_size=16):
-            loss = trained(batch.to(device)).pow(2).mean()
+        for (batch,) in loader:
             optimizer.zero_grad()
-            loss.backward()
+            loss = step(batch.to(device)).clone()
             optimizer.step()
-            told = loss.detach().clone()
             if own is not None:
-                distributed.all_reduce(told, group=own)
-            print(float(told).hex(), file=said, flush=True)
+                distributed.all_reduce(loss, group=own)
+            print(float(loss).hex(), file=losses, flush=True)
             done += 1
+            if "evaluates" in sys.argv and rank == 0 and done % 3 == 0:
+                list(DataLoader(data, batch_size=128))
             select.select([], [], [], float(settings.get("pace", "0")))
             if done == steps:
                 break
