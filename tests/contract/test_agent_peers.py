@@ -113,7 +113,7 @@ def test_peer_access_is_refused_only_after_pytorch_requested_it_once(node: CudaN
     ("order", "why"),
     [("error cuCtxDisablePeerAccess 1 2 2", "cuCtxDisablePeerAccess"), ("error cuDeviceCanAccessPeer 999", "999")],
 )
-def test_where_the_second_pair_could_not_be_undone_the_first_stayed_without_access(
+def test_the_first_pair_stayed_without_access_if_the_second_could_not_be_undone(
     node: CudaNode, order: str, why: str
 ) -> None:
     """The job stayed where it was, and a kernel of its own that reads another GPU would have failed there."""

@@ -199,7 +199,7 @@ def test_a_failing_shut_down_does_not_keep_it_from_opening_again(amd: AmdProvide
     assert len(amd.snapshot().gpus) == 2
 
 
-def test_what_the_binding_cannot_take_apart_is_that_facts_failure(
+def test_a_reply_that_the_binding_cannot_parse_fails_that_fact_alone(
     make_amd: Make, scenario: Scenario, kernel: FakeSys
 ) -> None:
     scenario.gpus[0]["serial"] = "none of your business"  # the binding wants a number in hexadecimal

@@ -69,9 +69,7 @@ def own_rocm(tmp_path: Path) -> Path:
 
 
 @pytest.mark.thorough
-def test_a_library_that_is_missing_leaves_the_kernels_files(
-    own_rocm: Path, scenario: Scenario, kernel: FakeSys
-) -> None:
+def test_a_missing_library_leaves_the_kernels_files(own_rocm: Path, scenario: Scenario, kernel: FakeSys) -> None:
     snapshot, warnings = in_a_process(kernel, own_rocm, scenario)
     assert snapshot == [[None, [uuid(0), uuid(1)], None]] * 2
     assert warnings.count("the library of AMD SMI, libamd_smi.so, is not installed") == 1

@@ -127,7 +127,7 @@ async def test_the_process_s_own_copies_keep_the_contract(tmp_path: Path) -> Non
     pool.close()
 
 
-async def test_what_is_left_to_the_driver_keeps_the_contract() -> None:
+async def test_bytes_left_to_the_driver_keep_the_contract() -> None:
     subject = MigratedProcess("1", "1", 1, 1, gpu="gpu0", target_gpu="gpu1", previous_gpu=None)
     await check_carrier(DriverCarrier(), subject, size_bytes=0, too_many_bytes=0, made=lambda: 0)
 
@@ -161,7 +161,7 @@ class OverstatesOffloadedBytes(WorkerCarrier):
         (OverstatesOffloadedBytes, "by its word"),
     ],
 )
-async def test_a_promise_that_is_broken_is_found(tmp_path: Path, kind: type[WorkerCarrier], says: str) -> None:
+async def test_a_broken_promise_is_found(tmp_path: Path, kind: type[WorkerCarrier], says: str) -> None:
     workers, pool = Workers(start_ticks), pool_in(tmp_path)
     async with anyio.create_task_group() as tasks:
         await tasks.start(workers.run)

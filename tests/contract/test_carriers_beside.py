@@ -46,7 +46,7 @@ from tests.unit.moving_node import start_ticks
 
 
 @pytest.mark.thorough
-async def test_bytes_pass_through_video_memory_and_are_in_the_pool_when_the_checkpoint_is_over(moving: Moving) -> None:
+async def test_bytes_pass_through_gpu_staging_and_are_in_the_pool_after_the_checkpoint(moving: Moving) -> None:
     async with moving() as job:
         await job.take_out()
         assert job.marked()
@@ -238,7 +238,7 @@ async def test_staged_copies_of_another_daemon_are_not_read(moving: Moving) -> N
 
 
 @pytest.mark.thorough
-async def test_a_checkpoint_that_failed_has_the_storages_filled_from_what_passes(moving: Moving) -> None:
+async def test_a_failed_checkpoint_refills_the_storages_from_the_staging_copy(moving: Moving) -> None:
     async with moving() as job:
         await job.take_out()
         job.node.order("error cuMemcpyDtoHAsync_v2 1")
@@ -308,7 +308,7 @@ async def test_bytes_of_lost_video_memory_are_not_read_from_the_pool(moving: Mov
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("taken_mib", "passes"), [(5632, False), (3686, True)])
-async def test_bytes_go_straight_to_the_pool_and_back_where_there_is_no_room(
+async def test_bytes_go_directly_to_the_pool_and_back_without_gpu_staging_memory(
     moving: Moving, taken_mib: int, passes: bool
 ) -> None:
     """Two GiB are left to others; beside a restore, which asks for these by itself, as much again."""

@@ -109,7 +109,7 @@ async def test_a_job_was_stuck_for_ever_whose_storage_lay_in_memory_that_the_dri
 
 @pytest.mark.thorough
 @either
-async def test_a_storage_that_shares_memory_with_what_stays_goes_by_its_process_from_the_start(
+async def test_the_process_copies_a_storage_that_shares_memory_with_others_from_the_start(
     tmp_path: Path, owner: tuple[CudaNode, Owner], make: Callable[[Rig], Carrier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Issue 14, row 1: predicted, so nothing is tried that the driver would refuse."""
@@ -158,7 +158,7 @@ async def test_a_helper_that_fails_at_every_copy_left_a_suspended_job_where_it_w
 
 
 @pytest.mark.thorough
-async def test_bytes_that_are_in_video_memory_on_their_way_to_the_pool_come_to_it_for_the_process(
+async def test_bytes_in_gpu_staging_reach_the_pool_before_the_process_copies(
     tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Issue 14, row 1: a suspension that turned back; the process reaches the pool alone."""
@@ -173,7 +173,7 @@ async def test_bytes_that_are_in_video_memory_on_their_way_to_the_pool_come_to_i
 
 
 @pytest.mark.thorough
-async def test_bytes_go_through_a_small_window_if_the_pool_has_no_room(
+async def test_bytes_go_through_a_small_window_if_the_pool_is_full(
     tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Issue 14, row 1: the bytes are in video memory, and no host memory is left to stage them."""

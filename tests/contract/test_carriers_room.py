@@ -103,7 +103,7 @@ async def test_no_memory_is_freed_for_an_optional_copy(moving: Moving) -> None:
 
 
 @pytest.mark.thorough
-async def test_storages_that_cannot_be_made_have_the_room_of_what_went_ahead_of_them(moving: Moving) -> None:
+async def test_storages_get_the_memory_of_their_staging_copy_if_none_else_is_free(moving: Moving) -> None:
     """The job got the message that there is no room, while a copy of what is in the pool lay in it."""
     async with moving() as job:
         await job.suspend()

@@ -63,7 +63,7 @@ async def put_back(carrier: Carrier, subject: MigratedProcess) -> None:
 
 @pytest.mark.thorough
 @both
-async def test_it_keeps_the_contract_and_the_helper_may_be_killed_meanwhile(
+async def test_it_keeps_the_contract_also_if_the_helper_is_killed(
     tmp_path: Path, owner: tuple[CudaNode, Owner], make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with spread(tmp_path, owner, monkeypatch) as (rig, agent, subject):
@@ -161,7 +161,7 @@ async def test_a_share_that_has_grown_is_refused_by_its_gpu(
 
 
 @pytest.mark.thorough
-async def test_without_room_on_one_of_its_targets_none_is_taken_on_the_others(
+async def test_without_memory_on_one_target_nothing_is_reserved_on_the_others(
     tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with spread(tmp_path, owner, monkeypatch) as (rig, _, subject):

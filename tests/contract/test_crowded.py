@@ -28,7 +28,7 @@ def fill(owner: Owner) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", ["video", "host"])
-async def test_on_a_gpu_that_was_filled_after_arming_copies_have_streams_and_open_what_they_copy(
+async def test_on_a_gpu_filled_after_arming_copies_still_have_streams_and_open_memory(
     node: CudaNode, owner: Owner, watcher: Owner, tmp_path: Path, way: str
 ) -> None:
     """Streams were made for each copy, and nothing was there for the page tables of what is opened."""

@@ -66,7 +66,7 @@ BROKEN = {
 @pytest.mark.contract
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_row_fails_over_a_driver_that_breaks_it(name: str, folder: Path) -> None:
+def test_a_row_fails_on_a_driver_that_breaks_it(name: str, folder: Path) -> None:
     node = CudaNode.make(folder, gpu_bytes=4 * GIB)
     node.order(BROKEN[name])
     done = run_row(name, node)

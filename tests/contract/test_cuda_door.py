@@ -285,7 +285,7 @@ def test_memory_that_a_restore_needs_briefly_is_required_too(node: CudaNode) -> 
 
 
 @pytest.mark.thorough
-def test_processors_copy_words_and_what_is_left_of_one_or_lies_askew_goes_as_ever(node: CudaNode) -> None:
+def test_the_kernel_copies_whole_words_and_the_driver_copies_unaligned_rests(node: CudaNode) -> None:
     output = run(
         """
         import ctypes

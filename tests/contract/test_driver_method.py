@@ -96,7 +96,7 @@ async def test_with_plenty_free_other_processes_are_paused_too_during_the_handov
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", ["the operation is cut off", "the helper is killed"])
-async def test_a_restore_that_is_cut_off_keeps_neighbours_still_until_the_driver_is_done(
+async def test_an_interrupted_restore_keeps_other_processes_paused_until_the_driver_is_done(
     parts: Parts, gate: Path, how: str
 ) -> None:
     """Once they were let go at once, into a restore that was still taking its room."""
@@ -329,7 +329,7 @@ async def test_a_job_does_not_stay_parked_for_the_release_of_its_reservation_if_
 
 
 @pytest.mark.thorough
-async def test_the_room_of_a_job_that_trained_on_was_held_until_nvml_showed_it(parts: Parts) -> None:
+async def test_the_reservation_of_a_resumed_job_was_held_until_nvml_showed_its_memory(parts: Parts) -> None:
     async with rigged(parts) as rig:
         mine = replace(await _with_room_for_storages(rig), goes_on=True)
         held: list[bool] = []
@@ -394,7 +394,7 @@ async def test_storages_that_were_not_allocated_get_their_reservation_at_the_nex
 
 
 @pytest.mark.thorough
-async def test_a_neighbour_that_takes_all_it_can_meanwhile_costs_an_attempt_and_no_room(parts: Parts) -> None:
+async def test_a_greedy_neighbour_costs_an_attempt_but_no_reservation(parts: Parts) -> None:
     """The other process starts to allocate after the check, when it is no longer paused."""
     async with rigged(parts) as rig:
         mine = await _with_room_for_storages(rig)
@@ -413,7 +413,7 @@ async def test_a_neighbour_that_takes_all_it_can_meanwhile_costs_an_attempt_and_
 
 
 @pytest.mark.thorough
-async def test_a_process_that_has_grown_is_left_alone_until_that_is_written_down(parts: Parts) -> None:
+async def test_a_grown_process_is_left_alone_until_the_journal_has_its_size(parts: Parts) -> None:
     """Once it was taken off, and a daemon killed before its record brought it back where there was too little room."""
     async with rigged(parts) as rig:
         assert rig.moved.ask("alloc 64") == "allocated"

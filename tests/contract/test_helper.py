@@ -42,7 +42,7 @@ async def test_a_helper_without_a_driver_reports_it(tmp_path: Path) -> None:
         assert (await link.start())["gpus"] == 2, "the next attempt starts anew"
 
 
-async def test_a_process_goes_through_all_states_and_comes_back(node: CudaNode, owner: Owner) -> None:
+async def test_a_process_goes_through_all_states_and_returns(node: CudaNode, owner: Owner) -> None:
     swap = [node.uuids, node.uuids[::-1]]
     async with linked(node) as link:
 
@@ -122,7 +122,7 @@ async def test_memory_is_held_whole_or_not_at_all(node: CudaNode, watcher: Owner
         assert watcher.free_bytes() == before_bytes
 
 
-async def test_more_than_a_gpu_has_at_all_is_no_room_and_no_failure(node: CudaNode) -> None:
+async def test_a_reservation_larger_than_the_gpu_is_out_of_memory_and_no_failure(node: CudaNode) -> None:
     """Driver 580.159.04 answers cuMemCreate with 1, an invalid value, and not with 2 there."""
     node.order("error cuMemCreate 1")
     async with linked(node) as link:
@@ -184,7 +184,7 @@ async def test_bytes_go_to_host_memory_and_return(node: CudaNode, owner: Owner, 
             assert owner.ask("digest") == owner.digest
 
 
-async def test_more_bytes_than_the_ring_has_slots_for_go_to_host_memory_and_come_back(node: CudaNode) -> None:
+async def test_more_bytes_than_ring_slots_go_to_host_memory_and_return(node: CudaNode) -> None:
     """And small places beside large ones: they share a slot, and a slot is used again as soon as it is empty."""
     gpu, sizes_mib = node.uuids[0], (1, *[3] * 5, PACE.strands * 32 + 3, 1)
     size_bytes = sum(sizes_mib) * MIB
@@ -320,7 +320,7 @@ async def test_storages_that_share_an_allocation_open_it_once(node: CudaNode, ow
     assert len(node.calls("cuIpcOpenMemHandle_v2")) == len(node.calls("cuIpcCloseMemHandle")) == 1
 
 
-async def test_contexts_are_there_only_while_a_lane_uses_them(node: CudaNode, watcher: Owner) -> None:
+async def test_contexts_exist_only_while_a_copy_session_uses_them(node: CudaNode, watcher: Owner) -> None:
     here, there = node.uuids
     before_bytes = watcher.free_bytes()
     async with linked(node) as link:
@@ -359,7 +359,7 @@ async def test_a_lane_that_cannot_be_opened_leaves_no_context(node: CudaNode, wa
         await ask(link, "open", lane="7", gpus=node.uuids)
 
 
-async def test_two_lanes_copy_at_once_and_a_lane_is_closed_after_what_it_is_doing(
+async def test_two_copy_sessions_copy_at_once_and_close_after_their_copy(
     node: CudaNode, owner: Owner, tmp_path: Path
 ) -> None:
     fifo = tmp_path / "copying"

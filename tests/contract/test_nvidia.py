@@ -145,7 +145,7 @@ def test_chips_are_equal_only_where_a_process_image_fits(node: NvidiaNode, provi
     assert chips == {"nvidia-2335-hopper-sm90", "nvidia-2330-hopper-sm90"}
 
 
-def test_a_chip_that_is_half_known_equals_no_other(node: NvidiaNode, provider: NvidiaProvider) -> None:
+def test_a_partly_known_chip_equals_no_other(node: NvidiaNode, provider: NvidiaProvider) -> None:
     for facts in node.scenario.gpus:
         facts["compute_capability"] = None
     node.scenario.write()
@@ -289,7 +289,7 @@ def test_memory_that_the_driver_does_not_report_is_unknown_and_not_0(
     }
 
 
-def test_more_processes_than_there_was_room_for(node: NvidiaNode, provider: NvidiaProvider) -> None:
+def test_more_processes_than_the_buffer_holds(node: NvidiaNode, provider: NvidiaProvider) -> None:
     node.scenario.processes = [f"{i % 2} compute {100 + i} {i}" for i in range(2000)]
     node.scenario.write()
     assert shares(provider) == {(100 + i, uuid(i % 2)): (i, "compute") for i in range(2000)}

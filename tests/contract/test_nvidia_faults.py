@@ -261,7 +261,7 @@ def test_a_gpu_that_does_not_answer_is_unknown_and_stays(
 
 
 @pytest.mark.parametrize("function", ["nvmlDeviceGetMemoryInfo_v2@0", "nvmlDeviceGetCount_v2", "nvmlEventSetWait_v2"])
-def test_a_hanging_call_is_left_alone_and_comes_back(node: NvidiaNode, provider: NvidiaProvider, function: str) -> None:
+def test_a_hanging_call_is_left_alone_and_returns(node: NvidiaNode, provider: NvidiaProvider, function: str) -> None:
     healthy = provider.snapshot()
     fifo = node.folder / "fifo"
     os.mkfifo(fifo)

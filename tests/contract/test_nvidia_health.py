@@ -115,7 +115,7 @@ def test_xids_are_remembered_when_the_library_is_opened_again(node: NvidiaNode, 
     assert (before.state, before.last_xid) == ("failed", 48)
 
 
-def test_a_lost_gpu_does_not_drown_what_the_others_report(node: NvidiaNode, provider: NvidiaProvider) -> None:
+def test_a_lost_gpu_does_not_hide_the_reports_of_others(node: NvidiaNode, provider: NvidiaProvider) -> None:
     """With a lost GPU in the event set every wait fails at once, so that it has to leave the set."""
     node.scenario.order("lost_after 0 0", "xid 1 1 79")
     for _ in range(2):

@@ -83,7 +83,7 @@ def test_a_library_of_driver_470_reports_the_same(tmp_path: Path, make_nvidia_no
     }
 
 
-def test_the_newest_process_lists_are_asked_where_there_are_two(node: NvidiaNode, provider: NvidiaProvider) -> None:
+def test_the_newest_of_two_process_lists_is_read(node: NvidiaNode, provider: NvidiaProvider) -> None:
     provider.snapshot()
     assert set(PROCESS_LISTS_V3) <= calls(node)
     assert not set(PROCESS_LISTS_V2) & calls(node)
@@ -166,9 +166,7 @@ def test_opening_again_neither_loads_the_library_again_nor_leaves_anything_open(
 
 
 @pytest.mark.thorough
-def test_a_library_that_was_replaced_on_disk_is_the_one_that_is_loaded_next(
-    node: NvidiaNode, provider: NvidiaProvider
-) -> None:
+def test_a_library_replaced_on_disk_is_loaded_next(node: NvidiaNode, provider: NvidiaProvider) -> None:
     provider.snapshot()
     assert not set(PROCESS_LISTS_V2) & calls(node)
     build_stub("nvml", node.folder, hide=PROCESS_LISTS_V3)  # under the same name
@@ -233,7 +231,7 @@ def test_the_library_is_initialised_again_only_when_gpus_came_or_went(
     assert node.scenario.log.read_text().split().count("nvmlInitWithFlags") == 2
 
 
-def test_fixed_facts_are_asked_once_and_the_others_each_time(node: NvidiaNode, provider: NvidiaProvider) -> None:
+def test_fixed_facts_are_read_once_and_the_others_each_time(node: NvidiaNode, provider: NvidiaProvider) -> None:
     provider.snapshot()
     assert node.scenario.log is not None
     node.scenario.log.write_text("")

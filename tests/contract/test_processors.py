@@ -20,9 +20,7 @@ from tests.stubs.cuda.node import CudaNode
         "error cuLaunchKernel 701",
     ],
 )
-async def test_what_counts_as_another_gpus_is_copied_within_one_by_its_processors(
-    node: CudaNode, owner: Owner, order: str
-) -> None:
+async def test_the_kernel_copies_within_one_gpu_that_counts_as_two(node: CudaNode, owner: Owner, order: str) -> None:
     """The copy engines had it at a quarter of the speed; and still have it where the driver takes or runs none."""
     here, there = node.uuids
     async with linked(node) as link:

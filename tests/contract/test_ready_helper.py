@@ -37,7 +37,7 @@ async def test_a_started_helper_makes_no_context_and_is_started_again(node: Cuda
         assert link.pid not in (None, first)
 
 
-async def test_contexts_and_the_ring_are_there_before_a_copy_wants_them(node: CudaNode) -> None:
+async def test_contexts_and_the_ring_exist_before_the_first_copy(node: CudaNode) -> None:
     gpus = [node.uuids[0]]
     async with linked(node) as link:
         ready = ReadyHelper(link, CONTEXTS, lambda: gpus)

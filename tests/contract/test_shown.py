@@ -505,14 +505,14 @@ CASES: dict[str, Callable[[Path], None]] = {
         ([1 << 30, 8 * MIB, 384], 1046),
     ],
 )
-def test_what_the_allocator_takes_for_storages(sizes: list[int], taken_mib: int) -> None:
+def test_memory_that_the_allocator_takes_for_storages(sizes: list[int], taken_mib: int) -> None:
     """Room for 1,032.2 MiB of storages was held, and the 1,046 that PyTorch takes for them were a hoarder's by then."""
     assert cuda_state.padding_bytes(sizes) + sum(sizes) == taken_mib * MIB
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_shown(case: str, tmp_path: Path) -> None:
+def test_exported_storages(case: str, tmp_path: Path) -> None:
     node = CudaNode.make(tmp_path / "node")
     environ = {**os.environ, **node.environment(), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/stubs/framework'}"}
     words = [sys.executable, "-m", "tests.contract.test_shown", case, str(node.state)]

@@ -170,7 +170,7 @@ def test_no_sequence_of_holds_over_commits_or_loses_a_byte(
         assert shown_gpu.memory_used_bytes == used_bytes <= 8
 
 
-def test_a_lost_gpu_is_still_listed_and_knows_nothing_but_itself() -> None:
+def test_a_lost_gpu_is_still_listed_with_its_identity_alone() -> None:
     provider = opened()
     provider.hold("c", 71, "gpu1", GIB)
     assert provider.set_fault("gpu1", "lost") == {"gpu1": "lost"}

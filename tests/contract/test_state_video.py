@@ -278,7 +278,7 @@ def test_a_state_in_video_memory(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.wide
 @pytest.mark.thorough
-def test_the_program_that_compares_the_ways_of_a_state_runs(tmp_path: Path) -> None:
+def test_the_program_that_compares_copies_of_a_state_runs(tmp_path: Path) -> None:
     """It is run where a machine with a GPU is lent, which is no time to find out."""
     node = CudaNode.make(tmp_path / "node")
     environ = {**os.environ, **node.environment(), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/stubs/framework'}"}

@@ -49,7 +49,7 @@ def pool():  # type: ignore[no-untyped-def] # a generator of descriptors
     os.close(fd)
 
 
-def test_real_memory_falls_by_what_goes_out_and_comes_back(socket_path: Path, pool: int) -> None:
+def test_real_memory_falls_with_an_offload_and_returns_with_a_reload(socket_path: Path, pool: int) -> None:
     more = {"HEGM_TEST_FLOATS": str(24 * MIB)}
     with ScriptedDaemon(socket_path) as daemon, Training([SLEEPER], socket_path, **more) as training:
         agent = daemon.attended()
@@ -74,7 +74,7 @@ def test_a_request_without_a_boundary_is_withdrawn_without_a_trace(socket_path: 
         assert training.result()[1] == undisturbed([PLAIN])
 
 
-def test_a_withdrawn_park_and_orders_out_of_turn_are_refused_in_words(socket_path: Path, pool: int) -> None:
+def test_a_withdrawn_park_and_orders_out_of_turn_are_refused_with_a_message(socket_path: Path, pool: int) -> None:
     with ScriptedDaemon(socket_path) as daemon, Training([SLEEPER], socket_path):
         agent = daemon.attended()
         for do, word in (
@@ -226,7 +226,7 @@ def test_a_suspended_job_stays_suspended_without_a_daemon(socket_path: Path, poo
     assert output == undisturbed([PLAIN])
 
 
-def test_what_it_has_entrusted_it_holds_no_descriptor_of_and_takes_from_another(socket_path: Path, pool: int) -> None:
+def test_the_agent_keeps_no_descriptor_of_entrusted_memory_and_accepts_another(socket_path: Path, pool: int) -> None:
     def has_descriptor() -> bool:
         folder = Path(f"/proc/{training.process.pid}/fd")
         return any("memfd:pool" in os.readlink(link) for link in folder.iterdir())
@@ -296,7 +296,7 @@ def test_a_dead_agents_thread_let_the_job_train_with_empty_storages(socket_path:
     assert output == undisturbed([script], **where)
 
 
-def test_an_interrupt_while_its_bytes_are_out_brings_them_back_first(socket_path: Path, pool: int) -> None:
+def test_an_interrupt_after_an_offload_reloads_the_bytes_first(socket_path: Path, pool: int) -> None:
     with ScriptedDaemon(socket_path) as daemon, Training([PLAIN], socket_path) as training:
         agent = daemon.attended()
         _out(agent, pool)
@@ -363,7 +363,7 @@ for batch in DataLoader(range(100_000)):
 """
 
 
-def test_a_checkpoint_that_is_saved_on_sigterm_while_out_has_the_weights_in_it(
+def test_a_checkpoint_saved_on_sigterm_after_an_offload_has_the_weights(
     socket_path: Path, tmp_path: Path, pool: int
 ) -> None:
     """As schedulers end jobs: the handler runs with everything back, and the exit status is the script's own."""

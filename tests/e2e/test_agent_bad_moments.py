@@ -107,9 +107,7 @@ while not os.path.exists(sys.argv[2]):
 """
 
 
-def test_a_signal_to_a_child_that_was_forked_while_parked_brought_its_parent_back(
-    socket_path: Path, tmp_path: Path
-) -> None:
+def test_a_signal_to_a_child_forked_while_parked_resumed_its_parent(socket_path: Path, tmp_path: Path) -> None:
     """The child had inherited the descriptor that tells the agent of signals.
 
     A server of the standard library forks it, because the agent stops the script's own threads while it is parked. The
@@ -151,7 +149,7 @@ while not os.path.exists(stop):
 """
 
 
-def test_what_a_watchdog_raises_in_the_training_thread_is_caught_where_it_would_be(
+def test_an_exception_of_a_watchdog_is_caught_at_the_same_place_as_without_the_agent(
     socket_path: Path, tmp_path: Path
 ) -> None:
     """The watchdog wakes while the training is parked, is stopped there, and raises when the training runs again."""

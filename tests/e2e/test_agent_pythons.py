@@ -308,7 +308,7 @@ print(gc.isenabled())
 
 
 @pytest.mark.parametrize("name", [Path(sys.executable).name, *OTHERS])
-def test_threads_of_any_python_end_while_others_are_looked_at(name: str) -> None:
+def test_threads_of_any_python_end_while_the_agent_reads_others(name: str) -> None:
     """Seen with 3.11, killed by SIGSEGV: a frame of a thread that continued during a collection."""
     python = sys.executable if name == Path(sys.executable).name else find_python(name)
     ran = subprocess.run([python, "-c", CHURN, str(ROOT)], capture_output=True, text=True, check=False)

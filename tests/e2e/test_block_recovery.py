@@ -92,7 +92,7 @@ def test_ranks_that_fail_one_after_the_other_continue_with_the_losses_of_the_und
     assert len(events) == recoveries, errors
 
 
-def test_an_end_that_is_wanted_and_a_fault_that_comes_again_end_all_ranks(daemon: RunningDaemon) -> None:
+def test_a_requested_end_and_a_repeated_fault_end_all_ranks(daemon: RunningDaemon) -> None:
     ends = _started(daemon, 2, "rank=1,step=4,kind=exit")
     again = _started(daemon, 2, ";".join(f"rank=1,step=4,kind=exception,generation={one}" for one in range(1, 9)))
     _, errors = ends.communicate(timeout=ENDS_WITHIN_S)

@@ -125,7 +125,7 @@ def _planned(connection: Connection, pid: int) -> protocol.Plan:
         ],
     ),
 )
-def test_a_helper_that_is_killed_while_it_carries_costs_no_byte(
+def test_a_helper_killed_during_a_copy_costs_no_byte(
     node: DrivenNode, tmp_path: Path, stage: str, carrier: str
 ) -> None:
     _interrupted(node, tmp_path, stage, carrier, lambda: helper_of(node).kill())
@@ -158,7 +158,7 @@ def _interrupted(node: DrivenNode, tmp_path: Path, stage: str, carrier: str, int
         [("export", "peer"), ("free", "host"), ("make", "peer"), ("make", "host"), ("filled", "host")],
     ),
 )
-def test_an_agent_that_cannot_is_left_where_it_was_or_brought_back(node: DrivenNode, order: str, carrier: str) -> None:
+def test_a_job_whose_agent_fails_stays_or_is_rolled_back(node: DrivenNode, order: str, carrier: str) -> None:
     with node.agented(0) as program, node.connect() as connection:
         watched = Watched(program)
         program.tell(f"refuse {order}")
@@ -174,7 +174,7 @@ def test_an_agent_that_cannot_is_left_where_it_was_or_brought_back(node: DrivenN
         only_its_own(node, watched)
 
 
-def test_storages_are_made_in_rounds_where_there_is_not_room_for_them_and_their_copies(tmp_path: Path) -> None:
+def test_storages_are_allocated_in_rounds_if_they_and_their_copies_do_not_fit(tmp_path: Path) -> None:
     with DrivenNode(tmp_path, gpu_bytes=7 * GIB // 2) as node, node.agented(0, 400, 400, 400) as program:
         watched = Watched(program)
         with node.connect() as connection:
@@ -230,7 +230,7 @@ def test_a_program_that_keeps_taking_all_memory_does_not_get_the_storages_reserv
         watched.is_whole()
 
 
-def test_a_job_without_room_for_its_storages_reports_it_and_resumes_once_there_is_room(
+def test_a_job_without_memory_for_its_storages_reports_it_and_resumes_once_there_is_enough(
     node: DrivenNode, tmp_path: Path
 ) -> None:
     """On two H200 the job stayed suspended with its bytes until an operator resumed it.
@@ -262,7 +262,7 @@ def test_a_job_without_room_for_its_storages_reports_it_and_resumes_once_there_i
         only_its_own(node, watched)
 
 
-def test_a_neighbour_that_takes_all_it_can_where_storages_are_made_beside_their_room_gets_none_of_it(
+def test_a_greedy_neighbour_gets_no_reserved_memory_while_storages_are_allocated(
     node: DrivenNode, tmp_path: Path
 ) -> None:
     """The other program cannot be paused and is quicker than the agent. The next attempt has the reservation, and does
@@ -283,9 +283,7 @@ def test_a_neighbour_that_takes_all_it_can_where_storages_are_made_beside_their_
         watched.is_whole()
 
 
-def test_a_job_whose_way_back_was_taken_while_its_storages_were_free_waits_with_all_its_bytes(
-    node: DrivenNode, tmp_path: Path
-) -> None:
+def test_a_job_whose_former_memory_was_taken_waits_with_all_its_bytes(node: DrivenNode, tmp_path: Path) -> None:
     """Between the moment in which they are freed and that in which room is kept, others take all there is; the way on
     is closed as well."""
     gate = tmp_path / "gate"

@@ -92,7 +92,7 @@ def test_a_job_left_running_continues_and_its_image_resumes_at_the_same_step(
         assert job.output() == expected
 
 
-def test_it_comes_back_in_a_fresh_pid_namespace_under_another_daemon(
+def test_it_is_restored_in_a_fresh_pid_namespace_under_another_daemon(
     daemon: RunningDaemon, tmp_path: Path, expected: list[str]
 ) -> None:
     """As on another node: its process numbers are free there, and the socket and the state are others."""
@@ -361,7 +361,7 @@ def test_a_daemon_killed_within_a_restore_leaves_a_job_or_only_the_image(
         assert job.output() == expected
 
 
-def test_a_writer_that_is_killed_sends_the_job_back(daemon: RunningDaemon, tmp_path: Path, expected: list[str]) -> None:
+def test_a_killed_writer_makes_the_job_resume(daemon: RunningDaemon, tmp_path: Path, expected: list[str]) -> None:
     image = tmp_path / "image"
     with ImageJob(tmp_path / "job", daemon.socket_path) as job:
         job.await_steps(20)

@@ -156,7 +156,7 @@ def test_a_process_that_holds_memory_is_listed_with_its_command_until_it_frees_i
     assert hegmctl("ps", str(pid), socket=daemon.socket_path).returncode == 5
 
 
-def test_memory_that_is_not_there_is_refused_with_the_numbers(daemon: RunningDaemon) -> None:
+def test_missing_memory_is_refused_with_the_numbers(daemon: RunningDaemon) -> None:
     with Holder(daemon, "gpu0", "6GiB"):
         ran = hegmctl("simulate", "hold", "gpu0", "4GiB", "--", "true", socket=daemon.socket_path)
         assert ran.returncode == 6
@@ -190,7 +190,7 @@ def test_a_hanging_library_makes_the_answer_old_and_marks_it(daemon: RunningDaem
     eventually(lambda: answer(daemon, "gpus"), lambda reply: reply["vendors"][0]["state"] == "ok")
 
 
-def test_the_doctor_asks_the_daemon(daemon: RunningDaemon) -> None:
+def test_the_doctor_queries_the_daemon(daemon: RunningDaemon) -> None:
     ran = hegmctl("doctor", "--json", socket=daemon.socket_path)
     document = json.loads(ran.stdout)
     checks = document["checks"]
@@ -203,7 +203,7 @@ def test_the_doctor_asks_the_daemon(daemon: RunningDaemon) -> None:
     assert last.startswith(f"{document['ok']} ok, ")
 
 
-def test_without_a_daemon_the_doctor_looks_for_itself(socket_path: Path) -> None:
+def test_without_a_daemon_the_doctor_checks_the_node_itself(socket_path: Path) -> None:
     ran = hegmctl("doctor", "--json", socket=socket_path)
     document = json.loads(ran.stdout)
     assert ran.returncode == 15

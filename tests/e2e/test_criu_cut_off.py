@@ -84,7 +84,7 @@ def test_a_job_continues_when_the_daemon_is_killed_during_its_dump(lines: int, t
         assert busy.line() == "goes on"
 
 
-async def test_a_dump_that_is_cancelled_is_finished_first(tmp_path: Path) -> None:
+async def test_a_cancelled_dump_is_finished_first(tmp_path: Path) -> None:
     criu = criu_or_skip()
     with job(python(BUSY)) as busy, directory(tmp_path / "image") as images:
         assert busy.line() == "ready"
@@ -100,7 +100,7 @@ async def test_a_dump_that_is_cancelled_is_finished_first(tmp_path: Path) -> Non
         assert busy.line() == "goes on"
 
 
-async def test_a_restore_that_is_cancelled_leaves_nothing_of_the_job(tmp_path: Path) -> None:
+async def test_a_cancelled_restore_leaves_nothing_of_the_job(tmp_path: Path) -> None:
     """CRIU, killed at once, left a file in place of a deleted one, and no later restore succeeded."""
     criu = criu_or_skip()
     with job(python(BUSY)) as busy, directory(tmp_path / "image") as images:
@@ -125,9 +125,7 @@ async def test_a_restore_that_is_cancelled_leaves_nothing_of_the_job(tmp_path: P
             assert reader.readline() == "goes on\n"
 
 
-async def test_criu_that_is_killed_in_a_restore_leaves_nothing_of_the_job_and_an_image_that_restores(
-    tmp_path: Path,
-) -> None:
+async def test_criu_killed_in_a_restore_leaves_no_process_and_an_image_that_restores(tmp_path: Path) -> None:
     """It left a file in place of a deleted one, which made the next restore fail."""
     criu = criu_or_skip()
     with job(python(BUSY)) as busy, directory(tmp_path / "image") as images:

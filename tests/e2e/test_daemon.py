@@ -49,7 +49,7 @@ class StartedDaemon(RunningDaemon):
     forks = False
 
 
-def test_it_answers_and_goes_without_leaving_its_socket(socket_dir: Path) -> None:
+def test_it_answers_and_exits_without_leaving_its_socket(socket_dir: Path) -> None:
     with StartedDaemon(socket_dir) as daemon:
         with connect(str(daemon.socket_path)) as hegmd:
             assert hegmd.welcome.simulated

@@ -111,7 +111,7 @@ def test_a_kill_within_a_step_of_the_driver_loses_no_rank(tmp_path: Path, step: 
         assert places == ([["gpu1"], ["gpu0"]] if op.phase == "done" else [["gpu0"], ["gpu1"]])
 
 
-def test_a_rank_that_is_killed_within_its_checkpoint_leaves_nothing_held(tmp_path: Path) -> None:
+def test_a_rank_killed_in_its_checkpoint_leaves_nothing_reserved(tmp_path: Path) -> None:
     with two_ranks(tmp_path) as (node, ranks):
         with held_in("step:checkpoint", node, ranks, tmp_path):
             ranks[1].program.process.kill()

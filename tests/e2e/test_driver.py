@@ -82,7 +82,7 @@ def test_every_gpu_of_the_driver_is_in_the_map(tmp_path: Path) -> None:
     "stage",
     telling(((stage,) for stage in STAGES), [(stage,) for stage in ("cuMemCreate", "step:lock", RESTORE, UNLOCK)]),
 )
-def test_a_helper_that_is_killed_anywhere_costs_no_job(node: DrivenNode, tmp_path: Path, stage: str) -> None:
+def test_a_helper_killed_at_any_call_costs_no_job(node: DrivenNode, tmp_path: Path, stage: str) -> None:
     _interrupted(node, tmp_path, stage, lambda: helper_of(node).kill())
 
 
@@ -119,9 +119,7 @@ def _interrupted(
 @pytest.mark.parametrize(
     "stage", telling(zip(STAGES[:5], strict=False), [("cuMemCreate",), ("step:lock",), ("step:checkpoint",)])
 )
-def test_a_move_that_is_cancelled_before_it_is_off_its_gpu_has_not_happened(
-    node: DrivenNode, tmp_path: Path, stage: str
-) -> None:
+def test_a_move_cancelled_before_the_checkpoint_changes_nothing(node: DrivenNode, tmp_path: Path, stage: str) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     with node.program(0) as program, node.connect() as connection:
@@ -150,7 +148,7 @@ def test_kernels_that_do_not_end_are_waited_for_and_then_left_alone(node: Driven
         only_its_own(node, watched)
 
 
-def test_a_process_that_has_grown_since_it_was_planned_for_takes_more_room_or_stays(tmp_path: Path) -> None:
+def test_a_process_that_grew_after_the_plan_gets_more_memory_or_stays(tmp_path: Path) -> None:
     with DrivenNode(tmp_path, gpu_bytes=2 * GIB) as node, node.program(0) as program, node.program(1, 700) as other:
         watched, neighbour = Watched(program), Watched(other)
         gate = tmp_path / "gate"
@@ -207,7 +205,7 @@ def test_a_job_without_gpu_memory_stays_off_its_gpu_until_memory_is_free(tmp_pat
         only_its_own(node, watched)
 
 
-def test_a_process_that_is_stopped_by_a_signal_is_refused_before_the_driver_waits_for_it(node: DrivenNode) -> None:
+def test_a_process_stopped_by_a_signal_is_refused_before_the_driver_waits_for_it(node: DrivenNode) -> None:
     with node.program(0) as program, node.connect() as connection:
         watched = Watched(program)
         os.kill(watched.pid, signal.SIGSTOP)
@@ -272,7 +270,7 @@ def _next_step(connection: Connection) -> str:
     raise AssertionError("it waits for nothing")
 
 
-def test_a_suspended_process_that_is_killed_leaves_nothing_behind(node: DrivenNode) -> None:
+def test_a_killed_suspended_process_leaves_nothing_behind(node: DrivenNode) -> None:
     with node.program(0) as program, node.connect() as connection:
         connection.suspend(program.pid)
         program.process.kill()

@@ -79,7 +79,7 @@ def _end(job: Job, op_id: str) -> str:
 
 
 @pytest.mark.parametrize("phase", quick_first(("reconnecting", "disconnecting"), 1))
-def test_a_daemon_that_is_killed_while_ranks_disconnect_or_reconnect_loses_nothing(tmp_path: Path, phase: str) -> None:
+def test_a_daemon_killed_while_ranks_disconnect_or_reconnect_loses_nothing(tmp_path: Path, phase: str) -> None:
     losses = tmp_path / "moved"
     argv = ["-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT, str(losses), "-1", HALTS[phase]]
     with RunningDaemon(tmp_path) as daemon, Job(daemon, argv, "--gpu", "gpu0") as job:
@@ -97,9 +97,7 @@ def test_a_daemon_that_is_killed_while_ranks_disconnect_or_reconnect_loses_nothi
 
 
 @pytest.mark.parametrize("phase", quick_first(("disconnecting", "reconnecting"), 1))
-def test_a_rank_that_is_killed_while_ranks_disconnect_or_reconnect_leaves_nothing_behind(
-    tmp_path: Path, phase: str
-) -> None:
+def test_a_rank_killed_while_ranks_disconnect_or_reconnect_leaves_nothing_behind(tmp_path: Path, phase: str) -> None:
     losses = tmp_path / "moved"
     argv = ["-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT, str(losses), "-1", HALTS[phase]]
     with RunningDaemon(tmp_path) as daemon, Job(daemon, argv, "--gpu", "gpu0") as job:

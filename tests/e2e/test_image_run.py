@@ -21,7 +21,7 @@ def run(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.wide
-def test_jobs_go_through_images_onto_the_other_gpu_and_what_was_done_is_not_done_again(tmp_path: Path) -> None:
+def test_jobs_go_through_images_onto_the_other_gpu_and_finished_cases_are_not_repeated(tmp_path: Path) -> None:
     """The driver checkpoints; we or CRIU carry the video memory; another job has the GPU meanwhile."""
     skip_without(SHARED_MEMORY, 768 * MIB)
     state = tmp_path / "state"

@@ -42,7 +42,7 @@ def test_the_rows_of_the_contract_continue_where_they_were_cut_and_failed_ones_r
     assert (held.returncode, f"ok       {ROW}" in held.stdout) == (0, False), held.stdout
 
 
-def test_words_for_a_part_that_is_not_there_are_refused(tmp_path: Path) -> None:
+def test_arguments_for_an_unknown_part_are_refused(tmp_path: Path) -> None:
     ran = rehearse("in_turn", tmp_path / "node", "bench", "--", "driver", ROW)
     assert ran.returncode == 2
     assert "there are rows, images, restart, moves, inventory" in ran.stderr

@@ -38,7 +38,7 @@ def _job(node: DrivenNode, run: str) -> DrivenProgram:
 
 
 @pytest.mark.parametrize("context_mib", quick_first([900, 300, 600], 1, most=1))
-def test_jobs_take_turns_and_make_room_whatever_their_contexts_take(tmp_path: Path, context_mib: int) -> None:
+def test_jobs_take_turns_and_make_room_with_contexts_of_any_size(tmp_path: Path, context_mib: int) -> None:
     gpu_mib, job_mib = 8192, sum(SIZES_MIB)
     with _node(tmp_path, context_mib, gpu_mib) as node, _job(node, "a") as one, _job(node, "b") as other:
         jobs = [Watched(program) for program in (one, other)]

@@ -100,7 +100,7 @@ def test_memory_is_free_in_a_block_and_back_after_it_also_if_the_block_raised(jo
     assert job.steps() == undisturbed_steps(*SCRIPT)
 
 
-def test_the_job_comes_back_from_a_block_in_which_its_daemon_died_with_the_next_daemon_and_with_none(
+def test_the_job_resumes_from_a_block_in_which_its_daemon_died_with_the_next_daemon_and_with_none(
     job: LendingJob,
 ) -> None:
     assert job.value_of("first") == "0", job.errors()

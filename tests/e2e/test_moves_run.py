@@ -47,7 +47,7 @@ def test_concurrent_jobs_whose_output_differs_from_the_undisturbed_run_fail_thei
 
 
 @pytest.mark.wide
-def test_the_benchmark_measures_each_way_and_continues_where_it_was_cut(tmp_path: Path) -> None:
+def test_the_benchmark_measures_each_carrier_and_continues_where_it_was_cut(tmp_path: Path) -> None:
     state = tmp_path / "state"
     words = ["--sizes", "2", "--repeat", "1", "--state", str(state)]
     cut = run(tmp_path / "cut", *words, "--budget-s", "1", "peer", program="bench_moves")
@@ -82,7 +82,7 @@ def test_a_suspend_that_keeps_contexts_frees_the_rest_and_every_loss_is_the_same
 
 
 @pytest.mark.wide
-def test_kept_contexts_survive_a_daemon_that_is_killed_and_slices(tmp_path: Path) -> None:
+def test_kept_contexts_survive_a_killed_daemon_and_slices(tmp_path: Path) -> None:
     state = tmp_path / "state"
     stages = ("offloading", "checkpointing", "suspended", "reloading")
     cases = ["keep-context-plain", "keep-context-expandable", *(f"daemon-keep-context-{stage}" for stage in stages)]

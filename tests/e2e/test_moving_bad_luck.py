@@ -54,7 +54,7 @@ def test_bad_requests_are_refused_with_a_next_step_and_the_job_trains_on(socket_
         assert job.steps() == undisturbed_steps(*TRAINING)
 
 
-def test_a_gpu_without_room_is_refused_and_taken_once_there_is_room(socket_dir: Path, tmp_path: Path) -> None:
+def test_a_full_gpu_is_refused_and_accepted_once_it_has_memory(socket_dir: Path, tmp_path: Path) -> None:
     with RunningDaemon(socket_dir) as daemon, BareJob(TRAINING, daemon, tmp_path) as job:
         pid = job.process.pid
         job.read_steps(2)
@@ -166,7 +166,7 @@ def test_a_process_that_execs_during_an_order_to_stop_is_left_alone(
         assert [line for line in job.steps() if not line.startswith("step first")] == undisturbed_steps(*TRAINING)
 
 
-def test_a_process_that_is_killed_while_suspended_leaves_nothing_behind(socket_dir: Path, tmp_path: Path) -> None:
+def test_a_process_killed_while_suspended_leaves_nothing_behind(socket_dir: Path, tmp_path: Path) -> None:
     with RunningDaemon(socket_dir) as daemon, BareJob(TRAINING, daemon, tmp_path) as job:
         pid = job.process.pid
         job.read_steps(3)

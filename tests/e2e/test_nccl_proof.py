@@ -34,7 +34,7 @@ def doctor(daemon: RunningDaemon, *words: str, status: int) -> dict[str, Any]:
     return reply
 
 
-def test_a_combination_is_proven_once_and_known_from_then_on(tmp_path: Path) -> None:
+def test_a_combination_is_proven_once_and_then_known(tmp_path: Path) -> None:
     """Issue 16, outcome 4."""
     need_torch()
     with RunningDaemon(tmp_path) as daemon:

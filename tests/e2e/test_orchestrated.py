@@ -31,7 +31,7 @@ def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
         yield running
 
 
-def test_a_job_is_stopped_taken_off_handed_over_and_restored_in_steps_with_every_loss_the_same(
+def test_a_job_is_quiesced_suspended_dumped_and_restored_in_steps_with_every_loss_the_same(
     daemon: RunningDaemon, tmp_path: Path
 ) -> None:
     expected = losses_alone(tmp_path / "alone")

@@ -109,7 +109,7 @@ for epoch in range(4):
 
 
 @pytest.mark.parametrize("form", telling(((form,) for form in FORMS), [(form,) for form in ALONE]))
-def test_a_loop_over_resumable_was_entered_in_another_way(restarts: Restarts, tmp_path: Path, form: str) -> None:
+def test_a_loop_over_resumable_was_entered_differently(restarts: Restarts, tmp_path: Path, form: str) -> None:
     """Issue 14, row 6: no form came back; `enumerate` in its place did."""
     if form == "under-a-bar":
         pytest.importorskip("tqdm", reason="`pip install -e '.[frameworks]'` installs it")
@@ -121,9 +121,7 @@ def test_a_loop_over_resumable_was_entered_in_another_way(restarts: Restarts, tm
     assert output.splitlines() == restarts.undisturbed(str(script)).splitlines()
 
 
-def test_a_pass_with_workers_that_was_over_was_made_again_in_place_of_the_next(
-    restarts: Restarts, tmp_path: Path
-) -> None:
+def test_a_finished_pass_with_workers_was_repeated_in_place_of_the_next(restarts: Restarts, tmp_path: Path) -> None:
     """An epoch was skipped, silently. A bar around the loader and a snapshot in the pass kept its iterator."""
     script = tmp_path / "train.py"
     script.write_text(BEGINNING.format(imported="", shuffled=True) + WITH_WORKERS)

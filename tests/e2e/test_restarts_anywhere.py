@@ -78,7 +78,7 @@ def _compared(output: str) -> list[str]:
     ],
     ids=lambda value: value.stem if isinstance(value, Path) else "" if value == SEED else "again",
 )
-def test_nothing_that_is_computed_differs(restarts: Restarts, tmp_path: Path, script: Path, seed: int) -> None:
+def test_no_computed_value_differs(restarts: Restarts, tmp_path: Path, script: Path, seed: int) -> None:
     argv = (str(script), str(tmp_path))
     output, record = restarts.computed(*argv, is_recorded=True)
     kinds = restarts.kinds_of(*argv)

@@ -35,7 +35,7 @@ def rehearsed(program: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.wide
-def test_trainings_go_from_the_cpu_to_a_gpu_and_back_and_what_was_done_is_not_done_again(tmp_path: Path) -> None:
+def test_trainings_go_from_the_cpu_to_a_gpu_and_back_and_finished_cases_are_not_repeated(tmp_path: Path) -> None:
     state = tmp_path / "state"
     words = ("--state", str(state), "--budget-s", "200", "cpu")
     first = rehearsed("restarts_run", *words)
@@ -57,7 +57,7 @@ def test_the_benchmark_splits_a_restart_and_has_its_rates() -> None:
         assert f"* state {what} at " in ran.stdout
 
 
-def test_a_training_on_the_cpu_of_a_node_with_real_gpus_is_seen_and_started_on_one(tmp_path: Path) -> None:
+def test_a_training_on_the_cpu_of_a_node_with_real_gpus_is_listed_and_restarted_on_a_gpu(tmp_path: Path) -> None:
     """Without CUDA an agent counts the memory on the CPU, as on simulated GPUs, and the training looked as if it were
     on a GPU. The driver is a stub, which PyTorch does not use: only the new process's arguments show the change.
     """

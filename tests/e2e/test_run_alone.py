@@ -57,7 +57,7 @@ def test_the_daemon_of_a_run_is_found_without_being_named(socket_dir: Path) -> N
     assert (result.returncode, "gpu0" in result.stdout) == (0, True), result.stderr
 
 
-def test_the_gpu_that_was_asked_for_was_ignored_on_a_node_with_real_gpus(tmp_path: Path, socket_dir: Path) -> None:
+def test_the_requested_gpu_was_ignored_on_a_node_with_real_gpus(tmp_path: Path, socket_dir: Path) -> None:
     """Issue 14, row 8: the job trained on gpu0 despite --gpu, and on another after the loss of its GPU."""
     scenario = Scenario.of_h200s(tmp_path / "scenario", 3)
     scenario.order("error *@2 15")  # NVML_ERROR_GPU_IS_LOST

@@ -218,7 +218,7 @@ def test_a_job_killed_by_the_kernel_during_its_resume_is_lost_and_its_memory_fre
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_is_parked_after_the_limit_is_released(daemon: RunningDaemon) -> None:
+def test_a_worker_parked_after_the_limit_is_released(daemon: RunningDaemon) -> None:
     with Endless(WITH_TORCH, 9, "gpu0", daemon.socket_path) as job:
         on_a_gpu(daemon, job.pid)
         os.kill(job.pid, signal.SIGSTOP)

@@ -89,7 +89,7 @@ def test_a_process_moves_all_its_devices_or_one_or_exchanges_them(node: DrivenNo
         assert program.tell("seen").split().count("part") == 3
 
 
-def test_it_is_suspended_and_resumes_elsewhere_also_by_a_daemon_that_was_killed_meanwhile(node: DrivenNode) -> None:
+def test_it_is_suspended_and_resumes_on_other_gpus_also_after_a_kill_of_the_daemon(node: DrivenNode) -> None:
     """The journal records what each device needs: the driver cannot report it once the process is checkpointed."""
     with spread(node) as program:
         watched = TwoGpuProgram(program)
@@ -113,7 +113,7 @@ def test_it_is_suspended_and_resumes_elsewhere_also_by_a_daemon_that_was_killed_
         assert holds(node, watched.pid) == {"gpu2": FIRST_BYTES, "gpu1": SECOND_BYTES}
 
 
-def test_its_storages_go_by_its_own_copies_and_room_for_them_is_held_on_each_of_its_gpus(node: DrivenNode) -> None:
+def test_it_copies_its_storages_itself_and_memory_for_them_is_reserved_on_each_gpu(node: DrivenNode) -> None:
     """Before, all bytes of such a process went with the driver, at a tenth of the speed. The record of what each GPU
     needs outlives the daemon.
     """
@@ -182,7 +182,7 @@ def test_the_helper_copies_from_each_of_its_gpus_and_back(node: DrivenNode, carr
         )
 
 
-def test_it_is_suspended_by_the_helper_and_resumes_elsewhere_after_the_daemon_was_killed(node: DrivenNode) -> None:
+def test_it_is_suspended_by_the_helper_and_resumes_on_other_gpus_after_a_kill_of_the_daemon(node: DrivenNode) -> None:
     with spread(node) as program:
         watched = TwoGpuProgram(program)
         program.tell("devices")
@@ -219,7 +219,7 @@ def test_it_is_suspended_by_the_helper_and_resumes_elsewhere_after_the_daemon_wa
         [("peer", "gpu1,gpu0", "step:restore"), ("host", "gpu1=gpu2", "cuIpcOpenMemHandle_v2")],
     ),
 )
-def test_a_daemon_that_is_killed_while_the_helper_has_the_bytes_finds_those_of_each_device(
+def test_a_daemon_killed_while_the_helper_has_the_bytes_is_followed_by_one_that_finds_all_devices(
     node: DrivenNode, tmp_path: Path, carrier: str, to: str, stage: str
 ) -> None:
     """With GPUs exchanged, the place of an operation does not tell on which GPU the bytes of which device are."""
@@ -244,7 +244,7 @@ def test_a_daemon_that_is_killed_while_the_helper_has_the_bytes_finds_those_of_e
         assert holds(node, watched.pid) == dict(zip(place.split(","), (FIRST_BYTES, SECOND_BYTES), strict=True))
 
 
-def test_a_neighbour_that_takes_all_it_can_gets_none_of_the_room_for_storages_on_several_gpus(
+def test_a_greedy_neighbour_gets_no_memory_reserved_for_storages_on_several_gpus(
     node: DrivenNode, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
@@ -271,9 +271,7 @@ def test_a_neighbour_that_takes_all_it_can_gets_none_of_the_room_for_storages_on
         [("gpu1,gpu0", "step:restore"), ("gpu1=gpu2", "step:checkpoint")],
     ),
 )
-def test_a_daemon_that_is_killed_in_the_middle_costs_no_job(
-    node: DrivenNode, tmp_path: Path, stage: str, to: str
-) -> None:
+def test_a_daemon_killed_in_the_middle_costs_no_job(node: DrivenNode, tmp_path: Path, stage: str, to: str) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     with spread(node) as program:
@@ -317,7 +315,7 @@ def test_an_agent_that_cannot_part_them_keeps_its_job_where_it_is(node: DrivenNo
         watched.is_whole()
 
 
-def test_a_gpu_that_is_emptied_gets_rid_of_its_part_alone(node: DrivenNode) -> None:
+def test_a_drained_gpu_gives_up_its_part_alone(node: DrivenNode) -> None:
     with spread(node) as program, node.connect() as connection:
         watched = TwoGpuProgram(program)
         drained = connection.call(Drain(gpu="gpu1", to=("gpu3",)), Drained)

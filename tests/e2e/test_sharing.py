@@ -79,7 +79,7 @@ def _counted(hegmd: Connection, job: Job) -> None:
     hegmd.suspend(job.process.pid, dry_run=True)
 
 
-def test_room_is_made_and_given_back_although_the_daemon_is_killed(daemon: RunningDaemon) -> None:
+def test_memory_is_freed_for_a_lease_and_returned_although_the_daemon_is_killed(daemon: RunningDaemon) -> None:
     with Job(daemon, ARGV, "--gpu", "gpu0") as job:
         with job.connect() as hegmd:
             _counted(hegmd, job)
@@ -116,7 +116,7 @@ def test_room_is_made_and_given_back_although_the_daemon_is_killed(daemon: Runni
     is_as_undisturbed(ARGV, printed)
 
 
-def test_equals_take_turns_on_a_gpu_that_has_room_for_one(daemon: RunningDaemon) -> None:
+def test_jobs_of_equal_priority_take_turns_on_a_gpu_that_fits_one(daemon: RunningDaemon) -> None:
     with Job(daemon, ARGV, "--gpu", "gpu0") as one, one.connect() as hegmd:
         _counted(hegmd, one)
         lease = hegmd.make_room(10 * MIB, until_free=True).lease
@@ -146,7 +146,7 @@ def _process_of_a_lease() -> Iterator[int]:
             process.kill()
 
 
-def test_a_job_without_room_waits_in_the_queue_and_starts(daemon: RunningDaemon) -> None:
+def test_a_job_without_memory_waits_in_the_queue_and_starts(daemon: RunningDaemon) -> None:
     run = ("run", "--gpu", "auto", "--bytes", "10MiB", "--priority", "best-effort", "--", "printenv", "HEGM_GPU")
     with _process_of_a_lease() as holder:
         with connect(str(daemon.socket_path)) as hegmd:

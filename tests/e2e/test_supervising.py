@@ -203,7 +203,7 @@ def test_orphans_of_a_container_do_not_stay_as_zombies(tmp_path: Path) -> None:
     assert (done.stdout, done.returncode) == ("", 6)
 
 
-def test_it_is_light(tmp_path: Path) -> None:
+def test_the_supervisor_uses_little_memory(tmp_path: Path) -> None:
     """It stays for as long as the job: an interpreter, the protocol, and nothing else. Measured: 13 MB."""
     with _supervised(tmp_path, sys.executable, "-c", HEARS) as process:
         _line(process)

@@ -46,7 +46,7 @@ def test_two_jobs_that_fill_their_gpus_are_both_out_before_either_is_back(tmp_pa
 
 
 @pytest.mark.parametrize("stage", telling([("step:checkpoint",), ("step:restore",)], [("step:restore",)]))
-def test_a_daemon_that_is_killed_within_a_swap_leaves_each_job_running_or_with_its_command(
+def test_a_daemon_killed_within_a_swap_leaves_each_job_running_or_with_a_resume_command(
     tmp_path: Path, stage: str
 ) -> None:
     gate = tmp_path / "gate"

@@ -63,7 +63,7 @@ def killed(node: SystemdNode, halts: Halts, cell: Cell) -> str:
 
 
 @pytest.mark.parametrize("cells", [CELLS, pytest.param(MORE_CELLS, marks=pytest.mark.wide)], ids=["some", "more"])
-def test_systemd_starts_a_killed_service_again_and_it_finishes_what_was_under_way(
+def test_systemd_restarts_a_killed_service_and_it_finishes_its_operations(
     node: SystemdNode, tmp_path: Path, cells: tuple[Cell, ...]
 ) -> None:
     python, script = what_trains(node)

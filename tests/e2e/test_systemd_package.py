@@ -175,7 +175,7 @@ def test_manual_pages_and_completions_are_in_the_package(deb: Path) -> None:
         assert f"./usr/share/{path}" in listed
 
 
-def test_every_library_in_the_package_is_of_the_version_that_is_pinned(deb: Path) -> None:
+def test_every_library_in_the_package_has_its_pinned_version(deb: Path) -> None:
     listed = subprocess.run(["dpkg-deb", "--contents", deb], check=True, capture_output=True, text=True).stdout.split()
     lines = (TREE / "packaging/constraints.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if "==" in line)
@@ -223,7 +223,7 @@ def scripts(node: SystemdNode, source: Path) -> None:
     shutil.copytree(source, node.root / "root/source", symlinks=True, ignore=shutil.ignore_patterns("dist", "tests"))
 
 
-def test_install_serves_again_beside_an_edited_configuration_and_after_a_failure_and_uninstall_leaves_nothing_else(
+def test_install_keeps_an_edited_configuration_and_works_after_a_failure_and_uninstall_removes_the_rest(
     fresh_node: SystemdNode, source: Path, deb: Path
 ) -> None:
     """One machine for all steps: each installation takes seconds."""

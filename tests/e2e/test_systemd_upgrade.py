@@ -78,7 +78,7 @@ def test_a_newer_daemon_finishes_what_the_older_one_began(
     assert named_pieces(node) == {}
 
 
-def test_a_journal_of_a_newer_version_is_refused_with_the_way_out_and_left_as_it_is(node: SystemdNode) -> None:
+def test_a_journal_of_a_newer_version_is_refused_with_a_hint_and_left_unchanged(node: SystemdNode) -> None:
     path = node.root / JOURNAL
     node.run("systemctl", "start", SERVICE)
     node.run("systemctl", "stop", SERVICE)

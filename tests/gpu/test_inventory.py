@@ -69,21 +69,21 @@ def test_the_contract_is_kept_by_the_real_library() -> None:
     check_provider(NvidiaProvider, expect_gpus=len(nvidia_smi.query("gpu", ["uuid"])))
 
 
-def test_every_field_is_what_nvidia_smi_shows(jobs: list[VramJob], provider: NvidiaProvider) -> None:
+def test_every_field_equals_nvidia_smis(jobs: list[VramJob], provider: NvidiaProvider) -> None:
     assert jobs
     gpus = provider.snapshot().gpus
     agree(compare_gpus(gpus) + compare_rows(gpus))
 
 
-def test_links_and_numa_nodes_are_what_nvidia_smi_shows(provider: NvidiaProvider) -> None:
+def test_links_and_numa_nodes_equal_nvidia_smis(provider: NvidiaProvider) -> None:
     agree(compare_topology(provider.snapshot().gpus))
 
 
-def test_versions_are_what_nvidia_smi_shows(provider: NvidiaProvider) -> None:
+def test_versions_equal_nvidia_smis(provider: NvidiaProvider) -> None:
     assert provider.snapshot().compute_version == nvidia_smi.cuda_version()
 
 
-def test_processes_are_what_nvidia_smi_shows(jobs: list[VramJob], provider: NvidiaProvider) -> None:
+def test_processes_equal_nvidia_smis(jobs: list[VramJob], provider: NvidiaProvider) -> None:
     snapshot = provider.snapshot()
     shares = {(use.pid, use.use.gpu): use.use.vram_bytes for use in snapshot.uses}
     agree(compare_processes(shares))

@@ -74,7 +74,7 @@ DUMMY = CarrierRow("dummy", in_pool=True, rates=("host_out_bytes_per_s", "host_i
 
 
 @pytest.mark.thorough
-def test_a_carrier_is_one_row_for_the_planner_and_for_what_is_measured() -> None:
+def test_a_carrier_is_one_row_for_the_planner_and_the_measurements() -> None:
     carriers = {DUMMY.name: DUMMY, **CARRIERS}
     candidate = a_process(an_agent())
     request, source, target = to("gpu1", carrier="dummy"), a_gpu("gpu0"), a_gpu("gpu1")

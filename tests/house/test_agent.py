@@ -85,7 +85,7 @@ def test_the_agent_keeps_to_its_allowance() -> None:
 
 
 @pytest.mark.parametrize("name", AT_EVERY_START)
-def test_what_runs_at_every_start_imports_nothing_more(name: str) -> None:
+def test_startup_code_imports_nothing_more(name: str) -> None:
     assert imports_at_start(module(name)) <= AT_EVERY_START[name]
 
 

@@ -36,7 +36,7 @@ def test_a_stale_picture_is_detected(tmp_path: Path) -> None:
     assert not picture.is_fresh(LIGHT)
 
 
-def test_no_picture_is_left_over() -> None:
+def test_no_picture_is_without_a_source() -> None:
     assert sorted(PICTURES.glob("*.svg")) == sorted(picture.path(theme) for picture, theme in FILES)
 
 
@@ -65,7 +65,7 @@ def test_the_drawing_names_phases_that_the_machine_has() -> None:
     assert {phase for phase, *_ in drawings.STEPS} - {"plan"} <= set(PHASES)
 
 
-def test_a_terminal_shows_what_was_printed_last() -> None:
+def test_a_terminal_shows_the_last_output() -> None:
     events = [(0.0, "\x1b[1m$ ls\x1b[0m\r\n"), (0.5, "abcdef"), (1.0, "\r\x1b[32mxy\x1b[0m\x1b[K\r\n"), (2.0, "end")]
     lines = terminal.play(events, 80)
     assert ["".join(character for character, _ in line.cells) for line in lines] == ["$ ls", "xy", "end"]
@@ -73,7 +73,7 @@ def test_a_terminal_shows_what_was_printed_last() -> None:
     assert lines[1].cells[0] == ("x", "32")
 
 
-def test_a_terminal_wraps_what_is_longer_than_a_line() -> None:
+def test_a_terminal_wraps_long_lines() -> None:
     assert [len(line.cells) for line in terminal.play([(0.0, "x" * 25)], 10)] == [10, 10, 5]
 
 

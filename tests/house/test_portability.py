@@ -79,7 +79,7 @@ def _newer_than_3_9(*paths: Path) -> str:
 
 
 @pytest.mark.thorough
-def test_what_the_agent_shares_uses_nothing_newer_than_python_3_9() -> None:
+def test_code_shared_with_the_agent_uses_nothing_newer_than_python_3_9() -> None:
     assert _newer_than_3_9(ROOT / "hegmd" / "__init__.py", *(module(name).path for name in SHARED)) == ""
 
 
@@ -91,7 +91,7 @@ def test_newer_syntax_is_detected(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.thorough
-def test_what_the_agent_shares_loads_the_standard_library_and_msgpack_only() -> None:
+def test_code_shared_with_the_agent_loads_the_standard_library_and_msgpack_only() -> None:
     statement = "import " + ", ".join(SHARED)
     loaded = _loaded_by(sys.executable, statement, path=[ROOT, _site_packages()])
     foreign = {name.split(".")[0] for name in loaded} - sys.stdlib_module_names - {"hegm", "hegmd", "msgpack"}
@@ -108,7 +108,7 @@ def _python_3_9() -> str:
 
 
 @pytest.mark.thorough
-def test_what_the_agent_shares_loads_on_a_real_python_3_9() -> None:
+def test_code_shared_with_the_agent_loads_on_a_real_python_3_9() -> None:
     statement = "import " + ", ".join(SHARED)
     loaded = _loaded_by(_python_3_9(), statement, path=[ROOT, _site_packages()])
     assert set(SHARED) <= loaded

@@ -81,7 +81,7 @@ def test_a_script_stops_at_the_first_error(path: Path) -> None:
 
 
 @in_one_test("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_has_a_shebang_can_be_started(path: Path) -> None:
+def test_files_with_a_shebang_are_executable(path: Path) -> None:
     assert path.stat().st_mode & 0o111
 
 
@@ -109,12 +109,12 @@ def test_the_version_is_in_one_place() -> None:
     assert _project()["dynamic"] == ["version"]
 
 
-def test_ci_runs_what_a_person_runs() -> None:
+def test_ci_runs_the_commands_of_a_developer() -> None:
     runs = (ROOT / ".ci" / "run").read_text()
     assert "make test" in runs
     assert "make lint" in runs, "which alone has pyright"
 
 
-def test_pre_commit_runs_what_the_tests_run() -> None:
+def test_pre_commit_runs_the_checks_of_the_tests() -> None:
     text = (ROOT / ".pre-commit-config.yaml").read_text()
     assert all(tool in text for tool in ("ruff format", "ruff check", "codespell", "mypy", "pyright", "tests/house"))

@@ -103,6 +103,6 @@ def test_the_rule_leaves_it_alone(rule: Rule, name: str, text: str) -> None:
     assert not list(rule(_module(name, text)))
 
 
-def test_every_rule_that_is_applied_has_both_kinds_of_snippet() -> None:
+def test_every_rule_has_both_kinds_of_snippet() -> None:
     applied = {*test_shape.EVERYWHERE, *test_shape.IN_THE_PRODUCT, *test_shape.IN_TESTS, rules.purity}
     assert applied == {rule for rule, _, _ in BAD} == {rule for rule, _, _ in GOOD}

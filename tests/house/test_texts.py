@@ -196,7 +196,7 @@ def test_a_removed_message_is_detected() -> None:
     assert unknown_messages(["the pool may hold …", "no such … words anywhere"]) == ["no such … words anywhere"]
 
 
-def test_messages_are_found_with_what_is_filled_in() -> None:
+def test_messages_are_found_with_their_values_filled_in() -> None:
     raised = 'raise Refused(f"gpu {name} has " + "no room", hint="end a job" if x else None)'
     source = f'"""A docstring with words."""\n{raised}\n'
     found = {(message.kind, message.text) for message in messages.in_source("a.py", source)}

@@ -65,5 +65,5 @@ def test_every_byte_returns_after_any_failure(make: Make) -> None:
 
 
 @pytest.mark.parametrize("make", MUTANTS, ids=lambda make: make.__name__)
-def test_a_bug_that_is_put_in_is_found(make: Make) -> None:
+def test_an_injected_bug_is_found(make: Make) -> None:
     assert any(live(seed, make) for seed in range(ENOUGH))

@@ -49,7 +49,7 @@ def test_every_promise_is_kept_whatever_happens(first: int) -> None:
         assert life.violation is None, str(life)
 
 
-def test_the_lives_see_every_way_in_which_a_step_ends() -> None:
+def test_the_lives_see_every_end_of_a_step() -> None:
     """Otherwise the seeds above prove less than they seem to."""
     observed: Counter[tuple[str, bool]] = Counter()
 
@@ -86,7 +86,7 @@ POINTS = [(QUIET_SEEDS[0], 8), *((seed, every) for every in (3, 1) for seed in Q
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("seed", "every"), quick_first(POINTS, 1, most=1 + len(QUIET_SEEDS)))
-def test_a_daemon_that_is_killed_at_any_point_of_a_quiet_life_breaks_no_promise(seed: int, every: int) -> None:
+def test_a_daemon_killed_at_any_point_of_a_quiet_life_breaks_no_promise(seed: int, every: int) -> None:
     """Before and after every record and every effect, while others take the memory that has become free."""
     for odds in (QUIET, {**QUIET, "grab": 1.0}):
         quiet = _Point()
@@ -137,7 +137,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_bug_that_is_put_in_is_found(name: str) -> None:
+def test_an_injected_bug_is_found(name: str) -> None:
     mutant = MUTANTS[name]
     seeds = dict.fromkeys((mutant.found_by, *range(ENOUGH)))
     assert any(live_kept(seed, mutant.parts, odds=mutant.odds).violation is not None for seed in seeds)

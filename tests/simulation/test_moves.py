@@ -53,7 +53,7 @@ def test_every_promise_is_kept_whatever_happens(seeds: range) -> None:
 
 
 @pytest.mark.parametrize("name", quick_first(MUTANTS, 6))
-def test_a_bug_that_is_put_in_is_found(name: str) -> None:
+def test_an_injected_bug_is_found(name: str) -> None:
     mutant = MUTANTS[name]
     seeds = dict.fromkeys((mutant.found_by, *range(ENOUGH)))
     assert any(live(seed, mutant.parts, odds=mutant.odds).violation is not None for seed in seeds)
@@ -69,7 +69,7 @@ def test_without_the_bug_the_same_odds_break_no_promise(odds: dict[str, float], 
 
 
 @pytest.mark.thorough
-def test_the_seeds_see_every_phase_and_every_event_that_is_not_ignored() -> None:
+def test_the_seeds_see_every_phase_and_every_handled_event() -> None:
     """Otherwise the seeds above prove less than they seem to."""
     phases: set[str] = set()
     taken: set[str] = set()
@@ -176,7 +176,7 @@ def test_the_quiet_lives_have_every_phase_and_come_to_every_point_at_which_a_dae
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", quick_first(QUIET_SEEDS, QUICK_SEEDS, most=3))
-def test_a_daemon_that_is_killed_at_any_point_of_a_quiet_life_breaks_no_promise(seed: int) -> None:
+def test_a_daemon_killed_at_any_point_of_a_quiet_life_breaks_no_promise(seed: int) -> None:
     """Before and after every record and every effect, one after the other; nothing is left to chance."""
     for at, what in enumerate(_quiet(seed).calls):
         life = live(seed, odds=QUIET, points=Point(at).count)
@@ -186,7 +186,7 @@ def test_a_daemon_that_is_killed_at_any_point_of_a_quiet_life_breaks_no_promise(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", [4, 11])
-def test_a_daemon_that_is_killed_again_while_it_recovers_breaks_no_promise(seed: int) -> None:
+def test_a_daemon_killed_again_during_recovery_breaks_no_promise(seed: int) -> None:
     for at in range(0, len(_quiet(seed).calls), 4):
         for later in (1, 2, 3, 5, 8):
             first, second = Point(at), Point(at + later)
@@ -200,7 +200,7 @@ def test_a_daemon_that_is_killed_again_while_it_recovers_breaks_no_promise(seed:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", quick_first(QUIET_SEEDS, QUICK_SEEDS, most=3))
-def test_an_operation_that_is_cancelled_at_any_point_breaks_no_promise(seed: int) -> None:
+def test_an_operation_cancelled_at_any_point_breaks_no_promise(seed: int) -> None:
     for at, what in enumerate(_quiet(seed).calls):
         life = live(seed, odds=QUIET, points=Point(at).cancel)
         assert life.violation is None, f"cancelled at {what}, point {at}\n{life}"

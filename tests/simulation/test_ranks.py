@@ -49,7 +49,7 @@ def test_every_promise_is_kept_whatever_happens(first: int) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", quick_first(RANK_MUTANTS, 3))
-def test_a_bug_that_is_put_in_is_found(name: str) -> None:
+def test_an_injected_bug_is_found(name: str) -> None:
     mutant = RANK_MUTANTS[name]
     seeds = dict.fromkeys((mutant.found_by, *range(ENOUGH)))
     assert any(live_ranks(seed, mutant.parts, odds=mutant.odds).violation is not None for seed in seeds)
@@ -110,9 +110,7 @@ ALL_POINTS = [pytest.param(seed, range(10_000), marks=pytest.mark.wide) for seed
 @pytest.mark.parametrize(
     ("seed", "points"), [*quick_first([*SOME_POINTS, (QUIET_SEEDS[0], range(10_000))], 1), *ALL_POINTS], ids=str
 )
-def test_a_daemon_that_is_killed_at_any_point_of_a_quiet_move_of_ranks_breaks_no_promise(
-    seed: int, points: range
-) -> None:
+def test_a_daemon_killed_at_any_point_of_a_quiet_move_of_ranks_breaks_no_promise(seed: int, points: range) -> None:
     """Before and after every record and every effect, one after the other; and again a few points later."""
     quiet = _Point()
     life = live_ranks(seed, odds=QUIET, points=quiet.count)

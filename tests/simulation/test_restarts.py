@@ -37,13 +37,13 @@ def test_every_promise_is_kept_whatever_happens(first: int) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", quick_first(RESTARTED_MUTANTS, 2))
-def test_a_bug_that_is_put_in_is_found(name: str) -> None:
+def test_an_injected_bug_is_found(name: str) -> None:
     mutant = RESTARTED_MUTANTS[name]
     assert any(live_restarts(seed, mutant.parts, odds=mutant.odds).violation is not None for seed in range(ENOUGH))
 
 
 @pytest.mark.thorough
-def test_the_lives_see_every_way_in_which_a_restart_goes_and_ends() -> None:
+def test_the_lives_see_every_course_and_end_of_a_restart() -> None:
     phases: set[str] = set()
     taken: set[str] = set()
     ends: set[str] = set()
@@ -85,7 +85,7 @@ def _either(one: _Point, other: _Point, daemon: Daemon, point: str) -> bool:
 
 
 @pytest.mark.parametrize("seed", quick_first(QUIET_SEEDS, 1, most=3))
-def test_a_daemon_that_is_killed_at_any_point_of_a_quiet_restart_breaks_no_promise(seed: int) -> None:
+def test_a_daemon_killed_at_any_point_of_a_quiet_restart_breaks_no_promise(seed: int) -> None:
     """Before and after every record and every effect, one after the other; and again a few points later."""
     quiet = _Point()
     life = live_restarts(seed, odds=QUIET, points=quiet.count)

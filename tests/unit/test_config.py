@@ -171,7 +171,7 @@ def test_a_reload_reports_what_changes_now_and_what_needs_a_restart(file: Path) 
     assert changes(merged, new) == ((), ("metrics.port",))
 
 
-def test_the_shipped_example_is_what_the_table_gives() -> None:
+def test_the_shipped_example_equals_the_tables_output() -> None:
     shipped = (ROOT / "contrib/hegmd.toml").read_text()
     assert shipped == example(), "write it again: python3 -m tools.docs.settings"
     assert max(map(len, shipped.splitlines())) <= 110
@@ -193,13 +193,13 @@ def test_flags_in_the_table_are_flags_of_the_program() -> None:
     assert flags <= {argument.flag for argument in arguments.ARGUMENTS}
 
 
-def test_what_comes_as_text_from_outside_is_of_a_kind_that_takes_text() -> None:
+def test_settings_from_outside_have_types_that_parse_text() -> None:
     for row in ROWS.values():
         if row.flag or row.variable:
             assert isinstance(row.kind, (OneOf, PathName)), row.key
 
 
-def test_every_row_shows_what_it_parses() -> None:
+def test_every_row_prints_its_parsed_value() -> None:
     for row in ROWS.values():
         assert isinstance(row.kind, (Amount, GroupName, Mode, OneOf, PathName, SomeOf))
         assert row.kind.show(row.kind.parse(row.default)) == row.default, row.key

@@ -201,7 +201,7 @@ def test_invalid_toml_is_reported_with_its_line(file: Path, text: str | bytes, b
     assert complaint.startswith(beginning)
 
 
-def test_a_syntax_error_does_not_hide_what_is_wrong_elsewhere(file: Path) -> None:
+def test_a_syntax_error_does_not_hide_other_faults(file: Path) -> None:
     assert len(complaints(file, "[", HEGM_LOG_LEVEL="x")) == 2
 
 

@@ -17,7 +17,7 @@ from tests.unit.memory.test_video_memory import GPU, Gpus
 WHO = "7.4711.bytes"
 
 
-async def test_video_memory_beside_pieces_of_the_pool_was_closed_as_unknown() -> None:
+async def test_video_memory_next_to_pool_segments_was_closed_as_unknown() -> None:
     """A daemon that is started again would have freed the bytes of a job on its way from GPU to GPU."""
     store = DescriptorStore()
     for name in (f"hegm-vram-{WHO}-{GPU}-0-{GIB}", "hegm-pool-7-4711-7.00c0ffee", "hegm-other"):

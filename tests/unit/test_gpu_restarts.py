@@ -62,7 +62,7 @@ def test_losses_that_drift_apart_are_compared_for_so_many_steps_from_the_first(c
     assert found[: len("step 2 has the loss")] == wrong
 
 
-def test_cases_go_to_the_other_gpu_where_there_is_one_and_by_the_cpu() -> None:
+def test_cases_go_to_the_other_gpu_if_there_is_one_and_through_the_cpu() -> None:
     assert restarts_run.CASES["plain"].places(["gpu0", "gpu1", "gpu2"]) == ["gpu0", "gpu1", "gpu0"]
     assert restarts_run.CASES["plain"].places(["gpu0"]) == ["gpu0", "gpu0", "gpu0"]
     assert restarts_run.CASES["cpu"].places(["gpu0", "gpu1"]) == ["cpu", "gpu0", "cpu"]
@@ -141,7 +141,7 @@ def test_a_benchmark_that_gets_sigterm_removes_its_folder_and_its_pages() -> Non
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_rates_are_from_what_the_agents_noted_and_beside_the_pinned_copy(tmp_path: Path) -> None:
+def test_rates_come_from_the_agents_records_next_to_the_pinned_copy(tmp_path: Path) -> None:
     notes = (
         "hegm agent 7 1.5: the state was written in 0.2000 s: 10000000000 bytes\n"
         "hegm agent 8 2.5: the state was checked in 0.1000 s\n"

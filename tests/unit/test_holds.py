@@ -54,7 +54,7 @@ async def test_a_quiesced_job_resumes_at_its_time_limit(tmp_path: Path, process:
 
 
 @pytest.mark.thorough
-async def test_a_job_that_is_held_is_offloaded_under_the_same_operation(tmp_path: Path, process: Child) -> None:
+async def test_a_held_job_is_offloaded_under_the_same_operation(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         held = await node.operations.quiesce([process.pid], 900.0, node.context())

@@ -43,9 +43,7 @@ def test_a_badly_used_disk_is_reported() -> None:
     assert beside([slow]).endswith("0.73, **under** |")
 
 
-def test_one_call_has_every_size_on_both_places_beside_the_driver_alone_and_what_else_is_to_be_shown(
-    tmp_path: Path,
-) -> None:
+def test_one_call_has_every_size_in_both_places_next_to_the_driver_alone(tmp_path: Path) -> None:
     """In the order in which it is worth its time: what is short of that is left for another call."""
     cases = list(cases_of([1, 8, 32], 1))
     wanted = [

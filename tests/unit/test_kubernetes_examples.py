@@ -257,7 +257,7 @@ def test_the_training_is_python_and_knows_of_nothing() -> None:
 
 
 @pytest.mark.thorough
-def test_the_readme_applies_files_that_are_there() -> None:
+def test_the_readme_applies_existing_files() -> None:
     text = (FOLDER / "README.md").read_text()
     lines = [line for line in text.splitlines() if line.startswith("$ kubectl")]
     applied = {word for line in lines for word in shlex.split(line[2:]) if word.endswith(".yaml")}

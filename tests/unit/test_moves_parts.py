@@ -45,7 +45,7 @@ def parts_ms() -> dict[str, int]:
     return {name: round(took_s * 1e3) for name, took_s in parts.items()}
 
 
-def test_the_innermost_that_was_under_way_has_the_moment() -> None:
+def test_the_innermost_running_part_has_the_moment() -> None:
     assert parts_ms() == {
         "helper checkpoint": 280,
         "effect offload": 60,
@@ -74,5 +74,5 @@ def test_small_parts_are_counted_together() -> None:
     assert {name: round(took_s * 1e3, 1) for name, took_s in parts.items()} == {"phase offloading": 19.7, SMALL: 0.3}
 
 
-def test_what_is_not_of_that_time_is_not_counted() -> None:
+def test_events_outside_that_time_are_not_counted() -> None:
     assert parts_of(story_reply(*STORY), LOG, PID, BEGAN + 0.5, BEGAN + 0.51) == {AROUND: pytest.approx(0.01)}

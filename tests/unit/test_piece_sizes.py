@@ -32,7 +32,7 @@ SIZES = [(8_388_608, 6_410_240), (6_410_240, 8_388_608), (1, 9 * MIB), (9 * MIB,
 
 
 @in_one_test("whole_bytes", [0, 1, TABLE_BYTES, 5 * MIB + 1, 6 * MIB, 12 * MIB, 14 * MIB, 32 << 30])
-def test_a_piece_for_what_a_piece_is_made_for_has_its_size(whole_bytes: int) -> None:
+def test_a_segment_has_the_size_of_its_purpose(whole_bytes: int) -> None:
     found = whole_size(storages_in(whole_bytes))
     assert found >= whole_bytes
     assert found - whole_bytes < HUGE_PAGE_BYTES or whole_bytes < TABLE_BYTES

@@ -23,7 +23,7 @@ def keep(tmp_path: Path) -> MemoryKeeping:
 
 
 @pytest.mark.thorough
-async def test_spilled_bytes_take_no_memory_and_come_back_checked(keep: MemoryKeeping, tmp_path: Path) -> None:
+async def test_spilled_bytes_take_no_memory_and_are_checked_on_return(keep: MemoryKeeping, tmp_path: Path) -> None:
     pool = opened(keep)
     size_bytes = whole_size(10 * MIB)
     data = os.urandom(size_bytes)
@@ -82,7 +82,7 @@ async def test_both_copies_are_one_piece_for_the_next_daemon(keep: MemoryKeeping
 
 
 @pytest.mark.thorough
-async def test_memory_that_is_to_be_written_has_no_old_copy_on_disk(keep: MemoryKeeping) -> None:
+async def test_memory_to_be_written_has_no_old_copy_on_disk(keep: MemoryKeeping) -> None:
     """After a resume that was turned back, other bytes go to the same memory: the file would be of another state."""
     pool = opened(keep)
     os.pwrite((await pool.take(KEY, 3 * MIB)).fd, b"old", 0)
@@ -170,7 +170,7 @@ async def test_a_damaged_file_is_reported_and_kept(keep: MemoryKeeping, tmp_path
 
 
 @pytest.mark.thorough
-async def test_no_room_in_memory_leaves_spilled_bytes_on_disk(keep: MemoryKeeping) -> None:
+async def test_without_free_memory_spilled_bytes_stay_on_disk(keep: MemoryKeeping) -> None:
     pool = opened(keep)
     await pool.take(KEY, 30 * MIB)
     await pool.spill(KEY)
@@ -184,7 +184,7 @@ async def test_no_room_in_memory_leaves_spilled_bytes_on_disk(keep: MemoryKeepin
 
 
 @pytest.mark.thorough
-async def test_giving_ends_a_spill_that_is_under_way_and_leaves_no_file(keep: MemoryKeeping, tmp_path: Path) -> None:
+async def test_releasing_ends_a_running_spill_and_leaves_no_file(keep: MemoryKeeping, tmp_path: Path) -> None:
     pool = opened(keep)
     await pool.take(KEY, 40 * MIB)
     outcomes: list[str] = []

@@ -20,7 +20,7 @@ def test_a_run_on_a_full_disk_was_a_thousand_errors_without_a_reason(tmp_path: P
     assert "TMPDIR=" in message
 
 
-def test_enough_room_is_nothing_to_speak_of(tmp_path: Path) -> None:
+def test_enough_disk_space_gives_no_message(tmp_path: Path) -> None:
     assert sentence_on(tmp_path, 0) is None
 
 
@@ -37,5 +37,5 @@ def test_a_test_that_needs_more_is_skipped_with_the_amount(tmp_path: Path) -> No
         skip_without(tmp_path, shutil.disk_usage(tmp_path).total + MIB)
 
 
-def test_what_runs_end_to_end_needs_more_than_what_is_quick() -> None:
+def test_end_to_end_tests_need_more_space_than_quick_ones() -> None:
     assert NEEDED["end to end"][None] > NEEDED["quick"][None]

@@ -188,7 +188,7 @@ def test_a_moved_checkout_is_set_up_again(checkout: Checkout) -> None:
 
 
 @pytest.mark.thorough
-def test_what_was_set_up_for_tests_is_kept_fit_for_them(checkout: Checkout) -> None:
+def test_an_environment_for_tests_stays_complete(checkout: Checkout) -> None:
     checkout.run("dev")
     (checkout.root / "pyproject.toml").write_text("[project]\n\n")
     checkout.installed()
@@ -198,7 +198,7 @@ def test_what_was_set_up_for_tests_is_kept_fit_for_them(checkout: Checkout) -> N
 
 
 @pytest.mark.thorough
-def test_two_at_once_install_once(checkout: Checkout) -> None:
+def test_two_concurrent_setups_install_once(checkout: Checkout) -> None:
     first, second = checkout.start("run"), checkout.start("run")
     with first, second:
         outputs = [process.communicate()[0] for process in (first, second)]

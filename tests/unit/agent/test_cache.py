@@ -26,7 +26,7 @@ def sizes(runs: list[Run]) -> list[int]:
     return [run.size_bytes for run in runs]
 
 
-def test_what_lies_between_storages_is_a_run_each() -> None:
+def test_each_gap_between_storages_is_a_run() -> None:
     held = [segment(0, 100 * MIB)]
     holes = [(10 * MIB, 20 * MIB), (40 * MIB, 50 * MIB)]
     assert sizes(runs_between(held, holes)) == [10 * MIB, 10 * MIB, 10 * MIB]
@@ -34,7 +34,7 @@ def test_what_lies_between_storages_is_a_run_each() -> None:
     assert runs_between(held, [(0, 100 * MIB)]) == []
 
 
-def test_what_is_left_with_the_allocator_is_no_run_though_only_a_part_of_an_expandable_segment_is() -> None:
+def test_memory_left_to_the_allocator_is_no_run_also_in_part_of_an_expandable_segment() -> None:
     held = [segment(0, 100 * MIB), segment(200 * MIB, 60 * MIB)]
     left = [(0, 40 * MIB), (200 * MIB, 60 * MIB)]
     assert sizes(runs_between(held, left)) == [60 * MIB]
@@ -46,14 +46,14 @@ def test_holes_may_touch_overlap_and_lie_elsewhere() -> None:
     assert sizes(runs_between(held, sorted(holes))) == [10 * MIB, 65 * MIB, 100 * MIB]
 
 
-def test_what_the_allocator_could_not_use_is_no_run() -> None:
+def test_memory_that_the_allocator_cannot_use_is_no_run() -> None:
     """Beside a large block it leaves up to 1 MiB uncut; of a small segment every block may be used."""
     assert runs_between([segment(0, 20 * MIB)], [(0, 19 * MIB)]) == []
     (run,) = runs_between([segment(0, 2 * MIB, small=True)], [(0, 2 * MIB - 512)])
     assert (run.size_bytes, run.is_small) == (512, True)
 
 
-def test_what_the_allocator_adds_to_a_large_storage_comes_back_with_it_and_is_no_run() -> None:
+def test_padding_of_a_large_storage_returns_with_it_and_is_no_run() -> None:
     """Such a rest is usable, so it was taken a second time, and the small runs found no room."""
     held = [segment(0, 66 * MIB), segment(100 * MIB, 20 * MIB)]
     assert sizes(runs_between(held, [(0, 64 * MIB + 16 * 1024), (100 * MIB, 9 * MIB)])) == [11 * MIB]
@@ -75,7 +75,7 @@ def test_small_ones_are_made_by_the_mib_before_the_large_ones() -> None:
 
 
 @in_one_test("seed", range(20))
-def test_runs_and_holes_are_all_there_is(seed: int) -> None:
+def test_runs_and_holes_cover_all_memory(seed: int) -> None:
     chance = Random(seed)
     held, holes, at = list[Segment](), list[tuple[int, int]](), 0
     for _ in range(20):

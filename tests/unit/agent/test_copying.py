@@ -169,7 +169,7 @@ assert os.pread(fd, block.size_bytes, 4096) == block.read()
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["_huge_pages", "_file"])
-def test_a_descriptor_whose_pages_are_not_there_is_an_error_and_no_signal(kind: str) -> None:
+def test_a_descriptor_with_missing_pages_is_an_error_and_no_signal(kind: str) -> None:
     """A memcpy into a mapping beyond the end of its file is a SIGBUS, which would be the end of the job."""
     script = f"""
 import os, sys

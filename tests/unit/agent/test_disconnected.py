@@ -35,7 +35,7 @@ def test_an_agent_waits_at_an_empty_rendezvous_and_goes_where_it_is_sent(tmp_pat
     assert looking.result() == "/run/other.sock"
 
 
-def test_without_the_place_it_comes_to_the_usual_socket(tmp_path: Path) -> None:
+def test_without_the_rendezvous_it_connects_to_the_usual_socket(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.touch()
     looking = DisconnectedAgent(RendezvousWait(str(place), 60.0))

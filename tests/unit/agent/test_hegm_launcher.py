@@ -195,7 +195,7 @@ def test_while_another_thread_is_busy_nothing_is_taken_from_under_it(
     assert os.listdir(tmp_path) == []
 
 
-def test_what_the_daemon_has_in_hand_comes_first_and_what_it_wants_then_is_refused(
+def test_the_daemons_current_operation_comes_first_and_its_next_order_is_refused(
     made: Callable[..., _TrainingThread],
 ) -> None:
     training = made()
@@ -213,7 +213,7 @@ def test_what_the_daemon_has_in_hand_comes_first_and_what_it_wants_then_is_refus
     assert training.left == 1
 
 
-def test_a_state_that_is_not_back_yet_is_not_saved_over(made: Callable[..., _TrainingThread]) -> None:
+def test_a_state_not_yet_restored_is_not_overwritten(made: Callable[..., _TrainingThread]) -> None:
     """A request that comes while a restarted script is on its way to its place would save what it began with."""
     training = made()
     training.is_due_now = True

@@ -7,7 +7,7 @@ from types import ModuleType
 from hegmd.agent.import_hooks import _guarded
 
 
-def test_a_module_that_is_imported_is_handed_on_and_an_error_of_ours_is_noted() -> None:
+def test_an_imported_module_is_passed_on_and_our_errors_are_recorded() -> None:
     met: list[ModuleType] = []
     module = ModuleType("torch.optim.optimizer")
 

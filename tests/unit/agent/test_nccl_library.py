@@ -110,7 +110,7 @@ def test_a_failed_call_is_reported_with_the_text_of_nccl(path: str, call: str, m
     ("version", "text", "mechanism"),
     [(22906, "2.29.6", REPLACE), (22907, "2.29.7", SUSPEND), (23007, "2.30.7", SUSPEND), (2803, "2.8.3", REPLACE)],
 )
-def test_only_a_version_that_can_suspend_is_asked_to(
+def test_only_a_version_that_can_suspend_gets_the_call(
     path: str, version: int, text: str, mechanism: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEGM_NCCL_STUB_VERSION", str(version))

@@ -88,7 +88,7 @@ ground.take().close()
 
 
 @pytest.mark.thorough
-def test_a_forked_child_kept_what_its_parent_had_prepared_or_waited_for_it() -> None:
+def test_a_forked_child_kept_or_awaited_its_parents_prepared_buffers() -> None:
     """Like a loader's worker, which exists before the state is restored and does not use it."""
     words = [sys.executable, "-c", FORKS]
     output = subprocess.check_output(words, env={"PYTHONPATH": str(ROOT)}, text=True, timeout=HANG_S)

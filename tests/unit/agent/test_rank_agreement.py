@@ -46,7 +46,7 @@ def agree(store: Store, ranks: range, size: int, limit_s: float = HANG_S) -> lis
         return [future.result() for future in [pool.submit(one, rank) for rank in ranks]]
 
 
-def test_each_rank_reads_what_all_have_stated_in_the_order_of_ranks() -> None:
+def test_each_rank_reads_the_statements_of_all_in_the_order_of_ranks() -> None:
     agreed = agree(Store(), range(3), 3)
     assert [[stated["rank"] for stated in one.statements] for one in agreed] == [[0, 1, 2]] * 3
     assert len({one.label for one in agreed}) == 1

@@ -53,5 +53,5 @@ def test_free_memory_after_each_round_suffices_for_the_next(size_bytes: int) -> 
     assert rounds_of(size_bytes, size_bytes - free_bytes) == -(-size_bytes // most_bytes)
 
 
-def test_the_least_that_is_made_at_a_time_is_a_piece() -> None:
+def test_the_least_allocation_of_a_round_is_a_piece() -> None:
     assert round_bytes(0, GIB) == ROUND_BYTES >= PIECE_BYTES

@@ -152,9 +152,7 @@ def _tick_until(rank: _Rank, fact: Callable[[], object]) -> None:
         threading.Event().wait(PAUSE_S)
 
 
-def test_the_order_is_answered_once_the_rest_is_written_and_questions_are_answered_meanwhile(
-    rank: _Rank, slot: int
-) -> None:
+def test_the_reply_comes_once_the_rest_is_written_and_queries_are_answered_meanwhile(rank: _Rank, slot: int) -> None:
     rest = _fetch(rank, slot)
     rank.orders.obey(Order(order=8, do="count"), None)
     assert [report.order for report in rank.reports] == [8]
@@ -229,7 +227,7 @@ def written(rank: _Rank) -> list[int]:
     return found
 
 
-def test_where_a_training_is_parked_for_an_image_its_state_is_written_first_and_once(
+def test_a_training_parked_for_an_image_writes_its_state_first_and_once(
     rank: _Rank, slot: int, written: list[int]
 ) -> None:
     own = len(os.listdir("/proc/self/fd"))
@@ -288,7 +286,7 @@ def test_a_failed_park_releases_the_slot(rank: _Rank, slot: int, written: list[i
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_comes_beside_it_the_slot_has_a_whole_snapshot_of_its_boundary_or_none(
+def test_the_slot_has_a_whole_snapshot_of_its_boundary_or_none_whatever_happens(
     rank: _Rank, slot: int, written: list[int], seed: int
 ) -> None:
     """Orders, boundaries and ends of the daemon in any order. A park that is done is of the boundary that it names."""

@@ -132,7 +132,7 @@ def test_fake_and_meta_tensors_weigh_nothing() -> None:
     assert fake.shape == meta.shape
 
 
-def test_the_smallest_stay_when_there_is_less_room_than_was_surveyed() -> None:
+def test_the_smallest_storages_stay_if_there_is_less_memory_than_surveyed() -> None:
     found = torch_state.FoundStorages()
     for size_bytes in (100, 50_000, 7_000):
         found.take(object(), size_bytes)
@@ -141,7 +141,7 @@ def test_the_smallest_stay_when_there_is_less_room_than_was_surveyed() -> None:
     assert found.left_alone == {torch_state.OUT_OF_MEMORY: [2, 7_100]}
 
 
-def test_too_little_room_changes_nothing(memory: int) -> None:
+def test_too_little_memory_changes_nothing(memory: int) -> None:
     tensor = torch.arange(10_000)
     with pytest.raises(HegmError, match="memory for 0 was given"):
         transfer.offload(memory, [tensor.untyped_storage()], [80_000], _progress)
@@ -195,7 +195,7 @@ def test_a_search_for_addresses_keeps_no_local_alive() -> None:
 
 
 @pytest.mark.thorough
-def test_what_the_agent_itself_remembers_of_a_storage_is_not_the_script_s() -> None:
+def test_the_agents_own_reference_to_a_storage_is_not_the_scripts() -> None:
     """Its own records of the last survey kept every storage with the driver from then on, on two H200."""
     tensor = torch.zeros(1000)
     segments = cuda_state.Segments.__new__(cuda_state.Segments)

@@ -91,7 +91,7 @@ def test_storages_of_every_size_are_reloaded_three_times_with_equal_bytes(room: 
 
 
 @pytest.mark.thorough
-def test_memory_falls_by_what_goes_out(room: int) -> None:
+def test_memory_falls_by_the_offloaded_bytes(room: int) -> None:
     _tensors, storages, _ = _random((64 * MIB, 64 * MIB))
     before_kib = _own_kib()["Anonymous"]
     offloaded = transfer.offload(os.dup(room), storages, [64 * MIB] * 2, _ignore)
@@ -131,7 +131,7 @@ def test_a_storage_that_cannot_be_freed_changes_nothing(room: int) -> None:
 
 
 @pytest.mark.thorough
-def test_without_memory_to_come_back_all_stays_out_and_the_next_time_it_comes(room: int) -> None:
+def test_without_memory_for_a_reload_all_stays_offloaded_until_the_next_attempt(room: int) -> None:
     sizes = (5000, 6 * MIB, 7 * MIB)
     tensors, storages, expected = _random(sizes)
     listed = [storages[0], storages[1], FailingStorage(storages[2], after=1)]

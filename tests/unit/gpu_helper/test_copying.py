@@ -30,7 +30,7 @@ def test_ranges_separate_on_either_side_are_copied_separately(second: list[int])
     assert len(joined([[0, 0, 512, 0], second], 2)) == 2
 
 
-def test_a_gap_that_is_the_same_on_both_sides_is_not_written() -> None:
+def test_a_gap_equal_on_both_sides_is_not_written() -> None:
     """Other memory may be in the gap of the process when the bytes return."""
     places = joined([[0, 0, 500, 0], [0, 512, 500, 512]], 1)
     assert places == [MemoryRange(0, 0, 500, 0), MemoryRange(0, 512, 500, 512)]

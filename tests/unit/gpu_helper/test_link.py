@@ -61,7 +61,7 @@ async def test_descriptors_are_passed_in_both_directions_and_none_leaks() -> Non
                 await anyio.lowlevel.checkpoint()
 
 
-async def test_as_many_descriptors_as_the_kernel_lets_through_come_with_one_answer() -> None:
+async def test_one_reply_carries_as_many_descriptors_as_the_kernel_allows() -> None:
     async with linked("well") as link:
         answer = await link.call("make", {"count": MAX_FDS}, deadline_s=SOON_S)
         with answer.fds:

@@ -52,7 +52,7 @@ async def test_a_call_over_its_deadline_takes_the_helper_along_and_the_next_call
 
 
 @pytest.mark.thorough
-async def test_a_helper_that_is_stopped_altogether_is_killed_too() -> None:
+async def test_a_stopped_helper_is_killed_too() -> None:
     async with linked("well") as link:
         first = (await link.start())["pid"]
         with pytest.raises(HelperLost):
@@ -62,7 +62,7 @@ async def test_a_helper_that_is_stopped_altogether_is_killed_too() -> None:
 
 
 @pytest.mark.thorough
-async def test_a_helper_that_could_not_run_any_more_was_noticed_by_the_deadlines_of_its_calls_alone() -> None:
+async def test_a_helper_that_could_no_longer_run_was_noticed_only_at_the_deadlines_of_its_calls() -> None:
     async with linked("brisk") as link:
         first = (await link.start())["pid"]
         with pytest.raises(HelperLost, match=r"reported nothing for 0\.2 s"), anyio.fail_after(SOON_S):
@@ -239,7 +239,7 @@ async def test_a_helper_that_does_not_get_ready() -> None:
             await link.start()
 
 
-async def test_a_helper_that_is_not_there() -> None:
+async def test_a_missing_helper() -> None:
     link = Link(program=["/nowhere/at/all"])
     async with anyio.create_task_group() as tasks:
         await tasks.start(link.run)
@@ -327,7 +327,7 @@ def test_it_does_not_outlive_a_daemon_that_was_killed(state: str) -> None:
             os.close(pidfd)
 
 
-async def test_a_program_that_is_no_helper_is_recognised(tmp_path: Path) -> None:
+async def test_a_program_other_than_the_helper_is_recognised(tmp_path: Path) -> None:
     link = Link(program=["/bin/cat"], start_within_s=SOON_S)
     async with anyio.create_task_group() as tasks:
         await tasks.start(link.run)

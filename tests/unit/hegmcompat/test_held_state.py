@@ -21,7 +21,7 @@ def path(tmp_path: Path) -> Path:
     return made
 
 
-def test_a_file_that_is_gone_with_its_folder_is_written_again(path: Path) -> None:
+def test_a_file_deleted_with_its_folder_is_written_again(path: Path) -> None:
     held = held_state.take(path)
     shutil.rmtree(path.parent)
     held.put_back()
@@ -30,7 +30,7 @@ def test_a_file_that_is_gone_with_its_folder_is_written_again(path: Path) -> Non
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_file_that_is_still_there_is_left_alone(path: Path) -> None:
+def test_an_existing_file_is_left_alone(path: Path) -> None:
     before = path.stat()
     held = held_state.take(path)
     held.put_back()
@@ -48,7 +48,7 @@ def test_a_foreign_file_is_replaced_by_the_held_one(path: Path) -> None:
     assert path.read_bytes() == BYTES
 
 
-def test_without_room_in_memory_the_file_alone_has_it(path: Path) -> None:
+def test_without_free_memory_only_the_file_has_the_state(path: Path) -> None:
     held = held_state.take(path, available_bytes=len(BYTES) + (200 << 20))
     assert not held.is_held
     held.put_back()

@@ -117,7 +117,7 @@ def test_a_state_whose_folder_was_deleted_is_restored_from_memory(tmp_path: Path
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("script", "status"), [("exit 3", 3), ("kill -KILL $$", -9), ("kill -TERM $$", -15)])
-def test_a_worker_that_ends_in_its_own_way_ends_the_launcher_so(tmp_path: Path, script: str, status: int) -> None:
+def test_the_launcher_exits_as_its_worker_does(tmp_path: Path, script: str, status: int) -> None:
     with launched(tmp_path, script) as launcher:
         assert launcher.end() == (status, "")
 
@@ -306,7 +306,7 @@ def test_an_old_lock_does_not_belong_to_a_new_worker(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_the_token_is_not_the_workers_to_know_and_what_its_agent_needs_is(tmp_path: Path) -> None:
+def test_the_worker_does_not_get_the_token_but_its_agents_settings(tmp_path: Path) -> None:
     with launched(tmp_path, "env; echo =THE=END=", HEGM_CTRL_TOKEN="0123456789abcdef") as launcher:
         lines = dict(line.partition("=")[::2] for line in launcher.lines_until("=THE=END="))
         assert "HEGM_CTRL_TOKEN" not in lines

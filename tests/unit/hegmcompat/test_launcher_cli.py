@@ -160,7 +160,7 @@ def test_an_unexpected_exit_is_final(both: _TwoDesks) -> None:
     assert both.daemon.received == ["started 4711", "ended 3", "closed"]
 
 
-def test_what_the_daemon_starts_with_has_no_state_of_the_files(both: _TwoDesks) -> None:
+def test_the_daemons_start_request_has_no_state_of_the_files(both: _TwoDesks) -> None:
     both.state.write_bytes(b"state")
     assert "HEGM_STATE" not in both.files.environ
     assert both.files.environ["HEGM_ALLOW_RESTART"] == "1"

@@ -22,7 +22,7 @@ from tests.cells import in_one_test
         "--timeout=5 ps 4711 --json 12 --gpu gpu0",
     ],
 )
-def test_options_may_stand_anywhere_and_be_written_in_two_ways(line: str) -> None:
+def test_options_may_be_anywhere_and_have_two_spellings(line: str) -> None:
     arguments = parse(line.split())
     assert arguments.row is COMMANDS["ps"]
     assert arguments.flag("json")
@@ -171,5 +171,5 @@ def test_distance_counts_a_swap_as_one_edit(first: str, second: str, edits: int)
     assert distance(second, first) == edits
 
 
-def test_nothing_is_suggested_that_is_not_close() -> None:
+def test_only_similar_words_are_suggested() -> None:
     assert closest("frobnicate", list(COMMANDS)) is None

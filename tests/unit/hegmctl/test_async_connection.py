@@ -25,7 +25,7 @@ def daemon(socket_path: Path) -> Iterator[FakeDaemon]:
         yield daemon
 
 
-async def test_every_operation_asks_for_its_own(daemon: FakeDaemon) -> None:
+async def test_every_operation_sends_its_own_request(daemon: FakeDaemon) -> None:
     checks: list[Check] = []
 
     async def on_check(check: Check) -> None:
@@ -60,7 +60,7 @@ async def test_every_operation_asks_for_its_own(daemon: FakeDaemon) -> None:
     ]
 
 
-async def test_several_requests_are_under_way_at_once(daemon: FakeDaemon) -> None:
+async def test_several_requests_run_concurrently(daemon: FakeDaemon) -> None:
     """The daemon answers the first request last. If requests waited for each other, none would get an answer."""
     kept: list[tuple[Caller, IncomingRequest]] = []
     daemon.answers[m.Gpus] = lambda caller, request: kept.append((caller, request))
@@ -166,7 +166,7 @@ async def test_an_error_of_the_program_itself_comes_out_bare(daemon: FakeDaemon)
             raise ZeroDivisionError
 
 
-async def test_a_daemon_that_goes_away_fails_everything_under_way(daemon: FakeDaemon) -> None:
+async def test_the_end_of_the_daemon_fails_all_open_requests(daemon: FakeDaemon) -> None:
     daemon.answers[m.Gpus] = unanswered
     failures: list[HegmError] = []
 
@@ -197,7 +197,7 @@ async def test_a_daemon_that_sends_nonsense_is_reported_as_incompatible(daemon: 
 
 
 @pytest.mark.parametrize("words", [b"SSH-2.0-x\r\n", b"\0\0\0\1\xc0"])
-async def test_a_server_that_is_not_hegmd_is_reported_as_such(socket_path: Path, words: bytes) -> None:
+async def test_a_server_other_than_hegmd_is_reported_as_such(socket_path: Path, words: bytes) -> None:
     with FakeDaemon(socket_path, {}, first_words=words), pytest.raises(HegmError, match="is not hegmd") as raised:
         async with connect_async(str(socket_path)):
             pytest.fail("greeted")

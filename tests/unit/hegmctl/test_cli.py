@@ -124,7 +124,7 @@ def test_exit_statuses_are_distinct() -> None:
     assert len({code.exit_status for code in CODES}) == len(CODES)
 
 
-def test_no_daemon_is_one_line_with_the_way_out(socket_path: Path) -> None:
+def test_a_missing_daemon_is_one_line_with_a_hint(socket_path: Path) -> None:
     ran = hegmctl("gpus", socket=socket_path)
     assert ran.returncode == 3
     assert ran.stdout == ""

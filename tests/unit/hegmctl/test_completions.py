@@ -110,7 +110,7 @@ def test_bash_takes_an_option_and_its_value_apart_at_the_equals_sign(
     assert set(_bash(place, socket_path, words)) == offered
 
 
-def test_bash_asks_the_daemon_that_the_line_names(place: Path, socket_path: Path) -> None:
+def test_bash_queries_the_daemon_that_the_line_names(place: Path, socket_path: Path) -> None:
     assert _bash(place, Path("/nowhere"), ["ps", "--gpu", ""]) == []
     assert set(_bash(place, Path("/nowhere"), ["--socket", str(socket_path), "ps", "--gpu", ""])) == {"gpu0", "gpu1"}
 

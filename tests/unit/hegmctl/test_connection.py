@@ -38,7 +38,7 @@ def test_the_daemon_is_greeted_by_name_and_version(hegmd: Connection, daemon: Fa
     assert daemon.wait_for(m.Hello) == m.Hello(versions=(2,), name="hegmctl", program_version=__version__)
 
 
-def test_every_operation_asks_for_its_own(hegmd: Connection, daemon: FakeDaemon) -> None:
+def test_every_operation_sends_its_own_request(hegmd: Connection, daemon: FakeDaemon) -> None:
     assert hegmd.ping() == m.Pong()
     assert hegmd.gpus() == node.GPUS
     assert hegmd.processes([4711], ["gpu0"]) == node.PROCESSES
@@ -62,7 +62,7 @@ def test_every_operation_asks_for_its_own(hegmd: Connection, daemon: FakeDaemon)
     ]
 
 
-def test_simulation_is_asked_of_daemons_that_offer_it(socket_path: Path) -> None:
+def test_simulation_is_requested_only_of_daemons_that_offer_it(socket_path: Path) -> None:
     with FakeDaemon(socket_path, node.answers(node.SIMULATED)), connect(str(socket_path)) as hegmd:
         assert hegmd.simulate_hold("gpu0", node.GIB).vram_bytes == node.GIB
         assert hegmd.simulate_fault("gpu1", "lost").faults == {"gpu1": "lost"}
@@ -198,7 +198,7 @@ def test_a_daemon_that_disconnects_within_a_frame_is_reported_as_disconnected(
     assert raised.value.code is DISCONNECTED
 
 
-def test_the_reason_for_being_hung_up_on_is_read_though_nothing_can_be_sent_any_more(
+def test_the_reason_for_a_closed_connection_is_read_although_nothing_can_be_sent(
     hegmd: Connection, daemon: FakeDaemon
 ) -> None:
     hegmd.ping()
@@ -227,7 +227,7 @@ def _first_words(error: HegmError) -> bytes:
         (_first_words(HegmError(DENIED, "uid 7 may not", "ask")), DENIED, "uid 7 may not"),
     ],
 )
-def test_whatever_answers_the_greeting_the_caller_learns_what_it_is(
+def test_the_caller_learns_what_answered_the_greeting(
     socket_path: Path, words: bytes, code: object, message: str
 ) -> None:
     with FakeDaemon(socket_path, {}, first_words=words), pytest.raises(HegmError, match=message) as raised:

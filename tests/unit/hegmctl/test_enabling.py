@@ -89,7 +89,7 @@ def test_a_file_of_another_maker_is_never_touched(environment: Path) -> None:
         foreign.unlink()
 
 
-def test_a_path_that_is_no_environment_is_reported(tmp_path: Path) -> None:
+def test_a_path_without_an_environment_is_reported(tmp_path: Path) -> None:
     """Issue 14, row 7."""
     assert "no virtual environment" in _hegmctl("hegm", "enable", "--venv", str(tmp_path)).stderr
     assert "VIRTUAL_ENV is not set" in _hegmctl("hegm", "enable").stderr

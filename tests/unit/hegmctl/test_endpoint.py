@@ -51,7 +51,7 @@ def test_the_nodes_socket_comes_before_the_users_own(socket_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("environ", [{}, {"XDG_RUNTIME_DIR": ""}, {"XDG_RUNTIME_DIR": "relative"}])
-def test_without_a_runtime_directory_it_looks_where_the_users_daemon_then_listens(
+def test_without_a_runtime_directory_it_tries_the_socket_of_the_users_daemon(
     socket_dir: Path, environ: dict[str, str]
 ) -> None:
     """`hegmd --user` listened below /run/user, and hegmctl from cron or su did not look there."""

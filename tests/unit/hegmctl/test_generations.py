@@ -230,9 +230,7 @@ def test_a_snapshot_that_cannot_be_used_is_not_used_again(crew: RecordingActions
     assert "no step has a state" in (crew.why or "")
 
 
-def test_recoveries_that_bring_the_training_no_further_are_bounded(
-    crew: RecordingActions, running: Generations
-) -> None:
+def test_recoveries_without_progress_are_bounded(crew: RecordingActions, running: Generations) -> None:
     for _ in range(MAX_FRUITLESS):
         running.failed(1, running.generation, "again", 11.0)
         _recovered(running, 7, 11.0)
@@ -249,7 +247,7 @@ def test_the_number_of_recoveries_is_bounded_by_its_option(crew: RecordingAction
     assert "--max-recoveries" in (crew.why or "")
 
 
-def test_a_rank_without_progress_is_asked_first_and_one_that_is_parked_does_not_hang(
+def test_a_rank_without_progress_is_queried_first_and_a_parked_one_is_not_hung(
     crew: RecordingActions, running: Generations
 ) -> None:
     assert running.tick(10.9)
@@ -320,7 +318,7 @@ def test_a_rank_has_its_whole_limit_to_load_the_state_that_another_has_given(
     assert crew.killed == [0]
 
 
-def test_a_second_block_begins_without_what_the_first_one_left(crew: RecordingActions, running: Generations) -> None:
+def test_a_second_block_begins_without_leftovers_of_the_first(crew: RecordingActions, running: Generations) -> None:
     crew.held = {0: (1, 7)}
     running.finished(0, 1, 12.0)
     assert crew.sent_since("over") == []  # the other rank may need its state

@@ -182,7 +182,7 @@ def test_ctrl_c_left_a_cut_output_of_a_job_that_was_not_restored(tmp_path: Path,
     assert [path.read_text() for path in tmp_path.glob("output*")] == ["0123456789"]
 
 
-def test_ctrl_c_leaves_an_output_as_a_job_has_it_that_is_back(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_the_output_of_a_restored_job_unchanged(tmp_path: Path) -> None:
     output = tmp_path / "output"
     output.write_text("0123456789")
     with (
@@ -254,7 +254,7 @@ def test_a_restore_that_was_refused_or_only_planned_left_an_empty_file_for_its_o
     assert (log.exists(), kept.exists()) == (False, True)
 
 
-def test_ctrl_c_while_an_image_is_read_leaves_the_image_and_asks_nothing(tmp_path: Path) -> None:
+def test_ctrl_c_while_an_image_is_read_leaves_the_image_without_a_question(tmp_path: Path) -> None:
     """There is no operation yet that could be cancelled, or continue."""
     reading = OperationProgress(id="7", phase="reading", moved_bytes=1 << 30, size_bytes=2 << 30)
 

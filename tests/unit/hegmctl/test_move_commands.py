@@ -122,7 +122,7 @@ def _reply(operation: Operation) -> m.OperationReply:
     ],
 )
 @pytest.mark.parametrize("json_too", quick_first([((),), (("--json",),)], 1))
-def test_what_is_typed_is_what_is_asked(
+def test_each_command_sends_its_request(
     daemon: FakeDaemon, line: str, request_: m.Request, json_too: tuple[str, ...]
 ) -> None:
     replies: dict[type[Record], Record] = {

@@ -140,7 +140,7 @@ def _public(face: type) -> set[str]:
     return {name for name, _ in inspect.getmembers(face, inspect.isfunction) if not name.startswith("_")}
 
 
-def test_both_faces_offer_the_same_and_the_page_has_all_of_it() -> None:
+def test_both_libraries_offer_the_same_and_the_page_documents_all() -> None:
     sync, asynchronous = _public(Connection), _public(AsyncConnection)
     of_the_socket = {"close", "fileno", "wait_for_its_end"}
     assert sync - of_the_socket == asynchronous

@@ -71,11 +71,11 @@ def where(*operations: Operation) -> list[str]:
         (operation("done", process("gpu0", "gpu0"), process(pid=4712)), "gpu0 -> gpu1, stays on gpu0"),
     ],
 )
-def test_where_a_job_is_and_goes(shown: Operation, expected: str) -> None:
+def test_the_current_and_target_gpu_of_a_job(shown: Operation, expected: str) -> None:
     assert where(shown) == [expected]
 
 
-def test_a_lost_job_was_shown_on_its_way_to_a_gpu() -> None:
+def test_a_lost_job_was_shown_as_moving_to_a_gpu() -> None:
     """It read `->gpu0`: from nowhere to the GPU that it would have gone to."""
     lost = operation("lost", process(None, "gpu0", "lost"), failure=FAILURE)
     assert where(lost) == ["lost"]
@@ -119,7 +119,7 @@ def test_the_absence_of_operations_is_stated() -> None:
     assert operations_text(m.OperationsReply(operations=()), PIPE) == ["There was no operation on this node."]
 
 
-def test_a_narrow_terminal_shows_what_matters() -> None:
+def test_a_narrow_terminal_shows_the_important_columns() -> None:
     ended = operation("rolled-back", process("gpu0", "gpu0"), downtime_s=0.1234, failure=FAILURE)
     lines = operations_text(m.OperationsReply(operations=(ended,)), Style(columns=60, ellipsis="~"))
     assert all(width(line) <= 60 for line in lines)
@@ -179,7 +179,7 @@ PLAN = Plan(
 )
 
 
-def test_a_plan_shows_what_is_needed_and_that_nothing_was_done() -> None:
+def test_a_plan_shows_the_needs_and_that_nothing_was_done() -> None:
     assert plan_text(m.OperationReply(plan=PLAN), PIPE) == [
         " PID  NAME      FROM  TO    CARRIED  STAYS  CARRIER",
         "4711  train.py  gpu0  gpu1  1.0 GiB    0 B  worker",
@@ -203,7 +203,7 @@ def test_a_drain_reports_each_job_and_their_number() -> None:
     assert lines[-1] == "1 moved, 2 not"
 
 
-def test_a_drain_without_a_job_a_planned_one_and_one_under_way() -> None:
+def test_drains_without_a_job_and_planned_and_in_progress() -> None:
     assert drained_text(m.Drained(operations=()), PIPE) == ["there is no process on it to move"]
     planned = drained_text(m.Drained(operations=(), plans=(PLAN, PLAN)), PIPE)
     assert [line for line in planned if line[:2] in ("1.", "2.")] == ["1. migrate", "2. migrate"]

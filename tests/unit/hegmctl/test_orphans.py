@@ -40,7 +40,7 @@ def test_an_unknown_size_is_not_shown_as_none_at_all() -> None:
     assert ": -, disk" in line
 
 
-def test_operations_end_with_what_needs_a_person() -> None:
+def test_operations_that_need_a_person_come_last() -> None:
     lines = operations_text(m.OperationsReply(operations=(), orphans=(BYTES,)), PIPE)
     assert lines[0] == "There was no operation on this node."
     assert "Needs your attention:" in lines

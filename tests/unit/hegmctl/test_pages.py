@@ -124,7 +124,7 @@ def test_the_reference_of_the_json_output_is_fresh() -> None:
     assert refreshed(f"mine\n{BEGIN}\nold") == f"mine\n{BEGIN}\n\n{reference()}"
 
 
-def test_what_type_checkers_read_of_the_library_is_fresh() -> None:
+def test_the_librarys_type_stubs_are_fresh() -> None:
     text = (ROOT / "client" / "hegmctl" / "library.pyi").read_text()
     assert text == stub(), "write it anew: python3 -m tools.docs.hegmctl stub client/hegmctl/library.pyi"
 

@@ -71,7 +71,7 @@ def test_a_script_that_starts_python_without_its_environment_is_detected(tmp_pat
         assert found.text == f"{sys.implementation.name} {platform.python_version()} alone"
 
 
-def test_a_program_that_is_no_python_does_not_count_as_one(tmp_path: Path) -> None:
+def test_a_program_other_than_python_does_not_count_as_python(tmp_path: Path) -> None:
     """The job had already left, and came back from its state after an impossible start."""
     assert probed("true").text == "asked for its version, it says nothing"
     complains = probed(_script(tmp_path, "#!/bin/sh\necho libpython3.12.so is missing >&2\nexit 127\n"))

@@ -63,7 +63,7 @@ def test_a_requested_exit_is_not_a_failure(
         (("--final-status", "3", "--dry-run"), "--final-status"),
     ],
 )
-def test_an_option_without_recover_is_named_and_its_command_is_given_back(words: tuple[str, ...], named: str) -> None:
+def test_an_option_without_recover_is_named_with_the_corrected_command(words: tuple[str, ...], named: str) -> None:
     """All of them were answered with a message about --max-recoveries."""
     with pytest.raises(HegmError) as refused:
         _recovery_options(*words)
@@ -94,13 +94,13 @@ def test_the_interval_is_chosen_unless_it_is_given() -> None:
         ("--recover", "--final-status", "x"),
     ],
 )
-def test_what_means_nothing_is_a_mistake(words: tuple[str, ...]) -> None:
+def test_a_meaningless_combination_is_a_mistake(words: tuple[str, ...]) -> None:
     with pytest.raises(HegmError) as caught:
         _recovery_options(*words)
     assert caught.value.code.name == "usage"
 
 
-def test_slots_and_recoveries_are_shown_with_what_they_cost() -> None:
+def test_slots_and_recoveries_are_shown_with_their_cost() -> None:
     slots = (
         Snapshot(rank=0, slot=0, generation=8, step=1200, size_bytes=3 << 20, taken_utc=90.0),
         Snapshot(rank=0, slot=1),

@@ -147,7 +147,7 @@ def test_an_exit_requested_by_a_signal_does_not_belong_to_a_restart(attended: De
     assert not attended.desk.ended(-signal.SIGTERM, sent_signal=signal.SIGTERM)
 
 
-def test_it_is_started_with_other_surroundings_from_the_state_and_its_lock(attended: DeskNode) -> None:
+def test_it_is_started_with_another_environment_from_the_state_and_its_lock(attended: DeskNode) -> None:
     attended.attend()
     attended.expect()
     assert attended.desk.next_start() is None
@@ -355,7 +355,7 @@ def test_without_the_descriptors_of_its_state_a_command_does_not_start_over(atte
     assert attended.desk.next_start() is None
 
 
-def test_a_restart_keeps_what_the_one_before_had_set_although_its_end_was_not_reported(attended: DeskNode) -> None:
+def test_a_restart_keeps_the_settings_of_the_previous_one_although_its_end_was_not_reported(attended: DeskNode) -> None:
     """The message that the former operation had ended was sent over a closed connection."""
     attended.attend()
     attended.expect()
@@ -383,7 +383,7 @@ def test_a_kill_before_the_exit_ended_the_supervisor_with_another_status(attende
     assert wanted.status == -signal.SIGKILL
 
 
-def test_what_was_different_for_a_start_that_went_well_stays_so(attended: DeskNode) -> None:
+def test_the_settings_of_a_successful_start_are_kept(attended: DeskNode) -> None:
     attended.attend()
     attended.expect()
     attended.start(set={"EXTRA": "1"}, python="/opt/python3")

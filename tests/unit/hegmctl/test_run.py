@@ -246,7 +246,7 @@ def test_a_script_without_a_first_line_is_run_as_a_shell_would(daemon: FakeDaemo
 
 
 @pytest.mark.thorough
-def test_a_command_that_is_not_there_or_cannot_be_run_ends_as_in_a_shell(daemon: FakeDaemon, tmp_path: Path) -> None:
+def test_a_missing_or_unexecutable_command_exits_as_in_a_shell(daemon: FakeDaemon, tmp_path: Path) -> None:
     plain = _file(tmp_path / "plain", "echo no\n", 0o644)
     lost = _file(tmp_path / "lost", "#!/no/such/interpreter\n", 0o755)
     for words, status, says in (
@@ -264,7 +264,7 @@ def test_a_command_that_is_not_there_or_cannot_be_run_ends_as_in_a_shell(daemon:
     assert hegmctl("run", "--", "plain", socket=daemon.path, environ={"PATH": path}).returncode == 126
 
 
-def test_nothing_is_started_for_a_command_that_is_not_there(socket_path: Path) -> None:
+def test_nothing_is_started_for_a_missing_command(socket_path: Path) -> None:
     """hegmctl started a daemon, which exited because no job connected."""
     ran = hegmctl("run", "--simulate", "1x1GiB", "--", "no-such-program-here", socket=socket_path)
     assert (ran.returncode, "started hegmd" in ran.stderr) == (127, False)
@@ -319,7 +319,7 @@ BOTH = node.GPUS.replace(gpus=(node.GPU0, SECOND.replace(vendor="amd")))
         (AMDS, "gpu1", "none", "GPU-0001"),
     ],
 )
-def test_the_gpu_that_was_asked_for_was_ignored_on_real_gpus(
+def test_the_requested_gpu_was_ignored_on_real_gpus(
     daemon: FakeDaemon, gpus: m.GpusReply, requested: str, cuda: str, hip: str
 ) -> None:
     """Issue 14, row 8: the job ran on gpu0, whatever --gpu was."""
@@ -369,7 +369,7 @@ def test_a_gpu_is_not_ignored_where_no_daemon_knows_it(socket_path: Path) -> Non
     assert "only a daemon knows gpu1" in ran.stderr
 
 
-def test_what_the_agent_is_to_know_is_in_the_environment(daemon: FakeDaemon) -> None:
+def test_the_agents_settings_are_in_the_environment(daemon: FakeDaemon) -> None:
     print_it = ("--", "sh", "-c", "echo $HEGM_RUN,$HEGM_JOB,$HEGM_GPU")
     daemon.answers[m.Gpus] = saying(HEALTHY)
     stale = {"HEGM_RUN": "before", "HEGM_JOB": "before", "HEGM_GPU": "before"}

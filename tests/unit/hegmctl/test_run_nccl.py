@@ -38,7 +38,7 @@ def test_nccl_is_set_so_that_its_ranks_can_be_moved_unless_the_user_has_set_it(
     assert json.loads(ran.stdout) == expected
 
 
-def test_an_nvls_setting_that_there_is_not_is_refused(daemon: FakeDaemon) -> None:
+def test_an_unknown_nvls_setting_is_refused(daemon: FakeDaemon) -> None:
     ran = hegmctl("run", "--nvls", "maybe", "--", "true", socket=daemon.path)
     assert ran.returncode == 2
     assert "write one of: off, keep" in ran.stderr

@@ -39,7 +39,7 @@ def test_the_words_of_a_command_become_its_request() -> None:
     assert parse(["priority", "4711", "best-effort"]).request() == SetPriority(job=4711, priority="best-effort")
 
 
-def test_a_job_that_waits_for_room_names_one_gpu_or_lets_hegmd_choose() -> None:
+def test_a_job_that_waits_for_memory_names_one_gpu_or_lets_hegmd_choose() -> None:
     assert gpus_asked("auto") == ("auto",)
     assert gpus_asked(None, waits=True) == ("auto",)
     assert gpus_asked("gpu1", waits=True) == ("gpu1",)
@@ -85,7 +85,7 @@ def test_a_plan_names_each_job_that_would_leave() -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
-def test_what_a_job_waits_for_is_whole_at_every_width(columns: int) -> None:
+def test_the_reason_of_a_waiting_job_is_whole_at_every_width(columns: int) -> None:
     """Issue 19: at 80 columns `hegmctl queue` cut WAITS FOR to 12 characters."""
     why, then = "60.0 GiB on gpu0, which train (j1) has", "train (j1) is suspended when its turn of 5 min is over"
     waiting = QueuedJob(

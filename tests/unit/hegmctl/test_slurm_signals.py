@@ -157,7 +157,7 @@ def test_an_ended_command_gets_no_requests(tmp_path: Path) -> None:
     assert not called.exists()
 
 
-def test_a_command_that_is_started_again_is_not_suspended_by_a_signal_to_the_one_before(tmp_path: Path) -> None:
+def test_a_restarted_command_is_not_suspended_by_a_signal_to_its_predecessor(tmp_path: Path) -> None:
     python, called = tmp_path / "python", tmp_path / "called"
     environ = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "client")))}
     words = [sys.executable, "-c", STARTED_AGAIN, str(python)]

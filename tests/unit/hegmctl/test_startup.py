@@ -82,7 +82,7 @@ def test_the_usual_commands_load_nothing_heavy(daemon: FakeDaemon, words: tuple[
     }
 
 
-def test_json_costs_those_who_ask_for_it(daemon: FakeDaemon) -> None:
+def test_only_json_output_imports_json(daemon: FakeDaemon) -> None:
     loaded = _loaded_by(daemon, "gpus", "--json")
     assert "json" in loaded
     assert not loaded & (HEAVY - {"json", "re", "enum", "functools"})

@@ -69,7 +69,7 @@ def test_requests_that_change_something_are_sent_once_only(hegmd: Connection, da
     assert raised.value.code is UNAVAILABLE
 
 
-def test_what_the_daemon_held_for_a_connection_is_not_taken_to_be_held_by_the_next(socket_path: Path) -> None:
+def test_the_next_daemon_does_not_hold_what_its_predecessor_held_for_a_connection(socket_path: Path) -> None:
     with FakeDaemon(socket_path, node.answers(node.SIMULATED)) as daemon, connect(str(socket_path)) as hegmd:
         hegmd.simulate_hold("gpu0", node.GIB)
         daemon.answers[m.Gpus] = leaving(times=1)

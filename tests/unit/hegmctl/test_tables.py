@@ -28,7 +28,7 @@ def test_nothing_that_a_terminal_obeys_gets_through(text: str, shown: str) -> No
 
 @pytest.mark.thorough
 @given(st.text())
-def test_what_is_printable_can_be_written_anywhere(text: str) -> None:
+def test_printable_text_can_be_written_anywhere(text: str) -> None:
     shown = printable(text)
     assert shown.isprintable()
     shown.encode()

@@ -44,7 +44,7 @@ def test_colours_on_a_terminal(
     assert terminal.picture.painted == coloured
 
 
-def test_colours_in_a_pipe_are_for_those_who_ask(daemon: FakeDaemon) -> None:
+def test_colours_in_a_pipe_need_a_request(daemon: FakeDaemon) -> None:
     assert GREEN not in hegmctl("gpus", socket=daemon.path).stdout
     assert GREEN in hegmctl("gpus", "--color", socket=daemon.path).stdout
 
@@ -87,7 +87,7 @@ TWO = HegmError(
 )
 
 
-def test_which_hint_is_of_which_reason_could_not_be_seen(daemon: FakeDaemon) -> None:
+def test_hints_were_not_matched_to_their_reasons(daemon: FakeDaemon) -> None:
     daemon.answers[m.Gpus] = failing(TWO)
     with Terminal("gpus", socket=daemon.path) as terminal:
         assert terminal.end() == 5
@@ -177,7 +177,7 @@ def test_a_resized_terminal_is_redrawn_immediately(daemon: FakeDaemon) -> None:
         assert sum(isinstance(request, m.Processes) for request in daemon.requests) == 1, "nothing was asked for that"
 
 
-def test_what_does_not_fit_is_counted(daemon: FakeDaemon) -> None:
+def test_lines_that_do_not_fit_are_counted(daemon: FakeDaemon) -> None:
     many = tuple(node.TRAINING.replace(pid=pid) for pid in range(100, 140))
     daemon.answers[m.Processes] = saying(node.PROCESSES.replace(processes=many))
     with _watching(daemon, lines=12) as terminal:

@@ -169,7 +169,7 @@ def test_a_workload_has_a_short_name(workload: Workload, shown: str) -> None:
     assert workload_text(workload) == shown
 
 
-def test_ways_with_their_reasons() -> None:
+def test_options_with_their_reasons() -> None:
     assert ways_text(node.PROCESSES.replace(processes=(node.TRAINING,)), PIPE) == [
         "4711  alice  gpu0 8.0 GiB, gpu1 4.0 GiB  python3 train.py --epochs 10",
         "  driver   yes  driver 580.159.04 can checkpoint it",

@@ -98,7 +98,7 @@ def test_a_story_of_an_earlier_daemon_has_its_effects_in_the_lanes() -> None:
     assert segments_of(timeline, "driver") == [("restore", 1.75, 2.0)]
 
 
-def test_an_operation_that_is_under_way_lasts_until_now() -> None:
+def test_a_running_operation_lasts_until_now() -> None:
     moving = REPLY.replace(operation=MOVED.replace(phase="reloading"), story=STORY[:-2])
     timeline = timeline_of(moving, BEGAN + 10)
     assert timeline.took_s == 10
@@ -146,7 +146,7 @@ def test_a_forgotten_history_is_reported_as_forgotten() -> None:
     assert lines[-1] == "there is nothing to draw: its story is not remembered"
 
 
-def test_the_drawing_has_a_bar_for_each_segment_and_nothing_of_what_was_put_into_a_name() -> None:
+def test_the_drawing_has_a_bar_for_each_segment_and_no_markup_from_a_name() -> None:
     hostile = line(2.4, "failed", "verifying", timing("agent", HOSTILE, 2.3, 0.1))
     reply = REPLY.replace(story=(*STORY[:-1], hostile, STORY[-1]))
     for theme in ("", "light", "dark"):

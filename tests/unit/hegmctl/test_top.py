@@ -291,7 +291,7 @@ def page_of(app: TopApp) -> str:
 
 
 @pytest.mark.thorough
-async def test_keys_ask_with_the_plan_first_and_act_on_a_yes_alone() -> None:
+async def test_keys_show_the_plan_first_and_act_only_on_a_yes() -> None:
     source, picture = FixedSource(), Picture()
     app = TopApp(source, picture)
     async with app.run_test(size=(80, 24)) as pilot:

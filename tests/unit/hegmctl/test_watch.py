@@ -45,7 +45,7 @@ def test_watching_in_json_is_a_document_a_line(socket_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [("ps", "--watch=0.05"), ("events", "--follow")])
-def test_a_daemon_that_is_not_there_to_begin_with_is_an_error(socket_path: Path, words: tuple[str, ...]) -> None:
+def test_a_daemon_missing_at_the_start_is_an_error(socket_path: Path, words: tuple[str, ...]) -> None:
     with Running(*words, socket=socket_path) as running:
         assert running.end()[0] == 3
 

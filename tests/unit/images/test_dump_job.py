@@ -90,7 +90,9 @@ async def _no_criu() -> NoReturn:
     raise HegmError(UNAVAILABLE, "there is no CRIU", "install one")
 
 
-async def test_a_missing_criu_and_missing_room_are_reported_before_a_job_stops(tmp_path: Path, paused: int) -> None:
+async def test_a_missing_criu_and_missing_disk_space_are_reported_before_a_job_stops(
+    tmp_path: Path, paused: int
+) -> None:
     full = HegmError(REFUSED, "/images has 1 MiB free", "free some")
     handoff = handoff_with(ImageCatalogue(why=full), tmp_path, _no_criu)
     looked = await handoff.against([paused], "/images/one", 1 << 30, Rights(os.geteuid(), os.getegid(), ()))
@@ -122,7 +124,7 @@ def test_bytes_that_are_elsewhere_by_their_mark_are_put_in_no_image() -> None:
         memory.close()
 
 
-async def test_an_agent_that_is_not_there_cannot_step_aside(tmp_path: Path, paused: int) -> None:
+async def test_a_missing_agent_cannot_disconnect(tmp_path: Path, paused: int) -> None:
     lent = ImageBeingWritten()
     with pytest.raises(AgentAway, match="it cannot get the order to disconnect"):
         await handoff_with(lent, tmp_path, some_criu).dump(wished(paused), lambda _: None)
@@ -238,7 +240,7 @@ async def test_an_unfinished_image_of_an_earlier_daemon_is_no_image(tmp_path: Pa
     assert whole.swept == []
 
 
-async def test_an_image_that_is_scrapped_after_its_daemon_is_swept_away(tmp_path: Path, paused: int) -> None:
+async def test_a_discarded_image_of_an_earlier_daemon_is_removed(tmp_path: Path, paused: int) -> None:
     shelf = ImageCatalogue()
     await handoff_with(shelf, tmp_path).scrap(wished(paused, leave_running=True, begun=True, written=True))
     assert shelf.swept == ["/images/one"]

@@ -47,7 +47,7 @@ def test_dangling_outputs_are_named() -> None:
     assert lost_streams((INPUT,), {}) == ()
 
 
-def test_an_output_that_is_a_file_needs_no_redirection() -> None:
+def test_an_output_to_a_file_needs_no_redirection() -> None:
     with pytest.raises(HegmError, match="the job's stdout cannot be redirected"):
         redirected_streams((ERR, INPUT), {"stdout": 1})
 

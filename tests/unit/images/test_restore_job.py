@@ -273,7 +273,7 @@ def test_criu_has_only_the_rights_of_the_image_and_of_the_caller(tmp_path: Path)
             assert refused.value.code is DENIED
 
 
-def test_an_image_of_root_that_is_opened_as_a_users_is_refused(tmp_path: Path) -> None:
+def test_an_image_of_root_opened_as_a_users_is_refused(tmp_path: Path) -> None:
     """Any user who can write there could have changed it to run CRIU with fewer rights than needed."""
     names = ("uid", "gid", "euid", "egid", "suid", "sgid", "fsuid", "fsgid")
     (tmp_path / "core-1.img").write_bytes(core(credentials(**dict.fromkeys(names, 0))))

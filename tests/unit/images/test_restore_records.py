@@ -130,7 +130,7 @@ async def test_a_job_is_known_by_its_run_whatever_it_calls_itself(tmp_path: Path
         assert process.wait(HANG_S) == -9
 
 
-async def test_who_was_made_by_criu_and_has_nothing_of_its_own_yet_is_known_for_that(tmp_path: Path) -> None:
+async def test_a_process_just_created_by_criu_is_recognised(tmp_path: Path) -> None:
     """Its attendant was killed, and it had the job's number permanently."""
     with sleeper("restore", "--images-dir", "/proc/self/fd/8") as half, sleeper() as stranger:
         for process in (stranger, half):

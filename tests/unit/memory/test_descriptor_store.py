@@ -54,7 +54,7 @@ async def test_stored_and_dropped_descriptors_reach_the_manager_by_name(tmp_path
     assert observed[3][0] == ["BARRIER=1"], "what is dropped may be video memory, which others wait for"
 
 
-async def test_what_came_with_the_start_is_found_once_and_the_rest_left_to_others() -> None:
+async def test_descriptors_of_the_start_are_found_once_and_foreign_ones_left_alone() -> None:
     first = 500
     for number, name in enumerate(("a", "b", "listening")):
         fd = os.memfd_create(name)

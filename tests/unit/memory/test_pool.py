@@ -37,7 +37,7 @@ def keep(tmp_path: Path) -> MemoryKeeping:
 
 
 @pytest.mark.thorough
-async def test_what_is_taken_is_there_and_without_a_name_cannot_be_cut_or_grown(pool: Pool) -> None:
+async def test_an_allocated_segment_has_its_pages_and_a_nameless_one_is_sealed(pool: Pool) -> None:
     memory = await pool.take(KEY, 5 * MIB)
     assert memory.size_bytes == whole_size(5 * MIB)
     assert os.fstat(memory.fd).st_blocks * 512 >= memory.size_bytes, "pages are not present"
@@ -74,7 +74,7 @@ async def test_over_the_budget_is_refused_with_numbers_and_nothing_changes(pool:
 
 
 @pytest.mark.thorough
-async def test_a_larger_piece_takes_the_place_of_a_smaller_and_a_smaller_is_there_already(
+async def test_a_larger_segment_replaces_a_smaller_and_a_smaller_request_reuses_it(
     keep: MemoryKeeping, tmp_path: Path
 ) -> None:
     pool = opened(keep)
@@ -89,7 +89,7 @@ async def test_a_larger_piece_takes_the_place_of_a_smaller_and_a_smaller_is_ther
     pool.close()
 
 
-async def test_without_a_budget_half_of_what_is_available_is_one() -> None:
+async def test_without_a_budget_half_of_the_available_memory_is_one() -> None:
     pool = Pool(available_bytes=lambda: 100 * MIB, huge_free_bytes=lambda: 0)
     assert pool.budget_bytes() == 50 * MIB
     with pytest.raises(Refused, match="may hold 50 MiB") as refused:
@@ -235,7 +235,7 @@ async def test_a_store_that_fails_costs_the_survival_and_not_the_move() -> None:
     pool.close()
 
 
-async def test_a_place_that_is_full_is_passed_over_for_nameless_memory(tmp_path: Path) -> None:
+async def test_a_full_place_is_replaced_by_nameless_memory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     store = DescriptorStore()
     pool = opened(MemoryKeeping([PoolDirectory(tmp_path / "file" / "under", huge=False)], store))
@@ -322,7 +322,7 @@ async def test_two_segments_of_one_owner_are_both_kept(keep: MemoryKeeping) -> N
 # -- what the kernel says ----------------------------------------------------------------------------------------------
 
 
-def test_the_kernels_figures_are_read_and_what_cannot_be_read_is_not_guessed(tmp_path: Path) -> None:
+def test_the_kernels_figures_are_read_and_never_guessed(tmp_path: Path) -> None:
     meminfo, free = tmp_path / "meminfo", tmp_path / "free"
     meminfo.write_text("MemTotal: 9 kB\nMemAvailable:   1024 kB\n")
     free.write_text("3\n")

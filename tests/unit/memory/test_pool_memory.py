@@ -44,7 +44,7 @@ def test_every_page_is_allocated_and_zero(size_bytes: int) -> None:
         assert file.read().count(0) == size_bytes
 
 
-def test_what_was_written_before_stays() -> None:
+def test_earlier_contents_stay() -> None:
     fd = _memfd(8 * MIB)
     os.pwrite(fd, b"here", 5 * MIB)
     pool_memory.populate(fd, 8 * MIB)

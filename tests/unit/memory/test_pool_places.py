@@ -63,7 +63,7 @@ def test_a_directory_of_another_user_or_open_to_others_is_not_used(place: PoolDi
     assert list(place.folder.iterdir()) == []
 
 
-def test_a_directory_that_is_a_link_is_not_followed(place: PoolDirectory, tmp_path: Path) -> None:
+def test_a_link_to_a_directory_is_not_followed(place: PoolDirectory, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.mkdir(mode=0o700)
     place.folder.symlink_to(victim)
@@ -132,7 +132,7 @@ async def test_a_directory_that_cannot_be_read_does_not_prevent_the_daemons_star
     assert "cannot be opened" in found.distrusted[0].why
 
 
-def test_huge_pages_are_found_by_what_is_mounted_and_two_state_directories_never_meet(tmp_path: Path) -> None:
+def test_huge_pages_are_found_by_their_mount_and_state_directories_share_no_folder(tmp_path: Path) -> None:
     mounts, shared = tmp_path / "mounts", tmp_path / "shm"
     shared.mkdir()
     mounts.write_text(f"proc /proc proc rw 0 0\nshort line\nhuge {tmp_path} hugetlbfs rw,pagesize=2M 0 0\n")

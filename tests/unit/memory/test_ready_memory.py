@@ -107,7 +107,7 @@ def names_of(keep: MemoryKeeping) -> list[str]:
 # -- filling and handing out -------------------------------------------------------------------------------------------
 
 
-async def test_a_step_at_a_time_it_grows_to_what_is_wanted_with_pages_present(keep: MemoryKeeping) -> None:
+async def test_it_grows_by_steps_to_the_wanted_size_with_pages_present(keep: MemoryKeeping) -> None:
     pool = opened(keep, 10 * MIB)
     sizes: list[int] = []
     while await pool.adjust_ready():
@@ -120,7 +120,7 @@ async def test_a_step_at_a_time_it_grows_to_what_is_wanted_with_pages_present(ke
 
 
 @pytest.mark.parametrize("size_bytes", [3 * MIB, 6 * MIB, 20 * MIB], ids=["smaller", "equal", "larger"])
-async def test_a_piece_is_made_of_it_with_its_own_size_and_every_page(keep: MemoryKeeping, size_bytes: int) -> None:
+async def test_a_segment_made_of_it_has_its_own_size_and_every_page(keep: MemoryKeeping, size_bytes: int) -> None:
     pool = await filled(keep, 10 * MIB)
     inode = os.fstat(pool.ready.segments[0].memory.fd).st_ino
     memory = await pool.take(KEY, size_bytes)
@@ -153,7 +153,7 @@ async def test_a_small_piece_does_not_cost_the_pages_of_a_large_one(
     pool.close()
 
 
-async def test_a_nameless_piece_made_of_it_cannot_be_cut_or_grown(store: DescriptorStore) -> None:
+async def test_a_nameless_segment_made_of_it_cannot_shrink_or_grow(store: DescriptorStore) -> None:
     keep = MemoryKeeping(store=store)
     pool = await filled(keep, 10 * MIB)
     memory = await pool.take(KEY, 3 * MIB)
@@ -226,7 +226,7 @@ async def test_ready_memory_is_released_for_a_segment_that_needs_the_budget(keep
     pool.close()
 
 
-async def test_it_is_given_back_when_the_node_is_short_and_grows_only_when_there_is_plenty(keep: MemoryKeeping) -> None:
+async def test_it_is_freed_when_memory_is_short_and_grows_only_when_memory_is_plentiful(keep: MemoryKeeping) -> None:
     node = Node()
     pool = opened(keep, 40 * MIB, node=node)
     while await pool.adjust_ready():

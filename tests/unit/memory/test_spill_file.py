@@ -273,7 +273,7 @@ def test_a_link_in_the_place_of_a_file_to_be_written_leads_nowhere(
     assert target.read_bytes() == b"somebody's"
 
 
-def test_a_rename_of_a_file_that_is_not_there_is_an_error(folder: SpillFolder, memory: tuple[int, bytes]) -> None:
+def test_a_rename_of_a_missing_file_is_an_error(folder: SpillFolder, memory: tuple[int, bytes]) -> None:
     with pytest.raises(HegmError, match="cannot be renamed"):
         folder.rename(NAME, f"{NAME}5")
 

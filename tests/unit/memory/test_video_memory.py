@@ -111,7 +111,7 @@ async def test_a_second_reservation_adds_only_the_missing_bytes(store: Descripto
     memory.close()
 
 
-async def test_what_the_store_takes_to_let_go_of_memory_was_nobodys_in_the_log(
+async def test_the_time_of_a_release_by_the_store_was_missing_in_the_log(
     store: DescriptorStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A tenth of a second of a migration in rounds: the driver frees memory with its last descriptor."""
@@ -128,7 +128,7 @@ async def test_what_the_store_takes_to_let_go_of_memory_was_nobodys_in_the_log(
         await memory.release(WHO, GPU)
 
 
-async def test_no_room_changes_nothing(store: DescriptorStore) -> None:
+async def test_missing_memory_changes_nothing(store: DescriptorStore) -> None:
     memory = VideoMemory(Gpus(capacity_bytes=2 * GIB), store)
     await memory.reserve(WHO, GPU, GIB)
     with pytest.raises(Refused, match="no room"):
@@ -176,7 +176,7 @@ async def test_memory_released_meanwhile_does_not_count_as_held() -> None:
     memory.close()
 
 
-async def test_a_hold_that_is_cancelled_leaves_nothing() -> None:
+async def test_a_cancelled_hold_leaves_nothing() -> None:
     gpus = Gpus()
     gpus.wait = anyio.Event()
     memory = VideoMemory(gpus)

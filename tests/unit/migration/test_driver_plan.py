@@ -71,7 +71,7 @@ def test_the_memory_of_a_context_is_measured_on_each_gpu() -> None:
 
 
 @pytest.mark.parametrize("context_mib", [300, 600, 900])
-def test_a_job_leaves_by_host_only_if_a_context_as_measured_fits_beside_it_at_its_return(context_mib: int) -> None:
+def test_a_job_leaves_by_host_only_if_a_measured_context_fits_next_to_it_at_its_return(context_mib: int) -> None:
     context_bytes = context_mib * MIB
     process = a_process(an_agent(), driver_bytes_by_gpu={"gpu0": 33 * GIB})
     for free_bytes, carrier in (
@@ -93,7 +93,7 @@ def test_a_suspension_goes_to_the_pool_and_a_process_without_an_agent_by_the_dri
     assert 14 < bare.estimate_s < 24, "measured: 18 s for 37 GiB, and 24.6 s for 32"
 
 
-def test_what_the_allocator_keeps_for_later_is_not_carried_and_has_room_on_the_target() -> None:
+def test_cached_memory_is_not_carried_and_is_reserved_on_the_target() -> None:
     """The reserve was missing. Another process took all free memory, and the job found none at its next step."""
     agent = an_agent(cuda_facts(reserved_bytes=60 * GIB, padding_bytes=5))
     (worker,) = the_plan(planned(a_snapshot(a_process(agent, vram_bytes=61 * GIB)), to())).workers
@@ -107,7 +107,7 @@ def test_what_the_allocator_keeps_for_later_is_not_carried_and_has_room_on_the_t
     assert worker.reservation_bytes == 61 * GIB + RESTORE_MARGIN_BYTES + SEGMENT_BYTES
 
 
-def test_a_target_without_room_for_what_is_cached_is_refused() -> None:
+def test_a_target_without_memory_for_the_cache_is_refused() -> None:
     process = a_process(an_agent(cuda_facts(reserved_bytes=60 * GIB)), vram_bytes=61 * GIB)
     gpus = (a_gpu("gpu0"), a_gpu("gpu1", free_bytes=60 * GIB))
     (reason,) = the_reasons(planned(a_snapshot(process, gpus=gpus), to()))
@@ -125,7 +125,7 @@ def test_a_process_that_has_cached_its_whole_gpu_can_move_to_an_empty_one() -> N
     assert worker.reservation_bytes == total_bytes - CONTEXT_BYTES - LAST_BYTES
 
 
-def test_room_for_the_stacks_that_an_agent_gives_back_is_held_with_its_storages() -> None:
+def test_memory_for_the_stacks_that_an_agent_frees_is_reserved_with_its_storages() -> None:
     """Held with the rest, a neighbour that took all it could had it before the agent, and the job had to wait."""
     agent = an_agent(cuda_facts(stacks_bytes=GIB // 4, padding_bytes=5))
     (worker,) = the_plan(planned(a_snapshot(a_process(agent)), to())).workers
@@ -137,7 +137,7 @@ def test_room_for_the_stacks_that_an_agent_gives_back_is_held_with_its_storages(
     assert by_driver.agent_overhead_bytes == 0
 
 
-def test_with_little_room_the_storages_go_in_rounds_and_with_less_through_the_pool() -> None:
+def test_with_little_memory_the_storages_go_in_rounds_and_with_less_through_the_pool() -> None:
     tight = (a_gpu("gpu0"), a_gpu("gpu1", free_bytes=40 * GIB))
     rounds = the_plan(planned(a_snapshot(a_process(an_agent()), gpus=tight), to()))
     assert rounds.workers[0].carrier == "peer"
@@ -188,7 +188,7 @@ def test_a_slower_carrier_is_chosen_only_with_a_reason(
     assert why in " ".join(plan.hazards)
 
 
-def test_the_carrier_that_is_asked_for_is_taken_or_refused() -> None:
+def test_the_requested_carrier_is_used_or_refused() -> None:
     snapshot = a_snapshot(a_process(an_agent()))
     assert the_plan(planned(snapshot, to(carrier="host"))).workers[0].carrier == "host"
     by_driver = the_plan(planned(snapshot, to(carrier="driver"))).workers[0]
@@ -322,7 +322,7 @@ def test_a_process_on_several_gpus_without_memory_for_copies_goes_by_host() -> N
 
 
 @pytest.mark.parametrize(("free_gib", "carrier"), [(28, "peer"), (27, "host"), (8, "host")])
-def test_gpus_that_one_process_exchanges_need_no_more_room_than_its_copies_take(free_gib: int, carrier: str) -> None:
+def test_gpus_that_one_process_exchanges_need_no_more_memory_than_its_copies(free_gib: int, carrier: str) -> None:
     """The process frees its memory on either GPU before its bytes return."""
     snapshot = a_snapshot(_on_two(*DEVICES), gpus=_linked(free_gib * GIB))
     plan = the_plan(planned(snapshot, to("gpu1,gpu0")))
@@ -349,7 +349,7 @@ def test_the_driver_carries_a_process_whose_parts_on_its_gpus_are_unknown(device
     assert "what it holds on each" in " ".join(plan.hazards)
 
 
-def test_the_room_that_one_on_several_gpus_will_still_take_is_left_out_of_the_next_plan() -> None:
+def test_the_next_plan_leaves_memory_for_a_process_on_several_gpus() -> None:
     snapshot = a_snapshot(_on_two(*DEVICES), gpus=_four(40 * GIB))
     plan = the_plan(planned(snapshot, to("gpu2,gpu3", carrier="worker")))
     op = plan.operation("1", snapshot.candidates, {}, limits=Limits(), utc=0.0)
@@ -361,7 +361,7 @@ def test_the_room_that_one_on_several_gpus_will_still_take_is_left_out_of_the_ne
     assert then["gpu0"] == 40 * GIB + 21 * GIB + RESTORE_MARGIN_BYTES + SEGMENT_BYTES
 
 
-def test_without_room_for_a_copy_context_the_worker_copies_itself() -> None:
+def test_without_memory_for_a_copy_context_the_worker_copies_itself() -> None:
     """Such a move was refused for half a gigabyte that it did not need."""
     for free_gib, carrier in ((33.6, "worker"), (34.2, "host")):
         gpus = (a_gpu("gpu0"), a_gpu("gpu1", free_bytes=int(free_gib * GIB)))

@@ -20,7 +20,7 @@ def _effects(drive: DrivenOperation) -> list[str]:
     return [effect.tag for _, _, _, wanted in drive.taken for effect in wanted]
 
 
-def test_a_process_without_an_agent_is_not_asked_anything() -> None:
+def test_a_process_without_an_agent_gets_no_order() -> None:
     drive = DrivenOperation(operation(bare())).until("done")
     assert _effects(drive) == ["reserve", "checkpoint", "restore", "verify", "release-reservation"]
     assert drive.op.workers[0].previous_gpu == "gpu0"
@@ -41,7 +41,7 @@ def test_an_agents_process_is_parked_though_the_driver_carries_everything() -> N
     assert drive.op.workers[0].size_bytes == 0, "what its agent counts would be held twice"
 
 
-def test_a_restore_takes_the_room_that_was_measured_at_the_checkpoint() -> None:
+def test_a_restore_reserves_the_memory_measured_at_the_checkpoint() -> None:
     drive = DrivenOperation(operation(bare()))
     drive.on(lambda: "checkpoint" in tags(drive.wanted))
     (wanted,) = drive.end(driver_bytes=25, reserved_bytes=25)
@@ -49,7 +49,7 @@ def test_a_restore_takes_the_room_that_was_measured_at_the_checkpoint() -> None:
     assert tags(drive.end()) == ["restore"]
 
 
-def test_room_that_could_not_be_kept_for_the_way_back_is_taken_again_before_it_is_relied_upon() -> None:
+def test_a_lost_rollback_reservation_is_made_again_before_its_use() -> None:
     drive = DrivenOperation(operation(bare()))
     drive.on(lambda: "checkpoint" in tags(drive.wanted))
     drive.end(driver_bytes=10, reserved_bytes=4)
@@ -61,7 +61,7 @@ def test_room_that_could_not_be_kept_for_the_way_back_is_taken_again_before_it_i
     assert (wanted_room.tag, wanted_room.to_plain()["gpu"]) == ("reserve", "gpu0")
 
 
-def test_a_checkpoint_that_was_cut_off_was_believed_to_have_kept_the_way_back_and_cost_a_pause() -> None:
+def test_an_interrupted_checkpoint_counted_as_a_kept_reservation_and_cost_a_pause() -> None:
     """The restore was refused, the reservation counted as kept, and everything tried again 5 s later, with the job off
     its GPU.
     """
@@ -138,7 +138,7 @@ def test_storages_allocated_in_rounds_need_no_memory_for_all_at_once() -> None:
     drive.until("rolled-back")
 
 
-def test_a_checkpoint_that_failed_on_the_way_back_leaves_the_job_waiting_for_room_where_it_is() -> None:
+def test_a_failed_checkpoint_in_a_rollback_leaves_the_job_waiting_for_memory() -> None:
     """Error 999 on two H200, while another process took all memory: the job was held, and a person had to resume it."""
     drive = DrivenOperation(operation(worker(token="t", method="driver", carrier="host", size_bytes=8, driver_bytes=2)))
     drive.on(lambda: "reload" in tags(drive.wanted))
@@ -200,7 +200,7 @@ def test_a_process_restored_by_another_program_stays_on_its_gpu() -> None:
     assert drive.op.workers[0].gpu == "gpu1"
 
 
-def test_an_inspection_knows_where_a_process_was_taken_off_in_the_middle_of_a_crash() -> None:
+def test_an_inspection_knows_the_gpu_of_a_process_checkpointed_during_a_crash() -> None:
     drive = DrivenOperation(operation(bare()))
     drive.on(lambda: "checkpoint" in tags(drive.wanted))
     drive.wanted.clear()
@@ -211,7 +211,7 @@ def test_an_inspection_knows_where_a_process_was_taken_off_in_the_middle_of_a_cr
     assert drive.op.workers[0].previous_gpu == "gpu0"
 
 
-def test_what_has_grown_is_written_down_and_has_its_room_before_it_is_taken_off() -> None:
+def test_a_grown_process_is_journalled_and_has_its_reservation_before_its_checkpoint() -> None:
     drive = DrivenOperation(operation(bare()))
     drive.on(lambda: "checkpoint" in tags(drive.wanted))
     (checkpoint,) = drive.wanted

@@ -85,7 +85,7 @@ def test_copies_during_the_drivers_steps_are_not_added_to_them() -> None:
     assert estimated(RESUME, 32, OverlappedCopies(out=True)) == estimated(RESUME, 32, OverlappedCopies())
 
 
-def test_a_plan_counts_on_what_its_gpus_have_room_for() -> None:
+def test_a_plan_relies_only_on_free_gpu_memory() -> None:
     def estimated(free_gib: int) -> float:
         gpus = (a_gpu("gpu0", free_bytes=free_gib * GIB), a_gpu("gpu1"))
         return the_plan(planned(a_snapshot(a_process(an_agent()), gpus=gpus), SUSPENSION)).estimate_s

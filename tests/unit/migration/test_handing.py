@@ -44,7 +44,7 @@ def test_a_checkpoint_ends_the_process_after_its_image_is_whole() -> None:
     assert not drive.op.workers[0].lost
 
 
-def test_a_job_that_is_left_running_goes_home_and_proves_itself() -> None:
+def test_a_job_left_running_is_reloaded_and_verified() -> None:
     drive = DrivenOperation(checkpoint(leave_running=True)).until("done")
     assert "end" not in effect_tags(drive)
     assert drive.phases[-7:] == ["restoring", "reloading", "releasing", "verifying", "sealing", "tidying", "done"]
@@ -128,7 +128,7 @@ def test_an_image_cancelled_while_it_is_read_back_is_removed_and_needs_no_person
     assert effect_tags(drive)[-3:] == ["seal", "scrap", "release-pool"]
 
 
-def test_an_image_that_is_not_read_back_in_time_goes() -> None:
+def test_an_image_not_read_back_in_time_is_removed() -> None:
     drive = sealing()
     drive.now = drive.op.deadline or 0.0
     drive.feed(events.DeadlinePassed())
@@ -181,7 +181,7 @@ def test_an_image_that_was_written_just_when_it_was_dropped_was_left_over() -> N
     assert effect_tags(drive)[-1] == "scrap"
 
 
-def test_the_room_on_the_old_gpu_is_kept_until_the_image_is_whole() -> None:
+def test_the_reservation_on_the_old_gpu_is_kept_until_the_image_is_whole() -> None:
     drive = DrivenOperation(checkpoint()).until("handing")
     assert "release-reservation" not in effect_tags(drive)
     assert drive.op.workers[0].reservations == {"gpu0": 10}
@@ -244,7 +244,7 @@ def test_a_process_that_ends_while_its_image_is_made_is_lost_and_the_dump_is_dro
     drive.until("lost")
 
 
-def test_after_a_restart_the_image_is_searched_before_agents_are_asked() -> None:
+def test_after_a_restart_the_image_is_searched_before_agents_are_queried() -> None:
     """A dump whose client has left may still pause the processes: no agent would answer."""
     drive = DrivenOperation(checkpoint()).until("handing")
     drive.wanted.clear()
@@ -255,7 +255,7 @@ def test_after_a_restart_the_image_is_searched_before_agents_are_asked() -> None
     assert [effect.tag for effect in drive.wanted] == ["end"]
 
 
-def test_after_a_restart_processes_that_are_in_an_image_end_without_being_asked() -> None:
+def test_after_a_restart_processes_in_an_image_are_ended_without_an_inspection() -> None:
     drive = DrivenOperation(checkpoint()).until("ending")
     drive.wanted.clear()
     (end,) = drive.feed(events.Recovered())
@@ -271,7 +271,7 @@ def test_a_process_that_does_not_exit_is_signalled_again() -> None:
     assert drive.op.phase == "ending"
 
 
-def test_an_image_that_is_late_leads_back() -> None:
+def test_a_late_image_rolls_back() -> None:
     drive = DrivenOperation(checkpoint()).until("handing")
     drive.now = drive.op.deadline or 0.0
     drive.feed(events.DeadlinePassed())

@@ -60,7 +60,7 @@ def test_cancelling_a_hold_resumes_the_job() -> None:
     drive.until("rolled-back")
 
 
-def test_a_hold_that_ends_late_changes_nothing_any_more() -> None:
+def test_a_hold_that_ends_late_changes_nothing() -> None:
     drive = held()
     hold = drive.wanted[0]
     drive.feed(events.ResumeRequested(to={}))
@@ -121,7 +121,7 @@ def test_when_a_rank_ends_the_others_are_released() -> None:
 # ---- and then something else -----------------------------------------------------------------------------------------
 
 
-def test_a_job_that_is_held_is_suspended_without_going_on_in_between() -> None:
+def test_a_held_job_is_suspended_without_resuming_in_between() -> None:
     drive = held()
     into = operation(worker(to=None), kind=SUSPEND, id="op2")
     drive.feed(events.Repurposed(into=into))

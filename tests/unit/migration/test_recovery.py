@@ -28,7 +28,7 @@ def test_after_a_reboot_the_deadline_is_one_of_the_new_clock() -> None:
     assert drive.op.deadline == 3.0 + drive.op.limits.retry_s
 
 
-def test_the_room_is_counted_again_when_a_restore_has_failed() -> None:
+def test_the_free_memory_is_counted_again_when_a_restore_has_failed() -> None:
     """Issue 4: the daemon counted memory as reserved that another process had taken, and the first resume failed."""
     drive = DrivenOperation(operation(worker(to=None), kind=SUSPEND)).until("suspended")
     drive.feed(events.ResumeRequested(to={"a": "gpu1"}))

@@ -32,7 +32,7 @@ def test_every_situation_was_reached_by_the_machine(name: str) -> None:
 
 @pytest.mark.thorough
 @in_one_test(("name", "finding"), POSSIBLE, ids=lambda one: getattr(one, "words", one))
-def test_whatever_is_found_it_comes_to_rest_and_a_living_job_is_not_lost(name: str, finding: Finding) -> None:
+def test_every_finding_ends_in_a_resting_state_and_loses_no_living_job(name: str, finding: Finding) -> None:
     effects, end = outcome(SITUATIONS[name], finding)
     assert end.partition(":")[0] in {"`done`", "`rolled-back`", "`suspended`"}
     assert end != IN_IMAGE or name.startswith("checkpoint,")
@@ -62,7 +62,7 @@ def test_a_process_ends_only_when_its_image_was_found_whole_or_has_been_made() -
     assert end == "`rolled-back`: it trains on the old GPU"
 
 
-def test_the_page_would_say_otherwise_if_the_machine_did() -> None:
+def test_the_page_changes_with_the_machine() -> None:
     play = SITUATIONS["suspend, suspended"]
     gone = next(finding for finding in FINDINGS if finding.event == "worker-exited")
     assert outcome(play, gone) == ("release-pool", "`lost`: it ended while its bytes were offloaded")

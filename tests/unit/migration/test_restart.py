@@ -108,7 +108,7 @@ def test_a_process_that_ends_before_its_state_is_saved_has_ended_and_nothing_is_
     assert not drive.op.workers[0].lost
 
 
-def test_a_process_that_is_killed_once_its_state_is_saved_is_replaced_all_the_same() -> None:
+def test_a_process_killed_after_its_state_is_saved_is_replaced_all_the_same() -> None:
     """Killed between the end of saving and its own leaving: what it was is in the pool."""
     drive = DrivenOperation(restart()).until("checkpointing")
     drive.feed(events.AgentLost(worker="a"))

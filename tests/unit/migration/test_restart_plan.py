@@ -88,7 +88,7 @@ def of(gpu: GpuMemory) -> str:
         ("gpu0=gpu1,gpu1=gpu0", "gpu1,gpu0", {"gpu1": 200, "gpu0": 0}),
     ],
 )
-def test_a_process_on_several_gpus_is_restarted_with_room_for_each_device(
+def test_a_process_on_several_gpus_is_restarted_with_memory_reserved_for_each_device(
     to: str | None, place: str, needed: dict[str, int]
 ) -> None:
     plan = plan_of(planned(on_two(0, 1), ask(to, via=RESTART)))
@@ -143,12 +143,12 @@ def test_a_restart_started_a_process_where_its_only_device_does_not_exist() -> N
     assert plan_of(planned(on_two(0, uuids="1"), ask("gpu0", via=RESTART))).workers
 
 
-def test_a_better_way_is_taken_where_there_is_one() -> None:
+def test_a_better_method_is_preferred() -> None:
     plan = plan_of(planned(node(), ask("gpu1", allow_restart=True)))
     assert plan.workers[0].method != RESTART
 
 
-def test_another_chip_or_vendor_is_reached_by_a_restart_that_is_allowed() -> None:
+def test_an_allowed_restart_reaches_another_chip_or_vendor() -> None:
     for to in ("gpu2", "gpu3"):
         plan = plan_of(planned(node(), ask(to, allow_restart=True)))
         assert (plan.workers[0].method, plan.workers[0].carrier) == (RESTART, BY_STATE)
@@ -227,7 +227,7 @@ def test_all_reasons_against_a_restart_are_reported() -> None:
     assert "of the pool are needed" in reasons_text(planned(large, via))
 
 
-def test_a_program_that_is_no_python_was_found_out_by_the_start() -> None:
+def test_a_program_other_than_python_was_noticed_only_at_the_start() -> None:
     """The plan accepted `--python /bin/true`, and the job had exited before the error appeared."""
     other = ask("gpu2", via=RESTART, respawn=Respawn(python="/bin/true"))
     refused = reasons_text(planned(node(no_python="asked for its version, it says nothing"), other))

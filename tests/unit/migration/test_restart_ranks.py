@@ -157,7 +157,7 @@ def test_a_rank_that_cannot_be_started_leaves_the_states_of_all_held_and_all_are
     drive.until("done")
 
 
-def test_a_resume_ends_a_rank_that_is_left_of_an_earlier_start() -> None:
+def test_a_resume_ends_a_rank_left_from_an_earlier_start() -> None:
     """One rank runs and the other is held: after the resume, the first would have stayed and the second waited."""
     drive = left()
     reborn(drive, "a")

@@ -40,7 +40,7 @@ def test_a_resume_that_has_its_bytes_back_is_not_turned_round_by_its_time() -> N
     assert drive.op.deadline == drive.now + drive.op.limits.verify_s
 
 
-def test_a_resume_keeps_its_time_over_a_restart_of_the_daemon() -> None:
+def test_a_resume_keeps_its_time_across_a_restart_of_the_daemon() -> None:
     """The deadline is of another clock."""
     drive = _suspending().until("suspended")
     drive.now = 1_000_000.0
@@ -50,7 +50,7 @@ def test_a_resume_keeps_its_time_over_a_restart_of_the_daemon() -> None:
     assert drive.op.due == 10.0
 
 
-def test_what_a_restore_made_is_called_restore() -> None:
+def test_the_operation_of_a_restore_is_called_restore() -> None:
     drive = DrivenOperation(operation(worker(to=None), kind=SUSPEND)).until("suspended")
     drive.op = drive.op.replace(kind=RESTORE)
     drive.feed(events.ResumeRequested(to={"a": "gpu0"}))

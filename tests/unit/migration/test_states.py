@@ -24,12 +24,12 @@ def test_every_event_has_one_row_in_the_phase(phase: str) -> None:
         assert bool(row.hint) == (row.verdict == REFUSE)
 
 
-def test_the_table_has_no_row_for_what_there_is_not() -> None:
+def test_the_table_has_no_row_for_unknown_events() -> None:
     assert TABLE.keys() == {(phase, event) for phase in PHASES for event in EVENTS}
 
 
 @in_one_test("name", sorted(Effect.register))
-def test_an_effect_names_its_endings_and_what_cancelling_does(name: str) -> None:
+def test_an_effect_names_its_results_and_its_cancellation(name: str) -> None:
     effect = Effect.register[name]
     assert effect.ends[-1] == "failed"
     assert len(effect.ends) > 1

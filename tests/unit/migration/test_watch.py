@@ -42,6 +42,6 @@ async def test_a_lack_of_descriptors_does_not_end_operations(process: Child) -> 
     assert over.is_set()
 
 
-async def test_a_number_that_is_anothers_now_is_an_end(process: Child) -> None:
+async def test_a_reused_pid_is_an_exit(process: Child) -> None:
     with anyio.fail_after(HANG_S):
         await ended(process.pid, lambda: False)

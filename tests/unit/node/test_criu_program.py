@@ -28,7 +28,7 @@ async def test_a_new_one_on_the_search_path_is_used(shims: Path) -> None:
     assert await criu_program.find(path=search_path(str(shims))) == Criu(str(shims / "criu"), "4.1.1")
 
 
-async def test_the_one_that_is_configured_is_the_only_one(shims: Path, tmp_path: Path) -> None:
+async def test_the_configured_program_is_the_only_one(shims: Path, tmp_path: Path) -> None:
     missing = await criu_program.find(str(tmp_path / "none"), path=search_path(str(shims)))
     assert not isinstance(missing, Criu)
     assert [str(tmp_path / "none") in reason.message for reason in missing] == [True]
@@ -76,7 +76,7 @@ async def test_criu_is_checked_in_a_unit_with_a_deadline(shims: Path) -> None:
     assert called[called.index("--") + 1 :] == [str(shims / "criu"), "check"]
 
 
-async def test_a_unit_is_not_started_for_a_program_that_is_missing(tmp_path: Path) -> None:
+async def test_a_unit_is_not_started_for_a_missing_program(tmp_path: Path) -> None:
     (tmp_path / "systemd-run").symlink_to(SHIMS / "systemd-run")
     with pytest.raises(ProgramMissing, match="criu is not installed"):
         await systemd_run(["criu"], deadline_s=10, path=str(tmp_path))

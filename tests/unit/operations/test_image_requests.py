@@ -32,7 +32,7 @@ def test_files_were_cut_back_for_a_restore_that_was_refused_all_the_same() -> No
     assert to_cut_back([TAKEN], [LONGER]) == ()
 
 
-def test_files_are_named_where_cutting_them_back_is_all_that_is_needed() -> None:
+def test_files_are_named_if_truncating_them_is_enough() -> None:
     assert to_cut_back([LONGER.reason], [LONGER]) == [LONGER]
 
 

@@ -40,7 +40,7 @@ async def test_it_frees_the_gpu_and_resumes_there(tmp_path: Path, process: Child
         assert node.moving.pool.held_bytes == 0
 
 
-async def test_it_stays_suspended_over_a_restart_of_the_daemon(tmp_path: Path, process: Child) -> None:
+async def test_it_stays_suspended_across_a_restart_of_the_daemon(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         await node.operations.suspend([process.pid], node.context(), keep_context=True)
@@ -79,9 +79,7 @@ async def test_a_copy_that_fails_leaves_it_training(tmp_path: Path, process: Chi
 
 
 @pytest.mark.thorough
-async def test_a_job_that_is_quiesced_can_keep_its_context_and_its_bytes_can_follow_to_disk(
-    tmp_path: Path, process: Child
-) -> None:
+async def test_a_quiesced_job_can_keep_its_context_and_its_bytes_can_go_to_disk(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         await node.operations.quiesce([process.pid], 60.0, node.context())

@@ -43,7 +43,7 @@ async def test_two_requests_for_one_job_are_one_operation(tmp_path: Path, proces
 
 
 @pytest.mark.thorough
-async def test_the_next_daemon_knows_what_is_lent(tmp_path: Path, process: Child) -> None:
+async def test_the_next_daemon_knows_the_lent_memory(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         lent = await Lending(node.operations, node.workers).lend(process.pid, node.context())

@@ -41,9 +41,7 @@ async def back(agent: ModelAgent, node: Node) -> None:
     await agent.attend(node.tasks)
 
 
-async def test_parked_agents_and_bytes_without_a_journal_are_listed_and_brought_back(
-    tmp_path: Path, process: Child
-) -> None:
+async def test_parked_agents_and_bytes_without_a_journal_are_listed_and_adopted(tmp_path: Path, process: Child) -> None:
     agent = await suspended(tmp_path, process.pid, spill=True)
     async with running(tmp_path) as node:
         await back(agent, node)
@@ -105,7 +103,7 @@ async def test_an_adoption_that_cannot_be_finished_leaves_a_suspended_operation(
 
 
 @pytest.mark.parametrize("how", ["nobody", "training", "taken", "stranger", "elsewhere"])
-async def test_a_process_that_is_no_orphan_is_not_adopted(tmp_path: Path, process: Child, how: str) -> None:
+async def test_a_process_with_an_owner_is_not_adopted(tmp_path: Path, process: Child, how: str) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         pid, to, may, code = process.pid, "gpu0", True, REFUSED

@@ -119,7 +119,7 @@ def second_pid() -> Iterator[int]:
         child.kill()
 
 
-async def test_it_is_asked_for_once_as_soon_as_the_job_has_passed_a_boundary() -> None:
+async def test_it_is_requested_once_as_soon_as_the_job_has_passed_a_boundary() -> None:
     node = Node(ALWAYS)
     async with node.running():
         node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=7))
@@ -281,7 +281,7 @@ async def test_a_prestarted_process_that_keeps_failing_is_replaced_later_each_ti
 
 
 @pytest.mark.thorough
-async def test_where_there_was_no_memory_for_it_it_is_made_once_there_is() -> None:
+async def test_it_is_started_once_memory_for_it_is_free() -> None:
     node = Node(ALWAYS, MIN_AVAILABLE_BYTES - 1, patience=RetryDelays(first_s=0.001, longest_s=0.002))
     async with node.running():
         assert node.orders == []

@@ -45,7 +45,7 @@ async def test_a_drain_moves_jobs_one_by_one_and_reports_which_stay(
 
 
 @pytest.mark.thorough
-async def test_two_jobs_that_fill_their_gpus_change_places_by_way_of_the_pool(
+async def test_two_jobs_that_fill_their_gpus_swap_through_the_pool(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     async with running(tmp_path, "2x4MiB") as node:
@@ -106,7 +106,7 @@ async def test_concurrent_moves_do_not_count_the_same_memory(
         assert (await node.at_rest("1")).phase == "done"
 
 
-async def test_a_planned_drain_counts_what_goes_before(tmp_path: Path, process: Child, second_process: Child) -> None:
+async def test_a_planned_drain_counts_the_earlier_moves(tmp_path: Path, process: Child, second_process: Child) -> None:
     async with running(tmp_path, "2x8MiB") as node:
         for pid, token in ((process.pid, "a" * 32), (second_process.pid, "b" * 32)):
             await node.attend(pid, b"x" * (3 * MIB), token, gpu="gpu0")
@@ -117,9 +117,7 @@ async def test_a_planned_drain_counts_what_goes_before(tmp_path: Path, process: 
 
 
 @pytest.mark.thorough
-async def test_a_drain_takes_only_the_ranks_that_are_there(
-    tmp_path: Path, process: Child, second_process: Child
-) -> None:
+async def test_a_drain_moves_only_the_ranks_on_its_gpu(tmp_path: Path, process: Child, second_process: Child) -> None:
     """The whole job went to the target, also what was not on the GPU that was to be emptied."""
     async with running(tmp_path, "3x1GiB") as node:
         await node.attend(process.pid, run="1", gpu="gpu0")
@@ -144,7 +142,7 @@ async def test_a_drain_from_or_to_nowhere_is_refused(
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-async def test_a_drain_leaves_what_the_caller_may_not_move(tmp_path: Path, process: Child, dry_run: bool) -> None:
+async def test_a_drain_leaves_jobs_that_the_caller_may_not_move(tmp_path: Path, process: Child, dry_run: bool) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid, gpu="gpu0")
         outcome = await node.sequences.drain("gpu0", (), node.context(may=False, dry_run=dry_run))
@@ -154,7 +152,7 @@ async def test_a_drain_leaves_what_the_caller_may_not_move(tmp_path: Path, proce
 
 
 @pytest.mark.thorough
-async def test_two_jobs_change_places_one_after_the_other_where_there_is_room(
+async def test_two_jobs_swap_one_after_the_other_if_there_is_memory(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     async with running(tmp_path) as node:
@@ -209,7 +207,7 @@ async def test_a_swap_whose_caller_disconnected_left_a_job_suspended_for_ever(
 
 
 @pytest.mark.thorough
-async def test_a_swap_that_fails_in_the_middle_brings_the_first_back(
+async def test_a_swap_that_fails_in_the_middle_returns_the_first_job(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     async with running(tmp_path, "2x4MiB") as node:
@@ -245,7 +243,7 @@ async def test_both_jobs_are_offloaded_at_the_same_time(tmp_path: Path, process:
 
 
 @pytest.mark.thorough
-async def test_after_a_swap_that_fails_on_the_way_back_one_job_runs_and_the_other_has_a_resume_command(
+async def test_after_a_failed_rollback_of_a_swap_one_job_runs_and_the_other_has_a_resume_command(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     async with running(tmp_path, "2x4MiB") as node:

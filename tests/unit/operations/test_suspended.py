@@ -277,7 +277,7 @@ async def test_always_needs_no_asking(tmp_path: Path, process: Child) -> None:
 
 
 @pytest.mark.thorough
-async def test_a_full_budget_has_the_oldest_at_rest_go_to_disk(
+async def test_a_full_budget_spills_the_oldest_suspended_job_to_disk(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     async with running(tmp_path, spill=FULL) as node:
@@ -369,7 +369,7 @@ class Preparations:
             tasks.cancel_scope.cancel()
 
 
-async def test_a_resume_ends_the_comparison_and_no_session_is_opened_beside_it() -> None:
+async def test_a_resume_ends_the_comparison_and_opens_no_second_session() -> None:
     """The preparation continued beside the resume, and could open a session that nothing closed."""
     node = Preparations()
     async with node.preparing() as suspended:

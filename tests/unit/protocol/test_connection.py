@@ -259,7 +259,7 @@ def test_our_own_mistakes_are_bugs_and_change_nothing() -> None:
         ClientConnection().request(Ping())
 
 
-def test_what_msgpack_has_no_form_for_is_a_bug_and_the_request_stays_open() -> None:
+def test_a_value_that_msgpack_cannot_encode_is_a_bug_and_the_request_stays_open() -> None:
     client, daemon = joined()
     request_id, data = client.request(Events())
     daemon.feed(data)

@@ -51,7 +51,7 @@ def test_a_full_record_survives_the_wire(record: type[Record]) -> None:
 
 
 @in_one_test("record", EVERY_RECORD)
-def test_a_record_with_nothing_but_what_is_required_survives(record: type[Record]) -> None:
+def test_a_record_with_only_its_required_fields_survives(record: type[Record]) -> None:
     plain = {f.name: full(record).to_plain()[f.name] for f in record.fields if f.default is REQUIRED}
     rebuilt = record.from_plain(plain, record.__name__)
     assert record.from_plain(rebuilt.to_plain(), record.__name__) == rebuilt

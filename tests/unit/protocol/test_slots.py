@@ -28,5 +28,5 @@ def test_a_truncated_record_is_ignored(size: int) -> None:
     assert unpacked(packed(RECORD)[:size]) is None
 
 
-def test_a_slot_has_room_for_the_state_and_the_record() -> None:
+def test_a_slot_fits_the_state_and_the_record() -> None:
     assert slot_bytes(1000) >= 1000 + len(packed(RECORD))

@@ -139,7 +139,7 @@ async def test_a_request_that_names_very_many_pids_does_not_hold_up_the_loop(str
             assert took_s < 0.3
 
 
-async def test_each_process_is_answered_with_the_ways_of_moving_it(stream: PeerStream) -> None:
+async def test_each_process_has_its_migration_options(stream: PeerStream) -> None:
     async with node_of(Provider(gpu(0), gpu(1), uses=[use(os.getpid())])) as node:
         request = Processes()
         reply = await handlers_of(node).processes(call_of(stream, request), request)
@@ -153,7 +153,7 @@ def _ended_pid() -> int:
         return child.pid
 
 
-async def test_a_plan_knows_a_process_that_has_ended_and_is_still_listed() -> None:
+async def test_a_plan_recognises_an_exited_process_that_is_still_listed() -> None:
     """Issue 14, row 12: it was no candidate, and so was mistaken for one on no GPU."""
     pid = _ended_pid()
     async with node_of(Provider(gpu(0), gpu(1), uses=[use(pid, 1)])) as node:

@@ -206,7 +206,7 @@ def test_a_socket_that_is_answered_is_left_alone(socket_path: Path) -> None:
     assert caught.value.code is REFUSED
 
 
-def test_a_daemon_that_is_too_busy_to_be_connected_to_is_left_alone(socket_path: Path) -> None:
+def test_a_daemon_too_busy_to_accept_connections_is_left_alone(socket_path: Path) -> None:
     """The start waited for ever for space in the backlog of a hung daemon."""
     with socket.socket(socket.AF_UNIX) as hung, socket.socket(socket.AF_UNIX) as waiting:
         hung.bind(str(socket_path))
@@ -217,7 +217,7 @@ def test_a_daemon_that_is_too_busy_to_be_connected_to_is_left_alone(socket_path:
         assert socket_path.exists()
 
 
-def test_a_daemon_on_its_way_out_does_not_take_its_successors_socket_along(socket_path: Path) -> None:
+def test_an_exiting_daemon_does_not_remove_its_successors_socket(socket_path: Path) -> None:
     """A stopping daemon removed the socket of its successor seconds after it had closed its own."""
     bind(socket_path, 0o600, None).close()
     bound = socket_path.lstat()

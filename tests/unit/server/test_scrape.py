@@ -84,7 +84,7 @@ async def test_one_connection_is_one_request() -> None:
     assert b"\r\nConnection: close\r\n" in answer
 
 
-async def test_a_large_text_arrives_whole_also_if_more_was_sent_than_asked_for() -> None:
+async def test_a_large_text_arrives_whole_also_if_the_request_was_longer_than_needed() -> None:
     async def large() -> str:
         return "x" * (8 << 20)
 
@@ -246,7 +246,7 @@ async def test_both_loopback_addresses_are_served_and_no_other() -> None:
     assert all(listening.fileno() == -1 for listening in sockets)
 
 
-def test_a_port_that_is_taken_is_refused_with_the_way_to_find_who_has_it() -> None:
+def test_a_port_in_use_is_refused_with_the_command_that_finds_its_user() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

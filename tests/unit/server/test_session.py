@@ -230,7 +230,7 @@ async def test_no_hello_in_time_is_the_end() -> None:
 
 
 @pytest.mark.parametrize("beginning", [b"\x00", frame(b"x" * 100)[:50]])
-async def test_a_frame_that_is_never_finished_is_the_end(beginning: bytes) -> None:
+async def test_an_unfinished_frame_ends_the_connection(beginning: bytes) -> None:
     async with talking(_impatient(frame_deadline_s=0.01)) as (talker, _, _, ended):
         await talker.hello()
         await talker.send(beginning)

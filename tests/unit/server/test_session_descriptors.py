@@ -70,7 +70,7 @@ async def test_descriptors_that_no_frame_names_are_not_hoarded_for_the_peer() ->
             os.close(fd)
 
 
-async def test_a_frame_that_brings_ever_more_descriptors_is_the_end() -> None:
+async def test_a_frame_with_too_many_descriptors_ends_the_connection() -> None:
     async with talking() as (talker, _, _, ended):
         await talker.hello()
         read_end, write_end = os.pipe()

@@ -133,7 +133,7 @@ async def test_a_disk_that_hangs_holds_up_nothing_and_gets_no_second_writer(
     ]
 
 
-def test_a_file_is_put_in_place_whole_whatever_was_there(path: Path) -> None:
+def test_a_file_is_replaced_as_a_whole(path: Path) -> None:
     target = path.with_name("target")
     target.write_text("mine")
     fresh = path.with_name(f".{path.name}.new")

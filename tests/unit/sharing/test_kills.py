@@ -222,9 +222,7 @@ async def test_with_a_full_pool_no_job_is_suspended_and_the_request_reports_it(
 
 
 @pytest.mark.thorough
-async def test_a_lease_that_is_never_released_ends_by_itself_and_the_job_returns(
-    tmp_path: Path, process: Child
-) -> None:
+async def test_an_unreleased_lease_expires_and_the_job_returns(tmp_path: Path, process: Child) -> None:
     async with sharing_on(tmp_path, max_lease_s=0.3) as shared:
         agent = await shared.node.attend(process.pid, BYTES)
         await shared.until_states(j1="running")

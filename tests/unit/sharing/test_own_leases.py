@@ -75,9 +75,7 @@ async def test_a_job_starts_in_the_memory_of_its_own_lease_and_no_other_job_does
         assert late.value.code is TIMEOUT
 
 
-async def test_a_rank_of_a_job_that_sharing_has_placed_does_not_use_up_a_lease_beside_it(
-    tmp_path: Path, process: Child
-) -> None:
+async def test_a_rank_of_a_placed_job_does_not_use_up_a_lease_on_its_gpu(tmp_path: Path, process: Child) -> None:
     """Its launcher was left out, and its ranks counted: the memory of the lease was given away."""
     async with sharing_on(tmp_path, "1x16MiB") as shared:
         await shared.make_room(6 * MIB, gpu="gpu0", until_free=True)

@@ -50,7 +50,7 @@ def test_a_pinned_job_waits_for_its_gpu() -> None:
 
 
 @pytest.mark.parametrize("unusable", [gpu("gpu0", None), gpu("gpu0", is_healthy=False), gpu("gpu0", 30, total_gib=30)])
-def test_nothing_starts_on_a_gpu_that_is_unhealthy_or_unknown_or_too_small(unusable: Gpu) -> None:
+def test_nothing_starts_on_an_unhealthy_or_unknown_or_small_gpu(unusable: Gpu) -> None:
     assert decided(unusable, queued("j1", 40)) == ()
 
 
@@ -94,7 +94,7 @@ def test_memory_freed_for_one_job_is_not_given_to_another() -> None:
     assert decided(gpu("gpu0", 20), leaving, queued("j3", 80, priority=80), queued("j4", 10)) == ()
 
 
-def test_a_job_migrates_if_another_gpu_has_room() -> None:
+def test_a_job_migrates_if_another_gpu_has_memory() -> None:
     actions = decided(gpu("gpu0", 0), gpu("gpu1", 40), running("j1", 40), running("j2", 40), pending(40))
     assert kinds(actions) == [("migrate", "j1", ("gpu1",))] or kinds(actions) == [("migrate", "j2", ("gpu1",))]
 
@@ -103,7 +103,7 @@ def test_a_lease_is_granted_when_its_memory_is_free() -> None:
     assert kinds(decided(gpu("gpu0", 60), pending(40))) == [("grant", "l1", ("gpu0",))]
 
 
-def test_a_held_lease_keeps_what_is_not_used_yet() -> None:
+def test_a_held_lease_keeps_its_unused_memory() -> None:
     assert decided(gpu("gpu0", 50), held(60, used_gib=30), queued("j1", 30)) == ()
     assert kinds(decided(gpu("gpu0", 50), held(60, used_gib=30), queued("j1", 20))) == [("start", "j1", ("gpu0",))]
 
@@ -187,7 +187,7 @@ def test_without_slices_jobs_of_equal_priority_wait_for_the_end() -> None:
     assert decided(gpu("gpu0", 20), *jobs, rules=Rules(slices=False)) == ()
 
 
-def test_a_new_job_takes_turns_only_if_the_pool_has_room_for_the_next_exchange() -> None:
+def test_a_new_job_takes_turns_only_if_the_pool_fits_the_next_exchange() -> None:
     jobs = [running("j1", 60), queued("j2", 60)]
     assert decided(gpu("gpu0", 20), *jobs, pool_gib=119) == ()
     (waiting,) = explain(node(gpu("gpu0", 20), *jobs, pool_gib=119), NOW)
@@ -210,7 +210,7 @@ def _on_two_gpus(job: Job) -> Job:
     return replace(job, gpus=("gpu0", "gpu1"), needs_bytes=sizes, held_bytes=held_bytes)
 
 
-def test_a_job_on_two_gpus_waits_until_both_have_room() -> None:
+def test_a_job_on_two_gpus_waits_until_both_have_memory() -> None:
     job = _on_two_gpus(suspended("j1"))
     assert decided(gpu("gpu0", 60), gpu("gpu1", 40), job) == ()
     assert kinds(decided(gpu("gpu0", 60), gpu("gpu1", 50), job)) == [("resume", "j1", ("gpu0", "gpu1"))]
@@ -343,7 +343,7 @@ def test_a_job_frees_no_memory_that_its_own_lease_keeps_after_it_has_left() -> N
     assert kinds(decided(free, large, held(10, used_gib=10), request)) == [("suspend", "j1", ("gpu0",))]
 
 
-def test_a_job_within_a_lease_may_have_what_the_lease_keeps() -> None:
+def test_a_job_within_a_lease_may_use_the_leases_memory() -> None:
     """It waited for its own lease to end."""
     waiting = replace(queued("j1", 60), within=("l1",))
     assert kinds(decided(gpu("gpu0", 80), waiting, held(70))) == [("start", "j1", ("gpu0",))]

@@ -38,9 +38,7 @@ async def _suspended_with_memory_leased(shared: SharedNode, process: Child) -> Q
     return QueuedResumes(shared.sharing, moving.operations, moving.job_requests)
 
 
-async def test_a_job_that_its_user_resumes_waits_in_the_queue_until_there_is_room(
-    tmp_path: Path, process: Child
-) -> None:
+async def test_a_job_that_its_user_resumes_waits_in_the_queue_for_memory(tmp_path: Path, process: Child) -> None:
     """The daemon refused the resume, and the user had to retry."""
     async with sharing_on(tmp_path) as shared, anyio.create_task_group() as tasks:
         resumes = await _suspended_with_memory_leased(shared, process)

@@ -203,7 +203,7 @@ async def test_a_user_resumes_a_job_that_was_suspended_for_others(tmp_path: Path
         assert shared.node.reservations(process.pid) == {"gpu1": 6 * MIB}
 
 
-async def test_a_job_migrates_for_a_lease_if_another_gpu_has_room(tmp_path: Path, process: Child) -> None:
+async def test_a_job_migrates_for_a_lease_if_another_gpu_has_memory(tmp_path: Path, process: Child) -> None:
     async with sharing_on(tmp_path, "2x8MiB") as shared:
         agent = await shared.node.attend(process.pid, BYTES)
         source = next(iter(shared.node.reservations(process.pid)))

@@ -207,7 +207,7 @@ async def test_a_job_that_fails_while_suspended_for_a_lease_restarts_after_the_l
         assert not shared.sharing.memory.suspended
 
 
-async def test_a_job_whose_gpu_is_lost_waits_until_another_gpu_has_room_for_it(
+async def test_a_job_whose_gpu_is_lost_waits_until_another_gpu_has_memory(
     tmp_path: Path, process: Child, second_process: Child, third_process: Child
 ) -> None:
     """It was started beside the job that had all of that memory, failed, and was given up; its snapshots were sound."""
@@ -315,7 +315,7 @@ async def test_the_resume_of_a_failed_job_returns_when_it_trains_or_ends(
         assert results == ["trains"]
 
 
-async def test_a_job_that_is_resumed_before_its_supervisor_is_back_waits_for_room(
+async def test_a_job_resumed_before_its_supervisor_is_back_waits_for_memory(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     """In the first seconds of a daemon the job was not queued: it started on a GPU that was leased."""

@@ -148,7 +148,7 @@ class HostCarrierOperations(JobOperationsOf):
         return found.replace(workers=tuple([member.replace(carrier=HOST) for member in found.workers]))
 
 
-async def test_a_suspended_job_needs_room_for_the_context_that_copies_its_bytes_back(
+async def test_a_suspended_job_needs_memory_for_the_context_that_copies_its_bytes_back(
     tmp_path: Path, process: Child
 ) -> None:
     """A second job kept its context in that memory after each turn. The daemon refused each resume."""

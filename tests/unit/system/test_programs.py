@@ -147,7 +147,7 @@ def test_output_of_an_ended_child_in_a_large_pipe_is_read() -> None:
             os.close(fd)
 
 
-async def test_output_that_is_not_text_does_not_hurt() -> None:
+async def test_binary_output_does_not_hurt() -> None:
     completed = await run(["printf", r"\377ok"], deadline_s=10)
     assert completed.stdout == "\ufffdok"
 

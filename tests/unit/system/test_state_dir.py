@@ -58,7 +58,7 @@ def test_a_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
     assert "chmod 0700" in caught.value.hint
 
 
-def test_a_path_that_is_no_directory_is_refused_with_a_way_out(tmp_path: Path) -> None:
+def test_a_path_to_a_file_is_refused_with_a_hint(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(HegmError, match="cannot be used") as caught:
@@ -66,7 +66,7 @@ def test_a_path_that_is_no_directory_is_refused_with_a_way_out(tmp_path: Path) -
     assert "--state-dir" in caught.value.hint
 
 
-def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
     state = tmp_path / "s"
     state.mkdir(mode=0o700)
     victim = tmp_path / "victim"

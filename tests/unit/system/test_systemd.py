@@ -111,7 +111,7 @@ def test_no_descriptors_with_empty_names() -> None:
         ({"LISTEN_FDNAMES": "hegmd"}, {"LISTEN_PID": "77", "LISTEN_FDS": "2"}),
     ],
 )
-def test_nonsense_meant_for_us_is_an_error_that_names_the_variable(
+def test_invalid_variables_for_this_process_are_errors_that_name_the_variable(
     variable: dict[str, str], others: dict[str, str]
 ) -> None:
     with pytest.raises(HegmError) as caught:
@@ -350,6 +350,6 @@ def test_a_barrier_opens_when_the_manager_has_reached_it(manager: Manager, repor
         ({}, False),
     ],
 )
-def test_whether_there_is_a_store_is_known_from_the_environment(environ: dict[str, str], kept: bool) -> None:
+def test_the_environment_tells_whether_there_is_a_store(environ: dict[str, str], kept: bool) -> None:
     assert take_offer(environ, 77).keeps_descriptors is kept
     assert "FDSTORE" not in environ

@@ -17,7 +17,7 @@ from hegmd.system.threads import BoundedReads, run_detached
 from tests.patience import HANG_S
 
 
-async def test_the_result_comes_back() -> None:
+async def test_the_result_is_returned() -> None:
     assert await run_detached(lambda _: 42, name="answer") == 42
 
 

@@ -75,7 +75,7 @@ EXPECTED = {
 }
 
 
-def test_each_way_of_writing_a_key_is_found_on_its_line() -> None:
+def test_each_spelling_of_a_key_is_found_on_its_line() -> None:
     tomllib.loads(WRITTEN)
     assert lines_of(WRITTEN) == EXPECTED
 

@@ -149,7 +149,7 @@ def test_a_record_that_is_still_too_large_goes_without_its_arguments(audit: Audi
     assert small["args"]["gpus"] == ["gpu0"] * 16
 
 
-def test_what_failed_again_and_again_is_counted_and_what_was_done_never_left_out(
+def test_repeated_failures_are_counted_and_actions_never_left_out(
     audit: Audit, written: Written, now: list[float]
 ) -> None:
     denied = HegmError(DENIED, "only be dropped by its owner", "ask")

@@ -63,7 +63,7 @@ def test_lines_are_appended_to_a_file_that_only_its_owner_may_touch(opened: Open
     assert stat.S_IMODE(fresh.stat().st_mode) == 0o600
 
 
-def test_closing_writes_what_is_waiting_and_can_be_done_twice(path: Path) -> None:
+def test_closing_writes_waiting_records_and_can_be_repeated(path: Path) -> None:
     file = AuditFile(path)
     for number in range(500):
         file.append(b"%d\n" % number)

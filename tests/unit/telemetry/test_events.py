@@ -99,7 +99,7 @@ def test_an_event_number_of_another_run_does_not_count_for_this_one() -> None:
         (("x" * 1000,), "'" + "x" * 40 + "'", "config"),
     ],
 )
-def test_a_kind_that_there_is_not_was_waited_for_without_end(kinds: tuple[str, ...], says: str, hints: str) -> None:
+def test_an_unknown_kind_was_awaited_without_end(kinds: tuple[str, ...], says: str, hints: str) -> None:
     with pytest.raises(HegmError) as refused:
         require_kinds(kinds)
     assert refused.value.code is BAD_REQUEST
@@ -189,7 +189,7 @@ async def test_a_cancelled_wait_loses_nothing() -> None:
         assert events.next_seq == 3
 
 
-async def test_a_subscription_from_next_seq_sees_only_what_is_to_come() -> None:
+async def test_a_subscription_from_next_seq_sees_only_later_events() -> None:
     log = log_with(5)
     async with log.subscribe(since=log.next_seq) as events:
         log.record("gpu.lost", "info", "six")

@@ -198,7 +198,7 @@ def test_a_journal_for_which_no_descriptor_is_left_is_refused_and_the_log_stays_
         assert made.format == "text"
 
 
-def test_a_journal_that_is_not_there_is_refused_and_the_log_stays_as_it_was(pipe: Pipe) -> None:
+def test_a_missing_journal_is_refused_and_the_log_is_unchanged(pipe: Pipe) -> None:
     with set_up("info", "text", descriptor=pipe.writer, journal_path="/nonexistent") as made:
         with pytest.raises(HegmError, match="no socket at /nonexistent") as caught:
             made.configure("error", "journal")
@@ -218,7 +218,7 @@ def test_a_reload_changes_level_and_form_and_keeps_the_count_of_losses(pipe: Pip
     assert [line[0] for line in pipe.lines()] == ["{", "2"]
 
 
-def test_records_of_what_was_done_are_kept_whatever_the_level(pipe: Pipe, as_text: LogSetup) -> None:
+def test_audit_records_are_kept_at_every_level(pipe: Pipe, as_text: LogSetup) -> None:
     as_text.configure("error", "text")
     logging.getLogger("hegmd.telemetry.audit").info("done")
     [line] = pipe.lines()
@@ -258,9 +258,7 @@ def test_a_second_set_up_replaces_the_first(pipe: Pipe, socket_path: Path, journ
     first.close()
 
 
-def test_a_log_call_that_is_wrong_breaks_nothing(
-    pipe: Pipe, as_text: LogSetup, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_log_call_breaks_nothing(pipe: Pipe, as_text: LogSetup, capsys: pytest.CaptureFixture[str]) -> None:
     as_text.configure("info", "text")  # without the handler of pytest, which raises
     logger.info("%d", "not a number")
     assert pipe.lines() == []

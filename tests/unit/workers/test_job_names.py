@@ -40,7 +40,7 @@ async def _moved(node: Node, pid: int, to: str) -> list[int]:
     return [process.pid for process in answer.operation.processes]
 
 
-async def test_a_launcher_was_refused_for_ever_as_still_beginning(
+async def test_a_launcher_was_always_refused_as_still_starting(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     """Issue 14, row 10: under torchrun the pid of the command is the launcher's, whose agent never sees a batch."""

@@ -95,7 +95,7 @@ async def test_a_start_that_failed_after_it_was_done_is_known_of(supervisors: Su
 
 
 @pytest.mark.parametrize(("result", "is_one"), [("done", True), ("failed", False)])
-async def test_what_a_program_is_changes_nothing_about_the_command(
+async def test_the_kind_of_program_does_not_change_the_command(
     supervisors: Supervisors, result: str, is_one: bool
 ) -> None:
     line, answers = Line(), list[object]()
@@ -137,7 +137,7 @@ async def test_a_command_that_continues_as_another_process_has_not_ended(supervi
     assert not await supervisors.exited_cleanly(0, "nobody's", 2)
 
 
-async def test_what_is_ready_for_an_operation_is_known_until_that_is_forgotten(supervisors: Supervisors) -> None:
+async def test_prestarted_processes_of_an_operation_are_known_until_it_is_forgotten(supervisors: Supervisors) -> None:
     line = Line()
     offer = OFFER.replace(kept=True, readies="4", operation="5", started=True)
     async with attending(supervisors, line, offer) as supervisor:

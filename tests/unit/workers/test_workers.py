@@ -116,7 +116,7 @@ async def test_an_agent_that_cannot_reports_the_reason(process: subprocess.Popen
         assert not worker.parked
 
 
-async def test_orders_under_way_fail_when_the_agent_leaves_and_its_handle_stays(
+async def test_open_orders_fail_when_the_agent_disconnects_and_its_handle_stays(
     process: subprocess.Popen[bytes],
 ) -> None:
     async with attended(process.pid) as (workers, agent, news, tasks):
@@ -286,7 +286,7 @@ async def test_an_order_without_an_answer_holds_up_others_for_its_limit_only(pro
         agent.go_on.set()
 
 
-async def test_bytes_on_their_way_are_waited_for_however_long_it_takes(process: subprocess.Popen[bytes]) -> None:
+async def test_bytes_in_flight_are_awaited_without_a_limit(process: subprocess.Popen[bytes]) -> None:
     memory = os.memfd_create("test")
     async with attended(process.pid) as (workers, agent, _, tasks):
         agent.slow.add("offload")

@@ -64,7 +64,7 @@ def train():
 """
 
 
-def test_objects_in_a_list_that_is_too_long_went_without_a_word(script: types.ModuleType) -> None:
+def test_objects_in_a_list_that_is_too_long_were_dropped_without_a_message(script: types.ModuleType) -> None:
     assert starts_over(script, COUNTING.format(players=1001)) == [f"not searched: the 1,001 objects of {NAME}.players"]
 
 

@@ -95,7 +95,7 @@ def test_a_refusal_names_what_to_change() -> None:
         ("map", "hegm.keep"),
     ],
 )
-def test_what_to_write_in_place_of_a_loop_was_one_text_for_all(name: str, named: str) -> None:
+def test_the_hint_for_a_loop_was_the_same_for_all(name: str, named: str) -> None:
     """Issue 14, row 19."""
     hint = instead_of(name)
     assert named in hint
@@ -109,7 +109,7 @@ def test_what_to_write_in_place_of_a_loop_was_one_text_for_all(name: str, named:
         ("is an object of a class of its own", "hegm.keep"),
     ],
 )
-def test_sparse_gradients_were_refused_without_a_way_out(why: str, named: str) -> None:
+def test_sparse_gradients_were_refused_without_a_hint(why: str, named: str) -> None:
     """Issue 14, row 19: the hint was to leave them out of a state that the script does not make."""
     state: dict[str, Any] = {"holdings": []}
     assert named in not_plain(state, UnsupportedValue("holdings", why)).hint

@@ -13,7 +13,7 @@ TERMINAL = Outlet("tty[8803:18]", ((4, 2),), is_read=True, is_written=True)
 NEEDS = Needs((4,), dump_options=("--file-locks",), restore_options=("--tcp-close",), outlets=(PIPE, INPUT, TERMINAL))
 
 
-def test_control_groups_and_the_nodes_own_configuration_are_left_out_of_it() -> None:
+def test_control_groups_and_the_nodes_own_configuration_are_left_out() -> None:
     for order in (dump_order("criu", 4, NEEDS, leave_stopped=True), restore_order("criu", NEEDS)):
         assert "--unprivileged" not in order
         assert {"--manage-cgroups=ignore", "--no-default-config"} <= set(order)
@@ -35,7 +35,7 @@ def test_each_has_the_options_that_are_its_own() -> None:
     ]
 
 
-def test_outlets_are_opened_for_what_they_are_under_the_numbers_that_the_order_names() -> None:
+def test_output_redirections_are_opened_by_kind_under_the_numbers_in_the_order() -> None:
     assert opened(NEEDS, {}) == [
         *("--open", "10:a:/dev/null"),
         *("--open", "11:r:/dev/null"),
@@ -43,7 +43,7 @@ def test_outlets_are_opened_for_what_they_are_under_the_numbers_that_the_order_n
     ]
 
 
-def test_with_a_users_rights_criu_accepts_what_it_cannot_do() -> None:
+def test_with_a_users_rights_criu_accepts_its_limits() -> None:
     orders = (
         dump_order("criu", 4, NEEDS, leave_stopped=True, as_user=True),
         restore_order("criu", NEEDS, as_user=True),
@@ -67,7 +67,7 @@ def test_a_directory_is_named_by_the_descriptor_that_was_checked() -> None:
     assert place_of(5) == f"/proc/{os.getpid()}/fd/5"
 
 
-def test_a_unit_is_named_after_what_people_know() -> None:
+def test_a_unit_has_a_name_that_operators_recognise() -> None:
     assert unit_name_for(["4711", "my train.py"]) == "hegm-job-4711-my_train.py.service"
     assert unit_name_for(["../../x", "", "ä" * 99]) == "hegm-job-x.service"
     assert unit_name_for([]) == "hegm-job-restored.service"

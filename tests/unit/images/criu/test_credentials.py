@@ -74,7 +74,7 @@ def test_every_right_that_the_caller_lacks_is_reported(tmp_path: Path, content: 
     assert what in message
 
 
-def test_what_every_login_gives_is_no_right_of_roots(tmp_path: Path) -> None:
+def test_rights_of_every_login_are_not_roots(tmp_path: Path) -> None:
     sets = [whole(field, word) for field in (9, 10, 11) for word in (0, BY_LOGIN >> 32)]
     assert objections(tmp_path, core(credentials(*sets))) == []
 

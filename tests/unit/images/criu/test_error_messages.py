@@ -103,7 +103,7 @@ def test_no_reason_at_all() -> None:
     assert "hegmctl doctor" in error.hint
 
 
-def test_what_it_says_instead_of_a_log_counts_too() -> None:
+def test_output_of_criu_counts_too_without_a_log() -> None:
     error = failure("dump", "", "Error (criu/util.c:1): Can't create log: No space left on device\n", 1)
     assert "the disk of the image is full" in error.message
 

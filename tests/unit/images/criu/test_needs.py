@@ -95,7 +95,7 @@ def test_steps_that_need_root_are_listed_separately() -> None:
     ]
 
 
-def test_locks_and_deleted_files_are_options_only_where_they_are_seen() -> None:
+def test_locks_and_deleted_files_become_options_only_if_present() -> None:
     locked = Descriptor(100, 3, "/out", is_locked=True)
     gone = Descriptor(100, 4, "/tmp/x (deleted)", links=0)
     elsewhere = Descriptor(100, 5, "/tmp/y (deleted)", links=1)
@@ -161,7 +161,7 @@ def test_devices_that_criu_knows_and_others() -> None:
     ]
 
 
-def test_what_is_left_of_a_gpu_is_refused_but_in_processes_whose_driver_takes_it_off() -> None:
+def test_open_gpu_devices_are_refused_except_in_processes_that_the_driver_checkpoints() -> None:
     held = Descriptor(101, 8, "/dev/nvidia0", mode=CHARACTER, kind_device=os.makedev(195, 0))
     mapped = Mapping(101, "/dev/nvidiactl")
     found = needs_of(tree(held, mappings=(mapped, Mapping(101, "/dev/nvidia0"))))

@@ -50,7 +50,7 @@ def test_another_build_of_a_library_is_refused_by_name(there: dict[str, Any]) ->
     assert "container image" in reason.hint
 
 
-def test_a_library_that_is_not_there(there: dict[str, Any]) -> None:
+def test_a_missing_library(there: dict[str, Any]) -> None:
     there["files"]["/nowhere/libtorch.so"] = {"size_bytes": 7, "build_id": None}
     (reason,) = differences(there).refusals
     assert reason.message == "/nowhere/libtorch.so does not exist, and the job has it mapped"

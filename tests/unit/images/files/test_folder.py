@@ -167,7 +167,7 @@ def test_a_manifest_of_a_later_version_of_something_else_or_of_nonsense_is_refus
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["../../seal", "/etc/passwd", "", ".", "..", "a/b", "-rf", "x" * 200])
-def test_a_name_in_a_manifest_leads_nowhere_else(tmp_path: Path, name: str) -> None:
+def test_a_name_in_a_manifest_cannot_leave_its_directory(tmp_path: Path, name: str) -> None:
     path = tmp_path / "image"
     manifest = built(path)
     (file,) = manifest.byte_files
@@ -183,7 +183,7 @@ def refused_making(path: Path | str, code: Code) -> str:
 
 
 @pytest.mark.thorough
-def test_nothing_that_is_there_is_written_over(tmp_path: Path) -> None:
+def test_no_existing_file_is_overwritten(tmp_path: Path) -> None:
     built(tmp_path / "image")
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
@@ -200,7 +200,7 @@ def test_nothing_that_is_there_is_written_over(tmp_path: Path) -> None:
     catalogue.verify(str(tmp_path / "empty"), ignore)
 
 
-def test_what_is_to_be_typed_removed_another_directory_where_the_name_had_a_space(tmp_path: Path) -> None:
+def test_the_suggested_command_removed_another_directory_for_a_name_with_a_space(tmp_path: Path) -> None:
     built(tmp_path / "old train")
     with pytest.raises(HegmError) as refused:
         make(str(tmp_path / "old train"))
@@ -389,7 +389,7 @@ def test_a_key_that_is_not_secret_is_refused(tmp_path: Path, text: str, mode: in
         load_key(tmp_path / "nowhere.key", make=False)
 
 
-def test_a_path_that_is_no_directory_is_not_reported_as_missing(tmp_path: Path) -> None:
+def test_a_path_to_a_file_is_not_reported_as_missing(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(HegmError, match="folder is not an image: it has no criu and bytes"):
         catalogue.read(str(tmp_path / "folder"))

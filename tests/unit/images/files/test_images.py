@@ -191,9 +191,7 @@ async def test_an_image_that_any_user_could_have_written_is_restored_for_root_on
 
 @pytest.mark.thorough
 @needs_root
-async def test_what_criu_reads_for_a_user_is_what_was_signed_byte_for_byte(
-    tmp_path: Path, others: Path, memory: tuple[int, bytes]
-) -> None:
+async def test_criu_reads_the_signed_bytes_for_a_user(tmp_path: Path, others: Path, memory: tuple[int, bytes]) -> None:
     path = others / "image"
     async with room(tmp_path / "state") as images:
         await made(images, path, memory[0], NOBODY)
@@ -227,7 +225,7 @@ async def test_a_caller_gets_nowhere_that_they_could_not_get_by_themselves(
 
 
 @pytest.mark.thorough
-async def test_a_request_without_room_is_refused_before_a_job_stops_for_it(tmp_path: Path) -> None:
+async def test_a_request_without_disk_space_is_refused_before_a_job_stops(tmp_path: Path) -> None:
     status = os.statvfs(tmp_path)
     much_bytes = 2 * status.f_blocks * status.f_frsize
     (tmp_path / "taken").write_bytes(b"")
@@ -287,9 +285,7 @@ async def test_a_killed_image_writer_leaves_files_that_are_known_as_remains(
 
 
 @pytest.mark.thorough
-async def test_an_image_that_is_cancelled_while_it_is_written_leaves_nothing(
-    tmp_path: Path, memory: tuple[int, bytes]
-) -> None:
+async def test_an_image_cancelled_while_it_is_written_leaves_nothing(tmp_path: Path, memory: tuple[int, bytes]) -> None:
     async with room(tmp_path / "state") as images:
         lent = await images.lend(str(tmp_path / "image"), SELF)
         async with anyio.create_task_group() as tasks:
@@ -316,7 +312,7 @@ async def test_criu_gets_no_damaged_file(tmp_path: Path, memory: tuple[int, byte
 
 
 @pytest.mark.thorough
-def test_a_daemon_that_is_killed_takes_the_hand_with_it_and_leaves_no_image(tmp_path: Path) -> None:
+def test_a_killed_daemon_ends_its_child_and_leaves_no_image(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     words = [sys.executable, "-m", "tests.unit.images.files.writing", str(tmp_path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as daemon:

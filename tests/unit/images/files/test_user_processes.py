@@ -14,7 +14,7 @@ from hegmd.images.files.user_processes import UserProcesses
 from tests.unit.offspring import children
 
 
-async def test_a_start_that_is_cancelled_leaves_no_process(process: subprocess.Popen[bytes]) -> None:
+async def test_a_cancelled_start_leaves_no_process(process: subprocess.Popen[bytes]) -> None:
     """It would stay until the daemon ends. Once the test waited for the end of a child that was not its own."""
     others = children()
     assert process.pid in others

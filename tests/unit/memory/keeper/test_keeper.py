@@ -73,7 +73,7 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not still_there(processes, ENDS_WITHIN_S)
 
 
-async def test_what_it_is_given_outlives_the_daemon_and_is_given_out_again(folder: Path) -> None:
+async def test_stored_descriptors_outlive_the_daemon_and_are_returned(folder: Path) -> None:
     fd = memory(b"weights")
     async with storing(folder) as store:
         await store.put(NAME, fd)
@@ -132,7 +132,7 @@ async def test_a_new_keeper_gets_all_descriptors_after_a_kill(folder: Path) -> N
     assert gone(seconds)
 
 
-async def test_where_there_is_no_keeper_nothing_is_found_and_none_is_started(folder: Path) -> None:
+async def test_without_a_keeper_nothing_is_found_and_none_is_started(folder: Path) -> None:
     async with storing(folder) as store:
         assert list(await store.found()) == []
         await store.drop(NAME)

@@ -42,7 +42,7 @@ OPENING = journal_records.opening(OP, 1.0)
 OTHER = operation(id="op2")
 
 
-def test_a_record_that_found_no_room_is_cut_off_and_the_next_one_follows_the_last_whole_one() -> None:
+def test_a_record_on_a_full_disk_is_truncated_and_the_next_one_follows_the_last_whole_one() -> None:
     """Issue 4: after a moment with a full disk the daemon rewrote the whole journal, which takes more space."""
     disk = _disk()
     with _opened(disk) as file:
@@ -106,7 +106,7 @@ def test_records_do_not_go_to_a_file_that_has_lost_its_name() -> None:
         assert _read(disk) == {"op1": OP, "op2": OTHER}
 
 
-def test_a_part_of_a_new_journal_does_not_take_the_room_that_the_journal_needs() -> None:
+def test_a_part_of_a_new_journal_does_not_use_the_space_of_the_journal() -> None:
     """Issue 4: what was written of the new file stayed when the disk was full."""
     disk = _disk()
     with _opened(disk) as file:
@@ -149,7 +149,7 @@ def test_a_daemon_starts_on_an_unwritable_disk_and_continues_once_it_is_writable
     file.close()
 
 
-def test_an_operation_does_not_begin_without_room_for_its_records_and_one_that_began_has_it() -> None:
+def test_an_operation_needs_space_for_its_records_to_begin_and_then_has_it() -> None:
     """Issue 4: a disk that filled up during a move left the job parked until a person freed space."""
     disk = _disk(can_reserve=True)
     with _opened(disk) as file:
@@ -164,7 +164,7 @@ def test_an_operation_does_not_begin_without_room_for_its_records_and_one_that_b
         assert _read(disk) == {"op1": drive.op}
 
 
-def test_the_reserved_room_is_enough_for_an_operation_on_eight_ranks() -> None:
+def test_the_reserved_space_is_enough_for_an_operation_on_eight_ranks() -> None:
     ranks = [worker(f"rank{index}", pid=1000 + index) for index in range(8)]
     drive = DrivenOperation(operation(*ranks, is_distributed=True)).until("done")
     records = [
@@ -174,7 +174,7 @@ def test_the_reserved_room_is_enough_for_an_operation_on_eight_ranks() -> None:
     assert sum(map(len, records)) < OPERATION_BYTES
 
 
-def test_the_real_disk_has_the_room_that_was_reserved_and_the_length_that_was_written(tmp_path: Path) -> None:
+def test_the_real_disk_has_the_reserved_space_and_the_written_length(tmp_path: Path) -> None:
     with _opened(Disk(), tmp_path) as file:
         file.append(OPENING, [], ahead_bytes=OPERATION_BYTES)
         found = file.path.stat()

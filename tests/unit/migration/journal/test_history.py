@@ -82,7 +82,7 @@ async def test_an_operation_that_could_not_be_written_is_not_known_and_the_next_
     ledger.close()
 
 
-async def test_a_journal_that_is_compacted_while_an_operation_begins_has_it_once() -> None:
+async def test_a_journal_compacted_while_an_operation_begins_has_it_once() -> None:
     """Issue 4: the journal held an operation twice, and no daemon started on it."""
     ledger, disk, _ = _opened()
     first, second, third = operation(id="1"), operation(id="2"), operation(id="3")

@@ -63,7 +63,7 @@ def _operations(reading: journal_records.Reading) -> dict[str, Operation]:
     return {op: history.operation for op, history in reading.histories.items()}
 
 
-def test_what_is_written_is_read() -> None:
+def test_written_records_are_read() -> None:
     reading = journal_records.read(BOOK.data)
     assert _operations(reading) == BOOK.operations
     assert (reading.sound_bytes, reading.torn) == (len(BOOK.data), False)
@@ -81,7 +81,7 @@ def _see_what_is_read_of(book: Book, length: int) -> None:
 
 
 @pytest.mark.thorough
-def test_a_journal_that_is_cut_off_anywhere_is_read_up_to_the_last_whole_record() -> None:
+def test_a_journal_truncated_anywhere_is_read_up_to_the_last_whole_record() -> None:
     """At every byte of a journal of a few records: what a record means does not depend on how many are before it."""
     book = Book()
     refused = DrivenOperation(operation()).until("reserving")
@@ -93,7 +93,7 @@ def test_a_journal_that_is_cut_off_anywhere_is_read_up_to_the_last_whole_record(
 
 
 @pytest.mark.thorough
-def test_a_long_journal_that_is_cut_off_is_read_up_to_the_last_whole_record() -> None:
+def test_a_truncated_long_journal_is_read_up_to_the_last_whole_record() -> None:
     """At the ends of all its records and beside them, and at a sample of what is between."""
     ends = {end + beside for end, _ in BOOK.ends for beside in (-1, 0, 1)} & set(range(len(BOOK.data)))
     for length in sorted(ends | set(range(0, len(BOOK.data), 61))):
@@ -128,7 +128,7 @@ def test_a_flipped_bit_is_refused_or_is_in_the_unfinished_end(place: int) -> Non
     assert broken.value.hint
 
 
-def test_a_flipped_bit_in_a_length_does_not_drop_what_follows() -> None:
+def test_a_flipped_bit_in_a_length_does_not_drop_later_records() -> None:
     flipped = bytearray(BOOK.data)
     flipped[len(journal_records.MAGIC)] ^= 0x40
     with pytest.raises(journal_records.JournalBroken, match="the header of a record does not match its checksum"):

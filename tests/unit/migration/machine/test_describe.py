@@ -141,7 +141,7 @@ def test_an_operation_that_continues_or_has_ended_waits_for_nothing() -> None:
     )
 
 
-def test_a_suspended_job_names_the_command_that_brings_it_back() -> None:
+def test_a_suspended_job_names_the_command_that_resumes_it() -> None:
     waits = waiting(DrivenOperation(operation(worker(to=None), kind=SUSPEND)).until("suspended").op)
     assert waits is not None
     assert waits.next == "hegmctl resume 197"
@@ -166,7 +166,7 @@ def test_a_quiesced_job_reports_the_reason() -> None:
     assert (waits.why, waits.next) == ("the job is parked: reserve failed", "hegmctl resume 197")
 
 
-def test_an_agent_that_is_away_and_a_stage_that_does_not_end_are_named() -> None:
+def test_a_missing_agent_and_a_stage_that_does_not_end_are_named() -> None:
     drive = DrivenOperation(operation()).until("verifying")
     drive.feed(events.AgentLost(worker="a"))
     waits = waiting(drive.op)
@@ -179,7 +179,7 @@ def test_an_agent_that_is_away_and_a_stage_that_does_not_end_are_named() -> None
     assert "hegmctl op op1 --story" in waits.next
 
 
-def test_a_journal_that_cannot_be_written_is_what_everything_waits_for() -> None:
+def test_an_unwritable_journal_is_named_as_the_reason_of_the_wait() -> None:
     trouble = HegmError(UNAVAILABLE, "the disk is full", "look at it")
     waits = waiting(DrivenOperation(operation(worker(to=None), kind=SUSPEND)).until("suspended").op, trouble)
     assert waits is not None

@@ -25,7 +25,7 @@ def test_an_instant_from_before_a_reboot_is_ignored() -> None:
     assert (op.parked_since, op.downtime_s) == (None, None)
 
 
-def test_the_time_at_rest_is_not_counted() -> None:
+def test_the_time_of_a_suspension_is_not_counted() -> None:
     op = operation(parked_since=10.0)
     op = timed(events.ResumeRequested(to={}), op, 500.0)
     assert timed(events.Released(effect=3, worker="a"), op, 501.0).downtime_s == 1.0

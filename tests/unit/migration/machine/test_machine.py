@@ -38,7 +38,7 @@ def test_no_worker_gets_an_order_before_gpu_memory_and_pool_are_reserved() -> No
     assert tags(drive.end()) == ["park"]
 
 
-def test_the_pool_is_given_back_only_after_the_next_boundary() -> None:
+def test_pool_memory_is_freed_only_after_the_next_boundary() -> None:
     drive = DrivenOperation(operation()).until("verifying")
     assert tags(drive.wanted) == ["verify"]
     assert tags(drive.end()) == ["release-reservation", "release-pool"]
@@ -67,21 +67,21 @@ def test_a_process_that_exists_already_only_waits() -> None:
     assert {tag for name, tag in done_to if name == "b"} == {"park", "release"}
 
 
-def test_a_suspension_ends_with_no_room_held_and_all_bytes() -> None:
+def test_a_suspension_ends_without_reservations_and_with_all_bytes() -> None:
     drive = _suspending().until("suspended")
     held = drive.op.workers[0]
     assert (held.gpu, held.offloaded, held.is_parked, held.reservations, held.pool_bytes) == (None, True, True, {}, 10)
     assert drive.op.deadline is None
 
 
-def test_a_resume_takes_room_first_and_ends_done() -> None:
+def test_a_resume_reserves_memory_first_and_succeeds() -> None:
     drive = _suspending().until("suspended")
     assert tags(drive.feed(events.ResumeRequested(to={"a": "gpu1"}))) == ["reserve"]
     assert drive.until("done").op.workers[0].gpu == "gpu1"
     assert drive.op.kind == "resume"
 
 
-def test_a_resume_without_room_suspends_the_job_again_and_reports_the_reason() -> None:
+def test_a_resume_without_memory_suspends_the_job_again_and_reports_the_reason() -> None:
     drive = _suspending().until("suspended")
     drive.feed(events.ResumeRequested(to={"a": "gpu1"}))
     drive.fail("refused")
@@ -98,7 +98,7 @@ def test_a_resume_names_a_gpu_for_every_process() -> None:
 
 
 @in_one_test("phase", TURNING)
-def test_cancelling_before_the_job_has_left_brings_everything_back(phase: str) -> None:
+def test_cancelling_before_the_job_has_left_rolls_back(phase: str) -> None:
     drive = DrivenOperation(operation()).until(phase)
     drive.feed(events.CancelRequested(by="ada"))
     drive.on(lambda: drive.op.phase in TERMINAL)
@@ -126,7 +126,7 @@ def test_cancelling_after_the_job_has_left_its_gpu_is_refused_and_the_move_conti
 
 
 @in_one_test("phase", FORWARD.split()[:7])
-def test_a_failure_on_the_way_leads_back(phase: str) -> None:
+def test_a_failure_before_the_restore_rolls_back(phase: str) -> None:
     drive = DrivenOperation(operation()).until(phase)
     failed = drive.wanted[0]
     drive.fail()
@@ -144,7 +144,7 @@ def test_a_failure_on_the_way_leads_back(phase: str) -> None:
     assert drive.op.failure.message == f"{failed.tag} failed"
 
 
-def test_a_way_back_that_is_closed_holds_the_job_until_it_is_resumed() -> None:
+def test_a_failed_rollback_holds_the_job_until_it_is_resumed() -> None:
     drive = DrivenOperation(operation()).until("checkpointing")
     drive.feed(events.CancelRequested())
     drive.until("reloading")
@@ -250,7 +250,7 @@ def test_a_worker_that_ends_takes_nothing_with_it(phase: str) -> None:
     assert drive.op.failure.code == "not-found", "issue 14, row 11: it ended; refused means that nothing changed"
 
 
-def test_the_others_of_a_job_come_back_when_one_ends() -> None:
+def test_the_other_processes_of_a_job_are_rolled_back_when_one_exits() -> None:
     drive = DrivenOperation(operation(worker("a"), worker("b"))).until("offloading")
     drive.feed(events.WorkerExited(worker="b"))
     drive.wanted = [effect for effect in drive.wanted if effect.worker == "a"]
@@ -342,7 +342,7 @@ def test_a_reservation_whose_release_was_not_reported_is_taken_again_before_use(
     assert drive.op.workers[0].reservations == {}
 
 
-def test_a_process_that_runs_is_not_stopped_for_the_way_back() -> None:
+def test_a_running_process_is_not_stopped_for_a_rollback() -> None:
     """A failed resume offloaded a process that had resumed automatically."""
     drive = _suspending().until("suspended")
     drive.feed(events.ResumeRequested(to={"a": "gpu1"}))

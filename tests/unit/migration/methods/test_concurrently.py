@@ -57,7 +57,7 @@ async def test_a_failure_in_the_block_cancels_the_work_and_is_raised_first() -> 
     assert work.cut
 
 
-async def test_a_step_that_is_only_tried_again_leaves_the_work_to_its_end() -> None:
+async def test_a_retried_step_lets_the_concurrent_work_finish() -> None:
     """Bytes that were on their way to the pool for half a second went there from the first again."""
     work = Work()
     work.go_on.set()

@@ -49,7 +49,7 @@ def reservation(gpus: Gpus, memory: VideoMemory | None = None) -> GpuReservation
     return GpuReservation(memory or VideoMemory(Helper()), cast(Any, gpus))
 
 
-async def test_as_much_as_is_wanted_is_enough() -> None:
+async def test_the_wanted_size_is_enough() -> None:
     gpus = Gpus(100)
     assert await reservation(gpus).wait_until_free("gpu0", 100) == 100
     assert gpus.calls == 1

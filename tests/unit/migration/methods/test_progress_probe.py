@@ -43,7 +43,7 @@ def test_a_call_that_goes_slowly_is_waited_for_as_long_as_something_moves(what: 
     assert judged(*stalled)[0] > 300
 
 
-def test_what_other_threads_of_it_take_now_and_then_is_no_progress() -> None:
+def test_occasional_cpu_time_of_other_threads_is_no_progress() -> None:
     assert judged(*[ProgressSample(number % 2 * MIB, 0, RUNNING) for number in range(25)])[0] == 19
 
 

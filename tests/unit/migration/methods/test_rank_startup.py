@@ -60,7 +60,7 @@ def test_the_exit_of_a_launcher_is_left_to_its_supervisor() -> None:
     assert not started.failed(LEFT_BEHIND_S)
 
 
-def test_a_command_that_was_started_again_has_not_failed_by_what_fell_before() -> None:
+def test_a_restarted_command_has_not_failed_by_an_earlier_failure() -> None:
     started = Started(COMMAND)
     assert not started.failed(0.0)
     started.living.update((AGAIN.rank, AGAIN.command))
@@ -150,7 +150,7 @@ def test_a_rank_that_its_launcher_starts_after_the_others_has_not_fallen() -> No
     assert not rank.is_left_behind(LEFT_BEHIND_S)
 
 
-def test_ranks_are_found_below_their_launcher_and_not_what_they_start_themselves() -> None:
+def test_ranks_are_found_below_their_launcher_without_their_children() -> None:
     launcher = "for n in 0 1; do RANK=$n sh -c 'sleep 60 & echo $$; wait' & done; wait"
     with subprocess.Popen(["sh", "-c", launcher], stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:

@@ -186,7 +186,7 @@ def test_both_words_are_the_end_of_a_training_and_neither_alone_is(tmp_path: Pat
     assert has_finished(tmp_path, "4")
 
 
-async def test_who_has_gone_on_is_noted_for_its_supervisor_and_who_has_ended_by_then_is_not(tmp_path: Path) -> None:
+async def test_a_resumed_process_is_recorded_for_its_supervisor_and_an_exited_one_is_not(tmp_path: Path) -> None:
     """A process that was killed at that moment may already have a successor."""
     noted(tmp_path, BACK)
     ticks = start_ticks_of(os.getpid())

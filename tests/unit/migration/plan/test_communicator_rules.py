@@ -53,7 +53,7 @@ def a_job(*communicators: Communicators, **values: Any) -> NodeSnapshotForPlan:
 
 
 @pytest.mark.parametrize("mechanism", ["suspend", "replace"])
-def test_ranks_are_suspended_by_the_way_that_their_agents_name(mechanism: str) -> None:
+def test_ranks_are_suspended_by_the_method_that_their_agents_name(mechanism: str) -> None:
     plan = the_plan(planned(a_job(*[groups(mechanism=mechanism)] * 2), SUSPENSION))
     assert [worker.communicators for worker in plan.workers] == [mechanism] * 2
     assert plan.is_distributed
@@ -225,7 +225,7 @@ def test_ranks_are_resumed_on_exchanged_gpus() -> None:
     assert plan.destinations == {"4711": "gpu1", "4712": "gpu0"}
 
 
-def test_ranks_with_room_for_both_go_from_gpu_to_gpu_and_others_when_all_have_left() -> None:
+def test_ranks_go_from_gpu_to_gpu_if_both_fit_and_otherwise_when_all_have_left() -> None:
     """Of the 140 GiB, 100 are free next to a rank of 33; then 20, which are too few for either rank."""
     request = to("gpu1,gpu0")
     plan = the_plan(planned(a_job(), request))

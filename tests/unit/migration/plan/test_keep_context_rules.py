@@ -76,7 +76,7 @@ def test_it_works_where_the_driver_calls_do_not(gpu: dict[str, Any], carrier: st
     assert plan_of(job, gpus=gpus).workers[0].carrier == carrier
 
 
-def test_a_refusal_of_the_driver_names_this_way_out() -> None:
+def test_a_refusal_of_the_driver_suggests_keep_context() -> None:
     gpus = (a_gpu("gpu0", mig=True), a_gpu("gpu1"))
     (reason,) = the_reasons(planned(a_snapshot(a_process(an_agent()), gpus=gpus), SUSPENSION))
     assert "hegmctl suspend --keep-context 4711" in reason.hint
@@ -207,7 +207,7 @@ def test_a_full_gpu_is_refused_with_numbers() -> None:
     assert reason.message.startswith("gpu0 has 1.0 GiB free, but ")
 
 
-def test_an_image_of_it_is_refused() -> None:
+def test_an_image_of_a_job_with_a_kept_context_is_refused() -> None:
     found = against_image(suspended())
     assert found is not None
     assert found[0] == "process 4711 keeps its CUDA context on its GPU, which an image cannot have"

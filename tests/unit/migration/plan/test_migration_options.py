@@ -66,7 +66,7 @@ def supervised(agent: AgentSurvey | None = None, **values: Any) -> Candidate:
     return a_process(agent or an_agent(), supervisor=4710, **values)
 
 
-def test_the_four_ways_come_in_the_order_of_preference() -> None:
+def test_the_four_options_come_in_the_order_of_preference() -> None:
     assert list(ways(a_snapshot(a_process()))) == ["agent", "driver", "criu", "restart"]
 
 
@@ -79,7 +79,7 @@ def test_a_plain_job_on_two_equal_gpus_can_go_by_the_driver() -> None:
     assert "no agent, but an image needs one" in found["criu"].reason
 
 
-def test_an_agent_opens_what_needs_one() -> None:
+def test_an_agent_enables_the_options_that_need_one() -> None:
     found = ways(a_snapshot(supervised()))
     assert all(way.possible for way in found.values()), found
     assert "hegm-agent 0.2" in found["agent"].reason
@@ -253,7 +253,7 @@ def test_an_agent_on_simulated_gpus_needs_only_another_of_them() -> None:
 @pytest.mark.parametrize(
     ("uid", "criu", "words"), [(0, None, "not installed"), (1000, CRIU, "needs root")], ids=["none", "user"]
 )
-def test_what_closes_criu(uid: int, criu: str | None, words: str) -> None:
+def test_reasons_that_exclude_criu(uid: int, criu: str | None, words: str) -> None:
     found = ways(a_snapshot(a_process(an_agent()), uid=uid), criu=criu)
     assert found["driver"].possible, "a user's own daemon may move that user's processes"
     assert not found["criu"].possible
@@ -277,7 +277,7 @@ def test_a_restart_needs_a_supervisor() -> None:
     assert "hegmctl run --allow-restart" in alone.reason
 
 
-def test_a_python_that_is_kept_ready_was_shown_nowhere() -> None:
+def test_a_prestarted_python_was_shown_nowhere() -> None:
     candidate = supervised()
     kept = the_process(candidate, AGENT.replace(kept=True))
     assert "prestarted" in ways(a_snapshot(candidate), kept)["restart"].reason

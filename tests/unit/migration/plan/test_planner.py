@@ -90,7 +90,7 @@ def _only_reason(found: MigrationPlan | tuple[Reason, ...]) -> Reason:
     return reason
 
 
-def test_a_plan_shows_what_is_needed_and_what_is_free() -> None:
+def test_a_plan_shows_the_needed_and_the_free_memory() -> None:
     plan = _plan(planned(_snapshot(), _to()))
     assert (plan.kind, plan.way, plan.workers[0].carrier) == (MIGRATE, "agent", "worker")
     assert plan.reservation_bytes == {"gpu1": 2 * GIB}
@@ -101,7 +101,7 @@ def test_a_plan_shows_what_is_needed_and_what_is_free() -> None:
     assert "verify a boundary" in plan.steps
 
 
-def test_a_suspension_needs_no_room_and_half_the_time() -> None:
+def test_a_suspension_needs_no_gpu_memory_and_half_the_time() -> None:
     plan = _plan(planned(_snapshot(), _suspend()))
     assert plan.reservation_bytes == {}
     assert plan.estimate_s == pytest.approx(2 * GIB / 2e9 + 0.05)
@@ -266,13 +266,13 @@ def test_all_reasons_come_at_once_and_each_once() -> None:
     assert [reason.message for reason in found] == ["process 1 has no agent", "there is no GPU gpu7"]
 
 
-def test_room_is_counted_for_all_that_go_to_a_gpu() -> None:
+def test_memory_is_counted_for_all_processes_that_go_to_a_gpu() -> None:
     job = [_process(pid, job="bert") for pid in (1, 2)]
     gpus = (_gpu("gpu0"), _gpu("gpu1", free_bytes=3 * GIB))
     assert "4.0 GiB are needed" in _only_reason(planned(_snapshot(*job, gpus=gpus), _to("gpu1", 1))).message
 
 
-def test_a_gpu_that_a_job_is_to_leave_is_not_where_there_is_room_for_it() -> None:
+def test_a_gpu_that_a_job_has_to_leave_is_not_a_target_for_it() -> None:
     """A drain of gpu0 onto a full gpu1 ended with the advice that there was room on gpu0."""
     gpus = (_gpu("gpu0"), _gpu("gpu1", free_bytes=GIB))
     assert "suspend or" in _only_reason(planned(_snapshot(gpus=gpus), _to("gpu1"))).hint
@@ -316,7 +316,7 @@ def test_only_suspended_jobs_can_be_resumed() -> None:
     assert "only a suspended operation" in _only_reason(planned_resume(_snapshot(), _resume(None), _op())).message
 
 
-def test_a_held_job_needs_no_room_where_its_room_was_kept() -> None:
+def test_a_held_job_needs_no_memory_where_it_has_a_reservation() -> None:
     drive = DrivenOperation(operation(worker(pid=4711, chip="sim"))).until("checkpointing")
     held = drive.op.replace(phase="suspended", direction="hold")
     held = held.with_worker(held.workers[0].replace(target_gpu=None, kept_gpu="gpu0"))
@@ -350,7 +350,7 @@ def test_the_time_of_a_restore_includes_reading_and_resume() -> None:
     assert restored.estimate_s == plan.estimate_s + image_s(snapshot.rates, IN, 3 * GIB)
 
 
-def test_estimates_of_images_follow_what_this_node_took() -> None:
+def test_estimates_of_images_follow_this_nodes_measurements() -> None:
     paces = Throughputs()
     assert image_s(paces.rates(), OUT, 0) == paces.rates().image_out_s
     for _ in range(20):

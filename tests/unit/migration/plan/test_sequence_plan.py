@@ -43,13 +43,13 @@ def _messages(found: object) -> list[str]:
     return [reason.message for reason in found]
 
 
-def test_with_room_for_one_beside_the_other_the_first_goes_first() -> None:
+def test_if_one_fits_next_to_the_other_the_first_goes_first() -> None:
     gpus = (_gpu("gpu0", 2), _gpu("gpu1", 2))
     found = planned_swap(_snapshot(_process(1, "gpu0"), _process(2, "gpu1"), gpus=gpus), 1, 2)
     assert _steps(found) == [("migrate", 1, "gpu1"), ("migrate", 2, "gpu0")]
 
 
-def test_where_only_the_second_fits_beside_the_first_it_goes_first() -> None:
+def test_if_only_the_second_fits_next_to_the_first_it_goes_first() -> None:
     gpus = (_gpu("gpu0", 1), _gpu("gpu1", 1))
     snapshot = _snapshot(_process(1, "gpu0"), _process(2, "gpu1", size_gib=1), gpus=gpus)
     assert _steps(planned_swap(snapshot, 1, 2)) == [("migrate", 2, "gpu0"), ("migrate", 1, "gpu1")]
@@ -59,7 +59,7 @@ BY_BOTH = [("suspend", 1, None), ("suspend", 2, None), ("resume", 1, "gpu1"), ("
 BY_ONE = [("suspend", 1, None), ("migrate", 2, "gpu0"), ("resume", 1, "gpu1")]
 
 
-def test_without_room_for_both_on_one_gpu_both_go_to_the_pool_at_once_and_come_back_at_once() -> None:
+def test_if_no_gpu_fits_both_they_leave_for_the_pool_and_return_together() -> None:
     gpus = (_gpu("gpu0", 0), _gpu("gpu1", 0))
     found = planned_swap(_snapshot(_process(1, "gpu0"), _process(2, "gpu1"), gpus=gpus), 1, 2)
     assert _steps(found) == BY_BOTH
@@ -86,14 +86,14 @@ def test_bytes_moved_by_peer_do_not_wait_in_the_pool() -> None:
     assert _steps(planned_swap(snapshot.replace(gpus=apart), 1, 2)) == BY_BOTH
 
 
-def test_where_the_pool_has_room_for_one_it_alone_waits_there() -> None:
+def test_if_the_pool_fits_one_that_one_waits_there_alone() -> None:
     gpus = (_gpu("gpu0", 0), _gpu("gpu1", 0))
     snapshot = _snapshot(_process(1, "gpu0", size_gib=2), _process(2, "gpu1"), gpus=gpus)
     small = PoolMemory(budget_bytes=16 * GIB, free_bytes=3 * GIB)
     assert "are needed to move 2.0 GiB" in _messages(planned_swap(snapshot.replace(pool=small), 1, 2))[0]
 
 
-def test_room_is_needed_for_the_storages_the_agent_and_the_driver() -> None:
+def test_memory_is_needed_for_the_storages_the_agent_and_the_driver() -> None:
     """Issue 14, row 20: no test missed a sum of these that was a difference."""
     moves = PlannedProcess(pid=1, name="", gpu="gpu0", to="gpu1", size_bytes=100, carrier="host")
     moves = moves.replace(overlap_bytes=30, agent_overhead_bytes=7, driver_bytes=2)
@@ -123,7 +123,7 @@ def test_the_drivers_own_share_of_a_gpu_is_free_when_a_process_has_left_it() -> 
     assert left.pool.free_bytes == 16 * GIB - whole_size(4), "what the driver carries is not in the pool"
 
 
-def test_a_swap_that_ends_without_room_is_refused_before_it_begins() -> None:
+def test_a_swap_without_enough_memory_is_refused_before_it_begins() -> None:
     gpus = (_gpu("gpu0", 0), _gpu("gpu1", 0))
     snapshot = _snapshot(_process(1, "gpu0", size_gib=1), _process(2, "gpu1"), gpus=gpus)
     assert _messages(planned_swap(snapshot, 1, 2)) == ["gpu0 has 1.0 GiB free, but 2.0 GiB are needed"]
@@ -169,7 +169,7 @@ def test_jobs_of_as_many_ranks_on_gpus_of_their_own_change_places() -> None:
     assert [step.place for step in moves if isinstance(step, MigrationPlan)] == ["gpu2,gpu3", "gpu0,gpu1"]
 
 
-def test_a_gpu_is_left_for_the_one_with_most_room_and_only_by_who_is_there() -> None:
+def test_a_drain_moves_the_jobs_on_the_gpu_to_the_gpu_with_most_free_memory() -> None:
     gpus = (_gpu("gpu0", 8), _gpu("gpu1", 3), _gpu("gpu2", 5), _gpu("gpu3", 9, state="lost"))
     unfit = (_gpu("gpu4", 9, condition="failing"), _gpu("gpu5", 9, condition="gone"))
     job = [_process(1, "gpu0", job="run"), _process(2, "gpu1", job="run")]
@@ -252,7 +252,7 @@ def test_memory_for_a_job_that_kept_its_context_is_not_there_for_others_before_i
     assert seen_gib(simulated, back) == 8, "a simulated GPU counts a reservation at once"
 
 
-def test_after_a_suspension_the_room_is_free_and_the_pool_is_not() -> None:
+def test_after_a_suspension_the_gpu_memory_is_free_and_the_pool_is_not() -> None:
     snapshot = _snapshot(_process(1, "gpu0"), _process(2, "gpu1"), gpus=(_gpu("gpu0", 0), _gpu("gpu1", 0)))
     snapshots = [snapshot]
     for step in planned_swap(snapshot, 1, 2):

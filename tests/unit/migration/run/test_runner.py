@@ -49,7 +49,7 @@ class StalledDisk(Disk):
         self._goes.set()
 
 
-async def test_a_migration_moves_room_and_bytes_and_gives_everything_back(tmp_path: Path, process: Child) -> None:
+async def test_a_migration_moves_reservation_and_bytes_and_releases_everything(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         assert node.reservations(process.pid) == {"gpu0": 7}

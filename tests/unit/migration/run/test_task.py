@@ -58,7 +58,7 @@ OFFLOAD = Offload(number=1, worker="a", cause=1)
         (PARK.replace(number=3), Withdraw(number=2, worker="a", cause=1), False),
     ],
 )
-async def test_who_waits_for_whom(earlier: Effect, later: Effect, waits: bool) -> None:
+async def test_operations_wait_for_each_other(earlier: Effect, later: Effect, waits: bool) -> None:
     assert PendingEffect(earlier, None).holds_up(later) is waits
 
 
@@ -68,7 +68,7 @@ async def test_an_order_waits_for_the_end_of_a_cancelled_one() -> None:
     assert errand.holds_up(Withdraw(number=2, worker="a", cause=1))
 
 
-async def test_whatever_comes_after_a_dropped_dump_waits_until_that_is_undone() -> None:
+async def test_effects_after_a_dropped_dump_wait_until_it_is_undone() -> None:
     """The dump may have paused the processes, those of other ranks too."""
     errand = PendingEffect(Dump(number=1, worker="a", cause=1, find=False), None)
     assert not errand.holds_up(Restore(number=2, worker="a", cause=1, gpu="gpu0"))

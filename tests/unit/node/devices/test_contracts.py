@@ -100,7 +100,7 @@ def test_a_good_snapshot_passes() -> None:
         (replace(good_snapshot(), gpus=list(good_snapshot().gpus)), "tuples"),  # type: ignore[arg-type] # on purpose
     ],
 )
-def test_a_snapshot_that_is_not_as_agreed_is_found(snapshot: VendorSnapshot, message: str) -> None:
+def test_a_snapshot_that_breaks_the_contract_is_found(snapshot: VendorSnapshot, message: str) -> None:
     with pytest.raises(ContractBroken) as caught:
         check_snapshot(snapshot, "simulated")
     assert message in str(caught.value)
@@ -196,7 +196,7 @@ def belongs_to_a_thread(provider: Broken) -> None:
         (belongs_to_a_thread, DeviceError, "no context"),
     ],
 )
-def test_a_life_cycle_that_is_not_as_agreed_is_found(
+def test_a_life_cycle_that_breaks_the_contract_is_found(
     break_: Callable[[Broken], None], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

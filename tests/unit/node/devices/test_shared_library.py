@@ -56,7 +56,7 @@ def test_the_image_stays_while_the_file_is_the_same(tmp_path: Path, build: Build
     assert not is_mapped(tmp_path)
 
 
-def test_unloading_twice_is_fine_and_loading_again_starts_anew(tmp_path: Path, build: Build) -> None:
+def test_unloading_twice_is_fine_and_loading_again_starts_fresh(tmp_path: Path, build: Build) -> None:
     library = SharedLibrary(str(build(tmp_path / NAME, 1)))
     assert library.load().count() == 1
     library.unload()

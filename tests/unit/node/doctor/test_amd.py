@@ -26,7 +26,7 @@ def test_a_driver_without_a_card_on_the_bus(node: FileNode) -> None:
     assert amd.absent(node.facts()) is None
 
 
-def test_a_driver_that_is_not_loaded(node: FileNode) -> None:
+def test_an_unloaded_driver(node: FileNode) -> None:
     node.pci("0000:c1:00.0", 0x1002, 0x120000, None)
     found = amd.driver(node.facts())
     assert (found.status, found.fix) == ("fail", "sudo modprobe amdgpu")

@@ -53,7 +53,7 @@ async def test_a_good_version(node: FileNode, programs: Programs) -> None:
     assert (found.status, found.summary) == ("ok", f"CRIU 4.1.1 is installed: {programs.directory}/criu")
 
 
-async def test_the_criu_that_is_configured_was_passed_over_for_one_that_is_not_used(
+async def test_the_configured_criu_was_ignored_for_an_unused_one(
     node: FileNode, programs: Programs, socket_dir: Path
 ) -> None:
     """The doctor praised the distribution's, and every image was refused."""
@@ -135,7 +135,7 @@ async def test_the_reason_comes_from_crius_output(node: FileNode, programs: Prog
     assert (found.status, found.summary, found.fix) == ("fail", f"`criu check`: {reason}", "sudo criu check")
 
 
-async def test_an_ordinary_user_cannot_ask(node: FileNode, programs: Programs) -> None:
+async def test_an_ordinary_user_gets_no_answer(node: FileNode, programs: Programs) -> None:
     programs.install("criu")
     found = await criu.check(programs.facts(node, uid=1000))
     assert (found.status, found.summary) == ("skip", "only root can check CRIU: sudo criu check")

@@ -90,7 +90,7 @@ def test_a_directory_closed_to_ordinary_users_is_not_a_fault(node: FileNode) -> 
     assert "is closed to uid 54321, as it should be" in found.summary
 
 
-def test_too_little_room_for_state(node: FileNode) -> None:
+def test_too_little_disk_space_for_state(node: FileNode) -> None:
     mounted(node, ("/", "ext4"))
     free = disk.free_on(node.state_dir)
     assert disk.judge_space(node.state_dir, "ext4", free + GIB).status == "warn"
@@ -101,7 +101,7 @@ def test_images_have_a_directory_only_if_one_is_configured(node: FileNode) -> No
     assert disk.images(node.facts()).status == "skip"
 
 
-def test_room_for_images_is_measured_by_the_largest_gpu(node: FileNode, tmp_path: Path) -> None:
+def test_disk_space_for_images_is_measured_by_the_largest_gpu(node: FileNode, tmp_path: Path) -> None:
     mounted(node, ("/", "ext4"))
     directory = tmp_path / "images"
     directory.mkdir(mode=0o700)

@@ -33,7 +33,7 @@ def test_unreported_health_does_not_count_as_good(node: FileNode) -> None:
 @pytest.mark.parametrize(
     ("state", "words"), [("lost", "gpu1 has fallen off the bus"), ("unknown", "library does not answer")]
 )
-def test_a_gpu_that_is_gone_comes_first(node: FileNode, state: str, words: str) -> None:
+def test_a_lost_gpu_comes_first(node: FileNode, state: str, words: str) -> None:
     found = gpus.health(node.facts(gpus=(ill(0, "failed", "XID 48"), gpu(1, state=state))))
     assert found.status == "fail"
     assert words in found.summary

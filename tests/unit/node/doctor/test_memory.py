@@ -49,7 +49,7 @@ def test_too_small_a_pool_and_the_command_that_mends_it(node: FileNode) -> None:
     )
 
 
-def test_never_more_than_half_of_the_host_is_asked_for(node: FileNode) -> None:
+def test_at_most_half_of_the_host_memory_is_required(node: FileNode) -> None:
     meminfo(node, total_gib=64, available_gib=60)
     pool(node, 0)
     found = memory.hugepages(node.facts(gpus=(gpu(0),)))
@@ -66,7 +66,7 @@ def test_a_pool_on_the_wrong_node(node: FileNode) -> None:
     assert found.fix == f"echo 36096 | sudo tee /sys/devices/system/node/node1/{POOL}/nr_hugepages"
 
 
-def test_where_huge_pages_do_not_apply(node: FileNode) -> None:
+def test_huge_pages_do_not_apply(node: FileNode) -> None:
     assert memory.hugepages(node.facts(gpus=(gpu(0),))).summary == "this kernel has no pages of 2 MiB"
     pool(node, 7)
     assert memory.hugepages(node.facts()).summary == "7 pages of 2 MiB; there is no GPU to size them for"
@@ -76,25 +76,25 @@ def test_where_huge_pages_do_not_apply(node: FileNode) -> None:
 # -- host memory -------------------------------------------------------------------------------------------------------
 
 
-def test_room_is_counted_in_gpus(node: FileNode) -> None:
+def test_free_memory_is_counted_in_gpus(node: FileNode) -> None:
     meminfo(node, total_gib=512, available_gib=300)
     found = memory.host(node.facts(gpus=(gpu(0), gpu(1), gpu(2))))
     assert (found.status, found.summary) == ("ok", "300 GiB of host memory: enough to suspend 2 of 3 full GPUs")
 
 
-def test_free_huge_pages_count_as_room(node: FileNode) -> None:
+def test_free_huge_pages_count_as_free_memory(node: FileNode) -> None:
     meminfo(node, total_gib=512, available_gib=100, huge_free=50 * 512)
     assert "150 GiB of host memory: enough to suspend 1 of 1" in memory.host(node.facts(gpus=(gpu(0),))).summary
 
 
-def test_no_room_for_a_full_gpu(node: FileNode) -> None:
+def test_too_little_memory_for_a_full_gpu(node: FileNode) -> None:
     meminfo(node, total_gib=128, available_gib=31)
     found = memory.host(node.facts(gpus=(gpu(0),)))
     assert found.status == "warn"
     assert found.summary == "31 GiB of host memory for offloaded jobs; the smallest GPU has 141 GiB"
 
 
-def test_where_free_memory_is_unknown(node: FileNode) -> None:
+def test_free_memory_is_unknown(node: FileNode) -> None:
     assert memory.host(node.facts(gpus=(gpu(0),))).status == "skip"
     meminfo(node, total_gib=128, available_gib=31)
     assert memory.host(node.facts()).status == "skip"

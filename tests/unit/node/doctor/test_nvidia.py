@@ -58,9 +58,7 @@ def test_a_driver_that_answers(node: FileNode) -> None:
         ("vfio-pci", "skip", "passed through to virtual machines", None),
     ],
 )
-def test_a_driver_that_is_not_loaded(
-    node: FileNode, driver: str | None, status: str, words: str, fix: str | None
-) -> None:
+def test_an_unloaded_driver(node: FileNode, driver: str | None, status: str, words: str, fix: str | None) -> None:
     node.pci("0000:3b:00.0", 0x10DE, 0x030200, driver)
     found = nvidia.driver(node.facts(vendors=(vendor(state="absent"),)))
     assert found.status == status

@@ -26,7 +26,7 @@ async def test_a_gpu_keeps_its_id_while_others_come_and_go() -> None:
         assert node.kinds("gpu") == ["gpu.lost", "gpu.found", "gpu.back"]
 
 
-async def test_a_gpu_that_vanished_shows_what_it_is_and_no_figures() -> None:
+async def test_a_vanished_gpu_shows_its_identity_and_no_figures() -> None:
     provider = Provider(gpu(0), gpu(1))
     async with node_of(provider) as node:
         await node.inventory.refresh()

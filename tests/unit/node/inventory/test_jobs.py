@@ -16,14 +16,14 @@ from tests.patience import HANG_S
 from tests.unit.node.inventory.rig import joined
 
 
-async def test_a_job_gives_what_its_work_returns() -> None:
+async def test_a_job_returns_the_result_of_its_work() -> None:
     job = Job(lambda: 7, name="hegmd-test")
     await job.wait()
     assert job.done
     assert job.result() == 7
 
 
-async def test_a_job_raises_what_its_work_raised() -> None:
+async def test_a_job_raises_the_exception_of_its_work() -> None:
     def fail() -> None:
         raise LookupError("not there")
 

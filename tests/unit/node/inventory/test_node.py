@@ -45,7 +45,7 @@ async def test_a_gpu_that_reports_its_uuid_late_is_not_shown_twice() -> None:
         assert shown(found) == [("gpu0", "nvidia-0", "ok"), ("gpu1", "nvidia-1", "ok"), ("gpu2", "nvidia-2", "ok")]
 
 
-async def test_a_process_is_joined_with_what_the_node_knows_of_it() -> None:
+async def test_a_process_is_joined_with_the_nodes_facts() -> None:
     async with node_of(Provider(gpu(0), gpu(1), uses=[use(ME, 1)])) as node:
         node.agents[ME] = AgentInfo(name="hegm-agent", version="1")
         node.held[ME] = 4096
@@ -89,7 +89,7 @@ async def test_concurrent_callers_share_one_refresh() -> None:
         assert node.inventory.refresh_count == 1
 
 
-async def test_after_a_change_that_is_known_of_a_young_snapshot_is_not_good_enough() -> None:
+async def test_after_a_known_change_a_recent_snapshot_is_not_recent_enough() -> None:
     provider = Provider(gpu(0))
     async with node_of(provider) as node:
         young = await node.inventory.fresh(LONG_S)
@@ -120,7 +120,7 @@ async def test_a_change_during_a_refresh_makes_the_caller_wait_for_the_next_refr
         assert [each.id for each in found[0].gpus] == ["gpu0", "gpu1"]
 
 
-async def test_when_the_leader_is_cancelled_the_next_takes_over_and_asks_nothing_twice() -> None:
+async def test_when_the_leader_is_cancelled_the_next_takes_over_and_queries_nothing_twice() -> None:
     provider = Provider(gpu(0))
     found: list[NodeSnapshot] = []
     leading, led = anyio.CancelScope(), anyio.Event()
@@ -223,7 +223,7 @@ async def test_reopening_during_a_refresh_takes_effect() -> None:
         assert provider.calls == ["open", "snapshot", "close", "open", "snapshot"]
 
 
-async def test_closing_closes_the_libraries_and_the_processes_once_and_for_all() -> None:
+async def test_closing_closes_the_libraries_and_the_processes_once() -> None:
     provider, table = Provider(gpu(0), uses=[use(ME)]), ProcessTable()
     async with node_of(provider, table=table) as node:
         await node.inventory.refresh()
@@ -273,7 +273,7 @@ async def test_a_command_line_that_hangs_holds_up_only_itself() -> None:
         assert node.kinds("inventory", "process") == ["inventory.ready"]
 
 
-def test_doubles_return_what_a_provider_returns() -> None:
+def test_doubles_return_the_types_of_a_provider() -> None:
     provider: DeviceProvider = Provider(gpu(0), uses=[use(ME)])
     provider.open()
     found = provider.snapshot()

@@ -107,7 +107,7 @@ def test_the_successor_of_a_pid_does_not_get_the_words_of_its_predecessor(node: 
     assert lookups.command(pid, start_ticks - 100) == (None, NOTE_UNREAD)
 
 
-def test_what_left_is_forgotten(node: DictNode) -> None:
+def test_exited_processes_are_forgotten(node: DictNode) -> None:
     lookups = node.lookups()
     pid, start_ticks, _, _ = me()
     round_of(lookups, me())
@@ -130,7 +130,7 @@ def test_an_unreadable_command_line_is_reported_and_not_read_each_time(node: Dic
     assert lookups.command(pid, start_ticks) == ("python3 train.py", None)
 
 
-def test_users_are_asked_for_once_in_a_while(node: DictNode) -> None:
+def test_users_are_read_at_intervals(node: DictNode) -> None:
     lookups = node.lookups()
     round_of(lookups, me(uid=1000), me(uid=4242))
     assert (lookups.user(1000), lookups.user(4242)) == ("ada", None)
@@ -143,7 +143,7 @@ def test_users_are_asked_for_once_in_a_while(node: DictNode) -> None:
     assert not wanted.urgent  # the old name serves until the new one is there
 
 
-def test_while_one_command_line_hangs_it_is_named_and_the_others_are_there(node: DictNode) -> None:
+def test_a_hanging_command_line_is_named_and_the_others_are_read(node: DictNode) -> None:
     entered, release = threading.Event(), threading.Event()
     lookups = node.lookups()
     pid, start_ticks, _, _ = me()

@@ -58,7 +58,7 @@ def test_processes_of_a_tree_are_listed_without_their_open_files(tmp_path: Path)
     assert pids_below(7, proc_root=str(tmp_path)) == [7, 8, 9]
 
 
-def test_whose_a_pidfd_is_is_seen() -> None:
+def test_the_process_of_a_pidfd_is_known() -> None:
     pidfd = os.pidfd_open(os.getppid())
     try:
         found = next(

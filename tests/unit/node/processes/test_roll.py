@@ -48,7 +48,7 @@ def only(roll: ProcessList) -> GpuProcess:
     return process
 
 
-def test_a_process_with_all_that_is_known_of_it(roster: ProcessListBuilder) -> None:
+def test_a_process_with_all_its_facts(roster: ProcessListBuilder) -> None:
     agent = AgentInfo(name="hegm-agent", version="0.2")
     process = only(call_roll(roster, replace(CALL, agents={ME: agent}, held_bytes={ME: 77})))
     assert (process.pid, process.uid, process.agent, process.held_bytes) == (ME, os.getuid(), agent, 77)
@@ -135,7 +135,7 @@ def test_processes_that_left_are_not_in_the_roll(roster: ProcessListBuilder) -> 
     assert call_roll(roster, replace(CALL, uses=())) == ProcessList()
 
 
-def test_the_stand_in_keeps_what_was_known_and_names_what_was_not(roster: ProcessListBuilder) -> None:
+def test_the_placeholder_keeps_the_known_facts_and_names_the_unknown_ones(roster: ProcessListBuilder) -> None:
     before = call_roll(roster, CALL)
     parent = os.getppid()
     roll = stand_in(replace(CALL, uses=(use(ME, vram_bytes=9), use(parent))), before)

@@ -77,7 +77,7 @@ def test_a_process_that_was_started_without_peer_to_peer() -> None:
     _ended(process)
 
 
-def test_a_process_that_is_stopped(quiet: Child) -> None:
+def test_a_stopped_process(quiet: Child) -> None:
     os.kill(quiet.pid, signal.SIGSTOP)
     os.waitpid(quiet.pid, os.WUNTRACED)
     assert read_outside(quiet.pid).stopped is True
@@ -110,7 +110,7 @@ def proc(tmp_path: Path) -> Path:
     return tmp_path / "proc"
 
 
-def test_the_tightest_control_group_counts_and_cache_is_room(tmp_path: Path, proc: Path) -> None:
+def test_the_tightest_control_group_counts_and_cache_is_free_memory(tmp_path: Path, proc: Path) -> None:
     (proc / "7/cgroup").write_text("0::/pods/one\n")
     _group(tmp_path / "cgroup/pods", memory_max=1000 * MIB, memory_current=900 * MIB, memory_stat="inactive_file 0")
     stat = f"anon 5\ninactive_file {50 * MIB}"

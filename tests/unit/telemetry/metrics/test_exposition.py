@@ -16,7 +16,7 @@ from tests.unit.telemetry.metrics.exposition_parser import parse
 
 @pytest.mark.thorough
 @given(st.text(min_size=1), st.dictionaries(st.sampled_from(["gpu", "name"]), st.text()), st.floats() | st.integers())
-def test_any_text_and_number_comes_back_as_it_was(meaning: str, labels: dict[str, str], value: float) -> None:
+def test_any_text_and_number_is_parsed_unchanged(meaning: str, labels: dict[str, str], value: float) -> None:
     out = Exposition()
     out.family("hegmd_x", "gauge", meaning).add(value, labels)
     [family] = parse(out.text()).values()
@@ -77,6 +77,6 @@ def test_a_histogram_counts_each_duration_in_every_bin_that_it_fits(durations: l
         '# HELP hegmd_x X.\n# TYPE hegmd_x histogram\nhegmd_x_bucket{le="1.0"} 1\nhegmd_x_sum 1\nhegmd_x_count 1\n',
     ],
 )
-def test_the_parser_of_these_tests_refuses_what_is_wrong(wrong: str) -> None:
+def test_the_parser_of_these_tests_refuses_invalid_text(wrong: str) -> None:
     with pytest.raises((AssertionError, StopIteration)):
         parse(wrong)

@@ -109,7 +109,7 @@ def test_unknown_values_are_left_out_and_never_0() -> None:
 @pytest.mark.parametrize(
     ("gpu_state", "vendor_state"), [("lost", "ok"), ("unknown", "ok"), ("ok", "stale"), ("ok", "failed")]
 )
-def test_old_values_of_what_does_not_answer_are_not_passed_on_as_true(gpu_state: str, vendor_state: str) -> None:
+def test_old_values_of_a_silent_provider_are_not_reported_as_current(gpu_state: str, vendor_state: str) -> None:
     process = GpuProcess(pid=1, gpus=(GpuUse(gpu="gpu0", vram_bytes=5),))
     vendors = (Vendor(vendor="nvidia", state=vendor_state, age_s=99.0),)
     found = metrics(Node(gpus=(FULL.replace(state=gpu_state),), processes=(process,), vendors=vendors))
@@ -251,7 +251,7 @@ def test_no_name_collides_with_those_of_node_exporter() -> None:
     assert all(name.startswith("hegmd_") for name in metrics(Node(gpus=(FULL,))))
 
 
-def test_the_daemon_reads_what_it_costs_itself() -> None:
+def test_the_daemon_reads_its_own_cost() -> None:
     own = read_own_process()
     assert own.threads == len(os.listdir("/proc/self/task"))  # threads of libraries, unknown to Python, count too
     assert own.open_fds is not None

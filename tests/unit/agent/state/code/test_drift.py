@@ -74,7 +74,7 @@ def test_prints_keep_nothing_alive() -> None:
     [Fraction(1, 3), PurePosixPath("/a"), bytearray(b"x"), torch.bfloat16, torch.Size([2, 3])],
     ids=lambda value: type(value).__name__,
 )
-def test_values_that_are_made_of_a_text_come_back(value: object) -> None:
+def test_values_made_from_text_are_restored(value: object) -> None:
     found = named_values.value_of(named_values.form_of(value))
     assert found == value
     assert type(found) is type(value)

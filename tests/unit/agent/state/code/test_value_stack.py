@@ -52,7 +52,7 @@ def test_the_loops_around_a_call_are_found_from_the_outermost() -> None:
                 assert iterators_here() == [outer, inner, over]
 
 
-def test_loops_that_are_over_or_left_are_not_among_them() -> None:
+def test_finished_or_abandoned_loops_are_not_listed() -> None:
     around = iter([1])
     for _first in around:
         for _second in range(2):
@@ -127,7 +127,7 @@ def test_a_call_in_the_head_of_a_loop_leads_to_it() -> None:
     assert found[1] is None
 
 
-def test_the_rest_of_a_range_is_what_is_left_of_it() -> None:
+def test_the_rest_of_a_range_has_its_remaining_items() -> None:
     iterator = iter(range(3, 20, 4))
     assert list(range(*position.look_into(iterator, 0, lambda _it: None)["rest"])) == [3, 7, 11, 15, 19]
     next(iterator)

@@ -47,7 +47,7 @@ def test_frames_of_transformers_that_train_nothing_are_as_any_others() -> None:
     assert accelerate_hf.against([_frame_in("transformers.generation.utils")]) is None
 
 
-def test_a_generator_of_accelerates_that_is_not_known_has_no_place() -> None:
+def test_an_unknown_generator_of_accelerate_has_no_place() -> None:
     names: dict[str, Any] = {"__name__": "accelerate.data_loader"}
     exec("def __iter__(self):\n    yield 1", names)
     assert accelerate_hf.look_ahead(names["__iter__"](None)) == (None, 0)

@@ -60,6 +60,6 @@ def test_long_lists_of_plain_rows_are_not_searched_but_others_are() -> None:
     assert held_within([Rows([Slotted() for _ in range(20_000)])], is_brief=True) == ([], True)
 
 
-def test_what_is_left_out_is_not_gone_into() -> None:
+def test_excluded_objects_are_not_searched() -> None:
     sampler = Part(Rows(random.Random(8)))
     assert held_within([sampler], [sampler.dataset]) == ([], True)

@@ -66,7 +66,7 @@ def test_the_lines_of_another_job_that_closes_the_file_each_time_are_not_lost(lo
     assert not [path for path in output_files._appended if path.endswith(".cut")]
 
 
-def test_a_file_is_not_cut_where_the_rest_of_it_cannot_be_kept(log: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_not_truncated_if_its_rest_cannot_be_saved(log: Path, capfd: pytest.CaptureFixture[str]) -> None:
     log.with_name("log.cut").symlink_to("elsewhere")
     with log.open("a") as mine:
         saved = lengths(log)
@@ -77,7 +77,7 @@ def test_a_file_is_not_cut_where_the_rest_of_it_cannot_be_kept(log: Path, capfd:
     assert not log.with_name("elsewhere").exists()
 
 
-def test_a_file_that_is_opened_for_each_line_is_found_too(log: Path) -> None:
+def test_a_file_opened_for_each_line_is_found_too(log: Path) -> None:
     """In a process of its own, since no audit hook can be taken back."""
     program = (
         "from hegmd.agent.state.script import output_files as files; import sys\n"
@@ -118,9 +118,7 @@ def _gone(log: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [_replaced, _rewritten, _shorter, _linked, _gone])
-def test_what_is_not_the_same_file_with_more_at_its_end_is_left_alone(
-    log: Path, change: Callable[[Path], None]
-) -> None:
+def test_only_the_same_file_with_more_at_its_end_is_truncated(log: Path, change: Callable[[Path], None]) -> None:
     with log.open("a"):
         saved = lengths(log)
     change(log)
@@ -129,7 +127,7 @@ def test_what_is_not_the_same_file_with_more_at_its_end_is_left_alone(
     assert (log.read_text() if log.exists() else None) == before
 
 
-def test_a_file_that_is_changed_in_the_middle_is_not_an_output_file(log: Path) -> None:
+def test_a_file_changed_in_the_middle_is_not_an_output_file(log: Path) -> None:
     with log.open("r+b"), log.open("rb"), log.open("wb") as behind:
         behind.write(b"one\n")
         behind.flush()

@@ -16,7 +16,7 @@ def test_a_model_that_takes_the_name_of_another_is_not_matched_to_it() -> None:
     assert matched(saved, here, anyhow) == {0: 1, 1: 0}
 
 
-def test_what_has_most_of_the_names_is_chosen_where_several_could_be() -> None:
+def test_the_candidate_with_most_of_the_names_is_chosen() -> None:
     saved = [["a", "b", "c"], ["c", "d"]]
     here = [["c"], ["a", "b"], ["d", "x"]]
     assert matched(saved, here, anyhow) == {0: 1, 1: 0}

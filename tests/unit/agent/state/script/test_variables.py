@@ -97,7 +97,7 @@ def train():
 """
 
 
-def test_a_list_of_each_epochs_losses_was_filled_into_the_list_of_the_epoch_under_way(scripts: Scripts) -> None:
+def test_a_list_of_each_epochs_losses_was_restored_into_the_list_of_the_current_epoch(scripts: Scripts) -> None:
     """The first epoch's losses were put into the second's list, whose own were put there too."""
     assert scripts.restarted(EPOCHS, 7, first=1, second=2) == (scripts.run(EPOCHS), [])
 
@@ -130,7 +130,7 @@ def train():
 """
 
 
-def test_what_several_hold_was_torn_apart(scripts: Scripts) -> None:
+def test_an_object_with_several_holders_was_duplicated(scripts: Scripts) -> None:
     """An object that a global, an object, a dict and a list share is shared again, also one that two came to share."""
     result, starts_over = scripts.restarted(HELD_TWICE, 3, first=2)
     log, of_meter, of_name, rows, other, _same = result
@@ -187,7 +187,7 @@ def train():
 """
 
 
-def test_what_cannot_go_along_was_not_named_if_something_is_kept_by_its_name(scripts: Scripts) -> None:
+def test_a_variable_that_cannot_be_saved_was_not_named_if_another_is_kept_by_its_name(scripts: Scripts) -> None:
     where = f"view (memoryview) in train() at {NAME}.py:6"
     assert scripts.restarted(OPENED, 2, first=1)[1] == [where]
     assert scripts.restarted(OPENED, 2, ("view",), first=1)[1] == [f"{where}, except what hegm.keep('view') keeps"]
@@ -208,7 +208,7 @@ def train():
 """
 
 
-def test_what_a_variable_was_first_set_to_was_filled_with_what_it_held_last(scripts: Scripts) -> None:
+def test_the_first_value_of_a_variable_was_overwritten_with_its_last(scripts: Scripts) -> None:
     assert scripts.restarted(BEGUN_AGAIN, 3, first=2) == (scripts.run(BEGUN_AGAIN), [])
 
 

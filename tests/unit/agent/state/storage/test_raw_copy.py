@@ -37,7 +37,7 @@ def test_each_part_has_the_checksum_that_reading_expects() -> None:
     assert found == expected
 
 
-def test_what_is_small_or_on_no_border_of_words_is_left_to_the_processor() -> None:
+def test_small_or_unaligned_parts_are_left_to_the_processor() -> None:
     raws = [_raw(MIN_BYTES - 1, 0, 1), _raw(MIN_BYTES, 4, 2), _raw(MIN_BYTES, 0, 3)]
     assert VideoSums(raws, [0, 1 << 30, 2 << 30]).places == {2 << 30}
 

@@ -276,7 +276,7 @@ def _forged(tree: bytes, sizes: tuple[int, ...] = (), version: int = 1, **header
     return (head + struct.pack("<I", crc32(head)) + tree + table).ljust(length, b"\0")
 
 
-def test_a_forged_file_that_is_right_is_read() -> None:
+def test_a_valid_forged_file_is_read() -> None:
     assert _read(_forged(b"\0\0" + tags.TRUE)) is True
 
 

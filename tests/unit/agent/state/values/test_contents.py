@@ -87,7 +87,7 @@ def test_device_specific_settings_of_steps_are_reported_and_not_restored_on_anot
     contents.make_copies()
 
 
-def test_large_and_small_tensors_are_there_once_all_copies_are_made() -> None:
+def test_large_and_small_tensors_are_complete_after_all_copies() -> None:
     value = {"large": torch.arange(1 << 18), "small": torch.ones(3, requires_grad=True)}
     found = contents.owned(value)
     contents.make_copies()

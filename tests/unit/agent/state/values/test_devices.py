@@ -96,7 +96,7 @@ def test_a_training_has_left_the_cpu_when_all_of_its_tensors_were_there_and_some
     assert not devices.left_cpu([])
 
 
-def test_random_numbers_of_a_gpu_were_lost_on_the_cpu_and_are_kept_for_the_way_back() -> None:
+def test_random_numbers_of_a_gpu_were_lost_on_the_cpu_and_are_kept_for_the_return() -> None:
     before = rng.read_shared()
     rng.set_shared({**before, "cuda:7": b"its state"})
     assert rng.read_shared()["cuda:7"] == b"its state"

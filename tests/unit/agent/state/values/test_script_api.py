@@ -106,7 +106,7 @@ def test_a_value_that_cannot_be_kept_is_a_reason_with_its_place_and_a_hint(regis
     ]
 
 
-def test_what_the_script_does_not_keep_any_more_is_a_misfit(registrations: Registrations) -> None:
+def test_a_value_that_the_script_no_longer_keeps_is_a_misfit(registrations: Registrations) -> None:
     registrations.keep("history", lambda: 1, lambda _value: None)
     state, _against = registrations.capture([Optimizer()])
     assert _restarted(state).misfits(state, []) == [
@@ -133,7 +133,7 @@ def test_wrong_arguments_to_hegm_are_an_error_at_once(registrations: Registratio
         registrations.keep("x", 3, print)
 
 
-def test_resumable_is_enumerate_and_marks_what_may_be_replayed(registrations: Registrations) -> None:
+def test_resumable_is_enumerate_and_marks_replayable_items(registrations: Registrations) -> None:
     data = torch.utils.data.TensorDataset(torch.arange(4))
     loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(data, batch_size=2)
     assert [(number, batch[0].tolist()) for number, batch in registrations.resumable(loader)] == [
@@ -187,12 +187,12 @@ def _run(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_script_runs_where_there_is_no_agent_and_no_thread_is_started() -> None:
+def test_a_script_runs_without_an_agent_and_starts_no_thread() -> None:
     done = _run(BEFORE_TRAINING + "import threading, sys; print(threading.active_count(), '_hegm' in sys.modules)")
     assert (done.stdout, done.stderr) == ("[(0, 5)]\n1 False\n", "")
 
 
-def test_under_the_agent_hegm_is_found_beside_it_and_no_step_is_made_before_the_state_is_back(tmp_path: Path) -> None:
+def test_under_the_agent_hegm_is_importable_and_no_step_runs_before_the_state_is_restored(tmp_path: Path) -> None:
     """The package is on no path there, and is imported before torch. This script reaches no loop."""
     with (tmp_path / "state").open("wb+") as file:
         state_file.write(
