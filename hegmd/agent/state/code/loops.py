@@ -23,7 +23,11 @@ _GENERATORS = 0x20 | 0x80 | 0x200  # inspect's CO_GENERATOR, CO_COROUTINE, CO_AS
 _ENDS = frozenset(("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"))
 _STATEMENTS = ("STORE_", "JUMP_", "POP_", "FOR_ITER", "END_FOR", "RETURN_", "DELETE_", "RESUME", "RERAISE")
 _MAX_TARGETS = 32
+#: Instructions that add to what a comprehension collects, and how many values each takes off the stack.
+_COLLECTING = {"LIST_APPEND": 1, "SET_ADD": 1, "MAP_ADD": 2}
 _BEFORE_TARGETS = frozenset(("UNPACK_SEQUENCE", "UNPACK_EX", "EXTENDED_ARG", "NOP", "CACHE"))
+_METHODS = frozenset(("LOAD_METHOD", "LOAD_ATTR"))
+_OF_BLOCKS = ("BEFORE_", "SETUP_", "LOAD_SPECIAL", "PUSH_EXC", "LOAD_FAST_AND_CLEAR")
 _ALWAYS = frozenset(("JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"))
 
 
@@ -98,7 +102,7 @@ class Loops:
             if name.startswith(_STATEMENTS):
                 break
             if name.startswith("LOAD_"):
-                found.update(found_name for found_name in _names_of(self._list[index].argval))
+                found.update(found_name for found_name in names_of(self._list[index].argval))
         return found
 
     def targets(self) -> set[str]:
@@ -108,7 +112,7 @@ class Loops:
             if head.opname == "FOR_ITER":
                 for following in self._list[index + 1 : index + 1 + _MAX_TARGETS]:
                     if following.opname.startswith("STORE_"):
-                        found.update(_names_of(following.argval))
+                        found.update(names_of(following.argval))
                     elif following.opname not in _BEFORE_TARGETS:
                         break
         return found
@@ -124,6 +128,51 @@ class Loops:
             if first.opname not in ("FOR_ITER", "SEND", "YIELD_VALUE") and "NO_INTERRUPT" not in source.opname:
                 found.add(self.line_of(target))
         return tuple(sorted(found))
+
+    def collects(self, head: Head) -> bool:
+        """Return True if it is a loop of a comprehension: what it collects has no name."""
+        found = self._list[self._at[head.offset]]
+        for inside in self._list[self._at[head.offset] :]:
+            if inside.offset >= found.argval:
+                break
+            taken, depth = _COLLECTING.get(inside.opname), self._depths.get(inside.offset)
+            if taken is not None and depth is not None and depth - taken - inside.arg < head.slot:
+                return True
+        return False
+
+    def operands(self, offset: int) -> list[tuple[int, list[Any]]]:
+        """Return the slots of the values that wait for the call at this offset, each with what put it there.
+
+        Iterators of loops are not among them, nor what a `with` or an `except` keeps.
+        """
+        found = self._instruction(offset)
+        depth, index = self._depths.get(found.offset), self._at[found.offset]
+        if depth is None or not found.opname.startswith(("CALL", "SEND", "YIELD_FROM")):
+            return []
+        count = depth - 2
+        if found.opname.startswith("CALL"):
+            count = depth + self._stack_effect(found.opcode, found.arg) - 1
+        starts = [self._start_of(slot, index) for slot in range(count + 1)]
+        slots = {head.slot for head in self.around(offset)}
+        operands: list[tuple[int, list[Any]]] = []
+        made: list[Any] = []
+        for slot in range(count):
+            # An instruction that puts several values there is that of each.
+            before, made = made, self._list[starts[slot] : max(starts[slot + 1], starts[slot] + 1)]
+            if made and made[0].opname in _METHODS:  # it leaves the object there that the slot below came from
+                made = [*before, *made[1:]]
+            if slot not in slots and not any(one.opname.startswith(_OF_BLOCKS) for one in made):
+                operands.append((slot, made))
+        return operands
+
+    def _start_of(self, slot: int, index: int) -> int:
+        """Return the index of the last instruction before that one which leaves its value in that slot."""
+        while index > 0:
+            index -= 1
+            depth = self._depths.get(self._list[index].offset)
+            if depth is not None and depth <= slot:
+                return index
+        return 0
 
     def instructions(self) -> list[Any]:
         return self._list
@@ -221,7 +270,7 @@ class Loops:
         return lines
 
 
-def _names_of(argument: Any) -> tuple[str, ...]:
+def names_of(argument: Any) -> tuple[str, ...]:
     """Return one variable, or two if the instruction sets two."""
     return argument if is_a(argument, tuple) else (str(argument),)
 

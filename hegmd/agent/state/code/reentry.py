@@ -9,10 +9,14 @@ from __future__ import annotations
 import os
 from binascii import crc32
 
+from ...other_threads import called
 from ..frameworks.accelerate_hf import is_own
+from ..values.duck_types import class_of, is_a
 from .assignments import GLOBAL, LOCAL, changes_of, nested_in
 from .liveness import flow_of
+from .loops import loops_of, names_of
 from .position import named_frames
+from .value_stack import operands_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,6 +26,14 @@ if TYPE_CHECKING:
 
     from .assignments import Change
 
+_GENERATOR = 0x20  # inspect's CO_GENERATOR
+_ASKS_ONCE = frozenset(("next", "send", "__next__", "throw"))
+#: Values that cannot be changed where they are, so that a restart gives the variable another one.
+_VALUES: Any = (bool, int, float, complex, str, bytes, tuple, frozenset)
+_PLAIN = tuple(
+    "LOAD_CONST LOAD_SMALL_INT LOAD_NAME LOAD_GLOBAL LOAD_FAST LOAD_DEREF LOAD_CLASSDEREF LOAD_FROM_DICT PUSH_NULL "
+    "COPY DUP_TOP SWAP ROT_ CACHE EXTENDED_ARG NOP FORMAT_ BUILD_STRING CONVERT_VALUE PRECALL KW_NAMES".split()
+)
 _OPTIMIZED = 0x1  # set for a function's code, not for a module's or a class's
 #: Names of functions that draw random numbers.
 _DRAWING = frozenset(
@@ -87,9 +99,51 @@ class ReentryFrame:
         count = self.code.co_argcount + self.code.co_kwonlyargcount
         return list(self.code.co_varnames[:count]) if self.is_inside and not self.is_module else []
 
+    def unnamed(self) -> list[Any]:
+        """Return the values without a name that wait for the call in this frame, and that the way here makes anew."""
+        if not self.is_looked_at:
+            return []
+        targets = loops_of(self.code).targets()
+        stored = (found for found in self.changes.found if found.is_stored and found.kind in (LOCAL, GLOBAL))
+        again = {found.name for found in stored if self._is_of_the_loop(found.offset)}
+        return [
+            value for value, made in operands_of(self.frame) if _is_made_anew(value, made, frozenset(again - targets))
+        ]
+
+    def _is_of_the_loop(self, offset: int) -> bool:
+        return offset in self.loop if self.loop else offset > self.frame.f_lasti
+
+    def is_collecting(self) -> bool:
+        """Return True if it is in the loop of a comprehension, or of a generator that C code goes over."""
+        loops = loops_of(self.code)
+        if any(loops.collects(head) for head in loops.around(self.frame.f_lasti)):
+            return True
+        caller = self.frame.f_back
+        return bool(self.code.co_flags & _GENERATOR) and caller is not None and _goes_over_all(caller)
+
     def where(self, line: int) -> str:
         function = "" if self.is_module else f" in {self.code.co_name}()"
         return f"{function} at {os.path.basename(self.code.co_filename)}:{line}"
+
+
+def _is_made_anew(value: Any, made: list[Any], again: frozenset[str]) -> bool:
+    """Return True if a restarted script would make another value there, of what its loops have changed."""
+    names = {name for found in made if found.opname.startswith("LOAD_") for name in names_of(found.argval)}
+    is_plain = all(found.opname.startswith(_PLAIN) for found in made)
+    if not is_a(value, *_VALUES) and getattr(class_of(value), "dtype", None) is None:
+        return is_a(value, list, dict, set) and bool(value) and not is_plain and not _is_named(made)
+    return bool(names & again) or not is_plain
+
+
+def _is_named(made: list[Any]) -> bool:
+    """Return True if the value was only looked up: a restarted script finds the same object."""
+    return all(found.opname.startswith((*_PLAIN, "LOAD_ATTR", "BINARY_SUBSCR", "BINARY_SLICE")) for found in made)
+
+
+def _goes_over_all(caller: FrameType) -> bool:
+    """Return True if that frame gives a generator to a function that asks it for more than one item, such as sum()."""
+    name = called(caller)
+    return name is not None and name not in _ASKS_ONCE
 
 
 def spots_of(frames: list[FrameType]) -> Iterator[ReentryFrame]:

@@ -40,6 +40,15 @@ def iterators_of(frame: FrameType) -> list[tuple[Head, Any]] | None:
     return _read(frame) if can_read() else None
 
 
+def operands_of(frame: FrameType) -> list[tuple[Any, list[Any]]]:
+    """Return the values that wait for the call that the frame is in, each with the instructions that put it there."""
+    if not can_read():
+        return []
+    base = _stack_address(frame)
+    found = loops_of(frame.f_code).operands(frame.f_lasti)
+    return [(_object_at(base + slot * _POINTER_BYTES), made) for slot, made in found]
+
+
 def can_read() -> bool:
     global _is_readable  # noqa: PLW0603 - found out once
     if _is_readable is None:

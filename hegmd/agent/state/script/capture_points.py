@@ -13,6 +13,7 @@ import sys
 from ...notes import note
 from ..code.loops import loops_of
 from ..code.position import ThreadPosition, Unreadable, is_of_script, look_into, step_text
+from ..code.reentry import spots_of
 from ..code.value_stack import caller
 from ..frameworks import accelerate_hf
 from ..loaders import passes as loaders_passes
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 _LATER = "try again shortly; nothing has to change"
+_COLLECTED = "write a for loop that appends each value to a list, in place of the comprehension or generator"
+_OWN_LINE = "write the call in a line of its own, as in `loss = run()`, and use its result in the next line"
 _ONE_EACH = "use a separate script for each, or one loop"
 #: Set when a pass over a loader begins: at the next step the loops are found.
 is_news = True
@@ -126,6 +129,23 @@ def _progress_of(iterator: object) -> Any:
 
 def refusals_of(place: ThreadPosition, driver: Any) -> Iterator[Refusal]:
     """Yield why a restart could not continue from here. `driver` is the loader's iterator that is driver, if any."""
+    found = list(_of_place(place, driver))
+    yield from found
+    if not any(refused.passes for refused in found):  # it would stay here
+        yield from _of_unnamed(place)
+
+
+def _of_unnamed(place: ThreadPosition) -> Iterator[Refusal]:
+    """Yield where values that no variable has would be lost, or computed anew from variables not restored yet."""
+    for spot, step in zip(spots_of(place.frames), place.path):
+        if spot.is_collecting():
+            yield Refusal(f"the loop at {step_text(step)} collects values that no variable has yet", _COLLECTED)
+        if spot.unnamed():
+            what = f"the call at {step_text(step)} is in an expression that has computed another value already"
+            yield Refusal(f"{what}, which a restarted script would compute anew", _OWN_LINE)
+
+
+def _of_place(place: ThreadPosition, driver: Any) -> Iterator[Refusal]:
     framework = accelerate_hf.against(place.frames)
     if framework is not None:
         yield from (Refusal(what, hint, passes=passes) for what, hint, passes in framework)
