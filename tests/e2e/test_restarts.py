@@ -146,6 +146,29 @@ for epoch in range(3):
 """
 
 
+GROWING = """
+class Data(torch.utils.data.Dataset):
+    def __init__(self):
+        self.numbers = [0, 1, 2, 3]
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __getitem__(self, index):
+        return (rows[self.numbers[index]],)
+
+
+data = Data()
+loader = DataLoader(data, batch_size=2, shuffle=True)
+for epoch in range(4):
+    for (batch,) in loader:
+        model(batch).pow(2).mean().backward()
+        optimizer.step()
+        print(len(data), batch.sum().item().hex(), model.weight.sum().item().hex(), flush=True)
+    data.numbers += [4 + 2 * epoch, 5 + 2 * epoch]
+"""
+
+
 WORKED = """
 import random
 
@@ -193,6 +216,11 @@ def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
         ({"body": "train(1)\ntrain(3)"}, "has trained before the one at line"),
         ({"body": "list(map(train, (1, 3)))"}, "has trained before, in an earlier call"),
         ({"body": "train(1), train(3)"}, "has trained before the one at line"),
+        (
+            {"body": "for _ in range(4):\n    start += train(1) or 1"},
+            "in an expression that has computed another value",
+        ),
+        ({"body": "[train(1) for turn in range(4)]"}, "collects values that no variable has yet"),
         ({"epochs": "['a', 'b', 'c']"}, "goes over a tuple_iterator, whose position cannot be set"),
         (
             {"body": "turns = iter(range(9))\nwhile next(turns, start) < 8:\n    train(3)"},
@@ -219,6 +247,8 @@ def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
         "trained-before",
         "trained-before-in-an-earlier-call",
         "trained-before-in-the-same-line",
+        "a-sum-over-calls",
+        "a-comprehension",
         "a-list",
         "a-while-loop",
         "read-ahead",
@@ -247,6 +277,14 @@ def test_a_batch_taken_once_above_all_loops_was_another_one_after_a_restart(rest
     output, ends = restarts.restarted(*argv, at=(5,))
     assert [ended.status for ended in ends] == [LEFT_STATUS, 0], [ended.errors for ended in ends]
     assert output == restarts.undisturbed(*argv)
+
+
+def test_a_training_whose_data_grew_was_lost_in_a_restart(restarts: Restarts, tmp_path: Path) -> None:
+    """It was accepted, and the new process ended: it compared the length before it had the data of then."""
+    argv = written(tmp_path, body=GROWING)
+    output, ends = restarts.restarted(*argv, at=(4, 5))
+    assert [ended.status for ended in ends] == [LEFT_STATUS, LEFT_STATUS, 0], [ended.errors for ended in ends]
+    assert output.splitlines() == restarts.undisturbed(*argv).splitlines()
 
 
 @pytest.mark.parametrize(

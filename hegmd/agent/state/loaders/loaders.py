@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 _SAMPLERS_DEEP = 6
+#: The lengths of the datasets of first passes, by the place of their loaders.
+_first_rows: dict[Any, int | None] = {}
 
 
 def signature_of(loader: Any) -> dict[str, Any]:
@@ -47,11 +49,22 @@ def samplers_of(sampler: Any) -> list[Any]:
 
 
 def data_of(loader: Any, path: Any) -> list[Any]:
-    """Return what has changed in its datasets since the first pass there; workers get their current values."""
-    if not loader.num_workers:
+    """Return what has changed in its datasets since the first pass there; workers get their current values.
+
+    Without workers only if its length has changed too: the sampler's order depends on that. The rest of a script's
+    object is restored with its variables.
+    """
+    is_first = path not in _first_rows
+    if not (has_other_length(loader, path) or loader.num_workers or is_first):
         return []
     found = enumerate(datasets_of(loader.dataset))
     return [sampler_inputs.changed_of(dataset, ("data", path), index, is_all=True) for index, dataset in found]
+
+
+def has_other_length(loader: Any, path: Any) -> bool:
+    """Return True if its dataset has not the length that it had in the first pass there."""
+    rows = _length_of(loader.dataset)
+    return _first_rows.setdefault(path, rows) != rows
 
 
 def datasets_of(dataset: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from ..values import contents, rng
 from ..values.refusals import IncompatibleState, Refusal
 from ..values.script_api import replayed
 from . import dataset_identity, sampler_inputs, sampler_rng, stateful_loader
-from .loaders import data_of, generators_of, kept_iterator, signature_of
+from .loaders import data_of, generators_of, has_other_length, kept_iterator, signature_of
 from .pass_states import beginning_of, states_of
 from .worker_rng import Seeds
 
@@ -111,6 +111,7 @@ class Iteration:
         "_data",
         "_first",
         "_first_sums",
+        "_is_of_unknown_length",
         "_is_remade",
         "_own",
         "_seeds",
@@ -146,6 +147,7 @@ class Iteration:
         self._own = stateful_loader.OwnLoaderState(loader) if stateful_loader.restores_by_own_state(loader) else None
         self._stream = None if self._own is not None else stream_of(loader)
         self._data = data_of(loader, path)
+        self._is_of_unknown_length = has_other_length(loader, path) and not any(self._data)
         before = _read_at.get(path)
         self._sums = dataset_identity.sums_of(loader.dataset) if self._stream is None else {}
         self._first_sums = _sums_at.setdefault(path, self._sums)
@@ -256,6 +258,9 @@ class Iteration:
             found.append(
                 Refusal(f"each pass of the loader at {step_text(self.path[-1])} is over newly created data", _REMADE)
             )
+        if self._is_of_unknown_length and self._stream is None:
+            at = step_text(self.path[-1])
+            found.append(Refusal(f"the data of the loader at {at} have another length than in its first pass", _REMADE))
         if self._own is not None:
             return [*found, *self._own.refusals(given)]
         if self._stream is not None:

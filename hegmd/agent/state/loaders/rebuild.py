@@ -29,13 +29,13 @@ class RebuiltPass(Iteration):
     def begin_again(self, loader: Any, taken: Any, make: Callable[[Any], Any]) -> Any:
         """Make the saved pass. Leaves the random generators in an arbitrary state. Raises DoesNotFit."""
         set_orders(loader, taken["before"])
+        self._set_data(loader, taken)
         self.signature = signature_of(loader)
         if dict(taken["signature"]) != self.signature:
             raise IncompatibleState([unlike(taken, self.signature)])
         if any(self._sums.get(name) != found for name, found in taken["sums"].items()):
             raise IncompatibleState([f"the loader at {step_text(taken['path'][-1])} has different data than before"])
         self._before, self._creation, self._first = taken["before"], taken["creation"], taken["first"]
-        self._set_data(loader, taken)
         set_beginning(self.gathered, loader, self._creation or self._before)
         if self._own is not None:
             self._own.prepare(loader, taken["state"])
