@@ -182,6 +182,14 @@ def test_an_urgent_pod_makes_room_on_its_own_gpu_with_the_priority_of_its_class(
 
 
 @pytest.mark.thorough
+def test_the_urgent_pod_and_its_training_were_kept_off_nodes_that_are_for_gpus_only() -> None:
+    """Such nodes have a taint, which a claim does not tolerate by itself."""
+    for name, spec in pod_specs().items():
+        tolerated = {toleration.get("key", "any") for toleration in spec.get("tolerations", ())}
+        assert tolerated & {"nvidia.com/gpu", "amd.com/gpu"}, name
+
+
+@pytest.mark.thorough
 def test_priority_classes_are_in_the_order_of_hegmds_priorities() -> None:
     values = {name: made["value"] for name, made in found("PriorityClass").items()}
     assert values == {name: SHARES[name] for name in values}
