@@ -2,7 +2,7 @@
 
 VENV   := .venv
 PYTHON := $(VENV)/bin/python
-# pytest keeps the tests' rewritten assertions: without that each worker writes them anew, eight seconds of processor.
+# pytest caches the tests' rewritten assertions. Without the cache each worker rewrites them, eight seconds of CPU time.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -28,39 +28,39 @@ demo: ## start a simulated node with a few processes and look at it
 	@$(PYTHON) -m contrib.demo.sharing
 	@$(PYTHON) -m contrib.demo.recovering
 
-# One more of these than processors: end to end tests wait for a third of their time. More gain nothing.
+# One worker more than processors: end to end tests wait for a third of their time. More workers gain nothing.
 # WORKERS= runs one test after the other.
 WORKERS := -n $(shell echo $$(( $$(nproc) < 4 ? $$(nproc) + 1 : 4 ))) --dist loadgroup
 
-# The others have no quick test, and need not be collected for it.
+# Other folders have no quick test, so pytest need not collect them.
 QUICK := tests/house tests/contract tests/simulation tests/unit
 
-check: ## the quick part of the tests: house rules, unit, contract, simulation; what takes longer is in `make test`
+check: ## the quick part of the tests: house rules, unit, contract, simulation; `make test` has the longer ones
 	@tools/setup.sh dev
 	@$(COMPILE)
 	$(PYTEST) $(QUICK) -m "not e2e and not gpu and not bench and not wide and not thorough" -q $(WORKERS)
 
-# A thousand processes of ours are started by these tests, in environments that write no bytecode: each would compile all
-# that it imports, 0.3 s of a daemon's 0.6 s.
+# The tests start a thousand Python processes that write no bytecode. Without this, each would compile all its imports,
+# 0.3 s of a daemon's 0.6 s.
 COMPILE := $(PYTHON) -m compileall -q hegm hegmd client
 
-# What is fetched from Debian keeps no processor busy, and comes while packages are installed.
+# The downloads from Debian need no CPU time, so they run while packages are installed.
 test: ## all tests but those that need a GPU; end to end ones and a real systemd included
-	@{ tools/pythons.sh || echo "make: going on with the Pythons of this machine"; \
-		$(MAKE) --no-print-directory criu || echo "make: going on with the CRIU of this machine, if there is one"; } & \
+	@{ tools/pythons.sh || echo "make: continuing with the Pythons of this machine"; \
+		$(MAKE) --no-print-directory criu || echo "make: continuing with the CRIU of this machine, if there is one"; } & \
 		tools/prometheus.sh & \
 		tools/slurm.sh & \
 		tools/setup.sh full; status=$$?; wait; exit $$status
 	@$(COMPILE)
 	$(PYTEST) -m "not gpu and not bench and not wide" -ra $(WORKERS)
 
-test-wide: ## what `make test` leaves out: cells that go the same ways by the same code once more
+test-wide: ## the cells that `make test` leaves out because others run the same code
 	@tools/setup.sh full
-	@tools/pythons.sh --torch || echo "make: going on without PyTorch for CPython 3.14"
-	@tools/torches.sh 2.4.1 2.8.0 || echo "make: going on without other releases of PyTorch"
+	@tools/pythons.sh --torch || echo "make: continuing without PyTorch for CPython 3.14"
+	@tools/torches.sh 2.4.1 2.8.0 || echo "make: continuing without other releases of PyTorch"
 	$(PYTEST) -m "wide and not gpu and not bench" -ra $(WORKERS)
 
-mutants: ## change one small thing of the product at a time, and look whether a test notices (MUTANTS="--seed 7 --count 50 --only pool")
+mutants: ## make one small change of the product at a time, and check that a test notices (MUTANTS="--seed 7 --count 50 --only pool")
 	@tools/setup.sh dev
 	@$(PYTHON) tools/mutants.py $(MUTANTS)
 
@@ -68,19 +68,19 @@ test-chaos: ## kill or strike everything at every state of every command, 2,000 
 	@tools/setup.sh full
 	@$(PYTHON) -m tests.chaos $(CHAOS)
 
-# A GPU machine may have no network, and its torch in a Python of its own, which then needs pytest, pytest-timeout, psutil
-# and what hegmd needs: `make test-gpu PYTHON=python3` sets nothing up.
+# A GPU machine may have no network, and torch in a Python of its own, which then needs pytest, pytest-timeout, psutil and
+# hegmd's dependencies: `make test-gpu PYTHON=python3` sets nothing up.
 SET_UP_FOR_GPU = $(if $(filter file,$(origin PYTHON)),@tools/setup.sh dev)
 
-# Such machines are lent in pieces: with STATE=FOLDER each of the two goes on where it was cut, within BUDGET_S= seconds.
+# With STATE=FOLDER each of the two continues where it was cut. BUDGET_S= limits its seconds.
 IN_TURN = @PYTHONPATH=.:client $(PYTHON) -m tests.gpu.in_turn
 CUT = $(if $(STATE),--state $(STATE)) $(if $(BUDGET_S),--budget-s $(BUDGET_S)) $(if $(ONLY),--only $(ONLY))
 
-test-gpu: ## the tests that need real GPUs (PYTHON=python3: by a Python that has torch; CASES="--quick", IMAGES="--sizes 1")
+test-gpu: ## the tests that need real GPUs (PYTHON=python3: with a Python that has torch; CASES="--quick", IMAGES="--sizes 1")
 	$(SET_UP_FOR_GPU)
 	$(IN_TURN) test $(CUT) $(if $(CASES),-- moves $(CASES)) $(if $(IMAGES),-- images $(IMAGES))
 
-bench: ## measure what needs no GPU, beside the budgets
+bench: ## the benchmarks without a GPU, beside their budgets
 	@tools/setup.sh dev
 	@$(PYTHON) -m tests.bench
 	@if [ -d build/hegm-0.3.3 ]; then $(PYTHON) -m tests.bench.restarts; fi
@@ -94,14 +94,14 @@ simulate-sharing: ## run the sharing policy on 1,000 jobs in simulated time, bes
 	@tools/setup.sh dev
 	@$(PYTHON) -m tools.sharing $(SIMULATE)
 
-bench-gpu: ## measure on this machine's GPUs, and compare with nvidia-smi (PYTHON=python3: by one that has torch; BENCH=--quick, IMAGES="--sizes 1")
+bench-gpu: ## measure on this machine's GPUs, and compare with nvidia-smi (PYTHON=python3: with one that has torch; BENCH=--quick, IMAGES="--sizes 1")
 	$(SET_UP_FOR_GPU)
 	$(IN_TURN) bench $(CUT) $(if $(BENCH),-- moves $(BENCH)) $(if $(IMAGES),-- images $(IMAGES))
 
 install: man completions ## install under PREFIX (/usr/local) with its own venv and systemd units; DESTDIR is honoured
 	@packaging/install.sh
 
-uninstall: ## take away what `make install` put there
+uninstall: ## remove the files of `make install`
 	@packaging/uninstall.sh
 
 deb: man completions ## build dist/hegmd_VERSION_ARCH.deb
@@ -136,11 +136,11 @@ lint: ## formatter, linter, spelling and both type checkers
 	@tools/setup.sh dev
 	$(PYTEST) tests/house -n auto -q
 
-format: ## format the code and mend what the linter can
+format: ## format the code and fix what the linter can
 	@tools/setup.sh dev
 	$(PYTHON) -m ruff check --fix-only --quiet .
 	$(PYTHON) -m ruff format .
 
-clean: ## take away what was built, and the caches; keeps .venv
+clean: ## remove built files and caches; keeps .venv
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/stubs/build
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -10,8 +10,8 @@
 #
 # The layout is that of a virtual environment, written by hand: that is an interpreter link, pyvenv.cfg and
 # site-packages, and `python -m venv` would record in it where it was made. The launchers start the interpreter with -I,
-# so that nobody's PYTHONPATH, user site or current directory gets a word in, and with -B, so that nothing is ever
-# written here after the installation.
+# to ignore PYTHONPATH, the user site and the current directory, and with -B, so that nothing is ever written here after
+# the installation.
 set -euo pipefail
 umask 022
 

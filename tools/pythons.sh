@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Fetches Pythons of Debian's other releases into build/pythons, for the tests of the agent in any Python of a job.
 #
-#   tools/pythons.sh            those that are not there yet
+#   tools/pythons.sh            those that are missing
 #   tools/pythons.sh --torch    and PyTorch for the newest: 245 MB to fetch, 1.1 GB on disk
 #
 # Nothing is installed: apt is given lists of its own and only downloads; the packages are unpacked beside each other,
-# each release with the libraries that its Python needs, and a starter for each is put into build/pythons/bin. Where a
-# release's C library is newer than this machine's, the starter goes through that release's own dynamic loader.
+# each release with the libraries that its Python needs, and a starter for each is put into build/pythons/bin. If a
+# release's C library is newer than this machine's, the starter uses that release's own dynamic loader.
 set -euo pipefail
 
 mirror=${HEGM_DEBIAN_MIRROR:-http://deb.debian.org/debian}

@@ -76,12 +76,12 @@ apt_install() {
         as_root="sudo -n"
     fi
     say "$why; installing $*"
-    $as_root apt-get update -q >/dev/null || say "apt-get update failed; going on with the lists that are there"
+    $as_root apt-get update -q >/dev/null || say "apt-get update failed; continuing with the present lists"
     # shellcheck disable=SC2086
     DEBIAN_FRONTEND=noninteractive $as_root $command >/dev/null || fail "'$command' failed"
 }
 
-# What the end to end tests run, each with the package that has it. A command found on PATH is taken as it is.
+# Commands of the end to end tests, each with its package. A command found on PATH is used.
 full_packages() {
     local command package
     while read -r command package; do
@@ -174,8 +174,8 @@ pip_install() {
         fail "pip could not install: $*"
 }
 
-# What pip fetches, in a line each with its size, and how far the large ones are: in place on a terminal, by quarters in a
-# pipe. Two minutes without a word look like a program that hangs.
+# One line for each download of pip with its size, and the progress of large ones: in place on a terminal, by quarters in
+# a pipe. Two silent minutes look like a program that hangs.
 tell_downloads() {
     local line name="" fetched whole quarter=0
     while IFS= read -r line; do
@@ -243,7 +243,7 @@ install_npm_packages() {
     done
 }
 
-# ---- all of it ------------------------------------------------------------------------------------------------------
+# ---- main -----------------------------------------------------------------------------------------------------------
 
 if is_done; then exit 0; fi
 
@@ -252,7 +252,7 @@ exec 9<"tools/setup.sh"
 flock 9
 if is_done; then exit 0; fi
 
-# What was set up for more than this is brought up to date for it, so that the next target finds it fresh.
+# An environment of a higher level stays at that level, so that the next target finds it up to date.
 if [ "$level" = run ] && { [ -f "$venv/.setup-dev" ] || [ -f "$venv/.setup-full" ]; }; then level=dev; fi
 rm -f "$venv"/.setup-*
 if [ "$level" = full ]; then

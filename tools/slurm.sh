@@ -18,7 +18,7 @@ trap 'rm -rf "$work"' EXIT
 mkdir -p "$work/debs"
 options=(-q -o APT::Sandbox::User= -o Acquire::Languages=none -o Acquire::http::Timeout=10 -o Acquire::Retries=1)
 
-# What the packages need and this machine has not: of apt's own answer, without installing anything.
+# Packages that are missing on this machine, from apt's simulation; installs nothing.
 wanted() {
     apt-get "${options[@]}" "$@" install --simulate --no-install-recommends "${packages[@]}" |
         sed -n 's/^Inst \([^ ]*\).*/\1/p' | grep -v '^\(munge\|ucf\)$'

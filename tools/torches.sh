@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Fetches releases of PyTorch into build/torches, each with a Python of its own, for the tests of communicators.
 #
-#   tools/torches.sh 2.4.1 2.8.0    those that are not there yet
+#   tools/torches.sh 2.4.1 2.8.0    those that are missing
 #
-# A build for GPUs takes 3 GB to fetch and 5 GB on disk. Where its index can be reached, one for the processor takes a
+# A build for GPUs takes 3 GB to fetch and 5 GB on disk. If its index can be reached, a build for the CPU takes a
 # tenth: HEGM_TORCH_INDEX=https://download.pytorch.org/whl/cpu. The first release that has no build for this machine's
 # Python ends it.
 set -euo pipefail

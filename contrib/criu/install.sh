@@ -7,11 +7,11 @@
 #   contrib/criu/install.sh --from DIR       unpack those instead of fetching any
 #   --suite NAME                             Debian's release to fetch from (sid; trixie has 4.1.1)
 #
-# Where the distribution's own criu is 4.1 or newer, apt installs that. Debian 12 has 3.17, which does not start on newer
+# If the distribution's own criu is 4.1 or newer, apt installs it. Debian 12 has 3.17, which does not start on newer
 # kernels (vDSO), and later releases' packages need a newer C library. So theirs are unpacked beside the system, with all
 # that they depend on, into /usr/local/lib/hegm-criu, where hegmd looks too, and are started by that release's own dynamic
 # loader: nothing of the system is touched. Debian's sid is asked first because its 4.2 knows the guard pages that stacks
-# have since glibc 2.42. What is unpacked may be moved as it is, also to another machine.
+# have since glibc 2.42. The unpacked folder can be moved, also to another machine.
 #
 # apt checks what it fetches against the archive's signature, with the keyring of this machine; --download writes the
 # packages' checksums beside them, and --from refuses what does not have them.
@@ -97,7 +97,7 @@ check_sums() { # FOLDER
 unpack() { # FOLDER TARGET
     local archives=$1 target=$2 new=$work/new package
     mkdir -p "$new/root" "$new/bin"
-    # Named one by one from the list of checksums: what else lies in that folder is nobody's.
+    # Only packages from the list of checksums: ignore other files in that folder.
     while read -r _ package; do
         case ${package##*/} in
         gcc-*-base_* | libc-gconv-modules-extra_*) ;;

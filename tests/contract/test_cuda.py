@@ -55,11 +55,11 @@ BROKEN = {
     "states_follow_each_other_and_a_restore_ends_locked": "error step:unlock 401",
     "the_wrong_order_changes_nothing": "error step:unlock 999",
     "a_map_moves_a_process_and_back": "lose step:restore 801",
-    "a_restore_without_room_destroys_the_job": "error step:restore 304",
+    "a_restore_without_memory_destroys_the_job": "error step:restore 304",
     "held_memory_outlives_its_maker_and_its_last_descriptor_frees_it": "error cuMemImportFromShareableHandle 1",
     "another_process_copies_out_and_in_by_handles": "error cuMemcpyDtoHAsync_v2 1",
-    "making_memory_needs_no_context_and_refuses_what_is_not_there": "error cuMemCreate 1",
-    "a_process_that_is_gone_or_has_no_cuda_is_told_apart": "error cuCheckpointProcessGetState 304",
+    "allocating_needs_no_context_and_refuses_missing_devices": "error cuMemCreate 1",
+    "an_exited_process_differs_from_one_without_cuda": "error cuCheckpointProcessGetState 304",
 }
 
 

@@ -79,7 +79,7 @@ class Job:
         return free.value
 
 
-def shows_each_where_it_lies(_state: Path) -> None:
+def exports_each_storage_with_its_address(_state: Path) -> None:
     job = Job()
     snapshots = job.torch.cuda.snapshots
     view = job.shown.show()
@@ -89,7 +89,7 @@ def shows_each_where_it_lies(_state: Path) -> None:
     assert job.torch.cuda.snapshots == snapshots, "the allocator was asked again for what had just been told"
 
 
-def tells_on_which_of_several_gpus_each_is_now(_state: Path) -> None:
+def reports_the_gpu_of_each_storage(_state: Path) -> None:
     job = Job()
     assert (job.shown.show().gpus, job.shown.show().devices) == ([], b""), "there is one"
     job.storages[1].device = job.torch.Device("cuda", 1)
@@ -103,7 +103,7 @@ def tells_on_which_of_several_gpus_each_is_now(_state: Path) -> None:
     assert (len(view.spots), view.gpus, view.devices) == (1, both, b"\0"), "the numbers stay in every round"
 
 
-def frees_all_and_makes_them_again_on_their_streams(_state: Path) -> None:
+def frees_all_and_allocates_them_on_their_streams(_state: Path) -> None:
     job = Job()
     full_bytes = job.free_bytes
     job.shown.show()
@@ -126,7 +126,7 @@ def frees_all_and_makes_them_again_on_their_streams(_state: Path) -> None:
     assert not job.shown.out
 
 
-def a_job_stood_while_its_agent_noted_what_the_allocator_still_had(_state: Path) -> None:
+def a_job_was_parked_while_its_agent_recorded_the_allocators_cache(_state: Path) -> None:
     """The report waited for it; now that is noted beside what the daemon does next, or when it is needed."""
     job = Job()
     job.cache(12 * MIB)
@@ -143,7 +143,7 @@ def a_job_stood_while_its_agent_noted_what_the_allocator_still_had(_state: Path)
     assert job.torch.cuda.snapshots == snapshots + 1
 
 
-def makes_them_in_rounds_and_says_where_each_round_begins(_state: Path) -> None:
+def allocates_in_rounds_and_reports_where_each_round_begins(_state: Path) -> None:
     job = Job()
     job.shown.free()
     first = job.shown.make(3 * MIB + 2000)
@@ -157,7 +157,7 @@ def makes_them_in_rounds_and_says_where_each_round_begins(_state: Path) -> None:
     assert not job.shown.out
 
 
-def says_for_how_much_its_gpu_has_no_room_and_keeps_none_of_it(state: Path) -> None:
+def reports_how_much_does_not_fit_and_keeps_nothing_allocated(state: Path) -> None:
     job = Job()
     job.shown.free()
     before_bytes = job.free_bytes
@@ -171,7 +171,7 @@ def says_for_how_much_its_gpu_has_no_room_and_keeps_none_of_it(state: Path) -> N
     assert len(job.shown.make(None).spots) == 3
 
 
-def gives_the_stacks_of_its_context_back_and_takes_them_before_anything_else(state: Path) -> None:
+def frees_the_stacks_of_its_context_and_allocates_them_first(state: Path) -> None:
     job = Job()
     full_bytes = job.free_bytes
     job.shown.free()
@@ -185,7 +185,7 @@ def gives_the_stacks_of_its_context_back_and_takes_them_before_anything_else(sta
     assert job.free_bytes == full_bytes
 
 
-def leaves_the_stacks_of_a_script_that_asked_for_more(_state: Path) -> None:
+def leaves_the_stacks_of_a_script_that_requested_more(_state: Path) -> None:
     job = Job()
     assert not job.torch.driver.cuCtxSetLimit(0, ctypes.c_size_t(4096))
     full_bytes = job.free_bytes
@@ -196,7 +196,7 @@ def leaves_the_stacks_of_a_script_that_asked_for_more(_state: Path) -> None:
     assert kept_bytes.value == 4096
 
 
-def says_nothing_of_room_where_something_else_failed(state: Path) -> None:
+def does_not_report_missing_memory_after_another_failure(state: Path) -> None:
     job = Job()
     job.shown.free()
     _order(state, "error cuCtxSynchronize 700")
@@ -205,7 +205,7 @@ def says_nothing_of_room_where_something_else_failed(state: Path) -> None:
     assert refused.value.facts == {}
 
 
-def asks_of_each_segment_once_until_the_thread_has_stood(state: Path) -> None:
+def queries_each_segment_once_until_the_thread_has_parked(state: Path) -> None:
     job = Job()
     showable = cuda_state.ExportableSegments()
 
@@ -225,7 +225,7 @@ def asks_of_each_segment_once_until_the_thread_has_stood(state: Path) -> None:
     assert more.content() == b"more"
 
 
-def knows_that_what_the_driver_has_brought_back_cannot_be_shown_though_it_gives_handles(state: Path) -> None:
+def does_not_export_memory_that_the_driver_restored_although_it_gives_handles(state: Path) -> None:
     """On two H200 a handle was given, and opening it answered 800."""
     job = Job()
     showable = cuda_state.ExportableSegments()
@@ -250,7 +250,7 @@ def knows_the_stream_and_the_owner_of_every_address(_state: Path) -> None:
     assert not job.segments.expandable
 
 
-def has_after_a_move_what_its_allocator_had_cached_though_others_take_all_that_is_free(_state: Path) -> None:
+def has_its_cache_after_a_move_although_others_take_all_free_memory(_state: Path) -> None:
     """On two H200 a job was moved well and died at its next step: 32 MiB that it had cached were a hoarder's."""
     job = Job()
     takes = job.cache(64 * MIB, 32 * MIB, 12 * MIB, MIB, 700)
@@ -263,7 +263,7 @@ def has_after_a_move_what_its_allocator_had_cached_though_others_take_all_that_i
     assert job.torch.cuda.memory_reserved(0) == before_bytes
 
 
-def has_what_lay_between_its_storages_on_their_streams(_state: Path) -> None:
+def has_the_gaps_between_its_storages_on_their_streams(_state: Path) -> None:
     """The next step's blocks were cut from the segments that the storages were cut from as well."""
     job = Job()
     takes = job.cache(14 * MIB, stream=14), job.cache(16 * MIB, 20 * MIB, stream=0), job.cache(MIB, 700, stream=7)
@@ -275,7 +275,7 @@ def has_what_lay_between_its_storages_on_their_streams(_state: Path) -> None:
     assert job.torch.cuda.memory_reserved(0) == before_bytes
 
 
-def takes_what_it_had_cached_with_the_first_round_and_puts_no_storage_there(_state: Path) -> None:
+def allocates_its_cache_with_the_first_round_and_puts_no_storage_there(_state: Path) -> None:
     """The reservation passes to the process in the first round; memory that is free by the last round may belong to
     another process.
     """
@@ -294,7 +294,7 @@ def takes_what_it_had_cached_with_the_first_round_and_puts_no_storage_there(_sta
     assert job.torch.cuda.memory_reserved(0) == before_bytes
 
 
-def has_what_there_is_of_it_and_says_how_much_is_not(state: Path) -> None:
+def allocates_what_fits_of_the_cache_and_reports_the_rest(state: Path) -> None:
     """The storages go before, and an allocation that would fail is not tried: a script may observe those."""
     job = Job()
     job.cache(64 * MIB, 32 * MIB)
@@ -310,7 +310,7 @@ def has_what_there_is_of_it_and_says_how_much_is_not(state: Path) -> None:
     assert [storage.size_bytes for storage in job.storages] == list(SIZES)
 
 
-def gives_it_all_back_again_when_it_leaves_once_more(_state: Path) -> None:
+def frees_all_of_it_at_the_next_offload(_state: Path) -> None:
     """Its way back led off the GPU again, and the driver would have carried what had been taken by then."""
     job = Job()
     takes = job.cache(64 * MIB)
@@ -327,7 +327,7 @@ def gives_it_all_back_again_when_it_leaves_once_more(_state: Path) -> None:
     assert job.torch.cuda.memory_reserved(0) == before_bytes
 
 
-def carries_them_by_itself_and_has_what_was_cached(state: Path) -> None:
+def copies_them_itself_and_has_its_cache(state: Path) -> None:
     """As it does where CUDA IPC cannot show its memory."""
     job = Job()
     takes = job.cache(64 * MIB, 32 * MIB)
@@ -344,7 +344,7 @@ def carries_them_by_itself_and_has_what_was_cached(state: Path) -> None:
     takes()
 
 
-def carries_them_by_itself_through_pinned_memory(state: Path) -> None:
+def copies_them_itself_through_pinned_memory(state: Path) -> None:
     """Its own copies of 32 GiB through memory that was not pinned took 8.5 s of a move."""
     _carried_through_a_ring(state)
     calls = (state / "log").read_text()
@@ -353,13 +353,13 @@ def carries_them_by_itself_through_pinned_memory(state: Path) -> None:
     assert calls.count("cuStreamCreate") == calls.count("cuStreamDestroy") > 1
 
 
-def carries_them_without_pinned_memory_where_the_driver_refuses_a_part_of_it(state: Path) -> None:
+def copies_them_without_pinned_memory_if_the_driver_refuses_a_part_of_it(state: Path) -> None:
     for name in ("cuMemHostRegister_v2 304", "cuStreamCreate 2", "cuMemcpyDtoHAsync_v2 1", "cuMemcpyHtoDAsync_v2 1"):
         order_in_force(state, f"error {name}")
         _carried_through_a_ring(state)
 
 
-def raises_what_is_wrong_with_the_descriptor_and_does_not_copy_again(state: Path) -> None:
+def raises_the_fault_of_the_descriptor_and_does_not_copy_again(state: Path) -> None:
     job = Job()
     medium = VideoMemory(job.storages, ring_from_bytes=0)
     spans = [(storage.data_ptr(), 0, storage.nbytes()) for storage in job.storages]
@@ -389,7 +389,7 @@ def _carried_through_a_ring(state: Path) -> None:
     assert [storage.content() for storage in job.storages] == job.contents
 
 
-def knows_what_is_out_where_giving_back_what_was_cached_fails(state: Path) -> None:
+def knows_the_offloaded_storages_if_freeing_the_cache_fails(state: Path) -> None:
     """The storages were freed, the order failed, and no record said that they were offloaded."""
     job = Job()
     job.cache(64 * MIB)
@@ -405,7 +405,7 @@ def knows_what_is_out_where_giving_back_what_was_cached_fails(state: Path) -> No
     assert [storage.content() for storage in job.storages] == job.contents
 
 
-def takes_what_was_cached_in_one_piece_where_its_allocator_says_nothing_any_more(_state: Path) -> None:
+def allocates_the_cache_in_one_piece_if_its_allocator_reports_nothing(_state: Path) -> None:
     """A survey then failed with an error after the storages were freed."""
     job = Job()
     job.cache(64 * MIB, 32 * MIB)
@@ -415,7 +415,7 @@ def takes_what_was_cached_in_one_piece_where_its_allocator_says_nothing_any_more
     assert (job.torch.cuda.memory_reserved(0), job.shown.short_bytes) == (before_bytes, 0)
 
 
-def copies_itself_what_lies_beside_memory_that_stays(state: Path) -> None:
+def copies_storages_next_to_memory_that_stays_itself(state: Path) -> None:
     """Issue 14, row 1: cuDNN has memory in a segment, so storages return into memory that no process can open."""
     job = Job()
     unseen = job.torch.cuda.caching_allocator_alloc(3 * MIB, device=0, stream=14)
@@ -444,7 +444,7 @@ def copies_itself_what_lies_beside_memory_that_stays(state: Path) -> None:
     os.close(room)
 
 
-def shows_no_handle_of_what_the_driver_gives_none_for(state: Path) -> None:
+def exports_no_handle_where_the_driver_gives_none(state: Path) -> None:
     """Issue 14, row 1: the storages were made, the order failed, and so did every one after it."""
     job = Job()
     job.shown.show()
@@ -466,29 +466,29 @@ def _order(state: Path, line: str) -> None:
 CASES: dict[str, Callable[[Path], None]] = {
     case.__name__: case
     for case in (
-        shows_each_where_it_lies,
-        frees_all_and_makes_them_again_on_their_streams,
-        makes_them_in_rounds_and_says_where_each_round_begins,
-        says_for_how_much_its_gpu_has_no_room_and_keeps_none_of_it,
-        knows_that_what_the_driver_has_brought_back_cannot_be_shown_though_it_gives_handles,
-        gives_the_stacks_of_its_context_back_and_takes_them_before_anything_else,
-        leaves_the_stacks_of_a_script_that_asked_for_more,
-        says_nothing_of_room_where_something_else_failed,
-        asks_of_each_segment_once_until_the_thread_has_stood,
+        exports_each_storage_with_its_address,
+        frees_all_and_allocates_them_on_their_streams,
+        allocates_in_rounds_and_reports_where_each_round_begins,
+        reports_how_much_does_not_fit_and_keeps_nothing_allocated,
+        does_not_export_memory_that_the_driver_restored_although_it_gives_handles,
+        frees_the_stacks_of_its_context_and_allocates_them_first,
+        leaves_the_stacks_of_a_script_that_requested_more,
+        does_not_report_missing_memory_after_another_failure,
+        queries_each_segment_once_until_the_thread_has_parked,
         knows_the_stream_and_the_owner_of_every_address,
-        has_after_a_move_what_its_allocator_had_cached_though_others_take_all_that_is_free,
-        has_what_lay_between_its_storages_on_their_streams,
-        takes_what_it_had_cached_with_the_first_round_and_puts_no_storage_there,
-        has_what_there_is_of_it_and_says_how_much_is_not,
-        gives_it_all_back_again_when_it_leaves_once_more,
-        carries_them_by_itself_and_has_what_was_cached,
-        carries_them_by_itself_through_pinned_memory,
-        carries_them_without_pinned_memory_where_the_driver_refuses_a_part_of_it,
-        raises_what_is_wrong_with_the_descriptor_and_does_not_copy_again,
-        knows_what_is_out_where_giving_back_what_was_cached_fails,
-        takes_what_was_cached_in_one_piece_where_its_allocator_says_nothing_any_more,
-        copies_itself_what_lies_beside_memory_that_stays,
-        shows_no_handle_of_what_the_driver_gives_none_for,
+        has_its_cache_after_a_move_although_others_take_all_free_memory,
+        has_the_gaps_between_its_storages_on_their_streams,
+        allocates_its_cache_with_the_first_round_and_puts_no_storage_there,
+        allocates_what_fits_of_the_cache_and_reports_the_rest,
+        frees_all_of_it_at_the_next_offload,
+        copies_them_itself_and_has_its_cache,
+        copies_them_itself_through_pinned_memory,
+        copies_them_without_pinned_memory_if_the_driver_refuses_a_part_of_it,
+        raises_the_fault_of_the_descriptor_and_does_not_copy_again,
+        knows_the_offloaded_storages_if_freeing_the_cache_fails,
+        allocates_the_cache_in_one_piece_if_its_allocator_reports_nothing,
+        copies_storages_next_to_memory_that_stays_itself,
+        exports_no_handle_where_the_driver_gives_none,
     )
 }
 

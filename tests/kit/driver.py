@@ -234,7 +234,7 @@ def only_cuda_waits_in_a_locked_process(rig: Rig) -> None:
 
 
 @row()
-def a_process_that_is_gone_or_has_no_cuda_is_told_apart(rig: Rig) -> None:
+def an_exited_process_differs_from_one_without_cuda(rig: Rig) -> None:
     cuda.start()
     with fails(cuda.NOT_INITIALIZED):
         cuda.state(rig.start_without_cuda().pid)
@@ -298,7 +298,7 @@ def a_target_killed_while_checkpointed_leaves_nothing(rig: Rig) -> None:
 
 
 @row()
-def a_step_goes_on_when_its_caller_is_killed(rig: Rig) -> None:
+def a_call_continues_when_its_caller_is_killed(rig: Rig) -> None:
     target, digest = begin(rig, rig.large_mib)
     cuda.lock(target.pid, 10_000)
     rig.interrupt("checkpoint", target.pid)
@@ -310,7 +310,7 @@ def a_step_goes_on_when_its_caller_is_killed(rig: Rig) -> None:
 
 
 @row()
-def a_killed_callers_lock_stays_until_somebody_unlocks(rig: Rig) -> None:
+def a_killed_callers_lock_stays_until_an_unlock(rig: Rig) -> None:
     target, digest = begin(rig, 8)
     caller = rig.call("lock", target.pid, 10_000)
     must(caller.has_ended(SETTLES_WITHIN_S), "the lock did not end")
@@ -368,7 +368,7 @@ def a_map_that_is_no_full_permutation_changes_nothing(rig: Rig) -> None:
 
 
 @row(gpus=2)
-def a_restore_without_room_destroys_the_job(rig: Rig) -> None:
+def a_restore_without_memory_destroys_the_job(rig: Rig) -> None:
     """Why hegmd never calls it without enough memory: later restores fail too, on the first GPU as well."""
     target, _ = begin(rig, 512)
     take_off(target.pid)

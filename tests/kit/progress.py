@@ -23,7 +23,7 @@ def sight_of(rig: Rig, pid: int) -> ProgressSample:
 
 
 @row()
-def what_a_step_carries_is_seen_to_move_while_it_lasts(rig: Rig) -> None:
+def progress_of_a_copy_is_visible_during_the_step(rig: Rig) -> None:
     target, digest = begin(rig, rig.large_mib)
     cuda.lock(target.pid, 10_000)
     for step in ("checkpoint", "restore"):

@@ -36,7 +36,7 @@ def a_process_on_two_gpus_changes_them_and_comes_back(rig: Rig) -> None:
 
 
 @row(gpus=2)
-def a_process_whose_gpus_reach_one_another_is_lost_by_a_restore(rig: Rig) -> None:
+def a_restore_loses_a_process_whose_gpus_have_peer_access(rig: Rig) -> None:
     """Why an agent undoes that before; nothing outside of the process shows it."""
     target, _ = begin_on_both(rig)
     must_be(target.ask("reach"), "reached 0 0", "what enabling peer access answers")

@@ -117,7 +117,7 @@ def carry(
 
 
 @row()
-def a_context_takes_room_and_gives_it_back(rig: Rig) -> None:
+def a_context_takes_memory_and_frees_it(rig: Rig) -> None:
     cuda.start()
     uuid = cuda.devices()[0].uuid
     idle_bytes = rig.look().used_bytes[uuid]
@@ -161,7 +161,7 @@ def held_memory_outlives_its_maker_and_its_last_descriptor_frees_it(rig: Rig) ->
 
 
 @row()
-def making_memory_needs_no_context_and_refuses_what_is_not_there(rig: Rig) -> None:
+def allocating_needs_no_context_and_refuses_missing_devices(rig: Rig) -> None:
     cuda.start()
     uuid, unit_bytes = cuda.devices()[0].uuid, cuda.granularity(0)
     must(unit_bytes >= 1 << 16 and unit_bytes & (unit_bytes - 1) == 0, f"the granularity is {unit_bytes}")
@@ -183,7 +183,7 @@ def making_memory_needs_no_context_and_refuses_what_is_not_there(rig: Rig) -> No
 
 
 @row()
-def held_memory_is_room_that_nobody_else_gets(rig: Rig) -> None:
+def held_memory_is_not_free_for_other_processes(rig: Rig) -> None:
     """A program that takes all free memory does not get the reservation for a restore."""
     target, _ = begin(rig, 1)
     size_bytes = 512 * MIB
@@ -197,7 +197,7 @@ def held_memory_is_room_that_nobody_else_gets(rig: Rig) -> None:
 
 
 @row()
-def one_copy_crosses_pieces_that_lie_side_by_side(rig: Rig) -> None:
+def one_copy_crosses_adjacent_pieces(rig: Rig) -> None:
     del rig
     cuda.start()
     unit_bytes = cuda.granularity(0)
@@ -237,7 +237,7 @@ def a_job_moves_with_its_bytes_on_the_other_gpu(rig: Rig) -> None:
 
 
 @row(gpus=2)
-def processors_copy_what_counts_as_another_gpus(rig: Rig) -> None:
+def a_kernel_copies_memory_that_counts_as_another_gpus(rig: Rig) -> None:
     """The same, with the last copy done by the program that the helper brings along."""
     move(rig, by_processors=True)
 
@@ -262,7 +262,7 @@ def move(rig: Rig, *, by_processors: bool) -> None:
 
 
 @row()
-def a_handle_whose_memory_is_gone_is_refused(rig: Rig) -> None:
+def a_handle_of_freed_memory_is_refused(rig: Rig) -> None:
     target, _ = begin(rig, 16)
     handle = bytes.fromhex(target.ask("handles").split()[1])
     target.end()
@@ -301,7 +301,7 @@ def memory_that_another_has_open_does_not_hinder_its_owner(rig: Rig) -> None:
 
 
 @row()
-def the_digest_tells_contents_apart(rig: Rig) -> None:
+def the_digest_differs_for_different_contents(rig: Rig) -> None:
     """This makes every other row able to fail: a digest that compared nothing would always pass."""
     target, digest = begin(rig, 2)
     with contexts(1) as (context,):
