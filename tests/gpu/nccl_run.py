@@ -62,6 +62,7 @@ KILLED_IN = {
 KINDS = {
     "ddp": ("ddp",),
     "ddp-views": ("ddp", "views"),
+    "ddp-times": ("ddp", "times"),
     "fsdp": ("fsdp",),
     "ddp-groups": ("ddp", "groups"),
     "ddp-device-id": ("ddp", "device-id", "groups"),

@@ -3,13 +3,17 @@
 KIND is ddp, fsdp, tensor (tensor parallel) or pipeline. Each rank writes its process and then each loss, bit for bit,
 into PATH.RANK. With `device-id` NCCL connects its ranks at once; with `groups` the losses are summed in a group of
 their own; with `views` DDP keeps no second copy of the gradients; with `both` the backends are `cpu:gloo,cuda:nccl`.
-With `fed` only rank 0 has a loader; with `evaluates` it alone reads another loader after each third step. Without a
-GPU the backend is gloo.
+With `fed` only rank 0 has a loader; with `evaluates` it alone reads another loader after each third step. With `times`
+PATH.times gets the seconds of each step of rank 0. Without a GPU the backend is gloo.
 """
 
+import itertools
+import json
 import os
 import select
 import sys
+from pathlib import Path
+from time import monotonic
 
 import torch
 from torch import distributed
@@ -99,7 +103,7 @@ data = TensorDataset(torch.randn(512, WIDE, generator=torch.Generator().manual_s
 loader = DataLoader(data, batch_size=16)
 if "fed" in sys.argv and rank:
     loader = [(data.tensors[0][:16],)] * len(loader)
-done = 0
+done, ends = 0, []
 with open(f"{path}.{rank}", "w") as losses:
     print(os.getpid(), file=losses, flush=True)
     while done < steps:
@@ -111,10 +115,13 @@ with open(f"{path}.{rank}", "w") as losses:
                 distributed.all_reduce(loss, group=own)
             print(float(loss).hex(), file=losses, flush=True)
             done += 1
+            ends.append(monotonic())
             if "evaluates" in sys.argv and rank == 0 and done % 3 == 0:
                 list(DataLoader(data, batch_size=128))
             select.select([], [], [], float(settings.get("pace", "0")))
             if done == steps:
                 break
+if "times" in sys.argv and rank == 0:
+    Path(f"{path}.times").write_text(json.dumps([later - end for end, later in itertools.pairwise(ends)]))
 distributed.barrier()
 os._exit(0)  # some processes with gloo abort while the interpreter ends (torch 2.13)
