@@ -24,6 +24,7 @@ from hegmd.node.criu_program import Criu
 from hegmd.node.processes.process_set import end_all, population_of
 from hegmd.node.processes.process_tree import read_tree
 from tests.e2e.daemon import RunningDaemon
+from tests.e2e.forked import not_forked, started
 from tests.e2e.moved_job import BARE, environment
 from tests.e2e.real_criu import criu_or_skip
 from tests.e2e.references import said_by
@@ -79,9 +80,11 @@ class ImageJob:
         piped: bool = False,
         script: Sequence[str] = (),
         bare: bool = True,
+        forks: bool = False,
     ) -> None:
         """`uid`: whose it is; else it belongs to the user who runs the test. `piped`: it says what it says into a pipe.
-        `script`: another one than that of these tests, with its arguments. `bare`: without PyTorch's compiler."""
+        `script`: another one than that of these tests, with its arguments. `bare`: without PyTorch's compiler. `forks`:
+        forked from the Python that has imported PyTorch, with its compiler."""
         self.folder = folder
         self.folder.mkdir(exist_ok=True)
         if uid is not None:
@@ -98,14 +101,8 @@ class ImageJob:
         with (folder / "errors").open("a") as errors:
             if uid is not None:
                 os.fchown(errors.fileno(), uid, uid)
-            self.process = subprocess.Popen(
-                words,
-                env=self.environ,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if piped else errors,
-                stderr=errors,
-                start_new_session=True,
-            )
+            start = started if forks else not_forked
+            self.process = start(words, env=self.environ, stdout=subprocess.PIPE if piped else errors, stderr=errors)
         self.pid = self.process.pid
 
     def __enter__(self) -> Self:

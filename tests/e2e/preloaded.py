@@ -215,7 +215,9 @@ def launch(ranks: int, argv: Sequence[str]) -> None:
                 sys.modules["forking"].show([sys.executable, *argv], os.environ)
             return
         living.add(pid)
-    _store = sys.modules["torch.distributed"].TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    of_it = {"is_master": True, "wait_for_workers": False}
+    has_libuv = os.environ.get("USE_LIBUV") != "0"  # as torchrun's: the server with it has io_uring
+    _store = sys.modules["torch.distributed"].TCPStore("127.0.0.1", port, use_libuv=has_libuv, **of_it)
     signal.signal(signal.SIGTERM, end_all)
     while living:
         pid, status = os.wait()
@@ -259,12 +261,14 @@ def mount(wanted: dict, recorder: Any) -> None:
     """The agent, as in a worker; it leaves its state at that boundary."""
     inject = ROOT / "hegmd" / "agent" / "inject" / "sitecustomize.py"
     sys.path.insert(0, str(inject.parent))
-    optimizers, loaders = sys.modules["torch.optim.optimizer"], sys.modules["torch.utils.data.dataloader"]
+    names = ("torch.optim.optimizer", "torch.utils.data.dataloader", "torch.nn.parallel.distributed")
+    modules = [sys.modules[name] for name in names]
     exec(compile(inject.read_text(), str(inject), "exec"), {"__file__": str(inject), "__name__": "sitecustomize"})
     mounting, life = import_module("_hegm.agent.import_hooks"), import_module("_hegm.agent.lifecycle")
     places = import_module("_hegm.agent.state.code.position")
     places.FILES_LOOKED_THROUGH.update((*OURS, import_module("recorded").__file__))
-    hooked = [(mounting._on_optimizer_import, optimizers), (mounting._on_loader_import, loaders)]
+    acts = (mounting._on_optimizer_import, mounting._on_loader_import, mounting._on_data_parallel_import)
+    hooked = list(zip(acts, modules, strict=True))
     finder = next(one for one in sys.meta_path if isinstance(one, mounting.FrameworkFinder))
     is_hidden = finder._held is not None  # it was prestarted
     if is_hidden or wanted.get("hides_torch"):

@@ -54,7 +54,7 @@ def test_ranks_of_each_kind_are_moved_and_written_into_an_image(
     script = [*launcher, SCRIPT, kind, str(out), *words.split()]
     with (
         daemon_with_criu(tmp_path) as daemon,
-        ImageJob(tmp_path / "job", daemon.socket_path, script=script, bare=False) as job,
+        ImageJob(tmp_path / "job", daemon.socket_path, script=script, forks=True) as job,
     ):
         pid = str(_pids(job, ranks)[0])
         _await_steps(job, out, ranks, 3)
@@ -107,7 +107,10 @@ def test_ranks_with_uneven_batches_were_rolled_back_after_a_minute(tmp_path: Pat
     """A rank without batches waits in `Join`: it says so, and the others train on meanwhile."""
     out = tmp_path / "out"
     script = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPTS / "joined.py"), str(out)]
-    with RunningDaemon(tmp_path) as daemon, ImageJob(tmp_path / "job", daemon.socket_path, script=script) as job:
+    with (
+        RunningDaemon(tmp_path) as daemon,
+        ImageJob(tmp_path / "job", daemon.socket_path, script=script, forks=True) as job,
+    ):
         pid = str(_pids(job, 2)[0])
         until = monotonic() + ENDS_WITHIN_S
         while any(len(losses) < least for losses, least in zip(_losses(out, 2), (8, 4), strict=True)):
