@@ -167,8 +167,7 @@ class SharingView:
                     views[record.id] = found[1]
         gpus = [replace(gpu, contexts_bytes=self._contexts.get(gpu.id, 0)) for gpu in gpus]
         used = self.used_bytes([lease for lease in (*self._memory.leases, *more) if lease.is_held], node.candidates)
-        all_leases = [(lease, ages_s.get(lease.number, 0.0)) for lease in (*self._memory.leases, *more)]
-        leases = [self._lease(lease, used.get(lease.id, 0), now, age_s) for lease, age_s in all_leases]
+        leases = [self._lease(lease, used, ages_s, now) for lease in (*self._memory.leases, *more)]
         snapshot = model.Snapshot(
             tuple(gpus), tuple(jobs), tuple(leases), self._rules.policy, pool_free_bytes=node.pool.free_bytes
         )
@@ -229,6 +228,9 @@ class SharingView:
         workers = [worker for worker in self._attending.get(record.number, ()) if trains(worker)]
         held = held_by_gpu(candidates)
         op, queued = self._operations.of(record), self._memory.queue.get(record.number)
+        if queued is not None and queued.placed is None and workers and held:  # it did not wait
+            self._memory.forget_queued(record.number)
+            queued = None
         if queued is not None and not queued.has_trained and workers and self._is_on_its_gpus(queued, held):
             queued = queued.replace(has_trained=True)
             self._memory.put_queued(queued)
@@ -457,7 +459,6 @@ class SharingView:
     ) -> tuple[model.Job, JobView]:
         since_s = None if since_utc is None else now - max(0.0, self._now_utc - since_utc)
         past = self._history.note_state(record.id, state, now, since_s)
-        within = self._within.get(record.number, ())
         known = needs if needs != () else tuple((held or {}).get(gpu, 0) for gpu in gpus)
         job = model.Job(
             id=record.id,
@@ -480,7 +481,7 @@ class SharingView:
             switch_s=past.switch_s or estimate_s or UNKNOWN_SWITCH_S,
             hindrance=hindrance,
             retry_at_s=past.retry_at_s,
-            within=tuple([lease.id for lease in within]),
+            within=tuple([lease.id for lease in self._within.get(record.number, ())]),
         )
         return job, job_view
 
@@ -490,21 +491,22 @@ class SharingView:
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
-    def _lease(self, lease: LeaseRecord, used_bytes: int, now: float, age_s: float) -> model.Lease:
-        past = self._history.of(lease.id)
+    def _lease(
+        self, lease: LeaseRecord, used: Mapping[str, int], ages_s: Mapping[int, float], now: float
+    ) -> model.Lease:
         return model.Lease(
             id=lease.id,
             name=str(lease),
             state=model.HELD if lease.is_held else model.PENDING,
             priority=lease.priority,
             uid=lease.uid,
-            since_s=now - age_s,
+            since_s=now - ages_s.get(lease.number, 0.0),
             size_bytes=lease.size_bytes,
             gpu=lease.gpu,
-            used_bytes=used_bytes,
+            used_bytes=used.get(lease.id, 0),
             preempts_others=self._rules.suspends_others or lease.is_admin,
             ends_with=lease.ends_with,
-            retry_at_s=past.retry_at_s,
+            retry_at_s=self._history.of(lease.id).retry_at_s,
         )
 
     def _jobs_within_leases(self, candidates: Mapping[int, Sequence[Candidate]]) -> dict[int, list[LeaseRecord]]:

@@ -32,7 +32,7 @@ from hegmd.sharing.resumes import QueuedResumes
 from hegmd.sharing.service import MIN_INTERVAL_S, SETTLED_AFTER_S, next_look_at
 from tests.patience import HANG_S
 from tests.unit.recovery.test_snapshots import write
-from tests.unit.sharing.shared_node import ADMIN, MIB, UID, SharedNode, sharing_on
+from tests.unit.sharing.shared_node import ADMIN, MIB, UID, SharedNode, sharing_on, user
 
 Child = subprocess.Popen[bytes]
 BYTES = b"1" * (6 * MIB)
@@ -484,6 +484,17 @@ async def test_a_release_fails_if_it_cannot_be_written_to_disk(tmp_path: Path) -
         assert not list(shared.sharing.memory.leases)
         blocked.rmdir()
     assert state_file.load(tmp_path).leases == ()
+
+
+async def test_a_job_that_trained_and_asked_for_a_gpu_could_not_be_suspended(tmp_path: Path, process: Child) -> None:
+    """It counted as one that waits for its start, and so kept its memory from jobs of any priority."""
+    async with sharing_on(tmp_path) as shared:
+        await shared.node.moving.job_requests.register(process.pid, UID, RegisterJob(run="run", command=("train",)))
+        await shared.node.attend(process.pid, b"1" * (5 * MIB), gpu="gpu0", run="run")
+        with pytest.raises(HegmError, match="has left the queue"), anyio.fail_after(HANG_S):
+            await shared.requests.place(protocol.PlaceJob(run="run", size_bytes=8 * MIB), user(UID), shared.emit)
+        assert (await shared.make_room(6 * MIB, until_free=True)).gpu == "gpu0"
+        assert await shared.states() == {"j1": "suspended"}
 
 
 def test_a_slow_decision_is_followed_by_an_equal_pause() -> None:
