@@ -130,7 +130,9 @@ def _first_word(read_end: int, unwanted: socket.socket, deadline: float) -> byte
 
 
 def _is_readable(unwanted: socket.socket) -> bool:
-    return bool(select.select([unwanted], [], [], 0)[0])
+    poll = select.poll()  # `select` cannot handle descriptors above 1023
+    poll.register(unwanted, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> bool:

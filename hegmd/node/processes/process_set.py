@@ -264,7 +264,9 @@ def _make_writes_fail(pid: int) -> bool:
 
 
 def _ended(pidfd: int, limit_s: float) -> bool:
-    return bool(select.select([pidfd], [], [], limit_s)[0])
+    poll = select.poll()  # `select` cannot handle descriptors above 1023
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(limit_s * 1000))
 
 
 def _state(pid: int) -> str:

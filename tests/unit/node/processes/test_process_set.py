@@ -119,6 +119,23 @@ def test_no_process_counts_as_gone_for_lack_of_descriptors() -> None:
     assert scarce.value.errno == errno.EMFILE
 
 
+def test_a_daemon_with_many_open_files_ended_a_job_and_failed_to_wait_for_its_end() -> None:
+    """`select` takes no descriptor above 1023, and a daemon may have 65536."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    open_files = [os.open("/dev/null", os.O_RDONLY)]
+    try:
+        with sleeper() as process:
+            while open_files[-1] < 1024:
+                open_files.append(os.dup(open_files[0]))
+            end_all(population_of([process.pid]))
+            assert state(process) in {"", "Z"}
+    finally:
+        for file in open_files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_a_foreign_tracer_does_not_delay_the_resume_of_a_job() -> None:
     """An strace of a job kept it parked for 15 minutes after CRIU was done."""
     trace = "import ctypes, os, signal, sys, time\nlibc = ctypes.CDLL(None)\npid = int(sys.argv[1])\n"
