@@ -40,6 +40,7 @@ class Child:
         self._requests = requests
         self._held = held
         self._guard = threading.Lock()
+        self._ending = threading.Lock()
         self._under_way: dict[int, float] = {}
 
     def serve(self, hello: Mapping[str, Any]) -> None:
@@ -84,15 +85,20 @@ class Child:
             try:
                 answer = self._handler(op)(Request(args, fds, tell))
             except HegmError as error:
-                self._say({"id": number, "err": error_to_wire(error), "held": self._held()})
+                self._end(number, {"err": error_to_wire(error)})
                 return
             except Exception as error:  # noqa: BLE001 - the edge where whatever went wrong becomes a reply
                 traceback.print_exc()
-                self._say({"id": number, "err": error_to_wire(_unexpected(op, error)), "held": self._held()})
+                self._end(number, {"err": error_to_wire(_unexpected(op, error))})
                 return
         with answer.fds:
             sent = answer.fds.view()
-            self._say({"id": number, "ok": answer.values, "held": self._held()}, sent)
+            self._end(number, {"ok": answer.values}, sent)
+
+    def _end(self, number: int, result: Mapping[str, object], fds: tuple[int, ...] = ()) -> None:
+        """Send the result of a request, with the number of what is held: no later number may be sent before it."""
+        with self._ending:
+            self._say({"id": number, **result, "held": self._held()}, fds)
 
     def _handler(self, op: str) -> Handler:
         handler = self._requests.get(op)
