@@ -271,7 +271,8 @@ async def until_there(
             with anyio.move_on_after(look_again_s):
                 await workers.changed.wait()
         return
-    late = missing()
+    if not (late := missing()):  # the last one connected just before the deadline
+        return
     raise HegmError(
         TIMEOUT,
         f"the agent of process {late[0]} did not connect within {within_s:g} s after the restore",

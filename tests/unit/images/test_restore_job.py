@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
 import anyio
 import anyio.lowlevel
@@ -227,6 +228,26 @@ async def test_an_agent_that_does_not_come_after_a_restore_is_named(process: sub
         await agent.attend(tasks)
         await until_there(workers, [_wanted(process.pid)], ticks, within_s=10.0)
         tasks.cancel_scope.cancel()
+
+
+class LateAgent:
+    """The agent of a process, which connects once it has been looked for."""
+
+    def __init__(self, start_ticks: int) -> None:
+        identity = SimpleNamespace(start_ticks=start_ticks)
+        there = SimpleNamespace(connected=True, token="a" * 32, parked=True, identity=identity)
+        self.changed, self._found = anyio.Event(), iter((None, there))
+
+    def find(self, _pid: int) -> Any:
+        return next(self._found)
+
+
+async def test_an_agent_that_connected_at_the_deadline_of_a_restore_counted_as_none(
+    process: subprocess.Popen[bytes],
+) -> None:
+    """The error named the first of those that were missing, and nobody was."""
+    ticks = population_of([process.pid]).start_ticks
+    await until_there(cast(Any, LateAgent(ticks[process.pid])), [_wanted(process.pid)], ticks, within_s=0.0)
 
 
 async def test_the_daemon_waited_for_the_agent_of_a_job_killed_during_its_restore() -> None:
