@@ -38,16 +38,17 @@ class GpuReservation:
         """Reserve these amounts for the driver and for storages; on all of these GPUs or on none."""
         uuids = {gpu: await self._gpus.uuid_of(gpu) for gpu in rests}
         async with self._gpus.turns(rests):
-            held = self._memory.of(driver_owner(subject))
-            fresh = [uuid for uuid in uuids.values() if not held.get(uuid)]
+            owners = driver_owner(subject), storage_owner(subject)
+            held = {owner: self._memory.of(owner) for owner in owners}
+            fresh = [(owner, uuid) for owner in owners for uuid in uuids.values() if not held[owner].get(uuid)]
             try:
                 for gpu, driver_bytes in rests.items():
                     await self._memory.reserve(driver_owner(subject), uuids[gpu], driver_bytes)
                     await self._memory.reserve(storage_owner(subject), uuids[gpu], storages.get(gpu, 0))
             except BaseException as error:
                 with anyio.CancelScope(shield=True):  # half a reservation is useless, and nothing would release it
-                    for uuid in fresh:
-                        await self._memory.release(driver_owner(subject), uuid)
+                    for owner, uuid in fresh:
+                        await self._memory.release(owner, uuid)
                 if isinstance(error, Refused):
                     raise OutOfMemory(error.message, error.hint, error.facts) from error
                 raise

@@ -73,6 +73,13 @@ async def test_a_reservation_is_on_all_gpus_or_on_none() -> None:
     assert memory.by_owner() == {}
 
 
+async def test_storages_of_the_first_gpu_stayed_reserved_when_the_second_had_no_room() -> None:
+    memory = VideoMemory(Helper(capacity_bytes=3 * GIB))
+    with pytest.raises(OutOfMemory, match="no room"):
+        await reservation(Gpus(), memory).reserve_by_gpu(SUBJECT, {"gpu0": GIB, "gpu1": 4 * GIB}, {"gpu0": GIB})
+    assert memory.by_owner() == {}
+
+
 async def test_a_restart_on_exchanged_gpus_holds_the_difference_and_all_of_it_once_the_process_has_exited() -> None:
     memory = VideoMemory(Helper())
     held = reservation(Gpus(), memory)
