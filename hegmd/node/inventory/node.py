@@ -211,6 +211,7 @@ class Inventory:
             self._register.place(view)
         left_s = max(began + deadline_s - self._monotonic(), (1 - VENDORS_SHARE) * deadline_s)
         await self._rolls.update(self._roll_call(), left_s)
+        self._register.forget(self._rolls.roll.ended)
         snapshot = NodeSnapshot(
             taken_utc=taken_utc,
             gpus=self._register.gpus,

@@ -71,6 +71,16 @@ class GpuRegister:
     def pids_of(self, vendors: frozenset[str]) -> frozenset[int]:
         return frozenset(use.pid for vendor in vendors for use in self._uses.get(vendor, ()))
 
+    def forget(self, ended: frozenset[int]) -> None:
+        """Forget the earlier uses, of GPUs that cannot be read now, of processes that have ended: their pids are free.
+
+        A use of a GPU that can be read is what its driver says.
+        """
+        readable = {uuid for uuid, card in self._cards.items() if card.shown.state == "ok"}
+        for vendor, uses in self._uses.items():
+            if any(use.pid in ended and use.use.gpu not in readable for use in uses):
+                self._uses[vendor] = tuple([use for use in uses if use.pid not in ended or use.use.gpu in readable])
+
     def _take(self, vendor: str, snapshot: VendorSnapshot) -> None:
         present: set[str] = set()
         for gpu in sorted(snapshot.gpus, key=lambda gpu: gpu.index):
