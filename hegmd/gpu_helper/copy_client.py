@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import anyio
+
 from hegmd.errors import Refused
 from hegmd.gpu_helper.link import HelperLost, HelperReply, Link
 from hegmd.telemetry.step_timings import COPIES, note_step
@@ -71,12 +73,14 @@ class CopyClient:
     ) -> CopyClient:
         """Create contexts on these GPUs, by UUID, and map the given pool segment, if any.
 
-        Closes an earlier session of that name first. Raises HelperLost, DriverFailed, Refused.
+        Closes an earlier session of that name first. Raises HelperLost, DriverFailed, Refused. Once it is asked for, it
+        is returned even if the caller is cancelled: otherwise nobody would close it, and it has contexts on GPUs.
         """
         await link.call("close", {"lane": lane}, deadline_s=_CLOSE_S)
         args = {"lane": lane, "gpus": list(gpus), "host_bytes": host_bytes}
         fds = () if host_fd is None else (host_fd,)
-        answer = await link.call("open", args, deadline_s=_OPEN_S + host_bytes / _MAP_BYTES_PER_S, fds=fds)
+        with anyio.CancelScope(shield=True):
+            answer = await link.call("open", args, deadline_s=_OPEN_S + host_bytes / _MAP_BYTES_PER_S, fds=fds)
         return cls(link, lane, answer.helper, peer=bool(answer.values["peer"]), size_bytes=host_bytes)
 
     async def attach_video(self, gpu: str, pieces: Sequence[HeldAllocation], base: int = 0) -> None:

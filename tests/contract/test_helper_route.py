@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any, cast
 
 import anyio
 import pytest
 
 from hegmd.errors import Refused
 from hegmd.gpu_helper.copy_client import CopyClient, Place
-from hegmd.gpu_helper.link import HelperLost
+from hegmd.gpu_helper.link import HelperLost, HelperReply
 from hegmd.memory.video_memory import VideoMemory
 from hegmd.system.descriptors import Descriptors
 from tests.contract.helped import MIB, SIZE_BYTES, Owner, linked, places
@@ -83,6 +85,35 @@ async def test_a_copy_session_left_by_an_earlier_caller_is_closed_first(node: Cu
         await route.attach_video(here, memory.pieces(WHO, here))
         await route.close()
         memory.close()
+
+
+class SlowHelper:
+    """A link to a helper that opens a session slowly."""
+
+    def __init__(self) -> None:
+        self.asked, self.go = anyio.Event(), anyio.Event()
+
+    async def call(self, op: str, _args: Mapping[str, object], **_: object) -> HelperReply:
+        if op == "open":
+            self.asked.set()
+            await self.go.wait()
+        return HelperReply({"peer": True}, helper=1)
+
+
+async def test_a_copy_session_opened_for_a_cancelled_caller_stayed_open() -> None:
+    """As for one of several GPUs when another has no memory: half a gigabyte stayed in use there."""
+    helper = SlowHelper()
+    opened: list[CopyClient] = []
+
+    async def open_session() -> None:
+        opened.append(await CopyClient.open(cast(Any, helper), "7/1", ["GPU-1"]))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(open_session)
+        await helper.asked.wait()
+        tasks.cancel_scope.cancel()
+        helper.go.set()
+    assert len(opened) == 1, "nobody knows of the session"
 
 
 @pytest.mark.thorough
