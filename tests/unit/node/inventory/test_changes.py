@@ -55,17 +55,17 @@ async def test_a_gpu_lost_for_one_snapshot_keeps_its_processes_with_unknown_memo
         assert node.kinds("gpu", "process") == ["gpu.lost", "gpu.back"]
 
 
-async def test_a_process_that_ended_on_a_lost_gpu_stayed_there_for_ever() -> None:
+async def test_a_process_that_ended_on_a_lost_gpu_stayed_there_for_ever(child: subprocess.Popen[bytes]) -> None:
     """Its pid is free: the next process that got it counted as being on that GPU, and could be killed for that."""
-    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as process:
-        provider = Provider(gpu(0), uses=[use(process.pid)])
-        async with node_of(provider) as node:
-            await node.inventory.refresh()
-            provider.show(lost_gpu(0))
-            assert [found.pid for found in (await node.inventory.refresh()).processes] == [process.pid]
-            process.communicate()
-            await node.inventory.refresh()
-            assert (await node.inventory.refresh()).processes == ()
+    provider = Provider(gpu(0), uses=[use(child.pid)])
+    async with node_of(provider) as node:
+        await node.inventory.refresh()
+        provider.show(lost_gpu(0))
+        assert [found.pid for found in (await node.inventory.refresh()).processes] == [child.pid]
+        child.kill()
+        child.wait()
+        await node.inventory.refresh()
+        assert (await node.inventory.refresh()).processes == ()
 
 
 async def test_a_gpu_that_does_not_answer_is_not_called_lost() -> None:
