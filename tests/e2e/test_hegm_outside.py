@@ -60,5 +60,6 @@ def _without_ours(step: list[Any]) -> list[Any]:
 
 def _environ() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HEGM_")}
-    path = os.pathsep.join([*filter(None, sys.path), str(BRISK)])
+    # The search path of these tests may have a sitecustomize of the distribution.
+    path = os.pathsep.join([str(BRISK), *filter(None, sys.path)])
     return {**kept, **BARE, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HEGM_SOCKET": "/nonexistent/hegmd.sock"}
