@@ -185,18 +185,31 @@ def test_a_snapshot_is_completed_although_the_daemon_ends(rank: _Rank, slot: int
     assert (rank.reports, _record(slot)) == ([], RECORD)
 
 
-def test_a_forked_child_releases_the_slot(rank: _Rank, slot: int) -> None:
-    own = os.listdir("/proc/self/fd")
-    rest = _fetch(rank, slot)
+def _more_in_child(rank: _Rank, own: int) -> int:
+    """Return how many descriptors a forked child has beyond its parent's `own`, once it has closed what it can."""
     with pytest.warns(DeprecationWarning, match="fork") if sys.version_info >= (3, 12) else nullcontext():
         child = os.fork()
     if child == 0:
         rank.orders.snapshots.close_in_child()
-        os._exit(len(os.listdir("/proc/self/fd")) - len(own))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        os._exit(len(os.listdir("/proc/self/fd")) - own)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_releases_the_slot(rank: _Rank, slot: int) -> None:
+    own = len(os.listdir("/proc/self/fd"))
+    rest = _fetch(rank, slot)
+    assert _more_in_child(rank, own) == 0
     rest.finish.set()
     _tick_until(rank, lambda: len(rank.reports) == 1)
     assert _record(slot) == RECORD
+
+
+def test_a_child_forked_before_the_boundary_of_a_snapshot_kept_the_slot(rank: _Rank) -> None:
+    """Workers of a loader that persist had its memory until they ended."""
+    own = len(os.listdir("/proc/self/fd"))
+    _snapshot(rank, 1)
+    assert _more_in_child(rank, own) == 0
+    rank.orders.end()
 
 
 # ---- beside the park of an operation
