@@ -255,7 +255,7 @@ class Snapshots:
         self._answers.failed(fetched.order, error)
 
     def close_in_child(self) -> None:
-        """Close what a forked child inherited. A worker of a loader would keep the slot's memory as long as it lives."""
+        """Close what a forked child inherited: a loader's worker would keep the slot's memory as long as it lives."""
         if self._fetching is not None:
             self._fetching.close_in_child()
         self.close()
