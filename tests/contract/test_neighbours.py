@@ -67,6 +67,21 @@ async def test_processes_are_stopped_briefly_after_a_record_is_on_disk(
     assert owner.ask("step") == "step 1"
 
 
+async def test_a_full_disk_prevented_every_restore_beside_other_processes(
+    node: CudaNode, owner: Owner, tmp_path: Path
+) -> None:
+    """The job stayed parked, and the daemon ended when it could not write at its start."""
+    (tmp_path / "file").touch()
+    async with linked(node) as link:
+        folder = tmp_path / "file"  # nothing can be written below it
+        other_processes = OtherProcesses(link, folder, start_ticks=start_ticks, is_stopped=lambda _: False)
+        async with other_processes.paused([who(owner)]) as loose:
+            assert list(loose) == [who(owner)]
+            assert await _state(link, owner) == "running"
+        async with other_processes.excluded(who(owner)):
+            pass
+
+
 async def _state(link: Link, owner: Owner) -> str:
     return str((await ask(link, "state", pid=owner.pid))["state"])
 

@@ -28,6 +28,7 @@ from hegmd.errors import HegmError
 from hegmd.gpu_helper.link import DriverFailed, HelperLost, HelperReply, Link
 from hegmd.migration.methods.call_watchdog import watch
 from hegmd.migration.methods.progress_probe import ProgressLimits
+from hegmd.telemetry.log import limited
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,8 @@ class OtherProcesses:
         """Pause those of the processes that can be paused, during the block. Yields those that still run.
 
         `restored` is the process that is restored onto their GPU meanwhile. A process stopped by a signal does not run
-        anyway. Raises OSError, and HegmError if it is unknown whether they exist; then nothing was done.
+        anyway. None is paused whose pid cannot be recorded, as on a full disk. Raises HegmError if it is unknown
+        whether they exist; then nothing was done.
         """
         there = [who for who in processes if who not in but_for and self.is_there(who)]
         fit = [who for who in there if self.max_pause_s and not self.is_stopped(who[0])]
@@ -97,8 +99,9 @@ class OtherProcesses:
         locked: list[ProcessKey] = []
         loose: list[ProcessKey] = [] if self.max_pause_s else there
         try:
-            if chosen:
-                await self._note({**self._noted, **dict.fromkeys(chosen, restored)})
+            if chosen and not await self._note({**self._noted, **dict.fromkeys(chosen, restored)}):
+                loose += chosen
+            elif chosen:
                 async with anyio.create_task_group() as tasks:
                     for who in chosen:
                         tasks.start_soon(self._lock, who, locked, loose)
@@ -273,11 +276,17 @@ class OtherProcesses:
             op, {"pid": who[0], **args}, deadline_s=_DEADLINE_S, watch=lambda: watch(op, who[0], _PATIENCE)
         )
 
-    async def _note(self, whom: dict[ProcessKey, ProcessKey | None]) -> None:
+    async def _note(self, whom: dict[ProcessKey, ProcessKey | None]) -> bool:
+        """Record who may be paused. Returns False if the disk does not take it. Raises nothing."""
         self._noted = whom  # before the first await: the next call builds on this
         async with self._writing:
             lines = [[*who, *(restored or ())] for who, restored in sorted(self._noted.items())]
-            await anyio.to_thread.run_sync(self._write, lines)
+            try:
+                await anyio.to_thread.run_sync(self._write, lines)
+            except OSError as error:
+                limited(logger, "held-still", logging.ERROR, "%s cannot be written: %s; df -h", self._path, error)
+                return False
+        return True
 
     def _write(self, whom: list[list[int]]) -> None:
         if not whom:
