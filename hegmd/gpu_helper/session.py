@@ -92,6 +92,9 @@ class Session:
 
         Its socket is its standard input, which every way of starting a program passes on.
         """
+        if self.lost is not None:  # it was stopped before it began: nothing else would end it
+            self.over.set()
+            return
         try:
             own_end, helper_end = socket.socketpair()
         except OSError as error:  # the daemon may be out of descriptors

@@ -51,6 +51,21 @@ async def test_a_call_over_its_deadline_takes_the_helper_along_and_the_next_call
         assert link.pid not in (None, first)
 
 
+async def test_a_helper_stopped_before_it_began_was_waited_for_for_ever() -> None:
+    async with linked("well") as link:
+
+        async def start() -> None:
+            with pytest.raises(HelperLost, match="was stopped: the test says so"):
+                await link.start()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(start)
+            await anyio.lowlevel.checkpoint()  # its program has not been started
+            link.kill("the test says so")
+        with anyio.fail_after(SOON_S):
+            assert await ask(link, "ping") == {"pong": {}}
+
+
 @pytest.mark.thorough
 async def test_a_stopped_helper_is_killed_too() -> None:
     async with linked("well") as link:
