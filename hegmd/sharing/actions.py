@@ -145,7 +145,7 @@ class SharingActions(BackgroundTasks):
         queued = self._memory.queue.get(job.number)
         if queued is not None and queued.placed is None:
             where = place_of(action.gpus)
-            self._memory.put_queued(queued.replace(placed=where, placed_utc=self._utc()))
+            self._memory.put_queued(queued.replace(placed=where, placed_s=self._clock()))
             self._record("sharing.placed", f"job {job} starts on {where}", gpu=where, job=job.id)
 
     def _let_start(self, action: Action, job_view: JobView) -> None:

@@ -63,7 +63,7 @@ class QueuedRecord(Record):
     size_bytes: int | None = field("the memory that it says it needs on each", default=None)
     since_utc: float = field("when it was asked for")
     placed: str | None = field("the GPU that it was given; several are separated by commas", default=None)
-    placed_utc: float | None = field("when it was", default=None)
+    placed_s: float | None = field("when it was, by the monotonic clock", default=None)
     has_trained: bool = field("whether it was seen to train since", default=False)
 
 

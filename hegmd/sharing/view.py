@@ -433,7 +433,7 @@ class SharingView:
     def _is_overdue(self, queued: QueuedRecord) -> bool:
         """Return True if a job that was given a GPU has not trained in time."""
         is_started = queued.placed is not None and not queued.has_trained
-        return is_started and self._utc() - (queued.placed_utc or queued.since_utc) >= STARTS_WITHIN_S
+        return is_started and self._clock() - (queued.placed_s or 0.0) >= STARTS_WITHIN_S
 
     def _pinned_in_queue(self, record: JobRecord, former: Mapping[str, int]) -> tuple[str, ...] | None:
         workers = [worker for worker in self._attending.get(record.number, ()) if trains(worker)]
