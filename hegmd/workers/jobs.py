@@ -20,7 +20,7 @@ from typing import Protocol
 import anyio
 import anyio.abc
 
-from hegmd.errors import BAD_REQUEST, NOT_FOUND, HegmError
+from hegmd.errors import BAD_REQUEST, BUSY, NOT_FOUND, HegmError
 from hegmd.node.processes.procfs import ProcessGone, Unreadable, exit_status, read_arguments
 from hegmd.protocol.jobs import DEFAULT_PRIORITY
 from hegmd.protocol.messages import RegisterJob
@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 # How many ended jobs are kept, for how long, and how many of each user.
 MAX_ENDED, MAX_ENDED_OF_USER, MAX_ENDED_S = 500, 100, 30 * 86400.0
+# How many jobs a user can have that have not ended: one process can keep any number of them.
+MAX_ALIVE_OF_USER = 1000
 MAX_RUNS = 8
 # Ranks and their loaders' workers; the latest ones, such as those of a restart.
 MAX_MEMBERS = 256
@@ -89,6 +91,8 @@ class Jobs(BackgroundTasks):
         self._by_run: dict[tuple[int, str], int] = {}
         #: Earlier jobs whose first process was gone when this daemon started, until they had time to reconnect.
         self._awaited: set[int] = set()
+        #: The watch on the first process of each job, by the job's number.
+        self._watches: dict[int, anyio.CancelScope] = {}
         #: Called when a job is added, removed or changed.
         self.changed = Condition()
         #: Called when the first process of a job has ended.
@@ -217,7 +221,7 @@ class Jobs(BackgroundTasks):
         *,
         priority: int | None = None,
     ) -> JobRecord:
-        """Enter the job of a process; its id and name are on disk when this returns. Raises BAD_REQUEST.
+        """Enter the job of a process; its id and name are on disk when this returns. Raises BAD_REQUEST, BUSY.
 
         `goes_on` is the job from whose state it continues. Without a priority it keeps the one that it has.
         """
@@ -232,6 +236,10 @@ class Jobs(BackgroundTasks):
         first = self.of_pid(pid)
         same = first if first is not None and (first.pid, first.uid) == (pid, uid) else None
         known = self.of_run(uid, request.run) or continued or same  # a run within a run takes its place
+        if known is None and sum(job.uid == uid and job.is_alive for job in self._jobs.values()) >= MAX_ALIVE_OF_USER:
+            raise HegmError(
+                BUSY, f"uid {uid} has {MAX_ALIVE_OF_USER} jobs", "run it when some have ended: hegmctl jobs"
+            )
         script = script_of(request.command)
         job = self._enter(uid, request.run, request.name or name_of(script), shown_command(script), known, request.name)
         job = job.replace(priority=job.priority if priority is None else priority, slurm_job=request.slurm_job)
@@ -361,8 +369,18 @@ class Jobs(BackgroundTasks):
         self._watch_soon(job)
 
     def _watch_soon(self, job: JobRecord) -> None:
+        """Watch its first process, and an earlier one no longer: each watch has a descriptor."""
         if self._tasks is not None and job.pid is not None and job.start_ticks is not None:
-            self._tasks.start_soon(self._watch, job.number, job.pid, job.start_ticks)
+            if (before := self._watches.get(job.number)) is not None:
+                before.cancel()
+            scope = self._watches[job.number] = anyio.CancelScope()
+            self._tasks.start_soon(self._watch_within, scope, job.number, job.pid, job.start_ticks)
+
+    async def _watch_within(self, scope: anyio.CancelScope, number: int, pid: int, ticks: int) -> None:
+        with scope:
+            await self._watch(number, pid, ticks)
+        if self._watches.get(number) is scope:
+            del self._watches[number]
 
     def _is_there(self, pid: int, ticks: int | None) -> bool:
         """Return True if that process has not ended. One that cannot be inspected now has not."""

@@ -15,14 +15,14 @@ from pathlib import Path
 import anyio
 import pytest
 
-from hegmd.errors import BAD_REQUEST, DENIED, NOT_FOUND, REFUSED, HegmError
+from hegmd.errors import BAD_REQUEST, BUSY, DENIED, NOT_FOUND, REFUSED, HegmError
 from hegmd.operations.job_requests import APART_S
 from hegmd.protocol import jobs as protocol
 from hegmd.protocol.messages import RegisterJob
 from hegmd.protocol.snapshots import GpuProcess
 from hegmd.workers.job_file import DAMAGED_NAME, NAME, JobFile, JobRecord
 from hegmd.workers.job_names import MAX_COMMAND_CHARS, MAX_RUN_CHARS, name_of, script_of, shown_command
-from hegmd.workers.jobs import MAX_ENDED_OF_USER, MAX_RUNS
+from hegmd.workers.jobs import MAX_ALIVE_OF_USER, MAX_ENDED_OF_USER, MAX_RUNS
 from tests.cells import in_one_test
 from tests.patience import HANG_S
 from tests.unit.moving_node import Node, running, start_ticks
@@ -382,6 +382,38 @@ async def test_ended_jobs_are_remembered_up_to_a_number_of_each_user(tmp_path: P
         assert len(ended) == MAX_ENDED_OF_USER
         assert "j1" not in ended
         assert f"j{len(old)}" in ended
+
+
+async def test_two_processes_that_registered_one_run_in_turn_used_up_the_descriptors(
+    tmp_path: Path, process: Child, second_process: Child
+) -> None:
+    """Each change of the job's first process began another watch, which held a descriptor until that process ended."""
+    async with running(tmp_path) as node:
+        await registered(node, process.pid, "run")
+        await anyio.wait_all_tasks_blocked()
+        before = len(os.listdir("/proc/self/fd"))
+        for turn in range(20):
+            await registered(node, (second_process, process)[turn % 2].pid, "run")
+            await anyio.wait_all_tasks_blocked()
+        assert len(os.listdir("/proc/self/fd")) == before
+        process.kill()
+        process.wait()
+        await until(node, lambda: has_ended(node, "j1"))
+
+
+async def test_two_processes_of_a_user_could_keep_any_number_of_jobs(tmp_path: Path, process: Child) -> None:
+    """One began each job, and the other took it over."""
+    kept = [
+        JobRecord(number=number, name=f"a{number}", uid=UID, runs=(f"r{number}",), command="", started_utc=0.0, boot="")
+        for number in range(1, MAX_ALIVE_OF_USER + 1)
+    ]
+    JobFile(tmp_path).save(len(kept) + 1, kept)
+    async with running(tmp_path) as node:
+        with pytest.raises(HegmError, match=f"has {MAX_ALIVE_OF_USER} jobs") as refused:
+            await registered(node, process.pid, "one more")
+        assert refused.value.code is BUSY
+        assert await registered(node, process.pid, "r7") == "j7"
+        assert await registered(node, process.pid, "of another", uid=UID + 1)
 
 
 async def test_a_full_disk_does_not_keep_a_job_from_its_name(tmp_path: Path, process: Child) -> None:
