@@ -186,8 +186,6 @@ class Mode:
 
 @dataclass(frozen=True, slots=True)
 class GroupName:
-    """The name of a group, or none."""
-
     form: str = 'A group, or "" to leave the group as it is'
 
     def parse(self, value: object) -> object:

@@ -110,8 +110,6 @@ def _environment() -> dict[bytes, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class ProcessResources:
-    """The resources of this process at one moment."""
-
     descriptors: dict[int, str]
     threads: frozenset[threading.Thread]
     children: dict[int, str]

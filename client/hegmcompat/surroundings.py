@@ -39,8 +39,6 @@ VARIABLES = {
 
 @dataclass(frozen=True, slots=True)
 class LauncherSettings:
-    """The settings of one launcher, or of a controller of launchers."""
-
     folder: Path
     path: Path | None
     exit_code: int

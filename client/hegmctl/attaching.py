@@ -14,6 +14,7 @@ from time import monotonic
 from hegmctl.answers import AttachAnswer, AttachedProcess
 from hegmctl.attach_folder import ANSWER, ASKED, SCRIPT, Folder
 from hegmctl.endpoint import find_endpoint
+from hegmctl.jobs_text import user_name
 from hegmctl.remote_python import FIRST_VERSION, NoPython, RemotePython, gone, mapped_names, python_named_by
 from hegmctl.running import inject_folder, msgpack_folder, require_name
 from hegmctl.tables import printable
@@ -67,7 +68,7 @@ class Target:
         """Raise Refused for what can be seen without a look into its memory."""
         caller = os.geteuid()
         if caller and set(self.uids) != {caller}:
-            message = f"process {self.pid} belongs to user {_user(self.uids[0])}"
+            message = f"process {self.pid} belongs to user {user_name(self.uids[0])}"
             raise Refused(message, f"attach to your own processes, or run: sudo hegmctl attach {self.pid}")
         if self.state in "ZX":
             raise gone(self.pid)
@@ -332,15 +333,6 @@ def _is_same(path: str, other: str) -> bool:
         return os.path.samefile(path, other)
     except OSError:
         return True  # unreadable here: reading its memory gives the reason
-
-
-def _user(uid: int) -> str:
-    from pwd import getpwuid
-
-    try:
-        return getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 def _name(pid: int) -> str:

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from typing import Any, Protocol
 
     class GenerationActions(Protocol):
-        """The actions that the generations need."""
-
         def send(self, rank: int, do: str, **what: Any) -> None: ...
 
         def kill(self, rank: int) -> None:

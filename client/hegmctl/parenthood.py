@@ -162,10 +162,10 @@ def _spawn(path: str, words: list[str], environ: Mapping[str, str], mask: set[si
     return os.posix_spawn(path, words, environ, setsigmask=mask, setsigdef=_IGNORED_BY_PYTHON)
 
 
-def reap(child: Child | None, ended: Callable[[int], object]) -> None:
-    """Reap all children that have ended: as a container's first process also others than the child.
+def reap(ended: Callable[[int, int], object]) -> None:
+    """Reap all children that have ended: as a container's first process also foreign ones.
 
-    `ended` gets the child's exit status, or minus the signal that ended it.
+    `ended` gets the pid and the exit status of each, or minus the signal that ended it.
     """
     while True:
         try:
@@ -174,8 +174,7 @@ def reap(child: Child | None, ended: Callable[[int], object]) -> None:
             return
         if pid == 0:
             return
-        if child is not None and pid == child.pid:
-            ended(os.waitstatus_to_exitcode(status))
+        ended(pid, os.waitstatus_to_exitcode(status))
 
 
 def perform_default_stop(number: int) -> None:

@@ -19,7 +19,7 @@ from json import dumps, loads
 from time import monotonic, time
 
 from hegmctl.generations import OVER, RUNNING, Generations
-from hegmctl.parenthood import STOPS, EndRequest, Signals, end_like, perform_default_stop, start
+from hegmctl.parenthood import STOPS, EndRequest, Signals, end_like, perform_default_stop, reap, start
 from hegmctl.prestart import LINE_FD, PrestartSpec, make_ready
 from hegmd.errors import HegmError
 from hegmd.protocol.agents import Noted
@@ -214,7 +214,7 @@ class Launcher:
         if came is None or (came.number == signal.SIGIO and not came.was_sent):
             return
         if came.number == signal.SIGCHLD:
-            self._reap()
+            reap(self._reaped)
             return
         if came.ends:
             self._end_request.note(came.number)
@@ -227,17 +227,10 @@ class Launcher:
         if came.number in STOPS:
             perform_default_stop(came.number)
 
-    def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            rank = next((rank for rank, process in self._processes.items() if process.pid == pid), None)
-            if rank is not None:
-                self._ended(rank, os.waitstatus_to_exitcode(status))
+    def _reaped(self, pid: int, status: int) -> None:
+        rank = next((rank for rank, process in self._processes.items() if process.pid == pid), None)
+        if rank is not None:
+            self._ended(rank, status)
 
     def _ended(self, rank: int, status: int) -> None:
         """The process of a rank has ended: a fault, or the end of the training."""

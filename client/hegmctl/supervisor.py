@@ -234,7 +234,7 @@ class Supervisor:
         if came is None:
             return
         if came.number == SIGCHLD:
-            reap(self._child, self._ended)
+            reap(self._reaped)
         elif self._slurm is not None and came.number in (SIGTSTP, SIGCONT):
             if self._child is not None:
                 self._slurm.take(came.number, self._child.pid, signals.before)
@@ -254,7 +254,9 @@ class Supervisor:
         if came.number in STOPS:
             perform_default_stop(came.number)
 
-    def _ended(self, status: int) -> None:
+    def _reaped(self, pid: int, status: int) -> None:
+        if self._child is None or pid != self._child.pid:
+            return
         self._child = None
         if self._slurm is not None:
             self._slurm.ended()

@@ -281,8 +281,6 @@ class Channel:
 
 
 class _DaemonConnection:
-    """A connection to a daemon."""
-
     def __init__(self, connected: socket.socket, orders: Orders, lending: Lending) -> None:
         self._socket = connected
         self._orders = orders

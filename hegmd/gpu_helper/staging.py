@@ -211,8 +211,6 @@ class GpuEnd(Protocol):
 
 
 class ReservedGpuMemory:
-    """Reserved GPU memory as that end."""
-
     open_s = 0.0
 
     def __init__(self, space: VideoSpace) -> None:

@@ -69,7 +69,6 @@ class PieceName:
 
 
 def parse_name(text: str) -> PieceName | None:
-    """Parse a name; None if it is not valid."""
     found = _FORM.fullmatch(text)
     if found is None:
         return None

@@ -79,7 +79,6 @@ class Operations:
         found: OrphanedMemory,
         suspended: SuspendedOperations,
         parked_orphans: ParkedOrphans,
-        utc: Callable[[], float] = time.time,
         restart_allowed: Callable[[], bool] = lambda: False,
         jobs: JobNames | None = None,
         max_park_s: float | None = None,
@@ -93,7 +92,6 @@ class Operations:
         self._found = found
         self._suspended = suspended
         self._parked_orphans = parked_orphans
-        self._utc = utc
         self.runner = runner
         #: Whether a suspended operation, which was not its user's to resume, is so from now on; sharing sets it.
         self.keep_suspended: Callable[[Operation], bool] = lambda _op: False
@@ -248,7 +246,7 @@ class Operations:
         by_driver = self._parked_orphans.by_driver
         if by_driver is not None and (worker is None or not self._parked_orphans.is_orphan(worker)):
             return await self._adopt_of_driver(by_driver, pid, to, context)
-        op = adopted(self.runner.next_id(), await self._parked_orphans.job_of(pid), utc=self._utc())
+        op = adopted(self.runner.next_id(), await self._parked_orphans.job_of(pid), utc=time.time())
         for member in op.workers:
             _refuse_elsewhere(member.pid, member.gpu, to)
         plan = await self._plan_resume(op, to)
@@ -265,7 +263,7 @@ class Operations:
         if driven.state == "running":
             raise Refused(f"process {pid} is not parked: there is nothing to adopt", "run: hegmctl ps", {"pid": pid})
         _refuse_elsewhere(pid, driven.gpu, to)
-        op = adopted_of_driver(self.runner.next_id(), driven, utc=self._utc())
+        op = adopted_of_driver(self.runner.next_id(), driven, utc=time.time())
         there = Candidate(
             pid=pid, start_ticks=driven.start_ticks, uid=driven.uid, name=driven.name, gpus=(), vram_bytes=None
         )
@@ -368,7 +366,7 @@ class Operations:
         for worker in plan.workers:  # another request may have come first since the snapshot; nothing is awaited below
             self._refuse_if_taken(worker.pid, but_for=holder)
         op_id = self.runner.next_id() if holder is None else holder.id
-        op = plan.operation(op_id, snapshot.candidates, chips, limits=limits, utc=self._utc())
+        op = plan.operation(op_id, snapshot.candidates, chips, limits=limits, utc=time.time())
         op = op.replace(spill=spill, image=handoff, lent=context.lent)
         if holder is None:
             await self.runner.begin(op)

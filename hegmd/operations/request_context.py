@@ -101,5 +101,4 @@ def refusal(reasons: Sequence[Reason]) -> HegmError:
 
 
 def plan_record(plan: MigrationPlan) -> protocol.Plan:
-    """Return the public record of the plan."""
     return protocol.Plan.from_plain(plan.to_plain(), "plan")

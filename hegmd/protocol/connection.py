@@ -227,8 +227,8 @@ class Progress:
 class ClientConnection:
     """The caller's end: encodes requests, returns answers."""
 
-    def __init__(self, *, frame_bytes: int = REPLY_FRAME_BYTES) -> None:
-        self._frames = FrameReader(frame_bytes)
+    def __init__(self) -> None:
+        self._frames = FrameReader(REPLY_FRAME_BYTES)
         self._in_flight: dict[int, type[Request]] = {}
         self._last_id = 0
         self.welcome: Welcome | None = None

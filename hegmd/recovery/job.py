@@ -150,7 +150,6 @@ class ProtectedJob:
             await anyio.to_thread.run_sync(launchers.end_one, worker.pid, worker.identity.start_ticks)
 
     def record_event(self, kind: str, severity: str, message: str) -> None:
-        """Record an event about it."""
         facts = {"job": self.record.job}
         self.node.events.record(kind, severity, message, facts=facts)
         logger.info("%s", message, extra=fields(job=self.record.job))

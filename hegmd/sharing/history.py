@@ -17,8 +17,6 @@ UNKNOWN_SWITCH_S = 1.0
 
 @dataclass(slots=True)
 class JobPast:
-    """The past of one job or lease."""
-
     state: str = ""
     since_s: float = 0.0
     turn_s: float = 0.0
@@ -46,7 +44,6 @@ class History:
         self._pasts: dict[str, JobPast] = {}
 
     def of(self, subject: str) -> JobPast:
-        """Return the past of that job or lease."""
         return self._pasts.setdefault(subject, JobPast())
 
     def note_state(self, subject: str, state: str, now: float, since_s: float | None = None) -> JobPast:

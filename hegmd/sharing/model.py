@@ -33,8 +33,6 @@ START, RESUME, SUSPEND, MIGRATE, GRANT = "start", "resume", "suspend", "migrate"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU."""
-
     id: str
     total_bytes: int
     #: What the driver says is free, less what operations have reserved. None if unknown: nothing is placed there.

@@ -353,7 +353,6 @@ class Sharing:
     # -- events --------------------------------------------------------------------------------------------------------
 
     def note_end(self, lease: LeaseRecord, why: str) -> None:
-        """A lease has ended."""
         message = f"lease {lease} has ended: {why}"
         if lease.is_held:
             self._record("sharing.lease-ended", message, gpu=lease.gpu, lease=lease.id)
@@ -371,7 +370,6 @@ class Sharing:
         self._record("sharing.queued", f"job {job} waits for a GPU, with priority {job.priority}", job=job.id)
 
     def note_priority(self, job: JobRecord, priority: int) -> None:
-        """The priority of a job was changed."""
         if job.priority != priority:
             self._record("sharing.priority", f"job {job} has priority {priority}, after {job.priority}", job=job.id)
         self.look_again()

@@ -228,9 +228,9 @@ class ServiceManager:
         """Report that the daemon serves: after the start and after each reload."""
         return self._report("READY=1", *_status(status))
 
-    def reloading(self, status: str = "") -> bool:
+    def reloading(self) -> bool:
         """Report a reload of the configuration, which `ready` ends. The time identifies it for Type=notify-reload."""
-        return self._report("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}", *_status(status))
+        return self._report("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self, status: str = "") -> bool:
         return self._report("STOPPING=1", *_status(status))

@@ -53,8 +53,6 @@ May = Callable[[int | None], bool]
 
 
 class JobOperations(Protocol):
-    """The view of operations on jobs."""
-
     def holds(self, job: JobRecord) -> bool:
         """Whether an operation that is not over has the job, its processes gone or not."""
         ...
@@ -73,15 +71,12 @@ class Jobs(BackgroundTasks):
         supervisors: Supervisors,
         start_ticks: Callable[[int], int | None],
         operations: JobOperations,
-        *,
-        utc: Callable[[], float] = time.time,
     ) -> None:
         super().__init__()
         self._workers = workers
         self._supervisors = supervisors
         self._start_ticks = start_ticks
         self._operations = operations
-        self._utc = utc
         self._saving = JobSaving()
         self._boot = ""
         self._next = 1
@@ -208,7 +203,7 @@ class Jobs(BackgroundTasks):
 
     def describe_end(self, job: JobRecord) -> str:
         how = job.end or ("its exit status is not known" if job.status is None else status_text(job.status))
-        return f"ended {ago(self._utc() - (job.ended_utc or 0.0))} ago, {how}"
+        return f"ended {ago(time.time() - (job.ended_utc or 0.0))} ago, {how}"
 
     # -- who comes and goes --------------------------------------------------------------------------------------------
 
@@ -259,7 +254,7 @@ class Jobs(BackgroundTasks):
                 uid=uid,
                 runs=(run,),
                 command=command,
-                started_utc=self._utc(),
+                started_utc=time.time(),
                 boot=self._boot,
                 priority=self.default_priority,
             )
@@ -424,7 +419,7 @@ class Jobs(BackgroundTasks):
             return
         end = self._operations.end_of(job)
         status = job.status if end is None else None
-        self._put(job.replace(ended_utc=self._utc(), end=end, status=status, members=()))
+        self._put(job.replace(ended_utc=time.time(), end=end, status=status, members=()))
         self._trim()
 
     def _trim(self) -> None:
@@ -435,7 +430,7 @@ class Jobs(BackgroundTasks):
         of_user: dict[int, int] = {}
         for place, job in enumerate(ended):
             of_user[job.uid] = of_user.get(job.uid, 0) + 1
-            is_old = self._utc() - (job.ended_utc or 0.0) > MAX_ENDED_S
+            is_old = time.time() - (job.ended_utc or 0.0) > MAX_ENDED_S
             if is_old or place >= MAX_ENDED or of_user[job.uid] > MAX_ENDED_OF_USER:
                 del self._jobs[job.number]
                 self._forget_runs(job, job.runs)

@@ -319,7 +319,6 @@ class Workers:
         return iter(tuple(self._workers.values()))
 
     def find(self, pid: int) -> AgentConnection | None:
-        """Return the worker with that pid."""
         return self._workers.get(pid)
 
     def named(self, name: str) -> AgentConnection | None:

@@ -233,7 +233,6 @@ class Node:
 
 
 def mentioning(path: Path) -> Iterator[psutil.Process]:
-    """Every process with that path in its command."""
     for process in psutil.process_iter(["cmdline"]):
         if str(path) in (process.info["cmdline"] or ()):
             yield process

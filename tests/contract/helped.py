@@ -54,7 +54,6 @@ class Owner:
         return [bytes.fromhex(text) for text in self.ask("handles").split()[1:]]
 
     def free_bytes(self) -> int:
-        """Return the free bytes of its GPU."""
         return int(self.ask("info").split()[1])
 
     def come_back(self) -> None:

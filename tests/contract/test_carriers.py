@@ -140,8 +140,6 @@ class ReleasesMemoryTooEarly(WorkerCarrier):
 
 
 class AllocatesWithoutReservation(WorkerCarrier):
-    """Allocates storages without a reservation."""
-
     async def reload(self, subject: MigratedProcess, on_progress: Progress, making: Making) -> int:
         return await super().reload(subject, on_progress, lambda: nullcontext(lambda: False))
 

@@ -249,7 +249,6 @@ class SystemdNode:
         return done
 
     def show(self, unit: str, property_name: str) -> str:
-        """One property of a unit, as `systemctl show` has it."""
         return self.run("systemctl", "show", "--value", "-p", property_name, unit).stdout.strip()
 
     # -- journal -------------------------------------------------------------------------------------------------------

@@ -183,7 +183,6 @@ def _paths() -> dict[str, Path]:
 
 @functools.cache
 def python_files() -> tuple[Module, ...]:
-    """Every Python file of the project, tests included."""
     return tuple(_module(path) for path in _paths().values())
 
 
@@ -199,7 +198,6 @@ def names(package: str) -> list[str]:
 
 
 def module(name: str) -> Module:
-    """The module of that name."""
     return _module(_paths()[name])
 
 

@@ -96,8 +96,6 @@ class JobRow:
 
 
 class NodeView:
-    """A snapshot of the node as `hegmctl top` shows it."""
-
     __slots__ = ("gpus", "jobs", "node", "operations", "utc")
 
     def __init__(

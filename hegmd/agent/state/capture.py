@@ -67,8 +67,6 @@ def capture(ident: int | None = None, frame: FrameType | None = None) -> tuple[d
 
 
 class _Capture:
-    """A capture."""
-
     def __init__(self, ident: int, frame: FrameType | None) -> None:
         self.refusals: list[Refusal] = []
         self.state: dict[str, Any] = {"form": FORM, "python": sys.version.split()[0]}

@@ -78,8 +78,6 @@ def _as_if_asked(candidate: Candidate) -> Candidate:
 
 
 class _ProcessOnNode:
-    """A process and the node it is on."""
-
     def __init__(self, families: _Families, process: GpuProcess, criu_path: str | None) -> None:
         self._families = families
         self._process = process

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 class EffectExecutor:
     """Performs the effects of operations."""
 
-    def __init__(  # noqa: PLR0913 - the parts that it works on, each named
+    def __init__(
         self,
         workers: Workers,
         methods: Mapping[str, Method],
@@ -65,13 +65,9 @@ class EffectExecutor:
         start_ticks: Callable[[int], int | None],
         imager: Imager | None = None,
         paces: Throughputs | None = None,
-        is_stopped: Callable[[int], bool] = is_stopped,
-        utc: Callable[[], float] = time.time,
         slot_for: SlotFor = no_slot,
     ) -> None:
-        self._utc = utc
         self._cast = Participants(workers, methods, carriers, start_ticks=start_ticks, imager=imager, slot_for=slot_for)
-        self._is_stopped = is_stopped
         #: How fast bytes went, for the next estimate.
         self.paces = Throughputs() if paces is None else paces
         agents, images = AgentEffects(self._cast), ImageEffects(self._cast)
@@ -112,7 +108,7 @@ class EffectExecutor:
 
     def stopped(self, op: Operation) -> tuple[int, ...]:
         """Return its processes that a signal or a debugger has stopped: the driver makes no progress in them."""
-        return tuple([member.pid for member in op.live if self._is_stopped(member.pid) and self._is_there(member)])
+        return tuple([member.pid for member in op.live if is_stopped(member.pid) and self._is_there(member)])
 
     def ending(self, op: Operation) -> tuple[int, ...]:
         """Return those of its processes that are about to exit: their agents will not reconnect."""
@@ -294,7 +290,7 @@ class EffectExecutor:
     async def _hold(self, op: Operation, _: Member, effect: effects.Hold, __: Progress) -> Event:
         """Never beyond the instant that the request itself allowed, however often a daemon is started meanwhile."""
         last_utc = op.created_utc + op.limits.park_s + op.limits.hold_s
-        await anyio.sleep(max(0.0, min(op.limits.hold_s, last_utc - self._utc())))
+        await anyio.sleep(max(0.0, min(op.limits.hold_s, last_utc - time.time())))
         return events.Held(**effect.ending())
 
     async def _restore(self, op: Operation, member: Member, effect: effects.Restore, tell: Progress) -> Event:

@@ -110,15 +110,11 @@ class Runner:
         *,
         disk: Disk | None = None,
         ended_well: EndedWell = exit_unknown,
-        clock: Callable[[], float] = time.monotonic,
-        utc: Callable[[], float] = time.time,
     ) -> None:
-        self._ledger = Ledger(folder, log, disk=disk, utc=utc)
+        self._ledger = Ledger(folder, log, disk=disk)
         self._performer = performer
         self._log = log
         self._ended_well = ended_well
-        self._clock = clock
-        self._utc = utc
         self._running: dict[str, OperationTask] = {}
         self._ended: dict[str, OperationTask] = {}
         #: Operations that ended under this daemon, by kind, method and result.
@@ -165,7 +161,7 @@ class Runner:
 
     async def begin(self, op: Operation) -> None:
         """Put an operation in the journal and start it. Raises HegmError; nothing has been done then."""
-        utc = self._utc()
+        utc = time.time()
         history = History(op).after(op, records.Line(utc=utc, event="", phase=op.phase))
         running = OperationTask(history)
         for member in op.workers:
@@ -184,7 +180,7 @@ class Runner:
 
     async def remember(self, op: Operation) -> None:
         """Put an operation into the journal that failed before it could begin. Raises nothing."""
-        utc = self._utc()
+        utc = time.time()
         history = History(op).after(op, records.Line(utc=utc, event="", phase=op.phase))
         try:
             await self._ledger.enter(history, records.opening(op, utc))
@@ -198,7 +194,7 @@ class Runner:
         running = self._running.get(op_id)
         if running is None:
             op = self.history(op_id).operation
-            handle(op, event, self._clock())  # it has ended, and raises the refusal
+            handle(op, event, time.monotonic())  # it has ended, and raises the refusal
             raise Bug(f"operation {op_id} is {op.phase} and has no task")
         asking = running.enqueue(event)
         await asking.settled.wait()
@@ -248,13 +244,8 @@ class Runner:
         """Return the running operations with the reservations and pool memory that the daemon holds for them."""
         return tuple(self._performer.as_held(op) for op in self.under_way())
 
-    def of_process(self, pid: int, start_ticks: int | None = None) -> Operation | None:
-        """The operation that has this process now."""
-        for op in self.under_way():
-            for member in op.live:
-                if member.pid == pid and start_ticks in (None, member.start_ticks):
-                    return op
-        return None
+    def of_process(self, pid: int) -> Operation | None:
+        return next((op for op in self.under_way() if any(member.pid == pid for member in op.live)), None)
 
     def last_place(self, pid: int, start_ticks: int) -> Member | None:
         """Return the worker record of the newest operation on that process, or None."""
@@ -334,7 +325,7 @@ class Runner:
                     tasks.start_soon(self._watch, running, member)
             watches_stopped = False
             while running.op.phase not in TERMINAL:
-                asking = await running.next(self._clock)
+                asking = await running.next(time.monotonic)
                 running.taking = True
                 try:
                     effects = await self._handle(running, asking)
@@ -384,17 +375,17 @@ class Runner:
 
     async def _handle(self, running: OperationTask, asking: QueuedEvent) -> tuple[Effect, ...]:
         """Handle one event and have what follows on disk. Raises Refused, with nothing changed."""
-        now = self._clock()
+        now = time.monotonic()
         before, event = running.op, asking.event
         after, effects = handle(before, event, now)
         if after is before:
             return ()
         after = timed(event, after, now)
-        utc, timings = self._utc(), asking.timings
+        utc, timings = time.time(), asking.timings
         record, line = records.step(before, event, after, effects, now=now, utc=utc, timings=timings)
         history = running.history.after(after, line)
         await self._ledger.write(history, record)
-        took_ms = (self._clock() - now) * 1e3
+        took_ms = (time.monotonic() - now) * 1e3
         logger.debug("operation %s: %s after %s is on disk, in %.1f ms", after.id, after.phase, event.tag, took_ms)
         running.history = history
         self._note(running, event, before, after)
@@ -420,10 +411,10 @@ class Runner:
                 for earlier in running.before(effect):
                     await earlier.over.wait()
                 await anyio.lowlevel.checkpoint_if_cancelled()
-                began = self._clock()
+                began = time.monotonic()
                 with collected() as found:
                     ending = await self._performer.perform(running.op, effect, on_progress, errand.heard)
-                took_ms = (self._clock() - began) * 1e3
+                took_ms = (time.monotonic() - began) * 1e3
                 logger.debug("operation %s: %s took %.1f ms", running.op.id, effect.tag, took_ms)
                 member = running.op.worker(effect.worker)
                 connection = None if member is None else self._performer.connection(member)
@@ -433,7 +424,7 @@ class Runner:
 
     def _timings(self, found: StepTimings) -> tuple[protocol.Timing, ...]:
         """Return the steps with the wall time of their begin."""
-        offset_s = self._utc() - time.monotonic()
+        offset_s = time.time() - time.monotonic()
         return tuple(
             [
                 protocol.Timing(
@@ -456,7 +447,7 @@ class Runner:
             del self._ended[old]
         for asking in running.inbox:
             try:
-                handle(op, asking.event, self._clock())
+                handle(op, asking.event, time.monotonic())
                 asking.settle()
             except HegmError as refusal:
                 asking.settle(refusal)

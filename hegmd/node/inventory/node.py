@@ -80,7 +80,6 @@ class Inventory:
         held: Callable[[], Mapping[int, int]] = dict,
         off: Sequence[str] = (),
         on_look: Callable[[NodeSnapshot, float], object] = lambda _snapshot, _took_s: None,
-        clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._vendors = tuple(VendorWatch(provider, monotonic=monotonic) for provider in providers)
@@ -93,7 +92,6 @@ class Inventory:
         self._held = held
         self._off = tuple(Vendor(vendor=name, state="off", message="switched off by configuration") for name in off)
         self._on_look = on_look
-        self._clock = clock
         self._monotonic = monotonic
         self._round: _Refresh | None = None
         self._rhythm_changed = anyio.Event()
@@ -200,7 +198,7 @@ class Inventory:
     # ---- one look ---------------------------------------------------------------------------------------------------
 
     async def _look(self) -> NodeSnapshot:
-        began, taken_utc = self._monotonic(), self._clock()
+        began, taken_utc = self._monotonic(), time.time()
         known = self._changes_known
         deadline_s = self._query_deadline_s
         async with anyio.create_task_group() as tasks:

@@ -66,15 +66,15 @@ class DescriptorHolder:
     is_zombie: bool
 
 
-def holders_of(numbers: Iterable[int], proc_root: str = "/proc") -> tuple[DescriptorHolder, ...]:
+def holders_of(numbers: Iterable[int]) -> tuple[DescriptorHolder, ...]:
     """Return the processes that use one of these numbers; a restore needs all of them free."""
     wanted_numbers = frozenset(numbers)
     found: list[DescriptorHolder] = []
-    for name in os.listdir(proc_root):
+    for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
         try:
-            fields = Path(proc_root, name, "stat").read_bytes().rpartition(b")")[2].split()
+            fields = Path("/proc", name, "stat").read_bytes().rpartition(b")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
         held = {int(name): "process", int(fields[3]): "session", int(fields[2]): "group"} | {int(name): "process"}
@@ -160,7 +160,7 @@ def ask(pid: int, start_ticks: int, number: signal.Signals) -> None:
             _ended(pidfd, _END_GRACE_S)
 
 
-def dumpers_of(pids: Iterable[int], proc_root: str = "/proc", *, uid: int | None = None) -> tuple[int, ...]:
+def dumpers_of(pids: Iterable[int], *, uid: int | None = None) -> tuple[int, ...]:
     """Return the processes that dump, or will dump, a tree with one of these as its root, by their command lines.
 
     Only processes of the daemon's user and of the job's users count: any user can give a program such a command line.
@@ -170,13 +170,13 @@ def dumpers_of(pids: Iterable[int], proc_root: str = "/proc", *, uid: int | None
     for pid in pids:
         owners = wanted_numbers[b"\0dump\0--tree\0%d\0" % pid] = {os.geteuid() if uid is None else uid}
         with suppress(OSError):
-            owners.update([os.stat(f"{proc_root}/{pid}").st_uid] if uid is None else [])
+            owners.update([os.stat(f"/proc/{pid}").st_uid] if uid is None else [])
     found: list[int] = []
-    for name in os.listdir(proc_root):
+    for name in os.listdir("/proc"):
         if name.isdigit():
             with suppress(FileNotFoundError, ProcessLookupError):
-                command = Path(proc_root, name, "cmdline").read_bytes()
-                owner = Path(proc_root, name).stat().st_uid
+                command = Path("/proc", name, "cmdline").read_bytes()
+                owner = Path("/proc", name).stat().st_uid
                 is_one = any(words in command and owner in owners for words, owners in wanted_numbers.items())
                 if is_one and _state(int(name)) not in {"T", "t"}:
                     found.append(int(name))

@@ -24,8 +24,6 @@ _STATE, _PARENT, _GROUP, _SESSION, _TERMINAL, _START_TICKS = 0, 1, 2, 3, 4, 19
 
 @dataclass(frozen=True, slots=True)
 class TreeProcess:
-    """A process of the tree."""
-
     pid: int
     parent: int
     start_ticks: int
@@ -81,8 +79,6 @@ class Descriptor:
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """A mapped file of a process."""
-
     pid: int
     path: str
     is_deleted: bool = False

@@ -100,13 +100,13 @@ def _read_stat(proc_root: str, pid: int) -> tuple[int, str, str]:
     return int(fields[_START_TICKS]), _text(before.partition(b"(")[2]), state
 
 
-def start_ticks_of(pid: int, proc_root: str = "/proc") -> int | None:
+def start_ticks_of(pid: int) -> int | None:
     """Return the start time of a process, which identifies it with its pid; None if it does not exist or is hidden.
 
     Raises HegmError if it cannot be read now, so that a lack of descriptors does not make a process look ended.
     """
     try:
-        return read_start(proc_root, pid)[0]
+        return read_start("/proc", pid)[0]
     except Scarce as error:
         raise HegmError(
             UNAVAILABLE,

@@ -90,11 +90,7 @@ class ProcessListBuilder:
 
     def read(self, call: ProcessListInputs) -> ProcessReadings:
         """Identify the pids. Reads /proc, but nothing that waits for another process."""
-        uses_of: dict[int, list[ProcessUse]] = {}
-        for use in call.uses:
-            uses_of.setdefault(use.pid, []).append(use)
-        for pid in call.held_bytes:
-            uses_of.setdefault(pid, [])
+        uses_of = _uses_by_pid(call)
         facts_of = self._table.refresh(uses_of, call.unproven)
         visible = (
             (facts.pid, facts.start_ticks, facts.name, facts.uid)
@@ -164,6 +160,15 @@ class ProcessListBuilder:
         self._lines.clear()
 
 
+def _uses_by_pid(call: ProcessListInputs) -> dict[int, list[ProcessUse]]:
+    uses_of: dict[int, list[ProcessUse]] = {}
+    for use in call.uses:
+        uses_of.setdefault(use.pid, []).append(use)
+    for pid in call.held_bytes:
+        uses_of.setdefault(pid, [])
+    return uses_of
+
+
 def _note(facts: ProcessFacts, uses: Sequence[ProcessUse]) -> str | None:
     """Return the note of a process; one without a GPU is listed only because hegmd keeps its state."""
     return NOTE_HELD if facts.note == NOTE_ENDED and not uses else facts.note
@@ -180,11 +185,7 @@ def stand_in(call: ProcessListInputs, before: ProcessList) -> ProcessList:
     For pids that are no longer reported it is unknown whether they ended.
     """
     known = {process.pid: process for process in before.processes}
-    uses_of: dict[int, list[ProcessUse]] = {}
-    for use in call.uses:
-        uses_of.setdefault(use.pid, []).append(use)
-    for pid in call.held_bytes:
-        uses_of.setdefault(pid, [])
+    uses_of = _uses_by_pid(call)
     processes: list[GpuProcess] = []
     for pid, uses in sorted(uses_of.items()):
         named = _named_uses(uses, call.ids)

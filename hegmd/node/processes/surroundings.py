@@ -43,27 +43,27 @@ def read_outside(pid: int, proc_root: str = "/proc", cgroups: Path = _CGROUPS) -
     )
 
 
-def parent_of(pid: int, proc_root: str = "/proc") -> int | None:
+def parent_of(pid: int) -> int | None:
     """Return its parent's pid; None if unknown."""
-    fields = _stat(Path(proc_root) / str(pid))
+    fields = _stat(Path("/proc") / str(pid))
     return int(fields[_PARENT]) if len(fields) > _PARENT else None
 
 
-def variables_of(pid: int, names: Collection[str], proc_root: str = "/proc") -> dict[str, str]:
+def variables_of(pid: int, names: Collection[str]) -> dict[str, str]:
     """Return these variables of its initial environment. May block while it holds the lock of its memory map."""
     found: dict[str, str] = {}
-    for entry in _read(Path(proc_root) / str(pid) / "environ").split(b"\0"):
+    for entry in _read(Path("/proc") / str(pid) / "environ").split(b"\0"):
         name, is_one, value = entry.decode(errors="surrogateescape").partition("=")
         if is_one and name in names:
             found[name] = value
     return found
 
 
-def nearest_ancestor(pid: int, among: Collection[int], proc_root: str = "/proc") -> int | None:
+def nearest_ancestor(pid: int, among: Collection[int]) -> int | None:
     """Return the nearest ancestor of a process among those given; None if there is none."""
     visited = {pid}
     while True:
-        fields = _stat(Path(proc_root) / str(pid))
+        fields = _stat(Path("/proc") / str(pid))
         if len(fields) <= _PARENT:
             return None
         pid = int(fields[_PARENT])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
 
 from hegmd.protocol.messages import REQUESTS
 
@@ -18,24 +17,23 @@ OTHER = "other"
 class Histogram:
     """Durations in bins."""
 
-    def __init__(self, bounds_s: tuple[float, ...] = BOUNDS_S) -> None:
-        self.bounds_s = bounds_s
+    def __init__(self) -> None:
         self.sum_s = 0.0
-        self._bins = [0] * (len(bounds_s) + 1)
+        self._bins = [0] * (len(BOUNDS_S) + 1)
 
     @property
     def count(self) -> int:
         return sum(self._bins)
 
     def observe(self, duration_s: float) -> None:
-        self._bins[bisect_left(self.bounds_s, duration_s)] += 1
+        self._bins[bisect_left(BOUNDS_S, duration_s)] += 1
         self.sum_s += duration_s
 
     def cumulative(self) -> list[tuple[float, int]]:
         """Return, for each bound, how many durations were no longer; the last bound is infinite."""
         total = 0
         found: list[tuple[float, int]] = []
-        for bound, inside in zip((*self.bounds_s, float("inf")), self._bins, strict=True):
+        for bound, inside in zip((*BOUNDS_S, float("inf")), self._bins, strict=True):
             total += inside
             found.append((bound, total))
         return found
@@ -44,8 +42,7 @@ class Histogram:
 class Counters:
     """Totals since the start of the daemon."""
 
-    def __init__(self, ops: Iterable[str] = REQUESTS) -> None:
-        self._ops = frozenset(ops)
+    def __init__(self) -> None:
         self.requests: Counter[tuple[str, str]] = Counter()
         self.durations: dict[str, Histogram] = {}
         self.connections = 0
@@ -60,7 +57,7 @@ class Counters:
 
     def request(self, op: str, result: str, took_s: float | None) -> None:
         """Count an answered request: `result` is ok or its error code. Time is None if it means nothing."""
-        op = op if op in self._ops else OTHER
+        op = op if op in REQUESTS else OTHER
         self.requests[op, result] += 1
         if took_s is not None:
             self.durations.setdefault(op, Histogram()).observe(took_s)

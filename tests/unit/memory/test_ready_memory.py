@@ -29,8 +29,6 @@ STEP_BYTES = 4 * MIB
 
 
 class Node:
-    """A node whose memory a test decides."""
-
     def __init__(self) -> None:
         self.memory: NodeMemory = NodeMemory(1000 * MIB, 900 * MIB)
 

@@ -113,7 +113,6 @@ def supervisor(run: str = "now", *, is_alive: bool = True, **offer: Any) -> Any:
 
 
 async def held_slots(pool: Pool) -> JobSlots:
-    """Hold a slot for the job."""
     slots = JobSlots(pool, "j1")
     write((await slots.take(0, 0, 8192, Source(os.geteuid(), 1))).fd, generation=1, step=7)
     return slots

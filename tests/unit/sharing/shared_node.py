@@ -87,7 +87,6 @@ class SharedNode:
 
     @property
     def events(self) -> list[str]:
-        """Return the kinds of the sharing events."""
         return [event.kind.removeprefix("sharing.") for event in self.node.events.remembered(kinds=["sharing"])]
 
 

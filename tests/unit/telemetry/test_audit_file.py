@@ -22,7 +22,6 @@ Opener = Callable[[Path | None], AuditFile]
 
 @pytest.fixture
 def opened() -> Iterator[Opener]:
-    """Opens audit files that are closed after the test."""
     made: list[AuditFile] = []
 
     def opener(path: Path | None) -> AuditFile:

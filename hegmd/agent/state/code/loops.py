@@ -43,8 +43,6 @@ class Head:
 
 
 class Loops:
-    """The loops of one code object."""
-
     def __init__(self, code: CodeType) -> None:
         import dis
 
@@ -106,7 +104,6 @@ class Loops:
         return found
 
     def targets(self) -> set[str]:
-        """Return the variables that `for` loops of this code set."""
         found: set[str] = set()
         for index, head in enumerate(self._list):
             if head.opname == "FOR_ITER":

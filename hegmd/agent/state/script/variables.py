@@ -62,8 +62,6 @@ def begin_anew(state: Any) -> list[str]:
 
 
 class _Capture:
-    """A capture."""
-
     def __init__(
         self,
         frames: list[FrameType],

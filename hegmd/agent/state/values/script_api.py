@@ -49,8 +49,6 @@ def make_released() -> Callable[[Callable[[str], object]], Any]:
 
 
 class _NoBlock:
-    """The block without an agent."""
-
     def __enter__(self) -> None:
         pass
 

@@ -14,8 +14,6 @@ from tests.unit.doubles import gpu
 
 @dataclass
 class NodeWithVendor:
-    """A node with one vendor in that state."""
-
     state: str
 
     @property

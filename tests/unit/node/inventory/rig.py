@@ -24,8 +24,6 @@ SHORT_S = 0.02
 
 
 class Node:
-    """An inventory and the checks of a test."""
-
     def __init__(
         self, *providers: DeviceProvider, table: ProcessTable | None = None, deadline_s: float = LONG_S
     ) -> None:

@@ -11,7 +11,6 @@ from hegmd.agent.state.frameworks import accelerate_hf, lightning
 
 
 def _frame_in(module: str, call: Callable[[], Any] | None = None) -> FrameType:
-    """A frame of a function of that module."""
     names: dict[str, Any] = {"__name__": module, "call": call or (lambda: sys._getframe(1))}
     exec("def loop():\n    return call()", names)
     frame: FrameType = names["loop"]()
