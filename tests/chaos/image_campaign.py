@@ -251,7 +251,7 @@ class ImageCampaign:
 
     def _start(self, folder: Path, socket_path: Path | None) -> ImageJob:
         """Start a job of this campaign's kind. Without a socket it runs without hegmd, undisturbed."""
-        return ImageJob(folder, socket_path, steps=STEPS)
+        return ImageJob(folder, socket_path, steps=STEPS, forks=False)
 
     def _end_job(self) -> None:
         job, self._job = self._job, None

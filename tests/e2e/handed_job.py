@@ -80,11 +80,12 @@ class ImageJob:
         piped: bool = False,
         script: Sequence[str] = (),
         bare: bool = True,
-        forks: bool = False,
+        forks: bool = True,
     ) -> None:
         """`uid`: whose it is; else it belongs to the user who runs the test. `piped`: it says what it says into a pipe.
         `script`: another one than that of these tests, with its arguments. `bare`: without PyTorch's compiler. `forks`:
-        forked from the Python that has imported PyTorch, with its compiler."""
+        forked from the Python with PyTorch and its compiler, where tests have one. Else its parent is the process of
+        the test, and /proc has its environment."""
         self.folder = folder
         self.folder.mkdir(exist_ok=True)
         if uid is not None:

@@ -43,7 +43,7 @@ def test_a_restored_job_continues_on_another_gpu_with_equal_losses(daemon: Runni
     """Its loader's workers, its thread, its child and its open file with it; what it says goes where it is led."""
     image, log, expected = tmp_path / "image", tmp_path / "log", losses_alone(tmp_path / "alone", workers=2)
     log.write_text("before\n")
-    with ImageJob(tmp_path / "job", daemon.socket_path, workers=2, piped=True) as job:
+    with ImageJob(tmp_path / "job", daemon.socket_path, workers=2, piped=True, forks=False) as job:
         job.await_steps(20)
         done = job.operation("checkpoint", str(job.pid), str(image))
         assert (done["phase"], done["processes"][0]["state"]) == ("done", "gone")
@@ -339,7 +339,7 @@ def test_a_daemon_killed_within_a_restore_leaves_a_job_or_only_the_image(
     restored again.
     """
     image = tmp_path / "image"
-    with ImageJob(tmp_path / "job", daemon.socket_path) as job:
+    with ImageJob(tmp_path / "job", daemon.socket_path, forks=False) as job:
         job.await_steps(20)
         job.operation("checkpoint", str(job.pid), str(image))
         job.process.wait(ENDS_WITHIN_S)

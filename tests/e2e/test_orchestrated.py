@@ -36,7 +36,7 @@ def test_a_job_is_quiesced_suspended_dumped_and_restored_in_steps_with_every_los
 ) -> None:
     expected = losses_alone(tmp_path / "alone")
     image = tmp_path / "image"
-    with ImageJob(tmp_path / "job", daemon.socket_path) as job:
+    with ImageJob(tmp_path / "job", daemon.socket_path, forks=False) as job:
         job.await_steps(20)
         held = job.operation("quiesce", str(job.pid), "--timeout", "30", "--hold", "15min")
         assert (held["phase"], held["processes"][0]["state"]) == ("holding", "parked")

@@ -52,10 +52,7 @@ def test_ranks_of_each_kind_are_moved_and_written_into_an_image(
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     there, back = (",".join(f"gpu{(rank + first) % 2}" for rank in range(ranks)) for first in range(2))
     script = [*launcher, SCRIPT, kind, str(out), *words.split()]
-    with (
-        daemon_with_criu(tmp_path) as daemon,
-        ImageJob(tmp_path / "job", daemon.socket_path, script=script, forks=True) as job,
-    ):
+    with daemon_with_criu(tmp_path) as daemon, ImageJob(tmp_path / "job", daemon.socket_path, script=script) as job:
         pid = str(_pids(job, ranks)[0])
         _await_steps(job, out, ranks, 3)
         assert job.operation("suspend", pid)["phase"] == "suspended"
@@ -81,7 +78,10 @@ def test_ranks_go_into_images_with_their_launcher_and_its_store(tmp_path: Path) 
     script, out = str(SCRIPTS / "ranks.py"), tmp_path / "out"
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     launched = ["-m", "torch.distributed.run", "--nproc-per-node", "2", script, str(out)]
-    with daemon_with_criu(tmp_path) as daemon, ImageJob(tmp_path / "job", daemon.socket_path, script=launched) as job:
+    with (
+        daemon_with_criu(tmp_path) as daemon,
+        ImageJob(tmp_path / "job", daemon.socket_path, script=launched, forks=False) as job,
+    ):
         ranks = _pids(job, 2)
         left = job.operation("checkpoint", "--leave-running", str(ranks[0]), first)
         assert [process["state"] for process in left["processes"]] == ["running", "running"]
@@ -107,10 +107,7 @@ def test_ranks_with_uneven_batches_were_rolled_back_after_a_minute(tmp_path: Pat
     """A rank without batches waits in `Join`: it says so, and the others train on meanwhile."""
     out = tmp_path / "out"
     script = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPTS / "joined.py"), str(out)]
-    with (
-        RunningDaemon(tmp_path) as daemon,
-        ImageJob(tmp_path / "job", daemon.socket_path, script=script, forks=True) as job,
-    ):
+    with RunningDaemon(tmp_path) as daemon, ImageJob(tmp_path / "job", daemon.socket_path, script=script) as job:
         pid = str(_pids(job, 2)[0])
         until = monotonic() + ENDS_WITHIN_S
         while any(len(losses) < least for losses, least in zip(_losses(out, 2), (8, 4), strict=True)):
@@ -127,7 +124,10 @@ def test_the_exit_of_a_launcher_with_suspended_ranks_was_not_reported(tmp_path: 
     """They can never continue. The first report was a failed resume. The daemon may be down when the launcher ends."""
     out = tmp_path / "out"
     launched = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPTS / "ranks.py"), str(out)]
-    with RunningDaemon(tmp_path) as daemon, ImageJob(tmp_path / "job", daemon.socket_path, script=launched) as job:
+    with (
+        RunningDaemon(tmp_path) as daemon,
+        ImageJob(tmp_path / "job", daemon.socket_path, script=launched, forks=False) as job,
+    ):
         pids = _pids(job, 2)
         _await_steps(job, out, 2, 1)
         op = job.operation("suspend", str(pids[0]))["id"]
