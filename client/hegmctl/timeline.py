@@ -115,6 +115,7 @@ class Timeline:
         return 1.0
 
     def instant(self, place: float) -> float:
+        """Return the instant at a place."""
         for began_s, ended_s, first, last in self._pieces:
             if place <= last and last > first:
                 return began_s + (ended_s - began_s) * (place - first) / (last - first)

@@ -44,6 +44,7 @@ th, td { border-bottom: 1px solid var(--line); padding: 3px 14px 3px 0; text-ali
 
 
 def escaped(text: str) -> str:
+    """Escape the text for a document."""
     shown = printable(text)
     for letter, name in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;")):
         shown = shown.replace(letter, name)
