@@ -5,7 +5,7 @@ stage of a pipeline without a data loader, or a rank that evaluates alone, count
 for it, or never gets to that count. So each rank publishes in the job's store whether it is parked, and how far it is
 in each group. A parked rank that another one waits for continues to its next boundary, and the others then park at
 their own next one. The ranks have met once all are parked and none waits for another. They count on from the ordered
-number.
+number. Ranks that always wait for one another at their boundaries never meet, which is reported.
 
 Counts only grow, and a parked rank's stay: so what a rank reads of the others may be old, but not wrong. Runs in a
 thread of its own, since the store may not answer; `orders` parks and releases.
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 _FIRST_POLL_S, _MAX_POLL_S = 0.001, 0.02
 # How often a rank continues because a parked one is ahead in a collective. Then the numbers are taken to differ always.
 _MAX_AHEAD = 3
+# How often a parked rank continues in all. The stages of a pipeline meet after as many boundaries as there are stages;
+# ranks that each receive before a boundary what another sends after it would continue for ever.
+_MAX_ROUNDS = 32
 # How long to wait for a rank that is in `Join`, which parks nowhere before the last batch of all ranks.
 _JOIN_LIMIT_S = 1.0
 _JOIN_FILE = "/torch/distributed/algorithms/join.py"
@@ -49,7 +52,7 @@ class Meeting:
         self._positions = positions
         self._on_news = on_news
         self._began = monotonic()
-        self._times_ahead = 0
+        self._times_ahead = self._rounds = 0
         # Counts how often this rank has parked or continued; odd while parked. A judgement for another count is void.
         self._parkings = 0
         self._judged: tuple[int, bool, bool] = (0, False, False)
@@ -97,6 +100,11 @@ class Meeting:
         return is_awaited and parkings == self._parkings
 
     @property
+    def never_meets(self) -> bool:
+        """True if this rank was parked at many boundaries, and another one waited for it at each of them."""
+        return self._rounds >= _MAX_ROUNDS
+
+    @property
     def is_in_join(self) -> bool:
         """True if this rank has no batches left and waits in `Join` for the others, after the limit on that."""
         return self._is_in_join and monotonic() - self._began >= _JOIN_LIMIT_S
@@ -134,8 +142,9 @@ class Meeting:
             return
         awaited = ranks_awaited(statements)
         is_awaited = bool(parkings % 2) and self._ranks.rank in awaited
-        if is_awaited and awaited[self._ranks.rank] and self._judged[0] != parkings:
-            self._times_ahead += 1
+        if is_awaited and self._judged[0] != parkings:
+            self._rounds += 1
+            self._times_ahead += awaited[self._ranks.rank]
         has_met = not awaited and all(one["parked"] for one in statements)
         self.is_uncounted = self.is_uncounted or is_awaited or any(one["uncounted"] for one in statements)
         self._judged = (parkings, has_met, is_awaited)

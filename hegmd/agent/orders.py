@@ -24,7 +24,7 @@ from .notes import note
 from .order_state import OrderState, Pending
 from .other_threads import Attempts
 from .quiesce import CALL, PARK, Gate, ParkRequest
-from .refusals import DEBUG_HINT, no_boundary, not_parked, refusal, waits_in_join
+from .refusals import DEBUG_HINT, never_meets, no_boundary, not_parked, refusal, waits_in_join
 from .snapshots import BESIDE, BESIDE_FETCHING, SNAPSHOT, Snapshots
 from .thread_stacks import thread_stacks
 
@@ -400,6 +400,8 @@ class Orders:
             self._answers.done(pending.order, parked_s=attempts.parked_s)
         elif pending.meeting is not None and pending.meeting.is_in_join:
             self._fail_park(pending, attempts, waits_in_join())
+        elif pending.meeting is not None and pending.meeting.never_meets:
+            self._fail_park(pending, attempts, never_meets())
         elif is_late or declined is not None or (pending.exact and attempts.is_stopped_too_long):
             self._fail_park(pending, attempts, not_parked(pending.limit_s, attempts.busy, declined))
         elif attempts.is_stopped_too_long:

@@ -52,6 +52,14 @@ def not_parked(limit_s: float | None, busy: str | None, declined: str | None) ->
     return no_boundary(limit_s, "") if busy is None else refusal(f"{busy}, not parked", BUSY_HINT)
 
 
+def never_meets() -> HegmError:
+    """Return the error for ranks that wait for one another at each of their boundaries; later ones are no better."""
+    why = "other ranks wait for it at each of its batch boundaries, so that the ranks cannot stop at one place"
+    error = refusal(why, "call irecv in the step that uses the message, not in the one before: then the ranks meet")
+    error.facts["refusals"] = (why,)
+    return error
+
+
 def waits_in_join() -> HegmError:
     """Return the error for a rank that has no batches left, while others have some."""
     return refusal(

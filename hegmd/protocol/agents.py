@@ -333,7 +333,9 @@ class AgentReport(Request, op="agent.report", reply=Noted):
         default=None,
     )
     refusals: tuple[str, ...] = field(
-        "weigh, failed snapshot: what prevents a restart, or is not kept by one", default=()
+        "weigh, failed snapshot: what prevents a restart, or is not kept by one; failed park: what prevents it at "
+        "every boundary",
+        default=(),
     )
     begin_anew: tuple[str, ...] | None = field(
         "weigh, snapshot: variables of the script that a restart does not keep, at most 16; nil if unknown",

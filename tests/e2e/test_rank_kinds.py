@@ -38,12 +38,24 @@ KINDS = [
     ("pipeline", 3, "fed"),
     ("grid", 4, "groups both"),
     ("grid", 4, "eager"),
+    ("chain", 4, "groups"),
+    ("ddp", 4, "averaged recomputed"),
+    ("ddp", 4, "recurrent"),
 ]
 
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "words"),
-    telling(KINDS, [("ddp", 2, "evaluates"), ("fsdp", 2, "groups"), ("pipeline", 3, "groups"), ("pipeline", 3, "fed")]),
+    telling(
+        KINDS,
+        [
+            ("ddp", 2, "evaluates"),
+            ("fsdp", 2, "groups"),
+            ("pipeline", 3, "groups"),
+            ("pipeline", 3, "fed"),
+            ("chain", 4, "groups"),
+        ],
+    ),
 )
 def test_ranks_of_each_kind_are_moved_and_written_into_an_image(
     tmp_path: Path, kind: str, ranks: int, words: str
@@ -116,6 +128,22 @@ def test_ranks_with_uneven_batches_were_rolled_back_after_a_minute(tmp_path: Pat
         ended = job.operation("suspend", pid, status=6)
         assert ended["phase"] == "rolled-back"
         assert "it has no batches left, and waits in `Join`" in ended["failure"]["message"]
+        _end(job, out)
+
+
+def test_ranks_that_receive_before_a_boundary_what_is_sent_after_it_were_rolled_back_after_a_minute(
+    tmp_path: Path,
+) -> None:
+    """They wait for one another at each boundary, and a failure for that was reported as a missing boundary."""
+    out = tmp_path / "out"
+    script = ["-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT, "chain", str(out), "early"]
+    with RunningDaemon(tmp_path) as daemon, ImageJob(tmp_path / "job", daemon.socket_path, script=script) as job:
+        pid = str(_pids(job, 2)[0])
+        _await_steps(job, out, 2, 3)
+        ended = job.operation("suspend", pid, status=6)
+        assert ended["phase"] == "rolled-back"
+        assert "other ranks wait for it at each of its batch boundaries" in ended["failure"]["message"]
+        _await_steps(job, out, 2, 3)
         _end(job, out)
 
 

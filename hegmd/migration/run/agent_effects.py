@@ -62,7 +62,7 @@ class AgentEffects:
                 "park", at=effect.at, limit_s=limit_s, exact=exact, leaving=leaving, max_park_s=max_park_s, **snapshot
             )
         except OrderFailed as error:
-            if effect.at is not None and worker.boundary >= effect.at:
+            if effect.at is not None and worker.boundary >= effect.at and not error.refusals:
                 why = error.message if error.parked_s else ""
                 return events.PassedBoundary(
                     **effect.ending(), boundary=worker.boundary, parked_s=error.parked_s, why=why

@@ -1,10 +1,13 @@
 """Ranks that train over gloo in one of several kinds of groups: rank_kinds.py KIND PATH [STEPS] [WORD...]
 
 KIND is ddp, fsdp (FSDP2), tensor, pipeline or grid: two by two ranks, FSDP2 in one dimension of the mesh and tensor
-parallel in the other. Each rank writes its losses, bit for bit, to PATH.RANK, until so many steps are made, or
-PATH.stop is there. With `groups` the losses are summed in a group of their own; with `both` the backends are
-`cpu:gloo,cuda:nccl`, or gloo for both if this PyTorch has no NCCL; with `eager` all groups communicate before the first
-step. With `fed` only rank 0 has a loader; with `evaluates` it alone reads another loader after each third step.
+parallel in the other; or chain: each rank sends to the next with `isend`, and waits for that in its next step. Each
+rank writes its losses, bit for bit, to PATH.RANK, until so many steps are made, or PATH.stop is there. With `groups`
+the losses are summed in a group of their own; with `both` the backends are `cpu:gloo,cuda:nccl`, or gloo for both if
+this PyTorch has no NCCL; with `eager` all groups communicate before the first step. With `fed` only rank 0 has a
+loader; with `evaluates` it alone reads another loader after each third step. With `averaged` the loss is that of an
+average of the weights, with `recomputed` the activations are computed again for the backward pass, with `recurrent`
+the model has an LSTM, and with `early` a rank of a chain receives for its next step.
 """
 
 import os
@@ -25,7 +28,35 @@ own = distributed.new_group(list(range(ranks))) if "groups" in words else None
 torch.manual_seed(3)
 
 
-def layers() -> torch.nn.Sequential:
+class Recurrent(torch.nn.Module):
+    """A sequence of 4 by 8 values for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = torch.nn.LSTM(8, 16, num_layers=2, dropout=0.2, batch_first=True)
+        self.last = torch.nn.Linear(16, 8)
+
+    def forward(self, batch):
+        return self.last(self.lstm(batch.view(-1, 4, 8))[0][:, -1])
+
+
+class Recomputed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(32, 64), torch.nn.Linear(64, 8)
+
+    def forward(self, batch):
+        from torch.utils.checkpoint import checkpoint
+
+        hidden = checkpoint(lambda x: torch.nn.functional.dropout(self.first(x), 0.2), batch, use_reentrant=False)
+        return self.last(hidden)
+
+
+def layers() -> torch.nn.Module:
+    if "recurrent" in words:
+        return Recurrent()
+    if "recomputed" in words:
+        return Recomputed()
     return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
 
 
@@ -53,6 +84,33 @@ def in_stages(mesh):
     return blocks[rank], ScheduleGPipe(stage, 4, loss_fn=torch.nn.functional.mse_loss)
 
 
+def in_chain():
+    """Each rank trains on its batch and what the rank before it has sent."""
+    model, pending = torch.nn.Linear(32, 32), {}
+
+    def received():
+        found = torch.zeros(16, 32)
+        return found, distributed.irecv(found, rank - 1) if rank else None
+
+    def chained(batch):
+        found, work = pending.pop("in") if "in" in pending else received()
+        if work is not None:
+            work.wait()
+        out = model(batch + found)
+        if "out" in pending:
+            pending.pop("out")[1].wait()
+        if rank < ranks - 1:
+            sent = out.detach().clone()
+            pending["out"] = sent, distributed.isend(sent, rank + 1)
+        if "early" in words:
+            pending["in"] = received()
+        loss = out.pow(2).mean()
+        loss.backward()
+        return loss
+
+    return model.parameters(), chained
+
+
 def trained():
     """The parameters, and what makes one step and returns its loss."""
     if kind == "pipeline":
@@ -69,6 +127,8 @@ def trained():
             return torch.stack(found).mean() if found else torch.zeros(())
 
         return part.parameters(), through_stages
+    if kind == "chain":
+        return in_chain()
     if kind == "grid":
         mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("data", "tensor"))
         model = sharded(in_parts(layers(), mesh["tensor"]), mesh["data"])
@@ -78,9 +138,14 @@ def trained():
         mesh = init_device_mesh("cpu", (ranks,))
         model = (sharded if kind == "fsdp" else in_parts)(layers(), mesh)
 
+    average = torch.optim.swa_utils.AveragedModel(model.module, use_buffers=True) if "averaged" in words else None
+
     def at_once(batch):
         loss = model(batch).pow(2).mean()
         loss.backward()
+        if average is not None:
+            average.update_parameters(model.module)
+            return average(batch).pow(2).mean()
         return loss
 
     return model.parameters(), at_once

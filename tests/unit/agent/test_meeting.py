@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hegmd.agent.meeting import Meeting, ranks_awaited
+from hegmd.agent.meeting import _MAX_ROUNDS, Meeting, ranks_awaited
 from hegmd.agent.rank_agreement import Ranks
 from tests.patience import HANG_S
 
@@ -92,6 +92,17 @@ def test_ranks_whose_collectives_always_differ_meet_all_the_same(met: Met) -> No
     met.ranks[0].park()
     for rank in range(2):
         met.expect(rank, "has_met")
+
+
+def test_ranks_that_wait_for_each_other_at_each_boundary_were_parked_until_the_limit(met: Met) -> None:
+    """Each had received for its next step what the other sends in that step. A suspend failed after a minute."""
+    met.collectives[1] = 5
+    for _ in range(_MAX_ROUNDS):
+        assert not met.ranks[0].never_meets
+        met.ranks[0].park()
+        met.expect(0, "is_awaited")
+        met.ranks[0].go_on()
+    met.expect(0, "never_meets")
 
 
 def test_a_rank_is_awaited_for_a_message_also_by_a_parked_one() -> None:
