@@ -48,9 +48,10 @@ class ModelOtherProcesses(OtherProcesses):
         )
         self._node = node
 
-    async def _note(self, whom: dict[ProcessKey, ProcessKey | None]) -> None:
+    async def _note(self, whom: dict[ProcessKey, ProcessKey | None]) -> bool:
         self._noted = whom
         self._node.noted = dict(whom)
+        return True
 
     def _noted_before(self) -> Mapping[ProcessKey, ProcessKey | None]:
         return dict(self._node.noted)

@@ -125,8 +125,9 @@ class TakesUnlockedForPaused(ModelOtherProcesses):
 
 
 class RecordsNoPausedProcess(ModelOtherProcesses):
-    async def _note(self, whom: dict[ProcessKey, ProcessKey | None]) -> None:
+    async def _note(self, whom: dict[ProcessKey, ProcessKey | None]) -> bool:
         self._noted = whom
+        return True
 
 
 class TrustsUnlockWithoutCheck(ModelOtherProcesses):
