@@ -327,11 +327,7 @@ class Supervisors:
         finally:
             self._links.pop(key, None)
             supervisor.disconnect(link)
-            if not supervisor.is_alive:
-                self._forget(supervisor)
-                self._ended[supervisor.uid, supervisor.run] = supervisor.status
-                for oldest in tuple(self._ended)[:-MAX_ENDED]:
-                    del self._ended[oldest]
+            self._forget_ended()
             self._tell(supervisor)
 
     def report(self, key: object, report: SuperviseReport) -> None:
@@ -344,6 +340,7 @@ class Supervisors:
         self._tell(supervisor)
 
     def _admit(self, pid: int, uid: int, offer: Supervise) -> Supervisor:
+        self._forget_ended()
         known = self.find(uid, offer.run)
         ticks = self._start_ticks(pid)
         if ticks is None:
@@ -367,6 +364,17 @@ class Supervisors:
         self._ended.pop((uid, offer.run), None)
         made = self._known[uid, offer.run] = Supervisor(pid, ticks, uid, offer, pidfd)
         return made
+
+    def _forget_ended(self) -> None:
+        """Forget those whose processes have ended. Most end shortly after their connections, which nothing reports: so
+        this is done whenever one comes or leaves.
+        """
+        for supervisor in self:
+            if not supervisor.is_alive and not supervisor.connected:
+                self._forget(supervisor)
+                self._ended[supervisor.uid, supervisor.run] = supervisor.status
+        for oldest in tuple(self._ended)[:-MAX_ENDED]:
+            del self._ended[oldest]
 
     def _forget(self, supervisor: Supervisor) -> None:
         supervisor.close()

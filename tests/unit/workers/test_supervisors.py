@@ -234,3 +234,17 @@ async def test_an_unreaped_supervisor_counts_as_exited(
         await anyio.to_thread.run_sync(os.waitid, os.P_PID, second_process.pid, os.WEXITED | os.WNOWAIT)
         assert supervisors.find(0, "run") is None
         assert supervisors.has_ended(0, "run")
+
+
+async def test_a_supervisor_that_ended_after_its_connection_kept_a_descriptor_for_ever(
+    supervisors: Supervisors, second_process: subprocess.Popen[bytes]
+) -> None:
+    """The kernel closes a process's connections before it ends: the daemon kept one of each job under a supervisor."""
+    assert second_process.stdin is not None
+    async with attending(supervisors, Line(), pid=second_process.pid):
+        own = len(os.listdir("/proc/self/fd"))
+    second_process.stdin.close()
+    await anyio.to_thread.run_sync(second_process.wait)
+    async with attending(supervisors, Line(), OFFER.replace(run="another")):
+        assert supervisors.has_ended(0, "run")
+        assert len(os.listdir("/proc/self/fd")) == own - 1, "that of one supervisor, and not the input of the process"
