@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclass
 class Tally:
-    """How many mutants tests found, how many no test found, and how many make no difference to anybody."""
+    """How many mutants tests found, how many no test found, and how many make no difference."""
 
     found: int = 0
     survived: int = 0

@@ -34,7 +34,7 @@ class NotAsTold(Exception):
 
 
 class Node:
-    """A private node in a folder of its own: the daemon, the jobs, and how they are asked about."""
+    """A private node in a folder of its own: the daemon, the jobs, and the queries about them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""A helper on the stub libcuda's node, a process whose video memory it carries, and how both are asked."""
+"""A helper on the stub libcuda's node, a process whose video memory it carries, and the calls of both."""
 
 from __future__ import annotations
 

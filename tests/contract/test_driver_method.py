@@ -414,7 +414,7 @@ async def test_a_greedy_neighbour_costs_an_attempt_but_no_reservation(parts: Par
 
 @pytest.mark.thorough
 async def test_a_grown_process_is_left_alone_until_the_journal_has_its_size(parts: Parts) -> None:
-    """Once it was taken off, and a daemon killed before its record brought it back where there was too little room."""
+    """Once it was checkpointed, and a daemon killed before its record restored it where there was too little memory."""
     async with rigged(parts) as rig:
         assert rig.moved.ask("alloc 64") == "allocated"
         await rig.method.reserve(rig.subject, "gpu1", REST_BYTES)

@@ -64,7 +64,7 @@ async def off(cuda: CudaNode, owner: Owner) -> None:
 async def test_a_checkpointed_process_is_its_owners_alone_to_adopt(
     node: CudaNode, owner: Owner, tmp_path: Path
 ) -> None:
-    """It is listed nowhere, so its owner has to be asked of the kernel: once anybody could have brought it back."""
+    """It is listed nowhere, so the kernel has to name its owner: once any user could have restored it."""
     await off(node, owner)
     async with running(tmp_path / "state") as daemon, looking(node, daemon, tmp_path) as orphans:
         moving, parked_orphans = daemon.moving, ParkedOrphans(daemon.workers, lambda _: False, orphans)

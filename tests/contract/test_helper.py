@@ -159,7 +159,7 @@ async def test_bytes_in_held_video_memory_survive_a_kill_of_the_helper(
             assert link.pid is not None
             os.kill(link.pid, signal.SIGKILL)
             owner.come_back()
-            with pytest.raises(HegmError):  # the one that was killed, or the next, which knows no lane
+            with pytest.raises(HegmError):  # the one that was killed, or the next, which knows no session
                 await carry(link, here, "in", owner, places())
             await ask(link, "open", lane="7", gpus=[there, here])
             await ask(link, "attach-video", lane="7", gpu=there, sizes=sizes, fds=held.view())

@@ -1,4 +1,6 @@
-"""A lane as the daemon has it, over the stub libcuda: it is gone with its helper, and what it was given is not."""
+"""The daemon's side of a copy session, over the stub libcuda: it ends with its helper, and the memory it was given does
+not.
+"""
 
 from __future__ import annotations
 

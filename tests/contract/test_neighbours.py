@@ -88,7 +88,7 @@ async def _state(link: Link, owner: Owner) -> str:
 
 @pytest.mark.thorough
 async def test_a_process_locked_by_another_program_stays_locked(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
-    """Unlocking it would let a process continue that another operation is about to take off its GPU."""
+    """Unlocking it would let a process continue that another operation is about to checkpoint."""
     async with linked(node) as link:
         await ask(link, "lock", pid=owner.pid, timeout_s=1)
         other_processes = OtherProcesses(link, tmp_path, start_ticks=start_ticks, is_stopped=lambda _: False)

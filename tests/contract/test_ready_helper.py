@@ -1,4 +1,4 @@
-"""A helper that is kept ready, over the stub libcuda: it holds what is asked for, and no more, and comes back."""
+"""A helper that is kept ready, over the stub libcuda: it holds what was requested, and no more, and is restarted."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ def allocates_what_fits_of_the_cache_and_reports_the_rest(state: Path) -> None:
 
 
 def frees_all_of_it_at_the_next_offload(_state: Path) -> None:
-    """Its way back led off the GPU again, and the driver would have carried what had been taken by then."""
+    """Its rollback left the GPU again, and the driver would have carried what was allocated by then."""
     job = Job()
     takes = job.cache(64 * MIB)
     before_bytes = job.torch.cuda.memory_reserved(0)

@@ -97,7 +97,7 @@ class Agent:
             boundary=self.boundary,
             parked=self.parked,
             held_bytes=self.held_bytes,
-            size_bytes=0,  # it is counted when the agent is asked, as by the real one
+            size_bytes=0,  # counted when the agent gets the order, as by the real one
             entrusted=self.held_bytes > 0 and self.own_fd < 0,
             mark="",
         )

@@ -141,7 +141,7 @@ def run(wanted: dict) -> None:
     """In the child: become the script. Does not come back."""
     if "output" in wanted:
         open_streams(wanted)
-    # Its own, and not those of this Python, whom the agent cannot find any more when it has them write what they hold.
+    # Its own, and not those of this Python: the agent could not find those to flush their output.
     sys.stdout = os.fdopen(1, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, closefd=False)
     sys.stderr = os.fdopen(2, "w", encoding=sys.stderr.encoding, errors=sys.stderr.errors, buffering=1, closefd=False)
     os.environ.update(wanted["environment"])

@@ -1,4 +1,4 @@
-"""Scripts that fork, become another program or raise in a thread just when they are asked to stop, or stand already."""
+"""Scripts that fork, become another program or raise in a thread at the order to stop, or while parked."""
 
 from __future__ import annotations
 

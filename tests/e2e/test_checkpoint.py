@@ -248,7 +248,7 @@ def test_a_job_left_running_is_not_parked_while_its_image_is_written(
             job.await_steps(len(job.losses) + 2)
             assert image.exists() is (when == WHOLE)
             assert when == WHOLE or os.listdir(_unnamed(image) / "bytes") == []
-            if when == WHOLE:  # as far as anybody has heard, it is still written
+            if when == WHOLE:  # as far as the daemon has reported, it is still being written
                 pid = str(job.pid)
                 for other in (("migrate", pid, "--to", "gpu1"), ("checkpoint", "--leave-running", pid, f"{image}-2")):
                     refused = job.command(*other, status=BUSY.exit_status)["error"]

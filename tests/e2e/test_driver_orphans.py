@@ -90,7 +90,7 @@ def test_an_orphaned_checkpointed_process_is_restored_on_its_gpu_with_reserved_m
 
 
 def _come_back_without_a_journal(node: DrivenNode, watched: Watched) -> None:
-    """Start a daemon that knows of no operation, and hear from it of that process."""
+    """Start a daemon without a journal, and read its report of that process."""
     (node.folder / "state" / "operations.journal").unlink()
     node.daemon.start()
     with node.connect() as connection:

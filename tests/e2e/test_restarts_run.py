@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.e2e]
 need_torch()
 
 ROOT = Path(__file__).parents[2]
-# Threads that wait for one another by looking all the while take the processors from everybody else's.
+# Threads that poll for each other take the processors from all other processes.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 

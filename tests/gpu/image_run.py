@@ -211,7 +211,7 @@ def parsed() -> argparse.Namespace:
 
 
 def wanted(options: argparse.Namespace, record: Record) -> list[Case]:
-    """The cases that are asked for and not done yet."""
+    """Return the requested cases that are not done yet."""
     words = tuple(filter(None, options.only.split(",")))
     cases = cases_of([int(text) for text in options.sizes.split(",")], options.repeat)
     return [case for name, case in cases.items() if not record.is_done(name) and (not words or name.startswith(words))]

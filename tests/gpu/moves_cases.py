@@ -60,7 +60,7 @@ LEFT_OUT = (
 
 
 def move(trial: Trial, kind: str, carrier: str | None = None) -> None:
-    """To the other GPU, by the carrier that is asked for, or else by the one that is right for this training."""
+    """Move to the other GPU, by the requested carrier, or else by the right one for this training."""
     job = trial.job(kind)
     source, before, began = job.gpu, trial.look(), time.monotonic()
     trial.migrate(job, 1 - source, carrier)

@@ -39,7 +39,7 @@ COMMAND_S = 120.0
 # Until two lists of processes, one before and one after, are the same.
 MAX_LOOKS = 50
 POLL_INTERVAL_S = 0.02
-# Some machines have their memory only once it is asked for, so half of what is free at the start would be too little.
+# Some machines get their memory only on demand, so half of the free memory at the start would be too little.
 POOL_BYTES = 160 << 30
 # Besides the memory that NVML lists for it, a process costs its GPU a few MiB that NVML lists for no process.
 PROCESS_MIB = 12.0

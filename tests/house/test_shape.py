@@ -1,6 +1,6 @@
 """The shape of every module: its size, its name, its docstring, and what it must leave to others.
 
-The rules are in rules.py; here is to whom they apply, with every exception named and its reason beside it.
+The rules are in rules.py; this file says where they apply, and names every exception with its reason.
 """
 
 from __future__ import annotations

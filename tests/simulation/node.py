@@ -104,7 +104,7 @@ class Node:
     saved_at: dict[str, int] = field(default_factory=dict)  # of states: boundaries that had been passed
     own_copies: set[str] = field(default_factory=set)  # those whose agent holds a descriptor of its own
     images: set[str] = field(default_factory=set)  # operations whose image is whole; these outlive everything
-    # Those whose image has the processes alone, and of whom the pool has what: each of which step.
+    # By process that exists only in an image: its step there, and the step of its bytes in the pool.
     written: dict[str, dict[str, int]] = field(default_factory=dict)
     unclaimed: set[str] = field(default_factory=set)  # no journal tells of them any more: they wait for `adopt`
 
@@ -211,7 +211,7 @@ class Node:
     # ---- what is done in a worker ------------------------------------------------------------------------------------
 
     def offload(self, name: str, memory_bytes: int | None = None) -> None:
-        """Into the pool, or into memory that came with the order and that the agent has had in hand since."""
+        """Offload into the pool, or into memory that came with the order."""
         process = self.processes[name]
         memory_bytes = self.pool.get(name, 0) if memory_bytes is None else memory_bytes
         if not process.parked:
@@ -313,7 +313,7 @@ class Node:
         process.parked = False
 
     def train(self, name: str) -> bool:
-        """Continue to the next boundary, and stand there if that is asked. False if it cannot."""
+        """Train to the next boundary, and park there if requested. Returns False if it cannot."""
         process = self.processes[name]
         if not process.runs:
             return False

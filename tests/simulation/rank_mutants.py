@@ -35,7 +35,7 @@ def forgets_the_groups_of_one_rank(op: Operation, event: Event, now: float) -> R
 
 
 def connects_all_but_one_again(op: Operation, event: Event, now: float) -> Result:
-    """The way back, or the end, of one rank only."""
+    """Rolls back, or ends, one rank only."""
     return _passed_over(op, event, now, effects.Reconnect, is_connected=True)
 
 
@@ -44,7 +44,7 @@ def connects_before_it_unlocks(op: Operation, event: Event, now: float) -> Resul
 
 
 def locks_each_rank_in_its_turn(op: Operation, event: Event, now: float) -> Result:
-    """A rank is taken off its GPU as soon as it is locked itself."""
+    """Checkpoints a rank as soon as it is locked itself."""
     after, wanted = machine.handle(op, event, now)
     if isinstance(event, events.Locked) and after is not op:
         wanted = (*wanted, effects.Checkpoint(number=10_000 + after.seq, worker=event.worker, cause=0))
@@ -85,7 +85,7 @@ class LeavesOneGroupConnected(RankNodeActions):
 
 
 class RollsBackOneRankOnly(RankNodeActions):
-    """On the way back the first rank connects without the others, which only say that they did."""
+    """In a rollback the first rank connects without the others, which only report that they did."""
 
     def do(self, running: Running, process: Process) -> Event | None:
         effect = running.effect

@@ -161,7 +161,7 @@ class _PromiseCheck:
             yield f"{taken_bytes} bytes go to the pool, where {self.snapshot.pool_free_bytes} are free"
 
     def _useful(self) -> Iterator[str]:
-        """No job leaves in vain: without it, whom it leaves for would not fit, and with all that leave it does."""
+        """No job leaves in vain: the job it leaves for fits with all that leave, and would not fit without this one."""
         by_winner: dict[str, list[Job]] = {}
         for action in self.decision.actions:
             victim = self.parties[action.subject]

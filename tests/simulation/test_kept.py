@@ -1,4 +1,5 @@
-"""Lives of jobs that keep their CUDA contexts while they are suspended: their memory is anybody's, no byte is lost.
+"""Lives of jobs that keep their CUDA contexts while they are suspended: other processes may use their memory, and no
+byte is lost.
 
 `python -m tests.simulation.seeds kept SEED` tells one again.
 """

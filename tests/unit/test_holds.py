@@ -1,4 +1,4 @@
-"""Jobs that are held at a boundary: how they are asked for, what they become, and what a daemon's end does to them."""
+"""Jobs that are held at a boundary: their requests, their next operations, and the effect of a daemon's end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/setup.sh decides rightly when to do nothing, with an interpreter that only notes what it is asked to do."""
+"""tools/setup.sh decides rightly when to do nothing, with an interpreter that only records its calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "setup.sh"
 
-# In place of .venv/bin/python: answers yes to every question and logs what pip is asked for.
+# In place of .venv/bin/python: answers yes to every question and logs the arguments of pip.
 INTERPRETER = """#!/bin/sh
 case "$*" in
 *"-m pip install"*) echo "$*" >>"$(dirname "$0")/../../installed" ;;

@@ -300,7 +300,7 @@ def outcome(situation: Play, finding: Finding) -> tuple[str, str]:
 
 
 def _unasked(play: Play, finding: Finding) -> tuple[str, str]:
-    """The same where its image is looked for before anybody is asked; who has ended may be in it."""
+    """The same if its image is searched before agents are queried; it may contain an exited process."""
     if finding.world is None and finding.event != "worker-exited":
         return "—", "the daemon looks for its image first, and the result decides"
     if finding.event == "worker-exited":

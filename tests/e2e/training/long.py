@@ -11,7 +11,7 @@ PACE_S = 0.03  # minimum duration of a step, as on a GPU: commands find it train
 
 
 class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Each row is made by the loader's worker that is asked for it."""
+    """The loader's worker makes each row on request."""
 
     def __len__(self) -> int:
         return 4096

@@ -33,7 +33,7 @@ class Store:
 
 
 class Met:
-    """Two ranks that meet; how far each is, is said by the test."""
+    """Two ranks that meet; the test sets how far each is."""
 
     def __init__(self) -> None:
         self.collectives = [4, 4]

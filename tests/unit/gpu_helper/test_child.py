@@ -24,7 +24,7 @@ def test_the_child_imports_no_event_loop_and_no_logging() -> None:
 
 
 class Sent:
-    """What the helper sends. The first answer waits until the other one was sent, or waits for this one."""
+    """The helper's replies. The first one waits until the other was sent, or waits for this one."""
 
     def __init__(self) -> None:
         self.requests = [{"id": 1, "op": "open", "args": {}}, {"id": 2, "op": "close", "args": {}}]

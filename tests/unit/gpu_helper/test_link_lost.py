@@ -218,7 +218,7 @@ async def test_a_helper_that_ends_or_talks_nonsense(op: str, args: Mapping[str, 
     ("number", "why"), [(signal.SIGKILL, "signal 9"), (signal.SIGBUS, r"signal 7 \(SIGBUS\): a page of the pool .*")]
 )
 async def test_a_helper_killed_from_outside(number: signal.Signals, why: str) -> None:
-    """By SIGBUS, when it maps a page of broken memory (issue 14, row 3): the message says that."""
+    """SIGBUS kills it when it maps a page of broken memory (issue 14, row 3): the message says that."""
     async with linked("well") as link:
         progress = ProgressLog()
         async with anyio.create_task_group() as tasks:

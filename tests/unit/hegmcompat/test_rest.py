@@ -156,7 +156,7 @@ def test_with_a_token_other_callers_are_refused(tmp_path: Path, given: str | Non
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_of_the_machine_is_not_let_in_without_a_token(served: rest.Server) -> None:
-    """A port on loopback is open to everybody who has a login, where HeGM's users had a container of their own."""
+    """A port on loopback is open to every user of the machine, while HeGM's users had a container of their own."""
     code = (
         "import http.client, os, sys; os.setuid(65534); c = http.client.HTTPConnection('127.0.0.1', int(sys.argv[1]));"
         "c.request('POST', '/resume', b'{}'); print(c.getresponse().status)"

@@ -1,4 +1,4 @@
-"""A node for the tests of the client: what its daemon says when it is asked."""
+"""A node for the tests of the client: the replies of its daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs that have grown since an image was made are cut back by the caller, and the restore is asked for again."""
+"""Outputs that have grown since an image was made are truncated by the caller, who then repeats the restore."""
 
 from __future__ import annotations
 

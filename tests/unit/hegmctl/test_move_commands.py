@@ -1,4 +1,4 @@
-"""The commands that move jobs, as real processes: what is asked, what is shown, Ctrl-C, and exit statuses."""
+"""The commands that move jobs, as real processes: requests, output, Ctrl-C, and exit statuses."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _reply(operation: Operation) -> m.OperationReply:
     return m.OperationReply(operation=operation)
 
 
-# ---- what is asked, and what is answered -----------------------------------------------------------------------------
+# ---- requests and replies -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hegmd.errors import BUSY, DISCONNECTED, EXTERNAL, REFUSED, TIMEOUT, Code, H
 from tests.cells import in_one_test
 from tests.patience import HANG_S
 
-# Stands for a Python with torchrun: two ranks that print as many losses as are asked for. Its last two words say that.
+# A stub of a Python with torchrun: two ranks that print the requested number of losses. Its last two words say that.
 RANKS = """#!/bin/sh
 shift 6
 for rank in 0 1; do for step in $(seq "$1"); do echo "0x1.$step" >>"$2.$rank"; done; done

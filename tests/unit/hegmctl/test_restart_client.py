@@ -44,7 +44,7 @@ def without_signals() -> Iterator[None]:
 
 
 class DeskNode:
-    """A desk, the daemon that it attends, and what both have said."""
+    """A desk, the daemon that it attends, and the messages of both."""
 
     def __init__(
         self, path: Path, folder: Path, command: tuple[str, ...] = COMMAND, resumes: str | None = None, **environ: str

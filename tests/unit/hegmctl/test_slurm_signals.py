@@ -1,4 +1,4 @@
-"""What `hegmctl run --slurm` does at a signal of Slurm if it cannot start the process that asks the daemon."""
+"""`hegmctl run --slurm` at a signal of Slurm, if it cannot start the process that sends the request to the daemon."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_a_job_that_failed_while_suspended_is_not_reported_on_its_gpu(socket_pat
 
 
 def test_a_resume_that_was_rolled_back_is_retried(socket_path: Path) -> None:
-    """The job was said to be on its GPU, and stayed suspended for ever."""
+    """The job counted as on its GPU, and stayed suspended for ever."""
     job = m.Job(id="j1", name="train", state=SUSPENDED, started_utc=0.0, uid=0)
     failure = Reason(code="refused", message="gpu0 does not answer", hint="run: hegmctl doctor")
     operation = Operation(id="4", kind="resume", phase="done", processes=(), created_utc=0.0, size_bytes=0)

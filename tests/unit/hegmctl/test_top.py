@@ -246,7 +246,7 @@ def test_the_newest_operation_of_a_job_is_found_after_a_restart_has_changed_its_
 
 
 class FixedSource:
-    """A source that says what a test gives it, and notes what is asked."""
+    """A source with the replies of a test, which records the queries."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []

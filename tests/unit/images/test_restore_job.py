@@ -245,7 +245,7 @@ class LateAgent:
 async def test_an_agent_that_connected_at_the_deadline_of_a_restore_counted_as_none(
     process: subprocess.Popen[bytes],
 ) -> None:
-    """The error named the first of those that were missing, and nobody was."""
+    """The error named the first missing agent, although none was missing."""
     ticks = population_of([process.pid]).start_ticks
     await until_there(cast(Any, LateAgent(ticks[process.pid])), [_wanted(process.pid)], ticks, within_s=0.0)
 

@@ -132,7 +132,9 @@ def test_a_truncated_file_is_reported(folder: SpillFolder, memory: tuple[int, by
 def test_memory_truncated_meanwhile_is_refused_and_kills_no_process(
     folder: SpillFolder, memory: tuple[int, bytes]
 ) -> None:
-    """A job has the descriptor of its memory: a mapping of it would be killed by SIGBUS where this is cut."""
+    """A job has the descriptor of its memory: if it truncates the file, SIGBUS would kill a process that has it
+    mapped.
+    """
     os.ftruncate(memory[0], CHUNK_BYTES + 100)
     with pytest.raises(Refused, match=r"has \d+ bytes, and \d+ were expected"):
         folder.write(NAME, memory[0], SIZE_BYTES, never, ignore)

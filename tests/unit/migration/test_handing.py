@@ -1,4 +1,6 @@
-"""An operation that writes an image: the process ends only when it is whole, and goes home from everywhere else."""
+"""An operation that writes an image: the process ends only once the image is whole, and is rolled back from every
+earlier stage.
+"""
 
 from __future__ import annotations
 

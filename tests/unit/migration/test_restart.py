@@ -220,7 +220,7 @@ def test_a_process_that_falls_before_its_boundary_is_replaced_where_it_was_and_t
 
 
 def test_a_process_restarted_by_its_supervisor_is_reported_at_its_actual_place() -> None:
-    """Its supervisor had started it again by itself, before it was asked to on the way back."""
+    """Its supervisor had restarted it by itself, before the rollback's order."""
     drive = left()
     reborn(drive)
     drive.feed(events.WorkerExited(worker="a", why="it was killed"))

@@ -37,7 +37,7 @@ def test_files_are_named_if_truncating_them_is_enough() -> None:
 
 
 async def test_the_progress_of_reading_was_not_reported() -> None:
-    """A restore of 32 GiB said nothing for a minute."""
+    """A restore of 32 GiB reported nothing for a minute."""
     events: list[OperationProgress] = []
     taken = anyio.Event()
 

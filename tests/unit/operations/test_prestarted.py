@@ -207,7 +207,9 @@ async def test_a_job_that_does_not_answer_does_not_delay_the_others(second_pid: 
 
 @pytest.mark.parametrize("why", [UnansweringAgents.why, AgentAway(PID, "it left")], ids=["stopped", "away"])
 async def test_a_worker_that_did_not_answer_gets_the_request_again_later(why: HegmError) -> None:
-    """A job that was stopped at the request and continues is asked again; one whose agent was absent was not."""
+    """A job that was stopped at the request gets it again once it continues; before, only one with a connected agent
+    did.
+    """
     node = Node(ALWAYS, deaf_times=2, why=why, patience=RetryDelays(first_s=0.0))
     async with node.running():
         assert [order.do for order in node.orders] == ["ready"]

@@ -26,7 +26,7 @@ WISH = PeriodicImages(every_s=600.0, keep=2, path="/images")
 
 
 class Clock:
-    """Time that passes as soon as everybody waits for it, and stops at its end."""
+    """Time that passes as soon as all tasks wait for it, and stops at its end."""
 
     def __init__(self, end_s: float) -> None:
         self.utc_s = 1_700_000_000.0

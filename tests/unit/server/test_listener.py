@@ -146,7 +146,7 @@ def test_users_together_cannot_shut_out_administrators() -> None:
 
 
 class ServesNobody(Policy):
-    """Refuses everybody, including root, whom every real daemon serves."""
+    """Refuses every client, including root, which every real daemon serves."""
 
     def may_connect(self, peer: Peer) -> bool:
         return False

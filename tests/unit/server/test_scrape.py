@@ -109,7 +109,7 @@ async def test_an_invalid_request_is_answered_and_the_next_one_gets_metrics(requ
     async with serving(limits=limits) as port:
         assert (await ask(port, request_)).startswith(b"HTTP/1.1 " + status)
         while not (await ask(port, GET)).startswith(b"HTTP/1.1 200"):
-            pass  # on a busy machine a whole request may come too late as well, and is asked again
+            pass  # on a busy machine a whole request may be too late as well, and is repeated
 
 
 async def test_background_work_gives_way_to_requests() -> None:

@@ -291,7 +291,7 @@ async def test_a_flood_over_the_limit_is_answered_busy_and_breaks_nothing() -> N
 
 
 async def test_at_the_limit_of_requests_one_of_them_can_be_cancelled() -> None:
-    """The cancel was refused as one request too many, and there was no way back but to hang up."""
+    """The cancel was refused as one request too many, and the client could only close the connection."""
     async with talking() as (talker, _, _, _):
         await talker.hello()
         flood = [talker.protocol.request(Gpus()) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""A look at the node is of one moment, whatever begins or ends while processes are asked."""
+"""A snapshot of the node is of one moment, whatever begins or ends while the daemon reads processes."""
 
 from __future__ import annotations
 

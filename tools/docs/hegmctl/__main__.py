@@ -16,7 +16,7 @@ USAGE = "usage: python -m tools.docs.hegmctl man|completions DIRECTORY, or json|
 
 
 def main(words: list[str]) -> int:
-    """Write what is asked for; the exit status."""
+    """Write the requested pages; return the exit status."""
     if len(words) != 2 or words[0] not in ("man", "completions", "json", "stub"):
         print(USAGE, file=sys.stderr)
         return 2

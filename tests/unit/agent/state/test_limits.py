@@ -1,4 +1,4 @@
-"""The limits of the search for what changes: beyond them nothing is found, and that is said."""
+"""The limits of the search for what changes: beyond them it finds nothing, and reports that."""
 
 from __future__ import annotations
 

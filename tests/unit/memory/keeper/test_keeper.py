@@ -264,7 +264,7 @@ async def test_a_drop_that_had_no_answer_was_forgotten(folder: Path) -> None:
 
 
 async def test_nothing_could_be_dropped_while_no_keeper_could_be_started(folder: Path) -> None:
-    """The wait for the next attempt kept everybody else out."""
+    """The wait for the next attempt blocked all other callers."""
     tried = anyio.Event()
 
     async def start(where: Path) -> None:

@@ -1,4 +1,4 @@
-"""When the next process of a restart is asked for before its turn, and that it is not asked for without need."""
+"""When a prestart is requested, and that none is requested without need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine, event by event: the way forward, the way back from each stage, and what is refused or ignored."""
+"""The machine, event by event: the stages, the rollback from each, and what is refused or ignored."""
 
 from __future__ import annotations
 
@@ -366,7 +366,7 @@ def test_memory_given_to_a_worker_that_ends_meanwhile_is_released() -> None:
 
 
 def test_the_reservation_of_a_late_process_is_kept() -> None:
-    """A restore that ended after the way back had turned out to be closed left the process without its room."""
+    """A restore that ended after its rollback had become impossible left the process without its reservation."""
     drive = DrivenOperation(operation(worker("a"), worker("b"))).until("restoring")
     drive.feed(events.WorkerExited(worker="b"))
     restore = drive.wanted[0]

@@ -91,7 +91,7 @@ def test_growing_and_stopped_processes_are_reported(child: subprocess.Popen[str]
     os.kill(child.pid, signal.SIGCONT)
     assert child.stdin is not None
     assert child.stdout is not None
-    for size_bytes in (64 * MIB, 1):  # the first is there when the second is asked for
+    for size_bytes in (64 * MIB, 1):  # the first reading exists when the second is requested
         child.stdin.write(f"{size_bytes}\n")
         child.stdout.readline()
     grown, was = look_at(child.pid, None).resident_bytes, before.resident_bytes

@@ -250,7 +250,7 @@ def test_a_users_cancelled_dump_ends_early(tmp_path: Path) -> None:
 @pytest.mark.skipif(not has_capability(CAP_SYS_RESOURCE), reason="to tell another user's CRIU takes CAP_SYS_RESOURCE")
 def test_a_users_dump_is_ended_by_the_service(tmp_path: Path) -> None:
     (tmp_path / "unit").write_text(WITH)
-    pages = os.memfd_create("pages")  # with a name that everybody may open
+    pages = os.memfd_create("pages")  # with a name that all users may open
     try:
         with sleeper(user=USER) as one:
             words = ("dump", "--tree", str(one.pid), "--images-dir", f"/proc/self/fd/{pages}")
