@@ -89,7 +89,8 @@ class ProcessGroups:
             return self._reported
         world = torch_distributed()
         if world is None:
-            return None
+            uncovered = uncovered_groups.of_rpc()
+            return Communicators(mechanism=NONE, uncovered=tuple(uncovered)) if uncovered else None
         try:
             library = _library()
             return self._tell(self._groups(_torch(), world), library)

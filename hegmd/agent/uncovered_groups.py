@@ -34,6 +34,7 @@ _FOREIGN_CLASSES = {
 }
 # Py_TPFLAGS_HAVE_GC: the collector knows the objects of such a class.
 _TRACKED = 1 << 14
+_RPC = "torch.distributed.rpc.api"
 _SYMMETRIC = "torch.distributed._symmetric_memory"
 _REGISTERING = ("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK")
 
@@ -55,9 +56,18 @@ def loaded() -> list[str]:
 def reasons(torch: Any, groups: list[GroupBackend], library: Library | None) -> list[str]:
     """Return every reason against disconnecting these groups. Leaves out NVLS, which the daemon detects itself."""
     found = [reason for group in groups for reason in _of_group(group, library)]
+    found.extend(of_rpc())
     if any(group.kind == NCCL for group in groups):
         found.extend(_of_process(torch, groups, library))
     return found
+
+
+def of_rpc() -> list[str]:
+    """Return the reason against a job that uses `torch.distributed.rpc`, which has no groups; none for others."""
+    rpc = sys.modules.get(_RPC)
+    if rpc is None or not getattr(rpc, "_is_current_rpc_agent_set", bool)():
+        return []
+    return ["torch.distributed.rpc is in use, whose calls to a parked rank do not return"]
 
 
 def _of_group(group: GroupBackend, library: Library | None) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hegmd.agent import uncovered_groups
+from hegmd.agent.communicators import ProcessGroups
 from hegmd.agent.group_backend import GroupBackend
 from hegmd.agent.nccl_library import Library
 from tests.stubs.build import build_stub
@@ -87,6 +88,21 @@ def test_a_setting_that_ties_memory_to_communicators_is_named(name: str, monkeyp
     monkeypatch.setenv(name, "1")
     (reason,) = reasons(ProcessGroupNCCL())
     assert name in reason
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_job_that_uses_rpc_was_moved_and_its_calls_waited_for_parked_ranks(
+    monkeypatch: pytest.MonkeyPatch, *, is_used: bool
+) -> None:
+    """It may have no process group at all."""
+    rpc = ModuleType("torch.distributed.rpc.api")
+    rpc.__dict__["_is_current_rpc_agent_set"] = lambda: is_used
+    monkeypatch.setitem(sys.modules, rpc.__name__, rpc)
+    monkeypatch.delitem(sys.modules, "torch.distributed.distributed_c10d", raising=False)
+    found = ProcessGroups().inventory()
+    assert [why.split(" is ")[0] for why in reasons(ProcessGroupNCCL())] == ["torch.distributed.rpc"] * is_used
+    assert (found is not None) == is_used
+    assert found is None or found.uncovered[0].startswith("torch.distributed.rpc is in use")
 
 
 def test_only_a_pool_with_an_allocator_of_its_own_may_be_registered() -> None:
