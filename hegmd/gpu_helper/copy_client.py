@@ -79,8 +79,11 @@ class CopyClient:
         await link.call("close", {"lane": lane}, deadline_s=_CLOSE_S)
         args = {"lane": lane, "gpus": list(gpus), "host_bytes": host_bytes}
         fds = () if host_fd is None else (host_fd,)
+        deadline_s = _OPEN_S + host_bytes / _MAP_BYTES_PER_S
+        answers: list[HelperReply] = []
         with anyio.CancelScope(shield=True):
-            answer = await link.call("open", args, deadline_s=_OPEN_S + host_bytes / _MAP_BYTES_PER_S, fds=fds)
+            answers.append(await link.call("open", args, deadline_s=deadline_s, fds=fds))
+        (answer,) = answers
         return cls(link, lane, answer.helper, peer=bool(answer.values["peer"]), size_bytes=host_bytes)
 
     async def attach_video(self, gpu: str, pieces: Sequence[HeldAllocation], base: int = 0) -> None:
