@@ -14,6 +14,7 @@ import select
 import sys
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import torch
 from torch import distributed
@@ -43,7 +44,7 @@ if kind == "tensor":
 torch.manual_seed(3)
 
 
-def built():
+def built() -> Any:
     """The parameters, and what makes the gradients of one batch and returns its loss."""
     mesh = None if kind == "ddp" else init_device_mesh(device.type, (ranks,))
     if kind == "pipeline":
@@ -65,7 +66,7 @@ def built():
                 fully_shard(layer, mesh=mesh)
         model = fully_shard(model, mesh=mesh)
 
-    def at_once(batch):
+    def at_once(batch: Any) -> Any:
         loss = model(batch).pow(2).mean()
         loss.backward()
         return loss.detach()
@@ -73,7 +74,7 @@ def built():
     return model.parameters(), at_once
 
 
-def in_stages(mesh):
+def in_stages(mesh: Any) -> Any:
     """Each rank has one of the stages, and a batch goes through them in four parts."""
     with device:
         blocks = [torch.nn.Linear(WIDE, WIDE) for _ in range(depth)]
@@ -81,8 +82,8 @@ def in_stages(mesh):
     stage = PipelineStage(own_blocks, rank, ranks, device, group=mesh.get_group())
     schedule = ScheduleGPipe(stage, 4, loss_fn=torch.nn.functional.mse_loss)
 
-    def through_stages(batch):
-        losses = []
+    def through_stages(batch: Any) -> Any:
+        losses: list[Any] = []
         if rank == 0:
             schedule.step(batch)
         elif rank == ranks - 1:
