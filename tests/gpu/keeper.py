@@ -1,8 +1,8 @@
-"""What keeps a daemon's descriptors and hands them to the next one: a stand-in for systemd, or hegmd's own keeper.
+"""Keeps a daemon's descriptors and passes them to the next daemon: a stub of systemd, or hegmd's own keeper.
 
 `Keeper` speaks as much of sd_notify(3) and sd_listen_fds(3) as hegmd does: readiness, descriptor store, barriers.
 `HegmdKeeper` says nothing to the daemon, which then starts `hegmd.memory.keeper` by itself, and only looks at what that
-holds. Run as a program this is what stands between the stand-in and the daemon, for a moment:
+holds. As a program it runs for a moment between the stub and the daemon:
 
     keeper.py NAME=FD... -- COMMAND...    becomes the command, with these descriptors passed as systemd passes them
 """
