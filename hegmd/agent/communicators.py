@@ -14,6 +14,7 @@ Owns the groups' state. `orders` decides when each step runs.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from time import monotonic, sleep
 
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 # How long a rank whose groups are connected waits for questions of other ranks.
 _UP_LIMIT_S = 15.0
+# How long the store's server may take to accept a connection.
+_SERVER_LIMIT_S = 5.0
 # NCCL's watchdog checks finished work every 100 ms, and must not make a CUDA call during the driver's checkpoint.
 _WATCHDOG_S = 0.2
 _MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
@@ -135,16 +138,21 @@ class ProcessGroups:
         groups = [] if world is None else self._groups(_torch(), world)
         return {group.name: list(_position(group)) for group in groups}
 
-    def ranks(self) -> Ranks | None:
-        """Return the ranks of this job, by an own connection to their store if possible; None without other ranks.
-
-        The connection costs 4 ms, and is not kept: it would keep a store's server that the script has given up.
-        """
+    @property
+    def has_other_ranks(self) -> bool:
         world = torch_distributed()
-        if world is None or int(world._get_default_group().size()) < 2:
-            return None
+        return world is not None and int(world._get_default_group().size()) > 1
+
+    def ranks(self) -> Ranks:
+        """Return the ranks of this job, by an own connection to their store if possible. Raises OSError.
+
+        The connection costs 4 ms, and is not kept: it would keep a store's server that the script has given up. A
+        server that is stopped has it wait, so it is made in a thread that may wait.
+        """
+        world: Any = torch_distributed()
         group = world._get_default_group()
         store = world._world.pg_map[group][1]
+        _require_server(store)
         return _ranks_in(store.clone() if hasattr(store, "clone") else store, group)
 
     # ---- down --------------------------------------------------------------------------------------------------------
@@ -326,6 +334,14 @@ def _library() -> Library | None:
         except (HegmError, ImportError) as error:
             note(f"NCCL cannot be called: {error}")
     return None
+
+
+def _require_server(store: Any) -> None:
+    """Raise OSError if the store's server has ended: a second connection would be tried for the store's timeout."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if hasattr(store, "port"):
+        socket.create_connection((store.host, store.port), _SERVER_LIMIT_S).close()
 
 
 def _ranks_in(store: Any, group: Any) -> Ranks:

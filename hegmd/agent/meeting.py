@@ -42,10 +42,14 @@ _JOIN_FILE = "/torch/distributed/algorithms/join.py"
 
 
 class Meeting:
-    """One order to park, as this rank sees it. `positions` returns how far it is; `on_news` is called in the thread."""
+    """One order to park, as this rank sees it.
+
+    `ranks` returns the ranks of the job and `positions` how far this one is. Both are called in the meeting's thread,
+    and `on_news` too.
+    """
 
     def __init__(
-        self, at: int, ranks: Ranks, positions: Callable[[], Positions], on_news: Callable[[], object]
+        self, at: int, ranks: Callable[[], Ranks], positions: Callable[[], Positions], on_news: Callable[[], object]
     ) -> None:
         self._at = at
         self._ranks = ranks
@@ -114,12 +118,13 @@ class Meeting:
     def _live(self, training: int) -> None:
         poll_s = _FIRST_POLL_S
         try:
+            ranks = self._ranks()
             while not self._is_over:
                 parkings = self._parkings
                 self._is_in_join = not self.is_parked and _is_in_join(training)
                 statement = self._statement(parkings)
                 if parkings == self._parkings:
-                    self._judge(parkings, self._ranks.exchange("meeting", statement))
+                    self._judge(parkings, ranks.rank, ranks.exchange("meeting", statement))
                 self._on_news()
                 sleep(poll_s)
                 poll_s = min(2 * poll_s, _MAX_POLL_S)
@@ -137,14 +142,14 @@ class Meeting:
             "groups": self._positions(),
         }
 
-    def _judge(self, parkings: int, statements: list[Statement] | None) -> None:
+    def _judge(self, parkings: int, rank: int, statements: list[Statement] | None) -> None:
         if statements is None or any(one["at"] != self._at for one in statements):
             return
         awaited = ranks_awaited(statements)
-        is_awaited = bool(parkings % 2) and self._ranks.rank in awaited
-        if is_awaited and self._judged[0] != parkings:
+        is_awaited = bool(parkings % 2) and rank in awaited
+        if is_awaited and (self._judged[0] != parkings or not self._judged[2]):
             self._rounds += 1
-            self._times_ahead += awaited[self._ranks.rank]
+            self._times_ahead += awaited[rank]
         has_met = not awaited and all(one["parked"] for one in statements)
         self.is_uncounted = self.is_uncounted or is_awaited or any(one["uncounted"] for one in statements)
         self._judged = (parkings, has_met, is_awaited)

@@ -12,7 +12,6 @@ from time import monotonic
 from .communicators import ProcessGroups
 from .cuda_state import HAZARD_NCCL
 from .meeting import Meeting
-from .notes import note
 from .other_threads import Attempts, busy_thread
 from .refusals import BUSY_HINT, refusal
 from .storage_transfer import StorageTransfer
@@ -78,13 +77,8 @@ class OrderState:
 
     def meet(self, pending: Pending) -> None:
         """Begin to meet the other ranks of the job, if it has any, for that order."""
-        try:
-            ranks = self.groups.ranks()
-        except Exception as error:  # noqa: BLE001 - the store has gone, say: the ranks park where they count alike
-            note(f"the other ranks cannot be met: {error!r}")
-            return
-        if ranks is not None:
-            pending.meeting = Meeting(pending.at, ranks, self.groups.positions, self.gate.on_change)
+        if self.groups.has_other_ranks:
+            pending.meeting = Meeting(pending.at, self.groups.ranks, self.groups.positions, self.gate.on_change)
             pending.meeting.start(self.gate.home)
 
     def take_pending(self) -> Pending | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hegmd.agent import communicators
 from hegmd.agent.meeting import _MAX_ROUNDS, Meeting, ranks_awaited
 from hegmd.agent.rank_agreement import Ranks
 from tests.patience import HANG_S
@@ -40,7 +42,8 @@ class Met:
         self._news = threading.Condition()
         store = Store()
         self.ranks = [
-            Meeting(9, Ranks(store, rank, 2), partial(self._positions, rank), self._note).start(0) for rank in range(2)
+            Meeting(9, partial(Ranks, store, rank, 2), partial(self._positions, rank), self._note).start(0)
+            for rank in range(2)
         ]
 
     def _positions(self, rank: int) -> dict[str, list[Any]]:
@@ -111,3 +114,37 @@ def test_a_rank_is_awaited_for_a_message_also_by_a_parked_one() -> None:
     assert ranks_awaited(statements) == {1: False}
     statements[1]["groups"] = {"": (1, 2, [], [(0, 3)])}
     assert ranks_awaited(statements) == {}
+
+
+def test_a_stores_server_that_did_not_answer_stopped_the_agent_for_its_timeout() -> None:
+    """The agent's own thread made the connection. Now the rank has not met while it is made, and then parks alone."""
+    is_tried, has_answered, has_news = threading.Event(), threading.Event(), threading.Event()
+
+    def ranks() -> Ranks:
+        is_tried.set()
+        assert has_answered.wait(HANG_S)
+        raise ConnectionResetError
+
+    meeting = Meeting(9, ranks, dict, has_news.set).start(0)
+    assert is_tried.wait(HANG_S)
+    meeting.park()
+    assert not meeting.has_met
+    has_answered.set()
+    assert has_news.wait(HANG_S)
+    assert meeting.has_met
+
+
+def test_a_stores_server_that_had_ended_was_tried_for_its_timeout() -> None:
+    """The ranks of a killed launcher took 46 s to find that they cannot meet, and an operation got no answer."""
+
+    class Server:
+        host, port = "127.0.0.1", 0
+
+    class Prefixed:
+        underlying_store = Server()
+
+    with socket.create_server((Server.host, 0)) as listening:
+        Server.port = listening.getsockname()[1]
+        communicators._require_server(Prefixed())
+    with pytest.raises(ConnectionRefusedError):
+        communicators._require_server(Prefixed())
