@@ -9,12 +9,13 @@ changed anything. After a failure in between, each rank states how its groups ar
 state on all ranks get new backends. Every step ends at its limit (`group_step`).
 
 Owns the groups' state. `orders` decides when each step runs.
+
+Longer than 400 lines because the steps down and up share one state: each has to know what the other left undone.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from time import monotonic, sleep
 
@@ -37,7 +38,7 @@ from .group_backend import (
 from .group_step import HINT_AGAIN, Step, no_news
 from .messages import MessageCounts, awaited_messages, behind, positions_of
 from .notes import note
-from .rank_agreement import Agreement, DisagreementError, Ranks
+from .rank_agreement import Agreement, DisagreementError, Ranks, require_server
 from .refusals import refusal
 
 TYPE_CHECKING = False
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
 
 # How long a rank whose groups are connected waits for questions of other ranks.
 _UP_LIMIT_S = 15.0
-# How long the store's server may take to accept a connection.
-_SERVER_LIMIT_S = 5.0
 # NCCL's watchdog checks finished work every 100 ms, and must not make a CUDA call during the driver's checkpoint.
 _WATCHDOG_S = 0.2
 _MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
@@ -152,7 +151,7 @@ class ProcessGroups:
         world: Any = torch_distributed()
         group = world._get_default_group()
         store = world._world.pg_map[group][1]
-        _require_server(store)
+        require_server(store)
         return _ranks_in(store.clone() if hasattr(store, "clone") else store, group)
 
     # ---- down --------------------------------------------------------------------------------------------------------
@@ -334,14 +333,6 @@ def _library() -> Library | None:
         except (HegmError, ImportError) as error:
             note(f"NCCL cannot be called: {error}")
     return None
-
-
-def _require_server(store: Any) -> None:
-    """Raise OSError if the store's server has ended: a second connection would be tried for the store's timeout."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    if hasattr(store, "port"):
-        socket.create_connection((store.host, store.port), _SERVER_LIMIT_S).close()
 
 
 def _ranks_in(store: Any, group: Any) -> Ranks:

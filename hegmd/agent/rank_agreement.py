@@ -9,6 +9,7 @@ wait ends at a deadline. Does not interpret statements.
 from __future__ import annotations
 
 import os
+import socket
 from time import monotonic, sleep
 
 from ..errors import HegmError
@@ -31,6 +32,16 @@ _HINT_STORE = (
 # Digits of the number that each statement begins with.
 _DRAWN = 16
 _FIRST_POLL_S, _MAX_POLL_S = 0.001, 0.01
+# How long the store's server may take to accept a connection.
+_SERVER_LIMIT_S = 5.0
+
+
+def require_server(store: Any) -> None:
+    """Raise OSError if the store's server has ended: a second connection would be tried for the store's timeout."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if hasattr(store, "port"):
+        socket.create_connection((store.host, store.port), _SERVER_LIMIT_S).close()
 
 
 class DisagreementError(Exception):

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from hegmd.agent import communicators
 from hegmd.agent.meeting import _MAX_ROUNDS, Meeting, ranks_awaited
-from hegmd.agent.rank_agreement import Ranks
+from hegmd.agent.rank_agreement import Ranks, require_server
 from tests.patience import HANG_S
 
 Group = tuple[int, int, list[tuple[int, int]], list[tuple[int, int]]]
@@ -145,6 +144,6 @@ def test_a_stores_server_that_had_ended_was_tried_for_its_timeout() -> None:
 
     with socket.create_server((Server.host, 0)) as listening:
         Server.port = listening.getsockname()[1]
-        communicators._require_server(Prefixed())
+        require_server(Prefixed())
     with pytest.raises(ConnectionRefusedError):
-        communicators._require_server(Prefixed())
+        require_server(Prefixed())
