@@ -96,11 +96,14 @@ class SuspendedOperations:
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Handle suspended operations, until cancelled."""
-        async with anyio.create_task_group() as self._tasks:
-            for op in self._runner.under_way():
-                self.start_spilling_when_idle(op.id)
-            task_status.started()
-            await anyio.sleep_forever()
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                for op in self._runner.under_way():
+                    self.start_spilling_when_idle(op.id)
+                task_status.started()
+                await anyio.sleep_forever()
+        finally:
+            self._tasks = None
 
     def on_event(self, event: str, worker: AgentConnection) -> None:
         """Handle an event of the workers: one that reconnects may have missed an order."""

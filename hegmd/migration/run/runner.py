@@ -26,7 +26,7 @@ import anyio
 import anyio.abc
 import anyio.lowlevel
 
-from hegmd.errors import Bug, HegmError
+from hegmd.errors import UNAVAILABLE, Bug, HegmError
 from hegmd.migration.journal import records
 from hegmd.migration.journal.disk import Disk
 from hegmd.migration.journal.history import Ledger
@@ -146,6 +146,8 @@ class Runner:
     def _start(self, running: OperationTask, first: Event) -> None:
         if self._tasks is None:
             raise Bug("an operation was begun before operations are run")
+        if self._tasks.cancel_scope.cancel_called:  # its task would never be cancelled, and the daemon never end
+            raise HegmError(UNAVAILABLE, "hegmd is stopping", "try again when it is back")
         self._running[running.op.id] = running
         running.enqueue(first)
         self._tasks.start_soon(self._drive, running, name=f"operation {running.op.id}")
