@@ -74,7 +74,7 @@ class CopyClient:
         """Create contexts on these GPUs, by UUID, and map the given pool segment, if any.
 
         Closes an earlier session of that name first. Raises HelperLost, DriverFailed, Refused. Once it is asked for, it
-        is returned even if the caller is cancelled: otherwise nobody would close it, and it has contexts on GPUs.
+        is returned even if the caller is cancelled: the caller has to close it, since it has contexts on GPUs.
         """
         await link.call("close", {"lane": lane}, deadline_s=_CLOSE_S)
         args = {"lane": lane, "gpus": list(gpus), "host_bytes": host_bytes}

@@ -115,7 +115,7 @@ async def test_a_copy_session_opened_for_a_cancelled_caller_stayed_open() -> Non
         await helper.asked.wait()
         tasks.cancel_scope.cancel()
         helper.go.set()
-    assert len(opened) == 1, "nobody knows of the session"
+    assert len(opened) == 1, "the caller does not get the session, and cannot close it"
 
 
 @pytest.mark.thorough

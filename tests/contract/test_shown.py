@@ -65,7 +65,7 @@ class Job:
         self.shown.fill(0, len(SIZES))
 
     def hoard(self, but_for_bytes: int = 0) -> None:
-        """Have another process take all free video memory, except so much."""
+        """Have another process allocate all free video memory except the given size."""
         size_bytes, address = 1 << 33, ctypes.c_uint64()
         while size_bytes >= MIB:
             is_there = self.free_bytes - size_bytes >= but_for_bytes

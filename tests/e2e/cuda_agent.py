@@ -292,7 +292,7 @@ class Agent:
             self.cached = [address.value]
 
     def keep(self, size_mib: str) -> str:
-        """Hold so much memory besides the pieces from now on; return the allocated size. The next step needs it."""
+        """Allocate memory besides the pieces, as the next step needs it; return the allocated size."""
         self.cached_bytes = int(size_mib) * MIB
         self.take_cache()
         self.facts["reserved_bytes"] = sum(self.sizes) + self.cached_bytes

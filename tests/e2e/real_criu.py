@@ -81,7 +81,7 @@ class Job:
         return self.process.stdout.readline().rstrip("\n")
 
     def needs(self, **more: object) -> Needs:
-        """Return what its tree needs, as it is now."""
+        """Return what CRIU needs to dump the process tree now."""
         return needs_of(read_tree(self.pid), **more)  # type: ignore[arg-type] # passed on as they are
 
     def gone(self) -> int:

@@ -81,7 +81,7 @@ def installed(deb: Path) -> Iterator[SystemdNode]:
 
 @pytest.fixture
 def node(installed: SystemdNode) -> Iterator[SystemdNode]:
-    """That machine after the installation: socket open, daemon not started, configuration as shipped."""
+    """The machine after the installation: socket open, daemon not started, configuration as shipped."""
     shipped = (installed.root / CONFIGURATION).read_bytes()
     installed.run("systemctl", "start", SOCKET)
     yield installed

@@ -98,7 +98,7 @@ def test_only_root_dumps_or_restores_jobs_of_other_users(daemon: RunningDaemon, 
 def test_a_users_job_goes_into_an_image_and_back_with_its_own_rights_and_every_loss_the_same(
     daemon: RunningDaemon, folder: Path, asker: int, expected: list[str]
 ) -> None:
-    """CRIU has this user's rights for dump and restore, whoever requests it: none of the user's links leads it to
+    """CRIU has the job's user's rights for dump and restore, also if root requests it: no link of the user leads it to
     root's files.
     """
     missing = rights_missing(frozenset({BOB}), as_user=True, in_unit=False)

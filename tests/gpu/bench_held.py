@@ -24,7 +24,7 @@ class ProgramSettings(Protocol):
 
 
 class Held(Lines):
-    """A training that holds so much. With `rounds` it steps only on command."""
+    """A training with a given size on the GPU. With `rounds` it steps only on command."""
 
     def __init__(self, node: Node, size_gib: int, *, gpu: int = 0, agent: bool = True, rounds: bool = False) -> None:
         self.node, self.size_gib, self._agent = node, size_gib, agent

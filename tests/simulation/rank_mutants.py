@@ -44,7 +44,7 @@ def connects_before_it_unlocks(op: Operation, event: Event, now: float) -> Resul
 
 
 def locks_each_rank_in_its_turn(op: Operation, event: Event, now: float) -> Result:
-    """Checkpoints a rank as soon as it is locked itself."""
+    """Checkpoints each rank once that rank is locked, before the others are."""
     after, wanted = machine.handle(op, event, now)
     if isinstance(event, events.Locked) and after is not op:
         wanted = (*wanted, effects.Checkpoint(number=10_000 + after.seq, worker=event.worker, cause=0))

@@ -1,4 +1,4 @@
-"""A training that holds so much and steps as fast as it can: held.py GIB [waits] [rounds]; it knows nothing of hegm.
+"""A training of a given size that steps as fast as it can: held.py GIB [waits] [rounds]; it knows nothing of hegm.
 
 Prints a digest of what it holds, at the start and after each pause; of a pause when it ended, how long it was beyond
 a step, both in seconds of the clock that all processes share. With `waits` it has its imports behind it and touches no

@@ -85,7 +85,7 @@ class Scenario:
 
     @property
     def driver(self) -> Path:
-        """What the stub has open while it is initialised, as the real library has /dev/nvidiactl."""
+        """The file that the initialised stub keeps open, as the real library does /dev/nvidiactl."""
         return self.path.with_name("nvidiactl")
 
     @property

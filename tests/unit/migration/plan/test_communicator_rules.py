@@ -226,7 +226,7 @@ def test_ranks_are_resumed_on_exchanged_gpus() -> None:
 
 
 def test_ranks_go_from_gpu_to_gpu_if_both_fit_and_otherwise_when_all_have_left() -> None:
-    """Of the 140 GiB, 100 are free next to a rank of 33; then 20, which are too few for either rank."""
+    """A rank of 33 GiB leaves 100 of the 140 GiB free; then 20 are free, too few for either rank."""
     request = to("gpu1,gpu0")
     plan = the_plan(planned(a_job(), request))
     assert not plan.reserves_late
