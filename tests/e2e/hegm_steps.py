@@ -121,10 +121,11 @@ class Steps:
         """Once more, while the training has not even begun again; not in the record, since HeGM is not asked so."""
         recorded = len(self.record)
         deadline = monotonic() + PATIENCE_S
-        while self._registered() in (None, before):
+        while (worker := self._registered()) in (None, before):
             assert monotonic() < deadline, "no worker was started again"
             pause()
-        self._while_it_trains(lambda: self._tell("checkpoint", "--pid", str(self._registered())))
+        self._known_worker = str(worker)  # it may have left, and its registration with it, when its answer is noted
+        self._while_it_trains(lambda: self._tell("checkpoint", "--pid", str(worker)))
         answered = self.record.pop()[1]
         assert answered == [0, "PID WORKER: checkpoint-ready"], answered
         self._tell("resume", "--all")
