@@ -17,7 +17,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hegmd.errors import Bug
 from hegmd.gpu_helper.calls import HelperLost, OnProgress, Stuck, Watch
 from hegmd.gpu_helper.session import Session
 from hegmd.gpu_helper.wire import DriverFailed, HelperReply
@@ -129,9 +128,8 @@ class Link(BackgroundTasks):
             return session
 
     def _begin(self) -> Session:
-        if self._tasks is None:
-            raise Bug("the GPU helper is called before its link runs")
+        tasks = self._open_tasks()
         self._starts += 1
         session = self._session = Session(self._starts, self._idle_after_s)
-        self._tasks.start_soon(session.live, self._program, self._environment, self._start_within_s)
+        tasks.start_soon(session.live, self._program, self._environment, self._start_within_s)
         return session

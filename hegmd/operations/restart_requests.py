@@ -65,8 +65,8 @@ class Restarts(BackgroundTasks):
         supervisors.listen(self._look)
         workers.listen(self._on_worker_event)
 
-    def take_over(self) -> None:
-        """Follow the operations that an earlier daemon started. Called once, when this runs."""
+    def _on_start(self) -> None:
+        """Follow the operations that an earlier daemon started."""
         for op in self._runner.under_way():
             if self._tasks is not None and any(member.restarts for member in op.live):
                 self._tasks.start_soon(self._look_for_end, op.id)

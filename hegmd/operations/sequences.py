@@ -113,15 +113,14 @@ class MultiStepOperations(BackgroundTasks):
         steps = _plans_or_raise(planned_swap(snapshot, first, second))
         if context.dry_run:
             return Outcome(plans=[plan_record(step) for step in steps])
-        if self._tasks is None:
-            raise Bug("swap() was called before run()")
+        tasks = self._open_tasks()
         for step in steps:
             self._operations.check(context, [worker.pid for worker in step.workers])
         exchange = _Swap()
         alone = RequestContext(
             by=context.by, may=context.may, emit=_discard_progress, wait=False, limit_s=context.limit_s
         )
-        self._tasks.start_soon(self._carry_out, exchange, steps, snapshot, alone, name=f"swap of {first} and {second}")
+        tasks.start_soon(self._carry_out, exchange, steps, snapshot, alone, name=f"swap of {first} and {second}")
         await self._watch(exchange, context)
         if exchange.failure is not None and not exchange.begun:
             raise exchange.failure

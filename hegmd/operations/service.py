@@ -472,7 +472,6 @@ class OperationsService:
                     await inner.start(self.runner.run)
                     await inner.start(self.jobs.run)
                     await inner.start(self.restarts.run)
-                    self.restarts.take_over()
                     await inner.start(self.recoveries.run)
                     inner.start_soon(self.recoveries.keep_looking)
                     await inner.start(self.suspended_operations.run)

@@ -29,6 +29,7 @@ from hegmd.migration.model import PoolMemory
 from hegmd.migration.run.executor import EffectExecutor
 from hegmd.migration.run.runner import Runner
 from hegmd.protocol.operations import HOST
+from hegmd.system.background_tasks import BackgroundTasks
 from hegmd.system.condition import Condition
 from hegmd.telemetry.events import EventLog
 from hegmd.telemetry.log import limited
@@ -63,7 +64,7 @@ class Preparation:
         self.over = anyio.Event()
 
 
-class SuspendedOperations:
+class SuspendedOperations(BackgroundTasks):
     """`when` is the setting: asked, full or always. `run` has to be running."""
 
     def __init__(
@@ -90,20 +91,13 @@ class SuspendedOperations:
         self._prepared: set[str] = set()
         #: Operations whose preparation is not wanted any more, while it ends.
         self._unwanted: set[str] = set()
-        self._tasks: anyio.abc.TaskGroup | None = None
+        super().__init__()
         if when != ASKED:
             pool.free_memory = self.free_memory
 
-    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Handle suspended operations, until cancelled."""
-        try:
-            async with anyio.create_task_group() as self._tasks:
-                for op in self._runner.under_way():
-                    self.start_spilling_when_idle(op.id)
-                task_status.started()
-                await anyio.sleep_forever()
-        finally:
-            self._tasks = None
+    def _on_start(self) -> None:
+        for op in self._runner.under_way():
+            self.start_spilling_when_idle(op.id)
 
     def on_event(self, event: str, worker: AgentConnection) -> None:
         """Handle an event of the workers: one that reconnects may have missed an order."""

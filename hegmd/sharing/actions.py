@@ -92,8 +92,7 @@ class SharingActions(BackgroundTasks):
 
     def begin(self, action: Action, view: View) -> None:
         """Carry an action out: a grant and a start at once, the others in a task."""
-        if self._tasks is None:
-            raise Bug("an action was begun before actions are carried out")
+        tasks = self._open_tasks()
         if action.kind == model.GRANT:
             self._grant(action)
         elif action.kind == model.START:
@@ -102,7 +101,7 @@ class SharingActions(BackgroundTasks):
             self._let_start(action, view.jobs[action.subject])
         elif action.subject not in self.acting and action.subject in view.jobs:
             self.acting[action.subject] = action
-            self._tasks.start_soon(self._carry_out, action, view, name=f"{action.kind} of {action.subject}")
+            tasks.start_soon(self._carry_out, action, view, name=f"{action.kind} of {action.subject}")
 
     # -- ahead of a turn -----------------------------------------------------------------------------------------------
 

@@ -58,17 +58,9 @@ class Leases(BackgroundTasks):
         self.next_number = max([next_number, *(lease.number + 1 for lease in leases)])
         self._leases = {lease.number: lease for lease in leases if lease.boot == self._boot}
 
-    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Watch the leases until cancelled."""
-        try:
-            async with anyio.create_task_group() as self._tasks:
-                for lease in tuple(self._leases.values()):
-                    self._watch_soon(lease)
-                task_status.started()
-                await anyio.sleep_forever()
-        finally:
-            self._tasks = None
-            self._watches.clear()
+    def _on_start(self) -> None:
+        for lease in tuple(self._leases.values()):
+            self._watch_soon(lease)
 
     # -- queries -------------------------------------------------------------------------------------------------------
 

@@ -105,17 +105,11 @@ class Jobs(BackgroundTasks):
             self._jobs[job.number] = job
             self._by_run.update({(job.uid, run): job.number for run in job.runs})
 
-    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Watch the jobs and write down what changes, until cancelled."""
-        try:
-            async with anyio.create_task_group() as self._tasks:
-                self._take_over()
-                self._tasks.start_soon(self._saving.run)
-                self._tasks.start_soon(self._keep_looking)
-                task_status.started()
-                await anyio.sleep_forever()
-        finally:
-            self._tasks = None
+    def _on_start(self) -> None:
+        self._take_over()
+        open_tasks = self._open_tasks()
+        open_tasks.start_soon(self._saving.run)
+        open_tasks.start_soon(self._keep_looking)
 
     def _take_over(self) -> None:
         for job in tuple(self._jobs.values()):

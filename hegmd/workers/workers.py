@@ -20,9 +20,10 @@ from typing import Any
 import anyio
 import anyio.abc
 
-from hegmd.errors import DENIED, TIMEOUT, Bug, HegmError, Refused
+from hegmd.errors import DENIED, TIMEOUT, HegmError, Refused
 from hegmd.protocol.messages import AgentAttend, AgentReport, Communicators, CudaFacts, LeftAlone, Order
 from hegmd.protocol.snapshots import AgentInfo
+from hegmd.system.background_tasks import BackgroundTasks
 from hegmd.system.condition import Condition
 from hegmd.telemetry.log import fields
 from hegmd.telemetry.step_timings import AGENT, COPIES, note_step
@@ -266,7 +267,7 @@ class AgentConnection:
         return True
 
 
-class Workers:
+class Workers(BackgroundTasks):
     """All workers of the node. `run` has to be running while agents attend.
 
     `start_ticks` returns a process's start time, None if it does not exist, and raises HegmError if that is unknown
@@ -286,13 +287,7 @@ class Workers:
         self._listeners: list[Listener] = []
         #: Notified at each change, for tasks that wait for a state.
         self.changed = Condition()
-        self._watching: anyio.abc.TaskGroup | None = None
-
-    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Watch the processes of all workers, until cancelled."""
-        async with anyio.create_task_group() as self._watching:
-            task_status.started()
-            await anyio.sleep_forever()
+        super().__init__()
 
     def listen(self, listener: Listener) -> None:
         """Call `listener` with each change and its worker. It runs on the event loop and must not wait."""
@@ -347,8 +342,7 @@ class Workers:
 
     def _admit(self, pid: int, uid: int, program: AgentInfo, about: AgentAttend) -> tuple[AgentConnection, str]:
         """Return the handle for an agent: its earlier one, or a new one. Raises HegmError."""
-        if self._watching is None:
-            raise Bug("an agent attends before its process can be watched")
+        tasks = self._open_tasks()
         known = self._workers.get(pid)
         ticks = self._start_ticks(pid)
         if ticks is None:
@@ -371,7 +365,7 @@ class Workers:
             os.close(pidfd)
             raise
         self._workers[pid] = worker
-        self._watching.start_soon(self._watch, worker, pidfd)
+        tasks.start_soon(self._watch, worker, pidfd)
         return worker, CAME
 
     async def _watch(self, worker: AgentConnection, pidfd: int) -> None:

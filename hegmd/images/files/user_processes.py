@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 
 import anyio
 
-from hegmd.errors import Bug
 from hegmd.gpu_helper.calls import OnProgress, Role
 from hegmd.gpu_helper.link import child_environment
 from hegmd.gpu_helper.session import Session
@@ -91,8 +90,7 @@ class UserProcesses(BackgroundTasks):
 
     async def start(self, rights: Rights | None) -> UserProcess:
         """Start a process with these rights; None: with the daemon's own, in its sandbox. Raises HegmError."""
-        if self._tasks is None:
-            raise Bug("an image writer is started before its task group runs")
+        tasks = self._open_tasks()
         number = next(self._numbers)
         session = Session(number, math.inf, ROLE)
         program, environment, become = self._program, self._environment, None
@@ -100,7 +98,7 @@ class UserProcesses(BackgroundTasks):
             program, environment = unit_command(program, environment, rights, number), {"PATH": SYSTEM_PATH}
         elif rights is not None and rights.uid != os.geteuid():
             become = rights
-        self._tasks.start_soon(session.live, program, environment, START_WITHIN_S, become)
+        tasks.start_soon(session.live, program, environment, START_WITHIN_S, become)
         try:
             await session.settled.wait()
         except anyio.get_cancelled_exc_class():

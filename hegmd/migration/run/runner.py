@@ -26,7 +26,7 @@ import anyio
 import anyio.abc
 import anyio.lowlevel
 
-from hegmd.errors import UNAVAILABLE, Bug, HegmError
+from hegmd.errors import Bug, HegmError
 from hegmd.migration.journal import records
 from hegmd.migration.journal.disk import Disk
 from hegmd.migration.journal.history import Ledger
@@ -51,6 +51,7 @@ from hegmd.migration.run.task import (
     exit_unknown,
 )
 from hegmd.protocol import operations as protocol
+from hegmd.system.background_tasks import BackgroundTasks
 from hegmd.telemetry.events import EventLog
 from hegmd.telemetry.log import fields
 from hegmd.telemetry.step_timings import StepTimings, collected
@@ -99,7 +100,7 @@ def _is_gone(is_alive: Callable[[], bool]) -> bool:
         return False
 
 
-class Runner:
+class Runner(BackgroundTasks):
     """Every operation of the node. `run` has to be running before any is begun."""
 
     def __init__(
@@ -122,7 +123,7 @@ class Runner:
         self.over: Callable[[], object] = lambda: None  # called whenever an operation has ended
         #: Returns why a suspended operation waits if its job resumes by itself; sharing sets it.
         self.resumes_by_itself: Callable[[Operation], protocol.Wait | None] = lambda _op: None
-        self._tasks: anyio.abc.TaskGroup | None = None
+        super().__init__()
 
     # -- up and down ---------------------------------------------------------------------------------------------------
 
@@ -133,24 +134,20 @@ class Runner:
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Continue unfinished operations and run new ones, until cancelled."""
         try:
-            async with anyio.create_task_group() as self._tasks:
-                for history in tuple(self._ledger.histories.values()):
-                    if history.operation.phase not in TERMINAL:
-                        self._start(OperationTask(history), events.Recovered(cause="hegmd was started"))
-                task_status.started()
-                await anyio.sleep_forever()
+            await super().run(task_status=task_status)
         finally:
-            self._tasks = None
             self._ledger.close()
 
+    def _on_start(self) -> None:
+        for history in tuple(self._ledger.histories.values()):
+            if history.operation.phase not in TERMINAL:
+                self._start(OperationTask(history), events.Recovered(cause="hegmd was started"))
+
     def _start(self, running: OperationTask, first: Event) -> None:
-        if self._tasks is None:
-            raise Bug("an operation was begun before operations are run")
-        if self._tasks.cancel_scope.cancel_called:  # its task would never be cancelled, and the daemon never end
-            raise HegmError(UNAVAILABLE, "hegmd is stopping", "try again when it is back")
+        tasks = self._open_tasks()
         self._running[running.op.id] = running
         running.enqueue(first)
-        self._tasks.start_soon(self._drive, running, name=f"operation {running.op.id}")
+        tasks.start_soon(self._drive, running, name=f"operation {running.op.id}")
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -163,6 +160,7 @@ class Runner:
 
     async def begin(self, op: Operation) -> None:
         """Put an operation in the journal and start it. Raises HegmError; nothing has been done then."""
+        self._open_tasks()  # before anything is journalled
         utc = time.time()
         history = History(op).after(op, records.Line(utc=utc, event="", phase=op.phase))
         running = OperationTask(history)

@@ -362,7 +362,9 @@ class Preparations:
         its: Any = self
         suspended = SuspendedOperations(cast("Workers", ()), its, its, its, EventLog())
         async with anyio.create_task_group() as tasks:
-            suspended._tasks = tasks
+            self.ops, ops = [], self.ops  # nothing is spilled at the start
+            await tasks.start(suspended.run)
+            self.ops = ops
             suspended.prepare_soon("op1")
             await anyio.wait_all_tasks_blocked()
             yield suspended
