@@ -226,32 +226,38 @@ class Run:
 
     def take_snapshot(self, generation: int, step: int) -> None:
         """Write the state into the older slot. A problem is reported to the launcher, which shows it once."""
-        process, began = self._process, now()
+        process = self._process
         if process is None:
             return
         self.stamp(0.0)
         try:
-            self.write_slot(generation, step)
+            cost_s = self.write_slot(generation, step)
         except (HegmError, OSError) as error:
             process.line.say("unprotected", why=getattr(error, "message", str(error)))
             self._next_snapshot = now() + UNPROTECTED_S
         except LauncherEnded:
             self._next_snapshot = float("inf")
         else:
-            self._next_snapshot = now() + max(LEAST_INTERVAL_S, SHARE * (now() - began))
+            self._next_snapshot = now() + max(LEAST_INTERVAL_S, SHARE * cost_s)
         self.stamp()
 
-    def write_slot(self, generation: int, step: int) -> None:
-        """Write the state of that step with what each rank needs for it. Raises HegmError, OSError, Alone."""
+    def write_slot(self, generation: int, step: int) -> float:
+        """Write the state of that step with what each rank needs for it. Raises HegmError, OSError, Alone.
+
+        Return the seconds that each snapshot takes, without waits that come once: for imports, other ranks and memory.
+        """
         process = self._process
         if process is None:
-            return
-        began, files, own = now(), state_file(), self._own_of_all(process, generation, step)
+            return 0.0
+        files, own = state_file(), self._own_of_all(process, generation, step)
+        began = now()
         try:
             whole = files.State({"replicated": self.training.state(), "ranks": own})
         except files.UnsupportedValue as error:
             raise refusal(f"the state cannot be saved: {error}", "keep plain values and tensors in it") from error
+        asked = now()
         fd = process.line.slot(self.next_slot, slot_bytes(whole.size_bytes))
+        began += now() - asked
         end = os.fstat(fd).st_size - RECORD_BYTES
         copying.write_small(fd, end, bytes(RECORD_BYTES))
         with _Pinned():
@@ -267,6 +273,7 @@ class Run:
         )
         copying.write_small(fd, end, packed(record))
         self.next_slot = (self.next_slot + 1) % SLOTS
+        return now() - began
 
     def _own_of_all(self, process: RankProcess, generation: int, step: int) -> list[bytes]:
         """Return what each rank needs to start that step.
