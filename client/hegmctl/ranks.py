@@ -21,7 +21,7 @@ from time import monotonic, time
 from hegmctl.generations import OVER, RUNNING, Generations
 from hegmctl.parenthood import STOPS, EndRequest, Signals, end_like, perform_default_stop, reap, start
 from hegmctl.prestart import LINE_FD, PrestartSpec, make_ready
-from hegmd.errors import HegmError
+from hegmd.errors import TIMEOUT, HegmError
 from hegmd.protocol.agents import Noted
 from hegmd.protocol.board import Board, board_bytes
 from hegmd.protocol.messages import (
@@ -58,6 +58,8 @@ END_WITHIN_S = 10.0
 REPORT_S = 2.0
 # The daemon has so long to say whether a rank may be started, and is asked again so often while the job is suspended.
 ASK_WITHIN_S, ASK_INTERVAL_S = 0.5, 1.0
+# A daemon that does not answer may be busy. It is asked so long before ranks start without its answer.
+SILENT_S = 10.0
 _MEMORY = "/dev/shm"  # noqa: S108 - a private folder is made in it
 
 
@@ -111,6 +113,9 @@ class Launcher:
         #: The ranks to start once their job is no longer suspended, and when the daemon is asked next.
         self._held_back: list[int] = []
         self._ask_at = 0.0
+        #: Since when the daemon has not answered that question; and whether the user knows why ranks wait.
+        self._silent_since: float | None = None
+        self._has_told_of_wait = False
         #: The signal that should end the ranks, the first status other than 0, and when the remaining ones are killed.
         self._end_request = EndRequest()
         self._status = 0
@@ -196,15 +201,34 @@ class Launcher:
         """Start the ranks that wait, if the job is no longer suspended."""
         self._ask_at = now + ASK_INTERVAL_S
         if self._may_start():
+            self._has_told_of_wait = False
             ranks, self._held_back = self._held_back, []
             for rank in ranks:
                 self._start_in_place_of(rank)
+        else:
+            self._tell_of_wait()
 
     def _may_start(self) -> bool:
-        """Return False while the job is suspended: others may have its GPU memory. Without a daemon it may start."""
+        """Return False while the job is suspended: others may have its GPU memory. Without a daemon it may start.
+
+        A daemon that does not answer in time may be busy: False until it answers, or has been silent for long.
+        """
         request = MayStartRank(run=self._environ["HEGM_RUN"])
         answer = self._ask(lambda connection: connection.call(request, RankStart), ASK_WITHIN_S)
-        return not isinstance(answer, RankStart) or answer.may_start
+        since, self._silent_since = self._silent_since, None
+        if isinstance(answer, RankStart):
+            return answer.may_start
+        now = monotonic()
+        if answer.code is not TIMEOUT or (since is not None and now - since >= SILENT_S):
+            return True
+        self._silent_since = now if since is None else since
+        return False
+
+    def _tell_of_wait(self) -> None:
+        """Tell the user once why ranks wait, as soon as the daemon has said so."""
+        if self._silent_since is None and not self._has_told_of_wait:
+            self._has_told_of_wait = True
+            self._say(f"rank {self._held_back[0]} is started again once its job is resumed")
 
     def _spare_is_coming(self) -> bool:
         """Whether the spare process is still importing: it began before any other that could be started now."""
@@ -352,10 +376,9 @@ class Launcher:
     def replace(self, rank: int) -> None:
         """Replace that rank by another process: the spare one if there is one. While the job is suspended, it waits."""
         if not self._may_start():
-            if not self._held_back:
-                self._say(f"rank {rank} is started again once its job is resumed")
             self._held_back.append(rank)
             self._ask_at = monotonic() + ASK_INTERVAL_S
+            self._tell_of_wait()
         else:
             self._start_in_place_of(rank)
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from hegmctl.connection import Connection, connect
+from hegmctl.ranks import ASK_WITHIN_S
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.forked import Forked, not_forked, started
 from tests.e2e.moved_job import BARE, SCRIPTS, environment
@@ -188,9 +189,10 @@ def test_ranks_that_end_while_their_job_is_suspended_for_others_are_started_agai
 ) -> None:
     """The other rank returned into memory that a lease had, and was killed as it did not join the new one in time.
 
-    If all had ended, the new ones started in that memory at once.
+    If all had ended, the new ones started in that memory at once. They also did so if the daemon was too busy to say
+    within half a second whether they may.
     """
-    limit_s, out, errors = "1", tmp_path / "out", tmp_path / "errors"
+    limit_s, out, errors = "2", tmp_path / "out", tmp_path / "errors"
     with RunningDaemon(tmp_path, "--simulate", "1x4MiB") as daemon, connect(str(daemon.socket_path)) as hegmd:
         words = [*RUN, "2", "--gpu", "gpu0", "--", *SCRIPT, "100000", limit_s, "gloo", "64", "0.02"]
         with out.open("w") as output, errors.open("w") as noted:
@@ -200,8 +202,13 @@ def test_ranks_that_end_while_their_job_is_suspended_for_others_are_started_agai
             lease = hegmd.make_room(4 << 20, until_free=True).lease
             assert lease is not None
             (suspended,) = hegmd.operations().operations
+            daemon.process.send_signal(signal.SIGSTOP)
             for rank in ended:
                 os.kill(suspended.processes[rank].pid, signal.SIGKILL)
+            _until(lambda: "was ended by signal 9" in errors.read_text())
+            unanswered = time.monotonic()
+            _until(lambda: time.monotonic() > unanswered + 3 * ASK_WITHIN_S)
+            daemon.process.send_signal(signal.SIGCONT)
             _until(lambda: "is started again once its job is resumed" in errors.read_text())
             began = time.monotonic()
             _until(lambda: time.monotonic() > began + 3 * float(limit_s))
