@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import signal
 from errno import ENOENT, ENOEXEC, ENOTDIR
-from time import monotonic
 
 from hegmctl.exec_command import failure_of, places_of
 
@@ -52,26 +51,24 @@ class Signal:
 class EndRequest:
     """The last signal that asked a command to end, while that can be why it ends.
 
-    A command that handles the signal and trains on ends for another reason after `within_s`.
+    A command that handles the signal and trains on ends for another reason after `ENDS_WITHIN_S`.
     """
 
-    def __init__(self, within_s: float = ENDS_WITHIN_S) -> None:
-        self._within_s = within_s
+    def __init__(self) -> None:
         self._number: int | None = None
         self._at = 0.0
 
-    def note(self, number: int) -> None:
+    def note(self, number: int, now: float) -> None:
         """Take a signal that was sent now."""
-        self._number, self._at = number, monotonic()
+        self._number, self._at = number, now
 
     def forget(self) -> None:
         """Forget it: another command runs."""
         self._number = None
 
-    @property
-    def number(self) -> int | None:
+    def number(self, now: float) -> int | None:
         """The signal; None if none has come, or too long ago."""
-        return None if monotonic() - self._at >= self._within_s else self._number
+        return None if now - self._at >= ENDS_WITHIN_S else self._number
 
 
 class Signals:

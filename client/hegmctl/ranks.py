@@ -241,7 +241,7 @@ class Launcher:
             reap(self._reaped)
             return
         if came.ends:
-            self._end_request.note(came.number)
+            self._end_request.note(came.number, monotonic())
             if self._start_no_more():
                 self._status = self._status or -came.number
                 self._end_waits()
@@ -262,7 +262,7 @@ class Launcher:
         self._read(rank, process)
         del self._processes[rank]
         process.line.close()
-        is_end = process.ends or self._end_request.number is not None or self._kill_at is not None
+        is_end = process.ends or self._end_request.number(monotonic()) is not None or self._kill_at is not None
         if not is_end and self._generations.can_replace:
             how = f"was ended by signal {-status}" if status < 0 else f"ended with exit status {status}"
             self._generations.died(rank, how, monotonic())
@@ -274,7 +274,7 @@ class Launcher:
         if status or process.ends:
             self._end_all()
         elif (
-            self._end_request.number is not None
+            self._end_request.number(monotonic()) is not None
             and self._generations.can_replace
             and self._generations.phase != RUNNING
         ):
@@ -370,7 +370,7 @@ class Launcher:
         if process is not None:
             self._say(f"rank {rank} does not answer, and is killed")
             _send_signal(process.pid, signal.SIGKILL)
-        elif self._end_request.number is not None:  # it has ended by that, and is not replaced
+        elif self._end_request.number(monotonic()) is not None:  # it has ended by that, and is not replaced
             self._end_waits()
 
     def replace(self, rank: int) -> None:

@@ -15,17 +15,7 @@ import os
 from signal import SIGCHLD, SIGCONT, SIGIO, SIGTSTP
 from time import monotonic
 
-from hegmctl.parenthood import (
-    ENDS_WITHIN_S,
-    STOPS,
-    Child,
-    EndRequest,
-    Signals,
-    end_like,
-    perform_default_stop,
-    reap,
-    start,
-)
+from hegmctl.parenthood import STOPS, Child, EndRequest, Signals, end_like, perform_default_stop, reap, start
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -115,24 +105,16 @@ class GiveUp:
 
 
 class Supervisor:
-    """A command and its authority. `say` writes a line for the user; `slurm` handles SIGTSTP and SIGCONT.
-
-    The command's end counts as asked for within `ends_within_s` of a signal that asks for it.
-    """
+    """A command and its authority. `say` writes a line for the user; `slurm` handles SIGTSTP and SIGCONT."""
 
     def __init__(
-        self,
-        authority: RestartAuthority,
-        say: Callable[[str], object],
-        slurm: SlurmSignals | None = None,
-        *,
-        ends_within_s: float = ENDS_WITHIN_S,
+        self, authority: RestartAuthority, say: Callable[[str], object], slurm: SlurmSignals | None = None
     ) -> None:
         self._authority = authority
         self._say = say
         self._slurm = slurm
         self._child: Child | None = None
-        self._end_request = EndRequest(ends_within_s)
+        self._end_request = EndRequest()
         self._over: int | None = None
         #: The last requested prestart, and its process.
         self._expected: PrestartSpec | None = None
@@ -248,7 +230,7 @@ class Supervisor:
 
     def _pass_on(self, came: Signal) -> None:
         if came.ends:
-            self._end_request.note(came.number)
+            self._end_request.note(came.number, monotonic())
         if came.was_sent and self._child is not None:
             self._child.pass_on(came.number)
         if came.number in STOPS:
@@ -260,7 +242,7 @@ class Supervisor:
         self._child = None
         if self._slurm is not None:
             self._slurm.ended()
-        if not self._authority.ended(status, sent_signal=self._end_request.number):
+        if not self._authority.ended(status, sent_signal=self._end_request.number(monotonic())):
             self._over = status
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import select
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import anyio
@@ -20,6 +20,7 @@ import anyio
 from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.memory.pool_memory import Fill, Memory
 from hegmd.memory.spill_file import ResultUnwanted, SpillFolder
+from hegmd.system.descriptors import is_readable
 from hegmd.system.threads import run_detached
 from hegmd.telemetry.step_timings import COPIES, note_step
 
@@ -72,13 +73,8 @@ async def with_memory(fd: int, work: Callable[[int, Callable[[], bool]], T], *, 
         ) from error
 
     def run(waiting: socket.socket) -> T | None:
-        def is_over() -> bool:
-            poll = select.poll()  # each of several threads asks, and `select` cannot handle descriptors above 1023
-            poll.register(waiting, select.POLLIN)
-            return bool(poll.poll(0))
-
         try:
-            return work(own.fileno(), is_over)
+            return work(own.fileno(), partial(is_readable, waiting.fileno()))
         except ResultUnwanted:
             logger.info("%s is wanted in memory, and %s", name, unwanted)
             return None

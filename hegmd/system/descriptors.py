@@ -1,4 +1,4 @@
-"""Descriptors received over a socket, and their owner.
+"""Descriptors received over a socket and their owner, and a look at one descriptor.
 
 Code that reads such a socket gives the descriptors an owner before it looks at anything else. Uses no event loop: the
 daemon and the GPU helper share it, and the helper has to start quickly.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import os
+import select
 import socket
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
 # The kernel's SCM_MAX_FD: no message carries more.
 MAX_IN_A_MESSAGE = 253
 FD_BYTES = array.array("i").itemsize
+
+
+def is_readable(fd: int, within_s: float = 0.0) -> bool:
+    """Return True if that descriptor is readable within that time, or its peer has gone. Blocks so long."""
+    poll = select.poll()  # `select` cannot handle descriptors above 1023
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(within_s * 1000))
 
 
 class Descriptors:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import anyio
 
 from hegmd.errors import ExternalError
+from hegmd.system.descriptors import is_readable
 from hegmd.system.programs import SYSTEM_PATH
 from hegmd.system.threads import run_detached
 
@@ -92,7 +93,7 @@ def _start(argv_for: Callable[[int], Sequence[str]], deadline: float, unwanted: 
         threading.Thread(target=process.wait, name=f"reaper {process.pid}", daemon=True).start()
         return StartResult(process.pid, word, None)
     # The kernel closes its end of the pipe before it can be reaped.
-    ended = not _is_readable(unwanted) and _wait(process, max(0.0, deadline - time.monotonic()))
+    ended = not is_readable(unwanted.fileno()) and _wait(process, max(0.0, deadline - time.monotonic()))
     if not ended:
         process.terminate()
         if not _wait(process, _END_GRACE_S):
@@ -127,12 +128,6 @@ def _first_word(read_end: int, unwanted: socket.socket, deadline: float) -> byte
     poll.register(unwanted, select.POLLIN)
     ready = {fd for fd, _ in poll.poll(left_ms)}
     return os.read(read_end, 256) if read_end in ready else b""
-
-
-def _is_readable(unwanted: socket.socket) -> bool:
-    poll = select.poll()  # `select` cannot handle descriptors above 1023
-    poll.register(unwanted, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> bool:

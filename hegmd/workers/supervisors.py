@@ -10,7 +10,6 @@ Owns the orders in flight and the last report of each supervisor. Decides nothin
 from __future__ import annotations
 
 import os
-import select
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ import anyio
 from hegmd.errors import DISCONNECTED, REFUSED, HegmError, Refused
 from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
 from hegmd.system.condition import Condition
+from hegmd.system.descriptors import is_readable
 from hegmd.workers.order_link import OrderLink, PendingOrder
 
 DONE, FAILED, ENDED, READY, FELL = "done", "failed", "ended", "ready", "fell"
@@ -114,9 +114,7 @@ class Supervisor:
     @property
     def is_alive(self) -> bool:
         """Return True while its process has not ended. A zombie counts as ended."""
-        poll = select.poll()
-        poll.register(max(self._pidfd, 0), select.POLLIN)
-        return self._pidfd >= 0 and not poll.poll(0)
+        return self._pidfd >= 0 and not is_readable(self._pidfd)
 
     def close(self) -> None:
         """Close the handle of its process. Twice is fine."""

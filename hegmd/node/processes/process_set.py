@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import select
 import signal
 import time
 from collections.abc import Collection, Generator, Iterable, Mapping
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hegmd.node.processes.procfs import ProcessGone, Scarce, Unreadable, read_start
+from hegmd.system.descriptors import is_readable
 
 _log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ def ask(pid: int, start_ticks: int, number: signal.Signals) -> None:
         if pidfd is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, number)
-            _ended(pidfd, _END_GRACE_S)
+            is_readable(pidfd, _END_GRACE_S)
 
 
 def dumpers_of(pids: Iterable[int], *, uid: int | None = None) -> tuple[int, ...]:
@@ -194,7 +194,7 @@ def end_all(people: ProcessSet) -> None:
                         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                     with_fds.append(os.dup(pidfd))
         for pidfd in with_fds:
-            _ended(pidfd, _END_GRACE_S)
+            is_readable(pidfd, _END_GRACE_S)
     finally:
         for pidfd in with_fds:
             os.close(pidfd)
@@ -237,7 +237,7 @@ def _end_dump(dumper: int) -> None:
         within_s = 0.0
         # Never abandoned before: CRIU would leave the job stopped, and nothing would continue it.
         for limit_s in (_TOLD_GRACE_S, _DUMPER_GRACE_S - _TOLD_GRACE_S):
-            if _ended(pidfd, limit_s):
+            if is_readable(pidfd, limit_s):
                 return
             within_s += limit_s
             _log.error(
@@ -261,12 +261,6 @@ def _make_writes_fail(pid: int) -> bool:
     except OSError:  # another user's, and we lack CAP_SYS_RESOURCE
         return False
     return True
-
-
-def _ended(pidfd: int, limit_s: float) -> bool:
-    poll = select.poll()  # `select` cannot handle descriptors above 1023
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(limit_s * 1000))
 
 
 def _state(pid: int) -> str:

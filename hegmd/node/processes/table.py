@@ -33,6 +33,7 @@ from hegmd.node.processes.procfs import (
 )
 from hegmd.node.workloads import workload_of
 from hegmd.protocol.snapshots import Workload
+from hegmd.system.descriptors import is_readable
 
 REREAD_PER_REFRESH = 32
 # The inode of the first pid namespace is a constant of the kernel: PROC_PID_INIT_INO in include/linux/proc_ns.h.
@@ -160,7 +161,7 @@ class ProcessTable:
             if pidfd is None and why_none is None:
                 raise ProcessGone
             kernel_facts = read_kernel_facts(self._proc_root, pid)
-            if pidfd is not None and not _is_alive(pidfd):
+            if pidfd is not None and is_readable(pidfd):
                 raise ProcessGone
         except ProcessGone:
             facts = self._absent(pid, known, pidfd, why_none)
@@ -188,7 +189,7 @@ class ProcessTable:
 
     def _absent(self, pid: int, known: _Entry | None, pidfd: int | None, why_no_pidfd: str | None) -> ProcessFacts:
         """Return the facts of a pid that /proc lacks: it ended, is hidden, or was never in this namespace."""
-        if pidfd is not None and _is_alive(pidfd):
+        if pidfd is not None and not is_readable(pidfd):
             return _unseen(pid, NOTE_HIDDEN)
         seen_before = known is not None and known.facts.presence is not Visibility.UNSEEN
         if pidfd is not None or seen_before or (self.in_first_namespace and why_no_pidfd is None):
@@ -254,7 +255,7 @@ class ProcessTable:
             kernel_facts = read_kernel_facts(self._proc_root, pid)
         except (ProcessGone, Unreadable):
             return  # it is about to end, which the next refresh sees; or it is as hidden as before
-        if entry.pidfd is None or not _is_alive(entry.pidfd):
+        if entry.pidfd is None or is_readable(entry.pidfd):
             return
         if doubted and entry.facts.presence is Visibility.UNSEEN and not _holds_gpu_device(self._proc_root, pid):
             return
@@ -286,12 +287,6 @@ def _note(pid: int, kernel_facts: KernelFacts, why_no_pidfd: str | None) -> str 
 
 def _unseen(pid: int, note: str) -> ProcessFacts:
     return ProcessFacts(pid=pid, presence=Visibility.UNSEEN, note=note)
-
-
-def _is_alive(pidfd: int) -> bool:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return not poll.poll(0)
 
 
 def _holds_gpu_device(proc_root: str, pid: int) -> bool:

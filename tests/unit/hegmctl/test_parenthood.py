@@ -9,10 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
+from hegmctl.parenthood import ENDS_WITHIN_S, EndRequest
 from tests.looks import pause
-from tests.patience import HANG_S
 from tests.unit.hegmctl.running import ROOT
 
 WAITS = """
@@ -36,7 +34,7 @@ class Telling(NeverRestarted):
     def ended(self, status, *, sent_signal):
         print(status, sent_signal, flush=True)
         return False
-Supervisor(Telling(), print, ends_within_s={ends_within_s}).run(Start(sys.argv[1:], os.environ))
+Supervisor(Telling(), print).run(Start(sys.argv[1:], os.environ))
 """
 # Handles SIGTERM, and fails when it reads a line.
 TRAINS_ON = """
@@ -85,16 +83,7 @@ def test_an_alarm_from_another_process_is_an_ordinary_signal() -> None:
 def test_a_signal_that_the_user_had_ignored_is_no_wish_to_end_the_command() -> None:
     """With nohup no job was recovered any more once its terminal was closed, though its command trained on."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "client")))}
-    words = [
-        "sh",
-        "-c",
-        "trap '' HUP; exec \"$@\"",
-        "sh",
-        sys.executable,
-        "-c",
-        SUPERVISES.format(ends_within_s=HANG_S),
-    ]
-    words += ["sleep", "infinity"]
+    words = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh", sys.executable, "-c", SUPERVISES, "sleep", "infinity"]
     with subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout is not None
         command = int(supervisor.stdout.readline())
@@ -112,13 +101,18 @@ def _pending(pid: int) -> set[int]:
     return {number for number in range(1, 65) if mask >> (number - 1) & 1}
 
 
-@pytest.mark.parametrize(("ends_within_s", "expected"), [(0.0, None), (HANG_S, signal.SIGTERM.value)])
-def test_a_command_that_fails_long_after_a_handled_signal_was_not_ended_by_it(
-    ends_within_s: float, expected: int | None
-) -> None:
+def test_a_command_that_fails_long_after_a_handled_signal_was_not_ended_by_it() -> None:
     """A job that had handled a SIGTERM and trained on was not recovered when it failed hours later."""
+    request = EndRequest()
+    assert request.number(now=5.0) is None
+    request.note(signal.SIGTERM, now=5.0)
+    assert request.number(now=5.0 + ENDS_WITHIN_S / 2) == signal.SIGTERM
+    assert request.number(now=5.0 + ENDS_WITHIN_S) is None
+
+
+def test_a_command_that_fails_after_a_signal_was_ended_by_it() -> None:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "client")))}
-    words = [sys.executable, "-c", SUPERVISES.format(ends_within_s=ends_within_s), sys.executable, "-c", TRAINS_ON]
+    words = [sys.executable, "-c", SUPERVISES, sys.executable, "-c", TRAINS_ON]
     pipe = subprocess.PIPE
     with subprocess.Popen(words, env=environ, stdin=pipe, stdout=pipe, text=True) as supervisor:
         assert supervisor.stdout is not None
@@ -128,4 +122,4 @@ def test_a_command_that_fails_long_after_a_handled_signal_was_not_ended_by_it(
         assert supervisor.stdout.readline() == "handled\n"
         supervisor.stdin.write("\n")
         supervisor.stdin.flush()
-        assert supervisor.stdout.read() == f"3 {expected}\n"
+        assert supervisor.stdout.read() == f"3 {signal.SIGTERM.value}\n"
