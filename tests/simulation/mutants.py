@@ -268,7 +268,7 @@ _FOUND_BY = {
     "takes_late_endings_for_new_ones": 118,
     "trusts_its_memory_after_a_restart": 84,
     "finds_an_image_that_is_not_there": 438,
-    "restores_without_room": 367,
+    "restores_without_room": 401,
     "counts_the_old_figure": 124,
     "takes_a_lost_restore_for_over": 377,
     "has_no_turns": 284,
@@ -276,6 +276,14 @@ _FOUND_BY = {
     "forgets_what_is_suspended": 37,
     "believes_success": 33,
     "looks_while_bytes_are_moving": 81,
+    "forgets_the_margin": 64,
+    "stops_each_rank_where_it_is": 34,
+    "lets_go_one_by_one": 34,
+    "does_not_count_again": 28,
+    "counts_on_who_is_loose": 27,
+    "keeps_a_file_without_a_name": 25,
+    "is_deaf_to_deaths": 17,
+    "maps_two_gpus_of_three": 6,
 }
 _BROKEN_HANDLES = (
     frees_before_the_reload,

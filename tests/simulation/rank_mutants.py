@@ -121,7 +121,7 @@ RANK_MUTANTS = {
         )
     },
     "believes_in_what_was_cut_off": Mutant(
-        Parts(hands=RankNodeActions, handle=believes_in_what_was_cut_off), {"crash": 0.03}, found_by=185
+        Parts(hands=RankNodeActions, handle=believes_in_what_was_cut_off), {"crash": 0.03}, found_by=49
     ),
     "forgets_one_group": Mutant(Parts(hands=LeavesOneGroupConnected)),
     "undoes_it_on_one_rank_only": Mutant(Parts(hands=RollsBackOneRankOnly), _FAILING),
