@@ -166,6 +166,11 @@ class Jobs(BackgroundTasks):
             return self.of_worker(worker)
         return first if supervisor is None or first is not None else self.of_run(supervisor.uid, supervisor.run)
 
+    def _begun_by(self, pid: int, ticks: int | None, uid: int) -> JobRecord | None:
+        """Return the job whose first process that is: a run within a run takes its place."""
+        first = self.of_pid(pid)
+        return first if first is not None and (first.pid, first.start_ticks, first.uid) == (pid, ticks, uid) else None
+
     def named(self, text: str, may: May) -> JobRecord:
         """The job with that id or name: of several that had the name, the one that has not ended.
 
@@ -222,9 +227,7 @@ class Jobs(BackgroundTasks):
                 BAD_REQUEST, f"a job cannot be called {str(request.name)[:80]!r}: {why}", "choose another name"
             )
         ticks = self._start_ticks(pid)
-        first = self.of_pid(pid)
-        same = first if first is not None and (first.pid, first.uid) == (pid, uid) else None
-        known = self.of_run(uid, request.run) or continued or same  # a run within a run takes its place
+        known = self.of_run(uid, request.run) or continued or self._begun_by(pid, ticks, uid)
         if known is None and sum(job.uid == uid and job.is_alive for job in self._jobs.values()) >= MAX_ALIVE_OF_USER:
             raise HegmError(
                 BUSY, f"uid {uid} has {MAX_ALIVE_OF_USER} jobs", "run it when some have ended: hegmctl jobs"
@@ -345,7 +348,8 @@ class Jobs(BackgroundTasks):
         script, given_name = script_of(words), worker.about.job
         name = given_name if given_name is not None and why_no_name(given_name) is None else name_of(script)
         run = run_of(worker) or worker.name
-        job = self._enter(worker.identity.uid, run, name, shown_command(script))
+        same = self._begun_by(worker.pid, worker.identity.start_ticks, worker.identity.uid)
+        job = self._enter(worker.identity.uid, run, name, shown_command(script), same)
         self._take_in(job, worker)
 
     # -- ends ----------------------------------------------------------------------------------------------------------

@@ -71,6 +71,8 @@ class AgentConnection:
         self.program = program
         self.about = about
         self.token, self.ended = about.token, False
+        #: The watch on its process, which holds a descriptor. It ends with the handle.
+        self.watch = anyio.CancelScope()
         #: The end of its process in words, if known.
         self.how_ended: str | None = None
         #: Its GPU, if known; operations and the simulation set it.
@@ -371,8 +373,9 @@ class Workers(BackgroundTasks):
     async def _watch(self, worker: AgentConnection, pidfd: int) -> None:
         """Wait for the end of the process; one task for each worker."""
         try:
-            await anyio.wait_readable(pidfd)
-            worker.how_ended = self._how_ended(worker.pid, worker.identity.start_ticks)
+            with worker.watch:
+                await anyio.wait_readable(pidfd)
+                worker.how_ended = self._how_ended(worker.pid, worker.identity.start_ticks)
         finally:
             anyio.notify_closing(pidfd)
             os.close(pidfd)
@@ -383,6 +386,7 @@ class Workers(BackgroundTasks):
         if worker.ended:
             return
         worker.ended = True
+        worker.watch.cancel()
         if self._workers.get(worker.pid) is worker:
             del self._workers[worker.pid]
         for key, (other, link) in tuple(self._links.items()):

@@ -401,6 +401,20 @@ async def test_two_processes_that_registered_one_run_in_turn_used_up_the_descrip
         await until(node, lambda: has_ended(node, "j1"))
 
 
+async def test_a_process_whose_agents_replaced_one_another_used_up_the_descriptors(
+    tmp_path: Path, process: Child
+) -> None:
+    """The daemon watched the process for each agent of before, and for a job of each."""
+    async with running(tmp_path) as node:
+        await node.attend(process.pid, token=f"{0:032}", run="r0")
+        before = len(os.listdir("/proc/self/fd"))
+        for number in range(1, 20):
+            await node.attend(process.pid, token=f"{number:032}", run=f"r{number}")
+        await until(node, lambda: (job := node.moving.jobs.of_run(UID, "r19")) is not None and job.id == "j1")
+        await until(node, lambda: len(os.listdir("/proc/self/fd")) == before)
+        assert len(await jobs_by_id(node, ended=True)) == 1
+
+
 async def test_two_processes_of_a_user_could_keep_any_number_of_jobs(tmp_path: Path, process: Child) -> None:
     """One began each job, and the other took it over."""
     kept = [
