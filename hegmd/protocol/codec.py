@@ -10,7 +10,7 @@ import os
 import sys
 
 from ..errors import BAD_REQUEST, PeerError
-from .record import Record
+from .record import INT_MAX, INT_MIN, Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def encode(message: Mapping[str, object], *, escaped: bool = False) -> bytes:
 
 
 def _packed(message: Mapping[str, object], **options: str) -> bytes:
-    packer = msgpack.Packer(use_bin_type=True, default=_map_of, **options)
+    packer = msgpack.Packer(use_bin_type=True, default=_packable, **options)
     packed: bytes = packer.pack(message)
     return packed
 
@@ -109,9 +109,15 @@ def decode(payload: bytes) -> dict[str, object]:
     return message  # pyright: ignore[reportUnknownVariableType] - its shape was checked just now
 
 
-def _map_of(value: object) -> dict[str, object]:
+def _packable(value: object) -> dict[str, object] | int:
+    """Return the map of a record, and the nearest number that fits for a larger integer.
+
+    A sum of sizes that peers have named can be larger; an answer with it closed the connection.
+    """
     if isinstance(value, Record):
         return value.__dict__
+    if isinstance(value, int):
+        return INT_MAX if value > 0 else INT_MIN
     raise TypeError(f"msgpack has no form for a {type(value).__name__}")
 
 

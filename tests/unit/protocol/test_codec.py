@@ -84,6 +84,12 @@ def test_values_without_an_encoding_are_refused(value: object) -> None:
         codec.encode({"a": value})
 
 
+@pytest.mark.parametrize(("value", "sent"), [(2**64, 2**64 - 1), (-(2**63) - 1, -(2**63))])
+def test_a_sum_that_does_not_fit_64_bits_does_not_prevent_the_answer(value: int, sent: int) -> None:
+    """A peer that asked for 2**64 - 1 bytes got no answer: 4 % more did not fit, and its connection was closed."""
+    assert codec.decode(codec.encode({"needed_bytes": value})) == {"needed_bytes": sent}
+
+
 def test_nesting_up_to_the_limit_is_taken() -> None:
     assert codec.decode(nested(codec.MAX_DEPTH - 2))
 
