@@ -57,7 +57,7 @@ def _environ(daemon: RunningDaemon) -> dict[str, str]:
 
 
 def _started(daemon: RunningDaemon, ranks: int, faults: str = "", steps: str = STEPS) -> subprocess.Popen[str] | Forked:
-    """Start that job: by forking, but for a single rank that fails, which imports PyTorch, as its spare process does."""
+    """Start that job: by forking. A single rank that fails imports PyTorch, as its spare process does."""
     return (not_forked if ranks == 1 and faults else started)(
         [*RUN, str(ranks), "--", *SCRIPT, steps, SOFT_LIMIT_S],
         env={**_environ(daemon), "HEGM_FAULT": faults},

@@ -15,7 +15,7 @@ from tests.looks import pause
 from tests.wide import quick_first
 
 pytestmark = pytest.mark.e2e
-SIZES_MIB = (100, 50)
+SIZES_MIB = (32, 16)
 LARGER_MIB, LEFT_MIB = 900, 600
 
 
@@ -78,7 +78,9 @@ def test_a_job_copies_its_own_bytes_if_the_context_for_copying_takes_more_than_w
         with node.program(0, gpu_mib - used_mib - LEFT_MIB):
             node.cuda.context_bytes = LARGER_MIB * MIB
             node.cuda.write()
-            lease = hegmd.make_room((LEFT_MIB + 100) * MIB, until_free=True, keep_context=True).lease
+            lease = hegmd.make_room(
+                (LEFT_MIB + sum(SIZES_MIB) * 2 // 3) * MIB, until_free=True, keep_context=True
+            ).lease
             assert lease is not None
             hegmd.release(lease.id)
             _until(lambda: _states(hegmd) == [RUNNING])
