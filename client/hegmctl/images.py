@@ -7,7 +7,7 @@ images, and no other module of hegmctl loads it.
 from __future__ import annotations
 
 import os
-from time import localtime, strftime
+from time import localtime, strftime, time
 
 from hegmctl.output import TextSink, require_yes
 from hegmctl.quantities import binary_size, duration
@@ -130,7 +130,7 @@ def newest_of(folder: str) -> str:
     if not whole:
         why = f"{len(images)} images, none of them complete" if images else "no image"
         raise HegmError(NOT_FOUND, f"there is {why} in {folder}", f"run: hegmctl images ls {folder}", {"path": folder})
-    return max(whole, key=lambda seen: (seen.made_utc or 0.0, seen.path)).path
+    return catalogue.from_oldest(whole, time())[-1].path
 
 
 def show(session: Session) -> int:

@@ -104,7 +104,7 @@ class ScheduledImages(BackgroundTasks):
             return
         self._known.add(whose)
         since_utc = self._last_utc(whose)
-        first_utc = self._utc() if since_utc is None else min(since_utc, self._utc())
+        first_utc = self._utc() if since_utc is None else since_utc
         self._tasks.start_soon(self._attend, whose, first_utc, name=f"images of {worker.about.run}")
 
     async def _attend(self, whose: Whose, since_utc: float) -> None:
@@ -114,6 +114,7 @@ class ScheduledImages(BackgroundTasks):
                 wish = worker.about.images
                 if wish is None:
                     return
+                since_utc = min(since_utc, self._utc())  # the clock may have been set back
                 due_s = since_utc + wish.every_s - self._utc()
                 if due_s > 0:
                     await self._sleep(due_s)

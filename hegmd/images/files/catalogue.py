@@ -10,7 +10,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from hegmd.errors import BUSY, NOT_FOUND, HegmError, Refused
 from hegmd.images.files.folder import (
@@ -30,6 +30,9 @@ from hegmd.images.files.lock import lock_alone
 from hegmd.images.files.refusals import refused_as
 from hegmd.images.files.signature import read_manifest
 from hegmd.protocol.images import ImageSeen, ImageVerified, Manifest
+
+# The clocks of nodes that share a directory may differ by this much.
+MAX_SKEW_S = 60.0
 
 
 def manifest_in(folder: Folder) -> Manifest:
@@ -126,17 +129,31 @@ def sweep(path: str) -> list[str]:
     return gone
 
 
-def trim(path: str, series: str, keep: int) -> list[str]:
+def from_oldest(images: Sequence[ImageSeen], now_utc: float) -> list[ImageSeen]:
+    """Sort complete images from the oldest to the newest.
+
+    One with a later time than now is old: the clock was set back since.
+    """
+
+    def place(image: ImageSeen) -> tuple[bool, float, str]:
+        made_utc = image.made_utc or 0.0
+        return made_utc <= now_utc + MAX_SKEW_S, made_utc, image.path
+
+    return sorted(images, key=place)
+
+
+def trim(path: str, series: str, keep: int, now_utc: float | None = None) -> list[str]:
     """Remove all complete images of a series except the newest `keep`, and return the removed ones. An image in use
     stays.
 
-    Their names are `SERIES.STAMP`, in the order of their stamps. Other files and broken images are not touched.
+    Their names are `SERIES.STAMP`. Other files and broken images are not touched.
     """
     named = re.compile(re.escape(series) + r"\.[0-9]{8}T[0-9]{6}Z")
     mine = [image for image in look_into(path) if named.fullmatch(os.path.basename(image.path))]
-    whole = sorted(seen.path for seen in mine if seen.state in ("whole", "in-use"))
+    whole = [seen for seen in mine if seen.state in ("whole", "in-use")]
     gone: list[str] = []
-    for old in whole[:-keep] if keep > 0 else ():
+    in_order = [seen.path for seen in from_oldest(whole, time.time() if now_utc is None else now_utc)]
+    for old in in_order[:-keep] if keep > 0 else ():
         try:
             remove(old)
         except HegmError as error:

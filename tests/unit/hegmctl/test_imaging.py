@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from time import time
 
 import pytest
 
@@ -100,9 +101,9 @@ def test_a_restore_refused_for_grown_files_is_repeated_after_they_were_cut(tmp_p
 
 
 def test_the_newest_whole_image_of_a_directory_is_restored(tmp_path: Path) -> None:
-    """A newer broken image is skipped. A directory without an image is reported as empty."""
+    """A newer broken image is skipped, and one from before the clock was set back. An empty directory is reported."""
     (images := tmp_path / "images").mkdir()
-    made_utc = {"train-1": 1000.0, "train-2": 3000.0, "train-3": 2000.0, "train-4": 4000.0}
+    made_utc = {"train-1": 1000.0, "train-2": 3000.0, "train-3": 2000.0, "train-4": 4000.0, "train-5": time() + 7200.0}
     for name, utc in made_utc.items():
         built(images / name, manifest=MANIFEST.replace(made_utc=utc), size_bytes=4096)
     (images / "train-4" / "criu" / "pages-1.img").unlink()

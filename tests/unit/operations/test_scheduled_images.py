@@ -22,6 +22,7 @@ from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import Node, running
 
 Child = subprocess.Popen[bytes]
+DAY_S = 86_400.0
 WISH = PeriodicImages(every_s=600.0, keep=2, path="/images")
 
 
@@ -74,6 +75,17 @@ class ImageCatalogue:
     async def trim(self, path: str, series: str, keep: int, rights: Rights) -> Sequence[str]:
         self.trimmed.append((path, series, keep))
         return ()
+
+
+class SettingClockBack(ImageCatalogue):
+    """An administrator sets the clock back by a day while the first image is written."""
+
+    async def take(self, pid: int, path: str, rights: Rights, request: RequestContext) -> OperationResult:
+        taken = await super().take(pid, path, rights, request)
+        if len(self.taken) == 1:
+            self.clock.utc_s -= DAY_S
+            self.clock.end_s -= DAY_S
+        return taken
 
 
 @asynccontextmanager
@@ -180,6 +192,19 @@ async def test_images_that_take_longer_than_the_time_between_them_leave_the_job_
             await node.attend(process.pid, images=WISH, run="ab12")
         begun = [utc_s for utc_s, _ in shelf.taken]
         assert [later - earlier for earlier, later in pairwise(begun)] == [1300.0, 1300.0]
+
+
+async def test_a_clock_that_is_set_back_by_a_day_does_not_stop_the_images_for_a_day(
+    tmp_path: Path, process: Child
+) -> None:
+    """The next image was due at the time of the last one and the interval, by a clock that may change."""
+    async with running(tmp_path) as node:
+        clock = Clock(2000.0)
+        shelf = SettingClockBack(node, clock)
+        async with attended(node, clock, shelf):
+            await node.attend(process.pid, images=WISH, run="ab12")
+        begun = clock.end_s - 2000.0
+        assert [round(utc_s - begun) for utc_s, _ in shelf.taken] == [DAY_S + 600, 1200, 1800]
 
 
 async def test_none_is_taken_while_another_operation_has_the_job(tmp_path: Path, process: Child) -> None:
