@@ -90,7 +90,7 @@ class _Source:
         return self.span(one)[1], self.span(other)[0]
 
 
-def _is_told_only(node: ast.stmt) -> bool:
+def _changes_nothing(node: ast.stmt) -> bool:
     """Whether a statement changes nothing but a log, is a docstring, or is for type checkers."""
     if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TYPE_CHECKING":
         return True
@@ -106,7 +106,7 @@ def _judged(tree: ast.Module) -> Iterator[ast.AST]:
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.stmt) and (_is_told_only(node) or isinstance(node, ast.Import | ast.ImportFrom)):
+        if isinstance(node, ast.stmt) and (_changes_nothing(node) or isinstance(node, ast.Import | ast.ImportFrom)):
             continue
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             continue

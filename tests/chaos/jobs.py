@@ -22,7 +22,7 @@ from typing_extensions import Self
 from tests.e2e.agented import SCRIPTS
 from tests.e2e.forked import started
 from tests.e2e.moved_job import environment
-from tests.e2e.references import said_by
+from tests.e2e.references import output_of
 from tests.patience import HANG_S
 
 WITH_TORCH = SCRIPTS / "chained.py"
@@ -139,7 +139,7 @@ def descriptors(pid: int) -> Counter[str]:
 def undisturbed(script: Path, seed: int, steps: int) -> list[str]:
     """Return the output of the script after so many steps without hegm."""
     argv = [str(script), "undisturbed", str(seed), str(steps)]
-    return said_by(argv, environment(None)).splitlines(keepends=True)
+    return output_of(argv, environment(None)).splitlines(keepends=True)
 
 
 def resident_bytes(pid: int) -> int:

@@ -25,7 +25,7 @@ from tests.chaos.jobs import PATIENCE_S
 from tests.e2e.agented import SCRIPTS
 from tests.e2e.forked import Forked, started
 from tests.e2e.moved_job import BARE, environment
-from tests.e2e.references import said_by
+from tests.e2e.references import output_of
 
 SCRIPT = SCRIPTS / "chained_leaving.py"
 LOOK_AGAIN_MS = 10
@@ -218,5 +218,5 @@ def undisturbed(steps: int) -> list[str]:
 @cache
 def _undisturbed(steps: int) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
-        output = said_by([str(SCRIPT), folder, str(steps)], {**environment(None), **BARE})
+        output = output_of([str(SCRIPT), folder, str(steps)], {**environment(None), **BARE})
     return [line.split()[2] for line in output.splitlines()]

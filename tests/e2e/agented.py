@@ -17,7 +17,7 @@ import msgpack
 from typing_extensions import Self
 
 from tests.e2e.forked import not_forked, started
-from tests.e2e.references import said_by
+from tests.e2e.references import output_of
 from tests.patience import HANG_S
 
 SCRIPTS = Path(__file__).with_name("training")
@@ -77,4 +77,4 @@ def undisturbed(argv: list[str], **more: str) -> str:
 
 @cache
 def _run(argv: tuple[str, ...], more: tuple[tuple[str, str], ...]) -> str:
-    return said_by(argv, environment(None, **dict(more)))
+    return output_of(argv, environment(None, **dict(more)))

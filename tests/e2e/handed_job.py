@@ -27,7 +27,7 @@ from tests.e2e.daemon import RunningDaemon
 from tests.e2e.forked import not_forked, started
 from tests.e2e.moved_job import BARE, environment
 from tests.e2e.real_criu import criu_or_skip
-from tests.e2e.references import said_by
+from tests.e2e.references import output_of
 from tests.patience import HANG_S
 
 SCRIPT = Path(__file__).with_name("training") / "handed.py"
@@ -58,7 +58,7 @@ def losses_alone(folder: Path, *, workers: int = 0, steps: int = STEPS) -> list[
     """The output of the undisturbed script."""
     folder.mkdir()
     more = {"LOADER_WORKERS": str(workers)} if workers else {}
-    said_by([str(SCRIPT), str(folder), str(steps)], {**environment(None), **more})
+    output_of([str(SCRIPT), str(folder), str(steps)], {**environment(None), **more})
     return (folder / "losses").read_text().splitlines()
 
 

@@ -27,7 +27,7 @@ from typing_extensions import Self
 from hegmctl.connection import connect
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.forked import not_forked, started
-from tests.e2e.references import said_by
+from tests.e2e.references import output_of
 from tests.patience import HANG_S
 
 SCRIPTS = Path(__file__).with_name("moved")
@@ -140,7 +140,7 @@ def undisturbed_steps(*words: str) -> list[str]:
 
 def steps_alone(words: Sequence[str], folder: Path | None = None) -> list[str]:
     """The step lines of a Python script without hegmd, in that folder."""
-    output = said_by(words[1:], environment(None), folder)
+    output = output_of(words[1:], environment(None), folder)
     return [line for line in output.splitlines() if line.startswith(MARK)]
 
 

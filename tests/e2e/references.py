@@ -18,7 +18,7 @@ TWO_RANKS = (str(Path(__file__).with_name("ranks_alone.py")), "2")
 ENDS_WITHIN_S = HANG_S
 
 
-def said_by(argv: Sequence[str], environ: Mapping[str, str], folder: Path | None = None) -> str:
+def output_of(argv: Sequence[str], environ: Mapping[str, str], folder: Path | None = None) -> str:
     """Return a script's standard output; the script has to succeed. `argv` is what comes after `python`."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         script = started([sys.executable, *argv], env=environ, cwd=folder, stdout=output, stderr=errors)

@@ -298,8 +298,8 @@ def test_a_job_whose_former_memory_was_taken_waits_with_all_its_bytes(node: Driv
                 node.cuda.order("error cuCheckpointProcessRestore 1 1 1")
                 assert other.tell("grab").startswith("grabbed")
                 assert other.tell("hoard") == "hoarding"
-            told_of = (one for one in connection.follow("1") if one.waits is not None)
-            assert any("free of the" in one.waits.why for one in told_of if one.waits is not None)
+            waiting = (one for one in connection.follow("1") if one.waits is not None)
+            assert any("free of the" in one.waits.why for one in waiting if one.waits is not None)
             assert watched.program.tell("seen").split().count("release") == 0
         ended = at_rest(node)
         assert (ended.phase, ended.processes[0].gpu, ended.processes[0].state) == ("rolled-back", "gpu0", "running")

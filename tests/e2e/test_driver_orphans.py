@@ -32,7 +32,7 @@ def node(tmp_path: Path) -> Iterator[DrivenNode]:
         yield made
 
 
-def by_somebody(node: DrivenNode, *steps: str, pid: int) -> None:
+def call_driver(node: DrivenNode, *steps: str, pid: int) -> None:
     """Checkpoint a process with a separate program, which then exits."""
     for step in steps:
         words = [step, str(pid), *(["1000"] if step == "lock" else [])]
@@ -56,7 +56,7 @@ def adopt(connection: Connection, pid: int, to: str | None = None) -> protocol.O
 def test_a_process_that_another_program_left_locked_is_reported(node: DrivenNode) -> None:
     with node.program(1) as program, node.connect() as connection:
         watched = Watched(program)
-        by_somebody(node, "lock", pid=watched.pid)
+        call_driver(node, "lock", pid=watched.pid)
         orphan = orphans_of(connection)[str(watched.pid)]
         assert ("locked" in orphan.why, orphan.where, orphan.next) == (True, "on gpu1", f"hegmctl adopt {watched.pid}")
         with pytest.raises(HegmError, match="is on gpu1, and can only resume there"):
@@ -73,7 +73,7 @@ def test_a_process_that_another_program_left_locked_is_reported(node: DrivenNode
 def test_an_orphaned_checkpointed_process_is_restored_on_its_gpu_with_reserved_memory(node: DrivenNode) -> None:
     with node.program(0) as here, node.program(1) as there:
         neighbour, watched = Watched(here), Watched(there)
-        by_somebody(node, "lock", "checkpoint", pid=watched.pid)
+        call_driver(node, "lock", "checkpoint", pid=watched.pid)
         node.daemon.stop()
         node.daemon.start()
         with node.connect() as connection:
@@ -94,14 +94,14 @@ def _come_back_without_a_journal(node: DrivenNode, watched: Watched) -> None:
     (node.folder / "state" / "operations.journal").unlink()
     node.daemon.start()
     with node.connect() as connection:
-        told_of = (event for event in connection.events(follow=True) if event.kind == "pool.orphan")
-        next(event for event in told_of if event.facts["kind"] == "process" and event.pid == watched.pid)
+        orphans = (event for event in connection.events(follow=True) if event.kind == "pool.orphan")
+        next(event for event in orphans if event.facts["kind"] == "process" and event.pid == watched.pid)
 
 
 def test_a_process_of_unknown_gpu_waits_for_memory_on_every_gpu(tmp_path: Path) -> None:
     with DrivenNode(tmp_path, gpu_bytes=4 * GIB) as node, node.program(0) as program, node.connect() as connection:
         watched = Watched(program)
-        by_somebody(node, "lock", "checkpoint", pid=watched.pid)
+        call_driver(node, "lock", "checkpoint", pid=watched.pid)
         with node.program(1, 16) as other:
             assert other.tell("grab").startswith("grabbed")
             with pytest.raises(HegmError, match=r"gpu1 has .* free, but .* are needed"):
@@ -117,7 +117,7 @@ def test_stopped_processes_are_not_queried_and_a_silent_one_hides_no_other(node:
         programs = [Watched(program) for program in (stopped, hung, found)]
         one, two, three = (program.pid for program in programs)
         for pid in (one, two, three):
-            by_somebody(node, "lock", pid=pid)
+            call_driver(node, "lock", pid=pid)
         os.kill(one, signal.SIGSTOP)
         node.cuda.order(f"hang step:state@{two}")
         before = len([call for call in node.cuda.calls(STATE) if call.subject == one])

@@ -78,11 +78,11 @@ class EvaluationJob(MovedJob):
 
     def kept_beside(self, training: int) -> int:
         """The process that is kept ready, once it waits for its turn: while it imports it opens what it imports."""
-        while (kept := self.next_to(training)) is None or f"hegm agent {kept} " not in self._told_of_ready():
+        while (kept := self.next_to(training)) is None or f"hegm agent {kept} " not in self._ready_notes():
             self._read_on(PACE_MS)
         return kept
 
-    def _told_of_ready(self) -> str:
+    def _ready_notes(self) -> str:
         lines = self.notes.read_text().splitlines() if self.notes.exists() else []
         return "\n".join(line for line in lines if ": ready: " in line)
 

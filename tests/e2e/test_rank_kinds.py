@@ -11,7 +11,7 @@ from time import monotonic
 
 import pytest
 
-from hegmd.node.processes.process_set import population_of
+from hegmd.node.processes.process_set import end_all, population_of
 from tests.e2e.agented import SCRIPTS, undisturbed
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.handed_job import ENDS_WITHIN_S, ImageJob, daemon_with_criu
@@ -168,14 +168,15 @@ def test_the_exit_of_a_launcher_with_suspended_ranks_was_not_reported(tmp_path: 
             while len(job.command("ps")["processes"]) < 2:  # whose agents have connected again
                 pause(COMMAND_MS)
         until = monotonic() + ENDS_WITHIN_S
-        while "--drop" not in (told := job.command("jobs")["jobs"][0]["waits"]):
+        while "--drop" not in (why := job.command("jobs")["jobs"][0]["waits"]):
             assert monotonic() < until
             pause(COMMAND_MS)
-        assert f"hegmctl cancel {op} --drop then ends them" in told
+        assert f"hegmctl cancel {op} --drop then ends them" in why
         event = job.command("events", "--kind", "job.launcher-ended")
         assert (event["kind"], event["severity"]) == ("job.launcher-ended", "warning")
-        assert event["message"].endswith(told)
-        assert [one["note"] for one in job.command("ps")["processes"]] == [told, told]
+        assert event["message"].endswith(why)
+        assert [one["note"] for one in job.command("ps")["processes"]] == [why, why]
+        end_all(population_of(pids))  # else they would run until the end of the tests
 
 
 def _pids(job: ImageJob, count: int) -> list[int]:

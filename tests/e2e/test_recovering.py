@@ -19,7 +19,7 @@ from hegmd.protocol.recovery import JobRecovery
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.handed_job import daemon_with_criu
 from tests.e2e.moved_job import BARE, RANKED, SCRIPTS, SLOWLY_MS, MovedJob, Script, by_rank, environment, steps_alone
-from tests.e2e.references import said_by
+from tests.e2e.references import output_of
 from tests.needs import need_torch
 from tests.patience import HANG_S
 
@@ -185,7 +185,7 @@ def test_an_image_and_a_snapshot_that_is_due_share_one_pause_from_which_the_job_
         (tmp_path / "ends-at").rename(folder / "ends-at")
         assert job.wait(HANG_S) == 0
     assert len((folder / "starts").read_text().splitlines()) == 2
-    alone = said_by([FAILING], {**environment(None), **BARE, "STEPS": f"{last}", "PACE_S": "0"}, tmp_path)
+    alone = output_of([FAILING], {**environment(None), **BARE, "STEPS": f"{last}", "PACE_S": "0"}, tmp_path)
     assert list(dict.fromkeys(steps())) == [line for line in alone.splitlines() if line.startswith("step")]
 
 
@@ -326,7 +326,7 @@ def test_a_training_that_the_kernel_kills_for_its_memory_continues(
     """Its loop is a `while` whose body begins with the loop over the loader: it was taken for a second training."""
     (tmp_path / "alone").mkdir()
     quick = {**os.environ, "STEPS": "220", "PACE_S": "0"}
-    alone = [line for line in said_by([FAILING], quick, tmp_path / "alone").splitlines() if line.startswith("step")]
+    alone = [line for line in output_of([FAILING], quick, tmp_path / "alone").splitlines() if line.startswith("step")]
     with MemoryHungryJob(daemon, tmp_path, memory_cgroup) as job:
         job.until(_has_two)
         recovery = job.until(lambda view: view.recoveries[-1:] != () and view.recoveries[-1].result == "recovered")

@@ -84,7 +84,7 @@ class SupervisedJob(MovedJob):
                         return process.pid
                 self._read_on(SLOWLY_MS)
 
-    def told_to_leave(self, pid: int, *words: str) -> str:
+    def request_restart(self, pid: int, *words: str) -> str:
         """Ask for a restart without waiting for it; the operation's id. The start after it waits at its gate."""
         gate = self.folder / "gate"
         os.mkfifo(gate)
@@ -208,7 +208,7 @@ def test_after_a_failed_start_on_a_gpu_the_training_continues_on_the_cpu(
     with SupervisedJob(daemon, tmp_path, gpu="cpu") as job:
         turned = job.ended("migrate", str(job.on_cpu()), "--via", "restart", "--to", "gpu1", "--env", "BROKEN=1")
         assert (turned["phase"], turned["processes"][0]["gpu"]) == ("rolled-back", "cpu")
-        op_id = job.told_to_leave(job.on_cpu())
+        op_id = job.request_restart(job.on_cpu())
         job.waiting()
         daemon.stop(signal.SIGKILL)
         daemon.start()
@@ -254,7 +254,7 @@ def test_the_next_daemon_continues_with_the_process_that_was_starting(
     with SupervisedJob(daemon, tmp_path) as job:
         first = job.trains()
         job.read_steps(7)
-        op_id = job.told_to_leave(first)
+        op_id = job.request_restart(first)
         second = job.waiting()
         daemon.stop(signal.SIGKILL)
         daemon.start()
@@ -274,7 +274,7 @@ def test_after_its_supervisor_is_killed_only_the_process_itself_continues(
     with SupervisedJob(daemon, tmp_path) as job:
         first = job.trains()
         job.read_steps(7)
-        op_id = job.told_to_leave(first)
+        op_id = job.request_restart(first)
         second = job.waiting()
         job.process.kill()
         assert _phase(job, daemon, op_id, "suspended")["failure"] is not None
@@ -300,7 +300,7 @@ def test_a_training_killed_before_its_supervisor_knew_of_its_return_is_not_start
     with SupervisedJob(daemon, tmp_path) as job:
         first = job.trains()
         job.read_steps(7)
-        op_id = job.told_to_leave(first)
+        op_id = job.request_restart(first)
         second = job.waiting()
         job.process.send_signal(signal.SIGSTOP)
         job.let_in()
@@ -356,7 +356,7 @@ def _held(job: SupervisedJob, daemon: RunningDaemon) -> str:
     """Have its state held by an operation, whose id that is: supervisor and process are both killed."""
     first = job.trains()
     job.read_steps(7)
-    op_id = job.told_to_leave(first)
+    op_id = job.request_restart(first)
     second = job.waiting()
     job.process.kill()
     os.kill(second, signal.SIGKILL)
@@ -410,7 +410,7 @@ def test_the_steps_of_a_restart_are_reported_as_they_happen(daemon: RunningDaemo
         job.read_steps(2)
         way = next(way for way in job.answer("ps", str(first))["processes"][0]["ways"] if way["way"] == "restart")
         assert way["possible"], way
-        op_id = job.told_to_leave(first)
+        op_id = job.request_restart(first)
         job.waiting()
         with connect(str(daemon.socket_path)) as hegmd:
             while hegmd.story(op_id).operation.doing != "Python starts and imports":

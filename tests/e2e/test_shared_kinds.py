@@ -16,7 +16,7 @@ from hegmctl.connection import Connection, connect
 from hegmd.protocol.sharing import RUNNING, SUSPENDED
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import BARE, SCRIPTS, MovedJob, environment
-from tests.e2e.references import said_by
+from tests.e2e.references import output_of
 from tests.needs import need_packages, need_torch
 from tests.wide import telling
 
@@ -107,7 +107,7 @@ def test_no_loss_differs_through_turns_and_make_room(kind: str, method: str, tmp
         assert RUNNING not in _states(hegmd).values()
         assert "sharing.failed" not in _kinds(hegmd)
     stop.unlink()
-    alone = _step_lines(said_by(words[1:], environment(None), folders[0]))
+    alone = _step_lines(output_of(words[1:], environment(None), folders[0]))
     for steps in printed:
         assert len(steps) > 10
         assert set(steps) <= set(alone)

@@ -76,7 +76,7 @@ class Rounds:
                 job.end()
                 self.restore(job, place, image, HOST, self._other(source), "--truncate-outputs")
 
-    def somebody_elses(self, job: Job, place: Place) -> None:
+    def onto_a_taken_gpu(self, job: Job, place: Place) -> None:
         """Restored once another job has its GPU: there it is refused, and elsewhere it continues."""
         with self._image(place) as image:
             source = job.gpu

@@ -90,7 +90,7 @@ def cases_of(sizes: list[int], repeat: int) -> dict[str, Case]:
         if count == 1:
             with_workers = Kind(least.size_gib, workers=True)
             cases += [Case("workers", with_workers, "tmpfs", Rounds.there_and_back)]
-            cases += [Case("taken", least, "tmpfs", Rounds.somebody_elses)]
+            cases += [Case("taken", least, "tmpfs", Rounds.onto_a_taken_gpu)]
         for size in sizes:  # one image of this kind is enough to see a job return: the code is the same for any size
             left, passes = (comes_back, 3) if (count, size) == (1, least.size_gib) else (stays, 2)
             cases += [Case(f"left-{size}-tmpfs{again}", Kind(size), "tmpfs", left, passes=passes)]

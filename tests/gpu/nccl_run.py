@@ -393,7 +393,7 @@ class OwnDaemon:
             facts["took_s"] = round(time.monotonic() - began, 3)
             facts["answer"] = shortened(answer)
             if operation := answer.get("operation"):
-                facts["story"] = told_times(node, operation["id"])
+                facts["story"] = story_times(node, operation["id"])
             if on is not None:
                 places = [sorted(node.gpus.account().places(pid)) for pid in job.pids()]
                 wanted = [[gpu] for gpu in on] or [[]] * RANKS
@@ -419,7 +419,7 @@ def shortened(answer: dict[str, Any]) -> dict[str, Any]:
     return short or answer
 
 
-def told_times(node: Node, op_id: str) -> list[str]:
+def story_times(node: Node, op_id: str) -> list[str]:
     """Each event of an operation with the seconds since its beginning."""
     lines = node.story(op_id).story
     return [f"{line.utc - lines[0].utc:.3f} {line.event or 'planned'} {line.phase}" for line in lines]

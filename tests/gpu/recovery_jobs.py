@@ -82,11 +82,11 @@ def compared(job: Sequence[str], alone: Sequence[str]) -> dict[str, Any]:
             return {"exact": False, "checked": checked, "why": f"{lines[0]} and on, after {end} steps"}
         at = begins[-1]
         checked, repeated, end = checked + min(len(lines), len(wanted) - at), repeated + end - at, at + len(lines)
-    told_in_all = sum(map(len, by_process.values()))
+    printed_lines = sum(map(len, by_process.values()))
     return {
         "exact": checked > 0,
         "checked": checked,
-        "told": told_in_all,
+        "told": printed_lines,
         "repeated": repeated,
         "processes": len(by_process),
     }

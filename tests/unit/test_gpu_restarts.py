@@ -125,7 +125,7 @@ def test_the_parts_of_a_restart_add_up_to_it() -> None:
         bench_restart.split_of(10.0, steps[:-1], {**marks, "stepped": 20.0})
 
 
-def told_to_end(given_back: list[str]) -> None:
+def end_by_sigterm(given_back: list[str]) -> None:
     with contextlib.ExitStack() as held:
         held.enter_context(bench_record.unwinding())
         held.callback(given_back.append, "pages")
@@ -136,7 +136,7 @@ def test_a_benchmark_that_gets_sigterm_removes_its_folder_and_its_pages() -> Non
     given_back: list[str] = []
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
-        told_to_end(given_back)
+        end_by_sigterm(given_back)
     assert (ended.value.code, given_back) == (128 + signal.SIGTERM, ["pages"])
     assert signal.getsignal(signal.SIGTERM) is before
 

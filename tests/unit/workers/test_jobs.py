@@ -35,7 +35,7 @@ def mine(uid: int | None) -> bool:
     return uid == UID
 
 
-def nobodys(_uid: int | None) -> bool:
+def owns_none(_uid: int | None) -> bool:
     return False
 
 
@@ -260,14 +260,14 @@ async def test_a_user_can_name_only_own_jobs_and_see_only_own_commands(tmp_path:
         await registered(node, process.pid, "one")
         requests = node.moving.job_requests
         for request in (
-            requests.pids(("train",), nobodys),
-            requests.one("j1", nobodys),
-            requests.one(process.pid, nobodys),
+            requests.pids(("train",), owns_none),
+            requests.one("j1", owns_none),
+            requests.one(process.pid, owns_none),
         ):
             with pytest.raises(HegmError, match=f"belongs to uid {UID}") as refused:
                 await request
             assert refused.value.code is DENIED
-        (job,) = await requests.jobs((), nobodys, ended=False)
+        (job,) = await requests.jobs((), owns_none, ended=False)
         assert (job.id, job.command, job.processes, job.notes) == ("j1", None, (), ())
 
 
@@ -507,7 +507,7 @@ async def test_how_jobs_of_other_users_ended_is_not_shown(tmp_path: Path) -> Non
         for run in ("one", "two"):
             await ended_job(node, run, 3)
         with pytest.raises(HegmError, match=r"j1 \(ended\), j2 \(ended\) "):
-            await node.moving.job_requests.one("train", nobodys)
+            await node.moving.job_requests.one("train", owns_none)
 
 
 async def test_a_hint_named_the_job_of_another_user(tmp_path: Path, process: Child) -> None:
@@ -516,4 +516,4 @@ async def test_a_hint_named_the_job_of_another_user(tmp_path: Path, process: Chi
         await registered(node, process.pid, "run-1", name="train")
         requests, hint = node.moving.job_requests, f"run: hegmctl suspend {process.pid}"
         assert requests.by_name(hint, mine) == "run: hegmctl suspend train"
-        assert requests.by_name(hint, nobodys) == hint
+        assert requests.by_name(hint, owns_none) == hint
