@@ -27,7 +27,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# What its agent reads; see hegmd/agent/standby.py.
+# The agent reads these; see hegmd/agent/standby.py.
 READY_FD = "HEGM_READY_FD"
 TELL_UNREAD = "HEGM_READY_TELL"
 IMPORTS, PATH, READY, GO = b"imports", b"path", b"ready", b"go"
@@ -41,7 +41,7 @@ _DESCRIPTORS = (STATE_FD, LOCK_FD, LINE_FD)
 # The time to import PyTorch from a slow disk. After it, a start does not wait.
 IMPORTS_WITHIN_S = 30.0
 _MAX_BYTES = 1024
-# What all of them report as unread; see `unread` in hegmd/agent/standby.py.
+# All prestarted processes report these as unread; see `unread` in hegmd/agent/standby.py.
 _MAY_BE_UNREAD = frozenset(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HEGM_GPU"))
 _MESSAGE_BYTES = 1 << 20
 

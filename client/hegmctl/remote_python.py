@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 FIRST_VERSION = (3, 14)
-# Where the fields of `debugger_support` begin in `_Py_DebugOffsets` (Include/internal/pycore_debug_offsets.h). Their
+# The offsets of the fields of `debugger_support` in `_Py_DebugOffsets` (Include/internal/pycore_debug_offsets.h). Their
 # order is the same in both versions, and so are the fields before them that are read here.
 _SUPPORT_AT = {(3, 14): 712, (3, 15): 840}
 _COOKIE = b"xdebugpy"

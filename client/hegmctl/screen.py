@@ -1,7 +1,7 @@
 """A terminal that is redrawn in place and restored at the end.
 
 Draws in the terminal's alternate screen, so that the former content returns at the end, and the last picture is printed
-below it. That also holds after an interrupt, SIGTERM or SIGHUP, or when Ctrl-Z stops the process. Writes with os.write:
+below it. An interrupt, SIGTERM, SIGHUP or a stop by Ctrl-Z does the same. Writes with os.write:
 one write for each picture, so that a signal leaves no half-filled buffer.
 """
 

@@ -98,7 +98,7 @@ class SlurmSignals:
     def _ask(self, mask: set[signal.Signals], *, is_first: bool = True) -> None:
         isolated = ["-I"] if sys.flags.isolated else []
         argv = [self._python, *isolated, "-m", "hegmctl.slurm", *self._words]
-        # Of the job's output, hegmctl writes to standard error only.
+        # hegmctl writes to the standard error of the job only.
         output = [(os.POSIX_SPAWN_DUP2, 2, 1)]
         try:
             asking = os.posix_spawn(argv[0], argv, self._environ, file_actions=output, setsigmask=mask)

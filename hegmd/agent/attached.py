@@ -1,7 +1,7 @@
 """Starts the agent in a training that already runs, for `hegmctl attach`.
 
-The hooks are on PyTorch's classes and in its global lists, so they reach existing loaders and optimizers. What happened
-before is unknown, and the agent reports that: it prevents a restart, but not a migration. The environment of the
+The hooks are on PyTorch's classes and in its global lists, so they reach existing loaders and optimizers. The agent
+does not know what happened before, and reports that: it prevents a restart, but not a migration. The environment of the
 process stays unchanged: a C thread may read it at any time.
 """
 

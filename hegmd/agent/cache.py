@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _MIB = 1 << 20
-# Of PyTorch's allocator: up to 1 MiB is cut from segments of 2 MiB, less than 10 MiB from segments of 20.
+# PyTorch's allocator cuts up to 1 MiB from segments of 2 MiB, and less than 10 MiB from segments of 20.
 _SMALL_BYTES, _UNIT_BYTES, _LARGE_BYTES, _SHARED_BYTES = _MIB, 2 * _MIB, 10 * _MIB, 20 * _MIB
 _BLOCK_BYTES = 512
 _SMALL_POOL = "small_pool"
@@ -68,7 +68,7 @@ class Cache:
         self._is_taken = False
         #: How much could not be allocated again.
         self.short_bytes = 0
-        #: What the allocator keeps while the storages are offloaded: start and size of each segment.
+        #: Start and size of each segment that the allocator keeps while the storages are offloaded.
         self.left: list[tuple[int, int]] = []
 
     def note_given_back(self) -> None:

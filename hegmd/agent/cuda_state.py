@@ -26,7 +26,7 @@ NOT_THE_ALLOCATORS = "their memory was not allocated by PyTorch's own allocator"
 
 HAZARD_GRAPHS, HAZARD_NCCL, HAZARD_IPC, HAZARD_MAPPED = "graphs", "nccl-p2p", "ipc-shared", "peer-mapped"
 _DEFAULT_POOL = (0, 0)
-# Of PyTorch's allocator, c10/cuda/CUDACachingAllocator.cpp.
+# Constants of PyTorch's allocator, c10/cuda/CUDACachingAllocator.cpp.
 _BLOCK_BYTES, _SMALL_BYTES, _UNIT_BYTES, _SHARED_BYTES, _LARGE_BYTES = 512, 1 << 20, 2 << 20, 20 << 20, 10 << 20
 # Sizes of cuBLAS workspaces in PyTorch, which are freed with the storages. A workspace of another size counts as memory
 # that stays; then the process itself copies the storages next to it, which is slower but as correct.

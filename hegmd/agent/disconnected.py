@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 0.03
 LIMIT_S = 4 * 3600.0
 _MAX_BYTES = 4096
-# Of a file's mode, as in the module `stat`, which the agent does without.
+# Bits of a file's mode, as in the module `stat`, which the agent does not import.
 _KIND, _REGULAR = 0o170000, 0o100000
 
 

@@ -32,7 +32,7 @@ UP, SUSPENDED, ABORTED, UNKNOWN = "up", "suspended", "aborted", "unknown"
 #: How often the backend of one group can be replaced: types 64 to 255 are no backend's of PyTorch's own.
 MAX_REPLACEMENTS = 192
 _FIRST_TYPE = 64
-# What ends a backend's communicators at once, by release: the first that it has. torch 2.4 has the last one only.
+# The methods that end a backend's communicators at once: the first that exists is called. torch 2.4 has the last only.
 _ABORTS = ("abort", "_abort", "_shutdown")
 _CLASSES = {"ProcessGroupNCCL": NCCL, "ProcessGroupGloo": GLOO}
 
@@ -77,7 +77,8 @@ class GroupBackend:
         # The number of the backend has gloo's messages too: those of an earlier backend are not among them.
         self._earlier_messages = 0
         prefix = torch.distributed.PrefixStore
-        #: Where this backend may have met its ranks: the store itself, or below the name that PyTorch gives its device.
+        #: The stores in which this backend may have met its ranks: the store itself, or below the name that PyTorch
+        #: gives its device.
         self._met_in = [store, *(prefix(f"{device.type}/", store) for device in devices)]
         self.state = UP
         self.name = str(group.group_name)

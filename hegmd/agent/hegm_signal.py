@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LAUNCHER = "HEGM_LAUNCHER"
 # The process that takes part without a launcher; a Python that it starts finds the number of another process here.
 ENABLED = "HEGM_ENABLED"
-# Where the state is written.
+# The file that the state is written to.
 STATE_PATH = "HEGM_CHECKPOINT_PATH"
 
 

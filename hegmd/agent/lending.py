@@ -5,9 +5,9 @@ job with its CUDA contexts kept. Then the thread runs the body of the block, and
 the block it is parked again, and the agent asks the daemon to resume the job. The orders in between are those of any
 suspend and resume.
 
-Keeps the stage of the block, and sends the two requests. Whatever fails, the block runs: with the storages in place if
-the daemon refuses, and with the storages reloaded by the agent if no daemon is there at its end. Orders that would
-reload storages wait for the end of the block.
+Keeps the stage of the block, and sends the two requests. The block runs even after a failure: with the storages in
+place if the daemon refuses, and with the storages reloaded by the agent if no daemon is there at its end. Orders that
+would reload storages wait for the end of the block.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from .rank_agreement import Ranks, Statement
 
-    #: By group: this rank in it, its collectives, and its messages that were sent and received, by peer.
+    #: For each group: this rank in it, its collectives, and the messages that it sent and received, by peer.
     Positions = dict[str, list[Any]]
 
 _FIRST_POLL_S, _MAX_POLL_S = 0.001, 0.02

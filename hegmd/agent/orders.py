@@ -4,7 +4,7 @@ Owns what each order does, when a wait ends, and the return without a daemon. Kn
 does), and learns about the training thread from the gate; `order_state` has the state between two orders, and
 `byte_orders` has the orders about bytes. Every order is answered once: at once, or by `tick`.
 
-Whatever fails, the process ends up training with all its bytes, or parked with all of them held. If the daemon is gone
+After any failure the process trains with all its bytes, or is parked with all of them held. If the daemon is gone
 for too long, or a signal waits for the script's handler, the agent brings everything back by itself.
 
 Longer than 400 lines because each order is judged by what is pending, which only this module changes.

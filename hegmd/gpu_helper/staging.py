@@ -47,8 +47,8 @@ class StagingSizes(NamedTuple):
     slot_bytes: int = 8 << 20
     #: Inwards, threads wait for the interpreter at each call: 43 to 47 GB/s with 24, 46 to 51 with 16, 52 with 12.
     most_inward_strands: int = 12
-    #: What a thread copies into a slot at once. Inwards that is too little to write past the cache (`link`): the
-    #: copy engine reads a slot faster while it is in the cache.
+    #: The bytes that a thread copies into a slot at once. Inwards that is too little to write past the cache (`link`):
+    #: the copy engine reads a slot faster while it is in the cache.
     most_inward_bytes: int = 4 << 20
 
     @property

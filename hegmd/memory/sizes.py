@@ -82,7 +82,7 @@ def piece_bytes(size_bytes: int) -> int:
 def round_bytes(storage_reservation_bytes: int, size_bytes: int) -> int:
     """Return how much of `size_bytes` is allocated in one round: at most what is free at first.
 
-    That much is free again after each round, except for a block that already has bytes of the next round. The
+    The same amount is free again after each round, except for a block that already has bytes of the next round. The
     allocator's rounding has its own reserve.
     """
     return max(ROUND_BYTES, storage_reservation_bytes - piece_bytes(size_bytes))

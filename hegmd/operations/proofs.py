@@ -31,7 +31,7 @@ class Proofs:
     def __init__(self, folder: Path) -> None:
         self._path = folder / _NAME
         self._proofs: tuple[Proof, ...] | None = None
-        # By the pid of a rank: when it started, and what its job tries.
+        # The start time of a rank and the combination that its job tries, by pid.
         self._proving: dict[int, tuple[int | None, Combination]] = {}
 
     def all(self) -> tuple[Proof, ...]:

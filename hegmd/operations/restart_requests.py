@@ -6,7 +6,7 @@ rest. When the operation has ended, the supervisor gets the message to forget it
 again, to give up while the state is kept. A supervisor that missed a message, because the connection or the daemon was
 down, gets it when it reconnects. So does one with a process prestarted for an operation that has ended.
 
-A new supervisor of the same user can continue from a saved state (`hegmctl run --resume`). That is an ordinary resume
+A new supervisor of the same user can continue from a saved state (`hegmctl run --resume`). This is an ordinary resume
 of the operation, which has one supervisor at a time.
 """
 

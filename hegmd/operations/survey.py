@@ -125,8 +125,8 @@ class PlanSurvey:
         self._copying_pids = copying_pids
         #: How much memory of each GPU leases keep for others than these processes, by GPU; sharing sets it.
         self.leased: Leased = lambda _pids, _candidates: {}
-        #: What a CUDA context takes on each GPU, by the smallest measurement. So a job's need does not grow while it is
-        #: suspended, and only processes with more memory of their own are left there.
+        #: The memory of a CUDA context on each GPU, by the smallest measurement. So a job's need does not grow while it
+        #: is suspended, and only processes with more memory of their own are left there.
         self._contexts: dict[str, int] = {}
         self._looks = BoundedReads(OUTSIDE_S, MAX_LOOKS)
 

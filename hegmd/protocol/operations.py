@@ -22,7 +22,7 @@ class Reason(Record):
     gpu: str | None = field("the GPU concerned", default=None)
 
 
-# The carriers that a request can name, the fastest first. What each needs is in CARRIERS of hegmd.migration.model.
+# The carriers that a request can name, the fastest first. CARRIERS of hegmd.migration.model says what each needs.
 PEER, HOST, WORKER, BY_DRIVER = "peer", "host", "worker", "driver"
 # The method with which a process keeps its CUDA context while its storages are off the GPU.
 KEEP_CONTEXT = "keep-context"

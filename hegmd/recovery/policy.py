@@ -100,8 +100,8 @@ class Budget:
 def gpus_to_start_on(former: Sequence[str], gpus: Sequence[Gpu]) -> tuple[str, ...] | None:
     """Return the GPUs for a start: the former ones where they are healthy, others of their vendor for the rest.
 
-    A former GPU that is failing is taken if no healthy one is left. None if there are not enough. Of several GPUs for a
-    replacement, the one with the most free memory is taken.
+    A former GPU that is failing is taken if no healthy one is left. None if there are not enough. The
+    replacement is the healthy GPU with the most free memory.
     """
     known = {gpu.id: gpu for gpu in gpus}
     vendors = {known[name].vendor for name in former if name in known}

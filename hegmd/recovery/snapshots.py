@@ -1,7 +1,7 @@
 """Takes the snapshots of one job: of all its ranks at one boundary, into the slots that hold no newer one.
 
 A round begins with a count of all ranks, names a boundary a little ahead, and orders each to take its snapshot there. A
-rank that was quicker declines; then the round is repeated further ahead. What a broken round has written is never
+rank that was quicker declines; then the round is repeated further ahead. The state of a broken round is never
 started from, because not all ranks have that snapshot, and it is in the slots whose turn it is again.
 """
 

@@ -29,9 +29,9 @@ from hegmd.workers.workers import AgentConnection
 
 # How often it is seen whether a start has come to its next step.
 SOON_S, LOOK_S = 0.1, 1.0
-# Of a process that could not restore its state.
+# The exit status of a process that could not restore its state.
 UNRESTORED_STATUS = 98
-# Of a command that SIGKILL has ended, and of one that reports so, as a shell does, of the process that it waited for.
+# The status of a command that SIGKILL ended, and of a shell whose command SIGKILL ended.
 KILLED_STATUSES = (-SIGKILL, 128 + SIGKILL)
 MAX_BAD = 8
 # The boundary at which a state is restored: that batch is requested, and then the next.

@@ -44,7 +44,7 @@ KEEP_PREPARED_S = 2 * PREPARE_AHEAD_S
 
 
 class StartsAgain(Protocol):
-    """Who starts jobs again that have failed."""
+    """Starts failed jobs again."""
 
     def returns_to(self, job: str) -> Sequence[str]:
         """Return the GPUs on which that job will be started again; none for any other job."""

@@ -26,11 +26,11 @@ class FreeingSteps:
     """The steps that free memory on one GPU."""
 
     room: GpuBudget
-    #: Who leaves. If the instant is unknown: none.
+    #: The jobs that leave; none if the instant is unknown.
     victims: tuple[Job, ...]
     #: When all of them can leave: minus infinity for at once, infinity if unknown.
     at_s: float
-    #: What they free there; if the instant is unknown, what all could free that may be asked to leave.
+    #: The bytes that they free there. If the instant is unknown: what all jobs could free that may be asked to leave.
     freed_bytes: int
 
     def cost(self, priority: int) -> tuple[float, int, int, int, str]:
@@ -50,7 +50,7 @@ class ReadyJobs:
         ready = [job for job in jobs if has_run_s(job, rules) <= now]
         lowest_first = sorted((job.priority, room.freed_bytes[job.id]) for job in ready)
         self._priorities = [priority for priority, _ in lowest_first]
-        #: What each of them and those before it free there together.
+        #: The bytes that each of them and those before it free there together.
         self._sums_bytes = list(accumulate([freed_bytes for _, freed_bytes in lowest_first]))
         self._by_bytes = sorted(ready, key=lambda job: (moved_bytes(job), job.priority, -job.since_s, job.id))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 # How long a job or lease is left alone after its first failure, doubled with each further one, up to the last figure.
 FIRST_RETRY_S, MAX_RETRY_S = 5.0, 300.0
-# What one suspension and one resumption cost before anything is known.
+# The assumed cost of a suspension and a resumption before any was measured.
 UNKNOWN_SWITCH_S = 1.0
 
 
@@ -26,9 +26,9 @@ class JobPast:
     retry_at_s: float | None = None
     #: The message of the last failure.
     failure: str = ""
-    #: What a job held on each GPU when it ran last.
+    #: The memory that the job held on each GPU when it ran last.
     held_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
-    #: What it left on each GPU when it was last suspended with its contexts kept.
+    #: The memory that it left on each GPU when it was last suspended with its contexts kept.
     kept_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property

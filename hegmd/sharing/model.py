@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# What a job does, as far as the policy cares.
+# The states of a job that the policy distinguishes.
 QUEUED = "queued"  # it is not started yet
 RUNNING = "running"  # it trains; only such a job is suspended or migrated
 SUSPENDED = "suspended"  # suspended by the policy, which brings it back
@@ -23,11 +23,11 @@ LEAVING = "leaving"  # it is being suspended or ends: the memory that it holds b
 BUSY = "busy"  # another operation has it, or it is quiesced: it keeps what it holds
 JOB_STATES = (QUEUED, RUNNING, SUSPENDED, USER_SUSPENDED, ARRIVING, LEAVING, BUSY)
 
-# What a lease does.
+# The states of a lease.
 PENDING = "pending"  # its memory is not free yet
 HELD = "held"  # its memory is kept for it
 
-# What the policy can decide.
+# The actions that the policy can decide on.
 START, RESUME, SUSPEND, MIGRATE, GRANT = "start", "resume", "suspend", "migrate", "grant"
 
 
@@ -35,14 +35,15 @@ START, RESUME, SUSPEND, MIGRATE, GRANT = "start", "resume", "suspend", "migrate"
 class Gpu:
     id: str
     total_bytes: int
-    #: What the driver says is free, less what operations have reserved. None if unknown: nothing is placed there.
+    #: The free memory that the driver reports, less reservations of operations. None if unknown: nothing is placed
+    #: there.
     free_bytes: int | None
     chip: str | None = None
-    #: What no job and no lease can ever have: the driver and hegmd keep it for themselves.
+    #: The memory that the driver and hegmd keep for themselves: no job and no lease can have it.
     kept_bytes: int = 0
-    #: What the GPU helper has there until its copies end.
+    #: The memory that the GPU helper has there until its copies end.
     copying_bytes: int = 0
-    #: What suspended jobs have left there with their CUDA contexts.
+    #: The memory that suspended jobs left there with their CUDA contexts.
     contexts_bytes: int = 0
     #: False: nothing is placed there. Jobs that run there are left alone.
     is_healthy: bool = True
@@ -61,14 +62,14 @@ class Job:
     since_s: float
     #: The GPUs that it is on, goes to, or was on when it was suspended; none for a job that never ran.
     gpus: tuple[str, ...] = ()
-    #: What it needs on each of `gpus`, in the same order; one entry per GPU for a job that never ran. None if unknown:
-    #: it then needs a GPU without other jobs, and nothing else is placed beside it.
+    #: The memory that it needs on each of `gpus`, in the same order; one entry per GPU for a job that never ran. None
+    #: if unknown: it then needs a GPU without other jobs, and nothing else is placed beside it.
     needs_bytes: tuple[int, ...] | None = None
-    #: What a suspended job had, in the same order: it resumes with that if no GPU has what it said that it needs.
+    #: The memory that a suspended job had, in the same order. It resumes with that if no GPU has what it asked for.
     least_bytes: tuple[int, ...] | None = None
-    #: What is taken for it on each GPU now, by its processes and by reservations of its operation.
+    #: The memory that its processes and the reservations of its operation take on each GPU now.
     held_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
-    #: What a suspension puts into the pool, by its plan. None if unknown: all that it holds.
+    #: The bytes that its suspension puts into the pool, by its plan. None if unknown: all that it holds.
     pool_bytes: int | None = None
     #: The only GPUs on which it can be: pinned by its user, or its context is kept there. None for any.
     allowed_gpus: tuple[str, ...] | None = None
@@ -80,7 +81,7 @@ class Job:
     preempts_others: bool = False
     #: Seconds of its present turn before `since_s`. 0 once a turn has ended: `Action.ends_turn`.
     turn_s: float = 0.0
-    #: What one suspension and one resumption of it cost, measured or estimated.
+    #: The cost of one suspension and one resumption of it, measured or estimated.
     switch_s: float = 1.0
     #: Why the policy can do nothing with it and does not count on it, in words.
     hindrance: str = ""
@@ -114,7 +115,7 @@ class Lease:
     used_bytes: int = 0
     #: True if jobs of other users may be suspended for it.
     preempts_others: bool = False
-    #: What it ends with, in words: a Slurm job or a process. Empty for a lease that ends by itself or by a release.
+    #: The Slurm job or process that it ends with, in words. Empty for a lease that ends by itself or by a release.
     ends_with: str = ""
     #: As for a job.
     retry_at_s: float | None = None
@@ -164,7 +165,7 @@ class Action:
     #: The GPUs to start, resume or migrate to, in the order of `Job.gpus`; the GPU of a grant; those that a suspended
     #: job leaves.
     gpus: tuple[str, ...]
-    #: What to reserve on each of `gpus` before anything else is done; what a suspension frees there.
+    #: The bytes to reserve on each of `gpus` before anything else is done; for a suspension, the bytes that it frees.
     size_bytes: tuple[int, ...]
     #: Why, in words.
     reason: str

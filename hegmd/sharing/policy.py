@@ -41,7 +41,7 @@ from hegmd.sharing.wanted import MemoryRequest, request_of, turn_of, wanted_by
 
 Turn = tuple[int, int, float, str]
 Rooms = tuple[GpuBudget, ...]
-# For so many waiting jobs a decision has others leave. Who comes after them is served when those have left: that many
+# A decision has others leave for so many waiting jobs. The jobs after them are served when those have left: that many
 # copies keep a node busy, and a decision stays short.
 MAX_SERVED_BY_LEAVING = 8
 
@@ -70,7 +70,8 @@ class _Decider:
         # The jobs that have to leave their GPUs, and for whom.
         self._displaced: dict[str, tuple[Job, MemoryRequest]] = {}
         self._served_by_leaving = 0
-        # What is computed once for all waiting jobs of a kind, with the number of jobs on the GPU for which it holds.
+        # Results that are the same for all waiting jobs of a kind, with the number of jobs on the GPU for which it
+        # holds.
         self._known_candidates: dict[tuple[str, tuple[object, ...]], tuple[int, list[Job]]] = {}
         self._known_ready: dict[tuple[str, int | None], tuple[int, ReadyJobs]] = {}
         self._most_freed: dict[tuple[str, int], tuple[int, int]] = {}
@@ -79,7 +80,7 @@ class _Decider:
         self._most_soon_bytes: int | None = None
         # The smallest of each kind that found no room: larger ones need not look.
         self._blocked: dict[tuple[object, ...], int] = {}
-        # Who could have a turn if the pool had more room.
+        # The jobs that could have a turn if the pool had more room.
         self._lack_pool: set[str] = set()
         # The GPUs on which this decision starts or resumes a job.
         self._admitted: set[str] = set()
@@ -386,7 +387,7 @@ class _Decider:
     def _displace(self, wanted: MemoryRequest, clearings: Sequence[FreeingSteps]) -> bool:
         """Have the jobs of `clearings` leave for `wanted`. Return False if the pool has no room, with nothing changed.
 
-        Where the pool has room for all, whether they migrate is decided when those before them have been served.
+        If the pool has room for all, whether they migrate is decided when those before them have been served.
         """
         jobs = list({job.id: job for option in clearings for job in option.victims}.values())
         before = [(room, room.accounts()) for room in self._rooms.values()]

@@ -1,6 +1,6 @@
 """The records of GPU sharing that outlive the daemon: leases, the queue, and the suspended jobs.
 
-Owns the records and their meaning. Where they are written is in `state_file`. Pure.
+Owns the records and their meaning. `state_file` writes them. Pure.
 """
 
 from __future__ import annotations

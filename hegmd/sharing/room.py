@@ -46,7 +46,7 @@ class GpuBudget:
     now_bytes: int
     #: The same once all leaving jobs have left, less what the jobs waiting for that will take.
     soon_bytes: int
-    #: What jobs and leases can have in all: the rest belongs to other processes.
+    #: The memory that jobs and leases can have in all: the rest belongs to other processes.
     capacity_bytes: int
     #: The jobs that run there and may be suspended or migrated, and what each frees there.
     jobs: list[Job] = field(default_factory=list[Job])
@@ -56,9 +56,9 @@ class GpuBudget:
     #: The leases that are held there; all jobs that are there or come, with what each has or was promised.
     leases: list[Lease] = field(default_factory=list[Lease])
     present: list[tuple[Job, int]] = field(default_factory=list[tuple[Job, int]])
-    #: What each held lease keeps there and does not use, by its id: jobs within it may have that.
+    #: The memory that each held lease keeps there and does not use, by its id. Jobs within the lease may have it.
     leased_bytes: dict[str, int] = field(default_factory=dict[str, int])
-    #: Who gets memory there by this decision, and how much.
+    #: The requests that get memory there by this decision, and how much.
     takers: list[tuple[MemoryRequest, int]] = field(default_factory=list[tuple[MemoryRequest, int]])
     #: The priorities of all that is placed there.
     priorities: list[int] = field(default_factory=list[int])

@@ -240,7 +240,7 @@ class Sharing:
         jobs = {job.number: job for job in self._moving.jobs if job.is_alive}
         for number, queued in tuple(self.memory.queue.items()):
             job = jobs.get(number)
-            # Who waits for its start is `hegmctl run` itself; without it nobody would be started.
+            # `hegmctl run` itself waits for the start; without it there is nothing to start.
             if job is None or (job.is_gone and not queued.has_trained):
                 self.memory.forget_queued(number)
         for number, note in tuple(self.memory.suspended.items()):

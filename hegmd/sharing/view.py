@@ -60,11 +60,11 @@ class SuspendOptions:
     hindrance: str = ""
     #: About how long one suspension and one resumption take.
     switch_s: float | None = None
-    #: What stays on its GPUs if its contexts are kept; None if they cannot be.
+    #: The memory that stays on its GPUs if its contexts are kept; None if they cannot be.
     stays_bytes: Mapping[str, int] | None = None
     #: Whether it can only leave so.
     keeps_context: bool = False
-    #: What it puts into the pool.
+    #: The bytes that it puts into the pool.
     pool_bytes: int | None = None
 
 
@@ -135,7 +135,7 @@ class SharingView:
         self._counted_at: dict[int, float] = {}
         #: The held leases whose process has started a job, by the job's number.
         self._within: dict[int, list[LeaseRecord]] = {}
-        #: What suspended jobs have left on each GPU with their contexts.
+        #: The memory that suspended jobs left on each GPU with their contexts.
         self._contexts: dict[str, int] = {}
 
     async def take(self, *more: LeaseRecord) -> View:
@@ -392,7 +392,7 @@ class SharingView:
         if op.phase != HOLDING and op.direction == FORWARD and op.kind in (RESUME, MIGRATE):
             to = needs_by_gpu(members, lambda one: one.target_gpu)
             left = {gpu: size for gpu, size in held.items() if gpu not in to}
-            # What it needs is not free any more: it is reserved, or was taken off what is free.
+            # The memory that it needs does not count as free: it is reserved, or was subtracted.
             return self._with_facts(
                 *(record, model.ARRIVING, now, job_view), gpus=tuple(to), needs=tuple(to.values()), held={**to, **left}
             )
@@ -528,7 +528,7 @@ class SharingView:
         return is_open_to(lease, pids, min([job.started_utc for job in jobs], default=math.inf))
 
     def stated_bytes(self, candidates: Sequence[Candidate]) -> dict[str, int]:
-        """By GPU, the memory that jobs said they need and have not taken yet. A suspended one keeps none."""
+        """Return the memory that jobs said they need and have not taken yet, by GPU. A suspended one keeps none."""
         kept: dict[str, int] = {}
         if not any(record.size_bytes and record.placed for record in self._memory.queue.values()):
             return kept

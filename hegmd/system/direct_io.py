@@ -63,7 +63,7 @@ def each_chunk(
 ) -> None:
     """Call `work` for each chunk with its number, a buffer of whole blocks and the chunk's length.
 
-    Uses at most `threads` threads. By default the thread pool chooses the number for work that needs processors.
+    Uses at most `threads` threads. The default is the number of the thread pool for work that needs processors.
     """
     guard = threading.Lock()
     done_bytes = 0

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from hegmctl.grammar.words import Argument, Option, RequestField
 
-# What a form of a command prints as JSON.
+# The JSON output of a form of a command.
 ONE = "one document"
 LINES = "one document a line"
 AFTER_PROGRESS = "lines of progress, then one document"

@@ -17,7 +17,7 @@ SIZE = "a size such as 2GiB"
 PID = "a process id"
 JOB = "a job: its id, its name, or a process id"
 
-# What the shell can complete; the daemon provides `gpus`, `places`, `jobs`, `pids` and `event-kinds`.
+# Kinds of words that the shell can complete; the daemon provides `gpus`, `places`, `jobs`, `pids` and `event-kinds`.
 FILES = "files"
 GPUS = "gpus"
 PLACES = "places"

@@ -85,9 +85,8 @@ class Dumped:
 
 @dataclass(frozen=True, slots=True)
 class RestoredTree:
-    """A restored tree: its processes with their new start times, and what holds all its descendants.
-
-    That is a unit of the service manager, or parent.py, by pid and start time.
+    """A restored tree: its processes with their new start times, and what holds all its descendants: a unit of the
+    service manager, or parent.py, by pid and start time.
     """
 
     pid: int

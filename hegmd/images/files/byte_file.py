@@ -72,8 +72,8 @@ Table = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What was written: stored bytes, the table's checksum, whether it bypassed the page cache, and the seconds that
-    writing took without what was still to be read back.
+    """The result of writing: stored bytes, the table's checksum, whether it bypassed the page cache, and the seconds
+    that writing took without what was still to be read back.
     """
 
     stored_bytes: int

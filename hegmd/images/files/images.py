@@ -29,7 +29,7 @@ PRIVATE_NAME = "images"
 
 
 class Images:
-    """Where images are written and opened. CRIU's files of an earlier daemon are removed while this runs."""
+    """Writes and opens images. CRIU's files of an earlier daemon are removed while this runs."""
 
     def __init__(
         self,

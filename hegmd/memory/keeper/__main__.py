@@ -58,7 +58,7 @@ _UCRED = struct.Struct("3i")
 def main(folder: str) -> int:
     """Return the exit status of the command; in the keeper's own process, that of the keeper."""
     os.umask(0o077)
-    # By descriptor, so that the socket's path is short even in a long directory.
+    # A path through the descriptor keeps the socket's path short even in a long directory.
     at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     path = f"/proc/self/fd/{at}/{SOCKET_NAME}"
     lock = os.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=at)

@@ -213,7 +213,7 @@ class KeeperStore:
         return _exchange(self._socket, lines, fds)
 
     def _connect(self) -> socket.socket:
-        # By the directory's descriptor: a socket's path ends at 107 bytes, a directory's does not.
+        # A path through the directory's descriptor is short: a socket's path ends at 107 bytes, a directory's does not.
         at = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:

@@ -39,7 +39,7 @@ from hegmd.workers.workers import AgentAway, OrderFailed
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-#: Which storage, where in it, its bytes, and where in the space.
+#: The number of a storage, the offset in it, the size in bytes, and the offset in the space.
 Span = tuple[int, int, int, int]
 
 # A helper that is lost so often at one thing will be lost again.

@@ -64,9 +64,9 @@ class HostCarrier(CopyingCarrier):
         self._pool = pool
         self._staging = StagingMemory(gpus, memory)
         self._marks = LocationRecords(pool)
-        # By copy session: processes that may have staging memory, and whether it is in use.
+        # Processes that may have staging memory, and whether it is in use, by copy session.
         self._staging_use: dict[str, StagingUse] = {}
-        # By copy session: the copy from the pool into its staging memory, in progress or finished.
+        # The copy from the pool into staging memory, in progress or finished, by copy session.
         self._staged_bytes: dict[str, StagedBytes] = {}
 
     # -- memory --------------------------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
 Filling the storages there is then a copy within one GPU. If the target cannot hold copies and storages at once, the
 storages are allocated in rounds, and the memory of a finished round is released first.
 
-What the process copies itself goes through a window: host memory shared by helper and process, filled and emptied in
-turn. It is small and comes out of the pool's free memory; if that has little, it is smaller still.
+The process copies some storages itself, through a window: host memory shared by helper and process, filled and emptied
+in turn. It is small and comes out of the pool's free memory; if that has little, it is smaller still.
 
 A process on several GPUs has memory on each of its targets. The offset of its first piece names the device whose bytes
 are there (`DEVICE_BYTES`), so that a daemon finds this without its journal: GPUs may have been exchanged meanwhile.

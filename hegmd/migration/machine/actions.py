@@ -140,7 +140,7 @@ def take_up(op: Operation, event: events.Repurposed, now: float) -> Operation:
 
 
 def hand_over(op: Operation, event: events.ImageRequested, now: float) -> Operation:
-    """Have an image made of a suspended job. Where that fails, it is suspended as before."""
+    """Write an image of a suspended job. If that fails, the job stays suspended."""
     here = next((worker for worker in op.live if worker.gpu is not None or not worker.is_parked), None)
     if here is not None:
         raise Refused(
@@ -270,8 +270,8 @@ def recovered(op: Operation, event: events.Recovered, now: float) -> Operation:
 def _forgotten(op: Operation, pending: Pending) -> Operation:
     """Return the operation without a running effect that may or may not have been done.
 
-    Whatever the effect reserves or releases counts as uncertain: it is reserved again before use, and released at the
-    end.
+    Everything that the effect reserves or releases counts as uncertain: it is reserved again before use, and released
+    at the end.
     """
     op = op.replace(pending=tuple([other for other in op.pending if other.number != pending.number]))
     worker = op.worker(pending.worker)

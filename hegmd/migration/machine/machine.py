@@ -5,7 +5,7 @@ refused without changing anything. Owns the actions behind the changes. Pure: ti
 hegmd/migration/run/runner.py performs the effects. The table in stages.py, not this module, derives from the facts what
 is wanted next; an action only records what an event says and, where needed, rolls the operation back.
 
-What a runner must do:
+A runner must follow these rules:
 - a new operation is `Plan.operation(...)` of hegmd/migration/model.py, and takes `begin`; after a restart of the daemon
   every unfinished one takes `recovered`;
 - for each event: `handle`, journal the event with the resulting operation, fsync, and only then perform the effects;

@@ -19,7 +19,7 @@ MIGRATE, SUSPEND, RESUME, CHECKPOINT, QUIESCE = "migrate", "suspend", "resume", 
 RESTORE = "restore"
 KINDS = (MIGRATE, SUSPEND, RESUME, CHECKPOINT, QUIESCE, RESTORE)
 
-# Where the operation is heading: to the requested state, back to the former one, or nowhere if neither is possible.
+# The direction of the operation: to the requested state, back to the former one, or nowhere if neither is possible.
 FORWARD, BACK, HOLD = "forward", "back", "hold"
 
 # The method of GPUs that are only simulated.

@@ -77,7 +77,7 @@ def overran(op: Operation, worker: JobProcess, pending: Pending, event: events.P
 def _park_together(op: Operation, boundary: int, why: str = "") -> Operation:
     """Park all ranks at the boundary of the rank that is furthest, so that no collective is left incomplete.
 
-    A rank that was parked earlier is asked again. That counts as a round too, so the number of attempts is limited.
+    A rank that was parked earlier is asked again. This counts as a round too, which limits the number of attempts.
     """
     if not op.is_distributed or op.at is None or boundary == op.at:
         return op

@@ -149,7 +149,7 @@ class DriverMethod:
 
     @asynccontextmanager
     async def _unlocked_unless_done(self, subject: MigratedProcess) -> AsyncGenerator[None]:
-        """Whatever fails in here, a process that is locked by us runs again, even while the daemon goes down."""
+        """After any failure of the block, unlock the process if we locked it, even while the daemon stops."""
         try:
             yield
         except HelperLost:

@@ -1,8 +1,8 @@
 """The method that keeps contexts: storages leave the GPU, and the process keeps its CUDA context there.
 
 No driver call is made, so it works where the driver's checkpoint does not (drivers before 570, MIG, MPS), and
-communicators stay connected. The process can resume on the same GPU only. What its agent does not offload stays on the
-GPU too; the plan says how much.
+communicators stay connected. The process can resume on the same GPU only. Memory that its agent does not offload
+stays on the GPU too; the plan says how much.
 
 A checkpoint only confirms, by the vendor's library, that the memory of the storages is free. A restore has nothing to
 do. Memory is not reserved by allocating it, because a reload without enough memory loses nothing: the agent frees what

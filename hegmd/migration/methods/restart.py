@@ -344,7 +344,7 @@ class RestartMethod:
     def _reborn(self, subject: MigratedProcess, gpu: str) -> ReplacedBy | None:
         """Return the process that has loaded the operation's state, if there is one.
 
-        Never the process to be replaced: it has exited, although its connection may still be open. Of ranks, only one
+        Never the process to be replaced: it has exited, although its connection may still be open. A rank has to be
         from this start: a launcher may start ranks of an earlier one again on its own.
         """
         supervisor = self._known(subject)

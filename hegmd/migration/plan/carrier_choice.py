@@ -45,7 +45,7 @@ class Choice:
     #: Memory of the carrier on the target; and how much of the storages must wait for memory that the copies free.
     target_bytes: int = 0
     overlap_bytes: int = 0
-    #: Of a process on several GPUs: the memory on each target instead, in their order.
+    #: The memory on each target instead, in their order, for a process on several GPUs.
     target_bytes_by_gpu: tuple[int, ...] = ()
     pool_bytes: int = 0
     #: Why none of the faster ones.
@@ -60,9 +60,9 @@ class Share:
     to: GpuMemory | None
     #: Bytes of its storages there; of several GPUs, with what its allocator caches.
     size_bytes: int
-    #: What it needs on the target besides.
+    #: The bytes that it needs on the target besides.
     reserved_bytes: int
-    #: What it has on the target itself, where its GPUs are exchanged.
+    #: The bytes that it has on the target already, if its GPUs are exchanged.
     own_bytes: int = 0
 
     @property

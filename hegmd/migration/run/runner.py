@@ -353,7 +353,7 @@ class Runner(BackgroundTasks):
     async def _watch_stopped(self, running: OperationTask) -> None:
         """Have a worker inspected once it runs again that was stopped while the operation waits for another attempt.
 
-        That may be minutes away. Runs until cancelled.
+        The attempt may be minutes away. Runs until cancelled.
         """
         before: tuple[int, ...] = ()
         while True:

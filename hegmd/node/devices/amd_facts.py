@@ -107,7 +107,7 @@ def watts(value: float | None) -> float | None:
 
 
 def gfx_name(target_version: int) -> str | None:
-    """What compilers call the chip: 90402 as the kernel writes it is gfx942, and 90010 is gfx90a."""
+    """Return the compilers' name of the chip: gfx942 for 90402, which the kernel writes, and gfx90a for 90010."""
     if target_version <= 0:
         return None
     major, minor, step = target_version // 10000, target_version // 100 % 100, target_version % 100

@@ -17,7 +17,7 @@ from hegmd.protocol.snapshots import PeerLink
 _MAX_LINKS = 36
 _READ, _WRITE, _OVER_NVLINK = 0, 1, 2
 
-# Of one link, in one direction, as NVIDIA's data sheets give it; by NVML's number for the NVLink version.
+# The bandwidth of one link in one direction, from NVIDIA's data sheets, by NVML's number for the NVLink version.
 _LINK_BYTES_PER_S = {
     1: 20_000_000_000,  # 1.0
     2: 25_000_000_000,  # 2.0

@@ -61,7 +61,7 @@ class LibraryFailed(Exception):
 
 
 class GpuLost(Exception):
-    """That GPU is off the bus."""
+    """The GPU is off the bus."""
 
 
 class GpuFailed(Exception):

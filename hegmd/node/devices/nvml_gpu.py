@@ -164,7 +164,7 @@ class NvmlGpu:
             return None
         return int(info.state), int(info.status)
 
-    # Whom it knows
+    # Other GPUs and processes
 
     def nvlink(self, number: int) -> NvLink | None:
         """The link of that number if it is up."""

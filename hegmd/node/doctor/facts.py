@@ -133,7 +133,7 @@ class NodeFacts:
         return next((vendor for vendor in self.vendors if vendor.vendor == name), None)
 
     def gpus_of(self, vendor: str) -> tuple[Gpu, ...]:
-        """That vendor's GPUs, lost ones included."""
+        """Return the GPUs of that vendor, including lost ones."""
         return tuple(gpu for gpu in self.gpus if gpu.vendor == vendor)
 
     @property

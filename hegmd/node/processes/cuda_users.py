@@ -20,11 +20,11 @@ _LIBRARY = b"/libcuda.so"
 _DEVICES = "/dev/nvidia"
 _MAPS_MAX_BYTES = 64 << 20
 _STATUS_MAX_BYTES = 1 << 16
-# Of the fields after the name in /proc/PID/stat.
+# Indices of the fields after the name in /proc/PID/stat.
 _STATE, _PARENT, _FLAGS = 0, 1, 6
 # PF_FORKNOEXEC of include/linux/sched.h: forked, and still the program that it was forked from.
 _FORKED = 0x40
-# Where a process's own memory is: in it, shared without a file, swapped out, in huge pages.
+# The fields that add up to a process's own memory: private, shared without a file, swapped out, in huge pages.
 _OWN_MEMORY = (b"RssAnon", b"RssShmem", b"VmSwap", b"HugetlbPages")
 
 

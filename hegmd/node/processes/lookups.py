@@ -28,7 +28,7 @@ NOTE_UNREADABLE = "hegmd has no permission to read its command line"
 
 @dataclass(frozen=True, slots=True)
 class LookupRequest:
-    """What to look up: processes as (pid, start ticks, name), users as uids, and what to keep."""
+    """A request to look up: processes as (pid, start ticks, name), users as uids, and what to keep."""
 
     commands: tuple[tuple[int, int, str], ...]
     uids: tuple[int, ...]
@@ -65,8 +65,8 @@ class Lookups:
     def request_for(self, processes: Iterable[tuple[int, int, str, int]]) -> LookupRequest:
         """Return what to look up for these processes, each given as (pid, start ticks, name, uid).
 
-        That is all that is unknown, the command lines of processes whose name changed (by exec), and a limited share of
-        the others. It is urgent if a caller would miss it.
+        Everything unknown is looked up, the command lines of processes whose name changed (by exec), and a limited
+        share of the others. It is urgent if a caller would miss it.
         """
         now = self._monotonic()
         missing: list[tuple[int, int, str]] = []

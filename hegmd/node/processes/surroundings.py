@@ -2,7 +2,7 @@
 
 Reads /proc/PID (state, ancestors, maps, environment, IPC namespace) and limits of control groups;
 `migration.driver_rules` judges. Reading maps takes the lock of the process's memory map, so callers use a thread that
-can be abandoned. What cannot be read is unknown.
+can be abandoned. A fact that cannot be read is unknown.
 """
 
 from __future__ import annotations

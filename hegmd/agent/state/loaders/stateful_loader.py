@@ -2,7 +2,7 @@
 state.
 
 Without workers it reads like any loader, and its sampler is brought to its position as usual. With workers, its
-iterator keeps what each of them reports, and only its own `state_dict` restores them. That lacks the workers' random
+iterator keeps what each of them reports, and only its own `state_dict` restores them. It lacks the workers' random
 numbers, so the script has to declare that its data are the same each time.
 """
 

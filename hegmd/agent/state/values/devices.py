@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 CPU, CUDA = "cpu", "cuda"
-#: Of a group of parameters: which of PyTorch's implementations computes its step. Not all of them are for every device.
+#: The options that choose PyTorch's implementation of a group's step. Not every device has all implementations.
 IMPLEMENTATION = ("foreach", "fused", "capturable")
 #: PyTorch keeps this on the CPU, wherever the parameter is, except in implementations that read it on the device.
 _STEP = "step"
