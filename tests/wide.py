@@ -1,6 +1,7 @@
-"""Which cells of a table of cases `make test` runs: those that are a way of their own; and which of these `make check`.
+"""The cells of a table of cases that `make test` runs, and those that `make check` runs.
 
-The others go one of these ways once more, by the same code, and are left to `make test-wide`.
+`make test` runs the cells that are a way of their own. The others go one of these ways once more, by the same code, and
+are left to `make test-wide`.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ def _verdict(status: int | None, noted: dict[str, Any]) -> Verdict:
         return Verdict(survived=True)
     if noted["failed"] or status is None:
         return Verdict(survived=False, by=(noted["failed"] or ["a test that did not end"])[0])
-    # The process of the tests ended before they did. That proves nothing: it may be our fault.
+    # The process of the tests ended before they did. This proves nothing: it may be our fault.
     return Verdict(survived=True, by=f"(no test failed, but their process ended with status {status})")
 
 

@@ -1,4 +1,4 @@
-"""What it costs the daemon to look at 8 GPUs and 2,000 processes, in CPU time of all its threads.
+"""Measures what it costs the daemon to look at 8 GPUs and 2,000 processes, in CPU time of all its threads.
 
 The processes are real: children that sleep, with their own pids, pidfds, control groups and command lines, read from
 the real /proc. The benchmark leaves out the vendor's library: the provider gives prepared snapshots, new objects each

@@ -1,4 +1,4 @@
-"""What watching costs: `hegmctl top` in a terminal of 80 by 24, on a node of 16 GPUs and 200 jobs, client and daemon
+"""The cost of watching: `hegmctl top` in a terminal of 80 by 24, on a node of 16 GPUs and 200 jobs, client and daemon
 together; and the same without anybody watching.
 
 Each job is a process of its own with a connection of an agent, which answers orders and counts its batches. They are

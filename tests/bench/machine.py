@@ -1,4 +1,4 @@
-"""Which machine this is, in the words of a benchmark's heading."""
+"""Describes this machine for the heading of a benchmark."""
 
 from __future__ import annotations
 

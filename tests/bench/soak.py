@@ -2,8 +2,8 @@
 
 A simulated node with one job that trains. Until the time is over it is moved and suspended again and again, while
 connections come and go, and every question is asked. Every ten seconds a line of JSON says how much memory the daemon
-has, how many descriptors, and how large its journal is. What is remembered (100 operations, 1,000 events) fills up in
-the first minutes; growth is judged by the second half. The exit status is 1 when something is over its budget.
+has, how many descriptors, and how large its journal is. The memory of the past (100 operations, 1,000 events) fills up
+in the first minutes; growth is judged by the second half. The exit status is 1 when something is over its budget.
 """
 
 from __future__ import annotations

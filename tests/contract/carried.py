@@ -49,7 +49,7 @@ class IpcAgent(ModelAgent):
         #: How often it finds no room for its storages.
         self.crowded = 0
         #: Whether it is of a release that knows nothing of packed places.
-        #: Which storages it shows no handle of, and which it has copied itself, each way.
+        #: The storages that it shows no handle of, and those that it copied itself, each way.
         self.own: set[int] = set()
         #: The UUIDs of its GPUs, if it is on several: its storages lie on them in turn.
         self.gpus: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Which library and which binding of AMD SMI are used together, and what is done when they do not fit.
+"""The library and the binding of AMD SMI that are used together, and what is done when they do not fit.
 
 Each in a process of its own, since the binding keeps the library that it found first.
 """

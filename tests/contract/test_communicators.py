@@ -1,7 +1,7 @@
 """Ranks whose groups are disconnected and connected again train on, bit for bit as if nothing had happened.
 
-The ranks run real PyTorch on gloo, which the agent handles by the calls that it has for NCCL. What they do and check is
-in `grouped`: DDP, FSDP2, a device mesh, `new_group`, functional collectives, a rank that does not come, pending work.
+The ranks run real PyTorch on gloo, which the agent handles by the calls that it has for NCCL. `grouped` has what they
+do and check: DDP, FSDP2, a device mesh, `new_group`, functional collectives, a rank that does not come, pending work.
 Suspending is tried over a stub of NCCL, with a stub of PyTorch's part (`suspended`).
 """
 

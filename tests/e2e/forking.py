@@ -2,8 +2,8 @@
 
 For a supervisor that was forked from a Python with PyTorch: each process that it starts took a second to import that.
 The child looks as if it had been started: its command and its environment are in /proc, it has only the descriptors
-that are inherited, its signals are as at a start, and its search path is that of its environment. Where the kernel
-does not let it look so, it is started.
+that are inherited, its signals are as at a start, and its search path is that of its environment. If the kernel does
+not allow that, it is started.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 """Real CRIU for the tests: which one, jobs to dump, and everything that is left of them ended afterwards.
 
-`make criu` unpacks one into build/criu; the distribution's own is taken where it is new enough. Where there is none, or
+`make criu` unpacks one into build/criu; the distribution's own is taken where it is new enough. If there is none, or
 the machine does not let it work, the tests that need it are skipped with the reason.
 """
 

@@ -1,6 +1,6 @@
 """Every Python that a job may bring: versions, virtual environments, prefixes, paths, and those that shut us out.
 
-Nothing is installed in any of them. Where PyTorch is missing, a hand-written loop marks the end of its batches. Longer
+Nothing is installed in any of them. Without PyTorch, a hand-written loop marks the end of its batches. Longer
 than 400 lines because it has the text of the programs that those Pythons run.
 """
 

@@ -34,7 +34,7 @@ _RECOVERED = re.compile(r"recovered from step (\d+) in ([0-9.]+) s")
 
 
 class Case(NamedTuple):
-    """Which fault, with how many steps and how long a pause after each, so that a spare process is ready again."""
+    """The fault, with how many steps and how long a pause after each, so that a spare process is ready again."""
 
     fault: str
     steps: int = 10

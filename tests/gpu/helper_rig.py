@@ -1,4 +1,4 @@
-"""What the run of the helper on real GPUs is done with: the GPUs by NVML, a process to carry, host memory, a helper."""
+"""The parts for a run of the helper on real GPUs: the GPUs by NVML, a process to carry, host memory, a helper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the run over images does with a training: into an image and back on another GPU, measured and looked at.
+"""The rounds of a training in the run over images: into an image and back on another GPU, measured and looked at.
 
 Every round ends with the same questions: is every line that the training ever wrote the one of an undisturbed run, is
 it on the GPU that was asked for and on no other. So each figure is one of a job that was whole afterwards.

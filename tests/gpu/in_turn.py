@@ -1,4 +1,4 @@
-"""What `make test-gpu` and `make bench-gpu` are: one program after the other, in the time there is, and on from there.
+"""Runs `make test-gpu` and `make bench-gpu`: one program after the other, in the time there is, and on from there.
 
     PYTHONPATH=.:client python3 -m tests.gpu.in_turn test|bench [--state DIR] [--budget-s N] [--only PART,...] [--list]
                                                                  [-- PART WORD...]...

@@ -1,4 +1,4 @@
-"""What moves are tested on: a real hegmd with its keeper, the commands, and an account of all video memory by NVML.
+"""The node for tests of moves: a real hegmd with its keeper, the commands, and an account of all video memory by NVML.
 
 Owns the daemon's process and folder. The account tells what every process has on every GPU, and what nobody has: that
 is what descriptors hold, so it has to be the same before a move and after it.

@@ -69,7 +69,7 @@ class Bench:
         self._notes = node.folder / "agent.notes"
         self._ends = time.monotonic() + options.budget_s
         self.figures: dict[str, Any] = {"went_wrong": [], "pause": [], "kill": [], "torchrun": [], "exact": []}
-        #: What is compared at the end: the training, its steps, and the undisturbed run.
+        #: Compared at the end: the training, its steps, and the undisturbed run.
         self._to_compare: list[tuple[str, list[str], Losses]] = []
         self._held = contextlib.ExitStack()
 

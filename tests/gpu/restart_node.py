@@ -1,4 +1,4 @@
-"""What restarts are tested on: a real hegmd, and trainings under `hegmctl run --allow-restart`, by their lines.
+"""The node for tests of restarts: a real hegmd, and trainings under `hegmctl run --allow-restart`, by their lines.
 
 A rehearsal is the same on simulated GPUs: daemon, supervisor, agent, scripts and whoever asks are those of a machine
 with real ones, and only what is on a GPU is not. Owns their processes.
@@ -27,7 +27,7 @@ CPU = "cpu"
 POOL_BYTES = 48 << 30
 REHEARSED_GPUS, REHEARSED_POOL_BYTES = "2x8GiB", 4 << 30
 READY_WITHIN_S = 180.0
-# Which GPU it is by this machine's numbers, whatever else its environment says.
+# The number of its GPU on this machine, whatever else its environment says.
 _ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 

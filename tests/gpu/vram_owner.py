@@ -1,6 +1,6 @@
 """A process that holds video memory and can tell whether it is what it was: `vram_owner.py GPU COUNT SIZE_BYTES`.
 
-By the driver's functions alone, with any Python: on a real GPU or the stub. Answers each line with one: `handles`,
+Calls the driver's functions alone, with any Python: on a real GPU or the stub. Answers each line with one: `handles`,
 `free`, `make` (empty), `check` (the number of pieces that are as they were filled), `leave`. Pieces are of whole
 blocks; each block is a random one of its own, so that a block in another's place is found.
 """

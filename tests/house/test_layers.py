@@ -1,4 +1,4 @@
-"""Who may import whom: one table, which every module of the product has to be in.
+"""The table of allowed imports, which every module of the product has to be in.
 
 Lowest first. A package imports what its row names and nothing else, whether the import is at the top, inside a function
 or for type checkers only. A package's row holds for every module in it, unless a longer name has a row of its own. A
@@ -21,7 +21,7 @@ from tests.house.source import PACKAGES, Module, is_within, modules
 
 pytestmark = [pytest.mark.xdist_group("source")]  # as in test_shape
 
-# What the agent may import, and what the client may: the client has to start fast, and may be newer or older than the
+# The imports allowed to the agent and the client: the client has to start fast, and may be newer or older than the
 # daemon.
 OUTSIDE = ("hegmd", "hegmd.errors", "hegmd.protocol")
 # The layers below the operations of a node, each of which may use those to its left.

@@ -1,8 +1,8 @@
 """A model of a node: GPUs with memory, a pool, and workers that train, park, offload their bytes and reload them.
 
-It is the true state; the machine gets only reports of it. Whatever must never happen raises `Violation` at the moment
-at which it happens. A worker's bytes are modelled by the step that they belong to: bytes of another step are not its
-bytes. driver.py has the driver's effects on a process; what must hold between any two steps is in promises.py.
+It is the true state; the machine gets only reports of it. Everything that must never happen raises `Violation` at the
+moment at which it happens. A worker's bytes are modelled by the step that they belong to: bytes of another step are not
+its bytes. driver.py has the driver's effects on a process; what must hold between any two steps is in promises.py.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ def test_an_operation_cancelled_at_any_point_breaks_no_promise(seed: int) -> Non
 
 @pytest.mark.thorough
 def test_a_journal_that_was_written_with_a_full_disk_can_be_read(tmp_path: Path) -> None:
-    """Whatever the models did, the bytes are those of the real journal file."""
+    """The bytes are always those of the real journal file."""
     found = 0
     for seed in range(40):
         daemon = live(seed, odds={"full": 0.1, "break": 0.1}).daemon

@@ -1,4 +1,4 @@
-"""Which part of a move each moment of the downtime belongs to, from a written log and story."""
+"""The part of a move that each moment of the downtime belongs to, from a written log and story."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ It is on the path of those Pythons like any sitecustomize, so that the agent's r
 optimizer makes a million objects that stay, and the collector goes through all of them a hundred times until the script
 begins, and once more at the end: 3.2 s of processor with it, and 1.8 s without. What scripts do is the same.
 
-Where `BARE_TORCH` is set, PyTorch comes without its compiler too (training/bare_torch.py), in 0.9 s: for scripts that
+With `BARE_TORCH`, PyTorch comes without its compiler too (training/bare_torch.py), in 0.9 s: for scripts that
 cannot ask for it themselves, since all that they import is imported for them before their next start.
 """
 

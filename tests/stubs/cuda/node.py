@@ -19,7 +19,7 @@ FUNCTION is the name that libcuda exports (cuMemAlloc_v2); SUBJECT the pid of wh
 whom they are about, or the number of the GPU for calls that take memory or contexts. FROM and TO count that function's
 calls in the process that makes them.
 `step:state`, `step:lock`, `step:checkpoint`, `step:restore` and `step:unlock` are what the driver does inside the
-target: they continue when the caller is killed. What it is to do is in tests/kit/driver.py and video_memory.py: every
+target: they continue when the caller is killed. Its requirements are in tests/kit/driver.py and video_memory.py: every
 row there held on two H200 with driver 580.159.04 on 2026-11-21, after five of them had corrected the stub.
 """
 

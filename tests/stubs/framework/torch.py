@@ -299,7 +299,7 @@ def sum(words: Tensor, dim: int, out: Tensor) -> None:  # noqa: A001 - PyTorch's
 
 
 class autograd:  # noqa: N801 - the name of a module
-    """Which graphs have kept a tensor; there are none here."""
+    """Return the graphs that have kept a tensor; there are none here."""
 
     class graph:  # noqa: N801 - the same
         """Without a version to count."""

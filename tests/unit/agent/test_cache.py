@@ -1,4 +1,4 @@
-"""Which runs of video memory an allocator has besides storages, and how they are made again: as few as can be."""
+"""The runs of video memory that an allocator has besides storages, and how they are made again: as few as can be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which daemon a disconnected agent returns to: what the rendezvous says, and who may write it."""
+"""The daemon that a disconnected agent returns to: what the rendezvous says, and who may write it."""
 
 from __future__ import annotations
 

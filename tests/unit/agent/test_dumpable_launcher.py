@@ -108,7 +108,7 @@ def test_a_pytorch_without_libuv_is_left_alone(framework: Path) -> None:
 
 
 def test_a_launcher_counts_its_gpus_in_child_processes_and_opens_no_device(framework: Path) -> None:
-    """CRIU cannot dump a launcher that has the driver's devices open. What a child cannot tell, it asks itself."""
+    """CRIU cannot dump a launcher that has the driver's devices open. A child asks the driver itself."""
     properties = {"pci_bus_id": 27, "name": "a GPU"}
     failed = ["get_device_properties"]
     assert printed(framework, COUNTING) == [3, properties, [], failed, 3, [*failed, "device_count"]]

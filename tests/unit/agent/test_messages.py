@@ -1,4 +1,4 @@
-"""Which ranks of a group others wait for: by the messages and collectives that each has started."""
+"""The ranks of a group that others wait for: by the messages and collectives that each has started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which threads prevent an offload, by where they are in Python. Real threads, blocked in a read."""
+"""The threads that prevent an offload, by where they are in Python. Real threads, blocked in a read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which storages are made at a time where there is not room for all of them and their copies."""
+"""The storages that are made at a time if there is no room for all of them and their copies."""
 
 from __future__ import annotations
 

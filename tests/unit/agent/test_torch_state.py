@@ -1,4 +1,4 @@
-"""Which storages the agent vouches for, and that they come back with the same bytes, objects, views and versions."""
+"""The storages that the agent vouches for: they come back with the same bytes, objects, views and versions."""
 
 from __future__ import annotations
 

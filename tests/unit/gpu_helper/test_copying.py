@@ -1,4 +1,4 @@
-"""Which copies are made of many places: as few as can be, none too large."""
+"""The copies that are made of many places: as few as can be, none too large."""
 
 from __future__ import annotations
 

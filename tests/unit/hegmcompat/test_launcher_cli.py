@@ -1,4 +1,4 @@
-"""Which desk acts when a command with two desks exits: the file's if it has a new state; else the daemon's."""
+"""The desk that acts when a command with two desks exits: the file's if it has a new state; else the daemon's."""
 
 from __future__ import annotations
 

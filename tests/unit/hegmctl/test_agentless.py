@@ -1,4 +1,4 @@
-"""Which processes are ended because they train without the agent, with real processes and a file of PyTorch's name."""
+"""Processes that are ended because they train without the agent, with real processes and a file like PyTorch's."""
 
 from __future__ import annotations
 

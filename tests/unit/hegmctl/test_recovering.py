@@ -1,4 +1,4 @@
-"""Which ends of a command are failures to recover from, what may be written on the command line, and what is shown."""
+"""Ends of a command that count as failures to recover from, the options on the command line, and what is shown."""
 
 from __future__ import annotations
 

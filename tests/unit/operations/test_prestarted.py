@@ -1,4 +1,4 @@
-"""Which jobs have a prestarted successor, from when on, how often it is requested, and when it is replaced."""
+"""The jobs that have a prestarted successor, from when on, how often it is requested, and when it is replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests count as a scrape, and the answers to the others."""
+"""The requests that count as a scrape, and the answers to the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files a recovered process cuts back to their length at the snapshot, and which it leaves alone."""
+"""The files that a recovered process cuts back to their length at the snapshot, and those that it leaves alone."""
 
 from __future__ import annotations
 
