@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # A shown text has its message and perhaps parts from other functions.
 _MAX_SEEN = 5
 SHIPPED = ("hegm", "hegmd", "client")
+# Nodes that hold no text: two thirds of all.
+_WITHOUT_PARTS = (ast.Name, ast.Constant, ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop, ast.arg)
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,9 @@ def _is_sentence(text: str | None) -> bool:
 
 def in_source(place: str, source: str) -> Iterator[Message]:
     """The messages of one file."""
-    tree = ast.parse(source)
-    visited = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
-    for node in ast.walk(tree):
+    nodes = [node for node in ast.walk(ast.parse(source)) if not isinstance(node, _WITHOUT_PARTS)]
+    visited = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
+    for node in nodes:
         for kind, value in _given(node):
             text = text_of(value)
             if id(value) in visited or text is None or not _is_sentence(text):
@@ -73,13 +75,18 @@ def in_source(place: str, source: str) -> Iterator[Message]:
 def _given(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     """The expressions right below a node, each with what it is given to. Outer ones come before those inside them."""
     if isinstance(node, ast.Call):
-        name = ast.unparse(node.func).rpartition(".")[2]
+        name = _last_name(node.func)
         yield from ((name, value) for value in node.args)
         yield from ((word.arg or name, word.value) for word in node.keywords)
     elif isinstance(node, ast.Return):
         yield from (("returned", value) for value in [node.value] if value is not None)
     else:
         yield from (("text", value) for value in ast.iter_child_nodes(node) if isinstance(value, ast.expr))
+
+
+def _last_name(function: ast.expr) -> str:
+    """`Refused` of `errors.Refused`; empty for a function that has no name."""
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def messages() -> list[Message]:
