@@ -11,6 +11,7 @@ import pytest
 
 from hegmd.node.devices.amd import AmdProvider
 from hegmd.node.devices.base import DeviceAbsent, DeviceError, VendorSnapshot
+from tests.cells import in_one_test
 from tests.kit.contracts import check_absent, check_snapshot
 from tests.stubs.amdsmi.scenario import MIB, Scenario, pci, unique_id, uuid
 from tests.stubs.amdsmi.sysfs import FakeSys
@@ -65,10 +66,12 @@ FUNCTIONS = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("code", [1, 7, 9, 13, 40, 4294967294])
+@in_one_test("code", [1, 7, 9, 13, 40, 4294967294])
 def test_no_failure_of_one_call_fails_the_snapshot_or_the_other_gpu(
     make_amd: Make, scenario: Scenario, function: str, code: int
 ) -> None:
+    scenario.mend()
+    scenario.link_all()
     scenario.order(f"error {function}@0 {code}")
     provider = make_amd()
     provider.open()
