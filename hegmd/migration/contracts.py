@@ -189,9 +189,9 @@ class ReplacedBy:
     is_earlier: bool = False
 
 
-def start_key(kind: str, heading: str, goals: Sequence[str | None]) -> str:
-    """Return the key that identifies one start of an operation."""
-    return f"{kind} {heading} {' '.join(map(str, goals))}"
+def start_key(kind: str, heading: str, goals: Sequence[str | None], failed: int = 0) -> str:
+    """Return the key that identifies one start of an operation, after so many that failed in this direction."""
+    return f"{kind} {heading}{failed or ''} {' '.join(map(str, goals))}"
 
 
 def goal_of_start(key: str) -> str:

@@ -56,6 +56,11 @@ class RankedJob(MovedJob):
                 self._read_on(SLOWLY_MS)
             return phase
 
+    def read_until_there(self, path: Path) -> None:
+        """Read on until there is such a file."""
+        while not path.exists():
+            self._read_on(SLOWLY_MS)
+
     def gpus_by_rank(self) -> list[str]:
         """The GPU of each rank in their order, once all are on one."""
         self.places(2)
@@ -116,6 +121,24 @@ def test_when_a_rank_fails_on_another_gpu_all_continue_where_they_were(
         turned = job.ended("migrate", str(first), "--via", "restart", "--to", "gpu1", "--env", "FALLS=1")
         assert turned["phase"] == "rolled-back", turned
         assert {process["gpu"] for process in turned["processes"]} == {"gpu0"}
+        lines = by_rank(job.steps())
+        assert set(lines["0"]) == set(undisturbed_ranks["0"])
+        assert set(lines["1"]) == set(undisturbed_ranks["1"])
+
+
+def test_a_rank_that_fell_once_more_on_its_way_back_left_the_job_suspended(
+    daemon: RunningDaemon, tmp_path: Path, undisturbed_ranks: dict[str, list[str]]
+) -> None:
+    """A single failure of any rank there was the end of the rollback, and of the supervisor."""
+    with LaunchedRanks(daemon, tmp_path) as job:
+        first = next(iter(job.places(2)))
+        job.read_steps(9)
+        words = ("--via", "restart", "--to", "gpu1", "--env", "FALLS=1", "--env", "AGAIN=1", "--no-wait")
+        op_id = str(job.operation("migrate", str(first), *words)["id"])
+        job.read_until_there(tmp_path / "fell")
+        job.read_until_phase(op_id, "verifying")
+        (tmp_path / "fell").write_text("fall")
+        assert job.read_until_phase(op_id, "rolled-back", "suspended") == "rolled-back"
         lines = by_rank(job.steps())
         assert set(lines["0"]) == set(undisturbed_ranks["0"])
         assert set(lines["1"]) == set(undisturbed_ranks["1"])

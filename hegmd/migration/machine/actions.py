@@ -90,7 +90,10 @@ def resume(op: Operation, event: events.ResumeRequested, now: float) -> Operatio
     # The changes of a restart were meant for the former target. The resume request says what applies now.
     op = op.replace(kind=kind, direction=FORWARD, workers=workers, failure=None, attempts=0, respawn=None)
     op = op.replace(
-        reconnects=op.reconnects + 1, failed_reconnects=0, reserves_late=any(one.communicators for one in workers)
+        reconnects=op.reconnects + 1,
+        failed_reconnects=0,
+        failed_returns=0,
+        reserves_late=any(one.communicators for one in workers),
     )
     due = None if event.limit_s is None else now + event.limit_s
     op = op.replace(limits=op.limits.replace(resume_s=event.limit_s), due=due)

@@ -22,6 +22,9 @@ TERMINAL = (DONE, ROLLED_BACK, LOST)
 _UNTIL_DUE = frozenset(("settling", "reserving", "restoring", "unlocking", "reloading"))
 # Waiting for what does not come is done less and less often, up to this.
 MAX_RETRY_S = 300.0
+# Ranks that failed elsewhere are started so often where they were: the port of their launcher may be in use, or its
+# supervisor about to reconnect, and a job that is held ends its supervisor.
+MAX_RETURNS = 3
 
 
 def advance(op: Operation, now: float) -> tuple[Operation, tuple[Effect, ...]]:
@@ -198,6 +201,22 @@ def reversed_operation(op: Operation) -> Operation:
     return together(
         op.replace(direction=BACK, workers=workers, pending=pending, attempts=0, reversed_at=op.next_effect)
     )
+
+
+def returning_again(op: Operation) -> Operation | None:
+    """Return the rollback of a restart of ranks with another start of all of them; None if there were enough.
+
+    A start releases the reservations of its ranks.
+    """
+    if not op.restarts_together or op.direction != BACK or op.failed_returns + 1 >= MAX_RETURNS:
+        return None
+    replaced = (effects.Restore.tag, effects.Verify.tag)
+    pending = tuple([pending for pending in op.pending if pending.effect not in replaced])
+    workers = [
+        worker.replace(reservations=dict.fromkeys(worker.reservations, 0)) if worker.is_absent else worker
+        for worker in op.workers
+    ]
+    return together(op.replace(workers=tuple(workers), pending=pending, failed_returns=op.failed_returns + 1))
 
 
 def together(op: Operation) -> Operation:

@@ -258,6 +258,7 @@ class Operation(Record):
         default=False,
     )
     reversed_at: int = field("number of the first effect of its rollback; those before it began forward", default=0)
+    failed_returns: int = field("of a restart of ranks: how many starts of its rollback failed", default=0)
     reconnects: int = field("how often its ranks were to connect their communicators again", default=0)
     failed_reconnects: int = field("how many of these failed one after the other", default=0)
     failure: Failure | None = field("why it does not get to what was asked", default=None)

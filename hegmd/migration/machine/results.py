@@ -261,6 +261,10 @@ def failed(op: Operation, worker: JobProcess, pending: Pending, event: events.Fa
         return _change_direction(op.with_worker(worker.replace(**changed)), event)
     if pending.effect == effects.Reconnect.tag:
         return communicators.not_reconnected(op, worker, pending, event)
+    if pending.effect == effects.Restore.tag and (again := next_effects.returning_again(op)) is not None:
+        return again.with_worker(
+            worker.replace(reservations=dict.fromkeys(worker.reservations, 0), needs_inspection=True, waits=FOR_RETRY)
+        )
     if pending.effect in _UNCERTAIN:
         # A failed restore may have lost its reservation. An interrupted checkpoint has kept none.
         recount = worker.recount_memory or pending.effect in (effects.Checkpoint.tag, effects.Restore.tag)

@@ -65,7 +65,7 @@ def absent(op: Operation, worker: JobProcess, why: str) -> Operation:
     """Record that the process has exited with its state in the pool, as a restart intends.
 
     A successor that exits before its first boundary is not replaced endlessly: the job continues where it was, and if
-    that fails too, it is held.
+    that fails too, for ranks several times, it is held.
     """
     if worker.gpu is None and worker.offloaded and not worker.needs_inspection:
         return op  # already recorded
@@ -88,7 +88,9 @@ def absent(op: Operation, worker: JobProcess, why: str) -> Operation:
         return next_effects.together(op)
     message = f"process {worker.pid} continued from the saved state but exited before its first boundary: {why}"
     op = reversal.because(op, REFUSED.name, message, f"read its output, and run: hegmctl op {op.id}")
-    return next_effects.reversed_operation(op) if op.direction == FORWARD else next_effects.held(op)
+    if op.direction == FORWARD:
+        return next_effects.reversed_operation(op)
+    return next_effects.returning_again(op) or next_effects.held(op)
 
 
 def departed(worker: JobProcess, *, lost: bool) -> JobProcess:

@@ -107,7 +107,7 @@ class Participants:
             uid=op.owner_uid,
             run=member.run,
             respawn=_respawn(op),
-            start=start_key(op.kind, op.direction, [one.target_gpu for one in op.workers]),
+            start=start_key(op.kind, op.direction, [one.target_gpu for one in op.workers], op.failed_returns),
             rank=member.rank,
             ranks=_ranks(op),
             agent=self.agent(member),

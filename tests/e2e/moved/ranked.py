@@ -32,6 +32,13 @@ for epoch in range(40):
         numbers = f"{loss.item().hex()} {batch.sum().item().hex()} {schedule.get_last_lr()[0]}"
         os.write(1, f"step {rank} {epoch} {index} {numbers}\n".encode())  # at once: both write to one pipe
         if os.environ.get("FALLS") == str(rank):
+            if "AGAIN" in os.environ and not os.path.exists("told"):
+                os.mkfifo("told")
+            os._exit(7)
+        if rank == 1 and os.path.exists("told"):  # it falls once more where it was, when it is told to
+            os.rename("told", "fell")
+            with open("fell", "rb") as told:
+                told.read()
             os._exit(7)
     schedule.step()
 distributed.destroy_process_group()

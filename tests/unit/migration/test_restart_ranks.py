@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hegmd.migration.machine import events
+from hegmd.migration.machine.next_effects import MAX_RETURNS
 from hegmd.migration.machine.operation import BY_STATE, RESTART, Operation
 from tests.unit.migration.operations import DrivenOperation, operation, tags, worker
 
@@ -136,16 +137,77 @@ def test_a_rank_of_an_earlier_start_does_not_count_for_the_next() -> None:
     assert drive.op.workers[1].is_absent
 
 
+def returned(drive: DrivenOperation) -> None:
+    """End everything until both are to be started where they were."""
+    while tags(drive.wanted) != ["restore", "restore"]:
+        assert drive.wanted or drive.op.phase == "settling", drive.op.phase
+        absent = {worker.name for worker in drive.op.workers if worker.is_absent}
+        if not drive.wanted:  # it waits before another start
+            drive.now = drive.op.deadline or 0.0
+            drive.feed(events.DeadlinePassed())
+        elif drive.wanted[0].tag == "inspect" and drive.wanted[0].worker in absent:
+            gone(drive, drive.wanted[0].worker)
+        else:
+            drive.end()
+    assert {one.to_plain()["gpu"] for one in drive.wanted} == {"gpu0"}
+
+
+def not_started(drive: DrivenOperation) -> None:
+    """The start of both fails, as both report."""
+    first, second = (wanted.number for wanted in drive.wanted)
+    drive.wanted.clear()
+    for number, name in ((first, "a"), (second, "b")):
+        drive.feed(events.Failed(effect=number, worker=name, fault="broken", message="no supervisor", hint="wait"))
+
+
+def test_a_rank_that_fell_once_on_its_way_back_left_all_suspended() -> None:
+    """The states were held and the supervisor had ended, as for a launcher's port that was in use for a moment."""
+    drive = left()
+    reborn(drive, "b")
+    gone(drive, "b")
+    returned(drive)
+    reborn(drive, "a", "gpu0")
+    reborn(drive, "b", "gpu0")
+    found(drive, "gpu0")
+    gone(drive, "b")
+    while "checkpoint" not in tags(drive.wanted):
+        drive.end()
+    gone(drive, "a")
+    returned(drive)
+    for name in "ab":
+        reborn(drive, name, "gpu0")
+    found(drive, "gpu0")
+    drive.until("rolled-back")
+    assert [member.gpu for member in drive.op.workers] == ["gpu0", "gpu0"]
+    assert not saved_twice(drive)
+
+
+def test_ranks_whose_supervisor_was_away_for_a_moment_were_left_suspended() -> None:
+    """It reconnects every five seconds. The next start waits for that, and has its memory reserved again."""
+    drive = left()
+    not_started(drive)
+    returned(drive)
+    not_started(drive)
+    assert (drive.op.phase, drive.wanted) == ("settling", [])
+    returned(drive)
+    assert all(member.reservations["gpu0"] > 0 for member in drive.op.workers)
+    for name in "ab":
+        reborn(drive, name, "gpu0")
+    found(drive, "gpu0")
+    drive.until("rolled-back")
+
+
 def test_a_rank_that_cannot_be_started_leaves_the_states_of_all_held_and_all_are_resumed() -> None:
     drive = left()
-    for _ in range(2):
-        while drive.wanted and drive.wanted[0].tag == "restore":
-            drive.fail("refused")
-            drive.wanted = [one for one in drive.wanted if one.number in {known.number for known in drive.op.pending}]
-        for name in "ab":
-            gone(drive, name)
-        while drive.wanted and drive.wanted[0].tag != "restore":
-            drive.end()
+    not_started(drive)
+    for _ in range(MAX_RETURNS):
+        assert drive.op.direction == "back"
+        returned(drive)
+        not_started(drive)
+    for effect in tuple(drive.wanted):
+        gone(drive, effect.worker)
+    while drive.wanted:
+        drive.end()
     assert drive.op.phase == "suspended"
     assert all(member.is_absent and member.pool_bytes == 10 for member in drive.op.workers)
     drive.feed(events.ResumeRequested(to={"a": "gpu1", "b": "gpu1"}))
