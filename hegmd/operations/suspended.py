@@ -17,7 +17,6 @@ import os
 from collections.abc import AsyncIterator, Collection
 
 import anyio
-import anyio.abc
 
 from hegmd.errors import CANCELLED, INTERNAL, HegmError, Refused
 from hegmd.gpu_helper.mark import MARK_BYTES

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import anyio
-import anyio.abc
 
 from hegmd.errors import BAD_REQUEST, BUSY, NOT_FOUND, HegmError, Refused
 from hegmd.migration.run.runner import ended as process_ended

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Protocol
 
 import anyio
-import anyio.abc
 
 from hegmd.errors import BAD_REQUEST, BUSY, NOT_FOUND, HegmError
 from hegmd.node.processes.procfs import ProcessGone, Unreadable, exit_status, read_arguments

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import anyio
-import anyio.abc
 
 from hegmd.errors import DENIED, TIMEOUT, HegmError, Refused
 from hegmd.protocol.messages import AgentAttend, AgentReport, Communicators, CudaFacts, LeftAlone, Order
