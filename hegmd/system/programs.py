@@ -77,11 +77,6 @@ class Completed:
         raise ExternalError(message, hint, argv=self.argv, status=self.status, output_tail=self.output_tail)
 
 
-def search_path(*directories: str) -> str:
-    """Return a search path with these directories before the system's."""
-    return ":".join((*directories, SYSTEM_PATH))
-
-
 def find_program(name: str, path: str = SYSTEM_PATH) -> str | None:
     """Return the program's absolute path. Skips relative entries: the working directory is not trusted."""
     for directory in path.split(":"):

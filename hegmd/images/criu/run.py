@@ -151,7 +151,6 @@ async def restore(  # noqa: PLR0913 - each parameter is named
     outlets: Mapping[str, int] | None = None,
     ranks: Collection[int] = (),
     guise: CriuPrivileges | None = None,
-    deadline_s: float = RESTORE_DEADLINE_S,
 ) -> RestoredTree:
     """Restore the tree, running, in a unit of that name, or without a service manager if it is None.
 
@@ -173,7 +172,7 @@ async def restore(  # noqa: PLR0913 - each parameter is named
     ]
     words += ["--", *restore_order(criu.path, needs, as_user=guise is not None)]
     thread_numbers = await run_detached(lambda _: _threads_in(images_dir_fd, needs.pids), name="look at the image")
-    once = partial(_restore_once, words, needs, thread_numbers, log_dir_fd, unit_name, description, deadline_s)
+    once = partial(_restore_once, words, needs, thread_numbers, log_dir_fd, unit_name, description)
     try:
         return await once()
     except HegmError as error:
@@ -191,7 +190,6 @@ async def _restore_once(
     log_dir_fd: int,
     unit_name: str | None,
     description: str,
-    deadline_s: float,
 ) -> RestoredTree:
     started = time.monotonic()
     await _take_numbers(needs, thread_numbers)
@@ -199,11 +197,11 @@ async def _restore_once(
     attendant: int | None = None
     came = attended = ProcessSet({})
     if unit_name is not None:
-        await _restore_in_unit([root, *words], needs.pids[0], unit_name, description, log_dir_fd, deadline_s)
+        await _restore_in_unit([root, *words], needs.pids[0], unit_name, description, log_dir_fd)
     else:
         begun = await start_apart(
             lambda control: [*_PYTHON, "tend", str(control), root, *words],
-            deadline_s=deadline_s,
+            deadline_s=RESTORE_DEADLINE_S,
             end=lambda: end_all(population_of(needs.pids)),
         )
         if not begun.word:
@@ -270,15 +268,15 @@ async def _warn_of_long_dump(root_pid: int, is_long_s: float) -> None:
         )
 
 
-async def _restore_in_unit(
-    words: Sequence[str], root: int, name: str, description: str, log_dir_fd: int, deadline_s: float
-) -> None:
+async def _restore_in_unit(words: Sequence[str], root: int, name: str, description: str, log_dir_fd: int) -> None:
     """Restore in a unit of that name. After a failure the unit and all its processes are ended."""
     pid_file = f"/run/{name}.pid"
     argv = [*_PYTHON, "unit", pid_file, *words]
     try:
         with anyio.CancelScope(shield=True):
-            done = await start_unit(argv, name, pid_file=pid_file, description=description, deadline_s=deadline_s)
+            done = await start_unit(
+                argv, name, pid_file=pid_file, description=description, deadline_s=RESTORE_DEADLINE_S
+            )
             if done.status != 0:
                 raise _not_restored(log_dir_fd, root, done.status)
         await anyio.lowlevel.checkpoint()  # a cancellation takes effect here

@@ -120,14 +120,15 @@ def has_moved(before: ProgressSample, after: ProgressSample, least_bytes: int) -
     return any(one is not None and other is not None and abs(other - one) >= least_bytes for one, other in pairs)
 
 
-def look_at(pid: int, free_bytes: int | None, proc: Path = Path("/proc")) -> ProgressSample:
+def look_at(pid: int, free_bytes: int | None) -> ProgressSample:
     """Return a sample of the process; an empty one if it has exited."""
     threads: Counter[str] = Counter()
     resident_bytes: int | None = None
+    proc = Path("/proc", str(pid))
     try:
-        resident_bytes = int((proc / str(pid) / "statm").read_text().split()[1]) * _PAGE_BYTES
-        for task in os.listdir(proc / str(pid) / "task"):
-            threads[_state_of(proc / str(pid) / "task" / task) or "gone"] += 1
+        resident_bytes = int((proc / "statm").read_text().split()[1]) * _PAGE_BYTES
+        for task in os.listdir(proc / "task"):
+            threads[_state_of(proc / "task" / task) or "gone"] += 1
     except (OSError, ValueError, IndexError):
         pass  # it has ended, between two of these or before
     del threads["gone"]

@@ -118,9 +118,9 @@ def start_ticks_of(pid: int) -> int | None:
         return None
 
 
-def how_ended(pid: int, start_ticks: int, proc_root: str = "/proc") -> str | None:
+def how_ended(pid: int, start_ticks: int) -> str | None:
     """Return how a zombie ended, in words; None if it is not a zombie or may not be read."""
-    code = _zombie_status(pid, start_ticks, proc_root)
+    code = _zombie_status(pid, start_ticks)
     return None if code is None else ending_in_words(code)
 
 
@@ -153,12 +153,12 @@ def _reaped_status(pidfd: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if mask & _PIDFD_INFO_EXIT else None
 
 
-def _zombie_status(pid: int, start_ticks: int, proc_root: str = "/proc") -> int | None:
+def _zombie_status(pid: int, start_ticks: int) -> int | None:
     try:
-        fields = _read(proc_root, pid, "stat", _STAT_MAX_BYTES).rpartition(b")")[2].split()
+        fields = _read("/proc", pid, "stat", _STAT_MAX_BYTES).rpartition(b")")[2].split()
         state, ticks = fields[_STATE].decode("ascii", "replace"), int(fields[_START_TICKS])
         status = int(fields[_EXIT_CODE])
-        may_look = os.geteuid() in (0, _owner(_read(proc_root, pid, "status", _STAT_MAX_BYTES)))
+        may_look = os.geteuid() in (0, _owner(_read("/proc", pid, "status", _STAT_MAX_BYTES)))
     except (ProcessGone, Unreadable, Scarce, IndexError, ValueError):
         return None
     if state not in _ENDED_STATES or ticks != start_ticks or not may_look:

@@ -81,6 +81,8 @@ async def test_a_pause_during_a_look_put_a_job_before_one_that_had_waited_for_lo
             shared.node.tasks.start_soon(shared.requests.place, request, ADMIN, shared.emit)
             await shared.until(partial(_is_queued, shared, count))
             view, _ = await shared.sharing.look()
+            clock.pause_s = 1.0
+            clock.utc()  # the second job begins to wait later
             clock.pause_s = 10.0
         waits_since = {job.id: job.since_s for job in view.snapshot.jobs}
         assert waits_since["j1"] < waits_since["j2"]

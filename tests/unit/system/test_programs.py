@@ -20,7 +20,7 @@ import pytest
 
 from hegmd.errors import ExternalError
 from hegmd.system import programs
-from hegmd.system.programs import Companion, ProgramMissing, find_program, run, search_path
+from hegmd.system.programs import Companion, ProgramMissing, find_program, run
 from tests.patience import HANG_S
 
 SHIMS = Path(__file__).parent.parent.parent / "stubs" / "bin"
@@ -192,11 +192,6 @@ def test_only_absolute_directories_and_executable_files_are_searched(
     (tmp_path / "directory").mkdir()
     assert find_program("tool", str(tmp_path)) is None
     assert find_program("directory", str(tmp_path)) is None
-
-
-def test_configured_directories_come_before_the_systems_own() -> None:
-    assert search_path("/opt/criu/bin") == f"/opt/criu/bin:{programs.SYSTEM_PATH}"
-    assert search_path() == programs.SYSTEM_PATH
 
 
 # -- how it ends -------------------------------------------------------------------------------------------------------

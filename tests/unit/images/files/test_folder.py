@@ -1,4 +1,7 @@
-"""Directories of images: whole or not there, and nothing in one is mistaken for what it is not."""
+"""Directories of images: whole or not there, and nothing in one is mistaken for what it is not.
+
+Longer than 400 lines because each rule of the format has a directory that breaks it.
+"""
 
 from __future__ import annotations
 

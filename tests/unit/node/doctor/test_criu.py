@@ -8,7 +8,7 @@ import pytest
 
 from hegmd.node.doctor import criu
 from hegmd.node.doctor.facts import NodeFacts
-from hegmd.system.programs import search_path
+from hegmd.system.programs import SYSTEM_PATH
 from tests.unit.node.doctor.node import FileNode
 
 SHIMS = Path(__file__).parents[3] / "stubs" / "bin"
@@ -38,7 +38,7 @@ class Programs:
 
     def facts(self, node: FileNode, **changes: object) -> NodeFacts:
         # Only here, in case there is a real CRIU on this machine; the shims' own shell needs nothing else.
-        return node.facts(**{"program_path": search_path(str(self.directory)), **changes})
+        return node.facts(**{"program_path": f"{self.directory}:{SYSTEM_PATH}", **changes})
 
 
 @pytest.fixture
