@@ -11,7 +11,7 @@ import os
 from hegmctl.grammar import COMMANDS, GLOBAL_OPTIONS, GROUPS
 from hegmctl.grammar.rows import Command
 from hegmctl.grammar.words import COUNT, FLAG, JOB, PID, POSITIVE, SECONDS, SIZE, TEXT, Argument, Option
-from hegmd.errors import USAGE, Bug, HegmError
+from hegmd.errors import NOT_FOUND, USAGE, Bug, HegmError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,6 +25,18 @@ MAX_WAIT_S = 1_000_000.0
 MAX_NUMBER = 2**53
 # No unit is the end of another one.
 _UNITS_S = {"min": 60.0, "h": 3600.0, "s": 1.0}
+
+
+def absolute(path: str) -> str:
+    """Return the absolute path of what was typed. Raises HegmError in a directory that was removed."""
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError as error:
+        raise HegmError(
+            NOT_FOUND,
+            f"{path} has no absolute path: the current directory was removed",
+            "change into a directory that exists",
+        ) from error
 
 
 def usage_error(message: str, hint: str) -> HegmError:
@@ -109,7 +121,7 @@ def _value(field: Field, place: Option | Argument, typed: list[Any]) -> object:
     if field.name == "wait":
         return False  # the option is --no-wait
     if field.name == "path":
-        return os.path.abspath(typed[-1])  # the daemon has another working directory
+        return absolute(typed[-1])  # the daemon has another working directory
     if not field.type_text.startswith("tuple["):
         return typed[-1]
     if isinstance(place, Option) and place.splits:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hegmctl.answers import HegmAnswer
+from hegmctl.arguments import absolute
 from hegmctl.running import inject_folder, msgpack_folder
 from hegmd.errors import EXTERNAL, NOT_FOUND, USAGE, HegmError, Refused
 
@@ -86,7 +87,7 @@ def _environment(session: Session) -> tuple[Path, list[Path]]:
     if not named:
         hint = "hegmctl hegm enable --venv DIR, or activate the environment first"
         raise HegmError(USAGE, "no environment is named, and VIRTUAL_ENV is not set", hint)
-    venv = Path(named).absolute()
+    venv = Path(absolute(named))
     folders = sorted(path for path in venv.glob("lib/python3*/site-packages") if path.is_dir())
     if not (venv / "pyvenv.cfg").is_file() or not folders:
         raise HegmError(NOT_FOUND, f"{venv} is no virtual environment", f"make one: python3 -m venv {venv}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from time import localtime, strftime, time
 
+from hegmctl.arguments import absolute
 from hegmctl.output import TextSink, require_yes
 from hegmctl.quantities import binary_size, duration
 from hegmctl.tables import UNKNOWN, Column, Style, printable, table
@@ -117,7 +118,7 @@ def _time(time_utc: float | None) -> str:
 
 def ls(session: Session) -> int:
     """`hegmctl images ls`: status 15 if an image is broken or left over."""
-    folders = [os.path.abspath(folder) for folder in session.arguments.texts("DIR") or (".",)]
+    folders = [absolute(folder) for folder in session.arguments.texts("DIR") or (".",)]
     images = tuple(image for folder in folders for image in catalogue.look_into(folder))
     session.sink.answer(ImagesSeen(images=images), seen_text)
     return ATTENTION.exit_status if any(seen.state in ("broken", "left-over") for seen in images) else 0
@@ -134,12 +135,12 @@ def newest_of(folder: str) -> str:
 
 
 def show(session: Session) -> int:
-    session.sink.answer(catalogue.read(os.path.abspath(session.arguments.required("DIR"))), manifest_text)
+    session.sink.answer(catalogue.read(absolute(session.arguments.required("DIR"))), manifest_text)
     return 0
 
 
 def verify(session: Session) -> int:
-    path = os.path.abspath(session.arguments.required("DIR"))
+    path = absolute(session.arguments.required("DIR"))
     try:
         verified = catalogue.verify(path, _teller(session))
     finally:
@@ -149,7 +150,7 @@ def verify(session: Session) -> int:
 
 
 def rm(session: Session) -> int:
-    paths = [os.path.abspath(folder) for folder in session.arguments.texts("DIR")]
+    paths = [absolute(folder) for folder in session.arguments.texts("DIR")]
     if not paths:
         raise HegmError(USAGE, "images rm needs at least one DIR", "run: hegmctl images ls")
     for path in paths:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
+from hegmctl.arguments import absolute
 from hegmctl.connection import of_kind
 from hegmctl.grammar.rows import load
 from hegmctl.operating_text import (
@@ -63,7 +64,7 @@ def migrate(session: Session) -> int:
     if via is None and (python is not None or changed or without):
         raise HegmError(USAGE, "--env and --python need --via restart", "add --via restart")
     if python is not None and os.sep in python:
-        python = os.path.abspath(python)
+        python = absolute(python)
     return carry_out(session, arguments.request(set=changed, unset=without, python=python))
 
 

@@ -15,6 +15,7 @@ import os
 import sys
 from time import monotonic, sleep
 
+from hegmctl.arguments import absolute
 from hegmctl.endpoint import (
     SYSTEM_SOCKET,
     Endpoint,
@@ -61,6 +62,8 @@ TRUNCATE_OUTPUTS = "HEGM_TRUNCATE_OUTPUTS"
 # The variables that lead a process to the state of this one start. Those of an earlier start must be removed.
 OF_ONE_START = ("HEGM_STATE", "HEGM_STATE_FD", "HEGM_STATE_LOCK_FD", "HEGM_STATES", "HEGM_RESTART")
 MIN_PERIOD_S = 1.0
+# No node runs more ranks; a slip of the hand would start as many processes.
+MAX_RANKS = 1024
 
 
 def run(session: Session) -> int:
@@ -109,7 +112,7 @@ def run(session: Session) -> int:
         os.environ.pop(ALLOW_RESTART, None)
         if grace_s is None:
             become(command)
-    path = os.path.abspath(endpoint.path)
+    path = absolute(endpoint.path)
     authority = _authority(session, path, command, daemon.gpus, recovery) if restarts else None
     return _stay_with(session, authority, command, None if grace_s is None else (daemon.job, path, own, grace_s))
 
@@ -124,6 +127,8 @@ def _kind_of_parent(arguments: Arguments) -> tuple[int | None, bool, float | Non
     if ranks is not None and (restarts or grace_s is not None):
         hint = "omit --recover, --allow-restart and --slurm: the ranks recover by themselves"
         raise HegmError(USAGE, "--ranks cannot be combined with --recover, --allow-restart or --slurm", hint)
+    if ranks is not None and ranks > MAX_RANKS:
+        raise HegmError(USAGE, f"--ranks {ranks}: at most {MAX_RANKS} ranks run on a node", "write a lower number")
     return ranks, restarts, grace_s
 
 
@@ -236,7 +241,7 @@ def periodic_images(arguments: Arguments) -> str | None:
     if folder is None:
         hint = "name one with --dir; each image is a directory in it"
         raise HegmError(USAGE, "--checkpoint-every needs a directory for the images", hint)
-    path = os.path.abspath(folder)
+    path = absolute(folder)
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)
     except OSError as error:
@@ -272,7 +277,7 @@ def prepare(
     environ["PYTHONPATH"] = inject_folder() + (os.pathsep + before if before else "")
     # For the agent in a Python without msgpack, or with an incompatible one.
     environ["HEGM_MSGPACK"] = msgpack_folder()
-    environ["HEGM_SOCKET"] = os.path.abspath(socket_path)
+    environ["HEGM_SOCKET"] = absolute(socket_path)
     # A launcher's store with io_uring keeps its whole job out of every image; see hegmd/agent/dumpable_launcher.py.
     environ.setdefault("USE_LIBUV", "0")
     # Two runs are two jobs, even with the same name, and move independently. A run within a run is another job too.

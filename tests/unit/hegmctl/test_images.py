@@ -14,6 +14,7 @@ import pytest
 from hegmctl.images import manifest_text, removed_text, seen_text, verified_text
 from hegmctl.tables import Style
 from hegmd.errors import NOT_FOUND, REFUSED
+from hegmd.images.files import catalogue
 from hegmd.images.files.folder import make
 from hegmd.protocol.images import ImageRemoved, ImageSeen, ImagesSeen, ImageVerified
 from tests.unit.hegmctl.running import NOBODY, as_nobody, command, environment
@@ -139,3 +140,28 @@ def test_removing_a_missing_image_asks_for_no_confirmation(tmp_path: Path) -> No
     )
     status, message = error(hegmctl("rm", str(tmp_path / "folder")))
     assert (status, "is not an image" in message) == (REFUSED.exit_status, True)
+
+
+def test_a_directory_that_was_removed_is_named_as_the_reason_that_a_path_in_it_is_none(tmp_path: Path) -> None:
+    """Each command that takes a path ended with a traceback."""
+    (gone := tmp_path / "gone").mkdir()
+    within = ["sh", "-c", 'cd "$0" && rmdir "$0" && exec "$@"', str(gone)]
+    ran = subprocess.run(
+        [*within, *command("images", "ls", "--json")],
+        env=environment("/nowhere.sock"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert error(ran) == (NOT_FOUND.exit_status, ". has no absolute path: the current directory was removed")
+
+
+def test_images_from_before_the_clock_was_set_back_are_the_oldest(tmp_path: Path) -> None:
+    """Each new image was removed as the oldest at once, and an hour of training had no image."""
+    now_utc = 1_700_000_000.0
+    ages_s = {"job.20231114T231300Z": -3600.0, "job.20231114T220300Z": 600.0, "job.20231114T221300Z": 0.0}
+    for name, age_s in ages_s.items():
+        built(tmp_path / name, manifest=MANIFEST.replace(made_utc=now_utc - age_s))
+    gone = catalogue.trim(str(tmp_path), "job", 2, now_utc)
+    assert gone == [str(tmp_path / "job.20231114T231300Z")]

@@ -382,6 +382,13 @@ def test_the_agents_settings_are_in_the_environment(daemon: FakeDaemon) -> None:
     assert len({run, other, "before", ""}) == 4
 
 
+def test_more_ranks_than_a_node_can_run_are_refused(tmp_path: Path) -> None:
+    """A slip of the hand ended with a traceback, or began to start 100,000 processes."""
+    with FakeDaemon(tmp_path / "hegmd.sock", node.answers()) as daemon:
+        ran = hegmctl("run", "--ranks", "100000", "--", "true", socket=daemon.path)
+    assert (ran.returncode, "at most 1024 ranks" in ran.stderr) == (2, True)
+
+
 @pytest.mark.parametrize("words", [("--ready", "always"), ("--resume", "4"), ("--restart-tries", "3")])
 def test_options_for_a_parent_are_refused_without_one(daemon: FakeDaemon, words: tuple[str, ...]) -> None:
     ran = hegmctl("run", *words, "--", "true", socket=daemon.path)

@@ -290,16 +290,6 @@ def test_listing_images_does_not_block_a_restore(tmp_path: Path) -> None:
         os.close(restorer)
 
 
-def test_images_from_before_the_clock_was_set_back_are_the_oldest(tmp_path: Path) -> None:
-    """Each new image was removed as the oldest at once, and an hour of training had no image."""
-    now_utc = 1_700_000_000.0
-    ages_s = {"job.20231114T231300Z": -3600.0, "job.20231114T220300Z": 600.0, "job.20231114T221300Z": 0.0}
-    for name, age_s in ages_s.items():
-        built(tmp_path / name, manifest=MANIFEST.replace(made_utc=now_utc - age_s))
-    gone = catalogue.trim(str(tmp_path), "job", 2, now_utc)
-    assert gone == [str(tmp_path / "job.20231114T231300Z")]
-
-
 @pytest.mark.thorough
 def test_the_newest_whole_images_of_a_series_stay_and_nothing_else_is_touched(tmp_path: Path) -> None:
     stamps = [f"2026010{day}T000000Z" for day in range(1, 5)]
