@@ -39,11 +39,12 @@ COUNT_S = 2.0
 STACKS_S, MAX_STACKS_CHARS = 5.0, 20_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Node:
     """The parts of the daemon that a protection uses. `gpus` returns those of the last look; `look` reads them again.
 
     `variables` returns what a start needs in its environment for GPUs, `workers_of` the processes of all runs of a job.
+    Sharing replaces the defaults of those that have one.
     """
 
     workers: Workers

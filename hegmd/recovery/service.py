@@ -80,7 +80,7 @@ class Recoveries(BackgroundTasks):
         self._running: dict[str, Protection] = {}
         self._taken = 0
         self._news = Condition()
-        self._node = Node(
+        self.node = Node(
             workers=workers,
             pool=pool,
             events=events,
@@ -94,23 +94,12 @@ class Recoveries(BackgroundTasks):
             until_saved=self._files.until_saved,
             workers_of=self._workers_of,
             changed=self._news,
-            must_wait=self._must_wait,
-            is_leased=self._is_leased,
-            queue_for_room=self._queue_for_room,
             utc=utc,
         )
-        #: Whether a job waits for its turn before it is started again; sharing sets it.
-        self.must_wait: Callable[[str], bool] = lambda _job: False
         #: Has a job wait for room that failed while it was suspended; sharing sets it.
         self.queue: Callable[[str], None] = lambda _job: None
-        #: Has one wait for room of that size in all: its GPUs, which these are, have failed or are leased; sharing sets
-        #: both.
-        self.queue_for_room: Callable[[str, Sequence[str], int, str], None] = lambda _job, _gpus, _size_bytes, _why: (
-            None
-        )
-        self.is_leased: Callable[[int, Sequence[str]], bool] = lambda _pid, _gpus: False
         #: Jobs whose ranks recover in process.
-        self.in_process = InProcess(jobs, self._node, self._records.get)
+        self.in_process = InProcess(jobs, self.node, self._records.get)
         supervisors.listen(self._on_supervisor_change)
         workers.listen(lambda _news, _worker: self._news.notify_all())
 
@@ -156,15 +145,6 @@ class Recoveries(BackgroundTasks):
             running.job.put(running.job.record.replace(gpus=tuple(gpus)))
         else:
             self.in_process.start_on(job, gpus)
-
-    def _must_wait(self, job: str) -> bool:
-        return self.must_wait(job)
-
-    def _is_leased(self, pid: int, gpus: Sequence[str]) -> bool:
-        return self.is_leased(pid, gpus)
-
-    def _queue_for_room(self, job: str, gpus: Sequence[str], size_bytes: int, why: str) -> None:
-        self.queue_for_room(job, gpus, size_bytes, why)
 
     def wait_for_resume(self, job: str, operation: str) -> None:
         """Have a job that failed while its user had suspended it wait until that user resumes it."""
@@ -274,7 +254,7 @@ class Recoveries(BackgroundTasks):
                 record = record.replace(awaits_resume=False)  # by `hegmctl run --resume`
             if supervisor.offer.pid is not None:  # it was away for so long that its state was kept for a new one
                 record = record.replace(kept=None, kept_utc=None)
-            protection = self._running[job.id] = Protection(ProtectedJob(self._node, record, job.name, supervisor))
+            protection = self._running[job.id] = Protection(ProtectedJob(self.node, record, job.name, supervisor))
             self._tasks.start_soon(self._protect, protection)
 
     async def _protect(self, protection: Protection) -> None:

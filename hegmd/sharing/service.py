@@ -108,8 +108,8 @@ class Sharing:
         moving.survey.leased = self.leased_bytes
         moving.job_requests.waits_for, moving.job_requests.awaits_resume = self.waits_for, self.awaits_resume
         moving.operations.keep_suspended = self.keep_suspended
-        moving.recoveries.must_wait, moving.recoveries.queue = self.must_wait, self._queue_failed
-        moving.recoveries.queue_for_room, moving.recoveries.is_leased = self._queue_for_room, self._is_leased
+        moving.recoveries.queue, node = self._queue_failed, moving.recoveries.node
+        node.must_wait, node.queue_for_room, node.is_leased = self.must_wait, self._queue_for_room, self._is_leased
         moving.runner.resumes_by_itself = self.wait_of
 
     # -- the life of the part ------------------------------------------------------------------------------------------

@@ -184,7 +184,7 @@ async def test_a_queued_job_starts_on_the_gpu_that_the_sharing_policy_chose(pool
     """The recovery started the job where most memory was free, although that may be reserved for others."""
     service = recoveries(pool, tmp_path)
     record = JobSnapshots(job="j1", uid=ANOTHER_UID, gpus=("gpu0",))
-    job = ProtectedJob(service._node, record, "train", supervisor())
+    job = ProtectedJob(service.node, record, "train", supervisor())
     service._running["j1"] = Protection(job)
     service.start_on("j1", ("gpu1",))
     service.start_on("j2", ("gpu1",))
@@ -208,7 +208,7 @@ async def test_a_kept_state_survives_a_resume_that_ends_before_its_start(pool: P
     slots = await held_slots(pool)
     service = recoveries(pool, tmp_path)
     record = JobSnapshots(job="j1", uid=ANOTHER_UID, ranks=1, kept="given up", kept_utc=1.0)
-    job = ProtectedJob(service._node, record, "train", supervisor(resumes="j1"))
+    job = ProtectedJob(service.node, record, "train", supervisor(resumes="j1"))
     Starts(job)._begun_attempt()
     service.require_kept("j1", ANOTHER_UID, os.getpid())  # the run connects again if the daemon is restarted now
     job.supervisor = supervisor(resumes="j1", is_alive=False)
@@ -225,7 +225,7 @@ async def test_a_second_run_cannot_continue_from_the_same_state(pool: Pool, tmp_
     """The second run waited silently until the first had ended, and then found no state."""
     service = recoveries(pool, tmp_path)
     record = JobSnapshots(job="j1", uid=ANOTHER_UID, ranks=1, kept="given up", kept_utc=1.0)
-    job = ProtectedJob(service._node, record, "train", supervisor(resumes="j1"))
+    job = ProtectedJob(service.node, record, "train", supervisor(resumes="j1"))
     job.put(record)
     service._running["j1"] = Protection(job)
     service.require_kept("j1", ANOTHER_UID, job.supervisor.pid)  # the first run connects again
@@ -254,7 +254,7 @@ async def test_a_new_run_stays_protected_when_the_former_one_ends(pool: Pool, tm
     """The daemon released the slots of the former run after it had begun to protect the new one."""
     await held_slots(pool)
     service = recoveries(pool, tmp_path, supervisor("new", pid=8))
-    ended = ProtectedJob(service._node, JobSnapshots(job="j1", uid=ANOTHER_UID), "train", supervisor(is_alive=False))
+    ended = ProtectedJob(service.node, JobSnapshots(job="j1", uid=ANOTHER_UID), "train", supervisor(is_alive=False))
     async with anyio.create_task_group() as tasks:
         await tasks.start(service.run)
         service._running["j1"] = protection = Protection(ended)
