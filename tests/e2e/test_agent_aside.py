@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.agented import SCRIPTS, Training, undisturbed
-from tests.e2e.scripted_daemon import Gone, ScriptedDaemon
+from tests.e2e.scripted_daemon import PATIENCE_S, Gone, ScriptedDaemon
 from tests.needs import need_torch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
@@ -25,7 +25,7 @@ def test_a_job_continues_under_a_daemon_at_another_socket(tmp_path: Path) -> Non
             with ScriptedDaemon(here) as daemon:
                 agent = daemon.attended()
                 token = agent.attended.token if agent.attended else ""
-                agent.done("park", limit_s=30.0)
+                agent.done("park", limit_s=PATIENCE_S)
                 os.truncate(pool, agent.done("survey").size_bytes or 0)
                 out = agent.done("offload", pool)
                 agent.done("aside", path=str(place), limit_s=600.0)
@@ -41,7 +41,7 @@ def test_a_job_continues_under_a_daemon_at_another_socket(tmp_path: Path) -> Non
                 assert back.attended.held_bytes == out.size_bytes
                 assert not back.attended.revived
                 back.done("reload", pool)
-                back.done("release", limit_s=30.0)
+                back.done("release", limit_s=PATIENCE_S)
                 status, output, errors = training.result()
     finally:
         os.close(pool)

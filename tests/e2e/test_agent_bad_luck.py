@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.agented import BRISK, INJECT, SCRIPTS, Training, environment, undisturbed
 from tests.e2e.moved_job import BARE
-from tests.e2e.scripted_daemon import AgentConnected, Gone, ScriptedDaemon
+from tests.e2e.scripted_daemon import PATIENCE_S, AgentConnected, Gone, ScriptedDaemon
 from tests.looks import pause
 from tests.needs import need_torch
 from tests.patience import HANG_S
@@ -33,7 +33,7 @@ MIB = 1 << 20
 
 def _out(agent: AgentConnected, fd: int) -> int:
     """Park it and take its bytes; how many."""
-    agent.done("park", limit_s=20)
+    agent.done("park", limit_s=PATIENCE_S)
     survey = agent.done("survey")
     assert survey.size_bytes is not None
     os.truncate(fd, survey.size_bytes)
@@ -54,14 +54,14 @@ def test_real_memory_falls_with_an_offload_and_returns_with_a_reload(socket_path
     with ScriptedDaemon(socket_path) as daemon, Training([SLEEPER], socket_path, **more) as training:
         agent = daemon.attended()
         process = psutil.Process(training.process.pid)
-        agent.done("park", at=2, limit_s=20)
+        agent.done("park", at=2, limit_s=PATIENCE_S)
         before_bytes = process.memory_info().rss
         size_bytes = _out(agent, pool)
         assert size_bytes >= 2 * 4 * 24 * MIB  # weights and their gradient
         assert before_bytes - process.memory_info().rss > 0.95 * size_bytes
         agent.done("reload", pool)
         assert before_bytes - process.memory_info().rss < 0.05 * size_bytes
-        agent.done("release", limit_s=20)
+        agent.done("release", limit_s=PATIENCE_S)
 
 
 def test_a_request_without_a_boundary_is_withdrawn_without_a_trace(socket_path: Path) -> None:
@@ -90,13 +90,13 @@ def test_a_withdrawn_park_and_orders_out_of_turn_are_refused_with_a_message(sock
         agent.done("withdraw")
         assert "withdrawn" in agent.answer(parking).message
         agent.move()
-        agent.done("park", limit_s=20)
+        agent.done("park", limit_s=PATIENCE_S)
         os.truncate(pool, 4096)
         small = agent.done("offload", pool)  # what has no room stays where it is
         assert small.storages == 0
         assert "no memory for them" in " ".join(left.why for left in small.left_alone)
         assert "no bytes of this process" in agent.order("reload", pool).message
-        agent.done("release", limit_s=20)
+        agent.done("release", limit_s=PATIENCE_S)
 
 
 def test_a_process_with_nothing_to_put_out_stayed_parked_for_ever(socket_path: Path, pool: int) -> None:
@@ -105,11 +105,11 @@ def test_a_process_with_nothing_to_put_out_stayed_parked_for_ever(socket_path: P
     """
     with ScriptedDaemon(socket_path) as daemon, Training([BY_HAND], socket_path) as training:
         agent = daemon.attended()
-        agent.done("park", limit_s=20)
+        agent.done("park", limit_s=PATIENCE_S)
         os.truncate(pool, MIB)
         assert agent.done("offload", pool).storages == 0
         assert "no bytes of this process are offloaded" in agent.order("reload", pool).message
-        agent.done("release", limit_s=20)
+        agent.done("release", limit_s=PATIENCE_S)
         assert training.result()[1] == undisturbed([BY_HAND])
 
 
@@ -128,7 +128,7 @@ def test_an_upgrade_under_a_running_agent_gave_it_half_of_another_version(
         shutil.rmtree(package)
         assert _out(agent, pool) > 0
         agent.done("reload", pool)
-        agent.done("release", limit_s=20)
+        agent.done("release", limit_s=PATIENCE_S)
         status, output, errors = training.result()
     assert (status, errors) == (0, "")
     assert output == undisturbed([PLAIN])
@@ -144,7 +144,7 @@ def test_foreign_bytes_are_not_loaded(socket_path: Path, pool: int) -> None:
         os.close(other)
         assert "does not hold" in refused.message
         agent.done("reload", pool)
-        agent.done("release", limit_s=20)
+        agent.done("release", limit_s=PATIENCE_S)
 
 
 def test_a_parked_job_survives_its_daemon_and_reports_to_the_next(socket_path: Path, pool: int) -> None:
@@ -159,7 +159,7 @@ def test_a_parked_job_survives_its_daemon_and_reports_to_the_next(socket_path: P
             assert again.attended is not None
             assert (again.attended.token, again.attended.parked, again.attended.held_bytes) == (token, True, size_bytes)
             again.done("reload", pool)
-            again.done("release", limit_s=20)
+            again.done("release", limit_s=PATIENCE_S)
             status, output, errors = training.result()
     assert (status, errors) == (0, "")
     assert output == undisturbed([PLAIN])
@@ -220,7 +220,7 @@ def test_a_suspended_job_stays_suspended_without_a_daemon(socket_path: Path, poo
                 False,
             )
             again.done("reload", pool)
-            again.done("release", limit_s=20)
+            again.done("release", limit_s=PATIENCE_S)
             status, output, errors = training.result()
     assert (status, errors) == (0, "")
     assert output == undisturbed([PLAIN])
@@ -247,7 +247,7 @@ def test_the_agent_keeps_no_descriptor_of_entrusted_memory_and_accepts_another(s
         os.pwrite(elsewhere, os.pread(pool, whole_bytes, 0), 0)
         agent.done("reload", elsewhere)
         os.close(elsewhere)
-        agent.done("release", limit_s=20)
+        agent.done("release", limit_s=PATIENCE_S)
         status, output, errors = training.result()
     assert (status, errors) == (0, "")
     assert output == undisturbed([PLAIN])
@@ -264,7 +264,7 @@ def test_a_signal_waits_for_bytes_that_are_with_the_daemon_alone(socket_path: Pa
         assert training.process.poll() is None
         agent.done("reload", pool)
         with contextlib.suppress(Gone):  # with its bytes it may end at once
-            agent.send("release", limit_s=20)
+            agent.send("release", limit_s=PATIENCE_S)
             agent.wait_until_gone()
         status, _output, errors = training.result()
     assert status == -signal.SIGINT
@@ -290,7 +290,7 @@ def test_a_dead_agents_thread_let_the_job_train_with_empty_storages(socket_path:
         assert again.attended is not None
         assert (again.attended.parked, again.attended.held_bytes) == (True, size_bytes)
         again.done("reload", pool)
-        again.done("release", limit_s=20)
+        again.done("release", limit_s=PATIENCE_S)
         status, output, errors = training.result()
     assert (status, errors) == (0, "")
     assert output == undisturbed([script], **where)
@@ -311,9 +311,9 @@ def test_a_sleeping_thread_was_a_reason_to_refuse(socket_path: Path) -> None:
     """Issue 14, row 4. The thread is stopped when it wakes."""
     with ScriptedDaemon(socket_path) as daemon, Training([SLEEPER], socket_path, HEGM_TEST_SLEEPER="1"):
         agent = daemon.attended()
-        while not agent.done("survey", limit_s=20).boundary:
+        while not agent.done("survey", limit_s=PATIENCE_S).boundary:
             pause()
-        agent.done("park", limit_s=20)
+        agent.done("park", limit_s=PATIENCE_S)
         assert agent.done("survey").parked
 
 
@@ -372,7 +372,7 @@ def test_a_checkpoint_saved_on_sigterm_after_an_offload_has_the_weights(
     words = [str(script), str(checkpoint)]
     with ScriptedDaemon(socket_path) as daemon, Training(words, socket_path, **BARE) as training:
         agent = daemon.attended()
-        agent.done("park", at=3, limit_s=20)
+        agent.done("park", at=3, limit_s=PATIENCE_S)
         assert _out(agent, pool) >= 400_000
         training.process.terminate()
         agent.wait_until_gone()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.agented import Training, environment, undisturbed
-from tests.e2e.scripted_daemon import ScriptedDaemon
+from tests.e2e.scripted_daemon import PATIENCE_S, ScriptedDaemon
 from tests.needs import need_torch
 from tests.patience import HANG_S
 
@@ -82,7 +82,7 @@ def test_a_script_that_forks_during_an_order_continues_with_its_children(socket_
         for at in (5, 30, 45, 90, 150, 300):
             parking = agent.send("park", at=at)  # asked, and not yet there when it forks
             assert agent.answer(parking).result == "done"
-            agent.done("release", limit_s=20)
+            agent.done("release", limit_s=PATIENCE_S)
         assert training.result() == (0, expected, "")
 
 
@@ -118,7 +118,7 @@ def test_a_signal_to_a_child_forked_while_parked_resumed_its_parent(socket_path:
     words = [str(script), str(served), str(stop)]
     with ScriptedDaemon(socket_path) as daemon, Training(words, socket_path) as training:
         agent = daemon.attended()
-        agent.done("park", limit_s=20)
+        agent.done("park", limit_s=PATIENCE_S)
         with socket.socket(socket.AF_UNIX) as asking:
             asking.settimeout(HANG_S)
             asking.connect(str(served))
@@ -156,13 +156,13 @@ def test_an_exception_of_a_watchdog_is_caught_at_the_same_place_as_without_the_a
     words, tell, told, stop = _script_with_fifos(tmp_path, RAISES)
     with ScriptedDaemon(socket_path) as daemon, Training(words, socket_path) as training:
         agent = daemon.attended()
-        agent.done("park", limit_s=20)
+        agent.done("park", limit_s=PATIENCE_S)
         tell.write_text("raise")
         assert agent.done("survey").parked
-        agent.done("release", limit_s=20)
+        agent.done("release", limit_s=PATIENCE_S)
         assert told.read_text() == "done"
-        agent.done("park", limit_s=20)  # its gate is as it was
-        agent.done("release", limit_s=20)
+        agent.done("park", limit_s=PATIENCE_S)  # its gate is as it was
+        agent.done("release", limit_s=PATIENCE_S)
         stop.touch()
         assert training.result() == (0, "caught\n", "")
 
@@ -189,18 +189,18 @@ def test_a_process_that_execs_when_released_connects_again(socket_path: Path, tm
     words, tell, _, stop = _script_with_fifos(tmp_path, EXECS)
     with ScriptedDaemon(socket_path) as daemon, Training(words, socket_path) as training:
         first = daemon.attended()
-        first.done("park", limit_s=20)
+        first.done("park", limit_s=PATIENCE_S)
         tell.write_text("exec")
         assert first.done("survey").parked
-        first.send("release", limit_s=20)  # its answer may come too late: the thread runs at once
+        first.send("release", limit_s=PATIENCE_S)  # its answer may come too late: the thread runs at once
         first.wait_until_gone()
         second = daemon.attended()
         assert first.attended is not None
         assert second.attended is not None
         assert second.attended.token != first.attended.token
         assert not second.attended.parked
-        second.done("park", limit_s=20)
-        second.done("release", limit_s=20)
+        second.done("park", limit_s=PATIENCE_S)
+        second.done("release", limit_s=PATIENCE_S)
         stop.touch()
         assert training.result() == (0, "second set()\n", "")
 

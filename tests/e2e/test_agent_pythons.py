@@ -22,7 +22,7 @@ import pytest
 from hegmctl.connection import connect
 from tests.e2e.agented import INJECT, SCRIPTS, Training, undisturbed
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.scripted_daemon import ScriptedDaemon
+from tests.e2e.scripted_daemon import PATIENCE_S, ScriptedDaemon
 from tests.patience import HANG_S
 from tests.wide import telling
 
@@ -325,14 +325,14 @@ def test_boundaries_are_counted_and_stopped_at_by_any_python(name: str, socket_p
         parking = agent.send("park", at=1_000_000)
         agent.done("withdraw")
         assert "withdrawn" in agent.answer(parking).message
-        result = agent.done("survey", limit_s=20)
+        result = agent.done("survey", limit_s=PATIENCE_S)
         assert result.boundary is not None
         assert result.parked is False
-        parked = agent.done("park", at=result.boundary + 3, limit_s=20)
+        parked = agent.done("park", at=result.boundary + 3, limit_s=PATIENCE_S)
         assert parked.boundary is not None
         assert parked.boundary >= result.boundary + 3
         assert agent.done("survey").parked
-        assert agent.done("release", limit_s=20).boundary == parked.boundary + 1
+        assert agent.done("release", limit_s=PATIENCE_S).boundary == parked.boundary + 1
         agent.move(at=parked.boundary + 20)
         status, output, errors = training.result()
     assert (status, errors) == (0, "")

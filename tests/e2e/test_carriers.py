@@ -24,6 +24,7 @@ from tests.wide import telling
 pytestmark = [pytest.mark.e2e]
 
 OPEN = "cuIpcOpenMemHandle_v2"
+CLOCKS_APART_S = 10.0
 # Three pieces are opened on the way out, and three on the way in: where the helper is when it is interrupted.
 STAGES = {
     "reserving": "cuDevicePrimaryCtxRetain",
@@ -75,7 +76,8 @@ def _has_timings(connection: Connection, op_id: str, carrier: str) -> None:
     assert set(copies) == (set() if carrier == "driver" else {"out", "in"})
     assert all(size_bytes > 0 for size_bytes in copies.values())
     assert {step.name for step in steps if step.lane == "helper"} >= ({"copy"} if copies else {"checkpoint"})
-    least_utc, last_utc = story[0].utc - 0.1, story[-1].utc + 0.1
+    # The daemon reads two clocks for a step, one after the other, and others may have the processor in between.
+    least_utc, last_utc = story[0].utc - CLOCKS_APART_S, story[-1].utc + CLOCKS_APART_S
     assert all(least_utc <= step.began_utc <= step.began_utc + step.took_s <= last_utc for step in steps)
 
 

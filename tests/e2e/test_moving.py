@@ -26,7 +26,7 @@ from tests.e2e.moved_job import BARE, BRISK
 from tests.e2e.references import TWO_RANKS
 from tests.looks import pause, still_there
 from tests.needs import need_torch
-from tests.patience import HANG_S
+from tests.patience import HANG_S, longer_and_longer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
 need_torch()
@@ -131,7 +131,7 @@ def test_moves_and_suspensions_change_no_loss(daemon: RunningDaemon, loader_work
             gpu = 1 - gpu
             moved = job.operation("migrate", pid, "--to", f"gpu{gpu}")
             assert (moved["phase"], moved["processes"][0]["gpu"]) == ("done", f"gpu{gpu}")
-            assert 0 < moved["downtime_s"] < 30
+            assert 0 < moved["downtime_s"] < HANG_S
             job.steps(seed.randrange(1, 5))
             assert job.operation("suspend", pid)["phase"] == "suspended"
             assert job.operation("resume", pid)["phase"] == "done"
@@ -268,8 +268,11 @@ def test_a_job_without_a_next_batch_is_left_alone_after_the_limit(daemon: Runnin
         job.steps(5)
         job.await_gpu()
         (tmp_path / "stuck.py.stop").touch()
-        ended = job.operation("migrate", str(job.process.pid), "--to", "gpu1", "--timeout", "1", status=8)
-        assert ended["phase"] == "rolled-back"
+        for limit_s in longer_and_longer(1.0):  # in which all before the boundary has to be done
+            ended = job.operation("migrate", str(job.process.pid), "--to", "gpu1", "--timeout", f"{limit_s}", status=8)
+            assert ended["phase"] == "rolled-back"
+            if "boundary" in ended["failure"]["message"]:
+                break
         assert "boundary" in ended["failure"]["message"]
         assert job.process.poll() is None
 

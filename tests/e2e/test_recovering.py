@@ -227,7 +227,7 @@ def test_a_training_that_hangs_is_killed_and_recovered_on_a_healthy_gpu(
     daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
 ) -> None:
     """Its GPU is failing meanwhile, so that it continues on the other one. No step is in its log twice."""
-    options = "--hang-limit", "4s", "--truncate-outputs"
+    options = "--hang-limit", "10s", "--truncate-outputs"  # a busy machine may take some for a step
     with RecoveredJob(daemon, tmp_path, *options, HANGS_AT="9", LOG="log") as job:
         job.until(_has_two)
         job.answer("simulate", "fault", "gpu0", "ecc")
