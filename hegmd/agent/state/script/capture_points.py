@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _LATER = "try again shortly; nothing has to change"
 _COLLECTED = "write a for loop that appends each value to a list, in place of the comprehension or generator"
 _OWN_LINE = "write the call in a line of its own, as in `loss = run()`, and use its result in the next line"
+_FOR = "write `for step in range(most):` in place of the `while`, and `break` as before"
 _ONE_EACH = "use a separate script for each, or one loop"
 #: Set when a pass over a loader begins: at the next step the loops are found.
 is_news = True
@@ -153,8 +154,16 @@ def _of_place(place: ThreadPosition, driver: Any) -> Iterator[Refusal]:
     chain = chain_of(place)
     if not place.frames:
         yield Refusal("the training thread runs no function of the script", _LATER, passes=True)
-    elif not place.at_head and (chain or driver is None):
-        yield Refusal(f"the script is within a loop's body, at {step_text(place.path[-1])}", _LATER, passes=bool(chain))
+    elif not place.at_head and chain:
+        yield Refusal(f"the script is within a loop's body, at {step_text(place.path[-1])}", _LATER, passes=True)
+    elif not place.at_head and driver is None:
+        within = place.whiles()
+        where = (
+            f"the body of a `while` loop, at {step_text(within[-1])}"
+            if within
+            else f"no loop, at {step_text(place.path[-1])}"
+        )
+        yield Refusal(f"the training is in {where}, and continues at the head of a `for` loop only", _FOR)
     asked = None if driver is None else loaders_passes.followed(driver)
     if asked is not None:
         yield from asked.requests.against(place)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 
 from hegmd.agent.state.capture import instead_of
+from hegmd.agent.state.code.position import ThreadPosition
 from hegmd.agent.state.save_and_exit import hints_of, not_plain
+from hegmd.agent.state.script.capture_points import refusals_of
 from hegmd.agent.state.storage.errors import UnsupportedValue
 from hegmd.agent.state.values.refusals import Refusal
 from tests.cells import in_one_test
@@ -120,3 +124,28 @@ def test_only_the_first_of_several_reasons_had_its_hint() -> None:
     again = Refusal("a third", "make it before the loop")
     found = [Refusal("one", "make it before the loop"), Refusal("another", "write it as a for loop"), again]
     assert hints_of(found) == "make it before the loop; and write it as a for loop"
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("while True:\n    if look():\n        break\n", "the body of a `while` loop, at line 2 of script"),
+        ("look()\n", "no loop, at line 1 of script"),
+    ],
+)
+def test_a_training_in_a_while_loop_was_told_to_try_again_shortly(script: str, said: str) -> None:
+    """It could never be saved, and the hint was that nothing has to change."""
+    found: list[Refusal] = []
+
+    def look() -> bool:
+        found.extend(refusals_of(ThreadPosition(sys._getframe(1)), None))
+        return True
+
+    names = {"__name__": "script", "look": look}
+    thread = Thread(target=exec, args=(compile(script, "train.py", "exec"), names))
+    thread.start()
+    thread.join()
+    (refusal,) = found
+    assert said in refusal.what
+    assert "for step in range" in refusal.hint
+    assert not refusal.passes
