@@ -47,8 +47,8 @@ class JobSnapshots(Record):
     launcher_pid: int | None = field("the launcher whose ranks recover in process; nil without one", default=None)
     launcher_start_ticks: int | None = field("when that was started", default=None)
     unprotected: str | None = field("what prevents its ranks' snapshots", default=None)
-    suspended_by: str | None = field("the operation by which its user had it suspended when it failed", default=None)
-    awaits_resume: bool = field("whether it is started again only once that user resumes it", default=False)
+    suspended_by: str | None = field("the operation that had it suspended when it failed", default=None)
+    awaits_resume: bool = field("whether its user had suspended it, and has to resume it first", default=False)
     kept: str | None = field("why the state is kept, of a job that has ended", default=None)
     kept_utc: float | None = field("since when", default=None)
 

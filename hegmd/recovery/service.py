@@ -152,6 +152,12 @@ class Recoveries(BackgroundTasks):
         if record is not None and record.suspended_by != operation:
             self._put(record.replace(suspended_by=operation, awaits_resume=True))
 
+    def note_suspended(self, job: str, operation: str) -> None:
+        """Record that a job had been suspended by that operation for others when it failed."""
+        record = self._record_of(job)
+        if record is not None and record.suspended_by != operation:
+            self._put(record.replace(suspended_by=operation))
+
     def awaits_resume(self, job: str) -> bool:
         """Return True if that job is started again only once its user resumes it."""
         record = self._record_of(job)
@@ -172,7 +178,7 @@ class Recoveries(BackgroundTasks):
             self._news.notify_all()
 
     def suspended_by(self, job: str) -> str | None:
-        """Return the operation by which its user had that job suspended when it failed."""
+        """Return the operation that had that job suspended when it failed."""
         record = self._record_of(job)
         return None if record is None else record.suspended_by
 

@@ -150,6 +150,9 @@ class SharingActions(BackgroundTasks):
     def _let_start(self, action: Action, job_view: JobView) -> None:
         """A job whose processes have ended while it was suspended: it is started again, which waited for this."""
         self._recoveries.start_on(job_view.record.id, action.gpus)
+        queued = self._memory.queue.get(job_view.record.number)
+        if queued is not None and not queued.has_trained:  # its memory is kept where it starts now
+            self._memory.put_queued(queued.replace(placed=place_of(action.gpus), placed_s=self._clock()))
         self._memory.forget_suspended(job_view.record.number)
         where = ",".join(action.gpus)
         self._record(

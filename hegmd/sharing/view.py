@@ -236,10 +236,10 @@ class SharingView:
             self._memory.put_queued(queued)
         if op is not None:
             return self._in_operation(record, op, held, node, now)
-        if queued is not None and not queued.has_trained:
-            return self._starting(record, queued, held, now)
         note, has_launcher = self._memory.suspended.get(record.number), self._starts_ranks(record.id)
         returns_to = tuple(self._returns_to(record.id))
+        if queued is not None and not queued.has_trained and (note is None or not returns_to):
+            return self._starting(record, queued, held, now)
         if note is not None and has_launcher and not held:
             returns_to = gpus_of(note.gpu)
         if returns_to:

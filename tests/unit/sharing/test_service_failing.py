@@ -28,6 +28,7 @@ from hegmd.recovery.records import JobSnapshots, SnapshotFiles
 from hegmd.recovery.slots import JobSlots
 from hegmd.sharing import model, state_file
 from hegmd.sharing.leases import seconds_since_boot
+from hegmd.sharing.records import QueuedRecord
 from hegmd.sharing.resumes import QueuedResumes
 from hegmd.sharing.service import MIN_INTERVAL_S, SETTLED_AFTER_S, next_look_at
 from tests.patience import HANG_S
@@ -205,6 +206,46 @@ async def test_a_job_that_fails_while_suspended_for_a_lease_restarts_after_the_l
         await shared.until(lambda: any(order.do == "start" for order in orders))
         assert await shared.states() == {"j1": "starting"}
         assert not shared.sharing.memory.suspended
+
+
+async def test_a_failed_job_that_left_the_queue_was_taken_for_suspended_by_its_user(
+    tmp_path: Path, process: Child, second_process: Child
+) -> None:
+    """A daemon that was killed before the start was complete: the next one waited for ever for a resume."""
+    orders: list[SupervisorOrder] = []
+    async with a_protected_job(tmp_path, process, second_process, ends_supervisor=False) as (shared, earlier_orders):
+        await shared.make_room(6 * MIB, until_free=True, limit_s=HANG_S)
+        await _fail(shared, process)
+        await shared.until(lambda: any("waits for room" in order.message for order in earlier_orders))
+        await shared.requests.release(protocol.Release(lease="l1"), ADMIN)
+        await shared.until(lambda: any(order.do == "start" for order in earlier_orders))
+        for supervisor in shared.node.moving.supervisors:
+            supervisor.close()  # as at the daemon's end
+    async with sharing_on(tmp_path) as shared:
+        offer = Supervise(run="first", python=True, fell=-9, recover=RecoveryWish())
+        shared.node.tasks.start_soon(
+            shared.node.moving.supervisors.attend, "line", second_process.pid, UID, offer, appender(orders)
+        )
+        await shared.until(lambda: any(order.do == "start" or order.message for order in orders))
+        assert not any("waits until it is resumed" in order.message for order in orders)
+        await shared.until(lambda: any(order.do == "start" for order in orders))
+        await end_supervisor(shared, second_process)
+
+
+async def test_a_job_that_lost_its_gpu_before_it_was_seen_to_train_there_waited_for_ever(
+    tmp_path: Path, process: Child, second_process: Child
+) -> None:
+    """It counted as one that is about to start, which is given no other GPU."""
+    async with a_protected_job(tmp_path, process, second_process, spec="2x8MiB") as (shared, orders):
+        shared.node.simulator.set_fault("gpu0", "lost")
+        process.kill()
+        process.wait()
+        placed = QueuedRecord(job=1, size_bytes=6 * MIB, since_utc=0.0, placed="gpu0", placed_s=time.monotonic())
+        shared.sharing.memory.put_queued(placed)
+        shared.node.moving.supervisors.report("line", SuperviseReport(result="fell", status=-9))
+        await shared.until(lambda: any(order.do == "start" for order in orders))
+        assert shared.node.moving.recoveries.returns_to("j1") == ("gpu1",)
+        assert shared.sharing.memory.queue[1].placed == "gpu1"
 
 
 async def test_a_job_whose_gpu_is_lost_waits_until_another_gpu_has_memory(
