@@ -46,6 +46,7 @@ from hegmd.server.textfile import Textfile
 from hegmd.sharing.requests import SharingRequests
 from hegmd.sharing.resumes import QueuedResumes
 from hegmd.sharing.service import Sharing
+from hegmd.system.process_ends import until_ended
 from hegmd.system.state_dir import StateDir, note_socket
 from hegmd.system.stream import PeerStream
 from hegmd.system.systemd import Offer, PassedDescriptors
@@ -263,11 +264,7 @@ class App:
         if self._until_pid is None:
             return
         with contextlib.suppress(ProcessLookupError):
-            pidfd = os.pidfd_open(self._until_pid)
-            try:
-                await anyio.wait_readable(pidfd)
-            finally:
-                os.close(pidfd)
+            await until_ended(os.pidfd_open(self._until_pid))
         quiet_since: float | None = None
         while quiet_since is None or anyio.current_time() - quiet_since < LINGER_S:
             await anyio.sleep(LINGER_S / 4)

@@ -31,6 +31,7 @@ from hegmd.protocol import operations as protocol
 from hegmd.protocol.operations import Reason
 from hegmd.system.background_tasks import BackgroundTasks
 from hegmd.system.condition import Condition
+from hegmd.system.process_ends import until_ended
 from hegmd.telemetry.log import fields
 
 logger = logging.getLogger(__name__)
@@ -168,11 +169,7 @@ class MultiStepOperations(BackgroundTasks):
             pidfd = os.pidfd_open(pid)
         except OSError:
             return  # it has ended, and its own step is refused
-        try:
-            await anyio.wait_readable(pidfd)
-        finally:
-            anyio.notify_closing(pidfd)
-            os.close(pidfd)
+        await until_ended(pidfd)
         message = f"process {pid} has ended, so the jobs cannot change places"
         exchange.failure = HegmError(NOT_FOUND, message, "see its log; hegmctl ops shows the other job")
         for op_id in dict.fromkeys(exchange.begun):

@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import anyio
 
 from hegmd.errors import BAD_REQUEST, BUSY, NOT_FOUND, HegmError, Refused
-from hegmd.migration.run.runner import ended as process_ended
 from hegmd.protocol.names import closest, why_no_name
 from hegmd.sharing.records import LeaseRecord
 from hegmd.system.background_tasks import BackgroundTasks
+from hegmd.system.process_ends import ended as process_ended
 
 # A few users cannot fill the list, and no user can keep administrators out.
 MAX_LEASES, MAX_LEASES_OF_USER = 1024, 64

@@ -24,6 +24,7 @@ from hegmd.protocol.messages import AgentAttend, AgentReport, Communicators, Cud
 from hegmd.protocol.snapshots import AgentInfo
 from hegmd.system.background_tasks import BackgroundTasks
 from hegmd.system.condition import Condition
+from hegmd.system.process_ends import until_ended
 from hegmd.telemetry.log import fields
 from hegmd.telemetry.step_timings import AGENT, COPIES, note_step
 from hegmd.workers.agent_orders import (
@@ -371,13 +372,9 @@ class Workers(BackgroundTasks):
 
     async def _watch(self, worker: AgentConnection, pidfd: int) -> None:
         """Wait for the end of the process; one task for each worker."""
-        try:
-            with worker.watch:
-                await anyio.wait_readable(pidfd)
-                worker.how_ended = self._how_ended(worker.pid, worker.identity.start_ticks)
-        finally:
-            anyio.notify_closing(pidfd)
-            os.close(pidfd)
+        with worker.watch:
+            await until_ended(pidfd)
+            worker.how_ended = self._how_ended(worker.pid, worker.identity.start_ticks)
         self._end(worker)
 
     def _end(self, worker: AgentConnection) -> None:

@@ -14,9 +14,7 @@ Longer than 400 lines because everything that reads or changes running operation
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -52,6 +50,7 @@ from hegmd.migration.run.task import (
 )
 from hegmd.protocol import operations as protocol
 from hegmd.system.background_tasks import BackgroundTasks
+from hegmd.system.process_ends import ended
 from hegmd.telemetry.events import EventLog
 from hegmd.telemetry.log import fields
 from hegmd.telemetry.step_timings import StepTimings, collected
@@ -59,45 +58,7 @@ from hegmd.workers.workers import BACK, CAME, ENDED, LEFT, AgentConnection
 
 logger = logging.getLogger(__name__)
 
-
-# Shortages that may pass. /proc cannot be read without these resources either.
-_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _POLL_INTERVAL_S = 1.0
-
-
-async def ended(pid: int, is_alive: Callable[[], bool]) -> None:
-    """Wait for the end of a process.
-
-    If the kernel never grants a pidfd, `is_alive` is polled: it checks the start time, or raises HegmError if that
-    is unknown now.
-    """
-    while True:
-        try:
-            pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            return
-        except OSError as error:
-            if error.errno not in _SCARCE and _is_gone(is_alive):
-                return
-            await anyio.sleep(_POLL_INTERVAL_S)
-            continue
-        try:
-            if is_alive():
-                await anyio.wait_readable(pidfd)
-            return
-        except HegmError:
-            pass
-        finally:
-            anyio.notify_closing(pidfd)
-            os.close(pidfd)
-        await anyio.sleep(_POLL_INTERVAL_S)
-
-
-def _is_gone(is_alive: Callable[[], bool]) -> bool:
-    try:
-        return not is_alive()
-    except HegmError:
-        return False
 
 
 class Runner(BackgroundTasks):

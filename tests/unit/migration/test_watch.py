@@ -10,7 +10,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from hegmd.migration.run.runner import ended
+from hegmd.system.process_ends import ended
 from tests.patience import HANG_S
 
 Child = subprocess.Popen[bytes]

@@ -14,8 +14,8 @@ import pytest
 
 from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.migration.methods.progress_probe import is_ending
-from hegmd.migration.run.runner import ended
 from hegmd.node.processes.procfs import how_ended, start_ticks_of
+from hegmd.system.process_ends import ended
 from tests.unit.node.processes.pretended_proc import Start
 
 
