@@ -22,7 +22,7 @@ from tests.needs import need_torch
 from tests.stubs.build import build_stub
 from tests.wide import telling
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded_bare")]
 need_torch()
 
 
@@ -33,7 +33,7 @@ def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> list[str]:
+def expected(tmp_path_factory: pytest.TempPathFactory, preloaded_bare: None) -> list[str]:
     """The output of an undisturbed run."""
     return losses_alone(tmp_path_factory.mktemp("alone") / "job")
 

@@ -38,7 +38,7 @@ KINDS = [
     ("pipeline", 3, "fed"),
     ("grid", 4, "groups both"),
     ("grid", 4, "eager"),
-    ("chain", 4, "groups"),
+    ("chain", 3, "groups"),
     ("ddp", 4, "averaged recomputed"),
     ("ddp", 4, "recurrent"),
 ]
@@ -46,16 +46,7 @@ KINDS = [
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "words"),
-    telling(
-        KINDS,
-        [
-            ("ddp", 2, "evaluates"),
-            ("fsdp", 2, "groups"),
-            ("pipeline", 3, "groups"),
-            ("pipeline", 3, "fed"),
-            ("chain", 4, "groups"),
-        ],
-    ),
+    telling(KINDS, [("ddp", 2, "evaluates"), ("fsdp", 2, "groups"), ("pipeline", 3, "fed"), ("chain", 3, "groups")]),
 )
 def test_ranks_of_each_kind_are_moved_and_written_into_an_image(
     tmp_path: Path, kind: str, ranks: int, words: str
