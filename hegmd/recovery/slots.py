@@ -31,11 +31,9 @@ class JobSlots:
 
     def held(self) -> Mapping[tuple[int, int], int]:
         """Return the bytes of each existing slot, by rank and slot."""
-        found = {key.worker: piece.size_bytes for key, piece in self._pool.by_owner().items() if self._is_own(key)}
+        pieces = self._pool.by_owner().items()
+        found = {key.worker: piece.size_bytes for key, piece in pieces if key.operation == self._job}
         return {_place_of(name): size_bytes for name, size_bytes in sorted(found.items())}
-
-    def _is_own(self, key: Key) -> bool:
-        return key.operation == self._job
 
     async def take(self, rank: int, slot: int, state_bytes: int, source: Source) -> Memory:
         """Hold memory for a state of that size. Raises Refused if the pool has none."""

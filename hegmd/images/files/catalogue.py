@@ -10,7 +10,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from hegmd.errors import BUSY, NOT_FOUND, HegmError, Refused
 from hegmd.images.files.folder import (
@@ -270,12 +270,8 @@ def _locked(fd: int, path: str) -> int | None:
 def _empty(name: str, dir_fd: int) -> None:
     fd = os.open(name, DIRECTORY, dir_fd=dir_fd)
     try:
-        for entry in _names(fd):
+        for entry in os.listdir(fd):
             os.unlink(entry, dir_fd=fd)
     finally:
         os.close(fd)
     os.rmdir(name, dir_fd=dir_fd)
-
-
-def _names(fd: int) -> Iterator[str]:
-    yield from os.listdir(fd)
