@@ -72,7 +72,7 @@ class AgentConnection:
         self.about = about
         self.token, self.ended = about.token, False
         #: The watch on its process, which holds a descriptor. It ends with the handle.
-        self.watch = anyio.CancelScope()
+        self.watch: anyio.CancelScope | None = None
         #: The end of its process in words, if known.
         self.how_ended: str | None = None
         #: Its GPU, if known; operations and the simulation set it.
@@ -367,12 +367,13 @@ class Workers(BackgroundTasks):
             os.close(pidfd)
             raise
         self._workers[pid] = worker
-        tasks.start_soon(self._watch, worker, pidfd)
+        worker.watch = anyio.CancelScope()
+        tasks.start_soon(self._watch, worker, worker.watch, pidfd)
         return worker, CAME
 
-    async def _watch(self, worker: AgentConnection, pidfd: int) -> None:
+    async def _watch(self, worker: AgentConnection, watch: anyio.CancelScope, pidfd: int) -> None:
         """Wait for the end of the process; one task for each worker."""
-        with worker.watch:
+        with watch:
             await until_ended(pidfd)
             worker.how_ended = self._how_ended(worker.pid, worker.identity.start_ticks)
         self._end(worker)
@@ -382,7 +383,8 @@ class Workers(BackgroundTasks):
         if worker.ended:
             return
         worker.ended = True
-        worker.watch.cancel()
+        if worker.watch is not None:
+            worker.watch.cancel()
         if self._workers.get(worker.pid) is worker:
             del self._workers[worker.pid]
         for key, (other, link) in tuple(self._links.items()):
