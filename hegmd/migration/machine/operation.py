@@ -188,6 +188,11 @@ class JobProcess(Record):
     lost: bool = field("whether it ended while its bytes were out", default=False)
 
     @property
+    def key(self) -> tuple[int, int]:
+        """Return what identifies its process."""
+        return self.pid, self.start_ticks
+
+    @property
     def has_agent(self) -> bool:
         """Return True if it can be stopped between two batches. Without, the driver alone has a hold on it."""
         return bool(self.token)

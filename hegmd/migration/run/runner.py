@@ -172,7 +172,7 @@ class Runner(BackgroundTasks):
                 if event == ENDED and member.restarts and not member.state_saved and self._tasks is not None:
                     self._tasks.start_soon(self._on_exit, running, member, worker)
                 else:
-                    running.enqueue(_news_event(event, worker, member), worker.connection)
+                    running.enqueue(_news_event(event, worker, member), worker.connection, process=member.key)
 
     async def _on_exit(self, running: OperationTask, member: Member, worker: AgentConnection) -> None:
         """Report the exit of a worker, after asking its supervisor whether it finished its training."""
@@ -181,7 +181,7 @@ class Runner(BackgroundTasks):
             worker.identity.uid, worker.about.run, worker.pid
         ):
             event = event.replace(finished=True, why="it ended")
-        running.enqueue(event, worker.connection)
+        running.enqueue(event, worker.connection, process=member.key)
 
     # -- views ---------------------------------------------------------------------------------------------------------
 
@@ -287,6 +287,9 @@ class Runner(BackgroundTasks):
             watches_stopped = False
             while running.op.phase not in TERMINAL:
                 asking = await running.next(time.monotonic)
+                if running.is_outdated(asking):
+                    asking.settle()
+                    continue
                 running.taking = True
                 try:
                     effects = await self._handle(running, asking)
@@ -325,7 +328,8 @@ class Runner(BackgroundTasks):
             stopped = self._performer.stopped(running.op)
             for member in running.op.live:
                 if member.pid in before and member.pid not in stopped:
-                    running.enqueue(events.AgentBack(worker=member.name, token=member.token, cause="it runs again"))
+                    again = events.AgentBack(worker=member.name, token=member.token, cause="it runs again")
+                    running.enqueue(again, process=member.key)
             before = stopped
             await anyio.sleep(_POLL_INTERVAL_S)
 
@@ -372,14 +376,16 @@ class Runner(BackgroundTasks):
                 for earlier in running.before(effect):
                     await earlier.over.wait()
                 await anyio.lowlevel.checkpoint_if_cancelled()
-                began = time.monotonic()
+                began, subject = time.monotonic(), running.op.worker(effect.worker)
                 with collected() as found:
                     ending = await self._performer.perform(running.op, effect, on_progress, errand.heard)
                 took_ms = (time.monotonic() - began) * 1e3
                 logger.debug("operation %s: %s took %.1f ms", running.op.id, effect.tag, took_ms)
                 member = running.op.worker(effect.worker)
                 connection = None if member is None else self._performer.connection(member)
-                running.enqueue(ending, connection, self._timings(found))
+                is_news = isinstance(ending, events.WorkerExited)
+                process = subject.key if is_news and subject is not None else None
+                running.enqueue(ending, connection, self._timings(found), process)
         finally:
             running.end(errand)
 

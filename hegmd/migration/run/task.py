@@ -21,6 +21,7 @@ from hegmd.migration.machine.machine import HOLDING
 from hegmd.migration.machine.next_effects import SUSPENDED, TERMINAL
 from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.machine.operation import Operation
+from hegmd.node.processes.procfs import ProcessKey
 from hegmd.protocol.operations import Timing
 from hegmd.system.condition import Condition
 
@@ -42,12 +43,20 @@ class QueuedEvent:
     """An event in the inbox of an operation whose sender waits until it is handled.
 
     `connection` is the agent connection that reported it, if any. `timings` are the steps of the effect that it ends.
+    `process` is the process that it is news of, if it counts only while the worker is that process.
     """
 
-    def __init__(self, event: Event, connection: int | None = None, timings: tuple[Timing, ...] = ()) -> None:
+    def __init__(
+        self,
+        event: Event,
+        connection: int | None = None,
+        timings: tuple[Timing, ...] = (),
+        process: ProcessKey | None = None,
+    ) -> None:
         self.event = event
         self.connection = connection
         self.timings = timings
+        self.process = process
         self.settled = anyio.Event()
         self.refusal: HegmError | None = None
 
@@ -110,11 +119,22 @@ class OperationTask:
     def op(self) -> Operation:
         return self.history.operation
 
-    def enqueue(self, event: Event, connection: int | None = None, timings: tuple[Timing, ...] = ()) -> QueuedEvent:
-        asking = QueuedEvent(event, connection, timings)
+    def enqueue(
+        self,
+        event: Event,
+        connection: int | None = None,
+        timings: tuple[Timing, ...] = (),
+        process: ProcessKey | None = None,
+    ) -> QueuedEvent:
+        asking = QueuedEvent(event, connection, timings, process)
         self.inbox.append(asking)
         self.changed.set()
         return asking
+
+    def is_outdated(self, asking: QueuedEvent) -> bool:
+        """Return True for news of a process that another has replaced while they waited in the inbox."""
+        worker = self.op.worker(getattr(asking.event, "worker", ""))
+        return asking.process is not None and worker is not None and worker.key != asking.process
 
     def note_connection(self, worker: str, connection: int | None) -> None:
         """Record the newest connection of the worker. Older news may arrive after newer."""

@@ -23,7 +23,7 @@ from hegmd.migration.machine.effects import (
     Restore,
     Withdraw,
 )
-from hegmd.migration.machine.events import AgentBack
+from hegmd.migration.machine.events import AgentBack, CancelRequested, WorkerExited
 from hegmd.migration.machine.operation import Limits, Operation
 from hegmd.migration.methods.simulated import SimulatedMethod
 from hegmd.migration.methods.simulated_memory import SimulatedMemory
@@ -85,6 +85,17 @@ async def test_old_news_of_a_connection_do_not_take_the_place_of_newer() -> None
     running.note_connection("a", 4)
     assert running.performing[1].heard == 3, "an order that was decided upon before went over a later connection"
     assert running.start(OFFLOAD.replace(number=2, worker="b")).heard is None
+
+
+async def test_the_exit_of_a_process_that_another_had_replaced_meanwhile_counted_as_that_of_the_other() -> None:
+    """It waited while the record of the new process was written, and the restart was rolled back, or the job held."""
+    running = OperationTask(History(operation(worker())))
+    exited = running.enqueue(WorkerExited(worker="a"), process=worker().key)
+    assert not running.is_outdated(exited)
+    running.history = History(operation(worker(pid=300, token="token-300")))
+    assert running.is_outdated(exited)
+    assert not running.is_outdated(running.enqueue(WorkerExited(worker="a"), process=(300, 7)))
+    assert not running.is_outdated(running.enqueue(CancelRequested(by="its owner")))
 
 
 class SlowPool(Pool):
