@@ -51,7 +51,7 @@ def waits_for_a_state_that_is_gone(op: Operation, event: Event, now: float) -> R
 
 _CRASHING = {"crash": 0.1}
 RESTARTED_MUTANTS = {
-    "starts_one_beside_one_that_lives": Mutant(Parts(hands=StartsSecondProcess), _CRASHING),
+    "starts_one_beside_one_that_lives": Mutant(Parts(hands=StartsSecondProcess), _CRASHING, found_by=60),
     **{
         handle.__name__: Mutant(Parts(hands=RestartNodeActions, handle=handle))
         for handle in (

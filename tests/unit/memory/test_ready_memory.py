@@ -327,7 +327,7 @@ def test_unknown_memory_counts_neither_as_plenty_nor_as_none(tmp_path: Path) -> 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("seed", quick_first(range(6), 1))
+@pytest.mark.parametrize("seed", quick_first(range(6), 1, most=3))
 async def test_whatever_is_taken_given_and_killed_every_byte_is_counted_once(seed: int, keep: MemoryKeeping) -> None:
     """Daemons that end at any moment, one after the other, on a node whose memory comes and goes."""
     random, node = Random(seed), Node()

@@ -97,7 +97,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(folder: SpillFolder, memory: tupl
     used_of_table = BLOCK_BYTES + SIZE_BYTES
     head = range(32 + len("3.ab12") + 4)
     table = range(used_of_table, used_of_table + 4 * 4)
-    body = range(BLOCK_BYTES, used_of_table, SIZE_BYTES // 60 + 7)
+    body = range(BLOCK_BYTES, used_of_table, SIZE_BYTES // 12 + 7)
     for place in (*head, *table, *body, used_of_table - 1):
         bit = place % 8
         _flip(path, place, bit)
