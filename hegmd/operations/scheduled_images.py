@@ -180,7 +180,8 @@ class ScheduledImages(BackgroundTasks):
             "next interval"
         )
         worker.image_missed = f"no image at {time.strftime('%H:%M:%S', time.localtime(self._utc()))}: {why}"
-        self._events.record("operation.image-missed", "warning", message, pid=worker.pid, facts={"path": path})
+        facts = {"path": path, "uid": worker.identity.uid}
+        self._events.record("operation.image-missed", "warning", message, pid=worker.pid, facts=facts)
         logger.warning("%s", message, extra=fields(pid=worker.pid, path=path))
         if _whose(worker) not in self._without:
             self._without.add(_whose(worker))

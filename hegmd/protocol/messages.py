@@ -141,7 +141,8 @@ class Events(Request, op="events", reply=EventsReply, event=Event):
     """Return the remembered events and, with `follow`, new ones until the request is cancelled.
 
     Each one is an event of this request. `events.missed` says that some are missing: the consumer is too slow, or
-    `since` is older than the memory of the daemon or from another run. Then all events of this run follow.
+    `since` is older than the memory of the daemon or from another run. Then all events of this run follow. The
+    message of an event about another user's job is hidden: it may quote an error of the script.
     """
 
     since: int = field("lowest event number", default=0)

@@ -80,14 +80,14 @@ class InProcess:
         job, record = self._job_of(uid, report.run)
         if report.unprotected is not None and record.unprotected is None:
             message = f"job {job.id} ({job.name}) is not protected: {report.unprotected}"
-            self._node.events.record("job.unprotected", "warning", message, facts={"job": job.id})
+            self._node.events.record("job.unprotected", "warning", message, facts={"job": job.id, "uid": job.uid})
         record = record.replace(unprotected=report.unprotected)
         attempt = report.recovery
         if attempt is not None:
             former = next((one for one in record.attempts if one.failed_utc == attempt.failed_utc), None)
             if attempt.result in _EVENTS and (former is None or former.result != attempt.result):
                 kind, severity = _EVENTS[attempt.result]
-                self._node.events.record(kind, severity, _message(job, attempt), facts={"job": job.id})
+                self._node.events.record(kind, severity, _message(job, attempt), facts={"job": job.id, "uid": job.uid})
             record = record.with_attempt(attempt)
         self._node.save(record)
 

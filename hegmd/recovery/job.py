@@ -151,7 +151,7 @@ class ProtectedJob:
             await anyio.to_thread.run_sync(launchers.end_one, worker.pid, worker.identity.start_ticks)
 
     def record_event(self, kind: str, severity: str, message: str) -> None:
-        facts = {"job": self.record.job}
+        facts = {"job": self.record.job, "uid": self.record.uid}
         self.node.events.record(kind, severity, message, facts=facts)
         logger.info("%s", message, extra=fields(job=self.record.job))
 

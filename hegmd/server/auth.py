@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hegmd.errors import DENIED, HegmError
 from hegmd.protocol.messages import BeginProof, Caller, Cancel, EndProof, Hello, Reload, Request, SimulateFault
-from hegmd.protocol.snapshots import GpuProcess
+from hegmd.protocol.snapshots import Event, GpuProcess
 
 # Requests that change the node as a whole. Every peer may make the others; those that act on processes
 # check each process with `may_act_on`.
@@ -75,3 +75,12 @@ class Policy:
             return process
         hidden = "command line hidden: another user's process"
         return process.replace(command=None, note=hidden if process.note is None else f"{process.note}; {hidden}")
+
+    def visible_event(self, peer: Peer, event: Event) -> Event:
+        """Return the event as the peer may see it: what failed in a job of another user can be the text of an error of
+        its script."""
+        uid = event.facts.get("uid")
+        if not isinstance(uid, int) or self.may_act_on(peer, uid):
+            return event
+        facts = {name: event.facts[name] for name in ("job", "uid") if name in event.facts}
+        return event.replace(message="message hidden: another user's job", facts=facts)

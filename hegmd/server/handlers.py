@@ -185,11 +185,11 @@ class Handlers:
         if not request.follow:
             next_seq = self._s.events.next_seq
             for event in self._s.events.remembered(request.since, request.kinds, request.run):
-                await call.emit(event)
+                await call.emit(self._s.policy.visible_event(call.peer, event))
             return m.EventsReply(next_seq=next_seq)
         async with self._s.events.subscribe(request.since, request.kinds, request.run) as subscription:
             async for event in subscription:
-                await call.emit(event)
+                await call.emit(self._s.policy.visible_event(call.peer, event))
         return m.EventsReply(next_seq=self._s.events.next_seq)
 
     async def doctor(self, call: Call, _: m.Doctor) -> m.DoctorReply:

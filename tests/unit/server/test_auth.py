@@ -16,7 +16,7 @@ from hegmd.protocol.messages import (
     Request,
     SimulateFault,
 )
-from hegmd.protocol.snapshots import GpuProcess
+from hegmd.protocol.snapshots import Event, GpuProcess
 from hegmd.server.auth import Peer, Policy
 from tests.cells import in_one_test
 
@@ -86,3 +86,14 @@ def test_other_unknown_facts_are_explained_although_the_command_line_is_hidden()
     process = GpuProcess(pid=9, uid=0, command="train", gpus=(), note="known by its start time only")
     note = SYSTEM.visible(ANYBODY, process).note
     assert note == "known by its start time only; command line hidden: another user's process"
+
+
+def test_the_text_of_an_error_in_a_job_is_hidden_from_other_users() -> None:
+    """`hegmctl events` showed everyone the exception that a rank of another user had raised."""
+    owner = ANYBODY.uid
+    facts = {"job": "j1", "uid": owner, "path": "/home/own"}
+    event = Event(seq=1, time_utc=1.0, kind="job.fell", severity="warning", message="KeyError: 'secret'", facts=facts)
+    hidden = SYSTEM.visible_event(Peer(pid=6, uid=1003, gid=1003), event)
+    assert "secret" not in hidden.message
+    assert dict(hidden.facts) == {"job": "j1", "uid": owner}
+    assert SYSTEM.visible_event(ANYBODY, event) == SYSTEM.visible_event(BY_PRIMARY_GROUP, event) == event
