@@ -152,6 +152,12 @@ class Recoveries(BackgroundTasks):
         if record is not None and record.suspended_by != operation:
             self._put(record.replace(suspended_by=operation, awaits_resume=True))
 
+    def learn_gpus(self, job: str, gpus: Sequence[str]) -> None:
+        """Record where a job was that has failed, if its snapshots were taken before that was known."""
+        record = self._record_of(job)
+        if record is not None and gpus and not record.gpus:
+            self._put(record.replace(gpus=tuple(gpus)))
+
     def note_suspended(self, job: str, operation: str) -> None:
         """Record that a job had been suspended by that operation for others when it failed."""
         record = self._record_of(job)

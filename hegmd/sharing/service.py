@@ -274,12 +274,15 @@ class Sharing:
         job = self._moving.jobs.with_id(job_id)
         if job is None:
             return False
-        op = self._operations_of.last_of(job)
+        op, recoveries = self._operations_of.last_of(job), self._moving.recoveries
+        if op is not None:
+            recoveries.learn_gpus(
+                job_id, tuple(needs_by_gpu(op.workers, lambda one: one.previous_gpu or one.first_gpu))
+            )
         if op is not None and op.phase == SUSPENDED:
             return True
         if op is not None and op.kind == RESUME and self._operations_of.of(job) is op:
             return False
-        recoveries = self._moving.recoveries
         was_away = op is not None and any(worker.lost for worker in op.workers)
         has_returned = op is not None and recoveries.has_returned_since(job_id, op.created_utc)
         if op is not None and was_away and not has_returned and op.id not in self._failed_away:

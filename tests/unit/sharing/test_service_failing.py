@@ -50,10 +50,17 @@ def appender(orders: list[SupervisorOrder]) -> Callable[[SupervisorOrder, object
 
 @asynccontextmanager
 async def a_protected_job(
-    tmp_path: Path, process: Child, second_process: Child, *, ends_supervisor: bool = True, spec: str = "1x8MiB"
+    tmp_path: Path,
+    process: Child,
+    second_process: Child,
+    *,
+    ends_supervisor: bool = True,
+    spec: str = "1x8MiB",
+    **known: Any,
 ) -> AsyncIterator[tuple[SharedNode, list[SupervisorOrder]]]:
     """Job j1 trains and has a snapshot; `other` is its supervisor, which gets the orders."""
-    SnapshotFiles(tmp_path).save({"j1": JobSnapshots(job="j1", uid=UID, ranks=1, gpus=("gpu0",), generation=1)})
+    known = {"job": "j1", "uid": UID, "ranks": 1, "gpus": ("gpu0",), "generation": 1, **known}
+    SnapshotFiles(tmp_path).save({"j1": JobSnapshots(**known)})
     orders: list[SupervisorOrder] = []
     async with sharing_on(tmp_path, spec) as shared:
         moving = shared.node.moving
@@ -186,16 +193,15 @@ async def test_the_memory_of_a_restarting_job_stays_reserved(
         await shared.until(lambda: all(lease.is_held for lease in shared.sharing.memory.leases))
 
 
+@pytest.mark.parametrize("gpus", [("gpu0",), ()])
 async def test_a_job_that_fails_while_suspended_for_a_lease_restarts_after_the_lease(
-    tmp_path: Path, process: Child, second_process: Child
+    tmp_path: Path, process: Child, second_process: Child, gpus: tuple[str, ...]
 ) -> None:
-    """The daemon restarted the job immediately, although a job or server used its memory."""
-    async with a_protected_job(tmp_path, process, second_process) as (shared, orders):
+    """The daemon restarted it at once, although others used its memory; or never, if its snapshot knew no GPU."""
+    async with a_protected_job(tmp_path, process, second_process, gpus=gpus) as (shared, orders):
         reply = await shared.make_room(6 * MIB, until_free=True, limit_s=HANG_S)
         assert reply.lease is not None
-        process.kill()
-        process.wait()
-        shared.node.moving.supervisors.report("line", SuperviseReport(result="fell", status=-9))
+        await _fail(shared, process)
         await shared.until(lambda: any("waits for room" in order.message for order in orders))
         for _ in range(3):
             shared.sharing.look_again()
@@ -226,8 +232,6 @@ async def test_a_failed_job_that_left_the_queue_was_taken_for_suspended_by_its_u
         shared.node.tasks.start_soon(
             shared.node.moving.supervisors.attend, "line", second_process.pid, UID, offer, appender(orders)
         )
-        await shared.until(lambda: any(order.do == "start" or order.message for order in orders))
-        assert not any("waits until it is resumed" in order.message for order in orders)
         await shared.until(lambda: any(order.do == "start" for order in orders))
         await end_supervisor(shared, second_process)
 
@@ -238,11 +242,9 @@ async def test_a_job_that_lost_its_gpu_before_it_was_seen_to_train_there_waited_
     """It counted as one that is about to start, which is given no other GPU."""
     async with a_protected_job(tmp_path, process, second_process, spec="2x8MiB") as (shared, orders):
         shared.node.simulator.set_fault("gpu0", "lost")
-        process.kill()
-        process.wait()
         placed = QueuedRecord(job=1, size_bytes=6 * MIB, since_utc=0.0, placed="gpu0", placed_s=time.monotonic())
         shared.sharing.memory.put_queued(placed)
-        shared.node.moving.supervisors.report("line", SuperviseReport(result="fell", status=-9))
+        await _fail(shared, process)
         await shared.until(lambda: any(order.do == "start" for order in orders))
         assert shared.node.moving.recoveries.returns_to("j1") == ("gpu1",)
         assert shared.sharing.memory.queue[1].placed == "gpu1"
@@ -256,9 +258,7 @@ async def test_a_job_whose_gpu_is_lost_waits_until_another_gpu_has_memory(
         await shared.node.attend(third_process.pid, BYTES, token="b" * 32, run="second", gpu="gpu1")
         await shared.until_states(j1="running", j2="running")
         shared.node.simulator.set_fault("gpu0", "lost")
-        process.kill()
-        process.wait()
-        shared.node.moving.supervisors.report("line", SuperviseReport(result="fell", status=-9))
+        await _fail(shared, process)
         await shared.until(
             lambda: any("cannot return to its GPU, and waits for room" in order.message for order in orders)
         )
@@ -483,9 +483,7 @@ async def test_a_job_that_failed_while_it_was_being_suspended_waits_for_its_turn
         tasks.start_soon(partial(shared.make_room, 6 * MIB, until_free=True, limit_s=HANG_S))
         with anyio.fail_after(HANG_S):
             await agent.waiting.wait()
-        process.kill()
-        process.wait()
-        shared.node.moving.supervisors.report("line", SuperviseReport(result="fell", status=-9))
+        await _fail(shared, process)
         await shared.until(lambda: all(lease.is_held for lease in shared.sharing.memory.leases))
         assert await shared.states() == {"j1": "suspended"}
         assert not any(order.do == "start" for order in orders)
