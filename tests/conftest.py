@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from _pytest.assertion import rewrite
+from hypothesis import HealthCheck, settings
 
 from tests.comparisons import compared
 from tests.leaks import RUN_MARK, ProcessResources, end_run
@@ -22,6 +23,10 @@ from tests.room import NEEDED, sentence_on
 # hundred allocations, which takes a fourteenth of the workers' time.
 gc.disable()
 SELDOM = (20_000, 20, 20)
+
+# No test depends on the speed of a machine; hypothesis gives each example 200 ms.
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 
 # The mark that this run gave to its processes.
 _RUN = pytest.StashKey[str]()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hegmd.errors import HegmError
@@ -63,7 +63,6 @@ def test_small_places_share_a_slot_and_large_ones_are_cut() -> None:
 
 
 @pytest.mark.thorough
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 5 * UNIT), max_size=30),
     handles=st.integers(1, 4),
