@@ -21,7 +21,7 @@ import anyio
 from hegmd.errors import DENIED, NOT_FOUND, HegmError, Refused
 from hegmd.migration.machine.machine import HOLDING
 from hegmd.migration.machine.next_effects import DONE, SETTLING, SUSPENDED, TERMINAL
-from hegmd.migration.machine.operation import Operation
+from hegmd.migration.machine.operation import JobProcess, Operation
 from hegmd.migration.run.runner import Runner
 from hegmd.node.gpu_sets import CPU
 from hegmd.node.inventory import Inventory
@@ -61,10 +61,13 @@ class JobOperationsOf:
 
     def of(self, job: JobRecord) -> Operation | None:
         """Return the operation that has the job, through one of its processes or its run."""
+        return self._find(job, lambda op: op.live)
+
+    def _find(self, job: JobRecord, processes: Callable[[Operation], Iterable[JobProcess]]) -> Operation | None:
         known = {*job.members, f"{job.pid}-{job.start_ticks}"}
         for op in self._runner.under_way():
             if op.owner_uid in (None, job.uid):
-                for member in op.live:
+                for member in processes(op):
                     is_one = f"{member.pid}-{member.start_ticks}" in known
                     if is_one or (member.run and member.run in job.runs):
                         return op
@@ -78,8 +81,11 @@ class JobOperationsOf:
         return None
 
     def holds(self, job: JobRecord) -> bool:
-        """Return True if an operation that has not ended has the job, even if its processes are gone."""
-        return self.of(job) is not None
+        """Return True if an operation that has not ended has the job, even if its processes have ended.
+
+        An image has the last of them before its operation is done, and how the job ended is known by then only.
+        """
+        return self._find(job, lambda op: op.workers) is not None
 
     def end_of(self, job: JobRecord) -> str | None:
         """Return how an operation ended the job, in words; None if none did."""

@@ -10,9 +10,15 @@ import anyio
 import pytest
 
 from hegmd.errors import NOT_FOUND, HegmError
+from hegmd.migration.machine.operation import CHECKPOINT, ImageRequest
+from hegmd.migration.machine.operation import Operation as MachineOperation
+from hegmd.migration.run.runner import Runner
+from hegmd.operations.job_requests import JobOperationsOf
 from hegmd.operations.request_context import OperationResult
 from hegmd.protocol.operations import Operation
+from hegmd.workers.job_file import JobRecord
 from tests.patience import HANG_S
+from tests.unit.migration.operations import operation, worker
 from tests.unit.moving_node import Node, running
 from tests.wide import quick_first
 
@@ -100,3 +106,39 @@ async def test_an_ended_job_is_not_reported_as_on_no_gpu(tmp_path: Path, process
             await COMMANDS[command](node, process.pid)
         assert caught.value.code == NOT_FOUND
         assert "if it was a job, it has ended" in caught.value.hint
+
+
+class ImageRunner(Runner):
+    """Has one operation that writes an image."""
+
+    def __init__(self, writes: MachineOperation) -> None:
+        self.writes = writes
+
+    def operations(self) -> tuple[MachineOperation, ...]:
+        return (self.writes,)
+
+    def under_way(self) -> tuple[MachineOperation, ...]:
+        return () if self.writes.phase == "done" else (self.writes,)
+
+
+def test_a_job_in_an_image_ended_by_a_signal_if_its_process_ended_before_the_operation() -> None:
+    """The register of jobs ends a job that no operation holds, and asks then how it ended."""
+    member = worker(has_exited=True)
+    job = JobRecord(
+        number=1,
+        name="train",
+        uid=0,
+        runs=("run",),
+        command="train.py",
+        started_utc=0.0,
+        boot="boot",
+        pid=member.pid,
+        start_ticks=member.start_ticks,
+    )
+    image = ImageRequest(path="/image", uid=0, gid=0)
+    writing = operation(member, kind=CHECKPOINT, phase="releasing", image=image)
+    operations = JobOperationsOf(ImageRunner(writing))
+    assert operations.holds(job)
+    operations = JobOperationsOf(ImageRunner(writing.replace(phase="done")))
+    assert not operations.holds(job)
+    assert operations.end_of(job) == f"written into the image /image by operation {writing.id}"
