@@ -144,13 +144,14 @@ def _is_ours(frame: Any) -> bool:
 
 def _locals_of(frame: Any) -> dict[str, Any]:
     """Return a function's variables. Up to Python 3.12 reading them leaves a copy in the frame, which keeps objects
-    alive; so the copy is emptied, unless the script has read it too and holds it.
+    alive; so the copy is emptied, unless the script has read it too and holds it. A frame that is traced keeps it:
+    when its trace function returns, CPython sets the variables from the copy, and unsets those that are not in it.
     """
     if not frame.f_code.co_flags & _CO_OPTIMIZED:
         return {}  # of a module or a class: there are no others
     values = frame.f_locals
     taken = dict(values)
-    if type(values) is dict and sys.getrefcount(values) <= _FRAME_S_OWN:
+    if type(values) is dict and frame.f_trace is None and sys.getrefcount(values) <= _FRAME_S_OWN:
         values.clear()
     return taken
 

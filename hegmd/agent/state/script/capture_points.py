@@ -235,9 +235,10 @@ class CapturePointCheck:
 
         def follow(found: FrameType, event: str, _argument: object) -> Any:
             if event == "opcode" and loops.instruction_start(found.f_lasti) == head:
-                _trace_no_more(found)
+                sys.settrace(None)
                 if not any(refused.passes for refused in refusals_of(ThreadPosition(found), None)):
                     self._park()
+                _trace_no_more(found)  # its trace function marked it until now: see hegmd/agent/addresses.py
                 return None
             if event == "return":  # out of the loop in another way
                 _trace_no_more(found)
