@@ -142,17 +142,25 @@ def _is_ours(frame: Any) -> bool:
     return str(frame.f_globals.get("__name__")).startswith(_OURS)
 
 
-def _locals_of(frame: Any) -> dict[str, Any]:
-    """Return a function's variables. Up to Python 3.12 reading them leaves a copy in the frame, which keeps objects
-    alive; so the copy is emptied, unless the script has read it too and holds it. A frame that is traced keeps it:
-    when its trace function returns, CPython sets the variables from the copy, and unsets those that are not in it.
+def empty_copy(frame: Any) -> None:
+    """Empty CPython's copy of a function's variables, which keeps objects alive: one remains where they were read.
+
+    Python 3.13 and later make none. The copy stays if the script has read it too and holds it, and while the function
+    is traced: when its trace function returns, CPython sets the variables from the copy, and unsets what is not in it.
     """
+    if not frame.f_code.co_flags & _CO_OPTIMIZED or frame.f_trace is not None:
+        return  # those of a module or a class are no copy
+    values = frame.f_locals
+    if type(values) is dict and sys.getrefcount(values) <= _FRAME_S_OWN:
+        values.clear()
+
+
+def _locals_of(frame: Any) -> dict[str, Any]:
+    """Return a function's variables."""
     if not frame.f_code.co_flags & _CO_OPTIMIZED:
         return {}  # of a module or a class: there are no others
-    values = frame.f_locals
-    taken = dict(values)
-    if type(values) is dict and frame.f_trace is None and sys.getrefcount(values) <= _FRAME_S_OWN:
-        values.clear()
+    taken = dict(frame.f_locals)
+    empty_copy(frame)
     return taken
 
 

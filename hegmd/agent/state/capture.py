@@ -10,6 +10,7 @@ import gc
 import sys
 
 from .. import lifecycle
+from ..addresses import empty_copy
 from .code import loop_position
 from .code.position import Loop, ThreadPosition, Unreadable, look_into, step_text
 from .frameworks import accelerate_hf
@@ -82,6 +83,8 @@ class _Capture:
         self.state["passes"] = list(self._passes(place))
         self._hold(place)
         self.state["shared"] = rng.read_shared()
+        for running in place.frames:
+            empty_copy(running)
 
     def _refuse(self, what: str, hint: str) -> None:
         self.refusals.append(Refusal(what, hint))

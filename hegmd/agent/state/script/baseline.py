@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 
+from ...addresses import empty_copy
 from ...notes import note
 from ..code.drift import Drift
 from ..code.loops import loops_of
@@ -110,6 +111,8 @@ def note_place(path: Any, frames: list[FrameType], *, is_late: bool = False) -> 
         return
     try:
         _known[path] = Baseline(frames, is_late=is_late)
+        for running in frames:
+            empty_copy(running)
     except Exception as error:  # noqa: BLE001 - the edge to the script, whose objects may be anything
         note(f"what the script holds is not known: {error!r}")
 

@@ -1,10 +1,16 @@
-"""A training thread that continues to the head of its loop under a trace, and is parked there."""
+"""The variables of a training while they are read, at the head of its loop or elsewhere, and after it."""
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
+
+import pytest
 
 from hegmd.agent import addresses
+from hegmd.agent.state import capture
+from hegmd.agent.state.script.baseline import note_place
 from hegmd.agent.state.script.capture_points import CapturePointCheck
 
 
@@ -27,3 +33,29 @@ def test_a_survey_of_a_job_parked_at_the_head_of_its_loop_unset_its_variables() 
     assert train() == 6 + (1 << 40)
     assert len(surveyed) == 1
     assert 1 << 40 in surveyed[0]
+
+
+class Loss:
+    """Stands for a tensor with its graph."""
+
+
+@pytest.mark.parametrize("read", ["place", "state"])
+def test_the_loss_of_a_step_was_kept_once_the_variables_had_been_read(read: str) -> None:
+    """Up to Python 3.12 a copy of the variables remained in the function, with the tensors of that step."""
+
+    def train() -> list[bool]:
+        read_step: list[weakref.ref[Loss]] = []
+        for step in range(3):
+            loss = Loss()
+            if step == 1:
+                frame = sys._getframe()
+                if read == "place":
+                    note_place(("a place", read), [frame])
+                else:
+                    capture.capture(0, frame)
+                read_step.append(weakref.ref(loss))
+                del frame
+        gc.collect()  # what the search for objects leaves behind
+        return [one() is None for one in read_step]
+
+    assert train() == [True]
