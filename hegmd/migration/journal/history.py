@@ -16,7 +16,7 @@ from types import MappingProxyType
 import anyio
 import anyio.to_thread
 
-from hegmd.errors import NOT_FOUND, HegmError
+from hegmd.errors import NOT_FOUND, UNAVAILABLE, HegmError
 from hegmd.migration.journal import records
 from hegmd.migration.journal.disk import Disk
 from hegmd.migration.journal.file import OPERATION_BYTES, JournalFile
@@ -52,6 +52,7 @@ class Ledger:
         self._opening: set[str] = set()
         self._reserved = 0
         self._writing = anyio.Lock()
+        self._has_ended = False
         self._told_of_trouble = False
 
     def open(self) -> None:
@@ -62,6 +63,13 @@ class Ledger:
         if reading.torn:
             logger.warning("the journal ends within a record: the daemon was stopped while it wrote that")
         self._log_trouble()
+
+    async def end(self) -> None:
+        """Close the file once the present record is on disk. No record is written after it."""
+        self._has_ended = True
+        with anyio.CancelScope(shield=True):
+            async with self._writing:
+                self.close()
 
     def close(self) -> None:
         """Twice is fine."""
@@ -124,6 +132,8 @@ class Ledger:
 
     async def _append(self, history: History, record: bytes, *, ahead_bytes: int = 0) -> None:
         async with self._writing:
+            if self._has_ended:  # a closed file would be opened again for the record
+                raise HegmError(UNAVAILABLE, "hegmd is stopping", "try again when it is back")
             known = tuple([known for op_id, known in self._histories.items() if op_id not in self._opening])
             await anyio.to_thread.run_sync(lambda: self._file.append(record, known, ahead_bytes=ahead_bytes))
             self._histories[history.operation.id] = history

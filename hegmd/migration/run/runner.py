@@ -97,7 +97,7 @@ class Runner(BackgroundTasks):
         try:
             await super().run(task_status=task_status)
         finally:
-            self._ledger.close()
+            await self._ledger.end()
 
     def _on_start(self) -> None:
         for history in tuple(self._ledger.histories.values()):

@@ -6,8 +6,10 @@ import errno
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from threading import Event
 
 import anyio
+import anyio.to_thread
 import pytest
 
 from hegmd.errors import NOT_FOUND, HegmError
@@ -19,6 +21,7 @@ from hegmd.migration.machine import events
 from hegmd.migration.machine.machine import handle
 from hegmd.migration.machine.operation import Failure, Operation
 from hegmd.telemetry.events import EventLog
+from tests.patience import HANG_S
 from tests.simulation.disk import ModelDisk
 from tests.unit.migration.operations import operation
 
@@ -26,11 +29,16 @@ FOLDER = Path("/model")
 
 
 class FailingOnce(ModelDisk):
-    """Fails the next sync if the test says so."""
+    """Fails the next sync if the test says so. With `goes_on`, each sync waits for that once it has begun."""
 
     fails = False
+    begun: Event | None = None
+    goes_on: Event | None = None
 
     def sync(self, fd: int) -> None:
+        if self.begun is not None and self.goes_on is not None:
+            self.begun.set()
+            assert self.goes_on.wait(HANG_S)
         if self.fails:
             self.fails = False
             raise OSError(errno.EIO, "Input/output error")
@@ -155,6 +163,30 @@ async def test_an_ended_operation_is_known_after_a_restart_until_it_is_too_old()
         assert set(again.histories) == known
         assert again.next_id() == "4"
         again.close()
+
+
+async def test_a_record_that_waited_when_hegmd_stopped_opened_the_journal_again() -> None:
+    """The file stayed open, and the operation that was refused by then was in it for the next daemon."""
+    ledger, disk, _ = _opened()
+    refusals: list[HegmError] = []
+
+    async def enter_late() -> None:
+        try:
+            await ledger.enter(*_begun(operation(id="2")))
+        except HegmError as error:
+            refusals.append(error)
+
+    disk.begun, disk.goes_on = Event(), Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ledger.enter, *_begun(operation(id="1")))
+        await anyio.to_thread.run_sync(disk.begun.wait, HANG_S)
+        tasks.start_soon(enter_late)
+        tasks.start_soon(ledger.end)
+        await anyio.wait_all_tasks_blocked()
+        disk.goes_on.set()
+    assert [refusal.message for refusal in refusals] == ["hegmd is stopping"]
+    assert _on_disk(disk) == {"1": operation(id="1")}
+    assert not disk.open_files
 
 
 @pytest.mark.thorough
