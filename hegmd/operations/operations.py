@@ -352,6 +352,7 @@ class Operations:
         spill: bool = False,
         handoff: ImageRequest | None = None,
         limits: Limits | None = None,
+        swaps_to: str | None = None,
     ) -> OperationResult:
         """Have a plan of anything but a resume carried out that was just made from that snapshot."""
         self.check(context, [worker.pid for worker in plan.workers])
@@ -367,7 +368,7 @@ class Operations:
             self._refuse_if_taken(worker.pid, but_for=holder)
         op_id = self.runner.next_id() if holder is None else holder.id
         op = plan.operation(op_id, snapshot.candidates, chips, limits=limits, utc=time.time())
-        op = op.replace(spill=spill, image=handoff, lent=context.lent)
+        op = op.replace(spill=spill, image=handoff, lent=context.lent, swaps_to=swaps_to)
         if holder is None:
             await self.runner.begin(op)
         else:

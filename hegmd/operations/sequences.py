@@ -2,9 +2,9 @@
 
 Owns their order and the handling of a failed step. The daemon completes a swap even if its client disconnects: half of
 it would leave one job suspended. If both jobs go through the pool, they go at the same time, over the links
-of both GPUs, and come back at the same time. A daemon that is killed in between leaves suspended operations in the
-journal, which show how to resume them. If its client disconnects, a drain stops after the current job; with `--no-wait`
-it starts all moves at once. `sequence_plan` decides the steps, and each step is an ordinary operation.
+of both GPUs, and come back at the same time. If the daemon is killed in between, the next one resumes the jobs that are
+suspended. If its client disconnects, a drain stops after the current job; with `--no-wait` it starts all moves at once.
+`sequence_plan` decides the steps, and each step is an ordinary operation.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ from hegmd.telemetry.log import fields
 
 logger = logging.getLogger(__name__)
 
+# A job of a swap that another daemon began is resumed when its agent is back and its GPU is free: after so many seconds
+# it is tried again, so often.
+RETRY_S, MAX_RETRIES = 2.0, 150
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -51,6 +55,8 @@ class _Swap:
 
     def __init__(self) -> None:
         self.begun: list[str] = []
+        #: Where each suspended job is resumed, by its process.
+        self.places: dict[int, str | None] = {}
         self.over = False
         self.failure: HegmError | None = None
         self.changed = Condition()
@@ -63,6 +69,11 @@ class MultiStepOperations(BackgroundTasks):
         self._survey = survey
         self._operations = operations
         super().__init__()
+
+    def _on_start(self) -> None:
+        halves = [op.id for op in self._operations.runner.under_way() if op.kind == SUSPEND and op.swaps_to is not None]
+        for op_id in halves:
+            self._open_tasks().start_soon(self._complete, op_id, halves, name=f"rest of the swap of operation {op_id}")
 
     # -- a GPU that is emptied -----------------------------------------------------------------------------------------
 
@@ -131,15 +142,36 @@ class MultiStepOperations(BackgroundTasks):
             outcome.left.append(_reason(exchange.failure, second))
         return outcome
 
+    async def _complete(self, op_id: str, halves: Sequence[str]) -> None:
+        """Resume a job that a swap of an earlier daemon has suspended: on the other GPU, or else where it was."""
+        for half in halves:  # the other job is on its GPU until its own half is complete
+            await self._operations.follow(half, _discard_progress)
+        context = RequestContext(by="the swap", may=lambda _uid: True, emit=_discard_progress, wait=False)
+        refusal_of_last: HegmError | None = None
+        for _ in range(MAX_RETRIES):
+            for former in (False, True):
+                op = self._operations.runner.find(op_id)
+                if op is None or op.phase != SUSPENDED or op.swaps_to is None:
+                    return  # it has ended, or was resumed
+                place = None if former else op.swaps_to
+                try:
+                    await self._operations.resume(next(op.live).pid, place, context)
+                except HegmError as error:
+                    refusal_of_last = error
+            await anyio.sleep(RETRY_S)
+        if refusal_of_last is not None:
+            text = "operation %s stays suspended after an interrupted swap: %s"
+            logger.warning(text, op_id, refusal_of_last.message, extra=fields(hint=refusal_of_last.hint))
+
     async def _watch(self, exchange: _Swap, context: RequestContext) -> None:
         """Report progress until the end, or until it has begun if the client does not wait."""
-        snapshot_then = 0
+        reported = 0
         while True:
             if exchange.begun and not context.wait:
                 return
-            while snapshot_then < len(exchange.begun):
-                await self._operations.follow(exchange.begun[snapshot_then], context.emit)
-                snapshot_then += 1
+            while reported < len(exchange.begun):
+                await self._operations.follow(exchange.begun[reported], context.emit)
+                reported += 1
             if exchange.over:
                 return
             await exchange.changed.wait()
@@ -183,10 +215,11 @@ class MultiStepOperations(BackgroundTasks):
     ) -> None:
         """Carry out part after part; if one fails, resume the jobs in the pool where they were, if that is free."""
         waiting: dict[int, MigrationPlan] = {}
-        snapshot_then: NodeSnapshotForPlan | None = snapshot
+        current: NodeSnapshotForPlan | None = snapshot  # of the first part
+        exchange.places = {_pid(step): step.place for step in steps if step.kind == RESUME}
         for part in at_once(steps):
-            ended = await self._all_of(exchange, part, snapshot_then, context)
-            snapshot_then = None
+            ended = await self._all_of(exchange, part, current, context)
+            current = None
             for step in part:
                 if _is_well(ended[_pid(step)]) and step.kind == SUSPEND:
                     waiting[_pid(step)] = step
@@ -227,7 +260,8 @@ class MultiStepOperations(BackgroundTasks):
         """Carry a step out, as things are by then, and wait for its end. Raises HegmError."""
         operations, pids = self._operations, [worker.pid for worker in step.workers]
         if snapshot is not None:
-            answer = await operations.carry_out(step, snapshot, context)
+            swaps_to = exchange.places.get(pids[0]) if step.kind == SUSPEND else None
+            answer = await operations.carry_out(step, snapshot, context, swaps_to=swaps_to)
         elif step.kind == MIGRATE:
             placement = {str(worker.pid): worker.to for worker in step.workers if worker.to is not None}
             answer = await operations.place(pids, placement, context)

@@ -93,6 +93,7 @@ def resume(op: Operation, event: events.ResumeRequested, now: float) -> Operatio
         reconnects=op.reconnects + 1,
         failed_reconnects=0,
         failed_returns=0,
+        swaps_to=None,
         reserves_late=any(one.communicators for one in workers),
     )
     due = None if event.limit_s is None else now + event.limit_s

@@ -263,6 +263,7 @@ class Operation(Record):
         default=False,
     )
     reversed_at: int = field("number of the first effect of its rollback; those before it began forward", default=0)
+    swaps_to: str | None = field("of the first half of a swap: the place where its job is resumed", default=None)
     failed_returns: int = field("of a restart of ranks: how many starts of its rollback failed", default=0)
     reconnects: int = field("how often its ranks were to connect their communicators again", default=0)
     failed_reconnects: int = field("how many of these failed one after the other", default=0)

@@ -207,6 +207,42 @@ async def test_a_swap_whose_caller_disconnected_left_a_job_suspended_for_ever(
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("has_room", [True, False])
+async def test_a_swap_that_a_killed_daemon_had_begun_left_a_job_suspended(
+    tmp_path: Path, process: Child, second_process: Child, has_room: bool
+) -> None:
+    """Nobody but its owner resumed it. It goes where the other job was, or where it was if that is still there."""
+    async with running(tmp_path, "2x4MiB") as node:
+        one, two = await on_both(node, process, second_process, 3 * MIB)
+        two.slow.add("offload")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(node.sequences.swap, process.pid, second_process.pid, node.context())
+            await two.waiting.wait()
+            with anyio.fail_after(HANG_S):
+                while one.data is not None:
+                    await anyio.wait_all_tasks_blocked()
+                    await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+        await one.leave()
+        await two.leave()
+    two.slow.clear()
+    if not has_room:
+        two.refuses["offload"] = "a storage is in use"
+    async with running(tmp_path, "2x4MiB") as node:
+        for agent in (one, two):
+            agent.workers = node.workers
+            await agent.attend(node.tasks)
+        with anyio.fail_after(HANG_S):
+            while one.data != b"1" * (3 * MIB) or one.parked or two.parked:
+                await anyio.wait_all_tasks_blocked()
+                await anyio.lowlevel.checkpoint()
+        assert two.data == b"2" * (3 * MIB)
+        places = ("gpu1", "gpu0") if has_room else ("gpu0", "gpu1")
+        assert node.reservations(process.pid) == {places[0]: 3 * MIB}
+        assert node.reservations(second_process.pid) == {places[1]: 3 * MIB}
+
+
+@pytest.mark.thorough
 async def test_a_swap_that_fails_in_the_middle_returns_the_first_job(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
