@@ -173,7 +173,7 @@ def _taken_of_trainer(trainer: Any, epoch: int, batches: int) -> dict[str, Any]:
 
 def _plain_of(callback: Any) -> tuple[str, dict[str, Any]]:
     """Return the class of a callback and its counters. The bars of transformers follow the Trainer's count."""
-    kind: Any = type(callback)
+    kind = _class_of(callback)
     if kind.__module__.startswith("transformers.") and not hasattr(callback, "state"):
         return kind.__qualname__, {}
     return kind.__qualname__, _plain_among(callback.__dict__)
@@ -181,6 +181,10 @@ def _plain_of(callback: Any) -> tuple[str, dict[str, Any]]:
 
 def _plain_among(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if _is_plain(value)}
+
+
+def _class_of(thing: object) -> Any:
+    return type(thing)
 
 
 def _is_plain(value: Any) -> bool:
