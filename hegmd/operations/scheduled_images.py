@@ -141,7 +141,7 @@ class ScheduledImages(BackgroundTasks):
         taken = [
             op.created_utc
             for op in self._runner.operations()
-            if op.kind == CHECKPOINT and any((member.pid, member.start_ticks) in who for member in op.workers)
+            if op.kind == CHECKPOINT and any(member.key in who for member in op.workers)
         ]
         return max(taken, default=None)
 

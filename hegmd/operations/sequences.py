@@ -53,10 +53,10 @@ class Outcome:
 class _Swap:
     """A swap under way: the operations that it has begun, in their order, and what ended it early."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: Sequence[MigrationPlan]) -> None:
         self.begun: list[str] = []
-        #: Where each suspended job is resumed, by its process.
-        self.places: dict[int, str | None] = {}
+        #: The place where each suspended job is resumed, by its process.
+        self.places = {_pid(step): step.place for step in steps if step.kind == RESUME}
         self.over = False
         self.failure: HegmError | None = None
         self.changed = Condition()
@@ -128,7 +128,7 @@ class MultiStepOperations(BackgroundTasks):
         tasks = self._open_tasks()
         for step in steps:
             self._operations.check(context, [worker.pid for worker in step.workers])
-        exchange = _Swap()
+        exchange = _Swap(steps)
         alone = RequestContext(
             by=context.by, may=context.may, emit=_discard_progress, wait=False, limit_s=context.limit_s
         )
@@ -216,7 +216,6 @@ class MultiStepOperations(BackgroundTasks):
         """Carry out part after part; if one fails, resume the jobs in the pool where they were, if that is free."""
         waiting: dict[int, MigrationPlan] = {}
         current: NodeSnapshotForPlan | None = snapshot  # of the first part
-        exchange.places = {_pid(step): step.place for step in steps if step.kind == RESUME}
         for part in at_once(steps):
             ended = await self._all_of(exchange, part, current, context)
             current = None

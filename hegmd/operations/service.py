@@ -435,13 +435,13 @@ class OperationsService:
         findings = await find_pieces(self.pool.keep, self.memory.adopt)
         self.pool.enter(findings.pieces, self._owned)
         begun = self.runner.operations()
-        taken = {(member.pid, member.start_ticks) for op in begun for member in op.workers}
+        taken = {member.key for op in begun for member in op.workers}
         await self._half_revived.clear({op.id for op in begun if not is_unrevived(op)}, taken, self.pool)
         self._distrusted.found = findings.distrusted
         self.orphans.tell()
         for member, gpu, size_bytes in reservations_to_restore(self.runner.operations()):
             if self._start_ticks(member.pid) == member.start_ticks:
-                self.simulated_memory.hold_what_fits((member.pid, member.start_ticks), gpu, size_bytes)
+                self.simulated_memory.hold_what_fits(member.key, gpu, size_bytes)
 
     def _owned(self, key: Key) -> bool:
         """True if a running operation owns that segment, or it is a slot of a protected job."""

@@ -146,23 +146,17 @@ class Recoveries(BackgroundTasks):
         else:
             self.in_process.start_on(job, gpus)
 
-    def wait_for_resume(self, job: str, operation: str) -> None:
-        """Have a job that failed while its user had suspended it wait until that user resumes it."""
+    def note_suspended(self, job: str, operation: str, *, by_user: bool) -> None:
+        """Record which operation had a job suspended when it failed. If its user had, it waits for that user."""
         record = self._record_of(job)
         if record is not None and record.suspended_by != operation:
-            self._put(record.replace(suspended_by=operation, awaits_resume=True))
+            self._put(record.replace(suspended_by=operation, awaits_resume=record.awaits_resume or by_user))
 
     def learn_gpus(self, job: str, gpus: Sequence[str]) -> None:
         """Record where a job was that has failed, if its snapshots were taken before that was known."""
         record = self._record_of(job)
         if record is not None and gpus and not record.gpus:
             self._put(record.replace(gpus=tuple(gpus)))
-
-    def note_suspended(self, job: str, operation: str) -> None:
-        """Record that a job had been suspended by that operation for others when it failed."""
-        record = self._record_of(job)
-        if record is not None and record.suspended_by != operation:
-            self._put(record.replace(suspended_by=operation))
 
     def awaits_resume(self, job: str) -> bool:
         """Return True if that job is started again only once its user resumes it."""

@@ -289,9 +289,9 @@ class Sharing:
             self._failed_away.add(op.id)
             is_queued = job.number in self.memory.suspended
             if not is_queued and op.kind == SUSPEND and recoveries.suspended_by(job_id) != op.id:
-                recoveries.wait_for_resume(job_id, op.id)
+                recoveries.note_suspended(job_id, op.id, by_user=True)
             elif is_queued:  # a later daemon is not to take it for suspended by its user, once it has left the queue
-                recoveries.note_suspended(job_id, op.id)
+                recoveries.note_suspended(job_id, op.id, by_user=False)
             elif not recoveries.awaits_resume(job_id):  # a daemon before may not have queued it
                 self._enter(job, op, "it failed while it was suspended")
         return job.number in self.memory.suspended or self._moving.recoveries.awaits_resume(job_id)

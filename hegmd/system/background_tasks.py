@@ -11,6 +11,11 @@ import anyio.abc
 from hegmd.errors import UNAVAILABLE, Bug, HegmError
 
 
+def stopping() -> HegmError:
+    """Return the refusal of a request that comes while hegmd stops."""
+    return HegmError(UNAVAILABLE, "hegmd is stopping", "try again when it is back")
+
+
 class BackgroundTasks:
     """Base class of a component that starts tasks in `_tasks`, or in `_open_tasks()` if a request needs the task."""
 
@@ -41,5 +46,5 @@ class BackgroundTasks:
         if self._group is None:
             raise Bug(f"{type(self).__name__} was called before run()")
         if self._tasks is None:
-            raise HegmError(UNAVAILABLE, "hegmd is stopping", "try again when it is back")
+            raise stopping()
         return self._group

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable
 
 import anyio
 
 from hegmd.errors import HegmError
+from hegmd.system.resource_errors import scarcity
 
-# Shortages that may pass. /proc cannot be read without these resources either.
-_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _POLL_INTERVAL_S = 1.0
 
 
@@ -27,7 +25,8 @@ async def ended(pid: int, is_alive: Callable[[], bool]) -> None:
         except ProcessLookupError:
             return
         except OSError as error:
-            if error.errno not in _SCARCE and _is_gone(is_alive):
+            # /proc cannot be read without a scarce resource either, and a shortage may pass.
+            if scarcity(error) is None and _is_gone(is_alive):
                 return
             await anyio.sleep(_POLL_INTERVAL_S)
             continue

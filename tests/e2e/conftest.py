@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 
@@ -33,21 +33,21 @@ def preloaded_frameworks() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def preloaded() -> Iterator[None]:
-    """Scripts are forked from one Python that has imported PyTorch, where that is installed (forked.py)."""
-    if importlib.util.find_spec("torch") is None:
-        yield
-        return
-    with preloaded_python({**environment(None), **ONE_COMPILER}):
-        yield
+    """Scripts are forked from one Python that has imported PyTorch, if that is installed (forked.py)."""
+    yield from _with_torch(ONE_COMPILER)
 
 
 @pytest.fixture(scope="module")
 def preloaded_bare() -> Iterator[None]:
     """The same without PyTorch's compiler: an image has 130 MiB of each process, and 230 MiB with it."""
+    yield from _with_torch(BARE)
+
+
+def _with_torch(variables: Mapping[str, str]) -> Iterator[None]:
     if importlib.util.find_spec("torch") is None:
         yield
         return
-    with preloaded_python({**environment(None), **BARE}):
+    with preloaded_python({**environment(None), **variables}):
         yield
 
 

@@ -80,6 +80,12 @@ class LaunchedRanks(RankedJob):
 
     forks = False
 
+    def repeats_only(self, undisturbed: dict[str, list[str]]) -> None:
+        """Read to the end: each rank made the undisturbed steps and no others, some of them again."""
+        lines = by_rank(self.steps())
+        assert set(lines["0"]) == set(undisturbed["0"])
+        assert set(lines["1"]) == set(undisturbed["1"])
+
 
 def test_two_ranks_are_started_again_twice_and_neither_differs(
     daemon: RunningDaemon, tmp_path: Path, undisturbed_ranks: dict[str, list[str]]
@@ -121,9 +127,7 @@ def test_when_a_rank_fails_on_another_gpu_all_continue_where_they_were(
         turned = job.ended("migrate", str(first), "--via", "restart", "--to", "gpu1", "--env", "FALLS=1")
         assert turned["phase"] == "rolled-back", turned
         assert {process["gpu"] for process in turned["processes"]} == {"gpu0"}
-        lines = by_rank(job.steps())
-        assert set(lines["0"]) == set(undisturbed_ranks["0"])
-        assert set(lines["1"]) == set(undisturbed_ranks["1"])
+        job.repeats_only(undisturbed_ranks)
 
 
 def test_a_rank_that_fell_once_more_on_its_way_back_left_the_job_suspended(
@@ -139,6 +143,4 @@ def test_a_rank_that_fell_once_more_on_its_way_back_left_the_job_suspended(
         job.read_until_phase(op_id, "verifying")
         (tmp_path / "fell").write_text("fall")
         assert job.read_until_phase(op_id, "rolled-back", "suspended") == "rolled-back"
-        lines = by_rank(job.steps())
-        assert set(lines["0"]) == set(undisturbed_ranks["0"])
-        assert set(lines["1"]) == set(undisturbed_ranks["1"])
+        job.repeats_only(undisturbed_ranks)

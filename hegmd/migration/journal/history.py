@@ -16,12 +16,13 @@ from types import MappingProxyType
 import anyio
 import anyio.to_thread
 
-from hegmd.errors import NOT_FOUND, UNAVAILABLE, HegmError
+from hegmd.errors import NOT_FOUND, HegmError
 from hegmd.migration.journal import records
 from hegmd.migration.journal.disk import Disk
 from hegmd.migration.journal.file import OPERATION_BYTES, JournalFile
 from hegmd.migration.journal.records import History
 from hegmd.migration.machine.next_effects import TERMINAL
+from hegmd.system.background_tasks import stopping
 from hegmd.telemetry.events import EventLog
 from hegmd.telemetry.log import limited
 
@@ -133,7 +134,7 @@ class Ledger:
     async def _append(self, history: History, record: bytes, *, ahead_bytes: int = 0) -> None:
         async with self._writing:
             if self._has_ended:  # a closed file would be opened again for the record
-                raise HegmError(UNAVAILABLE, "hegmd is stopping", "try again when it is back")
+                raise stopping()
             known = tuple([known for op_id, known in self._histories.items() if op_id not in self._opening])
             await anyio.to_thread.run_sync(lambda: self._file.append(record, known, ahead_bytes=ahead_bytes))
             self._histories[history.operation.id] = history

@@ -167,7 +167,7 @@ class Runner(BackgroundTasks):
         for running in tuple(self._running.values()):
             for member in running.op.live:
                 identity = (worker.pid, worker.identity.start_ticks)
-                if not member.has_agent or (member.pid, member.start_ticks) != identity:
+                if not member.has_agent or member.key != identity:
                     continue
                 if event == ENDED and member.restarts and not member.state_saved and self._tasks is not None:
                     self._tasks.start_soon(self._on_exit, running, member, worker)
@@ -212,7 +212,7 @@ class Runner(BackgroundTasks):
         """Return the worker record of the newest operation on that process, or None."""
         for op in reversed(self.operations()):
             for member in op.workers:
-                if (member.pid, member.start_ticks) == (pid, start_ticks):
+                if member.key == (pid, start_ticks):
                     return member
         return None
 

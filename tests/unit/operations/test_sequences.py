@@ -211,7 +211,7 @@ async def test_a_swap_whose_caller_disconnected_left_a_job_suspended_for_ever(
 async def test_a_swap_that_a_killed_daemon_had_begun_left_a_job_suspended(
     tmp_path: Path, process: Child, second_process: Child, has_room: bool
 ) -> None:
-    """Nobody but its owner resumed it. It goes where the other job was, or where it was if that is still there."""
+    """The next daemon resumes it on the other GPU, or on its own if the other job has not left that one."""
     async with running(tmp_path, "2x4MiB") as node:
         one, two = await on_both(node, process, second_process, 3 * MIB)
         two.slow.add("offload")

@@ -13,6 +13,7 @@ import sys
 
 from ..storage import state_file
 from ..values import inherited
+from ..values.duck_types import class_of
 from ..values.script_api import meet
 from . import lightning
 
@@ -173,7 +174,7 @@ def _taken_of_trainer(trainer: Any, epoch: int, batches: int) -> dict[str, Any]:
 
 def _plain_of(callback: Any) -> tuple[str, dict[str, Any]]:
     """Return the class of a callback and its counters. The bars of transformers follow the Trainer's count."""
-    kind = _class_of(callback)
+    kind = class_of(callback)
     if kind.__module__.startswith("transformers.") and not hasattr(callback, "state"):
         return kind.__qualname__, {}
     return kind.__qualname__, _plain_among(callback.__dict__)
@@ -181,10 +182,6 @@ def _plain_of(callback: Any) -> tuple[str, dict[str, Any]]:
 
 def _plain_among(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if _is_plain(value)}
-
-
-def _class_of(thing: object) -> Any:
-    return type(thing)
 
 
 def _is_plain(value: Any) -> bool:

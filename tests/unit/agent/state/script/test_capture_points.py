@@ -36,7 +36,7 @@ def test_a_survey_of_a_job_parked_at_the_head_of_its_loop_unset_its_variables() 
 
 
 class Loss:
-    """Stands for a tensor with its graph."""
+    """The result of a step; a real one holds its graph, and GPU memory."""
 
 
 @pytest.mark.parametrize("read", ["place", "state"])
