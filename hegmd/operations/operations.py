@@ -353,6 +353,7 @@ class Operations:
         handoff: ImageRequest | None = None,
         limits: Limits | None = None,
         swaps_to: str | None = None,
+        swaps_with: tuple[int, ...] = (),
     ) -> OperationResult:
         """Have a plan of anything but a resume carried out that was just made from that snapshot."""
         self.check(context, [worker.pid for worker in plan.workers])
@@ -368,7 +369,7 @@ class Operations:
             self._refuse_if_taken(worker.pid, but_for=holder)
         op_id = self.runner.next_id() if holder is None else holder.id
         op = plan.operation(op_id, snapshot.candidates, chips, limits=limits, utc=time.time())
-        op = op.replace(spill=spill, image=handoff, lent=context.lent, swaps_to=swaps_to)
+        op = op.replace(spill=spill, image=handoff, lent=context.lent, swaps_to=swaps_to, swaps_with=swaps_with)
         if holder is None:
             await self.runner.begin(op)
         else:

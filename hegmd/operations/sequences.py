@@ -3,8 +3,9 @@
 Owns their order and the handling of a failed step. The daemon completes a swap even if its client disconnects: half of
 it would leave one job suspended. If both jobs go through the pool, they go at the same time, over the links
 of both GPUs, and come back at the same time. If the daemon is killed in between, the next one resumes the jobs that are
-suspended. If its client disconnects, a drain stops after the current job; with `--no-wait` it starts all moves at once.
-`sequence_plan` decides the steps, and each step is an ordinary operation.
+suspended, makes the second of two moves, or else undoes the first. If its client disconnects, a drain stops after the
+current job; with `--no-wait` it starts all moves at once. `sequence_plan` decides the steps, and each step is an
+ordinary operation.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,11 +21,13 @@ import anyio
 
 from hegmd.errors import NOT_FOUND, REFUSED, Bug, HegmError
 from hegmd.migration.machine import events
-from hegmd.migration.machine.next_effects import DONE, SUSPENDED
-from hegmd.migration.machine.operation import MIGRATE, RESUME, SUSPEND
+from hegmd.migration.machine.next_effects import DONE, ROLLED_BACK, SUSPENDED, TERMINAL
+from hegmd.migration.machine.operation import MIGRATE, RESUME, SUSPEND, Failure, Limits, Operation
 from hegmd.migration.machine.wording import no_such_gpu
-from hegmd.migration.model import MigrationPlan, NodeSnapshotForPlan
+from hegmd.migration.model import MigrationPlan, NodeSnapshotForPlan, place_of_all
+from hegmd.migration.plan.draft import candidate_of
 from hegmd.migration.plan.sequence_plan import at_once, departure, occupants, planned_drain, planned_swap
+from hegmd.node.processes.procfs import start_ticks_of
 from hegmd.operations.operations import Operations
 from hegmd.operations.request_context import OperationResult, RequestContext, plan_or_raise, plan_record, refusal
 from hegmd.operations.survey import PlanSurvey
@@ -32,6 +36,7 @@ from hegmd.protocol.operations import Reason
 from hegmd.system.background_tasks import BackgroundTasks
 from hegmd.system.condition import Condition
 from hegmd.system.process_ends import until_ended
+from hegmd.telemetry.events import EventLog
 from hegmd.telemetry.log import fields
 
 logger = logging.getLogger(__name__)
@@ -39,6 +44,8 @@ logger = logging.getLogger(__name__)
 # A job of a swap that another daemon began is resumed when its agent is back and its GPU is free: after so many seconds
 # it is tried again, so often.
 RETRY_S, MAX_RETRIES = 2.0, 150
+# The first of two moves is undone only if the second is still refused after so many attempts: its agent may be late.
+MIN_ATTEMPTS = 3
 
 
 @dataclass(slots=True)
@@ -57,6 +64,8 @@ class _Swap:
         self.begun: list[str] = []
         #: The place where each suspended job is resumed, by its process.
         self.places = {_pid(step): step.place for step in steps if step.kind == RESUME}
+        #: The second of two moves. Its refusal is put into the journal, so that the next daemon does not make it.
+        self.last_move = steps[1] if len(steps) > 1 and all(step.kind == MIGRATE for step in steps) else None
         self.over = False
         self.failure: HegmError | None = None
         self.changed = Condition()
@@ -65,12 +74,16 @@ class _Swap:
 class MultiStepOperations(BackgroundTasks):
     """Carries out drains and swaps. Call `run` before `swap`."""
 
-    def __init__(self, survey: PlanSurvey, operations: Operations) -> None:
+    def __init__(self, survey: PlanSurvey, operations: Operations, log: EventLog) -> None:
         self._survey = survey
         self._operations = operations
+        self._log = log
         super().__init__()
 
     def _on_start(self) -> None:
+        for op in self._operations.runner.operations():
+            if op.swaps_with and (op.phase == DONE or op.phase not in TERMINAL) and not self._has_successor(op):
+                self._open_tasks().start_soon(self._complete_moves, op.id, name=f"rest of the swap of {op.id}")
         halves = [op.id for op in self._operations.runner.under_way() if op.kind == SUSPEND and op.swaps_to is not None]
         for op_id in halves:
             self._open_tasks().start_soon(self._complete, op_id, halves, name=f"rest of the swap of operation {op_id}")
@@ -154,14 +167,62 @@ class MultiStepOperations(BackgroundTasks):
                 if op is None or op.phase != SUSPENDED or op.swaps_to is None:
                     return  # it has ended, or was resumed
                 place = None if former else op.swaps_to
+                pid = next(op.live).pid
                 try:
-                    await self._operations.resume(next(op.live).pid, place, context)
+                    await self._operations.resume(pid, place, context)
                 except HegmError as error:
                     refusal_of_last = error
+                else:
+                    where = "where it was" if former else f"on {place}"
+                    self._report(op_id, "info", f"process {pid} is resumed {where}")
+                    return
             await anyio.sleep(RETRY_S)
         if refusal_of_last is not None:
-            text = "operation %s stays suspended after an interrupted swap: %s"
-            logger.warning(text, op_id, refusal_of_last.message, extra=fields(hint=refusal_of_last.hint))
+            text = f"operation {op_id} stays suspended: {refusal_of_last.message}; {refusal_of_last.hint}"
+            self._report(op_id, "warning", text)
+
+    def _report(self, op_id: str, severity: str, text: str) -> None:
+        message = f"hegmd was ended within a swap: {text}"
+        self._log.record("operation.swap-interrupted", severity, message, facts={"id": op_id})
+        logger.log(logging.WARNING if severity == "warning" else logging.INFO, "%s", message)
+
+    def _has_successor(self, first: Operation) -> bool:
+        """Return True if the second move of that swap has begun or was refused, or one of its jobs has moved since."""
+        keys = {first.swaps_with, *(worker.key for worker in first.workers)}
+        known = self._operations.runner.operations()
+        later = known[[op.id for op in known].index(first.id) + 1 :]
+        return any(worker.key in keys for op in later for worker in op.workers)
+
+    async def _complete_moves(self, op_id: str) -> None:
+        """Make the second of two moves after an earlier daemon made the first, or else undo the first."""
+        await self._operations.follow(op_id, _discard_progress)
+        context = RequestContext(by="the swap", may=lambda _uid: True, emit=_discard_progress)
+        for attempt in range(MAX_RETRIES):
+            first = self._operations.runner.history(op_id).operation
+            if first.phase != DONE or self._has_successor(first):
+                return
+            (other, ticks), own = first.swaps_with, first.workers[0].pid
+            if start_ticks_of(other) != ticks:
+                return
+            ended = await self._move(other, first.swaps_to, context)
+            what = f"process {other} was moved to {first.swaps_to}"
+            has_begun = not isinstance(ended, HegmError)
+            if not _is_well(ended) and (has_begun or attempt >= MIN_ATTEMPTS):
+                origin = place_of_all([worker.origin_gpu for worker in first.workers])
+                ended = await self._move(own, origin, context)
+                what = f"process {own} was moved back to {origin}"
+            if _is_well(ended) or has_begun or attempt == MAX_RETRIES - 1:
+                failed = f"process {other} could not be moved, and is on one GPU with {own}; see hegmctl ops"
+                self._report(op_id, *(("info", what) if _is_well(ended) else ("warning", failed)))
+                return
+            await anyio.sleep(RETRY_S)
+
+    async def _move(self, pid: int, to: str | None, context: RequestContext) -> protocol.Operation | HegmError:
+        try:
+            answer = await self._operations.migrate([pid], to, context)
+        except HegmError as error:
+            return error
+        return _operation(answer)[0]
 
     async def _watch(self, exchange: _Swap, context: RequestContext) -> None:
         """Report progress until the end, or until it has begun if the client does not wait."""
@@ -190,10 +251,19 @@ class MultiStepOperations(BackgroundTasks):
                 watching.cancel_scope.cancel()
             if exchange.failure is not None:
                 failure = exchange.failure
+                if exchange.last_move is not None and len(exchange.begun) == 1:
+                    await self._remember_refused(exchange.last_move, snapshot, failure)
                 logger.warning("a swap is not complete: %s", failure.message, extra=fields(hint=failure.hint))
         finally:
             exchange.over = True
             exchange.changed.notify_all()
+
+    async def _remember_refused(self, step: MigrationPlan, snapshot: NodeSnapshotForPlan, error: HegmError) -> None:
+        """Put the second of two moves into the journal as ended. The next daemon would make it otherwise."""
+        runner = self._operations.runner
+        op = step.operation(runner.next_id(), snapshot.candidates, {}, limits=Limits(), utc=time.time())
+        failure = Failure(code=error.code.name, message=error.message, hint=error.hint)
+        await runner.remember(op.replace(phase=ROLLED_BACK, failure=failure))
 
     async def _cancel_when_it_ends(self, exchange: _Swap, pid: int) -> None:
         """Wait for the end of that process. Then cancel the step that takes the other job off its GPU."""
@@ -260,7 +330,11 @@ class MultiStepOperations(BackgroundTasks):
         operations, pids = self._operations, [worker.pid for worker in step.workers]
         if snapshot is not None:
             swaps_to = exchange.places.get(pids[0]) if step.kind == SUSPEND else None
-            answer = await operations.carry_out(step, snapshot, context, swaps_to=swaps_to)
+            swaps_with: tuple[int, ...] = ()
+            if exchange.last_move is not None:
+                swaps_to, other = exchange.last_move.place, candidate_of(snapshot, _pid(exchange.last_move))
+                swaps_with = () if other is None else (other.pid, other.start_ticks)
+            answer = await operations.carry_out(step, snapshot, context, swaps_to=swaps_to, swaps_with=swaps_with)
         elif step.kind == MIGRATE:
             placement = {str(worker.pid): worker.to for worker in step.workers if worker.to is not None}
             answer = await operations.place(pids, placement, context)

@@ -240,7 +240,7 @@ class OperationsService:
             is_over=partial(has_finished, self._state_dir),
             require_kept=self.recoveries.require_kept,
         )
-        self.sequences = MultiStepOperations(lookout, self.operations)
+        self.sequences = MultiStepOperations(lookout, self.operations, self._events)
         self.evacuation = Evacuation(self.sequences.drain, self._events)
         self.checkpoints = Checkpoints(self.operations, lookout, handoff, self._reviving, self._paces)
 

@@ -181,7 +181,7 @@ EVENT_KINDS: Mapping[str, tuple[str, ...]] = {
         *("operation.began", "operation.done", "operation.found", "operation.held", "operation.holding"),
         "operation.image-missed",
         *("operation.journal-failed", "operation.journal-mended", "operation.lost", "operation.recovered"),
-        *("operation.suspended", "operation.rolling-back", "operation.rolled-back"),
+        *("operation.suspended", "operation.swap-interrupted", "operation.rolling-back", "operation.rolled-back"),
     ),
     "pool": ("pool.damaged", "pool.dropped", "pool.spill-failed", "pool.spilled", "pool.orphan"),
     "process": ("process.ended", "process.next-fell", "process.started"),

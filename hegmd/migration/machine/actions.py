@@ -94,6 +94,7 @@ def resume(op: Operation, event: events.ResumeRequested, now: float) -> Operatio
         failed_reconnects=0,
         failed_returns=0,
         swaps_to=None,
+        swaps_with=(),
         reserves_late=any(one.communicators for one in workers),
     )
     due = None if event.limit_s is None else now + event.limit_s

@@ -263,7 +263,12 @@ class Operation(Record):
         default=False,
     )
     reversed_at: int = field("number of the first effect of its rollback; those before it began forward", default=0)
-    swaps_to: str | None = field("of the first half of a swap: the place where its job is resumed", default=None)
+    swaps_to: str | None = field(
+        "of the first half of a swap: the place where its job is resumed, or to which `swaps_with` moves", default=None
+    )
+    swaps_with: tuple[int, ...] = field(
+        "of the first of two moves of a swap: pid and start time of the process that moves next", default=()
+    )
     failed_returns: int = field("of a restart of ranks: how many starts of its rollback failed", default=0)
     reconnects: int = field("how often its ranks were to connect their communicators again", default=0)
     failed_reconnects: int = field("how many of these failed one after the other", default=0)

@@ -237,9 +237,71 @@ async def test_a_swap_that_a_killed_daemon_had_begun_left_a_job_suspended(
                 await anyio.wait_all_tasks_blocked()
                 await anyio.lowlevel.checkpoint()
         assert two.data == b"2" * (3 * MIB)
+        told = node.events.remembered(kinds=["operation.swap-interrupted"])
+        assert [event.severity for event in told] == ["info"] * (2 if has_room else 1)
         places = ("gpu1", "gpu0") if has_room else ("gpu0", "gpu1")
         assert node.reservations(process.pid) == {places[0]: 3 * MIB}
         assert node.reservations(second_process.pid) == {places[1]: 3 * MIB}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_a_daemon_killed_between_the_two_moves_of_a_swap_left_both_jobs_on_one_gpu(
+    tmp_path: Path, process: Child, second_process: Child, is_refused: bool
+) -> None:
+    """The next daemon makes the second move, or undoes the first if the second fails, and an event says so."""
+    async with running(tmp_path) as node:
+        one, two = await on_both(node, process, second_process)
+        one.slow.add("offload")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(node.sequences.swap, process.pid, second_process.pid, node.context())
+            await one.waiting.wait()
+            tasks.cancel_scope.cancel()
+        await one.leave()
+        await two.leave()
+    one.slow.clear()
+    if is_refused:
+        two.refuses["offload"] = "a storage is in use"
+    async with running(tmp_path) as node:
+        for agent in (one, two):
+            agent.workers = node.workers
+            await agent.attend(node.tasks)
+        places = ("gpu0", "gpu1") if is_refused else ("gpu1", "gpu0")
+        with anyio.fail_after(HANG_S):
+            while not (told := node.events.remembered(kinds=["operation.swap-interrupted"])):
+                await node.events.wait_beyond(node.events.next_seq)
+        assert [event.severity for event in told] == ["info"]
+        assert (node.reservations(process.pid), node.reservations(second_process.pid)) == (
+            {places[0]: 7},
+            {places[1]: 7},
+        )
+    async with running(tmp_path) as node:  # it is over: another daemon does nothing
+        assert node.operations.runner.under_way() == ()
+        assert not [op for op in node.operations.runner.operations() if op.created_utc > told[0].time_utc]
+
+
+@pytest.mark.thorough
+async def test_the_next_daemon_does_not_make_a_move_of_a_swap_that_was_refused(
+    tmp_path: Path, process: Child, second_process: Child
+) -> None:
+    async with running(tmp_path) as node:
+        one, two = await on_both(node, process, second_process)
+        one.slow.add("offload")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(node.sequences.swap, process.pid, second_process.pid, node.context())
+            await one.waiting.wait()
+            await two.leave()
+            one.go_on.set()
+        refused = node.operations.runner.describe("2")
+        assert (refused.phase, refused.processes[0].pid) == ("rolled-back", second_process.pid)
+        assert refused.failure is not None
+        await one.leave()
+    async with running(tmp_path) as node:
+        for agent in (one, two):
+            agent.workers = node.workers
+            await agent.attend(node.tasks)
+        await anyio.wait_all_tasks_blocked()
+        assert [op.id for op in node.operations.runner.operations()] == ["1", "2"]
 
 
 @pytest.mark.thorough
