@@ -124,14 +124,14 @@ def ls(session: Session) -> int:
     return ATTENTION.exit_status if any(seen.state in ("broken", "left-over") for seen in images) else 0
 
 
-def newest_of(folder: str) -> str:
-    """Return the path of the newest complete image in that directory. Raises NOT_FOUND."""
+def from_newest(folder: str) -> list[str]:
+    """Return the paths of the complete images in that directory, the newest first. Raises NOT_FOUND."""
     images = catalogue.look_into(folder)
     whole = [image for image in images if image.state == "whole" and image.made_utc is not None]
     if not whole:
         why = f"{len(images)} images, none of them complete" if images else "no image"
         raise HegmError(NOT_FOUND, f"there is {why} in {folder}", f"run: hegmctl images ls {folder}", {"path": folder})
-    return catalogue.from_oldest(whole, time())[-1].path
+    return [image.path for image in reversed(catalogue.from_oldest(whole, time()))]
 
 
 def show(session: Session) -> int:

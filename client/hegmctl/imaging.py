@@ -13,7 +13,7 @@ from hegmctl.connection import of_kind
 from hegmctl.interruption import Interrupted
 from hegmctl.move_commands import Watched, carry_out
 from hegmctl.outputs import cut_back
-from hegmd.errors import DISCONNECTED, REFUSED, HegmError
+from hegmd.errors import DENIED, DISCONNECTED, REFUSED, HegmError
 from hegmd.protocol.messages import Restore
 from hegmd.protocol.record import as_list
 
@@ -30,13 +30,23 @@ STREAMS = {"stdout": 1, "stderr": 2}
 def restore(session: Session) -> int:
     named = {name: path for name in STREAMS if (path := session.arguments.text(name)) is not None}
     request = of_kind(session.arguments.request(outlets=tuple(named)), Restore)
+    older: list[str] = []
     if session.arguments.flag("newest"):
-        from hegmctl.images import newest_of
+        from hegmctl.images import from_newest
 
-        request = request.replace(path=newest_of(request.path))
-        session.sink.note(f"the newest image is {request.path}")
+        newest, *older = from_newest(request.path)
+        request = request.replace(path=newest)
+        session.sink.note(f"the newest image is {newest}")
     watched = Watched()
     with outlets(named, watched, keep=not request.dry_run) as fds:
+        for next_older in older:
+            try:
+                return _restore(session, request, fds, watched)
+            except HegmError as denied:
+                if denied.code is not DENIED:
+                    raise
+                session.sink.note(f"{denied.message}; the next older image is {next_older}")
+            request = request.replace(path=next_older)
         return _restore(session, request, fds, watched)
 
 

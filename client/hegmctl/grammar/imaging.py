@@ -41,7 +41,10 @@ IMAGING = (
         handler="imaging:restore",
         options=(
             RequestField("to", doc="target GPU; default: its former GPU"),
-            Option("--newest", doc="the image is a directory of images: restore the newest complete one in it"),
+            Option(
+                "--newest",
+                doc="the image is a directory of images: restore the newest complete one in it that you may restore",
+            ),
             RequestField(
                 "as_then",
                 names=("--truncate-outputs",),

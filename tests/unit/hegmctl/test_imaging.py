@@ -10,7 +10,7 @@ from time import time
 import pytest
 
 from hegmctl.outputs import TruncatedFile, cut_back
-from hegmd.errors import EXTERNAL, NOT_FOUND, REFUSED, UNAVAILABLE, HegmError
+from hegmd.errors import DENIED, EXTERNAL, NOT_FOUND, REFUSED, UNAVAILABLE, HegmError
 from hegmd.protocol import messages as m
 from hegmd.protocol.operations import OperationProgress
 from hegmd.protocol.record import Record
@@ -116,6 +116,26 @@ def test_the_newest_whole_image_of_a_directory_is_restored(tmp_path: Path) -> No
     assert f"the newest image is {images / 'train-2'}" in ran.stderr
     assert none.returncode == NOT_FOUND.exit_status
     assert "there is no image in" in none.stderr
+
+
+def test_the_newest_image_belonged_to_another_user_and_nothing_was_restored(tmp_path: Path) -> None:
+    """The newest one that the caller may restore is restored, and those that were passed over are named."""
+    for number in range(4):
+        built(tmp_path / f"train-{number}", manifest=MANIFEST.replace(made_utc=1000.0 + number), size_bytes=4096)
+
+    def as_owner(_caller: Caller, request: IncomingRequest) -> Record:
+        asked = request.request
+        assert isinstance(asked, m.Restore)
+        if asked.path[-1] in "32":
+            raise HegmError(DENIED, f"{asked.path} belongs to uid 7", "have its owner restore it")
+        return m.OperationReply(operation=DONE)
+
+    with FakeDaemon(tmp_path / "hegmd.sock", {**node.answers(), m.Restore: as_owner}) as daemon:
+        ran = hegmctl("restore", "--newest", str(tmp_path), socket=daemon.path)
+        paths = [request.path for request in daemon.requests if isinstance(request, m.Restore)]
+    assert (ran.returncode, paths) == (0, [str(tmp_path / f"train-{number}") for number in (3, 2, 1)])
+    for number in (3, 2):
+        assert f"train-{number} belongs to uid 7; the next older image is" in ran.stderr
 
 
 def test_outputs_stayed_cut_when_the_restore_that_they_were_cut_for_failed(tmp_path: Path) -> None:
