@@ -50,7 +50,7 @@ class JobSnapshots(Record):
     suspended_by: str | None = field("the operation that had it suspended when it failed", default=None)
     awaits_resume: bool = field("whether its user had suspended it, and has to resume it first", default=False)
     kept: str | None = field("why the state is kept, of a job that has ended", default=None)
-    kept_utc: float | None = field("since when", default=None)
+    kept_boot_s: float | None = field("since when, in seconds since the node's start", default=None)
 
     @property
     def budget(self) -> Budget:

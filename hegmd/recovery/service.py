@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 # How long the state of a job is kept that has ended without its own will.
 KEPT_S = 86400.0
+_KILLED = "its hegmctl run was killed"
 _LOOK_INTERVAL_S = 60.0
 # After a start of the daemon, supervisors have this long to reconnect.
 RETURN_WITHIN_S = 60.0
@@ -68,12 +69,14 @@ class Recoveries(BackgroundTasks):
         is_in_hand: Callable[[int], bool],
         is_kept_from_training: Callable[[int], bool],
         utc: Callable[[], float] = time.time,
+        boot_s: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
     ) -> None:
         super().__init__()
         self._supervisors = supervisors
         self._jobs = jobs
         self._pool = pool
         self._utc = utc
+        self._boot_s = boot_s
         self._files = SnapshotFiles(state_dir)
         #: The record of each job, by its id, and the running protections.
         self._records: dict[str, JobSnapshots] = {}
@@ -229,11 +232,12 @@ class Recoveries(BackgroundTasks):
         is_lost = not JobSlots(self._pool, record.job).held()
         if record.launcher_pid is not None or (is_lost and not record.generation):
             await self._drop(record.job)  # only a launcher could use its own
-        elif record.kept_utc is None and is_lost:  # as after a reboot: its user learns where its newest image is
-            self._save(record.replace(kept_utc=self._utc()))
-        elif record.kept_utc is None:
-            self._save(record.replace(kept="its hegmctl run was killed", kept_utc=self._utc()))
-        elif self._utc() - record.kept_utc > KEPT_S:
+            return
+        now_s = self._boot_s()
+        if record.kept_boot_s is None or record.kept_boot_s > now_s:  # it has just ended, or before a reboot
+            kept = record.kept or (None if is_lost else _KILLED)  # if lost, its user learns where its newest image is
+            self._save(record.replace(kept=kept, kept_boot_s=now_s))
+        elif now_s - record.kept_boot_s > KEPT_S:
             await self._drop(record.job)
 
     def _workers_of(self, job: str) -> list[AgentConnection]:
@@ -259,7 +263,7 @@ class Recoveries(BackgroundTasks):
                     self.queue(job.id)
                 record = record.replace(awaits_resume=False)  # by `hegmctl run --resume`
             if supervisor.offer.pid is not None:  # it was away for so long that its state was kept for a new one
-                record = record.replace(kept=None, kept_utc=None)
+                record = record.replace(kept=None, kept_boot_s=None)
             protection = self._running[job.id] = Protection(ProtectedJob(self.node, record, job.name, supervisor))
             self._tasks.start_soon(self._protect, protection)
 
@@ -285,7 +289,7 @@ class Recoveries(BackgroundTasks):
         if offer.pid is None and offer.fell is None:
             await self._drop_ended(record)
         else:
-            self._save(record.replace(kept="its hegmctl run was killed", kept_utc=self._utc()))
+            self._save(record.replace(kept=_KILLED, kept_boot_s=self._boot_s()))
 
     async def _drop_ended(self, record: JobSnapshots) -> None:
         """Release the slots of a job that has ended; those that cannot be released are tried again later."""
@@ -293,7 +297,7 @@ class Recoveries(BackgroundTasks):
             await self._drop(record.job)
         except HegmError as error:
             logger.warning("the slots of job %s are still held: %s", record.job, error.message)
-            self._save(record.replace(kept="its memory could not be released yet", kept_utc=0.0))
+            self._save(record.replace(kept="its memory could not be released yet", kept_boot_s=-KEPT_S))
 
     async def _drop(self, job: str) -> int:
         """Give the slots back. Raises HegmError; then they are held, and it is tried again."""

@@ -106,7 +106,7 @@ class Starts:
             budget = self._job.record.budget
             record = self._job.record.spending(budget if fell is None else budget.spent()).with_attempt(attempt)
             # They are its own from now on, also before its first batch.
-            self._job.put(record.replace(gpus=tuple(gpus), kept=None, kept_utc=None))
+            self._job.put(record.replace(gpus=tuple(gpus), kept=None, kept_boot_s=None))
             await self._await_start(attempt)
 
     async def _gpus(self, snapshot: SlotRecord | None) -> tuple[str, ...] | None:
@@ -315,11 +315,7 @@ class Starts:
         step = attempt.step if self._job.newest is None else self._job.newest.step
         message = f"{self._job} is not recovered: {why}; it {attempt.why}, and its last snapshot is of step {step}"
         hint = give_up_hint(self._job.record, has_whole=bool(await self._job.whole()))
-        self._job.put(
-            self._job.record.with_attempt(attempt.replace(result=GIVEN_UP)).replace(
-                kept=why, kept_utc=self._job.node.utc()
-            )
-        )
+        self._job.put(self._job.record.with_attempt(attempt.replace(result=GIVEN_UP)).replace(kept=why))
         self._job.record_event("job.given-up", "error", message)
         await self._job.supervisor.tell("give-up", self._job.record.job, message=message, hint=hint)
         self._job.supervisor.offer = self._job.supervisor.offer.replace(fell=None, resumes=None)

@@ -76,7 +76,7 @@ def pool() -> Iterator[Pool]:
     created.close()
 
 
-def recoveries(pool: Pool, state_dir: Path, *supervisors: Any) -> Recoveries:
+def recoveries(pool: Pool, state_dir: Path, *supervisors: Any, **clock: Any) -> Recoveries:
     """Return the recoveries of a daemon that has read the files of an earlier one."""
     listener: Any = SimpleNamespace(record=_listen)
     callbacks = dict.fromkeys(("take_snapshot", "variables"), listener)
@@ -91,6 +91,7 @@ def recoveries(pool: Pool, state_dir: Path, *supervisors: Any) -> Recoveries:
         is_in_hand=lambda _pid: False,
         is_kept_from_training=lambda _pid: False,
         **callbacks,
+        **clock,
     )
     service.open()
     return service
@@ -124,7 +125,13 @@ async def test_the_slots_of_another_user_are_neither_shown_nor_used_nor_deleted(
     write(memory.fd, generation=1, step=7)
     attempt = RecoveryAttempt(failed_utc=1.0, why="ended by signal 9")
     record = JobSnapshots(
-        job="j1", uid=ANOTHER_UID, ranks=1, attempts=(attempt,), begins_anew=("secret",), kept="given up", kept_utc=1.0
+        job="j1",
+        uid=ANOTHER_UID,
+        ranks=1,
+        attempts=(attempt,),
+        begins_anew=("secret",),
+        kept="given up",
+        kept_boot_s=-1e6,
     )
     SnapshotFiles(tmp_path).save({record.job: record})
     service = recoveries(pool, tmp_path)
@@ -150,7 +157,7 @@ async def test_a_new_daemon_reports_lost_snapshots_and_runs_that_have_not_connec
     await held_slots(pool)
     records = {
         "j1": JobSnapshots(job="j1", uid=ANOTHER_UID, ranks=1),
-        "j2": JobSnapshots(job="j2", uid=ANOTHER_UID, ranks=1, images="/images", kept="given up", kept_utc=1.0),
+        "j2": JobSnapshots(job="j2", uid=ANOTHER_UID, ranks=1, images="/images", kept="given up", kept_boot_s=-1e6),
     }
     SnapshotFiles(tmp_path).save(records)
     service = recoveries(pool, tmp_path)
@@ -167,7 +174,7 @@ async def test_a_new_daemon_reports_lost_snapshots_and_runs_that_have_not_connec
 async def test_a_job_whose_snapshots_are_lost_was_forgotten_at_once(pool: Pool, tmp_path: Path) -> None:
     """Its user had 15 s to read that it is lost, and where its newest image is."""
     job = JobSnapshots(job="j1", uid=ANOTHER_UID, ranks=1, generation=4, images="/images")
-    old = job.replace(job="j2", kept="given up", kept_utc=1.0)
+    old = job.replace(job="j2", kept="given up", kept_boot_s=-1e6)
     SnapshotFiles(tmp_path).save({"j1": job, "j2": old})
     service = recoveries(pool, tmp_path)
     for record in (job, old):
@@ -178,6 +185,20 @@ async def test_a_job_whose_snapshots_are_lost_was_forgotten_at_once(pool: Pool, 
     (kept,) = service._records.values()
     await service._look_at(kept)
     assert list(service._records) == ["j1"]
+
+
+async def test_a_clock_that_jumped_forward_by_two_days_deleted_a_kept_state(pool: Pool, tmp_path: Path) -> None:
+    """The age of a state is counted from the node's start, which no setting of the clock changes."""
+    slots = await held_slots(pool)
+    job = JobSnapshots(job="j1", uid=ANOTHER_UID, ranks=1, generation=1, kept="given up")
+    SnapshotFiles(tmp_path).save({"j1": job})
+    clock = {"utc": 1e9, "boot_s": 1000.0}
+    service = recoveries(pool, tmp_path, utc=lambda: clock["utc"], boot_s=lambda: clock["boot_s"])
+    for changes, is_held in (({}, True), ({"utc": 1e9 + 2 * 86400}, True), ({"boot_s": 90000.0}, False)):
+        clock |= changes
+        await service._look_at(service._records["j1"])
+        assert bool(slots.held()) is is_held
+    assert not service._records
 
 
 async def test_a_queued_job_starts_on_the_gpu_that_the_sharing_policy_chose(pool: Pool, tmp_path: Path) -> None:
@@ -207,7 +228,7 @@ async def test_a_kept_state_survives_a_resume_that_ends_before_its_start(pool: P
     """Ctrl-C while `hegmctl run --resume` waited for its start deleted the state."""
     slots = await held_slots(pool)
     service = recoveries(pool, tmp_path)
-    record = JobSnapshots(job="j1", uid=ANOTHER_UID, ranks=1, kept="given up", kept_utc=1.0)
+    record = JobSnapshots(job="j1", uid=ANOTHER_UID, ranks=1, kept="given up", kept_boot_s=-1e6)
     job = ProtectedJob(service.node, record, "train", supervisor(resumes="j1"))
     Starts(job)._begun_attempt()
     service.require_kept("j1", ANOTHER_UID, os.getpid())  # the run connects again if the daemon is restarted now
@@ -224,7 +245,7 @@ async def test_a_kept_state_survives_a_resume_that_ends_before_its_start(pool: P
 async def test_a_second_run_cannot_continue_from_the_same_state(pool: Pool, tmp_path: Path) -> None:
     """The second run waited silently until the first had ended, and then found no state."""
     service = recoveries(pool, tmp_path)
-    record = JobSnapshots(job="j1", uid=ANOTHER_UID, ranks=1, kept="given up", kept_utc=1.0)
+    record = JobSnapshots(job="j1", uid=ANOTHER_UID, ranks=1, kept="given up", kept_boot_s=-1e6)
     job = ProtectedJob(service.node, record, "train", supervisor(resumes="j1"))
     job.put(record)
     service._running["j1"] = Protection(job)
@@ -240,7 +261,7 @@ async def test_a_second_run_cannot_continue_from_the_same_state(pool: Pool, tmp_
 
 async def test_a_returned_job_is_protected_again_after_its_state_was_kept(pool: Pool, tmp_path: Path) -> None:
     """`hegmctl run` was stopped while the daemon restarted. The daemon kept the state for a day after the job's end."""
-    record = JobSnapshots(job="j1", uid=ANOTHER_UID, ranks=1, kept="its hegmctl run was killed", kept_utc=1.0)
+    record = JobSnapshots(job="j1", uid=ANOTHER_UID, ranks=1, kept="its hegmctl run was killed", kept_boot_s=-1e6)
     SnapshotFiles(tmp_path).save({record.job: record})
     service = recoveries(pool, tmp_path)
     async with anyio.create_task_group() as tasks:
