@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 import anyio
 import anyio.to_thread
 
-from hegmd.errors import BAD_REQUEST, BUSY, DENIED, NOT_FOUND, REFUSED, HegmError, Refused
+from hegmd.errors import BAD_REQUEST, BUSY, DENIED, NOT_FOUND, REFUSED, TIMEOUT, HegmError, Refused
 from hegmd.memory.pool import Key
 from hegmd.migration.machine import events
 from hegmd.migration.machine.adoption import adopted, adopted_of_driver
@@ -302,8 +302,12 @@ class Operations:
         op = self.runner.history(op_id).operation
         names = {str(member.pid): member.name for member in op.workers}  # a restarted process keeps its name
         to = {names.get(pid, pid): gpu for pid, gpu in plan.destinations.items()}
-        await self.resume_at(op_id, to, context.by, limit_s)
-        return await self._outcome(op_id, plan, context)
+        # Only the script decides when its block ends, so a lent job is not suspended again at a limit.
+        await self.resume_at(op_id, to, context.by, None if op.lent else limit_s)
+        with anyio.move_on_after(limit_s if op.lent else None):
+            return await self._outcome(op_id, plan, context)
+        message = f"the script of process {op.workers[0].pid} did not leave its hegm.released() block in time"
+        raise HegmError(TIMEOUT, message, f"the job resumes at the end of the block; see: hegmctl op {op_id}")
 
     async def resume_at(self, op_id: str, to: Mapping[str, str], by: str, limit_s: float | None = None) -> None:
         """Have a suspended operation resumed, each worker by its name at that GPU. Raises HegmError."""

@@ -14,7 +14,7 @@ from hegmd.errors import HegmError
 from hegmd.migration.machine import events
 from hegmd.migration.machine.events import Event
 from hegmd.migration.machine.machine import HOLDING, READYING
-from hegmd.migration.machine.next_effects import LOST, ROLLED_BACK, SETTLING, SUSPENDED, TERMINAL
+from hegmd.migration.machine.next_effects import LOST, ROLLED_BACK, SETTLING, SUSPENDED, TERMINAL, is_in_block
 from hegmd.migration.machine.operation import BACK, CHECKPOINT, FOR_AGENT, FORWARD, HOLD, RESTART, Operation
 from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.machine.wording import resuming
@@ -130,6 +130,10 @@ def waiting(
     if op.phase == SUSPENDED:
         why = "it is suspended" if op.failure is None else f"the job is parked: {op.failure.message}"
         return protocol.Wait(why=why, next=resuming(op))
+    if is_in_block(op, op.phase):
+        return protocol.Wait(
+            why="its script has not left its hegm.released() block yet", next="wait for the end of the block"
+        )
     if op.attempts > 1:
         return protocol.Wait(
             why=f"{op.phase} has failed {op.attempts} times; hegmd retries automatically",

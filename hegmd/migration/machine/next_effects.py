@@ -175,10 +175,15 @@ def on_time(op: Operation, now: float) -> Operation:
 def _deadline(op: Operation, phase: str, now: float) -> float | None:
     """When the phase is over at the latest; within a resume that is due, when that is."""
     limit = limit_s(op.limits, phase)
-    if limit is None:
+    if limit is None or is_in_block(op, phase):
         return None
     is_bound = op.due is not None and op.direction == FORWARD and phase in _UNTIL_DUE
     return now + limit if op.due is None or not is_bound else min(now + limit, op.due)
+
+
+def is_in_block(op: Operation, phase: str) -> bool:
+    """True if the next step waits for a script to leave its `hegm.released()` block, which may take any time."""
+    return op.lent and phase == "reloading"
 
 
 def later(op: Operation, now: float) -> Operation:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
 import pytest
 
-from hegmd.errors import BUSY, NOT_FOUND, REFUSED, HegmError
+from hegmd.errors import BUSY, NOT_FOUND, REFUSED, TIMEOUT, HegmError
 from hegmd.operations.lending import Lending
 from tests.patience import HANG_S
 from tests.unit.model_agent import ModelAgent
@@ -39,6 +40,27 @@ async def test_two_requests_for_one_job_are_one_operation(tmp_path: Path, proces
         assert agent.data is None
         assert node.reservations(process.pid) == {}
         await lending.reclaim(process.pid, node.context())
+        assert (agent.data, agent.parked) == (b"weights", False)
+
+
+async def test_a_resume_that_waited_for_the_end_of_a_block_had_a_limit(tmp_path: Path, process: Child) -> None:
+    """The daemon then suspended the job again, and tried its resume up to five minutes after the end of the block."""
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        lent = await Lending(node.operations, node.workers).lend(process.pid, node.context())
+        agent.slow.add("reload")
+        with pytest.raises(HegmError) as late:
+            await node.operations.resume(process.pid, None, replace(node.context(), limit_s=0.05))
+        assert late.value.code is TIMEOUT
+        with anyio.fail_after(HANG_S):
+            await agent.waiting.wait()
+        op = node.operations.runner.history(lent).operation
+        assert (op.phase, op.deadline) == ("reloading", None)
+        waits = node.operations.runner.describe(lent).waits
+        assert waits is not None
+        assert "hegm.released()" in waits.why
+        agent.go_on.set()
+        await node.operations.follow(lent, node.context().emit)
         assert (agent.data, agent.parked) == (b"weights", False)
 
 
