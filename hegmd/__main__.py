@@ -14,8 +14,7 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from hegmd import __version__
 from hegmd.errors import USAGE, HegmError
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 SUMMARY = "node daemon that manages a machine's GPUs and the jobs on them"
 
 
-@dataclass(frozen=True, slots=True)
-class Argument:
+class Argument(NamedTuple):
     """An option. Without a metavar it is a switch."""
 
     flag: str

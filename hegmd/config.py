@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from hegmd.errors import BAD_CONFIG, HegmError
 from hegmd.protocol.messages import Setting
@@ -91,8 +91,7 @@ class Config:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(NamedTuple):
     """An error in the configuration."""
 
     where: str

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 # Linux takes paths of 4096 bytes, and sun_path has 108, each with its closing zero.
 PATH_BYTES = 4095
@@ -59,8 +58,7 @@ def name_of_type(value: object) -> str:
     return names.get(type(value), "a date or time")
 
 
-@dataclass(frozen=True, slots=True)
-class OneOf:
+class OneOf(NamedTuple):
     """A setting that takes one of a few words."""
 
     words: tuple[str, ...]
@@ -79,8 +77,7 @@ class OneOf:
         return str(value)
 
 
-@dataclass(frozen=True, slots=True)
-class SomeOf:
+class SomeOf(NamedTuple):
     """Any of a few words, or none."""
 
     words: tuple[str, ...]
@@ -103,8 +100,7 @@ class SomeOf:
         return tuple(value)
 
 
-@dataclass(frozen=True, slots=True)
-class Amount:
+class Amount(NamedTuple):
     """A number within bounds; whole, or with a fraction."""
 
     minimum: float
@@ -130,8 +126,7 @@ class Amount:
         return int(value) if self.whole else float(value)
 
 
-@dataclass(frozen=True, slots=True)
-class PathName:
+class PathName(NamedTuple):
     """An absolute path, or none."""
 
     optional: bool = False
@@ -164,8 +159,7 @@ class PathName:
         return "" if value is None else str(value)
 
 
-@dataclass(frozen=True, slots=True)
-class Mode:
+class Mode(NamedTuple):
     """Permission bits, written in octal as a text, since TOML's bare 660 would be another number."""
 
     form: str = 'Permissions in octal and in quotes, from "0600" to "0777"'
@@ -184,8 +178,7 @@ class Mode:
         return f"{value:04o}"
 
 
-@dataclass(frozen=True, slots=True)
-class GroupName:
+class GroupName(NamedTuple):
     form: str = 'A group, or "" to leave the group as it is'
 
     def parse(self, value: object) -> object:

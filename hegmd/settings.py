@@ -12,15 +12,14 @@ Longer than 400 lines because every setting is here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hegmd.setting_types import SOCKET_PATH_BYTES, Amount, GroupName, Mode, OneOf, PathName, SettingType, SomeOf
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One setting. Defaults are written as in the file; `$XDG_...` in them is filled in by `config`."""
 
     section: str
@@ -441,7 +440,7 @@ SECTIONS: dict[str, type[Any]] = {
 def rows_of(sections: Mapping[str, type[Any]]) -> dict[str, Row]:
     """Return the rows in the classes of those sections, by key."""
     declared = [(section, each.name, each.metadata["row"]) for section, cls in sections.items() for each in fields(cls)]
-    rows = [replace(row, section=section, name=name) for section, name, row in declared]
+    rows = [row._replace(section=section, name=name) for section, name, row in declared]
     return {row.key: row for row in rows}
 
 

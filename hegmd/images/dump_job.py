@@ -13,9 +13,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import anyio
 
@@ -65,8 +64,7 @@ _MAX_REMEMBERED = 64
 _LET_GO_AGAIN_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class RunningJobImage:
+class RunningJobImage(NamedTuple):
     """An image whose job trains on: its processes are in it, and the bytes of these workers are still to be written.
 
     The workers are recorded as they were at the dump.
@@ -78,8 +76,7 @@ class RunningJobImage:
     took_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class InspectedTree:
+class InspectedTree(NamedTuple):
     """A process tree: its root, the memory for an image, and reasons against a dump or a restore."""
 
     root_pid: int

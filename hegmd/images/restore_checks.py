@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from errno import ELOOP
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from hegmd.errors import BUSY, DENIED, REFUSED, UNAVAILABLE, HegmError
 from hegmd.images.criu.needs import Needs
@@ -31,8 +31,7 @@ from hegmd.system.programs import Rights
 from hegmd.system.threads import BoundedReads, run_detached
 
 
-@dataclass(frozen=True, slots=True)
-class GrownFile:
+class GrownFile(NamedTuple):
     """An output file of the job that has grown, its former size, and the reason against it."""
 
     path: str
@@ -40,8 +39,7 @@ class GrownFile:
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreProblems:
+class RestoreProblems(NamedTuple):
     """The reasons against a restore, the files that have grown, and notes."""
 
     reasons: tuple[Reason, ...]

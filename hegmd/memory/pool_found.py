@@ -10,7 +10,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import anyio.to_thread
 
@@ -25,8 +25,7 @@ logger = logging.getLogger(__name__)
 STORE = "a store of descriptors"
 
 
-@dataclass(frozen=True, slots=True)
-class UntrustedFile:
+class UntrustedFile(NamedTuple):
     """Something that looks like a segment but is not one; it is left alone."""
 
     name: str
@@ -35,8 +34,7 @@ class UntrustedFile:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class PoolScan:
+class PoolScan(NamedTuple):
     """Everything that was found."""
 
     pieces: tuple[Piece, ...]

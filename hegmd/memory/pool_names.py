@@ -9,7 +9,7 @@ with the operations that had the segment before: a daemon may be killed while it
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hegmd.errors import Bug
 
@@ -24,24 +24,21 @@ _FORM = re.compile(
 _MAX_BEFORE = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(NamedTuple):
     """The owner of a segment: one worker in one operation. Only a worker's name may contain a dash."""
 
     operation: str
     worker: str
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """The process of the bytes: its user, and its start in clock ticks since boot. The worker has its pid."""
 
     uid: int
     start_ticks: int
 
 
-@dataclass(frozen=True, slots=True)
-class PieceName:
+class PieceName(NamedTuple):
     """The name of one segment. Segments of old releases have no nonce or source."""
 
     key: Key

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import anyio
 
@@ -16,8 +16,7 @@ from hegmd.memory.pool_places import PoolDirectory
 from hegmd.memory.spill_file import SpillFolder
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryKeeping:
+class MemoryKeeping(NamedTuple):
     """The places of segments: named memory, a store for nameless memory, a directory on disk; and checksums."""
 
     places: Sequence[PoolDirectory] = ()

@@ -19,8 +19,8 @@ import secrets
 import stat
 import threading
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hegmd.memory.sizes import HUGE_PAGE_BYTES
 
@@ -35,8 +35,7 @@ _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
-@dataclass(frozen=True, slots=True)
-class FoundFile:
+class FoundFile(NamedTuple):
     """A file from an earlier daemon: open for reading and writing, or the reason why it is not trusted."""
 
     name: str

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import anyio
 import anyio.to_thread
@@ -51,8 +52,7 @@ _KEY = Key(OPERATION, "pool")
 _MEMINFO = Path("/proc/meminfo")
 
 
-@dataclass(frozen=True, slots=True)
-class NodeMemory:
+class NodeMemory(NamedTuple):
     """Memory of the node as the kernel reports it; None where it does not."""
 
     total_bytes: int | None

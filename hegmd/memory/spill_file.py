@@ -22,8 +22,8 @@ import stat
 import struct
 import zlib
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
 from hegmd.memory.pool_places import why_not_ours
@@ -57,8 +57,7 @@ class ResultUnwanted(Exception):
     """The caller no longer needs the result."""
 
 
-@dataclass(frozen=True, slots=True)
-class FoundSpill:
+class FoundSpill(NamedTuple):
     """A file of an earlier daemon, by its header: its size, or why it is not trusted."""
 
     name: str

@@ -20,9 +20,8 @@ import logging
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import anyio
 
@@ -58,8 +57,7 @@ class Helper(Protocol):
     async def call(self, op: str, args: Mapping[str, object], *, deadline_s: float) -> HelperReply: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Some GPU memory, and its offset in its owner's flat space. This module closes the descriptor."""
 
     fd: int

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from hegmd.errors import Refused
 from hegmd.node.gpu_sets import shared_out
@@ -66,8 +66,7 @@ class Respawn:
     python: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Rank:
+class Rank(NamedTuple):
     """A rank of a job that restarts together: its name in the operation, its number, its target GPU."""
 
     name: str
@@ -161,8 +160,7 @@ class MigratedProcess:
         return self.agent
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointResult:
+class CheckpointResult(NamedTuple):
     """The result of a checkpoint."""
 
     #: Memory reserved for the process on the GPU that it left; None if it still has all its memory there.
@@ -175,8 +173,7 @@ class CheckpointResult:
     stays_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ReplacedBy:
+class ReplacedBy(NamedTuple):
     """A new process has replaced it: which, and where."""
 
     gpu: str
@@ -204,8 +201,7 @@ class TrainingFinished:
     """Nothing needs to be restored: the successor has finished its training."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessState:
+class ProcessState(NamedTuple):
     """The state of a process as far as the method knows it."""
 
     #: The GPU that it is on; None when it is off all of them.

@@ -7,8 +7,7 @@ be made from a snapshot that was saved.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hegmd.memory.sizes import CONTEXT_BYTES
 from hegmd.migration.machine.operation import CHECKPOINT, RESTART, JobProcess, Limits, Operation, Respawn
@@ -20,8 +19,7 @@ from hegmd.protocol.record import Record, field
 from hegmd.protocol.snapshots import HEALTHY
 
 
-@dataclass(frozen=True, slots=True)
-class CarrierRow:
+class CarrierRow(NamedTuple):
     """The properties of a carrier that the planner uses."""
 
     name: str

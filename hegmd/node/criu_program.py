@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hegmd.errors import REFUSED, ExternalError
 from hegmd.protocol.operations import Reason
@@ -30,8 +30,7 @@ VERSION_DEADLINE_S = 5.0
 _BESIDE_THE_POINT = re.compile(r"exited, status=\d+$|Can't setup RLIMIT_NOFILE for self")
 
 
-@dataclass(frozen=True, slots=True)
-class Criu:
+class Criu(NamedTuple):
     """A CRIU that is new enough."""
 
     path: str
@@ -52,8 +51,7 @@ def usable_path(configured: Path | None = None) -> str | None:
     return next((path for path in found if os.access(path, os.X_OK)), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A CRIU of this node: its version, or why it reports none."""
 
     path: str

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import anyio
 import anyio.abc
@@ -56,8 +55,7 @@ class Node(Protocol):
     def processes(self) -> Sequence[GpuProcess]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class DriverOrphan:
+class DriverOrphan(NamedTuple):
     """A such process: its state in the driver, and the GPUs that list it."""
 
     user: CudaUser

@@ -12,7 +12,8 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import anyio
 
@@ -51,8 +52,7 @@ from hegmd.system.programs import Rights
 MIN_LEFT_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreRequest:
+class RestoreRequest(NamedTuple):
     """A requested restore: the image, the target, whether append-only files must have their former length, and the
     descriptors that its named streams are redirected to.
     """

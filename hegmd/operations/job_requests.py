@@ -12,8 +12,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import anyio
@@ -100,8 +99,7 @@ class JobOperationsOf:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class _ViewInputs:
+class _ViewInputs(NamedTuple):
     """The inputs of a view of jobs: the processes that the inventory shows, and held bytes, by pid."""
 
     processes: Mapping[int, GpuProcess]

@@ -8,7 +8,7 @@ listed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hegmd.errors import Refused
 from hegmd.memory.pool import Key, Pool
@@ -22,8 +22,7 @@ from hegmd.workers.workers import AgentConnection, Workers
 _MAGIC = b"HEGMWRK1"
 
 
-@dataclass(frozen=True, slots=True)
-class VideoCopy:
+class VideoCopy(NamedTuple):
     """Video memory with bytes that no operation has: its name, its GPU by UUID, what kind it is, whose, how much."""
 
     who: str

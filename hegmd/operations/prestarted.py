@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import anyio
 
@@ -32,8 +33,7 @@ POLL_INTERVAL_S = 1.0
 ANSWERS_WITHIN_S = 15.0
 
 
-@dataclass(frozen=True, slots=True)
-class RetryDelays:
+class RetryDelays(NamedTuple):
     """The delay before a retry, which doubles with each failure, and before a prestarted process is checked again."""
 
     first_s: float = 10.0

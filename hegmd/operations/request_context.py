@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hegmd.errors import BAD_REQUEST, Bug, HegmError, code_named
 from hegmd.migration.machine.operation import Limits, Respawn
@@ -53,8 +54,7 @@ class Restarting:
 NO_RESTART = Restarting()
 
 
-@dataclass(frozen=True, slots=True)
-class OperationResult:
+class OperationResult(NamedTuple):
     """An operation's public record, and its plan."""
 
     operation: protocol.Operation | None

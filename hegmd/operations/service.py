@@ -11,10 +11,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import anyio.abc
@@ -88,8 +87,7 @@ from hegmd.workers.supervisors import SupervisorAway, Supervisors
 from hegmd.workers.workers import AgentConnection, Workers
 
 
-@dataclass(frozen=True, slots=True)
-class ImageSettings:
+class ImageSettings(NamedTuple):
     """The settings for writing images: the socket directory of agents, and a CRIU and a key if not the default ones."""
 
     socket_path: Path

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import anyio
@@ -530,7 +529,7 @@ async def inspect_outside(pids: Sequence[int], inspected: InspectedTree) -> None
 def _look_at(pids: Sequence[int], inspected: InspectedTree) -> None:
     """Fills `inspected`, one after the other, so that what hangs leaves the others known. Blocks."""
     for pid in pids:
-        inspected[pid] = (nearest_ancestor(pid, pids), Surroundings(**asdict(read_outside(pid))))
+        inspected[pid] = (nearest_ancestor(pid, pids), Surroundings(**read_outside(pid)._asdict()))
 
 
 def _with(candidate: Candidate, found: Mapping[int, tuple[int | None, Surroundings]]) -> Candidate:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from hegmd.protocol.slots import SlotRecord
 from hegmd.protocol.snapshots import GONE, HEALTHY, Gpu
@@ -70,8 +70,7 @@ def _fits(record: SlotRecord, rank: int, ranks: int, first: SlotRecord) -> bool:
     return (record.rank, record.ranks, record.step) == (rank, ranks, first.step)
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
+class Budget(NamedTuple):
     """The recoveries of a job so far, and its progress."""
 
     recoveries: int = 0
@@ -81,12 +80,12 @@ class Budget:
     def fell(self, step: int | None) -> Budget:
         """Return the budget after the job failed at that step."""
         if step is not None and (self.furthest_step is None or step > self.furthest_step):
-            return replace(self, fruitless=0, furthest_step=step)
-        return replace(self, fruitless=self.fruitless + 1)
+            return self._replace(fruitless=0, furthest_step=step)
+        return self._replace(fruitless=self.fruitless + 1)
 
     def spent(self) -> Budget:
         """Return the budget after one more recovery."""
-        return replace(self, recoveries=self.recoveries + 1)
+        return self._replace(recoveries=self.recoveries + 1)
 
     def exhausted(self, most: int | None) -> str | None:
         """Return why the job must not be recovered again; None if it may."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 
@@ -57,8 +56,7 @@ class SnapshotPostponed(Exception):
         self.patience_s = patience_s
 
 
-@dataclass(frozen=True, slots=True)
-class BesideImage:
+class BesideImage(NamedTuple):
     """A snapshot where a job is parked for an image."""
 
     operation: str

@@ -6,7 +6,7 @@ daemon's own user and the group `hegm` may act on every process and on the daemo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hegmd.errors import DENIED, HegmError
 from hegmd.protocol.messages import BeginProof, Caller, Cancel, EndProof, Hello, Reload, Request, SimulateFault
@@ -20,8 +20,7 @@ NODE_WIDE: frozenset[type[Request]] = frozenset((BeginProof, EndProof, Reload, S
 ALWAYS: frozenset[type[Request]] = frozenset((Hello, Cancel))
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
+class Peer(NamedTuple):
     """The process at the other end of a connection, as the kernel described it when it connected."""
 
     pid: int
@@ -30,8 +29,7 @@ class Peer:
     groups: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(NamedTuple):
     """The users that this daemon serves."""
 
     daemon_uid: int

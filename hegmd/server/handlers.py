@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from hegmd import __version__
 from hegmd.errors import INCOMPATIBLE, NOT_FOUND, HegmError
@@ -38,8 +38,7 @@ from hegmd.workers.workers import Workers
 FRESH_S = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class Services:
+class Services(NamedTuple):
     """The parts of the daemon that handlers use, and a few of its actions as plain calls."""
 
     policy: Policy

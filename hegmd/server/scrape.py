@@ -13,8 +13,8 @@ import logging
 import re
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from email.utils import formatdate
+from typing import NamedTuple
 
 import anyio
 import anyio.abc
@@ -33,8 +33,7 @@ _REQUEST_LINE = re.compile(rf"({_WORD}) (?:http://[^/?#\s]+)?(/[!-~]*|\*) HTTP/(
 _HEADER = re.compile(rf"({_WORD}):[ \t]*([\t -~\x80-\xff]*)")
 
 
-@dataclass(frozen=True, slots=True)
-class Response:
+class Response(NamedTuple):
     status: str
     body: bytes
     content_type: str = PLAIN
@@ -95,8 +94,7 @@ _PRESSED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PRESSED_PAUSE_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class HttpLimits:
+class HttpLimits(NamedTuple):
     """Limits of one connection, and of all together."""
 
     connections: int = 32

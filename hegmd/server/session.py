@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import anyio
 import anyio.abc
@@ -40,8 +40,7 @@ class PeerGone(HegmError):
         super().__init__(DISCONNECTED, "the peer closed the connection, or did not read", "connect and ask again")
 
 
-@dataclass(frozen=True, slots=True)
-class SessionLimits:
+class SessionLimits(NamedTuple):
     """Limits of one connection."""
 
     frame_bytes: int

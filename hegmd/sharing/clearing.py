@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from hegmd.sharing.model import Job, Rules
 from hegmd.sharing.room import GpuBudget
@@ -21,8 +21,7 @@ from hegmd.sharing.wanted import MemoryRequest
 Freed = Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class FreeingSteps:
+class FreeingSteps(NamedTuple):
     """The steps that free memory on one GPU."""
 
     room: GpuBudget

@@ -31,8 +31,7 @@ HELD = "held"  # its memory is kept for it
 START, RESUME, SUSPEND, MIGRATE, GRANT = "start", "resume", "suspend", "migrate", "grant"
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
+class Gpu(NamedTuple):
     id: str
     total_bytes: int
     #: The free memory that the driver reports, less reservations of operations. None if unknown: nothing is placed
@@ -98,8 +97,7 @@ class Job:
         return len(self.gpus or self.needs_bytes or ()) or self.wanted_gpus
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(NamedTuple):
     """Memory of one GPU that is kept, or has to be freed and kept, for one user."""
 
     id: str
@@ -121,8 +119,7 @@ class Lease:
     retry_at_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
+class Rules(NamedTuple):
     """The settings of the policy."""
 
     #: Whether jobs of equal priority that do not fit together take turns.
@@ -143,8 +140,7 @@ class Rules:
     turns_per_gpu: int = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """The node at one moment."""
 
     gpus: tuple[Gpu, ...]
@@ -155,8 +151,7 @@ class Snapshot:
     pool_free_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """A step to take now. Actions of one decision can be carried out in any order, and at the same time."""
 
     kind: str
@@ -190,8 +185,7 @@ class WaitReason(NamedTuple):
     gpus: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """The actions to take now, the reasons for waiting, and when to decide again if nothing else changes."""
 
     actions: tuple[Action, ...] = ()

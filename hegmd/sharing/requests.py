@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import anyio
 
@@ -45,8 +45,7 @@ EmitRoom = Callable[[protocol.RoomProgress], Awaitable[None]]
 EmitPlace = Callable[[protocol.PlaceProgress], Awaitable[None]]
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(NamedTuple):
     """The process that made the request, as the kernel identifies it."""
 
     pid: int

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hegmd.sharing.model import ARRIVING, BUSY, HELD, LEAVING, RUNNING, Gpu, Job, Lease, Snapshot
 from hegmd.sharing.wanted import MemoryRequest
@@ -16,8 +17,7 @@ from hegmd.sharing.wanted import MemoryRequest
 PRESENT = (RUNNING, ARRIVING, BUSY)
 
 
-@dataclass(frozen=True, slots=True)
-class GpuHold:
+class GpuHold(NamedTuple):
     """A GPU that is kept for the first job that waits for it."""
 
     request: MemoryRequest

@@ -6,7 +6,7 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hegmd.errors import BAD_REQUEST, DENIED, HegmError
 from hegmd.protocol.names import closest
@@ -17,8 +17,7 @@ from hegmd.sharing import model
 AUTO, KEEP_CONTEXT, WHOLE = "auto", "keep-context", "whole"
 
 
-@dataclass(frozen=True, slots=True)
-class SharingRules:
+class SharingRules(NamedTuple):
     """The settings. `priorities` maps each name to its number."""
 
     priorities: Mapping[str, int]

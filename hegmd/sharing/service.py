@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -232,7 +231,7 @@ class Sharing:
         decision = decide(view.snapshot, view.now)
         if self.awaits_agents:
             waiting = tuple([one._replace(waits=wording.SETTLING) for one in decision.waiting])
-            decision = replace(decision, waiting=waiting)
+            decision = decision._replace(waiting=waiting)
         return view, decision
 
     def _forget_what_is_over(self) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import anyio
 
@@ -52,8 +53,7 @@ COUNT_AGAIN_S, COUNT_S = 2.0, 0.3
 STARTS_WITHIN_S = 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class SuspendOptions:
+class SuspendOptions(NamedTuple):
     """The ways in which a running job can leave its GPUs, as planned."""
 
     #: Why it cannot; empty if it can.
@@ -68,8 +68,7 @@ class SuspendOptions:
     pool_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class JobView:
+class JobView(NamedTuple):
     """A job, and what actions on it need to know."""
 
     record: JobRecord
@@ -165,7 +164,7 @@ class SharingView:
                 if found is not None:
                     jobs.append(found[0])
                     views[record.id] = found[1]
-        gpus = [replace(gpu, contexts_bytes=self._contexts.get(gpu.id, 0)) for gpu in gpus]
+        gpus = [gpu._replace(contexts_bytes=self._contexts.get(gpu.id, 0)) for gpu in gpus]
         used = self.used_bytes([lease for lease in (*self._memory.leases, *more) if lease.is_held], node.candidates)
         leases = [self._lease(lease, used, ages_s, now) for lease in (*self._memory.leases, *more)]
         snapshot = model.Snapshot(

@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import anyio
 
@@ -28,8 +28,7 @@ _FIRST_FD = 256  # above the numbers that the program opens itself
 _END_GRACE_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class StartResult:
+class StartResult(NamedTuple):
     """The result of a start: ready, with its message; ended, with its status; or neither within the deadline."""
 
     pid: int

@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 _DYNSYM = 11
 _NOTES = 4
@@ -24,8 +23,7 @@ class NotElf(ValueError):
     """The file is not an ELF file that can be read here."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Section:
+class _Section(NamedTuple):
     kind: int
     offset: int
     size_bytes: int

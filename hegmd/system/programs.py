@@ -28,8 +28,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import anyio
 
@@ -54,8 +54,7 @@ class ProgramMissing(ExternalError):
     """No such program is on the search path; nothing was run."""
 
 
-@dataclass(frozen=True, slots=True)
-class Completed:
+class Completed(NamedTuple):
     """A program that ended. A negative status is the signal that ended it."""
 
     argv: tuple[str, ...]
@@ -130,8 +129,7 @@ async def start_keeper(folder: Path) -> None:
     completed.require(f"run: python3 -m hegmd.memory.keeper {folder}")
 
 
-@dataclass(frozen=True, slots=True)
-class Rights:
+class Rights(NamedTuple):
     """The rights of a program that does not run with the daemon's."""
 
     uid: int

@@ -21,9 +21,8 @@ import socket
 import stat
 import time
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hegmd.errors import UNAVAILABLE, USAGE, Bug, HegmError
 
@@ -54,8 +53,7 @@ def under_systemd(environ: Mapping[str, str]) -> bool:
     return bool(environ.get("NOTIFY_SOCKET"))
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """The descriptors and variables that the service manager passed to this process."""
 
     notify_address: str | None

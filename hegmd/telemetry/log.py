@@ -21,10 +21,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from hegmd.errors import BAD_CONFIG, UNAVAILABLE, HegmError
 from hegmd.telemetry import journald, log_formats
@@ -42,8 +41,7 @@ _PIPE_BUF = 4096
 _GRACE_MS = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(NamedTuple):
     """The daemon's work for a caller: its id, the request, and the caller."""
 
     id: str

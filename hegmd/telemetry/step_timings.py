@@ -11,7 +11,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 AGENT, HELPER, DRIVER, COPIES = "agent", "helper", "driver", "copies"
 
@@ -19,8 +19,7 @@ AGENT, HELPER, DRIVER, COPIES = "agent", "helper", "driver", "copies"
 MOST_ALIKE = 8
 
 
-@dataclass(frozen=True, slots=True)
-class StepTiming:
+class StepTiming(NamedTuple):
     """A step. `began` and `ended` are monotonic instants."""
 
     lane: str
@@ -43,7 +42,7 @@ class StepTimings:
             alike.append(step)
         else:
             last = alike[-1]
-            alike[-1] = replace(last, ended=step.ended, size_bytes=last.size_bytes + step.size_bytes)
+            alike[-1] = last._replace(ended=step.ended, size_bytes=last.size_bytes + step.size_bytes)
 
     @property
     def steps(self) -> list[StepTiming]:

@@ -14,8 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 
@@ -54,8 +53,7 @@ CAME, LEFT, BACK, ENDED = "came", "left", "back", "ended"
 Listener = Callable[[str, "AgentConnection"], object]
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(NamedTuple):
     """The peer as the kernel identifies it."""
 
     pid: int

@@ -10,7 +10,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -226,7 +226,7 @@ async def test_a_job_of_a_shell_has_to_be_declared(tmp_path: Path) -> None:
         assert started.line() == "ready"
         (pid,) = {member.pid for member in read_tree(started.pid).members} - {started.pid}
         needs = needs_of(read_tree(pid))
-        bare = replace(needs, dump_options=tuple(word for word in needs.dump_options if word != "--shell-job"))
+        bare = needs._replace(dump_options=tuple(word for word in needs.dump_options if word != "--shell-job"))
         assert bare != needs
         with pytest.raises(HegmError, match="the job has a terminal or a session whose leader is outside the job"):
             await run.dump(criu, pid, images, bare, leave_stopped=False, in_unit=False)

@@ -82,7 +82,7 @@ class TakesLostRestoreForDone(Steps):
 
 class CountsRuinedReservation(DriverMethod):
     async def inspect(self, subject: MigratedProcess) -> ProcessState:
-        return dataclasses.replace(await super().inspect(subject), failed="")
+        return (await super().inspect(subject))._replace(failed="")
 
 
 class LeavesLockedProcesses(Steps):

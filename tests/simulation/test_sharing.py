@@ -39,7 +39,7 @@ def test_a_decision_does_not_depend_on_the_order_of_a_snapshot() -> None:
         gpus, jobs = list(snapshot.gpus), list(snapshot.jobs)
         random.shuffle(gpus)
         random.shuffle(jobs)
-        assert decide(replace(snapshot, gpus=tuple(gpus), jobs=tuple(jobs)), NOW) == decide(snapshot, NOW)
+        assert decide(snapshot._replace(gpus=tuple(gpus), jobs=tuple(jobs)), NOW) == decide(snapshot, NOW)
 
 
 def lived(seed: int, policy: Policy = decide) -> tuple[Node, list[str]]:
@@ -146,31 +146,31 @@ def blind(change: Blinder) -> Policy:
     """The policy, which sees every job as `change` shows it."""
 
     def policy(snapshot: Snapshot, now: float) -> Decision:
-        return decide(replace(snapshot, jobs=tuple(map(change, snapshot.jobs))), now)
+        return decide(snapshot._replace(jobs=tuple(map(change, snapshot.jobs))), now)
 
     return policy
 
 
 def without_leases(snapshot: Snapshot, now: float) -> Decision:
-    return decide(replace(snapshot, leases=tuple(lease for lease in snapshot.leases if lease.state != "held")), now)
+    return decide(snapshot._replace(leases=tuple(lease for lease in snapshot.leases if lease.state != "held")), now)
 
 
 def without_rules(snapshot: Snapshot, now: float) -> Decision:
     return decide(
-        replace(snapshot, rules=Rules(min_quantum_s=0.0, quantum_per_switch=0.0, settle_s=0.0, run_per_switch=0.0)), now
+        snapshot._replace(rules=Rules(min_quantum_s=0.0, quantum_per_switch=0.0, settle_s=0.0, run_per_switch=0.0)), now
     )
 
 
 def without_pool(snapshot: Snapshot, now: float) -> Decision:
-    return decide(replace(snapshot, pool_free_bytes=None), now)
+    return decide(snapshot._replace(pool_free_bytes=None), now)
 
 
 def idle(snapshot: Snapshot, now: float) -> Decision:
-    return replace(decide(snapshot, now), actions=())
+    return decide(snapshot, now)._replace(actions=())
 
 
 def late(snapshot: Snapshot, now: float) -> Decision:
-    return replace(decide(snapshot, now), again_at_s=None)
+    return decide(snapshot, now)._replace(again_at_s=None)
 
 
 MUTANTS: dict[str, Policy] = {

@@ -316,14 +316,14 @@ class Node:
     def _grant(self, lease: SimulatedLease, action: Action) -> None:
         assert lease.view.state == PENDING, lease.view
         lease.granted_s = self.now
-        lease.view = replace(lease.view, state=HELD, gpu=action.gpus[0])
+        lease.view = lease.view._replace(state=HELD, gpu=action.gpus[0])
         self._check(action)
         self.at(self.now + 1.0, lambda: self._use(lease))
         self.at(self.now + lease.spec.hold_s, lambda: self._release(lease))
 
     def _use(self, lease: SimulatedLease) -> None:
         if lease.ended_s is None:
-            lease.view = replace(lease.view, used_bytes=lease.spec.size_bytes // 2)
+            lease.view = lease.view._replace(used_bytes=lease.spec.size_bytes // 2)
 
     def _release(self, lease: SimulatedLease) -> None:
         lease.ended_s = self.now

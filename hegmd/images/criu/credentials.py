@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hegmd.errors import DENIED, UNAVAILABLE, HegmError
 from hegmd.protocol.operations import Reason
@@ -36,8 +36,7 @@ _FURTHER_GROUPS = 14
 _ENDED = frozenset({2, 6})  # dead, and a zombie: it comes back as that, and runs no instruction
 
 
-@dataclass(frozen=True, slots=True)
-class Credentials:
+class Credentials(NamedTuple):
     """The rights of one restored thread. Capabilities as a mask for each set."""
 
     name: str  # the file's

@@ -8,7 +8,7 @@ words. Pure.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hegmd.errors import EXTERNAL, HegmError
 from hegmd.node.criu_program import bare_error, is_error
@@ -16,8 +16,7 @@ from hegmd.node.criu_program import bare_error, is_error
 _TAIL_LINES = 12
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     """A pattern of CRIU's, the sentence (with the pattern's groups) and the hint."""
 
     pattern: str

@@ -12,8 +12,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hegmd.node.processes.open_files import (
     PTY_MAJORS,
@@ -43,8 +42,7 @@ _PLAIN_DEVICES = frozenset([(1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (1, 11), (5,
 _OWN_NAMESPACES = frozenset({"ipc", "mnt", "net", "pid", "user", "uts"})
 
 
-@dataclass(frozen=True, slots=True)
-class OpenFile:
+class OpenFile(NamedTuple):
     """A regular file that a process has open: CRIU wants it to have that size again."""
 
     path: str
@@ -53,8 +51,7 @@ class OpenFile:
     is_appended: bool = False  # True if every process that has it open only appends: then CRIU dumps it at any size
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
+class Needs(NamedTuple):
     """The options for CRIU, what the restore has to provide, and the reasons against a dump."""
 
     pids: tuple[int, ...]

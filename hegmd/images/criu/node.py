@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hegmd.errors import REFUSED
 from hegmd.node.processes.process_tree import Tell, Tree, silent
@@ -40,8 +39,7 @@ _CHOSEN_TOO = ("popcnt", "rdrand", "rdseed", "sha", "sse", "ssse3", "vaes", "vpc
 _LISTED = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Differences:
+class Differences(NamedTuple):
     """The reasons against a restore on this node, and the harmless differences."""
 
     refusals: tuple[Reason, ...]

@@ -19,8 +19,8 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hegmd.errors import DENIED, REFUSED, HegmError
 from hegmd.images.criu.credentials import Credentials
@@ -38,8 +38,7 @@ _NAMES = {
 _IN_GUISE = (CAP_SETPCAP, CAP_CHECKPOINT_RESTORE)
 
 
-@dataclass(frozen=True, slots=True)
-class CriuPrivileges:
+class CriuPrivileges(NamedTuple):
     """User, group, further groups and capabilities, by number."""
 
     uid: int

@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import anyio
 import anyio.lowlevel
@@ -75,8 +76,7 @@ _LOG_LINES = 40
 _PYTHON = (sys.executable, "-SE", str(Path(__file__).with_name("parent.py")))
 
 
-@dataclass(frozen=True, slots=True)
-class Dumped:
+class Dumped(NamedTuple):
     """A dump that CRIU calls finished."""
 
     duration_s: float

@@ -30,8 +30,8 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import NamedTuple
 
 from hegmd.errors import INCOMPATIBLE, UNAVAILABLE, Bug, HegmError
 from hegmd.system.direct_io import (
@@ -70,8 +70,7 @@ _libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 Table = list[tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(NamedTuple):
     """The result of writing: stored bytes, the table's checksum, whether it bypassed the page cache, and the seconds
     that writing took without what was still to be read back.
     """
@@ -82,8 +81,7 @@ class Written:
     wrote_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class ByteFile:
+class ByteFile(NamedTuple):
     """A file in that folder: its name, and the mark that ties it to its image."""
 
     dir_fd: int

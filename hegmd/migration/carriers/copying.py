@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from hegmd.errors import HegmError, Refused
 from hegmd.gpu_helper.copy_client import HOST, VIDEO, CopyClient, Place
@@ -54,8 +54,7 @@ _SPANS_AN_ORDER = 4096
 _BEFORE_DEVICE = "/"
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """The storages on one GPU of a process: their places in the carrier's space, and the number of each storage."""
 
     subject: MigratedProcess

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import anyio
 
@@ -24,8 +24,7 @@ from hegmd.migration.methods.gpus import Gpus, VideoMemory
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class StagedBytes:
+class StagedBytes(NamedTuple):
     """A copy into staging memory: by which client, into which of its memories, how large, and how long it took."""
 
     route: CopyClient

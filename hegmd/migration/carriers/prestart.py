@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 
@@ -34,8 +34,7 @@ WHENS = (IN_TURN, BEFOREHAND, ALWAYS)
 _DECISIVE, _DECISIVE_NAMES = ("PYTHON", "LD_"), frozenset(("PATH", "HOME"))
 
 
-@dataclass(frozen=True, slots=True)
-class PrestartPolicy:
+class PrestartPolicy(NamedTuple):
     """When the next process imports what takes long, and how long a job trains on for that at most."""
 
     when: str = BEFOREHAND

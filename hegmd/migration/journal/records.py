@@ -17,8 +17,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hegmd.errors import BAD_REQUEST, UNAVAILABLE, HegmError
 from hegmd.migration.machine.effects import Effect
@@ -111,8 +110,7 @@ class Entry(Record):
     now: float = field("the monotonic instant that the machine was given", default=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class History:
+class History(NamedTuple):
     """An operation as the journal has it, and the events that led there."""
 
     operation: Operation
@@ -126,8 +124,7 @@ class History:
         return History(operation, story[dropped:], self.untold + dropped)
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(NamedTuple):
     """The content of a journal: the histories, the number of sound bytes, and whether an incomplete record follows.
 
     A writer truncates the file to `sound_bytes` and continues there.

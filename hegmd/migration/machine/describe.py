@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hegmd.errors import HegmError
 from hegmd.migration.machine import events
@@ -216,8 +216,7 @@ HAPPENINGS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Happening:
+class Happening(NamedTuple):
     """An event of the node."""
 
     kind: str

@@ -60,7 +60,7 @@ the pool, and can be resumed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hegmd.errors import Refused
 from hegmd.migration.machine import actions, communicators, results
@@ -82,8 +82,7 @@ MOVE, IGNORE, REFUSE = "move", "ignore", "refuse"
 Result = tuple[Operation, tuple[Effect, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """The verdict on an event in a phase. `why` is shown to the user if the event changes nothing.
 
     In `hint`, {id} is replaced by the operation's id, and {otherwise} by what can be done with a suspended operation.

@@ -11,8 +11,7 @@ This order keeps the promises. GPU and pool memory are reserved before a worker 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hegmd.migration.machine import effects
 from hegmd.migration.machine.effects import Effect
@@ -25,8 +24,7 @@ Want = tuple[type[Effect], dict[str, Any]]
 Wants = Callable[[Operation, JobProcess], Iterator[Want]]
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(NamedTuple):
     """A stage: its name as a phase, what it wants and by which effects, the limit that it runs under, its purpose."""
 
     phase: str

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from hegmd.gpu_helper.link import Stuck
 
@@ -44,8 +45,7 @@ class ProgressSample:
         return sum(count for state, count in self.threads.items() if state in _STOPPED)
 
 
-@dataclass(frozen=True, slots=True)
-class ProgressLimits:
+class ProgressLimits(NamedTuple):
     """The time limits. A step gets `floor_s`, and `times` its expected duration."""
 
     #: Between two looks. Most steps are over before the first.

@@ -13,7 +13,7 @@ running at the start looks for the ranks there itself: a rank that failed earlie
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hegmd.errors import HegmError
 from hegmd.node.processes.process_tree import pids_below
@@ -30,8 +30,7 @@ _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 NO_PROCESS: ProcessKey = (0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class RankPosition:
+class RankPosition(NamedTuple):
     """The position of a process: the process started as its rank, and the command of its supervisor above it."""
 
     rank: ProcessKey

@@ -8,7 +8,7 @@ move never depends on finding every tensor. The figures are measured ones, until
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from hegmd.memory.sizes import (
     NEXT_TO_NOTHING_BYTES,
@@ -37,8 +37,7 @@ LEFT_FREE_BYTES = 2 << 30
 _NATIVE = "native"
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """A carrier, and the memory that it takes besides the process's reservation."""
 
     carrier: str
@@ -52,8 +51,7 @@ class Choice:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """The memory of a process on one of its GPUs, and its target."""
 
     source: GpuMemory
@@ -71,8 +69,7 @@ class Share:
         return self.reserved_bytes + self.size_bytes - self.own_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(NamedTuple):
     """Why the requested carrier is impossible."""
 
     message: str
@@ -93,7 +90,7 @@ def choose(
     for carrier, row in carriers.items():
         why = next(_against(snapshot, request, candidate, shares, row), None)
         if why is None:
-            return replace(_choice(candidate, shares, carrier), why="; ".join(dict.fromkeys(whys)))
+            return _choice(candidate, shares, carrier)._replace(why="; ".join(dict.fromkeys(whys)))
         whys.append(why)
     raise AssertionError("the driver carries every byte of a process that it can checkpoint")
 
@@ -277,12 +274,14 @@ def _against_peer(request: PlanRequest, candidate: Candidate, share: Share, *, i
         yield f"{to.id} has {free} free, and {gigabytes(needed_bytes)} are needed there temporarily"
 
 
-@dataclass(frozen=True, slots=True)
-class OverlappedCopies:
+class OverlappedCopies(NamedTuple):
     """The copies that can overlap the driver's checkpoint (`out`) and restore (`back`), by free GPU memory."""
 
     out: bool = False
     back: bool = False
+
+
+NO_COPIES = OverlappedCopies()
 
 
 def overlapped_copies(
@@ -290,7 +289,7 @@ def overlapped_copies(
 ) -> OverlappedCopies:
     """Return which copies fit besides everything else that is free now. `to` is the target before reservations."""
     if carrier != HOST:
-        return OverlappedCopies()
+        return NO_COPIES
     free = {gpu.id: gpu.free_bytes or 0 for gpu in snapshot.gpus}
     reserved_bytes = size_bytes if at != to else 0
     return OverlappedCopies(
@@ -306,7 +305,7 @@ def estimate_s(
     driver_bytes: int,
     rates: Rates,
     overlap_bytes: int = 0,
-    copies: OverlappedCopies = OverlappedCopies(),
+    copies: OverlappedCopies = NO_COPIES,
     own_bytes: int = 0,
 ) -> float:
     """Return the downtime of one process in seconds, without its wait for a boundary; for a resume with preparation."""

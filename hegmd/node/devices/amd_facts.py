@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hegmd.node.devices.condition import FAILED, WARN, GpuProblem, conditioned, corrected_note
 from hegmd.protocol.snapshots import CORRECTED, GONE, LOST, ROWS, UNCORRECTED, Gpu, Health, PeerLink
@@ -20,8 +21,7 @@ VENDOR = "amd"
 PCI_VENDOR_ID = 0x1002
 
 
-@dataclass(frozen=True, slots=True)
-class AmdLink:
+class AmdLink(NamedTuple):
     """A link to another GPU, given by its PCI address."""
 
     to_pci_address: str
@@ -30,8 +30,7 @@ class AmdLink:
     bytes_per_s: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BadPages:
+class BadPages(NamedTuple):
     """Counts of bad memory pages: retired, to be retired at the next reset, and impossible to retire."""
 
     retired: int

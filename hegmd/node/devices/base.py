@@ -13,9 +13,8 @@ to move jobs on them also takes a method (`hegmd/migration/contracts.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.protocol.snapshots import Gpu, GpuUse
@@ -32,16 +31,14 @@ class DeviceAbsent(DeviceError):
     """This node has no library, driver or card of this vendor. Not an error, but checked again."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessUse:
+class ProcessUse(NamedTuple):
     """A pid that uses a GPU, as the driver reports it, in the driver's pid namespace."""
 
     pid: int
     use: GpuUse
 
 
-@dataclass(frozen=True, slots=True)
-class VendorSnapshot:
+class VendorSnapshot(NamedTuple):
     """All that one vendor's library reports, read in one pass.
 
     In `gpus`, `id` is the provider's own (its index as text) until the inventory assigns the node's ids. So

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hegmd.node.devices.amd_facts import PCI_VENDOR_ID, AmdFacts, AmdLink, BadPages, celsius, gfx_name, percent, watts
 from hegmd.node.devices.base import ProcessUse
@@ -27,8 +27,7 @@ _NO_PROPERTIES: Mapping[str, int] = {}
 _GONE = b"\xff\xff"
 
 
-@dataclass(frozen=True, slots=True)
-class KfdGpu:
+class KfdGpu(NamedTuple):
     """A GPU in the kernel's topology, with all that its `properties` say."""
 
     node: int

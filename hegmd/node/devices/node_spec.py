@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hegmd import __version__
 
@@ -28,8 +29,7 @@ _UNIT_NAMES = {name.lower(): name for name in UNITS_BYTES}
 _SIZE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([A-Za-z]{1,3})")
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessSpec:
+class ProcessSpec(NamedTuple):
     """A process that is on the GPU from the start; its pid need not exist on this machine."""
 
     pid: int
@@ -62,8 +62,7 @@ class GpuSpec:
     processes: tuple[ProcessSpec, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class LinkSpec:
+class LinkSpec(NamedTuple):
     """A link between two GPUs, by index; it goes both ways."""
 
     ends: tuple[int, int]
@@ -72,8 +71,7 @@ class LinkSpec:
     bytes_per_s: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FaultSpec:
+class FaultSpec(NamedTuple):
     """A scheduled fault: after this many good snapshots, for this many, or permanently."""
 
     target: str

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hegmd.node.devices.base import DeviceAbsent, DeviceError, ProcessUse, VendorSnapshot
 from hegmd.node.devices.nvidia_health import ErrorHistory, HealthFacts, judge, without_answer
@@ -54,8 +55,7 @@ _ARCHITECTURES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _GpuProperties:
+class _GpuProperties(NamedTuple):
     """The properties of a GPU that do not change while the library is open."""
 
     uuid: str

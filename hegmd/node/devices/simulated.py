@@ -11,7 +11,7 @@ inventory's thread. One condition guards everything, and only a hanging snapshot
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hegmd.errors import BAD_REQUEST, NOT_FOUND, HegmError, Refused
 from hegmd.node.devices.base import DeviceAbsent, DeviceError, ProcessUse, VendorSnapshot
@@ -32,8 +32,7 @@ _SHUTS_OUT = ("lost", "error", "hang", "xid79")
 _MENDING = "repair it with the fault `none`"
 
 
-@dataclass(frozen=True, slots=True)
-class _SimulatedHold:
+class _SimulatedHold(NamedTuple):
     pid: int
     vram_bytes: int
 

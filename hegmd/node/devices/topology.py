@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from hegmd.errors import BAD_CONFIG, HegmError
 from hegmd.node.devices.node_spec import (
@@ -91,8 +91,7 @@ def _from_file(path: Path) -> Topology:
     return _Description(path, text).read(values)
 
 
-@dataclass(frozen=True, slots=True)
-class _Problem:
+class _Problem(NamedTuple):
     line: int | None
     message: str
     hint: str

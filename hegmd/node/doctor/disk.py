@@ -6,8 +6,8 @@ import errno
 import os
 import stat
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hegmd.node.doctor.facts import MIB, CheckResult, NodeFacts, clipped, fail, ok, size_text, skip, warn
 from hegmd.node.doctor.rights import may_use
@@ -17,8 +17,7 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "9p", "glusterfs")
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
+class Mount(NamedTuple):
     """A line of /proc/self/mountinfo, with the fields that are needed."""
 
     point: str

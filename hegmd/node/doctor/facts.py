@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from hegmd.protocol.snapshots import Gpu, Vendor
 from hegmd.system.programs import SYSTEM_PATH
@@ -24,8 +25,7 @@ MIB = 1024 * 1024
 GIB = 1024 * MIB
 
 
-@dataclass(frozen=True, slots=True)
-class CheckResult:
+class CheckResult(NamedTuple):
     """The result of a check: its status, one short line, and the next step if there is one."""
 
     status: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hegmd.node.doctor.facts import NodeFacts
 
@@ -18,8 +18,7 @@ BRIDGE_CLASSES = (0x0680,)
 _DEVICES = "sys/bus/pci/devices"
 
 
-@dataclass(frozen=True, slots=True)
-class PciDevice:
+class PciDevice(NamedTuple):
     """A device and the driver that is bound to it, if any."""
 
     address: str

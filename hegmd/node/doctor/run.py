@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import anyio
 
@@ -31,8 +31,7 @@ def _always(_facts: NodeFacts) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class BlockingCheck:
+class BlockingCheck(NamedTuple):
     """A check that reads; blocking."""
 
     id: str
@@ -40,8 +39,7 @@ class BlockingCheck:
     absent: Absent = _always
 
 
-@dataclass(frozen=True, slots=True)
-class ProgramCheck:
+class ProgramCheck(NamedTuple):
     """A check that runs a program."""
 
     id: str

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
 from anyio.abc import TaskStatus
@@ -43,8 +42,7 @@ MORE_LOOKS = 4
 COUNTS_IN_OUR_NAMESPACE = frozenset({"simulated"})
 
 
-@dataclass(frozen=True, slots=True)
-class NodeSnapshot:
+class NodeSnapshot(NamedTuple):
     """GPUs, processes and vendors of the node at one moment; `monotonic` is its start."""
 
     taken_utc: float

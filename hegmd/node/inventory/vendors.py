@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import anyio
 
@@ -36,8 +36,7 @@ _HANG_HINT = "run: dmesg; a hung driver may need a reboot"
 _BUG_HINT = "report this with the traceback in hegmd's log; hegmd tries again"
 
 
-@dataclass(frozen=True, slots=True)
-class VendorView:
+class VendorView(NamedTuple):
     """The current state of one vendor's library.
 
     `snapshot` is its last one since it was opened. `reading` counts them, so that a new one that is equal is

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hegmd.node.processes.procfs import ProcessGone, Unreadable, read_kernel_facts
 
@@ -28,8 +28,7 @@ _FORKED = 0x40
 _OWN_MEMORY = (b"RssAnon", b"RssShmem", b"VmSwap", b"HugetlbPages")
 
 
-@dataclass(frozen=True, slots=True)
-class CudaUser:
+class CudaUser(NamedTuple):
     """A such process. `own_bytes` is all its own memory, wherever that is."""
 
     pid: int

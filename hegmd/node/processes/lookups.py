@@ -13,7 +13,7 @@ from __future__ import annotations
 import pwd
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hegmd.node.processes.procfs import ProcessGone, Unreadable, read_command, read_start
 
@@ -26,8 +26,7 @@ NOTE_STUCK = "its command line cannot be read: the process holds the lock of its
 NOTE_UNREADABLE = "hegmd has no permission to read its command line"
 
 
-@dataclass(frozen=True, slots=True)
-class LookupRequest:
+class LookupRequest(NamedTuple):
     """A request to look up: processes as (pid, start ticks, name), users as uids, and what to keep."""
 
     commands: tuple[tuple[int, int, str], ...]
@@ -36,8 +35,7 @@ class LookupRequest:
     urgent: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Command:
+class _Command(NamedTuple):
     text: str | None
     name: str
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hegmd.errors import REFUSED
 from hegmd.node.processes.process_tree import Descriptor, Tree
@@ -19,8 +19,7 @@ PTY_MAJORS = range(136, 144)
 _V4_IN_V6 = "0000000000000000FFFF0000"
 
 
-@dataclass(frozen=True, slots=True)
-class Outlet:
+class Outlet(NamedTuple):
     """An open file whose other end is not in the tree: a pipe, a terminal, a socket to a log.
 
     The other end does not exist at the restore, so a file or /dev/null replaces it.

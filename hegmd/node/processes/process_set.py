@@ -13,8 +13,8 @@ import signal
 import time
 from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hegmd.node.processes.procfs import ProcessGone, Scarce, Unreadable, read_start
 from hegmd.system.descriptors import is_readable
@@ -29,8 +29,7 @@ _REAPED_WITHIN_S = 10.0
 _POLL_INTERVAL_S = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessSet:
+class ProcessSet(NamedTuple):
     """Processes by pid with their start times, and which of them were stopped by a signal."""
 
     start_ticks: Mapping[int, int]
@@ -56,8 +55,7 @@ def population_of(pids: Iterable[int]) -> ProcessSet:
     return ProcessSet(ticks, frozenset(stopped))
 
 
-@dataclass(frozen=True, slots=True)
-class DescriptorHolder:
+class DescriptorHolder(NamedTuple):
     """A process that uses a number as its pid, its group or its session. A zombie waits to be reaped."""
 
     number: int

@@ -11,6 +11,7 @@ import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from hegmd.node.processes.socket_peers import TcpEnd, UnixEnd, tcp_ends, unix_ends
 
@@ -22,8 +23,7 @@ _DELETED = " (deleted)"
 _STATE, _PARENT, _GROUP, _SESSION, _TERMINAL, _START_TICKS = 0, 1, 2, 3, 4, 19
 
 
-@dataclass(frozen=True, slots=True)
-class TreeProcess:
+class TreeProcess(NamedTuple):
     pid: int
     parent: int
     start_ticks: int
@@ -42,8 +42,7 @@ class TreeProcess:
     command: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Descriptor:
+class Descriptor(NamedTuple):
     """An open descriptor."""
 
     pid: int
@@ -77,8 +76,7 @@ class Descriptor:
         return self.flags & os.O_ACCMODE != os.O_RDONLY
 
 
-@dataclass(frozen=True, slots=True)
-class Mapping:
+class Mapping(NamedTuple):
     pid: int
     path: str
     is_deleted: bool = False

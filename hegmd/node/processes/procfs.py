@@ -15,7 +15,7 @@ import os
 import signal
 import struct
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hegmd.errors import UNAVAILABLE, HegmError
 
@@ -57,8 +57,7 @@ class Scarce(Unreadable):
         self.number = number
 
 
-@dataclass(frozen=True, slots=True)
-class KernelFacts:
+class KernelFacts(NamedTuple):
     """The kernel's facts about a process, read without its cooperation."""
 
     start_ticks: int

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hegmd.node.devices.base import ProcessUse
 from hegmd.node.processes.lookups import LookupRequest, Lookups
@@ -22,8 +23,7 @@ from hegmd.protocol.snapshots import AgentInfo, GpuProcess, GpuUse
 NOTE_NOT_LOOKED_AT = "/proc was not read in time; try again"
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessListInputs:
+class ProcessListInputs(NamedTuple):
     """The facts that are known before /proc is read.
 
     `uses` name GPUs by UUID; `ids` maps them to the node's ids. `unproven` are pids of a driver that may count in
@@ -38,8 +38,7 @@ class ProcessListInputs:
     held_bytes: Mapping[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessReadings:
+class ProcessReadings(NamedTuple):
     """The facts that were read about the pids, and the processes that left the GPUs without ending."""
 
     uses_of: Mapping[int, list[ProcessUse]]
@@ -48,8 +47,7 @@ class ProcessReadings:
     lookups: LookupRequest
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessList:
+class ProcessList(NamedTuple):
     """The processes, ordered by pid.
 
     `ended` are those that a driver still lists though they have ended. `departed` are those of the previous list that

@@ -10,8 +10,8 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 STREAMS = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
 _SOCK_DIAG = 4
@@ -25,8 +25,7 @@ _ESTABLISHED_OR_CLOSING = frozenset({"01", "02", "03", "04", "05", "08", "09", "
 _ANSWER_BYTES = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class UnixEnd:
+class UnixEnd(NamedTuple):
     """One Unix socket: its type, its name, and the inode of its peer, if it has them."""
 
     kind: int
@@ -35,8 +34,7 @@ class UnixEnd:
     peer: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class TcpEnd:
+class TcpEnd(NamedTuple):
     """One TCP socket with a connection: its own address and the other's, as the kernel writes them."""
 
     local: str

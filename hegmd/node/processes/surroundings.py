@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _CGROUPS = Path("/sys/fs/cgroup")
 # cgroup version 1 writes a limit at least this large for no limit.
@@ -19,8 +19,7 @@ _STATE, _PARENT = 0, 1
 _MAPS_MAX_BYTES = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class SurroundingFacts:
+class SurroundingFacts(NamedTuple):
     """The facts. None is unknown; `cgroup_free_bytes` None also means no limit."""
 
     stopped: bool = False

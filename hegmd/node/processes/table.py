@@ -21,6 +21,7 @@ import resource
 import select
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hegmd.node.processes.lookups import Lookups
 from hegmd.node.processes.procfs import (
@@ -58,8 +59,7 @@ class Visibility(enum.Enum):
     UNSEEN = enum.auto()
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessFacts:
+class ProcessFacts(NamedTuple):
     """The known facts about the process of a pid; None for the rest, with a note that gives the reason."""
 
     pid: int

@@ -6,14 +6,13 @@ import contextlib
 import os
 import resource
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _STARTED_UTC = time.time()  # the import of this module, early in the daemon's start
 
 
-@dataclass(frozen=True, slots=True)
-class OwnProcess:
+class OwnProcess(NamedTuple):
     """The daemon's own use of the node at one moment."""
 
     started_utc: float

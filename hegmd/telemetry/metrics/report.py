@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from hegmd.protocol.snapshots import FAILING, GONE, HEALTHY, Gpu, GpuProcess, Vendor
 from hegmd.telemetry.metrics.counters import Counters
@@ -41,8 +41,7 @@ class Snapshot(Protocol):
     def vendors(self) -> Sequence[Vendor]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Build:
+class Build(NamedTuple):
     """The version of hegmd."""
 
     version: str
@@ -50,8 +49,7 @@ class Build:
     python_version: str
 
 
-@dataclass(frozen=True, slots=True)
-class JobTally:
+class JobTally(NamedTuple):
     """The counts of one job."""
 
     id: str
@@ -60,8 +58,7 @@ class JobTally:
     boundary: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class RecoveryTally:
+class RecoveryTally(NamedTuple):
     """The number of jobs of `hegmctl run --recover` in each state, and of snapshots taken."""
 
     states: Mapping[str, int]

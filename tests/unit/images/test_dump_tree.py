@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,7 +38,7 @@ def test_an_image_holds_nothing_that_its_reader_could_not_have(
     uid: int, changes: dict[str, Any], why: str | None
 ) -> None:
     first = Process(7, 1, 70, "S", 7, 7, uid=1000, gid=1000)
-    tree = Tree(7, (replace(first, **changes),))
+    tree = Tree(7, (first._replace(**changes),))
     reasons = not_theirs(tree, needs_of(tree), Rights(uid, 1000, ()))
     assert [reason.message for reason in reasons if why is None or why in reason.message] == (
         [] if why is None else [reasons[0].message]

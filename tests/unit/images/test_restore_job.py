@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -134,7 +133,7 @@ async def test_an_image_of_this_node_has_no_obstacle(tmp_path: Path, node: dict[
 async def test_a_used_pid_a_full_pool_and_a_missing_criu_are_reported_together(
     tmp_path: Path, node: dict[str, object]
 ) -> None:
-    manifest = _manifest(tmp_path, node, replace(FREE, pids=(os.getpid(),)))
+    manifest = _manifest(tmp_path, node, FREE._replace(pids=(os.getpid(),)))
     manifest = manifest.replace(workers=(manifest.workers[0].replace(size_bytes=1 << 30),))
     reasons = _messages(await _against(_reviving(tmp_path, criu=_none), manifest))
     assert f"the job needs the number of process {os.getpid()}, which runs" in reasons
@@ -171,7 +170,7 @@ async def test_missing_shortened_and_grown_files_are_reported_by_name(tmp_path: 
     names = ("gone", "shorter", "longer", "appended")
     for name in names:
         (tmp_path / name).write_text("four")
-    needs = replace(_needs_of(OPENS, *(str(tmp_path / name) for name in names)), pids=FREE.pids)
+    needs = _needs_of(OPENS, *(str(tmp_path / name) for name in names))._replace(pids=FREE.pids)
     (tmp_path / "gone").unlink()
     for name, content in (("shorter", "two"), ("longer", "eleven"), ("appended", "eleven")):
         (tmp_path / name).write_text(content)

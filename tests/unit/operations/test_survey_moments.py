@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -77,8 +76,8 @@ async def test_the_reserve_of_driver_and_hegmd_is_no_memory_for_jobs(
         await node.attend(process.pid, b"1" * 100)
         await node.attend(second_process.pid, b"1" * 20, token="b" * 32)
         snapshot = await node.inventory.fresh(0.0)
-        real = replace(snapshot, gpus=tuple([gpu.replace(memory_free_bytes=8 << 20) for gpu in snapshot.gpus]))
-        real = replace(real, gpus=tuple([gpu.replace(memory_total_bytes=9 << 20) for gpu in real.gpus]))
+        real = snapshot._replace(gpus=tuple([gpu.replace(memory_free_bytes=8 << 20) for gpu in snapshot.gpus]))
+        real = real._replace(gpus=tuple([gpu.replace(memory_total_bytes=9 << 20) for gpu in real.gpus]))
         own = PlanSurvey(
             *(node.inventory, node.workers, lambda: PoolMemory(budget_bytes=0, free_bytes=0)),
             count=node.moving.attendance.count,

@@ -10,7 +10,6 @@ import signal
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -153,7 +152,7 @@ async def test_ranks_that_cannot_connect_again_are_ended_by_their_owner_and_free
         assert answer.operation is not None
         op_id, runner = answer.operation.id, node.moving.runner
         operation = runner.history(op_id).operation.replace(failed_reconnects=MAX_RECONNECTS)
-        failed = replace(runner.history(op_id), operation=operation)
+        failed = runner.history(op_id)._replace(operation=operation)
         runner._running[op_id].history = runner._ledger._histories[op_id] = failed
         with pytest.raises(HegmError, match="belongs to uid"):
             await node.operations.drop(op_id, node.context(may=False))

@@ -163,7 +163,7 @@ async def _answered(request: Request) -> tuple[object, list[tuple[str, object]]]
         "session.at_end": _now,
     }
     part = functools.partial(Part, calls=calls, values=values)
-    parts: dict[str, Any] = {field.name: part(field.name) for field in dataclasses.fields(Services)}
+    parts: dict[str, Any] = {name: part(name) for name in Services._fields}
     call: Any = SimpleNamespace(session=part("session"), peer=ROOT, emit=part("emit"), fds=part("fds"))
     handler = Handlers(Services(**parts)).table()[type(request)]
     return await handler(call, request), calls

@@ -145,7 +145,7 @@ def test_a_resumed_job_runs_at_least_twice_as_long_as_its_switch() -> None:
 
 def test_a_lease_with_the_right_suspends_jobs_of_other_users() -> None:
     job = replace(running("j1", 80, priority=20), uid=OTHER_USER)
-    assert kinds(decided(gpu("gpu0", 0), job, replace(pending(40), preempts_others=True))) == [
+    assert kinds(decided(gpu("gpu0", 0), job, pending(40)._replace(preempts_others=True))) == [
         ("suspend", "j1", ("gpu0",))
     ]
 
@@ -254,13 +254,13 @@ def test_every_waiting_job_shows_what_happens_next() -> None:
 
 def test_the_reason_for_an_impossible_size_names_who_uses_the_rest() -> None:
     """`hegmctl queue` showed "139 GiB on 1 GPU; the largest on this node has 140 GiB"."""
-    small = replace(gpu("gpu0", 78), kept_bytes=GIB)
+    small = gpu("gpu0", 78)._replace(kept_bytes=GIB)
     waits = explain(node(small, queued("j1", 79)), NOW)[0].waits
     assert waits == (
         "79.0 GiB on a GPU: gpu0 has at most 78.0 GiB for jobs of its 80.0 GiB: "
         "the driver and hegmd keep 1.0 GiB and other programs use 1.0 GiB"
     )
-    shared = replace(small, contexts_bytes=GIB)
+    shared = small._replace(contexts_bytes=GIB)
     assert explain(node(shared, queued("j1", 79)), NOW)[0].waits.endswith(
         "the driver and hegmd keep 1.0 GiB and suspended jobs keep contexts of 1.0 GiB"
     ), "kept contexts counted as other programs"
@@ -288,7 +288,7 @@ def test_a_job_that_waits_for_leased_memory_is_shown_the_lease() -> None:
 
 def test_a_waiting_job_shows_who_has_the_gpu_and_how_it_gets_it() -> None:
     """On a node with Slurm the job saw a lease without its Slurm job, and none of the jobs that have the memory."""
-    lease = replace(held(30), ends_with="Slurm job 42")
+    lease = held(30)._replace(ends_with="Slurm job 42")
     important, small = running("j2", 15, priority=90), running("j3", 5, priority=20)
     (waiting,) = explain(node(gpu("gpu0", 50), queued("j1", 70), lease, important, small), NOW)
     assert waiting.waits == (
@@ -310,7 +310,7 @@ def test_a_waiting_job_shows_who_has_the_gpu_and_how_it_gets_it() -> None:
 
 def _two_chips(*free_gib: int) -> list[Gpu]:
     """Return four GPUs of one chip, and larger ones of another chip with `free_gib` free."""
-    small = [replace(gpu(f"gpu{number}", 24, total_gib=24), chip="L4") for number in range(4)]
+    small = [gpu(f"gpu{number}", 24, total_gib=24)._replace(chip="L4") for number in range(4)]
     return [*small, *(gpu(f"gpu{number}", free_gib) for number, free_gib in enumerate(free_gib, 4))]
 
 
@@ -354,8 +354,8 @@ def test_a_job_within_a_lease_may_use_the_leases_memory() -> None:
 
 def test_a_lease_waits_while_hegmd_itself_copies_on_the_gpu() -> None:
     """The daemon refused make-room if it looked before the GPU helper's context was gone, which no job had left."""
-    lease, copying = pending(79), replace(gpu("gpu0", 78), copying_bytes=2 * GIB)
-    for parts, is_expected in (((copying, lease), True), ((replace(copying, copying_bytes=0), lease), False)):
+    lease, copying = pending(79), gpu("gpu0", 78)._replace(copying_bytes=2 * GIB)
+    for parts, is_expected in (((copying, lease), True), ((copying._replace(copying_bytes=0), lease), False)):
         snapshot = node(*parts)
         assert is_moving(View(NOW, snapshot), decide(snapshot, NOW), lease.id) is is_expected
     assert explain(node(copying, lease), NOW)[0].waits.endswith(": hegmd uses 2.0 GiB until its copies end")

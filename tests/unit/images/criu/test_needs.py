@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from dataclasses import replace
 
 from hegmd.images.criu.needs import Needs, needs_of
 from hegmd.node.processes.process_tree import Descriptor, Mapping, Tree, TreeProcess
@@ -53,18 +52,18 @@ def test_the_plain_form_has_all_that_a_restore_needs() -> None:
 
 
 def test_a_shell_job_is_passed_to_criu_as_one() -> None:
-    assert needs_of(tree(members=(replace(ROOT, session=50),))).dump_options == ("--shell-job",)
-    assert needs_of(tree(members=(replace(ROOT, group=50),))).restore_options == ("--shell-job",)
+    assert needs_of(tree(members=(ROOT._replace(session=50),))).dump_options == ("--shell-job",)
+    assert needs_of(tree(members=(ROOT._replace(group=50),))).restore_options == ("--shell-job",)
 
 
 def test_a_child_in_a_strange_session_is_refused() -> None:
-    found = needs_of(tree(members=(ROOT, replace(CHILD, session=77))))
+    found = needs_of(tree(members=(ROOT, CHILD._replace(session=77))))
     assert messages(found) == ["process 101 is in session 77, whose leader is neither in the job nor its own"]
 
 
 def test_a_job_that_was_started_from_outside_of_its_container_was_stopped_before_criu_refused_it() -> None:
     """CRIU said «A session leader of 100 is outside of its pid namespace»: so it is with kubectl exec."""
-    found = needs_of(tree(members=(replace(ROOT, session=0), replace(CHILD, session=0))))
+    found = needs_of(tree(members=(ROOT._replace(session=0), CHILD._replace(session=0))))
     assert [message.partition(" whose")[0] for message in messages(found)] == [
         "process 100 is in a session",
         "process 101 is in a session",
@@ -81,14 +80,14 @@ def test_a_file_on_a_dead_disk_was_an_internal_error_and_is_named() -> None:
 def test_a_pidfd_of_a_process_outside_the_job_is_refused_before_the_job_parks() -> None:
     own, ended = (Descriptor(100, fd, "anon_inode:[pidfd]", refers_to=pid) for fd, pid in ((3, 101), (4, -1)))
     assert messages(needs_of(tree(own, ended, members=(ROOT, CHILD)))) == []
-    assert messages(needs_of(tree(replace(own, refers_to=7), members=(ROOT, CHILD)))) == [
+    assert messages(needs_of(tree(own._replace(refers_to=7), members=(ROOT, CHILD)))) == [
         "process 100 has a pidfd of process 7 open (descriptor 3), which is not in the job"
     ]
 
 
 def test_steps_that_need_root_are_listed_separately() -> None:
     assert needs_of(tree()).only_by_root == ()
-    found = needs_of(tree(members=(ROOT, replace(CHILD, is_confined=True))))
+    found = needs_of(tree(members=(ROOT, CHILD._replace(is_confined=True))))
     assert found.reasons == ()
     assert [reason.message for reason in found.only_by_root] == [
         "process 101 has a filter of system calls (seccomp), which CRIU cannot dump with a user's rights"
@@ -129,9 +128,9 @@ def test_a_terminal_is_named_to_both_sides() -> None:
 
 
 def test_a_job_with_its_own_controlling_terminal_is_refused() -> None:
-    found = needs_of(tree(members=(replace(ROOT, has_terminal=True),)))
+    found = needs_of(tree(members=(ROOT._replace(has_terminal=True),)))
     assert "controlling terminal" in messages(found)[0]
-    assert needs_of(tree(members=(replace(ROOT, has_terminal=True, session=50),))).reasons == ()
+    assert needs_of(tree(members=(ROOT._replace(has_terminal=True, session=50),))).reasons == ()
 
 
 @in_one_test(
@@ -179,12 +178,12 @@ def test_shared_memory_of_the_node_is_refused() -> None:
 
 
 def test_a_debugger_and_a_container_are_refused() -> None:
-    traced = needs_of(tree(members=(replace(ROOT, tracer=42),)))
+    traced = needs_of(tree(members=(ROOT._replace(tracer=42),)))
     assert messages(traced) == ["process 100 is traced by process 42"]
     own = (("mnt", "mnt:[2]"), ("net", "net:[1]"), ("pid", "pid:[2]"))
     sandboxed = needs_of(tree(namespaces=(*HERE, ("mnt", "mnt:[7]"))))
     assert sandboxed.reasons == (), "the daemon's own mount namespace is another one"
-    contained = needs_of(tree(members=(replace(ROOT, namespaces=own),)))
+    contained = needs_of(tree(members=(ROOT._replace(namespaces=own),)))
     assert messages(contained) == ["process 100 has namespaces of its own: mnt, pid"]
 
 

@@ -105,17 +105,17 @@ def test_roots_criu_had_roots_rights_among_the_files_of_a_users_job() -> None:
     """A link in the place of one of them led to any file, once root brought that job back."""
     plain = job()
     (member,) = plain.members
-    alike = replace(member, pid=5, parent=4)
+    alike = member._replace(pid=5, parent=4)
     both = replace(plain, members=(member, alike))
     assert privileges_for_root(both, needs_of(both)) == to_dump(both, ())
     for other in (
-        replace(alike, uid=0),
-        replace(alike, gid=0),
-        replace(alike, groups=(27,)),
-        replace(alike, is_guarded=True),
-        replace(alike, is_confined=True),  # CRIU cannot take a filter of system calls with a user's rights
+        alike._replace(uid=0),
+        alike._replace(gid=0),
+        alike._replace(groups=(27,)),
+        alike._replace(is_guarded=True),
+        alike._replace(is_confined=True),  # CRIU cannot take a filter of system calls with a user's rights
     ):
         mixed = replace(plain, members=(member, other))
         assert privileges_for_root(mixed, needs_of(mixed)) is None
-    roots = replace(plain, members=(replace(member, uid=0),))
+    roots = replace(plain, members=(member._replace(uid=0),))
     assert privileges_for_root(roots, needs_of(roots)) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ def good_snapshot() -> VendorSnapshot:
 
 def with_gpu(**changes: Any) -> VendorSnapshot:
     snapshot = good_snapshot()
-    return replace(snapshot, gpus=(snapshot.gpus[0].replace(**changes), snapshot.gpus[1]))
+    return snapshot._replace(gpus=(snapshot.gpus[0].replace(**changes), snapshot.gpus[1]))
 
 
 def with_link(**changes: Any) -> VendorSnapshot:
@@ -39,7 +38,7 @@ def with_link(**changes: Any) -> VendorSnapshot:
 
 def with_use(pid: int = 71, **changes: Any) -> VendorSnapshot:
     use = GpuUse(gpu=UUID, vram_bytes=5, kind="compute").replace(**changes)
-    return replace(good_snapshot(), uses=(ProcessUse(pid, use),))
+    return good_snapshot()._replace(uses=(ProcessUse(pid, use),))
 
 
 def test_a_good_snapshot_passes() -> None:
@@ -95,9 +94,9 @@ def test_a_good_snapshot_passes() -> None:
         (with_use(gpu="gpu0"), "not the UUID"),
         (with_use(kind="c"), "kind 'c'"),
         (with_use(vram_bytes=2**64 - 1), "vram_bytes"),
-        (replace(good_snapshot(), uses=good_snapshot().uses * 2), "the process and GPU"),
-        (replace(good_snapshot(), library_version="unknown"), "library_version"),
-        (replace(good_snapshot(), gpus=list(good_snapshot().gpus)), "tuples"),  # type: ignore[arg-type] # on purpose
+        (good_snapshot()._replace(uses=good_snapshot().uses * 2), "the process and GPU"),
+        (good_snapshot()._replace(library_version="unknown"), "library_version"),
+        (good_snapshot()._replace(gpus=list(good_snapshot().gpus)), "tuples"),  # type: ignore[arg-type] # on purpose
     ],
 )
 def test_a_snapshot_that_breaks_the_contract_is_found(snapshot: VendorSnapshot, message: str) -> None:
@@ -169,7 +168,7 @@ def changes_its_mind(provider: Broken) -> None:
         snapshot = provider.inner.snapshot()
         calls.append(None)
         first = snapshot.gpus[0].replace(uuid=f"SIM-{len(calls)}")
-        return replace(snapshot, gpus=(first, snapshot.gpus[1].replace(links=())))
+        return snapshot._replace(gpus=(first, snapshot.gpus[1].replace(links=())))
 
     provider.on_snapshot = snapshot
 
