@@ -35,7 +35,7 @@ from hegmd.migration.machine.downtime import timed
 from hegmd.migration.machine.effects import Effect
 from hegmd.migration.machine.events import Event
 from hegmd.migration.machine.machine import handle
-from hegmd.migration.machine.next_effects import SUSPENDED, TERMINAL
+from hegmd.migration.machine.next_effects import PLANNED, SUSPENDED, TERMINAL
 from hegmd.migration.machine.operation import RESTART, Operation
 from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.run.executor import EffectExecutor
@@ -120,7 +120,10 @@ class Runner(BackgroundTasks):
         return self._ledger.reserve_id()
 
     async def begin(self, op: Operation) -> None:
-        """Put an operation in the journal and start it. Raises HegmError; nothing has been done then."""
+        """Put an operation in the journal and start it. Raises HegmError; nothing has been done then.
+
+        If hegmd stops meanwhile, the next daemon rolls back a planned one, which is refused, and continues any other.
+        """
         self._open_tasks()  # before anything is journalled
         utc = time.time()
         history = History(op).after(op, records.Line(utc=utc, event="", phase=op.phase))
@@ -137,7 +140,8 @@ class Runner(BackgroundTasks):
         way = way_of(op)
         message = f"operation {op.id}: {op.kind} of {pids}{' by restart' if way == RESTART else ''}"
         self._log.record("operation.began", "info", message, facts={"id": op.id, "way": way})
-        self._start(running, events.Begin(cause="request"))
+        if op.phase == PLANNED or self._tasks is not None:
+            self._start(running, events.Begin(cause="request"))
 
     async def remember(self, op: Operation) -> None:
         """Put an operation into the journal that failed before it could begin. Raises nothing."""

@@ -347,3 +347,35 @@ async def test_a_restore_that_failed_is_remembered_after_the_daemon_was_restarte
         assert before.failure is not None
         assert before.failure.message == "criu cannot restore process 7"
         assert runner.next_id() != op_id
+
+
+async def test_an_adopted_job_was_refused_when_hegmd_stopped_and_the_next_daemon_continued_it(
+    tmp_path: Path, process: Child
+) -> None:
+    """Its record was written while hegmd stopped: an operation that the next daemon continues is not refused."""
+    disk, refused = StalledDisk(b"second"), False
+
+    async with anyio.create_task_group() as requests, running(tmp_path, disk=disk) as node:
+        runner = node.operations.runner
+
+        async def begin() -> None:
+            nonlocal refused
+            try:
+                await runner.begin(suspended.replace(id="second"))
+            except HegmError:
+                refused = True
+
+        async def go_on_once_it_stops() -> None:
+            while runner._tasks is not None:
+                await anyio.lowlevel.checkpoint()
+            disk.go_on()
+
+        await node.attend(process.pid)
+        await node.operations.suspend([process.pid], node.context())
+        suspended = runner.find("1")
+        assert suspended is not None
+        requests.start_soon(begin)
+        await anyio.to_thread.run_sync(disk.wait_for_a_record)
+        requests.start_soon(go_on_once_it_stops)
+    async with running(tmp_path) as node:
+        assert (refused, node.operations.runner.describe("second").phase) == (False, "suspended")
