@@ -114,7 +114,6 @@ def _run(arguments: argparse.Namespace) -> int:
 
     from hegmd.app import App
     from hegmd.config import load
-    from hegmd.node.devices.topology import parse_topology
     from hegmd.system.systemd import take_offer
     from hegmd.telemetry import log
 
@@ -124,7 +123,7 @@ def _run(arguments: argparse.Namespace) -> int:
     settings = {key: value for key, value in given.items() if value is not None}
     load_again = partial(load, path=arguments.config, user_mode=arguments.user, arguments=settings)
     config = load_again()
-    topology = None if arguments.simulate is None else parse_topology(arguments.simulate)
+    topology = None if arguments.simulate is None else _simulated(arguments.simulate)
     if arguments.check_config:
         print(f"{config.path or 'no configuration file, so the defaults'}: ok")
         return 0
@@ -137,8 +136,15 @@ def _run(arguments: argparse.Namespace) -> int:
     with log.set_up(config.log.level, config.log.format) as log_setup:
         until = None if arguments.until is None else _pid(arguments.until)
         app = App(config, load_again, log_setup, offer, topology, user_mode=arguments.user, until_pid=until)
+        app.begin()
         anyio.run(app.run)
     return 0
+
+
+def _simulated(spec: str) -> Topology:
+    from hegmd.node.devices.topology import parse_topology
+
+    return parse_topology(spec)
 
 
 def _pid(text: str) -> int:

@@ -27,7 +27,6 @@ import anyio.to_thread
 from hegmd import __version__
 from hegmd.config import Config, after_reload, changes
 from hegmd.errors import TIMEOUT, HegmError
-from hegmd.node.devices.node_spec import Topology
 from hegmd.node.devices.shared_library import return_free_memory
 from hegmd.node.doctor.facts import NodeFacts
 from hegmd.node.doctor_session import Examination
@@ -69,6 +68,7 @@ from hegmd.wiring import (
 from hegmd.workers.workers import Workers
 
 if TYPE_CHECKING:
+    from hegmd.node.devices.node_spec import Topology
     from hegmd.server.scrape import ScrapePort
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class App:
         self._audit = Audit(config.audit.file)
         self._textfile = Textfile(config.metrics.textfile, config.metrics.textfile_interval_s, self._metrics)
         self._providers = providers_for(config, topology)
-        self._simulator = simulator_of(self._providers)
+        self._simulator = simulator_of(self._providers, topology)
         self._policy = policy_for(config, user_mode=user_mode)
         self._inventory = Inventory(
             self._providers,
@@ -140,6 +140,10 @@ class App:
         self._dispatcher = Dispatcher(Handlers(self._services()).table(), self._policy, self._counters, self._audit)
 
     # -- up and down ---------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Open the vendors' libraries in threads, while the event loop is imported and the state is read."""
+        self._inventory.begin()
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT. Raises HegmError when it cannot start."""

@@ -11,6 +11,7 @@ import grp
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, cast
 
 from hegmd.config import Config
 from hegmd.errors import HegmError
@@ -24,8 +25,6 @@ from hegmd.memory.ready_memory import ReadyMemory
 from hegmd.memory.spill_file import SpillFolder
 from hegmd.migration.carriers.prestart import PrestartPolicy
 from hegmd.node.devices.base import PROVIDERS, DeviceProvider
-from hegmd.node.devices.node_spec import Topology
-from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.node.doctor.facts import NodeFacts
 from hegmd.node.inventory import Inventory, NodeSnapshot
 from hegmd.node.processes import ProcessTable
@@ -40,6 +39,10 @@ from hegmd.system.state_dir import StateDir
 from hegmd.system.systemd import PassedDescriptors, ServiceManager
 from hegmd.telemetry.events import EventLog
 from hegmd.workers.workers import Workers
+
+if TYPE_CHECKING:
+    from hegmd.node.devices.node_spec import Topology
+    from hegmd.node.devices.simulated import SimulatedProvider
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,8 @@ def providers_for(
 ) -> tuple[DeviceProvider, ...]:
     """Return the providers: the simulated one only, or all real ones that are not switched off."""
     if topology is not None:
+        from hegmd.node.devices.simulated import SimulatedProvider  # a node with GPUs needs none
+
         return (SimulatedProvider(topology),)
     off = vendors_off(config, topology, vendors)
     return tuple(make() for vendor, make in vendors.items() if vendor not in off)
@@ -107,10 +112,9 @@ async def look_once(config: Config, topology: Topology | None) -> NodeSnapshot:
         return await inventory.refresh()
 
 
-def simulator_of(providers: tuple[DeviceProvider, ...]) -> SimulatedProvider | None:
+def simulator_of(providers: tuple[DeviceProvider, ...], topology: Topology | None) -> SimulatedProvider | None:
     """Return the simulated provider, if there is one; then it is the only one."""
-    first = providers[0] if providers else None
-    return first if isinstance(first, SimulatedProvider) else None
+    return None if topology is None else cast("SimulatedProvider", providers[0])
 
 
 def policy_for(config: Config, *, user_mode: bool) -> Policy:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 import anyio.abc
@@ -58,7 +58,6 @@ from hegmd.migration.run.executor import EffectExecutor
 from hegmd.migration.run.runner import Runner
 from hegmd.migration.run.task import reservations_to_restore
 from hegmd.node.criu_program import Criu, find, rights_missing
-from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.node.inventory import Inventory, NodeSnapshot
 from hegmd.operations.driver_orphans import DriverOrphans
 from hegmd.operations.evacuation import Evacuation
@@ -85,6 +84,9 @@ from hegmd.workers.job_names import JobNames
 from hegmd.workers.jobs import Jobs
 from hegmd.workers.supervisors import SupervisorAway, Supervisors
 from hegmd.workers.workers import AgentConnection, Workers
+
+if TYPE_CHECKING:
+    from hegmd.node.devices.simulated import SimulatedProvider
 
 
 class ImageSettings(NamedTuple):

@@ -6,11 +6,10 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hegmd import __version__
 from hegmd.errors import INCOMPATIBLE, NOT_FOUND, HegmError
-from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.node.inventory import Inventory, NodeSnapshot
 from hegmd.operations.image_requests import Checkpoints
 from hegmd.operations.job_requests import JobRequests
@@ -33,6 +32,9 @@ from hegmd.sharing.requests import SharingRequests
 from hegmd.sharing.resumes import QueuedResumes
 from hegmd.telemetry.events import EventLog, require_kinds
 from hegmd.workers.workers import Workers
+
+if TYPE_CHECKING:
+    from hegmd.node.devices.simulated import SimulatedProvider
 
 # An answer may be this old, so that concurrent callers share one snapshot.
 FRESH_S = 0.25

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from hegmd.errors import HegmError, Refused
-from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.protocol.snapshots import Gpu
 from hegmd.telemetry.log import limited
+
+if TYPE_CHECKING:
+    from hegmd.node.devices.simulated import SimulatedProvider
 
 logger = logging.getLogger(__name__)
 

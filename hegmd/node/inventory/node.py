@@ -103,6 +103,11 @@ class Inventory:
         self.refresh_count = 0
         self.last_refresh_s: float | None = None
 
+    def begin(self) -> None:
+        """Call the libraries before the event loop runs; the first refresh waits for those that are still busy."""
+        for vendor in self._vendors:
+            vendor.begin()
+
     async def __aenter__(self) -> Self:
         return self
 

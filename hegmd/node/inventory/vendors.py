@@ -65,6 +65,11 @@ class VendorWatch:
         self._retry_at = 0.0
         self._retry_s = FIRST_RETRY_S
 
+    def begin(self) -> None:
+        """Call the library before the event loop runs, because opening it takes a while. `update` takes the answer."""
+        if self._job is None:
+            self._ask()
+
     async def update(self, limit_s: float) -> None:
         """Call the library and wait for its answer up to the deadline. Does not wait while it hangs.
 

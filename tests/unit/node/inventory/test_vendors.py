@@ -46,6 +46,21 @@ async def test_a_hanging_library_is_awaited_once_and_delays_no_other_caller() ->
         assert node.kinds("inventory") == ["inventory.stale", "inventory.ready"]
 
 
+async def test_the_first_refresh_takes_the_answer_of_a_library_that_was_called_before() -> None:
+    provider = Provider(gpu(0))
+    provider.hang()
+    async with node_of(provider) as node:
+        node.inventory.begin()
+        await entered(provider)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(node.inventory.refresh)
+            await wait_all_tasks_blocked()
+            provider.unblock()
+        assert provider.calls == ["open", "snapshot"]
+        assert node.inventory.latest is not None
+        assert shown(node.inventory.latest) == [("gpu0", "nvidia-0", "ok")]
+
+
 async def test_a_library_that_hangs_later_is_shown_with_its_last_answer() -> None:
     provider = Provider(gpu(0), uses=[use(ME)])
     async with node_of(provider) as node:
