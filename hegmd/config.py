@@ -57,7 +57,7 @@ XDG_FALLBACKS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Config:
     """Every setting and its source. Made by `load` and never changed."""
 

@@ -2,7 +2,8 @@
 
 `setting_types` has the types of values; `config` decides where values come from, and reports invalid ones. A row is a
 field of one of the section classes below, so that the program sees typed attributes and a setting is added in one
-place. The check of a file, `hegmctl config` and the shipped example are derived from the rows.
+place. The check of a file, `hegmctl config` and the shipped example are derived from the rows. Sections have no equality
+and no repr: nothing uses them, and Python compiles each such method at every start of the daemon.
 
 Longer than 400 lines because every setting is here.
 """
@@ -52,7 +53,7 @@ def setting(
     return field(default=kind.parse(default), metadata={"row": row})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class DaemonSettings:
     """The socket and the directories of the daemon."""
 
@@ -90,7 +91,7 @@ class DaemonSettings:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class InventorySettings:
     """How GPUs and their processes are watched."""
 
@@ -122,7 +123,7 @@ class InventorySettings:
         return switch == "off"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class LimitSettings:
     """Limits for each caller, so that no caller slows down the others."""
 
@@ -150,7 +151,7 @@ class LimitSettings:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class LogSettings:
     """The log, and its form."""
 
@@ -172,7 +173,7 @@ class LogSettings:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class AuditSettings:
     """The audit record of changes."""
 
@@ -184,7 +185,7 @@ class AuditSettings:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class MetricsSettings:
     """Prometheus metrics besides those at the socket (`hegmctl metrics`)."""
 
@@ -205,14 +206,14 @@ class MetricsSettings:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class EventsSettings:
     """The history for `hegmctl events`."""
 
     remembered: int = setting(Amount(1, 100000), 1000, "Events that are kept in memory.", reloads=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class DoctorSettings:
     """The subjects of `hegmctl doctor`."""
 
@@ -224,7 +225,7 @@ class DoctorSettings:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class PoolSettings:
     """The memory in which the bytes of jobs are held while they are on no GPU."""
 
@@ -272,7 +273,7 @@ class PoolSettings:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class ImagesSettings:
     """Images of jobs on disk."""
 
@@ -308,7 +309,7 @@ class ImagesSettings:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class QuiesceSettings:
     """Jobs that are quiesced at a batch boundary."""
 
@@ -320,7 +321,7 @@ class QuiesceSettings:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class OtherProcessesSettings:
     """Other processes on a GPU, which are paused while GPU memory passes to a job."""
 
@@ -332,7 +333,7 @@ class OtherProcessesSettings:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class RestartSettings:
     """Jobs that leave, and are started again elsewhere from their state."""
 
@@ -356,7 +357,7 @@ class RestartSettings:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class SharingSettings:
     """Jobs that share GPUs: who goes first, who has to leave, and for how long."""
 
@@ -405,7 +406,7 @@ class SharingSettings:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class EvacuateSettings:
     """GPUs that are failing."""
 

@@ -98,7 +98,7 @@ def allowed_bytes(has_bytes: int, node: NodeMemory) -> int:
     return max(0, has_bytes + spare_bytes)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Segment:
     """Ready memory under its name."""
 

@@ -214,7 +214,7 @@ class ProcessState(NamedTuple):
     failed: str = ""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class OverlappedCopy:
     """The bytes that were copied during a driver call, and the time that took."""
 

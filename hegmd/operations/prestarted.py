@@ -44,7 +44,7 @@ class RetryDelays(NamedTuple):
         return min(self.first_s * 2.0 ** min(max(fallen - 1, 0), 30), self.longest_s)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _PrestartRequest:
     """The latest request to a supervisor: for which process, on which connection, when, and the failures in a row."""
 

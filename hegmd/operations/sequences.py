@@ -48,7 +48,7 @@ RETRY_S, MAX_RETRIES = 2.0, 150
 MIN_ATTEMPTS = 3
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Outcome:
     """The result: the operations, for a dry run the plans, and why jobs were not moved."""
 

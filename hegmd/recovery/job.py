@@ -39,7 +39,7 @@ COUNT_S = 2.0
 STACKS_S, MAX_STACKS_CHARS = 5.0, 20_000
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """The parts of the daemon that a protection uses. `gpus` returns those of the last look; `look` reads them again.
 

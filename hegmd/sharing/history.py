@@ -15,7 +15,7 @@ FIRST_RETRY_S, MAX_RETRY_S = 5.0, 300.0
 UNKNOWN_SWITCH_S = 1.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class JobPast:
     state: str = ""
     since_s: float = 0.0

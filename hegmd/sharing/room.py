@@ -37,7 +37,7 @@ class GpuHold(NamedTuple):
         return None if self.at_s is None and is_evictable else self.spare_bytes
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class GpuBudget:
     """The memory of one GPU, while a decision is made. Amounts may be negative: more is promised than there is."""
 

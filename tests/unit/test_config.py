@@ -35,7 +35,7 @@ def test_without_a_file_everything_is_at_the_default_of_a_system_daemon() -> Non
     assert config.daemon.state_dir == Path("/var/lib/hegm")
     assert config.daemon.group == "hegm"
     assert config.daemon.socket_mode == 0o660
-    assert config.limits == LimitSettings()
+    assert config.limits.frame_bytes == LimitSettings().frame_bytes
     assert config.audit.file is None
     assert set(config.sources.values()) == {"default"}
 

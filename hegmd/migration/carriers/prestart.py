@@ -41,7 +41,7 @@ class PrestartPolicy(NamedTuple):
     within_s: float = READY_WITHIN_S
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _RequestedPrestart:
     """A prestart that was requested for an operation, and whether the operation waits for it now."""
 

@@ -66,7 +66,7 @@ _NOWHERE = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1", "HEGM_GPU":
 _HELD = frozenset(("nvidia", SIMULATED))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _JobStart:
     """A start of a job, awaited by every process that it restores."""
 

@@ -14,7 +14,7 @@ from hegmd.node.gpu_sets import CPU, added, shared_out
 from hegmd.protocol.operations import PlannedProcess, Reason
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Draft:
     """A plan in the making, and the reasons against it so far."""
 

@@ -38,7 +38,7 @@ class BadPages(NamedTuple):
     failed: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class AmdFacts:
     """The facts of one GPU; None for unknown ones."""
 

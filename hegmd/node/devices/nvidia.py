@@ -65,7 +65,7 @@ class _GpuProperties(NamedTuple):
     numa_node: int | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Reading:
     """The readings of one GPU in one snapshot."""
 

@@ -121,7 +121,7 @@ class ErrorHistory:
         return self._before_reset + sum(times for times, _ in self.counts.values()) or None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class HealthFacts:
     """The facts about one GPU; None for unknown ones."""
 

@@ -29,7 +29,7 @@ _LINK_BYTES_PER_S = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _LinkEnds:
     """The devices at the other ends of a GPU's active links."""
 

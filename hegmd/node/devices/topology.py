@@ -119,7 +119,7 @@ def _are_tables(value: Any) -> bool:
     return isinstance(value, list) and {type(each) for each in cast("list[object]", value)} <= {dict}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Table:
     """A table of the file: returns its checked keys, and records unknown ones."""
 

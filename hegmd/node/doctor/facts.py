@@ -71,7 +71,7 @@ def _group_name(gid: int) -> str | None:
         return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class NodeFacts:
     """A node, as the daemon describes it to the checks."""
 

@@ -23,7 +23,7 @@ _UNANSWERED = ("failed", "absent")
 _ROLL = "processes"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _LastReport:
     """The last report about a GPU; None for a fact that was never known."""
 

@@ -25,7 +25,7 @@ _LOST = Health(state="failed", notes=(_WORDS,), condition=GONE, causes=(LOST,), 
 _UNKNOWN = Health(state="unknown", notes=("the vendor's library does not report its state",))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _RegisteredGpu:
     """One GPU: its name on this node, its vendor, and its record."""
 

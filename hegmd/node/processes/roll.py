@@ -59,7 +59,7 @@ class ProcessList(NamedTuple):
     departed: frozenset[int] = frozenset()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Line:
     """The inputs of a record, to decide whether it can be reused."""
 

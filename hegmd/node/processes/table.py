@@ -72,7 +72,7 @@ class ProcessFacts(NamedTuple):
     note: str | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Entry:
     """A pid that a driver reports: its facts, its pidfd, and the text of its control groups."""
 
