@@ -2,8 +2,8 @@
 
 `setting_types` has the types of values; `config` decides where values come from, and reports invalid ones. A row is a
 field of one of the section classes below, so that the program sees typed attributes and a setting is added in one
-place. The check of a file, `hegmctl config` and the shipped example are derived from the rows. Sections have no equality
-and no repr: nothing uses them, and Python compiles each such method at every start of the daemon.
+place. The check of a file, `hegmctl config` and the shipped example are derived from the rows. Sections have no
+equality and no repr: nothing uses them, and Python compiles each such method at every start of the daemon.
 
 Longer than 400 lines because every setting is here.
 """
