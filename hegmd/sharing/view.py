@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import anyio
@@ -77,13 +77,12 @@ class JobView(NamedTuple):
     leaves: SuspendOptions | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """The node at one moment: as the policy sees it, and the jobs behind it by their ids."""
 
     now: float
     snapshot: model.Snapshot
-    jobs: Mapping[str, JobView] = field(default_factory=dict[str, JobView])
+    jobs: Mapping[str, JobView] = MappingProxyType({})
 
 
 class SharingView:

@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -83,8 +82,7 @@ class Dumped(NamedTuple):
     version: str
 
 
-@dataclass(frozen=True, slots=True)
-class RestoredTree:
+class RestoredTree(NamedTuple):
     """A restored tree: its processes with their new start times, and what holds all its descendants: a unit of the
     service manager, or parent.py, by pid and start time.
     """
@@ -93,7 +91,7 @@ class RestoredTree:
     start_ticks: Mapping[int, int]
     unit: str | None
     duration_s: float
-    attendant: ProcessSet = field(default_factory=lambda: ProcessSet({}))
+    attendant: ProcessSet = ProcessSet({})
 
 
 class ProcessesLeft(HegmError):

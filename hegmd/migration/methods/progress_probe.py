@@ -14,8 +14,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from hegmd.gpu_helper.link import Stuck
@@ -28,8 +28,7 @@ _FLAGS, _EXITING = 6, 0x4
 GIB = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class ProgressSample:
+class ProgressSample(NamedTuple):
     """A sample: bytes in the process's memory, bytes free on all GPUs, and its threads by their state.
 
     None means unknown. The letters of the states are those of proc(5).
@@ -37,7 +36,7 @@ class ProgressSample:
 
     resident_bytes: int | None = None
     free_bytes: int | None = None
-    threads: Mapping[str, int] = field(default_factory=dict[str, int])
+    threads: Mapping[str, int] = MappingProxyType({})
 
     @property
     def stopped(self) -> int:

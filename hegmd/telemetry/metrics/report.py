@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 from hegmd.protocol.snapshots import FAILING, GONE, HEALTHY, Gpu, GpuProcess, Vendor
 from hegmd.telemetry.metrics.counters import Counters
@@ -58,6 +58,9 @@ class JobTally(NamedTuple):
     boundary: int | None
 
 
+_NONE: Mapping[Any, int] = MappingProxyType({})
+
+
 class RecoveryTally(NamedTuple):
     """The number of jobs of `hegmctl run --recover` in each state, and of snapshots taken."""
 
@@ -65,24 +68,23 @@ class RecoveryTally(NamedTuple):
     snapshots: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Tallies:
+class Tallies(NamedTuple):
     """Counts that other parts keep."""
 
-    events: Mapping[str, int] = field(default_factory=dict[str, int])
+    events: Mapping[str, int] = _NONE
     log_dropped: int = 0
     log_held_back: int = 0
     audit_lost: int = 0
-    pool_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
+    pool_bytes: Mapping[str, int] = _NONE
     orphans: int = 0
     images_missed: int = 0
-    operations: Mapping[tuple[str, str, str], int] = field(default_factory=dict[tuple[str, str, str], int])
+    operations: Mapping[tuple[str, str, str], int] = _NONE
     #: Running operations by state: OPERATION_STATES.
-    operations_now: Mapping[str, int] = field(default_factory=dict[str, int])
+    operations_now: Mapping[str, int] = _NONE
     jobs: Sequence[JobTally] = ()
     #: Jobs and leases that share GPUs, by state.
-    sharing: Mapping[str, int] = field(default_factory=dict[str, int])
-    recovery: RecoveryTally = field(default_factory=lambda: RecoveryTally({}))
+    sharing: Mapping[str, int] = _NONE
+    recovery: RecoveryTally = RecoveryTally(_NONE)
 
 
 # A changing value of a GPU: name, kind, meaning, and how to read it.
