@@ -42,7 +42,7 @@ from hegmd.migration.contracts import (
 from hegmd.migration.methods import launchers
 from hegmd.migration.methods.pool_keys import key_of
 from hegmd.migration.methods.rank_startup import NO_PROCESS, RankPosition, StartingRank, position_of, ranks_below
-from hegmd.migration.methods.restore_lock import claimed, has_finished, has_passed, note_passed
+from hegmd.migration.methods.restore_lock import claimed, has_finished, has_passed, lock_path, note_passed
 from hegmd.node.gpu_sets import CPU, gpus_of
 from hegmd.node.processes.procfs import ProcessKey
 from hegmd.protocol.messages import AgentAttend
@@ -297,6 +297,9 @@ class RestartMethod:
         for state in states:
             await self._pool.fetch(state)
         memories = [self._pool.memory(state).fd for state in states]
+        lock = lock_path(self._folder, subject.operation)
+        if subject.ranks and supervisor.run and await anyio.Path(lock).exists():
+            await anyio.to_thread.run_sync(launchers.end_orphans, supervisor.run, lock)
         claim = await anyio.to_thread.run_sync(claimed, self._folder, subject.operation)
         try:
             supervisor.failure = ""

@@ -95,10 +95,11 @@ def method(
     position_of: Callable[[int, int], RankPosition | None] = position_of,
     ranks_below: Callable[[int], tuple[ProcessKey | None, Mapping[int, ProcessKey]]] = ranks_below,
     vendor: str = "simulated",
+    pool: Pool | None = None,
 ) -> RestartMethod:
     gpus = [Gpu(id=name, index=index, uuid=name.upper(), vendor=vendor) for index, name in enumerate(("gpu0", "gpu1"))]
     by = SimulatedMethod(SimulatedMemory(None))
-    pool = Pool(1 << 20, keep=MemoryKeeping())
+    pool = pool or Pool(1 << 20, keep=MemoryKeeping())
     parts = workers or AttendingWorkers(*pids), supervisors or EndedSupervisors(lambda _: TICKS), pool
     return RestartMethod(
         *parts, by=by, gpus=lambda: gpus, folder=folder, position_of=position_of, ranks_below=ranks_below
