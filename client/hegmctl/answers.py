@@ -45,7 +45,7 @@ class RecoveryPlan(Record):
     """The answer of `hegmctl run --recover --dry-run`."""
 
     command: tuple[str, ...] = field("what would be started")
-    interval_s: float | None = field("time between two snapshots; null: 100 times the last one's cost")
+    interval_s: float | None = field("time between two snapshots; null: 100 times what one costs")
     truncates: bool = field("output files are cut back to their length at the snapshot")
     causes: tuple[str, ...] = field("ends that are recovered from: signal, error")
     against: tuple[str, ...] = field("what prevents its protection")

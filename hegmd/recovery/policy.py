@@ -18,6 +18,9 @@ LEAST_WISHED_S = 0.1
 LEAST_INTERVAL_S = 1.0
 # A requested interval is at least this many times the cost of a snapshot.
 LEAST_SHARE = 2
+# The first pause may be far from the usual: by default, the second snapshot comes after this time at most. Later a
+# single pause that was much longer or shorter changes nothing: the interval follows the median of this many.
+SECOND_WITHIN_S, MAX_COSTS = 60.0, 3
 # This many recoveries in a row may fail to advance the training.
 MAX_FRUITLESS = 3
 # A training counts as hung after this many times the longest time seen between two boundaries, which an evaluation
@@ -32,12 +35,18 @@ LEAST_START_S = 600.0
 def interval_s(wished_s: float | None, cost_s: float, copied_s: float = 0.0) -> float:
     """Return the time from the end of one snapshot to the start of the next.
 
-    `cost_s` is how long the training was paused for the last one, `copied_s` how long it was copied while the training
-    ran.
+    `cost_s` is how long the training was paused for one, `copied_s` how long that was copied while the training ran.
     """
     if wished_s is None:
         return max(LEAST_INTERVAL_S, SHARE * cost_s, (COPY_SHARE - 1) * copied_s)
     return max(LEAST_WISHED_S, wished_s, LEAST_SHARE * cost_s)  # in this order, which NaN does not pass
+
+
+def usual_interval_s(wished_s: float | None, costs: Sequence[tuple[float, float]]) -> float:
+    """Return the interval that follows from the last snapshots, of each the pause and the copy beside the training."""
+    intervals = sorted([interval_s(wished_s, *cost) for cost in costs] or [interval_s(wished_s, 0.0)])
+    usual_s = intervals[(len(intervals) - 1) // 2]
+    return min(usual_s, SECOND_WITHIN_S) if wished_s is None and len(costs) == 1 else usual_s
 
 
 def raised(wished_s: float | None, cost_s: float) -> str | None:

@@ -16,7 +16,7 @@ from hegmd.node.gpu_sets import ONLY_ITS_GPUS, gpus_of, unseen_device
 from hegmd.node.processes.procfs import TICKS_PER_S
 from hegmd.protocol.recovery import UNDER_WAY
 from hegmd.recovery.job import ProtectedJob, stacks_of
-from hegmd.recovery.policy import HangWatch, gone_of, gpus_to_start_on, interval_s, raised
+from hegmd.recovery.policy import HangWatch, gone_of, gpus_to_start_on, raised, usual_interval_s
 from hegmd.recovery.snapshots import (
     FIRST_BATCH_S,
     MAX_RANKS,
@@ -91,7 +91,7 @@ class Protection:
         """The time between two snapshots now."""
         if not self.taken:
             return None
-        return interval_s(self.job.wish.interval_s, self._rounds.cost_s, self._rounds.copied_s or 0.0)
+        return usual_interval_s(self.job.wish.interval_s, self._rounds.costs)
 
     # -- its life ------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ started from, because not all ranks have that snapshot, and it is in the slots w
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from hegmd.memory.pool import Source
 from hegmd.protocol.messages import AgentReport
 from hegmd.protocol.slots import SlotRecord
 from hegmd.recovery.job import ProtectedJob
-from hegmd.recovery.policy import complete_generations
+from hegmd.recovery.policy import MAX_COSTS, complete_generations
 from hegmd.recovery.slots import SLOTS, by_rank
 from hegmd.workers.workers import AgentConnection, OrderFailed
 
@@ -78,6 +79,8 @@ class SnapshotRounds:
         self.cost_s = 0.0
         #: How long it was copied to the host while the training continued; None if it was paused.
         self.copied_s: float | None = None
+        #: Both, of the last snapshots.
+        self.costs: deque[tuple[float, float]] = deque(maxlen=MAX_COSTS)
 
     async def take(self, ranks: Sequence[AgentConnection], generation: int, bad: Sequence[int] = ()) -> SlotRecord:
         """Take a snapshot of these processes, in the order of their ranks. Raises SnapshotPostponed, Unprotected.
@@ -99,6 +102,7 @@ class SnapshotRounds:
             if newest and newest[0].generation == generation + number:
                 self.cost_s = max([report.parked_s or 0.0 for report in orders])
                 self.copied_s = max([one.copied_s for one in orders if one.copied_s is not None], default=None)
+                self.costs.append((self.cost_s, self.copied_s or 0.0))
                 self.begins_anew = tuple(dict.fromkeys(name for one in orders for name in one.begin_anew or ()))
                 return newest[0]
         raise SnapshotPostponed("its ranks did not reach one boundary together")

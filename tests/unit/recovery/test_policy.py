@@ -6,7 +6,15 @@ import pytest
 
 from hegmd.protocol.slots import SlotRecord
 from hegmd.protocol.snapshots import Gpu, Health
-from hegmd.recovery.policy import MAX_FRUITLESS, Budget, complete_generations, gpus_to_start_on, interval_s, raised
+from hegmd.recovery.policy import (
+    MAX_FRUITLESS,
+    Budget,
+    complete_generations,
+    gpus_to_start_on,
+    interval_s,
+    raised,
+    usual_interval_s,
+)
 from tests.cells import in_one_test
 
 
@@ -114,3 +122,25 @@ def test_a_failing_gpu_is_used_if_no_other_is_left_but_a_gone_one_is_not() -> No
     assert gpus_to_start_on(("gpu0",), [_gpu(0, condition="failing"), _gpu(1, condition="failing")]) == ("gpu0",)
     assert gpus_to_start_on(("gpu0",), [_gpu(0, condition="failing"), _gpu(1)]) == ("gpu1",)
     assert gpus_to_start_on(("gpu0",), [_gpu(0, condition="gone"), _gpu(1, condition="failing")]) is None
+
+
+@in_one_test(
+    ("wished_s", "pauses_s", "expected_s"),
+    [
+        (None, (), 1.0),
+        (None, (5.0,), 60.0),
+        (None, (0.1,), 10.0),
+        (None, (5.0, 0.1), 10.0),
+        (None, (5.0, 0.1, 0.1), 10.0),
+        (None, (0.1, 0.1, 5.0), 10.0),
+        # The state has grown, or the machine is busy for long.
+        (None, (0.1, 5.0, 4.0), 400.0),
+        (30.0, (20.0,), 40.0),
+        (30.0, (20.0, 1.0), 30.0),
+    ],
+)
+def test_one_slow_pause_made_the_next_snapshots_rare(
+    wished_s: float | None, pauses_s: tuple[float, ...], expected_s: float
+) -> None:
+    """The first pause on a busy machine of 5 s left the job without a newer snapshot for 500 s."""
+    assert usual_interval_s(wished_s, [(pause_s, 0.0) for pause_s in pauses_s]) == pytest.approx(expected_s)

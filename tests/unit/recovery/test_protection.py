@@ -481,7 +481,8 @@ async def test_an_incomplete_snapshot_with_an_image_does_not_count(why: str) -> 
     elif why == "recovering":
         protection._starts.is_recovering = True
     elif why == "taken just now":
-        protection.taken, protection._rounds.cost_s = 1, 10.0
+        protection.taken = 1
+        protection._rounds.costs.append((10.0, 0.0))
         protection._wait(1000.0)
     slot = await protection.slot_beside_image("op1", rig.node.workers[0])
     assert (slot is None) == (why != "only one rank has it")
