@@ -36,6 +36,12 @@ def release_in_child() -> None:
         held.close_in_child()
 
 
+def own_descriptors() -> set[int]:
+    """Return the descriptors that exist only while signals are held."""
+    held = _held
+    return set() if held is None else held.descriptors()
+
+
 class CannotHoldSignals(Exception):
     """Signals cannot be held back here, so this thread must not be parked. Nothing was changed."""
 
@@ -119,6 +125,9 @@ class HeldSignals:
                     os.close(self._reader)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def descriptors(self) -> set[int]:
+        return {self._reader, self._writer}
 
     def close_in_child(self) -> None:
         """Close the forked child's part; the parent's thread continues to wait with its own."""

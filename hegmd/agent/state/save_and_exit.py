@@ -12,7 +12,7 @@ import os
 import sys
 from time import monotonic
 
-from .. import cuda_state
+from .. import cuda_state, signals
 from ..notes import note
 from ..refusals import refusal
 from .values.refusals import Refusal
@@ -88,7 +88,7 @@ def snapshot(
     if refusals:
         raise SaveObstacles(refusals)
     if output_files.is_wanted():
-        _flush_again()
+        flush_changed()
         state[output_files.KEY] = output_files.lengths()
     try:
         whole = state_file.State(state)
@@ -100,7 +100,7 @@ def snapshot(
         pinned_buffers.prepare()
     rest = None
     try:
-        _flush_again()
+        flush_changed()
         begin()
         times.append(monotonic())
         rest = whole.begin(fd)
@@ -214,21 +214,28 @@ _files: list[Any] = []
 _descriptors: list[str] = []
 
 
-def _flush_again() -> None:
-    """Flush all output again. Only files opened since are searched: a full search takes a fifth of a second."""
-    global _descriptors  # noqa: PLW0603 - one process
+def flush_changed() -> None:
+    """Flush all output again. A search of all objects takes 0.1 s, and is made only if other files are open now."""
+    global _descriptors
     weakref: Any = sys.modules["weakref"]
-    now = _open_files()
-    if now != _descriptors:
-        _files[:] = [weakref.ref(file) for file in _open_writers()]
-        _descriptors = now
-    _flush([file for file in [reference() for reference in _files] if file is not None])
+    now, files = _open_files(), [reference() for reference in _files]
+    if now != _descriptors or not all(map(_is_open, files)):  # a file can be opened again by the same descriptor
+        files, _descriptors = [file for file in _open_writers() if _is_open(file)], now
+        _files[:] = map(weakref.ref, files)
+    _flush(files)
+
+
+def _is_open(file: Any) -> bool:
+    try:
+        return file is not None and not file.closed
+    except ValueError:  # a text layer without its buffer
+        return False
 
 
 def _open_files() -> list[str]:
-    """Return the descriptors of files and pipes, each with its target."""
+    """Return the descriptors of files and pipes, each with its target. Leaves out the agent's own of this park."""
     found: list[str] = []
-    for name in os.listdir("/proc/self/fd"):
+    for name in set(os.listdir("/proc/self/fd")) - {str(fd) for fd in signals.own_descriptors()}:
         try:
             found.append(f"{name} {os.readlink('/proc/self/fd/' + name)}")
         except OSError:  # the folder itself
