@@ -10,7 +10,7 @@ import sys
 from collections import deque
 
 from ..frameworks.accelerate_hf import is_own
-from ..values.duck_types import BUILTIN, CODE, FUNCTION, METHOD, MODULE, NAMESPACE, class_of, is_a, members_of
+from ..values.duck_types import BUILTIN, CODE, FUNCTION, METHOD, MODULE, NAMESPACE, class_of, is_a, is_bare, members_of
 from .position import is_users, is_users_module, named_frames
 
 TYPE_CHECKING = False
@@ -33,9 +33,18 @@ _NEAR = 2
 _PARTIAL: Any = getattr(sys.modules.get("functools"), "partial", ())
 
 
+#: The addresses of the loaded modules, and which of them are the user's: a capture asks several times.
+_judged: tuple[list[int], list[Any]] = ([], [])
+
+
 def users_modules() -> list[Any]:
+    """Return the user's loaded modules."""
+    global _judged  # noqa: PLW0603 - there is one table of modules
     modules: list[Any] = list(sys.modules.values())
-    return [module for module in modules if module is not None and is_users_module(module)]
+    addresses = list(map(id, modules))
+    if addresses != _judged[0]:
+        _judged = addresses, [module for module in modules if module is not None and is_users_module(module)]
+    return _judged[1]
 
 
 class Instances:
@@ -147,7 +156,8 @@ class Instances:
             )
         else:
             is_module = is_a(thing, self._module)
-            yield from ((f"{name}.{key}", found) for key, found in values_of(thing) if key not in _OF_MODULES)
+            inner = [(key, found) for key, found in values_of(thing) if key not in _OF_MODULES and not is_bare(found)]
+            yield from ((f"{name}.{key}", found) for key, found in inner)
             if is_module:
                 yield from ((f"{name}.{key}", found) for key, found in thing.__dict__.get("_modules", {}).items())
 

@@ -15,7 +15,7 @@ from ..code.position import is_users_module, named_frames
 from ..frameworks import accelerate_hf, lightning
 from ..loaders import stateful_loader
 from ..values import rng
-from ..values.duck_types import BUILTIN, FUNCTION, METHOD, class_of, is_a, members_of
+from ..values.duck_types import BUILTIN, FUNCTION, METHOD, class_of, is_a, is_bare, members_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -217,7 +217,8 @@ def _ways_on(name: str, thing: Any, kind: str | None) -> Iterator[tuple[str, Any
     own: Any = getattr(thing, "__dict__", None)
     if is_a(own, dict):
         passed = _OF_MODULES if kind == MODULE else _OF_OPTIMIZERS if kind == OPTIMIZER else ()
-        yield from ((f"{name}.{key}", value) for key, value in list(own.items()) if key not in passed)
+        inner = [(key, value) for key, value in list(own.items()) if key not in passed and not is_bare(value)]
+        yield from ((f"{name}.{key}", value) for key, value in inner)
     for slot in _slots_of(type(thing)):
         try:
             yield f"{name}.{slot}", object.__getattribute__(thing, slot)

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from ...cuda_driver import OverlappingCopies
     from .tensors import Raw
 
+    #: Stores checksums by their places, and returns the places of those that it knows. In any thread.
+    FinishSums = Callable[[dict[int, int]], set[int]]
+
 #: `off` has the training wait until all is fetched.
 SWITCH = "HEGM_SNAPSHOT_SHADOW"
 # This share of the GPU's memory stays free for the job. If less than half of it is left, the shadow is abandoned.
@@ -83,12 +86,12 @@ _ending = _InterpreterExit()
 class _Shadow:
     """On one GPU."""
 
-    def __init__(self, driver: OverlappingCopies, address: int, spans: list[Span], summed: set[int]) -> None:
+    def __init__(self, driver: OverlappingCopies, address: int) -> None:
         self.context = driver.context()
         self.address = address
-        self.spans = spans
-        #: The places whose checksums are known.
-        self.summed = summed
+        self.spans: list[Span] = []
+        #: For what the GPU has added up; None if it failed before that.
+        self.finish_sums: FinishSums | None = None
 
 
 class Shadows:
@@ -98,10 +101,10 @@ class Shadows:
         self._driver = driver
         self._made: list[_Shadow] = []
 
-    def add(self, pairs: list[tuple[Raw, int]], sum_up: Callable[[], set[int]]) -> bool:
+    def add(self, pairs: list[tuple[Raw, int]], sum_up: Callable[[], FinishSums]) -> bool:
         """Copy these, which are on the GPU of this thread; False if the GPU lacks memory for them.
 
-        `sum_up` is called meanwhile: it returns the places whose checksums are known. Raises HegmError.
+        `sum_up` is called meanwhile. Raises HegmError.
         """
         sizes = [round_up(raw[2], _BORDER_BYTES) for raw, _place in pairs]
         began = monotonic()
@@ -115,7 +118,7 @@ class Shadows:
             note(f"snapshot: no shadow: {error.message}")
             return False
         taken_s = monotonic() - began
-        made = _Shadow(self._driver, address, [], set())
+        made = _Shadow(self._driver, address)
         self._made.append(made)
         stream = self._driver.make_stream()
         try:
@@ -123,7 +126,7 @@ class Shadows:
                 self._driver.begin_within(address, raw[1], raw[2], stream)
                 made.spans.append((address, place, raw[2]))
                 address += size_bytes
-            made.summed = sum_up()
+            made.finish_sums = sum_up()
         finally:
             self._driver.wait(stream)
             self._driver.end_stream(stream)
@@ -137,10 +140,11 @@ class Shadows:
             summing = checksums.summing(write, found)
             while self._made:
                 made = self._made[-1]
+                summed = set[int]() if made.finish_sums is None else made.finish_sums(found)
                 places = {
                     place + start
                     for _address, place, size_bytes in made.spans
-                    if place in made.summed
+                    if place in summed
                     for start in range(0, size_bytes, copying.PIECE_BYTES)
                 }
 

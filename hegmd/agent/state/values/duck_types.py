@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,10 +23,18 @@ METHOD: Any = type(_Bound().method)
 MODULE: Any = _CLASS(sys)
 CODE: Any = type(_Bound.method.__code__)
 NAMESPACE: Any = type(sys.implementation)
+_BARE = frozenset((type(None), bool, int, float, str))
+_EMPTIED = frozenset((dict, list, tuple, set, OrderedDict))
 
 
 def is_a(value: Any, *kinds: Any) -> bool:
     return isinstance(value, kinds)
+
+
+def is_bare(value: Any) -> bool:
+    """Return True for a value that leads to no object. A layer of PyTorch has twenty, such as flags and no hooks."""
+    kind = _CLASS(value)
+    return kind in _BARE or (kind in _EMPTIED and not value)
 
 
 def class_of(value: Any) -> Any:
