@@ -22,7 +22,7 @@ from time import monotonic, time
 from hegmctl.generations import OVER, RUNNING, Generations
 from hegmctl.parenthood import STOPS, EndRequest, Signals, end_like, perform_default_stop, reap, start
 from hegmctl.prestart import LINE_FD, PrestartSpec, make_ready
-from hegmd.errors import TIMEOUT, HegmError
+from hegmd.errors import DISCONNECTED, NO_DAEMON, TIMEOUT, UNAVAILABLE, HegmError
 from hegmd.protocol.agents import Noted
 from hegmd.protocol.board import Board, board_bytes
 from hegmd.protocol.messages import (
@@ -118,6 +118,8 @@ class Launcher:
         self._ask_at = 0.0
         #: Since when the daemon has not answered that question; and whether the user knows why ranks wait.
         self._silent_since: float | None = None
+        #: Whether the daemon has answered, so that it may come back.
+        self._has_daemon = False
         self._has_told_of_wait = False
         #: The signal that should end the ranks, the first status other than 0, and when the remaining ones are killed.
         self._end_request = EndRequest()
@@ -215,7 +217,7 @@ class Launcher:
     def _may_start(self) -> bool:
         """Return False while the job is suspended: others may have its GPU memory. Without a daemon it may start.
 
-        A daemon that does not answer in time may be busy: False until it answers, or has been silent for long.
+        A daemon that does not answer may be busy or restarting: False until it answers, or has been silent for long.
         """
         request = MayStartRank(run=self._environ["HEGM_RUN"])
         answer = self._ask(lambda connection: connection.call(request, RankStart), ASK_WITHIN_S)
@@ -223,7 +225,9 @@ class Launcher:
         if isinstance(answer, RankStart):
             return answer.may_start
         now = monotonic()
-        if answer.code is not TIMEOUT or (since is not None and now - since >= SILENT_S):
+        is_away = self._has_daemon and answer.code in (DISCONNECTED, NO_DAEMON, UNAVAILABLE)
+        if not (is_away or answer.code is TIMEOUT) or (since is not None and now - since >= SILENT_S):
+            self._has_daemon = False
             return True
         self._silent_since = now if since is None else since
         return False
@@ -498,7 +502,9 @@ class Launcher:
         """Ask the daemon; returns the error if it does not answer."""
         try:
             with self._connect(limit_s) as connection:
-                return what(connection)
+                answer = what(connection)
+                self._has_daemon = True
+                return answer
         except HegmError as error:
             return error
 
