@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 
+from ...addresses import empty_copy
 from ...notes import note
 from ..code.loops import loops_of
 from ..code.position import ThreadPosition, Unreadable, is_of_script, look_into, step_text
@@ -239,6 +240,7 @@ class CapturePointCheck:
                 if not any(refused.passes for refused in refusals_of(ThreadPosition(found), None)):
                     self._park()
                 _trace_no_more(found)  # its trace function marked it until now: see hegmd/agent/addresses.py
+                _empty_copy_later(found)
                 return None
             if event == "return":  # out of the loop in another way
                 _trace_no_more(found)
@@ -252,6 +254,16 @@ class CapturePointCheck:
 
 def _trace_nothing(_frame: FrameType, _event: str, _argument: object) -> None:
     """Trace no other frame that starts meanwhile."""
+
+
+def _empty_copy_later(frame: FrameType) -> None:
+    """Empty the copy of a function's variables at the thread's next call: CPython reads it after a trace function."""
+
+    def at_call(_frame: FrameType, _event: str, _argument: object) -> None:
+        sys.settrace(None)
+        empty_copy(frame)
+
+    sys.settrace(at_call)
 
 
 def _trace_no_more(frame: FrameType) -> None:

@@ -35,16 +35,19 @@ def test_a_survey_of_a_job_parked_at_the_head_of_its_loop_unset_its_variables() 
     assert 1 << 40 in surveyed[0]
 
 
-# What of the training is read after its second step, by capture.capture or note_place; ends well if the loss is freed.
+# What of the training is read after its second step: by note_place, by capture.capture, or by that under a trace at the
+# head of the loop. It ends well if the loss is freed.
 # In a process of its own: reading the state looks through all objects of the process.
 STEPS = """
 import gc, sys, weakref
 
 from hegmd.agent.state import capture
 from hegmd.agent.state.script.baseline import note_place
+from hegmd.agent.state.script.capture_points import CapturePointCheck
 
 class Loss:  # a real one holds its graph, and GPU memory
-    pass
+    def __init__(self):
+        pass
 
 def train(read):
     read_step = []
@@ -54,6 +57,8 @@ def train(read):
             frame = sys._getframe()
             if read == "place":
                 note_place(("a place", read), [frame])
+            elif read == "trace":
+                CapturePointCheck(lambda: capture.capture(0, sys._getframe(2))).will_do(frame)
             else:
                 capture.capture(0, frame)
             read_step.append(weakref.ref(loss))
@@ -65,7 +70,7 @@ sys.exit(train(sys.argv[1]) != [True])
 """
 
 
-@pytest.mark.parametrize("read", ["place", "state"])
+@pytest.mark.parametrize("read", ["place", "state", "trace"])
 def test_the_loss_of_a_step_was_kept_once_the_variables_had_been_read(read: str) -> None:
     """Up to Python 3.12 a copy of the variables remained in the function, with the tensors of that step."""
     script = subprocess.run([sys.executable, "-c", STEPS, read], cwd=ROOT, capture_output=True, text=True, check=False)
