@@ -3,6 +3,7 @@
 ranks_alone.py RANKS SCRIPT [ARGUMENTS]: for undisturbed runs, whose launcher is not under test. Ends well if all do.
 """
 
+import gc
 import os
 import runpy
 import socket
@@ -15,9 +16,13 @@ def main() -> None:
     ranks, script, argv = int(sys.argv[1]), sys.argv[2], sys.argv[2:]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    # Once for all. An optimizer imports the compiler, which takes two thirds of a second.
+    # Once for all. An optimizer imports the compiler, which takes two thirds of a second. The collector would look
+    # through all that stays again and again, here and in each rank, which takes as long as the imports.
+    gc.disable()
     import_module("torch.distributed")
     import_module("torch._dynamo")
+    gc.freeze()
+    gc.enable()
     children = []
     for rank in range(ranks):
         child = os.fork()
