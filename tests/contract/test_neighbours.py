@@ -67,6 +67,7 @@ async def test_processes_are_stopped_briefly_after_a_record_is_on_disk(
     assert owner.ask("step") == "step 1"
 
 
+@pytest.mark.thorough
 async def test_a_full_disk_prevented_every_restore_beside_other_processes(
     node: CudaNode, owner: Owner, tmp_path: Path
 ) -> None:

@@ -59,6 +59,7 @@ async def test_contexts_and_the_ring_exist_before_the_first_copy(node: CudaNode)
         assert contexts(node) == 0, "no job is left that would need one"
 
 
+@pytest.mark.thorough
 async def test_a_broken_driver_is_not_a_failure_of_the_daemon(node: CudaNode) -> None:
     async with linked(node) as link:
         ready = ReadyHelper(link, CONTEXTS, lambda: ["GPU-that-is-not-there"])

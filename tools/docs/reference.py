@@ -55,6 +55,7 @@ def public_requests() -> dict[str, type[messages.Request]]:
     return {op: message for op, message in sorted(messages.REQUESTS.items()) if not op.startswith(_INTERNAL)}
 
 
+@functools.cache
 def public_records() -> list[type[Record]]:
     """Every record that such a request can be answered with, by name."""
     waiting: list[type[Record]] = [messages.ErrorInfo]

@@ -151,6 +151,7 @@ def batches(storages: list[tuple[int, int]], count: int) -> list[list[tuple[int,
     return [storages[at : at + size] for at in range(0, len(storages), size)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize(
     ("layers", "weight_bytes", "has_buckets"),

@@ -29,6 +29,7 @@ def _pages_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.thorough
 def test_prepared_memory_has_its_pages_before_use() -> None:
     before = _pages_bytes()
     pinned_buffers.prepare()
@@ -51,6 +52,7 @@ def test_another_buffer_is_used_if_no_prepared_one_is_left() -> None:
         one.close()
 
 
+@pytest.mark.thorough
 def test_unclaimed_memory_is_released() -> None:
     before = _pages_bytes()
     pinned_buffers.prepare()

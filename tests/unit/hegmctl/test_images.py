@@ -157,6 +157,7 @@ def test_a_directory_that_was_removed_is_named_as_the_reason_that_a_path_in_it_i
     assert error(ran) == (NOT_FOUND.exit_status, ". has no absolute path: the current directory was removed")
 
 
+@pytest.mark.thorough
 def test_images_from_before_the_clock_was_set_back_are_the_oldest(tmp_path: Path) -> None:
     """Each new image was removed as the oldest at once, and an hour of training had no image."""
     now_utc = 1_700_000_000.0

@@ -135,6 +135,7 @@ async def test_a_piece_is_compared_again_after_each_rest_and_once_for_one(tmp_pa
     pool.close()
 
 
+@pytest.mark.thorough
 async def test_a_resume_soon_after_a_comparison_does_not_wait_for_another(tmp_path: Path) -> None:
     """With 32 GiB it waited for two seconds between two turns."""
     now = 100.0

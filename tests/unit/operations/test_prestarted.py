@@ -26,6 +26,9 @@ from hegmd.workers.workers import AgentConnection, Workers
 
 PID = os.getpid()
 
+# With a delay that one pass through the tasks exceeds, they are never all blocked.
+OFTEN_S = 0.05
+
 
 class UnansweringAgents(PrestartService):
     """Agents that do not answer a number of requests, for that reason."""
@@ -296,7 +299,7 @@ async def test_it_is_started_once_memory_for_it_is_free() -> None:
 async def test_an_old_prestarted_process_checks_its_files_again() -> None:
     """The daemon repeats the list of imports, and the process checks its files; also one of an earlier daemon."""
     for kept in (False, True):
-        node = Node(ALWAYS, patience=RetryDelays(first_s=3600.0, longest_s=0.001))
+        node = Node(ALWAYS, patience=RetryDelays(first_s=3600.0, longest_s=OFTEN_S))
         async with node.running(kept=kept):
             await node.until_told(2)
         assert {(order.do, order.operation) for order in node.orders} == {("ready", "")}
@@ -305,7 +308,7 @@ async def test_an_old_prestarted_process_checks_its_files_again() -> None:
 
 async def test_a_prestarted_process_that_waits_on_a_node_short_of_memory_is_not_reported_as_ended() -> None:
     """The daemon replaced it every ten minutes, and did not check its files."""
-    node = Node(ALWAYS, patience=RetryDelays(first_s=3600.0, longest_s=0.001))
+    node = Node(ALWAYS, patience=RetryDelays(first_s=3600.0, longest_s=OFTEN_S))
     async with node.running():
         node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=7))
         node.available_bytes = MIN_AVAILABLE_BYTES - 1

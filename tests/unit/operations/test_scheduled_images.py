@@ -194,6 +194,7 @@ async def test_images_that_take_longer_than_the_time_between_them_leave_the_job_
         assert [later - earlier for earlier, later in pairwise(begun)] == [1300.0, 1300.0]
 
 
+@pytest.mark.thorough
 async def test_a_clock_that_is_set_back_by_a_day_does_not_stop_the_images_for_a_day(
     tmp_path: Path, process: Child
 ) -> None:

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import anyio
+import pytest
 
 from hegmd.migration.machine.next_effects import SUSPENDED
 from hegmd.migration.machine.operation import Operation
@@ -49,6 +50,7 @@ async def test_ranks_with_short_steps_that_answer_at_different_moments_count_as_
         assert plans[0].plan.is_distributed
 
 
+@pytest.mark.thorough
 async def test_a_job_whose_first_survey_was_late_was_placed_as_if_it_held_nothing(
     tmp_path: Path, process: Child
 ) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import anyio
+import pytest
 
 from hegmd.protocol import sharing as protocol
 from hegmd.protocol.messages import RegisterJob
@@ -17,6 +18,7 @@ from tests.unit.sharing.shared_node import ADMIN, MIB, UID, SharedNode, sharing_
 Child = subprocess.Popen[bytes]
 
 
+@pytest.mark.thorough
 async def test_a_resume_during_a_survey_does_not_get_the_memory_of_another_process(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:

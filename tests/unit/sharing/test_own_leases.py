@@ -15,6 +15,8 @@ from hegmd.protocol.messages import RegisterJob
 from hegmd.sharing.resumes import QueuedResumes
 from tests.unit.sharing.shared_node import ADMIN, MIB, UID, SharedNode, sharing_on
 
+pytestmark = pytest.mark.thorough
+
 Child = subprocess.Popen[bytes]
 BYTES = b"1" * (6 * MIB)
 

@@ -19,6 +19,8 @@ from hegmd.sharing.resumes import QueuedResumes
 from tests.patience import HANG_S
 from tests.unit.sharing.shared_node import ADMIN, MIB, UID, SharedNode, sharing_on
 
+pytestmark = pytest.mark.thorough
+
 Child = subprocess.Popen[bytes]
 BYTES = b"1" * (6 * MIB)
 

@@ -21,6 +21,7 @@ Child = subprocess.Popen[bytes]
 BYTES = b"1" * (6 * MIB)
 
 
+@pytest.mark.thorough
 async def test_a_job_leaves_for_a_lease_and_returns_once_it_has_ended(tmp_path: Path, process: Child) -> None:
     async with sharing_on(tmp_path) as shared:
         agent = await shared.node.attend(process.pid, BYTES)
@@ -304,6 +305,7 @@ async def test_a_user_who_suspends_a_suspended_job_keeps_it_suspended(tmp_path: 
         assert (job.state, job.why) == ("suspended", "its user")
 
 
+@pytest.mark.thorough
 async def test_requested_memory_is_reserved_until_the_job_ends(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:

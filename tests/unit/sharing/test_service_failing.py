@@ -35,6 +35,8 @@ from tests.patience import HANG_S
 from tests.unit.recovery.test_snapshots import write
 from tests.unit.sharing.shared_node import ADMIN, MIB, UID, SharedNode, sharing_on, user
 
+pytestmark = pytest.mark.thorough
+
 Child = subprocess.Popen[bytes]
 BYTES = b"1" * (6 * MIB)
 
@@ -84,7 +86,6 @@ async def end_supervisor(shared: SharedNode, child: Child) -> None:
     await shared.until(lambda: not any(supervisor.is_alive for supervisor in shared.node.moving.supervisors))
 
 
-@pytest.mark.thorough
 async def test_a_stopped_job_does_not_delay_the_decisions_of_a_new_daemon(tmp_path: Path, process: Child) -> None:
     """The agent of a stopped job cannot connect, and all leases waited 15 s for it."""
     async with sharing_on(tmp_path) as shared:
@@ -118,7 +119,6 @@ async def test_a_dry_run_after_a_daemon_start_waits_for_agents_of_earlier_jobs(t
         assert [step.action for step in planned[0].steps] == ["suspend"]
 
 
-@pytest.mark.thorough
 async def test_the_seconds_of_a_lease_begin_when_its_memory_is_free(tmp_path: Path, process: Child) -> None:
     async with sharing_on(tmp_path) as shared, anyio.create_task_group() as tasks:
         agent = await shared.node.attend(process.pid, BYTES)
@@ -140,7 +140,6 @@ async def test_the_seconds_of_a_lease_begin_when_its_memory_is_free(tmp_path: Pa
         assert held.until_s >= freed_s + 50.0
 
 
-@pytest.mark.thorough
 async def test_a_wait_for_a_boundary_does_not_count_as_cost_of_a_switch(tmp_path: Path, process: Child) -> None:
     """A turn lasts 20 times as long as a switch costs: a batch of one minute made turns of 20 minutes."""
     async with sharing_on(tmp_path) as shared, anyio.create_task_group() as tasks:
@@ -171,7 +170,6 @@ async def test_one_failed_decision_does_not_end_the_later_ones(tmp_path: Path, p
         assert reply.lease is not None
 
 
-@pytest.mark.thorough
 async def test_the_memory_of_a_restarting_job_stays_reserved(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
@@ -415,7 +413,6 @@ async def _fail(shared: SharedNode, process: Child) -> None:
     shared.node.moving.supervisors.report("line", SuperviseReport(result="fell", status=-9))
 
 
-@pytest.mark.thorough
 async def test_a_job_that_failed_while_there_was_no_daemon_waits_for_its_turn_too(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
@@ -470,7 +467,6 @@ async def test_a_job_that_failed_without_a_daemon_waits_for_leases_on_its_own_gp
         await end_supervisor(shared, second_process)
 
 
-@pytest.mark.thorough
 async def test_a_job_that_failed_while_it_was_being_suspended_waits_for_its_turn(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
@@ -491,7 +487,6 @@ async def test_a_job_that_failed_while_it_was_being_suspended_waits_for_its_turn
         await shared.until(lambda: any(order.do == "start" for order in orders))
 
 
-@pytest.mark.thorough
 async def test_a_job_is_not_suspended_for_others_while_the_disk_is_full(tmp_path: Path, process: Child) -> None:
     """A daemon killed afterwards could not know that it has to resume the job."""
     async with sharing_on(tmp_path) as shared:

@@ -19,6 +19,7 @@ from tests.unit.sharing.shared_node import ADMIN, MIB, UID, sharing_on
 Child = subprocess.Popen[bytes]
 
 
+@pytest.mark.thorough
 async def test_a_job_gets_all_its_gpus_at_once_or_none(tmp_path: Path, process: Child, second_process: Child) -> None:
     """All ranks of `run --ranks 2 --gpu auto` got the same GPU."""
     async with sharing_on(tmp_path, "2x8MiB") as shared:

@@ -30,6 +30,7 @@ Child = subprocess.Popen[bytes]
 BYTES = b"1" * (6 * MIB)
 
 
+@pytest.mark.thorough
 async def test_checksums_are_compared_before_the_turn_begins(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
@@ -148,6 +149,7 @@ class HostCarrierOperations(JobOperationsOf):
         return found.replace(workers=tuple([member.replace(carrier=HOST) for member in found.workers]))
 
 
+@pytest.mark.thorough
 async def test_a_suspended_job_needs_memory_for_the_context_that_copies_its_bytes_back(
     tmp_path: Path, process: Child
 ) -> None:

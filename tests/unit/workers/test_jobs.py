@@ -401,6 +401,7 @@ async def test_two_processes_that_registered_one_run_in_turn_used_up_the_descrip
         await until(node, lambda: has_ended(node, "j1"))
 
 
+@pytest.mark.thorough
 async def test_a_process_whose_agents_replaced_one_another_used_up_the_descriptors(
     tmp_path: Path, process: Child
 ) -> None:
@@ -415,6 +416,7 @@ async def test_a_process_whose_agents_replaced_one_another_used_up_the_descripto
         assert len(await jobs_by_id(node, ended=True)) == 1
 
 
+@pytest.mark.thorough
 async def test_two_processes_of_a_user_could_keep_any_number_of_jobs(tmp_path: Path, process: Child) -> None:
     """One began each job, and the other took it over."""
     kept = [
