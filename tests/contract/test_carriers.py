@@ -12,8 +12,10 @@ from pathlib import Path
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 import pytest
 
+from hegmd.errors import HegmError
 from hegmd.migration.carriers.driver import DriverCarrier
 from hegmd.migration.carriers.host import HostCarrier
 from hegmd.migration.carriers.peer import PeerCarrier
@@ -25,7 +27,9 @@ from tests.contract.carried import POOL_BYTES, IpcAgent, Rig, pool_in, rigged
 from tests.contract.helped import GIB, MIB, SIZE_BYTES, SIZES_MIB, Owner
 from tests.kit.carriers import check_carrier
 from tests.kit.contracts import ContractBroken
+from tests.patience import HANG_S
 from tests.stubs.cuda.node import CudaNode
+from tests.unit.descriptor_store import DescriptorStore
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import start_ticks
 
@@ -105,6 +109,50 @@ async def test_a_driver_without_memory_for_itself_does_not_fail_the_job_and_the_
         await carrier.reload(subject, lambda _: None, making)  # by the process's own copies, which need no more
         node.mend()
         assert rig.owner.ask("digest") == rig.owner.digest
+        await carrier.release(subject)
+
+
+class SlowStore(DescriptorStore):
+    """Takes a descriptor only once the carrier has opened its copy session."""
+
+    def __init__(self, carrier: PeerCarrier) -> None:
+        super().__init__()
+        self._carrier = carrier
+
+    async def put(self, name: str, fd: int) -> None:
+        while not self._carrier.routes:
+            await anyio.lowlevel.checkpoint()
+        await super().put(name, fd)
+
+
+async def test_a_copy_session_is_opened_while_its_memory_is_stored(
+    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes up to a tenth of a second, before a job stops."""
+    async with rigged(tmp_path, *owner, monkeypatch) as rig:
+        carrier = PeerCarrier(rig.link, rig.gpus, rig.memory, rig.pool)
+        store = rig.memory.store = SlowStore(carrier)
+        subject = await rig.subject_of(IpcAgent(rig.workers, rig.owner))
+        with anyio.fail_after(HANG_S):
+            await carrier.reserve(subject, SIZE_BYTES)
+        assert store.kept
+        await carrier.release(subject)
+        assert not store.kept
+
+
+async def test_a_reservation_that_is_not_stored_leaves_no_copy_session(
+    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rigged(tmp_path, *owner, monkeypatch) as rig:
+        carrier = PeerCarrier(rig.link, rig.gpus, rig.memory, rig.pool)
+        store = rig.memory.store = DescriptorStore()
+        store.fails = True
+        subject = await rig.subject_of(IpcAgent(rig.workers, rig.owner))
+        with pytest.raises(HegmError, match="the store does not take"):
+            await carrier.reserve(subject, SIZE_BYTES)
+        assert (carrier.routes, carrier.held_bytes(subject)) == ({}, 0)
+        store.fails = False
+        await carrier.reserve(subject, SIZE_BYTES)
         await carrier.release(subject)
 
 

@@ -28,6 +28,7 @@ from hegmd.migration.contracts import MigratedProcess, OutOfMemory, Progress
 from hegmd.migration.methods.gpus import Gpus, VideoMemory, pool_owner
 from hegmd.node.gpu_sets import gpus_of
 from hegmd.protocol.operations import PEER
+from hegmd.system.task_group import run_concurrently
 
 MAX_WINDOW_BYTES, MIN_WINDOW_BYTES = 64 * MIB, 2 * MIB
 # The process has a descriptor of it as well, and could cut it under the helper.
@@ -104,7 +105,16 @@ class PeerCarrier(CopyingCarrier):
                 for gpu in taken:
                     await self._memory.release(pool_owner(subject), gpu)
                 raise
-        await self.prepare_or_release(subject)
+        try:  # at once: a keeper may have to be started, which takes as long as opening the sessions
+            await run_concurrently(partial(self._keep, subject), partial(self.prepare, subject))
+        except HegmError:
+            await self.release(subject)
+            raise
+
+    async def _keep(self, subject: MigratedProcess) -> None:
+        """Have its memory outlive the daemon."""
+        for where in tuple(self._memory.of(pool_owner(subject))):
+            await self._memory.keep(pool_owner(subject), where)
 
     async def _reserve_on(self, where: str, part: MigratedProcess, size_bytes: int) -> None:
         owner = pool_owner(part)
@@ -114,11 +124,6 @@ class PeerCarrier(CopyingCarrier):
             except Refused as error:
                 raise OutOfMemory(error.message, error.hint, error.facts) from error
         self.gpus.changed()
-        try:
-            await self._memory.keep(owner, where)
-        except HegmError:
-            await self._memory.release(owner, where)
-            raise
 
     async def release(self, subject: MigratedProcess) -> None:
         await self.abandon(subject)
