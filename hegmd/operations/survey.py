@@ -47,6 +47,8 @@ from hegmd.workers.supervisors import Supervisor, SupervisorAway, Supervisors
 from hegmd.workers.workers import AgentConnection, Workers
 
 FRESH_S = 0.0
+# The look that begins with a survey counts for this long; after a longer survey the GPUs are read again.
+LOOK_AGE_S = 0.25
 # Time limit of a survey, which waits for the job's next boundary. The agents get a little less, so that they report a
 # missing boundary.
 SURVEY_S = 1.0
@@ -148,17 +150,20 @@ class PlanSurvey:
         With `weighed_within_s`, they also report what a restart would carry. With another Python in `respawn`, that
         Python is asked for its version.
         """
-        counts = await self._survey(pids, may)
+        before, max_age_s = _stages(self._running()), LOOK_AGE_S
+        async with anyio.create_task_group() as tasks:  # the GPUs are read while agents come to a boundary
+            tasks.start_soon(self._inventory.refresh)
+            counts = await self._survey(pids, may)
         if weighed_within_s is not None:
             await self._weigh(pids, may, weighed_within_s)
         pythons = {} if respawn is None or respawn.python is None else await self._ask_python(pids, may, respawn)
         left = MAX_SNAPSHOTS
         while True:  # until the memory of GPUs and the operations are of one moment
-            left, before = left - 1, _stages(self._running())
-            node = await self._inventory.settled()
+            left, node = left - 1, await self._inventory.settled(max_age_s)
             snapshot = await self._snapshot_of(node, pids, pythons, counts, inspect_outside, leases_of)
             if not left or before == _stages(self._running()):
                 return snapshot
+            before, max_age_s = _stages(self._running()), 0.0
 
     async def ways(
         self, node: NodeSnapshot, processes: Sequence[GpuProcess], may: May = deny_all

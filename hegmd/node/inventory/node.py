@@ -128,9 +128,12 @@ class Inventory:
         # The running round may have begun before the change that the caller knows of.
         return await self.refresh() if self._changes_covered < known else latest
 
-    async def settled(self) -> NodeSnapshot:
-        """Return a new snapshot without announced changes during it. If changes do not end, the last of several."""
-        latest = await self.fresh(0.0)
+    async def settled(self, max_age_s: float = 0.0) -> NodeSnapshot:
+        """Return a snapshot of at most that age without announced changes since it began.
+
+        If changes do not end, it is the last of several.
+        """
+        latest = await self.fresh(max_age_s)
         for _ in range(MORE_LOOKS):
             if self._changes_covered >= self._changes_known:
                 break

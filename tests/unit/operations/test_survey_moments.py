@@ -13,6 +13,7 @@ from hegmd.migration.machine.operation import Operation
 from hegmd.migration.model import PoolMemory
 from hegmd.operations.request_context import OperationResult
 from hegmd.operations.survey import PlanSurvey
+from hegmd.workers.workers import AgentConnection
 from tests.patience import HANG_S
 from tests.unit.migration.operations import operation
 from tests.unit.model_agent import ModelAgent
@@ -48,6 +49,28 @@ async def test_ranks_with_short_steps_that_answer_at_different_moments_count_as_
                 await anyio.lowlevel.checkpoint()
         assert plans[0].plan is not None
         assert plans[0].plan.is_distributed
+
+
+async def test_the_gpus_are_read_while_agents_are_surveyed(tmp_path: Path, process: Child) -> None:
+    surveyed: list[int] = []
+
+    async def count(worker: AgentConnection, _limit_s: float) -> None:
+        while node.inventory.refresh_count == looks:
+            await anyio.lowlevel.checkpoint()
+        surveyed.append(worker.pid)
+
+    async with running(tmp_path) as node:
+        await node.attend(process.pid)
+        await anyio.wait_all_tasks_blocked()
+        looks = node.inventory.refresh_count
+        survey = PlanSurvey(
+            *(node.inventory, node.workers, lambda: PoolMemory(budget_bytes=0, free_bytes=0)),
+            count=count,
+            running=tuple,
+            supervisors=node.moving.supervisors,
+        )
+        await survey.snapshot([process.pid], may=lambda _uid: True)
+        assert surveyed == [process.pid]
 
 
 @pytest.mark.thorough
