@@ -151,6 +151,7 @@ class PlanSurvey:
         Python is asked for its version.
         """
         before, max_age_s = _stages(self._running()), LOOK_AGE_S
+        counts: Counts = {}
         async with anyio.create_task_group() as tasks:  # the GPUs are read while agents come to a boundary
             tasks.start_soon(self._inventory.refresh)
             counts = await self._survey(pids, may)
