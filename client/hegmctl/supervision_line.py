@@ -10,7 +10,7 @@ from hegmctl.wire import NO_DESCRIPTORS, Descriptors, Wire
 from hegmd import __version__
 from hegmd.errors import HegmError
 from hegmd.protocol.connection import ClientConnection, Failure, Progress, Reply
-from hegmd.protocol.messages import SUPPORTED_VERSIONS, Hello, Request, Supervise, SupervisorOrder
+from hegmd.protocol.messages import SUPPORTED_VERSIONS, Hello, Request, Supervise, SuperviseReport, SupervisorOrder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ class SupervisionConnection:
         self._protocol = ClientConnection()
         self._offer = offer
         self._offered: int | None = None
+        #: Reports of before the daemon's welcome: it takes them only after that and the offer.
+        self._later: list[SuperviseReport] = []
         self._unanswered: set[int] = set()
         #: True if the daemon has refused the offer, and did not merely disconnect.
         self.declined = False
@@ -36,12 +38,19 @@ class SupervisionConnection:
             fcntl.fcntl(self._wire.fileno(), fcntl.F_SETOWN, os.getpid())
             flags = fcntl.fcntl(self._wire.fileno(), fcntl.F_GETFL)
             fcntl.fcntl(self._wire.fileno(), fcntl.F_SETFL, flags | fcntl.FASYNC)
-            self.ask(Hello(versions=SUPPORTED_VERSIONS, name="hegmctl-run", program_version=__version__))
+            self._send(Hello(versions=SUPPORTED_VERSIONS, name="hegmctl-run", program_version=__version__))
         except BaseException:
             self._wire.close()
             raise
 
-    def ask(self, request: Request) -> int:
+    def ask(self, report: SuperviseReport) -> None:
+        """Send a report, or have it follow the offer. Raises OSError."""
+        if self._offered is None:
+            self._later.append(report)
+        else:
+            self._send(report)
+
+    def _send(self, request: Request) -> int:
         number, frame = self._protocol.request(request)
         self._wire.send(frame, (), monotonic() + CONNECT_S)
         if not isinstance(request, Supervise):
@@ -81,7 +90,9 @@ class SupervisionConnection:
         if message.id is not None:
             self._unanswered.discard(message.id)
         if self._offered is None and self._protocol.welcome is not None:
-            self._offered = self.ask(self._offer)
+            self._offered = self._send(self._offer)
+            while self._later:
+                self._send(self._later.pop(0))
         if isinstance(message, Failure):
             self.declined = message.id is not None and message.id == self._offered
             if self.declined or message.id is None or self._protocol.welcome is None:

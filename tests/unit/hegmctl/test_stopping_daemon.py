@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from pathlib import Path
 
 import pytest
 
 from hegmctl.connection import Connection, connect
+from hegmctl.supervision_line import SupervisionConnection
 from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.protocol import messages as m
 from hegmd.protocol.connection import IncomingRequest
 from hegmd.protocol.record import Record
 from tests.patience import HANG_S
 from tests.unit.hegmctl import node
-from tests.unit.hegmctl.fake_daemon import Answerer, Caller, FakeDaemon
+from tests.unit.hegmctl.fake_daemon import Answerer, Caller, FakeDaemon, saying
 
 STOPPING = HegmError(UNAVAILABLE, "hegmd is stopping", "connect again when it is back")
 
@@ -88,3 +90,17 @@ def test_a_daemon_that_stops_without_a_successor_is_noticed(hegmd: Connection, d
     with pytest.raises(HegmError, match="hegmd is stopping") as raised:
         hegmd.gpus()
     assert raised.value.code is UNAVAILABLE
+
+
+def test_a_command_that_ended_before_its_daemons_welcome_ended_with_another_status(daemon: FakeDaemon) -> None:
+    """So a job that failed just after a restart of its daemon was not recovered."""
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    daemon.answers |= {m.Supervise: lambda _caller, _request: None, m.SuperviseReport: saying(m.Noted())}
+    line = SupervisionConnection(str(daemon.path), m.Supervise(run="run-1", python=False))
+    try:
+        line.ask(m.SuperviseReport(result="ended", status=7))
+        line.settle()
+        assert [type(request) for request in daemon.requests] == [m.Hello, m.Supervise, m.SuperviseReport]
+    finally:
+        line.close()
+        signal.signal(signal.SIGIO, before)
