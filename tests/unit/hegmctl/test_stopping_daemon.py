@@ -100,6 +100,7 @@ def test_a_command_that_ended_before_its_daemons_welcome_ended_with_another_stat
     try:
         line.ask(m.SuperviseReport(result="ended", status=7))
         line.settle()
+        daemon.wait_for(m.SuperviseReport)
         assert [type(request) for request in daemon.requests] == [m.Hello, m.Supervise, m.SuperviseReport]
     finally:
         line.close()
