@@ -22,8 +22,8 @@ TERMINAL = (DONE, ROLLED_BACK, LOST)
 _UNTIL_DUE = frozenset(("settling", "reserving", "restoring", "unlocking", "reloading"))
 # Waiting for what does not come is done less and less often, up to this.
 MAX_RETRY_S = 300.0
-# Ranks that failed elsewhere are started so often where they were: the port of their launcher may be in use, or its
-# supervisor about to reconnect, and a job that is held ends its supervisor.
+# A job that failed elsewhere is started so often where it was: the port of a launcher may be in use, or a supervisor
+# about to reconnect, and a job that is held ends its supervisor.
 MAX_RETURNS = 3
 
 
@@ -209,11 +209,15 @@ def reversed_operation(op: Operation) -> Operation:
 
 
 def returning_again(op: Operation) -> Operation | None:
-    """Return the rollback of a restart of ranks with another start of all of them; None if there were enough.
+    """Return the rollback of a restart with another start, of ranks of all of them; None if there were enough.
 
-    A start releases the reservations of its ranks.
+    A start releases the reservations of its processes.
     """
-    if not op.restarts_together or op.direction != BACK or op.failed_returns + 1 >= MAX_RETURNS:
+    if (
+        not any(worker.restarts for worker in op.workers)
+        or op.direction != BACK
+        or op.failed_returns + 1 >= MAX_RETURNS
+    ):
         return None
     replaced = (effects.Restore.tag, effects.Verify.tag)
     pending = tuple([pending for pending in op.pending if pending.effect not in replaced])

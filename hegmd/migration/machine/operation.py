@@ -269,7 +269,7 @@ class Operation(Record):
     swaps_with: tuple[int, ...] = field(
         "of the first of two moves of a swap: pid and start time of the process that moves next", default=()
     )
-    failed_returns: int = field("of a restart of ranks: how many starts of its rollback failed", default=0)
+    failed_returns: int = field("of a restart: how many starts of its rollback failed", default=0)
     reconnects: int = field("how often its ranks were to connect their communicators again", default=0)
     failed_reconnects: int = field("how many of these failed one after the other", default=0)
     failure: Failure | None = field("why it does not get to what was asked", default=None)

@@ -65,7 +65,7 @@ def absent(op: Operation, worker: JobProcess, why: str) -> Operation:
     """Record that the process has exited with its state in the pool, as a restart intends.
 
     A successor that exits before its first boundary is not replaced endlessly: the job continues where it was, and if
-    that fails too, for ranks several times, it is held.
+    that fails too, several times, it is held.
     """
     if worker.gpu is None and worker.offloaded and not worker.needs_inspection:
         return op  # already recorded

@@ -18,6 +18,7 @@ from hegmd.migration.journal import records
 from hegmd.migration.machine import events
 from hegmd.migration.machine.describe import description, doing, waiting, way_of
 from hegmd.migration.machine.effects import Inspect, Restore
+from hegmd.migration.machine.next_effects import MAX_RETURNS
 from hegmd.migration.machine.operation import BY_STATE, RESTART, Operation, Respawn
 from hegmd.migration.run.executor import EffectExecutor
 from hegmd.protocol import operations as told
@@ -173,13 +174,38 @@ def test_if_no_process_can_be_started_the_state_is_held_and_resumed() -> None:
 def _held() -> DrivenOperation:
     """Return an operation whose state no process could continue from."""
     drive = left()
-    for _ in range(2):
+    for _ in range(1 + MAX_RETURNS):
         drive.fail("refused")
-        drive.feed(events.WorkerExited(worker="a", why="it is not there any more"))
-        drive.wanted = [effect for effect in drive.wanted if effect.tag != "inspect"]
-        while drive.wanted and drive.wanted[0].tag != "restore":
-            drive.end()
+        ended(drive, "it is not there any more")
     return drive
+
+
+def ended(drive: DrivenOperation, why: str) -> None:
+    """Its process is gone; go on until another is to be started, or the state is held."""
+    drive.feed(events.WorkerExited(worker="a", why=why))
+    drive.wanted = [effect for effect in drive.wanted if effect.tag != "inspect"]
+    while drive.op.phase != "suspended" and tags(drive.wanted)[:1] != ["restore"]:
+        if drive.wanted:
+            drive.end()
+        else:  # it waits before another start
+            drive.now = drive.op.deadline or 0.0
+            drive.feed(events.DeadlinePassed())
+            drive.wanted = [effect for effect in drive.wanted if effect.tag != "inspect"]
+
+
+def test_a_process_that_fell_once_on_its_way_back_was_held() -> None:
+    """As for a supervisor that was connecting again. Ranks are started up to three times."""
+    drive = left()
+    drive.fail("refused")
+    ended(drive, "it is not there any more")
+    drive.fail("refused")
+    ended(drive, "it is not there any more")
+    reborn(drive, "gpu0")
+    ended(drive, "its GPU has failed")
+    reborn(drive, "gpu0")
+    found(drive, "gpu0")
+    drive.until("rolled-back")
+    assert drive.op.workers[0].gpu == "gpu0"
 
 
 def test_a_held_state_could_not_be_dropped() -> None:
@@ -208,12 +234,9 @@ def test_held_bytes_of_a_living_process_are_not_dropped() -> None:
 def test_a_process_that_falls_before_its_boundary_is_replaced_where_it_was_and_then_held() -> None:
     """Each start ends immediately: the daemon restarted the job for ever."""
     drive = left()
-    for gpu in ("gpu1", "gpu0"):
+    for gpu in ("gpu1", *["gpu0"] * MAX_RETURNS):
         reborn(drive, gpu)
-        drive.feed(events.WorkerExited(worker="a", why="it ended"))
-        drive.wanted = [effect for effect in drive.wanted if effect.tag != "inspect"]
-        while drive.wanted and drive.wanted[0].tag != "restore":
-            drive.end()
+        ended(drive, "it ended")
     assert drive.op.phase == "suspended"
     assert drive.op.workers[0].pool_bytes == 10
     assert not drive.op.workers[0].lost
