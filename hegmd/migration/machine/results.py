@@ -265,6 +265,10 @@ def failed(op: Operation, worker: JobProcess, pending: Pending, event: events.Fa
         return again.with_worker(
             worker.replace(reservations=dict.fromkeys(worker.reservations, 0), needs_inspection=True, waits=FOR_RETRY)
         )
+    if pending.effect == effects.Checkpoint.tag and op.restarts_together and op.direction == BACK:
+        # Its supervisor was connecting, perhaps. No rank may stay: the others cannot train without it.
+        op = op.with_worker(worker.replace(needs_inspection=True, waits=FOR_RETRY))
+        return next_effects.returning_again(op) or _change_direction(op, event)
     if pending.effect in _UNCERTAIN:
         # A failed restore may have lost its reservation. An interrupted checkpoint has kept none.
         recount = worker.recount_memory or pending.effect in (effects.Checkpoint.tag, effects.Restore.tag)

@@ -182,6 +182,32 @@ def test_a_rank_that_fell_once_on_its_way_back_left_all_suspended() -> None:
     assert not saved_twice(drive)
 
 
+def test_a_rank_stayed_alone_where_it_was_because_its_supervisor_was_away() -> None:
+    """It was to end with the others on their way back. Its supervisor did not take the order, and it was kept there."""
+    drive = left()
+    reborn(drive, "a")
+    reborn(drive, "b")
+    found(drive)
+    gone(drive, "b")
+    while "checkpoint" not in tags(drive.wanted):
+        drive.end()
+    drive.wanted.insert(0, drive.wanted.pop(tags(drive.wanted).index("checkpoint")))
+    drive.fail()
+    while "checkpoint" not in tags(drive.wanted):
+        if drive.wanted:
+            found(drive) if drive.wanted[0].tag == "inspect" else drive.end()
+        else:
+            drive.now = drive.op.deadline or 0.0
+            drive.feed(events.DeadlinePassed())
+    gone(drive, "a")
+    returned(drive)
+    for name in "ab":
+        reborn(drive, name, "gpu0")
+    found(drive, "gpu0")
+    drive.until("rolled-back")
+    assert [member.gpu for member in drive.op.workers] == ["gpu0", "gpu0"]
+
+
 def test_ranks_whose_supervisor_was_away_for_a_moment_were_left_suspended() -> None:
     """It reconnects every five seconds. The next start waits for that, and has its memory reserved again."""
     drive = left()
