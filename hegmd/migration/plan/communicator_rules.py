@@ -235,7 +235,7 @@ def costs(draft: Draft, members: Sequence[Candidate], kind: str) -> Iterator[str
             f"{ways.get(groups[0].mechanism, groups[0].mechanism)}{took}"
         )
         if any(NCCL in found.backends for found in groups):
-            yield "the job trains without NVLink multicast (NCCL_NVLS_ENABLE=0), which slows large all-reduces"
+            yield "the job trains without NVLink multicast (NCCL_NVLS_ENABLE=0), which can slow more than two GPUs"
     if (proof := proof_of(draft.snapshot, members, [worker.to for worker in draft.workers])) is not None:
         yield from _verdict(proof, uses_nccl=any(NCCL in found.backends for found in groups))
     if draft.reserves_late:
