@@ -14,7 +14,7 @@ from hegmd.images.manifests import unrevived
 from hegmd.migration.journal import records
 from hegmd.migration.journal.disk import Disk
 from hegmd.migration.journal.file import JournalFile
-from hegmd.migration.machine.operation import Failure
+from hegmd.migration.machine.operation import Failure, Operation
 from hegmd.protocol.images import ImageWorker, Manifest
 from tests.patience import HANG_S
 from tests.unit.moving_node import running, start_ticks
@@ -358,10 +358,10 @@ async def test_an_adopted_job_was_refused_when_hegmd_stopped_and_the_next_daemon
     async with anyio.create_task_group() as requests, running(tmp_path, disk=disk) as node:
         runner = node.operations.runner
 
-        async def begin() -> None:
+        async def begin(operation: Operation) -> None:
             nonlocal refused
             try:
-                await runner.begin(suspended.replace(id="second"))
+                await runner.begin(operation)
             except HegmError:
                 refused = True
 
@@ -374,7 +374,7 @@ async def test_an_adopted_job_was_refused_when_hegmd_stopped_and_the_next_daemon
         await node.operations.suspend([process.pid], node.context())
         suspended = runner.find("1")
         assert suspended is not None
-        requests.start_soon(begin)
+        requests.start_soon(begin, suspended.replace(id="second"))
         await anyio.to_thread.run_sync(disk.wait_for_a_record)
         requests.start_soon(go_on_once_it_stops)
     async with running(tmp_path) as node:
