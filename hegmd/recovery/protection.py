@@ -59,6 +59,8 @@ class Protection:
         #: before their first one.
         self._hung_at: int | None = None
         self._is_before_first_step = False
+        #: True while the supervisor has still to learn that the job has a snapshot.
+        self._is_untold = False
 
     # -- views ---------------------------------------------------------------------------------------------------------
 
@@ -114,6 +116,8 @@ class Protection:
         supervisor = self.job.supervisor
         if not supervisor.connected:
             return
+        if self._is_untold:
+            await self._tell_protected()
         if self._starts.is_wanted():
             await self._starts.recover()
             self._begin_anew()
@@ -215,10 +219,7 @@ class Protection:
         whole = await self.job.whole()
         if whole:
             self.job.newest = whole[0]
-            try:
-                await self._tell_protected()
-            except SupervisorAway as error:
-                logger.info("%s: %s", self.job, error.message)
+            await self._tell_protected()
 
     def _wait(self, seconds: float) -> None:
         self._due = anyio.current_time() + seconds
@@ -353,7 +354,14 @@ class Protection:
         await self._tell_protected()
 
     async def _tell_protected(self) -> None:
-        await self.job.supervisor.tell("protect", self.job.record.job)
+        """Have the supervisor keep the job if it fails; one that is away is told once it is back."""
+        self._is_untold = True
+        try:
+            await self.job.supervisor.tell("protect", self.job.record.job)
+        except SupervisorAway as error:
+            logger.info("%s: %s", self.job, error.message)
+        else:
+            self._is_untold = False
 
 
 def require_devices(ranks: Sequence[AgentConnection], gpus: Sequence[str]) -> None:

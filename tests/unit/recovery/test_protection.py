@@ -30,6 +30,7 @@ from hegmd.recovery.records import JobSnapshots
 from hegmd.recovery.snapshots import BesideImage, SnapshotRounds
 from hegmd.recovery.starts import Starts
 from hegmd.system.condition import Condition
+from hegmd.workers.supervisors import SupervisorAway
 from tests.patience import HANG_S
 
 
@@ -108,6 +109,25 @@ async def test_a_snapshot_ends_when_its_command_fails() -> None:
             await protection.began.wait()
             rig.supervisor.offer = rig.supervisor.offer.replace(pid=None, fell=-9)
             rig.node.changed.notify_all()
+
+
+async def test_a_supervisor_that_was_away_at_the_first_snapshot_let_its_job_end_when_it_failed() -> None:
+    rig = Rig()
+    told: list[str] = []
+
+    async def tell(do: str, job: str) -> None:
+        if not rig.supervisor.connected:
+            raise SupervisorAway("now", job, f"it cannot get the order {do}")
+        told.append(do)
+
+    rig.supervisor.tell, rig.supervisor.connected = tell, False
+    protection = Protection(rig.job)
+    rig.job.snapshots = [SimpleNamespace(generation=1, step=5)]
+    await protection._find_newest()
+    rig.supervisor.connected, rig.supervisor.offer = True, rig.supervisor.offer.replace(pid=None)
+    for _ in range(2):
+        await protection._turn()
+    assert told == ["protect"]
 
 
 def test_processes_that_a_killed_supervisor_started_still_belong_to_the_job() -> None:
