@@ -145,3 +145,13 @@ def test_sigint_to_a_whole_run_left_processes_behind(workers: str, tmp_path: Pat
         output, _ = run.communicate(timeout=HANG_S)
         assert run.returncode != 0, output
         assert messages.read() == ""  # the last process that could write there is gone
+
+
+@pytest.mark.xdist_group("a group")
+def test_tests_of_a_group_ran_at_the_same_time_in_several_workers(request: pytest.FixtureRequest) -> None:
+    """pytest-xdist 3.8 notes groups where pytest 9.2 does not look, and says nothing.
+
+    Each worker built the packages and imported the frameworks, and tests of the node's memory met one another.
+    """
+    if getattr(request.config.option, "loadgroup", False):
+        assert request.node.nodeid.endswith("@a group")
