@@ -88,6 +88,8 @@ def failure_of(command: Sequence[str], number: int) -> HegmError:
     hint = "give the full path of a program, and its arguments after it"
     if missing and os.path.isfile(command[0]):
         hint = "install the interpreter that its first line names"
+    elif number == EACCES and os.path.isdir(command[0]):
+        hint = "name a program in this directory"
     elif number == EACCES:
         hint = "make it an executable file: chmod +x"
     return HegmError(
