@@ -47,17 +47,17 @@ def room_progress_text(progress: RoomProgress, style: Style) -> list[str]:
 
 def lease_note(lease: Lease) -> str:
     """Describe a lease for people; scripts use its id."""
-    until = "it is released"
+    until = "until it is released"
     if lease.pid is not None:
-        until = f"process {lease.pid} ends"
+        until = f"until process {lease.pid} ends"
     elif lease.until_utc is not None:
-        until = f"{duration(max(0.0, lease.until_utc - time()))} are over"
+        until = f"for {duration(max(0.0, lease.until_utc - time()))}"
     elif lease.hold_s is not None:
-        until = f"{duration(lease.hold_s)} after that are over"
+        until = f"for {duration(lease.hold_s)} after that"
     size, where = binary_size(lease.size_bytes), lease.gpu or "a GPU"
     if lease.state == HELD:
-        return f"{size} of {where} are kept free until {until}; sooner: hegmctl release {lease.id}"
-    return f"{size} of {where} are being freed, and kept until {until}: see hegmctl queue"
+        return f"{size} of {where} are kept free {until}; sooner: hegmctl release {lease.id}"
+    return f"{size} of {where} are being freed, and kept {until}: see hegmctl queue"
 
 
 def released_text(reply: Released, style: Style) -> list[str]:

@@ -59,6 +59,8 @@ def test_scripts_read_the_id_of_a_lease_and_people_the_rest() -> None:
     assert lease_note(LEASE) == "60.0 GiB of gpu0 are kept free until process 4711 ends; sooner: hegmctl release l3"
     pending = LEASE.replace(state="pending", gpu=None, pid=None)
     assert lease_note(pending) == "60.0 GiB of a GPU are being freed, and kept until it is released: see hegmctl queue"
+    assert "and kept for 3 min 20 s after that: see" in lease_note(pending.replace(hold_s=200.0))
+    assert "kept free for 0 ms; sooner:" in lease_note(LEASE.replace(pid=None, until_utc=0.0))
     released = Released(lease="l3", gpu="gpu0", size_bytes=60 * GIB)
     assert released_text(released, PLAIN) == ["lease l3 has ended: 60.0 GiB of gpu0 are free for jobs again"]
     progress = RoomProgress(
