@@ -18,7 +18,7 @@ from tests.e2e.daemon import RunningDaemon
 from tests.e2e.forked import TORCHRUN, started
 from tests.e2e.moved_job import BARE, SCRIPTS, environment
 from tests.e2e.references import TWO_RANKS
-from tests.looks import pause
+from tests.looks import COMMAND_MS, pause
 from tests.needs import need_torch
 from tests.patience import HANG_S
 
@@ -67,7 +67,7 @@ def test_two_jobs_of_two_ranks_take_turns_and_no_loss_differs(tmp_path: Path) ->
         assert lease is not None
         while _count(hegmd, "sharing.resumed") < 4:
             assert len(_on_gpu(hegmd)) <= 4
-            pause()
+            pause(COMMAND_MS)
         kinds = {(op.kind, len(op.processes)) for op in hegmd.operations().operations}
         assert {ranks for _, ranks in kinds} == {2}, "all ranks of a job or none"
         assert _count(hegmd, "sharing.failed") == 0
@@ -96,7 +96,7 @@ def test_each_rank_gets_a_gpu_of_its_own_and_two_such_jobs_take_turns_on_all_gpu
         with torchrun:
             while _count(hegmd, "sharing.resumed") < 2:
                 assert len(_on_gpu(hegmd)) <= 2, "all ranks of a job or none"
-                pause()
+                pause(COMMAND_MS)
             assert _count(hegmd, "sharing.failed") == 0
             before = _least(losses)
             _until(lambda: _least(losses) > before + 4)
@@ -148,4 +148,4 @@ def _count(hegmd: Connection, kind: str) -> int:
 
 def _until(holds: Callable[[], bool]) -> None:
     while not holds():
-        pause()
+        pause(COMMAND_MS)

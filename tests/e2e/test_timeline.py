@@ -52,10 +52,9 @@ def test_the_timeline_of_a_killed_daemon_is_drawn_by_the_next_one_and_opens_in_a
         assert "driver" in hegmctl(node, "op", "1", "--timeline")
         page = tmp_path / "move.html"
         hegmctl(node, "op", "1", "--timeline", "--html", str(page))
-    shown = in_browser(page, "--dump-dom")
+    picture = tmp_path / "move.png"
+    shown = in_browser(page, "--dump-dom", f"--screenshot={picture}")
     assert len(re.findall(r"<g><title>(?:job|agent|daemon|helper|driver|copies): ", shown)) > 10
     assert "driver: checkpoint (process" in shown
     assert "copies: out (process" in shown
-    picture = tmp_path / "move.png"
-    in_browser(page, f"--screenshot={picture}")
     assert picture.read_bytes().startswith(b"\x89PNG")
