@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _SPOT, _SPAN = struct.Struct("<QQQ"), struct.Struct("<QQQQ")
 #: Replaces a handle's number: CUDA IPC cannot export the storage, so its process copies it.
 NO_HANDLE = (1 << 64) - 1
+# The start of a name in `begin_anew` of what was not searched, so that its changes are unknown.
+UNSEEN = "not searched: "
 
 
 def not_connected(pid: int) -> str:

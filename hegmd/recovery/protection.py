@@ -14,6 +14,7 @@ import anyio
 from hegmd.migration.methods.progress_probe import is_stopped
 from hegmd.node.gpu_sets import ONLY_ITS_GPUS, gpus_of, unseen_device
 from hegmd.node.processes.procfs import TICKS_PER_S
+from hegmd.protocol.agents import UNSEEN
 from hegmd.protocol.recovery import UNDER_WAY
 from hegmd.recovery.job import ProtectedJob, stacks_of
 from hegmd.recovery.policy import HangWatch, gone_of, gpus_to_start_on, raised, usual_interval_s
@@ -273,6 +274,7 @@ class Protection:
             self._wait(UNPROTECTED_S)
             return
         is_first = self.job.newest is None
+        anew = [name for name in self._rounds.begins_anew if name not in self.job.record.begins_anew]
         is_behind = (
             self.job.newest is not None and taken.step < self.job.newest.step
         )  # an operation has restarted it meanwhile
@@ -290,8 +292,16 @@ class Protection:
         self.job.newest, self.taken = taken, self.taken + 1
         if is_first or self.why is not None:
             await self._protect()
+        await self._note_anew([name for name in anew if not name.startswith(UNSEEN)])
         await self._note_raised()
         self._wait(self.interval_s or AGAIN_S)
+
+    async def _note_anew(self, names: Sequence[str]) -> None:
+        """Say which variables would start over, at the first snapshot that does not keep them."""
+        if names:
+            message = f"a recovery of {self.job} starts over with: {', '.join(names)}"
+            self.job.record_event("job.protected", "warning", message)
+            await self.job.note(message, "call hegm.keep to keep it; see docs/restarts.md")
 
     async def _note_raised(self) -> None:
         """Say once that snapshots are further apart than was asked for. The first one takes longer than the others."""

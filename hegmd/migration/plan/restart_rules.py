@@ -19,6 +19,7 @@ from hegmd.migration.plan import communicator_rules, driver_rules, targets
 from hegmd.migration.plan.carrier_choice import Choice
 from hegmd.migration.plan.draft import Draft
 from hegmd.node.gpu_sets import CPU, ONLY_ITS_GPUS, gpus_of, place_of, unseen_device
+from hegmd.protocol.agents import UNSEEN
 from hegmd.protocol.operations import PlannedProcess, Reason
 from hegmd.protocol.supervision import ALONE
 
@@ -28,8 +29,6 @@ STEPS = (
 )
 # The time until a Python that imports PyTorch reaches its first batch, without what the script loads.
 START_S = 8.0
-# The start of an agent's report about objects that it has not inspected.
-UNSEEN = "not searched: "
 # A message carries 16 descriptors, and one of them is the restore lock.
 MAX_RANKS = 15
 # The agent, and what finds a script's loops.

@@ -20,6 +20,7 @@ import pytest
 
 from hegmd.migration.methods import launchers
 from hegmd.node.processes.procfs import TICKS_PER_S, start_ticks_of
+from hegmd.protocol.agents import UNSEEN
 from hegmd.protocol.messages import Supervise
 from hegmd.protocol.recovery import FAILED, INTERRUPTED, UNDER_WAY, RecoveryAttempt
 from hegmd.protocol.snapshots import Gpu, Health
@@ -510,3 +511,39 @@ async def test_an_incomplete_snapshot_with_an_image_does_not_count(why: str) -> 
     newest = rig.job.newest
     assert not await protection._took_beside_image()
     assert (rig.job.newest, rig.job.record.generation) == (newest, 0)
+
+
+class Ready(Protection):
+    """A protection whose only process is ready for a snapshot."""
+
+    async def _processes(self) -> tuple[list[Any], bool]:
+        about = SimpleNamespace(images=None)
+        return [SimpleNamespace(about=about, cuda=None, gpu="gpu0", pid=7, on_cpu=False)], False
+
+
+class RoundsOfGenerators(SnapshotRounds):
+    """Rounds whose snapshots do not keep these variables."""
+
+    unkept: list[tuple[str, ...]]
+
+    async def take(self, ranks: Sequence[Any], generation: int, bad: Sequence[int] = ()) -> Any:
+        self.begins_anew = self.unkept.pop(0)
+        return SimpleNamespace(generation=generation, step=9)
+
+
+async def test_a_schedule_that_starts_over_was_announced_only_after_the_recovery() -> None:
+    """The first snapshot shows it: an event and the user's terminal name each variable once."""
+    rig = Rig()
+    protection, rounds = Ready(rig.job), RoundsOfGenerators(rig.job)
+    lrs, log = "lrs (generator) in main() at train.py:9", "log (TextIOWrapper) in main() at train.py:3"
+    rounds.unkept = [(lrs, f"{UNSEEN}a list"), (lrs,), (log, lrs)]
+    protection._rounds, messages = rounds, list[str]()
+
+    async def notify(do: str, _operation: str, **said: str) -> None:
+        messages.extend([said["message"]] if do == "note" else [])
+
+    rig.supervisor.tell = notify
+    for _ in range(3):
+        await protection._take()
+    assert messages == [f"a recovery of job j1 (train) starts over with: {name}" for name in (lrs, log)]
+    assert rig.events == ["job.protected"] * 3, "the first says that there is a snapshot"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
+from ....protocol.agents import UNSEEN
 from ..code.assignments import ATTRIBUTE, GLOBAL, MAX_CODES, Functions, changes_of, nested_in
 from ..code.drift import OTHERS, OWN
 from ..code.encoding import MUTABLE, SAME, SHARED, NotEncodable, TooLarge, ValueEncoder
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 #: Under which the state has them.
 KEY = "own"
-#: The start of a plan's note that the changes of an object are unknown.
-UNSEEN = "not searched: "
 _MAX_NOTES = 32
 _OF_LOADERS = frozenset(("DataLoader", "DataLoaderShard", "StatefulDataLoader"))
 _OPTIMIZED = 0x1
