@@ -36,6 +36,7 @@ _OF_LOADERS = frozenset(("DataLoader", "DataLoaderShard", "StatefulDataLoader"))
 _OPTIMIZED = 0x1
 _NUMBERS: Any = (int, float, complex, type(None))
 _COUNTED: Any = (bool, str, *_NUMBERS)
+_GENERATOR: Any = type(one for one in "")
 
 
 def capture(
@@ -348,6 +349,8 @@ class _Capture:
                     form = self._form(value, f"{name}.{attribute}", is_named=False, is_altered=False)
                     if form is not None:
                         chosen[attribute] = (form[0], not is_given)
+                elif attribute in self._read_elsewhere and is_a(value, _GENERATOR):
+                    self._note(f"{name}.{attribute} ({type(value).__qualname__})")
             elif change.is_stored or _is_mutable(value):
                 where = f" of {name}, set at {file}:{change.line}"
                 self._choose(chosen, change, value, where, is_named=change.is_stored)

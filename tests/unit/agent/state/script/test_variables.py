@@ -299,3 +299,28 @@ def train():
 def test_a_loss_within_autocast_does_not_count_as_one_with_gradients_to_compute(scripts: Scripts) -> None:
     """A `with` may suppress an exception, and then the former loss would be read: a `while` around it was refused."""
     assert scripts.restarted(MIXED_PRECISION, 2, first=1) == (3, [])
+
+
+GENERATED = """
+class Schedule:
+    def __init__(self):
+        self.rates = (0.5**step for step in range(9))
+        self.unused = (0.5**step for step in range(9))
+
+    def rate(self):
+        return next(self.rates)
+
+def train():
+    schedule = Schedule()
+    for step in range(first, 3):
+        ask()
+        rate = schedule.rate()
+    return rate
+"""
+
+
+def test_a_generator_of_rates_in_an_object_started_over_and_was_not_announced(scripts: Scripts) -> None:
+    """Only generators in variables of the loop were named."""
+    result, starts_over = scripts.restarted(GENERATED, 2, first=1)
+    assert (scripts.run(GENERATED), result) == (0.25, 0.5)
+    assert starts_over == ["train().schedule.rates (generator)"]
