@@ -523,11 +523,12 @@ def fresh_folder(place: str) -> tuple[str, int]:
                     os.close(fd)
     while True:
         path = tempfile.mkdtemp(prefix=_PREFIX, dir=place)
-        fd = os.open(path, _DIRECTORY)
-        fcntl.flock(fd, fcntl.LOCK_SH)
-        if os.fstat(fd).st_nlink:
-            return path, fd
-        os.close(fd)  # another launcher has removed it before it was locked
+        with suppress(FileNotFoundError):  # another launcher has removed it before it was opened
+            fd = os.open(path, _DIRECTORY)
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            if os.fstat(fd).st_nlink:
+                return path, fd
+            os.close(fd)  # or before it was locked
 
 
 def _surroundings(ranks: int, folder: str, environ: Mapping[str, str]) -> dict[str, str]:
