@@ -33,17 +33,17 @@ _NEAR = 2
 _PARTIAL: Any = getattr(sys.modules.get("functools"), "partial", ())
 
 
-#: The addresses of the loaded modules, and which of them are the user's: a capture asks several times.
-_judged: tuple[list[int], list[Any]] = ([], [])
+#: The loaded modules, and which of them are the user's: a capture asks several times. It has the modules themselves,
+#: since another module can get the address of one that is freed.
+_judged: tuple[list[Any], list[Any]] = ([], [])
 
 
 def users_modules() -> list[Any]:
     """Return the user's loaded modules."""
     global _judged  # noqa: PLW0603 - there is one table of modules
     modules: list[Any] = list(sys.modules.values())
-    addresses = list(map(id, modules))
-    if addresses != _judged[0]:
-        _judged = addresses, [module for module in modules if module is not None and is_users_module(module)]
+    if list(map(id, modules)) != list(map(id, _judged[0])):
+        _judged = modules, [module for module in modules if module is not None and is_users_module(module)]
     return _judged[1]
 
 

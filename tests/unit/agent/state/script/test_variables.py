@@ -13,7 +13,7 @@ import pytest
 
 from hegmd.agent.state.code.drift import Drift
 from hegmd.agent.state.code.position import is_users_module
-from hegmd.agent.state.code.script_objects import Instances
+from hegmd.agent.state.code.script_objects import Instances, users_modules
 from hegmd.agent.state.script import restore_variables, variables
 
 #: The module's own name: a script's.
@@ -324,3 +324,17 @@ def test_a_generator_of_rates_in_an_object_started_over_and_was_not_announced(sc
     result, starts_over = scripts.restarted(GENERATED, 2, first=1)
     assert (scripts.run(GENERATED), result) == (0.25, 0.5)
     assert starts_over == ["train().schedule.rates (generator)"]
+
+
+def test_a_module_of_the_user_was_missed_that_got_the_address_of_another() -> None:
+    """The script had removed the other, of a package, since the last capture."""
+    other, own = "of_a_package", "of_the_user"
+    for _ in range(20):
+        sys.modules[other] = types.ModuleType(other)
+        assert sys.modules[other] not in users_modules()
+        del sys.modules[other]
+        sys.modules[own] = module = types.ModuleType(own)
+        module.__file__ = "/home/user/of_the_user.py"
+        found = users_modules()
+        del sys.modules[own]
+        assert module in found
