@@ -49,7 +49,8 @@ class VideoSums:
     def __init__(self, raws: list[Raw], places: list[int]) -> None:
         self._torch: Any = sys.modules["torch"]
         self._mine = [(raw, place) for raw, place in zip(raws, places) if self._is_mine(raw)]
-        self.places: set[int] = {place for _raw, place in self._mine}
+        self._parts = [(raw[2], place) for raw, place in self._mine]
+        self.places: set[int] = {place for _size_bytes, place in self._parts}
         self._sums: tuple[memoryview, memoryview] | None = None
 
     def _is_mine(self, raw: Raw) -> bool:
@@ -64,7 +65,7 @@ class VideoSums:
         self.finish(found)
 
     def add_up(self) -> None:
-        """Have the GPU add up; the tensors are not needed afterwards. Clears `places` if the GPU fails."""
+        """Have the GPU add up, and keep no tensor afterwards. Clears `places` if the GPU fails."""
         if not self._mine:
             return
         try:
@@ -72,6 +73,8 @@ class VideoSums:
         except Exception as error:  # noqa: BLE001 - of PyTorch or CUDA, such as no memory left for the sums
             note(f"the GPU does not add up, the processor does: {error!r}")
             self.places = set()
+        finally:
+            self._mine = []
 
     def finish(self, found: dict[int, int]) -> set[int]:
         """Store the checksum of each part under its offset, and return `places`. In any thread: the CRC takes longer
@@ -80,7 +83,7 @@ class VideoSums:
         if self._sums is None:
             return self.places
         (sums, rests), at = self._sums, 0
-        for index, ((_tensor, _address, size_bytes, _where), place) in enumerate(self._mine):
+        for index, (size_bytes, place) in enumerate(self._parts):
             words = size_bytes // PAGE_BYTES * _WORD_BYTES
             step = PIECE_BYTES // PAGE_BYTES * _WORD_BYTES
             for part, start in enumerate(range(0, words, step)):
