@@ -135,10 +135,12 @@ class SimulatedPlacement:
             self._place(worker)
 
     def _place(self, worker: AgentConnection) -> None:
+        before = worker.on_cpu, worker.gpu
         if worker.boundary:  # its tensors are where it trains
             worker.on_cpu = worker.about.gpu == CPU if self._memory.simulated else worker.cuda is None
         if worker.gpu is None and worker.about.gpu != CPU:
             worker.gpu = self._memory.place(worker.about.gpu, worker.about.rank)
         if worker.gpu is not None:
             self._memory.hold_what_fits((worker.pid, worker.identity.start_ticks), worker.gpu, worker.size_bytes or 0)
-        self._changed()
+        if (worker.on_cpu, worker.gpu) != before:
+            self._changed()

@@ -73,6 +73,15 @@ async def test_the_gpus_are_read_while_agents_are_surveyed(tmp_path: Path, proce
         assert surveyed == [process.pid]
 
 
+async def test_a_survey_that_found_nothing_new_had_the_gpus_read_twice(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        await node.attend(process.pid)
+        await node.moving.survey.snapshot([process.pid], may=lambda _uid: True)
+        looks = node.inventory.refresh_count
+        await node.moving.survey.snapshot([process.pid], may=lambda _uid: True)
+        assert node.inventory.refresh_count == looks + 1
+
+
 @pytest.mark.thorough
 async def test_a_job_whose_first_survey_was_late_was_placed_as_if_it_held_nothing(
     tmp_path: Path, process: Child
