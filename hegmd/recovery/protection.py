@@ -301,7 +301,7 @@ class Protection:
         if names:
             message = f"a recovery of {self.job} starts over with: {', '.join(names)}"
             self.job.record_event("job.protected", "warning", message)
-            await self.job.note(message, "call hegm.keep to keep it; see docs/restarts.md")
+            await self.job.note(message, "keep such values with hegm.keep; see docs/restarts.md")
 
     async def _note_raised(self) -> None:
         """Say once that snapshots are further apart than was asked for. The first one takes longer than the others."""
