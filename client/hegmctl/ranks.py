@@ -15,7 +15,6 @@ import shutil
 import signal
 import socket
 import tempfile
-from contextlib import suppress
 from json import dumps, loads
 from time import monotonic, time
 
@@ -62,7 +61,6 @@ ASK_WITHIN_S, ASK_INTERVAL_S = 0.5, 1.0
 # A daemon that does not answer may be busy. It is asked so long before ranks start without its answer.
 SILENT_S = 10.0
 _MEMORY = "/dev/shm"  # noqa: S108 - a private folder is made in it
-_PREFIX, _DIRECTORY = "hegm-rank-files-", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Process:
@@ -97,8 +95,7 @@ class Launcher:
         self._ranks = ranks
         self._command = tuple(command)
         self._connect, self._say = connect, say
-        #: The ranks' files, and their descriptor, which is locked while this process or a rank lives.
-        self._folder, self._folder_fd = fresh_folder(_MEMORY if os.path.isdir(_MEMORY) else tempfile.gettempdir())
+        self._folder = tempfile.mkdtemp(prefix="hegm-ranks-", dir=_MEMORY if os.path.isdir(_MEMORY) else None)
         self._environ = {**environ, **_surroundings(ranks, self._folder, environ)}
         self._board_fd = os.memfd_create("hegm-board")
         os.ftruncate(self._board_fd, board_bytes(ranks))
@@ -164,7 +161,6 @@ class Launcher:
         for process in self._processes.values():  # only after an error of ours
             _send_signal(process.pid, signal.SIGKILL)
         shutil.rmtree(self._folder, ignore_errors=True)
-        os.close(self._folder_fd)
         if self._job is not None:
             self._ask(lambda connection: connection.call(DropRecovery(job=str(self._job)), RecoveryDropped))
 
@@ -185,7 +181,7 @@ class Launcher:
                 spare, self._spare = self._spare, None
                 pid = spare.activate_as(self._command, environ)
             if pid is None:
-                pid = start(self._command, environ, mask=self._mask, keep=(rank_end.fileno(), self._folder_fd)).pid
+                pid = start(self._command, environ, mask=self._mask, keep=(rank_end.fileno(),)).pid
         self._processes[rank] = Process(pid, own_end)
         self._send(rank, {"do": "board"}, (self._board_fd,))
         for slot, fd in self._slots.items():
@@ -507,28 +503,6 @@ class Launcher:
                 return answer
         except HegmError as error:
             return error
-
-
-def fresh_folder(place: str) -> tuple[str, int]:
-    """Return a new folder there and its locked descriptor, and remove those of launchers that were killed."""
-    for name in os.listdir(place):
-        if name.startswith(_PREFIX):
-            path = os.path.join(place, name)
-            with suppress(OSError):  # another user's, or in use
-                fd = os.open(path, _DIRECTORY)
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(path)
-                finally:
-                    os.close(fd)
-    while True:
-        path = tempfile.mkdtemp(prefix=_PREFIX, dir=place)
-        with suppress(FileNotFoundError):  # another launcher has removed it before it was opened
-            fd = os.open(path, _DIRECTORY)
-            fcntl.flock(fd, fcntl.LOCK_SH)
-            if os.fstat(fd).st_nlink:
-                return path, fd
-            os.close(fd)  # or before it was locked
 
 
 def _surroundings(ranks: int, folder: str, environ: Mapping[str, str]) -> dict[str, str]:

@@ -197,8 +197,8 @@ class MultiStepOperations(BackgroundTasks):
         """Make the second of two moves after an earlier daemon made the first, or else undo the first."""
         await self._operations.follow(op_id, _discard_progress)
         context = RequestContext(by="the swap", may=lambda _uid: True, emit=_discard_progress)
+        first = self._operations.runner.history(op_id).operation
         for attempt in range(MAX_RETRIES):
-            first = self._operations.runner.history(op_id).operation
             if first.phase != DONE or self._has_successor(first):
                 return
             (other, ticks), own = first.swaps_with, first.workers[0].pid
