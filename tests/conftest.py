@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ SELDOM = (20_000, 20, 20)
 # No test depends on the speed of a machine; hypothesis gives each example 200 ms.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any speed")
+
+_numbers = count()
 
 # The mark that this run gave to its processes.
 _RUN = pytest.StashKey[str]()
@@ -129,6 +132,17 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     before.clear_children()
     if leaks and request.node.get_closest_marker("leaks_allowed") is None:
         pytest.fail("left behind:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Path:
+    """A path that no earlier test had, because stub libraries and undisturbed runs are known by their paths.
+
+    pytest gives the folder of a test that has passed to the next one whose name begins alike.
+    """
+    folder = tmp_path / f"{next(_numbers)}"
+    folder.mkdir()
+    return folder
 
 
 @pytest.fixture
