@@ -169,6 +169,7 @@ class JobRequests:
         if op is not None and not workers:
             return tuple([member.pid for member in op.live])
         if workers:
+            self._jobs.note_training(job)
             return tuple([worker.pid for worker in sorted(workers, key=_rank)])
         latest = self._inventory.latest
         listed = () if latest is None else latest.processes
@@ -179,6 +180,14 @@ class JobRequests:
         waits = self.waits_for(job)
         if waits is not None:
             raise Refused(f"job {job} has no process now, and waits for {waits}", "run: hegmctl queue", {"job": job.id})
+        is_connected = any(worker.connected for worker in self._jobs.workers_of(job))
+        if job.has_trained or (job.members and not is_connected):
+            raise Refused(
+                f"no process of job {job} is known to train now",
+                "retry in a few seconds: it is ending, is started again, or connects to hegmd again after a restart; "
+                f"hegmctl inspect {job.id}",
+                {"job": job.id},
+            )
         raise Refused(
             f"job {job} is starting: it has not reached its first batch",
             "wait until `hegmctl jobs` shows it training; for a hand-written loop, call hegm.boundary() once a batch",

@@ -255,6 +255,24 @@ async def test_a_job_before_its_first_batch_is_not_moved(tmp_path: Path, process
         assert await node.moving.job_requests.pids(("j1", "train", str(process.pid), 7), mine) == (process.pid, 7)
 
 
+async def test_a_job_that_had_trained_was_said_not_to_have_reached_its_first_batch(
+    tmp_path: Path, process: Child
+) -> None:
+    """After a restart of the daemon, before its agents are back: the hint was to wait until it is shown as training."""
+    async with running(tmp_path) as node:
+        await registered(node, process.pid, "one")
+        await node.attend(process.pid, run="one")
+        assert await node.moving.job_requests.pids(("train",), mine) == (process.pid,)
+    async with running(tmp_path) as node:
+        requests = node.moving.job_requests
+        assert [job.state for job in await requests.jobs((), mine, ended=False)] == [protocol.TRAINING]
+        with pytest.raises(HegmError, match=r"no process of job j1 \(train\) is known to train now") as refused:
+            await requests.pids(("train",), mine)
+        assert (refused.value.code, "hegmctl inspect j1" in (refused.value.hint or "")) == (REFUSED, True)
+        await node.attend(process.pid, run="one")
+        assert await requests.pids(("train",), mine) == (process.pid,)
+
+
 async def test_a_user_can_name_only_own_jobs_and_see_only_own_commands(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         await registered(node, process.pid, "one")
