@@ -198,18 +198,19 @@ class Starts:
             with anyio.move_on_after(LOOK_S):
                 await following.wait()
 
-    async def _await_room(self, why: str = "failed while it was suspended", quiet_s: float = 0.0) -> None:
-        """Wait until a job may return that failed while it was suspended, or that lost its GPU: until its user resumes
-        it, and until there is room. Its user is told so after a while. Raises SupervisorAway.
+    async def _await_room(self, why: str = "", quiet_s: float = 0.0) -> None:
+        """Wait until a job may return that failed while it was off its GPU, or that lost its GPU: until its user
+        resumes it, and until there is room. Its user is told so after a while. Raises SupervisorAway.
         """
         job, told = self._job, ""
         quiet_until = anyio.current_time() + quiet_s
         while job.supervisor.is_alive and job.node.must_wait(job.record.job):
             waits = "until it is resumed" if job.record.awaits_resume else "for room"
+            where = "suspended" if job.record.awaits_resume else "off its GPU"  # a migrate had it, or others its GPU
             if waits != told and anyio.current_time() >= quiet_until:
                 told = waits
                 hint = f"hegmctl resume {job.record.job}" if job.record.awaits_resume else "hegmctl queue"
-                await job.note(f"{job} {why}, and waits {waits}", hint)
+                await job.note(f"{job} {why or f'failed while it was {where}'}, and waits {waits}", hint)
             with anyio.move_on_after(LOOK_S):
                 await job.node.changed.wait()
         if not job.supervisor.is_alive:

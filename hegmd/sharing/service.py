@@ -292,7 +292,7 @@ class Sharing:
             elif is_queued:  # a later daemon is not to take it for suspended by its user, once it has left the queue
                 recoveries.note_suspended(job_id, op.id, by_user=False)
             elif not recoveries.awaits_resume(job_id):  # a daemon before may not have queued it
-                self._enter(job, op, "it failed while it was suspended")
+                self._enter(job, op, "it failed while it was off its GPU")
         return job.number in self.memory.suspended or self._moving.recoveries.awaits_resume(job_id)
 
     def awaits_resume(self, job: JobRecord) -> bool:

@@ -200,7 +200,9 @@ async def test_a_job_that_fails_while_suspended_for_a_lease_restarts_after_the_l
         reply = await shared.make_room(6 * MIB, until_free=True, limit_s=HANG_S)
         assert reply.lease is not None
         await _fail(shared, process)
-        await shared.until(lambda: any("waits for room" in order.message for order in orders))
+        await shared.until(
+            lambda: any("failed while it was off its GPU, and waits for room" in order.message for order in orders)
+        )
         for _ in range(3):
             shared.sharing.look_again()
             await shared.sharing.decided.wait()
@@ -278,7 +280,11 @@ async def test_a_job_that_fails_while_its_user_suspended_it_waits_for_resume_and
         resumes = QueuedResumes(shared.sharing, moving.operations, moving.job_requests)
         await shared.node.operations.suspend([process.pid], shared.node.context())
         await _fail(shared, process)
-        await shared.until(lambda: any("waits until it is resumed" in order.message for order in orders))
+        await shared.until(
+            lambda: any(
+                "failed while it was suspended, and waits until it is resumed" in order.message for order in orders
+            )
+        )
         assert any("hegmctl resume j1" in order.hint for order in orders)
         await shared.until_states(j1="suspended")
         (view,) = (await moving.recoveries.show([], lambda _uid: True)).jobs
