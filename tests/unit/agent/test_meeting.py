@@ -52,11 +52,11 @@ class Met:
         with self._news:
             self._news.notify_all()
 
-    def expect(self, rank: int, *whats: str) -> str:
+    def expect(self, rank: int, *facts: str) -> str:
         """Wait until one of these is so of the rank, and return it."""
         with self._news:
-            found = self._news.wait_for(lambda: [what for what in whats if getattr(self.ranks[rank], what)], HANG_S)
-        assert found, whats
+            found = self._news.wait_for(lambda: [fact for fact in facts if getattr(self.ranks[rank], fact)], HANG_S)
+        assert found, facts
         return found[0]
 
 
