@@ -16,8 +16,8 @@ def main() -> None:
     ranks, script, argv = int(sys.argv[1]), sys.argv[2], sys.argv[2:]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    # Once for all. An optimizer imports the compiler, which takes two thirds of a second. The collector would look
-    # through all that stays again and again, here and in each rank, which takes as long as the imports.
+    # All ranks share these imports: an optimizer imports the compiler, which takes two thirds of a second. The garbage
+    # collector would look through the imported objects again and again, here and in each rank. It takes as long.
     gc.disable()
     import_module("torch.distributed")
     import_module("torch._dynamo")

@@ -75,7 +75,7 @@ class Restarts:
 
     def computed(self, *argv: str, is_recorded: bool = False) -> tuple[str, str]:
         """Its output and the record of all that it computes, without an agent; it is run once."""
-        # By what is in it: pytest gives the folder of a test that has passed to the next of nearly the same name.
+        # The key is the text of the script: each test writes it to a path of its own.
         key = (Path(argv[0]).read_text(), is_recorded)
         if key not in self._known:
             output, record = self._new("output"), self._new("record")

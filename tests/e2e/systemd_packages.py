@@ -23,7 +23,7 @@ from tests.room import MIB, SHARED_MEMORY
 
 TREE = Path(__file__).resolve().parents[2]
 NEWER_VERSION = "99.0.0"
-# What a build has in its temporary folder, and some to spare.
+# Space for the files in a build's temporary folder, with a margin.
 BUILD_BYTES = 512 * MIB
 _LEFT_OUT = (".git", ".venv", "build", "dist", "node_modules", "__pycache__", ".*_cache", ".hypothesis")
 

@@ -20,7 +20,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 
-PACE_S = 0.02  # minimum duration of a step while nobody counts them
+PACE_S = 0.02  # minimum duration of a step while hegmd does not count steps
 kind, path, words = sys.argv[1], sys.argv[2], sys.argv[3:]
 steps = int(words[0]) if words and words[0].isdecimal() else -1
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -183,7 +183,7 @@ def test_a_rank_that_fell_once_on_its_way_back_left_all_suspended() -> None:
 
 
 def test_a_rank_stayed_alone_where_it_was_because_its_supervisor_was_away() -> None:
-    """It was to end with the others on their way back. Its supervisor did not take the order, and it was kept there."""
+    """The rank should end with the others on their way back. Its supervisor took no order, so hegmd kept the rank."""
     drive = left()
     reborn(drive, "a")
     reborn(drive, "b")

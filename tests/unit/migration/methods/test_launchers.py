@@ -21,13 +21,13 @@ from tests.unit.migration.methods.test_restart import method, subject
 
 # A supervisor below which a launcher starts one rank after the other.
 STARTING = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys
 print("ready", flush=True)
 if os.fork() == 0:
     for _ in range(400):
         if os.fork() == 0:
-            time.sleep(600)
-    time.sleep(600)
+            signal.pause()
+    signal.pause()
 os.wait()
 sys.stdin.read()
 """

@@ -35,8 +35,8 @@ def test_a_survey_of_a_job_parked_at_the_head_of_its_loop_unset_its_variables() 
     assert 1 << 40 in surveyed[0]
 
 
-# What of the training is read after its second step: by note_place, by capture.capture, or by that under a trace at the
-# head of the loop. It ends well if the loss is freed.
+# After the second step the agent reads the training: by note_place, by capture.capture, or by the latter under a trace
+# at the head of the loop. The script ends well if the loss is freed.
 # In a process of its own: reading the state looks through all objects of the process.
 STEPS = """
 import gc, sys, weakref

@@ -52,7 +52,7 @@ def test_if_pytorch_cannot_add_up_no_checksum_is_claimed() -> None:
 
 
 def test_tensors_of_a_snapshot_were_kept_alive_until_its_checksums_were_finished() -> None:
-    """That was after its copy in the background, while the training may need their memory."""
+    """They stayed alive during the copy in the background, while the training may need their memory."""
     raws = [_raw(MIN_BYTES, 0, 5)]
     tensor, adding, found = weakref.ref(raws[0][0]), VideoSums(raws, [0]), dict[int, int]()
     adding.add_up()
