@@ -158,6 +158,19 @@ def start_limit_s(wished_s: float | None, longest_s: float, hung: int, least_s: 
     return max(least_s, wished_s or 0.0, LEARNED_TIMES * longest_s) * (1 << hung)
 
 
+class RestartWatch:
+    """The ranks of a job that torchrun has started again by itself, before their first boundary."""
+
+    def __init__(self) -> None:
+        self._number, self._since = 0, 0.0
+
+    def see(self, number: int, now: float, limit_s: float | None) -> bool:
+        """Take the number of the start that is under way, 0 if none is. Return True if it takes too long."""
+        if number != self._number:
+            self._number, self._since = number, now
+        return number > 0 and limit_s is not None and now - self._since > limit_s
+
+
 class HangWatch:
     """A training. `wished_s` is its limit; None for the learned one, 0 for none."""
 

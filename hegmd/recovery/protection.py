@@ -155,10 +155,13 @@ class Protection:
             own = [worker for worker in workers if worker.boundary]
             self._learn_start([] if self.is_recovering else workers, own)
             await self.job.count([worker for worker in own if worker.connected])
-            if not own or self.is_recovering or is_stopped(self.job.supervisor.pid):  # as by Ctrl-Z
+            is_off = self.is_recovering or is_stopped(self.job.supervisor.pid)  # as by Ctrl-Z
+            is_held = any(self.job.node.is_kept_from_training(worker.pid) for worker in own or workers)
+            await self._starts.check_restart_by_torchrun(is_possible=not (own or is_off or is_held))
+            if not own or is_off:
                 hangs.forget()
                 continue
-            if any(self.job.node.is_kept_from_training(worker.pid) for worker in own):
+            if is_held:
                 hangs.hold(anyio.current_time())
                 continue
             self.job.boundary = min(worker.boundary for worker in own)

@@ -6,6 +6,7 @@ until the training has made a step. A start without a step counts as a recovery 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from signal import SIGKILL
@@ -20,12 +21,15 @@ from hegmd.migration.methods.restore_lock import claimed, lock_path, was_restore
 from hegmd.node.gpu_sets import place_of
 from hegmd.protocol.recovery import FAILED, GIVEN_UP, INTERRUPTED, RECOVERED, UNDER_WAY, RecoveryAttempt
 from hegmd.protocol.slots import SlotRecord
-from hegmd.recovery.job import ProtectedJob, stacks_of
-from hegmd.recovery.policy import LEAST_START_S, Budget, are_fit, gpus_to_start_on, start_limit_s
+from hegmd.recovery.job import COUNT_S, ProtectedJob, stacks_of
+from hegmd.recovery.policy import LEAST_START_S, Budget, RestartWatch, are_fit, gpus_to_start_on, start_limit_s
 from hegmd.recovery.records import JobSnapshots
+from hegmd.system.threads import BoundedReads
 from hegmd.workers.job_names import status_text
 from hegmd.workers.supervisors import SupervisorAway
 from hegmd.workers.workers import AgentConnection
+
+logger = logging.getLogger(__name__)
 
 # How often it is seen whether a start has come to its next step.
 SOON_S, LOOK_S = 0.1, 1.0
@@ -47,6 +51,8 @@ class Starts:
         self._least_start_s = least_start_s
         #: How many starts have hung: each has twice the time of the one before.
         self._hung = 0
+        self._by_torchrun = RestartWatch()
+        self._reads = BoundedReads(COUNT_S, most=1)  # of processes that may hang in the kernel
 
     def is_wanted(self) -> bool:
         """Return True if its command has failed, or a new `hegmctl run` wants to continue from its kept state."""
@@ -246,8 +252,7 @@ class Starts:
             await self._job.supervisor.tell("forget", self._job.record.job)
             return
         began, since = attempt.failed_utc, anyio.current_time()
-        longest_s = self._job.record.longest_start_s
-        limit_s = start_limit_s(self._job.wish.hang_limit_s, longest_s, self._hung, self._least_start_s)
+        limit_s = self._limit_s()
         while self._job.supervisor.is_alive and self.is_under_way():
             back = self._back()
             if len(back) >= max(1, self._job.record.ranks):
@@ -268,6 +273,11 @@ class Starts:
             with anyio.move_on_after(SOON_S if back else LOOK_S):
                 await self._job.node.changed.wait()
 
+    def _limit_s(self) -> float | None:
+        """Return how long a start may take; None for no limit."""
+        longest_s = self._job.record.longest_start_s
+        return start_limit_s(self._job.wish.hang_limit_s, longest_s, self._hung, self._least_start_s)
+
     def _is_paused(self) -> bool:
         """Whether the job is stopped, as by Ctrl-Z or Slurm, or an operation has it: then no step can come."""
         pids = [worker.pid for worker in self._job.own_workers()]
@@ -279,16 +289,42 @@ class Starts:
 
         Return False if it has made a step or was stopped while its stacks were asked for.
         """
-        own, supervisor = self._job.own_workers(), self._job.supervisor
-        why = f"completed no step within {limit_s:.0f} s of its start from a snapshot, and was killed"
+        own = self._job.own_workers()
         stacks = await stacks_of(own)
         if self._has_trained(self._back()) or self._is_paused() or not self.is_under_way():
             return False
         self._hung += 1
+        await self._kill(own, f"completed no step within {limit_s:.0f} s of its start from a snapshot", stacks)
+        return True
+
+    async def _kill(self, own: Sequence[AgentConnection], why: str, stacks: str) -> None:
+        """Kill the command with all that it has started, then the processes that are left of the job."""
+        supervisor = self._job.supervisor
         if supervisor.offer.pid is not None:
             await anyio.to_thread.run_sync(launchers.end_child, supervisor.offer.pid, supervisor.pid)
-        await self._job.kill(own, why, stacks, "job.hung")
-        return True
+        await self._job.kill(own, f"{why}, and was killed", stacks, "job.hung")
+
+    async def check_restart_by_torchrun(self, *, is_possible: bool) -> None:
+        """Kill the job if torchrun has started its ranks again by itself, and these reach no batch within the limit of
+        a start. `is_possible` is False while a process of the job trains, or is kept from it.
+        """
+        job, pid = self._job, self._job.supervisor.offer.pid
+        number = 0
+        if is_possible and pid is not None and job.newest is not None and job.record.launched:
+            try:
+                number = await self._reads.at(lambda _: launchers.restarts_by_torchrun(pid), name="hegmd-restarts")
+            except HegmError as error:
+                logger.debug("%s: %s", job, error.message)
+                return
+        limit_s = self._limit_s()
+        if limit_s is None or not self._by_torchrun.see(number, anyio.current_time(), limit_s):
+            return
+        own = job.own_workers()
+        stacks = await stacks_of(own)
+        has_changed = self.is_recovering or is_stopped(job.supervisor.pid) or job.supervisor.offer.pid != pid
+        if not has_changed and not any(worker.boundary for worker in job.own_workers()):
+            self._hung += 1
+            await self._kill(own, f"reached no batch within {limit_s:.0f} s of its restart by torchrun", stacks)
 
     def _back(self) -> list[AgentConnection]:
         """The processes that were started from the snapshot."""

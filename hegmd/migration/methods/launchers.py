@@ -19,6 +19,15 @@ from hegmd.node.processes.procfs import start_ticks_of
 from hegmd.node.processes.surroundings import parent_of, variables_of
 from hegmd.workers.job_names import RUN
 
+# torchrun counts in it how often it has started its ranks again by itself.
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+
+
+def restarts_by_torchrun(command: int) -> int:
+    """Return how often torchrun has started the ranks that live below that command again by itself; 0 without any."""
+    counts = [variables_of(pid, (_RESTARTS,)).get(_RESTARTS, "") for pid in pids_below(command)[1:]]
+    return max([int(count) for count in counts if count.isdecimal()], default=0)
+
 
 def stop_launchers(rank: int, supervisor: int) -> None:
     """Stop every process between that rank and its supervisor; none if the rank is not below it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hegmd.recovery.policy import LEARNED_TIMES, LEAST_HANG_S, LEAST_START_S, HangWatch, start_limit_s
+from hegmd.recovery.policy import LEARNED_TIMES, LEAST_HANG_S, LEAST_START_S, HangWatch, RestartWatch, start_limit_s
 from tests.cells import in_one_test
 
 
@@ -91,3 +91,15 @@ def test_a_start_has_its_own_limit(
     wished_s: float | None, longest_s: float, hung: int, expected_s: float | None
 ) -> None:
     assert start_limit_s(wished_s, longest_s, hung) == expected_s
+
+
+def test_each_restart_by_torchrun_has_its_own_time() -> None:
+    watch = RestartWatch()
+    assert not watch.see(0, 0.0, 5.0)
+    assert not watch.see(1, 100.0, 5.0)
+    assert not watch.see(1, 105.0, 5.0)
+    assert not watch.see(2, 106.0, 5.0)
+    assert not watch.see(2, 1e6, None)
+    assert watch.see(2, 112.0, 5.0)
+    assert not watch.see(0, 113.0, 5.0)
+    assert not watch.see(2, 114.0, 5.0)

@@ -9,7 +9,8 @@ import itertools
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -31,6 +32,7 @@ from hegmd.recovery.records import JobSnapshots
 from hegmd.recovery.snapshots import BesideImage, SnapshotRounds
 from hegmd.recovery.starts import Starts
 from hegmd.system.condition import Condition
+from hegmd.system.process_ends import until_ended
 from hegmd.workers.supervisors import SupervisorAway
 from tests.patience import HANG_S
 
@@ -350,6 +352,36 @@ async def test_a_job_that_an_operation_takes_while_its_stacks_are_read_is_not_ki
     with anyio.fail_after(HANG_S):
         await Protection(rig.job)._end_hung(rig.job.own_workers(), 60.0)
     assert bool(rig.job.killed_for) == (not is_taken)
+
+
+@pytest.fixture
+def restarted_ranks() -> Iterator[subprocess.Popen[bytes]]:
+    """A launcher whose rank it has started again, with no batch yet. The rank ends with its standard input."""
+    rank = f"TORCHELASTIC_RESTART_COUNT=1 {sys.executable} -c 'input()' <&3 & wait"
+    read, write = os.pipe()
+    with subprocess.Popen(["sh", "-c", f"exec 3<&0; {rank}"], stdin=read) as launcher:
+        os.close(read)
+        yield launcher
+        launcher.kill()
+        os.close(write)
+
+
+async def test_ranks_that_torchrun_started_again_hung_for_ever_before_their_first_batch(
+    restarted_ranks: subprocess.Popen[bytes],
+) -> None:
+    """The daemon watched ranks with a boundary only."""
+    rig = Rig()
+    rig.job.newest = cast("Any", SimpleNamespace(step=3))
+    rig.job.record = rig.job.record.replace(ranks=2, launched=True)
+    rig.supervisor.offer = rig.supervisor.offer.replace(pid=restarted_ranks.pid)
+    protection = Protection(rig.job)
+    protection._starts = Starts(rig.job, least_start_s=0.0)
+    with anyio.fail_after(HANG_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(protection._watch)
+            await until_ended(os.pidfd_open(restarted_ranks.pid))
+            tasks.cancel_scope.cancel()
+    assert rig.job.killed_for == "job.hung: reached no batch within 0 s of its restart by torchrun, and was killed"
 
 
 def test_time_while_a_job_is_stopped_does_not_count_as_start_time(second_process: subprocess.Popen[bytes]) -> None:
