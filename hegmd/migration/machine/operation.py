@@ -51,6 +51,10 @@ class Limits(Record):
         default=None,
     )
     verify_s: float = field("reaching the next boundary, before it is reported as late", default=60.0)
+    settle_s: float = field(
+        "running effects end, and agents that are away connect again: their longest pause, and time for a busy node",
+        default=15.0,
+    )
     retry_s: float = field("after what time something that does not work or answer is tried again", default=5.0)
 
 

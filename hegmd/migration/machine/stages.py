@@ -271,7 +271,7 @@ def _tidying(op: Operation, worker: JobProcess) -> Iterator[Want]:
 SEALING = "sealing"
 
 STAGES: tuple[Stage, ...] = (
-    Stage("settling", _settling, ("inspect",), "retry_s", "running effects end, and unknown state is inspected"),
+    Stage("settling", _settling, ("inspect",), "settle_s", "running effects end, and unknown state is inspected"),
     Stage(
         "reserving",
         _arming,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from hegmd.agent.channel import MAX_PAUSE_S
 from hegmd.migration.machine import events
-from hegmd.migration.machine.operation import SUSPEND
+from hegmd.migration.machine.operation import BACK, FORWARD, SUSPEND
 from tests.unit.migration.operations import DrivenOperation, operation, tags, worker
 
 
@@ -25,7 +26,20 @@ def test_after_a_reboot_the_deadline_is_one_of_the_new_clock() -> None:
     drive.now = 3.0
     drive.feed(events.Recovered())
     assert drive.op.phase == "settling"
-    assert drive.op.deadline == 3.0 + drive.op.limits.retry_s
+    assert drive.op.deadline == 3.0 + drive.op.limits.settle_s
+
+
+def test_a_job_whose_agents_paused_for_as_long_as_they_may_was_rolled_back() -> None:
+    """An agent that finds no daemon tries again after 5 s, and the next daemon waited for 5 s."""
+    drive = DrivenOperation(operation()).until("quiescing")
+    drive.feed(events.Recovered())
+    drive.feed(events.AgentLost(worker="a"))
+    drive.now += 2 * MAX_PAUSE_S
+    drive.feed(events.DeadlinePassed())
+    assert (drive.op.phase, drive.op.direction) == ("settling", FORWARD)
+    drive.now += 2 * MAX_PAUSE_S
+    drive.feed(events.DeadlinePassed())
+    assert drive.op.direction == BACK, "the wait has an end"
 
 
 def test_the_free_memory_is_counted_again_when_a_restore_has_failed() -> None:
