@@ -1,4 +1,4 @@
-"""Checks of host memory: huge pages for the pool, and enough memory of any kind."""
+"""Checks of host memory: huge pages for the pool and for the driver, and enough memory of any kind."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from hegmd.node.doctor.facts import MIB, CheckResult, NodeFacts, listed, ok, siz
 PAGE_BYTES = 2 * MIB
 _POOL = "hugepages-2048kB"
 _LASTING = "/etc/sysctl.d/60-hegm.conf"
+_TRANSPARENT = "sys/kernel/mm/transparent_hugepage/enabled"
+_TRANSPARENT_LASTING = "/etc/tmpfiles.d/60-hegm.conf"
 
 
 def hugepages(facts: NodeFacts) -> CheckResult:
@@ -59,6 +61,21 @@ def _pages_by_node(facts: NodeFacts) -> dict[int, int]:
         if found is not None and count is not None:
             pages[int(found[1])] = count
     return dict(sorted(pages.items()))
+
+
+def transparent_pages(facts: NodeFacts) -> CheckResult:
+    """The kernel gives huge pages to a process that does not ask for them, such as the driver in its checkpoint."""
+    modes = facts.read(_TRANSPARENT)
+    mode = None if modes is None else re.search(r"\[(\w+)\]", modes)
+    if mode is None:
+        return skip("this kernel has no transparent huge pages")
+    if mode[1] != "always":
+        return warn(
+            f"transparent huge pages are set to {mode[1]}: a checkpoint by the driver takes 0.1 to 0.2 s longer",
+            f"echo 'w /{_TRANSPARENT} - - - - always' | sudo tee {_TRANSPARENT_LASTING} "
+            f"&& sudo systemd-tmpfiles --create {_TRANSPARENT_LASTING}",
+        )
+    return ok("transparent huge pages are set to always: the driver's checkpoints use them")
 
 
 def host(facts: NodeFacts) -> CheckResult:

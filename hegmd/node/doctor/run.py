@@ -68,6 +68,7 @@ CHECKS: tuple[Row, ...] = (
     ProgramCheck("criu.check", criu.check),
     BlockingCheck("memory.host", memory.host),
     BlockingCheck("memory.hugepages", memory.hugepages),
+    BlockingCheck("memory.transparent", memory.transparent_pages, nvidia.absent),
     BlockingCheck("memory.ready", memory.ready),
     BlockingCheck("memory.cgroup", cgroups.own_memory),
     BlockingCheck("cgroup.hierarchy", cgroups.hierarchy),

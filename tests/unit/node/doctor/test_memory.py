@@ -73,6 +73,24 @@ def test_huge_pages_do_not_apply(node: FileNode) -> None:
     assert memory.hugepages(node.facts(gpus=(gpu(0),), simulated=True)).status == "skip"
 
 
+def test_the_driver_gets_huge_pages_only_if_the_kernel_always_gives_them(node: FileNode) -> None:
+    assert memory.transparent_pages(node.facts()).summary == "this kernel has no transparent huge pages"
+    node.write("sys/kernel/mm/transparent_hugepage/enabled", "[always] madvise never\n")
+    assert memory.transparent_pages(node.facts()).status == "ok"
+
+
+@pytest.mark.parametrize("modes", ["always [madvise] never\n", "always madvise [never]\n"])
+def test_other_settings_of_huge_pages_and_the_command_that_changes_them(node: FileNode, modes: str) -> None:
+    node.write("sys/kernel/mm/transparent_hugepage/enabled", modes)
+    found = memory.transparent_pages(node.facts())
+    assert found.status == "warn"
+    assert "0.1 to 0.2 s longer" in found.summary
+    assert found.fix == (
+        "echo 'w /sys/kernel/mm/transparent_hugepage/enabled - - - - always' | sudo tee /etc/tmpfiles.d/60-hegm.conf "
+        "&& sudo systemd-tmpfiles --create /etc/tmpfiles.d/60-hegm.conf"
+    )
+
+
 # -- host memory -------------------------------------------------------------------------------------------------------
 
 
