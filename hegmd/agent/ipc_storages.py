@@ -19,7 +19,7 @@ from ..protocol.agents import NO_HANDLE
 from . import cuda_state
 from .cache import Cache
 from .copying import round_up
-from .cuda_driver import USUAL_STACK_BYTES, Driver
+from .cuda_driver import Driver, Stacks
 from .notes import note
 from .refusals import not_made, refusal
 from .torch_state import LapTimer
@@ -106,7 +106,7 @@ class IpcStorages:
         self._turned_to: int | None = None
         self._made = len(storages)
         self._filled = len(storages)
-        self._stacks: dict[int, int] = {}
+        self._stacks = Stacks(self._driver, self._devices, self._turn_to)
         self._is_noted = True
         #: How long the parts of the last step took.
         self.laps = LapTimer()
@@ -162,7 +162,7 @@ class IpcStorages:
         self._is_noted = False
         cuda_state.give_back(self._torch)
         self.laps.end("give-back")
-        self._give_back_stacks()
+        self._stacks.give_back()
         self.laps.end("stacks")
 
     def note_freed(self) -> None:
@@ -234,7 +234,7 @@ class IpcStorages:
 
     def _make(self, first: int, last: int) -> None:
         try:
-            self._take_back_stacks()
+            self._stacks.take_back()
             self.laps.end("stacks")
             for index in range(first, last):
                 self._turn_to(self._devices[index])
@@ -250,7 +250,7 @@ class IpcStorages:
                 storage.resize_(0)
             self._torch.cuda.empty_cache()
             if not first:
-                self._give_back_stacks()
+                self._stacks.give_back()
             raise not_made(sum(self._sizes[first:last]), error, on_gpu=True) from error
 
     def _take_cache(self, last: int) -> None:
@@ -261,29 +261,6 @@ class IpcStorages:
         self._cache.take({device: sum(sizes) + cuda_state.padding_bytes(sizes) for device, sizes in rest.items()})
         if last == len(self._storages):
             self._cache.free_cached()
-
-    def _give_back_stacks(self) -> None:
-        """Free what each context keeps for thread stacks: a third of the memory left for the driver to transfer.
-
-        It is 264 MiB on an H200, and takes 0.1 s of a checkpoint. A context with a larger stack limit is left alone:
-        the reservation for its return covers the default only.
-        """
-        for device in sorted(set(self._devices)):
-            self._turn_to(device)
-            try:
-                kept_bytes = self._driver.stack_bytes()
-                if 0 < kept_bytes <= USUAL_STACK_BYTES:
-                    self._driver.keep_stack_bytes(0)
-                    self._stacks[device] = kept_bytes
-            except HegmError as error:
-                note(f"stacks of GPU {device} stay as they are: {error.message}")
-
-    def _take_back_stacks(self) -> None:
-        """Restore the stack limits before anything else: a kernel that finds no memory for its stack fails the job."""
-        for device, kept_bytes in sorted(self._stacks.items()):
-            self._turn_to(device)
-            self._driver.keep_stack_bytes(kept_bytes)
-        self._stacks.clear()
 
     def _stream_of(self, index: int) -> Any:
         cuda = self._torch.cuda

@@ -72,6 +72,7 @@ class Offloaded:
         _check_header(fd, self.nonce, self._sizes)
         made: list[Any] = []
         try:
+            self._medium.before_making()
             for storage, size_bytes in zip(self._storages, self._sizes):
                 made.append(storage)
                 if storage.nbytes() != size_bytes:  # it has its memory when it could not be freed
@@ -182,6 +183,9 @@ class HostMemory:
     def before_freeing(self, spans: list[Span]) -> None:
         """Free the pages, so that freeing the memory is quick."""
         copying.free_pages(spans)
+
+    def before_making(self) -> None:
+        """Do nothing: the process keeps its stacks."""
 
     def after_making(self) -> None:
         """Do nothing: there is no cached memory to allocate."""

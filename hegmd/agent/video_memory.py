@@ -15,7 +15,7 @@ import sys
 from ..errors import HegmError
 from . import copying, cuda_state
 from .cache import Cache
-from .cuda_driver import Copies, Driver
+from .cuda_driver import Copies, Driver, Stacks
 from .notes import note
 from .staging import Ring, loads
 
@@ -43,6 +43,7 @@ class VideoMemory:
         self._devices = [int(storage.device.index) for storage in storages]
         self._buffers: list[ctypes.Array[ctypes.c_char]] = []
         self._cache: Cache | None = None
+        self._stacks = Stacks(self._driver, self._devices, self._torch.cuda.set_device)
 
     @property
     def short_bytes(self) -> int:
@@ -90,6 +91,10 @@ class VideoMemory:
         storages = [(address, size_bytes) for address, _, size_bytes in spans]
         self._cache = Cache(self._torch, cuda_state.Segments(self._torch), self._devices, storages)
 
+    def before_making(self) -> None:
+        """Restore the stack limits."""
+        self._stacks.take_back()
+
     def after_making(self) -> None:
         """Allocate what PyTorch had cached, while the reservation for it is this process's own."""
         if self._cache is not None:
@@ -97,11 +102,12 @@ class VideoMemory:
             self._cache.free_cached()
 
     def give_back(self) -> None:
-        """Release the memory that PyTorch caches."""
+        """Release the memory that PyTorch caches, and that of thread stacks."""
         self._buffers.clear()
         cuda_state.give_back(self._torch)
         if self._cache is not None:
             self._cache.note_given_back()
+        self._stacks.give_back()
 
     def _copy_all(self, copy: Copy, through: Through, spans: list[Span], progress: Progress) -> None:
         """Copy device by device: a thread copies in the context of the device."""

@@ -138,7 +138,7 @@ def rest_of(candidate: Candidate) -> int:
 
 
 def stacks_of(candidate: Candidate) -> int:
-    """Return the bytes of its CUDA contexts that its agent frees while storages are offloaded and shown by IPC."""
+    """Return the bytes of its CUDA contexts that its agent frees while storages are offloaded."""
     cuda = None if candidate.agent is None else candidate.agent.cuda
     return 0 if cuda is None else cuda.stacks_bytes
 

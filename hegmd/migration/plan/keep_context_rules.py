@@ -56,7 +56,7 @@ def place(draft: Draft, candidate: Candidate, own: tuple[GpuMemory, ...]) -> Non
             left_alone_bytes=sum(item.size_bytes for item in candidate.agent.left_alone),
             carrier=choice.carrier,
             method=KEEP_CONTEXT,
-            stays_bytes=_stays_bytes(candidate, own[0], choice.carrier),
+            stays_bytes=_stays_bytes(candidate, own[0]),
             agent_overhead_bytes=overhead_bytes,
             driver_bytes_by_gpu=(0,) * len(by_gpu),
             storage_bytes_by_gpu=by_gpu,
@@ -86,14 +86,13 @@ def _choice(draft: Draft, candidate: Candidate, own: tuple[GpuMemory, ...]) -> C
     return carrier_choice.choose_as_asked(draft.snapshot, draft.request, candidate, own, (), rows)
 
 
-def _stays_bytes(candidate: Candidate, own: GpuMemory, carrier: str) -> int | None:
+def _stays_bytes(candidate: Candidate, own: GpuMemory) -> int | None:
     """Return the process's memory beyond its allocator's, as NVML shows it; None if unknown."""
     if own.vendor == SIMULATED and candidate.agent is not None:
         return sum(item.size_bytes for item in candidate.agent.left_alone)
     if candidate.vram_bytes is None:
         return None
-    stacks_bytes = driver_rules.stacks_of(candidate) if carrier_choice.is_helped(carrier) else 0
-    return max(0, driver_rules.rest_of(candidate) - RESTORE_MARGIN_BYTES - stacks_bytes)
+    return max(0, driver_rules.rest_of(candidate) - RESTORE_MARGIN_BYTES - driver_rules.stacks_of(candidate))
 
 
 def notes(draft: Draft, kind: str) -> Iterator[str]:

@@ -265,7 +265,7 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuMemory, .
     vouched_bytes = 0 if candidate.agent is None else candidate.agent.size_bytes or 0
     by_driver = choice.carrier == BY_DRIVER
     driver_bytes = driver_rules.rest_of(candidate) + (vouched_bytes if by_driver and candidate.agent is not None else 0)
-    stacks_bytes = driver_rules.stacks_of(candidate) if carrier_choice.is_helped(choice.carrier) else 0
+    stacks_bytes = 0 if by_driver else driver_rules.stacks_of(candidate)
     devices = () if by_driver or len(candidate.gpus) < 2 else driver_rules.devices_of(draft.snapshot, candidate)
     driver_bytes_by_gpu = driver_rules.shares_of(candidate, devices)
     driver_bytes = sum(driver_bytes_by_gpu) if driver_bytes_by_gpu else driver_bytes
