@@ -20,6 +20,7 @@ the part of that name. Runs over the stub driver with the environment of a CudaN
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import subprocess
 import sys
@@ -35,6 +36,8 @@ from tests.gpu.rows_table import show_rows
 
 # After its budget a part may take so much longer for what it has begun, and is ended then.
 GRACE_S = 150.0
+# What an installation has compiled: otherwise some machines compile it at each start of the daemon.
+COMPILED = ("hegmd", "client")
 # Below this nothing is begun that looks to its time by itself.
 SHORT_S = 20.0
 
@@ -167,6 +170,8 @@ def main(argv: Sequence[str]) -> int:
     if options.list:
         print("\n".join(f"{part.name}: python3 {' '.join(part.words)}" for part in parts))
         return 0
+    for name in COMPILED:
+        compileall.compile_dir(Path(__file__).parents[2] / name, quiet=1)
     with ExitStack() as held:
         folder = options.state or Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hegm-in-turn-")))
         folder.mkdir(parents=True, exist_ok=True)

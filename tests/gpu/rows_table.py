@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from tests.gpu.moves_jobs import on_stub
 from tests.gpu.moves_timing import Measured
 from tests.patience import HANG_S
 
+TRANSPARENT_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 RECORD = Path(__file__).resolve().parents[2] / "docs" / "measurements" / "gpu_rows.json"
 # The driver's calls in a move. Their duration cannot be changed.
 DRIVER_PARTS = ("helper lock", "helper checkpoint", "helper restore", "helper unlock")
@@ -196,7 +198,9 @@ def machine_name() -> str:
     """The GPUs and the node, in words."""
     words = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     gpus = _output(words).splitlines() or ["no GPU"]
-    node = f"kernel {platform.release()}, Python {platform.python_version()}"
+    pages = re.search(r"\[(\w+)\]", TRANSPARENT_PAGES.read_text()) if TRANSPARENT_PAGES.exists() else None
+    kernel = f"kernel {platform.release()}, transparent huge pages {pages[1] if pages else 'unknown'}"
+    node = f"{kernel}, Python {platform.python_version()}"
     return f"{len(gpus)} x {gpus[0]}, {platform.machine()}, {node}"
 
 
