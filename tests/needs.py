@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-# pytest asks everything in a test module for these, to find the fixtures in it.
-_ASKED_WHILE_COLLECTING = {"__wrapped__", "__pytest_wrapped__"}
+# pytest asks everything in a test module for other special names, to find the fixtures and the test cases in it.
+_SPECIAL_OF_MODULES = {"__version__", "__file__"}
 
 
 class ImportedWhenUsed:
@@ -27,7 +27,7 @@ class ImportedWhenUsed:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute in _ASKED_WHILE_COLLECTING:
+        if attribute.startswith("__") and attribute not in _SPECIAL_OF_MODULES:
             raise AttributeError(attribute)
         module = sys.modules.get(self._name) or self._imported()
         return getattr(module, attribute)

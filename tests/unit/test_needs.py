@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.needs import ImportedWhenUsed, hidden_folder
 
 
@@ -24,3 +26,12 @@ def test_a_module_is_imported_when_it_is_used() -> None:
     assert "colorsys" not in sys.modules
     assert later.rgb_to_hsv(0, 0, 0) == (0.0, 0.0, 0)
     assert "colorsys" in sys.modules
+
+
+def test_every_worker_imported_pytorch_while_it_collected_the_tests(request: pytest.FixtureRequest) -> None:
+    """pytest 9 asks whether anything in a module is a test case: 1.8 s of CPU time of each worker."""
+    sys.modules.pop("colorsys", None)
+    later = ImportedWhenUsed("colorsys")
+    module = request.node.getparent(pytest.Module)
+    request.config.hook.pytest_pycollect_makeitem(collector=module, name="later", obj=later)
+    assert "colorsys" not in sys.modules

@@ -9,14 +9,17 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 import numpy as np
-import torch
+
+from tests.needs import need_torch
+
+torch: Any = need_torch()
 
 FLOATS = (0.0, -0.0, math.inf, -math.inf, 5e-324, 1.1, struct.unpack("<d", b"\x01\x02\0\0\0\0\xf8\x7f")[0])
 INTS = (0, 1, -1, 127, 128, -128, 2**63 - 1, -(2**63), 2**64, -(2**200), 10**50)
 TEXTS = ("", "exp_avg", "\ud800 alone", "Gewöhnlich", "\0", "💡")
 DTYPES = (
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int8, torch.uint8),
-    *(torch.int64, torch.bool, torch.float8_e4m3fn),
+    *("float32", "float64", "float16", "bfloat16", "complex64", "int8", "uint8"),
+    *("int64", "bool", "float8_e4m3fn"),
 )
 NUMPY_DTYPES = ("f4", "f8", "i2", ">i8", "u1", "?", "c16", "U5", "S3", "M8[ns]")
 
@@ -65,11 +68,11 @@ class Drawn:
             ]
         )
 
-    def tensor(self) -> torch.Tensor:
+    def tensor(self) -> Any:
         draw = self.random
         shape = tuple(draw.choice((0, 1, 2, 3, 5)) for _ in range(draw.randrange(4)))
         whole = torch.tensor(list(draw.randbytes(8 * 200)), dtype=torch.uint8).view(torch.float64)
-        dtype = draw.choice(DTYPES)
+        dtype = getattr(torch, draw.choice(DTYPES))
         count = math.prod(shape)
         if dtype is torch.bool:
             found = (whole.view(torch.uint8)[:count] > 100).reshape(shape)

@@ -6,11 +6,14 @@ import weakref
 from typing import Any
 
 import pytest
-import torch
 
 from hegmd.agent.copying import PAGE_BYTES, PIECE_BYTES
 from hegmd.agent.state.storage import checksums
 from hegmd.agent.state.storage.raw_copy import MIN_BYTES, VideoSums
+from tests.needs import need_torch
+
+pytestmark = [pytest.mark.xdist_group("torch")]
+torch: Any = need_torch()
 
 SIZES = (MIN_BYTES, MIN_BYTES + 8, PIECE_BYTES - 5, PIECE_BYTES, 2 * PIECE_BYTES + 3 * PAGE_BYTES + 17)
 

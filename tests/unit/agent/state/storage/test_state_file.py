@@ -13,12 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from hegmd.agent.state.storage import raw_copy, state_file, tags, tensors
 from tests.cells import in_one_test
 from tests.huge import huge_memory
+from tests.needs import need_torch
 from tests.unit.agent.state.drawn_values import Drawn, exact
+
+pytestmark = [pytest.mark.xdist_group("torch")]
+torch: Any = need_torch()
 
 HEADER = struct.Struct("<8sIIQQQII")
 
@@ -118,9 +121,8 @@ def test_numpy_numbers_of_every_byte_order_are_restored(fd: int) -> None:
 _Pair = namedtuple("_Pair", "a b")  # noqa: PYI024 - what a script would have
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
+def _unwritable() -> list[tuple[Any, str]]:
+    return [
         ({"optimizer": [{"state": {3: {"fn": len}}}]}, "optimizer[0].state[3].fn is a function"),
         ([1, object()], "[1] is an object"),
         (lambda: 0, "the state is a function"),
@@ -131,13 +133,15 @@ _Pair = namedtuple("_Pair", "a b")  # noqa: PYI024 - what a script would have
         ({torch.ones(2): 1}, "the state has a key that is a torch.Tensor"),
         ([np.array([object()])], "[0] is a numpy array of object"),
         ([np.zeros(2, dtype=[("a", "i4")])], "[0] is a numpy array of [('a', '<i4')]"),
-    ],
-)
-def test_values_that_cannot_be_written_are_named_by_their_path(fd: int, value: Any, message: str) -> None:
-    with pytest.raises(state_file.UnsupportedValue) as caught:
-        state_file.write(fd, value)
-    assert str(caught.value) == message
-    assert os.fstat(fd).st_size == 0, "nothing was written"
+    ]
+
+
+def test_values_that_cannot_be_written_are_named_by_their_path(fd: int) -> None:
+    for value, message in _unwritable():
+        with pytest.raises(state_file.UnsupportedValue) as caught:
+            state_file.write(fd, value)
+        assert str(caught.value) == message
+        assert os.fstat(fd).st_size == 0, "nothing was written"
 
 
 def test_a_value_that_contains_itself_is_refused(fd: int) -> None:

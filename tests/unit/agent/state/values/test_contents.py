@@ -9,10 +9,13 @@ import os
 from typing import Any
 
 import pytest
-import torch
 
 from hegmd.agent.state.storage import state_file, tensors
 from hegmd.agent.state.values import contents
+from tests.needs import need_torch
+
+pytestmark = [pytest.mark.xdist_group("torch")]
+torch: Any = need_torch()
 
 
 class Optimizer:

@@ -6,22 +6,25 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from hegmd.agent.state.code.encoding import Decoding
 from hegmd.agent.state.storage import tensors
 from hegmd.agent.state.values import devices, rng
+from tests.needs import need_torch
 
-GPU = torch.device("cuda:1")
+pytestmark = [pytest.mark.xdist_group("torch")]
+torch: Any = need_torch()
+
+GPU = "cuda:1"
 
 
-def saved_on(device: torch.device) -> torch.Tensor:
+def saved_on(device: object) -> Any:
     tensor = torch.ones(3)
-    setattr(tensor, tensors.WAS_ON, device)
+    setattr(tensor, tensors.WAS_ON, torch.device(device))
     return tensor
 
 
-def settled(saved: torch.Tensor, here: Any) -> Any:
+def settled(saved: Any, here: Any) -> Any:
     return Decoding().settle(("tensor", saved, False), here, "mean")
 
 
@@ -45,10 +48,6 @@ class Here:
         self.device = torch.device(device)
 
 
-class OnFirstGpu(torch.Tensor):
-    device = torch.device("cuda:0")
-
-
 @pytest.fixture
 def learned() -> Iterator[Callable[..., None]]:
     """Has the parameters of the script be now on other GPUs than before."""
@@ -61,7 +60,7 @@ def learned() -> Iterator[Callable[..., None]]:
     devices.learn_places(())
 
 
-def gpu(number: int) -> torch.device:
+def gpu(number: int) -> Any:
     return torch.device("cuda", number)
 
 
@@ -84,15 +83,16 @@ def test_a_tensor_is_restored_on_the_gpu_of_its_parameters(learned: Callable[...
 
 def test_a_variable_on_another_gpu_than_at_first_is_put_back_on_that(learned: Callable[..., None]) -> None:
     learned(cuda0="cuda:0", cuda1="cuda:1")
-    first = torch.empty(3).as_subclass(OnFirstGpu)
+    on_first_gpu = type("OnFirstGpu", (torch.Tensor,), {"device": gpu(0)})
+    first = torch.empty(3).as_subclass(on_first_gpu)
     assert devices.device_beside(saved_on(GPU), first, from_cpu=False) == gpu(1)
 
 
 def test_a_training_has_left_the_cpu_when_all_of_its_tensors_were_there_and_some_are_on_a_gpu() -> None:
     cpu = torch.ones(3)
-    assert devices.left_cpu([(saved_on(cpu.device), Here(str(GPU))), (saved_on(cpu.device), cpu)])
+    assert devices.left_cpu([(saved_on(cpu.device), Here(GPU)), (saved_on(cpu.device), cpu)])
     assert not devices.left_cpu([(saved_on(cpu.device), cpu)])
-    assert not devices.left_cpu([(saved_on(GPU), Here(str(GPU))), (saved_on(cpu.device), cpu)])
+    assert not devices.left_cpu([(saved_on(GPU), Here(GPU)), (saved_on(cpu.device), cpu)])
     assert not devices.left_cpu([])
 
 

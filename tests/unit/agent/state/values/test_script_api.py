@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from hegmd.agent.state.save_and_exit import UNRESTORED_STATUS
 from hegmd.agent.state.storage import state_file
 from hegmd.agent.state.values import inherited
 from hegmd.agent.state.values.script_api import KEY, Registrations, replayed
+from tests.needs import need_torch
+
+pytestmark = [pytest.mark.xdist_group("torch")]
+torch: Any = need_torch()
 
 ROOT = Path(__file__).parents[5]
 
@@ -135,7 +138,7 @@ def test_wrong_arguments_to_hegm_are_an_error_at_once(registrations: Registratio
 
 def test_resumable_is_enumerate_and_marks_replayable_items(registrations: Registrations) -> None:
     data = torch.utils.data.TensorDataset(torch.arange(4))
-    loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(data, batch_size=2)
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
     assert [(number, batch[0].tolist()) for number, batch in registrations.resumable(loader)] == [
         (0, [0, 1]),
         (1, [2, 3]),
