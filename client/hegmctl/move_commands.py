@@ -237,7 +237,7 @@ def _watch(
         if progress and progress[-1].phase == WAITS_IN_QUEUE:
             session.sink.note("the job stays in the queue, and resumes in its turn; hegmctl suspend takes it out")
             raise
-        if not progress:  # still being planned, or just started
+        if not progress or not progress[-1].id:  # still being planned, or just started
             if not getattr(request, "dry_run", False) and watched.refusal is None:
                 session.sink.note("an operation that was started continues: run hegmctl ops")
             raise

@@ -52,8 +52,8 @@ def progress_text(progress: OperationProgress, style: Style) -> list[str]:
     if progress.waits is not None and phase == WAITS_IN_QUEUE:
         return [printable(f"the job waits: {progress.waits.why}; next: {progress.waits.next}")]
     if progress.waits is not None:
-        waits = f"{_words(phase)} waits: {progress.waits.why}; next: {progress.waits.next}"
-        return [printable(f"operation {progress.id}: {waits}")]
+        what = f"operation {progress.id}: {_words(phase)}" if progress.id else "hegmd"
+        return [printable(f"{what} waits: {progress.waits.why}; next: {progress.waits.next}")]
     if progress.doing in RESTART_STEPS:
         return [
             _bar(progress, _RESTART_FROM + RESTART_STEPS.index(progress.doing) * _RESTART_STEP, progress.doing, style)

@@ -43,6 +43,7 @@ COUNT_S, APART_S = 0.3, 0.5
 RATE_OVER_S, MAX_SAMPLES = 60.0, 64
 
 # Commands that take a job, with a pid, as hints contain them.
+_AWAY = "its agents, which have not connected since hegmd was started"
 _COMMAND_WITH_PID = re.compile(r"(hegmctl (?:migrate|suspend|resume|checkpoint|handoff|offload) )(\d{1,10})\b")
 
 # Processes of the operations that are remembered; 100 of them, of few ranks each.
@@ -362,8 +363,10 @@ class JobRequests:
         boundaries = [worker.boundary for worker in workers if worker.boundary]
         if boundaries:
             self._jobs.note_training(job)
-        is_waiting = described is not None or orphan or (op is None and shared is not None)
-        state = _state(job, op, is_waiting=is_waiting, has_trained=bool(boundaries) or job.has_trained)
+        has_trained = bool(boundaries) or job.has_trained
+        away = _AWAY if not has_trained and op is None and job.is_alive and self._jobs.is_away(job) else None
+        is_waiting = described is not None or orphan or (op is None and shared is not None) or away is not None
+        state = _state(job, op, is_waiting=is_waiting, has_trained=has_trained)
         state = protocol.SUSPENDED if op is None and self.awaits_resume(job) else state
         vram = [use.vram_bytes for process in listed for use in process.gpus]
         return protocol.Job(
@@ -372,7 +375,7 @@ class JobRequests:
             state=state,
             waits="an orphan: run hegmctl adopt"
             if orphan
-            else shared or _without_launcher(job, op) or (None if described is None else described.why),
+            else shared or _without_launcher(job, op) or away or (None if described is None else described.why),
             uid=job.uid,
             user=next((process.user for process in listed if process.uid == job.uid), None),
             gpus=gpus or ((CPU,) if on_cpu else ()),

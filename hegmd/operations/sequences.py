@@ -5,7 +5,7 @@ it would leave one job suspended. If both jobs go through the pool, they go at t
 of both GPUs, and come back at the same time. If the daemon is killed in between, the next one resumes the jobs that are
 suspended, makes the second of two moves, or else undoes the first. If its client disconnects, a drain stops after the
 current job; with `--no-wait` it starts all moves at once. `sequence_plan` decides the steps, and each step is an
-ordinary operation.
+ordinary operation. Longer than 400 lines because what the next daemon continues is here too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import anyio
 
 from hegmd.errors import NOT_FOUND, REFUSED, Bug, HegmError
 from hegmd.migration.machine import events
-from hegmd.migration.machine.next_effects import DONE, ROLLED_BACK, SUSPENDED, TERMINAL
+from hegmd.migration.machine.next_effects import DONE, ROLLED_BACK, SETTLING, SUSPENDED, TERMINAL
 from hegmd.migration.machine.operation import MIGRATE, RESUME, SUSPEND, Failure, Limits, Operation
 from hegmd.migration.machine.wording import no_such_gpu
 from hegmd.migration.model import MigrationPlan, NodeSnapshotForPlan, place_of_all
@@ -38,6 +38,7 @@ from hegmd.system.condition import Condition
 from hegmd.system.process_ends import until_ended
 from hegmd.telemetry.events import EventLog
 from hegmd.telemetry.log import fields
+from hegmd.workers.jobs import Jobs
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +75,9 @@ class _Swap:
 class MultiStepOperations(BackgroundTasks):
     """Carries out drains and swaps. Call `run` before `swap`."""
 
-    def __init__(self, survey: PlanSurvey, operations: Operations, log: EventLog) -> None:
+    def __init__(self, survey: PlanSurvey, operations: Operations, jobs: Jobs, log: EventLog) -> None:
         self._survey = survey
+        self._jobs = jobs
         self._operations = operations
         self._log = log
         super().__init__()
@@ -91,7 +93,16 @@ class MultiStepOperations(BackgroundTasks):
     # -- a GPU that is emptied -----------------------------------------------------------------------------------------
 
     async def drain(self, gpu: str, to: Sequence[str], context: RequestContext) -> Outcome:
-        """Move every job off a GPU. Raises NOT_FOUND for a GPU that is not there."""
+        """Move every job off a GPU. Raises NOT_FOUND for a GPU that is not there.
+
+        Just after a start of the daemon it waits for the agents of jobs, without which these may not be seen there.
+        """
+
+        async def tell(why: str) -> None:
+            waits = protocol.Wait(why=why, next="wait some seconds")
+            await context.emit(protocol.OperationProgress(id="", phase=SETTLING.phase, waits=waits))
+
+        await self._jobs.until_back(tell)
         snapshot = await self._survey.snapshot_for(gpu, may=context.may)
         _require_targets(snapshot, gpu, to)
         outcome = Outcome()

@@ -41,7 +41,7 @@ class Job(Record):
     name: str = field("name, unique among the jobs that have not ended")
     state: str = field(
         "starting: before its first batch; training; quiesced; suspended; moving; "
-        "waiting: for a GPU, or in an operation; ended"
+        "waiting: for a GPU, agents or an operation; ended"
     )
     waits: str | None = field("what a waiting or suspended job waits for", default=None)
     uid: int = field("user id of its owner")

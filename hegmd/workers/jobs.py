@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -85,6 +85,9 @@ class Jobs(BackgroundTasks):
         self._by_run: dict[tuple[int, str], int] = {}
         #: Earlier jobs whose first process was gone when this daemon started, until they had time to reconnect.
         self._awaited: set[int] = set()
+        #: Processes with an agent that lived when this daemon started, and have not connected to it; and when it did.
+        self._away: dict[str, tuple[int, int]] = {}
+        self._began = 0.0
         #: The watch on the first process of each job, by the job's number.
         self._watches: dict[int, anyio.CancelScope] = {}
         #: Called when a job is added, removed or changed.
@@ -105,6 +108,7 @@ class Jobs(BackgroundTasks):
             self._by_run.update({(job.uid, run): job.number for run in job.runs})
 
     def _on_start(self) -> None:
+        self._began = anyio.current_time()
         self._take_over()
         open_tasks = self._open_tasks()
         open_tasks.start_soon(self._saving.run)
@@ -120,6 +124,9 @@ class Jobs(BackgroundTasks):
                 self._put(job.replace(is_gone=True))
                 if not job.is_gone:  # it has ended while no daemon ran
                     self.on_command_end(self._jobs[job.number])
+            if job.is_alive and job.boot == self._boot:
+                keys = {name: tuple(map(int, name.split("-"))) for name in job.members}
+                self._away.update({name: (pid, ticks) for name, (pid, ticks) in keys.items()})
 
     async def _keep_looking(self) -> None:
         """See which jobs without a first process have ended: their agents and operations are gone by then."""
@@ -133,6 +140,18 @@ class Jobs(BackgroundTasks):
         """End the jobs that are over by now: an operation had the last processes of one, and has ended since."""
         for job in tuple(self._jobs.values()):
             self._end_if_over(job.number)
+
+    def is_away(self, job: JobRecord) -> bool:
+        """Return True if a process of it that had an agent lives, and has not connected since this daemon started."""
+        return any(name in self._away and self._is_there(*self._away[name]) for name in job.members)
+
+    async def until_back(self, tell: Callable[[str], Awaitable[object]]) -> None:
+        """Wait for agents that are away, up to some time after the daemon's start; `tell` gets what is waited for."""
+        with anyio.CancelScope(deadline=self._began + RETURN_WITHIN_S):
+            while count := sum(job.is_alive and self.is_away(job) for job in self):
+                await tell(f"the agents of {count} job{'s' * (count > 1)} have not connected since hegmd was started")
+                with anyio.move_on_after(_LOOK_INTERVAL_S):
+                    await self._workers.changed.wait()
 
     # -- who is there --------------------------------------------------------------------------------------------------
 
@@ -286,6 +305,7 @@ class Jobs(BackgroundTasks):
 
     def _on_worker_event(self, event: str, worker: AgentConnection) -> None:
         """An agent came or left, or its process ended. Called in the event loop, must not wait."""
+        self._away.pop(worker.name, None)
         job = self.of_worker(worker)
         if event == ENDED:
             if job is not None:
@@ -307,6 +327,9 @@ class Jobs(BackgroundTasks):
         is_orphan = worker.about.rank is not None and worker.name in job.members
         self._mark_returned(job, worker.pid, None if is_orphan else worker.identity.start_ticks)
         job = self._jobs[job.number]
+        if worker.boundary:
+            self.note_training(job)
+            job = self._jobs[job.number]
         if worker.name not in job.members:
             self._put(job.replace(members=(*job.members, worker.name)[-MAX_MEMBERS:]))
 

@@ -273,6 +273,30 @@ async def test_a_job_that_had_trained_was_said_not_to_have_reached_its_first_bat
         assert await requests.pids(("train",), mine) == (process.pid,)
 
 
+async def test_a_job_that_trained_for_days_was_starting_if_nobody_looked_before_the_daemon_restarted(
+    tmp_path: Path, process: Child
+) -> None:
+    """Only a look recorded that it trains. Without one, its state is unknown until its agent is back."""
+
+    async def states(node: Node) -> list[tuple[str, str | None]]:
+        jobs = await node.moving.job_requests.jobs((), mine, ended=False)
+        return [(job.state, job.waits and job.waits[:10]) for job in jobs]
+
+    async with running(tmp_path) as node:
+        await registered(node, process.pid, "one")
+        agent = await node.attend(process.pid, run="one")
+        await until(node, lambda: any(job.members for job in node.moving.jobs))
+        kept = [job.replace(has_trained=False) for job in node.moving.jobs]
+        await agent.leave()
+    JobFile(tmp_path).save(2, kept)  # as if it had connected before its first batch
+    async with running(tmp_path) as node:
+        assert await states(node) == [(protocol.WAITING, "its agents")]
+        await node.attend(process.pid, run="one")
+        await until(node, lambda: all(job.has_trained for job in node.moving.jobs))
+    async with running(tmp_path) as node:
+        assert await states(node) == [(protocol.TRAINING, None)]
+
+
 async def test_a_user_can_name_only_own_jobs_and_see_only_own_commands(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         await registered(node, process.pid, "one")
