@@ -6,33 +6,83 @@ import subprocess
 from pathlib import Path
 
 from hegmd.sharing.records import LeaseRecord
+from tests.patience import HANG_S
 
 HOOKS = Path(__file__).parents[2] / "contrib/slurm"
 STAND_IN = """#!/bin/sh
 echo "$*" >>"{calls}"
 """
 
-# Its restore and the batch script get a SIGTERM of Slurm. Like hegmctl it writes no image over another.
-REQUEUED = """#!/bin/sh
-echo "$*" >>"{calls}"
-case $1 in
-restore) kill -TERM $$; kill -TERM $PPID ;;
-checkpoint) mkdir "$3" ;;
+# A node in a folder: `whole` is in it while its images are complete, `runs` while the training lives, and an answer of
+# each command, which is given once, is in a file of its name. Like hegmctl it writes no image over another.
+NODE = """#!/bin/sh
+echo "$*" >>"{folder}/calls"
+status=0
+[ ! -e "{folder}/$1" ] || {{ read -r status <"{folder}/$1"; rm "{folder}/$1"; }}
+case "$1 $2 $status" in
+"images ls"*) ! [ -e "{folder}/whole" ] || echo '{{"images": [{{"state": "whole"}}]}}' ;;
+jobs*) ! [ -e "{folder}/runs" ] || echo j1 ;;
+restore*) kill -TERM $$; kill -TERM $PPID ;;
+checkpoint*0 | handoff*0) mkdir "$3" ;;
+wait*) rm -f "{folder}/runs" ;;
+run*) [ ! -e "{folder}/requeued" ] || kill -TERM $PPID ;;
 esac
+exit "$status"
 """
+
+
+def requeued(folder: Path) -> list[str]:
+    """Start the recipe on that node; return what it asks of hegmctl, without what only looks."""
+    for name, text in (("hegmctl", NODE.format(folder=folder)), ("sleep", "#!/bin/sh\n")):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    environ = {"HEGM_IMAGE_DIR": str(folder), "SLURM_JOB_ID": "7", "PATH": f"{folder}:/usr/bin:/bin"}
+    subprocess.run(["/bin/sh", str(HOOKS / "requeue.sh"), "train"], env=environ, check=False, timeout=HANG_S)
+    asked = [line.split()[0] for line in (folder / "calls").read_text().splitlines()]
+    return [command for command in asked if command not in ("images", "jobs")]
 
 
 def test_a_requeued_training_lost_its_work_when_it_was_requeued_again_during_its_restore(tmp_path: Path) -> None:
     """No second image could be written, as the first was in its place: the next start began with the old one."""
-    calls, hegmctl, images = (tmp_path / name for name in ("calls", "hegmctl", "slurm-7"))
-    hegmctl.write_text(REQUEUED.format(calls=calls))
-    hegmctl.chmod(0o755)
+    images = tmp_path / "slurm-7"
     (images / "1").mkdir(parents=True)
-    environ = {"HEGMCTL": str(hegmctl), "HEGM_IMAGE_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "PATH": "/usr/bin:/bin"}
-    subprocess.run(["/bin/sh", str(HOOKS / "requeue.sh"), "train"], env=environ, check=True)
-    asked = [line.split()[0] for line in calls.read_text().splitlines()]
-    assert asked == ["restore", "checkpoint"]
+    (tmp_path / "whole").touch()
+    assert requeued(tmp_path) == ["restore", "checkpoint"]
     assert len(list(images.iterdir())) == 2, "the old image and the new one"
+
+
+def test_a_requeued_training_lost_its_work_when_hegmd_was_killed_during_its_image(tmp_path: Path) -> None:
+    """The recipe ended at the first error, and Slurm the training with it, while the next daemon wrote the image."""
+    (tmp_path / "requeued").touch()
+    (tmp_path / "checkpoint").write_text("12\n")
+    assert requeued(tmp_path) == ["run", "checkpoint", "checkpoint"]
+
+
+def test_a_requeued_training_lost_its_work_when_it_was_suspended_for_others(tmp_path: Path) -> None:
+    """A suspended job cannot be checkpointed: hegmctl refuses it, and names handoff."""
+    (tmp_path / "requeued").touch()
+    (tmp_path / "checkpoint").write_text("9\n")
+    assert requeued(tmp_path) == ["run", "checkpoint", "handoff"]
+
+
+def test_a_requeued_training_never_started_again_beside_an_incomplete_image(tmp_path: Path) -> None:
+    """The node had failed during its first image: the restore found no complete one, and the Slurm job failed."""
+    (tmp_path / "slurm-7/1").mkdir(parents=True)
+    assert requeued(tmp_path) == ["run"]
+
+
+def test_a_requeued_training_ran_twice_if_slurm_had_not_ended_the_first(tmp_path: Path) -> None:
+    """A restored training is no child of slurmstepd, and one that is starting cannot be written: it goes on."""
+    (tmp_path / "runs").touch()
+    assert requeued(tmp_path) == ["wait"]
+
+
+def test_a_job_of_the_option_failed_on_a_node_without_hegmctl(tmp_path: Path) -> None:
+    environ = {"HEGM_SLURM_COMMAND": "echo", "HEGMCTL": str(tmp_path / "hegmctl"), "PATH": "/usr/bin:/bin"}
+    words = ["/bin/sh", str(HOOKS / "hegm-task"), "it", "runs"]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=HANG_S)
+    assert (done.returncode, done.stdout) == (0, "it runs\n")
+    assert "without hegmd" in done.stderr
 
 
 def test_a_partition_with_a_line_for_each_of_its_gpus_gets_them_all(tmp_path: Path) -> None:
