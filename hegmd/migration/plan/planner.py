@@ -119,6 +119,7 @@ def planned_resume(
         return tuple(draft.reasons)
     if not targets.place_ranks(draft, places):
         return tuple(draft.reasons)
+    moved = targets.leave_failed_gpus(draft, op.live) if request.to is None else ()
     for worker in op.live:
         candidate = candidate_of(snapshot, worker.pid)
         if worker.is_absent:
@@ -137,8 +138,8 @@ def planned_resume(
     if draft.reasons:
         return tuple(draft.reasons)
     plan = _plan(draft, RESUME, tuple(members))
-    absent = [worker for worker in op.live if worker.is_absent]
-    return plan.replace(hazards=(*plan.hazards, _started_by(op))) if absent else plan
+    started = [_started_by(op)] if any(worker.is_absent for worker in op.live) else []
+    return plan.replace(hazards=(*moved, *plan.hazards, *started))
 
 
 def _started_by(op: Operation) -> str:

@@ -7,17 +7,18 @@ would be ambiguous. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hegmd.errors import BAD_REQUEST, NOT_FOUND, REFUSED
 from hegmd.migration.machine.operation import JobProcess
 from hegmd.migration.machine.wording import listed, no_such_gpu
 from hegmd.migration.model import GpuMemory
+from hegmd.migration.plan import driver_rules
 from hegmd.migration.plan.communicator_rules import NCCL
 from hegmd.migration.plan.draft import Draft
 from hegmd.migration.plan.members import NVIDIA
 from hegmd.node.gpu_sets import CPU, gpus_of, is_several, place_of
-from hegmd.protocol.snapshots import GONE
+from hegmd.protocol.snapshots import GONE, HEALTHY
 
 _TO = "="
 
@@ -77,6 +78,41 @@ def place_ranks(draft: Draft, ranks: Sequence[tuple[int, str | None]]) -> bool:
         placement = {str(pid): gpu for (pid, _), gpu in zip(ranks, there, strict=True)}
     draft.request = draft.request.replace(to=None, placement={**placement, **draft.request.placement})
     return True
+
+
+def leave_failed_gpus(draft: Draft, workers: Iterable[JobProcess]) -> tuple[str, ...]:
+    """Place processes that are resumed without `--to` on healthy GPUs of their chip in place of failing ones.
+
+    Return a note for each such GPU. One without such another stays: a plan judges it like any other.
+    """
+    homes = {
+        worker.pid: (gpus_of(worker.kept_gpu or worker.first_gpu), worker)
+        for worker in workers
+        if worker.gpu is None and not worker.gpu_unknown and not worker.keeps_context
+    }
+    gpus = {gpu.id: gpu for gpu in draft.snapshot.gpus}
+    taken = {name for home, _ in homes.values() for name in home}
+    spare = [gpu for gpu in gpus.values() if _is_healthy(gpu) and gpu.id not in taken and not (gpu.mig or gpu.mps)]
+    spare.sort(key=lambda gpu: gpu.leased_bytes - (gpu.free_bytes or 0))
+    instead: dict[str, str] = {}
+    for home, worker in homes.values():
+        for old in [gpus[name] for name in home if name in gpus and name not in instead]:
+            fit = [one for one in spare if one.vendor == old.vendor and one.chip == (worker.chip or old.chip)]
+            stays = old.vendor == NVIDIA and not worker.restarts and any(driver_rules.against_moving(old))
+            if fit and not stays and not _is_healthy(old):
+                spare.remove(fit[0])
+                instead[old.id] = fit[0].id
+    placement = {str(pid): place_of([instead.get(name, name) for name in home]) for pid, (home, _) in homes.items()}
+    draft.request = draft.request.replace(placement={**(placement if instead else {}), **draft.request.placement})
+    return tuple([f"{old} is {_how(gpus[old])}: the job resumes on {new}" for old, new in instead.items()])
+
+
+def _is_healthy(gpu: GpuMemory) -> bool:
+    return gpu.state == "ok" and gpu.condition == HEALTHY
+
+
+def _how(gpu: GpuMemory) -> str:
+    return gpu.state if gpu.condition == HEALTHY else f"{gpu.condition} ({gpu.why})"
 
 
 def _has_empty_name(draft: Draft, pid: int, asked: str) -> bool:
@@ -186,9 +222,9 @@ def judge_target(draft: Draft, to: str, vendor: str, chip: str | None, *, stays:
     elif stays:
         return
     elif target.state != "ok":
-        draft.against(REFUSED, f"{to} is {target.state}", "choose another; see hegmctl gpus", gpu=to)
+        draft.against(REFUSED, f"{to} is {target.state}", "choose another with --to; see hegmctl gpus", gpu=to)
     elif target.condition == GONE:
-        draft.against(REFUSED, f"{to} is gone: {target.why}", "choose another; see hegmctl gpus", gpu=to)
+        draft.against(REFUSED, f"{to} is gone: {target.why}", "choose another with --to; see hegmctl gpus", gpu=to)
     elif target.mig or target.mps:
         how = "cut into MIG instances" if target.mig else "shared through MPS"
         draft.against(REFUSED, f"{to} is {how}", "choose a GPU without MIG and MPS; see hegmctl gpus", gpu=to)

@@ -299,6 +299,27 @@ def test_a_resume_uses_the_former_gpu_unless_another_is_named() -> None:
 
 
 @in_one_test(
+    ("first", "others", "expected"),
+    [
+        ({"condition": "failing"}, {}, "gpu1"),
+        ({"condition": "gone"}, {}, "gpu1"),
+        ({"state": "lost", "chip": None}, {}, "gpu1"),
+        ({"condition": "failing"}, {"condition": "failing"}, "gpu0"),
+        ({"condition": "failing"}, {"chip": "other"}, "gpu0"),
+        ({"condition": "failing"}, {"mig": True}, "gpu0"),
+        ({}, {}, "gpu0"),
+    ],
+)
+def test_a_job_was_resumed_on_its_failing_gpu_though_another_was_healthy(
+    first: dict[str, Any], others: dict[str, Any], expected: str
+) -> None:
+    gpus = (_gpu("gpu0", **first), _gpu("gpu1", **others), _gpu("gpu2", free_bytes=GIB, **others))
+    plan = _plan(planned_resume(_snapshot(_process(gpus=()), gpus=gpus), _resume(None), _suspended()))
+    assert plan.destinations == {"4711": expected}
+    assert any("the job resumes on gpu1" in hazard for hazard in plan.hazards) == (expected == "gpu1")
+
+
+@in_one_test(
     ("snapshot", "says"),
     [
         (_snapshot(_process(gpus=(), agent=None)), "not connected"),
