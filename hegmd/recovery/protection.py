@@ -6,14 +6,13 @@ A daemon that is started meanwhile continues from what the supervisor says and f
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 
 import anyio
 
 from hegmd.migration.methods.progress_probe import is_stopped
 from hegmd.node.gpu_sets import ONLY_ITS_GPUS, gpus_of, unseen_device
-from hegmd.node.processes.procfs import TICKS_PER_S
+from hegmd.node.processes.procfs import TICKS_PER_S, seconds_since_boot
 from hegmd.protocol.agents import UNSEEN
 from hegmd.protocol.recovery import UNDER_WAY
 from hegmd.recovery.job import ProtectedJob, stacks_of
@@ -213,7 +212,7 @@ class Protection:
         """Learn how long the job takes to its first step, if it was seen before that."""
         if own and self._is_before_first_step:
             began = min(worker.identity.start_ticks for worker in own) / TICKS_PER_S
-            took_s = time.clock_gettime(time.CLOCK_BOOTTIME) - began
+            took_s = seconds_since_boot() - began
             record = self.job.record
             self.job.put(record.replace(longest_start_s=max(record.longest_start_s, round(took_s, 1))))
         self._is_before_first_step = bool(workers) and not own

@@ -20,6 +20,7 @@ import anyio.abc
 from hegmd.errors import DENIED, NOT_FOUND, HegmError, Refused
 from hegmd.memory.pool import Key, Pool
 from hegmd.node.inventory import NodeSnapshot
+from hegmd.node.processes.procfs import seconds_since_boot
 from hegmd.protocol import recovery as protocol
 from hegmd.protocol.recovery import RecoveryAttempt
 from hegmd.protocol.snapshots import Gpu
@@ -69,7 +70,7 @@ class Recoveries(BackgroundTasks):
         is_in_hand: Callable[[int], bool],
         is_kept_from_training: Callable[[int], bool],
         utc: Callable[[], float] = time.time,
-        boot_s: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
+        boot_s: Callable[[], float] = seconds_since_boot,
     ) -> None:
         super().__init__()
         self._supervisors = supervisors

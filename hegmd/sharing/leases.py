@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import anyio
 
 from hegmd.errors import BAD_REQUEST, BUSY, NOT_FOUND, HegmError, Refused
+from hegmd.node.processes.procfs import seconds_since_boot
 from hegmd.protocol.names import closest, why_no_name
 from hegmd.sharing.records import LeaseRecord
 from hegmd.system.background_tasks import BackgroundTasks
@@ -230,11 +231,6 @@ class Leases(BackgroundTasks):
     def _end(self, lease: LeaseRecord, why: str) -> None:
         self.drop(lease.number)
         self._on_end(lease, why)
-
-
-def seconds_since_boot() -> float:
-    """This moment on the clock that the kernel uses for start times of processes, and that cannot be set."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _ticks(seconds: float) -> int:

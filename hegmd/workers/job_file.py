@@ -46,6 +46,7 @@ class JobRecord(Record):
     members: tuple[str, ...] = field("its processes with an agent by the names that operations have", default=())
     has_trained: bool = field("whether it was seen to reach a batch", default=False)
     ended_utc: float | None = field("when the job ended; nil before", default=None)
+    ended_boot_s: float | None = field("the same, in seconds since the node's start", default=None)
     end: str | None = field("how it ended, where that is more than a status", default=None)
     priority: int = field("its priority when GPUs are shared, 0 to 100", default=DEFAULT_PRIORITY)
     slurm_job: int | None = field("the Slurm job with which Slurm suspends and resumes it", default=None)

@@ -20,7 +20,7 @@ from typing import Protocol
 import anyio
 
 from hegmd.errors import BAD_REQUEST, BUSY, NOT_FOUND, HegmError
-from hegmd.node.processes.procfs import ProcessGone, Unreadable, exit_status, read_arguments
+from hegmd.node.processes.procfs import ProcessGone, Unreadable, exit_status, read_arguments, seconds_since_boot
 from hegmd.protocol.jobs import DEFAULT_PRIORITY
 from hegmd.protocol.messages import RegisterJob
 from hegmd.protocol.names import closest, job_number, why_no_name
@@ -439,7 +439,8 @@ class Jobs(BackgroundTasks):
             return
         end = self._operations.end_of(job)
         status = job.status if end is None else None
-        self._put(job.replace(ended_utc=time.time(), end=end, status=status, members=()))
+        boot_s = seconds_since_boot()
+        self._put(job.replace(ended_utc=time.time(), ended_boot_s=boot_s, end=end, status=status, members=()))
         self._trim()
 
     def _trim(self) -> None:
@@ -450,7 +451,8 @@ class Jobs(BackgroundTasks):
         of_user: dict[int, int] = {}
         for place, job in enumerate(ended):
             of_user[job.uid] = of_user.get(job.uid, 0) + 1
-            is_old = time.time() - (job.ended_utc or 0.0) > MAX_ENDED_S
+            ended_s = job.ended_boot_s if job.boot == self._boot else None  # of an earlier boot: before this one
+            is_old = seconds_since_boot() - (ended_s or 0.0) > MAX_ENDED_S
             if is_old or place >= MAX_ENDED or of_user[job.uid] > MAX_ENDED_OF_USER:
                 del self._jobs[job.number]
                 self._forget_runs(job, job.runs)

@@ -185,9 +185,14 @@ def read_command(proc_root: str, pid: int) -> str:
     return text if len(text) <= COMMAND_MAX_CHARS else text[: COMMAND_MAX_CHARS - 1] + "…"
 
 
+def seconds_since_boot() -> float:
+    """Return this moment on the clock that the kernel uses for start times of processes, and that cannot be set."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def boot_time_utc() -> float:
     """Return the wall clock time of start_ticks 0, by today's clock."""
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.time() - seconds_since_boot()
 
 
 def _read(proc_root: str, pid: int, name: str, size_bytes: int) -> bytes:

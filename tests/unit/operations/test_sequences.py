@@ -1,4 +1,7 @@
-"""Draining and swapping carried out, over model agents in processes that live."""
+"""Draining and swapping carried out, over model agents in processes that live.
+
+Longer than 400 lines because drains and swaps are tested on the same two jobs.
+"""
 
 from __future__ import annotations
 

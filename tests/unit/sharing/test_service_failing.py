@@ -21,13 +21,13 @@ import pytest
 
 from hegmd.errors import TIMEOUT, HegmError
 from hegmd.memory.pool import Source
+from hegmd.node.processes.procfs import seconds_since_boot
 from hegmd.protocol import sharing as protocol
 from hegmd.protocol.messages import RegisterJob, Supervise, SuperviseReport, SupervisorOrder
 from hegmd.protocol.supervision import RecoveryWish
 from hegmd.recovery.records import JobSnapshots, SnapshotFiles
 from hegmd.recovery.slots import JobSlots
 from hegmd.sharing import model, state_file
-from hegmd.sharing.leases import seconds_since_boot
 from hegmd.sharing.records import QueuedRecord
 from hegmd.sharing.resumes import QueuedResumes
 from hegmd.sharing.service import MIN_INTERVAL_S, SETTLED_AFTER_S, next_look_at

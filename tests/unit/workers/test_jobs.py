@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ import anyio
 import pytest
 
 from hegmd.errors import BAD_REQUEST, BUSY, DENIED, NOT_FOUND, REFUSED, HegmError
+from hegmd.node.processes.procfs import seconds_since_boot
 from hegmd.operations.job_requests import APART_S
 from hegmd.protocol import jobs as protocol
 from hegmd.protocol.messages import RegisterJob
@@ -29,6 +31,7 @@ from tests.unit.moving_node import Node, running, start_ticks
 
 Child = subprocess.Popen[bytes]
 UID = os.geteuid()
+BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def mine(uid: int | None) -> bool:
@@ -412,8 +415,9 @@ async def test_ended_jobs_are_remembered_up_to_a_number_of_each_user(tmp_path: P
             runs=(f"r{number}",),
             command="",
             started_utc=0.0,
-            boot="",
+            boot=BOOT,
             ended_utc=4e9 + number,
+            ended_boot_s=seconds_since_boot(),
         )
         for number in range(1, MAX_ENDED_OF_USER + 10)
     ]
@@ -424,6 +428,18 @@ async def test_ended_jobs_are_remembered_up_to_a_number_of_each_user(tmp_path: P
         assert len(ended) == MAX_ENDED_OF_USER
         assert "j1" not in ended
         assert f"j{len(old)}" in ended
+
+
+async def test_ended_jobs_were_forgotten_when_the_clock_was_set(tmp_path: Path, process: Child) -> None:
+    """Their age was that of the wall clock."""
+    now_s = seconds_since_boot()
+    plain = JobRecord(number=1, name="one", uid=UID, runs=("r1",), command="x", started_utc=0.0, boot=BOOT)
+    recent = plain.replace(ended_utc=1.0, ended_boot_s=now_s)
+    old = plain.replace(number=2, name="two", runs=("r2",), ended_utc=time.time(), ended_boot_s=now_s - 31 * 86400.0)
+    JobFile(tmp_path).save(3, [recent, old])
+    async with running(tmp_path) as node:
+        await registered(node, process.pid, "run")
+        assert {job.id for job in node.moving.jobs} == {"j1", "j3"}
 
 
 async def test_two_processes_that_registered_one_run_in_turn_used_up_the_descriptors(

@@ -1,4 +1,7 @@
-"""The contents of a plan, and every refusal with its next step."""
+"""The contents of a plan, and every refusal with its next step.
+
+Longer than 400 lines because plans of all kinds are made of the same node.
+"""
 
 from __future__ import annotations
 
