@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 # How often it is seen whether a start has come to its next step.
 SOON_S, LOOK_S = 0.1, 1.0
-# The exit status of a process that could not restore its state.
-UNRESTORED_STATUS = 98
+# The exit statuses of a process that could not restore its state, and of one whose script was edited meanwhile.
+UNRESTORED_STATUS, EDITED_STATUS = 98, 97
 # The status of a command that SIGKILL ended, and of a shell whose command SIGKILL ended.
 KILLED_STATUSES = (-SIGKILL, 128 + SIGKILL)
 MAX_BAD = 8
@@ -86,11 +86,13 @@ class Starts:
 
     async def _recover(self) -> None:
         fell = self._job.supervisor.offer.fell
-        await self._judge_last_start(fell)
+        is_edited = await self._judge_last_start(fell)
         attempt = self._begun_attempt()
         await self._end_rest()
         whole = await self._job.whole()
         exhausted = self._job.record.budget.exhausted(self._job.wish.max_recoveries) if fell is not None else None
+        if is_edited:
+            exhausted = "its script was edited after the snapshot; put it back as it was"
         if exhausted is None and whole:
             await self._await_room()
         gpus = await self._gpus(whole[0] if exhausted is None and whole else None)
@@ -151,9 +153,10 @@ class Starts:
         self._job.record_event("job.fell", "warning", f"{self._job} {why} at step {step}")
         return attempt
 
-    async def _judge_last_start(self, fell: int | None) -> None:
+    async def _judge_last_start(self, fell: int | None) -> bool:
         """Record the result of the start that has just failed, if its training had made no step.
 
+        Return True if its script is not the one that its snapshot is of, which says nothing about the snapshot.
         A snapshot that could not be restored is not used again. A start that was interrupted from outside says nothing
         about its snapshot: by SIGKILL, which the kernel sends too when memory is short, by a GPU that has failed, or
         because `hegmctl run` was killed. Two other failures before the state was restored make the snapshot suspect:
@@ -161,7 +164,7 @@ class Starts:
         """
         job, attempts = self._job, self._job.record.attempts
         if not attempts or attempts[-1].result != UNDER_WAY or attempts[-1].started_s is None:
-            return
+            return False
         before = attempts[-1]
         is_own_kill = job.killed is not None
         is_interrupted = (
@@ -182,6 +185,7 @@ class Starts:
         if is_bad and before.generation is not None:
             record = record.replace(bad=(*record.bad, before.generation)[-MAX_BAD:])
         job.put(record)
+        return fell == EDITED_STATUS and not is_restored
 
     def _without_snapshot(self) -> str:
         """Return why there is no snapshot to start from."""

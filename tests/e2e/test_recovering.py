@@ -46,12 +46,13 @@ class RecoveredJob(MovedJob):
     """The training under its supervisor, which goes no faster than it is read."""
 
     more = BARE
+    script = LEAVING
 
     def __init__(self, daemon: RunningDaemon, folder: Path, *options: str, gpu: str = "gpu0", **more: str) -> None:
         self.folder = folder
         self.more = {**BARE, **more}
         words = [sys.executable, "-m", "hegmctl", "run", "--recover=0.1s", "--gpu", gpu, *options]
-        Script.__init__(self, [*words, "--", sys.executable, LEAVING], daemon.socket_path, folder)
+        Script.__init__(self, [*words, "--", sys.executable, self.script], daemon.socket_path, folder)
         self._daemon = daemon
         self._gpu = 0
 
@@ -221,6 +222,35 @@ def test_a_training_that_fails_again_and_again_ends_with_its_own_status_and_keep
         steps = again.steps()
         assert list(dict.fromkeys([*before, *steps])) == undisturbed
         assert steps[0] != undisturbed[0]
+
+
+class EditedJob(RecoveredJob):
+    """A training whose script is in the folder."""
+
+    def __init__(self, daemon: RunningDaemon, folder: Path, *options: str) -> None:
+        self.script = str(folder / "edited.py")
+        super().__init__(daemon, folder, *options)
+
+
+def test_a_script_that_was_edited_is_reported_before_the_failure_and_its_snapshots_are_kept(
+    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
+) -> None:
+    """No message named the edit, and the snapshots were given up as unusable, also once the script was put back."""
+    script, text = tmp_path / "edited.py", Path(LEAVING).read_text()
+    script.write_text(text)
+    with EditedJob(daemon, tmp_path) as job:
+        job.until(_has_two)
+        script.write_text(f"# A line above moves all others.\n{text}")
+        job.until(lambda view: view.state == "unprotected" and "edited.py was edited after" in (view.why or ""))
+        os.kill(job.pids()[0], signal.SIGKILL)
+        before = job.read_to_the_end()
+        job.process.wait(HANG_S)
+        assert "edited.py was edited after the state was saved: put the file back as it was" in job.errors()
+        assert "hegmctl run --recover --resume j1" in job.errors()
+        assert len(job.pids()) == 2
+    script.write_text(text)
+    with EditedJob(daemon, tmp_path, "--resume", "j1") as again:
+        assert list(dict.fromkeys([*before, *again.steps()])) == undisturbed
 
 
 def test_a_training_that_hangs_is_killed_and_recovered_on_a_healthy_gpu(

@@ -11,7 +11,7 @@ import sys
 
 from .. import lifecycle
 from ..addresses import empty_copy
-from .code import loop_position
+from .code import loop_position, source_check
 from .code.position import Loop, ThreadPosition, Unreadable, look_into, step_text
 from .frameworks import accelerate_hf
 from .loaders import passes, stateful_loader
@@ -119,7 +119,7 @@ class _Capture:
         number = self._number_of(driver) if driver is not None else None
         path = place.path if number is None else passes.path_of_pass(driver)
         self._baseline = baseline_of(path)
-        return {"path": place.path, "loops": loops, "driver": number}
+        return {"path": place.path, "loops": loops, "driver": number, "files": source_check.checksums(place.frames)}
 
     def _made_before(self, needs: list[_Need], position: dict[str, Any], loop: Loop, path: Any) -> list[_Need]:
         """Return the needs if the pass began above the loop, such as to count batches for a bar."""

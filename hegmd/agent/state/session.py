@@ -13,13 +13,14 @@ import sys
 from time import monotonic
 
 from ..notes import note
+from .code import source_check
 from .code.loop_shadows import PendingLoops, Shadows
 from .code.position import elsewhere, is_of_another_script, path_of, script_frames, step_text
 from .code.value_stack import caller
 from .frameworks import accelerate_hf, lightning
 from .loaders import passes, stateful_loader
 from .loaders.rebuild import RebuiltPass
-from .save_and_exit import end_unrestored, flush_all, tell_waiting
+from .save_and_exit import EDITED_STATUS, UNRESTORED_STATUS, end_unrestored, flush_all, tell_waiting
 from .script import capture_points, output_files
 from .script.baseline import note_place
 from .values import inherited
@@ -30,7 +31,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
-    from typing import Any
+    from typing import Any, NoReturn
 
 ALLOWED = "HEGM_ALLOW_RESTART"
 _due: PendingRestore | None = None
@@ -124,7 +125,7 @@ class PendingRestore:
             end_unrestored(["this PyTorch has no hooks before optimizers' steps (2.0 has)"])
 
         def before_step(*_args: object) -> None:
-            end_unrestored(
+            self.end(
                 ["an optimizer was about to step before the script reached its saved position", *self.not_entered()]
             )
 
@@ -144,7 +145,7 @@ class PendingRestore:
             again = made.rest_again if taken["rests"] else made.begin_again
             iterator = again(loader, taken, make)
         except IncompatibleState as error:
-            end_unrestored(error.reasons)
+            self.end(error.reasons)
         if taken["number"] == state["place"]["driver"]:
             self._awaited = iterator
         return iterator
@@ -155,7 +156,7 @@ class PendingRestore:
         here, there = path_of(frames), tuple(tuple(step) for step in self._read()["place"]["path"])
         if here != there and not any(accelerate_hf.is_own(found) for found in frames):
             where = f"{step_text(here[-1])}, and the training was at {step_text(there[-1])}"
-            end_unrestored([f"the loader's next batch is asked for at {where}"])
+            self.end([f"the loader's next batch is asked for at {where}"])
         self.arrive(frame)
 
     def arrive(self, frame: FrameType) -> None:
@@ -167,7 +168,7 @@ class PendingRestore:
         left = self._entering.left() if self._entering is not None else []
         left += elsewhere(state["place"], frame)
         if left:
-            end_unrestored([f"the loop at {where} was entered in another way" for where in left])
+            self.end([f"the loop at {where} was entered in another way" for where in left])
         began = monotonic()
         if output_files.KEY in state and inherited.step() is not None:
             flush_all()
@@ -175,7 +176,7 @@ class PendingRestore:
         try:
             put_back(state, frame)
         except IncompatibleState as error:
-            end_unrestored(error.reasons)
+            self.end(error.reasons)
         inherited.forget()
         self._state = {"place": {"driver": None}}
         self._awaited = None
@@ -213,6 +214,15 @@ class PendingRestore:
     def place(self) -> Any:
         """Return where it was saved: the script's frames, outermost first."""
         return self._read()["place"]["path"]
+
+    def end(self, reasons: list[str]) -> NoReturn:
+        """End the process, and say so if its script is not the one that saved the state."""
+        try:
+            state = self._state or inherited.state() or {}
+        except (OSError, ValueError):
+            state = {}
+        edited = source_check.edited_since(state.get("place", {}).get("files", {}))
+        end_unrestored([*edited, *reasons], status=EDITED_STATUS if edited else UNRESTORED_STATUS)
 
     def not_entered(self) -> list[str]:
         return (
@@ -302,4 +312,4 @@ def _end_of_script() -> None:
     if not _passes and is_of_another_script(_due.place()[0]):
         tell_waiting()
     else:
-        end_unrestored(["the script ended before it reached its saved position", *_due.not_entered()])
+        _due.end(["the script ended before it reached its saved position", *_due.not_entered()])

@@ -469,6 +469,14 @@ async def test_a_job_whose_only_snapshot_cannot_be_restored_is_given_up_for_that
     assert "its last snapshot, of step 10, could not be restored, and it has no other" in message
 
 
+async def test_a_start_of_an_edited_script_ends_the_recovery_and_leaves_the_snapshot_usable(tmp_path: Path) -> None:
+    """Each snapshot was tried, and none was used again."""
+    rig = Rig()
+    message = await _fail_starts(rig, tmp_path, -signal.SIGSEGV, 97, snapshots=2)
+    assert "its script was edited after the snapshot" in message
+    assert rig.job.record.bad == ()
+
+
 async def test_a_start_that_hung_counts_against_its_snapshot(tmp_path: Path) -> None:
     """The daemon itself kills it."""
     rig = Rig()

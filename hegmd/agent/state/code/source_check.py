@@ -1,27 +1,56 @@
-"""Check whether a Python started with the same arguments could read the script again.
+"""Check whether a Python started with the same arguments would read the same script again.
 
 Checked before a training exits. A script from a pipe was read once: the next Python would read nothing, end with 0, and
-look as if the training had finished.
+look as if the training had finished. In a script that was edited while it ran, the loops are not at their lines.
 """
 
 from __future__ import annotations
 
+import dis
 import os
 import sys
+import time
+from binascii import crc32
 
 from ..values.refusals import Refusal
+from .position import script_frames
+from .reentry import known_by
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import FrameType
+    from types import CodeType, FrameType
+    from typing import Any
 
 _BY_INPUT = ("<stdin>", "<python-input")
 _HINT = "start it from a file: hegmctl run --allow-restart -- python3 FILE"
+_PUT_BACK = "put the file back as it was"
+_NS = 1_000_000_000
+_START_TICKS = 19  # its place after the name in /proc/self/stat
+#: Files, each with the time of its last change, its checksum, and the code in it.
+_files: dict[str, _File] = {}
 
 
 def refusals() -> Iterator[Refusal]:
     """Yield why the script could not be started again."""
+    yield from _unreadable()
+    yield from _edited()
+
+
+def checksums(frames: list[FrameType]) -> dict[str, int]:
+    """Return a checksum of each file that these frames run."""
+    files = {path: _file(path) for path in dict.fromkeys([frame.f_code.co_filename for frame in frames])}
+    return {path: file.checksum for path, file in files.items() if file is not None}
+
+
+def edited_since(checked: dict[str, int]) -> list[str]:
+    """Return which of these files have changed since `checksums`, in words."""
+    files = {path: _file(path) for path in checked}
+    changed = [path for path, file in files.items() if file is not None and file.checksum != checked[path]]
+    return [f"{path} was edited after the state was saved: {_PUT_BACK}" for path in changed]
+
+
+def _unreadable() -> Iterator[Refusal]:
     frame = _first_frame()
     if frame is not None and frame.f_code.co_filename.startswith(_BY_INPUT):
         yield Refusal("the script came from standard input, which cannot be read again", _HINT)
@@ -38,6 +67,79 @@ def refusals() -> Iterator[Refusal]:
     else:
         if not os.path.isfile(path):
             yield Refusal(f"the script came from {path}, which cannot be read again", _HINT)
+
+
+def _edited() -> Iterator[Refusal]:
+    """Yield the files in which a function under way is not what it was when the file was read.
+
+    Lines after the place may change: a new process finds it all the same.
+    """
+    began_ns = _began_ns()
+    edited: dict[str, None] = {}
+    for top in sys._current_frames().values():  # pyright: ignore[reportPrivateUsage] - documented all the same
+        for frame in script_frames(top):
+            path, last = frame.f_code.co_filename, frame.f_lasti
+            file = _file(path)
+            if file is not None and file.changed_ns >= began_ns:
+                here = _identity_of(frame.f_code, last)
+                if not any(_identity_of(code, last) == here for code in file.codes()):
+                    edited[path] = None
+    for path in edited:
+        yield Refusal(
+            f"{path} was edited after the script began, and a new process would not find its place", _PUT_BACK
+        )
+
+
+class _File:
+    """A file with code, as it is now."""
+
+    def __init__(self, path: str, changed_ns: int) -> None:
+        """Raises OSError."""
+        self.changed_ns = changed_ns
+        self._path = path
+        with open(path, "rb") as file:
+            self._content = file.read()
+        self.checksum = crc32(self._content)
+        self._codes: list[CodeType] | None = None
+
+    def codes(self) -> list[CodeType]:
+        """Return the code of its module and of all functions in it; nothing if it cannot be compiled."""
+        if self._codes is None:
+            self._codes = []
+            try:
+                self._codes.append(compile(self._content, self._path, "exec", dont_inherit=True))
+            except (ValueError, SyntaxError):
+                pass
+            for code in self._codes:
+                self._codes += [inner for inner in code.co_consts if isinstance(inner, type(code))]
+        return self._codes
+
+
+def _file(path: str) -> _File | None:
+    """Return the file of that name; None if it cannot be read or has no source code."""
+    if not os.path.isabs(path) or not path.endswith((".py", ".pyw")):
+        return None
+    try:
+        changed_ns = os.stat(path).st_mtime_ns
+        known = _files.get(path)
+        if known is None or known.changed_ns != changed_ns:
+            known = _files[path] = _File(path, changed_ns)
+    except OSError:
+        return None
+    return known
+
+
+def _identity_of(code: CodeType, last: int) -> list[Any]:
+    """Return what identifies a function and the lines of its instructions up to the one at that offset."""
+    return [*known_by(code).values(), [found for found in dis.findlinestarts(code) if found[0] <= last]]
+
+
+def _began_ns() -> int:
+    """Return when this process began, as files tell time."""
+    with open("/proc/self/stat", "rb") as file:
+        ticks = int(file.read().rpartition(b")")[2].split()[_START_TICKS])
+    booted_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    return booted_ns + ticks * _NS // os.sysconf("SC_CLK_TCK")
 
 
 def _first_frame() -> FrameType | None:

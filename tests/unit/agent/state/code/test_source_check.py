@@ -15,8 +15,8 @@ ASKS = (
 )
 
 
-def run(*words: str, read: str | None = None, folder: Path | None = None) -> str:
-    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+def run(*words: str, read: str | None = None, folder: Path | None = None, **more: str) -> str:
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **more}
     done = subprocess.run(
         [sys.executable, *words], input=read, env=environ, cwd=folder, capture_output=True, text=True, check=False
     )
@@ -41,3 +41,16 @@ def test_existing_scripts_are_accepted(tmp_path: Path) -> None:
     assert run("train.py", folder=tmp_path) == "[]\n"
     assert run("-m", "train", folder=tmp_path) == "[]\n"
     assert run("-c", ASKS) == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_refused"),
+    [("# above\n", "", True), ("", "# below\n", False), ("", "", False), ("1 +\n", "", True)],
+)
+def test_a_script_edited_above_its_place_is_refused(tmp_path: Path, before: str, after: str, is_refused: bool) -> None:
+    """It was restarted, and ended in the new process, where its loop was at another line."""
+    script = tmp_path / "train.py"
+    text = f"import os, pathlib\npathlib.Path(__file__).write_text(os.environ['EDITED'])\n{ASKS}"
+    script.write_text(text)
+    printed = run(str(script), EDITED=f"{before}{text}{after}")
+    assert (f"{script} was edited after the script began" in printed) is is_refused
