@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import anyio
@@ -38,7 +38,6 @@ from hegmd.system.condition import Condition
 from hegmd.system.process_ends import until_ended
 from hegmd.telemetry.events import EventLog
 from hegmd.telemetry.log import fields
-from hegmd.workers.jobs import Jobs
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +74,13 @@ class _Swap:
 class MultiStepOperations(BackgroundTasks):
     """Carries out drains and swaps. Call `run` before `swap`."""
 
-    def __init__(self, survey: PlanSurvey, operations: Operations, jobs: Jobs, log: EventLog) -> None:
+    def __init__(self, survey: PlanSurvey, operations: Operations, log: EventLog) -> None:
         self._survey = survey
-        self._jobs = jobs
         self._operations = operations
         self._log = log
+        #: Waits after a start of the daemon until agents have connected, and calls what it gets if it has to wait.
+        #: Sharing sets it.
+        self.until_agents_are_back: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]] | None = None
         super().__init__()
 
     def _on_start(self) -> None:
@@ -98,11 +99,13 @@ class MultiStepOperations(BackgroundTasks):
         Just after a start of the daemon it waits for the agents of jobs, without which these may not be seen there.
         """
 
-        async def tell(why: str) -> None:
+        async def tell() -> None:
+            why = "agents of jobs have not connected since hegmd was started"
             waits = protocol.Wait(why=why, next="wait some seconds")
             await context.emit(protocol.OperationProgress(id="", phase=SETTLING.phase, waits=waits))
 
-        await self._jobs.until_back(tell)
+        if self.until_agents_are_back is not None:
+            await self.until_agents_are_back(tell)
         snapshot = await self._survey.snapshot_for(gpu, may=context.may)
         _require_targets(snapshot, gpu, to)
         outcome = Outcome()

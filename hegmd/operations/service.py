@@ -167,7 +167,6 @@ class OperationsService:
             self._workers,
             self.suspended_operations.pool_memory,
             count=self.attendance.count,
-            place_all=self.attendance.place_all,
             running=self.runner.as_held,
             parked_orphans=self._parked_orphans.connections,
             rates=self._paces.rates,
@@ -241,7 +240,7 @@ class OperationsService:
             is_over=partial(has_finished, self._state_dir),
             require_kept=self.recoveries.require_kept,
         )
-        self.sequences = MultiStepOperations(lookout, self.operations, self.jobs, self._events)
+        self.sequences = MultiStepOperations(lookout, self.operations, self._events)
         self.evacuation = Evacuation(self.sequences.drain, self._events)
         self.checkpoints = Checkpoints(self.operations, lookout, handoff, self._reviving, self._paces)
 

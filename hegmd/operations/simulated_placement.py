@@ -98,14 +98,6 @@ class SimulatedPlacement:
             self._memory.simulated or (worker.on_cpu is None and bool(self._supervised(worker)))
         )
 
-    async def place_all(self) -> None:
-        """Place workers that have just connected, so that they are seen on their simulated GPUs."""
-        async with anyio.create_task_group() as tasks:
-            for worker in self._workers:
-                is_known = worker.gpu is not None or worker.on_cpu or not worker.boundary
-                if self._memory.simulated and worker.connected and not is_known:
-                    tasks.start_soon(self.count, worker)
-
     async def run(self) -> None:
         """Ask them how much they hold, until cancelled."""
         async with anyio.create_task_group() as tasks:

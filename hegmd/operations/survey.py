@@ -87,7 +87,6 @@ class PlanSurvey:
     `pool` returns its free memory, `count` surveys one worker within a limit, `running` returns the operations with
     their reservations, `parked_orphans` the parked workers that belong to none, and `outlives` whether memory of jobs
     outlives the daemon. `criu` is the configured program, if any. `proofs` are the tried combinations with NCCL.
-    `place_all` places new workers on simulated GPUs.
     `proving` are ranks whose job tries its combination.
     `own_pids` are hegmd's own processes on GPUs, which no plan moves. `copying_pids` are those of them that use a GPU
     only while they copy.
@@ -101,7 +100,6 @@ class PlanSurvey:
         *,
         count: Callable[[AgentConnection, float], Coroutine[object, object, None]],
         running: Callable[[], tuple[Operation, ...]],
-        place_all: Callable[[], Coroutine[object, object, None]] | None = None,
         parked_orphans: Callable[[], Iterable[AgentConnection]] = tuple,
         rates: Callable[[], Rates] = Rates,
         outlives: Callable[[], bool] = lambda: True,
@@ -117,7 +115,6 @@ class PlanSurvey:
         self._pool = pool
         self._count = count
         self._running = running
-        self._place_all = place_all
         self._parked_orphans = parked_orphans
         self._rates = rates
         self._outlives = outlives
@@ -247,8 +244,6 @@ class PlanSurvey:
 
         As in `snapshot`, processes of other users are not asked.
         """
-        if self._place_all is not None:
-            await self._place_all()
         node = await self._inventory.fresh(FRESH_S)
         names = [known.id for known in node.gpus]
         if gpu not in names:

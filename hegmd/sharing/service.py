@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 import anyio
@@ -105,6 +105,7 @@ class Sharing:
         self.is_stopping = False
         moving.jobs.default_priority = rules.priorities[NORMAL]
         moving.survey.leased = self.leased_bytes
+        moving.sequences.until_agents_are_back = self.until_agents_are_back
         moving.job_requests.waits_for, moving.job_requests.awaits_resume = self.waits_for, self.awaits_resume
         moving.operations.keep_suspended = self.keep_suspended
         moving.recoveries.queue, node = self._queue_failed, moving.recoveries.node
@@ -176,8 +177,12 @@ class Sharing:
         if self._moving.simulated_memory.simulated:
             await self.until_agents_are_back()
 
-    async def until_agents_are_back(self) -> None:
-        """After a start, wait until no agent of a job of before has yet to connect, for so long at most."""
+    async def until_agents_are_back(self, tell: Callable[[], Awaitable[None]] | None = None) -> None:
+        """After a start, wait until no agent of a job of before has yet to connect, for so long at most; call `tell`
+        first.
+        """
+        if tell is not None and self.awaits_agents:
+            await tell()
         while self.awaits_agents:
             with anyio.move_on_after(SETTLE_INTERVAL_S):
                 await self._changed.wait()

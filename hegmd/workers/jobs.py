@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -85,9 +85,8 @@ class Jobs(BackgroundTasks):
         self._by_run: dict[tuple[int, str], int] = {}
         #: Earlier jobs whose first process was gone when this daemon started, until they had time to reconnect.
         self._awaited: set[int] = set()
-        #: Processes with an agent that lived when this daemon started, and have not connected to it; and when it did.
+        #: Processes with an agent that lived when this daemon started, and have not connected to it.
         self._away: dict[str, tuple[int, int]] = {}
-        self._began = 0.0
         #: The watch on the first process of each job, by the job's number.
         self._watches: dict[int, anyio.CancelScope] = {}
         #: Called when a job is added, removed or changed.
@@ -108,7 +107,6 @@ class Jobs(BackgroundTasks):
             self._by_run.update({(job.uid, run): job.number for run in job.runs})
 
     def _on_start(self) -> None:
-        self._began = anyio.current_time()
         self._take_over()
         open_tasks = self._open_tasks()
         open_tasks.start_soon(self._saving.run)
@@ -144,14 +142,6 @@ class Jobs(BackgroundTasks):
     def is_away(self, job: JobRecord) -> bool:
         """Return True if a process of it that had an agent lives, and has not connected since this daemon started."""
         return any(name in self._away and self._is_there(*self._away[name]) for name in job.members)
-
-    async def until_back(self, tell: Callable[[str], Awaitable[object]]) -> None:
-        """Wait for agents that are away, up to some time after the daemon's start; `tell` gets what is waited for."""
-        with anyio.CancelScope(deadline=self._began + RETURN_WITHIN_S):
-            while count := sum(job.is_alive and self.is_away(job) for job in self):
-                await tell(f"the agents of {count} job{'s' * (count > 1)} have not connected since hegmd was started")
-                with anyio.move_on_after(_LOOK_INTERVAL_S):
-                    await self._workers.changed.wait()
 
     # -- who is there --------------------------------------------------------------------------------------------------
 

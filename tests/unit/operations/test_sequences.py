@@ -1,19 +1,14 @@
-"""Draining and swapping carried out, over model agents in processes that live.
-
-Longer than 400 lines because drains and swaps are tested on the same two jobs.
-"""
+"""Draining and swapping carried out, over model agents in processes that live."""
 
 from __future__ import annotations
 
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import anyio
 import pytest
 
 from hegmd.errors import BUSY, DENIED, NOT_FOUND, REFUSED, HegmError
-from hegmd.protocol.operations import OperationProgress
 from tests.patience import HANG_S
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import MIB, Node, running
@@ -47,28 +42,6 @@ async def test_a_drain_moves_jobs_one_by_one_and_reports_which_stay(
         assert by_pid[process.pid].phase == "rolled-back"
         assert node.reservations(second_process.pid) == {"gpu1": 7}
         assert node.reservations(process.pid) == {"gpu0": 7}
-
-
-async def test_a_drain_just_after_a_start_of_the_daemon_found_nothing_to_move(tmp_path: Path, process: Child) -> None:
-    """On simulated GPUs, a process is where its agent is."""
-    async with running(tmp_path) as node:
-        await node.attend(process.pid, run="one", gpu="gpu0")
-        while not list(node.moving.jobs):
-            await node.moving.jobs.changed.wait()
-        await node.moving.jobs.set_priority(1, 60)  # it is on disk then
-    async with running(tmp_path) as node:
-        told: list[str] = []
-
-        async def connect(progress: OperationProgress) -> None:
-            if progress.waits is not None and not told:
-                told.append(progress.waits.why)
-                agent = node.agents[process.pid] = ModelAgent(node.workers, process.pid)
-                agent.about = {"run": "one", "gpu": "gpu0"}
-                await agent.attend(node.tasks)
-
-        outcome = await node.sequences.drain("gpu0", (), replace(node.context(), emit=connect))
-        assert [operation.phase for operation in outcome.operations] == ["done"]
-        assert told == ["the agents of 1 job have not connected since hegmd was started"]
 
 
 @pytest.mark.thorough

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from hegmd.protocol import sharing as protocol
 from hegmd.protocol.messages import RegisterJob
+from hegmd.protocol.operations import OperationProgress
 from hegmd.sharing.view import View
 from tests.patience import HANG_S
 from tests.unit.sharing.shared_node import ADMIN, MIB, UID, SharedNode, sharing_on
@@ -88,3 +90,24 @@ async def test_a_pause_during_a_look_put_a_job_before_one_that_had_waited_for_lo
             clock.pause_s = 10.0
         waits_since = {job.id: job.since_s for job in view.snapshot.jobs}
         assert waits_since["j1"] < waits_since["j2"]
+
+
+async def test_a_drain_just_after_a_daemon_start_found_nothing_to_move(tmp_path: Path, process: Child) -> None:
+    """On simulated GPUs a process is where its agent says."""
+    async with sharing_on(tmp_path, "2x8MiB") as shared:
+        await shared.node.moving.job_requests.register(process.pid, UID, RegisterJob(run="one", command=("train",)))
+        agent = await shared.node.attend(process.pid, b"1" * MIB, run="one", gpu="gpu0")
+        await agent.leave()
+    async with sharing_on(tmp_path, "2x8MiB", clock=lambda: 0.0) as shared:
+        told: list[str] = []
+
+        async def connect(progress: OperationProgress) -> None:
+            if progress.waits is not None and not told:
+                told.append(progress.waits.why)
+                await shared.node.attend(process.pid, b"1" * MIB, run="one", gpu="gpu0")
+
+        context = replace(shared.node.context(), emit=connect)
+        with anyio.fail_after(HANG_S):
+            outcome = await shared.node.sequences.drain("gpu0", (), context)
+        assert [operation.phase for operation in outcome.operations] == ["done"]
+        assert told == ["agents of jobs have not connected since hegmd was started"]
