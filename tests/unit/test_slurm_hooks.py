@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from hegmd.sharing.records import LeaseRecord
 from tests.patience import HANG_S
 
@@ -22,6 +24,7 @@ status=0
 case "$1 $2 $status" in
 "images ls"*) ! [ -e "{folder}/whole" ] || echo '{{"images": [{{"state": "whole"}}]}}' ;;
 jobs*) ! [ -e "{folder}/runs" ] || echo j1 ;;
+queue*) cat "{folder}/leases" ;;
 restore*) kill -TERM $$; kill -TERM $PPID ;;
 checkpoint*0 | handoff*0) mkdir "$3" ;;
 wait*) rm -f "{folder}/runs" ;;
@@ -101,6 +104,49 @@ def test_a_partition_with_a_line_for_each_of_its_gpus_gets_them_all(tmp_path: Pa
     names = [words[words.index("--name") + 1] for words in asked if words[0] == "make-room"]
     assert names == ["slurm-7", "slurm-7-2", "slurm-7-3"]
     assert [words[1] for words in asked if words[0] == "release"] == names
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> dict[str, str]:
+    """The environment of the hooks for job 7, with an hegmctl that exits with the statuses in files of its commands."""
+    (tmp_path / "hegmctl").write_text(NODE.format(folder=tmp_path))
+    (tmp_path / "hegmctl").chmod(0o755)
+    (tmp_path / "partitions").write_text("high gpu0 60GiB production\n")
+    names = {"HEGMCTL": "hegmctl", "HEGM_SLURM_PARTITIONS": "partitions", "HEGM_SLURM_LEFT": "left"}
+    environ = {name: str(tmp_path / path) for name, path in names.items()}
+    return environ | {"SLURM_JOB_PARTITION": "high", "SLURM_JOB_ID": "7", "PATH": "/usr/bin:/bin"}
+
+
+def called(hook: str, node: dict[str, str]) -> str:
+    """Return what a hook prints, which always succeeds."""
+    return subprocess.run(
+        ["/bin/sh", str(HOOKS / hook)], env=node, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+
+
+def test_a_lease_stayed_for_a_week_if_hegmd_was_down_at_the_epilog(tmp_path: Path, node: dict[str, str]) -> None:
+    """The next call ends it, also that at the start of hegmd, and it is tried until hegmd has answered."""
+    for status in ("3", "3", "5"):
+        (tmp_path / "release").write_text(f"{status}\n")
+        called("epilog", node)
+        node.pop("SLURM_JOB_ID", None)  # as at a start of hegmd
+    assert (tmp_path / "calls").read_text().splitlines() == ["release slurm-7"] * 3
+    called("epilog", node)
+    assert (tmp_path / "calls").read_text().splitlines() == ["release slurm-7"] * 3, "there was no such lease"
+
+
+def test_a_requeued_job_was_told_that_its_memory_is_not_free_if_its_own_lease_has_it(
+    tmp_path: Path, node: dict[str, str]
+) -> None:
+    (tmp_path / "release").write_text("3\n")
+    called("epilog", node)
+    (tmp_path / "make-room").write_text("4\n")
+    (tmp_path / "leases").write_text('{"leases": [{"name": "slurm-7"}]}')
+    assert "keeps its lease" in called("prolog", node)
+    assert not list((tmp_path / "left").iterdir()), "it is in use again"
+    (tmp_path / "make-room").write_text("4\n")
+    (tmp_path / "leases").write_text('{"leases": [{"name": "slurm-71"}]}')
+    assert "has not freed" in called("prolog", node)
 
 
 def test_all_leases_of_a_slurm_job_are_known_as_its() -> None:
