@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from tests.e2e.forked import preloaded_hegmd, preloaded_python
-from tests.e2e.moved_job import BARE, RANKED, by_rank, environment, steps_alone
-from tests.e2e.references import ONE_COMPILER, TWO_RANKS
+from tests.e2e.moved_job import BARE, LEAVING, RANKED, by_rank, environment, steps_alone
+from tests.e2e.references import ONE_COMPILER, TWO_RANKS, once_for_all
 from tests.e2e.restarted import Restarts
 
 FRAMEWORKS = ("transformers.trainer", "lightning.pytorch", "accelerate")
@@ -55,6 +55,13 @@ def _with_torch(variables: Mapping[str, str]) -> Iterator[None]:
 def undisturbed_ranks(tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> dict[str, list[str]]:
     """The step lines of each rank of the undisturbed training in two ranks."""
     return by_rank(steps_alone([sys.executable, *TWO_RANKS, RANKED], tmp_path_factory.mktemp("undisturbed")))
+
+
+@pytest.fixture(scope="session")
+def undisturbed_leaving(tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> list[str]:
+    """The step lines of the undisturbed `leaving.py`."""
+    words = [sys.executable, LEAVING]
+    return once_for_all(tmp_path_factory, "leaving", lambda folder: steps_alone(words, folder))
 
 
 @pytest.fixture(scope="session")

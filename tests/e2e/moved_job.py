@@ -31,7 +31,7 @@ from tests.e2e.references import output_of
 from tests.patience import HANG_S
 
 SCRIPTS = Path(__file__).with_name("moved")
-RANKED = str(SCRIPTS / "ranked.py")
+LEAVING, RANKED = str(SCRIPTS / "leaving.py"), str(SCRIPTS / "ranked.py")
 ROOT = Path(__file__).parents[2]
 BRISK = Path(__file__).with_name("brisk")
 # For a script that needs nothing of PyTorch's compiler; see brisk/sitecustomize.py.

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+import pytest
 
 from tests.e2e.forked import started
 from tests.patience import HANG_S
@@ -27,3 +32,16 @@ def output_of(argv: Sequence[str], environ: Mapping[str, str], folder: Path | No
         assert status == 0, f"{argv} ended with {status}: {errors.read()}"
         output.seek(0)
         return output.read()
+
+
+def once_for_all(factory: pytest.TempPathFactory, name: str, lines_of: Callable[[Path], list[str]]) -> list[str]:
+    """Return the lines that the first of several workers has obtained in a folder of its own; the others read them."""
+    base = factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with (shared / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        known = shared / f"{name}.json"
+        if not known.exists():
+            known.write_text(json.dumps(lines_of(factory.mktemp(name))))
+        lines: list[str] = json.loads(known.read_text())
+        return lines

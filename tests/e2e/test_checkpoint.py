@@ -18,6 +18,7 @@ from tests.chaos.halts import BEGUN, RECORDED, UNRECORDED, Halts, Trap
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.handed_job import ENDS_WITHIN_S, ImageJob, daemon_with_criu, losses_alone
 from tests.e2e.mounting import why_no_mounts
+from tests.e2e.references import once_for_all
 from tests.needs import need_torch
 from tests.stubs.build import build_stub
 from tests.wide import telling
@@ -35,7 +36,7 @@ def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory, preloaded_bare: None) -> list[str]:
     """The output of an undisturbed run."""
-    return losses_alone(tmp_path_factory.mktemp("alone") / "job")
+    return once_for_all(tmp_path_factory, "handed", lambda folder: losses_alone(folder / "job"))
 
 
 @pytest.mark.xdist_group("large images")

@@ -18,7 +18,7 @@ from hegmctl.connection import connect
 from hegmd.protocol.recovery import JobRecovery
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.handed_job import daemon_with_criu
-from tests.e2e.moved_job import BARE, RANKED, SCRIPTS, SLOWLY_MS, MovedJob, Script, by_rank, environment, steps_alone
+from tests.e2e.moved_job import BARE, LEAVING, RANKED, SCRIPTS, SLOWLY_MS, MovedJob, Script, by_rank, environment
 from tests.e2e.references import output_of
 from tests.needs import need_torch
 from tests.patience import HANG_S
@@ -26,7 +26,7 @@ from tests.patience import HANG_S
 pytestmark = [pytest.mark.e2e]
 need_torch()
 
-LEAVING, FAILING = (str(SCRIPTS / f"{name}.py") for name in ("leaving", "failing"))
+FAILING = str(SCRIPTS / "failing.py")
 MIB = 1 << 20
 
 
@@ -34,12 +34,6 @@ MIB = 1 << 20
 def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
     with RunningDaemon(tmp_path) as running:
         yield running
-
-
-@pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> list[str]:
-    """Return the training's own lines of its steps."""
-    return steps_alone([sys.executable, LEAVING], tmp_path_factory.mktemp("undisturbed"))
 
 
 class RecoveredJob(MovedJob):
@@ -110,7 +104,7 @@ def _flip_a_bit(folder: Path, slot: int) -> None:
 
 
 def test_a_killed_training_continues_though_its_daemon_was_killed_and_its_newest_snapshot_damaged(
-    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
+    daemon: RunningDaemon, tmp_path: Path, undisturbed_leaving: list[str]
 ) -> None:
     """Every loss equals the undisturbed run's, those of the repeated steps too."""
     with RecoveredJob(daemon, tmp_path) as job:
@@ -122,8 +116,8 @@ def test_a_killed_training_continues_though_its_daemon_was_killed_and_its_newest
         daemon.start()
         job.until(lambda view: view.recoveries[-1:] != () and view.recoveries[-1].result == "recovered")
         steps = job.steps()
-        assert list(dict.fromkeys(steps)) == undisturbed
-        assert set(steps) == set(undisturbed)
+        assert list(dict.fromkeys(steps)) == undisturbed_leaving
+        assert set(steps) == set(undisturbed_leaving)
         assert len(job.pids()) == 3
         assert "do not match their checksums" in job.errors()
     with connect(str(daemon.socket_path)) as hegmd:
@@ -204,7 +198,7 @@ def _slots_of(folder: Path) -> list[tuple[int, int]]:
 
 
 def test_a_training_that_fails_again_and_again_ends_with_its_own_status_and_keeps_its_state(
-    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
+    daemon: RunningDaemon, tmp_path: Path, undisturbed_leaving: list[str]
 ) -> None:
     """Another `hegmctl run` continues from that."""
     with RecoveredJob(daemon, tmp_path, "--max-recoveries", "1", FAILS_AT="60") as job:
@@ -220,8 +214,8 @@ def test_a_training_that_fails_again_and_again_ends_with_its_own_status_and_keep
         before = job.read_to_the_end()
     with RecoveredJob(daemon, tmp_path, "--resume", "j1") as again:
         steps = again.steps()
-        assert list(dict.fromkeys([*before, *steps])) == undisturbed
-        assert steps[0] != undisturbed[0]
+        assert list(dict.fromkeys([*before, *steps])) == undisturbed_leaving
+        assert steps[0] != undisturbed_leaving[0]
 
 
 class EditedJob(RecoveredJob):
@@ -254,7 +248,7 @@ def test_a_script_that_was_edited_is_reported_before_the_failure_and_its_snapsho
 
 
 def test_a_training_that_hangs_is_killed_and_recovered_on_a_healthy_gpu(
-    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
+    daemon: RunningDaemon, tmp_path: Path, undisturbed_leaving: list[str]
 ) -> None:
     """Its GPU is failing meanwhile, so that it continues on the other one. No step is in its log twice."""
     options = "--hang-limit", "10s", "--truncate-outputs"  # a busy machine may take some for a step
@@ -265,13 +259,13 @@ def test_a_training_that_hangs_is_killed_and_recovered_on_a_healthy_gpu(
         assert "completed no step for" in recovery.recoveries[0].why
         assert f"{LEAVING}:" in (recovery.recoveries[0].stacks or "")
         assert recovery.recoveries[0].gpus == ("gpu1",)
-        assert list(dict.fromkeys(job.steps())) == undisturbed
+        assert list(dict.fromkeys(job.steps())) == undisturbed_leaving
         assert len(job.pids()) == 2
-        assert (tmp_path / "log").read_text().splitlines() == undisturbed
+        assert (tmp_path / "log").read_text().splitlines() == undisturbed_leaving
 
 
 def test_a_training_leaves_a_failing_gpu_live_and_is_recovered_from_one_that_is_gone(
-    tmp_path: Path, undisturbed: list[str]
+    tmp_path: Path, undisturbed_leaving: list[str]
 ) -> None:
     """It is not started again to leave the first, and no signal but hegmd's ends it on the second."""
     with (
@@ -292,7 +286,7 @@ def test_a_training_leaves_a_failing_gpu_live_and_is_recovered_from_one_that_is_
         recovery = job.until(lambda view: view.recoveries[-1:] != () and view.recoveries[-1].result == "recovered")
         assert "was on gpu1, which is gone (the driver reported XID 79" in recovery.recoveries[0].why
         assert recovery.recoveries[0].gpus == ("gpu0",)
-        assert list(dict.fromkeys(job.steps())) == undisturbed
+        assert list(dict.fromkeys(job.steps())) == undisturbed_leaving
         assert len(job.pids()) == 2
 
 

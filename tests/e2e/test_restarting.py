@@ -22,14 +22,13 @@ import pytest
 
 from hegmctl.connection import connect
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.moved_job import BARE, SCRIPTS, SLOWLY_MS, MovedJob, Script, steps_alone
+from tests.e2e.moved_job import BARE, LEAVING, SLOWLY_MS, MovedJob, Script
 from tests.needs import need_torch
 from tests.patience import HANG_S
 
 pytestmark = [pytest.mark.e2e]
 need_torch()
 
-LEAVING = str(SCRIPTS / "leaving.py")
 TWO_VENDORS = Path(__file__).parents[2] / "contrib" / "simulation" / "two-vendors.toml"
 PATIENCE_S = HANG_S
 PACE_MS = 10
@@ -41,12 +40,6 @@ IN_TURN = '[restart]\nready = "in-turn"\n'
 def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
     with RunningDaemon(tmp_path).configured(IN_TURN) as running:
         yield running
-
-
-@pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> list[str]:
-    """Return the training's own lines of its steps."""
-    return steps_alone([sys.executable, LEAVING], tmp_path_factory.mktemp("undisturbed"))
 
 
 class SupervisedJob(MovedJob):
@@ -149,7 +142,7 @@ class LaunchedJob(SupervisedJob):
 
 
 def test_a_training_goes_from_vendor_to_vendor_with_another_python_and_environment(
-    tmp_path: Path, undisturbed: list[str]
+    tmp_path: Path, undisturbed_leaving: list[str]
 ) -> None:
     """Named by its own pid, then by its supervisor's; both times not one number differs."""
     other = _other_python(tmp_path / "other")
@@ -172,7 +165,7 @@ def test_a_training_goes_from_vendor_to_vendor_with_another_python_and_environme
         job.read_steps(4)
         back = job.operation("migrate", str(job.process.pid), "--via", "restart", "--to", "gpu0")
         assert (back["phase"], back["processes"][0]["gpu"]) == ("done", "gpu0")
-        assert job.steps() == undisturbed
+        assert job.steps() == undisturbed_leaving
         gpus = [(gpu, extra, prefix == str(other)) for _pid, gpu, extra, prefix, *_seen in job.starts()]
         assert gpus == [("gpu0", "-", False), ("gpu1", "1", True), ("gpu0", "1", True)]
         nvidia, amd = "SIM-00000000-0000-4000-8000-000000000000", "SIM-00000000-0000-4000-8000-000000000001"
@@ -181,7 +174,7 @@ def test_a_training_goes_from_vendor_to_vendor_with_another_python_and_environme
 
 
 def test_a_training_on_the_cpu_goes_to_a_gpu_and_back(
-    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
+    daemon: RunningDaemon, tmp_path: Path, undisturbed_leaving: list[str]
 ) -> None:
     """Restarts went from GPU to GPU only: the daemon did not list a training on the CPU, and refused requests for
     it.
@@ -197,12 +190,12 @@ def test_a_training_on_the_cpu_goes_to_a_gpu_and_back(
         assert (back["phase"], back["processes"][0]["gpu"]) == ("done", "cpu")
         assert job.on_cpu() not in (first, second)
         assert _used(daemon) == {"gpu0": 0, "gpu1": 0}
-        assert job.steps() == undisturbed
+        assert job.steps() == undisturbed_leaving
         assert [start[1] for start in job.starts()] == ["cpu", "gpu0", "cpu"]
 
 
 def test_after_a_failed_start_on_a_gpu_the_training_continues_on_the_cpu(
-    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
+    daemon: RunningDaemon, tmp_path: Path, undisturbed_leaving: list[str]
 ) -> None:
     """No memory is reserved for it on the CPU, neither for the rollback nor by a daemon started since."""
     with SupervisedJob(daemon, tmp_path, gpu="cpu") as job:
@@ -214,7 +207,7 @@ def test_after_a_failed_start_on_a_gpu_the_training_continues_on_the_cpu(
         daemon.start()
         job.let_in()
         assert _followed(job, daemon, op_id)["phase"] == "done"
-        assert job.steps() == undisturbed
+        assert job.steps() == undisturbed_leaving
         assert [start[1] for start in job.starts()] == ["cpu", "gpu1", "gpu1", "cpu", "gpu1"]
 
 
@@ -236,7 +229,7 @@ def _other_python(folder: Path) -> Path:
 
 
 def test_after_a_failed_start_elsewhere_the_training_continues_where_it_was(
-    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
+    daemon: RunningDaemon, tmp_path: Path, undisturbed_leaving: list[str]
 ) -> None:
     with SupervisedJob(daemon, tmp_path) as job:
         first = job.trains()
@@ -244,12 +237,12 @@ def test_after_a_failed_start_elsewhere_the_training_continues_where_it_was(
         turned = job.ended("migrate", str(first), "--via", "restart", "--to", "gpu1", "--env", "BROKEN=1")
         assert (turned["phase"], turned["processes"][0]["gpu"]) == ("rolled-back", "gpu0")
         assert "ended with 5 before its first boundary, started 2 times" in turned["failure"]["message"]
-        assert job.steps() == undisturbed
+        assert job.steps() == undisturbed_leaving
         assert [start[1] for start in job.starts()] == ["gpu0", "gpu1", "gpu1", "gpu0"]
 
 
 def test_the_next_daemon_continues_with_the_process_that_was_starting(
-    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
+    daemon: RunningDaemon, tmp_path: Path, undisturbed_leaving: list[str]
 ) -> None:
     with SupervisedJob(daemon, tmp_path) as job:
         first = job.trains()
@@ -261,12 +254,12 @@ def test_the_next_daemon_continues_with_the_process_that_was_starting(
         job.let_in()
         assert _followed(job, daemon, op_id)["phase"] == "done"
         assert job.trains() == second
-        assert job.steps() == undisturbed
+        assert job.steps() == undisturbed_leaving
         assert len(job.starts()) == 2
 
 
 def test_after_its_supervisor_is_killed_only_the_process_itself_continues(
-    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
+    daemon: RunningDaemon, tmp_path: Path, undisturbed_leaving: list[str]
 ) -> None:
     """While the started process lives, no other is started from the same state; once it trains, the operation has
     it.
@@ -287,7 +280,7 @@ def test_after_its_supervisor_is_killed_only_the_process_itself_continues(
         job.let_in()
         assert _followed(job, daemon, op_id)["phase"] == "done"
         assert job.trains() == second
-        assert job.read_to_the_end() == undisturbed
+        assert job.read_to_the_end() == undisturbed_leaving
         assert len(job.starts()) == 2
 
 
@@ -314,7 +307,7 @@ def test_a_training_killed_before_its_supervisor_knew_of_its_return_is_not_start
 
 
 def test_a_state_without_a_supervisor_is_held_and_resumed_later(
-    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
+    daemon: RunningDaemon, tmp_path: Path, undisturbed_leaving: list[str]
 ) -> None:
     """Supervisor and process are both killed, and the daemon after them: the state exists, and another process
     continues from it.
@@ -331,7 +324,7 @@ def test_a_state_without_a_supervisor_is_held_and_resumed_later(
         before = job.read_to_the_end()
     with SupervisedJob(daemon, tmp_path, resumes=op_id) as again:
         assert _followed(again, daemon, op_id)["phase"] == "done"
-        assert again.steps() == undisturbed[len(before) :]
+        assert again.steps() == undisturbed_leaving[len(before) :]
 
 
 def test_a_held_state_could_not_be_dropped(daemon: RunningDaemon, tmp_path: Path) -> None:
@@ -385,7 +378,7 @@ def _phase(job: SupervisedJob, daemon: RunningDaemon, op_id: str, *phases: str) 
 
 
 def test_a_launcher_of_hegm_and_a_daemon_move_one_training_in_turn(
-    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
+    daemon: RunningDaemon, tmp_path: Path, undisturbed_leaving: list[str]
 ) -> None:
     """The daemon moves it to another GPU, then HeGM's REST interface with its lock, and no number differs."""
     with LaunchedJob(daemon, tmp_path) as job:
@@ -398,7 +391,7 @@ def test_a_launcher_of_hegm_and_a_daemon_move_one_training_in_turn(
         assert job.asks("/checkpoint", {"pids": [second]})["results"] == {str(second): "checkpoint-ready"}
         assert job.lock.exists()
         assert job.asks("/resume", {"all": True})["results"] == {str(job.process.pid): "lock-removed"}
-        assert job.steps() == undisturbed
+        assert job.steps() == undisturbed_leaving
         assert [start[1] for start in job.starts()] == ["gpu0", "gpu1", "gpu1"]
         assert not job.lock.exists()
 

@@ -15,7 +15,7 @@ from tests.e2e.systemd_service import CONFIGURATION, SERVICE, drop_in
 from tests.looks import COMMAND_MS, pause
 
 pytest_plugins = ["tests.e2e.systemd_packages"]
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("packages")]
 
 PROGRAM = Path(__file__).with_name("sandboxed") / "imaging.py"
 IMAGE = "/home/outsider/image"

@@ -16,6 +16,8 @@ import pytest
 
 from tests.patience import HANG_S
 
+pytestmark = [pytest.mark.xdist_group("halves")]
+
 ROOT = Path(__file__).parents[4]
 
 SCRIPTS = {
