@@ -143,7 +143,7 @@ class Resume(Request, op="resume", reply=OperationReply, event=OperationProgress
     """
 
     pid: int | str = field("the job: its id, its name, or the pid of one of its processes")
-    to: str | None = field("target GPU; nil: the former one", default=None)
+    to: str | None = field("target; nil: the former or a healthy GPU", default=None)
     queue: bool = field(
         "wait in the queue until there is room, for `limit_s` at most; hegmd chooses the GPU. The job keeps its place "
         "if the client disconnects, until it is suspended again",

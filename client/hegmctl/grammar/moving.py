@@ -110,7 +110,9 @@ MOVING = (
         request="resume",
         render=_OPERATION,
         options=(
-            RequestField("to", complete=PLACES, doc="target GPU; default: its former GPU"),
+            RequestField(
+                "to", complete=PLACES, doc="target GPU; default: its former one, or a healthy one in its place"
+            ),
             RequestField("queue", doc="if no GPU has room for it, wait in the queue of `hegmctl queue`"),
         ),
         arguments=(RequestField("pid", complete=""),),
