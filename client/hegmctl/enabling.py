@@ -88,8 +88,11 @@ def _environment(session: Session) -> tuple[Path, list[Path]]:
         hint = "hegmctl hegm enable --venv DIR, or activate the environment first"
         raise HegmError(USAGE, "no environment is named, and VIRTUAL_ENV is not set", hint)
     venv = Path(absolute(named))
-    folders = sorted(path for path in venv.glob("lib/python3*/site-packages") if path.is_dir())
-    if not (venv / "pyvenv.cfg").is_file() or not folders:
+    folders: list[Path] = []
+    with suppress(OSError):  # such as a name that is too long
+        if (venv / "pyvenv.cfg").is_file():
+            folders = sorted(path for path in venv.glob("lib/python3*/site-packages") if path.is_dir())
+    if not folders:
         raise HegmError(NOT_FOUND, f"{venv} is no virtual environment", f"make one: python3 -m venv {venv}")
     return venv, folders
 

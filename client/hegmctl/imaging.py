@@ -102,13 +102,14 @@ def _say(session: Session, text: str) -> None:
 
 @contextmanager
 def _ended_in_order() -> Generator[None]:
-    """Turn SIGHUP and SIGTERM into exceptions, so that changes are undone first."""
-    from signal import SIGHUP, SIGTERM, signal
+    """Turn SIGHUP and SIGTERM into exceptions, so that changes are undone first. An ignored one stays so (nohup)."""
+    from signal import SIG_IGN, SIGHUP, SIGTERM, getsignal, signal
 
     def end(number: int, _frame: object) -> None:
         raise Interrupted(number)
 
-    before = {number: signal(number, end) for number in (SIGHUP, SIGTERM)}
+    heard = [number for number in (SIGHUP, SIGTERM) if getsignal(number) is not SIG_IGN]
+    before = {number: signal(number, end) for number in heard}
     try:
         yield
     finally:

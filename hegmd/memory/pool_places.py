@@ -195,13 +195,13 @@ def _is_own(path: Path) -> bool:
 
 def _huge_mounts(mounts: Path) -> Iterator[str]:
     try:
-        lines = mounts.read_text().splitlines()
+        lines = mounts.read_bytes().splitlines()  # users mount by FUSE, at paths of any bytes
     except OSError:
         return
     for line in lines:
         words = line.split()
-        if len(words) > 2 and words[2] == "hugetlbfs":
-            root = words[1].encode().decode("unicode_escape")  # a blank is written as \040
+        if len(words) > 2 and words[2] == b"hugetlbfs":
+            root = os.fsdecode(words[1].decode("unicode_escape").encode("latin-1"))  # a blank is written as \040
             with contextlib.suppress(OSError):
                 if os.statvfs(root).f_bsize == HUGE_PAGE_BYTES:
                     yield root

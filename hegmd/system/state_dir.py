@@ -81,7 +81,7 @@ class StateDir:
         path = self.path / IDENTITY_NAME
         try:
             with contextlib.suppress(FileNotFoundError):
-                known = path.read_text().strip()
+                known = path.read_text(errors="replace").strip()
                 if re.fullmatch(rf"[0-9a-f]{{{2 * _IDENTITY_BYTES}}}", known):
                     return known
             made = secrets.token_hex(_IDENTITY_BYTES)

@@ -142,7 +142,7 @@ def is_stopped(pid: int) -> bool:
 def is_ending(pid: int) -> bool:
     """True if the process has ended or is ending: the kernel closes its files before it reports the exit."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = _stat_of(Path(f"/proc/{pid}"))
     except OSError:
         return not Path(f"/proc/{pid}").exists()
     return len(fields) > _FLAGS and (fields[0] in _ENDED or bool(int(fields[_FLAGS]) & _EXITING))
@@ -151,6 +151,11 @@ def is_ending(pid: int) -> bool:
 def _state_of(folder: Path) -> str:
     """Return the kernel's state letter of a process or thread; empty if it has exited."""
     try:
-        return (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        return _stat_of(folder)[0]
     except (OSError, IndexError):
         return ""
+
+
+def _stat_of(folder: Path) -> list[str]:
+    """Return the fields after the name, which may be any bytes: the kernel cuts it after 15. Raises OSError."""
+    return (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -95,6 +95,12 @@ def test_a_path_without_an_environment_is_reported(tmp_path: Path) -> None:
     assert "VIRTUAL_ENV is not set" in _hegmctl("hegm", "enable").stderr
 
 
+def test_a_name_that_is_too_long_for_a_file_ended_in_a_traceback(tmp_path: Path) -> None:
+    done = _hegmctl("hegm", "enable", "--venv", str(tmp_path / ("x" * 300)))
+    assert done.returncode == 5
+    assert "no virtual environment" in done.stderr
+
+
 @pytest.mark.thorough
 def test_a_python_without_pytorch_keeps_its_signals(made: Path) -> None:
     """Issue 14, row 7: signals are taken where a training is, and nowhere else."""

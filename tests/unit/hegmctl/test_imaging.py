@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import struct
+import subprocess
 from pathlib import Path
 from time import time
 
@@ -14,9 +17,10 @@ from hegmd.errors import DENIED, EXTERNAL, NOT_FOUND, REFUSED, UNAVAILABLE, Hegm
 from hegmd.protocol import messages as m
 from hegmd.protocol.operations import OperationProgress
 from hegmd.protocol.record import Record
+from tests.patience import HANG_S
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Answerer, Caller, FakeDaemon, IncomingRequest, cancelling, failing, saying
-from tests.unit.hegmctl.running import hegmctl
+from tests.unit.hegmctl.running import command, environment, hegmctl
 from tests.unit.hegmctl.terminal import Terminal
 from tests.unit.hegmctl.test_move_commands import DONE, PLAN
 from tests.unit.images.files.directory import MANIFEST, built
@@ -201,6 +205,31 @@ def test_ctrl_c_left_a_cut_output_of_a_job_that_was_not_restored(tmp_path: Path,
         shown = "\n".join(terminal.picture.lines)
     assert "the files are restored" in shown
     assert [path.read_text() for path in tmp_path.glob("output*")] == ["0123456789"]
+
+
+def test_a_restore_under_nohup_ended_with_its_terminal(tmp_path: Path) -> None:
+    """It handled SIGHUP to put the outputs back, also where it was to be ignored. requeue.sh ignores SIGTERM so."""
+    output = tmp_path / "output"
+    output.write_text("0123456789")
+
+    def as_it_is(caller: Caller, request: IncomingRequest) -> Record:
+        if output.stat().st_size != 4:
+            raise grown(output)
+        (pid,) = struct.unpack_from("i", caller.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        os.kill(pid, signal.SIGHUP)
+        return m.OperationReply(operation=DONE)
+
+    words = ["nohup", *command("restore", "/images/one", "--truncate-outputs")]
+    with FakeDaemon(tmp_path / "hegmd.sock", {**node.answers(), m.Restore: as_it_is}) as daemon:
+        ran = subprocess.run(
+            words,
+            env=environment(daemon.path),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+            timeout=HANG_S,
+        )
+    assert (ran.returncode, output.read_text()) == (0, "0123")
 
 
 def test_ctrl_c_leaves_the_output_of_a_restored_job_unchanged(tmp_path: Path) -> None:

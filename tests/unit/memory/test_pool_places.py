@@ -143,6 +143,15 @@ def test_huge_pages_are_found_by_their_mount_and_state_directories_share_no_fold
     assert str(os.geteuid()) in one.folder.name
 
 
+def test_a_daemon_did_not_start_beside_a_mount_whose_path_is_not_utf_8(tmp_path: Path) -> None:
+    """Users choose such paths: they mount by FUSE."""
+    mounts, huge = tmp_path / "mounts", tmp_path / "größe"
+    huge.mkdir()
+    line = b"sshfs /home/ada/\xff fuse.sshfs rw 0 0\nhuge %b hugetlbfs rw,pagesize=2M 0 0\n"
+    mounts.write_bytes(line % bytes(huge))
+    assert find_places("a" * 32, mounts=mounts, shared_memory=tmp_path)
+
+
 def squatted(shared: Path) -> Path:
     """A directory with the daemon's name that any user can write."""
     (place,) = find_places("a" * 32, mounts=shared / "none", shared_memory=shared)

@@ -88,6 +88,12 @@ def test_its_identity_stays_and_no_other_directory_has_it(tmp_path: Path) -> Non
         assert again.identity() not in {identity, "torn"}
 
 
+def test_a_daemon_did_not_start_with_an_identity_of_other_bytes(tmp_path: Path) -> None:
+    with StateDir(tmp_path / "s") as state:
+        (state.path / "identity").write_bytes(b"\xff\xfe")
+        assert len(state.identity()) == 32
+
+
 def test_an_identity_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     with StateDir(tmp_path / "s") as state:
         (state.path / ".identity.new").mkdir()

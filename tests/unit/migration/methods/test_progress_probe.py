@@ -7,11 +7,19 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from hegmd.gpu_helper.link import Stuck
-from hegmd.migration.methods.progress_probe import ProgressLimits, ProgressSample, WatchedCall, is_stopped, look_at
+from hegmd.migration.methods.progress_probe import (
+    ProgressLimits,
+    ProgressSample,
+    WatchedCall,
+    is_ending,
+    is_stopped,
+    look_at,
+)
 from tests.patience import HANG_S
 
 MIB = 1 << 20
@@ -98,6 +106,25 @@ def test_growing_and_stopped_processes_are_reported(child: subprocess.Popen[str]
     assert was is not None
     assert grown is not None
     assert grown - was > 60 * MIB
+
+
+@pytest.fixture
+def cut_name() -> Iterator[None]:
+    """This process with a name of which the kernel kept 15 bytes, the last one half a character."""
+    comm = Path("/proc/self/comm")
+    before = comm.read_bytes()
+    comm.write_bytes("trainings-xyzaü".encode()[:15])
+    yield
+    comm.write_bytes(before)
+
+
+@pytest.mark.usefixtures("cut_name")
+def test_a_process_whose_name_was_cut_within_a_character_could_not_be_moved() -> None:
+    """Its suspend failed inside hegmd, with a UnicodeDecodeError."""
+    pid = os.getpid()
+    assert not is_stopped(pid)
+    assert not is_ending(pid)
+    assert sum(look_at(pid, None).threads.values())
 
 
 def test_nothing_is_read_of_an_exited_process() -> None:
