@@ -40,7 +40,7 @@ IMAGING = (
         render=_OPERATION,
         handler="imaging:restore",
         options=(
-            RequestField("to", doc="target GPU; default: its former GPU"),
+            RequestField("to", doc="target GPU; default: its former one, or a healthy one in its place"),
             Option(
                 "--newest",
                 doc="the image is a directory of images: restore the newest complete one in it that you may restore",
