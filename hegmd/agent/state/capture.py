@@ -47,6 +47,7 @@ _INSTEAD = {
     "tuple_iterator": "write `for n in range(len(items)):` in place of the loop over it, and take items[n] in it",
 }
 _BY_HAND = "write a for loop over range() or a loader, or keep the condition's variables with hegm.keep(name, get, set)"
+_WAIT = "wait for it before the next batch is requested"
 _GENERATOR = "write its loops in the script in place of the generator, or go over the loader itself"
 
 
@@ -254,6 +255,10 @@ class _Capture:
             drift=None if baseline is None else baseline.drift,
         )
         own["unseen"] += objects.unseen
+        for text in own.pop("under_way"):
+            self.refusals.append(
+                Refusal(f"a communication between ranks has not completed: {text}", _WAIT, passes=True)
+            )
         if baseline is None:
             own["unseen"].append("tensors and variables that were there at the first batch and have been changed since")
         if own["anew"] and not registrations.keeps:

@@ -22,6 +22,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 torch.manual_seed(rank)
 random.seed(rank)
+sums = []
 for epoch in range(40):
     sampler.set_epoch(epoch)
     for index, (batch, target) in enumerate(loader):
@@ -30,6 +31,11 @@ for epoch in range(40):
         loss.backward()
         optimizer.step()
         numbers = f"{loss.item().hex()} {batch.sum().item().hex()} {schedule.get_last_lr()[0]}"
+        for work, total in sums:  # the losses of the batch before, which are summed while this one is computed
+            work.wait()
+            numbers = f"{numbers} {total.item().hex()}"
+        total = loss.detach().clone()
+        sums[:] = [(distributed.all_reduce(total, async_op=True), total)]
         os.write(1, f"step {rank} {epoch} {index} {numbers}\n".encode())  # at once: both write to one pipe
         if os.environ.get("FALLS") == str(rank):
             if "AGAIN" in os.environ and not os.path.exists("told"):

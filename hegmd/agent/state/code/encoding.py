@@ -42,6 +42,10 @@ class NotEncodable(Exception):
     """A value that goes along in no form."""
 
 
+class UnderWay(NotEncodable):
+    """A communication that has not completed."""
+
+
 class TooLarge(NotEncodable):
     """The value has more content than is searched."""
 
@@ -119,6 +123,8 @@ class ValueEncoder:
             return ("array", value)
         if is_a(value, *_FIXED) or (torch is not None and is_a(value, torch.device)):
             return (SAME, type(value).__name__, named_values.mark_of(value))
+        if named_values.is_under_way(value):
+            raise UnderWay(type(value).__qualname__)
         raise NotEncodable(type(value).__qualname__)
 
 

@@ -1,4 +1,5 @@
-"""Values that a name or a text identifies: members of enumerations, paths, dates, fractions, functions and classes.
+"""Values that a name or a text identifies: members of enumerations, paths, dates, fractions, functions and classes; and
+completed communication, of which nothing is left but that it is completed.
 
 Creates only what the standard library and PyTorch create from plain numbers and texts. A value that is looked up by
 name has to exist: only plain attributes of modules are read.
@@ -38,6 +39,8 @@ _TEXTS: dict[tuple[str, str], Any] = {
 
 
 _ROWS = frozenset((("datetime", "timedelta"), ("torch", "Size")))
+_DISTRIBUTED = "torch._C._distributed_c10d"  # of the class of what `all_reduce(..., async_op=True)` returns
+_WORK = _DISTRIBUTED, "Work"
 
 
 def form_of(value: Any) -> Any:
@@ -55,6 +58,8 @@ def form_of(value: Any) -> Any:
         return (MADE, "torch", "Size", list(value))
     if torch is not None and kind is torch.dtype:
         return (DTYPE, str(value).rpartition(".")[2])
+    if _is_work(value):
+        return (MADE, *_WORK, "") if value.is_completed() else None
     enum: Any = sys.modules.get("enum")
     if enum is not None and is_a(value, enum.Enum) and _named(kind.__module__, kind.__qualname__) is kind:
         return (ENUM, kind.__module__, kind.__qualname__, value.name) if value.name in kind.__members__ else None
@@ -70,6 +75,8 @@ def value_of(form: Any) -> Any:
     _kind, module, name, text = form
     if (module, name) == ("builtins", "bytearray"):
         return bytearray(text)
+    if (module, name) == _WORK:
+        return _completed_work()
     if (module, name) not in _TEXTS and (module, name) not in _ROWS:
         return None
     __import__(module)
@@ -77,6 +84,24 @@ def value_of(form: Any) -> Any:
     if (module, name) == ("datetime", "timedelta"):
         return kind(*text)
     return kind.fromisoformat(text) if module == "datetime" else kind(text)
+
+
+def is_under_way(value: Any) -> bool:
+    """Return True for a communication that has not completed: its tensors do not have their values yet."""
+    return _is_work(value) and not value.is_completed()
+
+
+def _is_work(value: Any) -> bool:
+    return is_a(value, getattr(sys.modules.get(_DISTRIBUTED), "Work", ()))
+
+
+def _completed_work() -> Any:
+    """Return what a script can wait for and that has completed."""
+    torch: Any = sys.modules["torch"]
+    __import__(_DISTRIBUTED)
+    done = torch.futures.Future()
+    done.set_result([])
+    return sys.modules[_DISTRIBUTED]._create_work_from_future(done)
 
 
 def mark_of(value: Any) -> Any:

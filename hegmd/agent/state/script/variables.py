@@ -13,7 +13,7 @@ import sys
 from ....protocol.agents import UNSEEN
 from ..code.assignments import ATTRIBUTE, GLOBAL, MAX_CODES, Functions, changes_of, nested_in
 from ..code.drift import OTHERS, OWN
-from ..code.encoding import MUTABLE, SAME, SHARED, NotEncodable, TooLarge, ValueEncoder
+from ..code.encoding import MUTABLE, SAME, SHARED, NotEncodable, TooLarge, UnderWay, ValueEncoder
 from ..code.reentry import ReentryFrame, all_set_before_resume, known_by, spots_of
 from ..code.script_objects import Instances, held_by_several, users_modules, values_of
 from ..loaders import passes
@@ -46,7 +46,8 @@ def capture(
     changed: Collection[tuple[int, str]] = (),
     drift: Drift | None = None,
 ) -> dict[str, Any]:
-    """Return the plain values; under "anew" what starts over, and under "unseen" what was too large to search.
+    """Return the plain values; under "anew" what starts over, under "unseen" what was too large to search, and under
+    "under_way" communication between ranks that has not completed.
 
     `held` maps the address of each object with a state of its own to a reference. `kept` are names under which the
     script keeps objects itself. `changed` are variables whose change `baseline` has observed. `drift` has all other
@@ -75,6 +76,7 @@ class _Capture:
         self._kept = frozenset(kept)
         self._anew: dict[str, None] = {}
         self._unseen: dict[str, None] = {}
+        self._under_way: dict[str, None] = {}
         self._made: set[int] = set()
         self._drawn: set[int] = set()  # objects of the script's that may be made of random numbers
         self._taken_ids: set[int] = set()
@@ -108,6 +110,7 @@ class _Capture:
             self.taken["slots"] += self._of_drift(drift, reached)
         self.taken["anew"] = _bounded(self._anew)
         self.taken["unseen"] = _bounded(self._unseen)
+        self.taken["under_way"] = list(self._under_way)
 
     def _reach(self) -> list[Any]:
         mentioned: set[str] = set()
@@ -220,7 +223,10 @@ class _Capture:
         except NotEncodable as error:
             if is_named or (is_altered and is_a(value, *MUTABLE)):
                 inside = "" if str(error) == type(value).__qualname__ else f", which holds {error}"
-                self._note(f"{text}{inside}")
+                if is_a(error, UnderWay):
+                    self._under_way[f"{text}{inside}"] = None
+                else:
+                    self._note(f"{text}{inside}")
             return None
         stays = class_of(form) is tuple and form[0] == SAME and not is_named
         if not stays and _is_mutable(value):

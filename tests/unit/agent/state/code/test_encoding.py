@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hegmd.agent.state.code.encoding import SAME, Decoding
+import pytest
+
+from hegmd.agent.state.code.encoding import SAME, Decoding, UnderWay, ValueEncoder
+from tests.needs import need_torch
 
 
 class Model:
@@ -30,3 +33,15 @@ def test_a_value_of_another_type_is_missing() -> None:
     here = Model()
     assert settling.settle((SAME, "Model", ("layers", 0)), here, "model") is here
     assert settling.missing == ["model (Model)"]
+
+
+def test_communication_that_has_not_completed_is_not_saved() -> None:
+    """Its tensors do not have their values yet."""
+    torch = need_torch()
+    done = torch.futures.Future()
+    works = [torch._C._distributed_c10d._create_work_from_future(done)]
+    with pytest.raises(UnderWay):
+        ValueEncoder(lambda _value, _forms: None, {}).of(works)
+    done.set_result([])
+    form = ValueEncoder(lambda _value, _forms: None, {}).of(works)
+    assert Decoding().settle(form, None, "works")[0].wait()

@@ -281,6 +281,27 @@ def test_the_counts_of_a_scripts_own_optimizer_are_kept(scripts: Scripts) -> Non
     assert scripts.restarted(WARMING, 3, first=2) == (scripts.run(WARMING), [])
 
 
+COMMUNICATING = """
+import torch
+from torch._C._distributed_c10d import _create_work_from_future
+
+def train():
+    waited = 0
+    for batch in range(first, 4):
+        ask()
+        waited += work.wait() if batch else 0
+        done = torch.futures.Future()
+        done.set_result([])
+        work = _create_work_from_future(done)  # what `all_reduce(..., async_op=True)` returns
+    return waited
+"""
+
+
+def test_communication_that_is_waited_for_in_the_next_batch_was_missing(scripts: Scripts) -> None:
+    """Each start of the restarted ranks ended with an UnboundLocalError."""
+    assert scripts.restarted(COMMUNICATING, 3, first=2) == (scripts.run(COMMUNICATING), [])
+
+
 MIXED_PRECISION = """
 import torch
 
