@@ -43,6 +43,7 @@ SNAPSHOT = "snapshot"
 BESIDE = frozenset((SNAPSHOT, "count", "stacks", "survey"))
 # Orders that may run while a shadow is copied.
 BESIDE_FETCHING = BESIDE - {SNAPSHOT} | {"weigh", "beforehand"}
+_EFBIG = 27  # beyond the process's limit on the size of files
 _NONE = -1
 _LOOK_S = 0.01
 
@@ -111,6 +112,16 @@ class SnapshotFetch:
             pass
 
 
+def _unwritten(error: Exception) -> HegmError:
+    """Return the answer for a state that could not be written."""
+    if not isinstance(error, OSError) or error.errno != _EFBIG:
+        return refusal(f"its state was not written: {error!r}", DEBUG_HINT)
+    why, hint = "its state is larger than the files that it may write", "raise the limit: ulimit -f unlimited"
+    refused = refusal(why, hint)
+    refused.facts["refusals"] = [f"{why}; {hint}"]  # the next attempt would fail as well
+    return refused
+
+
 class Snapshots:
     """Takes them. Runs in the agent's thread only."""
 
@@ -155,8 +166,7 @@ class Snapshots:
             self._answers.failed(pending.order, error, parked_s=attempts.parked_s)
         except Exception as error:  # noqa: BLE001 - the edge: whatever fails in here, the training continues
             self._end_snapshot()
-            why = refusal(f"its state was not written: {error!r}", DEBUG_HINT)
-            self._answers.failed(pending.order, why, parked_s=attempts.parked_s)
+            self._answers.failed(pending.order, _unwritten(error), parked_s=attempts.parked_s)
         else:
             facts: dict[str, object] = {"size_bytes": size_bytes, "parked_s": attempts.parked_s}
             facts |= {"boundary": gate.count, "begin_anew": anew}
@@ -251,7 +261,7 @@ class Snapshots:
             return
         error = fetched.error
         if not isinstance(error, HegmError):
-            error = refusal(why or f"its state was not fetched: {error!r}", "it is taken at a later boundary")
+            error = refusal(why, "it is taken at a later boundary") if why else _unwritten(error)
         self._answers.failed(fetched.order, error)
 
     def close_in_child(self) -> None:

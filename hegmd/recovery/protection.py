@@ -269,7 +269,7 @@ class Protection:
             logger.debug("%s: no snapshot now: %s", self.job, error)
             if anyio.current_time() - self._since > error.patience_s and self.job.newest is None:
                 await self._unprotect(f"{error}", "see docs/recovery.md for what can be protected")
-            self._wait(SOON_S if self.job.newest is None else AGAIN_S)
+            self._wait(SOON_S if self.job.newest is None and self.why is None else AGAIN_S)
             return
         except Unprotected as error:
             await self._unprotect(error.why, error.hint)

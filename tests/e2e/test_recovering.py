@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import select
 import signal
 import subprocess
@@ -306,6 +307,16 @@ def test_a_job_without_pool_memory_is_unprotected_and_reports_that_once(tmp_path
         assert job.errors().count("is not protected") == 1
         with connect(str(daemon.socket_path)) as hegmd:
             assert len([event for event in hegmd.events() if event.kind == "job.unprotected"]) == 1
+
+
+def test_a_job_with_a_limit_on_its_files_was_said_to_be_starting_and_parked_all_the_time(
+    daemon: RunningDaemon, tmp_path: Path
+) -> None:
+    """The limit of `ulimit -f` is for memory with a descriptor too."""
+    with RecoveredJob(daemon, tmp_path) as job:
+        job.until(_has_two)
+        resource.prlimit(job.pids()[0], resource.RLIMIT_FSIZE, (4096, 4096))
+        job.until(lambda view: view.state == "unprotected" and "larger than the files" in (view.why or ""))
 
 
 @pytest.fixture
