@@ -177,8 +177,14 @@ class Shadows:
         return shadow
 
     def _rest_of(self, need: Any, *args: Any) -> range:
+        """Return the rest of the loop. The script's own loop may begin later: at a later checkpoint of its own."""
         whole, rest = range(*args), range(*need)
-        if len(rest) > len(whole) or whole[len(whole) - len(rest) :] != rest:
+        is_shorter = len(whole) < len(rest) and range(rest.start, whole.stop, whole.step) == rest
+        if is_shorter:
+            is_fitting = rest[len(rest) - len(whole) :] == whole
+        else:
+            is_fitting = whole[max(0, len(whole) - len(rest)) :] == rest
+        if not is_fitting:
             self._end([f"a loop that had {rest!r} left goes over {whole!r}"])
         return rest
 
