@@ -29,7 +29,9 @@ from tests.simulation.kept import KeptNode
 from tests.simulation.node import Process
 
 IMAGE = ImageRequest(path="/images/one", uid=1000, gid=1000)
-LIMITS = Limits(arm_s=20.0, park_s=20.0, connect_s=20.0, move_s=30.0, hand_s=30.0, verify_s=20.0, retry_s=5.0)
+LIMITS = Limits(
+    arm_s=20.0, park_s=20.0, connect_s=20.0, move_s=30.0, hand_s=30.0, verify_s=20.0, settle_s=5.0, retry_s=5.0
+)
 
 
 def jobs(daemon: Daemon) -> list[list[Process]]:
