@@ -310,6 +310,7 @@ def test_a_resume_uses_the_former_gpu_unless_another_is_named() -> None:
         ({"condition": "failing"}, {"condition": "failing"}, "gpu0"),
         ({"condition": "failing"}, {"chip": "other"}, "gpu0"),
         ({"condition": "failing"}, {"mig": True}, "gpu0"),
+        ({"condition": "failing", "vendor": "nvidia", "driver_version": "570.1"}, {"vendor": "nvidia"}, "gpu0"),
         ({}, {}, "gpu0"),
     ],
 )
