@@ -27,6 +27,7 @@ _MAX_TARGETS = 32
 _COLLECTING = {"LIST_APPEND": 1, "SET_ADD": 1, "MAP_ADD": 2}
 _BEFORE_TARGETS = frozenset(("UNPACK_SEQUENCE", "UNPACK_EX", "EXTENDED_ARG", "NOP", "CACHE"))
 _METHODS = frozenset(("LOAD_METHOD", "LOAD_ATTR"))
+_TAKING = frozenset(("get", "get_nowait", "recv", "recv_bytes", "recv_into"))
 _OF_BLOCKS = ("BEFORE_", "SETUP_", "LOAD_SPECIAL", "PUSH_EXC", "LOAD_FAST_AND_CLEAR")
 _ALWAYS = frozenset(("JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"))
 
@@ -270,6 +271,19 @@ class Loops:
 def names_of(argument: Any) -> tuple[str, ...]:
     """Return one variable, or two if the instruction sets two."""
     return argument if is_a(argument, tuple) else (str(argument),)
+
+
+@cache
+def taken_from(code: CodeType) -> frozenset[str]:
+    """Return the names of variables and attributes that the code takes something from, as `queue.get()` does."""
+    import dis
+
+    found = [instruction for instruction in dis.get_instructions(code) if instruction.opname != "CACHE"]
+    return frozenset(
+        names_of(before.argval)[-1]
+        for before, after in zip(found, found[1:])
+        if after.opname in _METHODS and after.argval in _TAKING and before.opname.startswith("LOAD_")
+    )
 
 
 def _have_argument() -> int:

@@ -347,6 +347,44 @@ def test_a_generator_of_rates_in_an_object_started_over_and_was_not_announced(sc
     assert starts_over == ["train().schedule.rates (generator)"]
 
 
+QUEUED = """
+import queue
+results = queue.Queue()
+written = queue.Queue()
+
+class Batches:
+    def __init__(self):
+        self.ready = queue.SimpleQueue()
+
+    def take(self):
+        return self.ready.get()
+
+def result():
+    return results.get()
+
+def train():
+    fed, batches, log = queue.Queue(), Batches(), queue.Queue()
+    for number in range(9):
+        fed.put(number), results.put(number), batches.ready.put(number)
+    for step in range(first, 3):
+        ask()
+        total = fed.get() + result() + batches.take()
+        log.put(total), written.put({}.get(total))
+    return total
+"""
+
+
+def test_queues_that_the_training_takes_from_started_over_and_were_not_announced(scripts: Scripts) -> None:
+    """A thread or process that makes batches begins with its first one again, and every later loss differed."""
+    result, starts_over = scripts.restarted(QUEUED, 2, first=1)
+    assert (scripts.run(QUEUED), result) == (6, 3)
+    assert sorted(line.partition(" at ")[0] for line in starts_over) == [
+        "fed (Queue) in train()",
+        "results (Queue) of a_script_that_is_left",
+        "train().batches.ready (SimpleQueue)",
+    ]
+
+
 def test_a_module_of_the_user_was_missed_that_got_the_address_of_another() -> None:
     """The script had removed the other, of a package, since the last capture."""
     other, own = "of_a_package", "of_the_user"
