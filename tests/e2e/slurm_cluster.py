@@ -64,6 +64,7 @@ SlurmdLogFile={folder}/slurmd.log
 GresTypes=gpu,shard
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=1,bf_interval=1
 PreemptType=preempt/partition_prio
 PreemptMode=SUSPEND,GANG
 PlugStackConfig={folder}/plugstack.conf
