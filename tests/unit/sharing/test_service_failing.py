@@ -182,6 +182,7 @@ async def test_the_memory_of_a_restarting_job_stays_reserved(
         await shared.until(lambda: any(order.do == "start" for order in orders))
         await shared.make_room(6 * MIB)
         for _ in range(3):
+            shared.sharing.look_again()
             await shared.sharing.decided.wait()
             assert await shared.states() == {"j1": "starting"}
         (lease,) = shared.sharing.memory.leases
