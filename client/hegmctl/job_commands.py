@@ -92,8 +92,10 @@ def wait(session: Session) -> int:
         link.close()
     job = reply.job
     if job.status is None:
-        hint = "before Linux 6.15 only the job's parent can read its exit status: read its output"
-        how = job.end or "ended, and its exit status is not known"
+        how, hint = job.end, "hegmctl restore continues it from the image"
+        if how is None:
+            how = "ended, and its exit status is not known"
+            hint = "before Linux 6.15 only the job's parent can read its exit status: read its output"
         raise HegmError(UNAVAILABLE, f"job {job.id} ({job.name}) {how}", hint, {"job": job.id})
     session.sink.answer(reply, ended_text)
     return job.status if job.status >= 0 else _OF_A_SIGNAL - job.status

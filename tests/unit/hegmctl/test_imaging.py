@@ -142,6 +142,15 @@ def test_the_newest_image_belonged_to_another_user_and_nothing_was_restored(tmp_
         assert f"train-{number} belongs to uid 7; the next older image is" in ran.stderr
 
 
+def test_who_waited_for_a_job_was_told_of_kernels_when_it_had_become_an_image(tmp_path: Path) -> None:
+    job = m.Job(id="j1", name="train", state="ended", started_utc=0.0, uid=0, end="written into the image /images/one")
+    answers = {kind: saying(m.JobReply(job=job)) for kind in (m.InspectJob, m.WaitForJob)}
+    with FakeDaemon(tmp_path / "hegmd.sock", {**node.answers(), **answers}) as daemon:
+        ran = hegmctl("wait", "train", socket=daemon.path)
+    assert ran.returncode == UNAVAILABLE.exit_status
+    assert "written into the image /images/one; hegmctl restore continues it from the image" in ran.stderr
+
+
 def test_outputs_stayed_cut_when_the_restore_that_they_were_cut_for_failed(tmp_path: Path) -> None:
     """CRIU failed after the daemon had found nothing against it: the log of weeks was gone, and the job not back."""
     output = tmp_path / "output"
