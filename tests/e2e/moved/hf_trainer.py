@@ -23,7 +23,7 @@ def sentences(count):
 def main():
     torch.set_num_threads(1)
     set_seed(5)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=2))
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
