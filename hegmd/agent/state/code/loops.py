@@ -282,7 +282,7 @@ def taken_from(code: CodeType) -> frozenset[str]:
     return frozenset(
         names_of(before.argval)[-1]
         for before, after in zip(found, found[1:])
-        if after.opname in _METHODS and after.argval in _TAKING and before.opname.startswith("LOAD_")
+        if after.opname in _METHODS and after.argval in _TAKING and "LOAD_" in before.opname
     )
 
 

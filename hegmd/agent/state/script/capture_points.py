@@ -8,6 +8,7 @@ the head under a trace of that frame only.
 
 from __future__ import annotations
 
+import dis
 import sys
 
 from ...addresses import empty_copy
@@ -32,6 +33,8 @@ _COLLECTED = "write a for loop that appends each value to a list, in place of th
 _OWN_LINE = "write the call in a line of its own, as in `loss = run()`, and use its result in the next line"
 _FOR = "write `for step in range(most):` in place of the `while`, and `break` as before"
 _ONE_EACH = "use a separate script for each, or one loop"
+#: Instructions at which a frame ends; an exception may also end it at the one that raised it.
+_ENDS = ("RETURN_", "RAISE_", "RERAISE", "CLEANUP_THROW")
 #: Set when a pass over a loader begins: at the next step the loops are found.
 is_news = True
 _trained: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -233,8 +236,10 @@ class CapturePointCheck:
         frame = place.frames[loop.depth]
         loops = loops_of(frame.f_code)
         head = loops.around(frame.f_lasti)[-1].offset
+        is_raised = False
 
         def follow(found: FrameType, event: str, _argument: object) -> Any:
+            nonlocal is_raised
             if event == "opcode" and loops.instruction_start(found.f_lasti) == head:
                 sys.settrace(None)
                 if not any(refused.passes for refused in refusals_of(ThreadPosition(found), None)):
@@ -242,14 +247,20 @@ class CapturePointCheck:
                 _trace_no_more(found)  # its trace function marked it until now: see hegmd/agent/addresses.py
                 _empty_copy_later(found)
                 return None
-            if event == "return":  # out of the loop in another way
+            if event == "return" and (is_raised or not _is_suspended(found)):  # out of the loop in another way
                 _trace_no_more(found)
                 return None
+            is_raised = event == "exception"
             return follow
 
         frame.f_trace = follow
         frame.f_trace_opcodes = True
         sys.settrace(_trace_nothing)
+
+
+def _is_suspended(frame: FrameType) -> bool:
+    """Return True if the frame has yielded, as a coroutine does in an `await`, and may be resumed."""
+    return not dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(_ENDS)
 
 
 def _trace_nothing(_frame: FrameType, _event: str, _argument: object) -> None:

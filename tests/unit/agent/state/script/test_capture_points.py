@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,36 @@ def test_a_survey_of_a_job_parked_at_the_head_of_its_loop_unset_its_variables() 
     assert train() == 6 + (1 << 40)
     assert len(surveyed) == 1
     assert 1 << 40 in surveyed[0]
+
+
+class Pause:
+    """What a coroutine awaits while others run."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_training_that_awaits_after_its_steps_was_never_protected(*, is_closed: bool) -> None:
+    """No snapshot was taken, and no reason was given. A closed coroutine is not traced any longer."""
+    parked: list[int] = []
+    check = CapturePointCheck(lambda: parked.append(1))
+
+    async def train() -> None:
+        for step in range(4):
+            if step == 1:
+                check.will_do(sys._getframe())
+            await Pause()
+
+    tool, training = sys.gettrace(), train()
+    for _ in range(2):
+        training.send(None)
+    if is_closed:
+        training.close()
+    else:
+        training.send(None)
+        training.close()
+    assert (len(parked), sys.gettrace()) == (0 if is_closed else 1, tool)
 
 
 # After the second step the agent reads the training: by note_place, by capture.capture, or by the latter under a trace
