@@ -144,7 +144,8 @@ def test_the_newest_image_belonged_to_another_user_and_nothing_was_restored(tmp_
 
 def test_who_waited_for_a_job_was_told_of_kernels_when_it_had_become_an_image(tmp_path: Path) -> None:
     job = m.Job(id="j1", name="train", state="ended", started_utc=0.0, uid=0, end="written into the image /images/one")
-    answers = {kind: saying(m.JobReply(job=job)) for kind in (m.InspectJob, m.WaitForJob)}
+    kinds: tuple[type[m.Request], ...] = m.InspectJob, m.WaitForJob
+    answers = {kind: saying(m.JobReply(job=job)) for kind in kinds}
     with FakeDaemon(tmp_path / "hegmd.sock", {**node.answers(), **answers}) as daemon:
         ran = hegmctl("wait", "train", socket=daemon.path)
     assert ran.returncode == UNAVAILABLE.exit_status
