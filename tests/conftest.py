@@ -31,6 +31,9 @@ settings.load_profile("any speed")
 
 _numbers = count()
 
+# The files whose assertions pytest rewrites.
+_REWRITTEN = ("test_", "conftest.")
+
 # The mark that this run gave to its processes.
 _RUN = pytest.StashKey[str]()
 
@@ -76,12 +79,24 @@ def _rewrite_assertions(config: pytest.Config) -> None:
     """
     if sys.dont_write_bytecode:
         return
-    for path in config.rootpath.joinpath("tests").rglob("*.py"):
-        cached = rewrite.get_cache_dir(path) / (path.stem + rewrite.PYC_TAIL)
-        if path.name.startswith(("test_", "conftest.")) and not cached.exists():
-            cached.parent.mkdir(exist_ok=True)
+    files = [path for path in config.rootpath.joinpath("tests").rglob("*.py") if path.name.startswith(_REWRITTEN)]
+    missing = [path for path in files if not _cached(path).exists()]
+    if not missing:
+        return
+    child = os.fork()  # for a second processor, which would be idle meanwhile
+    try:
+        for path in missing[bool(child) :: 2]:
+            _cached(path).parent.mkdir(exist_ok=True)
             source_hash, code = rewrite._rewrite_test(path, config)
-            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source_hash, cached)
+            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source_hash, _cached(path))
+    finally:
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+def _cached(path: Path) -> Path:
+    return rewrite.get_cache_dir(path) / (path.stem + rewrite.PYC_TAIL)
 
 
 def pytest_collection_finish() -> None:
