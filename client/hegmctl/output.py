@@ -10,7 +10,7 @@ import os
 import sys
 from time import monotonic
 
-from hegmctl.tables import PLAIN, Style, fitted, printable, shortened, wrapped
+from hegmctl.tables import PLAIN, Style, cut, fitted, printable, wrapped
 from hegmd.errors import CANCELLED, UNAVAILABLE, USAGE, HegmError
 
 TYPE_CHECKING = False
@@ -109,8 +109,7 @@ class TextSink(Sink):
         elif not self.quiet:  # only a terminal can overwrite it
             text = " ".join(view(progress, self._error_style))
             self._in_progress = True  # before the write: Ctrl-C can come at any moment
-            fitting = text if "\x1b" in text else shortened(text, columns - 1, "")
-            _write_error(f"\r{fitting}\x1b[K", end="")
+            _write_error(f"\r{cut(text, columns - 1)}\x1b[K", end="")
 
     def _report_periodically(self, progress: R, view: Callable[[R, Style], list[str]], *, at_once: bool) -> None:
         now = self._clock()

@@ -116,6 +116,16 @@ def test_a_long_wait_is_reported_in_a_pipe_too(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == ""
 
 
+def test_coloured_progress_filled_a_narrow_terminal_with_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line that the terminal wraps cannot be overwritten."""
+    for columns, shown in ((20, "operation 7  [#####"), (80, "\x1b[36m")):
+        sink = TextSink(Style(), Style(colour=True, columns=columns))
+        sink.progress(OperationProgress(id="7", phase="quiescing"), progress_text)
+        written = capsys.readouterr().err
+        assert shown in written
+        assert columns > 20 or written == f"\r{shown}\x1b[K"
+
+
 def test_json_is_laid_out_for_people_on_a_terminal(daemon: FakeDaemon) -> None:
     with Terminal("ping", "--json", socket=daemon.path) as terminal:
         assert terminal.end() == 0
