@@ -354,7 +354,7 @@ for turn in range(4):
 
 
 #: An example of a state of each form. A released row is never changed.
-FORMS = {3: 0x5BBD34C2}
+FORMS = {3: 0x5BBD34C2, 4: 0x7BEEC3C0}
 
 
 def test_a_state_of_another_form_has_another_number(restarts: Restarts, tmp_path: Path) -> None:

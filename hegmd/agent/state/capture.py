@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     _Need = tuple[str, Any, "int | None"]
 
 #: The version of the state as a whole. Raise it when its content or meaning changes; a test knows each version.
-FORM = 3
+FORM = 4
 #: Names that call `range` and `enumerate` for the script.
 _ALSO = {"range": {"trange", "tnrange"}, "enumerate": {"resumable", "tenumerate"}}
 _WHILE = "write it as a for loop over range() or over the loader, or keep its variables with hegm.keep(name, get, set)"
