@@ -47,7 +47,7 @@ _INSTEAD = {
     "tuple_iterator": "write `for n in range(len(items)):` in place of the loop over it, and take items[n] in it",
 }
 _BY_HAND = "write a for loop over range() or a loader, or keep the condition's variables with hegm.keep(name, get, set)"
-_WAIT = "wait for it before the next batch is requested"
+_WAIT = "let the script wait for it before the next batch is requested"
 _GENERATOR = "write its loops in the script in place of the generator, or go over the loader itself"
 
 
