@@ -44,7 +44,9 @@ follow() {
     (trap '' TERM; exec "$HEGMCTL" wait "$name") &
     wait $!
 }
-runs() { [ -n "$("$HEGMCTL" jobs --filter "name=$name" --filter "user=$(id -un)" --format '{{.ID}}')" ]; }
+runs() {
+    found=$(ask "$HEGMCTL" jobs --filter "name=$name" --filter "user=$(id -un)" --format '{{.ID}}') && [ -n "$found" ]
+}
 has_image() { "$HEGMCTL" images ls --json "$images" 2>/dev/null | grep -q '"state": "whole"'; }
 
 # It has outlived the script that started it. 14: written into an image, or it ended with an unknown status.

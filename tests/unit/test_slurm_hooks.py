@@ -23,7 +23,7 @@ status=0
 [ ! -e "{folder}/$1" ] || {{ read -r status <"{folder}/$1"; rm "{folder}/$1"; }}
 case "$1 $2 $status" in
 "images ls"*) ! [ -e "{folder}/whole" ] || echo '{{"images": [{{"state": "whole"}}]}}' ;;
-jobs*) ! [ -e "{folder}/runs" ] || echo j1 ;;
+jobs*0) ! [ -e "{folder}/runs" ] || echo j1 ;;
 queue*) cat "{folder}/leases" ;;
 restore*) kill -TERM $$; kill -TERM $PPID ;;
 checkpoint*0 | handoff*0) mkdir "$3" ;;
@@ -80,6 +80,13 @@ def test_a_requeued_training_ran_twice_if_slurm_had_not_ended_the_first(tmp_path
     assert requeued(tmp_path) == ["wait"]
 
 
+def test_a_requeued_training_ran_twice_if_hegmd_restarted_just_then(tmp_path: Path) -> None:
+    """Without an answer of hegmd, the recipe took the training for ended."""
+    (tmp_path / "runs").touch()
+    (tmp_path / "jobs").write_text("3\n")
+    assert requeued(tmp_path) == ["wait"]
+
+
 def test_a_job_of_the_option_failed_on_a_node_without_hegmctl(tmp_path: Path) -> None:
     environ = {"HEGM_SLURM_COMMAND": "echo", "HEGMCTL": str(tmp_path / "hegmctl"), "PATH": "/usr/bin:/bin"}
     words = ["/bin/sh", str(HOOKS / "hegm-task"), "it", "runs"]
@@ -133,6 +140,15 @@ def test_a_lease_stayed_for_a_week_if_hegmd_was_down_at_the_epilog(tmp_path: Pat
     assert (tmp_path / "calls").read_text().splitlines() == ["release slurm-7"] * 3
     called("epilog", node)
     assert (tmp_path / "calls").read_text().splitlines() == ["release slurm-7"] * 3, "there was no such lease"
+
+
+def test_a_node_was_drained_if_the_epilog_could_not_note_a_lease(tmp_path: Path, node: dict[str, str]) -> None:
+    """A shell exits when it cannot redirect the output of `:`. A folder prevents it here, as a full /run would."""
+    (tmp_path / "left/slurm-7").mkdir(parents=True)
+    for status in ("3", "0"):
+        (tmp_path / "release").write_text(f"{status}\n")
+        called("epilog", node)
+    called("prolog", node)
 
 
 def test_a_requeued_job_was_told_that_its_memory_is_not_free_if_its_own_lease_has_it(
