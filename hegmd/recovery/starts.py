@@ -17,7 +17,7 @@ import anyio.to_thread
 from hegmd.errors import HegmError
 from hegmd.migration.methods import launchers
 from hegmd.migration.methods.progress_probe import is_stopped
-from hegmd.migration.methods.restore_lock import claimed, lock_path, was_restored
+from hegmd.migration.methods.restore_lock import claimed, lock_path, was_edited, was_restored
 from hegmd.node.gpu_sets import place_of
 from hegmd.protocol.recovery import FAILED, GIVEN_UP, INTERRUPTED, RECOVERED, UNDER_WAY, RecoveryAttempt
 from hegmd.protocol.slots import SlotRecord
@@ -158,17 +158,21 @@ class Starts:
 
         Return True if its script is not the one that its snapshot is of, which says nothing about the snapshot.
         A snapshot that could not be restored is not used again. A start that was interrupted from outside says nothing
-        about its snapshot: by SIGKILL, which the kernel sends too when memory is short, by a GPU that has failed, or
-        because `hegmctl run` was killed. Two other failures before the state was restored make the snapshot suspect:
-        an older one is tried, if there is one.
+        about its snapshot: by SIGKILL, which the kernel sends too when memory is short, by a GPU that has failed, by an
+        edited script, or because `hegmctl run` was killed. Two other failures before the state was restored make the
+        snapshot suspect: an older one is tried, if there is one.
         """
         job, attempts = self._job, self._job.record.attempts
         if not attempts or attempts[-1].result != UNDER_WAY or attempts[-1].started_s is None:
             return False
         before = attempts[-1]
         is_own_kill = job.killed is not None
+        is_edited = fell is not None and (
+            fell == EDITED_STATUS or was_edited(job.node.state_dir, job.record.job)  # ranks, behind their launcher
+        )
         is_interrupted = (
             fell is None
+            or is_edited
             or (fell in KILLED_STATUSES and not is_own_kill)
             or not are_fit(before.gpus, (await job.node.look()).gpus)
         )
@@ -185,7 +189,7 @@ class Starts:
         if is_bad and before.generation is not None:
             record = record.replace(bad=(*record.bad, before.generation)[-MAX_BAD:])
         job.put(record)
-        return fell == EDITED_STATUS and not is_restored
+        return is_edited and not is_restored
 
     def _without_snapshot(self) -> str:
         """Return why there is no snapshot to start from."""

@@ -98,7 +98,7 @@ class PendingRestore:
         self._passes: list[Any] = []
         self._awaited: Any = None
         self._undo: list[Callable[[], None]] = []
-        shadows = Shadows(self._needed, end_unrestored)
+        shadows = Shadows(self._needed, self.end)
         shadows.install()
         self._undo.append(shadows.lift)
         registrations.enumerate_loader = self._enumerate
@@ -222,6 +222,8 @@ class PendingRestore:
         except (OSError, ValueError):
             state = {}
         edited = source_check.edited_since(state.get("place", {}).get("files", {}))
+        if edited:
+            inherited.note_edited()
         end_unrestored([*edited, *reasons], status=EDITED_STATUS if edited else UNRESTORED_STATUS)
 
     def not_entered(self) -> list[str]:

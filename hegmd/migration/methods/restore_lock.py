@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hegmd.errors import Refused
 from hegmd.node.processes.procfs import start_ticks_of
-from hegmd.protocol.supervision import BACK, OVER, PAST, PAST_AT
+from hegmd.protocol.supervision import BACK, EDITED, OVER, PAST, PAST_AT
 
 logger = logging.getLogger(__name__)
 
@@ -40,18 +40,23 @@ def has_finished(folder: Path, operation: str) -> bool:
 
     Its supervisor has recorded that in the lock's file: that outlives supervisor and daemon.
     """
-    try:
-        with lock_path(folder, operation).open("rb") as notes:
-            return notes.read(len(BACK + OVER)) == BACK + OVER
-    except OSError:
-        return False
+    return _begins_with(folder, operation, BACK + OVER)
 
 
 def was_restored(folder: Path, operation: str) -> bool:
     """Return True if a process has reported that it restored that state. Blocks for a moment. Ranks do not say so."""
+    return _begins_with(folder, operation, BACK)
+
+
+def was_edited(folder: Path, operation: str) -> bool:
+    """Return True if a process has reported that its script was edited after it saved that state. Blocks briefly."""
+    return _begins_with(folder, operation, EDITED)
+
+
+def _begins_with(folder: Path, operation: str, words: bytes) -> bool:
     try:
         with lock_path(folder, operation).open("rb") as notes:
-            return notes.read(len(BACK)) == BACK
+            return notes.read(len(words)) == words
     except OSError:
         return False
 

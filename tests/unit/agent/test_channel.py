@@ -66,6 +66,32 @@ def test_without_a_daemon_the_progress_of_a_restarted_training_is_noted(tmp_path
         os.close(state)
 
 
+# A process that does not find a loop of its state, whose script is the file of the argument.
+EDITED_SCRIPT = """
+import sys
+from hegmd.agent.state.code.loop_shadows import Shadows
+from hegmd.agent.state.session import PendingRestore
+from hegmd.agent.state.values import inherited as given
+given.claim()
+due = PendingRestore()
+due._state = {"place": {"files": {sys.argv[1]: 0}}}
+shadows = next(found for found in sys.meta_path if isinstance(found, Shadows))
+shadows._rest_of((3, 10), 5)
+"""
+
+
+def test_the_lock_says_that_a_rank_ended_as_its_script_was_edited(tmp_path: Path) -> None:
+    """torchrun hides the status of a rank: the daemon took the snapshot for one that cannot be restored."""
+    (tmp_path / "edited.py").write_text("edited = True")
+    lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    environ = {"PYTHONPATH": str(ROOT), "HEGM_STATE_LOCK_FD": str(lock), "HEGM_STATE": str(tmp_path / "state")}
+    words = [sys.executable, "-c", EDITED_SCRIPT, str(tmp_path / "edited.py")]
+    ended = subprocess.run(words, env=environ, pass_fds=(lock,), check=False, capture_output=True, timeout=PATIENCE_S)
+    assert ended.returncode == 97, ended.stderr
+    assert os.pread(lock, 9, 0) == b"edit"
+    os.close(lock)
+
+
 def _until(look: Callable[[], bytes], wanted: bytes) -> bool:
     deadline = monotonic() + PATIENCE_S
     while look() != wanted and monotonic() < deadline:

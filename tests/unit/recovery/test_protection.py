@@ -20,11 +20,13 @@ import anyio.to_thread
 import pytest
 
 from hegmd.migration.methods import launchers
+from hegmd.migration.methods.restore_lock import lock_path
 from hegmd.node.processes.procfs import TICKS_PER_S, start_ticks_of
 from hegmd.protocol.agents import UNSEEN
 from hegmd.protocol.messages import Supervise
 from hegmd.protocol.recovery import FAILED, INTERRUPTED, UNDER_WAY, RecoveryAttempt
 from hegmd.protocol.snapshots import Gpu, Health
+from hegmd.protocol.supervision import EDITED
 from hegmd.recovery.job import Node, ProtectedJob
 from hegmd.recovery.policy import Budget
 from hegmd.recovery.protection import GONE_LOOKS, Protection
@@ -474,6 +476,15 @@ async def test_a_start_of_an_edited_script_ends_the_recovery_and_leaves_the_snap
     rig = Rig()
     message = await _fail_starts(rig, tmp_path, -signal.SIGSEGV, 97, snapshots=2)
     assert "its script was edited after the snapshot" in message
+    await _fail_starts(rig, tmp_path, None, 97, snapshots=2)
+    assert rig.job.record.bad == (), "a second start, before the script was put back, took its snapshot for suspect"
+
+
+async def test_ranks_of_an_edited_script_were_started_again_until_their_snapshot_was_given_up(tmp_path: Path) -> None:
+    """torchrun ends with 1, whatever the status of a rank is."""
+    rig = Rig()
+    lock_path(tmp_path, rig.job.record.job).write_bytes(EDITED)
+    assert "script was edited" in await _fail_starts(rig, tmp_path, -signal.SIGSEGV, 1, snapshots=2)
     assert rig.job.record.bad == ()
 
 

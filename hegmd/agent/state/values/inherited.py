@@ -12,7 +12,7 @@ import sys
 from time import monotonic
 
 from ....protocol.slots import RECORD_BYTES, unpacked
-from ....protocol.supervision import BACK, PAST, PAST_AT
+from ....protocol.supervision import BACK, EDITED, PAST, PAST_AT
 from ... import pinned_buffers
 from ...notes import note
 from ..storage import state_file
@@ -127,6 +127,11 @@ def step() -> int | None:
 def note_past() -> None:
     """Note that this process has trained beyond its state: its exit no longer counts as a failure of its restart."""
     _note(PAST, PAST_AT + (_rank or 0))
+
+
+def note_edited() -> None:
+    """Note that this process ends because its script was edited after the state was saved."""
+    _note(EDITED, 0)
 
 
 def _note(word: bytes, at: int) -> None:
