@@ -102,8 +102,12 @@ def leave_failed_gpus(draft: Draft, workers: Iterable[JobProcess]) -> tuple[str,
             if fit and not stays and not _is_healthy(old):
                 spare.remove(fit[0])
                 instead[old.id] = fit[0].id
-    placement = {str(pid): place_of([instead.get(name, name) for name in home]) for pid, (home, _) in homes.items()}
-    draft.request = draft.request.replace(placement={**(placement if instead else {}), **draft.request.placement})
+    placement = {
+        str(pid): place_of([instead.get(name, name) for name in home])
+        for pid, (home, _) in homes.items()
+        if not instead.keys().isdisjoint(home)
+    }
+    draft.request = draft.request.replace(placement={**placement, **draft.request.placement})
     return tuple([f"{old} is {_how(gpus[old])}: the job resumes on {new}" for old, new in instead.items()])
 
 

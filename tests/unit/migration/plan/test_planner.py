@@ -323,6 +323,18 @@ def test_a_job_was_resumed_on_its_failing_gpu_though_another_was_healthy(
     assert any("the job resumes on gpu1" in hazard for hazard in plan.hazards) == (expected == "gpu1")
 
 
+def test_a_job_with_a_process_on_the_cpu_was_not_resumed_from_a_failing_gpu() -> None:
+    """The process on the CPU was refused a place with an empty name."""
+    op = operation(
+        *[worker(name, pid=pid, to=None, chip="sim") for name, pid in (("a", 4711), ("b", 4712))], kind=SUSPEND
+    )
+    op = DrivenOperation(op).until("suspended").op
+    op = op.with_worker(op.workers[1].replace(first_gpu="cpu"))
+    snapshot = _snapshot(_process(), _process(4712), gpus=(_gpu("gpu0", condition="failing"), _gpu("gpu1")))
+    plan = _plan(planned_resume(snapshot, _resume(None), op))
+    assert plan.destinations == {"4711": "gpu1", "4712": "cpu"}
+
+
 @in_one_test(
     ("snapshot", "says"),
     [
