@@ -57,8 +57,13 @@ if runs; then
 fi
 # Without a complete image it starts over: the node failed, or KillWait was over, while the first one was written.
 if has_image; then
-    ask restore
-    "$HEGMCTL" images rm --yes "$images"/* || :
+    status=0
+    ask restore || status=$?
+    if [ "$status" -eq 0 ]; then
+        "$HEGMCTL" images rm --yes "$images"/* || :
+    elif ! runs; then # it runs if hegmd restarted after it had restored it, and before it could say so
+        exit "$status"
+    fi
     follow
     exit
 fi

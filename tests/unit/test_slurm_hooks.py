@@ -25,6 +25,7 @@ case "$1 $2 $status" in
 "images ls"*) ! [ -e "{folder}/whole" ] || echo '{{"images": [{{"state": "whole"}}]}}' ;;
 jobs*0) ! [ -e "{folder}/runs" ] || echo j1 ;;
 queue*) cat "{folder}/leases" ;;
+restore*6) touch "{folder}/runs" ;;
 restore*) kill -TERM $$; kill -TERM $PPID ;;
 checkpoint*0 | handoff*0) mkdir "$3" ;;
 wait*) rm -f "{folder}/runs" ;;
@@ -85,6 +86,13 @@ def test_a_requeued_training_ran_twice_if_hegmd_restarted_just_then(tmp_path: Pa
     (tmp_path / "runs").touch()
     (tmp_path / "jobs").write_text("3\n")
     assert requeued(tmp_path) == ["wait"]
+
+
+def test_a_requeued_training_was_left_alone_if_hegmd_restarted_at_the_end_of_its_restore(tmp_path: Path) -> None:
+    """The second request was refused, as the training was there, and the Slurm job ended without it."""
+    (tmp_path / "whole").touch()
+    (tmp_path / "restore").write_text("6\n")
+    assert requeued(tmp_path) == ["restore", "wait"]
 
 
 def test_a_job_of_the_option_failed_on_a_node_without_hegmctl(tmp_path: Path) -> None:
