@@ -35,8 +35,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("hegmd/server/listener.py", "BACKLOG = 1024", "BACKLOG = 1025"): "The length of a queue.",
     (
         "hegmd/memory/pool_places.py",
-        'if len(words) > 2 and words[2] == "hugetlbfs":',
-        'if len(words) > 3 and words[2] == "hugetlbfs":',
+        'if len(words) > 2 and words[2] == b"hugetlbfs":',
+        'if len(words) > 3 and words[2] == b"hugetlbfs":',
     ): "Each line of /proc/mounts has six words.",
     (
         "hegmd/memory/pool.py",

@@ -228,7 +228,7 @@ class EditedJob(RecoveredJob):
 
 
 def test_a_script_that_was_edited_is_reported_before_the_failure_and_its_snapshots_are_kept(
-    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
+    daemon: RunningDaemon, tmp_path: Path, undisturbed_leaving: list[str]
 ) -> None:
     """No message named the edit, and the snapshots were given up as unusable, also once the script was put back."""
     script, text = tmp_path / "edited.py", Path(LEAVING).read_text()
@@ -245,7 +245,7 @@ def test_a_script_that_was_edited_is_reported_before_the_failure_and_its_snapsho
         assert len(job.pids()) == 2
     script.write_text(text)
     with EditedJob(daemon, tmp_path, "--resume", "j1") as again:
-        assert list(dict.fromkeys([*before, *again.steps()])) == undisturbed
+        assert list(dict.fromkeys([*before, *again.steps()])) == undisturbed_leaving
 
 
 def test_a_training_that_hangs_is_killed_and_recovered_on_a_healthy_gpu(

@@ -33,9 +33,15 @@ def test_a_process_that_leaves_flushes_every_file(tmp_path: Path) -> None:
 
 
 SNAPSHOTS = """
-import gc, os, sys, weakref
+import _thread, gc, os, sys, weakref
 from hegmd.agent.signals import HeldSignals
 from hegmd.agent.state.save_and_exit import flush_changed
+
+def flush_in_a_park():
+    with HeldSignals(lambda _number: None):
+        flush_changed()
+    while _thread._count():  # the thread of this park closes its pipe when it ends
+        os.sched_yield()
 
 searches = []
 search = gc.get_objects
@@ -43,14 +49,12 @@ gc.get_objects = lambda: searches.append(1) or search()
 text = open(sys.argv[1] + "/text", "w")
 for number in range(3):
     text.write(f"{number}\\n")
-    with HeldSignals(lambda _number: None):  # as in each park
-        flush_changed()
+    flush_in_a_park()
     print(len(searches), os.path.getsize(sys.argv[1] + "/text"))
 text.close()
 text = open(sys.argv[1] + "/text", "a")
 text.write("again, by the same descriptor")
-with HeldSignals(lambda _number: None):
-    flush_changed()
+flush_in_a_park()
 print(len(searches), os.path.getsize(sys.argv[1] + "/text"))
 """
 
