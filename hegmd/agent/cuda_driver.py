@@ -149,9 +149,9 @@ class Copies(Driver):
 
 
 class Stacks:
-    """What the contexts of some GPUs keep for thread stacks, freed while the storages are offloaded.
+    """The memory that the contexts of some GPUs keep for thread stacks, freed while the storages are offloaded.
 
-    It is 264 MiB on an H200: a third of the memory left for the driver, and 0.1 s of a checkpoint.
+    A context keeps 264 MiB on an H200: a third of the memory left for the driver, and 0.1 s of a checkpoint.
     """
 
     def __init__(self, driver: Driver, devices: Iterable[int], turn_to: Callable[[int], object]) -> None:

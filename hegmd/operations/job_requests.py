@@ -42,8 +42,8 @@ COUNT_S, APART_S = 0.3, 0.5
 # The rate is taken since the oldest of the samples, which are this old at most.
 RATE_OVER_S, MAX_SAMPLES = 60.0, 64
 
-# Commands that take a job, with a pid, as hints contain them.
 _AWAY = "its agents, which have not connected since hegmd was started"
+# Commands that take a job, with a pid, as hints contain them.
 _COMMAND_WITH_PID = re.compile(r"(hegmctl (?:migrate|suspend|resume|checkpoint|handoff|offload) )(\d{1,10})\b")
 
 # Processes of the operations that are remembered; 100 of them, of few ranks each.

@@ -123,7 +123,7 @@ class ValueEncoder:
             return ("array", value)
         if is_a(value, *_FIXED) or (torch is not None and is_a(value, torch.device)):
             return (SAME, type(value).__name__, named_values.mark_of(value))
-        if named_values.is_under_way(value):
+        if named_values.is_communication(value):  # without a form: it had not completed
             raise UnderWay(type(value).__qualname__)
         raise NotEncodable(type(value).__qualname__)
 

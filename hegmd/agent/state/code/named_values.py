@@ -1,5 +1,5 @@
 """Values that a name or a text identifies: members of enumerations, paths, dates, fractions, functions and classes; and
-completed communication, of which nothing is left but that it is completed.
+communication that has completed.
 
 Creates only what the standard library and PyTorch create from plain numbers and texts. A value that is looked up by
 name has to exist: only plain attributes of modules are read.
@@ -39,7 +39,7 @@ _TEXTS: dict[tuple[str, str], Any] = {
 
 
 _ROWS = frozenset((("datetime", "timedelta"), ("torch", "Size")))
-_DISTRIBUTED = "torch._C._distributed_c10d"  # of the class of what `all_reduce(..., async_op=True)` returns
+_DISTRIBUTED = "torch._C._distributed_c10d"  # where the class of communication is
 _WORK = _DISTRIBUTED, "Work"
 
 
@@ -58,7 +58,7 @@ def form_of(value: Any) -> Any:
         return (MADE, "torch", "Size", list(value))
     if torch is not None and kind is torch.dtype:
         return (DTYPE, str(value).rpartition(".")[2])
-    if _is_work(value):
+    if is_communication(value):
         return (MADE, *_WORK, "") if value.is_completed() else None
     enum: Any = sys.modules.get("enum")
     if enum is not None and is_a(value, enum.Enum) and _named(kind.__module__, kind.__qualname__) is kind:
@@ -86,12 +86,8 @@ def value_of(form: Any) -> Any:
     return kind.fromisoformat(text) if module == "datetime" else kind(text)
 
 
-def is_under_way(value: Any) -> bool:
-    """Return True for a communication that has not completed: its tensors do not have their values yet."""
-    return _is_work(value) and not value.is_completed()
-
-
-def _is_work(value: Any) -> bool:
+def is_communication(value: Any) -> bool:
+    """Return True for what `all_reduce(..., async_op=True)` returns. Its tensors are ready once it has completed."""
     return is_a(value, getattr(sys.modules.get(_DISTRIBUTED), "Work", ()))
 
 

@@ -45,3 +45,12 @@ def test_communication_that_has_not_completed_is_not_saved() -> None:
     done.set_result([])
     form = ValueEncoder(lambda _value, _forms: None, {}).of(works)
     assert Decoding().settle(form, None, "works")[0].wait()
+
+
+def test_communication_that_completed_while_it_was_looked_at_was_left_out_of_the_state() -> None:
+    """The variable was missing after the restart, as one that no state can hold."""
+    torch = need_torch()
+    answers = iter((False, True))
+    kind = type("Work", (torch._C._distributed_c10d.Work,), {"is_completed": lambda _self: next(answers)})
+    with pytest.raises(UnderWay):
+        ValueEncoder(lambda _value, _forms: None, {}).of(kind())
