@@ -103,9 +103,12 @@ def _planned_in(draft: Draft) -> MigrationPlan | tuple[Reason, ...]:
 
 
 def planned_resume(
-    snapshot: NodeSnapshotForPlan, request: PlanRequest, op: Operation
+    snapshot: NodeSnapshotForPlan, request: PlanRequest, op: Operation, *, leaves_failed: bool = True
 ) -> MigrationPlan | tuple[Reason, ...]:
-    """Return the plan to resume a suspended operation, or every reason why it cannot be resumed."""
+    """Return the plan to resume a suspended operation, or every reason why it cannot be resumed.
+
+    `leaves_failed`: on healthy GPUs in place of failing ones, if the request names none and the job fits there.
+    """
     draft = Draft(expected(snapshot), request)
     if op.phase != "suspended":
         hint = f"watch it with: hegmctl op {op.id}"
@@ -119,7 +122,7 @@ def planned_resume(
         return tuple(draft.reasons)
     if not targets.place_ranks(draft, places):
         return tuple(draft.reasons)
-    moved = targets.leave_failed_gpus(draft, op.live) if request.to is None else ()
+    moved = targets.leave_failed_gpus(draft, op.live) if leaves_failed and request.to is None else ()
     for worker in op.live:
         candidate = candidate_of(snapshot, worker.pid)
         if worker.is_absent:
@@ -136,7 +139,11 @@ def planned_resume(
         kept = {planned.pid: held[planned.pid].get(planned.to or "", 0) for planned in draft.workers}
         _judge_memory(draft, memory_needed(draft, kept))
     if draft.reasons:
-        return tuple(draft.reasons)
+        at_home = planned_resume(snapshot, request, op, leaves_failed=False) if moved else ()
+        if not isinstance(at_home, MigrationPlan):
+            return tuple(draft.reasons)
+        why = f"the job resumes where it was: {draft.reasons[0].message}"
+        return at_home.replace(hazards=(why, *at_home.hazards))
     plan = _plan(draft, RESUME, tuple(members))
     started = [_started_by(op)] if any(worker.is_absent for worker in op.live) else []
     return plan.replace(hazards=(*moved, *plan.hazards, *started))

@@ -323,6 +323,18 @@ def test_a_job_was_resumed_on_its_failing_gpu_though_another_was_healthy(
     assert any("the job resumes on gpu1" in hazard for hazard in plan.hazards) == (expected == "gpu1")
 
 
+@in_one_test(("condition", "is_planned"), [("failing", True), ("gone", False)])
+def test_a_job_stayed_suspended_if_only_its_failing_gpu_had_room_for_it(condition: str, is_planned: bool) -> None:
+    """A swap that failed, and a script that had lent its GPU, could not resume it either."""
+    gpus = (_gpu("gpu0", condition=condition), _gpu("gpu1", free_bytes=1))
+    found = planned_resume(_snapshot(_process(gpus=()), gpus=gpus), _resume(None), _suspended())
+    if is_planned:
+        assert _plan(found).destinations == {"4711": "gpu0"}
+        assert "gpu1 has 1 byte free" in _plan(found).hazards[0]
+    else:
+        assert "gpu1 has 1 byte free" in _only_reason(found).message
+
+
 def test_a_job_with_a_process_on_the_cpu_was_not_resumed_from_a_failing_gpu() -> None:
     """The process on the CPU was refused a place with an empty name."""
     op = operation(
