@@ -329,7 +329,7 @@ class Starts:
             return
         own = job.own_workers()
         stacks = await stacks_of(own)
-        has_changed = self.is_recovering or is_stopped(job.supervisor.pid) or job.supervisor.offer.pid != pid
+        has_changed = self.is_recovering or self._is_paused() or job.supervisor.offer.pid != pid
         if not has_changed and not any(worker.boundary for worker in job.own_workers()):
             self._hung += 1
             await self._kill(own, f"reached no batch within {limit_s:.0f} s of its restart by torchrun", stacks)

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+from types import SimpleNamespace
+from typing import Any, cast
+
+import anyio
+import pytest
+
 from hegmd.recovery.policy import LEARNED_TIMES, LEAST_HANG_S, LEAST_START_S, HangWatch, RestartWatch, start_limit_s
+from hegmd.recovery.starts import Starts
 from tests.cells import in_one_test
+from tests.patience import HANG_S
+from tests.unit.recovery.test_protection import AnsweringRank, Rig, restarted_ranks
+
+__all__ = ["restarted_ranks"]  # a fixture
 
 
 def test_the_limit_is_learned_from_the_longest_time_between_two_boundaries() -> None:
@@ -103,3 +115,23 @@ def test_each_restart_by_torchrun_has_its_own_time() -> None:
     assert watch.see(2, 112.0, 5.0)
     assert not watch.see(0, 113.0, 5.0)
     assert not watch.see(2, 114.0, 5.0)
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+async def test_ranks_before_their_first_batch_were_killed_though_an_operation_took_them(
+    restarted_ranks: subprocess.Popen[bytes], *, is_taken: bool
+) -> None:
+    """An operation can begin while their stacks are read."""
+    rank = AnsweringRank(restarted_ranks.pid, 1)
+    AnsweringRank.all_asked, AnsweringRank.asked_ranks, rank.boundary = anyio.Event(), 0, 0
+    rig = Rig(rank)
+    rig.job.newest = cast("Any", SimpleNamespace(step=3))
+    rig.job.record = rig.job.record.replace(launched=True)
+    rig.supervisor.pid = restarted_ranks.pid
+    rig.supervisor.offer = rig.supervisor.offer.replace(pid=restarted_ranks.pid)
+    rig.node.is_kept_from_training = lambda _pid: is_taken and AnsweringRank.asked_ranks == 1
+    starts = Starts(rig.job, least_start_s=0.0)
+    with anyio.fail_after(HANG_S):
+        while not AnsweringRank.asked_ranks:  # the first look begins its time
+            await starts.check_restart_by_torchrun(is_possible=True)
+    assert bool(rig.job.killed_for) == (not is_taken)
