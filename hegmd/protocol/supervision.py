@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # The content of the lock's file: BACK once the process has restored the state, then OVER once it has exited with 0. One
 # byte for each rank follows: PAST if it trained on from its state while no daemon was there.
 BACK, OVER, PAST = b"back", b"over", b"+"
-# In place of BACK: the process has ended, as its script was edited. A launcher of ranks hides their exit status.
+# In place of BACK: the process has ended, as its script was edited.
 EDITED = b"edit"
 PAST_AT = len(BACK + OVER)
 # Follows the version of a Python that finds no agent: it runs with -E or -I, or without PYTHONPATH.

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 # How often it is seen whether a start has come to its next step.
 SOON_S, LOOK_S = 0.1, 1.0
-# The exit statuses of a process that could not restore its state, and of one whose script was edited meanwhile.
-UNRESTORED_STATUS, EDITED_STATUS = 98, 97
+# The exit status of a process that could not restore its state.
+UNRESTORED_STATUS = 98
 # The status of a command that SIGKILL ended, and of a shell whose command SIGKILL ended.
 KILLED_STATUSES = (-SIGKILL, 128 + SIGKILL)
 MAX_BAD = 8
@@ -167,9 +167,7 @@ class Starts:
             return False
         before = attempts[-1]
         is_own_kill = job.killed is not None
-        is_edited = fell is not None and (
-            fell == EDITED_STATUS or was_edited(job.node.state_dir, job.record.job)  # ranks, behind their launcher
-        )
+        is_edited = fell is not None and was_edited(job.node.state_dir, job.record.job)
         is_interrupted = (
             fell is None
             or is_edited

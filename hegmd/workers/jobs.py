@@ -123,8 +123,10 @@ class Jobs(BackgroundTasks):
                 if not job.is_gone:  # it has ended while no daemon ran
                     self.on_command_end(self._jobs[job.number])
             if job.is_alive and job.boot == self._boot:
-                keys = {name: tuple(map(int, name.split("-"))) for name in job.members}
-                self._away.update({name: (pid, ticks) for name, (pid, ticks) in keys.items()})
+                keys = [(name, *name.partition("-")[::2]) for name in job.members]
+                self._away.update(
+                    {name: (int(pid), int(ticks)) for name, pid, ticks in keys if _are_numbers(pid, ticks)}
+                )
 
     async def _keep_looking(self) -> None:
         """See which jobs without a first process have ended: their agents and operations are gone by then."""
@@ -459,3 +461,7 @@ class Jobs(BackgroundTasks):
     def _note_change(self) -> None:
         self._saving.change(self._next, tuple(self._jobs.values()))
         self.changed.notify_all()
+
+
+def _are_numbers(*texts: str) -> bool:
+    return all(map(str.isdecimal, texts))

@@ -1,7 +1,7 @@
 """Saves the state and ends workers: one that has saved its state, or one in which it could not be restored.
 
 `save` writes into a descriptor while the training thread is parked. `leave` flushes all output and exits with code 99,
-`end_unrestored` with 98, or 97 if the script was edited. Neither returns. Exit handlers do not run: the training has
+`end_unrestored` with 98. Neither returns. Exit handlers do not run: the training has
 not ended, and they could destroy what the training thread uses.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _DENSE = "make the embedding with sparse=False, and its optimizer one for dense gradients (Adam in place of SparseAdam)"
 _HELD_ELSEWHERE = "create it again in each batch, or keep its parts with hegm.keep(name, get, set)"
 LEFT_STATUS = 99
-UNRESTORED_STATUS, EDITED_STATUS = 98, 97
+UNRESTORED_STATUS = 98
 
 
 def weigh() -> tuple[int, list[Refusal], list[str]]:
@@ -186,12 +186,12 @@ def leave() -> NoReturn:
     os._exit(left_status())
 
 
-def end_unrestored(reasons: list[str], *, status: int = UNRESTORED_STATUS) -> NoReturn:
+def end_unrestored(reasons: list[str]) -> NoReturn:
     """Print why the state was not restored, and end the worker before it has made a step. Its state stays complete."""
     flush_all()
     text = f"hegm: the training was not restarted: {'; '.join(reasons)}. Its saved state is unchanged.\n"
     os.write(2, text.encode(errors="replace"))
-    os._exit(status)
+    os._exit(UNRESTORED_STATUS)
 
 
 def tell_waiting() -> None:

@@ -20,7 +20,7 @@ from .code.value_stack import caller
 from .frameworks import accelerate_hf, lightning
 from .loaders import passes, stateful_loader
 from .loaders.rebuild import RebuiltPass
-from .save_and_exit import EDITED_STATUS, UNRESTORED_STATUS, end_unrestored, flush_all, tell_waiting
+from .save_and_exit import end_unrestored, flush_all, tell_waiting
 from .script import capture_points, output_files
 from .script.baseline import note_place
 from .values import inherited
@@ -224,7 +224,7 @@ class PendingRestore:
         edited = source_check.edited_since(state.get("place", {}).get("files", {}))
         if edited:
             inherited.note_edited()
-        end_unrestored([*edited, *reasons], status=EDITED_STATUS if edited else UNRESTORED_STATUS)
+        end_unrestored([*edited, *reasons])
 
     def not_entered(self) -> list[str]:
         return (

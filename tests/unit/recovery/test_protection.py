@@ -471,21 +471,17 @@ async def test_a_job_whose_only_snapshot_cannot_be_restored_is_given_up_for_that
     assert "its last snapshot, of step 10, could not be restored, and it has no other" in message
 
 
-async def test_a_start_of_an_edited_script_ends_the_recovery_and_leaves_the_snapshot_usable(tmp_path: Path) -> None:
+@pytest.mark.parametrize("status", [98, 1], ids=["one process", "ranks behind their launcher"])
+async def test_a_start_of_an_edited_script_ends_the_recovery_and_leaves_the_snapshot_usable(
+    tmp_path: Path, status: int
+) -> None:
     """Each snapshot was tried, and none was used again."""
     rig = Rig()
-    message = await _fail_starts(rig, tmp_path, -signal.SIGSEGV, 97, snapshots=2)
-    assert "its script was edited after the snapshot" in message
-    await _fail_starts(rig, tmp_path, None, 97, snapshots=2)
-    assert rig.job.record.bad == (), "a second start, before the script was put back, took its snapshot for suspect"
-
-
-async def test_ranks_of_an_edited_script_were_started_again_until_their_snapshot_was_given_up(tmp_path: Path) -> None:
-    """torchrun ends with 1, whatever the status of a rank is."""
-    rig = Rig()
     lock_path(tmp_path, rig.job.record.job).write_bytes(EDITED)
-    assert "script was edited" in await _fail_starts(rig, tmp_path, -signal.SIGSEGV, 1, snapshots=2)
-    assert rig.job.record.bad == ()
+    message = await _fail_starts(rig, tmp_path, -signal.SIGSEGV, status, snapshots=2)
+    assert "its script was edited after the snapshot" in message
+    await _fail_starts(rig, tmp_path, None, status, snapshots=2)
+    assert rig.job.record.bad == (), "a second start, before the script was put back, took its snapshot for suspect"
 
 
 async def test_a_start_that_hung_counts_against_its_snapshot(tmp_path: Path) -> None:
