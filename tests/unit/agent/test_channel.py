@@ -87,7 +87,7 @@ def test_the_lock_says_that_a_rank_ended_as_its_script_was_edited(tmp_path: Path
     environ = {"PYTHONPATH": str(ROOT), "HEGM_STATE_LOCK_FD": str(lock), "HEGM_STATE": str(tmp_path / "state")}
     words = [sys.executable, "-c", EDITED_SCRIPT, str(tmp_path / "edited.py")]
     ended = subprocess.run(words, env=environ, pass_fds=(lock,), check=False, capture_output=True, timeout=PATIENCE_S)
-    assert ended.returncode == 97, ended.stderr
+    assert ended.returncode == 98, ended.stderr
     assert os.pread(lock, 9, 0) == b"edit"
     os.close(lock)
 
