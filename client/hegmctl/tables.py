@@ -95,13 +95,19 @@ def shortened(text: str, columns: int, ellipsis: str) -> str:
 
 
 def cut(line: str, columns: int) -> str:
-    """Return so much of a line as fits. One that is too long without its colours loses them."""
-    if width(line) <= columns:
-        return line
-    import re  # only here: the import takes 4 ms
+    """Return the line, cut to that many columns. A line that has to be cut loses its colours."""
+    plain = _too_long(line, columns)
+    return line if plain is None else shortened(plain, columns, "")
+
+
+def _too_long(line: str, columns: int) -> str | None:
+    """Return the line without its colours if it is longer than that; None if it fits."""
+    if width(line) <= columns:  # colour codes only make it longer
+        return None
+    import re  # only here: the import takes 4 ms, which most answers need not pay
 
     plain = re.sub(_COLOUR, "", line)
-    return line if width(plain) <= columns else shortened(plain, columns, "")
+    return plain if width(plain) > columns else None
 
 
 def wrapped(text: str, columns: int, indent: str = "") -> list[str]:
@@ -128,13 +134,11 @@ def fitted(lines: Iterable[str], columns: int | None) -> list[str]:
 
 
 def _broken(line: str, columns: int) -> list[str]:
-    if width(line) <= columns:  # colour codes only make it longer
+    plain = _too_long(line, columns)
+    if plain is None:
         return [line]
-    import re  # only here: the import takes 4 ms, which most answers need not pay
+    import re  # only here, as in _too_long
 
-    plain = re.sub(_COLOUR, "", line)
-    if width(plain) <= columns:
-        return [line]
     starts = [gap.end() for gap in re.finditer(_GAP, plain) if gap.end() <= columns // 2]
     indent = " " * (starts[-1] if starts else 2)
     parts: list[str] = []

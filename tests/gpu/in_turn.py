@@ -36,7 +36,7 @@ from tests.gpu.rows_table import show_rows
 
 # After its budget a part may take so much longer for what it has begun, and is ended then.
 GRACE_S = 150.0
-# What an installation has compiled: otherwise some machines compile it at each start of the daemon.
+# An installation has these compiled: otherwise some machines compile them at each start of the daemon.
 COMPILED = ("hegmd", "client")
 # Below this nothing is begun that looks to its time by itself.
 SHORT_S = 20.0

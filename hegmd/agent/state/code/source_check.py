@@ -91,7 +91,7 @@ def _edited() -> Iterator[Refusal]:
 
 
 class _File:
-    """A file with code, as it is now."""
+    """The source code of a file, as last read, and its compiled functions."""
 
     def __init__(self, path: str, changed_ns: int) -> None:
         """Raises OSError."""

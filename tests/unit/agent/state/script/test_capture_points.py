@@ -37,7 +37,7 @@ def test_a_survey_of_a_job_parked_at_the_head_of_its_loop_unset_its_variables() 
 
 
 class Pause:
-    """What a coroutine awaits while others run."""
+    """An awaitable that lets other coroutines run once."""
 
     def __await__(self) -> Generator[None, None, None]:
         yield
