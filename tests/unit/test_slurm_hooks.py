@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -32,6 +33,22 @@ wait*) rm -f "{folder}/runs" ;;
 run*) [ ! -e "{folder}/requeued" ] || kill -TERM $PPID ;;
 esac
 exit "$status"
+"""
+
+# It ends the lease of job 7 once the Prolog waits or has made its lease.
+SLOW_RELEASE = """#!/bin/sh
+case "$1 $2" in
+"release slurm-7")
+    echo release >>"{folder}/calls"
+    echo begun >"{folder}/begun"
+    read -r _ <"{folder}/comes"
+    echo released >>"{folder}/calls"
+    ;;
+make-room*)
+    echo make-room >>"{folder}/calls"
+    echo comes >"{folder}/comes"
+    ;;
+esac
 """
 
 
@@ -171,6 +188,31 @@ def test_a_requeued_job_was_told_that_its_memory_is_not_free_if_its_own_lease_ha
     (tmp_path / "make-room").write_text("4\n")
     (tmp_path / "leases").write_text('{"leases": [{"name": "slurm-71"}]}')
     assert "has not freed" in called("prolog", node)
+
+
+def test_the_lease_of_a_requeued_job_was_ended_by_an_epilog_that_had_just_read_its_note(
+    tmp_path: Path, node: dict[str, str]
+) -> None:
+    """The Prolog comes while the Epilog of another job ends the lease of before. It waits for that."""
+    (tmp_path / "left").mkdir()
+    (tmp_path / "left/slurm-7").touch()
+    pipes = [tmp_path / name for name in ("begun", "comes")]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    (tmp_path / "hegmctl").write_text(SLOW_RELEASE.format(folder=tmp_path))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/flock").write_text(f'#!/bin/sh\necho waits >"{tmp_path}/comes"\nexec /usr/bin/flock "$@"\n')
+    (tmp_path / "bin/flock").chmod(0o755)
+    begun, comes = (os.open(pipe, os.O_RDWR) for pipe in pipes)
+    try:
+        other = subprocess.Popen(["/bin/sh", str(HOOKS / "epilog")], env=node | {"SLURM_JOB_ID": "8"})
+        assert os.read(begun, 64)
+        called("prolog", node | {"PATH": f"{tmp_path}/bin:{node['PATH']}"})
+        assert other.wait(HANG_S) == 0
+    finally:
+        os.close(begun)
+        os.close(comes)
+    assert (tmp_path / "calls").read_text().split() == ["release", "released", "make-room"]
 
 
 def test_all_leases_of_a_slurm_job_are_known_as_its() -> None:
