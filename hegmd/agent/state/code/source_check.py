@@ -2,6 +2,8 @@
 
 Checked before a training exits. A script from a pipe was read once: the next Python would read nothing, end with 0, and
 look as if the training had finished. In a script that was edited while it ran, the loops are not at their lines.
+The training is parked meanwhile, and a network file system can hang: files are read in a thread of their own, for a
+limited time.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import dis
 import os
 import sys
 import time
+from _thread import allocate_lock, start_new_thread
 from binascii import crc32
 
 from ..values.refusals import Refusal
@@ -18,7 +21,7 @@ from .reentry import known_by
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from types import CodeType, FrameType
     from typing import Any
 
@@ -29,6 +32,10 @@ _NS = 1_000_000_000
 _START_TICKS = 19  # its place after the name in /proc/self/stat
 #: Files, each with the time of its last change, its checksum, and the code in it.
 _files: dict[str, _File] = {}
+#: How long the training is kept for its files. After that it counts as not edited, until its file system answers.
+_LOOK_S = 1.0
+#: Held by the thread that looks at files, and so by one that hangs.
+_looking = allocate_lock()
 
 
 def refusals() -> Iterator[Refusal]:
@@ -39,14 +46,13 @@ def refusals() -> Iterator[Refusal]:
 
 def checksums(frames: list[FrameType]) -> dict[str, int]:
     """Return a checksum of each file that these frames run."""
-    files = {path: _file(path) for path in dict.fromkeys([frame.f_code.co_filename for frame in frames])}
-    return {path: file.checksum for path, file in files.items() if file is not None}
+    files = _read(frame.f_code.co_filename for frame in frames)
+    return {path: file.checksum for path, file in files.items()}
 
 
 def edited_since(checked: dict[str, int]) -> list[str]:
     """Return which of these files have changed since `checksums`, in words."""
-    files = {path: _file(path) for path in checked}
-    changed = [path for path, file in files.items() if file is not None and file.checksum != checked[path]]
+    changed = [path for path, file in _read(checked).items() if file.checksum != checked[path]]
     return [f"{path} was edited after the state was saved: {_PUT_BACK}" for path in changed]
 
 
@@ -60,13 +66,13 @@ def _unreadable() -> Iterator[Refusal]:
     # With a spec it is a module (`-m`) or an archive. A relative path says too little about how it was started.
     if getattr(main, "__spec__", None) is not None or not isinstance(path, str) or not os.path.isabs(path):
         return
-    try:
-        os.stat(path)
-    except OSError as error:
-        yield Refusal(f"the script {path} cannot be read again: {error.strerror}", "put it back where it was")
-    else:
-        if not os.path.isfile(path):
-            yield Refusal(f"the script came from {path}, which cannot be read again", _HINT)
+    found: list[bool | OSError] = []
+    _in_time(lambda: found.append(_is_file(path)))
+    is_file = found[0] if found else True
+    if isinstance(is_file, OSError):
+        yield Refusal(f"the script {path} cannot be read again: {is_file.strerror}", "put it back where it was")
+    elif not is_file:
+        yield Refusal(f"the script came from {path}, which cannot be read again", _HINT)
 
 
 def _edited() -> Iterator[Refusal]:
@@ -76,14 +82,16 @@ def _edited() -> Iterator[Refusal]:
     """
     began_ns = _began_ns()
     edited: dict[str, None] = {}
-    for top in sys._current_frames().values():  # pyright: ignore[reportPrivateUsage] - documented all the same
-        for frame in script_frames(top):
-            path, last = frame.f_code.co_filename, frame.f_lasti
-            file = _file(path)
-            if file is not None and file.changed_ns >= began_ns:
-                here = _identity_of(frame.f_code, last)
-                if not any(_identity_of(code, last) == here for code in file.codes()):
-                    edited[path] = None
+    tops = list(sys._current_frames().values())  # pyright: ignore[reportPrivateUsage] - documented all the same
+    frames = [frame for top in tops for frame in script_frames(top)]
+    files = _read(frame.f_code.co_filename for frame in frames)
+    for frame in frames:
+        path, last = frame.f_code.co_filename, frame.f_lasti
+        file = files.get(path)
+        if file is not None and file.changed_ns >= began_ns:
+            here = _identity_of(frame.f_code, last)
+            if not any(_identity_of(code, last) == here for code in file.codes()):
+                edited[path] = None
     for path in edited:
         yield Refusal(
             f"{path} was edited after the script began, and a new process would not find its place", _PUT_BACK
@@ -115,18 +123,53 @@ class _File:
         return self._codes
 
 
-def _file(path: str) -> _File | None:
-    """Return the file of that name; None if it cannot be read or has no source code."""
-    if not os.path.isabs(path) or not path.endswith((".py", ".pyw")):
-        return None
+def _read(paths: Iterable[str]) -> dict[str, _File]:
+    """Return those of the files that have source code and can be read; as last read, if they cannot be in time."""
+    wanted = [path for path in dict.fromkeys(paths) if os.path.isabs(path) and path.endswith((".py", ".pyw"))]
+    found: dict[str, _File] = {}
+
+    def look() -> None:
+        for path in wanted:
+            try:
+                changed_ns = os.stat(path).st_mtime_ns
+                known = _files.get(path)
+                found[path] = known if known and known.changed_ns == changed_ns else _File(path, changed_ns)
+            except OSError:
+                pass
+
+    if not _in_time(look):
+        return {path: _files[path] for path in wanted if path in _files}
+    _files.update(found)
+    return found
+
+
+def _is_file(path: str) -> bool | OSError:
     try:
-        changed_ns = os.stat(path).st_mtime_ns
-        known = _files.get(path)
-        if known is None or known.changed_ns != changed_ns:
-            known = _files[path] = _File(path, changed_ns)
-    except OSError:
-        return None
-    return known
+        os.stat(path)
+    except OSError as error:
+        return error
+    return os.path.isfile(path)
+
+
+def _in_time(look: Callable[[], object]) -> bool:
+    """Have a thread look. Return False if it takes too long, or if an earlier one has not come back."""
+    if not _looking.acquire(False):
+        return False
+    over = allocate_lock()
+    over.acquire()
+
+    def live() -> None:
+        try:
+            look()
+        finally:
+            _looking.release()
+            over.release()
+
+    try:
+        start_new_thread(live, ())
+    except RuntimeError:  # no more threads are allowed
+        live()
+    return over.acquire(timeout=_LOOK_S)
 
 
 def _identity_of(code: CodeType, last: int) -> list[Any]:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import HANG_S
+
 ASKS = (
     "import threading\nfrom hegmd.agent.state.code.source_check import refusals\n"
     "print([found.what for found in refusals()])\n"
@@ -18,7 +20,14 @@ ASKS = (
 def run(*words: str, read: str | None = None, folder: Path | None = None, **more: str) -> str:
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **more}
     done = subprocess.run(
-        [sys.executable, *words], input=read, env=environ, cwd=folder, capture_output=True, text=True, check=False
+        [sys.executable, *words],
+        input=read,
+        env=environ,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -54,3 +63,23 @@ def test_a_script_edited_above_its_place_is_refused(tmp_path: Path, before: str,
     script.write_text(text)
     printed = run(str(script), EDITED=f"{before}{text}{after}")
     assert (f"{script} was edited after the script began" in printed) is is_refused
+
+
+# The file of a function under way becomes one that nobody can read: a pipe that nobody writes into hangs as a file
+# system does.
+HANGS = """
+import os, sys
+from hegmd.agent.state.code.source_check import refusals
+def train():
+    for path in sys.argv[1:]:
+        os.unlink(path)
+        os.mkfifo(path)
+    for _ in range(3):
+        print([found.what for found in refusals()])
+"""
+
+
+def test_a_training_stayed_parked_while_the_file_system_of_its_script_hung(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import steps\nsteps.train()\n")
+    (tmp_path / "steps.py").write_text(HANGS)
+    assert run(str(tmp_path / "train.py"), str(tmp_path / "steps.py")) == "[]\n" * 3
