@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 BACK, OVER, PAST = b"back", b"over", b"+"
 # In place of BACK: the process has ended, as its script was edited.
 EDITED = b"edit"
+# In place of OVER: a process has found that the state does not match its checksums.
+DAMAGED = b"torn"
 PAST_AT = len(BACK + OVER)
 # Follows the version of a Python that finds no agent: it runs with -E or -I, or without PYTHONPATH.
 ALONE = "alone"

@@ -17,7 +17,7 @@ import anyio.to_thread
 from hegmd.errors import HegmError
 from hegmd.migration.methods import launchers
 from hegmd.migration.methods.progress_probe import is_stopped
-from hegmd.migration.methods.restore_lock import claimed, lock_path, was_edited, was_restored
+from hegmd.migration.methods.restore_lock import claimed, lock_path, was_damaged, was_edited, was_restored
 from hegmd.node.gpu_sets import place_of
 from hegmd.protocol.recovery import FAILED, GIVEN_UP, INTERRUPTED, RECOVERED, UNDER_WAY, RecoveryAttempt
 from hegmd.protocol.slots import SlotRecord
@@ -183,7 +183,8 @@ class Starts:
             if (one.generation, one.restored_s, one.result) == (before.generation, None, FAILED)
         ]
         is_suspect = len(unrestored) > 1 and len(await job.whole()) > 1
-        is_bad = result == FAILED and not is_restored and (fell == UNRESTORED_STATUS or is_suspect)
+        is_unreadable = fell == UNRESTORED_STATUS or was_damaged(job.node.state_dir, job.record.job)
+        is_bad = result == FAILED and not is_restored and (is_unreadable or is_suspect)
         if is_bad and before.generation is not None:
             record = record.replace(bad=(*record.bad, before.generation)[-MAX_BAD:])
         job.put(record)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hegmd.errors import Refused
 from hegmd.node.processes.procfs import start_ticks_of
-from hegmd.protocol.supervision import BACK, EDITED, OVER, PAST, PAST_AT
+from hegmd.protocol.supervision import BACK, DAMAGED, EDITED, OVER, PAST, PAST_AT
 
 logger = logging.getLogger(__name__)
 
@@ -40,33 +40,34 @@ def has_finished(folder: Path, operation: str) -> bool:
 
     Its supervisor has recorded that in the lock's file: that outlives supervisor and daemon.
     """
-    return _begins_with(folder, operation, BACK + OVER)
+    return _has(folder, operation, BACK + OVER)
 
 
 def was_restored(folder: Path, operation: str) -> bool:
     """Return True if a process has reported that it restored that state. Blocks for a moment. Ranks do not say so."""
-    return _begins_with(folder, operation, BACK)
+    return _has(folder, operation, BACK)
 
 
 def was_edited(folder: Path, operation: str) -> bool:
     """Return True if a process has reported that its script was edited after it saved that state. Blocks briefly."""
-    return _begins_with(folder, operation, EDITED)
+    return _has(folder, operation, EDITED)
 
 
-def _begins_with(folder: Path, operation: str, words: bytes) -> bool:
-    try:
-        with lock_path(folder, operation).open("rb") as notes:
-            return notes.read(len(words)) == words
-    except OSError:
-        return False
+def was_damaged(folder: Path, operation: str) -> bool:
+    """Return True if a process has reported that the state does not match its checksums. Blocks briefly."""
+    return _has(folder, operation, DAMAGED, len(BACK))
 
 
 def has_passed(folder: Path, operation: str, rank: int) -> bool:
     """Return True if that rank has reported that it trained from its state. Blocks for a moment."""
+    return _has(folder, operation, PAST, PAST_AT + rank)
+
+
+def _has(folder: Path, operation: str, words: bytes, at: int = 0) -> bool:
     try:
         with lock_path(folder, operation).open("rb") as notes:
-            notes.seek(PAST_AT + rank)
-            return notes.read(1) == PAST
+            notes.seek(at)
+            return notes.read(len(words)) == words
     except OSError:
         return False
 

@@ -92,6 +92,18 @@ def test_the_lock_says_that_a_rank_ended_as_its_script_was_edited(tmp_path: Path
     os.close(lock)
 
 
+def test_the_lock_says_that_a_rank_found_its_state_damaged(tmp_path: Path) -> None:
+    lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    (tmp_path / "state").write_bytes(b"no state")
+    environ = {"PYTHONPATH": str(ROOT), "HEGM_STATE_LOCK_FD": str(lock), "HEGM_STATE": str(tmp_path / "state")}
+    script = "from hegmd.agent.state.values import inherited\ninherited.claim()\ninherited.state()"
+    words = [sys.executable, "-c", script]
+    ended = subprocess.run(words, env=environ, pass_fds=(lock,), check=False, capture_output=True, timeout=PATIENCE_S)
+    assert b"DamagedStateFile" in ended.stderr
+    assert os.pread(lock, 9, 0) == b"\0\0\0\0torn"
+    os.close(lock)
+
+
 def _until(look: Callable[[], bytes], wanted: bytes) -> bool:
     deadline = monotonic() + PATIENCE_S
     while look() != wanted and monotonic() < deadline:

@@ -26,7 +26,7 @@ from hegmd.protocol.agents import UNSEEN
 from hegmd.protocol.messages import Supervise
 from hegmd.protocol.recovery import FAILED, INTERRUPTED, UNDER_WAY, RecoveryAttempt
 from hegmd.protocol.snapshots import Gpu, Health
-from hegmd.protocol.supervision import EDITED
+from hegmd.protocol.supervision import BACK, DAMAGED, EDITED
 from hegmd.recovery.job import Node, ProtectedJob
 from hegmd.recovery.policy import Budget
 from hegmd.recovery.protection import GONE_LOOKS, Protection
@@ -482,6 +482,16 @@ async def test_a_start_of_an_edited_script_ends_the_recovery_and_leaves_the_snap
     assert "its script was edited after the snapshot" in message
     await _fail_starts(rig, tmp_path, None, status, snapshots=2)
     assert rig.job.record.bad == (), "a second start, before the script was put back, took its snapshot for suspect"
+
+
+async def test_a_damaged_snapshot_of_ranks_was_tried_twice(tmp_path: Path) -> None:
+    """Their launcher hides the exit status of a rank."""
+    rig = Rig()
+    await _fail_starts(rig, tmp_path, -signal.SIGSEGV, snapshots=2)
+    lock_path(tmp_path, rig.job.record.job).write_bytes(bytes(len(BACK)) + DAMAGED)
+    await _fail_starts(rig, tmp_path, 1, snapshots=2)
+    assert rig.job.record.bad == (2,)
+    assert [one.generation for one in rig.job.record.attempts] == [2, 1]
 
 
 async def test_a_start_that_hung_counts_against_its_snapshot(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import sys
 from time import monotonic
 
 from ....protocol.slots import RECORD_BYTES, unpacked
-from ....protocol.supervision import BACK, EDITED, PAST, PAST_AT
+from ....protocol.supervision import BACK, DAMAGED, EDITED, PAST, PAST_AT
 from ... import pinned_buffers
 from ...notes import note
 from ..storage import state_file
@@ -91,7 +91,11 @@ def state() -> Any:
         if os.path.exists(_NVIDIA):
             pinned_buffers.prepare()  # while it is read
         began = monotonic()
-        _state = _read()
+        try:
+            _state = _read()
+        except state_file.DamagedStateFile:
+            _note(DAMAGED, len(BACK))  # torchrun hides the exit status of a rank
+            raise
         note(f"the state was checked in {monotonic() - began:.4f} s")
     return _state
 
