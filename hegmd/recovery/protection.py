@@ -196,12 +196,14 @@ class Protection:
     async def _end_hung(self, own: Sequence[AgentConnection], without_s: float) -> None:
         """Note where the threads of a training are that hangs, and kill its processes; not if nothing is gained."""
         if self.job.newest is not None:
-            stacks = await stacks_of(own)
+            # Ranks that torchrun has started again may hang before their first batch, and the others wait for them.
+            own_ranks = [one for one in self.job.own_workers() if one.boundary or one.about.rank is not None]
+            stacks = await stacks_of(own_ranks)
             is_paused = any(self.job.node.is_kept_from_training(worker.pid) for worker in own)
             is_paused = is_paused or is_stopped(self.job.supervisor.pid) or self.is_recovering  # by now
             if not is_paused and min(worker.boundary for worker in own) == self.job.boundary:
                 why = f"completed no step for {without_s:.0f} s, and was killed"
-                await self.job.kill(own, why, stacks, "job.hung")
+                await self.job.kill(own_ranks, why, stacks, "job.hung")
         elif self.job.boundary != self._hung_at:
             self._hung_at = self.job.boundary
             message = f"{self.job} has completed no step for {without_s:.0f} s, and has no snapshot: it is not changed"

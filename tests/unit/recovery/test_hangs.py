@@ -10,10 +10,11 @@ import anyio
 import pytest
 
 from hegmd.recovery.policy import LEARNED_TIMES, LEAST_HANG_S, LEAST_START_S, HangWatch, RestartWatch, start_limit_s
+from hegmd.recovery.protection import Protection
 from hegmd.recovery.starts import Starts
 from tests.cells import in_one_test
 from tests.patience import HANG_S
-from tests.unit.recovery.test_protection import AnsweringRank, Rig, restarted_ranks
+from tests.unit.recovery.test_protection import AnsweringRank, Rig, restarted_ranks, worker
 
 __all__ = ["restarted_ranks"]  # a fixture
 
@@ -135,3 +136,35 @@ async def test_ranks_before_their_first_batch_were_killed_though_an_operation_to
         while not AnsweringRank.asked_ranks:  # the first look begins its time
             await starts.check_restart_by_torchrun(is_possible=True)
     assert bool(rig.job.killed_for) == (not is_taken)
+
+
+async def test_a_rank_that_never_came_to_a_batch_was_left_out_when_the_others_were_killed_for_waiting(
+    process: subprocess.Popen[bytes], second_process: subprocess.Popen[bytes]
+) -> None:
+    """torchrun had started both again by itself. The one that hung was not even asked for its stacks."""
+    waits, hangs = (AnsweringRank(one.pid, 2) for one in (process, second_process))
+    AnsweringRank.all_asked, AnsweringRank.asked_ranks = anyio.Event(), 0
+    hangs.boundary = 0
+    rig = Rig(waits, hangs)
+    rig.job.newest, rig.job.boundary = cast("Any", SimpleNamespace(step=3)), waits.boundary
+    with anyio.fail_after(HANG_S):
+        await Protection(rig.job)._end_hung([cast("Any", waits)], 61.0)
+    assert rig.job.killed_pids == [process.pid, second_process.pid]
+
+
+async def test_a_job_that_hangs_before_its_first_snapshot_is_not_killed_but_reported_once() -> None:
+    """The daemon killed the job although it could not recover it."""
+    rig = Rig(own_worker := worker("now"))
+    messages: list[str] = []
+
+    async def notify(_do: str, _operation: str, *, message: str, hint: str) -> None:
+        messages.append(message)
+
+    rig.supervisor.tell = notify
+    protection = Protection(rig.job)
+    rig.job.boundary = 5
+    for _ in range(2):
+        await protection._end_hung([own_worker], 61.0)
+    assert rig.job.killed_for == ""
+    assert messages == ["job j1 (train) has completed no step for 61 s, and has no snapshot: it is not changed"]
+    assert rig.events == ["job.hung"]

@@ -51,13 +51,14 @@ class Unkillable(ProtectedJob):
     """A protected job that records the reason of a kill instead of killing."""
 
     killed_for = ""
+    killed_pids: Sequence[int] = ()
     snapshots: Sequence[Any] = ()
 
     async def whole(self) -> list[Any]:
         return [one for one in self.snapshots if one.generation not in self.record.bad]
 
     async def kill(self, own: Any, why: str, stacks: str | None, event: str) -> None:
-        self.killed_for = f"{event}: {why}"
+        self.killed_for, self.killed_pids = f"{event}: {why}", [one.pid for one in own]
 
 
 class Rig:
@@ -219,24 +220,6 @@ async def test_the_user_of_a_job_that_is_killed_for_a_hang_is_notified(process: 
     await ProtectedJob.kill(rig.job, [rank], "completed no step for 61 s, and was killed", None, "job.hung")
     assert process.wait(HANG_S) == -9
     assert messages == ["job j1 (train) completed no step for 61 s, and was killed; see: hegmctl recovery j1"]
-
-
-async def test_a_job_that_hangs_before_its_first_snapshot_is_not_killed_but_reported_once() -> None:
-    """The daemon killed the job although it could not recover it."""
-    rig = Rig(own_worker := worker("now"))
-    messages: list[str] = []
-
-    async def notify(_do: str, _operation: str, *, message: str, hint: str) -> None:
-        messages.append(message)
-
-    rig.supervisor.tell = notify
-    protection = Protection(rig.job)
-    rig.job.boundary = 5
-    for _ in range(2):
-        await protection._end_hung([own_worker], 61.0)
-    assert rig.job.killed_for == ""
-    assert messages == ["job j1 (train) has completed no step for 61 s, and has no snapshot: it is not changed"]
-    assert rig.events == ["job.hung"]
 
 
 async def test_the_daemon_learns_the_time_to_a_jobs_first_step(process: subprocess.Popen[bytes]) -> None:
