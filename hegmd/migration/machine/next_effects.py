@@ -20,8 +20,8 @@ SUSPENDED, DONE, ROLLED_BACK, LOST = "suspended", "done", "rolled-back", "lost"
 TERMINAL = (DONE, ROLLED_BACK, LOST)
 # The phases of a resume up to its last byte. Afterwards only the release is left.
 _UNTIL_DUE = frozenset(("settling", "reserving", "restoring", "unlocking", "reloading"))
-# Waiting for what does not come is done less and less often, up to this.
-MAX_RETRY_S = 300.0
+# Waiting for what does not come is done less and less often, up to this: a job may be parked meanwhile.
+MAX_RETRY_S = 60.0
 # A job that failed elsewhere is started so often where it was: the port of a launcher may be in use, or a supervisor
 # about to reconnect, and a job that is held ends its supervisor.
 MAX_RETURNS = 3

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from hegmd.migration.machine.next_effects import PLANNED
+from hegmd.migration.machine.next_effects import PLANNED, later
 from hegmd.migration.machine.stages import SEALING, STAGES
 from hegmd.protocol.operations import PHASES_IN_ORDER
+from tests.unit.migration.operations import operation
 
 # Phases without a stage: an image is read before there is an operation, and a suspended job's bytes go to disk after.
 OF_NO_STAGE = ("reading", PLANNED, "spilling")
@@ -17,3 +18,11 @@ def test_the_protocol_names_the_stages_in_the_order_of_the_machine() -> None:
         stage.phase for stage in STAGES if stage.phase != SEALING
     ]
     assert set(OF_NO_STAGE) <= set(PHASES_IN_ORDER)
+
+
+def test_a_parked_job_waited_up_to_five_minutes_for_the_next_attempt() -> None:
+    """Its helper had been killed at six attempts, and not again."""
+    op = operation()
+    for _ in range(9):
+        op = later(op, now=100.0)
+    assert op.deadline == 160.0
