@@ -1,11 +1,12 @@
 """Requests of several operations in a row: draining a GPU, and swapping two jobs.
 
-Owns their order and the handling of a failed step. The daemon completes a swap even if its client disconnects: half of
-it would leave one job suspended. If both jobs go through the pool, they go at the same time, over the links
-of both GPUs, and come back at the same time. If the daemon is killed in between, the next one resumes the jobs that are
-suspended, makes the second of two moves, or else undoes the first. If its client disconnects, a drain stops after the
-current job; with `--no-wait` it starts all moves at once. `sequence_plan` decides the steps, and each step is an
-ordinary operation. Longer than 400 lines because what the next daemon continues is here too.
+Owns their order and the handling of a failed step. The daemon completes a swap even if its client disconnects: half
+of it would leave one job suspended, or both on one GPU. If one of two moves fails, the other is undone. If both jobs
+go through the pool, they go at the same time, over the links of both GPUs, and come back at the same time. If the
+daemon is killed in between, the next one resumes the jobs that are suspended, makes the second of two moves, or else
+undoes the first. If its client disconnects, a drain stops after the current job; with `--no-wait` it starts all moves
+at once. `sequence_plan` decides the steps, and each step is an ordinary operation. Longer than 400 lines because what
+the next daemon continues is here too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,8 +21,8 @@ import anyio
 
 from hegmd.errors import NOT_FOUND, REFUSED, Bug, HegmError
 from hegmd.migration.machine import events
-from hegmd.migration.machine.next_effects import DONE, ROLLED_BACK, SETTLING, SUSPENDED, TERMINAL
-from hegmd.migration.machine.operation import MIGRATE, RESUME, SUSPEND, Failure, Limits, Operation
+from hegmd.migration.machine.next_effects import DONE, SETTLING, SUSPENDED, TERMINAL
+from hegmd.migration.machine.operation import MIGRATE, RESUME, SUSPEND, Operation
 from hegmd.migration.machine.wording import no_such_gpu
 from hegmd.migration.model import MigrationPlan, NodeSnapshotForPlan, place_of_all
 from hegmd.migration.plan.draft import candidate_of
@@ -64,7 +64,7 @@ class _Swap:
         self.begun: list[str] = []
         #: The place where each suspended job is resumed, by its process.
         self.places = {_pid(step): step.place for step in steps if step.kind == RESUME}
-        #: The second of two moves. Its refusal is put into the journal, so that the next daemon does not make it.
+        #: The second of two moves.
         self.last_move = steps[1] if len(steps) > 1 and all(step.kind == MIGRATE for step in steps) else None
         self.over = False
         self.failure: HegmError | None = None
@@ -201,7 +201,7 @@ class MultiStepOperations(BackgroundTasks):
         logger.log(logging.WARNING if severity == "warning" else logging.INFO, "%s", message)
 
     def _has_successor(self, first: Operation) -> bool:
-        """Return True if the second move of that swap has begun or was refused, or one of its jobs has moved since."""
+        """Return True if the second move of that swap has begun, or one of its jobs has moved since."""
         keys = {first.swaps_with, *(worker.key for worker in first.workers)}
         known = self._operations.runner.operations()
         later = known[[op.id for op in known].index(first.id) + 1 :]
@@ -265,19 +265,10 @@ class MultiStepOperations(BackgroundTasks):
                 watching.cancel_scope.cancel()
             if exchange.failure is not None:
                 failure = exchange.failure
-                if exchange.last_move is not None and len(exchange.begun) == 1:
-                    await self._remember_refused(exchange.last_move, snapshot, failure)
                 logger.warning("a swap is not complete: %s", failure.message, extra=fields(hint=failure.hint))
         finally:
             exchange.over = True
             exchange.changed.notify_all()
-
-    async def _remember_refused(self, step: MigrationPlan, snapshot: NodeSnapshotForPlan, error: HegmError) -> None:
-        """Put the second of two moves into the journal as ended. The next daemon would make it otherwise."""
-        runner = self._operations.runner
-        op = step.operation(runner.next_id(), snapshot.candidates, {}, limits=Limits(), utc=time.time())
-        failure = Failure(code=error.code.name, message=error.message, hint=error.hint)
-        await runner.remember(op.replace(phase=ROLLED_BACK, failure=failure))
 
     async def _cancel_when_it_ends(self, exchange: _Swap, pid: int) -> None:
         """Wait for the end of that process. Then cancel the step that takes the other job off its GPU."""
@@ -297,8 +288,9 @@ class MultiStepOperations(BackgroundTasks):
     async def _exchange(
         self, exchange: _Swap, steps: Sequence[MigrationPlan], snapshot: NodeSnapshotForPlan, context: RequestContext
     ) -> None:
-        """Carry out part after part; if one fails, resume the jobs in the pool where they were, if that is free."""
+        """Carry out part after part; if one fails, return the jobs that have left their GPU."""
         waiting: dict[int, MigrationPlan] = {}
+        moved: list[MigrationPlan] = []
         current: NodeSnapshotForPlan | None = snapshot  # of the first part
         for part in at_once(steps):
             ended = await self._all_of(exchange, part, current, context)
@@ -308,9 +300,14 @@ class MultiStepOperations(BackgroundTasks):
                     waiting[_pid(step)] = step
                 elif _is_well(ended[_pid(step)]) and step.kind == RESUME:
                     del waiting[_pid(step)]
+                elif _is_well(ended[_pid(step)]) and exchange.last_move is not None:
+                    moved.append(step)
             if not all(map(_is_well, ended.values())):
                 for suspended in waiting.values():
                     await self._bring_back(exchange, suspended, context)
+                if exchange.failure is None:  # otherwise the other job has ended
+                    for step in moved:
+                        await self._move_back(exchange, step, context)
                 for failure in ended.values():
                     if isinstance(failure, HegmError):
                         raise failure
@@ -357,12 +354,23 @@ class MultiStepOperations(BackgroundTasks):
         return await self._end(exchange, answer)
 
     async def _bring_back(self, exchange: _Swap, suspended: MigrationPlan, context: RequestContext) -> None:
-        """Resume a job of a failed swap. If that fails, it stays suspended, and `hegmctl ops` shows the command."""
-        worker = suspended.workers[0]
+        """Resume a job of a failed swap where it was, or on the other GPU if the other job has its own by now.
+
+        If both fail, it stays suspended, and `hegmctl ops` shows the command.
+        """
+        pid = _pid(suspended)
+        for place in (suspended.source, exchange.places.get(pid)):
+            try:
+                if _is_well(await self._end(exchange, await self._operations.resume(pid, place, context))):
+                    return
+            except HegmError as error:
+                logger.warning("process %d stays suspended: %s", pid, error.message, extra=fields(hint=error.hint))
+
+    async def _move_back(self, exchange: _Swap, step: MigrationPlan, context: RequestContext) -> None:
         try:
-            await self._end(exchange, await self._operations.resume(worker.pid, suspended.source, context))
+            await self._end(exchange, await self._operations.migrate([_pid(step)], step.source, context))
         except HegmError as error:
-            logger.warning("process %d stays suspended: %s", worker.pid, error.message, extra=fields(hint=error.hint))
+            logger.warning("process %d stays on %s: %s", _pid(step), step.place, error.message)
 
     async def _end(self, exchange: _Swap, answer: OperationResult) -> protocol.Operation:
         if answer.operation is None:

@@ -108,7 +108,8 @@ def planned_swap(snapshot: NodeSnapshotForPlan, first: int, second: int) -> Outc
         return _not_to_be_moved(snapshot, (first, second))
     there, here = one.gpus[0], other.gpus[0]
     if there == here:
-        return (_against(f"{first} and {second} are both on {here}", "see hegmctl ps"),)
+        hint = f"move one of them: hegmctl migrate {first} --to GPU; see hegmctl gpus"
+        return (_against(f"{first} and {second} are both on {here}", hint),)
     if other in members_of(snapshot, one):  # which moves as one: two steps would each move all of it
         placement = {str(first): here, str(second): there}
         found = planned(snapshot, PlanRequest(kind=MIGRATE, pids=(first, second), placement=placement))

@@ -281,7 +281,7 @@ async def test_a_daemon_killed_between_the_two_moves_of_a_swap_left_both_jobs_on
 
 
 @pytest.mark.thorough
-async def test_the_next_daemon_does_not_make_a_move_of_a_swap_that_was_refused(
+async def test_the_next_daemon_does_not_make_a_move_of_a_swap_that_was_undone(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     async with running(tmp_path) as node:
@@ -292,9 +292,8 @@ async def test_the_next_daemon_does_not_make_a_move_of_a_swap_that_was_refused(
             await one.waiting.wait()
             await two.leave()
             one.go_on.set()
-        refused = node.operations.runner.describe("2")
-        assert (refused.phase, refused.processes[0].pid) == ("rolled-back", second_process.pid)
-        assert refused.failure is not None
+        undone = node.operations.runner.describe("2")
+        assert (undone.phase, undone.processes[0].pid, undone.processes[0].gpu) == ("done", process.pid, "gpu0")
         await one.leave()
     async with running(tmp_path) as node:
         for agent in (one, two):
@@ -302,6 +301,42 @@ async def test_the_next_daemon_does_not_make_a_move_of_a_swap_that_was_refused(
             await agent.attend(node.tasks)
         await anyio.wait_all_tasks_blocked()
         assert [op.id for op in node.operations.runner.operations()] == ["1", "2"]
+
+
+@pytest.mark.thorough
+async def test_both_jobs_were_left_on_one_gpu_if_the_second_move_of_a_swap_failed(
+    tmp_path: Path, process: Child, second_process: Child
+) -> None:
+    """The next swap was refused for that."""
+    async with running(tmp_path) as node:
+        _, two = await on_both(node, process, second_process)
+        two.refuses["offload"] = "a storage is in use"
+        outcome = await node.sequences.swap(process.pid, second_process.pid, node.context())
+        ends = [(operation.processes[0].pid, operation.phase) for operation in outcome.operations]
+        assert ends == [(process.pid, "done"), (second_process.pid, "rolled-back"), (process.pid, "done")]
+        assert node.reservations(process.pid) == {"gpu0": 7}
+        assert node.reservations(second_process.pid) == {"gpu1": 7}
+
+
+@pytest.mark.thorough
+async def test_a_job_stayed_suspended_after_a_failed_swap_though_the_other_job_had_left_it_a_gpu(
+    tmp_path: Path, process: Child, second_process: Child
+) -> None:
+    """It was to return to its own GPU only, where the other job was by then."""
+    async with running(tmp_path, "2x4MiB") as node:
+        one, two = await on_both(node, process, second_process, 3 * MIB)
+        one.refuses["reload"], two.slow = "the test wants it so", {"reload"}
+        with anyio.fail_after(HANG_S):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(node.sequences.swap, process.pid, second_process.pid, node.context())
+                await two.waiting.wait()
+                while (await node.at_rest("1")).failure is None:
+                    await anyio.lowlevel.checkpoint()
+                one.refuses.clear()
+                two.go_on.set()
+        assert (one.data, one.parked) == (b"1" * (3 * MIB), False)
+        assert node.reservations(process.pid) == {"gpu1": 3 * MIB}
+        assert node.reservations(second_process.pid) == {"gpu0": 3 * MIB}
 
 
 @pytest.mark.thorough
