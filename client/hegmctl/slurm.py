@@ -48,8 +48,8 @@ def grace_s(environ: Mapping[str, str]) -> float:
 class SlurmSignals:
     """Asks the daemon to suspend and resume one job. `job` is None where no daemon has given it an id.
 
-    If no process can be started that asks, `retry` starts it later: the job must not stay suspended after SIGCONT, and
-    the command must not end.
+    If no process can be started that asks, or it is killed, `retry` starts it later: the job must not stay suspended
+    after SIGCONT, and the command must not end.
     """
 
     def __init__(
@@ -68,7 +68,9 @@ class SlurmSignals:
         self._say = say
         self._python = python
         self._has_suspended = False
+        #: A descriptor of the process that asks, and its pid.
         self._asking: int | None = None
+        self._asking_pid: int | None = None
         self._words: list[str] = []
         #: When to call `retry`, a monotonic instant. None if nothing has failed.
         self.retry_at: float | None = None
@@ -89,6 +91,14 @@ class SlurmSignals:
         """The command has ended, and its operation with it: no request needs to be made for it."""
         self.close()
         self._has_suspended = False
+
+    def reaped(self, pid: int, status: int) -> None:
+        """Ask again later if that process was to ask and has failed: a resume can wait for hours, and be killed."""
+        if pid == self._asking_pid:
+            words = self._words
+            self.close()
+            if status:
+                self._words, self.retry_at = words, monotonic() + RETRY_S
 
     def retry(self, mask: set[signal.Signals]) -> None:
         """Start the process that asks the daemon, if that failed before and is due again."""
@@ -111,7 +121,7 @@ class SlurmSignals:
             os.kill(asking, signal.SIGKILL)  # nothing could end it at the next signal
             self._failed(error, is_first=is_first)
         else:
-            self.retry_at = None
+            self.retry_at, self._asking_pid = None, asking
 
     def _failed(self, error: OSError, *, is_first: bool) -> None:
         self.retry_at = monotonic() + RETRY_S
@@ -125,7 +135,7 @@ class SlurmSignals:
     def close(self) -> None:
         """End the process that asks the daemon, if there is one, and ask for nothing more."""
         self.retry_at, self._words = None, []
-        asking, self._asking = self._asking, None
+        asking, self._asking, self._asking_pid = self._asking, None, None
         if asking is not None:
             try:
                 signal.pidfd_send_signal(asking, signal.SIGKILL)

@@ -237,6 +237,8 @@ class Supervisor:
             perform_default_stop(came.number)
 
     def _reaped(self, pid: int, status: int) -> None:
+        if self._slurm is not None:
+            self._slurm.reaped(pid, status)
         if self._child is None or pid != self._child.pid:
             return
         self._child = None

@@ -102,6 +102,30 @@ def test_a_spawn_that_fails_ends_no_command_and_is_tried_again_until_it_succeeds
 
 
 @pytest.mark.thorough
+def test_a_job_stayed_suspended_for_ever_if_the_process_that_asks_for_its_resume_was_killed(tmp_path: Path) -> None:
+    """It may wait for GPU memory for hours."""
+    called = tmp_path / "called"
+    python = tmp_path / "python"
+    _stand_in(python, called)
+    python.write_text(
+        python.read_text() + f'[ -e "{tmp_path}/again" ] || {{ touch "{tmp_path}/again"; kill -9 $$; }}\n'
+    )
+    environ = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "client")))}
+    words = [sys.executable, "-c", SUPERVISES, str(python)]
+    with subprocess.Popen(words, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "trains\n"
+        parent.send_signal(signal.SIGTSTP)
+        _await(tmp_path / "again")
+        for _ in range(2):  # the suspend is tried again, and so would be the resume
+            assert _await(called) == "-m hegmctl.slurm suspend j1 /run/socket 20"
+            called.unlink()
+        parent.stdin.write("\n")
+    assert parent.returncode == 7
+
+
+@pytest.mark.thorough
 def test_a_process_without_a_descriptor_to_end_it_is_ended_and_started_again(tmp_path: Path) -> None:
     python, called = tmp_path / "python", tmp_path / "called"
     _stand_in(python, called)
