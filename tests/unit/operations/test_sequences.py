@@ -1,4 +1,7 @@
-"""Draining and swapping carried out, over model agents in processes that live."""
+"""Draining and swapping carried out, over model agents in processes that live.
+
+Longer than 400 lines because each way in which a swap can fail has a test.
+"""
 
 from __future__ import annotations
 
