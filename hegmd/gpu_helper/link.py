@@ -31,7 +31,7 @@ START_WITHIN_S = 30.0
 IDLE_AFTER_S = 60.0
 # From this size on, copies of the C library write past the cache: bytes in the pool are not read again soon. With 16
 # cores that is 48 instead of 38 GB/s out of an H200. Other libraries and processors do not know this variable.
-_NON_TEMPORAL_BYTES = 6 << 20
+_NON_TEMPORAL_BYTES = 8 << 20
 _COPIES = {"GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={_NON_TEMPORAL_BYTES}"}
 
 

@@ -45,11 +45,12 @@ class StagingSizes(NamedTuple):
     #: Smaller slots need more calls, larger ones leave the caches (32 to 50 GB/s were measured). For the
     #: same reason a slot is filled by one call: calls of 512 KiB, which stay in a core's cache, took twice as long.
     slot_bytes: int = 8 << 20
-    #: Inwards, threads wait for the interpreter at each call: 43 to 47 GB/s with 24, 46 to 51 with 16, 52 with 12.
-    most_inward_strands: int = 12
+    #: Inwards, threads wait for the interpreter at each call. Copies onto two GPUs at once reached 17 GB/s each with 12
+    #: threads and 4 MiB, 29 with 12 and 8 MiB, 33 with 8 and 8 MiB; one alone reaches 46 to 52 with all of these.
+    most_inward_strands: int = 8
     #: The bytes that a thread copies into a slot at once. Inwards that is too little to write past the cache (`link`):
     #: the copy engine reads a slot faster while it is in the cache.
-    most_inward_bytes: int = 4 << 20
+    most_inward_bytes: int = (8 << 20) - 4096
 
     @property
     def strands(self) -> int:
