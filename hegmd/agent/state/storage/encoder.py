@@ -45,8 +45,12 @@ class Tree:
         self.tensors = tensors.Tensors()
         # Keeps everything alive that is identified by its address.
         self._kept: list[Any] = [value]
-        self._add(value)
-        of_storages, described = self.tensors.finish()
+        torch = tensors.module("torch")
+        if hasattr(torch, "no_grad"):
+            with torch.no_grad():
+                of_storages, described = self._taken_apart(value)
+        else:
+            of_storages, described = self._taken_apart(value)
         head = bytearray()
         self.raws: list[Raw] = [*of_storages, *self.beside]
         _number(head, len(of_storages))
@@ -54,6 +58,10 @@ class Tree:
         for one in described:
             _describe(head, one)
         self.data = bytes(head + self.out)
+
+    def _taken_apart(self, value: Any) -> tuple[list[Raw], list[tuple[Any, ...]]]:
+        self._add(value)
+        return self.tensors.finish()
 
     def _add(self, value: Any) -> None:
         kind = _type_of(value)
@@ -226,11 +234,13 @@ def _describe(out: bytearray, described: tuple[Any, ...]) -> None:
     _number(out, slot + 1)
     _number(out, start)
     _text(out, kind)
-    _number(out, len(shape))
-    for size in (*shape, *strides):
+    out.append(len(shape))  # PyTorch has at most 64 dimensions
+    for size in shape:
         _number(out, size)
+    for stride in strides:
+        _number(out, stride)
     _text(out, where)
-    _number(out, int(requires_grad))
+    out.append(requires_grad)
 
 
 def _what_it_is(value: Any) -> str:

@@ -44,8 +44,7 @@ class Tensors:
     def add(self, tensor: Any, path: str) -> int:
         """Take a tensor in; its number. Raises NotPlain."""
         requires_grad = bool(tensor.requires_grad)
-        with module("torch").no_grad():
-            bare = _bare(tensor, path)
+        bare = _bare(tensor, path)
         storage = bare.untyped_storage()._cdata if bare.numel() else -1
         slot = -1
         if storage != -1:
@@ -66,30 +65,45 @@ class Tensors:
             firsts.append(first)
         described: list[tuple[Any, ...]] = []
         for tensor, slot, requires_grad in self._tensors:
-            start = tensor.storage_offset() * tensor.element_size() - firsts[slot] if slot >= 0 else 0
-            kind = str(tensor.dtype).rpartition(".")[2]
-            where = str(tensor.device)
-            described.append((slot, start, kind, tuple(tensor.shape), tuple(tensor.stride()), where, requires_grad))
+            start = _first_byte_of(tensor) - firsts[slot] if slot >= 0 else 0
+            kind, where = _name_of(tensor.dtype), _name_of(tensor.device)
+            described.append((slot, start, kind, tuple(tensor.shape), tensor.stride(), where, requires_grad))
         return raws, described
 
     def _reach(self, members: list[int]) -> tuple[Raw, int]:
         """Return the part of a storage to write: from the first to the last byte that any of its tensors uses."""
-        tensors = [self._tensors[member][0] for member in members]
-        first = min(tensor.storage_offset() * tensor.element_size() for tensor in tensors)
-        end = max(_end_of(tensor) for tensor in tensors)
-        only = tensors[0]
-        if len(tensors) == 1 and end - first > MAX_SPARSE * only.numel() * only.element_size():
+        only = self._tensors[members[0]][0]
+        first, end = _first_byte_of(only), _end_of(only)
+        for member in members[1:]:
+            tensor = self._tensors[member][0]
+            first, end = min(first, _first_byte_of(tensor)), max(end, _end_of(tensor))
+        if len(members) == 1 and end - first > MAX_SPARSE * only.numel() * only.element_size():
             _bare, slot, requires_grad = self._tensors[members[0]]
-            with module("torch").no_grad():
-                only = only.contiguous().clone()
+            only = only.contiguous().clone()
             self._tensors[members[0]] = (only, slot, requires_grad)
             first, end = 0, only.numel() * only.element_size()
         address = only.untyped_storage().data_ptr() + first
-        return (only, address, end - first, str(only.device)), first
+        return (only, address, end - first, _name_of(only.device)), first
+
+
+#: A state of thousands of tensors has few dtypes and devices.
+_names: dict[Any, str] = {}
+
+
+def _name_of(kind: Any) -> str:
+    """Return the name of a dtype or a device."""
+    name = _names.get(kind)
+    if name is None:
+        name = _names[kind] = str(kind).rpartition(".")[2]
+    return name
+
+
+def _first_byte_of(tensor: Any) -> int:
+    return int(tensor.storage_offset() * tensor.element_size())
 
 
 def _end_of(tensor: Any) -> int:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    last = sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())])
     return int((tensor.storage_offset() + last + 1) * tensor.element_size())
 
 
