@@ -292,7 +292,10 @@ def in_threads(copy: Copy, spans: Iterable[Span], progress: Progress, most: int 
             copy(*piece)
             tell(piece[2])
 
-    share_out(work, pieces(spans), progress, most)
+    items = pieces(spans)
+    if sum([piece[2] for piece in items]) < PIECE_BYTES:  # threads would get in one another's way
+        most = 1
+    share_out(work, items, progress, most)
 
 
 def ignore(_copied_bytes: int) -> None:

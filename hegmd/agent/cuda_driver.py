@@ -203,6 +203,10 @@ class OverlappingCopies(Copies):
         mode = ctypes.c_int(_RELAXED)
         _check("cuThreadExchangeStreamCaptureMode", self._exchange(ctypes.byref(mode)))
 
+    def within(self, context: int | None) -> _Within:
+        """Use that context in this thread, and at the end again the one that it had."""
+        return _Within(self, context)
+
     def memory(self) -> tuple[int, int]:
         """Return how much memory of the GPU is free, and how much it has."""
         free_bytes, total_bytes = ctypes.c_size_t(), ctypes.c_size_t()
@@ -221,6 +225,19 @@ class OverlappingCopies(Copies):
     def begin_within(self, to: int, video: int, size_bytes: int, stream: int | None) -> None:
         """Copy from video memory to video memory of the same GPU."""
         _check("cuMemcpyDtoDAsync", self._within(to, video, size_bytes, stream))
+
+
+class _Within:
+    def __init__(self, driver: OverlappingCopies, context: int | None) -> None:
+        self._driver = driver
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._before = self._driver.context()
+        self._driver.use(self._context)
+
+    def __exit__(self, *_exc: object) -> None:
+        self._driver.use(self._before)
 
 
 class PeerAccess:

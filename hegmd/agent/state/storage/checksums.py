@@ -38,9 +38,20 @@ def sum_of(address: int, size_bytes: int, before: int = 0) -> int:
     for start in range(0, whole_bytes, most_bytes):
         block_bytes = min(most_bytes, whole_bytes - start)
         total = crc32(_page_sums(_bytes_at(address + start, block_bytes)), total)
-    if whole_bytes < size_bytes:
-        total = crc32(_bytes_at(address + whole_bytes, size_bytes - whole_bytes), total)
-    return total
+    return _with_rest(total, address, size_bytes)
+
+
+def sum_with(page_sums: memoryview, address: int, size_bytes: int) -> int:
+    """Return the checksum of the bytes at that address, of whose whole pages these are the sums."""
+    return _with_rest(crc32(page_sums), address, size_bytes)
+
+
+def _with_rest(total: int, address: int, size_bytes: int) -> int:
+    """Add the bytes after the last whole page."""
+    rest_bytes = size_bytes % PAGE_BYTES
+    if not rest_bytes:
+        return total
+    return crc32(_bytes_at(address + size_bytes - rest_bytes, rest_bytes), total)
 
 
 def summing(copy: Copy, sums: dict[int, int]) -> Copy:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
@@ -52,13 +51,3 @@ def test_if_pytorch_cannot_add_up_no_checksum_is_claimed() -> None:
     found: dict[int, int] = {}
     adding.add(found)
     assert (adding.places, found) == (set(), {})
-
-
-def test_tensors_of_a_snapshot_were_kept_alive_until_its_checksums_were_finished() -> None:
-    """They stayed alive during the copy in the background, while the training may need their memory."""
-    raws = [_raw(MIN_BYTES, 0, 5)]
-    tensor, adding, found = weakref.ref(raws[0][0]), VideoSums(raws, [0]), dict[int, int]()
-    adding.add_up()
-    raws.clear()
-    assert tensor() is None
-    assert (adding.finish(found), list(found)) == ({0}, [0])
