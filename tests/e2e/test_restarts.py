@@ -33,6 +33,50 @@ def test_training_continues_bit_for_bit(restarts: Restarts, tmp_path: Path, scri
     assert output.splitlines() == restarts.undisturbed(*argv).splitlines()
 
 
+_BEST = """
+import functools
+import torch
+
+torch.manual_seed(3)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def trainer():
+    first, best = None, float("inf")
+
+    def train(step, *, scale):
+        nonlocal first, best
+        loss = model(torch.randn(2, 4)).square().mean() * scale
+        first = loss.item() if first is None else first
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step == 1:
+            best = loss.item()
+        return loss.item(), first, best
+
+    return functools.partial(train, scale=0.5)
+
+
+train = trainer()
+for step in range(9):
+    print(step, *train(step), flush=True)
+"""
+
+
+def test_values_of_a_closure_began_again_at_the_second_restart_without_a_loader(
+    restarts: Restarts, tmp_path: Path
+) -> None:
+    """The record of the second process had the restored ones, so none seemed to have changed; the first process's had
+    those that the first batch had set before its step."""
+    script = tmp_path / "best.py"
+    script.write_text(_BEST)
+    output, ends = restarts.restarted(str(script), at=(3, 3))
+    assert [ended.status for ended in ends] == [LEFT_STATUS, LEFT_STATUS, 0], [ended.errors for ended in ends]
+    assert output.splitlines() == restarts.undisturbed(str(script)).splitlines()
+
+
 def test_a_stream_that_cannot_be_redirected_is_refused_with_the_reason(restarts: Restarts) -> None:
     _output, ends = restarts.restarted(str(SCRIPTS / "iterable.py"), at=(20,))
     assert [ended.status for ended in ends] == [REFUSED_STATUS]

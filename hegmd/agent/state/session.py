@@ -169,6 +169,8 @@ class PendingRestore:
         left += elsewhere(state["place"], frame)
         if left:
             self.end([f"the loop at {where} was entered in another way" for where in left])
+        if state["place"]["driver"] is None:  # a loop over a loader was noted when its pass began
+            note_place(tuple(tuple(step) for step in state["place"]["path"]), script_frames(frame))
         began = monotonic()
         if output_files.KEY in state and inherited.step() is not None:
             flush_all()

@@ -15,6 +15,7 @@ from binascii import crc32
 from collections import deque
 
 from ..values.duck_types import FUNCTION, class_of, is_a, members_of
+from .assignments import changes_of
 from .script_objects import cells_of, set_value, users_modules, values_of
 
 TYPE_CHECKING = False
@@ -94,7 +95,9 @@ def holders_in(instances: Instances) -> Iterator[Holder]:
 class Drift:
     """The saved description of all of it, to compare with later."""
 
-    def __init__(self, instances: Instances) -> None:
+    def __init__(self, instances: Instances, *, is_late: bool = False) -> None:
+        """`is_late`: the loop may have changed values before."""
+        self._is_late = is_late
         self._names: dict[tuple[str, int], str] = {}
         self._alive: dict[tuple[str, int], Any] = {}
         self._prints: dict[tuple[str, int], dict[str, Any]] = {}
@@ -113,14 +116,27 @@ class Drift:
         return _is_it(self._alive.get((OWN, id(thing))), thing)
 
     def changed(self, instances: Instances) -> Iterator[tuple[Holder, str, str, Any]]:
-        """Yield the places with another value now: holder, its former name, place and value."""
+        """Yield the places with another value now: holder, its former name, place and value.
+
+        Variables of closures that functions set may have changed before a late record.
+        """
+        rewritten: set[str] = _rewritten_in(instances) if self._is_late else set()
         for holder in holders_in(instances):
             if not _is_it(self._alive.get(holder.key), holder.thing):
                 continue
             before = self._prints[holder.key]
+            if holder.kind == CELL and holder.name.rpartition("<")[2][:-1] in rewritten:
+                before = {}
             for key, value in holder.values():
                 if key not in before or before[key] != print_of(value):
                     yield holder, self._names[holder.key], key, value
+
+
+def _rewritten_in(instances: Instances) -> set[str]:
+    """Return the variables that a function sets and shares with the one that defines it."""
+    codes = {function.__code__ for function, _name in instances.functions}
+    stored = [(code, found.name) for code in codes for found in changes_of(code).found if found.is_stored]
+    return {name for code, name in stored if name in code.co_freevars}
 
 
 def _weak(thing: Any) -> Any:

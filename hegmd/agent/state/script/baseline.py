@@ -139,7 +139,7 @@ class Baseline:
             if found.kind == TENSOR and id(found.thing) not in elsewhere:
                 self._marks[found.names[0]] = (weakref.ref(found.thing), marking.mark(found.thing))
         self._variables = {name: _print_of(value) for name, value in _variables(frames)}
-        self.drift = Drift(Instances(frames))
+        self.drift = Drift(Instances(frames), is_late=is_late)
 
     def names_of(self, found: FoundObject) -> list[str]:
         """Return the names that it had here, and will have in a restarted script; its present ones if made later."""
