@@ -16,7 +16,7 @@ from .code.position import Loop, ThreadPosition, Unreadable, look_into, step_tex
 from .frameworks import accelerate_hf
 from .loaders import passes, stateful_loader
 from .script import capture_points, kind_table, variables
-from .script.baseline import Baseline, baseline_of, refusal_of
+from .script.baseline import Baseline, baseline_of, refusal_of, refusal_of_changed
 from .script.discovery import MODULE, OPTIMIZER, TENSOR, FoundObject, ScriptSearch, is_open
 from .script.references import references_to
 from .values import contents, rng
@@ -230,6 +230,7 @@ class _Capture:
             )
         elsewhere = objects.tensors_elsewhere()
         carried = [found for found in self._chosen(objects) if found.kind != TENSOR or id(found.thing) not in elsewhere]
+        self._check_structure(carried)
         references = kind_table.references_of(dict(enumerate(carried)))
         self.state["holdings"] = [
             {
@@ -266,6 +267,16 @@ class _Capture:
             for step in place.whiles():
                 what = f"the while loop at {step_text(step)} depends on variables that start over"
                 self._refuse(f"{what}: {anew}", _WHILE)
+
+    def _check_structure(self, carried: list[FoundObject]) -> None:
+        """Refuse what has other parts than at the first batch: its state would not fit in a restarted script."""
+        if self._baseline is None:
+            return
+        parameters = kind_table.parameter_names(carried)
+        for found in carried:
+            changes = self._baseline.changes_of(found, parameters)
+            if changes:
+                self.refusals.append(refusal_of_changed(found, changes))
 
 
 def _inner_of(position: dict[str, Any]) -> list[dict[str, Any]]:

@@ -48,9 +48,13 @@ def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
     if reasons:
         raise IncompatibleState(reasons)
     devices.learn_places(_placed_tensors_in(pairs))
+
+    def parameter_of(reference: Any) -> Any:
+        return part_of(pairs[reference[0]][1].thing, f"named_parameters:{reference[1]}")
+
     stateful_ones = [(saved, found) for saved, found in pairs.values() if found.kind == STATEFUL]
     for saved, found in stateful_ones:
-        kind_table.put(found, saved["content"])
+        kind_table.put(found, saved["content"], parameter_of)
     if any(is_open(found) for _saved, found in stateful_ones):
         pairs, reasons = _compared(state, frames)  # their content may be another object now
         if reasons:
@@ -59,7 +63,9 @@ def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
     for kind in (MODULE, OPTIMIZER, SCHEDULER, SCALER, TENSOR, GENERATOR):
         for saved, found in pairs.values():
             if found.kind == kind:
-                lines += [f"{saved['names'][0]}: {what}" for what in kind_table.put(found, saved["content"])]
+                lines += [
+                    f"{saved['names'][0]}: {what}" for what in kind_table.put(found, saved["content"], parameter_of)
+                ]
     contents.make_copies()
 
     def held(reference: Any) -> Any:

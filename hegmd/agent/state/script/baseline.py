@@ -22,6 +22,7 @@ from ..code.script_objects import Instances
 from ..storage import checksums
 from ..values.duck_types import is_a
 from ..values.refusals import Refusal
+from . import kind_table
 from .discovery import TENSOR, FoundObject, ScriptSearch
 
 TYPE_CHECKING = False
@@ -130,12 +131,16 @@ class Baseline:
         self._kinds: dict[str, tuple[str, str]] = {}
         self._marks: dict[str, tuple[Any, TensorMark]] = {}
         self._names: dict[int, tuple[Any, list[str]]] = {}
+        self._forms: dict[str, Any] = {}
         objects = ScriptSearch(frames)
         marking, elsewhere = TensorMarks(), objects.tensors_elsewhere()
+        parameters = kind_table.parameter_names(objects.list)
         for found in objects.list:
             self._names[id(found.thing)] = (_weak(found.thing), found.names)
+            form = kind_table.form_of(found, parameters)
             for name in found.names:
                 self._kinds[name] = (found.kind, type(found.thing).__qualname__)
+                self._forms[name] = form
             if found.kind == TENSOR and id(found.thing) not in elsewhere:
                 self._marks[found.names[0]] = (weakref.ref(found.thing), marking.mark(found.thing))
         self._variables = {name: _print_of(value) for name, value in _variables(frames)}
@@ -150,6 +155,13 @@ class Baseline:
         """Return True if no object of its class had any of its names."""
         kind = (found.kind, type(found.thing).__qualname__)
         return all(self._kinds.get(name) != kind for name in found.names)
+
+    def changes_of(self, found: FoundObject, parameters: dict[int, str]) -> list[str]:
+        """Return how its structure differs from the one here, which a restarted script will have again."""
+        known = next((name for name in self.names_of(found) if name in self._forms), None)
+        if known is None or self._kinds[known][0] != found.kind:
+            return []
+        return kind_table.changes_between(found.kind, self._forms[known], kind_table.form_of(found, parameters))
 
     def written_to(self, objects: list[FoundObject]) -> set[int]:
         """Return the addresses of the tensors that were here and have changed in place, or may have."""
@@ -181,6 +193,16 @@ def refusal_of(found: FoundObject) -> Refusal:
         f"{name}, a {type(found.thing).__qualname__}, was created after the first batch, so a restarted script would "
         "not have it where it continues",
         "create it before the loop, or keep its contents with hegm.keep(name, get, set)",
+    )
+
+
+def refusal_of_changed(found: FoundObject, changes: list[str]) -> Refusal:
+    """Return the refusal of an object whose structure has changed since the script first reached this place."""
+    what = f"{changes[0]}{'' if len(changes) == 1 else f', and {len(changes) - 1} more'}"
+    return Refusal(
+        f"{found.names[0]}, a {type(found.thing).__qualname__}, was changed after the first batch: {what}; a restarted "
+        "script would have the former one where it continues",
+        "make the change before the loop",
     )
 
 

@@ -199,7 +199,7 @@ def _ways_on(name: str, thing: Any, kind: str | None) -> Iterator[tuple[str, Any
     if kind == STATEFUL and not _is_scripts(type(thing)):
         return
     if is_a(thing, dict):
-        yield from ((f"{name}[{key!r}]", value) for key, value in list(thing.items()) if isinstance(key, (str, int)))
+        yield from _ways_of_dict(name, thing)
         return
     if is_a(thing, list, tuple, deque):
         yield from ((f"{name}[{index}]", value) for index, value in enumerate(list(thing)))
@@ -224,6 +224,12 @@ def _ways_on(name: str, thing: Any, kind: str | None) -> Iterator[tuple[str, Any
             yield f"{name}.{slot}", object.__getattribute__(thing, slot)
         except AttributeError:
             pass
+
+
+def _ways_of_dict(name: str, thing: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the values; a key that is an object, such as a parameter, is named by its number in the dictionary."""
+    for number, (key, value) in enumerate(list(thing.items())):
+        yield f"{name}[{key!r}]" if isinstance(key, (str, int)) else f"{name}[key {number}]", value
 
 
 def _ways_of_function(name: str, thing: Any) -> Iterator[tuple[str, Any]]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 HELD = "held"
 OWN = "own"
+_DEVICES = frozenset(("cpu", "cuda", "hip"))
 
 
 class CapturedReferences:
@@ -124,6 +125,7 @@ class RestoredReferences:
         self._held = held
         here = instances.found
         self._found: dict[int, Any] = {}
+        self._refilled: set[int] = set()
         for is_later in (False, True):
             numbers = [number for number, entry in enumerate(entries) if entry["later"] is is_later]
             taken = {id(thing) for thing in self._found.values()}
@@ -135,7 +137,21 @@ class RestoredReferences:
                     class_of(left[yours][0]).__qualname__ == entries[numbers[mine]]["class"]  # noqa: B023 - at once
                 ),
             )
-            self._found.update({numbers[mine]: left[yours][0] for mine, yours in pairs.items()})
+            for mine, yours in pairs.items():
+                self._take(numbers[mine], *left[yours])
+
+    def _take(self, number: int, thing: Any, names: list[str]) -> None:
+        """Have the object that is here under its names be its counterpart.
+
+        One that replaced another within the loop takes the place of the former one, which is here. If others hold the
+        former one too, it is created beside it.
+        """
+        entry = self._entries[number]
+        if entry["whole"] is not None and not entry["values"] and not set(names) <= set(entry["names"]):
+            return  # what refers to it has it created
+        self._found[number] = thing
+        if entry["whole"] is not None:
+            self._refilled.add(number)
 
     def thing(self, reference: Any, settling: Decoding) -> Any:
         """Return the object of the reference; None if there is none."""
@@ -167,6 +183,12 @@ class RestoredReferences:
             for name, (form, is_stored) in entry["values"].items():
                 text = f"{entry['class']}.{name}"
                 yield RestoreTarget(form, here.get(name), text, partial(set_value, thing, name), is_stored=is_stored)
+            for name, form in entry["whole"].items() if number in self._refilled else ():
+                # The script has chosen its device again.
+                is_device = is_a(form, str) and is_a(here.get(name), str) and form.partition(":")[0] in _DEVICES
+                if name not in entry["values"] and not is_device:
+                    text = f"{entry['class']}.{name}"
+                    yield RestoreTarget(form, here.get(name), text, partial(set_value, thing, name), is_stored=True)
 
 
 def references_to(addresses: set[int], things: list[Any]) -> dict[int, Any]:

@@ -16,7 +16,7 @@ from .duck_types import is_a
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import Any
 
 _NUMBERS = (int, float, bool)
@@ -48,9 +48,42 @@ def unfit_module(module: Any, taken: Any) -> list[str]:
     reasons = [f"it has no {name}" for name in there if name not in here]
     reasons += [f"it has {name}, which was not there" for name in here if name not in there]
     for name, tensor in there.items():
-        if name in here:
+        if name in here and not _has_no_shape(here[name]):
             reasons += _unlike(name, here[name], tensor)
     return reasons
+
+
+def form_of_module(module: Any) -> dict[str, Any]:
+    """Return the shape and type of each parameter and buffer; None for one that gets its shape later."""
+    return {name: None if _has_no_shape(tensor) else form_of_tensor(tensor) for name, tensor in _tensors_of(module)}
+
+
+def changes_of_module(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return how its parameters and buffers differ, so that a module with the former ones cannot take the state."""
+    changes = [f"{name} is new" for name in now if name not in before]
+    changes += [f"{name} is gone" for name in before if name not in now]
+    both = [(name, before[name], now[name]) for name in now if name in before]
+    return changes + [f"{name} has another shape or type" for name, was, is_ in both if was not in (None, is_)]
+
+
+def form_of_tensor(tensor: Any) -> tuple[Any, ...]:
+    """Return its shape and its type."""
+    return tuple(tensor.shape), str(tensor.dtype)
+
+
+def _has_no_shape(tensor: Any) -> bool:
+    """Return True for a parameter of a lazy module, and for a buffer that is resized once there are values for it."""
+    torch: Any = sys.modules["torch"]
+    return torch.nn.parameter.is_lazy(tensor) or (not isinstance(tensor, torch.nn.Parameter) and tensor.numel() < 2)
+
+
+def _take_shape(here: Any, there: Any) -> None:
+    """Give a tensor without a shape the one that it had."""
+    torch: Any = sys.modules["torch"]
+    if torch.nn.parameter.is_lazy(here):
+        here.materialize(there.shape, dtype=there.dtype)
+    elif here.shape != there.shape:
+        here.resize_(there.shape)
 
 
 def put_module(module: Any, taken: Any) -> None:
@@ -59,6 +92,8 @@ def put_module(module: Any, taken: Any) -> None:
     here = dict(_tensors_of(module))
     with torch.no_grad():
         for name, tensor, requires in taken["tensors"]:
+            if _has_no_shape(here[name]):
+                _take_shape(here[name], tensor)
             _copy(here[name], tensor)
             if here[name].is_leaf and here[name].requires_grad != requires:
                 here[name].requires_grad_(requires)
@@ -146,7 +181,11 @@ def unfit_optimizer(optimizer: Any, taken: Any, references: dict[int, Any]) -> l
     """Return why the optimizer is a different one."""
     if _class_of(optimizer) != taken["class"]:
         return [f"it is a {_class_of(optimizer)} and was a {taken['class']}"]
-    if len(optimizer.param_groups) != len(taken["groups"]):
+    added = taken["groups"][len(optimizer.param_groups) :]
+    known = set(references.values())
+    if len(optimizer.param_groups) > len(taken["groups"]) or any(
+        tuple(was[:2]) not in known for group in added for was in group["params"]
+    ):
         return [f"it has {len(optimizer.param_groups)} groups of parameters and had {len(taken['groups'])}"]
     reasons: list[str] = []
     counted = 0
@@ -166,12 +205,29 @@ def unfit_optimizer(optimizer: Any, taken: Any, references: dict[int, Any]) -> l
     return reasons
 
 
-def put_optimizer(optimizer: Any, taken: Any) -> list[str]:
+def form_of_optimizer(optimizer: Any, parameters: dict[int, str]) -> list[list[str | None]]:
+    """Return the names of its parameters by group; None for those that no module has."""
+    return [[parameters.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def changes_of_optimizer(before: list[list[str | None]], now: list[list[str | None]]) -> list[str]:
+    """Return what has changed in its groups, except for groups that were added with parameters of modules."""
+    added = now[len(before) :]
+    if now[: len(before)] == before and all(name is not None for group in added for name in group):
+        return []
+    return ["its groups have other parameters"]
+
+
+def put_optimizer(optimizer: Any, taken: Any, parameter_of: Callable[[Any], Any]) -> list[str]:
     """Restore groups and state, and parameters that no module has. Return what differs on another type of device.
 
-    There the script's choice of how steps are computed stays.
+    There the script's choice of how steps are computed stays. Groups that the script added in its loop are added
+    again; `parameter_of` returns the parameter of a reference.
     """
     notes: list[str] = []
+    for before in taken["groups"][len(optimizer.param_groups) :]:
+        params = [parameter_of(was[:2]) for was in before["params"]]
+        optimizer.param_groups.append({**optimizer.defaults, "params": params})
     if taken["called"]:
         setattr(optimizer, _CALLED, True)
     states = iter(taken["states"])

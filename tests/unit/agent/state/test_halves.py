@@ -191,7 +191,129 @@ def train(begin):
             numpy.add(tensor.numpy(), 1, out=tensor.numpy())
     return [mean.item(), shadow.mean.item(), shadow.data, replaced.item(), large[5].item(), small.sum().item()]
 """,
+    "keyed": """
+import enum
+import torch
+
+class Part(enum.Enum):
+    NOISE = 1
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+optimizers = {parameter: torch.optim.Adam([parameter], 0.1) for parameter in model.parameters()}
+by_part = {Part.NOISE: torch.Generator().manual_seed(2), (1, 2): torch.nn.Linear(1, 1), None: torch.zeros(1)}
+
+def step_at_once(parameter):
+    optimizers[parameter].step()
+    optimizers[parameter].zero_grad()
+
+for parameter in model.parameters():
+    parameter.register_post_accumulate_grad_hook(step_at_once)
+
+def train(begin):
+    for step in range(begin, 9):
+        at(step)
+        noise = torch.rand(2, 3, generator=by_part[Part.NOISE])
+        model(noise).sum().backward()
+        with torch.no_grad():
+            by_part[1, 2].weight.mul_(0.9)
+            by_part[None].add_(1)
+    return [model(torch.ones(3)).item(), by_part[1, 2].weight.item(), by_part[None].item()]
+""",
+    "thawed": """
+import torch
+
+torch.manual_seed(0)
+body, head = torch.nn.Sequential(torch.nn.LazyLinear(4)), torch.nn.Linear(4, 1)
+optimizer = torch.optim.Adam(head.parameters(), 0.1)
+decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+def train(begin):
+    for step in range(begin, 9):
+        at(step)
+        if step == 3:
+            optimizer.add_param_group({"params": body.parameters(), "lr": 0.01, "betas": (0.5, 0.9)})
+            decay.base_lrs.append(0.01)
+        head(body(torch.ones(2, 3) * step)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        decay.step()
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return [head(body(torch.ones(3))).item(), rates, [group["betas"] for group in optimizer.param_groups]]
+""",
+    "observed": """
+import torch
+from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
+
+torch.manual_seed(0)
+layer = torch.nn.Linear(3, 4)
+rounded = FakeQuantize(MovingAveragePerChannelMinMaxObserver, quant_min=-128, quant_max=127, dtype=torch.qint8)
+
+def train(begin):
+    total = 0.0
+    for step in range(begin, 9):
+        at(step)
+        with torch.no_grad():
+            layer.weight.mul_(1.1)
+        total += rounded(layer.weight).sum().item()
+    return [total, rounded.scale.sum().item()]
+""",
+    "replaced": """
+import dataclasses
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    step: int = 0
+    phase: str = "warm"
+
+@dataclasses.dataclass(frozen=True, **({"slots": True} if "slots" in dataclasses.dataclass.__kwdefaults__ else {}))
+class Sums:
+    spent: tuple = (0,)
+
+FIRST = Progress()
+
+class Trainer:
+    def __init__(self):
+        self.progress, self.sums, self.own = FIRST, Sums(), Progress()
+
+    def step(self):
+        self.progress = dataclasses.replace(self.progress, step=self.progress.step + 1)
+        self.sums = Sums((self.sums.spent[0] + 1,))
+        self.own = dataclasses.replace(self.own, step=self.own.step + 2, phase="main")
+
+trainer = Trainer()
+
+def train(begin):
+    for epoch in range(1):
+        local = Progress()
+        for step in range(begin, 9):
+            at(step)
+            trainer.step()
+            local = dataclasses.replace(local, step=local.step + 3)
+    return [repr(found) for found in (trainer.progress, trainer.sums, trainer.own, local, FIRST)]
+""",
+    "pruned": """
+import torch
+from torch.nn.utils import prune
+
+torch.manual_seed(0)
+layer = torch.nn.Linear(3, 4)
+optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+grown = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+swept = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+
+def train(begin):
+    for step in range(begin, 9):
+        at(step)
+        if step == 3 and not begin:
+            prune.random_unstructured(layer, "weight", 0.5)
+            grown.append(torch.nn.Linear(1, 1))
+            swept.add_param_group({"params": [torch.ones(2, requires_grad=True)]})
+    return []
+""",
 }
+#: These cannot continue: what is under test is that they are refused before they end.
+REFUSED = frozenset(("pruned",))
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +322,7 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("scripts")
     for name, text in SCRIPTS.items():
         (folder / f"{name}.py").write_text(text)
-    files = [str(folder / f"{name}.py") for name in SCRIPTS]
+    files = [f"{'-' if name in REFUSED else ''}{folder}/{name}.py" for name in SCRIPTS]
     argv = [sys.executable, "-m", "tests.unit.agent.state.twice", *files]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=HANG_S)
@@ -244,3 +366,39 @@ def test_a_tensor_made_in_inference_mode_does_not_make_the_others_start_over(hal
 @pytest.mark.thorough
 def test_a_tensor_written_through_its_data_or_numpy_is_kept(halves: dict[str, Any]) -> None:
     assert_exact(halves["aside"])
+
+
+@pytest.mark.thorough
+def test_optimizers_and_generators_in_dictionaries_keyed_by_objects_are_kept(halves: dict[str, Any]) -> None:
+    """An optimizer for each parameter, which steps within the backward pass, lost its state without a refusal."""
+    assert_exact(halves["keyed"])
+
+
+@pytest.mark.thorough
+def test_an_attribute_that_gets_a_new_object_in_each_step_is_kept(halves: dict[str, Any]) -> None:
+    """The new object was taken for the one that the restarted script has there: its counts began again, unsaid."""
+    assert_exact(halves["replaced"])
+
+
+@pytest.mark.thorough
+def test_groups_that_an_optimizer_got_in_the_loop_are_kept(halves: dict[str, Any]) -> None:
+    """A training that thawed layers as it went ended at its restart. So did one with parameters of a lazy module."""
+    assert_exact(halves["thawed"])
+
+
+@pytest.mark.thorough
+def test_observers_that_got_their_shape_in_the_loop_are_kept(halves: dict[str, Any]) -> None:
+    assert_exact(halves["observed"])
+
+
+@pytest.mark.thorough
+def test_a_model_that_changed_after_the_first_batch_is_refused_and_not_lost(halves: dict[str, Any]) -> None:
+    """The state was saved, and no restarted script could take it."""
+    changed = "was changed after the first batch"
+    after = "; a restarted script would have the former one where it continues"
+    assert sorted(halves["pruned"]["refusals"]) == [
+        f"pruned.grown, a ModuleList, {changed}: 1.weight is new, and 1 more{after}",
+        f"pruned.layer, a Linear, {changed}: weight_orig is new, and 2 more{after}",
+        f"pruned.optimizer, a SGD, {changed}: its groups have other parameters{after}",
+        f"pruned.swept, a SGD, {changed}: its groups have other parameters{after}",
+    ]

@@ -2,6 +2,7 @@
 
 Each has a function `train(begin)` whose loop calls `at(step)` in its head, and which returns what is to be the same.
 The second half is a new making of the script, as in a new process. It runs in a thread, whose frames are all there is.
+A script with `-` before its name has no second half.
 """
 
 from __future__ import annotations
@@ -79,9 +80,10 @@ def _through_a_file(state: dict[str, Any]) -> dict[str, Any]:
 def main(files: list[str]) -> None:
     """Run each; results by name."""
     results: dict[str, Any] = {}
-    for file in map(Path, files):
+    for given in files:
+        file = Path(given.removeprefix("-"))
         whole = Run(file, None)
-        halves = Run(file, whole.state)
+        halves = Run(file, whole.state) if given == str(file) else whole
         del sys.modules[file.stem]
         own = (whole.state or {})["own"]
         fields = {"refusals": whole.refusals, "anew": own["anew"], "unseen": own["unseen"]}

@@ -42,7 +42,7 @@ def test_moments_of_a_gpu_went_to_the_cpu_when_they_were_put_back() -> None:
     found["groups"][0]["params"] = [(where, key, "cuda")]
     setattr(found["states"][0]["momentum_buffer"], tensors.WAS_ON, torch.device("cuda:0"))
     put = Optimizer("meta")
-    contents.put_optimizer(put, found)
+    contents.put_optimizer(put, found, {}.get)
     contents.make_copies()
     (state,) = put.state.values()
     assert state["momentum_buffer"].device.type == "meta"
@@ -63,7 +63,7 @@ def test_counts_of_steps_went_to_the_gpu_with_the_moments_and_each_step_waited_f
     """From the CPU everything beside a parameter is on the CPU; PyTorch reads the counts there unless it is fused."""
     for options, counts_on in (({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")):
         put = Optimizer("meta", **options)
-        contents.put_optimizer(put, written(contents.take_optimizer(Optimizer("cpu"), {})))
+        contents.put_optimizer(put, written(contents.take_optimizer(Optimizer("cpu"), {})), {}.get)
         contents.make_copies()
         (state,) = put.state.values()
         assert (state["momentum_buffer"].device.type, state["step"].device.type) == ("meta", counts_on)
@@ -77,7 +77,7 @@ def test_device_specific_settings_of_steps_are_reported_and_not_restored_on_anot
     taken["own"] = [(torch.ones(3), None, True)]
     put = Optimizer("cpu", fused=None, capturable=False, foreach=None)
     put.param_groups[0]["lr"] = 7.0
-    notes = contents.put_optimizer(put, taken)
+    notes = contents.put_optimizer(put, taken, {}.get)
     assert {name: put.param_groups[0][name] for name in ("fused", "capturable", "lr")} == {
         "fused": None,
         "capturable": False,
@@ -85,7 +85,7 @@ def test_device_specific_settings_of_steps_are_reported_and_not_restored_on_anot
     }
     assert notes == ["fused was True on meta and is None on cpu", "capturable was True on meta and is False on cpu"]
     same = Optimizer("cpu", fused=False)
-    assert contents.put_optimizer(same, contents.take_optimizer(Optimizer("cpu", fused=True), {})) == []
+    assert contents.put_optimizer(same, contents.take_optimizer(Optimizer("cpu", fused=True), {}), {}.get) == []
     assert same.param_groups[0]["fused"] is True
     contents.make_copies()
 
@@ -104,7 +104,7 @@ def test_optimizer_state_outside_of_parameters_is_kept() -> None:
     before, put = Optimizer("cpu"), Optimizer("cpu")
     before.state["seen"] = {"batches": 16, "mean": torch.ones(2)}
     put.state["begun"] = {}
-    contents.put_optimizer(put, written(contents.take_optimizer(before, {})))
+    contents.put_optimizer(put, written(contents.take_optimizer(before, {})), {}.get)
     contents.make_copies()
     (parameter,) = put.param_groups[0]["params"]
     assert list(put.state) == [parameter, "seen"]
