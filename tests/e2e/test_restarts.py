@@ -1,4 +1,7 @@
-"""Scripts that know nothing of hegm leave their state at a boundary that is a case of its own, and continue from it."""
+"""Scripts that know nothing of hegm leave their state at a boundary that is a case of its own, and continue from it.
+
+Longer than 400 lines because all of them share one Python that has imported PyTorch.
+"""
 
 from __future__ import annotations
 
