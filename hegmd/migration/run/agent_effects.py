@@ -38,7 +38,10 @@ class AgentEffects:
         if member.restarts and member.is_parked:
             size_bytes = await _weighed(worker)
             return events.Surveyed(**effect.ending(), boundary=worker.boundary, size_bytes=size_bytes)
-        report = await _surveyed(worker, 0.0 if member.is_parked else op.limits.park_s)
+        if not member.is_parked:  # only its boundaries count, and its bytes once it is parked
+            await _answered(worker, "count", op.limits.park_s)
+            return events.Surveyed(**effect.ending(), boundary=worker.boundary, size_bytes=member.size_bytes)
+        report = await _answered(worker, "survey", 0.0)
         size_bytes = member.size_bytes if report.size_bytes is None else report.size_bytes
         had_bytes = member.reservations.get(member.gpu, 0) if member.gpu is not None else 0
         self._cast.method(member).note_size(self._cast.subject(op, member), max(size_bytes, had_bytes))
@@ -115,14 +118,14 @@ class AgentEffects:
         return events.Verified(**effect.ending(), boundary=worker.boundary)
 
 
-async def _surveyed(worker: AgentConnection, limit_s: float) -> AgentReport:
-    """Survey a worker, again and again until that limit if its agent does not answer: its node may be busy, or it is
+async def _answered(worker: AgentConnection, do: str, limit_s: float) -> AgentReport:
+    """Ask a worker, again and again until that limit if its agent does not answer: its node may be busy, or it is
     stopped by a signal. Raises what `order` raises.
     """
     until = anyio.current_time() + limit_s
     while True:
         try:
-            return await worker.order("survey", limit_s=SURVEY_LIMIT_S)
+            return await worker.order(do, limit_s=SURVEY_LIMIT_S)
         except HegmError as error:
             if error.code is not TIMEOUT or anyio.current_time() >= until:
                 raise

@@ -22,8 +22,10 @@ class LateAgent:
 
     def __init__(self, late: int) -> None:
         self.late = late
+        self.orders: list[str] = []
 
     async def order(self, do: str, **how: Any) -> AgentReport:
+        self.orders.append(do)
         self.late -= 1
         if self.late >= 0:
             raise HegmError(TIMEOUT, f"the agent has not answered a {do}", "wait")
@@ -41,7 +43,10 @@ class LateAgent:
 
 
 async def survey(late: int, *, park_s: float = 20.0, **values: Any) -> Surveyed:
-    cast: Any = LateAgent(late)
+    return await ordered(LateAgent(late), park_s=park_s, **values)
+
+
+async def ordered(cast: Any, *, park_s: float = 20.0, **values: Any) -> Surveyed:
     op = operation(worker("a", **values), limits=Limits(park_s=park_s))
     effect = effects.Survey(number=1, cause=1, worker="a")
     found = await AgentEffects(cast).survey(op, op.workers[0], effect, lambda *_: None)
@@ -59,3 +64,11 @@ async def test_an_unanswering_agent_is_asked_until_the_limit_and_a_parked_one_on
         await survey(1, park_s=0.0)
     with pytest.raises(HegmError):
         await survey(1, is_parked=True)
+
+
+async def test_ranks_were_held_up_for_their_bytes_only_to_count_their_batches() -> None:
+    """A survey waits for a boundary: 0.36 s of each operation on ranks whose step took 0.3 s."""
+    running, parked = LateAgent(0), LateAgent(0)
+    await ordered(running)
+    await ordered(parked, is_parked=True)
+    assert (running.orders, parked.orders) == (["count"], ["survey"])
