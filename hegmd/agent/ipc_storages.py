@@ -106,7 +106,8 @@ class IpcStorages:
         self._turned_to: int | None = None
         self._made = len(storages)
         self._filled = len(storages)
-        self._stacks = Stacks(self._driver, self._devices, self._turn_to)
+        # Not our own method: in a cycle of references the storages would stay until the garbage collector's next run.
+        self._stacks = Stacks(self._driver, self._devices, self._torch.cuda.set_device)
         self._is_noted = True
         #: How long the parts of the last step took.
         self.laps = LapTimer()
@@ -163,6 +164,7 @@ class IpcStorages:
         cuda_state.give_back(self._torch)
         self.laps.end("give-back")
         self._stacks.give_back()
+        self._turned_to = None
         self.laps.end("stacks")
 
     def note_freed(self) -> None:
@@ -235,6 +237,7 @@ class IpcStorages:
     def _make(self, first: int, last: int) -> None:
         try:
             self._stacks.take_back()
+            self._turned_to = None
             self.laps.end("stacks")
             for index in range(first, last):
                 self._turn_to(self._devices[index])
@@ -251,6 +254,7 @@ class IpcStorages:
             self._torch.cuda.empty_cache()
             if not first:
                 self._stacks.give_back()
+                self._turned_to = None
             raise not_made(sum(self._sizes[first:last]), error, on_gpu=True) from error
 
     def _take_cache(self, last: int) -> None:
