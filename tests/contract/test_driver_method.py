@@ -405,7 +405,7 @@ async def test_a_greedy_neighbour_costs_an_attempt_but_no_reservation(parts: Par
                 async with rig.method.storage_allocation(mine):
                     await rig.other_processes.wait_until_unpaused(rig.other_who)
                     if attempts == 1:
-                        assert rig.other.ask("hoard") == "hoarding"
+                        assert rig.other.ask("hoard 0.001") == "hoarding"
                         assert rig.memory.of(storage_owner(mine)), "and that is for us alone"
                         raise OutOfMemory("nothing is left", "ask again")
                     assert rig.memory.by_owner() == {}
