@@ -35,11 +35,11 @@ A call that fails ends it with the call's name and code.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import random
 import select
 import sys
+import zlib
 
 MIB = 1 << 20
 COUNTER_BYTES = 8
@@ -112,22 +112,19 @@ class Program:
         return "pong"
 
     def digest(self) -> str:
-        content = hashlib.blake2b()  # twice as fast as SHA-256
+        content = 0
         buffer = ctypes.create_string_buffer(MIB)
         for piece, size_mib in zip(self.pieces, self.sizes_mib):  # noqa: B905 - runs on Python 3.9 too
             for index in range(size_mib):
                 call("cuMemcpyDtoH_v2", buffer, piece + index * MIB, MIB)
-                if libc.memcmp(buffer, EMPTY, MIB):
-                    content.update(b"1")
-                    content.update(buffer)
-                else:  # ten times as fast as hashing it
-                    content.update(b"0")
-        return f"digest {content.hexdigest()}"
+                is_empty = libc.memcmp(buffer, EMPTY, MIB) == 0
+                content = zlib.crc32(b"0" if is_empty else buffer, content)  # six times as fast as blake2b
+        return f"digest {content:08x}"
 
     def fill(self) -> str:
         for number, piece in enumerate(self.pieces):
-            pattern = random.Random(number).randbytes(2 * MIB)
             size_mib = self.sizes_mib[number]
+            pattern = random.Random(number).randbytes(MIB + min(size_mib, MIB))
             for index in range(size_mib):
                 is_random = size_mib <= LARGE_MIB or index % 8 == 0 or index == size_mib - 1
                 part = pattern[index % MIB : index % MIB + MIB] if is_random else EMPTY
