@@ -352,7 +352,7 @@ def opened_plain(name: str, dir_fd: int) -> Generator[int]:
 
 
 def summed(dir_fd: int, progress: Progress) -> list[ImageFile]:
-    """Make the regular files of that directory private, sync them, and compute checksums of what CRIU wrote.
+    """Make our own files in that directory private, sync all of them, and compute checksums of what CRIU wrote.
 
     Reads from the page cache: what the disk has is compared with these checksums later. Raises HegmError for other
     files.
@@ -361,9 +361,10 @@ def summed(dir_fd: int, progress: Progress) -> list[ImageFile]:
     before_bytes = 0
     for name, _status in listed(dir_fd):
         with opened_plain(checked_name(name), dir_fd) as fd:
-            os.fchmod(fd, 0o600)
             os.fsync(fd)
             status = os.fstat(fd)
+            if status.st_uid == os.geteuid():  # others may be of the job's user, in a folder that is the daemon's alone
+                os.fchmod(fd, 0o600)
             total = sum_of(fd, status.st_size, after(before_bytes, progress), from_disk=False)
         files.append(ImageFile(name=name, size_bytes=status.st_size, stored_bytes=status.st_blocks * 512, sum=total))
         before_bytes += status.st_size
