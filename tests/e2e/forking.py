@@ -26,6 +26,8 @@ _MAP = struct.Struct("=11QQIi")
 _CODE, _STACK, _DATA, _HEAP, _WORDS = 23, 25, 42, 44, 45
 # The words of torchrun before the number of ranks, its other options and the script.
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
+# Names a pipe. While there is one, a prestarted child reads a line from it before it begins.
+READY_GATE = "READY_GATE"
 _IGNORED_AT_START = (signal.SIGPIPE, signal.SIGXFSZ)
 _start: Any = os.posix_spawn
 
@@ -64,6 +66,9 @@ def spawn_by_forking(run: Callable[[dict], None], frames_of_nobody: set[str]) ->
                 "record": None,
                 "at": None,
             }
+            if "HEGM_READY_FD" in environ and os.path.exists(environ.get(READY_GATE, "")):
+                with open(environ[READY_GATE], "rb") as gate:
+                    gate.readline()
             run({**wanted, **launched, "agent": "HEGM_SOCKET" in environ, "hides_torch": True})
         finally:
             os._exit(127)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,10 +14,11 @@ from hegmctl.connection import connect
 from hegmd.memory.pool import read_available_bytes
 from hegmd.protocol.operations import Operation
 from tests.e2e.daemon import RunningDaemon
+from tests.e2e.forking import READY_GATE
 from tests.e2e.moved_job import BARE, PACE_MS, SCRIPTS, MovedJob, Script
 from tests.needs import need_torch
 
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
 need_torch()
 
 ENOUGH_BYTES = 3 << 30
@@ -34,22 +34,15 @@ def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
 class EvaluationJob(MovedJob):
     """A supervised training whose evaluation, in which no restart is possible, ends when a file is deleted.
 
-    With a pipe as a gate, a prestarted Python waits there before it begins.
+    With a pipe as a gate, a forked prestarted Python waits there before it begins.
     """
 
-    more = BARE
-
-    def __init__(self, daemon: RunningDaemon, folder: Path, *options: str) -> None:
+    def __init__(self, daemon: RunningDaemon, folder: Path, *options: str, forks: bool = True) -> None:
         self.folder, self.evaluates, self.gate = folder, folder / "evaluates", folder / "gate"
-        python = folder / "python3"
-        python.write_text(f'#!/bin/sh\n[ -z "$HEGM_READY_FD" ] || [ ! -p {self.gate} ] || read _ <{self.gate}\n')
-        self.notes = folder / "notes"
-        with python.open("a") as words_of_it:
-            words_of_it.write(f"export HEGM_AGENT_DEBUG={self.notes}\n")
-            words_of_it.write(f'exec {shlex.quote(sys.executable)} "$@"\n')
-        python.chmod(0o755)
-        words = ["run", "--allow-restart", "--gpu", "gpu0", *options, "--", str(python), str(SCRIPTS / "evaluating.py")]
-        command = [sys.executable, "-m", "hegmctl", *words, str(self.evaluates)]
+        self.notes, self.forks = folder / "notes", forks
+        self.more = {**BARE, READY_GATE: str(self.gate), "HEGM_AGENT_DEBUG": str(self.notes)}
+        script = [sys.executable, str(SCRIPTS / "evaluating.py"), str(self.evaluates)]
+        command = [sys.executable, "-m", "hegmctl", "run", "--allow-restart", "--gpu", "gpu0", *options, "--", *script]
         Script.__init__(self, command, daemon.socket_path, folder)
         self._daemon = daemon
         self._gpu = 0
@@ -156,10 +149,16 @@ def test_a_prestarted_process_ends_with_a_cancel_and_can_be_done_without(daemon:
 def test_a_prestarted_process_is_no_worker_until_its_turn_and_ends_with_the_job(
     daemon: RunningDaemon, tmp_path: Path
 ) -> None:
-    """Asked for with `--ready always`: it was started for the GPU that the job was on, and continues on another one."""
+    """Asked for with `--ready always`: it was started for the GPU that the job was on, and continues on another one.
+
+    These Pythons are started, because what a started one has open is looked at.
+    """
     if (read_available_bytes() or 0) < ENOUGH_BYTES:
         pytest.skip("the node has no 3 GiB available, and makes nobody ready with less than 2")
-    with EvaluationJob(daemon, tmp_path, "--ready", "always") as job, connect(str(daemon.socket_path)) as hegmd:
+    with (
+        EvaluationJob(daemon, tmp_path, "--ready", "always", forks=False) as job,
+        connect(str(daemon.socket_path)) as hegmd,
+    ):
         first = next(iter(job.places(1)))
         kept = job.kept_beside(first)
         assert {process.pid for process in hegmd.processes().processes} == {first}
