@@ -11,6 +11,7 @@ from time import monotonic
 
 import pytest
 
+from hegmctl.connection import connect
 from hegmd.node.processes.process_set import end_all, population_of
 from tests.e2e.agented import SCRIPTS, undisturbed
 from tests.e2e.daemon import RunningDaemon
@@ -156,12 +157,14 @@ def test_the_exit_of_a_launcher_with_suspended_ranks_was_not_reported(tmp_path: 
         job.process.wait(ENDS_WITHIN_S)
         if is_down:
             daemon.start()
-            while len(job.command("ps")["processes"]) < 2:  # whose agents have connected again
-                pause(COMMAND_MS)
         until = monotonic() + ENDS_WITHIN_S
-        while "--drop" not in (why := job.command("jobs")["jobs"][0]["waits"]):
-            assert monotonic() < until
-            pause(COMMAND_MS)
+        with connect(str(daemon.socket_path)) as hegmd:
+            while len(hegmd.processes().processes) < 2:  # after a start of the daemon their agents connect again
+                assert monotonic() < until
+                pause(COMMAND_MS)
+            while "--drop" not in (why := str(hegmd.jobs().jobs[0].waits)):
+                assert monotonic() < until
+                pause(COMMAND_MS)
         assert f"hegmctl cancel {op} --drop then ends them" in why
         event = job.command("events", "--kind", "job.launcher-ended")
         assert (event["kind"], event["severity"]) == ("job.launcher-ended", "warning")
@@ -173,10 +176,11 @@ def test_the_exit_of_a_launcher_with_suspended_ranks_was_not_reported(tmp_path: 
 def _pids(job: ImageJob, count: int) -> list[int]:
     """The pids of the ranks, once each is on a GPU."""
     until = monotonic() + ENDS_WITHIN_S
-    while len(found := [one["pid"] for one in job.command("ps")["processes"] if one["gpus"]]) < count:
-        assert job.process.poll() is None, (job.folder / "errors").read_text()
-        assert monotonic() < until, (job.folder / "errors").read_text()
-        pause(COMMAND_MS)
+    with connect(job.environ["HEGM_SOCKET"]) as hegmd:
+        while len(found := [process.pid for process in hegmd.processes().processes if process.gpus]) < count:
+            assert job.process.poll() is None, (job.folder / "errors").read_text()
+            assert monotonic() < until, (job.folder / "errors").read_text()
+            pause(COMMAND_MS)
     return found
 
 
