@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 
-from ..values.duck_types import BUILTIN, FUNCTION, METHOD, MODULE, class_of, is_a
+from ..values.duck_types import BUILTIN, FIRST_ADDRESS, FUNCTION, METHOD, MODULE, class_of, is_a
 from . import named_values
 
 TYPE_CHECKING = False
@@ -32,6 +32,8 @@ _MAX_PARTS = 200_000
 _MAX_DEEP = 40
 SAME = "same"
 NAMED = "named"
+#: A number that is the address of an object with a state, as in `{id(parameter): ...}`.
+ADDRESS = "address"
 #: Marks a variable that was set, instead of True, if others hold its value too.
 SHARED = "shared"
 #: Forms of values that can be altered in place, so that all holders have to share one again.
@@ -58,9 +60,14 @@ class ValueEncoder:
     """
 
     def __init__(
-        self, refer: Callable[[Any, ValueEncoder], tuple[Any] | None], known: dict[int, tuple[Any, Any]]
+        self,
+        refer: Callable[[Any, ValueEncoder], tuple[Any] | None],
+        known: dict[int, tuple[Any, Any]],
+        held: dict[int, Any] | None = None,
     ) -> None:
+        """`held` has a reference for the address of each object with a state."""
         self._refer = refer
+        self._held = held or {}
         self._known = known
         self._parts = 0
 
@@ -72,6 +79,8 @@ class ValueEncoder:
         if depth > _MAX_DEEP:
             raise TooLarge(f"parts within more than {_MAX_DEEP} others")
         kind = class_of(value)
+        if kind is int and value >= FIRST_ADDRESS and self._held.get(value) is not None:
+            return (ADDRESS, self._held[value])
         if kind in _SCALARS:
             return value
         known = self._known.get(id(value))
@@ -99,7 +108,8 @@ class ValueEncoder:
 
     def _row(self, value: Any, depth: int) -> tuple[str, list[Any]]:
         """Encode scalars in a row at once."""
-        if _SCALARS.issuperset(map(type, value)):
+        kinds = set(map(type, value))
+        if _SCALARS.issuperset(kinds) and not (int in kinds and self._held.keys() & set(value)):
             return ("flat", list(value))
         return ("each", [self.of(found, depth + 1) for found in value])
 
@@ -192,6 +202,8 @@ class Decoding:
             return self._same(form, here, name)
         if kind == NAMED:
             return self._named(form, here, name)
+        if kind == ADDRESS:
+            return self._address(form[1], name)
         if not _is_shared(form):
             return named_values.value_of(form) if kind in named_values.KINDS else self._row(form, here, name)
         if id(form) not in self._values:
@@ -216,6 +228,12 @@ class Decoding:
             return found
         self.missing.append(f"{name} ({type_name})")
         return here
+
+    def _address(self, reference: Any, name: str) -> Any:
+        found = None if self._find is None else self._find(reference, self)
+        if found is None:
+            self.missing.append(f"{name} (an address)")
+        return id(found)
 
     def _settled(self, form: Any, target: Any, here: Any, name: str) -> Any:
         """Return the value of one form; `target`, if it is not None, is filled later."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from functools import cache
 
-from ..values.duck_types import is_a
+from ..values.duck_types import class_of, is_a
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ _COLLECTING = {"LIST_APPEND": 1, "SET_ADD": 1, "MAP_ADD": 2}
 _BEFORE_TARGETS = frozenset(("UNPACK_SEQUENCE", "UNPACK_EX", "EXTENDED_ARG", "NOP", "CACHE"))
 _METHODS = frozenset(("LOAD_METHOD", "LOAD_ATTR"))
 _TAKING = frozenset(("get", "get_nowait", "recv", "recv_bytes", "recv_into"))
+_SETTING = frozenset(("set",))
+#: Modules of queues and connections. Threads, tasks and processes that fill them start over.
+_QUEUES = frozenset(("queue", "_queue", "asyncio", "multiprocessing", "torch.multiprocessing.queue", "socket"))
 _OF_BLOCKS = ("BEFORE_", "SETUP_", "LOAD_SPECIAL", "PUSH_EXC", "LOAD_FAST_AND_CLEAR")
 _ALWAYS = frozenset(("JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"))
 
@@ -273,16 +276,27 @@ def names_of(argument: Any) -> tuple[str, ...]:
     return argument if is_a(argument, tuple) else (str(argument),)
 
 
+def begun_anew_in(code: CodeType, values: dict[str, Any]) -> Iterator[str]:
+    """Yield the names of queues that the code takes from, and of context variables that it sets. They start over."""
+    yield from (name for name in _receivers_of(code, _TAKING) & values.keys() if is_queue(values[name]))
+    context_variable: Any = getattr(sys.modules.get("contextvars"), "ContextVar", ())
+    yield from (name for name in _receivers_of(code, _SETTING) & values.keys() if is_a(values[name], context_variable))
+
+
+def is_queue(value: Any) -> bool:
+    return str(class_of(value).__module__).removesuffix(".queues").removesuffix(".connection") in _QUEUES
+
+
 @cache
-def taken_from(code: CodeType) -> frozenset[str]:
-    """Return the names of variables and attributes that the code takes something from, as `queue.get()` does."""
+def _receivers_of(code: CodeType, methods: frozenset[str]) -> frozenset[str]:
+    """Return the names of variables and attributes whose method is called by one of these names."""
     import dis
 
     found = [instruction for instruction in dis.get_instructions(code) if instruction.opname != "CACHE"]
     return frozenset(
         names_of(before.argval)[-1]
         for before, after in zip(found, found[1:])
-        if after.opname in _METHODS and after.argval in _TAKING and "LOAD_" in before.opname
+        if after.opname in _METHODS and after.argval in methods and "LOAD_" in before.opname
     )
 
 

@@ -62,7 +62,9 @@ def form_of(value: Any) -> Any:
         return (MADE, *_WORK, "") if value.is_completed() else None
     enum: Any = sys.modules.get("enum")
     if enum is not None and is_a(value, enum.Enum) and _named(kind.__module__, kind.__qualname__) is kind:
-        return (ENUM, kind.__module__, kind.__qualname__, value.name) if value.name in kind.__members__ else None
+        if value.name in kind.__members__:
+            return (ENUM, kind.__module__, kind.__qualname__, value.name)
+        return (ENUM, kind.__module__, kind.__qualname__, value.value) if _combines(kind) else None
     return None
 
 
@@ -71,7 +73,10 @@ def value_of(form: Any) -> Any:
     if form[0] == DTYPE:
         return getattr(sys.modules["torch"], form[1], None)
     if form[0] == ENUM:
-        return getattr(_named(form[1], form[2]), "__members__", {}).get(form[3])
+        of_enum = _named(form[1], form[2])
+        if is_a(form[3], str):
+            return getattr(of_enum, "__members__", {}).get(form[3])
+        return of_enum(form[3]) if _combines(of_enum) else None
     _kind, module, name, text = form
     if (module, name) == ("builtins", "bytearray"):
         return bytearray(text)
@@ -84,6 +89,17 @@ def value_of(form: Any) -> Any:
     if (module, name) == ("datetime", "timedelta"):
         return kind(*text)
     return kind.fromisoformat(text) if module == "datetime" else kind(text)
+
+
+def _combines(kind: Any) -> bool:
+    """Return True for a class of flags whose combinations the standard library creates."""
+    enum: Any = sys.modules["enum"]
+    makes: Any = getattr(kind, "_missing_", None)
+    return (
+        is_a(kind, type)
+        and issubclass(kind, enum.Flag)
+        and makes.__func__ in (enum.Flag._missing_.__func__, enum.IntFlag._missing_.__func__)
+    )
 
 
 def is_communication(value: Any) -> bool:

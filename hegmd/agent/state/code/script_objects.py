@@ -10,7 +10,19 @@ import sys
 from collections import deque
 
 from ..frameworks.accelerate_hf import is_own
-from ..values.duck_types import BUILTIN, CODE, FUNCTION, METHOD, MODULE, NAMESPACE, class_of, is_a, is_bare, members_of
+from ..values.duck_types import (
+    BUILTIN,
+    CODE,
+    FUNCTION,
+    METHOD,
+    MODULE,
+    NAMESPACE,
+    class_of,
+    is_a,
+    is_bare,
+    members_of,
+    named_items,
+)
 from .position import is_users, is_users_module, named_frames
 
 TYPE_CHECKING = False
@@ -139,7 +151,7 @@ class Instances:
             if name.rpartition(".")[2].endswith(_NUMBERED):  # another number in each process
                 yield from ((f"{name}[{index}]", found) for index, found in enumerate(list(thing.values())))
             else:
-                yield from ((f"{name}[{key!r}]", found) for key, found in list(thing.items()) if is_a(key, str, int))
+                yield from ((f"{name}{key}", found) for key, found in named_items(thing))
         elif is_a(thing, list, tuple, deque):
             yield from ((f"{name}[{index}]", found) for index, found in enumerate(list(thing)))
         elif is_a(thing, METHOD):

@@ -15,7 +15,7 @@ from ..code.position import is_users_module, named_frames
 from ..frameworks import accelerate_hf, lightning
 from ..loaders import stateful_loader
 from ..values import rng
-from ..values.duck_types import BUILTIN, FUNCTION, METHOD, class_of, is_a, is_bare, members_of
+from ..values.duck_types import BUILTIN, FUNCTION, METHOD, class_of, is_a, is_bare, members_of, named_items
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def _ways_on(name: str, thing: Any, kind: str | None) -> Iterator[tuple[str, Any
     if kind == STATEFUL and not _is_scripts(type(thing)):
         return
     if is_a(thing, dict):
-        yield from _ways_of_dict(name, thing)
+        yield from ((f"{name}{key}", value) for key, value in named_items(thing))
         return
     if is_a(thing, list, tuple, deque):
         yield from ((f"{name}[{index}]", value) for index, value in enumerate(list(thing)))
@@ -224,12 +224,6 @@ def _ways_on(name: str, thing: Any, kind: str | None) -> Iterator[tuple[str, Any
             yield f"{name}.{slot}", object.__getattribute__(thing, slot)
         except AttributeError:
             pass
-
-
-def _ways_of_dict(name: str, thing: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the values; a key that is an object, such as a parameter, is named by its number in the dictionary."""
-    for number, (key, value) in enumerate(list(thing.items())):
-        yield f"{name}[{key!r}]" if isinstance(key, (str, int)) else f"{name}[key {number}]", value
 
 
 def _ways_of_function(name: str, thing: Any) -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from ....protocol.agents import UNSEEN
 from ..code.assignments import ATTRIBUTE, GLOBAL, MAX_CODES, Functions, changes_of, nested_in
 from ..code.drift import OTHERS, OWN
 from ..code.encoding import MUTABLE, SAME, SHARED, NotEncodable, TooLarge, UnderWay, ValueEncoder
-from ..code.loops import taken_from
+from ..code.loops import begun_anew_in, is_queue
 from ..code.reentry import ReentryFrame, all_set_before_resume, known_by, spots_of
 from ..code.script_objects import Instances, held_by_several, users_modules, values_of
 from ..loaders import passes
@@ -38,8 +38,6 @@ _OPTIMIZED = 0x1
 _NUMBERS: Any = (int, float, complex, type(None))
 _COUNTED: Any = (bool, str, *_NUMBERS)
 _GENERATOR: Any = type(one for one in "")
-#: Modules of queues and connections. Threads, tasks and processes that fill them start over.
-_QUEUES = frozenset(("queue", "_queue", "asyncio", "multiprocessing", "torch.multiprocessing.queue", "socket"))
 
 
 def capture(
@@ -175,6 +173,7 @@ class _Capture:
         """Choose variables whose changes were observed, such as by a library, or that change when they are read."""
         mentioned = spot.changes.mentions(spot.region)
         values: dict[str, Any] = dict(spot.frame.f_locals)
+        begun_anew = set(begun_anew_in(spot.code, values))
         for name, value in values.items():
             if name in chosen or name.startswith("__"):
                 continue
@@ -190,7 +189,7 @@ class _Capture:
             elif name in mentioned and hasattr(class_of(value), "__next__"):
                 if not self._is_restored_elsewhere(value):
                     self._note(text)
-            elif name in taken_from(spot.code) and _is_queue(value):
+            elif name in begun_anew:
                 self._note(text)
 
     def _is_restored_elsewhere(self, iterator: Any) -> bool:
@@ -240,7 +239,7 @@ class _Capture:
         return None if stays else (form,)
 
     def _new_forms(self) -> ValueEncoder:
-        return ValueEncoder(self._refer, self._forms)
+        return ValueEncoder(self._refer, self._forms, self._held)
 
     def _refer(self, value: Any, forms: ValueEncoder) -> tuple[Any] | None:
         return self._referring.of(value, forms)
@@ -262,9 +261,8 @@ class _Capture:
         ]
         for module_name, code, region in sources:
             values: Any = vars(sys.modules[module_name]) if module_name in sys.modules else {}
-            for name in taken_from(code) & values.keys():
-                if _is_queue(values[name]):
-                    self._note(f"{name} ({type(values[name]).__qualname__}) of {module_name}")
+            for name in begun_anew_in(code, values):
+                self._note(f"{name} ({type(values[name]).__qualname__}) of {module_name}")
             for change in changes_of(code).within(region):
                 value = values.get(change.name)
                 if change.kind != GLOBAL or change.name not in values or not (change.is_stored or _is_mutable(value)):
@@ -364,7 +362,7 @@ class _Capture:
                     form = self._form(value, f"{name}.{attribute}", is_named=False, is_altered=False)
                     if form is not None:
                         chosen[attribute] = (form[0], not is_given)
-                elif attribute in self._read_elsewhere and (is_a(value, _GENERATOR) or _is_queue(value)):
+                elif attribute in self._read_elsewhere and (is_a(value, _GENERATOR) or is_queue(value)):
                     self._note(f"{name}.{attribute} ({type(value).__qualname__})")
             elif change.is_stored or _is_mutable(value):
                 where = f" of {name}, set at {file}:{change.line}"
@@ -383,10 +381,6 @@ def _is_mutable(value: Any) -> bool:
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     kinds = [getattr(torch, "Tensor", None), getattr(numpy, "ndarray", None)]
     return is_a(value, *MUTABLE, *[kind for kind in kinds if kind is not None])
-
-
-def _is_queue(value: Any) -> bool:
-    return str(class_of(value).__module__).removesuffix(".queues").removesuffix(".connection") in _QUEUES
 
 
 def _is_module(thing: Any) -> bool:

@@ -7,6 +7,7 @@ from collections import OrderedDict
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import Any
 
 _CLASS: Any = type
@@ -24,6 +25,8 @@ MODULE: Any = _CLASS(sys)
 CODE: Any = type(_Bound.method.__code__)
 NAMESPACE: Any = type(sys.implementation)
 _BARE = frozenset((type(None), bool, int, float, str))
+#: Numbers from here on may be addresses of Python's objects.
+FIRST_ADDRESS = 1 << 32
 _EMPTIED = frozenset((dict, list, tuple, set, OrderedDict))
 
 
@@ -35,6 +38,16 @@ def is_bare(value: Any) -> bool:
     """Return True for a value that leads to no object. A layer of PyTorch has twenty, such as flags and no hooks."""
     kind = _CLASS(value)
     return kind in _BARE or (kind in _EMPTIED and not value)
+
+
+def named_items(thing: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a dictionary with their keys; a key is its number there if it differs in another process.
+
+    Such keys are objects, and numbers as large as the addresses of objects.
+    """
+    for number, (key, value) in enumerate(list(thing.items())):
+        is_same = is_a(key, str) or (is_a(key, int) and key < FIRST_ADDRESS)
+        yield f"[{key!r}]" if is_same else f"[key {number}]", value
 
 
 def class_of(value: Any) -> Any:

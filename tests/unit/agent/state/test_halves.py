@@ -203,6 +203,16 @@ model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
 optimizers = {parameter: torch.optim.Adam([parameter], 0.1) for parameter in model.parameters()}
 by_part = {Part.NOISE: torch.Generator().manual_seed(2), (1, 2): torch.nn.Linear(1, 1), None: torch.zeros(1)}
 
+class Meter:
+    count = 0
+
+    def update(self):
+        self.count += 1
+
+meters = {Part.NOISE: Meter(), **{parameter: Meter() for parameter in model.parameters()}}
+sums = {id(parameter): torch.zeros(1) for parameter in model.parameters()}
+counts, seen, order = {}, set(), []
+
 def step_at_once(parameter):
     optimizers[parameter].step()
     optimizers[parameter].zero_grad()
@@ -218,7 +228,18 @@ def train(begin):
         with torch.no_grad():
             by_part[1, 2].weight.mul_(0.9)
             by_part[None].add_(1)
-    return [model(torch.ones(3)).item(), by_part[1, 2].weight.item(), by_part[None].item()]
+        for key, parameter in zip(map(id, model.parameters()), model.parameters()):
+            meters[parameter].update()
+            meters[Part.NOISE].update()
+            sums[key].add_(1)
+            counts[key] = counts.get(key, 0) + 1
+            if step == 2:
+                seen.add(key)
+                order.append(key)
+    ids = [id(parameter) for parameter in model.parameters()]
+    numbers = [meter.count for meter in meters.values()], [int(one) for one in sums.values()], list(counts.values())
+    output = model(torch.ones(3)).item(), by_part[1, 2].weight.item(), by_part[None].item()
+    return [*output, *numbers, seen == set(ids), order == ids]
 """,
     "thawed": """
 import torch
@@ -260,6 +281,15 @@ def train(begin):
 """,
     "replaced": """
 import dataclasses
+import enum
+
+class Marks(enum.IntFlag):
+    CLIP = 1
+    NOISE = 2
+
+class Kinds(enum.Flag):
+    ONE = enum.auto()
+    TWO = enum.auto()
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
@@ -275,11 +305,13 @@ FIRST = Progress()
 class Trainer:
     def __init__(self):
         self.progress, self.sums, self.own = FIRST, Sums(), Progress()
+        self.marks, self.kinds = Marks(0), Kinds.ONE
 
     def step(self):
         self.progress = dataclasses.replace(self.progress, step=self.progress.step + 1)
         self.sums = Sums((self.sums.spent[0] + 1,))
         self.own = dataclasses.replace(self.own, step=self.own.step + 2, phase="main")
+        self.marks, self.kinds = Marks.CLIP | Marks.NOISE, self.kinds | Kinds.TWO
 
 trainer = Trainer()
 
@@ -290,7 +322,18 @@ def train(begin):
             at(step)
             trainer.step()
             local = dataclasses.replace(local, step=local.step + 3)
-    return [repr(found) for found in (trainer.progress, trainer.sums, trainer.own, local, FIRST)]
+    return [repr(found) for found in (*vars(trainer).values(), local, FIRST)]
+""",
+    "context": """
+import contextvars
+
+scale, fixed = contextvars.ContextVar("scale", default=1.0), contextvars.ContextVar("fixed", default=1.0)
+
+def train(begin):
+    for step in range(begin, 9):
+        at(step)
+        scale.set(scale.get() * fixed.get() / 2)
+    return []
 """,
     "pruned": """
 import torch
@@ -370,7 +413,10 @@ def test_a_tensor_written_through_its_data_or_numpy_is_kept(halves: dict[str, An
 
 @pytest.mark.thorough
 def test_optimizers_and_generators_in_dictionaries_keyed_by_objects_are_kept(halves: dict[str, Any]) -> None:
-    """An optimizer for each parameter, which steps within the backward pass, lost its state without a refusal."""
+    """An optimizer for each parameter, which steps within the backward pass, lost its state without a refusal.
+
+    A training with tensors by `id(parameter)` was lost, and counts by it began again.
+    """
     assert_exact(halves["keyed"])
 
 
@@ -402,3 +448,9 @@ def test_a_model_that_changed_after_the_first_batch_is_refused_and_not_lost(halv
         f"pruned.optimizer, a SGD, {changed}: its groups have other parameters{after}",
         f"pruned.swept, a SGD, {changed}: its groups have other parameters{after}",
     ]
+
+
+@pytest.mark.thorough
+def test_a_context_variable_that_the_loop_sets_is_named(halves: dict[str, Any]) -> None:
+    """It began again, unsaid: no other thread can read it."""
+    assert halves["context"]["anew"] == ["scale (ContextVar) of context"]
