@@ -66,16 +66,21 @@ def _outlet_key(tree: Tree, each: Descriptor) -> str | None:
         return each.target
     if stat.S_ISCHR(each.mode) and number_of(each)[0] in PTY_MAJORS and not has_pty_master(tree):
         return f"tty[{each.kind_device:x}:{each.device:x}]"
-    if each.target.startswith("socket:[") and each.fd in {0, 1, 2} and _is_log_socket(tree, each.inode):
+    if each.target.startswith("socket:[") and each.fd in {0, 1, 2} and _is_output_socket(tree, each.inode):
         return each.target
     return None
 
 
-def _is_log_socket(tree: Tree, inode: int) -> bool:
-    """Return True for a stream to the journal, which units have for their output."""
+def _is_output_socket(tree: Tree, inode: int) -> bool:
+    """Return True for a stream to the journal, which units have for their output, or to a process outside that reads
+    it as from a pipe: a restored job has one that copies its output.
+    """
     end = tree.unix.get(inode)
     peer = tree.unix.get(end.peer) if end is not None and end.peer else None
-    return peer is not None and peer.name == "/run/systemd/journal/stdout"
+    if end is None or peer is None:
+        return False
+    is_read = peer.name is None and end.kind in STREAMS and end.peer not in _inodes(tree)
+    return is_read or peer.name == "/run/systemd/journal/stdout"
 
 
 def unix_datagrams(tree: Tree) -> Iterable[int]:

@@ -6,6 +6,8 @@ import os
 import socket
 import stat
 
+import pytest
+
 from hegmd.images.criu.needs import Needs, needs_of
 from hegmd.node.processes.process_tree import Descriptor, Mapping, Tree, TreeProcess
 from hegmd.node.processes.socket_peers import TcpEnd, UnixEnd
@@ -222,8 +224,9 @@ def test_a_datagram_socket_is_connected_again_by_its_peers_name() -> None:
     assert needs_of(tree(socket_of(100, 5, 7), unix=nameless)).reasons
 
 
-def test_output_to_the_journal_is_an_outlet() -> None:
-    ends = {7: UnixEnd(STREAM, True, None, 8), 8: UnixEnd(STREAM, True, "/run/systemd/journal/stdout", 7)}
+@pytest.mark.parametrize("reader", ["/run/systemd/journal/stdout", None])
+def test_output_to_the_journal_or_to_who_copies_that_of_a_restored_job_is_an_outlet(reader: str | None) -> None:
+    ends = {7: UnixEnd(STREAM, True, None, 8), 8: UnixEnd(STREAM, True, reader, 7)}
     needs = needs_of(tree(socket_of(100, 1, 7), socket_of(101, 1, 7), unix=ends))
     assert needs.reasons == ()
     assert [(outlet.key, outlet.fds) for outlet in needs.outlets] == [("socket:[7]", ((100, 1), (101, 1)))]
