@@ -47,6 +47,8 @@ from tests.gpu.moves_node import ROOT, Gpus, Node, WentWrongError, until
 TRAINING = Path(__file__).with_name("training") / "ranked.py"
 RANKS = 2
 REFERENCE_STEPS, ENDLESS_STEPS, PACE_S = 600, 1_000_000, 0.05
+# More than the contexts and caches of two runs differ by.
+MAX_GROWTH_MIB = 1024
 READY_WITHIN_S, STEP_WITHIN_S, ORDER_WITHIN_S, REFERENCE_WITHIN_S = 120.0, 60.0, 30.0, 300.0
 # How many boundaries after the last reported one both ranks can surely stop at.
 AHEAD = 25
@@ -113,6 +115,8 @@ class RankedJob:
         self.path = folder / name
         #: True once it came back from an image: then it is no child of this program.
         self.is_restored = False
+        #: The memory of each rank on each GPU, once it was measured.
+        self.memory_mib: list[dict[int, float]] = []
         kind, *traits = KINDS[name.partition("@")[0]]
         is_reference = name.endswith("@alone")
         pace = [] if is_reference else [f"pace={options.pace_s}"]
@@ -402,6 +406,7 @@ class OwnDaemon:
             if on:
                 facts["losses_equal"] = job.is_whole(self._reference, self._options.steps_between)
                 facts["memory_mib"] = memory_of(job)
+                self._check_memory(facts["memory_mib"])
         except (WentWrongError, HegmError, subprocess.TimeoutExpired) as error:
             facts["wrong"] = str(error)[:1500]
             facts["log"] = node.log_tail(40).splitlines()
@@ -409,6 +414,13 @@ class OwnDaemon:
         self._results.note(self._name, step, **facts)
         if job.has_ended:
             raise WentWrongError(f"the job is gone: {job.error_text()}")
+
+    def _check_memory(self, memory_mib: list[dict[int, float]]) -> None:
+        """A rank has no more memory on its GPU than one that was never moved: its agent has kept no storages."""
+        both = self._reference.memory_mib, memory_mib
+        had, has = (max([sum(places.values()) for places in ranks], default=0.0) for ranks in both)
+        if had and has - had > MAX_GROWTH_MIB:
+            raise WentWrongError(f"a rank has {has:g} MiB on its GPU, and {had:g} if it is not moved")
 
 
 def shortened(answer: dict[str, Any]) -> dict[str, Any]:
@@ -437,9 +449,11 @@ def go_through(options: argparse.Namespace, results: Results, folder: Path) -> I
             with ExitStack() as held:
                 reference = RankedJob(f"{name}@alone", folder, options, plain, [])
                 held.callback(reference.close)
+                reference.wait_for(options.reference_steps // 2, REFERENCE_WITHIN_S)
+                reference.memory_mib = memory_of(reference)
                 reference.wait_for(options.reference_steps, REFERENCE_WITHIN_S)
                 reference.process.wait(READY_WITHIN_S)
-                results.note(name, "reference", steps=reference.steps())
+                results.note(name, "reference", steps=reference.steps(), memory_mib=reference.memory_mib)
                 kind = AgentsAlone if options.agent_only else OwnDaemon
                 kind(name, folder, options, results, reference).run(held)
         except Exception as error:  # noqa: BLE001 - the next kind is worth its time on such a machine
