@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
 from tests.e2e.forked import preloaded_hegmd, preloaded_python
 from tests.e2e.moved_job import BARE, LEAVING, RANKED, by_rank, environment, steps_alone
-from tests.e2e.references import ONE_COMPILER, TWO_RANKS, once_for_all
+from tests.e2e.references import ONE_COMPILER, TWO_RANKS, folder_of_run, once_for_all
 from tests.e2e.restarted import Restarts
 
 FRAMEWORKS = ("transformers.trainer", "lightning.pytorch", "accelerate")
@@ -32,9 +33,9 @@ def preloaded_frameworks() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def preloaded() -> Iterator[None]:
+def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Scripts are forked from one Python that has imported PyTorch, if that is installed (forked.py)."""
-    yield from _with_torch(ONE_COMPILER)
+    yield from _with_torch(ONE_COMPILER, lock=folder_of_run(tmp_path_factory) / "preloaded")
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +44,11 @@ def preloaded_bare() -> Iterator[None]:
     yield from _with_torch(BARE)
 
 
-def _with_torch(variables: Mapping[str, str]) -> Iterator[None]:
+def _with_torch(variables: Mapping[str, str], lock: Path | None = None) -> Iterator[None]:
     if importlib.util.find_spec("torch") is None:
         yield
         return
-    with preloaded_python({**environment(None), **variables}):
+    with preloaded_python({**environment(None), **variables}, lock=lock):
         yield
 
 

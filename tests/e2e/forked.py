@@ -8,12 +8,13 @@ store and the end of torchrun's. A forked daemon is in the session of the tests,
 of process images start theirs, and of ranks, restarts and recoveries one test each.
 
 Owns those Pythons (preloaded.py), one of each for each process that runs tests, while the fixtures of that name in
-conftest.py are there.
+conftest.py are there. Of the one with PyTorch and its compiler there is one for all of these processes.
 """
 
 from __future__ import annotations
 
 import array
+import fcntl
 import json
 import os
 import signal
@@ -28,6 +29,7 @@ from typing import IO, Any
 
 from hegmctl.running import nccl_settings, prepare
 from tests.e2e.forking import TORCHRUN
+from tests.leaks import RUN_MARK
 from tests.patience import HANG_S
 
 PRELOADED = Path(__file__).with_name("preloaded.py")
@@ -51,19 +53,39 @@ _with_hegmd: list[PreloadedPython] = []
 class PreloadedPython:
     """The Python with PyTorch or hegmd in it, and what it has forked."""
 
-    def __init__(self, environ: Mapping[str, str], *words: str) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words = (sys.executable, str(PRELOADED), "--socket", str(theirs.fileno()), *words)
+    def __init__(self, environ: Mapping[str, str], *words: str, lock: Path | None = None) -> None:
+        """`lock`: all workers of this run share it. The first starts it, and it ends with the last."""
         self._environ = dict(environ)
-        self._process = subprocess.Popen(words, env=dict(environ), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        theirs.close()
-        self._line = ours
         self._statuses: dict[int, int] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        if lock is None:
+            self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._process = self._start(theirs, *words)
+            return
+        self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        address = f"\0{lock.name} {os.environ[RUN_MARK]}"
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                self._line.connect(address)
+            except ConnectionRefusedError:
+                listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                listening.bind(address)
+                listening.listen()
+                self._start(listening, "--shared", str(lock), *words).wait(HANG_S)
+                self._line.connect(address)
+
+    def _start(self, theirs: socket.socket, *words: str) -> subprocess.Popen[bytes]:
+        with theirs:
+            number = theirs.fileno()
+            words = (sys.executable, str(PRELOADED), "--socket", str(number), *words)
+            return subprocess.Popen(words, env=self._environ, pass_fds=[number], stdin=subprocess.DEVNULL)
 
     def close(self) -> None:
         """End it, and what it has forked."""
         self._line.close()
-        self._process.wait(ENDS_WITHIN_S)
+        if self._process is not None:
+            self._process.wait(ENDS_WITHIN_S)
 
     def starts_alike(self, environ: Mapping[str, str]) -> bool:
         """Whether a Python with that environment starts as this one has."""
@@ -188,9 +210,9 @@ class Forked:
 
 
 @contextmanager
-def preloaded_python(environ: Mapping[str, str], *modules: str) -> Iterator[None]:
+def preloaded_python(environ: Mapping[str, str], *modules: str, lock: Path | None = None) -> Iterator[None]:
     """From here on, scripts are forked from a Python with PyTorch and these modules, which has that environment."""
-    with _kept(PreloadedPython(environ, *modules), _with_torch):
+    with _kept(PreloadedPython(environ, *modules, lock=lock), _with_torch):
         yield
 
 

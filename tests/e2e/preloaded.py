@@ -10,13 +10,15 @@ With `ranks` it forks that many from a launcher, which is to them what torchrun 
 `hegmctl`, and what that starts with this Python is forked from it (forking.py).
 
 With `--socket FD` it reads from that socket, where the descriptors of a script come along, answers at once with its pid
-and later with its status, and has many at a time (forked.py).
+and later with its status, and has many at a time (forked.py). With `--shared LOCK` that socket is a listening one, and
+several processes use it.
 """
 
 # ruff: noqa: T201, BLE001 - a program of its own, which says how scripts ended whatever they raised
 import argparse
 import contextlib
 import ctypes
+import fcntl
 import gc
 import json
 import os
@@ -45,13 +47,16 @@ OURS = {__file__}
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", type=int)
+    parser.add_argument("--shared", metavar="LOCK")
     parser.add_argument("--no-torch", action="store_true")
     parser.add_argument("modules", nargs="*")
     options = parser.parse_args()
+    if options.shared and os.fork():
+        os._exit(0)  # nobody waits for it, since it ends with the last that uses it
     get_ready(options.modules, has_torch=not options.no_torch)
     if options.socket is not None:
         with socket.socket(fileno=options.socket) as asking:
-            serve(asking)
+            serve(asking, options.shared)
         return
     for request in sys.stdin:
         wanted = json.loads(request)
@@ -78,33 +83,73 @@ def get_ready(names: Sequence[str], *, has_torch: bool = True) -> None:
         made.atexit = False  # PyTorch's libraries need not be taken apart at each script's end
 
 
-def serve(asking: socket.socket) -> None:
-    """Fork for each request and report each exit until the requester closes its end; then end all children."""
-    running: dict[int, int] = {}  # by pidfd
+def serve(asking: socket.socket, lock: str | None) -> None:
+    """Fork for each request and report each exit until the requester closes its end; then end all children.
+
+    With a lock the socket is one that requesters connect to, while they hold the lock, and the last of them ends this.
+    """
+    running: dict[int, tuple[int, socket.socket]] = {}  # by pidfd
+    requesters = {} if lock else {asking.fileno(): asking}
     poll = select.poll()
     poll.register(asking, select.POLLIN)
     while True:
         for number, _ in poll.poll():
-            if number != asking.fileno():
+            if number in running:
+                pid, requester = running.pop(number)
                 poll.unregister(number)
                 os.close(number)
-                pid, status = os.waitpid(running.pop(number), 0)
-                answer(asking, {"ended": pid, "status": os.waitstatus_to_exitcode(status)})
+                _pid, status = os.waitpid(pid, 0)
+                answer(requester, {"ended": pid, "status": os.waitstatus_to_exitcode(status)})
                 continue
-            data, fds, _flags, _address = socket.recv_fds(asking, 1 << 20, 3)
+            if number not in requesters:
+                if number == asking.fileno():
+                    accepted = asking.accept()[0]
+                    requesters[accepted.fileno()] = accepted
+                    poll.register(accepted, select.POLLIN)
+                continue
+            requester = requesters[number]
+            data, fds = received(requester)
             if not data:
-                for pid in running.values():
+                poll.unregister(number)
+                del requesters[number]
+                for pidfd in [pidfd for pidfd, (_pid, its) in running.items() if its is requester]:
+                    poll.unregister(pidfd)
+                    os.close(pidfd)
+                    pid, _requester = running.pop(pidfd)
                     os.kill(pid, signal.SIGKILL)
-                return
+                    os.waitpid(pid, 0)
+                requester.close()
+                if not requesters and (lock is None or is_last(asking, lock)):
+                    return
+                continue
             pid = os.fork()
             if pid == 0:
                 become(json.loads(data), fds)
-            answer(asking, {"begun": pid})
+            answer(requester, {"begun": pid})
             for given in fds:
                 os.close(given)
             pidfd = os.pidfd_open(pid)
-            running[pidfd] = pid
+            running[pidfd] = pid, requester
             poll.register(pidfd, select.POLLIN)
+
+
+def received(requester: socket.socket) -> tuple[bytes, list[int]]:
+    """A request with its descriptors; nothing if the requester has gone."""
+    try:
+        data, fds, _flags, _address = socket.recv_fds(requester, 1 << 20, 3)
+    except ConnectionResetError:
+        return b"", []
+    return data, fds
+
+
+def is_last(listening: socket.socket, lock: str) -> bool:
+    """Close the socket if nobody connects to it; whether it is closed."""
+    with open(lock, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if select.select([listening], [], [], 0)[0]:
+            return False
+        listening.close()
+    return True
 
 
 def answer(asking: socket.socket, what: dict[str, int]) -> None:

@@ -34,10 +34,15 @@ def output_of(argv: Sequence[str], environ: Mapping[str, str], folder: Path | No
         return output.read()
 
 
+def folder_of_run(factory: pytest.TempPathFactory) -> Path:
+    """The folder of all workers of this run."""
+    base = factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
 def once_for_all(factory: pytest.TempPathFactory, name: str, lines_of: Callable[[Path], list[str]]) -> list[str]:
     """Return the lines that the first of several workers has obtained in a folder of its own; the others read them."""
-    base = factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    shared = folder_of_run(factory)
     with (shared / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         known = shared / f"{name}.json"
