@@ -30,7 +30,7 @@ class _Crew:
         self._at_work = 0
         self.done_bytes = 0
         self.ended = allocate_lock()
-        self.failure: BaseException | None = None
+        self.failures: list[BaseException] = []
 
     def start(self, threads: int) -> None:
         """Start that many threads, or as many as the node has; without any, do all of the work here."""
@@ -61,11 +61,17 @@ class _Crew:
         try:
             self._work(self._take, self._tell)
         except BaseException as error:  # noqa: BLE001 - carried over to the thread that waits for this one
-            self.failure = error
+            self.failures.append(error)
 
     def _take(self) -> Any:
         with self._lock:
-            return next(self._left, None) if self.failure is None else None
+            return None if self.failures else next(self._left, None)
+
+    def taken_failure(self) -> BaseException:
+        """Return the first failure and forget all: their tracebacks refer to frames that refer to this object."""
+        first = self.failures[0]
+        self.failures = []
+        return first
 
     def _tell(self, done_bytes: int) -> None:
         with self._lock:
@@ -91,11 +97,11 @@ def share_out(
         if beside is not None:
             beside()
     except BaseException as error:  # noqa: BLE001 - raised below
-        crew.failure = error
+        crew.failures.append(error)
     while not crew.ended.acquire(timeout=_PROGRESS_EVERY_S):
         try:
             progress(crew.done_bytes)
         except BaseException as error:  # noqa: BLE001 - the same
-            crew.failure = error
-    if crew.failure is not None:
-        raise crew.failure
+            crew.failures.append(error)
+    if crew.failures:
+        raise crew.taken_failure()

@@ -74,7 +74,8 @@ class SnapshotFetch:
             self._rest.write(self._slot, lambda: self._is_over)
             copying.write_small(self._slot, self._end, packed(self._record))
         except BaseException as error:  # noqa: BLE001 - the agent's thread reports it
-            self.error = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            found = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            self.error = found.with_traceback(None)  # which refers to this frame, and so to this object
         finally:
             self.took_s = monotonic() - self._began
             self._ended.release()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -173,6 +175,18 @@ def test_an_order_cancels_a_snapshot_in_progress_first(rank: _Rank, slot: int) -
     assert [(report.order, report.result) for report in rank.reports] == [(7, "failed")]
     assert "another order arrived first" in rank.reports[0].message
     assert _record(slot) is None
+    rank.orders.end()
+
+
+def test_a_stopped_copy_kept_its_sums_in_memory_until_the_garbage_collector_ran(rank: _Rank, slot: int) -> None:
+    known, was_on = weakref.ref(_fetch(rank, slot)), gc.isenabled()
+    gc.disable()
+    try:
+        rank.park(8, at=1)
+        _tick_until(rank, lambda: known() is None)
+    finally:
+        if was_on:
+            gc.enable()
     rank.orders.end()
 
 
