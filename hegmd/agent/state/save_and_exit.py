@@ -73,7 +73,7 @@ def snapshot(
 
     Returns the size, what starts over in a process that starts from it, and what is still to be written while the
     training continues. Calls `begin` before the first byte is written. Flushes the script's output first. Raises
-    TooLarge, Prevented, OSError and HegmError.
+    TooLarge, SaveObstacles, OSError and HegmError.
     """
     from .. import pinned_buffers
     from .storage import shadow

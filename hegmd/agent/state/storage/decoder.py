@@ -25,7 +25,7 @@ _UNFINISHED = object()
 
 
 def value_of(data: bytes, mapping: Any, places: list[tuple[int, int]]) -> Any:
-    """Return the value. `places` are the ranges of its raw bytes in the mapping. Raises Damaged."""
+    """Return the value. `places` are the ranges of its raw bytes in the mapping. Raises DamagedStateFile."""
     reading = _Reading(data, mapping, places)
     try:
         value = reading.one()

@@ -36,7 +36,7 @@ class Tree:
     """A value taken apart: the bytes of its tree, and the raw bytes that belong to it."""
 
     def __init__(self, value: Any) -> None:
-        """Raises NotPlain."""
+        """Raises UnsupportedValue."""
         self.out = bytearray()
         self._seen: dict[int, int] = {}
         self._open: set[int] = set()

@@ -281,7 +281,7 @@ class Shadows:
         note(f"snapshot: waited {self._memory_s:.4f} s for memory, {monotonic() - began:.4f} s for the shadow's copy")
 
     def fetch(self, fd: int, capacity_bytes: int, found: dict[int, int], is_over: Callable[[], bool]) -> None:
-        """Write them to the descriptor and give their memory back. In any thread. Raises Ended, OSError, HegmError."""
+        """Write them to the descriptor and free their memory. In any thread. Raises CopyStopped, OSError, HegmError."""
         _ending.expect()
         with _ending.under_way, copying.Writing(fd, capacity_bytes) as write:
             summing = checksums.summing(write, found)

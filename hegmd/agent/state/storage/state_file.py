@@ -57,12 +57,12 @@ CHECKING_THREADS = 24
 
 
 def size_bytes(value: Any) -> int:
-    """Return the size of the file for that value. Raises NotPlain."""
+    """Return the size of the file for that value. Raises UnsupportedValue."""
     return State(value).size_bytes
 
 
 def write(fd: int, value: Any, progress: Progress | None = None) -> int:
-    """Write the value into a descriptor, from its beginning; how many bytes that took. Raises NotPlain, OSError."""
+    """Write the value to the start of a descriptor. Return the number of bytes. Raises UnsupportedValue, OSError."""
     return State(value).write(fd, progress)
 
 
@@ -70,7 +70,7 @@ class State:
     """A value prepared for writing: its size is known before there is a descriptor. Its bytes must not change."""
 
     def __init__(self, value: Any) -> None:
-        """Raises NotPlain."""
+        """Raises UnsupportedValue."""
         self._tree = Tree(value)
         self._sizes = [raw[2] for raw in self._tree.raws]
         self._places, self.size_bytes = _layout(HEADER_BYTES + len(self._tree.data), self._sizes)
@@ -108,7 +108,7 @@ class UnwrittenRest:
         self.size_bytes = size_bytes
 
     def write(self, fd: int, is_over: Callable[[], bool]) -> None:
-        """Write it, in any thread. Raises Ended once `is_over`, OSError, HegmError. The memory is given back anyway."""
+        """Write it in any thread, and free its memory anyway. Raises CopyStopped once `is_over`, OSError, HegmError."""
         try:
             self._shadows.fetch(fd, self.size_bytes, self._found, is_over)
         finally:
@@ -133,7 +133,7 @@ def _seal(fd: int, tree: bytes, sizes: list[int], found: dict[int, int]) -> int:
 def read(fd: int) -> Any:
     """Return the value in the file. Its tensors and arrays are in a private mapping of the descriptor.
 
-    Raises Damaged with the reason, or OSError if the descriptor cannot be mapped.
+    Raises DamagedStateFile with the reason, or OSError if the descriptor cannot be mapped.
     """
     given_bytes = os.fstat(fd).st_size
     tree_bytes, pieces, total_bytes, sum_of_tree, sum_of_table = _read_header(fd, given_bytes)
@@ -180,7 +180,7 @@ def _read_header(fd: int, given_bytes: int) -> tuple[int, int, int, int, int]:
 def _read_table(
     mapping: memoryview, table_at: int, pieces: int, total_bytes: int, sum_of_table: int
 ) -> tuple[list[int], list[int]]:
-    """Return the offsets and sizes of the pieces, after all checksums were verified. Raises Damaged."""
+    """Return the offsets and sizes of the pieces, after all checksums were verified. Raises DamagedStateFile."""
     sizes = list(struct.unpack_from(f"<{pieces}Q", mapping, table_at))
     if sum(sizes) > total_bytes:
         raise DamagedStateFile(f"its table announces {sum(sizes)} bytes within {total_bytes}")
@@ -197,7 +197,7 @@ def _read_table(
 
 
 def _check(mapping: memoryview, places: list[int], sizes: list[int], expected: dict[int, int]) -> None:
-    """Hold every part against its checksum, by several threads. Raises Damaged."""
+    """Hold every part against its checksum, by several threads. Raises DamagedStateFile."""
     first = ctypes.c_char.from_buffer(mapping)
     base = ctypes.addressof(first)
     wrong: list[int] = []

@@ -1,4 +1,11 @@
-"""Return a package that the job has imported, or None."""
+"""Tensors and arrays as raw bytes with a description, and back: what a state file can hold of torch and numpy.
+
+Owns how they are described and checked. Imports neither package. `raw_copy` copies the bytes out. Restored tensors are
+in the mapping of the file.
+
+A storage that several tensors share is written once, and is shared again once it is read. The part from the first to
+the last byte that a tensor uses is written, with its strides: kernels are chosen by them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +33,7 @@ WAS_ON = "_hegm_was_on"
 
 
 def module(name: str) -> Any:
-    """A package as the job has imported it, or None."""
+    """Return a package that the job has imported, or None."""
     return sys.modules.get(name)
 
 
@@ -42,7 +49,7 @@ class Tensors:
         self._tensors: list[tuple[Any, int, bool]] = []
 
     def add(self, tensor: Any, path: str) -> int:
-        """Take a tensor in; its number. Raises NotPlain."""
+        """Take a tensor in, and return its number. Raises UnsupportedValue."""
         requires_grad = bool(tensor.requires_grad)
         bare = _bare(tensor, path)
         storage = bare.untyped_storage()._cdata if bare.numel() else -1
@@ -108,7 +115,7 @@ def _end_of(tensor: Any) -> int:
 
 
 def _bare(tensor: Any, path: str) -> Any:
-    """Return the tensor as ordinary memory. Raises NotPlain for a tensor without."""
+    """Return the tensor as ordinary memory. Raises UnsupportedValue for a tensor without."""
     torch = module("torch")
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise UnsupportedValue(path, f"is a {type(tensor).__name__}, a tensor class with data besides its elements")
@@ -128,7 +135,7 @@ def _bare(tensor: Any, path: str) -> Any:
 
 
 def tensors_in(mapping: Any, places: list[tuple[int, int]], described: list[tuple[Any, ...]]) -> list[Any]:
-    """Return the saved tensors, in the file's memory. Raises Damaged."""
+    """Return the saved tensors, in the file's memory. Raises DamagedStateFile."""
     if not described:
         return []
     torch = module("torch")
@@ -177,7 +184,7 @@ def was_on(tensor: Any) -> Any:
 
 
 def dtype_named(name: str) -> Any:
-    """Return a dtype of torch by its name. Raises Damaged."""
+    """Return a dtype of torch by its name. Raises DamagedStateFile."""
     torch = module("torch")
     dtype = getattr(torch, name, None) if torch is not None and name.isidentifier() else None
     if torch is None or not isinstance(dtype, torch.dtype):
@@ -186,7 +193,7 @@ def dtype_named(name: str) -> Any:
 
 
 def device_named(name: str) -> Any:
-    """Return a torch device by its name. Raises Damaged."""
+    """Return a torch device by its name. Raises DamagedStateFile."""
     torch = module("torch")
     if torch is None:
         raise DamagedStateFile("it names a device, and this process has not imported torch")
@@ -200,7 +207,7 @@ def device_named(name: str) -> Any:
 
 
 def described_array(value: Any, path: str) -> tuple[Any, str, bool]:
-    """Return an array in one piece, its dtype, and whether its columns are contiguous. Raises NotPlain."""
+    """Return an array in one piece, its dtype, and whether its columns are contiguous. Raises UnsupportedValue."""
     numpy = module("numpy")
     if value.dtype.kind not in _NUMPY_KINDS:
         raise UnsupportedValue(path, f"is a numpy array of {value.dtype}")
@@ -210,7 +217,7 @@ def described_array(value: Any, path: str) -> tuple[Any, str, bool]:
 
 
 def array_in(mapping: Any, place: int, size_bytes: int, kind: str, shape: tuple[int, ...], *, columns: bool) -> Any:
-    """Return the saved array, in the file's memory. Raises Damaged."""
+    """Return the saved array, in the file's memory. Raises DamagedStateFile."""
     dtype = numpy_dtype(kind)
     elements = 1
     for size in shape:
@@ -228,7 +235,7 @@ def array_in(mapping: Any, place: int, size_bytes: int, kind: str, shape: tuple[
 
 
 def scalar_in(kind: str, data: bytes) -> Any:
-    """Return the saved scalar. Raises Damaged."""
+    """Return the saved scalar. Raises DamagedStateFile."""
     dtype = numpy_dtype(kind)
     if len(data) != dtype.itemsize:
         raise DamagedStateFile(f"a value of {dtype} has {len(data)} bytes")
@@ -246,7 +253,7 @@ def _check_characters(found: Any) -> None:
 
 
 def numpy_dtype(kind: str) -> Any:
-    """Return a dtype of numpy by its short name. Raises Damaged."""
+    """Return a dtype of numpy by its short name. Raises DamagedStateFile."""
     numpy = module("numpy")
     if numpy is None or not hasattr(numpy, "dtype"):
         raise DamagedStateFile("it holds numpy's values, and this process has not imported numpy")

@@ -81,7 +81,7 @@ def claim() -> None:
 
 
 def state() -> Any:
-    """Return the state, or None. Raises Damaged and OSError; a later call then reads again."""
+    """Return the state, or None. Raises DamagedStateFile and OSError; a later call then reads again."""
     global _state  # noqa: PLW0603 - one a process
     if RANKS in os.environ:
         claim()
