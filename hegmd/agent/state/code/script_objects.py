@@ -42,6 +42,8 @@ _OF_MODULES = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent
 _OF_OPTIMIZERS = frozenset(("param_groups", "state", "defaults"))
 _NUMBERED = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")  # PyTorch's dictionaries of them
 _NEAR = 2
+#: PyTorch's states of communication hooks, such as PowerSGD's, and its averagers of models. They have no `state_dict`.
+_COUNTING = ("torch.distributed.algorithms.", "torch.distributed.optim.post_localSGD_optimizer")
 _PARTIAL: Any = getattr(sys.modules.get("functools"), "partial", ())
 
 
@@ -127,14 +129,15 @@ class Instances:
             self.unseen.append(f"the {len(thing):,} objects of {name}")
 
     def is_own(self, thing: Any) -> bool:
-        """Return True if its class is the script's, or a plain namespace for attributes."""
+        """Return True if its class is the script's, counts for the script, or is a plain namespace for attributes."""
         kind: Any = class_of(thing)
         known = self._ours.get(kind)
         if known is None:
             named = sys.modules.get(str(getattr(kind, "__module__", "")))
             is_ours = is_users_module(named) and not issubclass(kind, (*_PASSED, dict, list, tuple, set, str, int))
             other: Any = getattr(sys.modules.get("argparse"), "Namespace", None)
-            known = self._ours[kind] = is_ours or kind is NAMESPACE or kind is other
+            is_counting = str(getattr(kind, "__module__", "")).startswith(_COUNTING)
+            known = self._ours[kind] = is_ours or is_counting or kind is NAMESPACE or kind is other
         return known
 
     def names_of(self, thing: Any) -> list[str]:

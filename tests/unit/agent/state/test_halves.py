@@ -335,6 +335,26 @@ def train(begin):
         scale.set(scale.get() * fixed.get() / 2)
     return []
 """,
+    "hooked": """
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+model = torch.nn.Linear(2, 1)
+state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=10)
+model._comm_hooks = [(print, state), (print, PostLocalSGDState(None, None, 10))]
+
+def library(state, local):  # what the hooks do, which are code of PyTorch's
+    object.__setattr__(state, *("iter", state.iter + 1))
+    object.__setattr__(local, *("iter", local.iter + 1))
+    state.error_dict.setdefault(0, torch.zeros(2)).add_(float(state.rng.rand()))
+
+def train(begin):
+    for step in range(begin, 9):
+        at(step)
+        library(state, model._comm_hooks[1][1])
+    return [state.iter, state.error_dict[0].tolist(), model._comm_hooks[1][1].iter]
+""",
     "pruned": """
 import torch
 from torch.nn.utils import prune
@@ -454,3 +474,9 @@ def test_a_model_that_changed_after_the_first_batch_is_refused_and_not_lost(halv
 def test_a_context_variable_that_the_loop_sets_is_named(halves: dict[str, Any]) -> None:
     """It began again, unsaid: no other thread can read it."""
     assert halves["context"]["anew"] == ["scale (ContextVar) of context"]
+
+
+@pytest.mark.thorough
+def test_states_of_communication_hooks_are_kept(halves: dict[str, Any]) -> None:
+    """PowerSGD and PostLocalSGD of DDP began again, unsaid: they count in attributes, and have no `state_dict`."""
+    assert_exact(halves["hooked"])
