@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import pytest
 
@@ -35,19 +34,20 @@ def preloaded_frameworks() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Scripts are forked from one Python that has imported PyTorch, if that is installed (forked.py)."""
-    yield from _with_torch(ONE_COMPILER, lock=folder_of_run(tmp_path_factory) / "preloaded")
+    yield from _with_torch(ONE_COMPILER, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def preloaded_bare() -> Iterator[None]:
+def preloaded_bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The same without PyTorch's compiler: an image has 130 MiB of each process, and 230 MiB with it."""
-    yield from _with_torch(BARE)
+    yield from _with_torch(BARE, tmp_path_factory)
 
 
-def _with_torch(variables: Mapping[str, str], lock: Path | None = None) -> Iterator[None]:
+def _with_torch(variables: Mapping[str, str], factory: pytest.TempPathFactory) -> Iterator[None]:
     if importlib.util.find_spec("torch") is None:
         yield
         return
+    lock = folder_of_run(factory) / f"with {' '.join(variables)}"
     with preloaded_python({**environment(None), **variables}, lock=lock):
         yield
 

@@ -8,7 +8,7 @@ store and the end of torchrun's. A forked daemon is in the session of the tests,
 of process images start theirs, and of ranks, restarts and recoveries one test each.
 
 Owns those Pythons (preloaded.py), one of each for each process that runs tests, while the fixtures of that name in
-conftest.py are there. Of the one with PyTorch and its compiler there is one for all of these processes.
+conftest.py are there. All of these processes share those with PyTorch alone.
 """
 
 from __future__ import annotations
