@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,60 +19,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "client")]
 
-from hegmctl.connection import Connection, connect  # noqa: E402 - only now it can be found
+from contrib.demo.moving import PATIENCE_S, NotAsTold  # noqa: E402 - only now it can be found
+from contrib.demo.moving import Node as PrivateNode  # noqa: E402 - as above
+from hegmctl.connection import Connection, connect  # noqa: E402 - as above
 from hegmctl.tables import wrapped  # noqa: E402 - as above
 
 GIB = 1 << 30
-PATIENCE_S = 60.0
 JOBS = (("vision", "gpu0", 3), ("language", "gpu0", 2), ("speech", "gpu1", 6))
 
 
-class NotAsTold(Exception):
-    """The demonstration did not do what its text says."""
-
-
-class Node:
+class Node(PrivateNode):
     """A private node in a folder of its own: the daemon, the jobs, and the queries about them."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        super().__init__(folder)
         self.socket_path = folder / "hegmd.sock"
-        self.environ = os.environ | {
-            "HEGM_SOCKET": str(self.socket_path),
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'client'}",
-            "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
-        }
-        self.environ.pop("HEGM_CONFIG", None)
-
-    @contextlib.contextmanager
-    def daemon(self) -> Iterator[None]:
-        """hegmd, ready to answer; it says itself when it is, as it would to systemd."""
-        log = (self.folder / "hegmd.log").open("w+")
-        address = str(self.folder / "notify.sock")
-        with log, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
-            notify.bind(address)
-            words = [
-                "--simulate",
-                "2x8GiB",
-                "--socket",
-                str(self.socket_path),
-                "--state-dir",
-                str(self.folder / "state"),
-            ]
-            daemon = subprocess.Popen(
-                [sys.executable, "-m", "hegmd", *words], env=self.environ | {"NOTIFY_SOCKET": address}, stderr=log
-            )
-            try:
-                deadline = time.monotonic() + PATIENCE_S
-                while daemon.poll() is None and time.monotonic() < deadline:
-                    if select.select([notify], [], [], 0.1)[0] and b"READY=1" in notify.recv(4096):
-                        yield
-                        return
-                log.seek(0)
-                raise NotAsTold(f"hegmd did not come up: {log.read()}")
-            finally:
-                daemon.terminate()
-                daemon.wait()
+        self.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
 
     @contextlib.contextmanager
     def job(self, name: str, gpu: str, size_gib: int) -> Iterator[subprocess.Popen[bytes]]:
