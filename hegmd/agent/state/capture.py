@@ -118,7 +118,7 @@ class _Capture:
             loops.append({"depth": loop.depth, "line": loop.line, "needs": needs})
         self.refusals += capture_points.refusals_of(place, driver)
         number = self._number_of(driver) if driver is not None else None
-        path = place.path if number is None else passes.path_of_pass(driver)
+        path = capture_points.path_of_loop(place) if number is None else passes.path_of_pass(driver)
         self._baseline = baseline_of(path)
         return {"path": place.path, "loops": loops, "driver": number, "files": source_check.checksums(place.frames)}
 

@@ -60,9 +60,15 @@ def note_step(frame: FrameType | None) -> None:
 def _note_without_loader(place: ThreadPosition) -> None:
     """Record a loop without a loader at its first step: its start is not seen."""
     if place.loops and _progress_in(place.loops[-1].iterator) is None:
-        loop = place.loops[-1]
-        path = (*place.path[: loop.depth], (*place.path[loop.depth][:3], loop.line))
-        note_place(path, place.frames[: loop.depth + 1], is_late=True)
+        note_place(path_of_loop(place), place.frames[: place.loops[-1].depth + 1], is_late=True)
+
+
+def path_of_loop(place: ThreadPosition) -> Any:
+    """Return the path of the head of the innermost loop: a survey may find the training within the loop's body."""
+    if place.at_head or not place.loops:
+        return place.path
+    loop = place.loops[-1]
+    return (*place.path[: loop.depth], (*place.path[loop.depth][:3], loop.line))
 
 
 def _progress_in(iterator: object) -> Any:

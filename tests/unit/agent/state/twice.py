@@ -20,7 +20,7 @@ from typing import Any
 
 from hegmd.agent.state import capture, restore
 from hegmd.agent.state.code.position import ThreadPosition
-from hegmd.agent.state.script import baseline
+from hegmd.agent.state.script import baseline, capture_points
 from hegmd.agent.state.storage import state_file
 
 #: The step at which the first half ends.
@@ -58,7 +58,7 @@ class Run:
         """Remember what there is at the first step, be taken at one, or continue from there."""
         if step == 0:
             place = ThreadPosition(frame)
-            baseline.note_place(place.path, place.frames)
+            baseline.note_place(capture_points.path_of_loop(place), place.frames)
         elif step == LEFT_AT and not self.is_half:
             taken, against = capture.capture(threading.get_ident(), frame)
             self.refusals = [found.what for found in against if not found.passes]

@@ -106,3 +106,27 @@ def test_the_loss_of_a_step_was_kept_once_the_variables_had_been_read(read: str)
     """Up to Python 3.12 a copy of the variables remained in the function, with the tensors of that step."""
     script = subprocess.run([sys.executable, "-c", STEPS, read], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (script.returncode, script.stderr) == (0, "")
+
+
+# A dry run finds the training anywhere in the body of its loop.
+WITHIN = """
+import sys
+
+from hegmd.agent.state import capture
+from hegmd.agent.state.script.capture_points import note_step
+
+def train():
+    for step in range(3):
+        if step == 0:
+            note_step(sys._getframe())
+        if step == 2:
+            return capture.capture(0, sys._getframe())[0]["own"]["unseen"]
+
+sys.exit("; ".join(train()) or 0)
+"""
+
+
+def test_a_plan_made_within_the_body_of_a_loop_said_that_changes_were_not_searched() -> None:
+    """The record of a loop without a loader is that of its head."""
+    script = subprocess.run([sys.executable, "-c", WITHIN], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (script.returncode, script.stderr) == (0, "")
