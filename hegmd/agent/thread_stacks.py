@@ -24,6 +24,7 @@ def thread_stacks(training: int) -> tuple[str, ...]:
     with NoCollection():
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] - it is documented
         own = [(ident, _lines(frame)) for ident, frame in frames.items() if not is_ours(frame)]
+        frames.clear()  # this function's frame is among them, and would keep itself and all variables of every thread
     own.sort(key=lambda found: found[0] != training)
     found: list[str] = []
     for ident, lines in own[:_MAX_THREADS]:

@@ -311,7 +311,7 @@ _AND = bool.__and__
 
 
 class NoCollection:
-    """Disables the collector in a block: a collection may run Python code, and other threads meanwhile.
+    """Suspends Python's garbage collector: a collection may run Python code, and other threads meanwhile.
 
     CPython 3.11 creates a frame object when another thread asks for it, and crashes with SIGSEGV if a collection lets
     the frame's thread continue.

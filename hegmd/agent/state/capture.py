@@ -62,9 +62,11 @@ def capture(ident: int | None = None, frame: FrameType | None = None) -> tuple[d
     `ident` is the training thread if it is not the gate's own; `frame` is its frame if it calls itself.
     """
     thread = lifecycle.gate().home if ident is None else ident
-    # Do not keep all frames in a variable: this function would keep itself and all variables of the process.
-    its = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage] - documented all the same
-    taking = _Capture(thread, frame or its)
+    # Do not keep all frames in a variable: this function would keep itself and all variables of the process. Its own
+    # frame would do the same.
+    if frame is None:
+        frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage] - documented all the same
+    taking = _Capture(thread, frame)
     return taking.state, taking.refusals
 
 

@@ -15,6 +15,7 @@ from time import monotonic
 from .. import cuda_state, signals
 from ..notes import note
 from ..refusals import refusal
+from ..trap import NoCollection
 from .values.refusals import Refusal
 
 TYPE_CHECKING = False
@@ -83,25 +84,13 @@ def snapshot(
         shadow.prepare()
         pinned_buffers.prepare()
     try:
-        with _CollectorOff():
+        with NoCollection():  # in every third snapshot the new objects made it search all, for 0.2 s
             size_bytes, anew, rest = _snapshot(fd, most_bytes, begin)
         return size_bytes, anew, rest
     finally:
         shadow.drop()
         if rest is None:
             pinned_buffers.drop()
-
-
-class _CollectorOff:
-    """Suspends Python's garbage collector: in every third snapshot the new objects made it search all, for 0.2 s."""
-
-    def __enter__(self) -> None:
-        self._was_on = gc.isenabled()
-        gc.disable()
-
-    def __exit__(self, *_exc: object) -> None:
-        if self._was_on:
-            gc.enable()
 
 
 def _snapshot(
@@ -156,7 +145,7 @@ def save(
     if cuda_state.in_use() is not None:
         pinned_buffers.prepare()
     try:
-        with _CollectorOff():
+        with NoCollection():
             return _save(fd, ident, progress, frame, tell)
     finally:
         pinned_buffers.drop()

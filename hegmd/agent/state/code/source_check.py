@@ -82,8 +82,9 @@ def _edited() -> Iterator[Refusal]:
     """
     began_ns = _began_ns()
     edited: dict[str, None] = {}
-    tops = list(sys._current_frames().values())  # pyright: ignore[reportPrivateUsage] - documented all the same
-    frames = [frame for top in tops for frame in script_frames(top)]
+    tops = sys._current_frames()  # pyright: ignore[reportPrivateUsage] - documented all the same
+    frames = [frame for top in tops.values() for frame in script_frames(top)]
+    tops.clear()  # this function's frame is among them, and would keep itself and all variables of every thread
     files = _read(frame.f_code.co_filename for frame in frames)
     for frame in frames:
         path, last = frame.f_code.co_filename, frame.f_lasti
@@ -190,8 +191,9 @@ def _first_frame() -> FrameType | None:
     threading = sys.modules.get("threading")
     if threading is None:
         return None
-    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] - documented all the same
-    frame = frames.get(threading.main_thread().ident)
+    # Not all frames in a variable: this function would keep itself and all variables of every thread.
+    ident = threading.main_thread().ident
+    frame = sys._current_frames().get(ident)  # pyright: ignore[reportPrivateUsage] - documented all the same
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
     return frame

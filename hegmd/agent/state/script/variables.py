@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 
 from ....protocol.agents import UNSEEN
 from ..code.assignments import ATTRIBUTE, GLOBAL, MAX_CODES, Functions, changes_of, nested_in
@@ -86,7 +87,8 @@ class _Capture:
         self._unseen.update(dict.fromkeys(self._instances.unseen))
         self._spots = list(spots_of(frames))
         on_the_way = all_set_before_resume(self._spots)
-        was_there = self._was_there if drift is None else drift.had
+        # Not our own method: in a cycle of references all that was found would stay until the garbage collector runs.
+        was_there = partial(_was_there, self._made) if drift is None else drift.had
         self._referring = CapturedReferences(self._instances, held, was_there, drift, on_the_way)
         reached = self._reach()
         looked_at = [spot.changes for spot in self._spots if spot.is_looked_at]
@@ -244,10 +246,6 @@ class _Capture:
     def _refer(self, value: Any, forms: ValueEncoder) -> tuple[Any] | None:
         return self._referring.of(value, forms)
 
-    def _was_there(self, thing: Any) -> bool:
-        """Return False if the loop set a variable to it; True if unknown."""
-        return id(thing) not in self._made
-
     def _note(self, what: str) -> None:
         """Note that it starts over. An object that hegm.keep keeps under that name may be the same or another one."""
         name = what.partition(" (")[0].rpartition(".")[2]
@@ -368,6 +366,11 @@ class _Capture:
                 where = f" of {name}, set at {file}:{change.line}"
                 self._choose(chosen, change, value, where, is_named=change.is_stored)
         return chosen
+
+
+def _was_there(made: set[int], thing: Any) -> bool:
+    """Return False if the loop set a variable to it; True if unknown."""
+    return id(thing) not in made
 
 
 def _bounded(notes: dict[str, None]) -> list[str]:

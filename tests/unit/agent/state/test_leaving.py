@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hegmd.agent.state.save_and_exit import LEFT_STATUS
+from tests.patience import HANG_S
 
 LEAVING = """
 import io, sys
@@ -89,3 +92,50 @@ def test_the_garbage_collector_searched_all_objects_while_a_snapshot_held_the_tr
     """In every third snapshot of 257 layers that took 0.2 s of a pause of 0.3 s."""
     ran = subprocess.run([sys.executable, "-c", COLLECTIONS], capture_output=True, text=True, check=False)
     assert (ran.stderr, ran.stdout.split("\n")) == ("", ["[] 1 True", "[] 1 False", ""])
+
+
+HELD = """
+import _thread, gc, os, sys, weakref
+from hegmd.agent.state.capture import capture
+from hegmd.agent.state.code import source_check
+from hegmd.agent.thread_stacks import thread_stacks
+
+class Model:
+    def __init__(self):
+        self.steps = 0
+
+def train():
+    model = Model()
+    for step in range(3):
+        model.steps += 1
+        if step == 1:
+            known.append(weakref.ref(model))
+            if sys.argv[1] == "own":
+                capture(_thread.get_ident(), sys._getframe())
+            waits.release()
+            goes.acquire()
+
+known, waits, goes = [], _thread.allocate_lock(), _thread.allocate_lock()
+waits.acquire(), goes.acquire()
+gc.disable()
+ident = _thread.start_new_thread(train, ())
+waits.acquire()
+{
+    "capture": lambda: capture(ident),
+    "own": lambda: None,
+    "refusals": lambda: list(source_check.refusals()),
+    "stacks": lambda: thread_stacks(ident),
+}[sys.argv[1]]()
+goes.release()
+while _thread._count():
+    os.sched_yield()
+print([reference() for reference in known])
+"""
+
+
+@pytest.mark.parametrize("act", ["capture", "own", "refusals", "stacks"])
+def test_the_variables_of_a_training_were_kept_until_the_garbage_collector_ran(act: str) -> None:
+    """Frames of all threads were in a variable of one of these frames: the script's tensors stayed after their use."""
+    words = [sys.executable, "-c", HELD, act]
+    ran = subprocess.run(words, capture_output=True, text=True, check=False, timeout=HANG_S)
+    assert (ran.stderr, ran.stdout) == ("", "[None]\n")
