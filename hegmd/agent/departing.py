@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
 
+    from ..errors import HegmError
     from .quiesce import Gate
     from .state.prestart import PrestartModules
     from .state.storage.state_file import UnwrittenRest
@@ -91,15 +92,24 @@ def snapshot(
     try:
         size_bytes, anew, rest = leaving.snapshot(fd, most_bytes, begin)
     except leaving.TooLarge as error:
-        short = refusal(f"its state has {error.size_bytes} bytes, and the slot takes {most_bytes}", "take a larger one")
-        short.facts["state_bytes"] = error.size_bytes
-        raise short from error
+        raise _too_large(error.size_bytes, most_bytes) from error
     except leaving.SaveObstacles as error:
-        refused = refusal(str(error), leaving.hints_of(error.refusals))
-        if not error.passes:
-            refused.facts["refusals"] = [str(found)[:_MAX_REFUSAL] for found in error.refusals][:_MAX_NAMES]
-        raise refused from error
+        raise _prevented(error, leaving.hints_of(error.refusals)) from error
     return int(size_bytes), tuple([str(name)[:_MAX_NAME] for name in anew[:_MAX_NAMES]]), rest
+
+
+# In a variable of the function that raises it, an error would keep itself and the state that was not written.
+def _too_large(size_bytes: int, most_bytes: int) -> HegmError:
+    short = refusal(f"its state has {size_bytes} bytes, and the slot takes {most_bytes}", "take a larger one")
+    short.facts["state_bytes"] = size_bytes
+    return short
+
+
+def _prevented(error: Any, hints: str) -> HegmError:
+    refused = refusal(str(error), hints)
+    if not error.passes:
+        refused.facts["refusals"] = [str(found)[:_MAX_REFUSAL] for found in error.refusals][:_MAX_NAMES]
+    return refused
 
 
 def leave() -> NoReturn:
