@@ -5,14 +5,17 @@ Each case runs in a process of its own, beside a pretend PyTorch; a failing asse
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib
 import os
 import subprocess
 import sys
+from _thread import start_new_thread
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ import pytest
 from hegmd.agent import copying, pinned_buffers
 from hegmd.agent.state.storage import checksums, raw_copy, shadow
 from hegmd.errors import HegmError
+from tests.patience import HANG_S
 from tests.stubs.cuda.node import CudaNode, order_in_force
 
 ROOT = Path(__file__).parents[2]
@@ -284,6 +288,29 @@ def gives_a_shadow_back_at_once_when_it_is_not_wanted_any_more(state: Path) -> N
     assert calls.count("cuMemHostRegister") == calls.count("cuMemHostUnregister") == 1
 
 
+def used_cuda_after_the_interpreter_ended_to_free_a_shadow(state: Path) -> None:
+    """The script ends while its shadow is fetched: nothing but the end stops the copying."""
+    torch, fd = _job(), _file(state)
+    _contents, raws, places = _raws(torch, fd)
+    free_bytes = torch.cuda.mem_get_info(0)[0]
+    shadows = raw_copy.shadow_pieces_out(fd, 64 << 20, raws, places, {})
+    assert shadows is not None
+    begun, ends = Event(), Event()
+
+    def see() -> None:
+        if torch.cuda.mem_get_info(0)[0] != free_bytes:
+            os._exit(1)
+
+    def is_over() -> bool:
+        begun.set()
+        return ends.wait(HANG_S)
+
+    atexit.register(see)  # runs last
+    start_new_thread(shadows.fetch, (fd, 64 << 20, {}, is_over))
+    assert begun.wait(HANG_S)
+    atexit.register(ends.set)  # runs first
+
+
 CASES: dict[str, Callable[[Path], None]] = {
     case.__name__: case
     for case in (
@@ -300,6 +327,7 @@ CASES: dict[str, Callable[[Path], None]] = {
         uses_memory_that_was_allocated_ahead_if_it_is_large_enough,
         makes_no_shadow_that_would_leave_the_job_little_room,
         gives_a_shadow_back_at_once_when_it_is_not_wanted_any_more,
+        used_cuda_after_the_interpreter_ended_to_free_a_shadow,
     )
 }
 

@@ -281,9 +281,22 @@ class Shadows:
         note(f"snapshot: waited {self._memory_s:.4f} s for memory, {monotonic() - began:.4f} s for the shadow's copy")
 
     def fetch(self, fd: int, capacity_bytes: int, found: dict[int, int], is_over: Callable[[], bool]) -> None:
-        """Write them to the descriptor and free their memory. In any thread. Raises CopyStopped, OSError, HegmError."""
+        """Write them to the descriptor, and free their memory in any case, before the interpreter ends. In any thread.
+
+        Raises CopyStopped, OSError, HegmError.
+        """
         _ending.expect()
-        with _ending.under_way, copying.Writing(fd, capacity_bytes) as write:
+        with _ending.under_way:
+            if _ending.has_come:
+                self._made.clear()
+                raise CopyStopped
+            try:
+                self._fetch(fd, capacity_bytes, found, is_over)
+            finally:
+                self.close()
+
+    def _fetch(self, fd: int, capacity_bytes: int, found: dict[int, int], is_over: Callable[[], bool]) -> None:
+        with copying.Writing(fd, capacity_bytes) as write:
             summing = checksums.summing(write, found)
             copying.in_threads(summing, self._host, copying.ignore, THREADS)
             while self._made:

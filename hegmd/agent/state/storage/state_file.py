@@ -109,10 +109,7 @@ class UnwrittenRest:
 
     def write(self, fd: int, is_over: Callable[[], bool]) -> None:
         """Write it in any thread, and free its memory anyway. Raises CopyStopped once `is_over`, OSError, HegmError."""
-        try:
-            self._shadows.fetch(fd, self.size_bytes, self._found, is_over)
-        finally:
-            self._shadows.close()
+        self._shadows.fetch(fd, self.size_bytes, self._found, is_over)
         _seal(fd, self._tree, self._sizes, self._found)
 
     def close(self) -> None:
