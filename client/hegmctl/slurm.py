@@ -27,6 +27,8 @@ GRACE_S, GRACE = 30.0, "HEGM_SLURM_GRACE"
 # The part of the grace time that the wait for a boundary may take. The rest is for the bytes.
 WAITS_SHARE = 2 / 3
 LOOK_INTERVAL_S, RETRY_S = 0.1, 1.0
+# A process that fails each time, as after a broken update of hegmctl, writes its error into the job's output each time.
+MAX_RETRY_S = 300.0
 # How long the agents of jobs need to connect to a restarted daemon.
 AGENT_BACK_S = 10.0
 
@@ -72,6 +74,7 @@ class SlurmSignals:
         self._asking: int | None = None
         self._asking_pid: int | None = None
         self._words: list[str] = []
+        self._failures = 0
         #: When to call `retry`, a monotonic instant. None if nothing has failed.
         self.retry_at: float | None = None
 
@@ -81,6 +84,7 @@ class SlurmSignals:
         if not is_suspension and not self._has_suspended:
             return
         self._has_suspended = is_suspension
+        self._failures = 0
         self.close()
         job = self._job or str(pid)
         limit = [f"{self._limit_s:g}"] if is_suspension else []
@@ -98,7 +102,9 @@ class SlurmSignals:
             words = self._words
             self.close()
             if status:
-                self._words, self.retry_at = words, monotonic() + RETRY_S
+                self._words = words
+                self.retry_at = monotonic() + min(RETRY_S * 2.0 ** min(self._failures, 16), MAX_RETRY_S)
+                self._failures += 1
 
     def retry(self, mask: set[signal.Signals]) -> None:
         """Start the process that asks the daemon, if that failed before and is due again."""

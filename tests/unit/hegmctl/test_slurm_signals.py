@@ -125,6 +125,25 @@ def test_a_job_stayed_suspended_for_ever_if_the_process_that_asks_for_its_resume
     assert parent.returncode == 7
 
 
+def test_a_process_that_failed_each_time_filled_the_jobs_output_once_a_second() -> None:
+    signals = SlurmSignals("j1", "/run/socket", {}, 30.0, print, python="/bin/false")
+    signals.take(signal.SIGTSTP, 1, set())
+    for wait_s in (1.0, 2.0, 4.0):
+        pid = signals._asking_pid
+        assert pid is not None
+        _, status = os.waitpid(pid, 0)
+        began = monotonic()
+        signals.reaped(pid, status)
+        assert signals.retry_at is not None
+        assert began + wait_s <= signals.retry_at <= monotonic() + wait_s
+        signals.retry_at = began
+        signals.retry(set())
+    asking = signals._asking_pid
+    assert asking is not None
+    signals.close()
+    os.waitpid(asking, 0)
+
+
 @pytest.mark.thorough
 def test_a_process_without_a_descriptor_to_end_it_is_ended_and_started_again(tmp_path: Path) -> None:
     python, called = tmp_path / "python", tmp_path / "called"
