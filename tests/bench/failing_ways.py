@@ -27,6 +27,7 @@ POLL_INTERVAL_S = 0.1
 # It fails so many steps after it was seen to be protected, at one step on all ranks, and ends so many steps later.
 AHEAD, MORE, STEPS = 10, 15, 400
 REAL, SIMULATED = "real", "simulated"
+NCCL = "nccl"
 # The log lines that are kept of a wrong case, and how many times its stacks are looked for.
 TAIL_LINES, LOOKS = 40, 10
 PHASES = ("load", "forward", "backward", "commit", "after")
@@ -72,6 +73,7 @@ class Options(argparse.Namespace):
 
     gpus: str
     device: str
+    backend: str
     jobs: int
     times: int
     ranks: str
@@ -115,7 +117,8 @@ class Run:
             command = [sys.executable, *launcher, str(SCRIPT)]
         # On a machine with other work, such a limit kills trainings that do not hang.
         limit = ["--hang-limit", options.hang_limit] if case.name.startswith(HANG) else []
-        recover = ["--recover=0.3s", *limit, "--gpu", "gpu0", "--no-daemon-start"]
+        gpus = ",".join(f"gpu{rank}" for rank in range(world)) if options.backend == NCCL else "gpu0"
+        recover = ["--recover=0.3s", *limit, "--gpu", gpus, "--no-daemon-start"]
         run = [sys.executable, "-m", "hegmctl", "run", "--name", folder.name, *recover, "--"]
         roots = (str(SCRIPT.parents[3]), str(SCRIPT.parents[3] / "client"))
         light = () if is_real else (str(BRISK),)  # the import of PyTorch is most of a trial's work
@@ -123,7 +126,11 @@ class Run:
         fields = {"FAILS": f"{case.kind} {case.phase} {case.ranks(world)}", "CHILDREN": str(case.children)}
         quick = {"PACE_S": "0"} if alone else fields
         environ = {**os.environ, "HEGM_SOCKET": str(daemon.socket_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-        environ |= {"STEPS": str(options.steps), **({"DEVICE": options.device} if is_real else BARE)}
+        environ |= {
+            "STEPS": str(options.steps),
+            "BACKEND": options.backend,
+            **({"DEVICE": options.device} if is_real else BARE),
+        }
         self.out, self.err = folder / "out", folder / "err"
         with self.out.open("wb") as out, self.err.open("wb") as err:
             words = command if alone else [*run, *command]

@@ -3,6 +3,7 @@
 Each is a training under `hegmctl run --recover`: one process, or ranks of torchrun over gloo. Cases that do nothing to
 their daemon follow each other on one.
 With `--gpus real` all ranks are on the node's first GPU; a way that needs a simulated fault stays on simulated GPUs.
+With `--gpus real --backend nccl` each rank has a GPU of its own, and only the ways for real GPUs are tried.
 The end of a case is `exact` (it made all steps, and every loss, of repeated steps too, is that of an undisturbed run),
 `ended` (by a failure from which no recovery is wanted), or WRONG with what was seen. The exit status is 1 if one is
 WRONG. `--jobs` cases run at once, and all ways have their first turn before one has its second. With `--budget-s` no
@@ -31,6 +32,7 @@ from typing import Any
 from tests.bench.failing_ways import (
     CASES,
     LAUNCHER,
+    NCCL,
     POLL_INTERVAL_S,
     REAL,
     SIMULATED,
@@ -63,7 +65,7 @@ class Table:
     def cells(self) -> list[tuple[Case, int]]:
         """Each way with each number of ranks."""
         worlds = list(map(int, self.options.ranks.split(",")))
-        on = (None, SIMULATED, self.options.gpus)
+        on = (None, REAL) if self.options.backend == NCCL else (None, SIMULATED, self.options.gpus)
         cases = [case for case in CASES if self.options.only in case.name and case.only_on in on]
         return [(case, world) for case in cases for world in worlds if world >= case.least_ranks]
 
@@ -225,6 +227,7 @@ def parsed() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", choices=(SIMULATED, REAL), default=SIMULATED)
     parser.add_argument("--device", default="cuda", help="of PyTorch, on real GPUs")
+    parser.add_argument("--backend", choices=("gloo", NCCL), default="gloo", help="of the ranks")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--ranks", default="1,2,3")
@@ -236,6 +239,8 @@ def parsed() -> Options:
     parser.add_argument("--budget-s", type=float, default=1e9)
     parser.add_argument("--grace-s", type=float, default=30.0)
     options = parser.parse_args(namespace=Options())
+    if options.backend == NCCL and options.gpus != REAL:
+        parser.error("--backend nccl needs --gpus real")
     options.begins_until = time.monotonic() + options.budget_s
     options.ends_at = options.begins_until + options.grace_s
     return options

@@ -19,7 +19,7 @@ from torch import distributed
 from torch.utils.data import DataLoader, Dataset
 
 faulthandler.register(signal.SIGUSR2)
-DEVICE = os.environ.get("DEVICE", "cpu")
+DEVICE, BACKEND = os.environ.get("DEVICE", "cpu"), os.environ.get("BACKEND", "gloo")
 STEPS = int(os.environ.get("STEPS", "100"))
 KIND, PHASE, RANKS, *AT = os.environ.get("FAILS", "none none 0 0").split()
 rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -111,8 +111,11 @@ class Data(Dataset):
         return torch.sin(torch.arange(8.0) * (index + 1))
 
 
+if BACKEND == "nccl":
+    DEVICE = f"cuda:{os.environ['LOCAL_RANK']}"
+    torch.cuda.set_device(DEVICE)
 if world > 1:
-    distributed.init_process_group("gloo")
+    distributed.init_process_group(BACKEND)
 torch.manual_seed(rank)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1)).to(DEVICE)
 if world > 1:
