@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,8 +22,8 @@ import anyio
 
 from hegmd.errors import NOT_FOUND, REFUSED, Bug, HegmError
 from hegmd.migration.machine import events
-from hegmd.migration.machine.next_effects import DONE, SETTLING, SUSPENDED, TERMINAL
-from hegmd.migration.machine.operation import MIGRATE, RESUME, SUSPEND, Operation
+from hegmd.migration.machine.next_effects import DONE, ROLLED_BACK, SETTLING, SUSPENDED, TERMINAL
+from hegmd.migration.machine.operation import MIGRATE, RESUME, SUSPEND, Failure, Limits, Operation
 from hegmd.migration.machine.wording import no_such_gpu
 from hegmd.migration.model import MigrationPlan, NodeSnapshotForPlan, place_of_all
 from hegmd.migration.plan.draft import candidate_of
@@ -307,7 +308,7 @@ class MultiStepOperations(BackgroundTasks):
                     await self._bring_back(exchange, suspended, context)
                 if exchange.failure is None:  # otherwise the other job has ended
                     for step in moved:
-                        await self._move_back(exchange, step, context)
+                        await self._move_back(exchange, step, snapshot, context)
                 for failure in ended.values():
                     if isinstance(failure, HegmError):
                         raise failure
@@ -366,11 +367,18 @@ class MultiStepOperations(BackgroundTasks):
             except HegmError as error:
                 logger.warning("process %d stays suspended: %s", pid, error.message, extra=fields(hint=error.hint))
 
-    async def _move_back(self, exchange: _Swap, step: MigrationPlan, context: RequestContext) -> None:
+    async def _move_back(
+        self, exchange: _Swap, step: MigrationPlan, snapshot: NodeSnapshotForPlan, context: RequestContext
+    ) -> None:
+        """Undo the first of two moves. If both are refused, the journal says so: the next daemon would make one."""
         try:
             await self._end(exchange, await self._operations.migrate([_pid(step)], step.source, context))
         except HegmError as error:
             logger.warning("process %d stays on %s: %s", _pid(step), step.place, error.message)
+            runner = self._operations.runner
+            refused = step.operation(runner.next_id(), snapshot.candidates, {}, limits=Limits(), utc=time.time())
+            failure = Failure(code=error.code.name, message=error.message, hint=error.hint)
+            await runner.remember(refused.replace(phase=ROLLED_BACK, failure=failure))
 
     async def _end(self, exchange: _Swap, answer: OperationResult) -> protocol.Operation:
         if answer.operation is None:

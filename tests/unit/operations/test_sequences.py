@@ -307,6 +307,34 @@ async def test_the_next_daemon_does_not_make_a_move_of_a_swap_that_was_undone(
 
 
 @pytest.mark.thorough
+async def test_the_next_daemon_made_the_second_move_of_a_swap_whose_moves_had_been_refused_long_before(
+    tmp_path: Path, process: Child, second_process: Child
+) -> None:
+    async with running(tmp_path) as node:
+        one, two = await on_both(node, process, second_process)
+        one.slow.add("reload")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(node.sequences.swap, process.pid, second_process.pid, node.context())
+            await one.waiting.wait()
+            two.slow.add("survey")
+            one.go_on.set()
+            await two.waiting.wait()
+            for agent in (one, two):
+                await agent.leave()
+    one.slow.clear()
+    two.slow.clear()
+    async with running(tmp_path) as node:
+        for agent in (one, two):
+            agent.workers = node.workers
+            await agent.attend(node.tasks)
+        await anyio.wait_all_tasks_blocked()
+        assert [(op.id, op.phase) for op in node.operations.runner.operations()] == [
+            ("1", "done"),
+            ("2", "rolled-back"),
+        ]
+
+
+@pytest.mark.thorough
 async def test_both_jobs_were_left_on_one_gpu_if_the_second_move_of_a_swap_failed(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
