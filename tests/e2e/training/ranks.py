@@ -3,6 +3,7 @@
 They continue for so many steps, or until the file PATH.stop is there for one of them.
 """
 
+import contextlib
 import os
 import select
 import sys
@@ -19,7 +20,7 @@ def is_over(path: str) -> bool:
     """Return whether they have the command to end; the same answer for all ranks, at the same step. Blocks here while a
     FIFO is open.
     """
-    if Path(f"{path}.hold").exists():
+    with contextlib.suppress(FileNotFoundError):  # also if the test removes it once the other rank has it open
         Path(f"{path}.hold").read_bytes()
     select.select([], [], [], PACE_S)
     shared = torch.tensor([float(Path(f"{path}.stop").exists())])
