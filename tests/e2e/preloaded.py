@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("modules", nargs="*")
     options = parser.parse_args()
     if options.shared and os.fork():
-        os._exit(0)  # nobody waits for it, since it ends with the last that uses it
+        os._exit(0)  # the child serves all workers, and ends when the last one disconnects
     get_ready(options.modules, has_torch=not options.no_torch)
     if options.socket is not None:
         with socket.socket(fileno=options.socket) as asking:
@@ -143,7 +143,7 @@ def received(requester: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def is_last(listening: socket.socket, lock: str) -> bool:
-    """Close the socket if nobody connects to it; whether it is closed."""
+    """Close the listening socket if no worker is about to connect. Return whether it is closed."""
     with open(lock, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         if select.select([listening], [], [], 0)[0]:

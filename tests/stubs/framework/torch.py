@@ -288,7 +288,7 @@ def empty(count: int, dtype: int, device: str) -> Tensor:
 
 
 def as_tensor(memory: Any, device: str) -> Tensor:
-    """A tensor in memory that somebody else owns."""
+    """Return a tensor in memory that the caller owns."""
     assert device == "cuda:0"
     described = memory.__cuda_array_interface__
     assert described["typestr"] == "<i8"

@@ -283,6 +283,16 @@ async def test_a_daemon_killed_between_the_two_moves_of_a_swap_left_both_jobs_on
         assert not [op for op in node.operations.runner.operations() if op.created_utc > told[0].time_utc]
 
 
+async def seen_by_next_daemon(folder: Path, *agents: ModelAgent) -> list[tuple[str, str]]:
+    """Return the operations and their phases once a new daemon has all agents and nothing left to do."""
+    async with running(folder) as node:
+        for agent in agents:
+            agent.workers = node.workers
+            await agent.attend(node.tasks)
+        await anyio.wait_all_tasks_blocked()
+        return [(op.id, op.phase) for op in node.operations.runner.operations()]
+
+
 @pytest.mark.thorough
 async def test_the_next_daemon_does_not_make_a_move_of_a_swap_that_was_undone(
     tmp_path: Path, process: Child, second_process: Child
@@ -298,12 +308,7 @@ async def test_the_next_daemon_does_not_make_a_move_of_a_swap_that_was_undone(
         undone = node.operations.runner.describe("2")
         assert (undone.phase, undone.processes[0].pid, undone.processes[0].gpu) == ("done", process.pid, "gpu0")
         await one.leave()
-    async with running(tmp_path) as node:
-        for agent in (one, two):
-            agent.workers = node.workers
-            await agent.attend(node.tasks)
-        await anyio.wait_all_tasks_blocked()
-        assert [op.id for op in node.operations.runner.operations()] == ["1", "2"]
+    assert [op_id for op_id, _ in await seen_by_next_daemon(tmp_path, one, two)] == ["1", "2"]
 
 
 @pytest.mark.thorough
@@ -323,15 +328,7 @@ async def test_the_next_daemon_made_the_second_move_of_a_swap_whose_moves_had_be
                 await agent.leave()
     one.slow.clear()
     two.slow.clear()
-    async with running(tmp_path) as node:
-        for agent in (one, two):
-            agent.workers = node.workers
-            await agent.attend(node.tasks)
-        await anyio.wait_all_tasks_blocked()
-        assert [(op.id, op.phase) for op in node.operations.runner.operations()] == [
-            ("1", "done"),
-            ("2", "rolled-back"),
-        ]
+    assert await seen_by_next_daemon(tmp_path, one, two) == [("1", "done"), ("2", "rolled-back")]
 
 
 @pytest.mark.thorough

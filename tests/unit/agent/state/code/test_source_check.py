@@ -65,8 +65,8 @@ def test_a_script_edited_above_its_place_is_refused(tmp_path: Path, before: str,
     assert (f"{script} was edited after the script began" in printed) is is_refused
 
 
-# The file of a function under way becomes one that nobody can read: a pipe that nobody writes into hangs as a file
-# system does.
+# A FIFO replaces the file of a running function. Reading it blocks, as on a network file system that hangs: no process
+# writes to it.
 HANGS = """
 import os, sys
 from hegmd.agent.state.code.source_check import refusals
