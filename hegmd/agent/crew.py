@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from _thread import allocate_lock, start_new_thread
 
+from .notes import note
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +22,38 @@ if TYPE_CHECKING:
     Work = Callable[[Callable[[], "Item | None"], Tell], None]
 
 _PROGRESS_EVERY_S = 0.2
+
+
+class EarlyWork:
+    """Work that a thread does before its result is needed. The thread holds `lock` until it has finished."""
+
+    def __init__(self, work: Callable[[], Any], failed: str) -> None:
+        """`failed` is the note if the work raises: then there is no result."""
+        self._work = work
+        self._failed = failed
+        self.result: Any = None
+        self.lock = allocate_lock()
+        self.lock.acquire()
+
+    def start(self) -> bool:
+        """Start the thread. Returns False if the node has no more threads."""
+        try:
+            start_new_thread(self.live, ())
+        except RuntimeError:
+            return False
+        return True
+
+    def live(self) -> None:
+        try:
+            self.result = self._work()
+        except Exception as error:  # noqa: BLE001 - the code that needs the result tries again, and reports the reason
+            note(f"{self._failed}: {error!r}")
+        finally:
+            self.lock.release()
+
+    def wait(self) -> None:
+        with self.lock:
+            pass
 
 
 class _Crew:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from _thread import allocate_lock, start_new_thread
 
 from . import copying
 from .copying import PIECE_BYTES
-from .notes import note
+from .crew import EarlyWork
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -50,24 +49,7 @@ class PopulatedMemory:
 _kept: list[PopulatedMemory] = []
 
 
-class _EarlyAllocation:
-    """A block that a thread allocates meanwhile; the thread holds `lock` until it has the block or has failed."""
-
-    def __init__(self) -> None:
-        self.ground: PopulatedMemory | None = None
-        self.lock = allocate_lock()
-        self.lock.acquire()
-
-    def work(self) -> None:
-        try:
-            self.ground = PopulatedMemory()
-        except Exception as error:  # noqa: BLE001 - the code that needs one tries again, and reports the reason
-            note(f"no memory was taken ahead of the copies: {error!r}")
-        finally:
-            self.lock.release()
-
-
-_ahead: _EarlyAllocation | None = None
+_ahead: EarlyWork | None = None
 _forks_are_seen = False
 
 
@@ -79,18 +61,14 @@ def prepare() -> None:
     if not _forks_are_seen:
         _forks_are_seen = True
         os.register_at_fork(after_in_child=_leave_in_child)
-    ahead = _EarlyAllocation()
-    try:
-        start_new_thread(ahead.work, ())
-    except RuntimeError:  # no more threads: it is taken when it is needed
-        return
-    _ahead = ahead
+    ahead = EarlyWork(PopulatedMemory, "no memory was taken ahead of the copies")
+    if ahead.start():
+        _ahead = ahead
 
 
 def wait() -> None:
     if _ahead is not None:
-        with _ahead.lock:
-            pass
+        _ahead.wait()
 
 
 def take() -> PopulatedMemory:
@@ -108,12 +86,12 @@ def _leave_in_child() -> None:
     """Free the block in a forked child, which has neither the thread that would unlock it nor a use for it."""
     global _ahead
     ahead, _ahead = _ahead, None
-    if ahead is not None and ahead.ground is not None:
-        ahead.ground.close()
+    if ahead is not None and ahead.result is not None:
+        ahead.result.close()
 
 
 def _prepared() -> PopulatedMemory | None:
     global _ahead
     wait()
     ahead, _ahead = _ahead, None
-    return None if ahead is None else ahead.ground
+    return None if ahead is None else ahead.result

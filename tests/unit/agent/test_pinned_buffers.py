@@ -79,12 +79,12 @@ def is_mapped(address):
 
 ground.prepare()
 ground.wait()
-address = ground._ahead.ground.address
+address = ground._ahead.result.address
 print(in_child(lambda: is_mapped(address)), is_mapped(address))
 ground.drop()
-ground._ahead = late = ground._EarlyAllocation()
+ground._ahead = late = ground.EarlyWork(ground.PopulatedMemory, "failed")
 print(in_child(lambda: ground.wait() or ground.drop() or False))
-late.work()
+late.live()
 ground.take().close()
 """
 

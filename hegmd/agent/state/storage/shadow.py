@@ -13,12 +13,14 @@ import atexit
 import ctypes
 import os
 import sys
-from _thread import allocate_lock, start_new_thread
+from _thread import allocate_lock
+from functools import partial
 from time import monotonic
 
 from ....errors import HegmError
 from ... import copying
 from ...copying import PAGE_BYTES, round_up
+from ...crew import EarlyWork
 from ...cuda_driver import OverlappingCopies
 from ...notes import note
 from ...staging import Ring, loads
@@ -127,34 +129,10 @@ class _Shadow:
         return copy
 
 
-class _Ahead:
-    """Memory for the next shadows. A thread allocates it while the agent looks at the state."""
-
-    def __init__(self, driver: OverlappingCopies, sizes: dict[int | None, int]) -> None:
-        self._driver = driver
-        self._sizes = sizes
-        #: Address and size by context.
-        self.taken: dict[int | None, tuple[int, int]] = {}
-        #: Held until the thread has ended.
-        self.lock = allocate_lock()
-        self.lock.acquire()
-
-    def work(self) -> None:
-        try:
-            for context, size_bytes in self._sizes.items():
-                self._driver.use(context)
-                address = _taken(self._driver, size_bytes)
-                if address is not None:
-                    self.taken[context] = address, size_bytes
-        except Exception as error:  # noqa: BLE001 - it is allocated when it is needed
-            note(f"snapshot: no memory was allocated ahead: {error!r}")
-        finally:
-            self.lock.release()
-
-
 #: The size of the last shadow in each context.
 _last_sizes: dict[int | None, int] = {}
-_ahead: _Ahead | None = None
+#: Address and size by context, of memory for the next shadows.
+_ahead: EarlyWork | None = None
 
 
 def prepare() -> None:
@@ -163,18 +141,14 @@ def prepare() -> None:
     if _ahead is not None or _was_squeezed or not _last_sizes:
         return
     _ending.expect()
-    try:
-        ahead = _Ahead(OverlappingCopies(), dict(_last_sizes))
-        start_new_thread(ahead.work, ())
-    except (HegmError, RuntimeError):  # no more threads
-        return
-    _ahead = ahead
+    ahead = EarlyWork(partial(_taken_in_all, dict(_last_sizes)), "snapshot: no memory was allocated ahead")
+    if ahead.start():
+        _ahead = ahead
 
 
 def wait_for_memory() -> None:
     if _ahead is not None:
-        with _ahead.lock:
-            pass
+        _ahead.wait()
 
 
 def drop() -> None:
@@ -182,17 +156,33 @@ def drop() -> None:
     global _ahead
     wait_for_memory()
     ahead, _ahead = _ahead, None
-    if ahead is None or not ahead.taken:
+    if ahead is None or not ahead.result:
         return
     driver = OverlappingCopies()
-    for context, (address, _size_bytes) in ahead.taken.items():
+    for context, (address, _size_bytes) in ahead.result.items():
         _freed(driver, context, address)
+
+
+def _taken_in_all(sizes: dict[int | None, int]) -> dict[int | None, tuple[int, int]]:
+    """Allocate in each context, as far as its GPU has memory. Raises HegmError if there is no driver."""
+    driver = OverlappingCopies()
+    taken: dict[int | None, tuple[int, int]] = {}
+    for context, size_bytes in sizes.items():
+        try:
+            driver.use(context)
+            address = _taken(driver, size_bytes)
+        except HegmError as error:
+            note(f"snapshot: no memory was allocated ahead: {error.message}")
+            continue
+        if address is not None:
+            taken[context] = address, size_bytes
+    return taken
 
 
 def _taken_ahead(context: int | None, size_bytes: int) -> int | None:
     """Return the memory that was allocated for this context, if it is large enough."""
     wait_for_memory()
-    taken = {} if _ahead is None else _ahead.taken
+    taken: dict[int | None, tuple[int, int]] = {} if _ahead is None else _ahead.result or {}
     address, found_bytes = taken.get(context, (None, 0))
     if found_bytes < size_bytes:
         return None
