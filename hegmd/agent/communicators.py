@@ -193,7 +193,7 @@ class ProcessGroups:
         # A peer may still read what this rank has sent: all must be finished before the first one ends a group.
         _require_all(self._agree(world, "finished", {"refusal": ""}, step))
         self._is_down = True
-        failure: HegmError | None = None
+        failures: list[HegmError] = []
         suspends = False
         for group in groups:
             mechanism = _mechanism_of(group.name, agreed)
@@ -205,12 +205,12 @@ class ProcessGroups:
                 elif mechanism == REPLACE:
                     group.abort()
             except HegmError as error:
-                failure = error
+                failures.append(error)
                 break
         if suspends:
             sleep(_WATCHDOG_S)
         self._generation = None
-        self._conclude(world, "disconnected", failure, step)
+        self._conclude(world, "disconnected", failures, step)
         self._has_failed = False
         note(f"{len(groups)} groups are disconnected")
         return told
@@ -256,7 +256,7 @@ class ProcessGroups:
         mine = {"groups": states, "refusal": "", "generation": generation or 0}
         agreed = self._agree(world, "reconnect", mine, step)
         label = f"{max(stated['generation'] for stated in agreed.statements)}/{agreed.label}"
-        failure: HegmError | None = None
+        failures: list[HegmError] = []
         for group in groups:
             found = _stated(group.name, agreed)
             step.require_time()
@@ -266,9 +266,9 @@ class ProcessGroups:
                 elif found != {UP}:
                     group.replace(f"{label}/{group.name}")
             except HegmError as error:
-                failure = error
+                failures.append(error)
                 break
-        self._conclude(world, "reconnected", failure, step)
+        self._conclude(world, "reconnected", failures, step)
         self._is_down = self._has_failed = False
         self._generation = generation or 0
         note(f"{len(groups)} groups are connected")
@@ -298,15 +298,15 @@ class ProcessGroups:
             # After the first agreement of a disconnect nothing is taken down before the second one.
             if not error.is_known and name != "disconnect":
                 self._is_unsure = True
-            raise error.error from error
+            raise
         return agreed
 
-    def _conclude(self, world: Any, name: str, failure: HegmError | None, step: Step) -> None:
-        """Exchange the results of this step with the other ranks. Raises HegmError."""
-        message = "" if failure is None else failure.message
+    def _conclude(self, world: Any, name: str, failures: list[HegmError], step: Step) -> None:
+        """Exchange the results of this step with the other ranks. Raises HegmError, first of all the listed failure."""
+        message = failures[0].message if failures else ""
         agreed = self._agree(world, name, {"refusal": message}, step)
-        if failure is not None:
-            raise failure
+        if failures:
+            raise failures.pop()
         _require_all(agreed)
         self._is_unsure = False
 

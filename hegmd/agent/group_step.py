@@ -37,7 +37,7 @@ class Step:
         self._on_end = on_end
         self._running = allocate_lock()
         self._result: Any = None
-        self._failure: BaseException | None = None
+        self._failures: list[BaseException] = []
         self.deadline = monotonic() + self._limit_s * _OF_LIMIT
         #: When it is abandoned, if it has not ended.
         self.is_due = monotonic() + self._limit_s + _BEYOND_S
@@ -58,7 +58,8 @@ class Step:
             try:
                 self._result = call()
             except BaseException as error:  # noqa: BLE001 - carried over to the thread that waits for this one
-                self._failure = error
+                if not self.is_abandoned:
+                    self._failures.append(error)
             self._running.release()
             self._on_end()
 
@@ -79,7 +80,7 @@ class Step:
         return self.has_ended or monotonic() >= self.is_due
 
     def result(self) -> Communicators | None:
-        """Wait for the call, until its limit at most. Raises its error, or HegmError at the limit."""
+        """Wait for the call, until its limit at most. Raises its error, the first time, or HegmError at the limit."""
         if not self._running.acquire(timeout=max(0.0, self.is_due - monotonic())):
             self.is_abandoned = True
             raise refusal(
@@ -87,10 +88,10 @@ class Step:
                 "check that every rank is running: hegmctl ps",
             )
         self._running.release()
-        if isinstance(self._failure, HegmError):
-            raise self._failure
-        if self._failure is not None:
-            raise refusal(f"its communicators could not be handled: {self._failure!r}", HINT_AGAIN)
+        if self._failures and isinstance(self._failures[0], HegmError):
+            raise self._failures.pop()
+        if self._failures:
+            raise refusal(f"its communicators could not be handled: {self._failures.pop()!r}", HINT_AGAIN)
         result: Communicators | None = self._result
         return result
 

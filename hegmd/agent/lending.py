@@ -88,19 +88,19 @@ class Lending:
 
     def end(self) -> None:
         """Wait until the storages are reloaded, and then raise exceptions of other threads."""
-        raised: BaseException | None = None
+        raised: list[BaseException] = []
         self._stage, self._again_at, self._pause_s = RETURNING, monotonic(), FIRST_PAUSE_S
         while self._gate.lent:
             try:
                 self._gate.on_change()
                 self._gate.park_here(self._is_lent)
             except BaseException as error:  # noqa: BLE001 - the script's
-                raised = error
+                raised[:] = [error]
         self._stage = None
         self._gate.on_change()
         self._gate.pass_block()
-        if raised is not None:
-            raise raised
+        if raised:
+            raise raised.pop()
 
     def _is_waiting(self) -> bool:
         return self._stage == WAITING

@@ -383,9 +383,9 @@ class Gate:
                 raised = self._stay(request)
         except CannotHoldSignals as error:
             note(f"signals cannot be held back: {error}")
-            raised = None if self._decline(request, str(error)) else self._stay(request)
-        if raised is not None:
-            raise raised
+            raised = [] if self._decline(request, str(error)) else self._stay(request)
+        if raised:
+            raise raised.pop()
 
     def _decline(self, request: ParkRequest, why: str) -> bool:
         """Decline to park for this request. Returns False if it is too late to decline."""
@@ -399,15 +399,15 @@ class Gate:
         self.on_change()
         return True
 
-    def _stay(self, request: ParkRequest) -> BaseException | None:
-        """Wait until the door is opened. Returns what was raised meanwhile.
+    def _stay(self, request: ParkRequest) -> list[BaseException]:
+        """Wait until the door is opened. Returns what was raised meanwhile: the last exception, or none.
 
         Other threads can raise in this one at any step (PyThreadState_SetAsyncExc). The script gets that only after the
         door is open: a thread that counts as parked stays.
         """
         door = allocate_lock()
         door.acquire()
-        raised: BaseException | None = None
+        raised: list[BaseException] = []  # for the caller to take from it: the exception has this frame
         while True:
             try:
                 if self._enter(request, door):
@@ -416,7 +416,7 @@ class Gate:
                     wait_at_lock(door)
                 return raised
             except BaseException as error:  # noqa: BLE001 - the script's
-                raised = error
+                raised[:] = [error]
 
     def _enter(self, request: ParkRequest, door: object) -> bool:
         """Count this thread as parked, unless the request was withdrawn. Calling it again is fine."""

@@ -12,9 +12,8 @@ import os
 import socket
 from time import monotonic, sleep
 
-from ..errors import HegmError
+from ..errors import REFUSED, HegmError
 from ..protocol.codec import decode, encode
-from .refusals import refusal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -44,12 +43,11 @@ def require_server(store: Any) -> None:
         socket.create_connection((store.host, store.port), _SERVER_LIMIT_S).close()
 
 
-class DisagreementError(Exception):
+class DisagreementError(HegmError):
     """The ranks did not agree in time. `is_known` is False when another rank may believe that they did."""
 
-    def __init__(self, error: HegmError, *, is_known: bool) -> None:
-        super().__init__(error.message)
-        self.error = error
+    def __init__(self, message: str, hint: str, *, is_known: bool) -> None:
+        super().__init__(REFUSED, f"process {os.getpid()}: {message}", hint)
         self.is_known = is_known
 
 
@@ -98,14 +96,14 @@ class Ranks:
                             [decode(bytes.fromhex(one[_DRAWN:])) for one in statements], _label(statements)
                         )
                 if monotonic() >= deadline or is_over():
-                    raise DisagreementError(self._late(step, states), is_known=not states)
+                    raise DisagreementError(self._late(step, states), _HINT, is_known=not states)
                 sleep(poll_s)
                 poll_s = min(2 * poll_s, _MAX_POLL_S)
         except DisagreementError:
             raise
         except Exception as error:
             message = f"rank {self.rank} cannot reach the store of its job: {error}"
-            raise DisagreementError(refusal(message, _HINT_STORE), is_known=not states) from error
+            raise DisagreementError(message, _HINT_STORE, is_known=not states) from error
 
     def _read(self, name: str) -> list[str] | None:
         """Return what is stored under that name, by rank; None while one is missing. Does not wait for ranks."""
@@ -114,7 +112,7 @@ class Ranks:
             return None
         return [bytes(value).decode() for value in self._store.multi_get(keys)]
 
-    def _late(self, step: str, states: str) -> HegmError:
+    def _late(self, step: str, states: str) -> str:
         """Return the names of missing ranks."""
         missing: list[str] = []
         for rank in range(self._size):
@@ -122,7 +120,7 @@ class Ranks:
             if not self._store.check([key]) or (states and bytes(self._store.get(key)).decode() != states):
                 missing.append(str(rank))
         who = f"rank {missing[0]}" if len(missing) == 1 else f"{len(missing)} ranks ({', '.join(missing[:8])})"
-        return refusal(f"{who} of {self._size} did not respond in time ({step})", _HINT)
+        return f"{who} of {self._size} did not respond in time ({step})"
 
 
 def _label(statements: list[str]) -> str:

@@ -56,7 +56,7 @@ class SnapshotFetch:
         self._is_over = False
         self._began = monotonic()
         self.took_s = 0.0
-        self.error: Exception | None = None
+        self._errors: list[Exception] = []
         #: The order that expects an answer, and the answer.
         self.order: int | None = None
         self.facts: dict[str, object] = {}
@@ -74,8 +74,7 @@ class SnapshotFetch:
             self._rest.write(self._slot, lambda: self._is_over)
             copying.write_small(self._slot, self._end, packed(self._record))
         except BaseException as error:  # noqa: BLE001 - the agent's thread reports it
-            found = error if isinstance(error, Exception) else RuntimeError(repr(error))
-            self.error = found.with_traceback(None)  # which refers to this frame, and so to this object
+            self._errors.append(error if isinstance(error, Exception) else RuntimeError(repr(error)))
         finally:
             self.took_s = monotonic() - self._began
             self._ended.release()
@@ -86,8 +85,12 @@ class SnapshotFetch:
         with self._ended:
             pass
         self.close()
-        if self.error is not None:
-            raise self.error
+        if self._errors:
+            raise self._errors.pop()
+
+    def taken_error(self) -> Exception | None:
+        """Return why it failed, and forget that: the traceback refers to frames that refer to this object."""
+        return self._errors.pop() if self._errors else None
 
     def is_done(self) -> bool:
         if not self._ended.acquire(blocking=False):
@@ -253,14 +256,14 @@ class Snapshots:
         if fetched is None:
             return
         fetched.close()
-        if fetched.error is not None:
-            note(f"snapshot: not fetched: {fetched.error!r}")
+        error = fetched.taken_error()
+        if error is not None:
+            note(f"snapshot: not fetched: {error!r}")
         if fetched.order is None:
             return
-        if fetched.error is None:
+        if error is None:
             self._answers.done(fetched.order, **fetched.facts, copied_s=fetched.took_s)
             return
-        error = fetched.error
         if not isinstance(error, HegmError):
             error = refusal(why, "it is taken at a later boundary") if why else _unwritten(error)
         self._answers.failed(fetched.order, error)

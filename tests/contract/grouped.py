@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hegmd.agent import reducer_buckets, torch_state, transfer
 from hegmd.agent.communicators import ProcessGroups
+from hegmd.agent.trap import NoCollection
 from hegmd.errors import HegmError
 
 STEPS, EVERY = 9, 2
@@ -80,12 +82,16 @@ def run(training: Iterator[str], between: Between) -> list[str]:
 
 
 def refused(call: Callable[[], object]) -> str:
-    """The message and the hint of the refusal that this call has to end with."""
-    try:
-        call()
-    except HegmError as error:
-        return f"{error.message}; {error.hint}"
-    raise AssertionError("nothing was refused")
+    """The message and the hint of the refusal that this call has to end with. A kept error keeps all groups."""
+    with NoCollection():
+        try:
+            call()
+        except HegmError as error:
+            text, known = f"{error.message}; {error.hint}", weakref.ref(error)
+        else:
+            raise AssertionError("nothing was refused")
+        assert known() is None, "the error stays until the garbage collector runs"
+    return text
 
 
 class Disturber:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import weakref
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 
 from hegmd.agent.communicators import ProcessGroups
 from hegmd.agent.group_backend import ABORTED, SUSPENDED, UNKNOWN, UP
+from hegmd.agent.trap import NoCollection
 from hegmd.errors import HegmError
 
 RANKS, LIMIT_S = 2, 100.0
@@ -161,8 +163,12 @@ def main() -> None:
     assert calls == ["suspend 2 0", "suspend 1 0", "resume 2 0", "resume 1 0"] * 3, calls
     if rank == 1:
         os.environ["HEGM_NCCL_STUB_FAILS"] = "3"
-    with pytest.raises(HegmError, match="ncclCommSuspend answered 3"):
-        groups.disconnect(LIMIT_S)
+    with NoCollection():
+        with pytest.raises(HegmError, match="ncclCommSuspend answered 3") as raised:
+            groups.disconnect(LIMIT_S)
+        kept = weakref.ref(raised.value)
+        del raised
+        assert kept() is None, "the error stays until the garbage collector runs, and keeps all groups"
     os.environ.pop("HEGM_NCCL_STUB_FAILS", None)
     assert groups.is_down
     assert states(groups) == ({SUSPENDED} if rank == 0 else {UNKNOWN, UP})

@@ -138,8 +138,9 @@ class Generations:
             except (KeyboardInterrupt, SystemExit):
                 self._line.say("ends")
                 raise
-            except Exception as error:  # noqa: BLE001 - the script's own: the launcher decides whether it is raised
-                self._fail(plan["generation"], error)
+            except Exception as error:
+                if self._fail(plan["generation"], error):
+                    raise
             self._clean_up()
 
     def _attempt(self, generation: int, function: Callable[..., Any], args: Any, named: Any) -> Any:
@@ -162,19 +163,17 @@ class Generations:
             self._groups.forget()
         return is_over
 
-    def _fail(self, generation: int, error: Exception) -> None:
-        """Report the fault; raises the error if it is not recovered from."""
+    def _fail(self, generation: int, error: Exception) -> bool:
+        """Report the fault; True if it is not recovered from."""
         self._run.retire()
         self._line.leave()
         if self._line.wanted_generation > generation:
-            return  # another rank has failed, and ended the waits of this one
+            return False  # another rank has failed, and ended the waits of this one
         self._line.say("fault", generation=generation, why=_why(error), at=now())
         try:
-            is_given_up = self._line.await_abort(generation) is not None
+            return self._line.await_abort(generation) is not None
         except LauncherEnded:
-            is_given_up = True
-        if is_given_up:
-            raise error
+            return True
 
     def _clean_up(self) -> None:
         """Be ready for the next generation. An error here ends the process, which is then replaced."""

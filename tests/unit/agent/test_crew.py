@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 import weakref
@@ -11,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from hegmd.agent.crew import share_out
+from hegmd.agent.trap import NoCollection
 from tests.patience import HANG_S
 
 
@@ -41,13 +41,8 @@ def test_a_failed_copy_kept_what_its_caller_held_until_the_garbage_collector_ran
 
         share_out(work, [1, 2, 3, 4], lambda _: None, 2)
 
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
+    with NoCollection():
         with pytest.raises(OSError, match="No space left") as raised:
             copy()
         del raised
         assert known[0]() is None
-    finally:
-        if was_on:
-            gc.enable()

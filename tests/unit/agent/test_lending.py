@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,6 +13,7 @@ import pytest
 from hegmd.agent.lending import NO_DAEMON, Block, Lending
 from hegmd.agent.orders import Orders
 from hegmd.agent.quiesce import Gate
+from hegmd.agent.trap import NoCollection
 from hegmd.errors import BUSY, NOT_FOUND, REFUSED, HegmError
 from hegmd.protocol.agents import AgentLend, AgentReclaim, Lent, Reclaimed
 from hegmd.protocol.messages import AgentReport, Order
@@ -72,6 +75,9 @@ class _Job:
         self.may_end.set()
         self.tick_until(lambda: not self._thread.is_alive(), alone=alone)
 
+    def raise_in_thread(self, kind: type[Exception]) -> None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(kind))
+
     def lend(self) -> None:
         """Come into the body of the block, with nothing to take away."""
         self.lending.connect(self.send)
@@ -132,6 +138,19 @@ def test_an_exception_of_the_body_comes_out_after_the_storages_are_back() -> Non
         _give(job, 1, "release")
         job.ends()
     assert [str(error) for error in job.raised] == ["of the script"]
+
+
+def test_an_exception_for_a_thread_that_waits_kept_all_its_variables_until_the_garbage_collector_ran() -> None:
+    class StopEpoch(Exception): ...
+
+    with NoCollection(), _lent_job() as job:
+        job.may_end.set()
+        job.tick_until(lambda: isinstance(job.requests[-1], AgentReclaim))
+        job.raise_in_thread(StopEpoch)
+        _give(job, 1, "release")
+        job.ends()
+        known = weakref.ref(job.raised.pop())
+        assert known() is None
 
 
 def test_without_a_daemon_the_block_runs_with_its_storages_in_place() -> None:

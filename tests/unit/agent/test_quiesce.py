@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Callable
 from time import monotonic
 
 from hegmd.agent.other_threads import busy_threads
 from hegmd.agent.quiesce import CALL, PARK, STEPS_WITHOUT_LOADER, Gate, ParkRequest
+from hegmd.agent.trap import NoCollection
 from tests.patience import HANG_S
 
 PATIENCE_S = HANG_S
@@ -271,3 +273,15 @@ def test_a_thread_that_something_was_raised_in_left_and_was_still_counted_as_par
     script.let_go()
     assert [type(error) for error in script.raised] == [TimeoutError]
     assert not script.gate.parked
+
+
+def test_an_exception_for_a_parked_thread_kept_all_variables_of_the_script_until_the_garbage_collector_ran() -> None:
+    class StopEpoch(Exception): ...
+
+    script = _ScriptThread()
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(script.thread.ident or 0), ctypes.py_object(StopEpoch))
+    with NoCollection():
+        script.come_to_a_stand()
+        script.let_go()
+        known = weakref.ref(script.raised.pop())
+        assert known() is None

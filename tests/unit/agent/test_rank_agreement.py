@@ -101,5 +101,5 @@ def test_ranks_whose_launcher_has_ended_are_not_told_to_retry() -> None:
     """`hegmctl resume` named itself as the next step, and could never succeed."""
     with pytest.raises(DisagreementError) as failed:
         Ranks(EndedStore(), 0, 2).agree("reconnect", {}, monotonic() + HANG_S, lambda: False)
-    assert "launcher" in failed.value.error.hint
-    assert "start the job again" in failed.value.error.hint
+    assert "launcher" in failed.value.hint
+    assert "start the job again" in failed.value.hint

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import sys
@@ -11,14 +10,17 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from time import monotonic
 from typing import Any, cast
 
 import pytest
 
 from hegmd.agent.snapshots import SnapshotFetch
 from hegmd.agent.state.storage.shadow import CopyStopped
+from hegmd.agent.trap import NoCollection
 from hegmd.protocol.messages import Order
 from hegmd.protocol.slots import RECORD_BYTES, SlotRecord, unpacked
+from tests.looks import pause
 from tests.patience import HANG_S
 from tests.unit.agent.test_exact_park import _Rank
 
@@ -179,15 +181,28 @@ def test_an_order_cancels_a_snapshot_in_progress_first(rank: _Rank, slot: int) -
 
 
 def test_a_stopped_copy_kept_its_sums_in_memory_until_the_garbage_collector_ran(rank: _Rank, slot: int) -> None:
-    known, was_on = weakref.ref(_fetch(rank, slot)), gc.isenabled()
-    gc.disable()
-    try:
+    with NoCollection():
+        known = weakref.ref(_fetch(rank, slot))
         rank.park(8, at=1)
         _tick_until(rank, lambda: known() is None)
-    finally:
-        if was_on:
-            gc.enable()
     rank.orders.end()
+
+
+def test_a_failed_copy_beside_a_park_kept_its_sums_in_memory_until_the_garbage_collector_ran(slot: int) -> None:
+    class FullRest(Rest):
+        def write(self, fd: int, is_over: Callable[[], bool]) -> None:
+            raise OSError(28, "No space left on device")
+
+    rest = FullRest()
+    with NoCollection():
+        with pytest.raises(OSError, match="No space left") as raised:
+            SnapshotFetch(os.dup(slot), 0, cast("Any", rest), RECORD).write_now()
+        known = weakref.ref(rest)
+        del raised, rest
+        deadline = monotonic() + HANG_S
+        while known() is not None:  # the thread of the copy is ending
+            assert monotonic() < deadline
+            pause()
 
 
 def test_a_snapshot_is_completed_although_the_daemon_ends(rank: _Rank, slot: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hegmd.agent.ranks.block import Generations, Recovery
 from hegmd.agent.ranks.groups import Groups
 from hegmd.agent.ranks.line import Interrupted
 from hegmd.agent.ranks.run import RankProcess, Run
+from hegmd.agent.trap import NoCollection
 from hegmd.protocol.board import Board, board_bytes
 from tests.looks import pause
 from tests.needs import need_torch
@@ -110,6 +112,26 @@ def test_a_thread_that_a_block_has_left_behind_makes_no_step_while_the_state_is_
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     assert _generations(model, optimizer, line, tmp_path).run(block, (), {}) == 1
     assert (line.offers, len(ended)) == ([None, 0], 1)
+
+
+def test_a_fault_that_was_given_up_kept_all_tensors_until_the_garbage_collector_ran(tmp_path: Path) -> None:
+    class GivenUp(Line):
+        def await_abort(self, generation: int) -> Any:
+            return f"generation {generation} was the last one"
+
+    class Fault(Exception): ...
+
+    def block(_run: Run) -> None:
+        raise Fault
+
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with NoCollection():
+        with pytest.raises(Fault) as raised:
+            _generations(model, optimizer, GivenUp(lambda: None), tmp_path).run(block, (), {})
+        known = weakref.ref(raised.value)
+        del raised
+        assert known() is None
 
 
 def _is_in_retire() -> bool:
