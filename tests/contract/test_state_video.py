@@ -288,6 +288,18 @@ def gives_a_shadow_back_at_once_when_it_is_not_wanted_any_more(state: Path) -> N
     assert calls.count("cuMemHostRegister") == calls.count("cuMemHostUnregister") == 1
 
 
+def kept_the_staging_memory_of_a_fetch_that_failed_before_it_was_used(state: Path) -> None:
+    """128 MiB until the next snapshot: the slot could not be written, and the bytes in host memory are the first."""
+    torch, fd = _job(), _file(state)
+    _contents, raws, places = _raws(torch, fd)
+    pinned_buffers.prepare()
+    shadows = raw_copy.shadow_pieces_out(fd, 64 << 20, raws, places, {})
+    assert shadows is not None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        shadows.fetch(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY), 64 << 20, {}, lambda: False)
+    assert pinned_buffers._ahead is None
+
+
 def used_cuda_after_the_interpreter_ended_to_free_a_shadow(state: Path) -> None:
     """The script ends while its shadow is fetched: nothing but the end stops the copying."""
     torch, fd = _job(), _file(state)
@@ -327,6 +339,7 @@ CASES: dict[str, Callable[[Path], None]] = {
         uses_memory_that_was_allocated_ahead_if_it_is_large_enough,
         makes_no_shadow_that_would_leave_the_job_little_room,
         gives_a_shadow_back_at_once_when_it_is_not_wanted_any_more,
+        kept_the_staging_memory_of_a_fetch_that_failed_before_it_was_used,
         used_cuda_after_the_interpreter_ended_to_free_a_shadow,
     )
 }

@@ -18,7 +18,7 @@ from functools import partial
 from time import monotonic
 
 from ....errors import HegmError
-from ... import copying
+from ... import copying, pinned_buffers
 from ...copying import PAGE_BYTES, round_up
 from ...crew import EarlyWork
 from ...cuda_driver import OverlappingCopies
@@ -284,6 +284,7 @@ class Shadows:
                 self._fetch(fd, capacity_bytes, found, is_over)
             finally:
                 self.close()
+                pinned_buffers.drop()  # prepared for this fetch, which may have failed before it took that memory
 
     def _fetch(self, fd: int, capacity_bytes: int, found: dict[int, int], is_over: Callable[[], bool]) -> None:
         with copying.Writing(fd, capacity_bytes) as write:

@@ -112,10 +112,6 @@ class UnwrittenRest:
         self._shadows.fetch(fd, self.size_bytes, self._found, is_over)
         _seal(fd, self._tree, self._sizes, self._found)
 
-    def close(self) -> None:
-        """It is not wanted."""
-        self._shadows.close()
-
 
 def _seal(fd: int, tree: bytes, sizes: list[int], found: dict[int, int]) -> int:
     """Write all but the pieces, the header last; return the total number of bytes. Raises OSError."""
