@@ -19,6 +19,7 @@ from time import sleep
 from .notes import note
 from .quiesce import Gate
 from .signals import release_in_child
+from .trap import collect_again
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ def _orphan() -> None:
     """Disable the agent in a forked child."""
     if _gate is not None:
         _gate.make_inert()
+    collect_again()
     release_in_child()
     if _channel is not None:
         _channel.close_in_child()

@@ -308,6 +308,8 @@ class _Tracing:
 _VALUE = attrgetter("value")
 _IS_ZERO = (0).__eq__
 _AND = bool.__and__
+#: Whether the collector is to run again.
+_is_suspended = False
 
 
 class NoCollection:
@@ -318,9 +320,20 @@ class NoCollection:
     """
 
     def __enter__(self) -> None:
+        global _is_suspended  # noqa: PLW0603 - one collector a process
         self._was_on = gc.isenabled()
+        if self._was_on:
+            _is_suspended = True
         gc.disable()
 
     def __exit__(self, *_exc: object) -> None:
         if self._was_on:
-            gc.enable()
+            collect_again()
+
+
+def collect_again() -> None:
+    """Resume the collector if it is suspended; also for a forked child, which lacks the thread that would."""
+    global _is_suspended  # noqa: PLW0603 - the same
+    if _is_suspended:
+        gc.enable()
+        _is_suspended = False

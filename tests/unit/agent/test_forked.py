@@ -34,6 +34,23 @@ child = json.loads(os.read(reader, 4096))
 print(json.dumps([child, left()]))
 """
 
+# Forks beside an agent that has suspended the collector of a script which uses it, and of one which does not.
+FORKS = """
+import gc, os
+from hegmd.agent import lifecycle
+from hegmd.agent.trap import NoCollection
+
+lifecycle.start()
+for is_on in (True, False):
+    gc.enable() if is_on else gc.disable()
+    with NoCollection():
+        child = os.fork()
+        if child == 0:
+            os._exit(gc.isenabled())
+        print(os.waitpid(child, 0)[1] >> 8, gc.isenabled())
+    print(gc.isenabled())
+"""
+
 
 def dropped(tmp_path: Path, *names: str) -> tuple[int, dict[str, list[int]], dict[str, list[int]]]:
     """How many, and what of each file is left in the child and in the parent: descriptors and mappings."""
@@ -63,3 +80,9 @@ def test_a_child_of_a_parent_that_only_uses_nvml_keeps_its_devices(tmp_path: Pat
     count, child, _ = dropped(tmp_path, "nvidia0", "nvidiactl")
     assert count == 0
     assert child == {"nvidia0": [2, 1], "nvidiactl": [2, 1]}
+
+
+def test_a_child_that_was_forked_during_a_snapshot_never_ran_the_garbage_collector() -> None:
+    """A loader's workers keep their cycles for the whole epoch."""
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS], capture_output=True, text=True, check=False)
+    assert (ran.stderr, ran.stdout.split("\n")) == ("", ["1 False", "True", "0 False", "False", ""])
