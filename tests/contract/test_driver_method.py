@@ -361,6 +361,16 @@ async def test_a_resumed_jobs_reservations_are_released_although_its_state_is_un
 
 
 @pytest.mark.thorough
+async def test_a_move_was_not_reported_for_15_seconds_because_a_helper_was_killed_at_a_question(
+    parts: Parts, gate: Path
+) -> None:
+    async with rigged(parts) as rig, anyio.create_task_group() as tasks:
+        tasks.start_soon(rig.method.verify, rig.subject)
+        async with standing_in(rig, "step:state", gate):
+            rig.link.kill("the test says so")
+
+
+@pytest.mark.thorough
 async def test_a_reservation_that_fits_only_once_is_released_before_the_job_resumes(parts: Parts) -> None:
     async with rigged(parts) as rig:
         mine = replace(await _with_room_for_storages(rig), goes_on=True)

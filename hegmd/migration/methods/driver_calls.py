@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
-from hegmd.gpu_helper.link import DriverFailed, HelperLost, Link
+from hegmd.gpu_helper.link import DriverFailed, HelperLost, Link, Stuck
 from hegmd.memory.sizes import LAST_BYTES
 from hegmd.migration.contracts import MigratedProcess
 from hegmd.migration.methods.call_watchdog import watch
@@ -74,8 +74,18 @@ class Steps:
         return uuids
 
     async def state(self, subject: MigratedProcess) -> str:
-        """Return the driver's state of the process, after any running call: at worst a whole checkpoint."""
-        answer = await self._call("state", subject, expected_s=step_s(subject.driver_bytes, OUT_BYTES_PER_S))
+        """Return the driver's state of the process, after any running call: at worst a whole checkpoint.
+
+        A helper that is lost meanwhile costs a repetition: this changes nothing.
+        """
+        expected_s = step_s(subject.driver_bytes, OUT_BYTES_PER_S)
+        try:
+            answer = await self._call("state", subject, expected_s=expected_s)
+        except HelperLost as error:
+            if isinstance(error, Stuck):  # the next helper would be too
+                raise
+            logger.info("hegmd asks a new helper for the state of process %d: %s", subject.pid, error.message)
+            answer = await self._call("state", subject, expected_s=expected_s)
         return str(answer["state"])
 
     async def lock(self, subject: MigratedProcess) -> None:
