@@ -64,6 +64,7 @@ class Session:
         self.pid: int | None = None
         self.hello: Mapping[str, Any] = {}
         self.lost: str | None = None  # why it cannot be used
+        self.status: int | None = None  # its exit status, once it has one
         self._refused: Any = None  # why it did not get ready, as it reported
         self.settled = anyio.Event()  # it is ready or failed to start
         self.over = anyio.Event()  # the process is reaped
@@ -150,6 +151,7 @@ class Session:
             self._ended.set()
             self.lose(f"cannot be started: {error.message}")
             return
+        self.status = status
         self._ended.set()
         last_line = companion.output_tail.rpartition("\n")[2]
         how = f"ended with status {status}" if status >= 0 else f"was killed by signal {-status}"

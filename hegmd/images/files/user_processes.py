@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 
 import anyio
 
+from hegmd.errors import Refused
 from hegmd.gpu_helper.calls import OnProgress, Role
 from hegmd.gpu_helper.link import child_environment
 from hegmd.gpu_helper.session import Session
@@ -30,6 +31,8 @@ ROLE = Role("the image writer", "read hegmd's log; to see what it left, run: heg
 # Without the user's own site-packages, whose code would run with descriptors of the daemon.
 PROGRAM = (sys.executable, "-s", "-m", "hegmd.images.files.child")
 START_WITHIN_S = 30.0
+# EXIT_USER of systemd: it does not find the user (systemd.exec(5)).
+_NO_ACCOUNT = 217
 # A process that waits for a disk that hangs is left to the kernel.
 END_WITHIN_S = 10.0
 
@@ -81,8 +84,9 @@ class UserProcess:
 class UserProcesses(BackgroundTasks):
     """Starts processes with a caller's rights. `in_unit` starts them outside the daemon's sandbox, as units."""
 
-    def __init__(self, *, in_unit: bool, program: Sequence[str] = PROGRAM) -> None:
+    def __init__(self, *, in_unit: bool, program: Sequence[str] = PROGRAM, path: str = SYSTEM_PATH) -> None:
         self._in_unit = in_unit
+        self._path = path
         self._program = tuple(program)
         self._environment = child_environment(os.environ)
         self._numbers = itertools.count(1)
@@ -95,7 +99,9 @@ class UserProcesses(BackgroundTasks):
         session = Session(number, math.inf, ROLE)
         program, environment, become = self._program, self._environment, None
         if rights is not None and self._in_unit:
-            program, environment = unit_command(program, environment, rights, number), {"PATH": SYSTEM_PATH}
+            runner = find_program("systemd-run", self._path) or "systemd-run"
+            program = (runner, *unit_arguments(program, environment, rights, number))
+            environment = {"PATH": SYSTEM_PATH}
         elif rights is not None and rights.uid != os.geteuid():
             become = rights
         tasks.start_soon(session.live, program, environment, START_WITHIN_S, become)
@@ -104,21 +110,25 @@ class UserProcesses(BackgroundTasks):
         except anyio.get_cancelled_exc_class():
             session.lose("is no longer needed", quietly=True)
             raise
+        if rights is not None and self._in_unit and session.status == _NO_ACCOUNT:
+            raise Refused(
+                f"uid {rights.uid} has no account on this node, and systemd runs nothing with rights of such a user",
+                "have root repeat the command, or create an account with that uid again",
+            )
         session.require()
         return UserProcess(session)
 
 
-def unit_command(
+def unit_arguments(
     program: Sequence[str], environment: Mapping[str, str], rights: Rights, number: int
 ) -> tuple[str, ...]:
-    """Return the command by which systemd runs the program with these rights and our standard input."""
+    """Return the arguments of `systemd-run` for the program with these rights and our standard input."""
     properties = ["NoNewPrivileges=yes", "UMask=0077", "LimitCORE=0"]
     if rights.uid:
         properties.append("CapabilityBoundingSet=")
     if rights.groups:
         properties.append(f"SupplementaryGroups={' '.join(map(str, rights.groups))}")
     return (
-        find_program("systemd-run") or "systemd-run",
         *("--quiet", "--wait", "--pipe", "--collect", "--service-type=exec"),
         f"--unit=hegm-image-{os.getpid()}-{number}",
         *("--description=hegmd at work on an image", f"--uid={rights.uid}", f"--gid={rights.gid}"),

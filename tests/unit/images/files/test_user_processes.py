@@ -8,9 +8,12 @@ from pathlib import Path
 
 import anyio
 import anyio.lowlevel
+import pytest
 
+from hegmd.errors import Refused
 from hegmd.images.files.private_directory import PrivateDirectory
 from hegmd.images.files.user_processes import UserProcesses
+from hegmd.system.programs import Rights
 from tests.unit.offspring import children
 
 
@@ -29,6 +32,19 @@ async def test_a_cancelled_start_leaves_no_process(process: subprocess.Popen[byt
         while children() - others:
             await anyio.lowlevel.checkpoint()
         tasks.cancel_scope.cancel()
+
+
+async def test_a_deleted_user_was_told_that_the_image_writer_ended_with_status_217(tmp_path: Path) -> None:
+    runner = tmp_path / "systemd-run"
+    runner.write_text("#!/bin/sh\nexit 217\n")
+    runner.chmod(0o755)
+    processes = UserProcesses(in_unit=True, path=str(tmp_path))
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(processes.run)
+        with pytest.raises(Refused, match="uid 4711 has no account on this node") as refused:
+            await processes.start(Rights(4711, 4711))
+        tasks.cancel_scope.cancel()
+    assert "have root repeat the command" in refused.value.hint
 
 
 async def test_a_private_folder_is_for_the_daemon_alone(tmp_path: Path) -> None:
