@@ -58,9 +58,12 @@ def find_cuda_users(found: MutableMapping[int, CudaUser], proc_root: str = "/pro
 
 def read_cuda_user(pid: int, proc_root: str = "/proc") -> CudaUser | None:
     """Return that process if it is one. May block as long as it holds the lock of its memory map."""
+    maps = f"{proc_root}/{pid}/maps"
     try:
+        if not _maps_library(maps):  # nor is it of nearly all processes, of which no other file is read
+            return None
         facts = read_kernel_facts(proc_root, pid)
-        if not _maps_library(f"{proc_root}/{pid}/maps"):
+        if not _maps_library(maps):
             return None
         fields = _read(f"{proc_root}/{pid}/stat", 4096).rpartition(b")")[2].split()
         own_bytes = _own_bytes(_read(f"{proc_root}/{pid}/status", _STATUS_MAX_BYTES))
