@@ -17,7 +17,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ from hegmd.node.devices.shared_library import return_free_memory
 from hegmd.node.doctor.facts import NodeFacts
 from hegmd.node.doctor_session import Examination
 from hegmd.node.inventory import Inventory, NodeSnapshot
+from hegmd.node.inventory.vendors import vendors_off
 from hegmd.node.processes import ProcessTable
 from hegmd.node.processes.procfs import how_ended, start_ticks_of
 from hegmd.protocol.jobs import TRAINING, Job
@@ -55,20 +56,12 @@ from hegmd.telemetry.audit_file import check_openable
 from hegmd.telemetry.events import EventLog
 from hegmd.telemetry.log import LogSetup, fields, limited
 from hegmd.telemetry.metrics import Build, Counters, JobTally, Tallies, read_own_process, render
-from hegmd.wiring import (
-    keep_for,
-    moving_for,
-    node_facts,
-    policy_for,
-    providers_for,
-    sharing_rules,
-    simulator_of,
-    vendors_off,
-)
+from hegmd.wiring import keep_for, moving_for, node_facts, policy_for, sharing_rules, simulator_of
 from hegmd.workers.workers import Workers
 
 if TYPE_CHECKING:
     from hegmd.node.devices.node_spec import Topology
+    from hegmd.node.inventory.vendors import VendorWatch
     from hegmd.server.scrape import ScrapePort
 
 logger = logging.getLogger(__name__)
@@ -85,7 +78,7 @@ READ_CONFIG_S = 5.0
 
 
 class App:
-    """A daemon: made from a configuration, run once."""
+    """A daemon: made from a configuration, run once. The libraries of `vendors` may have been called already."""
 
     def __init__(
         self,
@@ -94,6 +87,7 @@ class App:
         log: LogSetup,
         offer: Offer,
         topology: Topology | None,
+        vendors: Sequence[VendorWatch],
         *,
         user_mode: bool,
         until_pid: int | None = None,
@@ -113,17 +107,16 @@ class App:
         self._ended_at_trim = 0
         self._audit = Audit(config.audit.file)
         self._textfile = Textfile(config.metrics.textfile, config.metrics.textfile_interval_s, self._metrics)
-        self._providers = providers_for(config, topology)
-        self._simulator = simulator_of(self._providers, topology)
+        self._simulator = simulator_of(vendors, topology)
         self._policy = policy_for(config, user_mode=user_mode)
         self._inventory = Inventory(
-            self._providers,
+            vendors,
             query_deadline_s=config.inventory.query_deadline_s,
             events=self._events,
             table=ProcessTable(),
             agents=self._agents,
             held=self._held_bytes,
-            off=vendors_off(config, topology),
+            off=vendors_off(config.inventory.is_off, topology),
             on_look=self._count_look,
         )
         self._moving = moving_for(
@@ -140,10 +133,6 @@ class App:
         self._dispatcher = Dispatcher(Handlers(self._services()).table(), self._policy, self._counters, self._audit)
 
     # -- up and down ---------------------------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """Open the vendors' libraries in threads, while the event loop is imported and the state is read."""
-        self._inventory.begin()
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT. Raises HegmError when it cannot start."""
@@ -183,6 +172,9 @@ class App:
             for listener in listeners:
                 await serving.start(listener.run)
             self._manager.ready(self._status())
+            if not gc.isenabled():  # since the imports
+                gc.freeze()
+                gc.enable()
             places = ", ".join(listener.path for listener in listeners)
             logger.info("hegmd %s serves at %s", __version__, places)
             async for number in signals:

@@ -12,7 +12,7 @@ import re
 import stat
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -121,8 +121,8 @@ def load(
     gathered.take_defaults(user_mode)
     if gathered.problems:
         raise _bad_config(gathered.problems)
-    sections = {
-        section: cls(**{name: gathered.values[f"{section}.{name}"] for name in cls.__dataclass_fields__})
+    sections: dict[str, Any] = {
+        section: cls(**{each.name: gathered.values[f"{section}.{each.name}"] for each in cls.fields})
         for section, cls in SECTIONS.items()
     }
     return Config(**sections, path=found, sources=gathered.sources)
@@ -321,6 +321,6 @@ def after_reload(old: Config, new: Config) -> Config:
     merged: dict[str, Any] = {}
     for section in SECTIONS:
         kept = {row.name: old.value(row.key) for row in ROWS.values() if row.section == section and not row.reloads}
-        merged[section] = replace(getattr(new, section), **kept)
+        merged[section] = getattr(new, section).replace(**kept)
     sources = {key: (new if row.reloads else old).sources[key] for key, row in ROWS.items()}
     return Config(**merged, path=new.path, sources=sources)

@@ -2,21 +2,19 @@
 
 `setting_types` has the types of values; `config` decides where values come from, and reports invalid ones. A row is a
 field of one of the section classes below, so that the program sees typed attributes and a setting is added in one
-place. The check of a file, `hegmctl config` and the shipped example are derived from the rows. Sections have no
-equality and no repr: nothing uses them, and Python compiles each such method at every start of the daemon.
+place. The check of a file, `hegmctl config` and the shipped example are derived from the rows. Sections are records:
+for dataclasses Python would compile the methods of each at every start of the daemon.
 
 Longer than 400 lines because every setting is here.
 """
 
-# ruff: noqa: RUF009 - `setting` declares a field as dataclasses.field does; its value is read-only
-
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hegmd.protocol.record import Field, Record
 from hegmd.setting_types import SOCKET_PATH_BYTES, Amount, GroupName, Mode, OneOf, PathName, SettingType, SomeOf
 
 
@@ -38,6 +36,16 @@ class Row(NamedTuple):
         return f"{self.section}.{self.name}"
 
 
+class _SettingField(Field):
+    """A field of a section: its row, without its key."""
+
+    __slots__ = ("row",)
+
+    def __init__(self, row: Row) -> None:
+        super().__init__(row.doc, row.kind.parse(row.default))
+        self.row = row
+
+
 def setting(
     kind: SettingType,
     default: str | float | tuple[str, ...],
@@ -50,11 +58,10 @@ def setting(
 ) -> Any:
     """Declare a row. Its key is the name of the field behind that of the section."""
     row = Row("", "", kind, default, default if user_default is None else user_default, doc, reloads, variable, flag)
-    return field(default=kind.parse(default), metadata={"row": row})
+    return _SettingField(row)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class DaemonSettings:
+class DaemonSettings(Record):
     """The socket and the directories of the daemon."""
 
     socket: Path = setting(
@@ -91,8 +98,7 @@ class DaemonSettings:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class InventorySettings:
+class InventorySettings(Record):
     """How GPUs and their processes are watched."""
 
     refresh_s: float = setting(
@@ -123,8 +129,7 @@ class InventorySettings:
         return switch == "off"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class LimitSettings:
+class LimitSettings(Record):
     """Limits for each caller, so that no caller slows down the others."""
 
     frame_bytes: int = setting(
@@ -151,8 +156,7 @@ class LimitSettings:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class LogSettings:
+class LogSettings(Record):
     """The log, and its form."""
 
     level: str = setting(
@@ -173,8 +177,7 @@ class LogSettings:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class AuditSettings:
+class AuditSettings(Record):
     """The audit record of changes."""
 
     file: Path | None = setting(
@@ -185,8 +188,7 @@ class AuditSettings:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class MetricsSettings:
+class MetricsSettings(Record):
     """Prometheus metrics besides those at the socket (`hegmctl metrics`)."""
 
     textfile: Path | None = setting(
@@ -206,15 +208,13 @@ class MetricsSettings:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class EventsSettings:
+class EventsSettings(Record):
     """The history for `hegmctl events`."""
 
     remembered: int = setting(Amount(1, 100000), 1000, "Events that are kept in memory.", reloads=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class DoctorSettings:
+class DoctorSettings(Record):
     """The subjects of `hegmctl doctor`."""
 
     image_dir: Path | None = setting(
@@ -225,8 +225,7 @@ class DoctorSettings:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class PoolSettings:
+class PoolSettings(Record):
     """The memory in which the bytes of jobs are held while they are on no GPU."""
 
     budget_bytes: int = setting(
@@ -273,8 +272,7 @@ class PoolSettings:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class ImagesSettings:
+class ImagesSettings(Record):
     """Images of jobs on disk."""
 
     key_file: Path | None = setting(
@@ -309,8 +307,7 @@ class ImagesSettings:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class QuiesceSettings:
+class QuiesceSettings(Record):
     """Jobs that are quiesced at a batch boundary."""
 
     max_park_s: float = setting(
@@ -321,8 +318,7 @@ class QuiesceSettings:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class OtherProcessesSettings:
+class OtherProcessesSettings(Record):
     """Other processes on a GPU, which are paused while GPU memory passes to a job."""
 
     max_pause_s: float = setting(
@@ -333,8 +329,7 @@ class OtherProcessesSettings:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class RestartSettings:
+class RestartSettings(Record):
     """Jobs that leave, and are started again elsewhere from their state."""
 
     allowed: str = setting(
@@ -357,8 +352,7 @@ class RestartSettings:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class SharingSettings:
+class SharingSettings(Record):
     """Jobs that share GPUs: who goes first, who has to leave, and for how long."""
 
     production: int = setting(
@@ -406,8 +400,7 @@ class SharingSettings:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class EvacuateSettings:
+class EvacuateSettings(Record):
     """GPUs that are failing."""
 
     on: tuple[str, ...] = setting(
@@ -419,7 +412,7 @@ class EvacuateSettings:
     )
 
 
-SECTIONS: dict[str, type[Any]] = {
+SECTIONS: dict[str, type[Record]] = {
     "daemon": DaemonSettings,
     "inventory": InventorySettings,
     "limits": LimitSettings,
@@ -438,10 +431,14 @@ SECTIONS: dict[str, type[Any]] = {
 }
 
 
-def rows_of(sections: Mapping[str, type[Any]]) -> dict[str, Row]:
+def rows_of(sections: Mapping[str, type[Record]]) -> dict[str, Row]:
     """Return the rows in the classes of those sections, by key."""
-    declared = [(section, each.name, each.metadata["row"]) for section, cls in sections.items() for each in fields(cls)]
-    rows = [row._replace(section=section, name=name) for section, name, row in declared]
+    declared = [(section, each) for section, cls in sections.items() for each in cls.fields]
+    rows = [
+        each.row._replace(section=section, name=each.name)
+        for section, each in declared
+        if isinstance(each, _SettingField)
+    ]
     return {row.key: row for row in rows}
 
 

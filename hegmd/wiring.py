@@ -10,7 +10,7 @@ import contextlib
 import grp
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from hegmd.config import Config
@@ -24,9 +24,9 @@ from hegmd.memory.pool_places import PoolDirectory, find_places
 from hegmd.memory.ready_memory import ReadyMemory
 from hegmd.memory.spill_file import SpillFolder
 from hegmd.migration.carriers.prestart import PrestartPolicy
-from hegmd.node.devices.base import PROVIDERS, DeviceProvider
 from hegmd.node.doctor.facts import NodeFacts
 from hegmd.node.inventory import Inventory, NodeSnapshot
+from hegmd.node.inventory.vendors import VendorWatch, providers_for, vendors_off
 from hegmd.node.processes import ProcessTable
 from hegmd.node.processes.procfs import start_ticks_of
 from hegmd.operations.service import ImageSettings, OperationsService
@@ -54,23 +54,6 @@ SPILL_NAME = "spill"
 SPILL_SPARE_BYTES = 256 << 20
 # In the state directory, too: the checksums of bytes that rest in memory.
 SUMS_NAME = "sums"
-
-
-def vendors_off(config: Config, topology: Topology | None, vendors: Iterable[str] = PROVIDERS) -> tuple[str, ...]:
-    """Return the vendors that the configuration excludes."""
-    return () if topology is not None else tuple(vendor for vendor in vendors if config.inventory.is_off(vendor))
-
-
-def providers_for(
-    config: Config, topology: Topology | None, vendors: Mapping[str, Callable[[], DeviceProvider]] = PROVIDERS
-) -> tuple[DeviceProvider, ...]:
-    """Return the providers: the simulated one only, or all real ones that are not switched off."""
-    if topology is not None:
-        from hegmd.node.devices.simulated import SimulatedProvider  # a node with GPUs needs none
-
-        return (SimulatedProvider(topology),)
-    off = vendors_off(config, topology, vendors)
-    return tuple(make() for vendor, make in vendors.items() if vendor not in off)
 
 
 def node_facts(
@@ -103,18 +86,18 @@ def node_facts(
 async def look_once(config: Config, topology: Topology | None) -> NodeSnapshot:
     """Take one snapshot of the node without a daemon."""
     async with Inventory(
-        providers_for(config, topology),
+        [VendorWatch(provider) for provider in providers_for(config.inventory.is_off, topology)],
         query_deadline_s=config.inventory.query_deadline_s,
         events=EventLog(),
         table=ProcessTable(),
-        off=vendors_off(config, topology),
+        off=vendors_off(config.inventory.is_off, topology),
     ) as inventory:
         return await inventory.refresh()
 
 
-def simulator_of(providers: tuple[DeviceProvider, ...], topology: Topology | None) -> SimulatedProvider | None:
+def simulator_of(vendors: Sequence[VendorWatch], topology: Topology | None) -> SimulatedProvider | None:
     """Return the simulated provider, if there is one; then it is the only one."""
-    return None if topology is None else cast("SimulatedProvider", providers[0])
+    return None if topology is None else cast("SimulatedProvider", vendors[0].provider)
 
 
 def policy_for(config: Config, *, user_mode: bool) -> Policy:

@@ -21,6 +21,7 @@ import anyio
 
 from hegmd.node.devices.base import ProcessUse, VendorSnapshot
 from hegmd.node.inventory import Inventory
+from hegmd.node.inventory.vendors import VendorWatch
 from hegmd.node.processes import ProcessTable
 from hegmd.protocol.snapshots import Gpu, GpuUse, Health
 from hegmd.telemetry.events import EventLog
@@ -102,7 +103,7 @@ async def _measure(pids: list[int], changing: int) -> tuple[list[float], list[fl
     provider, table = Prepared(pids, changing), ProcessTable()
     cpu_ms: list[float] = []
     wall_ms: list[float] = []
-    async with Inventory([provider], query_deadline_s=30, events=EventLog(), table=table) as inventory:
+    async with Inventory([VendorWatch(provider)], query_deadline_s=30, events=EventLog(), table=table) as inventory:
         for _ in range(1 + ROUNDS):
             cpu, wall = _cpu_s(), time.perf_counter()
             found = await inventory.refresh()

@@ -23,6 +23,7 @@ from hegmd.migration.methods.gpus import Gpus
 from hegmd.migration.methods.other_processes import OtherProcesses
 from hegmd.migration.methods.progress_probe import ProgressLimits, is_stopped
 from hegmd.node.inventory import Inventory, NodeSnapshot
+from hegmd.node.inventory.vendors import VendorWatch
 from hegmd.node.processes import ProcessTable
 from hegmd.telemetry.events import EventLog
 from tests.contract.helped import MIB, Owner, ask, linked
@@ -66,7 +67,7 @@ async def driven(
     """In the test's own task, since a task group ends where it began. Nothing may be held at the end."""
     folder = node.folder.parent
     nvml = NvidiaNode(node.folder, scenario, node.folder / "libnvidia-ml.so.1")
-    inventory = Inventory([nvml.provider()], query_deadline_s=10, events=EventLog(), table=ProcessTable())
+    inventory = Inventory([VendorWatch(nvml.provider())], query_deadline_s=10, events=EventLog(), table=ProcessTable())
     async with linked(node) as link, inventory:
         memory = VideoMemory(link)
         other_processes = OtherProcesses(link, folder, start_ticks=start_ticks, is_stopped=is_stopped)

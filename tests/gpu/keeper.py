@@ -60,8 +60,10 @@ class Keeper:
             passed = {name: list(descriptors) for name, descriptors in self._stored.items()}
         pairs = [(name, descriptor) for name, several in passed.items() for descriptor in several]
         words = [f"{name}={descriptor}" for name, descriptor in pairs]
+        # A Python puts them where they belong. The time of a start has none in it if nothing is stored.
+        placed = [sys.executable, "-S", __file__, *words, "--"] if pairs else []
         process = subprocess.Popen(
-            [sys.executable, "-S", __file__, *words, "--", *command],
+            [*placed, *command],
             env={**environ, "NOTIFY_SOCKET": str(self.address)},
             pass_fds=[descriptor for _, descriptor in pairs],
             stdin=subprocess.DEVNULL,

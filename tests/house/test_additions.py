@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,29 +16,26 @@ from typing import Any
 import pytest
 
 from hegmctl.grammar import COMMANDS
-from hegmd.config import load
 from hegmd.migration.carriers.driver import DriverCarrier
 from hegmd.migration.model import CARRIERS, CarrierRow
 from hegmd.migration.plan.carrier_choice import Choice, choose_as_asked, estimate_s
 from hegmd.migration.plan.throughput import OUT, Throughputs
 from hegmd.node.devices.base import PROVIDERS
+from hegmd.node.inventory.vendors import providers_for, vendors_off
 from hegmd.protocol.operations import CARRIER_NAMES
 from hegmd.setting_types import OneOf
 from hegmd.settings import SECTIONS, InventorySettings, LogSettings, rows_of, setting
-from hegmd.wiring import providers_for, vendors_off
 from tests.house.source import ROOT
 from tests.unit.migration.nvidia_nodes import GIB, a_gpu, a_process, a_snapshot, an_agent, to
 from tools.docs.settings import example_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OneMoreVendor(InventorySettings):
     """The section with the switch of a vendor that there is not."""
 
     acme: str = setting(OneOf(("auto", "off")), "auto", "Acme's GPUs: detected, or ignored.", reloads=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OneMoreSetting(LogSettings):
     """The section with a setting that there is not."""
 
@@ -48,10 +44,9 @@ class OneMoreSetting(LogSettings):
 
 @pytest.mark.thorough
 def test_a_vendor_is_a_provider_and_a_setting_of_its_name() -> None:
-    config = load(environ={"HEGM_CONFIG": ""})
     acme = object()
     vendors: Any = {"acme": lambda: acme}
-    on, off = (replace(config, inventory=OneMoreVendor(acme=switch)) for switch in ("auto", "off"))
+    on, off = (OneMoreVendor(acme=switch).is_off for switch in ("auto", "off"))
     assert providers_for(on, None, vendors) == (acme,)
     assert (providers_for(off, None, vendors), vendors_off(off, None, vendors)) == ((), ("acme",))
 

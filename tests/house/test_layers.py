@@ -112,7 +112,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.server.auth": ("hegmd.errors", "hegmd.protocol"),
     # The composition of all parts
     "hegmd.setting_types": (),
-    "hegmd.settings": ("hegmd.setting_types",),
+    "hegmd.settings": ("hegmd.setting_types", "hegmd.protocol"),
     "hegmd.config": (*OUTSIDE, "hegmd.setting_types", "hegmd.settings", "hegmd.system.toml_lines"),
     "hegmd.wiring": EVERYTHING,
     "hegmd.app": EVERYTHING,

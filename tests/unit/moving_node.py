@@ -22,6 +22,7 @@ from hegmd.migration.journal.disk import Disk
 from hegmd.node.devices.simulated import SimulatedProvider
 from hegmd.node.devices.topology import parse_topology
 from hegmd.node.inventory import Inventory
+from hegmd.node.inventory.vendors import VendorWatch
 from hegmd.node.processes import ProcessTable
 from hegmd.node.processes.procfs import ProcessGone, Unreadable, read_start
 from hegmd.operations.request_context import RequestContext
@@ -68,7 +69,11 @@ class Node:
         #: The agents that attended, by pid.
         self.agents: dict[int, ModelAgent] = {}
         self.inventory = Inventory(
-            [self.simulator], query_deadline_s=5, events=self.events, table=ProcessTable(), held=self.held_bytes
+            [VendorWatch(self.simulator)],
+            query_deadline_s=5,
+            events=self.events,
+            table=ProcessTable(),
+            held=self.held_bytes,
         )
         keep = MemoryKeeping(
             [PoolDirectory(state_dir / "memory", huge=False)],

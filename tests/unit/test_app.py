@@ -15,6 +15,7 @@ from hegmd.node.criu_program import usable_path
 from hegmd.node.devices.node_spec import Topology
 from hegmd.node.devices.topology import parse_topology
 from hegmd.node.inventory import NodeSnapshot
+from hegmd.node.inventory.vendors import VendorWatch, providers_for
 from hegmd.protocol.snapshots import Check
 from hegmd.server.session import PeerGone
 from hegmd.system.systemd import Offer
@@ -47,7 +48,8 @@ def config_of(tmp_path: Path) -> Config:
 
 
 def app_of(topology: Topology, tmp_path: Path, load_again: Callable[[], Config]) -> App:
-    return App(config_of(tmp_path), load_again, LogSetup(2, {}, ""), NO_OFFER, topology, user_mode=True)
+    vendors = [VendorWatch(provider) for provider in providers_for(lambda _: False, topology)]
+    return App(config_of(tmp_path), load_again, LogSetup(2, {}, ""), NO_OFFER, topology, vendors, user_mode=True)
 
 
 async def test_a_reload_from_a_disk_that_hangs_can_be_cancelled(

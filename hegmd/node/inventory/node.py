@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import anyio
 from anyio.abc import TaskStatus
 
-from hegmd.node.devices.base import DeviceProvider
 from hegmd.node.inventory.changes import Changes
 from hegmd.node.inventory.register import GpuRegister
 from hegmd.node.inventory.rolls import ProcessListWatch
@@ -63,13 +62,14 @@ class _Refresh:
 class Inventory:
     """Maintains the node's inventory. Belongs to the event loop; use as an asynchronous context manager.
 
+    The libraries of `vendors` may have been called already; the first refresh waits for those that are still busy.
     `agents` and `held` return the connected agents and the bytes that hegmd keeps, by pid. `on_look` gets each
     snapshot's duration. `off` are vendors that the configuration disables.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that it is made of, each named, put together in one place only
         self,
-        providers: Sequence[DeviceProvider],
+        vendors: Sequence[VendorWatch],
         *,
         query_deadline_s: float,
         events: EventLog,
@@ -80,7 +80,7 @@ class Inventory:
         on_look: Callable[[NodeSnapshot, float], object] = lambda _snapshot, _took_s: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._vendors = tuple(VendorWatch(provider, monotonic=monotonic) for provider in providers)
+        self._vendors = tuple(vendors)
         self._query_deadline_s = query_deadline_s
         self._changes = Changes(events)
         self._table = table
@@ -102,11 +102,6 @@ class Inventory:
         #: How many refreshes were finished, and how long the last one took.
         self.refresh_count = 0
         self.last_refresh_s: float | None = None
-
-    def begin(self) -> None:
-        """Call the libraries before the event loop runs; the first refresh waits for those that are still busy."""
-        for vendor in self._vendors:
-            vendor.begin()
 
     async def __aenter__(self) -> Self:
         return self

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
 
-from hegmd.node.devices.base import DeviceAbsent, DeviceError, DeviceProvider, VendorSnapshot
+from hegmd.node.devices.base import PROVIDERS, DeviceAbsent, DeviceError, DeviceProvider, VendorSnapshot
 from hegmd.node.inventory.jobs import SHORTAGE_HINT, Job, shortage
 from hegmd.protocol.snapshots import Vendor
+
+if TYPE_CHECKING:
+    from hegmd.node.devices.node_spec import Topology
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +56,7 @@ class VendorWatch:
 
     def __init__(self, provider: DeviceProvider, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.name = provider.vendor
-        self._provider = provider
+        self.provider = provider
         self._monotonic = monotonic
         self._job: Job[VendorSnapshot] | None = None
         self._overdue = False
@@ -66,7 +69,8 @@ class VendorWatch:
         self._retry_s = FIRST_RETRY_S
 
     def begin(self) -> None:
-        """Call the library before the event loop runs, because opening it takes a while. `update` takes the answer."""
+        """Call the library before the event loop runs, because opening it takes a while. The first `update` takes the
+        answer, even an earlier one."""
         if self._job is None:
             self._ask()
 
@@ -75,7 +79,9 @@ class VendorWatch:
 
         Cancellation leaves the call running; the next update waits for the same one.
         """
-        self._take_answer()
+        has_begun = self._job is not None and not self._overdue and self._reading == 0
+        if self._take_answer() and has_begun:
+            return
         if self._job is None:
             if self._error is not None and not self._reopen and self._monotonic() < self._retry_at:
                 return
@@ -106,7 +112,7 @@ class VendorWatch:
                 self._job.abandon()
                 self._job = None
             return
-        job = Job(self._provider.close, name=f"hegmd-{self.name}-close", monotonic=self._monotonic)
+        job = Job(self.provider.close, name=f"hegmd-{self.name}-close", monotonic=self._monotonic)
         with anyio.CancelScope(deadline=began + limit_s):
             await job.wait()
         job.abandon()
@@ -119,7 +125,7 @@ class VendorWatch:
 
     def _turn(self, reopen: bool) -> VendorSnapshot:
         """One call of the library, in the job's thread. Opening an open library does nothing."""
-        provider = self._provider
+        provider = self.provider
         if reopen:
             provider.close()
         try:
@@ -202,3 +208,24 @@ class VendorWatch:
             compute_version=None if snapshot is None else snapshot.compute_version,
             age_s=age_s,
         )
+
+
+def vendors_off(
+    is_off: Callable[[str], bool], topology: Topology | None, vendors: Iterable[str] = PROVIDERS
+) -> tuple[str, ...]:
+    """Return the vendors that the configuration excludes."""
+    return () if topology is not None else tuple(vendor for vendor in vendors if is_off(vendor))
+
+
+def providers_for(
+    is_off: Callable[[str], bool],
+    topology: Topology | None,
+    vendors: Mapping[str, Callable[[], DeviceProvider]] = PROVIDERS,
+) -> tuple[DeviceProvider, ...]:
+    """Return the providers: the simulated one only, or all real ones that are not switched off."""
+    if topology is not None:
+        from hegmd.node.devices.simulated import SimulatedProvider  # a node with GPUs needs none
+
+        return (SimulatedProvider(topology),)
+    off = vendors_off(is_off, topology, vendors)
+    return tuple(make() for vendor, make in vendors.items() if vendor not in off)

@@ -11,6 +11,7 @@ import anyio
 
 from hegmd.node.devices.base import DeviceProvider
 from hegmd.node.inventory import Inventory, NodeSnapshot
+from hegmd.node.inventory.vendors import VendorWatch
 from hegmd.node.processes.table import ProcessTable
 from hegmd.protocol.snapshots import AgentInfo, Event, GpuProcess, Vendor
 from hegmd.telemetry.events import EventLog
@@ -31,8 +32,9 @@ class Node:
         self.clock = Clock()
         self.agents: dict[int, AgentInfo] = {}
         self.held: dict[int, int] = {}
+        self.vendors = [VendorWatch(provider, monotonic=self.clock) for provider in providers]
         self.inventory = Inventory(
-            providers,
+            self.vendors,
             query_deadline_s=deadline_s,
             events=self.events,
             table=table or ProcessTable(),

@@ -11,6 +11,7 @@ from anyio import wait_all_tasks_blocked
 
 from hegmd.node.devices.base import DeviceAbsent, DeviceProvider, VendorSnapshot
 from hegmd.node.inventory import Inventory, NodeSnapshot
+from hegmd.node.inventory.vendors import VendorWatch
 from hegmd.node.processes.lookups import NOTE_STUCK, Lookups
 from hegmd.node.processes.roll import NOTE_NOT_LOOKED_AT
 from hegmd.node.processes.table import ProcessTable
@@ -188,7 +189,7 @@ async def test_the_background_keeps_up_and_is_ready_after_the_first_look() -> No
 
     provider.answer = answer
     events = EventLog()
-    inventory = Inventory([provider], query_deadline_s=LONG_S, events=events, table=ProcessTable())
+    inventory = Inventory([VendorWatch(provider)], query_deadline_s=LONG_S, events=events, table=ProcessTable())
     async with inventory, anyio.create_task_group() as tasks:
         await tasks.start(inventory.run, 3600.0)
         assert inventory.latest is not None

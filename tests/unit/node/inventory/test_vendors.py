@@ -50,7 +50,7 @@ async def test_the_first_refresh_takes_the_answer_of_a_library_that_was_called_b
     provider = Provider(gpu(0))
     provider.hang()
     async with node_of(provider) as node:
-        node.inventory.begin()
+        node.vendors[0].begin()
         await entered(provider)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(node.inventory.refresh)
@@ -59,6 +59,18 @@ async def test_the_first_refresh_takes_the_answer_of_a_library_that_was_called_b
         assert provider.calls == ["open", "snapshot"]
         assert node.inventory.latest is not None
         assert shown(node.inventory.latest) == [("gpu0", "nvidia-0", "ok")]
+
+
+async def test_the_first_refresh_asked_again_what_had_just_been_answered() -> None:
+    """A start of the daemon read all GPUs twice, once beside the imports and once before it served."""
+    provider = Provider(gpu(0))
+    async with node_of(provider) as node:
+        node.vendors[0].begin()
+        await anyio.to_thread.run_sync(joined, "hegmd-nvidia")
+        assert shown(await node.inventory.refresh()) == [("gpu0", "nvidia-0", "ok")]
+        assert provider.calls == ["open", "snapshot"]
+        await node.inventory.refresh()
+        assert provider.count("snapshot") == 2
 
 
 async def test_a_library_that_hangs_later_is_shown_with_its_last_answer() -> None:
@@ -151,6 +163,7 @@ HANGING_DAEMON = """
 import threading, anyio
 from hegmd.telemetry.events import EventLog
 from hegmd.node.inventory import Inventory
+from hegmd.node.inventory.vendors import VendorWatch
 from hegmd.node.processes import ProcessTable
 
 class Hanging:
@@ -160,8 +173,8 @@ class Hanging:
     def close(self): raise AssertionError
 
 async def main():
-    events = EventLog()
-    async with Inventory([Hanging()], query_deadline_s=0.05, events=events, table=ProcessTable()) as inventory:
+    vendors, events = [VendorWatch(Hanging())], EventLog()
+    async with Inventory(vendors, query_deadline_s=0.05, events=events, table=ProcessTable()) as inventory:
         print((await inventory.refresh()).vendors[0].state)
 
 anyio.run(main)
