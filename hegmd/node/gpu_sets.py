@@ -12,6 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 CPU = "cpu"
 ONLY_ITS_GPUS = "start it with only its GPUs: hegmctl run --gpu, or CUDA_VISIBLE_DEVICES"
+# Several processes of a job that are not told apart.
+UNNUMBERED = "no RANK and WORLD_SIZE in their environment"
+HINT_UNNUMBERED = (
+    "start them with torchrun, which sets these for each rank (torch.multiprocessing.spawn does not), or start each as "
+    "a separate job"
+)
 _BETWEEN = ","
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import anyio
 
 from hegmd.migration.methods.progress_probe import is_stopped
-from hegmd.node.gpu_sets import ONLY_ITS_GPUS, gpus_of, unseen_device
+from hegmd.node.gpu_sets import HINT_UNNUMBERED, ONLY_ITS_GPUS, UNNUMBERED, gpus_of, unseen_device
 from hegmd.node.processes.procfs import TICKS_PER_S, seconds_since_boot
 from hegmd.protocol.agents import UNSEEN
 from hegmd.protocol.recovery import UNDER_WAY
@@ -331,9 +331,7 @@ class Protection:
         ranked = [worker for worker in training if worker.about.rank is not None]
         if not ranked or (len(training) == 1 and (training[0].about.world_size or 1) == 1 and self._is_child(training)):
             if len(training) > 1:
-                raise Unprotected(
-                    f"{len(training)} processes train, and have no RANK", "start each as a job of its own"
-                )
+                raise Unprotected(f"{len(training)} processes train, and have {UNNUMBERED}", HINT_UNNUMBERED)
             if not self._is_child(training):
                 hint = "make the script that starts it exec it: exec python3 train.py"
                 why = f"process {training[0].pid} was not started by its hegmctl run itself"

@@ -15,7 +15,7 @@ from hegmd.migration.machine.operation import CHECKPOINT, RESUME, SIMULATED, SUS
 from hegmd.migration.machine.wording import listed
 from hegmd.migration.model import Candidate, GpuMemory, NodeSnapshotForPlan
 from hegmd.migration.plan.draft import Draft
-from hegmd.node.gpu_sets import gpus_of
+from hegmd.node.gpu_sets import HINT_UNNUMBERED, UNNUMBERED, gpus_of
 from hegmd.protocol.messages import Communicators
 from hegmd.protocol.operations import PlannedProcess
 from hegmd.protocol.proofs import FAILED, PROVEN, UNPROVEN, Combination, Proof
@@ -168,6 +168,10 @@ def _against_missing(ranks: Sequence[Candidate], members: Sequence[Candidate]) -
         if candidate.agent is None:
             message = f"process {candidate.pid} has no agent, and belongs to ranks with communicators ({pids})"
             yield message, "start all ranks with hegmctl run, in front of their launcher", candidate.pid
+    if any(candidate.agent is not None and candidate.agent.rank is None for candidate in ranks):
+        message = f"the ranks of the job have {UNNUMBERED}, and communicators can only be disconnected on all ranks"
+        yield f"{message}: {pids}", HINT_UNNUMBERED, ranks[0].pid
+        return
     world = max((candidate.agent.world_size or 1 for candidate in ranks if candidate.agent), default=1)
     here = [candidate for candidate in members if candidate.agent is not None and candidate.agent.rank is not None]
     without_agent = sum(candidate.agent is None for candidate in members)

@@ -18,7 +18,7 @@ from hegmd.migration.model import AgentSurvey, Candidate, PlanRequest
 from hegmd.migration.plan import communicator_rules, driver_rules, targets
 from hegmd.migration.plan.carrier_choice import Choice
 from hegmd.migration.plan.draft import Draft
-from hegmd.node.gpu_sets import CPU, ONLY_ITS_GPUS, gpus_of, place_of, unseen_device
+from hegmd.node.gpu_sets import CPU, HINT_UNNUMBERED, ONLY_ITS_GPUS, UNNUMBERED, gpus_of, place_of, unseen_device
 from hegmd.protocol.agents import UNSEEN
 from hegmd.protocol.operations import PlannedProcess, Reason
 from hegmd.protocol.supervision import ALONE
@@ -75,7 +75,8 @@ def place(draft: Draft, candidate: Candidate) -> None:
         between = (
             f"process {pid} was not started by its hegmctl run itself, which would take its exit for the end of the job"
         )
-        draft.against(REFUSED, between, _DIRECT, pid=pid)
+        is_rank = communicator_rules.communicators_of(candidate) is not None
+        draft.against(REFUSED, between, HINT_UNNUMBERED if is_rank else _DIRECT, pid=pid)
     for refused in agent.refusals:
         hint = "declare it with hegm.keep or hegm.resumable, or move it without a restart"
         draft.against(REFUSED, f"process {pid}: {refused}", hint, pid=pid)
@@ -227,9 +228,8 @@ def judge_ranks(draft: Draft, members: Sequence[Candidate]) -> None:
     worlds = {_world(member) for member in members}
     ranks = sorted([member.agent.rank for member in members if member.agent and member.agent.rank is not None])
     if len(worlds) != 1 or None in worlds or len(set(ranks)) != len(members):
-        message = f"processes {pids} have no RANK and WORLD_SIZE in their environment"
-        hint = "start them with torchrun, which sets these variables, or start each as a separate job"
-        draft.against(REFUSED, message, hint)
+        message = f"processes {pids} have {UNNUMBERED}"
+        draft.against(REFUSED, message, HINT_UNNUMBERED)
     elif ranks != list(range(worlds.pop() or 0)):
         message = f"of {_world(members[0])} ranks, {listed(tuple([str(rank) for rank in ranks]))} are here"
         draft.against(

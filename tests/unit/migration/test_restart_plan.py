@@ -173,6 +173,17 @@ def test_a_training_started_by_a_shell_is_not_restarted() -> None:
     assert "exec python3 train.py" in refused
 
 
+def test_the_ranks_of_a_script_that_spawns_them_were_told_to_exec_a_script_in_a_shell() -> None:
+    candidate = node(apart=True).candidates[0]
+    agent = candidate.agent
+    assert agent is not None
+    connected = agent.replace(communicators=Communicators(mechanism="replace", groups=1, backends=("gloo",)))
+    spawned = node(apart=True).replace(candidates=(candidate.replace(agent=connected),))
+    refused = reasons_text(planned(spawned, ask("gpu2", via=RESTART)))
+    assert "would take its exit for the end of the job" in refused
+    assert "torch.multiprocessing.spawn does not" in refused
+
+
 def test_unsearched_values_are_in_the_plan() -> None:
     """The search for variables stopped at its limits silently, and the variables it missed were lost."""
     unseen = "not searched: the 4,000 objects of __main__.players"

@@ -135,6 +135,14 @@ def test_a_reason_for_all_ranks_is_stated_once() -> None:
     assert missing.message == "process 4712 has no agent, and belongs to ranks with communicators (4711)"
 
 
+def test_ranks_of_a_script_that_spawns_them_were_told_that_the_other_ranks_have_ended() -> None:
+    agent = an_agent(cuda_facts(), communicators=groups(), rank=None, world_size=None)
+    spawned = [a_rank(number).replace(agent=agent) for number in range(2)]
+    (reason,) = the_reasons(planned(a_snapshot(*spawned, **ROOMY), SUSPENSION))
+    assert "the ranks of the job have no RANK and WORLD_SIZE in their environment" in reason.message
+    assert "torch.multiprocessing.spawn does not" in reason.hint
+
+
 def test_an_agent_that_does_not_report_how_it_disconnects_is_refused() -> None:
     (reason,) = the_reasons(planned(a_snapshot(a_process(an_agent(cuda_facts(hazards=("nccl-p2p",))))), SUSPENSION))
     assert "live NCCL communicators" in reason.message
