@@ -123,7 +123,8 @@ async def run(
 async def start_keeper(folder: Path) -> None:
     """Start a keeper in that directory, detached from us. Does nothing if one listens there. Raises ExternalError."""
     package = Path(__file__).parent.parent
-    argv = [sys.executable, "-m", "hegmd.memory.keeper", str(folder)]
+    # Without site-packages: it uses none, and their .pth files can take longer than all the rest of its start.
+    argv = [sys.executable, "-S", "-m", "hegmd.memory.keeper", str(folder)]
     environ = {"PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
     completed = await run(argv, deadline_s=KEEPER_START_S, env=environ)
     completed.require(f"run: python3 -m hegmd.memory.keeper {folder}")

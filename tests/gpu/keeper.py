@@ -28,6 +28,8 @@ from tests.patience import HANG_S
 FIRST_PASSED = 3
 MAX_DESCRIPTORS = 253
 READY_WITHIN_S = 30.0
+# FileDescriptorStoreMax= of hegmd.service, which systemd tells the daemon.
+MAX_STORED = 4096
 
 
 class KeeperRun(Protocol):
@@ -64,7 +66,7 @@ class Keeper:
         placed = [sys.executable, "-S", __file__, *words, "--"] if pairs else []
         process = subprocess.Popen(
             [*placed, *command],
-            env={**environ, "NOTIFY_SOCKET": str(self.address)},
+            env={**environ, "NOTIFY_SOCKET": str(self.address), "FDSTORE": str(MAX_STORED)},
             pass_fds=[descriptor for _, descriptor in pairs],
             stdin=subprocess.DEVNULL,
             stderr=log,
