@@ -118,24 +118,14 @@ class _Crew:
                 self.ended.release()
 
 
-def share_out(
-    work: Work[Item], items: list[Item], progress: Tell, most: int, beside: Callable[[], object] | None = None
-) -> None:
-    """Process the items in as many threads as are useful; `beside` runs in the caller meanwhile.
-
-    Raises the first error of any of these, once all threads have ended.
-    """
+def share_out(work: Work[Item], items: list[Item], progress: Tell, most: int) -> None:
+    """Process the items in as many threads as are useful. Raises the first error, once all threads have ended."""
     crew = _Crew(work, items)
     crew.start(max(1, min(most, len(os.sched_getaffinity(0)), len(items) // 2)))
-    try:
-        if beside is not None:
-            beside()
-    except BaseException as error:  # noqa: BLE001 - raised below
-        crew.failures.append(error)
     while not crew.ended.acquire(timeout=_PROGRESS_EVERY_S):
         try:
             progress(crew.done_bytes)
-        except BaseException as error:  # noqa: BLE001 - the same
+        except BaseException as error:  # noqa: BLE001 - raised below
             crew.failures.append(error)
     if crew.failures:
         raise crew.taken_failure()

@@ -1,10 +1,10 @@
 """Snapshots: writes the state of the training into a slot of the host pool while the training continues.
 
 One order does all of it: the training thread is parked at a boundary from which a new process could continue, its state
-is written, and the thread is released. If a GPU has memory for a shadow of its part of the state, the thread is
-released as soon as the shadow exists, and another thread copies the shadow to the slot. The record of the slot is set
-last. So no other order runs in between, and a daemon that ends meanwhile leaves no parked training. An order that
-changes something stops the copying, and the shadow is freed before the order runs.
+is written, and the thread is released. A GPU makes a shadow of as much of its part of the state as it has memory for.
+Then the thread is released as soon as the shadow exists and the rest is written, and another thread copies the shadow
+to the slot. The record of the slot is set last. So no other order runs in between, and a daemon that ends meanwhile
+leaves no parked training. An order that changes something stops the copying, and the shadow is freed before it runs.
 
 An order to park, such as for an image, may have a slot too. The state is then written before that order is answered,
 and the training stays parked. So no other order is obeyed until the slot is whole, or has no snapshot.

@@ -85,7 +85,7 @@ class Ring:
         else:
             self._ground.keep()
 
-    def out(self, loads: list[list[Part]], move: Copy, tell: Tell, beside: Callable[[], object] | None = None) -> None:
+    def out(self, loads: list[list[Part]], move: Copy, tell: Tell) -> None:
         """Copy loads from GPU memory, and move each part on from its slot. Raises what `share_out` raises."""
 
         def finish(slot: _Slot, load: list[Part]) -> None:
@@ -97,7 +97,7 @@ class Ring:
             for (video, _place, size_bytes), within in load:
                 self._driver.begin_out(slot.address + within, video, size_bytes, slot.stream)
 
-        share_out(self._work(begin, finish), loads, tell, self._threads, beside)
+        share_out(self._work(begin, finish), loads, tell, self._threads)
 
     def into(self, loads: list[list[Part]], move: Copy, tell: Tell) -> None:
         """Put loads into video memory: each part of one is moved into its slot first."""

@@ -1,6 +1,7 @@
 """A state's bytes from video memory into its file and back, through pinned memory of the stub driver.
 
 Each case runs in a process of its own, beside a pretend PyTorch; a failing assert in there fails the test here.
+Longer than 400 lines because such a process finds all cases in one module.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from _thread import start_new_thread
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -21,12 +23,15 @@ from typing import Any
 import pytest
 
 from hegmd.agent import copying, pinned_buffers
+from hegmd.agent.cuda_driver import Copies
 from hegmd.agent.state.storage import checksums, raw_copy, shadow
 from hegmd.errors import HegmError
 from tests.patience import HANG_S
 from tests.stubs.cuda.node import CudaNode, order_in_force
 
 ROOT = Path(__file__).parents[2]
+MIB = 1 << 20
+CONTEXT_BYTES = CudaNode.context_bytes
 # Less than a page, on no border, more than one part, several parts.
 SIZES = (700, 4096, 8 * (1 << 20) + 4099, 21 * (1 << 20))
 
@@ -135,6 +140,25 @@ def adds_up_by_itself_where_the_gpu_cannot(state: Path) -> None:
     _see_the_file(_out(torch, fd), fd)
 
 
+def adds_up_adjacent_tensors_in_one_call(state: Path) -> None:
+    """Each call of PyTorch takes as long as the copy of a megabyte; the second tensor ends within a page."""
+    torch, fd = _job(), _file(state)
+    sizes = (2 * MIB, 9 * MIB + 700, 3 * MIB)
+    starts = (0, 2 * MIB, 12 * MIB)
+    content = _content(16 * MIB, 7)[: 16 * MIB]
+    storage = torch.Storage(content)
+    raws = [(storage, storage.data_ptr() + start, size, "cuda:0") for start, size in zip(starts, sizes, strict=True)][
+        ::-1
+    ]
+    places = [copying.PAGE_BYTES + (number << 24) for number in range(3)]
+    os.ftruncate(fd, 64 << 20)
+    found: dict[int, int] = {}
+    raw_copy.copy_pieces_out(fd, 64 << 20, raws, places, found, copying.ignore)
+    contents = [content[start : start + size] for start, size in zip(starts, sizes, strict=True)][::-1]
+    _see_the_file((contents, places, found), fd)
+    assert torch.cuda.summed == 2
+
+
 def copies_where_nothing_can_be_pinned(state: Path) -> None:
     torch, fd = _job(), _file(state)
     _order(state, "error cuMemHostRegister_v2 304")
@@ -205,12 +229,16 @@ def _see_it_filled(torch: Any) -> None:
     assert [storage.content() for storage in storages] == contents
 
 
+def _shadowed(fd: int, raws: list[Any], places: list[int], found: dict[int, int]) -> shadow.Shadows | None:
+    return raw_copy.copy_pieces_out(fd, 64 << 20, raws, places, found, copying.ignore, with_shadow=True)
+
+
 def fetches_a_shadow_of_what_the_training_has_changed_since(state: Path) -> None:
     """In another thread; the memory is given back then."""
     torch, fd = _job(), _file(state)
     contents, raws, places = _raws(torch, fd)
     found: dict[int, int] = {}
-    shadows = raw_copy.shadow_pieces_out(fd, 64 << 20, raws, places, found)
+    shadows = _shadowed(fd, raws, places, found)
     assert shadows is not None
     for storage, *_ in raws[:-1]:
         storage.overwrite(bytes(storage.nbytes()))
@@ -227,7 +255,7 @@ def adds_up_a_shadow_by_itself_where_the_gpu_cannot(state: Path) -> None:
     contents, raws, places = _raws(torch, fd)
     torch.cuda.fails.add("sum")
     found: dict[int, int] = {}
-    shadows = raw_copy.shadow_pieces_out(fd, 64 << 20, raws, places, found)
+    shadows = _shadowed(fd, raws, places, found)
     assert shadows is not None
     shadows.fetch(fd, 64 << 20, found, lambda: False)
     _see_the_file((contents, places, found), fd)
@@ -242,7 +270,7 @@ def uses_memory_that_was_allocated_ahead_if_it_is_large_enough(state: Path) -> N
         shadow.wait_for_memory()
         before = _count(state, "cuMemAlloc_v2")
         found: dict[int, int] = {}
-        shadows = raw_copy.shadow_pieces_out(fd, 64 << 20, raws[first:], places[first:], found)
+        shadows = _shadowed(fd, raws[first:], places[first:], found)
         assert shadows is not None
         assert _count(state, "cuMemAlloc_v2") - before == allocations
         shadow.drop()
@@ -258,18 +286,176 @@ def _count(state: Path, call: str) -> int:
     return sum(call in line for line in (state / "log").read_text().splitlines())
 
 
-def makes_no_shadow_that_would_leave_the_job_little_room(state: Path) -> None:
-    torch, fd = _job(), _file(state)
-    _contents, raws, places = _raws(torch, fd)
+def _leave_room(torch: Any, room_bytes: int) -> Any:
+    """Allocate all of the GPU but so much for a shadow, and what stays free for the job."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(0)
-    room_bytes = int(total_bytes * shadow.SHARE_LEFT_FREE)
     taken = torch.Storage(bytes(1))
-    taken.resize_(free_bytes - room_bytes - sum(SIZES) // 2)
-    assert raw_copy.shadow_pieces_out(fd, 64 << 20, raws, places, {}) is None
+    taken.resize_((free_bytes - int(total_bytes * shadow.SHARE_LEFT_FREE) - room_bytes) // MIB * MIB)
+    return taken
+
+
+def makes_no_shadow_that_would_leave_the_job_little_room(state: Path) -> None:
+    """All is written while the training waits, and no memory of the GPU stays allocated."""
+    torch, fd = _job(), _file(state)
+    contents, raws, places = _raws(torch, fd)
+    taken = _leave_room(torch, 7 * MIB)
+    free_bytes = torch.cuda.mem_get_info(0)[0]
+    found: dict[int, int] = {}
+    assert _shadowed(fd, raws, places, found) is None
+    _see_the_file((contents, places, found), fd)
+    assert torch.cuda.mem_get_info(0)[0] == free_bytes
     taken.resize_(0)
     torch.cuda.empty_cache()
     _order(state, "error cuMemAlloc_v2 2")
-    assert raw_copy.shadow_pieces_out(fd, 64 << 20, raws, places, {}) is None
+    found = {}
+    assert _shadowed(fd, raws, places, found) is None
+    _see_the_file((contents, places, found), fd)
+
+
+def makes_a_shadow_of_as_many_pieces_as_there_is_room_for(state: Path) -> None:
+    """The smallest first, and of the last one whole parts; the others are written while the training waits."""
+    torch, fd = _job(), _file(state)
+    contents, raws, places = _raws(torch, fd)
+    free_bytes = torch.cuda.mem_get_info(0)[0]
+    sizes = sorted(SIZES)
+    # What is written at once, by how many parts there is room for; the tensor of 21 MiB is the one that is split.
+    at_once_bytes = {1: sizes[2] + sizes[3], 2: sizes[3], 3: sizes[3] - (8 << 20), 4: 0}
+    for parts, expected_bytes in at_once_bytes.items():
+        taken = _leave_room(torch, parts * (8 * MIB + MIB // 2))
+        os.pwrite(fd, bytes(64 << 20), 0)
+        left_bytes = torch.cuda.mem_get_info(0)[0]
+        found: dict[int, int] = {}
+        shadow.prepare()
+        shadows = _shadowed(fd, raws, places, found)
+        assert shadows is not None
+        shadow.drop()
+        assert torch.cuda.mem_get_info(0)[0] >= torch.cuda.mem_get_info(0)[1] * shadow.SHARE_LEFT_FREE
+        written = [
+            place + start for place, size in zip(places, SIZES, strict=False) for start in range(0, size, 8 << 20)
+        ]
+        assert sum(_part_bytes(places, place) for place in written if place in found) == expected_bytes, parts
+        for (storage, *_), content in zip(raws[:-1], contents, strict=False):
+            storage.overwrite(bytes(len(content)))
+        shadows.fetch(fd, 64 << 20, found, lambda: False)
+        _see_the_file((contents, places, found), fd)
+        assert torch.cuda.mem_get_info(0)[0] == left_bytes
+        for (storage, *_), content in zip(raws[:-1], contents, strict=False):
+            storage.overwrite(content)
+        taken.resize_(0)
+        torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info(0)[0] == free_bytes
+
+
+def _part_bytes(places: list[int], part: int) -> int:
+    """Return the size of the part at that place."""
+    return next(
+        min(copying.PIECE_BYTES, place + size - part)
+        for place, size in zip(places, SIZES, strict=False)
+        if place <= part < place + size
+    )
+
+
+def uses_more_memory_once_the_job_has_freed_some(state: Path) -> None:
+    """What was allocated ahead for the last shadow is less than there is room for."""
+    torch, fd = _job(), _file(state)
+    contents, raws, places = _raws(torch, fd)
+    taken = _leave_room(torch, 9 * MIB)
+    found: dict[int, int] = {}
+    shadows = _shadowed(fd, raws, places, found)
+    assert shadows is not None
+    assert len(found) > 0
+    taken.resize_(0)
+    torch.cuda.empty_cache()  # while the shadow is there
+    free_bytes = torch.cuda.mem_get_info(0)[0]
+    shadows.fetch(fd, 64 << 20, found, lambda: False)
+    _see_the_file((contents, places, found), fd)
+    taken = _leave_room(torch, 9 * MIB)
+    shadow.prepare()
+    shadow.wait_for_memory()
+    taken.resize_(0)
+    torch.cuda.empty_cache()
+    found = {}
+    shadows = _shadowed(fd, raws, places, found)
+    shadow.drop()
+    assert shadows is not None
+    assert found == {}, "all of it is in the shadow"
+    shadows.fetch(fd, 64 << 20, found, lambda: False)
+    _see_the_file((contents, places, found), fd)
+    assert torch.cuda.mem_get_info(0)[0] > free_bytes
+
+
+def makes_no_shadow_where_another_process_takes_the_memory_meanwhile(state: Path) -> None:
+    """The room was there when it was looked for, and was not there once the shadow had its memory."""
+    torch, fd = _job(), _file(state)
+    contents, raws, places = _raws(torch, fd)
+    taken = _leave_room(torch, 20 * MIB)
+    fifo = state / "held"
+    os.mkfifo(fifo)
+    calls = _count(state, "cuMemAlloc_v2")
+    _order(state, f"hold cuMemAlloc_v2 {fifo} {calls + 1} {calls + 1}")
+    found: dict[int, int] = {}
+    with ThreadPoolExecutor(1) as threads:
+        context = Copies().context()
+        snapshot = threads.submit(_in_context, context, partial(_shadowed, fd, raws, places, found))
+        with fifo.open("wb"):  # once the agent allocates
+            other = torch.Storage(bytes(1))
+            other.resize_(int(torch.cuda.mem_get_info(0)[1] * shadow.SHARE_LEFT_FREE) // MIB * MIB)
+        assert snapshot.result() is None
+    _see_the_file((contents, places, found), fd)
+    assert other.nbytes() > 0
+    assert taken.nbytes() > 0
+
+
+def _in_context(context: int | None, work: Callable[[], Any]) -> Any:
+    Copies().use(context)
+    return work()
+
+
+def gives_two_ranks_on_one_gpu_whole_snapshots(state: Path) -> None:
+    """Both look for room at the same boundary, and the GPU has room for one and a half."""
+    torch = _job()
+    storages_bytes = 46 * MIB  # by the segments of PyTorch
+    taken = _leave_room(torch, 2 * (CONTEXT_BYTES + storages_bytes) + sum(SIZES) * 3 // 2)
+    words = [sys.executable, "-m", "tests.contract.test_state_video", "a_rank", str(state)]
+    ranks = [subprocess.Popen([*words, str(rank)]) for rank in range(2)]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    assert taken.nbytes() > 0
+
+
+def a_rank(state: Path) -> None:
+    torch, fd = _job(), os.open(state / f"file{sys.argv[3]}", os.O_RDWR | os.O_CREAT)
+    contents, raws, places = _raws(torch, fd)
+    for number in range(3):
+        found: dict[int, int] = {}
+        shadow.prepare()
+        shadows = _shadowed(fd, raws, places, found)
+        shadow.drop()
+        for (storage, *_), content in zip(raws[:-1], contents, strict=False):
+            storage.overwrite(bytes(len(content)))
+        if shadows is not None:
+            shadows.fetch(fd, 64 << 20, found, lambda: False)
+        _see_the_file((contents, places, found), fd)
+        contents[:-1] = [_content(size, size + number)[:size] for size in SIZES]
+        for (storage, *_), content in zip(raws[:-1], contents, strict=False):
+            storage.overwrite(content)
+
+
+def writes_nothing_more_once_a_copy_of_a_shadow_fails(state: Path) -> None:
+    """What the training waited for is written by then; the memory is given back."""
+    torch, fd = _job(), _file(state)
+    _contents, raws, places = _raws(torch, fd)
+    _leave_room(torch, 9 * MIB)
+    free_bytes = torch.cuda.mem_get_info(0)[0]
+    found: dict[int, int] = {}
+    shadows = _shadowed(fd, raws, places, found)
+    assert shadows is not None
+    _order(state, "error cuMemcpyDtoHAsync_v2 700")
+    with pytest.raises(HegmError, match="cuMemcpyDtoHAsync answered 700"):
+        shadows.fetch(fd, 64 << 20, found, lambda: False)
+    assert torch.cuda.mem_get_info(0)[0] == free_bytes
+    calls = (state / "log").read_text()
+    assert calls.count("cuMemHostRegister") == calls.count("cuMemHostUnregister") == 2
+    assert calls.count("cuStreamCreate") == calls.count("cuStreamDestroy")
 
 
 def gives_a_shadow_back_at_once_when_it_is_not_wanted_any_more(state: Path) -> None:
@@ -277,7 +463,7 @@ def gives_a_shadow_back_at_once_when_it_is_not_wanted_any_more(state: Path) -> N
     _contents, raws, places = _raws(torch, fd)
     free_bytes = torch.cuda.mem_get_info(0)[0]
     found: dict[int, int] = {}
-    shadows = raw_copy.shadow_pieces_out(fd, 64 << 20, raws, places, found)
+    shadows = _shadowed(fd, raws, places, found)
     assert shadows is not None
     with pytest.raises(shadow.CopyStopped):
         shadows.fetch(fd, 64 << 20, found, lambda: True)
@@ -293,7 +479,7 @@ def kept_the_staging_memory_of_a_fetch_that_failed_before_it_was_used(state: Pat
     torch, fd = _job(), _file(state)
     _contents, raws, places = _raws(torch, fd)
     pinned_buffers.prepare()
-    shadows = raw_copy.shadow_pieces_out(fd, 64 << 20, raws, places, {})
+    shadows = _shadowed(fd, raws, places, {})
     assert shadows is not None
     with pytest.raises(OSError, match="Bad file descriptor"):
         shadows.fetch(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY), 64 << 20, {}, lambda: False)
@@ -305,7 +491,7 @@ def used_cuda_after_the_interpreter_ended_to_free_a_shadow(state: Path) -> None:
     torch, fd = _job(), _file(state)
     _contents, raws, places = _raws(torch, fd)
     free_bytes = torch.cuda.mem_get_info(0)[0]
-    shadows = raw_copy.shadow_pieces_out(fd, 64 << 20, raws, places, {})
+    shadows = _shadowed(fd, raws, places, {})
     assert shadows is not None
     begun, ends = Event(), Event()
 
@@ -328,6 +514,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     for case in (
         writes_video_and_host_memory_with_their_checksums,
         adds_up_by_itself_where_the_gpu_cannot,
+        adds_up_adjacent_tensors_in_one_call,
         copies_where_nothing_can_be_pinned,
         copies_where_no_stream_can_be_had,
         puts_many_small_pieces_in_one_slot,
@@ -338,6 +525,11 @@ CASES: dict[str, Callable[[Path], None]] = {
         adds_up_a_shadow_by_itself_where_the_gpu_cannot,
         uses_memory_that_was_allocated_ahead_if_it_is_large_enough,
         makes_no_shadow_that_would_leave_the_job_little_room,
+        makes_a_shadow_of_as_many_pieces_as_there_is_room_for,
+        uses_more_memory_once_the_job_has_freed_some,
+        makes_no_shadow_where_another_process_takes_the_memory_meanwhile,
+        gives_two_ranks_on_one_gpu_whole_snapshots,
+        writes_nothing_more_once_a_copy_of_a_shadow_fails,
         gives_a_shadow_back_at_once_when_it_is_not_wanted_any_more,
         kept_the_staging_memory_of_a_fetch_that_failed_before_it_was_used,
         used_cuda_after_the_interpreter_ended_to_free_a_shadow,
@@ -369,4 +561,4 @@ def test_the_program_that_compares_copies_of_a_state_runs(tmp_path: Path) -> Non
 
 
 if __name__ == "__main__":
-    CASES[sys.argv[1]](Path(sys.argv[2]))
+    {**CASES, "a_rank": a_rank}[sys.argv[1]](Path(sys.argv[2]))

@@ -1,7 +1,7 @@
 """One command for a machine with an NVIDIA GPU: what do snapshots cost, and how soon does a killed training continue?
 
     python3 -m tests.gpu.recovery_run --out recovery.json [--sizes 1,32] [--tasks pause,kill,torchrun] [--kills N]
-                                      [--interval TEXT] [--budget-s N] [--rehearse]
+                                      [--interval TEXT] [--room-gib 0,8] [--look-s N] [--budget-s N] [--rehearse]
 
 It needs one GPU, PyTorch and hegmd's own dependencies (`pip install .`), and no network. With the default sizes it
 takes about seven minutes, host memory for two states of the largest size, and video memory for three. `--rehearse`
@@ -11,7 +11,8 @@ does the same on simulated GPUs with small trainings: that shows that the progra
   `hegmctl run --recover`, once with room for a shadow copy and once without (`HEGM_SNAPSHOT_SHADOW=off`). Told are the
   pause of each snapshot by the agent's word, the longest gap between two steps, and what part of the time all gaps took
   in which a step took more than twice the median. With the shadow copy the interval is the one chosen by default, or
-  `--interval`, which gives more snapshots to judge by.
+  `--interval`, which gives more snapshots to judge by. With `--room-gib` another process leaves just so much of the
+  GPU's memory for a shadow copy, once for each number, in place of these two.
 * `kill`: a training of 810 million parameters (12.9 GB state) is killed with SIGKILL. Told is the time until the first
   line of a new process, with `--ready always` and without.
 * `torchrun`: the same with torchrun, which starts a script again that saves itself with torch.save.
@@ -30,6 +31,7 @@ import os
 import re
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -55,6 +57,7 @@ WITHIN_S = 120.0
 # How long the test watches a training with snapshots, and before the first.
 LOOK_S, MAX_LOOK_S, BASE_S = 20.0, 60.0, 6.0
 SNAPSHOTS = 4
+LEAVE_ROOM = Path(__file__).with_name("leave_room.py")
 # With no shadow copy the default interval would be more than a minute.
 SHORT_INTERVAL_S = "2s"
 SAVE_EVERY_S = 5.0
@@ -143,14 +146,40 @@ class Bench:
             alone = self._alone(words, BASE_S)
             base = gaps_of(step_times(alone, 0.0))[10:]
             step_s = {"mean": statistics.mean(base), "median": statistics.median(base)}
-            for mode, option, more in (
-                ("shadow", self._options.recover, {}),
-                ("paused", f"--recover={SHORT_INTERVAL_S}", _OFF),
-            ):
+            modes: list[tuple[str, str, dict[str, str], float | None]] = [
+                ("shadow", self._options.recover, {}, None),
+                ("paused", f"--recover={SHORT_INTERVAL_S}", _OFF, None),
+            ]
+            if self._options.rooms_gib:
+                recover = f"--recover={self._options.interval or SHORT_INTERVAL_S}"
+                modes = [(f"room for {gib:g} GiB", recover, {}, gib) for gib in self._options.rooms_gib]
+            for mode, option, more, room_gib in modes:
                 self._require_time()
-                with self._job(alone, f"pause {size_gib} {mode}", words, option, **more) as job:
+                with (
+                    self._job(alone, f"pause {size_gib} {mode}", words, option, **more) as job,
+                    self._room(job, room_gib),
+                ):
                     figure = self._watched(job, self._options.look_s)
                 self._keep("pause", {"size_gib": size_gib, "mode": mode, "alone_step_s": step_s, **figure})
+
+    @contextlib.contextmanager
+    def _room(self, job: ProtectedJob, room_gib: float | None) -> Iterator[None]:
+        """Have another process leave so much memory for a shadow, once the job has what it needs."""
+        if room_gib is None or self._options.rehearse:
+            yield
+            return
+        words = [sys.executable, str(LEAVE_ROOM), "0", str(int(room_gib * (1 << 30)))]
+        environ = {**self.node.environ(), **self.node.begun_on("gpu0")[1]}
+        with subprocess.Popen(words, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as filler:
+            try:
+                job.read_steps(5)
+                assert filler.stdin is not None
+                assert filler.stdout is not None
+                print("fill", file=filler.stdin, flush=True)
+                print(f"room for {room_gib} GiB: {filler.stdout.readline().strip()}", flush=True)
+                yield
+            finally:
+                filler.kill()
 
     def _watched(self, job: ProtectedJob, look_s: float) -> dict[str, Any]:
         """Measure what snapshots cost a training. The first two allocate their memory, and count separately."""
@@ -316,7 +345,7 @@ def _recoveries(job: ProtectedJob) -> Sequence[Any]:
 def _last_of(path: Path) -> list[str]:
     """The last notes of the agents of how a snapshot was taken."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    return [line for line in lines if "snapshot" in line][-40:]
+    return [line for line in lines if "snapshot" in line or " copied in " in line][-40:]
 
 
 def _parsed(argv: Sequence[str]) -> argparse.Namespace:
@@ -326,6 +355,8 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tasks", default=",".join(TASKS), help=", ".join(TASKS))
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--interval", help="between snapshots with a shadow copy")
+    parser.add_argument("--room-gib", help="how much memory is free for a shadow copy, such as 0,8", default="")
+    parser.add_argument("--look-s", type=float, default=LOOK_S, help="how long a training with snapshots is watched")
     parser.add_argument("--budget-s", type=float, default=330.0, help="begin no measurement after so long")
     parser.add_argument("--rehearse", action="store_true", help="on simulated GPUs, with small trainings")
     options = parser.parse_args(argv)
@@ -335,7 +366,8 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     options.sizes = [REHEARSED_GIB] if options.rehearse else [float(text) for text in options.sizes.split(",")]
     options.killed_gib = REHEARSED_GIB if options.rehearse else KILLED_GIB
     options.recover = "--recover" if options.interval is None else f"--recover={options.interval}"
-    options.look_s = 1.0 if options.rehearse else LOOK_S
+    options.rooms_gib = [float(text) for text in options.room_gib.split(",") if text]
+    options.look_s = 1.0 if options.rehearse else options.look_s
     return options
 
 

@@ -121,8 +121,6 @@ def _snapshot(
     begin()
     times.append(monotonic())
     rest = whole.begin(fd)
-    if rest is None:
-        whole.write(fd)
     times.append(monotonic())
     looked_s, parted_s, written_s = [end - start for start, end in zip(times, times[1:])]
     note(f"snapshot: looked {looked_s:.4f} s, taken apart {parted_s:.4f} s, kept {written_s:.4f} s")

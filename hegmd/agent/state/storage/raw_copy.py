@@ -4,31 +4,30 @@ Several threads copy host memory. Video memory is copied through a little pinned
 carrier uses no pinned memory, because it slows down the driver's checkpoint; here the process ends, or has just
 started. PyTorch copies from and to any other device.
 
-The GPU computes the checksums of its own memory while the bytes are copied. The CPU computes checksums as fast as it
-copies, but cannot do both at once: it would halve the rate. The GPU sums the words of each page, as `checksums` does,
-and the CPU adds the CRC. The CPU does all of it where the GPU cannot, and for small tensors.
+A GPU adds up its own memory before it is copied: calls of PyTorch beside the copies would slow these down by a fifth,
+because both need the interpreter.
 """
 
 from __future__ import annotations
 
-import ctypes
 import sys
-from binascii import crc32
+from time import monotonic
 
 from ....errors import HegmError
 from ... import copying
-from ...copying import PAGE_BYTES, PIECE_BYTES
 from ...cuda_driver import Copies, OverlappingCopies
 from ...notes import note
 from ...staging import Ring, loads
-from . import checksums, shadow
-from .shadow import Shadows
+from . import checksums
+from .shadow import Shadows, release, usable_stream
 from .tensors import CPU
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any, TypeVar
+
+    from typing_extensions import Self
 
     from ...copying import Copy, Span
     from .tensors import Raw
@@ -37,137 +36,53 @@ if TYPE_CHECKING:
     Driver = TypeVar("Driver", bound=Copies)
 
 
-MIN_BYTES = 1 << 20
-_WORD_BYTES = 8
-
-
-class VideoSums:
-    """Checksums that the GPU computes. All tensors are on one GPU; `places` are those that it can sum."""
-
-    def __init__(self, raws: list[Raw], places: list[int]) -> None:
-        self._torch: Any = sys.modules["torch"]
-        self._mine = [(raw, place) for raw, place in zip(raws, places) if self._is_mine(raw)]
-        self.places: set[int] = {place for _raw, place in self._mine}
-
-    def _is_mine(self, raw: Raw) -> bool:
-        tensor, address, size_bytes, _where = raw
-        if size_bytes < MIN_BYTES or address % _WORD_BYTES or sys.byteorder != "little":
-            return False
-        return hasattr(self._torch, "sum") and not (address - tensor.untyped_storage().data_ptr()) % _WORD_BYTES
-
-    def add(self, found: dict[int, int]) -> None:
-        """Store the checksum of each part under its offset. Clears `places` if the GPU fails."""
-        if not self._mine:
-            return
-        try:
-            sums, rests = self._added()
-        except Exception as error:  # noqa: BLE001 - of PyTorch or CUDA, such as no memory left for the sums
-            note(f"the GPU does not add up, the processor does: {error!r}")
-            self.places = set()
-            return
-        at = 0
-        for index, ((_tensor, _address, size_bytes, _where), place) in enumerate(self._mine):
-            words = size_bytes // PAGE_BYTES * _WORD_BYTES
-            step = PIECE_BYTES // PAGE_BYTES * _WORD_BYTES
-            for part, start in enumerate(range(0, words, step)):
-                found[place + part * PIECE_BYTES] = crc32(sums[at + start : at + min(start + step, words)])
-            tail_bytes = size_bytes % PAGE_BYTES
-            if tail_bytes:
-                last = place + size_bytes // PIECE_BYTES * PIECE_BYTES
-                rest = rests[index * PAGE_BYTES : index * PAGE_BYTES + tail_bytes]
-                found[last] = crc32(rest, found.get(last, 0))
-            at += words
-
-    def _added(self) -> tuple[memoryview, memoryview]:
-        """Return the sums of all pages, and for each tensor a page with the bytes after its last whole page."""
-        torch = self._torch
-        where = self._mine[0][0][3]
-        count = sum(raw[2] // PAGE_BYTES for raw, _place in self._mine)
-        with torch.inference_mode():
-            sums = torch.empty(count, dtype=torch.int64, device=where)
-            rests = torch.empty(len(self._mine) * PAGE_BYTES, dtype=torch.uint8, device=where)
-            at = 0
-            for index, ((tensor, address, size_bytes, _where), _place) in enumerate(self._mine):
-                storage = tensor.untyped_storage()
-                first = address - storage.data_ptr()
-                pages, tail_bytes = divmod(size_bytes, PAGE_BYTES)
-                words = torch.empty(0, dtype=torch.int64, device=where)
-                words.set_(
-                    storage, first // _WORD_BYTES, (pages, PAGE_BYTES // _WORD_BYTES), (PAGE_BYTES // _WORD_BYTES, 1)
-                )
-                torch.sum(words, dim=1, out=sums[at : at + pages])
-                at += pages
-                if tail_bytes:
-                    rest = torch.empty(0, dtype=torch.uint8, device=where)
-                    rest.set_(storage, first + pages * PAGE_BYTES, (tail_bytes,), (1,))
-                    rests[index * PAGE_BYTES : index * PAGE_BYTES + tail_bytes].copy_(rest)
-            return _in_memory(sums), _in_memory(rests)
-
-
-def _in_memory(tensor: Any) -> memoryview:
-    """Return the tensor's bytes in host memory."""
-    here = tensor.cpu()
-    view = (ctypes.c_char * (here.numel() * here.element_size())).from_address(here.data_ptr())
-    view.tensor = here  # which owns the memory
-    return memoryview(view).cast("B")
-
-
 def copy_pieces_out(
-    fd: int, capacity_bytes: int, raws: list[Raw], places: list[int], found: dict[int, int], progress: Progress
-) -> None:
-    """Copy them to their places, and put the checksum of each part under its place. Raises OSError, HegmError."""
-    driver = _driver_for([raw[3] for raw in raws], Copies)
+    fd: int,
+    capacity_bytes: int,
+    raws: list[Raw],
+    places: list[int],
+    found: dict[int, int],
+    progress: Progress,
+    *,
+    with_shadow: bool = False,
+) -> Shadows | None:
+    """Copy them to their places, and put the checksum of each part under its place.
+
+    Return the shadow of those that are still to be written, `with_shadow` as many as the GPUs have memory for; None
+    if all are written. Raises OSError, HegmError.
+    """
+    driver = _driver_for([raw[3] for raw in raws], OverlappingCopies)
     here, there, _fetched_ones = _by_memory(raws, places, driver)
     done = _CopyProgress(progress)
     with copying.Writing(fd, capacity_bytes) as write:
-        copying.in_threads(checksums.summing(write, found), here, done.tell)
-        done.add(here)
-        for where, pairs in there.items():
-            if driver is not None:
-                _copy_video_out(driver, where, pairs, write, found, done)
-
-
-def shadow_pieces_out(
-    fd: int, capacity_bytes: int, raws: list[Raw], places: list[int], found: dict[int, int]
-) -> Shadows | None:
-    """Copy the pieces out, but make a shadow of those in GPU memory, which is fetched later.
-
-    None, with nothing written, where nothing lies there, or a shadow has no room. Raises OSError, HegmError.
-    """
-    if not shadow.is_wanted():
-        return None
-    driver = _driver_for([raw[3] for raw in raws], OverlappingCopies)
-    if driver is None:  # nothing is on a GPU, or PyTorch is to fetch it
-        return None
-    here, there, _fetched_ones = _by_memory(raws, places, driver)
-    shadows = Shadows(driver)
-    try:
-        for where, pairs in there.items():
-            with _SelectedGpu(where):
-                if not shadows.add(where, pairs):
-                    shadows.close()
-                    return None
-        if not shadows.add_host(here):
-            with copying.Writing(fd, capacity_bytes) as write:
-                copying.in_threads(checksums.summing(write, found), here, copying.ignore)
-        shadows.wait()
-    except BaseException:
-        shadows.close()
-        raise
-    return shadows
+        if driver is None:
+            copying.in_threads(checksums.summing(write, found), here, done.tell)
+            return None
+        shadows = Shadows(driver)
+        try:
+            for where, spans in there.items():
+                with _SelectedGpu(where):
+                    left = shadows.add(where, spans) if with_shadow else spans
+                    _copy_video_out(driver, where, left, write, found, done)
+            if not shadows.add_host(here):
+                copying.in_threads(checksums.summing(write, found), here, done.tell)
+            return shadows if shadows.wait() else None
+        except BaseException:
+            shadows.close()
+            raise
 
 
 def _by_memory(
     raws: list[Raw], places: list[int], driver: Copies | None
-) -> tuple[list[Span], dict[str, list[tuple[Raw, int]]], list[Any]]:
+) -> tuple[list[Span], dict[str, list[Span]], list[Any]]:
     """The parts in host memory, those on each GPU, and those that PyTorch has fetched, which have to stay."""
     here: list[Span] = []
-    there: dict[str, list[tuple[Raw, int]]] = {}
+    there: dict[str, list[Span]] = {}
     fetched: list[Any] = []
     for raw, place in zip(raws, places):
         _owner, address, size_bytes, where = raw
         if where != CPU and driver is not None and where.startswith("cuda"):
-            there.setdefault(where, []).append((raw, place))
+            there.setdefault(where, []).append((address, place, size_bytes))
             continue
         if where != CPU:
             copy, address = _fetched(raw)
@@ -177,26 +92,51 @@ def _by_memory(
 
 
 def _copy_video_out(
-    driver: Copies, where: str, pairs: list[tuple[Raw, int]], write: Copy, found: dict[int, int], done: _CopyProgress
+    driver: OverlappingCopies, where: str, spans: list[Span], write: Copy, found: dict[int, int], done: _CopyProgress
 ) -> None:
-    """Copy all tensors of one GPU. Parts that the GPU could not sum are summed on the CPU after the copy."""
-    spans = [(raw[1], place, raw[2]) for raw, place in pairs]
-    with _Video(driver, where) as ring:
-        added = VideoSums([raw for raw, _place in pairs], [place for _raw, place in pairs])
-        wanted = added.places
-        summing = checksums.summing(write, found)
-        their_places = {
-            place + start for _a, place, size in spans if place in wanted for start in range(0, size, PIECE_BYTES)
-        }
-
-        def move(host: int, place: int, size_bytes: int) -> None:
-            (write if place in their_places else summing)(host, place, size_bytes)
-
-        ring.out(loads(spans), move, done.tell, beside=lambda: added.add(found))
-        left = [span for span in spans if span[1] in wanted - added.places]
-        if left:
-            ring.out(loads(left), summing, copying.ignore)
+    """Copy these, which are on the GPU of this thread. Raises OSError, HegmError."""
+    if not spans:
+        return
+    began = monotonic()
+    with _GpuAddsUp(driver, where, spans) as added_up, Ring(driver) as ring:
+        copy = added_up.storing(ring, write, found)
+        prepared = monotonic()
+        ring.out(loads(spans), copy, done.tell)
     done.add(spans)
+    size_bytes = sum(span[2] for span in spans)
+    note(f"{size_bytes} bytes of {where} copied in {monotonic() - began:.4f} s, added up in {prepared - began:.4f} s")
+
+
+class _GpuAddsUp:
+    """Has the GPU of this thread add up spans of its memory, and has memory for the sums while the context lasts."""
+
+    def __init__(self, driver: OverlappingCopies, where: str, spans: list[Span]) -> None:
+        self._sums = checksums.GpuSums(spans)
+        self._stream = 0
+        self._driver = driver
+        self._where = where
+        self._address: int | None = None
+
+    def __enter__(self) -> Self:
+        if self._sums.size_bytes:
+            try:
+                self._address = self._driver.take(self._sums.size_bytes)
+            except HegmError as error:
+                note(f"the GPU does not add up, the processor does: {error.message}")
+                return self
+            self._stream = usable_stream(self._driver)
+            self._sums.begin(self._where, self._stream, self._address)
+        return self
+
+    def storing(self, ring: Ring, write: Copy, found: dict[int, int]) -> Copy:
+        """Return a copy function that also stores each part's checksum. Raises HegmError."""
+        if self._address is not None:
+            self._driver.wait(self._stream)
+        return self._sums.storing(ring, write, found)
+
+    def __exit__(self, *_exc: object) -> None:
+        if self._address is not None:
+            release(self._driver, self._driver.context(), self._stream, self._address)
 
 
 def fill(pairs: Iterable[tuple[Any, Any]], progress: Progress | None = None) -> None:
@@ -224,10 +164,10 @@ def fill(pairs: Iterable[tuple[Any, Any]], progress: Progress | None = None) -> 
     for where, by_target in spans.items():
         moves = list(by_target.values())
         if where == CPU or driver is None:
-            copying.in_threads(_move, moves, done.tell)
+            copying.in_threads(checksums.move, moves, done.tell)
         else:
             with _Video(driver, where) as ring:
-                ring.into(loads(moves), _move, done.tell)
+                ring.into(loads(moves), checksums.move, done.tell)
         done.add(moves)
     _note_changes(torch, filled)
 
@@ -252,10 +192,6 @@ class _CopyProgress:
 
     def add(self, spans: Iterable[Span]) -> None:
         self._before_bytes += sum(span[2] for span in spans)
-
-
-def _move(source: int, target: int, size_bytes: int) -> None:
-    ctypes.memmove(target, source, size_bytes)
 
 
 def _is_the_same_to_the_byte(saved: Any, target: Any) -> bool:

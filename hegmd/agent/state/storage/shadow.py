@@ -2,9 +2,10 @@
 continues.
 
 Owns that memory. It is the driver's own: PyTorch's allocator does not know it, so it splits none of the job's blocks,
-and is in no graph's pool. It is allocated only if the GPU has much more free memory than it needs, and freed as soon as
-it was copied to the host. If the job uses so much memory meanwhile that little is left, the copying ends at once with
-`CopyStopped`: then there is no snapshot, and the next one is taken without a shadow.
+and is in no graph's pool. A part of the GPU's memory stays free for the job: a shadow has as many pieces as fit into
+the rest, the smallest first, because the largest are the quickest to copy to the host while the training waits. The
+memory is freed as soon as it was copied to the host. If the job uses so much memory meanwhile that little is left, the
+copying ends at once with `CopyStopped`: then there is no snapshot, and the next one is taken without a shadow.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
-import sys
 from _thread import allocate_lock
 from functools import partial
 from time import monotonic
 
 from ....errors import HegmError
 from ... import copying, pinned_buffers
-from ...copying import PAGE_BYTES, round_up
+from ...copying import PAGE_BYTES, PIECE_BYTES, round_up
 from ...crew import EarlyWork
 from ...cuda_driver import OverlappingCopies
 from ...notes import note
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from ...copying import Copy, Span
-    from .tensors import Raw
 
 #: `off` has the training wait until all is fetched.
 SWITCH = "HEGM_SNAPSHOT_SHADOW"
@@ -42,9 +41,9 @@ SHARE_LEFT_FREE = 0.05
 THREADS = 4
 # Pieces in host memory up to this size in all are copied within it, which takes 6 ms at the most.
 MAX_HOST_BYTES = 64 << 20
-# PyTorch adds up so many in one call: 1 GiB.
-_PAGES_AT_ONCE = 1 << 18
-_WORD_BYTES = 8
+# A page and its sum; and as much for a part, so that a shadow with room for one has one.
+_PAGE_AND_SUM_BYTES = PAGE_BYTES + checksums.WORD_BYTES
+_PART_AND_SUMS_BYTES = PIECE_BYTES // PAGE_BYTES * _PAGE_AND_SUM_BYTES
 
 
 class CopyStopped(Exception):
@@ -90,53 +89,47 @@ class _InterpreterExit:
 _ending = _InterpreterExit()
 
 
-class _Words:
-    """GPU memory that PyTorch can use as a tensor of 64-bit words, and does not own."""
-
-    def __init__(self, address: int, shape: tuple[int, ...]) -> None:
-        data = (address, False)
-        self.__cuda_array_interface__ = {"shape": shape, "typestr": "<i8", "data": data, "strides": None, "version": 2}
-
-
 class _Shadow:
-    """On one GPU: the pieces, each from a page on, and then the sum of each page."""
+    """On one GPU: copies of spans, each from a page on, and then the sum of each page."""
 
-    def __init__(self, driver: OverlappingCopies, where: str, address: int, pages: int) -> None:
+    def __init__(self, driver: OverlappingCopies, where: str, address: int) -> None:
         self.context = driver.context()
         self.where = where
         self.address = address
-        self.pages = pages
         self.spans: list[Span] = []
-        #: The stream of its copies and sums, until these have ended; 0 without.
-        self.stream = 0
-        #: Whether the GPU adds up.
-        self.has_sums = False
+        #: The stream of its copies and sums, until these have ended.
+        self.stream = usable_stream(driver)
 
-    def storing(self, sums: memoryview, found: dict[int, int], write: Copy) -> Copy:
-        """Return a copy function that also stores each part's checksum, from the sums of the pages."""
-        words = {
-            place + start: (address + start - self.address) // PAGE_BYTES * _WORD_BYTES
-            for address, place, size_bytes in self.spans
-            for start in range(0, size_bytes, copying.PIECE_BYTES)
-        }
+    def begin_copy(self, driver: OverlappingCopies, spans: list[Span]) -> None:
+        at = self.address
+        for video, place, size_bytes in spans:
+            driver.begin_within(at, video, size_bytes, self.stream)
+            self.spans.append((at, place, size_bytes))
+            at += round_up(size_bytes)
+        self._sums_at = at
 
-        def copy(host: int, place: int, size_bytes: int) -> None:
-            first = words[place]
-            of_pages = sums[first : first + size_bytes // PAGE_BYTES * _WORD_BYTES]
-            found[place] = checksums.sum_with(of_pages, host, size_bytes)
-            write(host, place, size_bytes)
-
-        return copy
+    def begin_sums(self) -> None:
+        self.sums = checksums.GpuSums(self.spans, is_paged=True)
+        self.sums.begin(self.where, self.stream, self._sums_at)
 
 
-#: The size of the last shadow in each context.
+def usable_stream(driver: OverlappingCopies) -> int:
+    """Return a new stream, or 0: then the default stream does the work."""
+    try:
+        return driver.make_stream() or 0
+    except HegmError as error:
+        note(f"the default stream copies: {error.message}")
+        return 0
+
+
+#: How much memory a shadow of the last state would have taken in each context.
 _last_sizes: dict[int | None, int] = {}
 #: Address and size by context, of memory for the next shadows.
 _ahead: EarlyWork | None = None
 
 
 def prepare() -> None:
-    """Start a thread that allocates as much as the last shadows took. Raises nothing."""
+    """Start a thread that allocates what shadows of the last state would take, as far as it is free. Raises nothing."""
     global _ahead  # noqa: PLW0603 - one process
     if _ahead is not None or _was_squeezed or not _last_sizes:
         return
@@ -164,43 +157,73 @@ def drop() -> None:
 
 
 def _taken_in_all(sizes: dict[int | None, int]) -> dict[int | None, tuple[int, int]]:
-    """Allocate in each context, as far as its GPU has memory. Raises HegmError if there is no driver."""
+    """Allocate in each context. Raises HegmError if there is no driver."""
     driver = OverlappingCopies()
     taken: dict[int | None, tuple[int, int]] = {}
-    for context, size_bytes in sizes.items():
+    for context, wanted_bytes in sizes.items():
         try:
             driver.use(context)
-            address = _taken(driver, size_bytes)
+            found = _taken(driver, wanted_bytes)
         except HegmError as error:
             note(f"snapshot: no memory was allocated ahead: {error.message}")
             continue
-        if address is not None:
-            taken[context] = address, size_bytes
+        if found is not None:
+            taken[context] = found
     return taken
 
 
-def _taken_ahead(context: int | None, size_bytes: int) -> int | None:
-    """Return the memory that was allocated for this context, if it is large enough."""
+def _taken_for(driver: OverlappingCopies, wanted_bytes: int) -> tuple[int, int] | None:
+    """Return address and size of memory in this thread's context, of what was allocated ahead if the GPU has no more.
+
+    None if it lacks memory. Raises HegmError.
+    """
+    context = driver.context()
+    _last_sizes[context] = wanted_bytes
     wait_for_memory()
-    taken: dict[int | None, tuple[int, int]] = {} if _ahead is None else _ahead.result or {}
-    address, found_bytes = taken.get(context, (None, 0))
-    if found_bytes < size_bytes:
-        return None
-    del taken[context]
-    return address
+    ahead: dict[int | None, tuple[int, int]] = {} if _ahead is None else _ahead.result or {}
+    found = ahead.pop(context, None)
+    if found is not None and found[1] < wanted_bytes and _room_bytes(driver) >= _PART_AND_SUMS_BYTES:
+        _freed(driver, context, found[0])
+        found = None
+    return found or _taken(driver, wanted_bytes)
 
 
-def _taken(driver: OverlappingCopies, size_bytes: int) -> int | None:
-    """Allocate in this thread's context; None if the GPU lacks memory. Raises HegmError."""
+def _room_bytes(driver: OverlappingCopies, share: float = SHARE_LEFT_FREE) -> int:
+    """Return how much of this thread's GPU is free, without the share that stays free for the job. Raises HegmError."""
     free_bytes, total_bytes = driver.memory()
-    if free_bytes - size_bytes < total_bytes * SHARE_LEFT_FREE:
-        note(f"snapshot: not enough memory for a shadow of {size_bytes} bytes: {free_bytes} are free")
+    return free_bytes - int(total_bytes * share)
+
+
+def _taken(driver: OverlappingCopies, wanted_bytes: int) -> tuple[int, int] | None:
+    """Allocate that much, or what the GPU has room for; address and size. None if it lacks memory. Raises HegmError."""
+    size_bytes, room_bytes = wanted_bytes, _room_bytes(driver)
+    if room_bytes < wanted_bytes:
+        size_bytes = max(0, room_bytes // _PART_AND_SUMS_BYTES * _PART_AND_SUMS_BYTES)
+        note(f"snapshot: a shadow has {size_bytes} bytes of {wanted_bytes}: there is no more memory for it")
+    if not size_bytes:
         return None
     try:
-        return driver.take(size_bytes)
+        address = driver.take(size_bytes)
     except HegmError as error:
         note(f"snapshot: no shadow: {error.message}")
         return None
+    if _room_bytes(driver, SHARE_LEFT_FREE / 2) < 0:  # another process has allocated memory at the same time
+        note("snapshot: no shadow: another process needs the memory")
+        _freed(driver, driver.context(), address)
+        return None
+    return address, size_bytes
+
+
+def release(driver: OverlappingCopies, context: int | None, stream: int, address: int) -> None:
+    """Free the memory once the work in that stream has ended, and the stream. 0 is the default stream, which stays."""
+    try:
+        if stream:
+            with driver.within(context):
+                driver.wait(stream)
+                driver.end_stream(stream)
+    except HegmError as error:
+        note(f"snapshot: a stream failed: {error.message}")
+    _freed(driver, context, address)
 
 
 def _freed(driver: OverlappingCopies, context: int | None, address: int) -> None:
@@ -221,36 +244,28 @@ class Shadows:
         self._host_memory: list[Any] = []
         self._memory_s = 0.0
 
-    def add(self, where: str, pairs: list[tuple[Raw, int]]) -> bool:
-        """Begin to copy these, which are on the GPU of this thread; False if it lacks memory for them.
+    def add(self, where: str, spans: list[Span]) -> list[Span]:
+        """Begin to copy as many of these as the GPU of this thread has memory for. Return the others.
 
         Raises HegmError.
         """
-        sizes = [round_up(raw[2]) for raw, _place in pairs]
-        pages = sum(sizes) // PAGE_BYTES
-        needed_bytes = pages * (PAGE_BYTES + _WORD_BYTES)
-        context, began = self._driver.context(), monotonic()
-        address = _taken_ahead(context, needed_bytes)
-        if address is None:
-            drop()
-            address = _taken(self._driver, needed_bytes)
-        if address is None:
-            return False
+        began = monotonic()
+        pages = sum(round_up(span[2]) for span in spans) // PAGE_BYTES
+        found = _taken_for(self._driver, pages * _PAGE_AND_SUM_BYTES)
         self._memory_s += monotonic() - began
-        _last_sizes[context] = needed_bytes
-        made = _Shadow(self._driver, where, address, pages)
+        if found is None:
+            return spans
+        address, size_bytes = found
+        made = _Shadow(self._driver, where, address)
         self._made.append(made)
-        made.stream = self._driver.make_stream() or 0
-        for (raw, place), size_bytes in zip(pairs, sizes):
-            self._driver.begin_within(address, raw[1], raw[2], made.stream)
-            made.spans.append((address, place, raw[2]))
-            address += size_bytes
-        return True
+        kept, left = _parted(spans, size_bytes // _PAGE_AND_SUM_BYTES)
+        made.begin_copy(self._driver, kept)
+        return left
 
     def add_host(self, spans: list[Span]) -> bool:
-        """Copy these, which are in host memory; False if that takes longer than writing them at once."""
+        """Copy these, which are in host memory; False if they are to be written at once."""
         size_bytes = sum(span[2] for span in spans)
-        if size_bytes > MAX_HOST_BYTES:
+        if not self._made or size_bytes > MAX_HOST_BYTES:
             return False
         memory = (ctypes.c_char * size_bytes)()
         at = ctypes.addressof(memory)
@@ -261,14 +276,17 @@ class Shadows:
         self._host_memory.append(memory)
         return True
 
-    def wait(self) -> None:
-        """Wait for the copies, then have each GPU add up. Raises HegmError."""
+    def wait(self) -> bool:
+        """Wait for the copies, then have each GPU add up. Return False if there are none. Raises HegmError."""
         began = monotonic()
         for made in self._made:
             with self._driver.within(made.context):
                 self._driver.wait(made.stream)
-                _add_up(made)
+                made.begin_sums()
+        if not self._made:
+            return False
         note(f"snapshot: waited {self._memory_s:.4f} s for memory, {monotonic() - began:.4f} s for the shadow's copy")
+        return True
 
     def fetch(self, fd: int, capacity_bytes: int, found: dict[int, int], is_over: Callable[[], bool]) -> None:
         """Write them to the descriptor, and free their memory in any case, before the interpreter ends. In any thread.
@@ -288,72 +306,50 @@ class Shadows:
 
     def _fetch(self, fd: int, capacity_bytes: int, found: dict[int, int], is_over: Callable[[], bool]) -> None:
         with copying.Writing(fd, capacity_bytes) as write:
-            summing = checksums.summing(write, found)
-            copying.in_threads(summing, self._host, copying.ignore, THREADS)
+            copying.in_threads(checksums.summing(write, found), self._host, copying.ignore, THREADS)
             while self._made:
                 made = self._made[-1]
                 self._driver.use(made.context)
-                sums = self._sums_of(made)
-                copy = summing if sums is None else made.storing(sums, found, write)
-
-                def move(host: int, place: int, size_bytes: int, copy: Copy = copy) -> None:
-                    if _ending.has_come or is_over():
-                        raise CopyStopped
-                    copy(host, place, size_bytes)
-
+                self._driver.wait(made.stream)
                 with Ring(self._driver, THREADS) as ring:
-                    ring.out(loads(made.spans), move, self._look)
-                self._give_back()
+                    copy = made.sums.storing(ring, write, found)
 
-    def _sums_of(self, made: _Shadow) -> memoryview | None:
-        """Return the sum of each page, once the GPU has them; None if it cannot add up. Raises HegmError."""
-        if not made.has_sums:
-            return None
-        sums = (ctypes.c_char * (made.pages * _WORD_BYTES))()
-        end = made.address + made.pages * PAGE_BYTES
-        self._driver.begin_out(ctypes.addressof(sums), end, len(sums), made.stream)
-        self._driver.wait(made.stream)
-        return memoryview(sums).cast("B")
+                    def move(host: int, place: int, size_bytes: int, copy: Copy = copy) -> None:
+                        if _ending.has_come or is_over():
+                            raise CopyStopped
+                        copy(host, place, size_bytes)
+
+                    ring.out(loads(made.spans), move, self._look)
+                self._made.pop()
+                release(self._driver, made.context, made.stream, made.address)
 
     def _look(self, _so_far_bytes: int) -> None:
         """End it where the job needs the memory."""
         global _was_squeezed  # noqa: PLW0603 - one process
-        free_bytes, total_bytes = self._driver.memory()
-        if free_bytes < total_bytes * SHARE_LEFT_FREE / 2:
-            note(f"snapshot: the shadow is given up, {free_bytes} bytes are free")
+        if _room_bytes(self._driver, SHARE_LEFT_FREE / 2) < 0:
+            note("snapshot: the shadow is given up, because the job needs the memory")
             _was_squeezed = True
             raise CopyStopped
-
-    def _give_back(self) -> None:
-        made = self._made.pop()
-        try:
-            if made.stream:
-                with self._driver.within(made.context):
-                    self._driver.wait(made.stream)
-                    self._driver.end_stream(made.stream)
-        except HegmError as error:
-            note(f"snapshot: the stream of a shadow failed: {error.message}")
-        _freed(self._driver, made.context, made.address)
 
     def close(self) -> None:
         """Give all of it back that is not fetched. Closing twice is fine."""
         self._host_memory.clear()
         while self._made:
-            self._give_back()
+            made = self._made.pop()
+            release(self._driver, made.context, made.stream, made.address)
 
 
-def _add_up(made: _Shadow) -> None:
-    """Have the GPU add up all pages, and do not wait for it. Without sums, the processor adds up."""
-    torch: Any = sys.modules["torch"]
-    sums = made.address + made.pages * PAGE_BYTES
-    try:
-        stream = torch.cuda.ExternalStream(made.stream, device=made.where)
-        with torch.cuda.stream(stream), torch.inference_mode():
-            for first in range(0, made.pages, _PAGES_AT_ONCE):
-                count = min(_PAGES_AT_ONCE, made.pages - first)
-                words = _Words(made.address + first * PAGE_BYTES, (count, PAGE_BYTES // _WORD_BYTES))
-                added = torch.as_tensor(_Words(sums + first * _WORD_BYTES, (count,)), device=made.where)
-                torch.sum(torch.as_tensor(words, device=made.where), dim=1, out=added)
-        made.has_sums = True
-    except Exception as error:  # noqa: BLE001 - of PyTorch or CUDA
-        note(f"the GPU does not add up, the processor does: {error!r}")
+def _parted(spans: list[Span], pages: int) -> tuple[list[Span], list[Span]]:
+    """Return spans that fit into so many pages, each from a page on, and the others: the largest, in whole parts."""
+    kept: list[Span] = []
+    left: list[Span] = []
+    for address, place, size_bytes in sorted(spans, key=lambda span: span[2]):
+        fitting_bytes = size_bytes
+        if size_bytes > pages * PAGE_BYTES:
+            fitting_bytes = pages * PAGE_BYTES // PIECE_BYTES * PIECE_BYTES
+        if fitting_bytes:
+            kept.append((address, place, fitting_bytes))
+            pages -= round_up(fitting_bytes) // PAGE_BYTES
+        if fitting_bytes < size_bytes:
+            left.append((address + fitting_bytes, place + fitting_bytes, size_bytes - fitting_bytes))
+    return kept, left

@@ -21,10 +21,10 @@ from binascii import crc32
 
 from ... import copying
 from ...copying import PAGE_BYTES, PIECE_BYTES, round_up
-from . import checksums, decoder
+from . import checksums, decoder, shadow
 from .encoder import Tree
 from .errors import DamagedStateFile, UnsupportedValue
-from .raw_copy import copy_pieces_out, shadow_pieces_out
+from .raw_copy import copy_pieces_out
 from .shadow import CopyStopped
 
 TYPE_CHECKING = False
@@ -77,24 +77,28 @@ class State:
 
     def write(self, fd: int, progress: Progress | None = None) -> int:
         """Write it; a descriptor that is too small is made larger. Raises OSError."""
-        self._prepare(fd)
-        found: dict[int, int] = {}
-        copy_pieces_out(fd, self.size_bytes, self._tree.raws, self._places, found, progress or copying.ignore)
-        return _seal(fd, self._tree.data, self._sizes, found)
+        self._begin(fd, progress or copying.ignore, with_shadow=False)
+        return self.size_bytes
 
     def begin(self, fd: int) -> UnwrittenRest | None:
-        """Write what can be written at once, so that it may change; None if `write` does all. Raises OSError,
-        HegmError.
-        """
-        found: dict[int, int] = {}
-        self._prepare(fd)
-        shadows = shadow_pieces_out(fd, self.size_bytes, self._tree.raws, self._places, found)
-        return None if shadows is None else UnwrittenRest(shadows, self._tree.data, self._sizes, self.size_bytes, found)
+        """Write it, except for what there is room to write later, when it may have changed. None if all is written.
 
-    def _prepare(self, fd: int) -> None:
+        Raises OSError, HegmError.
+        """
+        return self._begin(fd, copying.ignore, with_shadow=shadow.is_wanted())
+
+    def _begin(self, fd: int, progress: Progress, *, with_shadow: bool) -> UnwrittenRest | None:
         if os.fstat(fd).st_size < self.size_bytes:
             os.ftruncate(fd, self.size_bytes)
         copying.write_small(fd, 0, bytes(HEADER_BYTES))
+        found: dict[int, int] = {}
+        shadows = copy_pieces_out(
+            fd, self.size_bytes, self._tree.raws, self._places, found, progress, with_shadow=with_shadow
+        )
+        if shadows is not None:
+            return UnwrittenRest(shadows, self._tree.data, self._sizes, self.size_bytes, found)
+        _seal(fd, self._tree.data, self._sizes, found)
+        return None
 
 
 class UnwrittenRest:
@@ -113,14 +117,13 @@ class UnwrittenRest:
         _seal(fd, self._tree, self._sizes, self._found)
 
 
-def _seal(fd: int, tree: bytes, sizes: list[int], found: dict[int, int]) -> int:
-    """Write all but the pieces, the header last; return the total number of bytes. Raises OSError."""
+def _seal(fd: int, tree: bytes, sizes: list[int], found: dict[int, int]) -> None:
+    """Write all but the pieces, the header last. Raises OSError."""
     places, size_bytes = _layout(HEADER_BYTES + len(tree), sizes)
     parts = [found[place] for place in _parts(places, sizes)]
     table = struct.pack(f"<{len(sizes)}Q{len(parts)}I", *sizes, *parts)
     copying.write_small(fd, HEADER_BYTES, tree + table)
     copying.write_small(fd, 0, _header(tree, table, len(sizes), size_bytes))
-    return size_bytes
 
 
 def read(fd: int) -> Any:

@@ -1,0 +1,39 @@
+"""Leaves so much of a GPU's free memory for a shadow of a snapshot: `leave_room.py GPU BYTES`.
+
+Begins at the first line on its standard input, keeps the memory until EOF, and takes more once the job has freed some.
+Prints `held BYTES` when there is just that room.
+"""
+
+from __future__ import annotations
+
+import select
+import sys
+
+LOOK_S = 0.1
+# Less is not worth another allocation: a shadow has that much less room than it should.
+TOLERANCE_BYTES = 32 << 20
+BORDER_BYTES = 2 << 20
+
+
+def main() -> None:
+    import torch
+
+    from hegmd.agent.state.storage.shadow import SHARE_LEFT_FREE
+
+    where, room_bytes = f"cuda:{sys.argv[1]}", int(sys.argv[2])
+    held = [torch.empty(1, dtype=torch.uint8, device=where)]  # the context is there before memory is looked for
+    if not sys.stdin.readline():
+        return
+    while True:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(where)
+        surplus_bytes = free_bytes - int(total_bytes * SHARE_LEFT_FREE) - room_bytes + TOLERANCE_BYTES
+        if surplus_bytes >= TOLERANCE_BYTES:
+            held.append(torch.empty(surplus_bytes // BORDER_BYTES * BORDER_BYTES, dtype=torch.uint8, device=where))
+            sys.stdout.write(f"held {sum(map(len, held))}\n")
+            sys.stdout.flush()
+        if select.select([sys.stdin], [], [], LOOK_S)[0]:
+            return
+
+
+if __name__ == "__main__":
+    main()
