@@ -53,6 +53,8 @@ class Starts:
         self._hung = 0
         self._by_torchrun = RestartWatch()
         self._reads = BoundedReads(COUNT_S, most=1)  # of processes that may hang in the kernel
+        #: When the newest attempt began, by the wall clock, which identifies it, and by the loop's clock.
+        self._failed_at = 0.0, 0.0
 
     def is_wanted(self) -> bool:
         """Return True if its command has failed, or a new `hegmctl run` wants to continue from its kept state."""
@@ -110,7 +112,7 @@ class Starts:
             except HegmError as error:
                 await self._give_up(attempt, error.message)
                 return
-            attempt = attempt.replace(started_s=self._job.node.utc() - attempt.failed_utc)
+            attempt = attempt.replace(started_s=self._since_failure_s(attempt))
             budget = self._job.record.budget
             record = self._job.record.spending(budget if fell is None else budget.spent()).with_attempt(attempt)
             # They are its own from now on, also before its first batch.
@@ -149,6 +151,7 @@ class Starts:
         attempt = RecoveryAttempt(failed_utc=self._job.node.utc(), why=why, step=step, stacks=stacks)
         former = self._job.record.budget
         budget = Budget(furthest_step=former.furthest_step) if fell is None else former.fell(step)
+        self._since_failure_s(attempt)  # from here on the wall clock may be set
         self._job.put(self._job.record.spending(budget).with_attempt(attempt))
         self._job.record_event("job.fell", "warning", f"{self._job} {why} at step {step}")
         return attempt
@@ -258,13 +261,13 @@ class Starts:
         if attempt.result == RECOVERED:  # the supervisor was disconnected when the result was sent
             await self._job.supervisor.tell("forget", self._job.record.job)
             return
-        began, since = attempt.failed_utc, anyio.current_time()
+        since = anyio.current_time()
         limit_s = self._limit_s()
         while self._job.supervisor.is_alive and self.is_under_way():
             back = self._back()
             if len(back) >= max(1, self._job.record.ranks):
                 if attempt.restored_s is None:
-                    attempt = attempt.replace(restored_s=self._job.node.utc() - began)
+                    attempt = attempt.replace(restored_s=self._since_failure_s(attempt))
                     self._job.put(self._job.record.with_attempt(attempt))
                 await self._job.count(back)
                 if self._has_trained(back):
@@ -333,6 +336,15 @@ class Starts:
             self._hung += 1
             await self._kill(own, f"reached no batch within {limit_s:.0f} s of its restart by torchrun", stacks)
 
+    def _since_failure_s(self, attempt: RecoveryAttempt) -> float:
+        """Return how long ago the attempt began. The wall clock is read once: it may be set, by hours, during a start,
+        and the longest start decides how long the next ones may hang.
+        """
+        now = anyio.current_time()
+        if self._failed_at[0] != attempt.failed_utc:
+            self._failed_at = attempt.failed_utc, now - max(0.0, self._job.node.utc() - attempt.failed_utc)
+        return now - self._failed_at[1]
+
     def _back(self) -> list[AgentConnection]:
         """The processes that were started from the snapshot."""
         return [one for one in self._job.own_workers() if one.about.restarted == self._job.record.job]
@@ -343,7 +355,7 @@ class Starts:
         return has_all and all(worker.boundary > worker.about.boundary + _BATCH for worker in back)
 
     async def _note_recovered(self, attempt: RecoveryAttempt, back: Sequence[AgentConnection]) -> None:
-        attempt = attempt.replace(trained_s=self._job.node.utc() - attempt.failed_utc, result=RECOVERED)
+        attempt = attempt.replace(trained_s=self._since_failure_s(attempt), result=RECOVERED)
         record = self._job.record.with_attempt(attempt)
         took_s = (attempt.trained_s or 0.0) - (attempt.started_s or 0.0)
         self._job.put(record.replace(longest_start_s=max(record.longest_start_s, took_s)))

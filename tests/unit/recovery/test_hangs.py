@@ -168,3 +168,22 @@ async def test_a_job_that_hangs_before_its_first_snapshot_is_not_killed_but_repo
     assert rig.job.killed_for == ""
     assert messages == ["job j1 (train) has completed no step for 61 s, and has no snapshot: it is not changed"]
     assert rig.events == ["job.hung"]
+
+
+@pytest.mark.parametrize("set_by_s", [3600.0, -3600.0])
+async def test_a_clock_that_was_set_during_a_start_let_later_starts_hang_for_hours(set_by_s: float) -> None:
+    """A start limit is learned from the longest start, which had taken an hour by the wall clock."""
+    rig, utc = Rig(), {"now": 1e9}
+
+    async def tell(_do: str, *_job: str, **_text: str) -> None: ...
+
+    rig.supervisor.tell, rig.node.utc = tell, lambda: utc["now"]
+    rig.supervisor.offer = rig.supervisor.offer.replace(pid=None, fell=-9)
+    starts = Starts(rig.job)
+    attempt = starts._begun_attempt()
+    utc["now"] += set_by_s
+    back = worker("now")
+    back.about.boundary = 0
+    await starts._note_recovered(attempt, [back])
+    assert 0.0 <= (rig.job.record.attempts[-1].trained_s or 0.0) < HANG_S
+    assert 0.0 <= rig.job.record.longest_start_s < HANG_S
