@@ -413,7 +413,7 @@ class App:
             log_dropped=self._log.dropped,
             log_held_back=self._log.held_back,
             audit_lost=self._audit.lost,
-            pool_bytes=self._moving.pool.figures(),
+            pool_bytes=self._moving.pool_figures(),
             orphans=len(self._moving.orphans.all()),
             images_missed=self._moving.periodic.missed,
             operations=self._moving.runner.ended_counts,

@@ -241,9 +241,9 @@ class PoolSettings(Record):
         reloads=False,
     )
     ready_helper: str = setting(
-        OneOf(("started", "contexts", "off")),
+        OneOf(("started", "contexts", "pinned", "off")),
         "started",
-        "With ready_bytes: a started GPU helper, which also keeps a context (0.5 GiB) on each GPU with a job; or off.",
+        "With ready_bytes: a started GPU helper; also contexts (0.5 GiB) on GPUs with jobs; also pins memory; or off.",
         reloads=False,
     )
     memory: str = setting(

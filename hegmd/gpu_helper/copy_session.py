@@ -20,9 +20,10 @@ from hegmd.gpu_helper import cuda
 from hegmd.gpu_helper.address_space import VideoSpace
 from hegmd.gpu_helper.allocations import IN, Allocations, CopyResult, MemoryRange, joined
 from hegmd.gpu_helper.copying import PACE, Copy
+from hegmd.gpu_helper.host_memory import Segment
 from hegmd.gpu_helper.mark import Mark
 from hegmd.gpu_helper.preallocation import SessionResources
-from hegmd.gpu_helper.staging import HostMemory, HostSpace, ReservedGpuMemory, StagedCopy, make_ring_memory
+from hegmd.gpu_helper.staging import HostSpace, ReservedGpuMemory, StagedCopy, make_ring_memory
 from hegmd.system.thread_pool import share_out
 
 # CUDA's error for two GPUs without peer access. Copies between them go through the host.
@@ -82,7 +83,7 @@ class CopySession:
     """An operation's part of the helper. Its methods may be called from any thread."""
 
     def __init__(
-        self, contexts: Contexts, ordinals: Sequence[int], map_host: Callable[[], HostMemory] | None = None
+        self, contexts: Contexts, ordinals: Sequence[int], map_host: Callable[[], Segment] | None = None
     ) -> None:
         """Map the pool segment, if any, while the contexts are created. Raises CudaError, OSError; nothing is held."""
         self._guard = threading.Lock()
@@ -100,11 +101,11 @@ class CopySession:
                 self._host = self._host_space(memory)
             self._undo = undo.pop_all()
 
-    def _host_space(self, memory: HostMemory) -> HostSpace:
+    def _host_space(self, memory: Segment) -> HostSpace:
         space = HostSpace(next(iter(self._contexts.values())), memory)
         with ExitStack() as undo:
-            undo.callback(space.ring.close)
-            self._provisions.provide(space.ring.pace.streams, space.ring.slots(0)[0])
+            undo.callback(space.close_ring)
+            self._provisions.provide(space.pace.streams, space.trial)
             undo.pop_all()
         return space
 
@@ -283,11 +284,11 @@ def _call(work: Callable[[], None]) -> None:
 
 
 def _opened(
-    contexts: Contexts, ordinals: Sequence[int], map_host: Callable[[], HostMemory] | None, undo: ExitStack
-) -> tuple[Mapping[int, Any], HostMemory | None]:
+    contexts: Contexts, ordinals: Sequence[int], map_host: Callable[[], Segment] | None, undo: ExitStack
+) -> tuple[Mapping[int, Any], Segment | None]:
     """Create contexts and map the pool segment concurrently. If one fails, the other is undone."""
     held: dict[int, Any] = {}
-    mapped: list[HostMemory] = []
+    mapped: list[Segment] = []
 
     def hold() -> None:
         held.update(contexts.hold(ordinals))
@@ -297,7 +298,8 @@ def _opened(
         if map_host is not None:
             mapped.append(map_host())
             undo.callback(mapped[0].close)
-            make_ring_memory()
+            if mapped[0].pinning is None:
+                make_ring_memory()
 
     works = [hold] if map_host is None else [hold, prepare]
     share_out(works, lambda: _call, threads=len(works), name="opening")

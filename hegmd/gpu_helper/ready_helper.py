@@ -2,8 +2,9 @@
 
 A helper that is started for a suspend needs at least 0.5 s before it can copy: its start, the driver's `cuInit`, a
 context on the GPU and pinned memory. `started` keeps a helper that has called `cuInit`, which takes no GPU memory.
-`contexts` also keeps a context on each GPU with a job (about 0.5 GiB there) and the pages of the pinned ring. While a
-helper runs, the driver's device files are open, so the driver cannot be unloaded and no GPU can be reset.
+`contexts` also keeps a context on each GPU with a job (about 0.5 GiB there) and the pages of the pinned ring. `pinned`
+also pins the ready memory, and the bytes of suspended jobs: a piece at a time, while no operation runs. While a helper
+runs, the driver's device files are open, so the driver cannot be unloaded and no GPU can be reset.
 
 Uses its own copy session, which belongs to no operation. A lost helper is started again at the next check.
 """
@@ -12,39 +13,94 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
 
 import anyio
 
 from hegmd.errors import HegmError
 from hegmd.gpu_helper.copy_client import CopyClient
 from hegmd.gpu_helper.link import Link
+from hegmd.system.descriptors import Descriptors, Inode, inode_of
 from hegmd.telemetry.log import limited
 
 logger = logging.getLogger(__name__)
 
-OFF, STARTED, CONTEXTS = "off", "started", "contexts"
+OFF, STARTED, CONTEXTS, PINNED = "off", "started", "contexts", "pinned"
 LOOK_S = 2.0
 RETRY_S = 30.0
 #: Sessions of operations have the operation's number in their names.
 _LANE, _RING_LANE = "ready", "ready-ring"
 # A session creates a ring only for a pool segment.
 _RING_PIECE_BYTES = 2 << 20
+#: Of the largest segments so many are pinned, in pieces that take 17 ms each.
+_MAX_PINNED = 32
+_PIN_S = 20.0
+
+#: Calls with descriptors and sizes of memory that stays as it is meanwhile.
+WithMemory = Callable[[Callable[[Sequence[tuple[int, int]]], Awaitable[bool]]], Awaitable[bool]]
 
 
-class ReadyHelper:
-    """Looks again and again. `gpus` returns the UUIDs of the GPUs with jobs; it is only called for `contexts`."""
+async def _without_memory(_: Callable[[Sequence[tuple[int, int]]], Awaitable[bool]]) -> bool:
+    return False
 
-    def __init__(self, link: Link, how: str, gpus: Callable[[], Sequence[str]]) -> None:
+
+class Pinning:
+    """Memory of the pool that is pinned: none, without a helper that is kept ready."""
+
+    def unpin_later(self, fd: int) -> None:
+        """Note that this file is removed."""
+
+    async def unpin(self, fd: int | None = None) -> None:
+        """Have no page pinned of this file, which is cut, nor of those that were removed. Raises nothing."""
+
+
+class Pins(NamedTuple):
+    """The helper that pins memory, by its pid; the sizes of that memory by inode; and how much is left to do."""
+
+    helper: int | None
+    wanted: dict[Inode, int]
+    left_bytes: int
+
+    @property
+    def pinned_bytes(self) -> int:
+        return max(0, sum(self.wanted.values()) - self.left_bytes)
+
+
+class ReadyHelper(Pinning):
+    """Looks again and again. `gpus` returns the UUIDs of the GPUs with jobs; it is only called for `contexts` and
+    `pinned`.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        how: str,
+        gpus: Callable[[], Sequence[str]],
+        with_memory: WithMemory = _without_memory,
+        is_busy: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._link = link
         self._how = how
         self._gpus = gpus
+        self._with_memory = with_memory
+        self._is_busy = is_busy
         self._held: tuple[int | None, tuple[str, ...]] | None = None
+        #: The GPU of the last context, which pins memory while all jobs are suspended.
+        self._last_gpu: str | None = None
+        self._pins = Pins(None, {}, 0)
+        #: Files that may be pinned still and were removed.
+        self._removed: set[Inode] = set()
 
     @property
     def keeps_contexts(self) -> bool:
         """True if the helper has contexts on GPUs also while it copies nothing."""
-        return self._how == CONTEXTS
+        return self._how in (CONTEXTS, PINNED)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Return how much memory of the pool is pinned."""
+        return self._pins.pinned_bytes if self._pins.helper == self._link.pid else 0
 
     async def run(self) -> None:
         """Keep it ready until cancelled; ends at once if it is not to be."""
@@ -59,14 +115,59 @@ class ReadyHelper:
 
     async def check(self) -> None:
         """Have a helper, and with `contexts` its contexts, unless it has them. Raises HegmError, OSError."""
-        gpus = tuple(sorted(self._gpus())) if self._how == CONTEXTS else ()
-        if self._held is not None and self._held == (self._link.pid, gpus):
+        gpus = tuple(sorted(self._gpus())) if self.keeps_contexts else ()
+        if self._held is None or self._held != (self._link.pid, gpus):
+            self._held = None
+            await CopyClient.open(self._link, _LANE, gpus)
+            if gpus:
+                await self._make_ring(gpus)
+            self._held = (self._link.pid, gpus)
+        self._last_gpu = gpus[0] if gpus else self._last_gpu
+        if self._how == PINNED and self._last_gpu is not None:
+            while not self._is_busy() and await self._with_memory(self._pin):
+                pass
+
+    async def _pin(self, memory: Sequence[tuple[int, int]]) -> bool:
+        """Pin one more piece of that memory, or unpin one of what is not in it. Returns True if more is left."""
+        largest = sorted(memory, key=lambda one: -one[1])[:_MAX_PINNED]
+        wanted = {inode_of(fd): size_bytes for fd, size_bytes in largest}
+        if self._pins == Pins(self._link.pid, wanted, 0):
+            return False
+        args = {"gpu": self._last_gpu, "sizes": [size_bytes for _, size_bytes in largest]}
+        with Descriptors([os.dup(fd) for fd, _ in largest]) as own:
+            self._pins = Pins(self._link.pid, wanted, sum(wanted.values()))
+            answer = await self._link.call("pin", args, deadline_s=_PIN_S, fds=own.view())
+        left_bytes = int(answer.values["left_bytes"])
+        self._pins = Pins(self._link.pid, wanted, left_bytes)
+        if not left_bytes:
+            self._removed &= wanted.keys()
+        return left_bytes > 0
+
+    def unpin_later(self, fd: int) -> None:
+        """Have that file unpinned soon: it is removed now, and its pages are free only then."""
+        inode = inode_of(fd)
+        if inode in self._pins.wanted:
+            self._removed.add(inode)
+
+    async def unpin(self, fd: int | None = None) -> None:
+        """Have no page of that file pinned, which is cut, nor of those removed before. Raises nothing.
+
+        A file that is cut and grows again has other pages than those that are pinned. So without an answer the helper
+        ends.
+        """
+        gone = set(self._removed)
+        if fd is not None and inode_of(fd) in self._pins.wanted:
+            gone.add(inode_of(fd))
+        if not gone or self._pins.helper != self._link.pid:
             return
-        self._held = None
-        await CopyClient.open(self._link, _LANE, gpus)
-        if gpus:
-            await self._make_ring(gpus)
-        self._held = (self._link.pid, gpus)
+        with anyio.CancelScope(shield=True):
+            try:
+                await self._link.call("unpin", {"inodes": [list(inode) for inode in gone]}, deadline_s=_PIN_S)
+            except HegmError as error:
+                self._link.kill(f"it has memory pinned that it has to release: {error.message}")
+        self._removed -= gone
+        left = {inode: size_bytes for inode, size_bytes in self._pins.wanted.items() if inode not in gone}
+        self._pins = Pins(self._pins.helper, left, min(self._pins.left_bytes, sum(left.values())))
 
     async def _make_ring(self, gpus: Sequence[str]) -> None:
         """Have the helper make the memory of a ring, which it keeps for the next session."""

@@ -2,6 +2,7 @@
 
     devices, state, lock, checkpoint, restore, unlock           the node's GPUs; other processes
     hold                                                        GPU memory that outlives the helper
+    pin, unpin                                                  segments of the host pool, for any session
     open, attach-video, detach-video, copy, mark, close         copy sessions
     shift, begin-shift, shifted                                 between a session's own address spaces
 
@@ -18,8 +19,8 @@ from typing import Any
 from hegmd.errors import Refused
 from hegmd.gpu_helper import cuda
 from hegmd.gpu_helper.copy_session import Contexts, CopySession
+from hegmd.gpu_helper.host_memory import HostMemory, PinnedSegments, Segment
 from hegmd.gpu_helper.mark import Mark
-from hegmd.gpu_helper.staging import HostMemory
 from hegmd.gpu_helper.wire import DriverFailed, Handler, HelperReply, Request
 from hegmd.system.descriptors import Descriptors
 
@@ -53,6 +54,7 @@ class Requests:
         self.cuda_version = cuda.start()
         self.gpus = {device.uuid: device for device in cuda.devices()}
         self._contexts = Contexts()
+        self._pinned = PinnedSegments(self._contexts)
         self._lanes: dict[str, CopySession] = {}
         self._guard = threading.Lock()
 
@@ -66,6 +68,8 @@ class Requests:
             "restore": self._restore,
             "unlock": self._unlock,
             "hold": self._hold,
+            "pin": self._pin,
+            "unpin": self._unpin,
             "open": self._open,
             "attach-video": self._attach_video,
             "detach-video": self._detach_video,
@@ -158,16 +162,39 @@ class Requests:
             raise
         return HelperReply({"sizes": sizes}, made)
 
+    # -- host memory ---------------------------------------------------------------------------------------------------
+
+    def _pin(self, request: Request) -> HelperReply:
+        """Unpin a piece of a segment that is not among these, or pin one of these."""
+        wanted = list(zip(request.fds.view(), map(int, request.args["sizes"]), strict=True))
+        try:
+            left_bytes = self._pinned.adjust(self._ordinal(request.args["gpu"]), wanted)
+        except (OSError, ValueError) as error:  # mmap compares the size with that of the file
+            raise _not_mapped(sum(size_bytes for _, size_bytes in wanted), error) from error
+        return HelperReply({"left_bytes": left_bytes})
+
+    def _unpin(self, request: Request) -> HelperReply:
+        """Unpin these segments, as far as they are pinned, and those that are not wanted."""
+        self._pinned.unpin((int(device), int(number)) for device, number in request.args["inodes"])
+        return HelperReply({})
+
+    def _segment(self, fd: int, size_bytes: int) -> Segment:
+        """Return the segment, pinned in advance or mapped now. Raises Refused."""
+        try:
+            return self._pinned.borrow(fd, size_bytes) or HostMemory(fd, size_bytes)
+        except (OSError, ValueError) as error:  # mmap compares the size with that of the file
+            raise _not_mapped(size_bytes, error) from error
+
     # -- lanes ---------------------------------------------------------------------------------------------------------
 
     def _open(self, request: Request) -> HelperReply:
         """Create contexts on these GPUs; map the pool segment if a descriptor came."""
         name = str(request.args["lane"])
         ordinals = [self._ordinal(uuid) for uuid in dict.fromkeys(request.args["gpus"])]
-        map_host: Callable[[], HostMemory] | None = None
+        map_host: Callable[[], Segment] | None = None
         if request.fds:
             (fd,), size_bytes = request.fds.view(), int(request.args["host_bytes"])
-            map_host = functools.partial(_mapped, fd, size_bytes)
+            map_host = functools.partial(self._segment, fd, size_bytes)
         with self._guard:
             if name in self._lanes:
                 raise Refused(f"the copy session {name} is already open", "close it first")
@@ -235,17 +262,14 @@ class Requests:
         return lane
 
 
-def _mapped(fd: int, size_bytes: int) -> HostMemory:
-    try:
-        return HostMemory(fd, size_bytes)
-    except (OSError, ValueError) as error:  # mmap compares the size with that of the file
-        errno = error.errno if isinstance(error, OSError) else None
-        why = error.strerror if isinstance(error, OSError) else error
-        raise Refused(
-            f"{size_bytes // MIB} MiB of the host pool cannot be mapped into the GPU helper: {why or error}",
-            "check the node's free memory and huge pages, and MemoryMax= of hegmd.service",
-            {"size_bytes": size_bytes, "errno": errno},
-        ) from error
+def _not_mapped(size_bytes: int, error: Exception) -> Refused:
+    errno = error.errno if isinstance(error, OSError) else None
+    why = error.strerror if isinstance(error, OSError) else error
+    return Refused(
+        f"{size_bytes // MIB} MiB of the host pool cannot be mapped into the GPU helper: {why or error}",
+        "check the node's free memory and huge pages, and MemoryMax= of hegmd.service",
+        {"size_bytes": size_bytes, "errno": errno},
+    )
 
 
 def _exported(ordinal: int, size_bytes: int) -> int:

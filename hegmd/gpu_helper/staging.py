@@ -3,7 +3,8 @@
 Pinning a whole pool costs about as much as copying it: 1.1 s for 32 GiB with any number of threads, 0.6 s to unpin, and
 the driver's restore takes twice as long meanwhile. So only a ring of slots is pinned, 384 MiB in all. The copy engine
 fills one slot while threads empty others into the pool, or the other way round. Two H200 reached 53 GB/s in each
-direction of the link's 55.4. The pool may use small or huge pages.
+direction of the link's 55.4. The pool may use small or huge pages. A segment that was pinned in advance needs no ring
+(`host_memory`): the copy engine writes and reads it.
 
 The GPU memory is a process's storages, or a staging copy on the same GPU. With a staging copy the process waits only
 for a copy within its GPU, and the copy over the link overlaps the driver's checkpoint (`migration/carriers/host`).
@@ -22,17 +23,15 @@ from typing import Any, NamedTuple, Protocol
 
 from hegmd.errors import BAD_REQUEST, HegmError
 from hegmd.gpu_helper import cuda
-from hegmd.gpu_helper.address_space import VideoSpace, outside
+from hegmd.gpu_helper.address_space import VideoSpace
 from hegmd.gpu_helper.allocations import IN, OUT, CopyResult, MemoryRange
 from hegmd.gpu_helper.copying import chunks
-from hegmd.gpu_helper.mark import MARK_BYTES, Mark, pack_mark
+from hegmd.gpu_helper.host_memory import Segment, populate
 from hegmd.gpu_helper.preallocation import settle
 from hegmd.system.thread_pool import share_out
 
-_POPULATED_BYTES = 1 << 28
 # Reporting every slot would cost a fifth of the speed.
 _TOLD_BYTES = 1 << 30
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
 
 
 class StagingSizes(NamedTuple):
@@ -66,12 +65,18 @@ class StagingSizes(NamedTuple):
     def streams(self) -> int:
         return self.strands * self.slots_a_strand
 
+    def load_bytes(self, direction: str) -> int:
+        """Return the most bytes that a slot gets at once in that direction."""
+        return self.slot_bytes if direction == OUT else min(self.slot_bytes, self.most_inward_bytes)
+
     @property
     def ring_bytes(self) -> int:
         return self.streams * self.slot_bytes
 
 
 PACE = StagingSizes()
+#: For a segment that is pinned itself. Two threads are enough: they only queue copies, and wait.
+PINNED_PACE = StagingSizes(2, 2, 32 << 20, 2, 32 << 20)
 
 
 class Ring:
@@ -128,78 +133,55 @@ def _kept_or_new(size_bytes: int) -> mmap.mmap:
     made = mmap.mmap(-1, size_bytes)
     made.madvise(mmap.MADV_HUGEPAGE)
     anchor = ctypes.c_char.from_buffer(made)
-    _populate(ctypes.addressof(anchor), size_bytes)
+    populate(ctypes.addressof(anchor), size_bytes)
     return made
 
 
-def _populate(at: int, size_bytes: int) -> None:
-    """Populate pages and page tables without the interpreter lock. An older kernel leaves that to the first access."""
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(at), ctypes.c_size_t(size_bytes), _MADV_POPULATE_WRITE)
-
-
-class HostMemory:
-    """A segment of the host pool mapped into this process, with page tables. Needs no context.
-
-    The daemon holds the segment by a descriptor: what is filled stays when this process ends.
-    """
-
-    def __init__(self, fd: int, size_bytes: int) -> None:
-        """The descriptor stays the caller's. Raises OSError; then nothing is mapped."""
-        self.size_bytes = size_bytes
-        self._map = mmap.mmap(fd, size_bytes)
-        self._anchor: Any = ctypes.c_char.from_buffer(self._map)
-        self._start = ctypes.addressof(self._anchor)
-        try:
-            self._make_page_tables()
-        except BaseException:
-            self.close()
-            raise
-
-    def _make_page_tables(self) -> None:
-        """Create all page tables now, not one page at a time during the downtime."""
-
-        def populate(at: int) -> None:
-            _populate(self._start + at, min(_POPULATED_BYTES, self.size_bytes - at))
-
-        share_out(
-            range(0, self.size_bytes, _POPULATED_BYTES), lambda: populate, threads=PACE.strands, name="page tables"
-        )
-
-    def address(self, at: int, size_bytes: int) -> int:
-        """Return the address of that range. Raises Bug outside the segment."""
-        if at < 0 or at + size_bytes > self.size_bytes:
-            raise outside(at, size_bytes, 0, self.size_bytes)
-        return self._start + at
-
-    def mark(self, mark: Mark | None) -> None:
-        """Record at the end of the segment where its bytes are; None clears it. The first byte makes a record valid."""
-        at = self.address(self.size_bytes - MARK_BYTES, MARK_BYTES)
-        if mark is not None:
-            written = pack_mark(mark)
-            ctypes.memmove(at + 1, written[1:], MARK_BYTES - 1)
-            ctypes.memmove(at, written, 1)
-        else:
-            ctypes.memset(at, 0, 1)
-
-    def close(self) -> None:
-        """Closing twice is fine."""
-        self._anchor = None  # a map with exported pointers cannot be closed
-        self._map.close()
-
-
 class HostSpace:
-    """A pool segment as one flat range of addresses, and the ring for its copies."""
+    """A pool segment as one flat range of addresses, and the ring for its copies, unless it is pinned itself."""
 
-    def __init__(self, context: Any, memory: HostMemory, pace: StagingSizes = PACE) -> None:
+    def __init__(self, context: Any, memory: Segment, pace: StagingSizes = PACE) -> None:
         """The memory is closed with it. Raises CudaError or OSError; then the memory stays the caller's."""
         self.memory = memory
-        self.ring = Ring(context, pace)
+        self.pinning = memory.pinning
+        self.pace = pace if self.pinning is None else PINNED_PACE
+        self._ring = Ring(context, pace) if self.pinning is None else None
+
+    @property
+    def trial(self) -> int:
+        """Return the address of some pinned bytes without content."""
+        return self.slots(0)[0] if self.pinning is None else self.pinning.trial
+
+    def slots(self, strand: int) -> list[int]:
+        """Return the addresses of that thread's slots. Those of a pinned segment have none: they are its places."""
+        return [0] * self.pace.slots_a_strand if self._ring is None else self._ring.slots(strand)
+
+    def cut(self, places: Iterable[MemoryRange]) -> Iterable[MemoryRange]:
+        """Return the places, cut where one copy may not go on."""
+        return places if self.pinning is None else _cut_at(places, self.pinning.piece_bytes)
+
+    def close_ring(self) -> None:
+        """Release the ring. Closing twice is fine."""
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.close()
 
     def close(self) -> None:
         try:
-            self.ring.close()
+            self.close_ring()
         finally:
             self.memory.close()
+
+
+def _cut_at(places: Iterable[MemoryRange], piece_bytes: int) -> Iterator[MemoryRange]:
+    """Return the places, cut at multiples of a size in the segment."""
+    for place in places:
+        done_bytes = 0
+        while done_bytes < place.size_bytes:
+            at = place.at + done_bytes
+            size_bytes = min(piece_bytes - at % piece_bytes, place.size_bytes - done_bytes)
+            yield MemoryRange(place.handle, place.offset + done_bytes, size_bytes, at)
+            done_bytes += size_bytes
 
 
 class GpuEnd(Protocol):
@@ -264,10 +246,9 @@ class StagedCopy:
 
     def run(self, places: Iterable[MemoryRange], tell: Callable[[int], None]) -> CopyResult:
         """Copy all places. `tell` receives the bytes done. Raises CudaError; then nothing stays open or queued."""
-        pace = self._host.ring.pace
-        is_out = self._direction == OUT
-        strands = pace.strands if is_out else pace.inward_strands
-        self._left = loads(places, pace.slot_bytes if is_out else min(pace.slot_bytes, pace.most_inward_bytes))
+        pace = self._host.pace
+        strands = pace.strands if self._direction == OUT else pace.inward_strands
+        self._left = loads(self._host.cut(places), pace.load_bytes(self._direction))
         with ExitStack() as undo:
             undo.callback(self._gpu_end.close)
             undo.callback(settle, self._streams)
@@ -282,7 +263,7 @@ class StagedCopy:
     def _work(self, strand: int, tell: Callable[[int], None]) -> None:
         """Copy the loads in the slots of this thread in turn: one is copied while the other is moved on."""
         cuda.use(self._context)
-        addresses = self._host.ring.slots(strand)
+        addresses = self._host.slots(strand)
         streams = self._streams[strand * len(addresses) : (strand + 1) * len(addresses)]
         slots = [_Slot(address, stream) for address, stream in zip(addresses, streams, strict=True)]
         try:
@@ -306,7 +287,7 @@ class StagedCopy:
         if self._direction == IN:
             self._move(slot, load)
         for part in load:
-            there, here = self._gpu_end.address(part.place), slot.address + part.within
+            there, here = self._gpu_end.address(part.place), self._here(slot, part)
             if self._direction == OUT:
                 cuda.copy_async(here, None, there, self._context, part.place.size_bytes, slot.stream)
             else:
@@ -326,8 +307,16 @@ class StagedCopy:
             if self._done_bytes // _TOLD_BYTES > before_bytes // _TOLD_BYTES:
                 tell(self._done_bytes)
 
+    def _here(self, slot: _Slot, part: SlotPart) -> int:
+        """Return where the copy engine writes or reads that part."""
+        if self._host.pinning is None:
+            return slot.address + part.within
+        return self._host.memory.address(part.place.at, part.place.size_bytes)
+
     def _move(self, slot: _Slot, load: list[SlotPart]) -> None:
-        """Copy between the slot and the pool without the interpreter lock."""
+        """Copy between the slot and the pool without the interpreter lock; not if the segment is pinned itself."""
+        if self._host.pinning is not None:
+            return
         for part in load:
             pool = self._host.memory.address(part.place.at, part.place.size_bytes)
             here = slot.address + part.within

@@ -20,7 +20,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 import anyio
 import anyio.to_thread
@@ -219,6 +219,18 @@ class Pool:
                 pass
             await anyio.sleep(RETRY_S if self.ready.is_short else LOOK_S)
 
+    async def with_memory_at_rest(
+        self, is_at_rest: Callable[[Key], bool], use: Callable[[Sequence[tuple[int, int]]], Awaitable[bool]]
+    ) -> bool:
+        """Return the result of `use`, called with descriptors and sizes of ready memory and of these owners' memory.
+
+        None of it is resized meanwhile. While ready memory grows, there is none.
+        """
+        async with self._taking:
+            found = [segment.memory for segment in self.ready.segments if self.ready.is_settled]
+            found += [each.memory for key, each in self._held.items() if each.memory is not None and is_at_rest(key)]
+            return await use([(memory.fd, memory.size_bytes) for memory in found])
+
     # -- on disk -------------------------------------------------------------------------------------------------------
 
     async def spill(self, key: Key, progress: Progress = ignore_progress) -> None:
@@ -413,6 +425,7 @@ class Pool:
         return memory
 
     async def _make_new(self, name: PieceName, whole_bytes: int, fill: Callable[[Memory], None] | None) -> Memory:
+        await self.ready.pinning.unpin()
         huge, places = self._huge_free_bytes() >= whole_bytes, self.keep.places
         return await anyio.to_thread.run_sync(
             lambda: make_memory(name, whole_bytes, places=places, huge=huge, fill=fill)
@@ -489,6 +502,7 @@ class Pool:
         if memory.place is None:
             await self._drop(name)
         try:
+            self.ready.pinning.unpin_later(memory.fd)
             # Runs in a thread: freeing 32 GiB takes seconds.
             await anyio.to_thread.run_sync(memory.remove, name)
         except OSError as error:

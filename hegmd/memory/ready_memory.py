@@ -25,6 +25,7 @@ import anyio
 import anyio.to_thread
 
 from hegmd.errors import HegmError
+from hegmd.gpu_helper.ready_helper import Pinning
 from hegmd.memory.pool_memory import Fill, Memory, make_memory
 from hegmd.memory.pool_names import NONCE_BYTES, Key, PieceName
 from hegmd.memory.pool_piece import MemoryKeeping, Piece
@@ -125,8 +126,11 @@ class ReadyMemory:
         self._step_bytes = step_bytes
         #: Bytes of the storages of each job that may be suspended; set by the owner of the jobs.
         self.job_bytes: Callable[[], Iterable[int]] = tuple
+        self.pinning = Pinning()  # set by the owner of the helper
         #: True after the node had no memory for the last step.
         self.is_short = False
+        #: True if the segments have the sizes of the layout, as far as the node has memory.
+        self.is_settled = False
         self._node_memory = node_memory
         self._huge_free_bytes = huge_free_bytes
         self._found: list[Segment] = []
@@ -217,6 +221,10 @@ class ReadyMemory:
 
         `limit_bytes` is the unused part of the budget.
         """
+        self.is_settled = not await self._adjust(limit_bytes, keep, may_grow=may_grow)
+        return not self.is_settled
+
+    async def _adjust(self, limit_bytes: int, keep: MemoryKeeping, *, may_grow: bool) -> bool:
         while self._found:
             segment = self._found.pop()
             if segment in self.segments:
@@ -292,6 +300,7 @@ class ReadyMemory:
         memory, name = segment.memory, str(segment.name)
         whole_bytes = size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         try:
+            await self.pinning.unpin(memory.fd)
             if whole_bytes:
                 await anyio.to_thread.run_sync(memory.resize, whole_bytes)
             elif await self._leave_store(segment, keep):

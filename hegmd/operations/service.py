@@ -133,7 +133,14 @@ class OperationsService:
         self._start_ticks, self._ready, self.pool = start_ticks, ready or PrestartPolicy(), pool
         self.simulated_memory = SimulatedMemory(simulator, gpus=self._gpus, changed=inventory.expire)
         self.helper, self.supervisors = Link(), Supervisors(start_ticks)
-        self._ready_helper = ReadyHelper(self.helper, OFF if simulator else ready_helper, self._job_gpus)
+        self._ready_helper = ReadyHelper(
+            self.helper,
+            OFF if simulator else ready_helper,
+            self._job_gpus,
+            lambda use: pool.with_memory_at_rest(self._is_suspended, use),
+            self._is_moving,
+        )
+        pool.ready.pinning = self._ready_helper
         self.memory = VideoMemory(self.helper, pool.keep.store)
         self._other_processes = OtherProcesses(
             self.helper, state_dir, start_ticks=start_ticks, is_stopped=is_stopped, max_pause_s=max_pause_s
@@ -361,6 +368,13 @@ class OperationsService:
     def _is_moving(self) -> bool:
         """Return True if an operation is at work, and not only suspended."""
         return any(op.phase != SUSPENDED for op in self.runner.under_way())
+
+    def pool_figures(self) -> Mapping[str, int]:
+        """Return bytes of the pool by use, for monitoring."""
+        return {**self.pool.figures(), "pinned": self._ready_helper.pinned_bytes}
+
+    def _is_suspended(self, key: Key) -> bool:
+        return any(op.id == key.operation and op.phase == SUSPENDED for op in self.runner.under_way())
 
     def _job_bytes(self) -> list[int]:
         return [worker.size_bytes or 0 for worker in self._workers if worker.connected and not worker.held_bytes]

@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 MAX_IN_A_MESSAGE = 253
 FD_BYTES = array.array("i").itemsize
 
+Inode = tuple[int, int]
+
+
+def inode_of(fd: int) -> Inode:
+    """Return what a file is known by, whatever its name. Raises OSError."""
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
+
 
 def is_readable(fd: int, within_s: float = 0.0) -> bool:
     """Return True if that descriptor is readable within that time, or its peer has gone. Blocks so long."""

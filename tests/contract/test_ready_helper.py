@@ -4,22 +4,55 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import anyio
 import pytest
 
 from hegmd.errors import HegmError
 from hegmd.gpu_helper.copy_client import CopyClient
-from hegmd.gpu_helper.ready_helper import CONTEXTS, OFF, STARTED, ReadyHelper
-from tests.contract.helped import SIZE_BYTES, linked
+from hegmd.gpu_helper.ready_helper import CONTEXTS, OFF, PINNED, STARTED, ReadyHelper
+from tests.contract.helped import SIZE_BYTES, Owner, linked, places
 from tests.patience import HANG_S
 from tests.stubs.cuda.node import CudaNode
+
+PLACES = [(handle, offset, size_bytes, at) for handle, offset, size_bytes, at in places()]
 
 
 def contexts(node: CudaNode) -> int:
     """How many contexts there are now, by what the stub was asked."""
     retained, released = (len(node.calls(f"cuDevicePrimaryCtx{what}")) for what in ("Retain", "Release_v2"))
     return retained - released
+
+
+def pinned(node: CudaNode) -> int:
+    """How many ranges of host memory are pinned now."""
+    return len(node.calls("cuMemHostRegister_v2")) - len(node.calls("cuMemHostUnregister"))
+
+
+class Segments:
+    """Files in memory, as the pool hands them out."""
+
+    def __init__(self) -> None:
+        self.fds: dict[int, int] = {}
+
+    async def handed(self, use: Callable[[Sequence[tuple[int, int]]], Awaitable[bool]]) -> bool:
+        return await use(list(self.fds.items()))
+
+    def add(self, size_bytes: int) -> int:
+        fd = os.memfd_create("pool")
+        os.ftruncate(fd, size_bytes)
+        self.fds[fd] = size_bytes
+        return fd
+
+
+@contextmanager
+def segments() -> Iterator[Segments]:
+    made = Segments()
+    yield made
+    for fd in made.fds:
+        os.close(fd)
 
 
 @pytest.mark.thorough
@@ -82,3 +115,91 @@ async def test_a_lack_of_descriptors_is_not_a_failure_of_the_daemon(node: CudaNo
             await requested.wait()
             await anyio.wait_all_tasks_blocked()
         tasks.cancel_scope.cancel()
+
+
+async def test_ready_memory_that_is_pinned_is_copied_without_a_ring(node: CudaNode, owner: Owner) -> None:
+    here = node.uuids[0]
+    with segments() as memory:
+        fd = memory.add(2 * SIZE_BYTES)
+        async with linked(node) as link:
+            await ReadyHelper(link, PINNED, lambda: [here], memory.handed).check()
+            count = len(node.calls("cuMemHostRegister_v2"))
+            os.ftruncate(fd, SIZE_BYTES)  # a piece is made of it
+            route = await CopyClient.open(link, "7", [here], fd, SIZE_BYTES)
+            await route.copy(here, "out", owner.handles(), PLACES)
+            owner.come_back()
+            await route.copy(here, "in", owner.handles(), PLACES)
+            await route.close()
+            assert owner.ask("digest") == owner.digest
+            assert len(node.calls("cuMemHostRegister_v2")) == count, "the copy pinned memory"
+
+
+async def test_memory_is_unpinned_before_it_is_cut_and_once_it_is_not_wanted(node: CudaNode) -> None:
+    gpus = [node.uuids[0]]
+    with segments() as memory:
+        one, other = memory.add(SIZE_BYTES), memory.add(SIZE_BYTES)
+        async with linked(node) as link:
+            ready = ReadyHelper(link, PINNED, lambda: gpus, memory.handed)
+            await ready.check()
+            gpus.clear()
+            await ready.check()
+            assert (pinned(node), contexts(node), ready.pinned_bytes) == (3, 1, 2 * SIZE_BYTES), (
+                "and a page, without a job"
+            )
+            await ready.unpin(one)
+            assert (pinned(node), ready.pinned_bytes) == (2, SIZE_BYTES)
+            os.ftruncate(one, SIZE_BYTES // 2)
+            memory.fds[one] = SIZE_BYTES // 2
+            await ready.check()
+            assert pinned(node) == 3
+            del memory.fds[other]
+            ready.unpin_later(other)
+            assert pinned(node) == 3
+            await ready.unpin()
+            assert pinned(node) == 2
+            memory.fds.clear()
+            await ready.check()
+            assert (pinned(node), contexts(node)) == (0, 0), "nothing is left to pin"
+        os.close(one)
+        os.close(other)
+
+
+async def test_memory_that_a_session_uses_is_unpinned_after_it(node: CudaNode, owner: Owner) -> None:
+    here = node.uuids[0]
+    with segments() as memory:
+        fd = memory.add(SIZE_BYTES)
+        async with linked(node) as link:
+            ready = ReadyHelper(link, PINNED, lambda: [here], memory.handed)
+            await ready.check()
+            route = await CopyClient.open(link, "7", [here], fd, SIZE_BYTES)
+            await ready.unpin(fd)
+            assert pinned(node) == 2
+            await route.copy(here, "out", owner.handles(), PLACES)
+            await route.close()
+            memory.fds.clear()
+            await ready.check()
+            assert pinned(node) == 0
+        os.close(fd)
+
+
+async def test_the_next_helper_pins_memory_again(node: CudaNode) -> None:
+    with segments() as memory:
+        memory.add(SIZE_BYTES)
+        async with linked(node) as link:
+            ready = ReadyHelper(link, PINNED, lambda: node.uuids[:1], memory.handed)
+            await ready.check()
+            before = len(node.calls("cuMemHostRegister_v2"))
+            link.kill("the test says so")
+            await ready.unpin(next(iter(memory.fds)))
+            assert link.pid is None, "an unpin started a helper"
+            await ready.check()
+            assert len(node.calls("cuMemHostRegister_v2")) > before
+
+
+async def test_nothing_is_pinned_while_an_operation_runs(node: CudaNode) -> None:
+    with segments() as memory:
+        memory.add(SIZE_BYTES)
+        async with linked(node) as link:
+            ready = ReadyHelper(link, PINNED, lambda: node.uuids[:1], memory.handed, lambda: True)
+            await ready.check()
+            assert (pinned(node), contexts(node)) == (0, 1)

@@ -16,9 +16,9 @@ from hegmd.memory.sizes import whole_size
 from hegmd.protocol.messages import Migrate
 from tests.gpu.bench_held import Held
 from tests.gpu.bench_record import GIB, Record
-from tests.gpu.bench_suspend import READY_WITHIN_S, Watch, ready_bytes
+from tests.gpu.bench_suspend import Watch
 from tests.gpu.moves_jobs import on_stub
-from tests.gpu.moves_node import Node, WentWrongError, until
+from tests.gpu.moves_node import Node, WentWrongError
 from tests.gpu.moves_timing import Measured
 
 # About what each takes with 32 GiB, so that none is begun that would not end.
@@ -29,8 +29,8 @@ KILLED_IN = "checkpointing"
 
 
 def ready_settings() -> str:
-    """Settings of the pool with which the memory for a suspend, and the helper's contexts, are ready before it."""
-    return f'ready_bytes = {_ready_bytes()}\nready_helper = "contexts"\n'
+    """Settings of the pool with which pinned memory for a suspend, and the helper's contexts, are ready before it."""
+    return f'ready_bytes = {_ready_bytes()}\nready_helper = "pinned"\n'
 
 
 def _ready_bytes() -> int:
@@ -40,14 +40,13 @@ def _ready_bytes() -> int:
 def run_commands(node: Node, record: Record, repeat: int) -> None:
     """`migrate` (with two GPUs), `suspend` and `resume` from the start of the command; for `suspend` also until the
     memory is free."""
-    ready = _ready_bytes()
     with closing(Held(node, SIZE_GIB)) as job:
         job.begin()
         for _ in range(repeat):
             if len(node.gpus) > 1:
                 words = ("migrate", str(job.pid), "--to", f"gpu{1 - node.gpu_of(job.pid)}", "--carrier", "peer")
                 _note(record, "migrate, whole command", "peer", _command(node, job, *words))
-            until(lambda: ready_bytes(node) >= ready, "that all memory is ready", READY_WITHIN_S)
+            node.wait_until_ready()
             watch, began = Watch(node, job.pid, 0.0), time.monotonic()
             _note(
                 record, "suspend, whole command", "host", _command(node, job, "suspend", str(job.pid), makes_step=False)

@@ -36,9 +36,9 @@ from hegmd.protocol.moves import Operations, OperationsReply, StoryReply
 from hegmd.protocol.operations import Operation
 from hegmd.protocol.sharing import Released
 from hegmd.protocol.snapshots import Event
-from tests.gpu.bench_suspend import FREE_WITHIN_S, READY_WITHIN_S, Watch, ready_bytes
+from tests.gpu.bench_suspend import FREE_WITHIN_S, Watch
 from tests.gpu.moves_jobs import DIGEST_EVERY, PACE_S, Kind, Lines, command_of, on_stub
-from tests.gpu.moves_node import MIB, Node, WentWrongError, until
+from tests.gpu.moves_node import MIB, Node, WentWrongError
 from tests.gpu.moves_timing import phases_s
 
 GIB = 1 << 30
@@ -138,7 +138,7 @@ def sharing_node(size_gib: int, settings: str) -> Iterator[tuple[Node, Path]]:
     text = f'ready_bytes = {ready}\nready_helper = "contexts"\n[sharing]\n{settings}'
     with tempfile.TemporaryDirectory(prefix="hegm-sharing-") as name, Node(Path(name), settings=text) as node:
         try:
-            until(lambda: ready_bytes(node) >= ready, "that all memory is ready", READY_WITHIN_S)
+            node.wait_until_ready()
             yield node, Path(name)
         except (HegmError, WentWrongError):
             print(node.log_tail(40), flush=True)
@@ -150,13 +150,12 @@ def sharing_node(size_gib: int, settings: str) -> Iterator[tuple[Node, Path]]:
 
 def room(size_gib: int, method: str, repeat: int) -> dict[str, Any]:
     """A training leaves for a lease, and comes back."""
-    ready = 0 if on_stub() else whole_size(size_gib * GIB + GIB)
     rows: list[dict[str, float]] = []
     with sharing_node(size_gib, f'method = "{method}"\n') as (node, folder), ExitStack() as held:
         training = held.enter_context(closing(Training(node, "low", size_gib, folder, "--priority", "best-effort")))
         training.trains()
         for _ in range(repeat):
-            until(lambda: ready_bytes(node) >= ready, "that all memory is ready", READY_WITHIN_S)
+            node.wait_until_ready()
             rows.append(room_once(node, training, keeps=method == "keep-context"))
             print(f"  {size_gib} GiB {method}: {_rounded(rows[-1])}", flush=True)
         print(events(node), flush=True)

@@ -27,14 +27,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hegmd.memory.sizes import RESTORE_MARGIN_BYTES, whole_size
-from hegmd.protocol.messages import Metrics, MetricsReply, OperationReply, Resume, Suspend
+from hegmd.protocol.messages import OperationReply, Resume, Suspend
 from tests.gpu.moves_jobs import Job, Kind, Lines, command_of, on_stub, visible
-from tests.gpu.moves_node import MIB, Node, WentWrongError, until
+from tests.gpu.moves_node import MIB, Node, WentWrongError
 
 GIB = 1 << 30
 POLL_S = 0.002
 FREE_WITHIN_S = 30.0
-READY_WITHIN_S = 180.0
 STEPS = 20000
 MODES = ("keep-context", "whole")
 
@@ -136,14 +135,6 @@ def _prepared_s(node: Node, op_id: str) -> float:
     return reserved[0] - lines[0].utc
 
 
-def ready_bytes(node: Node) -> int:
-    """How much memory is ready, by the daemon's metrics."""
-    with node.connect() as connection:
-        text = connection.call(Metrics(), MetricsReply).text
-    found = [line for line in text.splitlines() if line.startswith('hegmd_pool_bytes{what="ready"}')]
-    return int(float(found[0].split()[-1]))
-
-
 def run_size(node: Node, folder: Path, size_gib: int, rows: Sequence[Row], repeat: int, wanted_bytes: int) -> None:
     """Measure all rows of that size with one training and its undisturbed run."""
     kind = Kind(f"held-{size_gib}", "peer", pad_mib=size_gib << 10, steps=STEPS)
@@ -155,7 +146,7 @@ def run_size(node: Node, folder: Path, size_gib: int, rows: Sequence[Row], repea
         job.ready()
         for row in rows:
             for _ in range(repeat):
-                until(lambda: ready_bytes(node) >= wanted_bytes, "that all memory is ready", READY_WITHIN_S)
+                node.wait_until_ready()
                 once(node, job, row)
             print(row.text(), flush=True)
 

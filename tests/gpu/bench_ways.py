@@ -75,6 +75,8 @@ class MoveCounts:
     def once(self, job: Held, name: str, repeat: int) -> None:
         carrier = name.partition("-")[0]
         missing = self._missing(name, job.size_gib, repeat)
+        if carrier == "host":
+            self.node.wait_until_ready()
         if "migrate" in missing:
             self.migrate(job, carrier)
         if "suspend" in missing or "resume" in missing:

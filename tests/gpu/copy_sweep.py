@@ -14,8 +14,9 @@ from hegmd.gpu_helper.address_space import VideoSpace
 from hegmd.gpu_helper.allocations import Allocations, CopyResult, joined
 from hegmd.gpu_helper.copy_session import Contexts
 from hegmd.gpu_helper.copying import Copy, CopySizes
+from hegmd.gpu_helper.host_memory import HostMemory
 from hegmd.gpu_helper.preallocation import SessionResources
-from hegmd.gpu_helper.staging import HostMemory, HostSpace, StagedCopy
+from hegmd.gpu_helper.staging import HostSpace, StagedCopy
 from hegmd.gpu_helper.staging import StagingSizes as Staging
 
 MIB = 1 << 20

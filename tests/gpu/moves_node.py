@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,8 +28,9 @@ from typing_extensions import Self
 
 from hegmctl.connection import Connection, connect
 from hegmd.errors import HegmError
+from hegmd.gpu_helper.ready_helper import PINNED
 from hegmd.protocol import operations as protocol
-from hegmd.protocol.messages import OperationReply, Request, Story, StoryReply
+from hegmd.protocol.messages import Metrics, MetricsReply, OperationReply, Request, Story, StoryReply
 from hegmd.protocol.operations import PHASES_IN_ORDER, OperationProgress
 from tests.gpu.keeper import HegmdKeeper, Keeper, KeeperRun
 from tests.patience import HANG_S
@@ -36,6 +38,7 @@ from tests.patience import HANG_S
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 COMMAND_S = 120.0
+READY_WITHIN_S = 180.0
 # Until two lists of processes, one before and one after, are the same.
 MAX_LOOKS = 50
 POLL_INTERVAL_S = 0.02
@@ -132,7 +135,8 @@ class Node:
         self.gpus = Gpus()
         self.kept_by = MANAGER
         self._config = folder / "hegmd.toml"
-        self._config.write_text(f"[pool]\nbudget_bytes = {POOL_BYTES}\n{settings}")
+        self.settings = f"[pool]\nbudget_bytes = {POOL_BYTES}\n{settings}"
+        self._config.write_text(self.settings)
         self._log = (folder / "hegmd.log").open("ab")
         self._runs = 0
         self._new_state()
@@ -144,6 +148,20 @@ class Node:
         self.keeper: KeeperRun = (
             Keeper(self.folder) if self.kept_by == MANAGER else HegmdKeeper(self.socket_path, self._state)
         )
+
+    def wait_until_ready(self) -> None:
+        """Wait until the memory that the settings name is ready, and pinned if they say so, by the daemon's metrics."""
+        wanted = re.search(r"ready_bytes = (\d+)", self.settings)
+        least_bytes = 0 if wanted is None else int(wanted[1])
+        until(lambda: self._pool_bytes("ready") >= least_bytes, "that memory is ready", READY_WITHIN_S)
+        if PINNED in self.settings:
+            until(lambda: self._pool_bytes(PINNED) >= least_bytes, "that memory is pinned", READY_WITHIN_S)
+
+    def _pool_bytes(self, what: str) -> int:
+        with self.connect() as connection:
+            text = connection.call(Metrics(), MetricsReply).text
+        found = [line for line in text.splitlines() if line.startswith(f'hegmd_pool_bytes{{what="{what}"}}')]
+        return int(float(found[0].split()[-1]))
 
     # -- the daemon ----------------------------------------------------------------------------------------------------
 

@@ -37,10 +37,10 @@ from typing import Any
 
 from hegmctl.running import nccl_settings, prepare
 from hegmd.errors import HegmError
+from hegmd.gpu_helper.ready_helper import CONTEXTS, PINNED
 from hegmd.protocol.messages import AgentReport, Migrate
 from tests.e2e.scripted_daemon import AgentConnected, Gone, ScriptedDaemon
 from tests.gpu.bench_record import huge_pages
-from tests.gpu.bench_suspend import ready_bytes
 from tests.gpu.image_run import UNPACKED, criu_settings
 from tests.gpu.moves_node import ROOT, Gpus, Node, WentWrongError, until
 
@@ -313,10 +313,9 @@ class OwnDaemon:
         self._folder.mkdir()
 
     def run(self, held: ExitStack) -> None:
-        self._ready_bytes = self._options.ready_gib << 30
-        ready = f"ready_bytes = {self._ready_bytes}\n"  # among the settings of the pool, which come first
-        if self._ready_bytes:
-            ready += 'ready_helper = "contexts"\n'
+        ready = f"ready_bytes = {self._options.ready_gib << 30}\n"  # among the settings of the pool, which come first
+        if self._options.ready_gib:
+            ready += f'ready_helper = "{self._options.ready_helper}"\n'
         criu = criu_settings(UNPACKED if UNPACKED.exists() else None)
         node = held.enter_context(Node(self._folder, log_level="debug", settings=f"{ready}{criu}"))
         held.callback(shutil.copyfile, self._folder / "hegmd.log", self._options.out.with_suffix(f".{self._name}.log"))
@@ -345,7 +344,7 @@ class OwnDaemon:
 
     def _suspend(self, node: Node, job: RankedJob, step: str) -> None:
         """Suspend the ranks, into ready memory if that was asked for."""
-        until(lambda: ready_bytes(node) >= self._ready_bytes, "that all memory is ready", READY_WITHIN_S)
+        node.wait_until_ready()
         self._step(node, job, step, ["suspend", str(job.pids()[0])], [])
 
     def _killed(self, node: Node, job: RankedJob, who: str, phase: str) -> None:
@@ -477,6 +476,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--kills", default="", metavar="WHO", help="kill the daemon, helper or both in each phase")
     parser.add_argument("--images", action="store_true", help="into an image and back as well; takes CRIU")
     parser.add_argument("--nccl", metavar="FILE", help="a libnccl.so.2 that the trainings use instead of PyTorch's")
+    parser.add_argument("--ready-helper", choices=(CONTEXTS, PINNED), default=PINNED, help="with ready memory")
     parser.add_argument("--rounds", type=int, default=4, help="so many exchanges of each kind")
     parser.add_argument("--reference-steps", type=int, default=REFERENCE_STEPS, help="steps of the undisturbed run")
     parser.add_argument("--steps-between", type=int, default=20, help="steps that are compared after each command")

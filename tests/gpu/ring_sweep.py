@@ -19,8 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from hegmd.gpu_helper import cuda
 from hegmd.gpu_helper.address_space import VideoSpace
 from hegmd.gpu_helper.allocations import IN, OUT, MemoryRange
+from hegmd.gpu_helper.host_memory import HostMemory
 from hegmd.gpu_helper.preallocation import SessionResources
-from hegmd.gpu_helper.staging import HostMemory, HostSpace, ReservedGpuMemory, StagedCopy, StagingSizes
+from hegmd.gpu_helper.staging import HostSpace, ReservedGpuMemory, StagedCopy, StagingSizes
 from hegmd.memory.pool_memory import read_huge_free_bytes
 from tests.patience import HANG_S
 
@@ -74,7 +75,7 @@ class Side:
             copy = StagedCopy(self.context, space, direction, ReservedGpuMemory(self._video), streams)
             done = copy.run(places, lambda _: None)
             rates[direction] = max(rates.get(direction, 0.0), done.copied_bytes / done.copy_s / 1e9)
-        space.ring.close()
+        space.close_ring()
         return rates
 
     def close(self) -> None:

@@ -268,7 +268,7 @@ def _kept(out: Exposition, tallies: Tallies) -> None:
     lost = out.family("hegmd_audit_records_lost_total", "counter", "Audit records that are in the log only.")
     lost.add(tallies.audit_lost)
     pool = out.family(
-        "hegmd_pool_bytes", "gauge", "Bytes of the pool: in memory, on disk, its budget, and ready for a suspend."
+        "hegmd_pool_bytes", "gauge", "Bytes of the pool: in memory, on disk, budget, ready for a suspend, pinned."
     )
     _by_word(pool, "what", tallies.pool_bytes)
     orphans = out.family(

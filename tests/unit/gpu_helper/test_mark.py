@@ -7,8 +7,8 @@ import os
 import pytest
 
 from hegmd.errors import HegmError
+from hegmd.gpu_helper.host_memory import HostMemory
 from hegmd.gpu_helper.mark import MARK_BYTES, Mark, pack_mark, read_mark
-from hegmd.gpu_helper.staging import HostMemory
 
 SIZE_BYTES = 1 << 20
 

@@ -1,0 +1,68 @@
+"""Pool memory that is pinned: which memory may be, and what is unpinned before it changes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from hegmd.gpu_helper.ready_helper import Pinning
+from hegmd.memory.pool import Key, Pool
+from hegmd.memory.ready_memory import NodeMemory, ReadyMemory
+from hegmd.memory.sizes import MIB
+from tests.unit.pools import KEY, keep_in
+
+STEP_BYTES = 4 * MIB
+
+
+class Pins(Pinning):
+    """Notes what is to be unpinned, with the size of the file at that moment."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def unpin_later(self, fd: int) -> None:
+        self.seen.append(("later", os.fstat(fd).st_size))
+
+    async def unpin(self, fd: int | None = None) -> None:
+        self.seen.append(("now", 0 if fd is None else os.fstat(fd).st_size))
+
+
+async def test_memory_is_unpinned_before_it_is_cut_or_removed_and_pinned_only_once_it_has_its_size(
+    tmp_path: Path,
+) -> None:
+    """The copy engines would use the pages that a file had before it was cut and grew again."""
+    keep = keep_in(tmp_path)
+    node = NodeMemory(1000 * MIB, 900 * MIB)
+    ready = ReadyMemory(3 * STEP_BYTES, node_memory=lambda: node, step_bytes=STEP_BYTES)
+    pool = Pool(64 * MIB, keep=keep, ready=ready)
+    pool.ready.pinning = pins = Pins()
+
+    async def listed(*at_rest: Key) -> list[int]:
+        sizes: list[int] = []
+
+        async def use(memory: Sequence[tuple[int, int]]) -> bool:
+            assert all(os.fstat(fd).st_size == size_bytes for fd, size_bytes in memory)
+            sizes.extend(size_bytes for _, size_bytes in memory)
+            return False
+
+        await pool.with_memory_at_rest(at_rest.__contains__, use)
+        return sizes
+
+    assert await pool.adjust_ready()
+    assert await listed() == []
+    while await pool.adjust_ready():
+        pass
+    assert await listed() == [3 * STEP_BYTES]
+    memory = await pool.take(KEY, 2 * STEP_BYTES)
+    assert (await listed(), await listed(KEY)) == ([], [memory.size_bytes])
+    assert pins.seen == []
+    await pool.release(KEY)
+    assert pins.seen == [("later", memory.size_bytes)]
+    while await pool.adjust_ready():
+        pass
+    await pool.ready.give_back(pool.ready.size_bytes, keep)
+    assert pins.seen[1:] == [("now", 3 * STEP_BYTES)]
+    await pool.take(KEY, MIB)
+    assert pins.seen[2:] == [("now", 0)], "memory was made before the removed memory was freed"
+    pool.close()
