@@ -26,6 +26,7 @@ from hegmd.agent import copying, pinned_buffers
 from hegmd.agent.cuda_driver import Copies
 from hegmd.agent.state.storage import checksums, raw_copy, shadow
 from hegmd.errors import HegmError
+from tests.gpu import leave_room
 from tests.patience import HANG_S
 from tests.stubs.cuda.node import CudaNode, order_in_force
 
@@ -558,6 +559,21 @@ def test_the_program_that_compares_copies_of_a_state_runs(tmp_path: Path) -> Non
     assert ran.returncode == 0, ran.stderr
     for way in ("pinned, out", "the agent's way", "ring of 16", "checked by", "pool pinned", "straight to pages"):
         assert way in ran.stdout
+
+
+@pytest.mark.wide
+@pytest.mark.thorough
+def test_the_program_that_leaves_room_for_a_shadow_leaves_just_that(tmp_path: Path) -> None:
+    """It is run on real GPUs only, too."""
+    room_bytes = 64 * MIB
+    node = CudaNode.make(tmp_path / "node", gpu_bytes=2 * CONTEXT_BYTES)
+    environ = {**os.environ, **node.environment(), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/stubs/framework'}"}
+    words = [sys.executable, "-m", "tests.gpu.leave_room", "0", str(room_bytes)]
+    ran = subprocess.run(words, env=environ, cwd=ROOT, input="fill\n", capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    free_bytes = node.gpu_bytes - CONTEXT_BYTES - int(ran.stdout.split()[1])
+    left_bytes = free_bytes - int(node.gpu_bytes * shadow.SHARE_LEFT_FREE)
+    assert room_bytes - leave_room.TOLERANCE_BYTES - 4 * MIB <= left_bytes <= room_bytes
 
 
 if __name__ == "__main__":

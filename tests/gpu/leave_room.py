@@ -20,16 +20,20 @@ def main() -> None:
 
     from hegmd.agent.state.storage.shadow import SHARE_LEFT_FREE
 
-    where, room_bytes = f"cuda:{sys.argv[1]}", int(sys.argv[2])
-    held = [torch.empty(1, dtype=torch.uint8, device=where)]  # the context is there before memory is looked for
+    gpu, room_bytes = int(sys.argv[1]), int(sys.argv[2])
+    torch.cuda.init()
+    held = [torch.empty(1, dtype=torch.uint8, device=f"cuda:{gpu}")]  # the context is there before memory is looked for
+    held_bytes = 0
     if not sys.stdin.readline():
         return
     while True:
-        free_bytes, total_bytes = torch.cuda.mem_get_info(where)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(gpu)
         surplus_bytes = free_bytes - int(total_bytes * SHARE_LEFT_FREE) - room_bytes + TOLERANCE_BYTES
         if surplus_bytes >= TOLERANCE_BYTES:
-            held.append(torch.empty(surplus_bytes // BORDER_BYTES * BORDER_BYTES, dtype=torch.uint8, device=where))
-            sys.stdout.write(f"held {sum(map(len, held))}\n")
+            size_bytes = surplus_bytes // BORDER_BYTES * BORDER_BYTES
+            held.append(torch.empty(size_bytes, dtype=torch.uint8, device=f"cuda:{gpu}"))
+            held_bytes += size_bytes
+            sys.stdout.write(f"held {held_bytes}\n")
             sys.stdout.flush()
         if select.select([sys.stdin], [], [], LOOK_S)[0]:
             return
