@@ -141,6 +141,17 @@ def adds_up_by_itself_where_the_gpu_cannot(state: Path) -> None:
     _see_the_file(_out(torch, fd), fd)
 
 
+def adds_up_in_memory_that_pytorch_has_kept(state: Path) -> None:
+    """A job has all memory of the GPU, and does not use all of it: the processor added up, at half of the speed."""
+    torch, fd = _job(), _file(state)
+    contents, raws, places = _raws(torch, fd)
+    _order(state, "error cuMemAlloc_v2 2")
+    found: dict[int, int] = {}
+    raw_copy.copy_pieces_out(fd, 64 << 20, raws, places, found, copying.ignore)
+    _see_the_file((contents, places, found), fd)
+    assert torch.cuda.summed == 2
+
+
 def adds_up_adjacent_tensors_in_one_call(state: Path) -> None:
     """Each call of PyTorch takes as long as the copy of a megabyte; the second tensor ends within a page."""
     torch, fd = _job(), _file(state)
@@ -515,6 +526,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     for case in (
         writes_video_and_host_memory_with_their_checksums,
         adds_up_by_itself_where_the_gpu_cannot,
+        adds_up_in_memory_that_pytorch_has_kept,
         adds_up_adjacent_tensors_in_one_call,
         copies_where_nothing_can_be_pinned,
         copies_where_no_stream_can_be_had,

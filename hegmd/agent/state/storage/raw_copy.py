@@ -115,28 +115,39 @@ class _GpuAddsUp:
         self._stream = 0
         self._driver = driver
         self._where = where
-        self._address: int | None = None
+        self._sums_at: int | None = None
+        #: The owner of that memory, if it is memory that the job has freed and PyTorch has kept.
+        self._tensor: Any = None
 
     def __enter__(self) -> Self:
         if self._sums.size_bytes:
             try:
-                self._address = self._driver.take(self._sums.size_bytes)
-            except HegmError as error:
-                note(f"the GPU does not add up, the processor does: {error.message}")
-                return self
-            self._stream = usable_stream(self._driver)
-            self._sums.begin(self._where, self._stream, self._address)
+                self._sums_at = self._driver.take(self._sums.size_bytes)
+            except HegmError:
+                self._sums_at = self._in_cached_memory()
+            if self._sums_at is not None:
+                self._stream = usable_stream(self._driver)
+                self._sums.begin(self._where, self._stream, self._sums_at)
         return self
+
+    def _in_cached_memory(self) -> int | None:
+        torch: Any = sys.modules["torch"]
+        try:
+            self._tensor = torch.empty(self._sums.size_bytes, dtype=torch.uint8, device=self._where)
+        except Exception as error:  # noqa: BLE001 - of PyTorch or CUDA
+            note(f"the GPU does not add up, the processor does: {error!r}")
+            return None
+        return int(self._tensor.data_ptr())
 
     def storing(self, ring: Ring, write: Copy, found: dict[int, int]) -> Copy:
         """Return a copy function that also stores each part's checksum. Raises HegmError."""
-        if self._address is not None:
+        if self._sums_at is not None:
             self._driver.wait(self._stream)
         return self._sums.storing(ring, write, found)
 
     def __exit__(self, *_exc: object) -> None:
-        if self._address is not None:
-            release(self._driver, self._driver.context(), self._stream, self._address)
+        own = self._sums_at if self._tensor is None else None
+        release(self._driver, self._driver.context(), self._stream, own)
 
 
 def fill(pairs: Iterable[tuple[Any, Any]], progress: Progress | None = None) -> None:

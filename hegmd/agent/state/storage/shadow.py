@@ -214,7 +214,7 @@ def _taken(driver: OverlappingCopies, wanted_bytes: int) -> tuple[int, int] | No
     return address, size_bytes
 
 
-def release(driver: OverlappingCopies, context: int | None, stream: int, address: int) -> None:
+def release(driver: OverlappingCopies, context: int | None, stream: int, address: int | None) -> None:
     """Free the memory once the work in that stream has ended, and the stream. 0 is the default stream, which stays."""
     try:
         if stream:
@@ -223,7 +223,8 @@ def release(driver: OverlappingCopies, context: int | None, stream: int, address
                 driver.end_stream(stream)
     except HegmError as error:
         note(f"snapshot: a stream failed: {error.message}")
-    _freed(driver, context, address)
+    if address is not None:
+        _freed(driver, context, address)
 
 
 def _freed(driver: OverlappingCopies, context: int | None, address: int) -> None:
