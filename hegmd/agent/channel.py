@@ -68,12 +68,14 @@ def look_within_s(left_s: float, *, awaits_batch: bool) -> float:
     return min(left_s, BATCH_LOOK_S) if awaits_batch else left_s
 
 
-def next_pause_s(pause_s: float, lasted_s: float, *, was_of_use: bool) -> float:
+def next_pause_s(pause_s: float, lasted_s: float, *, was_of_use: bool, is_parked: bool = False) -> float:
     """Return the pause after a connection: longer each time, except after one that gave an order or lasted.
 
-    A daemon that gave an order works. A parked process must not wait longer because daemons are killed often.
+    A daemon that gave an order works. A process that is parked for a daemon does not train until the next one is there,
+    so it tries often, and does not wait longer because daemons are killed often.
     """
-    return FIRST_PAUSE_S if was_of_use or lasted_s > MAX_PAUSE_S else min(pause_s * 2, MAX_PAUSE_S)
+    is_short = is_parked or was_of_use or lasted_s > MAX_PAUSE_S
+    return FIRST_PAUSE_S if is_short else min(pause_s * 2, MAX_PAUSE_S)
 
 
 class Channel:
@@ -151,7 +153,8 @@ class Channel:
             was_of_use = self._orders.changed_by_itself or self._orders.obeyed > obeyed
             self.hang_up()
             self._stay_disconnected()
-            pause_s = next_pause_s(pause_s, monotonic() - began, was_of_use=was_of_use)
+            lasted_s, is_parked = monotonic() - began, self._orders.awaits_daemon
+            pause_s = next_pause_s(pause_s, lasted_s, was_of_use=was_of_use, is_parked=is_parked)
             self._pause(pause_s)
 
     def _pass_signal(self, number: int) -> None:

@@ -116,6 +116,11 @@ def test_daemons_killed_in_sequence_left_a_job_parked_for_seconds() -> None:
     assert next_pause_s(MAX_PAUSE_S, 0.5, was_of_use=True) == FIRST_PAUSE_S
 
 
+def test_a_parked_job_found_the_next_daemon_late() -> None:
+    """After a kill it tried at 0.7, 1.5 and 3.1 s, while a daemon serves after 0.4 s."""
+    assert next_pause_s(4 * FIRST_PAUSE_S, 0.0, was_of_use=False, is_parked=True) == FIRST_PAUSE_S
+
+
 def test_the_progress_of_a_restarted_training_is_noted_at_once() -> None:
     """A training that failed within these 5 s was started again from its old state."""
     assert look_within_s(MAX_PAUSE_S, awaits_batch=True) == BATCH_LOOK_S
