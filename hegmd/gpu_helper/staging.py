@@ -75,8 +75,8 @@ class StagingSizes(NamedTuple):
 
 
 PACE = StagingSizes()
-#: For a segment that is pinned itself: two threads, which only queue copies and wait. The driver's own copies queue behind
-#: these: with 32 MiB its restores took 1.09 s beside a copy of 40 GiB, with 8 MiB 0.99 s, and the copy 0.02 s less.
+#: For a segment that is pinned itself: two threads, which only queue copies and wait. The driver's own copies queue
+#: behind these: with 32 MiB its restores took 1.09 s beside a copy of 40 GiB, with 8 MiB 0.99 s.
 PINNED_PACE = StagingSizes(2, 2, 8 << 20, 2, 8 << 20)
 
 
