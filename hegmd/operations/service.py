@@ -19,7 +19,7 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 
-from hegmd.errors import Bug
+from hegmd.errors import Bug, HegmError
 from hegmd.gpu_helper.link import Link
 from hegmd.gpu_helper.ready_helper import OFF, ReadyHelper
 from hegmd.images.dump_job import JobDumper
@@ -376,6 +376,10 @@ class OperationsService:
     def _is_suspended(self, key: Key) -> bool:
         return any(op.id == key.operation and op.phase == SUSPENDED for op in self.runner.under_way())
 
+    def _was_moving(self) -> bool:
+        """Return True if an operation of the daemon before was at work. The runner takes it up later."""
+        return any(op.phase not in TERMINAL and op.phase != SUSPENDED for op in self.runner.operations())
+
     def _job_bytes(self) -> list[int]:
         return [worker.size_bytes or 0 for worker in self._workers if worker.connected and not worker.held_bytes]
 
@@ -480,6 +484,8 @@ class OperationsService:
                 tasks.start_soon(self.pool.keep.store.run)
             try:
                 async with anyio.create_task_group() as inner:
+                    if self._by_driver is not None and self._was_moving():
+                        inner.start_soon(self._start_helper)
                     inner.start_soon(self._other_processes.run)
                     await inner.start(self._workers.run)
                     await inner.start(self._opened_images().run)
@@ -501,6 +507,11 @@ class OperationsService:
                     task_status.started()
             finally:
                 over.set()
+
+    async def _start_helper(self) -> None:
+        """Start the helper for operations that another daemon began, beside the rest of the start."""
+        with suppress(HegmError):  # what calls it reports that
+            await self.helper.start()
 
     async def _keep_helper(
         self, over: anyio.Event, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED
