@@ -215,11 +215,19 @@ def _with_relatives(tensors: list[Any]) -> list[Any]:
     """Add the tensors that PyTorch attaches to them: gradients, and the bases of views."""
     relatives: list[Any] = []
     for tensor in tensors:
-        if tensor.is_leaf and tensor.grad is not None:
+        if _is_leaf(tensor) and tensor.grad is not None:
             relatives.append(tensor.grad)
         if tensor._is_view():
             relatives.append(tensor._base)
     return [*tensors, *relatives]
+
+
+def _is_leaf(tensor: Any) -> bool:
+    """Return True if it can have a gradient. PyTorch raises for views of a split tensor that was written to."""
+    try:
+        return bool(tensor.is_leaf)
+    except RuntimeError:
+        return False
 
 
 def _judge_all(

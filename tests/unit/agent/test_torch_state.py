@@ -211,3 +211,15 @@ def test_an_array_of_another_library_that_holds_only_an_address_is_found() -> No
     array = types.SimpleNamespace(__cuda_array_interface__={"data": (0x7F00_0000_0000, False)})
     assert 0x7F00_0000_0000 in addresses.kept([array])
     assert addresses.kept([types.SimpleNamespace()]) == addresses.kept([]), "one that does not say is no failure"
+
+
+def test_a_view_of_a_split_tensor_that_was_written_to_failed_the_survey() -> None:
+    """PyTorch raises when asked whether it is a leaf. FSDP1 has such views, and its jobs counted as on no GPU."""
+    whole = torch.zeros(6, requires_grad=True) + 0
+    parts = torch.split(whole, 2)
+    with torch.no_grad():
+        whole.add_(1)
+    with pytest.raises(RuntimeError):
+        _ = parts[0].is_leaf
+    found = torch_state.find()
+    assert whole.untyped_storage().data_ptr() in _addresses(found), found.left_alone
