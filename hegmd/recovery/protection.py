@@ -344,6 +344,9 @@ class Protection:
             )
         by_number = {worker.about.rank: worker for worker in ranked}
         if sorted(rank for rank in by_number if rank is not None) != list(range(world)):
+            idle = {rank for worker in own if (rank := worker.about.rank) is not None} - by_number.keys()
+            if len(by_number) + len(idle) == world:
+                raise SnapshotPostponed(f"rank {min(idle)} of {world} has not reached its first batch")
             raise SnapshotPostponed(f"{len(by_number)} of {world} ranks are on this node")
         return [by_number[rank] for rank in range(world)], True
 
