@@ -8,6 +8,10 @@ from ..errors import REFUSED, HegmError
 
 DEBUG_HINT = "start the job with HEGM_AGENT_DEBUG=FILE to log more; it continues"
 BUSY_HINT = "try again when it is parked or waiting"
+_HINT_MEET = (
+    "call irecv in the step that uses the message; in a loop without a data loader, call hegm.boundary() before it "
+    "receives: then the ranks meet"
+)
 
 
 def refusal(message: str, hint: str) -> HegmError:
@@ -55,7 +59,7 @@ def not_parked(limit_s: float | None, busy: str | None, declined: str | None) ->
 def never_meets() -> HegmError:
     """Return the error for ranks that wait for one another at each of their boundaries; later ones are no better."""
     why = "other ranks wait for it at each of its batch boundaries, so that the ranks cannot stop at one place"
-    error = refusal(why, "call irecv in the step that uses the message, not in the one before: then the ranks meet")
+    error = refusal(why, _HINT_MEET)
     error.facts["refusals"] = (why,)
     return error
 

@@ -130,7 +130,10 @@ def can_be_stopped(draft: Draft, candidate: Candidate) -> bool:
     on_cpu = candidate.on_cpu and not candidate.gpus
     if candidate.agent is not None and candidate.agent.rank is not None and not candidate.gpus and not on_cpu:
         # It is among the candidates for its job's sake: the others must not leave without it.
-        hint = "retry when all ranks train: they move together"
+        hint = (
+            "retry when all ranks train: they move together; in the loop of a rank without a data loader and an "
+            "optimizer, call hegm.boundary()"
+        )
         message = f"rank {candidate.agent.rank} ({who}) has not reported its memory yet"
         draft.against(REFUSED, message, hint, pid=candidate.pid)
         return False
