@@ -19,7 +19,7 @@ from .script import capture_points, kind_table, variables
 from .script.baseline import Baseline, baseline_of, refusal_of, refusal_of_changed
 from .script.discovery import MODULE, OPTIMIZER, TENSOR, FoundObject, ScriptSearch, is_open
 from .script.references import references_to
-from .values import contents, rng
+from .values import contents, rng, sharded
 from .values.duck_types import is_a
 from .values.refusals import Refusal
 from .values.script_api import KEY, registrations
@@ -48,6 +48,7 @@ _INSTEAD = {
 }
 _BY_HAND = "write a for loop over range() or a loader, or keep the condition's variables with hegm.keep(name, get, set)"
 _WAIT = "let the script wait for it before the next batch is requested"
+_STEP = "let its optimizer make its step before the next batch is requested"
 _GENERATOR = "write its loops in the script in place of the generator, or go over the loader itself"
 
 
@@ -272,10 +273,14 @@ class _Capture:
 
     def _check_structure(self, carried: list[FoundObject]) -> None:
         """Refuse what has other parts than at the first batch: its state would not fit in a restarted script."""
-        if self._baseline is None:
-            return
         parameters = kind_table.parameter_names(carried)
         for found in carried:
+            pending = sharded.pending_in(found.thing) if found.kind == MODULE else None
+            if pending is not None:
+                self.refusals.append(Refusal(f"{found.names[0]}: {pending}", _STEP, passes=True))
+                continue
+            if self._baseline is None:
+                continue
             changes = self._baseline.changes_of(found, parameters)
             if changes:
                 self.refusals.append(refusal_of_changed(found, changes))

@@ -25,7 +25,7 @@ from .script.discovery import (
     is_open,
 )
 from .script.references import matched, part_of
-from .values import contents, devices, rng
+from .values import contents, devices, rng, sharded
 from .values.refusals import IncompatibleState
 from .values.script_api import KEY, registrations
 
@@ -127,7 +127,7 @@ def _placed_tensors_in(pairs: dict[int, tuple[Any, FoundObject]]) -> Iterator[tu
     yield from _tensors_in(pairs)
     for saved, found in pairs.values():
         if found.kind == TENSOR:
-            yield saved["content"][0], found.thing
+            yield sharded.part_of(saved["content"][0]), found.thing
 
 
 def _matched(saved: list[Any], here: list[FoundObject]) -> tuple[dict[int, tuple[Any, FoundObject]], list[str]]:

@@ -20,6 +20,7 @@ from ..code.drift import Drift
 from ..code.loops import loops_of
 from ..code.script_objects import Instances
 from ..storage import checksums
+from ..values import sharded
 from ..values.duck_types import is_a
 from ..values.refusals import Refusal
 from . import kind_table
@@ -63,14 +64,16 @@ class TensorMarks:
         self._left_bytes = _MAX_SUMMED_BYTES
 
     def mark(self, tensor: Any) -> TensorMark:
-        return TensorMark(_version_of(tensor), self._sum_of(tensor))
+        part = sharded.local(tensor)
+        return TensorMark(_version_of(part), self._sum_of(part))
 
     def was_written_to(self, tensor: Any, before: TensorMark, *, is_late: bool) -> bool:
         """Return True if the tensor has changed, or may have. `is_late`: writes before the mark count too."""
-        version = _version_of(tensor)
+        part = sharded.local(tensor)
+        version = _version_of(part)
         if version != before.version or (is_late and version != 0):
             return True
-        return self._sum_of(tensor) != before.total if before.total is not None else version is None
+        return self._sum_of(part) != before.total if before.total is not None else version is None
 
     def _sum_of(self, tensor: Any) -> int | None:
         """Return the checksum; None if it has no memory, or if the sum would take too long."""

@@ -37,6 +37,9 @@ _LONGEST = 20_000
 _NAMES_EACH = 12
 #: Kinds that are reported if the search does not reach them.
 _TOLD = frozenset((MODULE, OPTIMIZER, SCHEDULER, SCALER, GENERATOR))
+#: Modules of PyTorch whose objects hold views of a model's parameters, and buffers that each step makes and fills.
+_REMADE = ("torch.distributed.fsdp._fully_shard", "torch.distributed._composable.fsdp", "torch.distributed.pipelining")
+_OF_STAGE = "submod"
 _CLASS: Any = type
 _LEAVES: Any = (str, bytes, bytearray, int, float, complex, bool, type(None), range, memoryview, _CLASS(sys))
 _CHILDREN = "_modules"
@@ -197,6 +200,10 @@ def _ways_on(name: str, thing: Any, kind: str | None) -> Iterator[tuple[str, Any
     if kind in (SCHEDULER, SCALER, GENERATOR, TENSOR) or accelerate_hf.reseeds(thing):
         return
     if kind == STATEFUL and not _is_scripts(type(thing)):
+        return
+    if kind is None and str(class_of(thing).__module__).startswith(_REMADE):
+        if hasattr(thing, _OF_STAGE):
+            yield f"{name}.{_OF_STAGE}", getattr(thing, _OF_STAGE)
         return
     if is_a(thing, dict):
         yield from ((f"{name}{key}", value) for key, value in named_items(thing))

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 
 from ..storage import raw_copy
 from ..storage import tensors as storage_tensors
-from . import devices
+from . import devices, sharded
 from .duck_types import is_a
 
 TYPE_CHECKING = False
@@ -32,8 +32,12 @@ def take_module(module: Any) -> dict[str, Any]:
     tensors = list(_tensors_of(module))
     return {
         "class": _class_of(module),
-        "tensors": [(name, tensor.detach(), bool(tensor.requires_grad)) for name, tensor in tensors],
-        "gradients": {name: tensor.grad for name, tensor in tensors if tensor.is_leaf and tensor.grad is not None},
+        "tensors": [(name, sharded.taken(tensor), bool(tensor.requires_grad)) for name, tensor in tensors],
+        "gradients": {
+            name: sharded.taken(tensor.grad, tensor)
+            for name, tensor in tensors
+            if tensor.is_leaf and tensor.grad is not None
+        },
         "numbers": {name: _numbers_of(inner) for name, inner in module.named_modules()},
         "extra": {name: loose(inner.get_extra_state()) for name, inner in _with_extra(module)},
     }
@@ -68,7 +72,7 @@ def changes_of_module(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def form_of_tensor(tensor: Any) -> tuple[Any, ...]:
     """Return its shape and its type."""
-    return tuple(tensor.shape), str(tensor.dtype)
+    return tuple(tensor.shape), str(tensor.dtype), sharded.layout_of(tensor)
 
 
 def _has_no_shape(tensor: Any) -> bool:
@@ -94,7 +98,7 @@ def put_module(module: Any, taken: Any) -> None:
         for name, tensor, requires in taken["tensors"]:
             if _has_no_shape(here[name]):
                 _take_shape(here[name], tensor)
-            _copy(here[name], tensor)
+            _copy(sharded.local(here[name]), sharded.part_of(tensor))
             if here[name].is_leaf and here[name].requires_grad != requires:
                 here[name].requires_grad_(requires)
     for name, tensor in here.items():
@@ -113,7 +117,7 @@ def put_module(module: Any, taken: Any) -> None:
 def tensors_beside(module: Any, taken: Any) -> Iterator[tuple[Any, Any]]:
     """Yield each captured tensor with the module's own."""
     here = dict(_tensors_of(module))
-    yield from ((tensor, here[name]) for name, tensor, _requires in taken["tensors"] if name in here)
+    yield from ((sharded.part_of(tensor), here[name]) for name, tensor, _requires in taken["tensors"] if name in here)
 
 
 def has_tensors(module: Any) -> bool:
@@ -162,7 +166,8 @@ def take_optimizer(optimizer: Any, references: dict[int, Any]) -> dict[str, Any]
                 reference = ("own", len(own))
                 own.append(take_tensor(parameter))
             named.append((*reference, parameter.device.type))
-            states.append(loose(dict(optimizer.state[parameter])) if parameter in optimizer.state else None)
+            state = optimizer.state.get(parameter)
+            states.append(None if state is None else loose(dict(state), parameter))
         options = {name: loose(value) for name, value in group.items() if name not in ("params", "param_names")}
         groups.append({"params": named, "options": options})
     called = bool(getattr(optimizer, _CALLED, False))
@@ -243,7 +248,7 @@ def put_optimizer(optimizer: Any, taken: Any, parameter_of: Callable[[Any], Any]
             if state is None:
                 optimizer.state.pop(parameter, None)
             else:
-                optimizer.state[parameter] = _moved(state, device, parameter.device, group)
+                optimizer.state[parameter] = _moved(state, device, parameter, group)
     for key in _states_beside(optimizer):
         del optimizer.state[key]
     optimizer.state.update(owned(taken.get("beside", {})))
@@ -263,17 +268,20 @@ def _set_options(group: dict[str, Any], options: dict[str, Any], moved: tuple[st
             group[name] = _owned(value)
 
 
-def _moved(state: Any, was_on: str, device: Any, group: dict[str, Any], name: Any = None) -> Any:
+def _moved(state: Any, was_on: str, parameter: Any, group: dict[str, Any], name: Any = None) -> Any:
     """Return the optimizer's state of a parameter, moved from its former type of device to the present one."""
     torch: Any = sys.modules["torch"]
     if is_a(state, torch.Tensor):
-        return _made(state, devices.device_of_state(name, storage_tensors.was_on(state), group, was_on, device))
+        former = storage_tensors.was_on(state)
+        return _made(state, devices.device_of_state(name, former, group, was_on, parameter.device))
+    if sharded.is_taken(state):
+        return sharded.made(_moved(sharded.part_of(state), was_on, parameter, group, name), state, parameter)
     if is_a(state, dict):
         if set(state) == {_COUNTER}:
             return _counter(state[_COUNTER])
-        return type(state)((key, _moved(value, was_on, device, group, key)) for key, value in state.items())
+        return type(state)((key, _moved(value, was_on, parameter, group, key)) for key, value in state.items())
     if is_a(state, list, tuple):
-        return type(state)(_moved(value, was_on, device, group) for value in state)
+        return type(state)(_moved(value, was_on, parameter, group) for value in state)
     return state
 
 
@@ -282,14 +290,19 @@ def _moved(state: Any, was_on: str, device: Any, group: dict[str, Any], name: An
 
 def take_tensor(tensor: Any) -> tuple[Any, Any, bool]:
     """Return a tensor that is in no module, and its gradient."""
-    return tensor.detach(), tensor.grad if tensor.is_leaf else None, bool(tensor.requires_grad)
+    gradient = tensor.grad if tensor.is_leaf else None
+    return (
+        sharded.taken(tensor),
+        None if gradient is None else sharded.taken(gradient, tensor),
+        bool(tensor.requires_grad),
+    )
 
 
 def put_tensor(tensor: Any, saved: Any, gradient: Any, *, requires: bool) -> None:
     """Copy into a tensor that is in no module."""
     torch: Any = sys.modules["torch"]
     with torch.no_grad():
-        _copy(tensor, saved)
+        _copy(sharded.local(tensor), sharded.part_of(saved))
     if tensor.is_leaf:
         if tensor.requires_grad != requires:
             tensor.requires_grad_(requires)
@@ -301,15 +314,20 @@ def unfit_tensor(tensor: Any, saved: Any) -> list[str]:
     return _unlike("it", tensor, saved)
 
 
-def loose(value: Any) -> Any:
-    """Return the value in types that a state file has. Other values stay, and the encoder refuses them."""
+def loose(value: Any, parameter: Any = None) -> Any:
+    """Return the value in types that a state file has. Other values stay, and the encoder refuses them.
+
+    `parameter`: the value is an optimizer's state of it, and may be spread over ranks as it is.
+    """
     if is_a(value, Counter):
         return {_COUNTER: dict(value)}
     if is_a(value, dict):
         kind: Any = OrderedDict if is_a(value, OrderedDict) else dict
-        return kind((key, loose(found)) for key, found in value.items())
+        return kind((key, loose(found, parameter)) for key, found in value.items())
     if type(value) in (list, tuple):
-        return type(value)(loose(found) for found in value)
+        return type(value)(loose(found, parameter) for found in value)
+    if parameter is not None and sharded.is_spread(value):
+        return sharded.taken(value, parameter)
     return value.detach() if hasattr(value, "detach") and hasattr(value, "untyped_storage") else value
 
 
@@ -339,7 +357,11 @@ def _counter(counts: dict[Any, int]) -> Counter[Any]:
 
 
 def _like(torch: Any, tensor: Any, gradient: Any) -> Any:
-    return _copy(torch.empty_like(tensor, dtype=gradient.dtype, requires_grad=False), gradient)
+    part, here = sharded.part_of(gradient), sharded.local(tensor)
+    if not sharded.is_taken(gradient):
+        return _copy(torch.empty_like(here, dtype=part.dtype, requires_grad=False), part)
+    made = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=here.device)
+    return sharded.made(_copy(made, part), gradient, tensor)
 
 
 # ---- copies ---------------------------------------------------------------------------------------------------------
@@ -371,6 +393,9 @@ def make_copies() -> None:
 
 
 def _unlike(name: str, here: Any, there: Any) -> list[str]:
+    if (differs := sharded.unlike(here, there)) is not None:
+        return [f"{name} {differs}"]
+    here, there = sharded.local(here), sharded.part_of(there)
     if tuple(here.shape) != tuple(there.shape):
         return [f"{name} has the shape {tuple(here.shape)} and had {tuple(there.shape)}"]
     if here.dtype != there.dtype:

@@ -1,0 +1,109 @@
+"""Tensors that are spread over ranks (DTensor): this rank's part, and the layout that makes it a part.
+
+A state has the part as an ordinary tensor, beside its layout as plain values. The part is restored into a DTensor that
+the new script has made, or becomes a new DTensor on the same device mesh. A layout that cannot be made again is left as
+it is: the encoder refuses a DTensor by its name.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from .duck_types import is_a
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+_LAYOUT, _PART = "__layout__", "__part__"
+_MODULES = ("torch.distributed.tensor", "torch.distributed._tensor")
+#: The arguments of each placement that can be made again.
+_ARGUMENTS = {"Shard": ("dim",), "_StridedShard": ("dim", "split_factor"), "Replicate": (), "Partial": ("reduce_op",)}
+
+
+def is_spread(value: Any) -> bool:
+    """Return True for a DTensor."""
+    kind: Any = next((getattr(sys.modules[name], "DTensor", None) for name in _MODULES if name in sys.modules), None)
+    return kind is not None and is_a(value, kind)
+
+
+def local(tensor: Any) -> Any:
+    """Return this rank's part of a DTensor, which shares its memory; any other tensor as it is."""
+    return tensor._local_tensor if is_spread(tensor) else tensor
+
+
+def layout_of(tensor: Any) -> Any:
+    """Return how a DTensor is spread, as plain values; None for other tensors and unknown layouts."""
+    if not is_spread(tensor):
+        return None
+    placements: list[Any] = []
+    for placement in tensor.placements:
+        name = type(placement).__name__
+        if name not in _ARGUMENTS:
+            return None
+        placements.append((name, *(getattr(placement, argument) for argument in _ARGUMENTS[name])))
+    mesh = tensor.device_mesh
+    return tuple(mesh.shape), tuple(mesh.mesh_dim_names or ()), tuple(placements), *_form_of(tensor)
+
+
+def _form_of(tensor: Any) -> tuple[Any, Any]:
+    return tuple(tensor.shape), tuple(tensor.stride())
+
+
+def taken(tensor: Any, beside: Any = None) -> Any:
+    """Return a tensor as a state has it: a DTensor as its part and layout, which has to be on the mesh of `beside`."""
+    if not is_spread(tensor):
+        return tensor.detach()
+    layout = layout_of(tensor)
+    if layout is None or (beside is not None and not (is_spread(beside) and beside.device_mesh == tensor.device_mesh)):
+        return tensor
+    return {_LAYOUT: layout, _PART: local(tensor).detach()}
+
+
+def is_taken(value: Any) -> bool:
+    """Return True for what `taken` returns for a DTensor."""
+    return is_a(value, dict) and set(value) == {_LAYOUT, _PART}
+
+
+def part_of(value: Any) -> Any:
+    """Return the saved tensor of what `taken` has returned."""
+    return value[_PART] if is_taken(value) else value
+
+
+def unlike(here: Any, saved: Any) -> str | None:
+    """Return how the layouts of the script's tensor and of a saved one differ."""
+    now, before = layout_of(here), saved[_LAYOUT] if is_taken(saved) else None
+    return None if now == before else f"is spread over ranks as {now}, and was as {before}"
+
+
+def made(part: Any, saved: Any, beside: Any) -> Any:
+    """Return a new DTensor of that part on the mesh of `beside`, with the saved layout."""
+    _mesh, _names, placements, shape, stride = saved[_LAYOUT]
+    kind: Any = type(beside)
+    classes: Any = sys.modules[type(beside.placements[0]).__module__]
+    spread = [getattr(classes, name)(*arguments) for name, *arguments in placements]
+    torch: Any = sys.modules["torch"]
+    return kind.from_local(
+        part, beside.device_mesh, spread, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+    )
+
+
+def pending_in(module: Any) -> str | None:
+    """Return why no state of a module under FSDP2 can be saved at this moment; None if it can."""
+    for inner in module.modules():
+        state_of = getattr(inner, "_get_fsdp_state", None)
+        if state_of is None:
+            continue
+        state = state_of()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in [one for one in groups if one is not None]:
+            if not group.is_sharded:
+                return "its parameters are gathered from all ranks"
+            if any(_has_gradient(parameter) for parameter in group.fsdp_params):
+                return "it has gradients that are not summed over its ranks yet"
+    return None
+
+
+def _has_gradient(parameter: Any) -> bool:
+    whole = getattr(parameter, "_unsharded_param", None)
+    return parameter.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)

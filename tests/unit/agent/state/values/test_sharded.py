@@ -1,0 +1,126 @@
+"""Models whose parameters are spread over ranks by DTensor: their state goes through a file and back, in one process.
+
+FSDP2, tensor parallel and DTensor jobs could not be restarted or recovered, although the README said so.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hegmd.agent.state.script.discovery import MODULE, ScriptSearch
+from hegmd.agent.state.storage import state_file
+from hegmd.agent.state.values import contents, sharded
+from tests.needs import need_torch
+
+pytestmark = [
+    pytest.mark.leaks_allowed("PyTorch sets variables of its own when its compiler is first imported"),
+    pytest.mark.xdist_group("torch"),
+]
+torch: Any = need_torch()
+fsdp: Any = pytest.importorskip("torch.distributed.fsdp", exc_type=ImportError)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    """A job of one rank."""
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+class Momentum:
+    """An optimizer with the parts that the agent reads; one of PyTorch's would import its compiler."""
+
+    def __init__(self, model: Any) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "lr": 0.1}]
+        self.state: dict[Any, dict[str, Any]] = {}
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                kept = self.state.setdefault(parameter, {"momentum": torch.zeros_like(parameter)})
+                parameter.sub_(kept["momentum"].mul_(0.9).add_(parameter.grad), alpha=0.1)
+
+
+def _sharded() -> tuple[Any, Momentum]:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+    for layer in (model[0], model[2], model):
+        fsdp.fully_shard(layer, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+    return model, Momentum(model)
+
+
+def _step(model: Any, optimizer: Momentum) -> str:
+    model.zero_grad()
+    loss = model(torch.ones(3, 4)).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach()).hex()
+
+
+def _through_a_file(value: Any) -> Any:
+    fd = os.memfd_create("state", os.MFD_CLOEXEC)
+    try:
+        state_file.write(fd, value)
+        return state_file.read(fd)
+    finally:
+        os.close(fd)
+
+
+def test_fsdp_models_had_no_state() -> None:
+    model, optimizer = _sharded()
+    _step(model, optimizer)
+    names = {id(parameter): (0, name) for name, parameter in model.named_parameters()}
+    taken = _through_a_file([contents.take_module(model), contents.take_optimizer(optimizer, names)])
+    expected = [_step(model, optimizer) for _ in range(3)]
+    other, its = _sharded()
+    assert contents.unfit_module(other, taken[0]) == []
+    contents.put_module(other, taken[0])
+    contents.put_optimizer(its, taken[1], lambda _reference: None)
+    contents.make_copies()
+    assert all(sharded.is_spread(parameter.grad) for parameter in other.parameters())
+    assert [_step(other, its) for _ in range(3)] == expected
+
+
+def test_a_parameter_with_another_layout_does_not_fit() -> None:
+    model, _optimizer = _sharded()
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+    taken = contents.take_module(plain)
+    taken["class"] = type(model).__qualname__
+    assert contents.unfit_module(model, taken)[0].startswith(
+        "0.weight is spread over ranks as ((1,), (), (('Shard', 0)"
+    )
+
+
+def test_a_module_with_gradients_of_an_accumulation_has_no_state_until_they_are_summed() -> None:
+    model, optimizer = _sharded()
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(3, 4)).sum().backward()
+    assert sharded.pending_in(model) == "it has gradients that are not summed over its ranks yet"
+    model.set_requires_gradient_sync(True)
+    _step(model, optimizer)
+    assert sharded.pending_in(model) is None
+
+
+def test_the_views_that_fsdp_has_of_parameters_failed_a_restart() -> None:
+    """They were saved as the script's own tensors, and the restarted script has them under other names."""
+    model, optimizer = _sharded()
+    _step(model, optimizer)
+    found = ScriptSearch([sys._getframe()]).list
+    names = [name for one in found for name in one.names if "model" in name and one.kind != MODULE]
+    assert not [name for name in names if "_sharded_param_data" in name or "<self>" in name]
+
+
+def test_the_buffers_of_a_pipeline_stage_failed_a_restart() -> None:
+    """A stage makes them in its first step, so the restarted script has none where it continues."""
+    stages: Any = pytest.importorskip("torch.distributed.pipelining", exc_type=ImportError)
+    stage = object.__new__(stages.PipelineStage)
+    stage.submod, stage.received = torch.nn.Linear(2, 2), torch.zeros(3)
+    found = {name: one.kind for one in ScriptSearch([sys._getframe()]).list for name in one.names}
+    ours = {name.rpartition("stage.")[2]: kind for name, kind in found.items() if "stage." in name}
+    assert ours == {"submod": MODULE}
