@@ -33,7 +33,7 @@ from hegmd.protocol.snapshots import GpuProcess
 from hegmd.workers.job_file import JobRecord
 from hegmd.workers.job_names import JobNames, trains
 from hegmd.workers.jobs import Jobs
-from hegmd.workers.supervisors import Supervisors
+from hegmd.workers.supervisors import Supervisors, go_on_command
 from hegmd.workers.workers import AgentConnection, Workers
 
 FRESH_S = 0.25
@@ -499,6 +499,11 @@ def _without_launcher(job: JobRecord, op: Operation | None) -> str | None:
     """Return what suspended ranks wait for whose command has ended; None for other jobs."""
     if op is None or op.phase != SUSPENDED or not job.is_gone or all(one.rank is None for one in op.live):
         return None
+    if any(one.is_absent for one in op.live):
+        return (
+            f"another command that continues from its saved state: {go_on_command(op.id)}; hegmctl cancel {op.id} "
+            "--drop deletes that state"
+        )
     return (
         "its command, which has ended: if that was the launcher, which serves the store of the ranks, hegmctl resume "
         f"fails, and hegmctl cancel {op.id} --drop then ends them and frees their memory"

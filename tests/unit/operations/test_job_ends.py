@@ -10,10 +10,12 @@ import anyio
 import pytest
 
 from hegmd.errors import NOT_FOUND, HegmError
+from hegmd.migration.machine.next_effects import SUSPENDED
 from hegmd.migration.machine.operation import CHECKPOINT, ImageRequest
 from hegmd.migration.machine.operation import Operation as MachineOperation
+from hegmd.migration.model import RESTART
 from hegmd.migration.run.runner import Runner
-from hegmd.operations.job_requests import JobOperationsOf
+from hegmd.operations.job_requests import JobOperationsOf, _without_launcher
 from hegmd.operations.request_context import OperationResult
 from hegmd.protocol.operations import Operation
 from hegmd.workers.job_file import JobRecord
@@ -142,3 +144,14 @@ def test_a_job_in_an_image_ended_by_a_signal_if_its_process_ended_before_the_ope
     operations = JobOperationsOf(ImageRunner(writing.replace(phase="done")))
     assert not operations.holds(job)
     assert operations.end_of(job) == f"written into the image /image by operation {writing.id}"
+
+
+def test_ranks_that_only_have_a_saved_state_seemed_to_wait_for_the_store_of_their_launcher() -> None:
+    """`hegmctl jobs` said that a resume fails, and to end ranks that had ended: their restart had failed."""
+    member = worker(rank=0, method=RESTART, state_saved=True, gpu=None)
+    job = JobRecord(number=1, name="train", uid=0, runs=("run",), command="train.py", started_utc=0.0, boot="boot")
+    waits = _without_launcher(job, operation(member, phase=SUSPENDED))
+    assert waits == (
+        "another command that continues from its saved state: hegmctl run --allow-restart --resume op1 -- COMMAND; "
+        "hegmctl cancel op1 --drop deletes that state"
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from .duck_types import is_a
+from .duck_types import class_of, is_a
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -79,11 +79,10 @@ def unlike(here: Any, saved: Any) -> str | None:
 def made(part: Any, saved: Any, beside: Any) -> Any:
     """Return a new DTensor of that part on the mesh of `beside`, with the saved layout."""
     _mesh, _names, placements, shape, stride = saved[_LAYOUT]
-    kind: Any = type(beside)
     classes: Any = sys.modules[type(beside.placements[0]).__module__]
     spread = [getattr(classes, name)(*arguments) for name, *arguments in placements]
     torch: Any = sys.modules["torch"]
-    return kind.from_local(
+    return class_of(beside).from_local(
         part, beside.device_mesh, spread, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
     )
 
