@@ -31,7 +31,7 @@ from hegmd.recovery.job import Node, ProtectedJob
 from hegmd.recovery.policy import Budget
 from hegmd.recovery.protection import GONE_LOOKS, Protection
 from hegmd.recovery.records import JobSnapshots
-from hegmd.recovery.snapshots import BesideImage, SnapshotPostponed, SnapshotRounds, Unprotected
+from hegmd.recovery.snapshots import BesideImage, SnapshotRounds, Unprotected
 from hegmd.recovery.starts import Starts
 from hegmd.system.condition import Condition
 from hegmd.system.process_ends import until_ended
@@ -562,19 +562,6 @@ async def test_an_incomplete_snapshot_with_an_image_does_not_count(why: str) -> 
     newest = rig.job.newest
     assert not await protection._took_beside_image()
     assert (rig.job.newest, rig.job.record.generation) == (newest, 0)
-
-
-async def _counted(_do: str, *, limit_s: float) -> None: ...
-
-
-async def test_a_rank_without_a_batch_counted_as_on_another_node() -> None:
-    """`hegmctl run` said that 1 of 2 ranks were on this node, where the other one only made data."""
-    ranks = [worker("now", pid=7 + rank) for rank in range(2)]
-    for rank, one in enumerate(ranks):
-        one.about.rank, one.about.world_size, one.connected, one.boundary = rank, 2, True, 5 * (1 - rank)
-        one.order = _counted
-    with pytest.raises(SnapshotPostponed, match="rank 1 of 2 has not reached its first batch"):
-        await Protection(Rig(*ranks).job)._processes()
 
 
 class Ready(Protection):

@@ -15,9 +15,9 @@ from hegmd.protocol.agents import CudaDevice
 from hegmd.protocol.messages import AgentReport
 from hegmd.protocol.slots import RECORD_BYTES, SlotRecord, packed
 from hegmd.recovery.job import ProtectedJob
-from hegmd.recovery.protection import require_devices
+from hegmd.recovery.protection import Protection, require_devices
 from hegmd.recovery.slots import JobSlots
-from hegmd.recovery.snapshots import SnapshotRounds, Unprotected
+from hegmd.recovery.snapshots import SnapshotPostponed, SnapshotRounds, Unprotected
 from hegmd.workers.workers import AgentConnection, OrderFailed
 
 STATE_BYTES = 8192
@@ -119,3 +119,16 @@ def test_a_recovery_was_promised_on_devices_that_a_new_process_does_not_have(
     with pytest.raises(Unprotected) as refused:
         require_devices(ranks, ("gpu0", "gpu2"))
     assert refused.value.why == "it uses cuda:2, and a new process would see 2 GPUs only, from cuda:0 to cuda:1"
+
+
+async def _counted(_workers: object) -> None: ...
+
+
+async def test_a_rank_without_a_batch_counted_as_on_another_node() -> None:
+    """`hegmctl run` said that 1 of 2 ranks were on this node, where the other one only made data."""
+    abouts = [SimpleNamespace(rank=rank, world_size=2) for rank in range(2)]
+    ranks = [SimpleNamespace(connected=True, boundary=5 * (1 - about.rank), about=about) for about in abouts]
+    supervisor = SimpleNamespace(offer=SimpleNamespace(pid=7))
+    job = SimpleNamespace(own_workers=lambda: ranks, count=_counted, supervisor=supervisor, slots=None)
+    with pytest.raises(SnapshotPostponed, match="rank 1 of 2 has not reached its first batch"):
+        await Protection(cast("ProtectedJob", job))._processes()

@@ -33,11 +33,7 @@ def take_module(module: Any) -> dict[str, Any]:
     return {
         "class": _class_of(module),
         "tensors": [(name, sharded.taken(tensor), bool(tensor.requires_grad)) for name, tensor in tensors],
-        "gradients": {
-            name: sharded.taken(tensor.grad, tensor)
-            for name, tensor in tensors
-            if tensor.is_leaf and tensor.grad is not None
-        },
+        "gradients": {name: found for name, tensor in tensors if (found := _gradient_of(tensor)) is not None},
         "numbers": {name: _numbers_of(inner) for name, inner in module.named_modules()},
         "extra": {name: loose(inner.get_extra_state()) for name, inner in _with_extra(module)},
     }
@@ -290,12 +286,11 @@ def _moved(state: Any, was_on: str, parameter: Any, group: dict[str, Any], name:
 
 def take_tensor(tensor: Any) -> tuple[Any, Any, bool]:
     """Return a tensor that is in no module, and its gradient."""
-    gradient = tensor.grad if tensor.is_leaf else None
-    return (
-        sharded.taken(tensor),
-        None if gradient is None else sharded.taken(gradient, tensor),
-        bool(tensor.requires_grad),
-    )
+    return sharded.taken(tensor), _gradient_of(tensor), bool(tensor.requires_grad)
+
+
+def _gradient_of(tensor: Any) -> Any:
+    return sharded.taken(tensor.grad, tensor) if tensor.is_leaf and tensor.grad is not None else None
 
 
 def put_tensor(tensor: Any, saved: Any, gradient: Any, *, requires: bool) -> None:
@@ -357,11 +352,9 @@ def _counter(counts: dict[Any, int]) -> Counter[Any]:
 
 
 def _like(torch: Any, tensor: Any, gradient: Any) -> Any:
-    part, here = sharded.part_of(gradient), sharded.local(tensor)
-    if not sharded.is_taken(gradient):
-        return _copy(torch.empty_like(here, dtype=part.dtype, requires_grad=False), part)
-    made = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=here.device)
-    return sharded.made(_copy(made, part), gradient, tensor)
+    if sharded.is_taken(gradient):
+        return sharded.made(_made(sharded.part_of(gradient), tensor.device), gradient, tensor)
+    return _copy(torch.empty_like(tensor, dtype=gradient.dtype, requires_grad=False), gradient)
 
 
 # ---- copies ---------------------------------------------------------------------------------------------------------

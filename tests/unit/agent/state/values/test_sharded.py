@@ -77,6 +77,7 @@ def test_fsdp_models_had_no_state() -> None:
     _step(model, optimizer)
     names = {id(parameter): (0, name) for name, parameter in model.named_parameters()}
     taken = _through_a_file([contents.take_module(model), contents.take_optimizer(optimizer, names)])
+    gradients = [sharded.local(parameter.grad).clone() for parameter in model.parameters()]
     expected = [_step(model, optimizer) for _ in range(3)]
     other, its = _sharded()
     assert contents.unfit_module(other, taken[0]) == []
@@ -84,6 +85,8 @@ def test_fsdp_models_had_no_state() -> None:
     contents.put_optimizer(its, taken[1], lambda _reference: None)
     contents.make_copies()
     assert all(sharded.is_spread(parameter.grad) for parameter in other.parameters())
+    found = [sharded.local(parameter.grad) for parameter in other.parameters()]
+    assert all(torch.equal(one, before) for one, before in zip(found, gradients, strict=True))
     assert [_step(other, its) for _ in range(3)] == expected
 
 
