@@ -194,7 +194,10 @@ class OperationsReply(Record):
 
 
 class Operations(Request, op="operations", reply=OperationsReply):
-    """List the operations: those under way, the suspended ones, and the last ones that have ended."""
+    """List the operations: those under way, the suspended ones, and the last ones that have ended.
+
+    Of another user's job the messages are hidden: they may quote the script.
+    """
 
 
 class StoryReply(Record):
@@ -206,7 +209,10 @@ class StoryReply(Record):
 
 
 class Story(Request, op="operation", reply=StoryReply, event=OperationProgress):
-    """Return one operation and its history. With `follow` the reply comes when it has ended."""
+    """Return one operation and its history. With `follow` the reply comes when it has ended.
+
+    Of another user's job the messages are hidden: they may quote the script.
+    """
 
     id: str = field("id of the operation")
     follow: bool = field("wait until it ends", default=False)

@@ -6,10 +6,12 @@ daemon's own user and the group `hegm` may act on every process and on the daemo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from hegmd.errors import DENIED, HegmError
 from hegmd.protocol.messages import BeginProof, Caller, Cancel, EndProof, Hello, Reload, Request, SimulateFault
+from hegmd.protocol.operations import Operation, OperationProgress, StoryLine, Wait
 from hegmd.protocol.snapshots import Event, GpuProcess
 
 # Requests that change the node as a whole. Every peer may make the others; those that act on processes
@@ -18,6 +20,9 @@ NODE_WIDE: frozenset[type[Request]] = frozenset((BeginProof, EndProof, Reload, S
 
 # Requests that a connection needs; never refused.
 ALWAYS: frozenset[type[Request]] = frozenset((Hello, Cancel))
+
+_HIDDEN = "message hidden: another user's job"
+_HIDDEN_HINT = "ask its owner, or an administrator of hegmd"
 
 
 class Peer(NamedTuple):
@@ -81,4 +86,26 @@ class Policy(NamedTuple):
         if not isinstance(uid, int) or self.may_act_on(peer, uid):
             return event
         facts = {name: event.facts[name] for name in ("job", "uid") if name in event.facts}
-        return event.replace(message="message hidden: another user's job", facts=facts)
+        return event.replace(message=_HIDDEN, facts=facts)
+
+    def visible_operation(self, peer: Peer, operation: Operation) -> Operation:
+        """Return the operation as the peer may see it: its failure can quote the script, and name paths."""
+        if self.may_act_on(peer, operation.owner_uid):
+            return operation
+        failure = None if operation.failure is None else operation.failure.replace(message=_HIDDEN, hint=_HIDDEN_HINT)
+        return operation.replace(failure=failure, waits=_visible_wait(operation.waits), note=None)
+
+    def visible_story(self, peer: Peer, owner_uid: int | None, story: Iterable[StoryLine]) -> tuple[StoryLine, ...]:
+        """Return the history of an operation of that owner as the peer may see it."""
+        may = self.may_act_on(peer, owner_uid)
+        return tuple([line if may or not line.detail else line.replace(detail=_HIDDEN) for line in story])
+
+    def visible_progress(self, peer: Peer, owner_uid: int | None, progress: OperationProgress) -> OperationProgress:
+        """Return the progress of an operation of that owner as the peer may see it."""
+        if self.may_act_on(peer, owner_uid):
+            return progress
+        return progress.replace(waits=_visible_wait(progress.waits))
+
+
+def _visible_wait(waits: Wait | None) -> Wait | None:
+    return None if waits is None else Wait(why=_HIDDEN, next=_HIDDEN_HINT)

@@ -161,17 +161,25 @@ class OperationHandlers:
     async def operations(self, call: Call, _: m.Operations) -> m.OperationsReply:
         await self._orphans.search(thorough=False, within_s=OPERATIONS_S)
         runner = self._operations.runner
-        operations = tuple(self._jobs.with_job(runner.describe(op.id)) for op in runner.operations())
+        known = [self._jobs.with_job(runner.describe(op.id)) for op in runner.operations()]
+        operations = tuple([self._policy.visible_operation(call.peer, operation) for operation in known])
         return m.OperationsReply(operations=operations, orphans=self._orphans.all())
 
     async def story(self, call: Call, request: m.Story) -> m.StoryReply:
-        runner = self._operations.runner
+        runner, policy, peer = self._operations.runner, self._policy, call.peer
+        owner_uid = runner.history(request.id).operation.owner_uid
+
+        async def emit(progress: OperationProgress) -> None:
+            await call.emit(policy.visible_progress(peer, owner_uid, progress))
+
         if request.follow:
-            await self._operations.follow(request.id, call.emit)
+            await self._operations.follow(request.id, emit)
         history = runner.history(request.id)
-        lines = tuple(StoryLine.from_plain(line.to_plain(), "story") for line in history.story)
+        lines = [StoryLine.from_plain(line.to_plain(), "story") for line in history.story]
         return m.StoryReply(
-            operation=self._jobs.with_job(runner.describe(request.id)), story=lines, untold=history.untold
+            operation=policy.visible_operation(peer, self._jobs.with_job(runner.describe(request.id))),
+            story=policy.visible_story(peer, owner_uid, lines),
+            untold=history.untold,
         )
 
     async def cancel(self, call: Call, request: m.CancelOperation) -> m.OperationReply:

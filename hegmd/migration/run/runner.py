@@ -362,8 +362,9 @@ class Runner(BackgroundTasks):
 
     def _note(self, running: OperationTask, event: Event, before: Operation, after: Operation) -> None:
         """Publish what changed, and forget the progress of an ended operation."""
+        facts = {"id": after.id, "uid": after.owner_uid}  # a message can quote the script, which others are not to see
         for happening in happenings(before, event, after):
-            self._log.record(happening.kind, happening.severity, happening.message, facts={"id": after.id})
+            self._log.record(happening.kind, happening.severity, happening.message, facts=facts)
         if before.phase != after.phase:
             running.moved.clear()
             logger.info("operation %s: %s", after.id, after.phase, extra=fields(operation=after.id, phase=after.phase))
@@ -430,7 +431,8 @@ class Runner(BackgroundTasks):
         self.ended_counts[op.kind, way_of(op), op.phase] += 1
         self._ledger.forget_oldest()
         severity, why = ("info", "") if op.failure is None else ("warning", f": {op.failure.message}")
-        self._log.record(f"operation.{op.phase}", severity, f"operation {op.id}: {op.phase}{why}", facts={"id": op.id})
+        facts = {"id": op.id, "uid": op.owner_uid}
+        self._log.record(f"operation.{op.phase}", severity, f"operation {op.id}: {op.phase}{why}", facts=facts)
 
 
 def _news_event(event: str, worker: AgentConnection, member: Member) -> Event:

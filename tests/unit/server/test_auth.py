@@ -16,6 +16,7 @@ from hegmd.protocol.messages import (
     Request,
     SimulateFault,
 )
+from hegmd.protocol.operations import Operation, OperationProgress, Reason, StoryLine, Wait
 from hegmd.protocol.snapshots import Event, GpuProcess
 from hegmd.server.auth import Peer, Policy
 from tests.cells import in_one_test
@@ -97,3 +98,30 @@ def test_the_text_of_an_error_in_a_job_is_hidden_from_other_users() -> None:
     assert "secret" not in hidden.message
     assert dict(hidden.facts) == {"job": "j1", "uid": owner}
     assert SYSTEM.visible_event(ANYBODY, event) == SYSTEM.visible_event(BY_PRIMARY_GROUP, event) == event
+
+
+def test_the_failure_of_an_operation_on_a_job_was_shown_to_other_users() -> None:
+    """`hegmctl events` hid it, and `hegmctl ops` and `hegmctl op` did not: paths of images, and lines of the script."""
+    wait = Wait(why="/home/own/secret is full", next="rm /home/own/secret")
+    operation = Operation(
+        id="1",
+        kind="migrate",
+        phase="rolled-back",
+        processes=(),
+        owner_uid=ANYBODY.uid,
+        created_utc=1.0,
+        size_bytes=0,
+        failure=Reason(code="refused", message="secret at train.py:7", hint="hegm.keep('secret')"),
+        waits=wait,
+        note="/home/own/secret",
+    )
+    story = [StoryLine(utc=1.0, event="failed", detail="message secret", phase="rolled-back")]
+    progress = OperationProgress(id="1", phase="reserving", waits=wait)
+
+    def seen(peer: Peer) -> tuple[object, ...]:
+        uid = operation.owner_uid
+        visible = SYSTEM.visible_operation(peer, operation), SYSTEM.visible_story(peer, uid, story)
+        return (*visible, SYSTEM.visible_progress(peer, uid, progress))
+
+    assert seen(ANYBODY) == seen(BY_PRIMARY_GROUP) == (operation, tuple(story), progress)
+    assert "secret" not in repr(seen(Peer(pid=6, uid=1003, gid=1003)))

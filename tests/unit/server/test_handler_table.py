@@ -45,7 +45,10 @@ CALLED = {
     "migrate": "jobs.pids operations.migrate jobs.with_job jobs.plan_with_jobs",
     "nccl.begin-proof": "proving.begin",
     "nccl.end-proof": "proving.end",
-    "operation": "operations.follow operations.runner.history operations.runner.describe jobs.with_job",
+    "operation": (
+        "operations.runner.history operations.follow operations.runner.history operations.runner.describe "
+        "jobs.with_job policy.visible_operation policy.visible_story"
+    ),
     "operation.cancel": "operations.drop jobs.with_job",
     "operations": "orphans.search operations.runner.operations orphans.all",
     "orphans": "orphans.search orphans.all",
