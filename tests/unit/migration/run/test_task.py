@@ -124,7 +124,7 @@ async def test_memory_that_arrived_after_a_timeout_stayed_in_the_pool(
         await tasks.start(runner.run)
         await ModelAgent(workers, process.pid).attend(tasks)
         member = worker(pid=process.pid, start_ticks=start_ticks(process.pid), token="a" * 32)
-        await runner.begin(operation(member, id="1", limits=Limits(arm_s=0.02, retry_s=0.02)))
+        await runner.begin(operation(member, id="1", limits=Limits(arm_s=0.02, settle_s=0.02, retry_s=0.02)))
         with anyio.fail_after(HANG_S):
             async for progress in runner.follow("1"):
                 if progress.phase == "tidying":
