@@ -295,8 +295,10 @@ class SharingRequests:
         number = self._sharing.rules.priority(request.priority, is_admin=caller.is_admin)
         if not record.is_alive:
             raise Refused(f"job {record} {self._jobs.describe_end(record)}", "run: hegmctl jobs", {"job": record.id})
-        await self._jobs.set_priority(record.number, number)
-        self._sharing.note_priority(record, number)
+        try:
+            await self._jobs.set_priority(record.number, number)
+        finally:
+            self._sharing.note_priority(record, number)
         return await self._job_requests.one(record.id, caller.may)
 
     async def place(self, request: protocol.PlaceJob, caller: Caller, emit: EmitPlace) -> protocol.JobPlaced:

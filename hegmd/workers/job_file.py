@@ -113,10 +113,11 @@ class JobSaving(StateSaving[_State]):
     def __init__(self, *, retry_s: float = RETRY_S) -> None:
         super().__init__(self._save, _report, name="hegmd-jobs", retry_s=retry_s)
         self._file: JobFile | None = None
+        self.folder: Path | None = None
 
     def open(self, folder: Path) -> tuple[int, list[JobRecord]]:
         """Return the result of `JobFile.load`. Blocks. Raises HegmError."""
-        self._file = JobFile(folder)
+        self.folder, self._file = folder, JobFile(folder)
         return self._file.load()
 
     def change(self, next_number: int, jobs: Sequence[JobRecord]) -> None:

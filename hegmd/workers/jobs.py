@@ -19,7 +19,7 @@ from typing import Protocol
 
 import anyio
 
-from hegmd.errors import BAD_REQUEST, BUSY, NOT_FOUND, HegmError
+from hegmd.errors import BAD_REQUEST, BUSY, NOT_FOUND, UNAVAILABLE, HegmError
 from hegmd.node.processes.procfs import ProcessGone, Unreadable, exit_status, read_arguments, seconds_since_boot
 from hegmd.protocol.jobs import DEFAULT_PRIORITY
 from hegmd.protocol.messages import RegisterJob
@@ -326,11 +326,14 @@ class Jobs(BackgroundTasks):
             self._put(job.replace(members=(*job.members, worker.name)[-MAX_MEMBERS:]))
 
     async def set_priority(self, number: int, priority: int) -> None:
-        """Change the priority of a job; it is on disk when this returns."""
+        """Change the priority of a job; it is on disk when this returns. Raises HegmError, although it is changed."""
         job = self._jobs.get(number)
         if job is not None and job.priority != priority:
             self._put(job.replace(priority=priority))
-            await self._saving.until_saved()
+            if not await self._saving.until_saved():
+                message = f"job {job} has priority {priority}, but that cannot be written to disk"
+                hint = f"free space in {self._saving.folder}; hegmd writes it as soon as it can. Until then a crash of"
+                raise HegmError(UNAVAILABLE, message, f"{hint} hegmd would undo it", {"job": job.id})
 
     def note_training(self, job: JobRecord) -> None:
         """Note that the job reached a batch."""

@@ -18,6 +18,7 @@ import pytest
 from hegmd.errors import HegmError
 from hegmd.protocol import sharing as protocol
 from hegmd.sharing import model, state_file
+from hegmd.workers import job_file
 from tests.patience import HANG_S
 from tests.unit.model_agent import ModelAgent
 from tests.unit.sharing.shared_node import ADMIN, MIB, SharedNode, sharing_on, user
@@ -184,6 +185,18 @@ async def test_a_daemon_killed_while_the_disk_is_full_resumes_the_job_that_it_wa
     async with sharing_on(tmp_path) as shared:
         await attend_again(shared, [agent])
         await until_finished(shared, agent, process)
+
+
+async def test_a_priority_was_reported_as_set_although_it_was_not_on_disk(tmp_path: Path, process: Child) -> None:
+    async with sharing_on(tmp_path) as shared:
+        await shared.node.attend(process.pid, BYTES)
+        blocked = tmp_path / f".{job_file.NAME}.new"
+        blocked.mkdir()
+        with pytest.raises(HegmError, match="has priority 80, but that cannot be written to disk") as raised:
+            await shared.requests.set_priority(protocol.SetPriority(job="j1", priority="production"), ADMIN)
+        assert str(tmp_path) in raised.value.hint
+        assert "priority" in shared.events
+        blocked.rmdir()
 
 
 @pytest.mark.thorough
