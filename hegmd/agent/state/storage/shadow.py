@@ -2,10 +2,11 @@
 continues.
 
 Owns that memory. It is the driver's own: PyTorch's allocator does not know it, so it splits none of the job's blocks,
-and is in no graph's pool. A part of the GPU's memory stays free for the job: a shadow has as many pieces as fit into
-the rest, the smallest first, because the largest are the quickest to copy to the host while the training waits. The
-memory is freed as soon as it was copied to the host. If the job uses so much memory meanwhile that little is left, the
-copying ends at once with `CopyStopped`: then there is no snapshot, and the next one is taken without a shadow.
+and is in no graph's pool. A part of the GPU's memory stays free for the job, which may grow: a twentieth if all of the
+state fits into the rest, otherwise half of what is free. Then a shadow has the smallest pieces, because the largest are
+the quickest to copy to the host while the training waits. The memory is freed as soon as it was copied to the host. If
+the job uses so much memory meanwhile that little is left, the copying ends at once with `CopyStopped`: then there is no
+snapshot, and the next one is taken without a shadow.
 """
 
 from __future__ import annotations
@@ -29,13 +30,18 @@ from . import checksums
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
+    from typing import Any, Protocol
 
     from ...copying import Copy, Span
 
+    class HasMemory(Protocol):
+        def memory(self) -> tuple[int, int]: ...
+
+
 #: `off` has the training wait until all is fetched.
 SWITCH = "HEGM_SNAPSHOT_SHADOW"
-# This share of the GPU's memory stays free for the job. If less than half of it is left, the shadow is abandoned.
+# At least this share of the GPU's memory stays free for the job. If less than half of it is left, the shadow is
+# abandoned.
 SHARE_LEFT_FREE = 0.05
 # Each copy has the interpreter for a moment, which the training needs: more threads would be quicker, and slow it down.
 THREADS = 4
@@ -182,23 +188,32 @@ def _taken_for(driver: OverlappingCopies, wanted_bytes: int) -> tuple[int, int] 
     wait_for_memory()
     ahead: dict[int | None, tuple[int, int]] = {} if _ahead is None else _ahead.result or {}
     found = ahead.pop(context, None)
-    if found is not None and found[1] < wanted_bytes and _room_bytes(driver) >= _PART_AND_SUMS_BYTES:
+    if found is not None and found[1] < fitting_bytes(driver, wanted_bytes, found[1]):
         _freed(driver, context, found[0])
         found = None
     return found or _taken(driver, wanted_bytes)
 
 
-def _room_bytes(driver: OverlappingCopies, share: float = SHARE_LEFT_FREE) -> int:
-    """Return how much of this thread's GPU is free, without the share that stays free for the job. Raises HegmError."""
+def fitting_bytes(driver: HasMemory, wanted_bytes: int, taken_bytes: int = 0) -> int:
+    """Return how large a shadow may be on this thread's GPU; it has `taken_bytes` already. Raises HegmError."""
     free_bytes, total_bytes = driver.memory()
-    return free_bytes - int(total_bytes * share)
+    free_bytes += taken_bytes
+    room_bytes = free_bytes - int(total_bytes * SHARE_LEFT_FREE)
+    if room_bytes >= wanted_bytes:
+        return wanted_bytes
+    return max(0, min(room_bytes, free_bytes // 2) // _PART_AND_SUMS_BYTES * _PART_AND_SUMS_BYTES)
+
+
+def _is_scarce(driver: OverlappingCopies) -> bool:
+    """Return True if the job has so little memory left that no shadow may keep any. Raises HegmError."""
+    free_bytes, total_bytes = driver.memory()
+    return free_bytes < int(total_bytes * SHARE_LEFT_FREE / 2)
 
 
 def _taken(driver: OverlappingCopies, wanted_bytes: int) -> tuple[int, int] | None:
     """Allocate that much, or what the GPU has room for; address and size. None if it lacks memory. Raises HegmError."""
-    size_bytes, room_bytes = wanted_bytes, _room_bytes(driver)
-    if room_bytes < wanted_bytes:
-        size_bytes = max(0, room_bytes // _PART_AND_SUMS_BYTES * _PART_AND_SUMS_BYTES)
+    size_bytes = fitting_bytes(driver, wanted_bytes)
+    if size_bytes < wanted_bytes:
         note(f"snapshot: a shadow has {size_bytes} bytes of {wanted_bytes}: there is no more memory for it")
     if not size_bytes:
         return None
@@ -207,7 +222,7 @@ def _taken(driver: OverlappingCopies, wanted_bytes: int) -> tuple[int, int] | No
     except HegmError as error:
         note(f"snapshot: no shadow: {error.message}")
         return None
-    if _room_bytes(driver, SHARE_LEFT_FREE / 2) < 0:  # another process has allocated memory at the same time
+    if _is_scarce(driver):  # another process has allocated memory at the same time
         note("snapshot: no shadow: another process needs the memory")
         _freed(driver, driver.context(), address)
         return None
@@ -327,7 +342,7 @@ class Shadows:
     def _look(self, _so_far_bytes: int) -> None:
         """End it where the job needs the memory."""
         global _was_squeezed  # noqa: PLW0603 - one process
-        if _room_bytes(self._driver, SHARE_LEFT_FREE / 2) < 0:
+        if _is_scarce(self._driver):
             note("snapshot: the shadow is given up, because the job needs the memory")
             _was_squeezed = True
             raise CopyStopped
