@@ -57,7 +57,7 @@ class CopyClient:
 
     def __init__(self, link: Link, lane: str, helper: int, *, peer: bool, size_bytes: int = 0) -> None:
         self._link = link
-        self._lane = lane
+        self.lane = lane
         self._helper = helper
         self._size_bytes = size_bytes
         #: Direction and start time of the copy that runs in the background.
@@ -176,7 +176,7 @@ class CopyClient:
     ) -> HelperReply:
         return await self._link.call(
             op,
-            {"lane": self._lane, **args},
+            {"lane": self.lane, **args},
             deadline_s=deadline_s,
             fds=fds,
             on_progress=on_progress,

@@ -30,7 +30,7 @@ OFF, STARTED, CONTEXTS, PINNED = "off", "started", "contexts", "pinned"
 LOOK_S = 2.0
 RETRY_S = 30.0
 #: Sessions of operations have the operation's number in their names.
-_LANE, _RING_LANE = "ready", "ready-ring"
+_LANES, _RING_LANE = ("ready", "ready-too"), "ready-ring"
 # A session creates a ring only for a pool segment.
 _RING_PIECE_BYTES = 2 << 20
 #: Of the largest segments so many are pinned, in pieces that take 17 ms each.
@@ -67,6 +67,14 @@ class Pins(NamedTuple):
         return max(0, sum(self.wanted.values()) - self.left_bytes)
 
 
+class Held(NamedTuple):
+    """The helper with contexts, by its pid; on which GPUs; and the session that has them."""
+
+    helper: int | None
+    gpus: tuple[str, ...]
+    session: CopyClient
+
+
 class ReadyHelper(Pinning):
     """Looks again and again. `gpus` returns the UUIDs of the GPUs with jobs; it is only called for `contexts` and
     `pinned`.
@@ -85,7 +93,7 @@ class ReadyHelper(Pinning):
         self._gpus = gpus
         self._with_memory = with_memory
         self._is_busy = is_busy
-        self._held: tuple[int | None, tuple[str, ...]] | None = None
+        self._held: Held | None = None
         #: The GPU of the last context, which pins memory while all jobs are suspended.
         self._last_gpu: str | None = None
         self._pins = Pins(None, {}, 0)
@@ -115,17 +123,33 @@ class ReadyHelper(Pinning):
 
     async def check(self) -> None:
         """Have a helper, and with `contexts` its contexts, unless it has them. Raises HegmError, OSError."""
-        gpus = tuple(sorted(self._gpus())) if self.keeps_contexts else ()
-        if self._held is None or self._held != (self._link.pid, gpus):
-            self._held = None
-            await CopyClient.open(self._link, _LANE, gpus)
-            if gpus:
-                await self._make_ring(gpus)
-            self._held = (self._link.pid, gpus)
+        gpus = self._wanted_gpus()
+        if self._held is None or self._held.helper != self._link.pid or self._held.gpus != gpus:
+            await self._hold(gpus)
         self._last_gpu = gpus[0] if gpus else self._last_gpu
         if self._how == PINNED and self._last_gpu is not None:
             while not self._is_busy() and await self._with_memory(self._pin):
                 pass
+
+    def _wanted_gpus(self) -> tuple[str, ...]:
+        """The GPUs with jobs. While memory is pinned, also those that had one: for a new context, a resume would wait
+        0.02 s for each pinned gigabyte.
+        """
+        if not self.keeps_contexts:
+            return ()
+        had = self._held.gpus if self._held is not None and self.pinned_bytes else ()
+        return tuple(sorted({*self._gpus(), *had}))
+
+    async def _hold(self, gpus: tuple[str, ...]) -> None:
+        """Have contexts on these GPUs, without destroying one that stays. Raises HegmError, OSError."""
+        former, self._held = self._held, None
+        lane = _LANES[former is not None and former.session.lane == _LANES[0]]
+        session = await CopyClient.open(self._link, lane, gpus)
+        if former is not None:
+            await former.session.close()
+        if gpus:
+            await self._make_ring(gpus)
+        self._held = Held(self._link.pid, gpus, session)
 
     async def _pin(self, memory: Sequence[tuple[int, int]]) -> bool:
         """Pin one more piece of that memory, or unpin one of what is not in it. Returns True if more is left."""
