@@ -49,6 +49,7 @@ _INSTEAD = {
 _BY_HAND = "write a for loop over range() or a loader, or keep the condition's variables with hegm.keep(name, get, set)"
 _WAIT = "let the script wait for it before the next batch is requested"
 _STEP = "let its optimizer make its step before the next batch is requested"
+_DYNAMIC = "write static_graph=False, or sum the gradients in each batch"
 _GENERATOR = "write its loops in the script in place of the generator, or go over the loader itself"
 
 
@@ -233,7 +234,7 @@ class _Capture:
             )
         elsewhere = objects.tensors_elsewhere()
         carried = [found for found in self._chosen(objects) if found.kind != TENSOR or id(found.thing) not in elsewhere]
-        self._check_structure(carried)
+        self._check_structure(carried, place.frames)
         references = kind_table.references_of(dict(enumerate(carried)))
         self.state["holdings"] = [
             {
@@ -271,7 +272,7 @@ class _Capture:
                 what = f"the while loop at {step_text(step)} depends on variables that start over"
                 self._refuse(f"{what}: {anew}", _WHILE)
 
-    def _check_structure(self, carried: list[FoundObject]) -> None:
+    def _check_structure(self, carried: list[FoundObject], frames: list[FrameType]) -> None:
         """Refuse what has other parts than at the first batch: its state would not fit in a restarted script."""
         parameters = kind_table.parameter_names(carried)
         for found in carried:
@@ -279,6 +280,8 @@ class _Capture:
             if pending is not None:
                 self.refusals.append(Refusal(f"{found.names[0]}: {pending}", _STEP, passes=True))
                 continue
+            if found.kind == MODULE and sharded.accumulates_statically(found.thing, frames):
+                self._refuse(f"{found.names[0]} is DDP with a static graph, and accumulates gradients", _DYNAMIC)
             if self._baseline is None:
                 continue
             changes = self._baseline.changes_of(found, parameters)

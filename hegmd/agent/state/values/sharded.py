@@ -1,4 +1,4 @@
-"""Tensors that are spread over ranks (DTensor): this rank's part, and the layout that makes it a part.
+"""Models over several ranks, and tensors that are spread over them (DTensor): a rank's part, and its layout.
 
 A state has the part as an ordinary tensor, beside its layout as plain values. The part is restored into a DTensor that
 the new script has made, or becomes a new DTensor on the same device mesh. A layout that cannot be made again is left as
@@ -13,8 +13,11 @@ from .duck_types import class_of, is_a
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from types import FrameType
     from typing import Any
 
+#: Names by which a script has DDP skip the sum of gradients over ranks.
+_SKIPPING = frozenset(("no_sync", "require_backward_grad_sync"))
 _LAYOUT, _PART = "__layout__", "__part__"
 _MODULES = ("torch.distributed.tensor", "torch.distributed._tensor")
 #: The arguments of each placement that can be made again.
@@ -106,3 +109,12 @@ def pending_in(module: Any) -> str | None:
 def _has_gradient(parameter: Any) -> bool:
     whole = getattr(parameter, "_unsharded_param", None)
     return parameter.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+
+
+def accumulates_statically(module: Any, frames: list[FrameType]) -> bool:
+    """Return True for DDP with a static graph that skips sums: PyTorch needs a sum in the first batch of a process."""
+    parallel: Any = sys.modules.get("torch.nn.parallel.distributed")
+    kind: Any = getattr(parallel, "DistributedDataParallel", ())
+    found = [inner for inner in module.modules() if is_a(inner, kind) and getattr(inner, "static_graph", False)]
+    skips = any(not _SKIPPING.isdisjoint(frame.f_code.co_names) for frame in frames)
+    return any(skips or not inner.require_forward_param_sync for inner in found)

@@ -127,3 +127,24 @@ def test_the_buffers_of_a_pipeline_stage_failed_a_restart() -> None:
     found = {name: one.kind for one in ScriptSearch([sys._getframe()]).list for name in one.names}
     ours = {name.rpartition("stage.")[2]: kind for name, kind in found.items() if "stage." in name}
     assert ours == {"submod": MODULE}
+
+
+def _skipping(ddp: Any) -> bool:
+    with ddp.no_sync():
+        return sharded.accumulates_statically(ddp, [sys._getframe()])
+
+
+def test_a_static_graph_that_was_restarted_within_an_accumulation_failed() -> None:
+    """Its first batch was under `no_sync`, where PyTorch fails unless an earlier one was not."""
+    dynamic, static = (
+        torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), static_graph=is_static)
+        for is_static in (False, True)
+    )
+    assert not _skipping(dynamic)
+    assert _skipping(static), "the script says so"
+    assert not sharded.accumulates_statically(static, [])
+    static(torch.ones(1, 2)).sum().backward()
+    for is_last in (False, True):
+        static.require_backward_grad_sync = is_last
+        static(torch.ones(1, 2)).sum().backward()
+        assert sharded.accumulates_statically(static, []) != is_last, "it was seen"
