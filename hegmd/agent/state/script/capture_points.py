@@ -19,6 +19,7 @@ from ..code.reentry import spots_of
 from ..code.value_stack import caller
 from ..frameworks import accelerate_hf
 from ..loaders import passes as loaders_passes
+from ..values import sharded
 from ..values.refusals import Refusal
 from .baseline import note_place
 
@@ -232,7 +233,7 @@ class CapturePointCheck:
             return True  # continuing would not help
         refused = list(refusals_of(place, asked_iterator(frame)))
         if not any(found.passes for found in refused):
-            return True
+            return not sharded.is_accumulating()
         if not place.at_head and place.loops and sys.gettrace() is None and not accelerate_hf.is_own(place.frames[-1]):
             self._run_to_loop_head(place)
         return False

@@ -13,11 +13,13 @@ from .duck_types import class_of, is_a
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import FrameType
     from typing import Any
 
 #: Names by which a script has DDP skip the sum of gradients over ranks.
 _SKIPPING = frozenset(("no_sync", "require_backward_grad_sync"))
+_STATES = "torch.distributed._composable_state"
 _LAYOUT, _PART = "__layout__", "__part__"
 _MODULES = ("torch.distributed.tensor", "torch.distributed._tensor")
 #: The arguments of each placement that can be made again.
@@ -46,6 +48,8 @@ def layout_of(tensor: Any) -> Any:
             return None
         placements.append((name, *(getattr(placement, argument) for argument in _ARGUMENTS[name])))
     mesh = tensor.device_mesh
+    if _placed(placements, tensor) != list(tensor.placements):
+        return None
     return tuple(mesh.shape), tuple(mesh.mesh_dim_names or ()), tuple(placements), *_form_of(tensor)
 
 
@@ -82,28 +86,44 @@ def unlike(here: Any, saved: Any) -> str | None:
 def made(part: Any, saved: Any, beside: Any) -> Any:
     """Return a new DTensor of that part on the mesh of `beside`, with the saved layout."""
     _mesh, _names, placements, shape, stride = saved[_LAYOUT]
-    classes: Any = sys.modules[type(beside.placements[0]).__module__]
-    spread = [getattr(classes, name)(*arguments) for name, *arguments in placements]
     torch: Any = sys.modules["torch"]
+    spread, size = _placed(placements, beside), torch.Size(shape)
     return class_of(beside).from_local(
-        part, beside.device_mesh, spread, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+        part, beside.device_mesh, spread, run_check=False, shape=size, stride=tuple(stride)
     )
+
+
+def _placed(placements: Iterable[Any], beside: Any) -> list[Any]:
+    """Return PyTorch's placements, whose classes are beside those of that DTensor."""
+    classes: Any = sys.modules[type(beside.placements[0]).__module__]
+    return [getattr(classes, name)(**dict(zip(_ARGUMENTS[name], given))) for name, *given in placements]
 
 
 def pending_in(module: Any) -> str | None:
     """Return why no state of a module under FSDP2 can be saved at this moment; None if it can."""
     for inner in module.modules():
-        state_of = getattr(inner, "_get_fsdp_state", None)
-        if state_of is None:
-            continue
-        state = state_of()
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for group in [one for one in groups if one is not None]:
+        for group in _groups_of(inner):
             if not group.is_sharded:
                 return "its parameters are gathered from all ranks"
             if any(_has_gradient(parameter) for parameter in group.fsdp_params):
                 return "it has gradients that are not summed over its ranks yet"
     return None
+
+
+def is_accumulating() -> bool:
+    """Return True while a module under FSDP2 has gradients that are not summed yet: a later batch sums them."""
+    modules = list(getattr(sys.modules.get(_STATES), "_module_state_mapping", ()))
+    groups = [group for module in modules for group in _groups_of(module)]
+    return any(_has_gradient(parameter) for group in groups for parameter in group.fsdp_params)
+
+
+def _groups_of(module: Any) -> list[Any]:
+    """Return the groups of parameters that FSDP2 gathers together and that this module begins."""
+    if not hasattr(module, "_get_fsdp_state"):
+        return []
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def _has_gradient(parameter: Any) -> bool:

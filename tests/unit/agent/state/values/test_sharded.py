@@ -90,6 +90,17 @@ def test_fsdp_models_had_no_state() -> None:
     assert [_step(other, its) for _ in range(3)] == expected
 
 
+def test_a_part_of_a_part_could_not_be_made_again() -> None:
+    """FSDP2 over tensor parallel: the class of its placement takes names only, and the job failed in its restart."""
+    tensors = pytest.importorskip("torch.distributed.tensor", exc_type=ImportError)
+    strided = tensors.placement_types._StridedShard(0, split_factor=2)
+    mesh = torch.distributed.init_device_mesh("cpu", (1, 1))
+    spread = tensors.DTensor.from_local(torch.ones(2), mesh, [strided, tensors.Shard(0)], run_check=False)
+    saved = _through_a_file(sharded.taken(spread))
+    again = sharded.made(sharded.part_of(saved), saved, spread)
+    assert (again.placements, again.shape) == (spread.placements, spread.shape)
+
+
 def test_a_parameter_with_another_layout_does_not_fit() -> None:
     model, _optimizer = _sharded()
     plain = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
@@ -105,9 +116,11 @@ def test_a_module_with_gradients_of_an_accumulation_has_no_state_until_they_are_
     model.set_requires_gradient_sync(False)
     model(torch.ones(3, 4)).sum().backward()
     assert sharded.pending_in(model) == "it has gradients that are not summed over its ranks yet"
+    assert sharded.is_accumulating()
     model.set_requires_gradient_sync(True)
     _step(model, optimizer)
     assert sharded.pending_in(model) is None
+    assert not sharded.is_accumulating()
 
 
 def test_the_views_that_fsdp_has_of_parameters_failed_a_restart() -> None:
