@@ -240,12 +240,28 @@ def costs(draft: Draft, members: Sequence[Candidate], kind: str) -> Iterator[str
         )
         if any(NCCL in found.backends for found in groups):
             yield "the job trains without NVLink multicast (NCCL_NVLS_ENABLE=0), which can slow more than two GPUs"
+            yield from _neighbours(draft, members)
     if (proof := proof_of(draft.snapshot, members, [worker.to for worker in draft.workers])) is not None:
         yield from _verdict(proof, uses_nccl=any(NCCL in found.backends for found in groups))
     if draft.reserves_late:
         yield (
             "ranks exchange GPUs that have no memory for both: it is reserved when all ranks have left; if another "
             "process takes it in that moment, the job waits with its bytes in host memory"
+        )
+
+
+def _neighbours(draft: Draft, members: Sequence[Candidate]) -> Iterator[str]:
+    """Name other processes on the GPUs of the ranks. Two jobs with NCCL on the same GPUs were seen to hang and to fail,
+    one of them in an exchange (docs/benchmarks.md)."""
+    gpus = {gpu for member in members for gpu in member.gpus} | {worker.to for worker in draft.workers}
+    there = [(each.pid, each.gpus) for each in draft.snapshot.candidates]
+    there += [(each.pid, each.gpus) for each in draft.snapshot.unreachable]
+    ours = {member.pid for member in members}
+    others = [f"process {pid}" for pid, places in sorted(there) if pid not in ours and gpus & set(places)]
+    if others:
+        yield (
+            f"{listed(others)} {'is' if len(others) == 1 else 'are'} on these GPUs too: two jobs with NCCL on the same "
+            "GPUs can hang or fail, and one failed when it was moved; suspend the other one first"
         )
 
 

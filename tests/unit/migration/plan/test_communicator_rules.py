@@ -64,6 +64,18 @@ def test_ranks_are_suspended_by_the_method_that_their_agents_name(mechanism: str
     assert "NCCL_NVLS_ENABLE=0" in " ".join(plan.hazards)
 
 
+def test_a_plan_names_the_processes_that_share_gpus_with_ranks() -> None:
+    """A job was lost in an exchange beside another job with NCCL on the same two GPUs."""
+    other = a_process(an_agent(), pid=99, gpus=("gpu1",), job="other")
+    ranks = [a_rank(number) for number in range(2)]
+    plan = the_plan(planned(a_snapshot(*ranks, other, **ROOMY), SUSPENSION))
+    assert "process 99 is on these GPUs too" in " ".join(plan.hazards)
+    assert "on these GPUs too" not in " ".join(the_plan(planned(a_job(), SUSPENSION)).hazards)
+    of_gloo = [a_rank(number, GLOO[number]) for number in range(2)]
+    plan = the_plan(planned(a_snapshot(*of_gloo, other, **ROOMY), SUSPENSION))
+    assert "on these GPUs too" not in " ".join(plan.hazards)
+
+
 def test_the_estimate_has_the_seconds_for_communicators_and_ranks_on_gpus_of_their_own_go_at_once() -> None:
     alone_s = the_plan(planned(a_snapshot(a_process(an_agent()), **ROOMY), SUSPENSION)).estimate_s
     assert the_plan(planned(a_job(), SUSPENSION)).estimate_s == pytest.approx(alone_s + 0.42)
