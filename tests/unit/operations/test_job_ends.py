@@ -11,9 +11,8 @@ import pytest
 
 from hegmd.errors import NOT_FOUND, HegmError
 from hegmd.migration.machine.next_effects import SUSPENDED
-from hegmd.migration.machine.operation import CHECKPOINT, ImageRequest
+from hegmd.migration.machine.operation import CHECKPOINT, RESTART, ImageRequest
 from hegmd.migration.machine.operation import Operation as MachineOperation
-from hegmd.migration.model import RESTART
 from hegmd.migration.run.runner import Runner
 from hegmd.operations.job_requests import JobOperationsOf, _without_launcher
 from hegmd.operations.request_context import OperationResult
