@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from time import sleep
+from time import monotonic, sleep
 
 from hegmctl.connection import of_kind
 from hegmctl.jobs_text import ended_text, filtered, job_text, jobs_text, templated
-from hegmd.errors import UNAVAILABLE, USAGE, HegmError
+from hegmd.errors import TIMEOUT, UNAVAILABLE, USAGE, HegmError
 from hegmd.protocol.messages import (
     DropRecovery,
     InspectJob,
@@ -73,21 +73,39 @@ def inspect(session: Session) -> int:
     return 0
 
 
+class _Late(Exception):
+    """The job has not ended within --timeout."""
+
+
 def wait(session: Session) -> int:
     """`hegmctl wait`: the exit status is the job's. A daemon that restarts is waited for."""
     from hegmctl.watch import RETRY_S, Reconnecting
 
     wanted = of_kind(session.arguments.request(), WaitForJob).job
+    limit_s, began = session.arguments.seconds("timeout"), monotonic()
+
+    def require_time(_job: Job | None = None) -> None:
+        if limit_s is not None and monotonic() - began >= limit_s:
+            raise _Late
 
     def look(connection: Connection) -> JobReply:
         nonlocal wanted  # another job may have that name, or that pid, before this one has ended
         wanted = connection.call(InspectJob(job=wanted), JobReply).job.id
-        return connection.converse(WaitForJob(job=wanted), Job, JobReply, None, patient=True)
+        try:
+            return connection.converse(WaitForJob(job=wanted), Job, JobReply, require_time, patient=limit_s is None)
+        except HegmError as error:
+            if error.code is TIMEOUT:
+                require_time()
+            raise
 
     link = Reconnecting(session)
     try:
         while (reply := link.ask(look, session.sink.note)) is None:
+            require_time()
             sleep(RETRY_S)
+    except _Late:
+        hint = "it continues; without --timeout the command waits for its end"
+        raise HegmError(TIMEOUT, f"job {wanted} has not ended within {limit_s:g} s", hint) from None
     finally:
         link.close()
     job = reply.job

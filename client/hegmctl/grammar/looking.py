@@ -102,7 +102,7 @@ LOOKING = (
     Command(
         "wait",
         "wait until a job has ended",
-        "Waits also while the daemon restarts.",
+        "Waits also while the daemon restarts; with --timeout at most that long after the job's last change of state.",
         exits="The exit status is the job's, or 128 and the number of the signal that ended it; 14 if it is not known.",
         request="job.wait",
         handler="job_commands:wait",
