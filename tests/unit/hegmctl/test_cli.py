@@ -25,7 +25,7 @@ from hegmd.protocol.connection import IncomingRequest
 from hegmd.protocol.record import Record
 from tests.patience import HANG_S
 from tests.unit.hegmctl import node
-from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, failing, remembering, saying, unanswered
+from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, failing, remembering, unanswered
 from tests.unit.hegmctl.running import ROOT, command, environment, hegmctl
 
 
@@ -156,14 +156,6 @@ def test_a_silent_daemon_costs_the_timeout_or_a_ctrl_c(daemon: FakeDaemon) -> No
     with Running("gpus", socket=daemon.path) as waiting:
         daemon.wait_for(m.Gpus, 2)
         assert waiting.end(signal.SIGINT) == (-signal.SIGINT, "", "")
-
-
-def test_wait_ignored_its_timeout(daemon: FakeDaemon) -> None:
-    job = m.Job(id="j1", name="train", state="training", started_utc=0.0, uid=0)
-    daemon.answers.update({m.InspectJob: saying(m.JobReply(job=job)), m.WaitForJob: unanswered})
-    ran = hegmctl("wait", "train", "--timeout", "0.05", socket=daemon.path)
-    assert ran.returncode == 8
-    assert ran.stderr.startswith("hegmctl: job j1 has not ended within 0.05 s; it continues")
 
 
 def test_help_needs_no_daemon() -> None:
