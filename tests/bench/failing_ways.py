@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import subprocess
@@ -69,7 +70,10 @@ class Case:
 
 
 class Options(argparse.Namespace):
-    """The options of the command line. No trial begins after `begins_until`; those that run are cut at `ends_at`."""
+    """The options of the command line. No trial begins after `begins_until`; those that run are cut at `ends_at`.
+
+    Both are set once the undisturbed runs have ended.
+    """
 
     gpus: str
     device: str
@@ -84,8 +88,8 @@ class Options(argparse.Namespace):
     fork_ranks: bool
     budget_s: float
     grace_s: float
-    begins_until: float
-    ends_at: float
+    begins_until: float = math.inf
+    ends_at: float = math.inf
     #: The socket of the Python process that forks ranks, if there is one.
     forks: Path | None = None
     #: The number of steps of a training without an earlier end.

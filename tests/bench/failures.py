@@ -7,8 +7,8 @@ With `--gpus real --backend nccl` each rank has a GPU of its own, and only the w
 The end of a case is `exact` (it made all steps, and every loss, of repeated steps too, is that of an undisturbed run),
 `ended` (by a failure from which no recovery is wanted), or WRONG with what was seen. The exit status is 1 if one is
 WRONG. `--jobs` cases run at once, and all ways have their first turn before one has its second. With `--budget-s` no
-case begins later, and one that has not ended after `--grace-s` more is cut, and counts as not tried. `--out` has a line
-of JSON for each case, from its end on.
+case begins later than so long after the undisturbed runs, and one that has not ended after `--grace-s` more is cut, and
+counts as not tried. `--out` has a line of JSON for each case, from its end on; with its log if it is WRONG or was cut.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import BRISK
 
 Steps = set[tuple[int, int, str]]
+CUT = "cut"
 
 
 @dataclass
@@ -56,7 +57,6 @@ class Table:
     options: Options
     expected: dict[tuple[int, str], Steps] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
-    not_ended: int = 0
     #: Daemons that no case has now, with where they are.
     _spare: list[tuple[str, RunningDaemon]] = field(default_factory=list)
     _nodes: ExitStack = field(default_factory=ExitStack)
@@ -74,6 +74,8 @@ class Table:
         cells = self.cells()
         with self._nodes, ThreadPoolExecutor(self.options.jobs) as pool:
             list(pool.map(self._learn, sorted({(world, self.options.place(case)) for case, world in cells})))
+            self.options.begins_until = time.monotonic() + self.options.budget_s
+            self.options.ends_at = self.options.begins_until + self.options.grace_s
             turns = [(number, case, world) for number in range(self.options.times) for case, world in cells]
             list(pool.map(lambda turn: self._try(*turn), turns))
 
@@ -101,8 +103,7 @@ class Table:
             try:
                 row["result"] = result_of(run, case, self.expected[world, place])
             except Cut:
-                self.not_ended += 1
-                return
+                row |= {"result": CUT, "story": run.story()}
             except Exception as error:  # noqa: BLE001 - the other cases are to be tried all the same
                 row |= {"result": f"WRONG: {type(error).__name__}: {error}", "story": run.story()}
             finally:
@@ -152,15 +153,19 @@ class Table:
             places = ", ".join(sorted({row["gpus"] for row in rows}))
             cells = [_cell([row for row in rows if row["ranks"] == world]) for world in worlds]
             lines.append(f"| {name} | {places} | " + " | ".join(cells) + " |")
-        wrong = sum(is_wrong(row) for row in self.rows)
-        lines.append(f"{len(self.rows)} cases, {wrong} of them WRONG; {self.not_ended} were cut")
+        wrong, cut = sum(map(is_wrong, self.rows)), sum(row["result"] == CUT for row in self.rows)
+        lines.append(f"{len(self.rows) - cut} cases, {wrong} of them WRONG; {cut} were cut")
         return "\n".join(lines)
 
 
 def _cell(rows: Sequence[dict[str, Any]]) -> str:
-    kinds = ["WRONG" if is_wrong(row) else "ended" if row["result"].startswith("ended") else "exact" for row in rows]
-    took = [row["next_step_s"] for row in rows if row["next_step_s"] is not None and not is_wrong(row)]
-    parts = [f"{kinds.count(kind)} {kind}" for kind in ("exact", "ended", "WRONG") if kind in kinds]
+    kinds = [str(row["result"]).partition(" ")[0].rstrip(":") for row in rows]
+    took = [
+        row["next_step_s"]
+        for row, kind in zip(rows, kinds, strict=True)
+        if row["next_step_s"] is not None and kind in ("exact", "ended")
+    ]
+    parts = [f"{kinds.count(kind)} {kind}" for kind in ("exact", "ended", "WRONG", CUT) if kind in kinds]
     return ", ".join(parts + ([f"{statistics.median(took):.1f} s"] if took else []))
 
 
@@ -222,7 +227,7 @@ def forking_python() -> Iterator[Path]:
             server.wait()
 
 
-def parsed() -> Options:
+def parsed(argv: Sequence[str] | None) -> Options:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", choices=(SIMULATED, REAL), default=SIMULATED)
@@ -236,19 +241,17 @@ def parsed() -> Options:
     parser.add_argument("--hang-limit", default="6s", help="of the trainings that hang")
     parser.add_argument("--case-limit-s", type=float, default=1800.0)
     parser.add_argument("--fork-ranks", action="store_true", help="on simulated GPUs, instead of torchrun: cheaper")
-    parser.add_argument("--budget-s", type=float, default=1e9)
+    parser.add_argument("--budget-s", type=float, default=1e9, help="from the end of the undisturbed runs on")
     parser.add_argument("--grace-s", type=float, default=30.0)
-    options = parser.parse_args(namespace=Options())
+    options = parser.parse_args(argv, namespace=Options())
     if options.backend == NCCL and options.gpus != REAL:
         parser.error("--backend nccl needs --gpus real")
-    options.begins_until = time.monotonic() + options.budget_s
-    options.ends_at = options.begins_until + options.grace_s
     return options
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the cases; the exit status."""
-    table = Table(parsed())
+    table = Table(parsed(argv))
     with ExitStack() as stack:
         table.options.forks = stack.enter_context(forking_python()) if table.options.fork_ranks else None
         table.run()

@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--times", type=int, default=TIMES)
     parser.add_argument("--out", type=Path, default=Path(os.devnull), help="a file for the samples, one JSON a line")
     arguments = parser.parse_args(argv)
-    options = Options(gpus=SIMULATED, hang_limit="off", case_limit_s=1e9, ends_at=1e18, steps=STEPS)
+    options = Options(gpus=SIMULATED, hang_limit="off", case_limit_s=1e9, steps=STEPS)
     with node(SIMULATED) as daemon, folder_of("job") as folder, folder_of("alone") as other:
         run = Run(daemon, folder, Case("killed again and again"), 1, options)
         try:
