@@ -89,7 +89,20 @@ class JobOperationsOf:
 
     def end_of(self, job: JobRecord) -> str | None:
         """Return how an operation ended the job, in words; None if none did."""
-        known = {*job.members, f"{job.pid}-{job.start_ticks}"}
+        return self._image_of({*job.members, f"{job.pid}-{job.start_ticks}"})
+
+    def is_being_written(self, job: JobRecord) -> bool:
+        """Return True if an operation has the job that ends it once its image is written."""
+        op = self._find(job, lambda op: op.workers)
+        return op is not None and op.image is not None and not op.image.leave_running
+
+    def end_of_last(self, job: JobRecord) -> str | None:
+        """Return how an operation ended the newest process of the job, in words; None if none did: the job may have
+        come back since it was written into an image.
+        """
+        return self._image_of(set(job.members[-1:]))
+
+    def _image_of(self, known: set[str]) -> str | None:
         for op in reversed(self._runner.operations()):
             image = op.image
             if image is None or image.leave_running or op.phase != DONE:

@@ -63,6 +63,9 @@ class Node:
     changed: Condition
     #: Whether the job, by its id, was off its GPUs when it failed: then it waits until they have room again.
     must_wait: Callable[[str], bool] = lambda _job: False
+    #: Whether an operation writes the job, by its id, into an image and then ends it; and how one has ended it, if so.
+    is_being_written: Callable[[str], bool] = lambda _job: False
+    end_of: Callable[[str], str | None] = lambda _job: None
     #: Whether memory of these GPUs is leased to others than that process.
     is_leased: Callable[[int, Sequence[str]], bool] = lambda _pid, _gpus: False
     #: Has the job wait for room of that size in all, on these GPUs or in place of them, and why.
@@ -134,6 +137,13 @@ class ProtectedJob:
         async with anyio.create_task_group() as tasks:
             for worker in workers:
                 tasks.start_soon(one, worker)
+
+    async def end_in_image(self) -> str | None:
+        """Return how an operation has ended the job, which is no failure: its image is complete. None if none has."""
+        while self.supervisor.is_alive and self.node.is_being_written(self.record.job):
+            with anyio.move_on_after(COUNT_S):
+                await self.node.changed.wait()
+        return self.node.end_of(self.record.job)
 
     async def note(self, message: str, hint: str) -> None:
         """Have the supervisor print it for the user."""

@@ -98,6 +98,8 @@ class Recoveries(BackgroundTasks):
             until_saved=self._files.until_saved,
             workers_of=self._workers_of,
             changed=self._news,
+            is_being_written=jobs.is_being_written,
+            end_of=jobs.end_of_last,
             utc=utc,
         )
         #: Has a job wait for room that failed while it was suspended; sharing sets it.

@@ -88,6 +88,9 @@ class Starts:
 
     async def _recover(self) -> None:
         fell = self._job.supervisor.offer.fell
+        if fell is not None and (end := await self._job.end_in_image()) is not None:
+            await self._give_up(self._begun_attempt(), f"it was {end}", "run: hegmctl restore, with that image")
+            return
         is_edited = await self._judge_last_start(fell)
         attempt = self._begun_attempt()
         await self._end_rest()
@@ -366,11 +369,11 @@ class Starts:
         await self._job.note(message, f"see: hegmctl recovery {self._job.record.job}")
         await self._job.supervisor.tell("forget", self._job.record.job)
 
-    async def _give_up(self, attempt: RecoveryAttempt, why: str) -> None:
+    async def _give_up(self, attempt: RecoveryAttempt, why: str, hint: str | None = None) -> None:
         """Have the supervisor end as its command did, and keep the state."""
         step = attempt.step if self._job.newest is None else self._job.newest.step
         message = f"{self._job} is not recovered: {why}; it {attempt.why}, and its last snapshot is of step {step}"
-        hint = give_up_hint(self._job.record, has_whole=bool(await self._job.whole()))
+        hint = hint or give_up_hint(self._job.record, has_whole=bool(await self._job.whole()))
         self._job.put(self._job.record.with_attempt(attempt.replace(result=GIVEN_UP)).replace(kept=why))
         self._job.record_event("job.given-up", "error", message)
         await self._job.supervisor.tell("give-up", self._job.record.job, message=message, hint=hint)

@@ -60,6 +60,14 @@ class JobOperations(Protocol):
         """Describe how an operation ended the job; None if none did."""
         ...
 
+    def is_being_written(self, job: JobRecord) -> bool:
+        """Whether an operation has the job that ends it once its image is written."""
+        ...
+
+    def end_of_last(self, job: JobRecord) -> str | None:
+        """The same as `end_of`, of the newest process of the job: it may have come back since."""
+        ...
+
 
 class Jobs(BackgroundTasks):
     """Every job of the node. Call `open` before agents connect, then `run`."""
@@ -324,6 +332,16 @@ class Jobs(BackgroundTasks):
             job = self._jobs[job.number]
         if worker.name not in job.members:
             self._put(job.replace(members=(*job.members, worker.name)[-MAX_MEMBERS:]))
+
+    def is_being_written(self, job_id: str) -> bool:
+        """Return True if an operation has the job that ends it once its image is written."""
+        job = self.with_id(job_id)
+        return job is not None and self._operations.is_being_written(job)
+
+    def end_of_last(self, job_id: str) -> str | None:
+        """Return how an operation ended the newest process of the job, in words; None if none did."""
+        job = self.with_id(job_id)
+        return None if job is None else self._operations.end_of_last(job)
 
     async def set_priority(self, number: int, priority: int) -> None:
         """Change the priority of a job; it is on disk when this returns. Raises HegmError, although it is changed."""

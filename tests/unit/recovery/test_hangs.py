@@ -1,4 +1,4 @@
-"""When a training that makes no step counts as hung."""
+"""When a training that makes no step counts as hung, when its end is no failure, and what cannot be protected."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from hegmd.recovery.policy import LEARNED_TIMES, LEAST_HANG_S, LEAST_START_S, HangWatch, RestartWatch, start_limit_s
 from hegmd.recovery.protection import Protection
+from hegmd.recovery.snapshots import Unprotected
 from hegmd.recovery.starts import Starts
 from tests.cells import in_one_test
 from tests.patience import HANG_S
@@ -187,3 +188,39 @@ async def test_a_clock_that_was_set_during_a_start_let_later_starts_hang_for_hou
     await starts._note_recovered(attempt, [back])
     assert 0.0 <= (rig.job.record.attempts[-1].trained_s or 0.0) < HANG_S
     assert 0.0 <= rig.job.record.longest_start_s < HANG_S
+
+
+async def test_a_job_that_was_written_into_an_image_was_started_again_beside_it() -> None:
+    """Its GPU was not free, and the image could not be restored: the second one wrote to the same files."""
+    rig, written, told = Rig(), iter((True, False)), list[tuple[str, str, str]]()
+
+    async def tell(do: str, _job: str, *, message: str, hint: str) -> None:
+        told.append((do, message, hint))
+
+    async def order(*_words: object, **_values: object) -> None:
+        raise AssertionError("it is started again")
+
+    rig.supervisor.tell, rig.supervisor.order = tell, order
+    rig.node.is_being_written = lambda _job: next(written)
+    rig.node.end_of = lambda _job: "written into the image /images/one by operation 7"
+    rig.job.snapshots = [SimpleNamespace(generation=1, step=5)]
+    rig.supervisor.offer = rig.supervisor.offer.replace(pid=None, fell=-9)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(Starts(rig.job).recover)
+        await anyio.wait_all_tasks_blocked()
+        assert not told, "its operation may yet be rolled back"
+        rig.node.changed.notify_all()
+    ((do, message, hint),) = told
+    assert (do, hint) == ("give-up", "run: hegmctl restore, with that image")
+    assert "it was written into the image /images/one by operation 7" in message
+
+
+async def test_the_ranks_of_a_script_that_spawns_them_were_told_to_be_jobs_of_their_own() -> None:
+    async def counted(_do: str, **_values: object) -> None: ...
+
+    rig = Rig(worker("now", pid=8), worker("now", pid=9))
+    for one in rig.node.workers:
+        one.connected, one.order = True, counted
+    with pytest.raises(Unprotected) as refused:
+        await Protection(rig.job)._processes()
+    assert "torch.multiprocessing.spawn does not" in refused.value.hint

@@ -31,7 +31,7 @@ from hegmd.recovery.job import Node, ProtectedJob
 from hegmd.recovery.policy import Budget
 from hegmd.recovery.protection import GONE_LOOKS, Protection
 from hegmd.recovery.records import JobSnapshots
-from hegmd.recovery.snapshots import BesideImage, SnapshotRounds, Unprotected
+from hegmd.recovery.snapshots import BesideImage, SnapshotRounds
 from hegmd.recovery.starts import Starts
 from hegmd.system.condition import Condition
 from hegmd.system.process_ends import until_ended
@@ -79,6 +79,8 @@ class Rig:
             gpus=lambda: self.gpus,
             is_in_hand=lambda _pid: False,
             is_kept_from_training=lambda _pid: False,
+            is_being_written=lambda _job: False,
+            end_of=lambda _job: None,
             save=lambda _record: None,
             events=SimpleNamespace(record=lambda kind, *_more, **_facts: self.events.append(kind)),
             pool=None,
@@ -134,17 +136,6 @@ async def test_a_supervisor_that_was_away_at_the_first_snapshot_let_its_job_end_
     for _ in range(2):
         await protection._turn()
     assert told == ["protect"]
-
-
-async def test_the_ranks_of_a_script_that_spawns_them_were_told_to_be_jobs_of_their_own() -> None:
-    async def counted(_do: str, **_values: object) -> None: ...
-
-    rig = Rig(worker("now", pid=8), worker("now", pid=9))
-    for one in rig.node.workers:
-        one.connected, one.order = True, counted
-    with pytest.raises(Unprotected) as refused:
-        await Protection(rig.job)._processes()
-    assert "torch.multiprocessing.spawn does not" in refused.value.hint
 
 
 def test_processes_that_a_killed_supervisor_started_still_belong_to_the_job() -> None:

@@ -61,6 +61,12 @@ class Jobs:
     def with_id(self, job_id: str) -> Any:
         return self.job if job_id == self.job.id else None
 
+    def is_being_written(self, _job_id: str) -> bool:
+        return False
+
+    def end_of_last(self, _job_id: str) -> str | None:
+        return None
+
     def __iter__(self) -> Iterator[Any]:
         return iter([self.job])
 
