@@ -6,7 +6,8 @@ the full speed of their links at once. But pinning takes 1.1 s for 32 GiB, and s
 so the daemon requests it piece by piece while no operation runs.
 
 The engines use the pages that were pinned. A file that was cut and grown again has others: the daemon has a segment
-unpinned before it cuts it, unless it is never to grow again. Pages of a removed file stay until it is unpinned.
+unpinned before it cuts it, unless it is never to grow again: then its end is unpinned later. Pages of a removed file
+stay until it is unpinned.
 """
 
 from __future__ import annotations
@@ -140,10 +141,13 @@ class PinnedSegments:
             for inode, segment in list(self._segments.items()):
                 if inode not in files or segment.size_bytes < files[inode][1]:
                     self._leave(self._segments.pop(inode))
-            if not self._unpin_piece():
+                else:
+                    segment.size_bytes = files[inode][1]
+            if not self._unpin_piece() and not self._unpin_beyond():
                 self._pin_piece(ordinal, files)
             missing_bytes = sum(self._missing_bytes(inode, size_bytes) for inode, (_, size_bytes) in files.items())
-            return missing_bytes + sum(segment.pinned_bytes for segment in self._leaving)
+            beyond_bytes = sum(segment.beyond_bytes for segment in self._segments.values())
+            return missing_bytes + beyond_bytes + sum(segment.pinned_bytes for segment in self._leaving)
 
     def unpin(self, inodes: Iterable[Inode]) -> None:
         """Unpin these segments, and all that are not wanted; one that a session uses is unpinned after that. No session
@@ -177,6 +181,14 @@ class PinnedSegments:
                 self._segments[inode].pin_piece(self._ground.context, self._piece_bytes)
                 return
 
+    def _unpin_beyond(self) -> bool:
+        """Unpin one piece that goes on beyond the end of a file that was cut. False without any."""
+        for segment in self._segments.values():
+            if segment.beyond_bytes and self._ground is not None:
+                segment.unpin_piece(self._ground.context)
+                return True
+        return False
+
     def _unpin_piece(self) -> bool:
         """Unpin one piece of a segment that nothing uses, and release what that was the last of. False without any."""
         if not self._leaving or self._ground is None:
@@ -186,8 +198,8 @@ class PinnedSegments:
             self._leaving.pop().close()
             self._ground.segments -= 1
             if not self._ground.segments:
-                self._ground.close()
-                self._ground = None
+                ground, self._ground = self._ground, None
+                ground.close()
         return True
 
     def _unpin_all(self) -> None:
@@ -233,6 +245,11 @@ class _PinnedSegment(_Mapped):
         self.pinned_bytes = 0
         self.users = 1  # the table of segments
         self._pieces: list[tuple[int, int]] = []
+
+    @property
+    def beyond_bytes(self) -> int:
+        """Return the bytes that are pinned beyond its size, if no session uses it."""
+        return max(0, self.pinned_bytes - self.size_bytes) if self.users == 1 else 0
 
     def pin_piece(self, context: Any, piece_bytes: int) -> None:
         """Pin the next bytes. Raises CudaError."""

@@ -142,14 +142,14 @@ class ReadyHelper(Pinning):
 
     async def _hold(self, gpus: tuple[str, ...]) -> None:
         """Have contexts on these GPUs, without destroying one that stays. Raises HegmError, OSError."""
-        former, self._held = self._held, None
+        former = self._held
         lane = _LANES[former is not None and former.session.lane == _LANES[0]]
         session = await CopyClient.open(self._link, lane, gpus)
+        self._held = Held(self._link.pid, gpus, session)
         if former is not None:
             await former.session.close()
         if gpus:
             await self._make_ring(gpus)
-        self._held = Held(self._link.pid, gpus, session)
 
     async def _pin(self, memory: Sequence[tuple[int, int]]) -> bool:
         """Pin one more piece of that memory, or unpin one of what is not in it. Returns True if more is left."""
@@ -158,8 +158,13 @@ class ReadyHelper(Pinning):
         if self._pins == Pins(self._link.pid, wanted, 0):
             return False
         args = {"gpu": self._last_gpu, "sizes": [size_bytes for _, size_bytes in largest]}
-        with Descriptors([os.dup(fd) for fd, _ in largest]) as own:
-            self._pins = Pins(self._link.pid, wanted, sum(wanted.values()))
+        with Descriptors([]) as own:
+            for fd, _ in largest:
+                own.add(os.dup(fd))
+            # Until it answers, it may still have pinned what it had before.
+            had = self._pins.wanted if self._pins.helper == self._link.pid else {}
+            both = {**had, **wanted}
+            self._pins = Pins(self._link.pid, both, sum(both.values()) - self.pinned_bytes)
             answer = await self._link.call("pin", args, deadline_s=_PIN_S, fds=own.view())
         left_bytes = int(answer.values["left_bytes"])
         self._pins = Pins(self._link.pid, wanted, left_bytes)
@@ -182,13 +187,15 @@ class ReadyHelper(Pinning):
         gone = set(self._removed)
         if fd is not None and inode_of(fd) in self._pins.wanted:
             gone.add(inode_of(fd))
-        if not gone or self._pins.helper != self._link.pid:
+        helper = self._pins.helper
+        if not gone or helper is None or helper != self._link.pid:
             return
         with anyio.CancelScope(shield=True):
             try:
                 await self._link.call("unpin", {"inodes": [list(inode) for inode in gone]}, deadline_s=_PIN_S)
             except HegmError as error:
-                self._link.kill(f"it has memory pinned that it has to release: {error.message}")
+                if self._link.pid == helper:
+                    self._link.kill(f"it has memory pinned that it has to release: {error.message}")
         self._removed -= gone
         left = {inode: size_bytes for inode, size_bytes in self._pins.wanted.items() if inode not in gone}
         self._pins = Pins(self._pins.helper, left, min(self._pins.left_bytes, sum(left.values())))

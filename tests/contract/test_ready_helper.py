@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import anyio
 import pytest
@@ -223,3 +227,89 @@ async def test_nothing_is_pinned_while_an_operation_runs(node: CudaNode) -> None
             ready = ReadyHelper(link, PINNED, lambda: node.uuids[:1], memory.handed, lambda: True)
             await ready.check()
             assert (pinned(node), contexts(node)) == (0, 1)
+
+
+async def test_contexts_are_released_although_another_gpu_could_not_get_one(node: CudaNode) -> None:
+    """The session that had them was forgotten, and its contexts stayed until the helper ended."""
+    gpus = node.uuids[:1]
+    async with linked(node) as link:
+        ready = ReadyHelper(link, CONTEXTS, lambda: gpus)
+        await ready.check()
+        gpus.append(node.uuids[1])
+        await ready.check()
+        gpus.append("GPU-that-is-not-there")
+        with pytest.raises(HegmError, match="shows no GPU"):
+            await ready.check()
+        gpus.clear()
+        await ready.check()
+        assert contexts(node) == 0
+
+
+async def test_memory_stays_known_as_pinned_although_no_more_can_be_pinned(node: CudaNode) -> None:
+    gpus = node.uuids[:1]
+    with segments() as memory:
+        memory.add(SIZE_BYTES)
+        async with linked(node) as link:
+            ready = ReadyHelper(link, PINNED, lambda: gpus, memory.handed)
+            await ready.check()
+            memory.add(SIZE_BYTES)
+            node.order("error cuMemHostRegister_v2 2")
+            gpus.clear()
+            with pytest.raises(HegmError):
+                await ready.check()
+            assert (ready.pinned_bytes, contexts(node)) == (SIZE_BYTES, 1)
+
+
+async def test_a_lack_of_descriptors_while_memory_is_pinned_leaks_none(node: CudaNode) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def listed() -> list[int]:
+        return sorted(map(int, os.listdir("/proc/self/fd")))
+
+    with segments() as memory:
+        for _ in range(3):
+            memory.add(SIZE_BYTES)
+
+        async def scarce(use: Callable[[Sequence[tuple[int, int]]], Awaitable[bool]]) -> bool:
+            spare = os.dup(0)  # the lowest that is free
+            os.close(spare)
+            before = listed()
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 1, limits[1]))
+                with pytest.raises(OSError, match="Too many open files"):
+                    await memory.handed(use)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            assert listed() == before
+            return False
+
+        async with linked(node) as link:
+            await ReadyHelper(link, PINNED, lambda: node.uuids[:1], scarce).check()
+
+
+@pytest.mark.parametrize("first_pieces", [1, 4])
+def test_memory_that_was_cut_while_it_was_pinned_is_pinned_to_its_new_end(node: CudaNode, first_pieces: int) -> None:
+    """A job needs less than the ready memory has. The helper went on to pin beyond the end of the file, which failed
+    each time, and what was pinned there was not free before the job continued.
+    """
+    script = f"""
+import os
+from hegmd.gpu_helper import cuda
+from hegmd.gpu_helper.copy_session import Contexts
+from hegmd.gpu_helper.host_memory import PinnedSegments
+piece_bytes = 1 << 20
+cuda.start()
+pinned = PinnedSegments(Contexts(), piece_bytes)
+fd = os.memfd_create("pool")
+os.ftruncate(fd, 4 * piece_bytes)
+for _ in range({first_pieces}):
+    pinned.adjust(0, [(fd, 4 * piece_bytes)])
+cut_bytes = 2 * piece_bytes + 8192
+os.ftruncate(fd, cut_bytes)
+while pinned.adjust(0, [(fd, cut_bytes)]):
+    pass
+assert pinned.borrow(fd, cut_bytes) is not None
+"""
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=root, env={**os.environ, **node.environment()})
+    assert pinned(node) == 4, "three pieces, and a page"

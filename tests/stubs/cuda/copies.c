@@ -1,6 +1,7 @@
 /* Copies, streams, events, host functions and host memory. A copy is done when its call returns, after what was queued
  * on its stream before; only host functions run on beside their caller, and keep a lock waiting as kernels would. */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -419,6 +420,8 @@ CUresult cuMemHostRegister_v2(void *address, size_t bytes, unsigned int flags) {
     uint64_t first = (uint64_t)address / PAGE * PAGE, end = (uint64_t)address + bytes;
     if (!current_context) LEAVE(CUDA_ERROR_INVALID_CONTEXT);
     if (!bytes || msync((void *)first, end - first, MS_ASYNC)) LEAVE(CUDA_ERROR_INVALID_VALUE); /* not mapped */
+    if (madvise((void *)first, end - first, 22 /* MADV_POPULATE_READ */) && errno == EFAULT)
+        LEAVE(CUDA_ERROR_INVALID_VALUE); /* beyond the end of its file */
     if (host_at((uint64_t)address, bytes) >= 0) LEAVE(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
     LEAVE(note_host((uint64_t)address, bytes, 0));
 }
