@@ -228,7 +228,8 @@ class Pool:
         """
         async with self._taking:
             found = [segment.memory for segment in self.ready.segments if self.ready.is_settled]
-            found += [each.memory for key, each in self._held.items() if each.memory is not None and is_at_rest(key)]
+            at_rest = [piece for key, piece in self._held.items() if is_at_rest(key) and not piece.is_leaving]
+            found += [piece.memory for piece in at_rest if piece.memory is not None]
             return await use([(memory.fd, memory.size_bytes) for memory in found])
 
     # -- on disk -------------------------------------------------------------------------------------------------------
@@ -501,6 +502,7 @@ class Pool:
         await self._forget_sums(piece)
         if memory.place is None:
             await self._drop(name)
+        piece.is_leaving = True
         try:
             self.ready.pinning.unpin_later(memory.fd)
             # Runs in a thread: freeing 32 GiB takes seconds.
@@ -509,6 +511,8 @@ class Pool:
             raise HegmError(
                 UNAVAILABLE, f"{name} cannot be removed: {error.strerror or error}", "read the log of hegmd"
             ) from error
+        finally:
+            piece.is_leaving = False
         piece.memory = None
 
     async def _forget_file(self, piece: Piece) -> None:

@@ -34,6 +34,8 @@ class Piece:
         self.name = name
         self.size_bytes = size_bytes
         self.memory = memory
+        #: True while a thread frees the memory: its descriptor may be closed by now.
+        self.is_leaving = False
         self.spilled = spilled
         #: True if a copy to disk was ever started. An abandoned copy may still be complete, with its file on disk.
         self.may_have_file = spilled

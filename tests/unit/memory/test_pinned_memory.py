@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import anyio
+import anyio.to_thread
+
 from hegmd.gpu_helper.ready_helper import Pinning
 from hegmd.memory.pool import Key, Pool
+from hegmd.memory.pool_places import PoolDirectory
 from hegmd.memory.ready_memory import NodeMemory, ReadyMemory
 from hegmd.memory.sizes import MIB
+from tests.patience import HANG_S
 from tests.unit.pools import KEY, keep_in
 
 STEP_BYTES = 4 * MIB
@@ -65,4 +71,38 @@ async def test_memory_is_unpinned_before_it_is_cut_or_removed_and_pinned_only_on
     assert pins.seen[1:] == [("now", 3 * STEP_BYTES)]
     await pool.take(KEY, MIB)
     assert pins.seen[2:] == [("now", 0)], "memory was made before the removed memory was freed"
+    pool.close()
+
+
+class SlowDirectory(PoolDirectory):
+    """Removes a file, in the thread of the caller, only once it may."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, huge=False)
+        self.removing, self.may_remove = threading.Event(), threading.Event()
+
+    def remove(self, name: str) -> None:
+        self.removing.set()
+        self.may_remove.wait(HANG_S)
+        super().remove(name)
+
+
+async def test_memory_that_a_thread_frees_is_not_pinned(tmp_path: Path) -> None:
+    """Its descriptor may be closed by then, and its number be that of another file."""
+    place = SlowDirectory(tmp_path / "slow")
+    pool = Pool(64 * MIB, keep=keep_in(tmp_path)._replace(places=[place]))
+    await pool.take(KEY, MIB)
+    seen: list[int] = []
+
+    async def use(memory: Sequence[tuple[int, int]]) -> bool:
+        seen.append(len(memory))
+        return False
+
+    await pool.with_memory_at_rest(lambda _: True, use)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(pool.release, KEY)
+        await anyio.to_thread.run_sync(place.removing.wait, HANG_S)
+        await pool.with_memory_at_rest(lambda _: True, use)
+        place.may_remove.set()
+    assert seen == [1, 0]
     pool.close()
