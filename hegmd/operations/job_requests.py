@@ -87,30 +87,24 @@ class JobOperationsOf:
         """
         return self._find(job, lambda op: op.workers) is not None
 
-    def end_of(self, job: JobRecord) -> str | None:
-        """Return how an operation ended the job, in words; None if none did."""
-        return self._image_of({*job.members, f"{job.pid}-{job.start_ticks}"})
+    def end_of(self, job: JobRecord, since_ticks: int = 0) -> str | None:
+        """Return how an operation ended the job, in words; None if none did. Only processes that were started since
+        then count: a job comes back from its image, or continues from a snapshot.
+        """
+        known = {*job.members, f"{job.pid}-{job.start_ticks}"}
+        for op in reversed(self._runner.operations()):
+            image = op.image
+            if image is None or image.leave_running or op.phase != DONE:
+                continue
+            ended = [(image.root_pid, image.root_ticks), *((member.pid, member.start_ticks) for member in op.workers)]
+            if any(ticks >= since_ticks and f"{pid}-{ticks}" in known for pid, ticks in ended):
+                return f"written into the image {image.path} by operation {op.id}"
+        return None
 
     def is_being_written(self, job: JobRecord) -> bool:
         """Return True if an operation has the job that ends it once its image is written."""
         op = self._find(job, lambda op: op.workers)
         return op is not None and op.image is not None and not op.image.leave_running
-
-    def end_of_last(self, job: JobRecord) -> str | None:
-        """Return how an operation ended the newest process of the job, in words; None if none did: the job may have
-        come back since it was written into an image.
-        """
-        return self._image_of(set(job.members[-1:]))
-
-    def _image_of(self, known: set[str]) -> str | None:
-        for op in reversed(self._runner.operations()):
-            image = op.image
-            if image is None or image.leave_running or op.phase != DONE:
-                continue
-            members = (f"{member.pid}-{member.start_ticks}" for member in op.workers)
-            if not known.isdisjoint((f"{image.root_pid}-{image.root_ticks}", *members)):
-                return f"written into the image {image.path} by operation {op.id}"
-        return None
 
 
 class _ViewInputs(NamedTuple):

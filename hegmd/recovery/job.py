@@ -65,7 +65,7 @@ class Node:
     must_wait: Callable[[str], bool] = lambda _job: False
     #: Whether an operation writes the job, by its id, into an image and then ends it; and how one has ended it, if so.
     is_being_written: Callable[[str], bool] = lambda _job: False
-    end_of: Callable[[str], str | None] = lambda _job: None
+    end_of: Callable[[str, int], str | None] = lambda _job, _since_ticks: None
     #: Whether memory of these GPUs is leased to others than that process.
     is_leased: Callable[[int, Sequence[str]], bool] = lambda _pid, _gpus: False
     #: Has the job wait for room of that size in all, on these GPUs or in place of them, and why.
@@ -143,7 +143,7 @@ class ProtectedJob:
         while self.supervisor.is_alive and self.node.is_being_written(self.record.job):
             with anyio.move_on_after(COUNT_S):
                 await self.node.changed.wait()
-        return self.node.end_of(self.record.job)
+        return self.node.end_of(self.record.job, self.supervisor.start_ticks)  # not one of an earlier run
 
     async def note(self, message: str, hint: str) -> None:
         """Have the supervisor print it for the user."""

@@ -99,7 +99,7 @@ class Recoveries(BackgroundTasks):
             workers_of=self._workers_of,
             changed=self._news,
             is_being_written=jobs.is_being_written,
-            end_of=jobs.end_of_last,
+            end_of=jobs.end_of,
             utc=utc,
         )
         #: Has a job wait for room that failed while it was suspended; sharing sets it.

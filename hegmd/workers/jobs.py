@@ -56,16 +56,12 @@ class JobOperations(Protocol):
         """Whether an operation that is not over has the job, its processes gone or not."""
         ...
 
-    def end_of(self, job: JobRecord) -> str | None:
-        """Describe how an operation ended the job; None if none did."""
+    def end_of(self, job: JobRecord, since_ticks: int = 0) -> str | None:
+        """Describe how an operation ended the job, by processes that were started since then; None if none did."""
         ...
 
     def is_being_written(self, job: JobRecord) -> bool:
         """Whether an operation has the job that ends it once its image is written."""
-        ...
-
-    def end_of_last(self, job: JobRecord) -> str | None:
-        """The same as `end_of`, of the newest process of the job: it may have come back since."""
         ...
 
 
@@ -338,10 +334,10 @@ class Jobs(BackgroundTasks):
         job = self.with_id(job_id)
         return job is not None and self._operations.is_being_written(job)
 
-    def end_of_last(self, job_id: str) -> str | None:
-        """Return how an operation ended the newest process of the job, in words; None if none did."""
+    def end_of(self, job_id: str, since_ticks: int) -> str | None:
+        """Return how an operation ended the job, by processes that were started since then; None if none did."""
         job = self.with_id(job_id)
-        return None if job is None else self._operations.end_of_last(job)
+        return None if job is None else self._operations.end_of(job, since_ticks)
 
     async def set_priority(self, number: int, priority: int) -> None:
         """Change the priority of a job; it is on disk when this returns. Raises HegmError, although it is changed."""

@@ -144,10 +144,10 @@ def test_a_job_in_an_image_ended_by_a_signal_if_its_process_ended_before_the_ope
     operations = JobOperationsOf(ImageRunner(writing.replace(phase="done")))
     assert not operations.holds(job)
     assert not operations.is_being_written(job)
-    written, own = f"written into the image /image by operation {writing.id}", f"{member.pid}-{member.start_ticks}"
-    assert operations.end_of(job) == operations.end_of_last(job.replace(members=(own,))) == written
-    # It has come back from the image, or was continued, and was ended by something else.
-    assert operations.end_of_last(job.replace(members=(own, "4712-9"))) is None
+    written = f"written into the image /image by operation {writing.id}"
+    assert operations.end_of(job) == operations.end_of(job, member.start_ticks) == written
+    # Another `hegmctl run` has continued it since, and was ended by something else.
+    assert operations.end_of(job, member.start_ticks + 1) is None
 
 
 def test_ranks_that_only_have_a_saved_state_seemed_to_wait_for_the_store_of_their_launcher() -> None:

@@ -202,7 +202,7 @@ async def test_a_job_that_was_written_into_an_image_was_started_again_beside_it(
 
     rig.supervisor.tell, rig.supervisor.order = tell, order
     rig.node.is_being_written = lambda _job: next(written)
-    rig.node.end_of = lambda _job: "written into the image /images/one by operation 7"
+    rig.node.end_of = lambda _job, _since_ticks: "written into the image /images/one by operation 7"
     rig.job.snapshots = [SimpleNamespace(generation=1, step=5)]
     rig.supervisor.offer = rig.supervisor.offer.replace(pid=None, fell=-9)
     async with anyio.create_task_group() as tasks:

@@ -80,14 +80,16 @@ class Rig:
             is_in_hand=lambda _pid: False,
             is_kept_from_training=lambda _pid: False,
             is_being_written=lambda _job: False,
-            end_of=lambda _job: None,
+            end_of=lambda _job, _since_ticks: None,
             save=lambda _record: None,
             events=SimpleNamespace(record=lambda kind, *_more, **_facts: self.events.append(kind)),
             pool=None,
             utc=lambda: 1.0,
         )
         offer = Supervise(run="now", pid=7, python=True)
-        self.supervisor = cast("Any", SimpleNamespace(uid=1000, run="now", pid=os.getpid(), offer=offer, is_alive=True))
+        self.supervisor = cast(
+            "Any", SimpleNamespace(uid=1000, run="now", pid=os.getpid(), start_ticks=1, offer=offer, is_alive=True)
+        )
         record = JobSnapshots(job="j1", uid=1000, ranks=1, gpus=("gpu0",))
         self.job = Unkillable(cast("Node", self.node), record, "train", self.supervisor)
 

@@ -64,7 +64,7 @@ class Jobs:
     def is_being_written(self, _job_id: str) -> bool:
         return False
 
-    def end_of_last(self, _job_id: str) -> str | None:
+    def end_of(self, _job_id: str, _since_ticks: int) -> str | None:
         return None
 
     def __iter__(self) -> Iterator[Any]:
