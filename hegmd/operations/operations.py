@@ -10,7 +10,7 @@ Longer than 400 lines because every request that leads to an operation is here, 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 
 import anyio
 import anyio.to_thread
@@ -58,6 +58,7 @@ from hegmd.operations.request_context import (
 from hegmd.operations.survey import May, PlanSurvey
 from hegmd.operations.suspended import SuspendedOperations
 from hegmd.protocol import operations as protocol
+from hegmd.protocol.operations import Reason
 from hegmd.protocol.snapshots import GpuProcess, Way
 from hegmd.workers.job_names import JobNames
 from hegmd.workers.workers import Workers
@@ -290,12 +291,34 @@ class Operations:
         self, op: Operation, to: str | None, *unlisted: Candidate, may_queue: bool = False
     ) -> MigrationPlan:
         pids = tuple([worker.pid for worker in op.live])
-        snapshot = await self._lookout.snapshot([], leases_of=pids)
-        listed = {candidate.pid for candidate in snapshot.candidates}
-        also = [candidate for candidate in unlisted if candidate.pid not in listed]
-        snapshot = snapshot.replace(candidates=(*snapshot.candidates, *also))
         request = PlanRequest(kind=RESUME, pids=pids, to=to, may_queue=may_queue)
-        return plan_or_raise(planned_resume(snapshot, request, op))
+
+        async def look() -> NodeSnapshotForPlan:
+            snapshot = await self._lookout.snapshot([], leases_of=pids)
+            listed = {candidate.pid for candidate in snapshot.candidates}
+            also = [candidate for candidate in unlisted if candidate.pid not in listed]
+            return snapshot.replace(candidates=(*snapshot.candidates, *also))
+
+        return (await self._planned(look, lambda snapshot: planned_resume(snapshot, request, op)))[0]
+
+    async def _planned(
+        self,
+        look: Callable[[], Awaitable[NodeSnapshotForPlan]],
+        plan: Callable[[NodeSnapshotForPlan], MigrationPlan | tuple[Reason, ...]],
+    ) -> tuple[MigrationPlan, NodeSnapshotForPlan]:
+        """Return the plan and the state of the node that it was made from. Raises HegmError with every reason.
+
+        A job's snapshot takes free memory of its GPU for seconds. So a plan that is refused for a GPU is made again
+        once the snapshots there have ended.
+        """
+        node = await look()
+        result = plan(node)
+        if not isinstance(result, MigrationPlan):
+            gpus = {reason.gpu for reason in result if reason.gpu is not None}
+            if await self._workers.wait_for_snapshots(gpus):
+                node = await look()
+                result = plan(node)
+        return plan_or_raise(result), node
 
     async def _resume(self, op_id: str, plan: MigrationPlan, context: RequestContext) -> OperationResult:
         limit_s = limit_of(context)
@@ -344,8 +367,11 @@ class Operations:
             raise HegmError(BAD_REQUEST, f"{request.kind} needs at least one process", "give one or more pids")
         request = request.replace(pids=await self.named(request.pids))
         within_s = limits_of(context.limit_s).park_s if request.allow_restart else None
-        snapshot = await self.look(context, request.pids, weighed_within_s=within_s, respawn=request.respawn)
-        return await self.carry_out(plan_or_raise(planned(snapshot, request)), snapshot, context, spill=spill)
+        plan, snapshot = await self._planned(
+            lambda: self.look(context, request.pids, weighed_within_s=within_s, respawn=request.respawn),
+            lambda snapshot: planned(snapshot, request),
+        )
+        return await self.carry_out(plan, snapshot, context, spill=spill)
 
     async def carry_out(
         self,

@@ -265,11 +265,16 @@ class OperationsService:
         method = DriverMethod(steps, self.memory, gpus, self._other_processes)
         restarting, by_state = self._restarting(method)
         host = HostCarrier(self.helper, gpus, self.pool, self.memory)
-        self.memory.free_memory = host.free_memory
+        self.memory.free_memory = partial(self._free_memory, host, gpus)
         peer = PeerCarrier(self.helper, gpus, self.memory, self.pool)
         carriers: tuple[Carrier, ...] = (by_worker, by_state, DriverCarrier(), host, peer)
         methods: tuple[Method, ...] = (method, restarting, KeepContextMethod(gpus))
         return {one.name: one for one in methods}, {carrier.name: carrier for carrier in carriers}
+
+    async def _free_memory(self, host: HostCarrier, gpus: Gpus, uuid: str) -> bool:
+        """Free memory on that GPU, before a reservation is refused. Returns True if more may be free now."""
+        has_ended = await self._workers.wait_for_snapshots({gpus.name_of(uuid)})
+        return await host.free_memory(uuid) or has_ended
 
     def _restarting(self, by: Method) -> tuple[RestartMethod, StateCarrier]:
         workers, supervisors, pool = self._workers, self.supervisors, self.pool

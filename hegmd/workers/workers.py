@@ -5,6 +5,8 @@ a connection keeps the handle: running orders fail as `AgentAway`, and an agent 
 its handle back. Only the pidfd shows the end of the process. Another token from the same process means a new program.
 
 Owns orders in flight and agents' last reports. Tells listeners that a worker `came`, was `left`, is `back` or `ended`.
+
+Longer than 400 lines because all that an agent reports, and the orders to it, are of one handle.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import anyio
 
 from hegmd.errors import DENIED, TIMEOUT, HegmError, Refused
+from hegmd.node.gpu_sets import gpus_of
 from hegmd.protocol.messages import AgentAttend, AgentReport, Communicators, CudaFacts, LeftAlone, Order
 from hegmd.protocol.snapshots import AgentInfo
 from hegmd.system.background_tasks import BackgroundTasks
@@ -32,6 +35,7 @@ from hegmd.workers.agent_orders import (
     DONE,
     LIMITED,
     MOVING,
+    SNAPSHOT,
     AgentAway,
     AgentLink,
     OrderFailed,
@@ -47,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 # Number of an order's parts that are logged.
 MAX_PARTS = 16
+# How long another job's snapshot is waited for where its GPU has too little memory. The copy of 64 GiB takes 2 s.
+SNAPSHOTS_WITHIN_S = 3.0
 
 CAME, LEFT, BACK, ENDED = "came", "left", "back", "ended"
 
@@ -121,6 +127,12 @@ class AgentConnection:
     def busy(self) -> bool:
         """Return True while its bytes move or its communicators change."""
         return self._link is not None and any(order.do in MOVING | COLLECTIVE for order in self._link.order.values())
+
+    @property
+    def snapshot(self) -> SentOrder | None:
+        """Return the order for a snapshot that is not answered. Until then a copy of its state may be on its GPU."""
+        orders = () if self._link is None else self._link.order.values()
+        return next((order for order in orders if order.do == SNAPSHOT), None)
 
     async def order(
         self, do: str, *, fds: Sequence[int] = (), on_progress: Progress | None = None, **how: Any
@@ -319,6 +331,19 @@ class Workers(BackgroundTasks):
     def named(self, name: str) -> AgentConnection | None:
         """Return the worker of that name, if its process lives."""
         return next((worker for worker in self if worker.name == name), None)
+
+    async def wait_for_snapshots(self, gpus: Collection[str]) -> bool:
+        """Wait until the snapshots that are now taken on these GPUs have ended, and their copies there are freed.
+
+        Return True if any has ended in time, so that more memory may be free.
+        """
+        there = [worker for worker in self if not worker.on_cpu and not set(gpus_of(worker.gpu)).isdisjoint(gpus)]
+        orders = [worker.snapshot for worker in there]
+        pending = [order for order in orders if order is not None]
+        with anyio.move_on_after(SNAPSHOTS_WITHIN_S):
+            for order in pending:
+                await order.over.wait()
+        return any(order.over.is_set() for order in pending)
 
     # -- what agents say -----------------------------------------------------------------------------------------------
 

@@ -12,12 +12,13 @@ from hegmd.migration.machine.next_effects import SUSPENDED
 from hegmd.migration.machine.operation import Operation
 from hegmd.migration.model import PoolMemory
 from hegmd.operations.request_context import OperationResult
+from hegmd.operations.service import OperationsService
 from hegmd.operations.survey import PlanSurvey
 from hegmd.workers.workers import AgentConnection
 from tests.patience import HANG_S
 from tests.unit.migration.operations import operation
 from tests.unit.model_agent import ModelAgent
-from tests.unit.moving_node import running
+from tests.unit.moving_node import MIB, running, start_ticks
 
 Child = subprocess.Popen[bytes]
 
@@ -150,3 +151,68 @@ async def test_a_snapshot_is_taken_again_if_an_operation_ends_meanwhile(tmp_path
             supervisors=node.moving.supervisors,
         )
         assert await survey.snapshot([]), "operations that begin again and again keep no request waiting"
+
+
+async def until_awaited(worker: AgentConnection) -> None:
+    """Return once its snapshot is waited for."""
+    with anyio.fail_after(HANG_S):
+        while worker.snapshot is None or not worker.snapshot.over.statistics().tasks_waiting:
+            await anyio.wait_all_tasks_blocked()
+            await anyio.lowlevel.checkpoint()
+
+
+async def test_a_move_was_refused_for_the_memory_of_another_jobs_snapshot(
+    tmp_path: Path, process: Child, second_process: Child
+) -> None:
+    """A copy of a job's state has up to half of its GPU's free memory for a second or two."""
+    async with running(tmp_path, "2x8MiB") as node:
+        await node.attend(process.pid, b"x" * (5 * MIB), gpu="gpu0")
+        other = await node.attend(second_process.pid, token="b" * 32, gpu="gpu1")
+        worker = node.workers.find(second_process.pid)
+        assert worker is not None
+        other.slow.add("snapshot")
+        await worker.give("snapshot")
+        node.simulator.hold("its copy", second_process.pid, "gpu1", 4 * MIB)
+        moved: list[OperationResult] = []
+
+        async def move() -> None:
+            moved.append(await node.operations.migrate([process.pid], "gpu1", node.context()))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(move)
+            await until_awaited(worker)
+            node.simulator.release("its copy")
+            other.go_on.set()
+        assert moved[0].operation is not None
+        assert moved[0].operation.phase == "done"
+
+
+async def test_a_reservation_was_refused_for_the_memory_of_another_jobs_snapshot(
+    tmp_path: Path, process: Child
+) -> None:
+    async with running(tmp_path) as node:
+        other = await node.attend(process.pid, gpu="gpu0")
+        worker = node.workers.find(process.pid)
+        assert worker is not None
+        on_gpus = OperationsService(
+            state_dir=tmp_path / "other",
+            pool=node.moving.pool,
+            simulator=None,
+            inventory=node.inventory,
+            workers=node.workers,
+            events=node.events,
+            start_ticks=start_ticks,
+        )
+        free_memory = on_gpus.memory.free_memory
+        assert free_memory is not None
+        assert not await free_memory("gpu0")
+        other.slow.add("snapshot")
+        await worker.give("snapshot")
+
+        async def end_it() -> None:
+            await until_awaited(worker)
+            other.go_on.set()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(end_it)
+            assert await free_memory("gpu0")

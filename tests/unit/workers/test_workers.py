@@ -322,3 +322,22 @@ async def test_an_exited_worker_reports_how_it_ended(process: subprocess.Popen[b
         await over.wait()
         tasks.cancel_scope.cancel()
     assert messages == [("came", None), (ENDED, f"{process.pid} of 77 was ended")]
+
+
+async def test_a_snapshot_on_a_gpu_is_waited_for_and_one_on_another_gpu_is_not(
+    process: subprocess.Popen[bytes],
+) -> None:
+    async with attended(process.pid) as (workers, agent, _, _):
+        worker = workers.find(process.pid)
+        assert worker is not None
+        worker.gpu = "gpu0,gpu1"
+        assert not await workers.wait_for_snapshots({"gpu1"}), "none is taken"
+        agent.slow.add("snapshot")
+        order = await worker.give("snapshot")
+        assert not await workers.wait_for_snapshots({"gpu2"})
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(workers.wait_for_snapshots, {"gpu1"})
+            await anyio.wait_all_tasks_blocked()
+            assert order.over.statistics().tasks_waiting == 1
+            agent.go_on.set()
+        assert not await workers.wait_for_snapshots({"gpu1"}), "it has ended"
