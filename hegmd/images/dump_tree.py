@@ -23,16 +23,25 @@ from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.node.processes.process_set import ProcessSet, continue_all, end_all, holders_of, population_of
 from hegmd.node.processes.process_tree import Tell, Tree, pids_below, read_tree
 from hegmd.node.processes.process_tree import TreeProcess as Process
+from hegmd.node.processes.surroundings import variables_of
 from hegmd.protocol.operations import Reason
 from hegmd.system.programs import Rights
 
 logger = logging.getLogger(__name__)
 
+# torchrun sets it for its ranks.
+_LAUNCHED = "TORCHELASTIC_RUN_ID"
+
 
 def tree_of(pids: Sequence[int], tell: Tell) -> tuple[int, Tree]:
-    """Return the root of the smallest tree with all of these processes, and the tree. Raises HegmError."""
+    """Return the root of the smallest tree with all of these processes, and the tree. Raises HegmError.
+
+    The only rank of a launcher is connected to its launcher, as several are.
+    """
     try:
         lines = [ancestors_of(pid) for pid in pids]
+        if len(pids) == 1 and variables_of(pids[0], (_LAUNCHED,)):
+            lines[0] = lines[0][1:]
         common = set(lines[0]).intersection(*lines[1:])
         root = next((pid for pid in lines[0] if pid in common), None)
         if root is None or root == 1:

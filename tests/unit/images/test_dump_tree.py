@@ -8,19 +8,21 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hegmd.errors import DENIED, REFUSED, HegmError
 from hegmd.images.criu.needs import needs_of
-from hegmd.images.dump_tree import end_tree, not_theirs, outside_relatives, require_no_more, resume_all
+from hegmd.images.dump_tree import end_tree, not_theirs, outside_relatives, require_no_more, resume_all, tree_of
 from hegmd.migration.machine.operation import ImageRequest as Wish
 from hegmd.node.processes.process_set import ProcessSet, end_all, population_of
 from hegmd.node.processes.process_tree import Tree, read_tree
 from hegmd.node.processes.process_tree import TreeProcess as Process
 from hegmd.system.programs import Rights
 from tests.cells import in_one_test
+from tests.looks import pause
 from tests.unit.migration.operations import worker
 
 
@@ -108,6 +110,22 @@ def test_detached_processes_of_a_job_are_reported_before_the_dump() -> None:
     assert [line.partition(":")[0] for line in outsiders] == [
         f"process {kin}, which is not in the job, uses its number {job.pid} as its group"
     ]
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_the_only_rank_of_torchrun_was_refused_for_its_connection_to_its_launcher(*, launched: bool) -> None:
+    environ = "TORCHELASTIC_RUN_ID=1" if launched else "OTHER=1"
+    words = ["sh", "-c", f"env {environ} sleep 1000 & echo $!; wait"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        rank = int(launcher.stdout.readline())
+        try:
+            while b"sleep" not in Path(f"/proc/{rank}/cmdline").read_bytes().split(b"\0")[0]:
+                pause()
+            root, tree = tree_of([rank], lambda _look: None)
+            assert (root, set(tree.pids)) == ((launcher.pid, {launcher.pid, rank}) if launched else (rank, {rank}))
+        finally:
+            end_all(population_of([rank, launcher.pid]))
 
 
 def test_a_process_root_that_cannot_be_opened_without_descriptors_is_not_an_error(paused: int) -> None:
