@@ -94,6 +94,8 @@ class ReadyHelper(Pinning):
         self._with_memory = with_memory
         self._is_busy = is_busy
         self._held: Held | None = None
+        #: Why the last check failed; empty if it did not.
+        self._why_not = ""
         #: The GPU of the last context, which pins memory while all jobs are suspended.
         self._last_gpu: str | None = None
         self._pins = Pins(None, {}, 0)
@@ -113,13 +115,21 @@ class ReadyHelper(Pinning):
     async def run(self) -> None:
         """Keep it ready until cancelled; ends at once if it is not to be."""
         while self._how != OFF:
-            try:
-                await self.check()
-                pause_s = LOOK_S
-            except (HegmError, OSError) as error:
-                limited(logger, "ready-helper", logging.WARNING, "no GPU helper is ready: %s", error)
-                pause_s = RETRY_S
+            pause_s = await self.look()
             await anyio.sleep(pause_s)
+
+    async def look(self) -> float:
+        """Check it once, and return the pause until the next time. Logs a reason that stays the same only once."""
+        try:
+            await self.check()
+        except (HegmError, OSError) as error:
+            before, self._why_not = self._why_not, str(error)
+            if self._why_not != before:
+                text = "the GPU helper is not as ready as pool.ready_helper requests: %s"
+                limited(logger, "ready-helper", logging.WARNING, text, error)
+            return RETRY_S
+        self._why_not = ""
+        return LOOK_S
 
     async def check(self) -> None:
         """Have a helper, and with `contexts` its contexts, unless it has them. Raises HegmError, OSError."""

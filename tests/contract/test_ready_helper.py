@@ -16,7 +16,7 @@ import pytest
 
 from hegmd.errors import HegmError
 from hegmd.gpu_helper.copy_client import CopyClient
-from hegmd.gpu_helper.ready_helper import CONTEXTS, OFF, PINNED, STARTED, ReadyHelper
+from hegmd.gpu_helper.ready_helper import CONTEXTS, LOOK_S, OFF, PINNED, RETRY_S, STARTED, ReadyHelper
 from tests.contract.helped import SIZE_BYTES, Owner, linked, places
 from tests.patience import HANG_S
 from tests.stubs.cuda.node import CudaNode
@@ -285,6 +285,21 @@ async def test_a_lack_of_descriptors_while_memory_is_pinned_leaks_none(node: Cud
 
         async with linked(node) as link:
             await ReadyHelper(link, PINNED, lambda: node.uuids[:1], scarce).check()
+
+
+async def test_a_reason_that_stays_the_same_is_logged_once(node: CudaNode, caplog: pytest.LogCaptureFixture) -> None:
+    """It was logged each 30 s, as long as a GPU had no memory for a context."""
+    gpus = ["GPU-that-is-not-there"]
+    async with linked(node) as link:
+        ready = ReadyHelper(link, CONTEXTS, lambda: gpus)
+        for _ in range(2):
+            assert await ready.look() == RETRY_S
+        assert caplog.text.count("GPU-that-is-not-there") == 1
+        gpus.clear()
+        assert await ready.look() == LOOK_S
+        gpus.append("GPU-that-is-not-there")
+        await ready.look()
+        assert caplog.text.count("GPU-that-is-not-there") == 2
 
 
 @pytest.mark.parametrize("first_pieces", [1, 4])
