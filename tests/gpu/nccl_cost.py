@@ -37,8 +37,8 @@ def step_s(folder: Path, options: argparse.Namespace, way: str, node: Node) -> f
     run: list[str] = []
     if way == AGENT:
         environ, run = node.environ(), [sys.executable, "-m", "hegmctl", "run", "--no-daemon-start", "--"]
-    with closing(RankedJob(JOB, folder, options, environ, run)) as job:
-        job.wait_for(options.reference_steps, REFERENCE_WITHIN_S)
+    with closing(RankedJob(JOB, folder, options, environ, run, options.steps)) as job:
+        job.wait_for(options.steps, REFERENCE_WITHIN_S)
         job.process.wait(READY_WITHIN_S)
     times = json.loads((folder / f"{JOB}.times").read_text())
     return statistics.median(times[len(times) // 5 :])
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the file of JSON with all results")
     parser.add_argument("--gib", default="1,16", metavar="SIZES", help="weights, gradients and moments of each rank")
-    parser.add_argument("--steps", dest="reference_steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--repeat", type=int, default=2, help="so many runs of each way, by turns")
     parser.add_argument("--nccl", metavar="FILE", help="a libnccl.so.2 that the trainings use instead of PyTorch's")
     parser.add_argument("--no-proof", action="store_true", help="leave out hegmctl doctor --nccl")

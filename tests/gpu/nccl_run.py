@@ -2,14 +2,14 @@
 
     PYTHONPATH=.:client python3 -m tests.gpu.nccl_run --out FILE [--budget-s N] [--agent-only] [--gib N] [KIND...]
 
-Trainings of `training/ranked.py` (DDP, FSDP2, tensor parallel, pipelines) run under torchrun with hegmd's agent, each
-after an undisturbed run of the same training. They exchange their GPUs, are suspended and resumed, and every loss of
-both ranks has to equal the undisturbed one, bit for bit. A hegmd of its own does the moves.
+Trainings of `training/ranked.py` (DDP, FSDP2, tensor parallel, pipelines) run under torchrun with hegmd's agent. They
+exchange their GPUs, are suspended and resumed. Then the same training runs undisturbed for as many steps, and every
+loss of both ranks has to equal its loss, bit for bit. A hegmd of its own does the moves.
 
 With --agent-only there is none: this program parks both ranks, has their agents disconnect, calls the driver for both,
 and has them reconnect, which proves the agent and the driver without the daemon. FILE has all results as JSON after
-each step, so that a run that is cut still tells what it saw, and the daemon's log is beside it. Without a GPU,
---agent-only is a rehearsal: the ranks use gloo, and no driver is called.
+each step, so that a run that is cut still tells what it saw. The logs of the daemon and of the jobs are beside it, also
+after SIGTERM. Without a GPU, --agent-only is a rehearsal: the ranks use gloo, and no driver is called.
 
 Longer than 400 lines because the daemon's run and the agents' run share the trainings and their check.
 """
@@ -31,7 +31,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from tests.gpu.moves_node import ROOT, Gpus, Node, WentWrongError, until
 
 TRAINING = Path(__file__).with_name("training") / "ranked.py"
 RANKS = 2
-REFERENCE_STEPS, ENDLESS_STEPS, PACE_S = 600, 1_000_000, 0.05
+ENDLESS_STEPS, PACE_S = 1_000_000, 0.05
 # More than the contexts and caches of two runs differ by.
 MAX_GROWTH_MIB = 1024
 READY_WITHIN_S, STEP_WITHIN_S, ORDER_WITHIN_S, REFERENCE_WITHIN_S = 120.0, 60.0, 30.0, 300.0
@@ -101,16 +101,25 @@ class Results:
         beside.write_text(json.dumps({"facts": self.facts, "steps": self.steps}, indent=1))
         beside.replace(self._path)
 
+    def of(self, kind: str) -> list[Result]:
+        return [step for step in self.steps if step["kind"] == kind]
+
     @property
     def wrong(self) -> list[Result]:
         return [step for step in self.steps if step.get("wrong")]
 
 
 class RankedJob:
-    """torchrun with two ranks. Each rank writes to a file of its own."""
+    """torchrun with two ranks. Each rank writes to a file of its own. It pauses after each step if it is endless."""
 
     def __init__(
-        self, name: str, folder: Path, options: argparse.Namespace, environ: dict[str, str], run: list[str]
+        self,
+        name: str,
+        folder: Path,
+        options: argparse.Namespace,
+        environ: dict[str, str],
+        run: list[str],
+        steps: int = ENDLESS_STEPS,
     ) -> None:
         self.path = folder / name
         #: True once it came back from an image: then it is no child of this program.
@@ -118,9 +127,7 @@ class RankedJob:
         #: The memory of each rank on each GPU, once it was measured.
         self.memory_mib: list[dict[int, float]] = []
         kind, *traits = KINDS[name.partition("@")[0]]
-        is_reference = name.endswith("@alone")
-        pace = [] if is_reference else [f"pace={options.pace_s}"]
-        steps = options.reference_steps if is_reference else ENDLESS_STEPS
+        pace = [f"pace={options.pace_s}"] if steps == ENDLESS_STEPS else []
         words = [str(TRAINING), kind, str(steps), str(options.gib), str(self.path), *traits, *pace]
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
         self._errors = (folder / f"{name}.log").open("w+")
@@ -166,18 +173,10 @@ class RankedJob:
         self._errors.seek(0)
         return self._errors.read()[-3000:]
 
-    def is_whole(self, reference: RankedJob, more: int) -> int:
-        """It trains on, and each loss is the undisturbed one; how many. Raises WentWrongError."""
+    def train_on(self, more: int) -> int:
+        """Wait for so many more steps, and return the number of all. Raises WentWrongError."""
         self.wait_for(self.steps() + more, STEP_WITHIN_S)
-        count = self.steps()
-        if count > reference.steps():
-            raise WentWrongError(f"the reference has {reference.steps()} steps: ask for more than {count}")
-        for rank in range(RANKS):
-            pairs = zip(self.lines(rank)[:count], reference.lines(rank)[:count], strict=True)
-            for step, (line, wanted) in enumerate(pairs):
-                if line != wanted:
-                    raise WentWrongError(f"rank {rank} step {step}: {line.strip()} and not {wanted.strip()}")
-        return count
+        return self.steps()
 
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -230,10 +229,9 @@ class Driver:
 class AgentsAlone:
     """Two agents, the driver, and this program in the daemon's place."""
 
-    def __init__(
-        self, name: str, folder: Path, options: argparse.Namespace, results: Results, reference: RankedJob
-    ) -> None:
-        self._name, self._options, self._results, self._reference = name, options, results, reference
+    def __init__(self, name: str, folder: Path, options: argparse.Namespace, results: Results) -> None:
+        self._name, self._options, self._results = name, options, results
+        self.job: RankedJob | None = None
         self._folder = folder
         self._generation = 0
 
@@ -242,7 +240,7 @@ class AgentsAlone:
         environ = dict(os.environ)
         prepare(environ, str(daemon.path), None, None)
         environ.update(nccl_settings(None))
-        job = RankedJob(self._name, self._folder, self._options, environ, [])
+        self.job = job = RankedJob(self._name, self._folder, self._options, environ, [])
         held.callback(job.close)
         agents = self._agents(daemon)
         job.wait_for(20, READY_WITHIN_S)
@@ -290,8 +288,8 @@ class AgentsAlone:
         in_parallel(lambda agent: done(agent, "release", restored=driver is not None), agents)
         job.wait_for(steps + 1, STEP_WITHIN_S)
         times["first_step_s"] = round(time.monotonic() - marks[-1], 3)
-        lines = job.is_whole(self._reference, self._options.steps_between)
-        self._results.note(self._name, step, **times, **taken, losses_equal=lines, memory_mib=memory_of(job))
+        count = job.train_on(self._options.steps_between)
+        self._results.note(self._name, step, **times, **taken, steps=count, memory_mib=memory_of(job))
 
 
 def memory_of(job: RankedJob) -> list[dict[int, float]]:
@@ -305,11 +303,10 @@ def memory_of(job: RankedJob) -> list[dict[int, float]]:
 class OwnDaemon:
     """A hegmd of its own, and commands."""
 
-    def __init__(
-        self, name: str, folder: Path, options: argparse.Namespace, results: Results, reference: RankedJob
-    ) -> None:
-        self._name, self._options, self._results, self._reference = name, options, results, reference
-        self._folder = folder / f"node-{name}"
+    def __init__(self, name: str, folder: Path, options: argparse.Namespace, results: Results) -> None:
+        self._name, self._options, self._results = name, options, results
+        self.job: RankedJob | None = None
+        self._folder = node_folder(folder, name)
         self._folder.mkdir()
 
     def run(self, held: ExitStack) -> None:
@@ -318,9 +315,8 @@ class OwnDaemon:
             ready += f'ready_helper = "{self._options.ready_helper}"\n'
         criu = criu_settings(UNPACKED if UNPACKED.exists() else None)
         node = held.enter_context(Node(self._folder, log_level="debug", settings=f"{ready}{criu}"))
-        held.callback(shutil.copyfile, self._folder / "hegmd.log", self._options.out.with_suffix(f".{self._name}.log"))
         run = [sys.executable, "-m", "hegmctl", "run", "--no-daemon-start", "--"]
-        job = RankedJob(self._name, self._folder, self._options, node.environ(), run)
+        self.job = job = RankedJob(self._name, self._folder.parent, self._options, node.environ(), run)
         held.callback(job.close)
         job.wait_for(20, READY_WITHIN_S)
         for pid in job.pids():
@@ -368,7 +364,7 @@ class OwnDaemon:
             on = before[::-1] if ended.phase == "done" else before
             if (now := [node.gpu_of(pid) for pid in job.pids()]) != on:
                 raise WentWrongError(f"the ranks are on {now} and not on {on}")
-            facts["losses_equal"] = job.is_whole(self._reference, self._options.steps_between)
+            facts["steps"] = job.train_on(self._options.steps_between)
             for pid in job.pids():
                 node.wait_for_agent(pid)
         except (WentWrongError, HegmError) as error:
@@ -403,9 +399,8 @@ class OwnDaemon:
                 if places != wanted:
                     raise WentWrongError(f"the ranks are on {places} and not on {wanted}")
             if on:
-                facts["losses_equal"] = job.is_whole(self._reference, self._options.steps_between)
+                facts["steps"] = job.train_on(self._options.steps_between)
                 facts["memory_mib"] = memory_of(job)
-                self._check_memory(facts["memory_mib"])
         except (WentWrongError, HegmError, subprocess.TimeoutExpired) as error:
             facts["wrong"] = str(error)[:1500]
             facts["log"] = node.log_tail(40).splitlines()
@@ -413,13 +408,6 @@ class OwnDaemon:
         self._results.note(self._name, step, **facts)
         if job.has_ended:
             raise WentWrongError(f"the job is gone: {job.error_text()}")
-
-    def _check_memory(self, memory_mib: list[dict[int, float]]) -> None:
-        """A rank has no more memory on its GPU than one that was never moved: its agent has kept no storages."""
-        both = self._reference.memory_mib, memory_mib
-        had, has = (max([sum(places.values()) for places in ranks], default=0.0) for ranks in both)
-        if had and has - had > MAX_GROWTH_MIB:
-            raise WentWrongError(f"a rank has {has:g} MiB on its GPU, and {had:g} if it is not moved")
 
 
 def shortened(answer: dict[str, Any]) -> dict[str, Any]:
@@ -436,31 +424,87 @@ def story_times(node: Node, op_id: str) -> list[str]:
     return [f"{line.utc - lines[0].utc:.3f} {line.event or 'planned'} {line.phase}" for line in lines]
 
 
+def node_folder(folder: Path, name: str) -> Path:
+    return folder / f"node-{name}"
+
+
+def compare(
+    losses: list[list[str]], wanted: list[list[str]], memory_mib: list[dict[int, float]], steps: list[Result]
+) -> None:
+    """Judge each step after which the job trained on: by its ranks' losses until then, and by the memory of each.
+
+    `wanted` and `memory_mib` are those of the undisturbed run.
+    """
+    had = max([sum(places.values()) for places in memory_mib], default=0.0)
+    for step in steps:
+        count = step["steps"]
+        for rank, (own, alone) in enumerate(zip(losses, wanted, strict=True)):
+            differs = [number for number in range(count) if own[number : number + 1] != alone[number : number + 1]]
+            if differs:
+                found, expected = ("".join(lines[differs[0] : differs[0] + 1]).strip() for lines in (own, alone))
+                step.setdefault("wrong", f"rank {rank} step {differs[0]}: {found or None} and not {expected or None}")
+        if "wrong" not in step:
+            step["losses_equal"] = count
+        # A rank has no more memory on its GPU than one that was never moved: its agent has kept no storages.
+        has = max([sum(places.values()) for places in step.get("memory_mib", [])], default=0.0)
+        if had and has - had > MAX_GROWTH_MIB:
+            step.setdefault("wrong", f"a rank has {has:g} MiB on its GPU, and {had:g} if it is not moved")
+
+
+def run_undisturbed(name: str, folder: Path, options: argparse.Namespace, job: RankedJob, results: Results) -> None:
+    """Run the training alone for as many steps as the job made, and compare. Raises WentWrongError."""
+    plain = {**os.environ, **nccl_settings(None), "PYTHONPATH": ""}
+    count = job.steps()
+    with closing(RankedJob(f"{name}@alone", folder, options, plain, [], count)) as reference:
+        reference.wait_for(count // 2, REFERENCE_WITHIN_S)
+        reference.memory_mib = memory_of(reference)
+        reference.wait_for(count, REFERENCE_WITHIN_S)
+        reference.process.wait(READY_WITHIN_S)
+        losses, wanted = ([one.lines(rank) for rank in range(RANKS)] for one in (job, reference))
+        compare(losses, wanted, reference.memory_mib, [step for step in results.of(name) if "steps" in step])
+        results.note(name, "reference", made=count, memory_mib=reference.memory_mib)
+
+
 def go_through(options: argparse.Namespace, results: Results, folder: Path) -> Iterator[str]:
     """Each kind in turn; the names of those that are left when the time is over."""
     ends = time.monotonic() + options.budget_s
-    plain = {**os.environ, **nccl_settings(None), "PYTHONPATH": ""}
     for name in options.kinds:
         if time.monotonic() > ends:
             yield name
             continue
+        run = (AgentsAlone if options.agent_only else OwnDaemon)(name, folder, options, results)
         try:
-            with ExitStack() as held:
-                reference = RankedJob(f"{name}@alone", folder, options, plain, [])
-                held.callback(reference.close)
-                reference.wait_for(options.reference_steps // 2, REFERENCE_WITHIN_S)
-                reference.memory_mib = memory_of(reference)
-                reference.wait_for(options.reference_steps, REFERENCE_WITHIN_S)
-                reference.process.wait(READY_WITHIN_S)
-                results.note(name, "reference", steps=reference.steps(), memory_mib=reference.memory_mib)
-                kind = AgentsAlone if options.agent_only else OwnDaemon
-                kind(name, folder, options, results, reference).run(held)
-        except Exception as error:  # noqa: BLE001 - the next kind is worth its time on such a machine
-            traceback.print_exc()
-            problem = type(error).__name__ if isinstance(error, Gone) else f"{type(error).__name__}: {error}"
-            log = folder / f"{name}.log"
-            output = log.read_text(errors="replace")[-3000:].splitlines() if log.exists() else []
-            results.note(name, "failed", wrong=problem[:1500], job=output)
+            with noting_failures(name, folder, results), ExitStack() as held:
+                run.run(held)
+            with noting_failures(f"{name}@alone", folder, results):
+                if run.job is not None and run.job.steps():
+                    run_undisturbed(name, folder, options, run.job, results)
+        finally:
+            save_logs(name, folder, options.out)
+
+
+@contextlib.contextmanager
+def noting_failures(name: str, folder: Path, results: Results) -> Iterator[None]:
+    """Record what is raised, with the end of that job's log."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the next kind is worth its time on such a machine
+        traceback.print_exc()
+        problem = type(error).__name__ if isinstance(error, Gone) else f"{type(error).__name__}: {error}"
+        log = folder / f"{name}.log"
+        output = log.read_text(errors="replace")[-3000:].splitlines() if log.exists() else []
+        results.note(name, "failed", wrong=problem[:1500], job=output)
+
+
+def save_logs(name: str, folder: Path, out: Path) -> None:
+    """Keep the logs of the daemon, the job and its undisturbed run beside the results."""
+    for log, suffix in (
+        (node_folder(folder, name) / "hegmd.log", f".{name}.log"),
+        (folder / f"{name}.log", f".{name}.job.log"),
+        (folder / f"{name}@alone.log", f".{name}.alone.log"),
+    ):
+        if log.exists():
+            shutil.copyfile(log, out.with_suffix(suffix))
 
 
 def parsed(argv: list[str]) -> argparse.Namespace:
@@ -478,8 +522,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--nccl", metavar="FILE", help="a libnccl.so.2 that the trainings use instead of PyTorch's")
     parser.add_argument("--ready-helper", choices=(CONTEXTS, PINNED), default=PINNED, help="with ready memory")
     parser.add_argument("--rounds", type=int, default=4, help="so many exchanges of each kind")
-    parser.add_argument("--reference-steps", type=int, default=REFERENCE_STEPS, help="steps of the undisturbed run")
-    parser.add_argument("--steps-between", type=int, default=20, help="steps that are compared after each command")
+    parser.add_argument("--steps-between", type=int, default=20, help="least steps after each command")
     parser.add_argument("--pace-s", type=float, default=PACE_S, help="pause after each step of the job that is moved")
     options = parser.parse_args(argv)
     if wrong := [who for who in filter(None, options.kills.split(",")) if who not in KILLED_IN]:
@@ -491,6 +534,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     options = parsed(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # all processes end, and logs are kept
     results = Results(options.out, time.monotonic())
     results.facts = {
         "mode": "agent-only" if options.agent_only else "daemon",
