@@ -42,6 +42,7 @@ from hegmd.migration.carriers.worker import WorkerCarrier
 from hegmd.migration.contracts import Carrier, Method
 from hegmd.migration.journal.disk import Disk
 from hegmd.migration.machine.next_effects import SUSPENDED, TERMINAL
+from hegmd.migration.machine.operation import Operation
 from hegmd.migration.machine.stages import SEALING, lets_train
 from hegmd.migration.methods.driver import DriverMethod
 from hegmd.migration.methods.driver_calls import Steps
@@ -381,10 +382,6 @@ class OperationsService:
     def _is_suspended(self, key: Key) -> bool:
         return any(op.id == key.operation and op.phase == SUSPENDED for op in self.runner.under_way())
 
-    def _was_moving(self) -> bool:
-        """Return True if an operation of the daemon before was at work. The runner takes it up later."""
-        return any(op.phase not in TERMINAL and op.phase != SUSPENDED for op in self.runner.operations())
-
     def _job_bytes(self) -> list[int]:
         return [worker.size_bytes or 0 for worker in self._workers if worker.connected and not worker.held_bytes]
 
@@ -489,7 +486,7 @@ class OperationsService:
                 tasks.start_soon(self.pool.keep.store.run)
             try:
                 async with anyio.create_task_group() as inner:
-                    if self._by_driver is not None and self._was_moving():
+                    if self._by_driver is not None and any(map(soon_needs_helper, self.runner.operations())):
                         inner.start_soon(self._start_helper)
                     inner.start_soon(self._other_processes.run)
                     await inner.start(self._workers.run)
@@ -543,3 +540,12 @@ class OperationsService:
     def busy(self) -> bool:
         """True if there is a job, or an operation that has not ended."""
         return any(True for _ in self._workers) or bool(self.runner.under_way())
+
+
+def soon_needs_helper(op: Operation) -> bool:
+    """Return True if the driver is called for an operation that an earlier daemon began, once the runner takes it up.
+
+    A restart needs no driver: on a node without NVIDIA's, the helper would fail.
+    """
+    is_at_work = op.phase not in TERMINAL and op.phase != SUSPENDED
+    return is_at_work and any(not worker.restarts for worker in op.live)
