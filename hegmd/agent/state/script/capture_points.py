@@ -35,6 +35,8 @@ _OWN_LINE = "write the call in a line of its own, as in `loss = run()`, and use 
 _FOR = "write `for step in range(most):` in place of the `while`, and `break` as before"
 _ONE_EACH = "use a separate script for each, or one loop"
 #: Instructions at which a frame ends; an exception may also end it at the one that raised it.
+# The flag of the code of a generator, as in `inspect`.
+_CO_GENERATOR = 0x20
 _ENDS = ("RETURN_", "RAISE_", "RERAISE", "CLEANUP_THROW")
 #: Set when a pass over a loader begins: at the next step the loops are found.
 is_news = True
@@ -181,6 +183,8 @@ def _of_place(place: ThreadPosition, driver: Any) -> Iterator[Refusal]:
     if not _trained or not chain:
         return
     if not any(trained[: len(chain)] == chain for trained in _trained):
+        if _feeds_training(place, chain):
+            return  # no later place is better, and `capture` says why
         yield Refusal(
             f"the loop at {step_text(chain[-1][1])} does not train, but is inside one that does", _LATER, passes=True
         )
@@ -199,6 +203,14 @@ def _of_place(place: ThreadPosition, driver: Any) -> Iterator[Refusal]:
             yield Refusal(f"{over}, and would do so again", _ONE_EACH)
         elif was[:common] == positions[:common]:
             yield Refusal(f"{over}, and would do so again", _LATER, passes=True)
+
+
+def _feeds_training(place: ThreadPosition, chain: tuple[Any, ...]) -> bool:
+    """Return True in a generator of the script that the loop that trains goes over."""
+    if not place.frames[-1].f_code.co_flags & _CO_GENERATOR:
+        return False
+    around = sum(loop.depth < len(place.frames) - 1 for loop in place.loops)
+    return chain[:around] in _trained
 
 
 def _common(one: tuple[Any, ...], other: tuple[Any, ...]) -> int:

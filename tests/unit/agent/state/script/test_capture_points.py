@@ -130,3 +130,48 @@ def test_a_plan_made_within_the_body_of_a_loop_said_that_changes_were_not_search
     """The record of a loop without a loader is that of its head."""
     script = subprocess.run([sys.executable, "-c", WITHIN], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (script.returncode, script.stderr) == (0, "")
+
+
+# The loop that trains goes over a generator of the script, and another one evaluates over one between its steps.
+GENERATED = """
+import sys
+
+from hegmd.agent.state.script.capture_points import CapturePointCheck, note_step
+
+check, parks = CapturePointCheck(lambda: None), []
+
+class Loader:
+    def __init__(self):
+        self.given = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.given += 1
+        if self.given == 3:
+            parks.append(check.will_do(sys._getframe(1)))
+        if self.given == 5:
+            raise StopIteration
+        return self.given
+
+def batches():
+    for number in Loader():
+        yield number
+
+def train():
+    for _epoch in range(1):
+        for _batch in batches():
+            note_step(sys._getframe())
+        for _batch in batches():
+            pass
+
+train()
+sys.exit(parks != [True, False])
+"""
+
+
+def test_a_training_over_a_generator_of_the_script_waited_for_its_first_snapshot_without_a_reason() -> None:
+    """Each boundary was in the generator's own loop, which counted as one that only evaluates."""
+    script = subprocess.run([sys.executable, "-c", GENERATED], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (script.returncode, script.stderr) == (0, "")
