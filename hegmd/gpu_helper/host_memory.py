@@ -128,7 +128,7 @@ class PinnedSegments:
         self._segments: dict[Inode, _PinnedSegment] = {}
         #: Those that nothing uses any more.
         self._leaving: list[_PinnedSegment] = []
-        self._ground: _Ground | None = None
+        self._pinning_context: _PinningContext | None = None
 
     def adjust(self, ordinal: int, wanted: Sequence[tuple[int, int]]) -> int:
         """Unpin one piece of a segment that is not wanted, or pin one more of those that are. Returns the bytes left to
@@ -161,11 +161,11 @@ class PinnedSegments:
     def borrow(self, fd: int, size_bytes: int) -> Segment | None:
         """Return the segment of that file for a session, or None if it is not pinned to that size."""
         with self._guard:
-            segment, ground = self._segments.get(inode_of(fd)), self._ground
-            if segment is None or ground is None or segment.pinned_bytes < size_bytes:
+            segment, pinning = self._segments.get(inode_of(fd)), self._pinning_context
+            if segment is None or pinning is None or segment.pinned_bytes < size_bytes:
                 return None
             segment.users += 1
-            return _Borrowed(segment, size_bytes, Pinning(self._piece_bytes, ground.trial), self._return)
+            return _Borrowed(segment, size_bytes, Pinning(self._piece_bytes, pinning.trial), self._return)
 
     def _missing_bytes(self, inode: Inode, size_bytes: int) -> int:
         segment = self._segments.get(inode)
@@ -174,32 +174,33 @@ class PinnedSegments:
     def _pin_piece(self, ordinal: int, files: Mapping[Inode, tuple[int, int]]) -> None:
         for inode, (fd, size_bytes) in files.items():
             if self._missing_bytes(inode, size_bytes):
-                self._ground = self._ground or _Ground(self._contexts, ordinal)
+                segment = self._segments.get(inode) or _PinnedSegment(fd, size_bytes)
+                self._pinning_context = self._pinning_context or _PinningContext(self._contexts, ordinal)
                 if inode not in self._segments:
-                    self._segments[inode] = _PinnedSegment(fd, size_bytes)
-                    self._ground.segments += 1
-                self._segments[inode].pin_piece(self._ground.context, self._piece_bytes)
+                    self._segments[inode] = segment
+                    self._pinning_context.segments += 1
+                segment.pin_piece(self._pinning_context.context, self._piece_bytes)
                 return
 
     def _unpin_beyond(self) -> bool:
         """Unpin one piece that goes on beyond the end of a file that was cut. False without any."""
         for segment in self._segments.values():
-            if segment.beyond_bytes and self._ground is not None:
-                segment.unpin_piece(self._ground.context)
+            if segment.beyond_bytes and self._pinning_context is not None:
+                segment.unpin_piece(self._pinning_context.context)
                 return True
         return False
 
     def _unpin_piece(self) -> bool:
         """Unpin one piece of a segment that nothing uses, and release what that was the last of. False without any."""
-        if not self._leaving or self._ground is None:
+        if not self._leaving or self._pinning_context is None:
             return False
-        self._leaving[-1].unpin_piece(self._ground.context)
+        self._leaving[-1].unpin_piece(self._pinning_context.context)
         if not self._leaving[-1].pinned_bytes:
             self._leaving.pop().close()
-            self._ground.segments -= 1
-            if not self._ground.segments:
-                ground, self._ground = self._ground, None
-                ground.close()
+            self._pinning_context.segments -= 1
+            if not self._pinning_context.segments:
+                unused, self._pinning_context = self._pinning_context, None
+                unused.close()
         return True
 
     def _unpin_all(self) -> None:
@@ -219,7 +220,7 @@ class PinnedSegments:
             self._leaving.append(segment)
 
 
-class _Ground:
+class _PinningContext:
     """The context in which segments are pinned, and a pinned page for trial copies."""
 
     def __init__(self, contexts: ContextsOfGpus, ordinal: int) -> None:

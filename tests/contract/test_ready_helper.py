@@ -328,3 +328,17 @@ assert pinned.borrow(fd, cut_bytes) is not None
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", script], check=True, cwd=root, env={**os.environ, **node.environment()})
     assert pinned(node) == 4, "three pieces, and a page"
+
+
+async def test_a_segment_that_cannot_be_mapped_leaves_no_context(node: CudaNode) -> None:
+    """Its GPU had half a gigabyte less, until another segment was pinned and unpinned."""
+    gpus = node.uuids[:1]
+    with segments() as memory:
+        async with linked(node) as link:
+            ready = ReadyHelper(link, PINNED, lambda: gpus, memory.handed)
+            await ready.check()
+            gpus.clear()
+            memory.fds[memory.add(SIZE_BYTES)] = 2 * SIZE_BYTES
+            with pytest.raises(HegmError, match="cannot be mapped"):
+                await ready.check()
+            assert contexts(node) == 0
