@@ -224,10 +224,12 @@ class Pool:
     ) -> bool:
         """Return the result of `use`, called with descriptors and sizes of ready memory and of these owners' memory.
 
-        None of it is resized meanwhile. While ready memory grows, there is none.
+        None of it is resized meanwhile. While ready memory grows, `use` is not called: False.
         """
         async with self._taking:
-            found = [segment.memory for segment in self.ready.segments if self.ready.is_settled]
+            if not self.ready.is_settled:
+                return False
+            found = [segment.memory for segment in self.ready.segments]
             at_rest = [piece for key, piece in self._held.items() if is_at_rest(key) and not piece.is_leaving]
             found += [piece.memory for piece in at_rest if piece.memory is not None]
             return await use([(memory.fd, memory.size_bytes) for memory in found])

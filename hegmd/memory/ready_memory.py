@@ -258,6 +258,7 @@ class ReadyMemory:
 
     async def _grow_one(self, sizes: Sequence[int], keep: MemoryKeeping) -> bool:
         """Add a step to the first segment that is smaller than in the layout."""
+        await self.pinning.unpin()  # what was removed is free only then, huge pages above all
         room_bytes = sum(sizes) - self.size_bytes
         ordered = sorted(self.segments, key=lambda one: one.size_bytes, reverse=True)
         for number, size_bytes in enumerate(sizes):

@@ -26,12 +26,18 @@ class Pins(Pinning):
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, int]] = []
+        self.has_removed = False
 
     def unpin_later(self, fd: int) -> None:
+        self.has_removed = True
         self.seen.append(("later", os.fstat(fd).st_size))
 
     async def unpin(self, fd: int | None = None) -> None:
-        self.seen.append(("now", 0 if fd is None else os.fstat(fd).st_size))
+        if fd is not None:
+            self.seen.append(("now", os.fstat(fd).st_size))
+        elif self.has_removed:
+            self.seen.append(("removed", 0))
+        self.has_removed = False
 
 
 async def test_memory_is_unpinned_before_it_is_cut_or_removed_and_pinned_only_once_it_has_its_size(
@@ -66,11 +72,13 @@ async def test_memory_is_unpinned_before_it_is_cut_or_removed_and_pinned_only_on
     await pool.release(KEY)
     assert pins.seen == [("later", memory.size_bytes)]
     while await pool.adjust_ready():
-        pass
+        assert pins.seen[1:] == [("removed", 0)], "memory was made before the removed memory was free"
     await pool.ready.give_back(pool.ready.size_bytes, keep)
-    assert pins.seen[1:] == [("now", 3 * STEP_BYTES)]
+    assert pins.seen[2:] == [("now", 3 * STEP_BYTES)]
     await pool.take(KEY, MIB)
-    assert pins.seen[2:] == [("now", 0)], "memory was made before the removed memory was freed"
+    await pool.release(KEY)
+    await pool.take(KEY, MIB)
+    assert [what for what, _ in pins.seen[3:]] == ["later", "removed"]
     pool.close()
 
 
@@ -91,6 +99,7 @@ async def test_memory_that_a_thread_frees_is_not_pinned(tmp_path: Path) -> None:
     """Its descriptor may be closed by then, and its number be that of another file."""
     place = SlowDirectory(tmp_path / "slow")
     pool = Pool(64 * MIB, keep=keep_in(tmp_path)._replace(places=[place]))
+    await pool.adjust_ready()
     await pool.take(KEY, MIB)
     seen: list[int] = []
 
