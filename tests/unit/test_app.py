@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -117,3 +118,19 @@ def test_a_service_manager_other_than_systemd_was_asked_to_start_units(is_booted
     config = config_of(tmp_path)
     facts = node_facts(config, node, simulated=True, user_mode=False, under_systemd=True, systemd_runs=runs)
     assert facts.under_systemd is is_booted
+
+
+async def test_pythons_collector_is_on_again_once_the_daemon_serves(topology: Topology, tmp_path: Path) -> None:
+    """It is off during the imports. Nothing would have noticed if it had stayed off."""
+    app = app_of(topology, tmp_path, lambda: pytest.fail("nobody reloads here"))
+    gc.disable()
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(app.run)
+            with anyio.fail_after(HANG_S):
+                while not gc.isenabled():
+                    await anyio.wait_all_tasks_blocked()
+            tasks.cancel_scope.cancel()
+    finally:
+        gc.unfreeze()
+        gc.enable()

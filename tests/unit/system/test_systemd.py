@@ -7,6 +7,8 @@ import fcntl
 import logging
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from hegmd.errors import Bug, HegmError
 from hegmd.system import systemd
 from hegmd.system.systemd import Offer, PassedDescriptors, ServiceManager, take_offer, under_systemd
 from tests.cells import in_one_test
+from tests.gpu.keeper import Keeper
 from tests.patience import HANG_S
 
 
@@ -353,3 +356,20 @@ def test_a_barrier_opens_when_the_manager_has_reached_it(manager: Manager, repor
 def test_the_environment_tells_whether_there_is_a_store(environ: dict[str, str], kept: bool) -> None:
     assert take_offer(environ, 77).keeps_descriptors is kept
     assert "FDSTORE" not in environ
+
+
+def test_the_benchmarks_manager_did_not_tell_that_it_keeps_descriptors(tmp_path: Path) -> None:
+    """So each move of the benchmark started a keeper of descriptors, which a daemon under systemd does not."""
+    told = tmp_path / "told"
+    words = (
+        "import os, pathlib, sys; from hegmd.system.systemd import take_offer; "
+        "offer = take_offer(os.environ, os.getpid()); "
+        "pathlib.Path(sys.argv[1]).write_text(str(offer.keeps_descriptors)); offer.manager().ready('up')"
+    )
+    manager = Keeper(tmp_path)
+    try:
+        environ = {name: value for name, value in os.environ.items() if name != "INVOCATION_ID"}
+        assert manager.start([sys.executable, "-c", words, str(told)], environ, subprocess.DEVNULL).wait(HANG_S) == 0
+    finally:
+        manager.close()
+    assert told.read_text() == "True"
