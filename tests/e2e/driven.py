@@ -176,7 +176,9 @@ def only_its_own(node: DrivenNode, watched: Watched) -> None:
 
 def helper_of(node: DrivenNode) -> psutil.Process:
     """The current one: on a machine that is busy, one before it may be dying of its deadline yet."""
+    return max(helpers_of(node), key=psutil.Process.create_time)
+
+
+def helpers_of(node: DrivenNode) -> list[psutil.Process]:
     children = psutil.Process(node.daemon.process.pid).children()
-    return max(
-        (child for child in children if "hegmd.gpu_helper.child" in child.cmdline()), key=psutil.Process.create_time
-    )
+    return [child for child in children if "hegmd.gpu_helper.child" in child.cmdline()]

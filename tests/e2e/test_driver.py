@@ -18,7 +18,8 @@ from hegmctl.connection import Connection
 from hegmd.errors import HegmError
 from hegmd.protocol import operations as protocol
 from hegmd.protocol.messages import CancelOperation, Migrate, OperationReply, Operations, OperationsReply
-from tests.e2e.driven import GIB, LOOKS, DrivenNode, Watched, at_rest, helper_of, only_its_own
+from tests.e2e.driven import GIB, LOOKS, DrivenNode, Watched, at_rest, helper_of, helpers_of, only_its_own
+from tests.looks import pause
 from tests.wide import telling
 
 pytestmark = [pytest.mark.e2e]
@@ -114,6 +115,31 @@ def _interrupted(
         assert (ended.phase in {"done", "rolled-back"}, ended.processes[0].state) == (True, "running")
         watched.is_whole()
         only_its_own(node, watched)
+
+
+def test_the_helper_started_no_sooner_than_the_agent_connected_after_a_crash(node: DrivenNode, tmp_path: Path) -> None:
+    """Its start was on the path of a job that stands. The agent is stopped here, so that it cannot connect first."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with node.agented(0) as program:
+        node.cuda.order(f"hold {LOCK} {gate}")
+        with node.connect() as connection:
+            begin(connection, program.pid)
+        with gate.open("w"):
+            node.daemon.process.kill()
+            node.cuda.mend()
+        node.daemon.stop()
+        os.kill(program.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, program.pid, os.WSTOPPED | os.WNOWAIT)
+        node.daemon.start()
+        for _ in range(LOOKS):
+            if helpers_of(node):
+                break
+            pause()
+        early = bool(helpers_of(node))
+        os.kill(program.pid, signal.SIGCONT)
+        ended = at_rest(node)
+        assert (early, ended.phase in {"done", "rolled-back"}) == (True, True)
 
 
 @pytest.mark.parametrize(
