@@ -56,8 +56,11 @@ class HeldState:
 
     @property
     def inherited(self) -> tuple[int | None, int | None]:
-        """Return the descriptors of the state and of the right that the started process inherits."""
-        return self._state, self._lock if self._ranks is None else self._ranks.lock
+        """Return the descriptors of the state and of the right that the started process inherits.
+
+        A launcher of ranks inherits none: it would have them in an image of the job.
+        """
+        return self._state, self._lock
 
     @property
     def right(self) -> int | None:

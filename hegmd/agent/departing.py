@@ -7,6 +7,7 @@ such order only: a job that is never restarted does not import it.
 from __future__ import annotations
 
 import os
+import sys
 
 from .notes import note
 from .refusals import refusal
@@ -117,6 +118,13 @@ def leave() -> NoReturn:
     note("leaving for a restart")
     _import_state_module("save_and_exit").leave()
     raise refusal("it did not end", "read its log")
+
+
+def give_up_lock() -> None:
+    """Close the lock on the state that this process was started from, if it has one."""
+    inherited = sys.modules.get(f"{__package__}.state.values.inherited")
+    if inherited is not None:
+        inherited.close_lock()
 
 
 def _import_state_module(name: str) -> Any:

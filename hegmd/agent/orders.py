@@ -279,6 +279,7 @@ class Orders:
         if self._carrying.out is not None:
             self._carrying.entrust()
         self._state.is_suspended = self._gate.parked
+        departing.give_up_lock()
         self._answers.done(order.order)
         self.aside = aside
 

@@ -20,6 +20,7 @@ from hegmd.images.criu.privileges import CriuPrivileges, closed_to, privileges_f
 from hegmd.memory.pool_names import parse_name
 from hegmd.migration.machine.operation import ImageRequest as Wish
 from hegmd.migration.machine.operation import JobProcess as Member
+from hegmd.migration.methods.restore_lock import is_lock_name
 from hegmd.node.processes.process_set import ProcessSet, continue_all, end_all, holders_of, population_of
 from hegmd.node.processes.process_tree import Tell, Tree, pids_below, read_tree
 from hegmd.node.processes.process_tree import TreeProcess as Process
@@ -91,9 +92,13 @@ def guise_for(tree: Tree, needs: Needs, rights: Rights) -> CriuPrivileges | None
 
 
 def _without_pieces(tree: Tree) -> Tree:
-    """Return the tree as it will be once the agents have closed their pool segments, which are the daemon's files."""
-    kept = (each for each in tree.descriptors if parse_name(os.path.basename(each.path)) is None)
+    """Return the tree as it will be once the agents have closed pool segments and the lock, the daemon's files."""
+    kept = (each for each in tree.descriptors if not _is_the_daemons(os.path.basename(each.path)))
     return replace(tree, descriptors=tuple(kept))
+
+
+def _is_the_daemons(name: str) -> bool:
+    return parse_name(name) is not None or is_lock_name(name)
 
 
 def not_theirs(tree: Tree, needs: Needs, rights: Rights) -> list[Reason]:

@@ -96,6 +96,11 @@ def lock_path(folder: Path, operation: str) -> Path:
     return folder / f"restart-{operation}.lock"
 
 
+def is_lock_name(name: str) -> bool:
+    """Return True if a lock file has such a name."""
+    return name.startswith("restart-") and name.endswith(".lock")
+
+
 def forget_claims(folder: Path, held: Container[str]) -> None:
     """Remove the locks of operations that hold no state. Blocks."""
     for path in folder.glob("restart-*.lock"):

@@ -29,6 +29,7 @@ RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
 _STATE, _OVER = b"state", b"over"
 _HANDED_WITHIN_S = 30.0
 #: The right to continue from the state. It lasts while any process has this descriptor open; see protocol/supervision.
+#: A process gives it up for an image.
 LOCK = "HEGM_STATE_LOCK_FD"
 
 _NVIDIA = "/dev/nvidiactl"
@@ -136,6 +137,14 @@ def note_past() -> None:
 def note_edited() -> None:
     """Note that this process ends because its script was edited after the state was saved."""
     _note(EDITED, 0)
+
+
+def close_lock() -> None:
+    """Give up the right: an image must not contain the descriptor, whose file belongs to the daemon."""
+    global _lock
+    lock, _lock = _lock, None
+    if lock is not None:
+        os.close(lock)
 
 
 def _note(word: bytes, at: int) -> None:

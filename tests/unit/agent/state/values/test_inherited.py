@@ -45,3 +45,26 @@ def test_the_memory_of_a_state_that_was_put_back_stayed_as_long_as_its_process(t
 
 def test_a_descriptor_that_the_script_opened_under_that_number_stays_open(tmp_path: Path) -> None:
     assert _puts_back(tmp_path, TAKES="it") == ["7 True", "False None True False"]
+
+
+def test_the_lock_is_closed_for_an_image_and_its_number_is_not_used_again(tmp_path: Path) -> None:
+    """A recovered job's image had the daemon's file open, and could not be restored once that was gone."""
+    lock = os.open(tmp_path / "restart-j7.lock", os.O_RDWR | os.O_CREAT)
+    script = f"""
+import os
+from hegmd.agent.state.values import inherited as given
+given.claim()
+given.close_lock()
+is_open = os.path.exists("/proc/self/fd/{lock}")
+os.dup2(os.open({str(tmp_path / "own")!r}, os.O_RDWR | os.O_CREAT), {lock})
+given.close_lock()
+given.note_past()
+print(is_open, os.fstat({lock}).st_size)
+"""
+    environ = {"PYTHONPATH": str(ROOT), "HEGM_STATE": "none", "HEGM_STATE_LOCK_FD": str(lock)}
+    try:
+        words = [sys.executable, "-c", script]
+        told = subprocess.check_output(words, env=environ, pass_fds=(lock,), text=True, timeout=HANG_S)
+    finally:
+        os.close(lock)
+    assert told.split() == ["False", "0"]
