@@ -196,7 +196,7 @@ class OperationsReply(Record):
 class Operations(Request, op="operations", reply=OperationsReply):
     """List the operations: those under way, the suspended ones, and the last ones that have ended.
 
-    Of another user's job the messages are hidden: they may quote the script.
+    The messages of another user's job are hidden: they may quote the script.
     """
 
 
@@ -211,7 +211,7 @@ class StoryReply(Record):
 class Story(Request, op="operation", reply=StoryReply, event=OperationProgress):
     """Return one operation and its history. With `follow` the reply comes when it has ended.
 
-    Of another user's job the messages are hidden: they may quote the script.
+    The messages of another user's job are hidden: they may quote the script.
     """
 
     id: str = field("id of the operation")
