@@ -116,15 +116,16 @@ def train(epochs):
 """
 
 
+# A pass is longer than the training, so that the thread is not between two when the state is saved.
 READ_AHEAD = """
 def read():
     for _ in range(20):
-        for (rows,) in loader:
+        for (rows,) in longer:
             ahead.put(rows)
 
 
 import queue, threading
-ahead = queue.Queue(2)
+ahead, longer = queue.Queue(2), DataLoader(TensorDataset(torch.randn(400, 4)), batch_size=4)
 threading.Thread(target=read, daemon=True).start()
 for _ in range(60):
     model(ahead.get()).pow(2).mean().backward()
