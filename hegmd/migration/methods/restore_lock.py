@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 from collections.abc import Container
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from hegmd.node.processes.procfs import start_ticks_of
 from hegmd.protocol.supervision import BACK, DAMAGED, EDITED, OVER, PAST, PAST_AT
 
 logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"restart-j?[0-9]+\.lock")
 
 
 def claimed(folder: Path, operation: str) -> int:
@@ -97,8 +100,8 @@ def lock_path(folder: Path, operation: str) -> Path:
 
 
 def is_lock_name(name: str) -> bool:
-    """Return True if a lock file has such a name."""
-    return name.startswith("restart-") and name.endswith(".lock")
+    """Return True if a lock file has such a name: that of an operation or of a job."""
+    return _NAME.fullmatch(name) is not None
 
 
 def forget_claims(folder: Path, held: Container[str]) -> None:

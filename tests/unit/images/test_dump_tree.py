@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from hegmd.images.criu.needs import needs_of
 from hegmd.images.dump_tree import end_tree, not_theirs, outside_relatives, require_no_more, resume_all, tree_of
 from hegmd.migration.machine.operation import ImageRequest as Wish
 from hegmd.node.processes.process_set import ProcessSet, end_all, population_of
-from hegmd.node.processes.process_tree import Tree, read_tree
+from hegmd.node.processes.process_tree import Descriptor, Tree, read_tree
 from hegmd.node.processes.process_tree import TreeProcess as Process
 from hegmd.system.programs import Rights
 from tests.cells import in_one_test
@@ -45,6 +46,20 @@ def test_an_image_holds_nothing_that_its_reader_could_not_have(
     assert [reason.message for reason in reasons if why is None or why in reason.message] == (
         [] if why is None else [reasons[0].message]
     )
+
+
+def test_the_lock_of_a_restart_kept_a_user_from_an_image_of_a_job(tmp_path: Path) -> None:
+    """It is the daemon's file, which the agent closes before the image is written."""
+    files = [(tmp_path / name).open("w") for name in ("restart-j7.lock", "restart-4.lock", "restart-mine.lock")]
+    opened = tuple(
+        Descriptor(os.getpid(), file.fileno(), file.name, stat.S_IFREG | 0o600, os.O_RDWR, owner=(0, 0))
+        for file in files
+    )
+    tree = Tree(7, (Process(7, 1, 70, "S", 7, 7, uid=1000, gid=1000),), opened)
+    reasons = not_theirs(tree, needs_of(tree), Rights(1000, 1000, ()))
+    for file in files:
+        file.close()
+    assert [reason.message.partition(" has ")[2].partition(" open")[0] for reason in reasons] == [files[2].name]
 
 
 @pytest.mark.parametrize("uid", [0, 1000])
