@@ -8,7 +8,6 @@ A script with `-` before its name has no second half.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import types
@@ -21,7 +20,7 @@ from typing import Any
 from hegmd.agent.state import capture, restore
 from hegmd.agent.state.code.position import ThreadPosition
 from hegmd.agent.state.script import baseline, capture_points
-from hegmd.agent.state.storage import state_file
+from tests.unit.agent.state.in_file import through_a_file
 
 #: The step at which the first half ends.
 LEFT_AT = 5
@@ -62,19 +61,9 @@ class Run:
         elif step == LEFT_AT and not self.is_half:
             taken, against = capture.capture(threading.get_ident(), frame)
             self.refusals = [found.what for found in against if not found.passes]
-            self.state = _through_a_file(taken)
+            self.state = through_a_file(taken)
         elif step == LEFT_AT:
             restore.put_back(self.state or {}, frame)
-
-
-def _through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    fd = os.memfd_create("state", os.MFD_CLOEXEC)
-    try:
-        state_file.write(fd, state)
-        read: dict[str, Any] = state_file.read(fd)
-        return read
-    finally:
-        os.close(fd)
 
 
 def main(files: list[str]) -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from hegmd.agent.state.storage import state_file, tensors
 from hegmd.agent.state.values import contents
 from tests.needs import need_torch
+from tests.unit.agent.state.in_file import through_a_file
 
 pytestmark = [pytest.mark.xdist_group("torch")]
 torch: Any = need_torch()
@@ -31,13 +31,7 @@ class Optimizer:
 
 def test_moments_of_a_gpu_went_to_the_cpu_when_they_were_put_back() -> None:
     """A tensor that was read lies in the file's memory; where it was is not where it is. `meta` plays the GPU here."""
-    taken = contents.take_optimizer(Optimizer("cpu"), {})
-    fd = os.memfd_create("state", os.MFD_CLOEXEC)
-    try:
-        state_file.write(fd, taken)
-        found = state_file.read(fd)
-    finally:
-        os.close(fd)
+    found = through_a_file(contents.take_optimizer(Optimizer("cpu"), {}))
     (((where, key, _device),),) = (group["params"] for group in found["groups"])
     found["groups"][0]["params"] = [(where, key, "cuda")]
     setattr(found["states"][0]["momentum_buffer"], tensors.WAS_ON, torch.device("cuda:0"))
@@ -50,20 +44,11 @@ def test_moments_of_a_gpu_went_to_the_cpu_when_they_were_put_back() -> None:
     assert state["step"] == 7.0
 
 
-def written(value: Any) -> Any:
-    fd = os.memfd_create("state", os.MFD_CLOEXEC)
-    try:
-        state_file.write(fd, value)
-        return state_file.read(fd)
-    finally:
-        os.close(fd)
-
-
 def test_counts_of_steps_went_to_the_gpu_with_the_moments_and_each_step_waited_for_them() -> None:
     """From the CPU everything beside a parameter is on the CPU; PyTorch reads the counts there unless it is fused."""
     for options, counts_on in (({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")):
         put = Optimizer("meta", **options)
-        contents.put_optimizer(put, written(contents.take_optimizer(Optimizer("cpu"), {})), {}.get)
+        contents.put_optimizer(put, through_a_file(contents.take_optimizer(Optimizer("cpu"), {})), {}.get)
         contents.make_copies()
         (state,) = put.state.values()
         assert (state["momentum_buffer"].device.type, state["step"].device.type) == ("meta", counts_on)
@@ -104,7 +89,7 @@ def test_optimizer_state_outside_of_parameters_is_kept() -> None:
     before, put = Optimizer("cpu"), Optimizer("cpu")
     before.state["seen"] = {"batches": 16, "mean": torch.ones(2)}
     put.state["begun"] = {}
-    contents.put_optimizer(put, written(contents.take_optimizer(before, {})), {}.get)
+    contents.put_optimizer(put, through_a_file(contents.take_optimizer(before, {})), {}.get)
     contents.make_copies()
     (parameter,) = put.param_groups[0]["params"]
     assert list(put.state) == [parameter, "seen"]
@@ -115,7 +100,7 @@ def test_optimizer_state_of_a_foreign_tensor_cannot_be_saved() -> None:
     before = Optimizer("cpu")
     before.state[torch.nn.Parameter(torch.ones(2))] = {"seen": torch.ones(2)}
     with pytest.raises(state_file.UnsupportedValue):
-        written(contents.take_optimizer(before, {}))
+        through_a_file(contents.take_optimizer(before, {}))
 
 
 def test_a_buffer_that_has_two_names_is_known_by_both() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from hegmd.agent.state.storage import state_file
 from hegmd.agent.state.values import inherited
 from hegmd.agent.state.values.script_api import KEY, Registrations, replayed
 from tests.needs import need_torch
+from tests.unit.agent.state.in_file import through_a_file
 
 pytestmark = [pytest.mark.xdist_group("torch")]
 torch: Any = need_torch()
@@ -42,6 +42,7 @@ class Optimizers:
 
 @pytest.fixture
 def module() -> Optimizers:
+    assert torch.optim  # imported, as in a job that has an optimizer
     return Optimizers()
 
 
@@ -55,12 +56,7 @@ def registrations(module: Optimizers) -> Registrations:
 
 def _restarted(state: dict[str, Any]) -> Registrations:
     """A script that was restarted and has made no call yet; the state went through a file."""
-    fd = os.memfd_create("state", os.MFD_CLOEXEC)
-    try:
-        state_file.write(fd, {KEY: state})
-        whole = state_file.read(fd)
-    finally:
-        os.close(fd)
+    whole = through_a_file({KEY: state})
     return Registrations(lambda: whole)
 
 

@@ -5,7 +5,6 @@ FSDP2, tensor parallel and DTensor jobs could not be restarted or recovered, alt
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,16 +12,18 @@ from typing import Any
 import pytest
 
 from hegmd.agent.state.script.discovery import MODULE, ScriptSearch
-from hegmd.agent.state.storage import state_file
 from hegmd.agent.state.values import contents, sharded
-from tests.needs import need_torch
+from tests.needs import ImportedWhenUsed, need_torch
+from tests.unit.agent.state.in_file import through_a_file
 
 pytestmark = [
     pytest.mark.leaks_allowed("PyTorch sets variables of its own when its compiler is first imported"),
     pytest.mark.xdist_group("torch"),
 ]
 torch: Any = need_torch()
-fsdp: Any = pytest.importorskip("torch.distributed.fsdp", exc_type=ImportError)
+fsdp: Any = ImportedWhenUsed("torch.distributed.fsdp")
+tensors: Any = ImportedWhenUsed("torch.distributed.tensor")
+stages: Any = ImportedWhenUsed("torch.distributed.pipelining")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,20 +64,11 @@ def _step(model: Any, optimizer: Momentum) -> str:
     return float(loss.detach()).hex()
 
 
-def _through_a_file(value: Any) -> Any:
-    fd = os.memfd_create("state", os.MFD_CLOEXEC)
-    try:
-        state_file.write(fd, value)
-        return state_file.read(fd)
-    finally:
-        os.close(fd)
-
-
 def test_fsdp_models_had_no_state() -> None:
     model, optimizer = _sharded()
     _step(model, optimizer)
     names = {id(parameter): (0, name) for name, parameter in model.named_parameters()}
-    taken = _through_a_file([contents.take_module(model), contents.take_optimizer(optimizer, names)])
+    taken = through_a_file([contents.take_module(model), contents.take_optimizer(optimizer, names)])
     gradients = [sharded.local(parameter.grad).clone() for parameter in model.parameters()]
     expected = [_step(model, optimizer) for _ in range(3)]
     other, its = _sharded()
@@ -92,11 +84,10 @@ def test_fsdp_models_had_no_state() -> None:
 
 def test_a_part_of_a_part_could_not_be_made_again() -> None:
     """FSDP2 over tensor parallel: the class of its placement takes names only, and the job failed in its restart."""
-    tensors = pytest.importorskip("torch.distributed.tensor", exc_type=ImportError)
     strided = tensors.placement_types._StridedShard(0, split_factor=2)
     mesh = torch.distributed.init_device_mesh("cpu", (1, 1))
     spread = tensors.DTensor.from_local(torch.ones(2), mesh, [strided, tensors.Shard(0)], run_check=False)
-    saved = _through_a_file(sharded.taken(spread))
+    saved = through_a_file(sharded.taken(spread))
     again = sharded.made(sharded.part_of(saved), saved, spread)
     assert (again.placements, again.shape) == (spread.placements, spread.shape)
 
@@ -134,7 +125,6 @@ def test_the_views_that_fsdp_has_of_parameters_failed_a_restart() -> None:
 
 def test_the_buffers_of_a_pipeline_stage_failed_a_restart() -> None:
     """A stage makes them in its first step, so the restarted script has none where it continues."""
-    stages: Any = pytest.importorskip("torch.distributed.pipelining", exc_type=ImportError)
     stage = object.__new__(stages.PipelineStage)
     stage.submod, stage.received = torch.nn.Linear(2, 2), torch.zeros(3)
     found = {name: one.kind for one in ScriptSearch([sys._getframe()]).list for name in one.names}
