@@ -22,7 +22,6 @@ from hegmd.errors import HegmError
 from hegmd.gpu_helper.copy_client import CopyClient
 from hegmd.gpu_helper.link import Link
 from hegmd.system.descriptors import Descriptors, Inode, inode_of
-from hegmd.telemetry.log import limited
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ _RING_PIECE_BYTES = 2 << 20
 _MAX_PINNED = 32
 _PIN_S = 20.0
 
-#: Calls with descriptors and sizes of memory that stays as it is meanwhile.
+#: Calls a function with descriptors and sizes of memory that is not resized during the call.
 WithMemory = Callable[[Callable[[Sequence[tuple[int, int]]], Awaitable[bool]]], Awaitable[bool]]
 
 
@@ -125,8 +124,7 @@ class ReadyHelper(Pinning):
         except (HegmError, OSError) as error:
             before, self._why_not = self._why_not, str(error)
             if self._why_not != before:
-                text = "the GPU helper is not as ready as pool.ready_helper requests: %s"
-                limited(logger, "ready-helper", logging.WARNING, text, error)
+                logger.warning("the GPU helper is not as ready as pool.ready_helper requests: %s", error)
             return RETRY_S
         self._why_not = ""
         return LOOK_S

@@ -299,7 +299,7 @@ def _count(state: Path, call: str) -> int:
 
 
 def _leave_room(torch: Any, room_bytes: int) -> Any:
-    """Allocate all of the GPU but so much for a shadow, and what stays free for the job."""
+    """Allocate all of the GPU except the share that stays free for the job, and `room_bytes` for a shadow."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(0)
     taken = torch.Storage(bytes(1))
     taken.resize_((free_bytes - int(total_bytes * shadow.SHARE_LEFT_FREE) - room_bytes) // MIB * MIB)
@@ -330,7 +330,7 @@ def makes_a_shadow_of_as_many_pieces_as_there_is_room_for(state: Path) -> None:
     contents, raws, places = _raws(torch, fd)
     free_bytes = torch.cuda.mem_get_info(0)[0]
     sizes = sorted(SIZES)
-    # What is written at once, by how many parts there is room for; the tensor of 21 MiB is the one that is split.
+    # The parts that are written at once, by how many parts there is room for; only the tensor of 21 MiB is split.
     at_once_bytes = {1: sizes[2] + sizes[3], 2: sizes[3], 3: sizes[3] - (8 << 20), 4: 0}
     for parts, expected_bytes in at_once_bytes.items():
         taken = _leave_room(torch, parts * (8 * MIB + MIB // 2))
@@ -368,7 +368,7 @@ def _part_bytes(places: list[int], part: int) -> int:
 
 
 def uses_more_memory_once_the_job_has_freed_some(state: Path) -> None:
-    """What was allocated ahead for the last shadow is less than there is room for."""
+    """The memory that was allocated ahead for the last shadow is smaller than the room that there is now."""
     torch, fd = _job(), _file(state)
     contents, raws, places = _raws(torch, fd)
     taken = _leave_room(torch, 9 * MIB)
@@ -453,7 +453,7 @@ def a_rank(state: Path) -> None:
 
 
 def writes_nothing_more_once_a_copy_of_a_shadow_fails(state: Path) -> None:
-    """What the training waited for is written by then; the memory is given back."""
+    """The part that the training waited for is written by then; the shadow's memory is freed."""
     torch, fd = _job(), _file(state)
     _contents, raws, places = _raws(torch, fd)
     _leave_room(torch, 9 * MIB)

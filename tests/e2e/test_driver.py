@@ -118,7 +118,7 @@ def _interrupted(
 
 
 def test_the_helper_started_no_sooner_than_the_agent_connected_after_a_crash(node: DrivenNode, tmp_path: Path) -> None:
-    """Its start was on the path of a job that stands. The agent is stopped here, so that it cannot connect first."""
+    """The paused job waited for the helper to start. The agent is stopped here, so that it cannot connect first."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     with node.agented(0) as program:

@@ -1,4 +1,4 @@
-"""Leaves so much of a GPU's free memory for a shadow of a snapshot: `leave_room.py GPU BYTES`.
+"""Fills a GPU until BYTES are left for a snapshot's shadow: `leave_room.py GPU BYTES`.
 
 Begins at the first line on its standard input, keeps the memory until EOF, and takes more once the job has freed some.
 Prints `held BYTES` when there is just that room.

@@ -1,4 +1,4 @@
-"""What the service decides by itself when the daemon starts."""
+"""The service starts the GPU helper by itself when operations of an earlier daemon need the driver."""
 
 from __future__ import annotations
 

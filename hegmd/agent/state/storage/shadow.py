@@ -5,8 +5,8 @@ Owns that memory. It is the driver's own: PyTorch's allocator does not know it, 
 and is in no graph's pool. A part of the GPU's memory stays free for the job, which may grow: a twentieth if all of the
 state fits into the rest, otherwise half of what is free. Then a shadow has the smallest pieces, because the largest are
 the quickest to copy to the host while the training waits. The memory is freed as soon as it was copied to the host. If
-the job uses so much memory meanwhile that little is left, the copying ends at once with `CopyStopped`: then there is no
-snapshot, and the next one is taken without a shadow.
+the job leaves little memory free during the copy, the copy ends at once with `CopyStopped`: then there is no snapshot,
+and the next one is taken without a shadow.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ _ahead: EarlyWork | None = None
 
 
 def prepare() -> None:
-    """Start a thread that allocates what shadows of the last state would take, as far as it is free. Raises nothing."""
+    """Start a thread that allocates memory for shadows of the last state, as far as the GPU has it. Raises nothing."""
     global _ahead  # noqa: PLW0603 - one process
     if _ahead is not None or _was_squeezed or not _last_sizes:
         return

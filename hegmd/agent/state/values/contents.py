@@ -312,7 +312,7 @@ def unfit_tensor(tensor: Any, saved: Any) -> list[str]:
 def loose(value: Any, parameter: Any = None) -> Any:
     """Return the value in types that a state file has. Other values stay, and the encoder refuses them.
 
-    `parameter`: the value is an optimizer's state of it, and may be spread over ranks as it is.
+    `parameter`: the value is an optimizer's state of that parameter, perhaps a DTensor on the same device mesh.
     """
     if is_a(value, Counter):
         return {_COUNTER: dict(value)}

@@ -33,7 +33,7 @@ def is_spread(value: Any) -> bool:
 
 
 def local(tensor: Any) -> Any:
-    """Return this rank's part of a DTensor, which shares its memory; any other tensor as it is."""
+    """Return this rank's part of a DTensor, in the same memory, and any other tensor unchanged."""
     return tensor._local_tensor if is_spread(tensor) else tensor
 
 
