@@ -116,21 +116,62 @@ def train(epochs):
 """
 
 
-# A pass is longer than the training, so that the thread is not between two when the state is saved.
 READ_AHEAD = """
 def read():
     for _ in range(20):
-        for (rows,) in longer:
+        for (rows,) in loader:
             ahead.put(rows)
 
 
 import queue, threading
-ahead, longer = queue.Queue(2), DataLoader(TensorDataset(torch.randn(400, 4)), batch_size=4)
+ahead = queue.Queue(2)
 threading.Thread(target=read, daemon=True).start()
 for _ in range(60):
     model(ahead.get()).pow(2).mean().backward()
     optimizer.step()
     print("step", flush=True)
+"""
+
+
+# Its thread has ended a pass, and begins the next one after the state is saved.
+READ_AHEAD_BETWEEN = """
+def read():
+    for _ in range(20):
+        for (rows,) in loader:
+            ahead.put(rows)
+        is_between.set()
+        ahead.join()
+
+
+import queue, threading
+ahead, is_between = queue.Queue(), threading.Event()
+loader = DataLoader(TensorDataset(torch.randn(40, 4)), batch_size=4)
+optimizer.step()
+threading.Thread(target=read, daemon=True).start()
+is_between.wait()
+for _ in range(60):
+    model(ahead.get()).pow(2).mean().backward()
+    optimizer.step()
+    print("step", flush=True)
+    ahead.task_done()
+"""
+
+
+READ_ONCE = """
+def read():
+    seen.extend(loader)
+    is_read.set()
+    is_over.wait()
+
+
+import threading
+seen, is_read, is_over = [], threading.Event(), threading.Event()
+threading.Thread(target=read, daemon=True).start()
+is_read.wait()
+for _ in range(20):
+    model(seen[0][0]).pow(2).mean().backward()
+    optimizer.step()
+    print(model.weight.sum().item().hex(), flush=True)
 """
 
 
@@ -275,6 +316,7 @@ def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
             "the while loop at line 29 of __main__ depends on variables",
         ),
         ({"body": READ_AHEAD}, "another thread reads the loader at line 30 of __main__ in read() ahead"),
+        ({"body": READ_AHEAD_BETWEEN}, "another thread reads the loader at line 30 of __main__ in read() ahead"),
         ({"body": REMADE}, "the loader at line 33 of __main__ is over newly created data"),
         ({"body": DRAWN}, "a batch of an outer loop is in use, and its dataset draws random numbers"),
         ({"body": PROBED}, "line 31 of __main__ was first asked at line 30 of __main__"),
@@ -300,6 +342,7 @@ def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
         "a-list",
         "a-while-loop",
         "read-ahead",
+        "read-ahead-between-two-passes",
         "data-made-anew",
         "a-collator-that-draws",
         "a-batch-taken-above-the-loop-that-goes-on",
@@ -317,6 +360,15 @@ def test_state_that_a_restarted_script_would_lack_is_refused(
     assert [ended.status for ended in ends] == [REFUSED_STATUS], ends[0].errors
     assert why in ends[0].errors
     assert set(output.split()) == {"step"}
+
+
+def test_a_thread_that_has_read_its_loader_and_lives_is_not_taken_for_one_that_reads_ahead(
+    restarts: Restarts, tmp_path: Path
+) -> None:
+    argv = written(tmp_path, body=READ_ONCE)
+    output, ends = restarts.restarted(*argv, at=(7,))
+    assert [ended.status for ended in ends] == [LEFT_STATUS, 0], [ended.errors for ended in ends]
+    assert output == restarts.undisturbed(*argv)
 
 
 def test_a_batch_taken_once_above_all_loops_was_another_one_after_a_restart(restarts: Restarts, tmp_path: Path) -> None:

@@ -188,16 +188,14 @@ class _Capture:
     def _passes(self, place: ThreadPosition) -> Iterator[dict[str, Any]]:
         if any(found.number not in self._numbers and not found.is_kept_by_loader() for found in passes.all_followed()):
             gc.collect()  # frees finished passes that are in reference cycles
+        ahead: dict[Any, None] = {}
         for found in passes.all_followed():
             number = self._numbers.get(found.number)
             iterator = found.iterator()
             if number is None and found.number != self.state["place"]["driver"] and stateful_loader.is_left(iterator):
                 continue
             if found.ident != self._ident:
-                self._refuse(
-                    f"another thread reads the loader at {step_text(found.path[-1])} ahead",
-                    "read it in the loop that trains",
-                )
+                ahead.setdefault(found.path)
                 continue
             rests = number is None and bool(found.sent) and iterator._persistent_workers and not iterator._task_info
             if number is None and found.number != self.state["place"]["driver"] and not rests and not found.is_over():
@@ -206,6 +204,9 @@ class _Capture:
                 self.refusals += loop_position.against_aside(found.path, found.requests, place)
             self.refusals += found.refusals(number or 0)
             yield {**found.taken(number or 0), "number": found.number, "rests": rests}
+        for path in ahead | dict.fromkeys(loop_position.read_by_others(self._ident)):
+            what = f"another thread reads the loader at {step_text(path[-1])} ahead"
+            self._refuse(what, "read it in the loop that trains")
         # Numbers of this process's passes are none of theirs.
         yield from ({**taken, "number": -1} for taken in passes.resting)
 

@@ -13,7 +13,7 @@ import sys
 from time import monotonic
 
 from ..notes import note
-from .code import source_check
+from .code import loop_position, source_check
 from .code.loop_shadows import PendingLoops, Shadows
 from .code.position import elsewhere, is_of_another_script, path_of, script_frames, step_text
 from .code.value_stack import caller
@@ -297,6 +297,7 @@ def _begin(loader: Any, frame: FrameType, make: Callable[[Any], Any]) -> Any:
     frames = script_frames(frame)
     path = lightning.path_of_pass(path_of(frames))
     note_place(path, frames)
+    loop_position.note_begun(path, frames)
     source = _due or _resting
     if source is not None:
         iterator = source.again(loader, path, _passes, make)

@@ -4,25 +4,37 @@ A restarted script starts at the top and makes each pass again at its place. The
 that continues with the pass: a batch that is taken above the loop, for example to read its shape, would be a different
 one. So the first places that ask a pass are recorded; its later batches cost nothing. A pass that was only asked above
 all loops is left to the script, which repeats that.
+
+The place where a pass begins is recorded too. Another thread in a loop around it reads ahead, also between two passes.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
+from _thread import get_ident
 
+from ...trap import NoCollection, is_ours
 from ..frameworks import accelerate_hf
 from ..values.duck_types import class_of
 from ..values.refusals import Refusal
+from .loops import loops_of
 from .position import path_of, script_frames, step_text
 from .value_stack import caller
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import CodeType, FrameType
     from typing import Any
 
     from .position import ThreadPosition
 
+    #: The script's functions that a thread is in, outermost first, each with the offset of its instruction.
+    _Calls = list[tuple[CodeType, int]]
+
+#: The calls in which the last pass of each place began.
+_begun: dict[Any, _Calls] = {}
 _NOTED = 2
 _LATER = "try again shortly; nothing has to change"
 _ASIDE = "go over both loaders in the head of the loop, with zip(), or begin the pass above the loop"
@@ -74,6 +86,41 @@ class FirstBatchRequests:
         """Return True if the pass was asked above the loops only: the restarted script does so again."""
         heads = [] if _is_of_framework(place) else heads_of(place)
         return bool(heads) and 0 < len(self.paths) < _NOTED and is_above(self.paths[0], heads[0])
+
+
+def note_begun(path: Any, frames: list[FrameType]) -> None:
+    """Record that a pass begins there."""
+    _begun[path] = _calls_of(frames)
+
+
+def read_by_others(ident: int) -> list[Any]:
+    """Return the places of passes that another thread than that one can begin: it is in a loop around them."""
+    with NoCollection():
+        others = [
+            _calls_of(script_frames(frame))
+            for other, frame in sys._current_frames().items()  # pyright: ignore[reportPrivateUsage] - it is documented
+            if other not in (ident, get_ident()) and not is_ours(frame)
+        ]
+    return [path for path, begun in _begun.items() if any(_is_in_loop_around(begun, calls) for calls in others)]
+
+
+def _calls_of(frames: list[FrameType]) -> _Calls:
+    return [(frame.f_code, frame.f_lasti) for frame in frames]
+
+
+def _is_in_loop_around(begun: _Calls, calls: _Calls) -> bool:
+    """Return True if a thread in these calls is in a loop that a pass with those calls began in."""
+    for (code, began_at), (its_code, is_at) in zip(begun, calls):
+        if code is not its_code:
+            return False
+        loops = loops_of(code)
+        if {head.offset for head in loops.around(began_at)} & {head.offset for head in loops.around(is_at)}:
+            return True
+        if {*loops.whiles_around(began_at)} & {*loops.whiles_around(is_at)}:
+            return True
+        if began_at != is_at:
+            return False
+    return False
 
 
 def against_aside(began: Any, requests: FirstBatchRequests, place: ThreadPosition) -> Iterator[Refusal]:
