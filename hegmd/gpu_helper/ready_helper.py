@@ -20,7 +20,7 @@ import anyio
 
 from hegmd.errors import HegmError
 from hegmd.gpu_helper.copy_client import CopyClient
-from hegmd.gpu_helper.link import Link
+from hegmd.gpu_helper.link import HelperLost, Link
 from hegmd.system.descriptors import Descriptors, Inode, inode_of
 
 logger = logging.getLogger(__name__)
@@ -130,14 +130,21 @@ class ReadyHelper(Pinning):
         return LOOK_S
 
     async def check(self) -> None:
-        """Have a helper, and with `contexts` its contexts, unless it has them. Raises HegmError, OSError."""
+        """Have a helper, and with `contexts` its contexts, unless it has them. Raises HegmError, OSError.
+
+        Without a context on one GPU, it has those on the others, pins memory, and raises the reason then.
+        """
         gpus = self._wanted_gpus()
+        failed: HegmError | None = None
         if self._held is None or self._held.helper != self._link.pid or self._held.gpus != gpus:
-            await self._hold(gpus)
-        self._last_gpu = gpus[0] if gpus else self._last_gpu
+            failed = await self._hold(gpus)
+        has = self._held.gpus if self._held is not None else ()
+        self._last_gpu = has[0] if has else self._last_gpu
         if self._how == PINNED and self._last_gpu is not None:
             while not self._is_busy() and await self._with_memory(self._pin):
                 pass
+        if failed is not None:
+            raise failed
 
     def _wanted_gpus(self) -> tuple[str, ...]:
         """The GPUs with jobs. While memory is pinned, also those that had one: for a new context, a resume would wait
@@ -148,16 +155,46 @@ class ReadyHelper(Pinning):
         had = self._held.gpus if self._held is not None and self.pinned_bytes else ()
         return tuple(sorted({*self._gpus(), *had}))
 
-    async def _hold(self, gpus: tuple[str, ...]) -> None:
-        """Have contexts on these GPUs, without destroying one that stays. Raises HegmError, OSError."""
+    async def _hold(self, gpus: tuple[str, ...]) -> HegmError | None:
+        """Have contexts on these GPUs, without destroying one that stays. Returns why one of them has none.
+
+        Raises HegmError, OSError.
+        """
         former = self._held
         lane = _LANES[former is not None and former.session.lane == _LANES[0]]
-        session = await CopyClient.open(self._link, lane, gpus)
+        failed: HegmError | None = None
+        try:
+            session = await CopyClient.open(self._link, lane, gpus)
+        except HelperLost:
+            raise
+        except HegmError:
+            gpus, failed = await self._able(lane, gpus)
+            if former is not None and (former.helper, former.gpus) == (self._link.pid, gpus):
+                return failed
+            session = await CopyClient.open(self._link, lane, gpus)
         self._held = Held(self._link.pid, gpus, session)
         if former is not None:
             await former.session.close()
         if gpus:
             await self._make_ring(gpus)
+        return failed
+
+    async def _able(self, lane: str, gpus: tuple[str, ...]) -> tuple[tuple[str, ...], HegmError | None]:
+        """Return those GPUs that can have a context, tried one by one, and why the last other one cannot."""
+        able: list[str] = []
+        failed: HegmError | None = None
+        for gpu in gpus:
+            try:
+                session = await CopyClient.open(self._link, lane, [gpu])
+            except HelperLost:
+                raise
+            except HegmError as error:
+                message = error.message if gpu in error.message else f"{gpu}: {error.message}"
+                failed = HegmError(error.code, message, error.hint, error.facts)
+            else:
+                await session.close()
+                able.append(gpu)
+        return tuple(able), failed
 
     async def _pin(self, memory: Sequence[tuple[int, int]]) -> bool:
         """Pin one more piece of that memory, or unpin one of what is not in it. Returns True if more is left."""

@@ -245,6 +245,23 @@ async def test_contexts_are_released_although_another_gpu_could_not_get_one(node
         assert contexts(node) == 0
 
 
+async def test_memory_was_not_pinned_because_one_gpu_had_no_memory_for_a_context(node: CudaNode) -> None:
+    here, full = node.uuids
+    with segments() as memory:
+        memory.add(SIZE_BYTES)
+        async with linked(node) as link:
+            ready = ReadyHelper(link, PINNED, lambda: [full, here], memory.handed)
+            node.order("error cuDevicePrimaryCtxRetain@1 2")
+            for _ in range(2):
+                with pytest.raises(HegmError, match=f"{full}: cuDevicePrimaryCtxRetain failed with 2"):
+                    await ready.check()
+                refused = sum(call.subject == 1 for call in node.calls("cuDevicePrimaryCtxRetain"))
+                assert (ready.pinned_bytes, contexts(node) - refused) == (SIZE_BYTES, 1)
+            node.mend()
+            await ready.check()
+            assert contexts(node) - refused == 2
+
+
 async def test_memory_stays_known_as_pinned_although_no_more_can_be_pinned(node: CudaNode) -> None:
     gpus = node.uuids[:1]
     with segments() as memory:
