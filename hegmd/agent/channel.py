@@ -258,6 +258,7 @@ class Channel:
             entrusted=self._orders.entrusted,
             mark=self._orders.mark,
             revived=self._is_revived,
+            driver_restored=self._orders.driver_restored,
             restarted=self._restarted,
             unknown=None if self._unknown is None else tuple(self._unknown),
         )

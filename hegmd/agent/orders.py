@@ -66,6 +66,8 @@ class Orders:
         self._left_alone: str | None = None
         self.known_bytes = self.obeyed = 0
         self.changed_by_itself = False
+        #: Whether the driver has ever restored this process.
+        self.driver_restored = False
         #: Set by the order to disconnect: the connection ends, and this says where to reconnect.
         self.aside: RendezvousWait | None = None
         self._do: dict[str, Callable[[Order, int | None], None]] = {
@@ -291,6 +293,7 @@ class Orders:
         self._carrying.forget()
         if order.restored:
             self._carrying.note_restored()
+        self.driver_restored = self.driver_restored or order.by_driver
         self._carrying.rejoin()
         self._state.found = None
         self._state.is_suspended = False

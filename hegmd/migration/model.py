@@ -90,6 +90,7 @@ class AgentSurvey(Record):
     communicators: Communicators | None = field(
         "its groups with other ranks; nil if it has none, or the agent does not know", default=None
     )
+    driver_restored: bool = field("whether the driver has ever restored the process", default=False)
     state_bytes: int | None = field("what a restart would carry; nil if it has not said", default=None)
     refusals: tuple[str, ...] = field("what prevents a restart, as its agent reports", default=())
     unweighed: tuple[str, str] | None = field(

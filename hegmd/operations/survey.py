@@ -427,6 +427,7 @@ def _agent_survey(worker: AgentConnection, counts: tuple[int, int] | None = None
         world_size=worker.about.world_size,
         cuda=worker.cuda,
         communicators=worker.communicators,
+        driver_restored=worker.driver_restored,
         state_bytes=worker.state_bytes,
         refusals=worker.refusals,
         unweighed=worker.unweighed,

@@ -107,6 +107,10 @@ class Order(Record):
         "release: whether the driver has restored the storages, so that CUDA IPC cannot export them from now on",
         default=False,
     )
+    by_driver: bool = field(
+        "release: whether the driver has restored the process, so that the GPU interrupts no kernel of it from now on",
+        default=False,
+    )
     abort: bool = field(
         "disconnect: abort communicators that NCCL could suspend, because an image cannot contain them; release: "
         "continue without the communicators, because a rank of them has ended",
@@ -188,6 +192,7 @@ class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order)
     held_bytes: int = field("bytes of its storages that are offloaded now", default=0)
     images: PeriodicImages | None = field("images to make of its job at intervals", default=None)
     revived: bool = field("whether the process was restored from an image since its last `aside`", default=False)
+    driver_restored: bool = field("whether the driver has ever restored the process", default=False)
     entrusted: bool = field(
         "whether only the daemon has the offloaded bytes, so that it has to send them back", default=False
     )

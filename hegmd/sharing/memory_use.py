@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from hegmd.migration.machine.operation import JobProcess
+from hegmd.migration.machine.next_effects import SUSPENDED
+from hegmd.migration.machine.operation import JobProcess, Operation
 from hegmd.migration.model import Candidate, GpuMemory, MigrationPlan
 from hegmd.migration.plan.carrier_choice import is_helped
+from hegmd.migration.plan.communicator_rules import NCCL
 from hegmd.node.gpu_sets import gpus_of, shared_out
 from hegmd.node.processes.surroundings import parent_of
 from hegmd.sharing.records import LeaseRecord
+from hegmd.workers.workers import AgentConnection
 
 # How far a process is from the one that a lease is for: a shell, its launcher, its ranks.
 MAX_GENERATIONS = 16
@@ -31,6 +34,13 @@ def needs_by_gpu(members: Sequence[JobProcess], place: Callable[[JobProcess], st
         for gpu, size in shared_out(place(member), member.reservation_bytes_by_gpu, member.reservation_bytes).items():
             needs[gpu] = needs.get(gpu, 0) + size
     return needs
+
+
+def needs_whole_gpus(workers: Iterable[AgentConnection], op: Operation | None) -> bool:
+    """Return True for ranks with NCCL that the driver has restored or will restore: they share no GPU (XID 109)."""
+    away = {member.pid for member in op.live if not member.keeps_context} if op and op.phase == SUSPENDED else ()
+    groups = [one.communicators for one in workers if one.driver_restored or one.pid in away]
+    return any(NCCL in backend for found in groups if found is not None for backend in found.backends)
 
 
 def copies_by_gpu(

@@ -34,6 +34,7 @@ from hegmd.sharing.memory_use import (
     is_open_to,
     kept_by_gpu,
     needs_by_gpu,
+    needs_whole_gpus,
     stays_by_gpu,
     used_of_lease,
 )
@@ -458,6 +459,7 @@ class SharingView:
         since_s = None if since_utc is None else now - max(0.0, self._now_utc - since_utc)
         past = self._history.note_state(record.id, state, now, since_s)
         known = needs if needs != () else tuple((held or {}).get(gpu, 0) for gpu in gpus)
+        is_alone = needs_whole_gpus(self._attending.get(record.number, ()), job_view.operation)
         job = model.Job(
             id=record.id,
             name=record.name,
@@ -466,9 +468,9 @@ class SharingView:
             uid=record.uid,
             since_s=past.since_s,
             gpus=gpus,
-            needs_bytes=known,
+            needs_bytes=None if is_alone else known,
             wanted_gpus=wanted_gpus,
-            least_bytes=least,
+            least_bytes=None if is_alone else least,
             held_bytes=dict(held or {}),
             pool_bytes=None if job_view.leaves is None else job_view.leaves.pool_bytes,
             allowed_gpus=allowed,

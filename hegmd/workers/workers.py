@@ -101,6 +101,8 @@ class AgentConnection:
         self.cuda: CudaFacts | None = None
         #: Its communicator groups as reported; None if it has none or did not report them.
         self.communicators: Communicators | None = about.communicators
+        #: Whether the driver has ever restored it; `agent_effects` sets it.
+        self.driver_restored = about.driver_restored
         #: Why its last scheduled image was not written; `scheduled_images` sets it.
         self.image_missed: str | None = None
         #: Held during a `weigh` order: a second one would replace the first.
@@ -263,6 +265,7 @@ class AgentConnection:
         self.connection += 1
         self.about = about
         self.boundary, self.parked, self.held_bytes = about.boundary, about.parked, about.held_bytes
+        self.driver_restored = self.driver_restored or about.driver_restored
         if about.size_bytes:
             self.size_bytes, self.communicators = about.size_bytes, about.communicators
         if before is not None:

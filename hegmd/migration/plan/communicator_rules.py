@@ -11,13 +11,14 @@ from itertools import combinations
 
 from hegmd.errors import REFUSED
 from hegmd.migration.machine.communicators import SUSPEND as SUSPENSION
+from hegmd.migration.machine.next_effects import SUSPENDED
 from hegmd.migration.machine.operation import CHECKPOINT, RESUME, SIMULATED, SUSPEND
 from hegmd.migration.machine.wording import listed
-from hegmd.migration.model import Candidate, GpuMemory, NodeSnapshotForPlan
-from hegmd.migration.plan.draft import Draft
+from hegmd.migration.model import AgentSurvey, Candidate, GpuMemory, NodeSnapshotForPlan
+from hegmd.migration.plan.draft import Draft, candidate_of
 from hegmd.node.gpu_sets import HINT_UNNUMBERED, UNNUMBERED, gpus_of
 from hegmd.protocol.messages import Communicators
-from hegmd.protocol.operations import PlannedProcess
+from hegmd.protocol.operations import BY_DRIVER, KEEP_CONTEXT, PlannedProcess
 from hegmd.protocol.proofs import FAILED, PROVEN, UNPROVEN, Combination, Proof
 
 NONE, REPLACEMENT = "none", "replace"
@@ -145,20 +146,18 @@ def _against_groups(ranks: Sequence[Candidate]) -> Iterator[tuple[str, str, int]
 
 
 def against_one_gpu(draft: Draft, ranks: Sequence[Candidate]) -> Iterator[tuple[str, str, int]]:
-    """NCCL connects no two ranks of a group on one GPU."""
-    by_nccl: set[int] = set()
-    for candidate in ranks:
-        groups = communicators_of(candidate)
-        if groups is not None and any("nccl" in backend for backend in groups.backends):
-            by_nccl.add(candidate.pid)
+    """NCCL connects no two ranks of a group on one GPU, except if they seem to be on different hosts. The driver would
+    end those when it has restored them, because each waits for the other."""
+    by_nccl = {candidate.pid for candidate in ranks if candidate.agent is not None and _is_of_nccl(candidate.agent)}
     there: dict[str | None, list[int]] = {}
     for worker in draft.workers:
-        if worker.pid in by_nccl and worker.to is not None:
-            there.setdefault(worker.to, []).append(worker.pid)
+        if worker.pid in by_nccl and worker.method != KEEP_CONTEXT:
+            there.setdefault(worker.to or worker.gpu, []).append(worker.pid)
     for gpu, pids in there.items():
         if len(pids) > 1:
             message = f"NCCL cannot connect ranks on one GPU, and {listed(tuple(map(str, pids)))} would be on {gpu}"
-            yield message, "name another GPU for each, in rank order, such as --to gpu2,gpu3", pids[0]
+            hint = "name another GPU for each, in rank order, such as --to gpu2,gpu3"
+            yield message, "use --keep-context" if draft.request.kind == SUSPEND else hint, pids[0]
 
 
 def _against_missing(ranks: Sequence[Candidate], members: Sequence[Candidate]) -> Iterator[tuple[str, str, int]]:
@@ -240,7 +239,7 @@ def costs(draft: Draft, members: Sequence[Candidate], kind: str) -> Iterator[str
         )
         if any(NCCL in found.backends for found in groups):
             yield "the job trains without NVLink multicast (NCCL_NVLS_ENABLE=0), which can slow more than two GPUs"
-            yield from _neighbours(draft, members)
+            yield from _company(draft)
     if (proof := proof_of(draft.snapshot, members, [worker.to for worker in draft.workers])) is not None:
         yield from _verdict(proof, uses_nccl=any(NCCL in found.backends for found in groups))
     if draft.reserves_late:
@@ -250,18 +249,60 @@ def costs(draft: Draft, members: Sequence[Candidate], kind: str) -> Iterator[str
         )
 
 
-def _neighbours(draft: Draft, members: Sequence[Candidate]) -> Iterator[str]:
-    """Name other processes on the GPUs of the ranks. Two jobs with NCCL on the same GPUs were seen to hang and to fail,
-    one of them in an exchange (docs/benchmarks.md)."""
-    gpus = {gpu for member in members for gpu in member.gpus} | {worker.to for worker in draft.workers}
-    there = [(each.pid, each.gpus) for each in draft.snapshot.candidates]
-    there += [(each.pid, each.gpus) for each in draft.snapshot.unreachable]
-    ours = {member.pid for member in members}
-    others = [f"process {pid}" for pid, places in sorted(there) if pid not in ours and gpus & set(places)]
-    if others:
+def judge_company(draft: Draft) -> None:
+    """Refuse GPUs on which ranks with NCCL that the driver has restored would run beside other processes.
+
+    The GPU interrupts no kernel of a restored process for another process (driver 580.159.04). A kernel of NCCL waits
+    for other ranks: until they come, the GPU's other processes wait too, and after 5 s the driver ends the rank.
+    """
+    for worker in draft.workers:
+        is_restored = worker.method == BY_DRIVER and worker.to != worker.gpu and _may_use_nccl(draft, worker)
+        place = worker.gpu if draft.request.kind == CHECKPOINT else worker.to  # where an image is made, it is restored
+        for gpu in () if worker.to == worker.gpu else gpus_of(place):
+            for pid, other in _others_on(draft, gpu):
+                ranks, beside = (worker.pid, pid) if is_restored else (pid, worker.pid)
+                if is_restored or (other is not None and other.driver_restored and _is_of_nccl(other)):
+                    message = (
+                        f"process {ranks} uses NCCL and needs {gpu} for itself once the driver has restored it, but "
+                        f"process {beside} would be there too: a wait of 5 s for another rank would end it (XID 109)"
+                    )
+                    hint = f"end, suspend or move process {pid} first, or choose another GPU; see hegmctl ps"
+                    draft.against(REFUSED, message, hint, pid=worker.pid, gpu=gpu)
+
+
+def _others_on(draft: Draft, gpu: str) -> Iterator[tuple[int, AgentSurvey | None]]:
+    """Yield the processes of other jobs on that GPU that may compute, with the reports of their agents."""
+    moving = {worker.pid for worker in draft.workers}
+    jobs = {(one.uid, one.job) for one in draft.snapshot.candidates if one.pid in moving and one.job is not None}
+    idle = {worker.pid for op in draft.snapshot.running if op.phase == SUSPENDED for worker in op.live}
+    for one in draft.snapshot.candidates:
+        if gpu in one.gpus and one.pid not in moving | idle and (one.uid, one.job) not in jobs:
+            yield one.pid, one.agent
+    for other in draft.snapshot.unreachable:
+        if gpu in other.gpus and not other.ended:
+            yield other.pid, None
+
+
+def _may_use_nccl(draft: Draft, worker: PlannedProcess) -> bool:
+    """Return True unless its agent reports other backends. An image does not say which backends its ranks have."""
+    candidate = candidate_of(draft.snapshot, worker.pid)
+    if candidate is None or candidate.agent is None or candidate.agent.communicators is None:
+        return bool(worker.communicators)
+    return _is_of_nccl(candidate.agent)
+
+
+def _is_of_nccl(agent: AgentSurvey) -> bool:
+    return agent.communicators is not None and any(NCCL in backend for backend in agent.communicators.backends)
+
+
+def _company(draft: Draft) -> Iterator[str]:
+    """Name the processes beside ranks that leave their GPUs: the ranks cannot return as long as they are there."""
+    pids = {pid for worker in draft.moving for gpu in gpus_of(worker.gpu) for pid, _ in _others_on(draft, gpu)}
+    if pids:
+        others = [f"process {pid}" for pid in sorted(pids)]
         yield (
-            f"{listed(others)} {'is' if len(others) == 1 else 'are'} on these GPUs too: two jobs with NCCL on the same "
-            "GPUs can hang or fail, and one failed when it was moved; suspend the other one first"
+            f"{listed(others)} {'is' if len(others) == 1 else 'are'} on its GPUs too: a job with NCCL can only be "
+            "resumed on GPUs that it has for itself"
         )
 
 

@@ -135,6 +135,9 @@ def planned_resume(
         members.append(candidate)
         _place_suspended(draft, worker, candidate)
     if draft.workers and not draft.reasons:
+        for message, hint, pid in communicator_rules.against_one_gpu(draft, members):
+            draft.against(REFUSED, message, hint, pid=pid)
+        communicator_rules.judge_company(draft)
         held = {worker.pid: worker.reservations for worker in op.live}
         kept = {planned.pid: held[planned.pid].get(planned.to or "", 0) for planned in draft.workers}
         _judge_memory(draft, memory_needed(draft, kept))
@@ -164,6 +167,7 @@ def planned_return(
     draft.workers += [
         worker.replace(gpu=None, to=place) for worker, place in zip(suspended.workers, places, strict=True)
     ]
+    communicator_rules.judge_company(draft)
     _judge_memory(draft, memory_needed(draft, {}))
     members = tuple([candidate for candidate in snapshot.candidates if candidate.pid in pids])
     return tuple(draft.reasons) or _plan(draft, RESUME, members)
@@ -376,6 +380,7 @@ def _judge_whole(draft: Draft, members: tuple[Candidate, ...]) -> None:
         who = f"process {pids} is" if len(draft.workers) == 1 else f"processes {pids} are"
         draft.against(REFUSED, f"{who} on {where} already", "name another GPU with --to; see hegmctl gpus")
         return
+    communicator_rules.judge_company(draft)
     _judge_memory(draft, memory_needed(draft, {}))
     pooled_bytes = sum(draft.choices[worker.pid].pool_bytes for worker in moving)
     _judge_pool(draft, pooled_bytes, _pool_needed(draft))

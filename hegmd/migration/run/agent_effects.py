@@ -95,7 +95,11 @@ class AgentEffects:
 
     async def release(self, op: Operation, member: Member, effect: effects.Release, _: Progress) -> Event:
         worker = self._cast.worker(member)
-        self._released[_who(member)] = await worker.give("release", restored=_was_restored(member), abort=effect.abort)
+        by_driver = member.method == BY_DRIVER and member.previous_gpu is not None
+        worker.driver_restored = worker.driver_restored or by_driver
+        self._released[_who(member)] = await worker.give(
+            "release", restored=_was_restored(member), by_driver=by_driver, abort=effect.abort
+        )
         worker.parked = False
         return events.Released(**effect.ending())
 

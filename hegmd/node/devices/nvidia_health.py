@@ -45,7 +45,7 @@ _XIDS: dict[int, tuple[int, str]] = {
     92: (WARN, "corrected memory errors come at a high rate"),
     94: (WARN, "an uncorrectable memory error was contained: only the job that hit it is affected"),
     95: (FAILED, "an uncorrectable memory error was not contained: the GPU needs a reset"),
-    109: (WARN, "switching between jobs timed out"),
+    109: (WARN, "a kernel did not give way to another process in time"),
     119: (FAILED, "the GPU's system processor does not answer: the GPU needs a reset"),
     120: (FAILED, "the GPU's system processor failed: the GPU needs a reset"),
     140: (FAILED, "an uncorrectable memory error was not recovered from: the GPU needs a reset"),

@@ -1,4 +1,4 @@
-"""Jobs that request several GPUs wait in the queue, with model agents."""
+"""Jobs that request several GPUs, or GPUs for themselves, with model agents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from hegmd.errors import HegmError
 from hegmd.protocol import sharing as protocol
-from hegmd.protocol.messages import RegisterJob
+from hegmd.protocol.messages import Communicators, RegisterJob
 from tests.patience import HANG_S
 from tests.unit.sharing.shared_node import ADMIN, MIB, UID, sharing_on
 
@@ -77,3 +77,18 @@ async def test_a_job_gets_the_larger_gpus_of_a_node_that_has_more_small_ones(tmp
         request = protocol.PlaceJob(run="pair", gpu_count=2, size_bytes=5 * MIB)
         with anyio.fail_after(HANG_S):
             assert (await shared.requests.place(request, ADMIN, shared.emit)).gpu == "gpu3,gpu4"
+
+
+@pytest.mark.parametrize(("is_restored", "leaves"), [(True, ["j1"]), (False, [])])
+async def test_no_memory_was_free_beside_ranks_that_the_driver_has_restored(
+    is_restored: bool, leaves: list[str], tmp_path: Path, process: Child
+) -> None:
+    """The GPU interrupts no kernel of theirs: a process beside them would end them."""
+    groups = Communicators(mechanism="suspend", groups=1, backends=("nccl",), library="2.29.7")
+    async with sharing_on(tmp_path) as shared:
+        await shared.node.attend(process.pid, b"1" * MIB, rank=0, world_size=1, driver_restored=is_restored)
+        worker = shared.node.workers.find(process.pid)
+        assert worker is not None
+        worker.communicators = groups
+        planned = await shared.make_room(2 * MIB, dry_run=True)
+        assert [step.job for step in planned.steps] == leaves

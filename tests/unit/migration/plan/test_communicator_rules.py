@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hegmd.migration.machine.operation import Limits
-from hegmd.migration.model import Candidate, MigrationPlan, NodeSnapshotForPlan, PlanRequest, PoolMemory
+from hegmd.migration.machine.operation import Limits, Operation
+from hegmd.migration.model import Candidate, MigrationPlan, NodeSnapshotForPlan, PlanRequest, PoolMemory, Unreachable
 from hegmd.migration.plan.planner import planned, planned_resume
 from hegmd.protocol.messages import Combination, Communicators, Proof
 from tests.cells import in_one_test
@@ -64,24 +64,89 @@ def test_ranks_are_suspended_by_the_method_that_their_agents_name(mechanism: str
     assert "NCCL_NVLS_ENABLE=0" in " ".join(plan.hazards)
 
 
-def test_a_plan_names_the_processes_that_share_gpus_with_ranks() -> None:
-    """A job was lost in an exchange beside another job with NCCL on the same two GPUs."""
-    other = a_process(an_agent(), pid=99, gpus=("gpu1",), job="other")
-    ranks = [a_rank(number) for number in range(2)]
-    plan = the_plan(planned(a_snapshot(*ranks, other, **ROOMY), SUSPENSION))
-    assert "process 99 is on these GPUs too" in " ".join(plan.hazards)
-    assert "on these GPUs too" not in " ".join(the_plan(planned(a_job(), SUSPENSION)).hazards)
-    of_gloo = [a_rank(number, GLOO[number]) for number in range(2)]
-    plan = the_plan(planned(a_snapshot(*of_gloo, other, **ROOMY), SUSPENSION))
-    assert "on these GPUs too" not in " ".join(plan.hazards)
+OTHER = a_process(an_agent(), pid=99, gpus=("gpu1",), job="other")
+EXCHANGE = to("gpu1,gpu0")
+BACK = PlanRequest(kind="resume", pids=(4711,))
+
+
+def beside(other: Candidate, *communicators: Communicators, **values: Any) -> NodeSnapshotForPlan:
+    return a_job(*communicators, **values).replace(candidates=(*a_job(*communicators).candidates, other))
+
+
+def suspended(snapshot: NodeSnapshotForPlan) -> Operation:
+    op = the_plan(planned(snapshot, SUSPENSION)).operation("1", snapshot.candidates, {}, limits=Limits(), utc=0.0)
+    return DrivenOperation(op).until("suspended").op
+
+
+def test_ranks_were_lost_on_gpus_that_they_shared_with_another_process() -> None:
+    """The GPU interrupts no kernel of a process that the driver has restored, and NCCL's kernels wait for ranks."""
+    (reason,) = the_reasons(planned(beside(OTHER), EXCHANGE))
+    assert reason.message.startswith("process 4711 uses NCCL and needs gpu1 for itself")
+    assert "process 99 would be there too" in reason.message
+    assert reason.hint.startswith("end, suspend or move process 99 first")
+    the_plan(planned(a_job(), EXCHANGE))
+    the_plan(planned(beside(OTHER, *GLOO), EXCHANGE))
+    foreign = Unreachable(pid=98, gpus=("gpu0",))
+    (reason,) = the_reasons(planned(a_job(unreachable=(foreign,)), EXCHANGE))
+    assert "process 98 would be there too" in reason.message
+    the_plan(planned(a_job(unreachable=(foreign.replace(ended=True),)), EXCHANGE))
+
+
+def test_ranks_that_were_suspended_beside_another_process_resume_when_they_are_alone() -> None:
+    plan = the_plan(planned(beside(OTHER), SUSPENSION))
+    assert "process 99 is on its GPUs too: a job with NCCL can only be resumed" in " ".join(plan.hazards)
+    assert "on its GPUs too" not in " ".join(the_plan(planned(beside(OTHER, *GLOO), SUSPENSION)).hazards)
+    op = suspended(a_job())
+    (reason,) = the_reasons(planned_resume(beside(OTHER), BACK, op))
+    assert "process 4712 uses NCCL and needs gpu1 for itself" in reason.message
+    the_plan(planned_resume(a_job(), BACK, op))
+    idle = op.replace(id="2", workers=(op.workers[0].replace(pid=99),))
+    the_plan(planned_resume(beside(OTHER, running=(idle,)), BACK, op))
+
+
+def test_an_image_of_ranks_is_not_made_beside_another_process() -> None:
+    """A job that is left running is restored where it is."""
+    (reason,) = the_reasons(planned(beside(OTHER), SUSPENSION.replace(kind="checkpoint")))
+    assert "process 4712 uses NCCL and needs gpu1 for itself" in reason.message
+
+
+def test_no_process_comes_to_the_gpu_of_ranks_that_the_driver_has_restored() -> None:
+    comes = a_process(an_agent(), pid=99, gpus=("gpu2",), job="other")
+    four = tuple(a_gpu(f"gpu{number}") for number in range(4))
+
+    def node(*, restored: bool, kind: Communicators) -> NodeSnapshotForPlan:
+        ranks = [a_rank(number, kind) for number in range(2)]
+        agents = [rank.agent.replace(driver_restored=restored) for rank in ranks if rank.agent is not None]
+        ranks = [rank.replace(agent=agent) for rank, agent in zip(ranks, agents, strict=True)]
+        return a_snapshot(*ranks, comes, **ROOMY, gpus=four)
+
+    request = to("gpu1", pids=(99,))
+    (reason,) = the_reasons(planned(node(restored=True, kind=groups()), request))
+    assert reason.message.startswith("process 4712 uses NCCL and needs gpu1 for itself")
+    assert "process 99 would be there too" in reason.message
+    the_plan(planned(node(restored=True, kind=groups()), request.replace(to="gpu3")))
+    the_plan(planned(node(restored=False, kind=groups()), request))
+    the_plan(planned(node(restored=True, kind=GLOO[0]), request))
+
+
+def test_ranks_with_nccl_on_one_gpu_can_only_keep_their_contexts() -> None:
+    """NCCL connects such ranks if they name different hosts. Each resume of them by the driver ended them."""
+    one = [a_rank(number, gpus=("gpu0",)) for number in range(2)]
+    (reason,) = the_reasons(planned(a_snapshot(*one, **ROOMY), SUSPENSION))
+    assert reason.message == "NCCL cannot connect ranks on one GPU, and 4711 and 4712 would be on gpu0"
+    assert reason.hint == "use --keep-context"
+    kept = a_snapshot(*one, **ROOMY)
+    plan = the_plan(planned(kept, SUSPENSION.replace(keep_context=True)))
+    op = plan.operation("1", kept.candidates, {}, limits=Limits(), utc=0.0)
+    the_plan(planned_resume(kept, BACK, DrivenOperation(op).until("suspended").op))
 
 
 def test_the_estimate_has_the_seconds_for_communicators_and_ranks_on_gpus_of_their_own_go_at_once() -> None:
     alone_s = the_plan(planned(a_snapshot(a_process(an_agent()), **ROOMY), SUSPENSION)).estimate_s
     assert the_plan(planned(a_job(), SUSPENSION)).estimate_s == pytest.approx(alone_s + 0.42)
-    together = [a_rank(number, gpus=("gpu0",)) for number in range(2)]
+    together = [a_rank(number, GLOO[number], gpus=("gpu0",)) for number in range(2)]
     one_gpu_s = the_plan(planned(a_snapshot(*together, **ROOMY), SUSPENSION)).estimate_s
-    assert one_gpu_s == pytest.approx(2 * alone_s + 0.42)
+    assert one_gpu_s == pytest.approx(2 * alone_s)
 
 
 def test_ranks_whose_groups_have_no_peers_are_planned_as_any_processes() -> None:
@@ -239,9 +304,7 @@ def test_words_that_fit_no_job_of_two_ranks_are_refused(requested: str, message:
 
 def test_ranks_are_resumed_on_exchanged_gpus() -> None:
     snapshot = a_job()
-    op = the_plan(planned(snapshot, SUSPENSION)).operation("1", snapshot.candidates, {}, limits=Limits(), utc=0.0)
-    suspended = DrivenOperation(op).until("suspended").op
-    plan = the_plan(planned_resume(snapshot, PlanRequest(kind="resume", pids=(4711,), to="gpu1,gpu0"), suspended))
+    plan = the_plan(planned_resume(snapshot, BACK.replace(to="gpu1,gpu0"), suspended(snapshot)))
     assert plan.destinations == {"4711": "gpu1", "4712": "gpu0"}
 
 
