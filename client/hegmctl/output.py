@@ -258,7 +258,8 @@ def _flush_if_possible() -> None:
 
 
 def _unwritable(why: str) -> HegmError:
-    return HegmError(UNAVAILABLE, f"standard output cannot be written to: {why}", "check where it is redirected to")
+    message, hint = f"standard output cannot be written to: {why}", "check where it is redirected to"
+    return HegmError(UNAVAILABLE, message, hint, {"final": True})
 
 
 def ask(question: str) -> str | None:

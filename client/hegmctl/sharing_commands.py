@@ -10,7 +10,7 @@ from time import monotonic, sleep
 from hegmctl.connection import of_kind
 from hegmctl.quantities import without_times
 from hegmctl.sharing_text import lease_note, queue_text, room_progress_text, room_text
-from hegmctl.watch import PASSING, RETRY_S, watch
+from hegmctl.watch import RETRY_S, is_passing, watch
 from hegmd.errors import BAD_REQUEST, INCOMPATIBLE, USAGE, HegmError
 from hegmd.protocol.messages import (
     JobPlaced,
@@ -75,14 +75,9 @@ def _wait_for_room(session: Session, request: MakeRoom) -> RoomReply:
                     session.sink.end_progress()
                     stream.close()
         except HegmError as error:
-            if not was_there or not _is_passing(error):
+            if not was_there or not is_passing(error):
                 raise
             away_since = _pause(session, error, away_since)
-
-
-def _is_passing(error: HegmError) -> bool:
-    """True if only the daemon is away. If it reports itself that a lease or job has ended, that is final."""
-    return error.code in PASSING and not error.facts.get("final")
 
 
 def _pause(session: Session, error: HegmError, away_since: float) -> float:
@@ -134,7 +129,7 @@ def wait_for_gpus(session: Session, request: PlaceJob, socket: str | None) -> tu
             if error.code in (BAD_REQUEST, INCOMPATIBLE) and not shown and not error.facts.get("final"):
                 hint = "name a GPU with --gpu, or upgrade hegmd"
                 raise HegmError(error.code, f"this daemon cannot choose a GPU: {error.message}", hint) from error
-            if not was_there or not _is_passing(error):
+            if not was_there or not is_passing(error):
                 raise
             away_since = _pause(session, error, away_since)
 

@@ -33,6 +33,12 @@ PASSING = (NO_DAEMON, DISCONNECTED, UNAVAILABLE, TIMEOUT, BUSY, CANCELLED)
 RETRY_S = 1.0
 
 
+def is_passing(error: HegmError) -> bool:
+    """True if only the daemon is away. Some errors with the same codes are final: a lease that has ended, or a full
+    standard output."""
+    return error.code in PASSING and not error.facts.get("final")
+
+
 class Reconnecting:
     """A connection that reconnects after the daemon was away. If the daemon is away at the start, that is an error."""
 
@@ -50,7 +56,7 @@ class Reconnecting:
                 tell("the daemon is back")
             return fetch(self._connection)
         except HegmError as error:
-            if error.code not in PASSING:
+            if not is_passing(error):
                 raise
             self.close()
             if not self._away:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from hegmd.errors import DENIED, UNAVAILABLE, HegmError
 from hegmd.protocol import messages as m
 from hegmd.protocol.connection import IncomingRequest
 from hegmd.protocol.snapshots import Event
+from tests.patience import HANG_S
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, failing, remembering, saying
+from tests.unit.hegmctl.running import ROOT, command, environment
 from tests.unit.hegmctl.test_cli import Running
 
 NEXT = Event(seq=3, time_utc=1_795_257_200.0, kind="gpu.back", severity="info", message="gpu1 is back", gpu="gpu1")
@@ -84,6 +87,23 @@ def test_following_continues_with_the_events_of_the_next_daemon(socket_path: Pat
         with FakeDaemon(socket_path, answers):
             assert following.line(of_errors=True) == "hegmctl: the daemon is back"
             assert following.line().endswith("gpu1 is back")
+
+
+def test_following_into_a_full_disk_does_not_wait_for_the_daemon(socket_path: Path) -> None:
+    """hegmctl took its own failed write for a daemon that is away, and tried for ever."""
+    with FakeDaemon(socket_path, node.answers()), Path("/dev/full").open("w") as full:
+        ran = subprocess.run(
+            command("events", "--follow"),
+            env=environment(socket_path, PYTHONUNBUFFERED="1"),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            check=False,
+            timeout=HANG_S,
+        )
+    assert ran.returncode == UNAVAILABLE.exit_status
+    assert ran.stderr.startswith("hegmctl: standard output cannot be written to: No space left on device")
 
 
 @pytest.mark.thorough
