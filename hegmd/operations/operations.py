@@ -212,7 +212,7 @@ class Operations:
     async def _release_held(self, op: Operation, pid: int, to: str | None, context: RequestContext) -> OperationResult:
         """Resume a quiesced job where it is."""
         for member in op.live:
-            _refuse_elsewhere(member.pid, member.gpu, to)
+            _refuse_elsewhere(member.pid, member.gpu, to, is_orphan=False)
         if context.dry_run:
             message = f"process {pid} is quiesced, and resumes where it is"
             raise Refused(message, "omit --dry-run", {"pid": pid})
@@ -527,11 +527,12 @@ def not_suspended(pid: int, op: Operation | None, hint: str) -> HegmError:
     return HegmError(code, f"process {pid} {state}", hint, {"pid": pid})
 
 
-def _refuse_elsewhere(pid: int, gpu: str | None, to: str | None) -> None:
+def _refuse_elsewhere(pid: int, gpu: str | None, to: str | None, *, is_orphan: bool = True) -> None:
     """Refuse another GPU for a process that can only resume where it is."""
     if to is not None and gpu not in {None, to}:
+        first = f"hegmctl adopt {pid}; then: " if is_orphan else ""  # a quiesced job is moved while it is parked
         raise Refused(
             f"process {pid} is on {gpu}, and can only resume there",
-            f"run: hegmctl adopt {pid}; then: hegmctl migrate {pid} --to {to}",
+            f"run: {first}hegmctl migrate {pid} --to {to}",
             {"pid": pid},
         )

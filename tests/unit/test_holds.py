@@ -79,6 +79,11 @@ async def test_a_held_job_is_not_held_again_and_only_resumes_in_place(tmp_path: 
         with pytest.raises(HegmError, match="can only resume there") as elsewhere:
             await node.operations.resume(process.pid, "gpu1", node.context())
         assert elsewhere.value.code is REFUSED
+        # The hint was to adopt the job, which is refused: it is no orphan.
+        assert elsewhere.value.hint == f"run: hegmctl migrate {process.pid} --to gpu1"
+        with pytest.raises(HegmError, match=r"quiesce, holding\) already includes process") as adopted:
+            await node.operations.adopt(process.pid, None, node.context())
+        assert adopted.value.hint == f"run: hegmctl resume {process.pid}"
         moved = await node.operations.migrate([process.pid], "gpu1", node.context())
         assert phase(moved) == ("migrate", "done")
 

@@ -169,6 +169,8 @@ def busy_message(op: Operation, pid: int, kind: str | None = None) -> tuple[str,
         message = f"the image of process {pid} is being written by operation {op.id} while it trains"
         return message, f"wait for it: hegmctl op {op.id} --follow; or discard the image: hegmctl cancel {op.id}"
     message = f"operation {op.id} ({op.kind}, {op.phase}) already includes process {pid}"
+    if op.phase == HOLDING:
+        return message, f"run: hegmctl resume {pid}"
     if op.phase != SUSPENDED:
         return message, f"run: hegmctl op {op.id}"
     if any(member.is_absent for member in op.live):
