@@ -151,7 +151,7 @@ class PinnedSegments:
 
     def unpin(self, inodes: Iterable[Inode]) -> None:
         """Unpin these segments, and all that are not wanted; one that a session uses is unpinned after that. No session
-        gets one of these from now on."""
+        gets one of these from now on. Raises CudaError."""
         with self._guard:
             for inode in inodes:
                 if inode in self._segments:
@@ -212,7 +212,8 @@ class PinnedSegments:
     def _return(self, segment: _PinnedSegment) -> None:
         with self._guard:
             self._leave(segment)
-        self._unpin_all()
+        with suppress(cuda.CudaError):  # it is still to be unpinned, and the next request for that reports the error
+            self._unpin_all()
 
     def _leave(self, segment: _PinnedSegment) -> None:
         segment.users -= 1
@@ -263,13 +264,13 @@ class _PinnedSegment(_Mapped):
         self.pinned_bytes += size_bytes
 
     def unpin_piece(self, context: Any) -> None:
-        """Unpin the last piece, if there is one."""
+        """Unpin the last piece, if there is one. Raises CudaError; then it stays pinned."""
         if self._pieces:
-            address, size_bytes = self._pieces.pop()
+            address, size_bytes = self._pieces[-1]
+            cuda.use(context)
+            cuda.unregister(address)
+            self._pieces.pop()
             self.pinned_bytes -= size_bytes
-            with suppress(cuda.CudaError):  # the context is broken, and so is the pinning
-                cuda.use(context)
-                cuda.unregister(address)
 
 
 class _Borrowed(Segment):

@@ -20,7 +20,7 @@ import anyio
 
 from hegmd.errors import HegmError
 from hegmd.gpu_helper.copy_client import CopyClient
-from hegmd.gpu_helper.link import HelperLost, Link
+from hegmd.gpu_helper.link import DriverFailed, HelperLost, Link
 from hegmd.system.descriptors import Descriptors, Inode, inode_of
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ _RING_PIECE_BYTES = 2 << 20
 #: Of the largest segments so many are pinned, in pieces that take 17 ms each.
 _MAX_PINNED = 32
 _PIN_S = 20.0
+# The driver's call that releases pinned memory. If it fails, only the end of the helper frees the pages.
+_UNPINNING = "cuMemHostUnregister"
 
 #: Calls a function with descriptors and sizes of memory that is not resized during the call.
 WithMemory = Callable[[Callable[[Sequence[tuple[int, int]]], Awaitable[bool]]], Awaitable[bool]]
@@ -210,7 +212,12 @@ class ReadyHelper(Pinning):
             had = self._pins.wanted if self._pins.helper == self._link.pid else {}
             both = {**had, **wanted}
             self._pins = Pins(self._link.pid, both, sum(both.values()) - self.pinned_bytes)
-            answer = await self._link.call("pin", args, deadline_s=_PIN_S, fds=own.view())
+            try:
+                answer = await self._link.call("pin", args, deadline_s=_PIN_S, fds=own.view())
+            except DriverFailed as error:
+                if error.call == _UNPINNING and not self._is_busy():
+                    self._link.kill(f"it cannot release memory that is pinned: {error.message}")
+                raise
         left_bytes = int(answer.values["left_bytes"])
         self._pins = Pins(self._link.pid, wanted, left_bytes)
         if not left_bytes:

@@ -206,6 +206,46 @@ async def test_memory_that_a_session_uses_is_unpinned_after_it(node: CudaNode, o
         os.close(fd)
 
 
+async def test_memory_that_the_driver_did_not_unpin_counted_as_free(node: CudaNode) -> None:
+    """Its pages stayed until the helper ended, which nothing made it do."""
+    with segments() as memory:
+        fd = memory.add(SIZE_BYTES)
+        async with linked(node) as link:
+            ready = ReadyHelper(link, PINNED, lambda: node.uuids[:1], memory.handed)
+            await ready.check()
+            node.order("error cuMemHostUnregister 1")
+            await ready.unpin(fd)
+            assert link.pid is None, "the helper that has it lives"
+            node.mend()
+            await ready.check()
+            memory.fds.clear()
+            node.order("error cuMemHostUnregister 1")
+            with pytest.raises(HegmError, match="cuMemHostUnregister failed with 1"):
+                await ready.check()
+            assert link.pid is None
+            node.mend()
+            await ready.check()
+            assert ready.pinned_bytes == 0
+        os.close(fd)
+
+
+async def test_a_session_ends_although_the_driver_does_not_unpin_its_memory(node: CudaNode) -> None:
+    with segments() as memory:
+        fd = memory.add(SIZE_BYTES)
+        async with linked(node) as link:
+            ready = ReadyHelper(link, PINNED, lambda: node.uuids[:1], memory.handed)
+            await ready.check()
+            route = await CopyClient.open(link, "7", node.uuids[:1], fd, SIZE_BYTES)
+            await ready.unpin(fd)
+            node.order("error cuMemHostUnregister 1")
+            await route.close()
+            memory.fds.clear()
+            memory.add(SIZE_BYTES)
+            with pytest.raises(HegmError, match="cuMemHostUnregister failed with 1"):
+                await ready.check()
+        os.close(fd)
+
+
 async def test_the_next_helper_pins_memory_again(node: CudaNode) -> None:
     with segments() as memory:
         memory.add(SIZE_BYTES)
