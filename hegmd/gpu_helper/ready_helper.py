@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import anyio
 
@@ -35,6 +35,7 @@ _RING_PIECE_BYTES = 2 << 20
 #: Of the largest segments so many are pinned, in pieces that take 17 ms each.
 _MAX_PINNED = 32
 _PIN_S = 20.0
+_PIECE_S = 1.0
 # The driver's call that releases pinned memory. If it fails, only the end of the helper frees the pages.
 _UNPINNING = "cuMemHostUnregister"
 
@@ -213,7 +214,7 @@ class ReadyHelper(Pinning):
             both = {**had, **wanted}
             self._pins = Pins(self._link.pid, both, sum(both.values()) - self.pinned_bytes)
             try:
-                answer = await self._link.call("pin", args, deadline_s=_PIN_S, fds=own.view())
+                answer = await self._link.call("pin", args, deadline_s=_PIN_S, fds=own.view(), watch=self._end_if_slow)
             except DriverFailed as error:
                 if error.call == _UNPINNING and not self._is_busy():
                     self._link.kill(f"it cannot release memory that is pinned: {error.message}")
@@ -223,6 +224,15 @@ class ReadyHelper(Pinning):
         if not left_bytes:
             self._removed &= wanted.keys()
         return left_bytes > 0
+
+    async def _end_if_slow(self) -> NoReturn:
+        """End the helper if a piece takes long and an operation runs: it may need the pool or a session, which both
+        wait for the piece. Is cancelled with the piece.
+        """
+        while True:
+            await anyio.sleep(_PIECE_S)
+            if self._is_busy():
+                self._link.kill("it is still pinning memory, and an operation may wait for that")
 
     def unpin_later(self, fd: int) -> None:
         """Have that file unpinned soon: it is removed now, and its pages are free only then."""

@@ -16,6 +16,7 @@ import pytest
 
 from hegmd.errors import HegmError
 from hegmd.gpu_helper.copy_client import CopyClient
+from hegmd.gpu_helper.link import HelperLost
 from hegmd.gpu_helper.ready_helper import CONTEXTS, LOOK_S, OFF, PINNED, RETRY_S, STARTED, ReadyHelper
 from tests.contract.helped import SIZE_BYTES, Owner, linked, places
 from tests.patience import HANG_S
@@ -267,6 +268,19 @@ async def test_nothing_is_pinned_while_an_operation_runs(node: CudaNode) -> None
             ready = ReadyHelper(link, PINNED, lambda: node.uuids[:1], memory.handed, lambda: True)
             await ready.check()
             assert (pinned(node), contexts(node)) == (0, 1)
+
+
+async def test_an_operation_waited_20_s_for_a_piece_that_was_not_pinned(node: CudaNode) -> None:
+    """The pool's lock is held for a piece, and so is the helper's, which a session needs."""
+    operations = iter([False, False])  # one begins after the look before the piece
+    with segments() as memory:
+        async with linked(node) as link:
+            ready = ReadyHelper(link, PINNED, lambda: node.uuids[:1], memory.handed, lambda: next(operations, True))
+            await ready.check()
+            memory.add(SIZE_BYTES)
+            node.order("hang cuMemHostRegister_v2")
+            with pytest.raises(HelperLost, match="it is still pinning memory, and an operation may wait"):
+                await ready.check()
 
 
 async def test_contexts_are_released_although_another_gpu_could_not_get_one(node: CudaNode) -> None:
