@@ -1,4 +1,7 @@
-"""A helper that is kept ready, over the stub libcuda: it holds what was requested, and no more, and is restarted."""
+"""A helper that is kept ready, over the stub libcuda: it holds what was requested, and no more, and is restarted.
+
+Longer than 400 lines because contexts and pinned memory are of the same helper.
+"""
 
 from __future__ import annotations
 
