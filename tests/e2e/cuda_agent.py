@@ -63,6 +63,7 @@ class Agent:
         self.cached_bytes = 0
         self.cached: list[int] = []
         self.ranks: Ranks | None = None
+        self.driver_restored = False
         if "RANK" in os.environ:
             self.ranks = Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
@@ -100,6 +101,8 @@ class Agent:
             size_bytes=0,  # counted when the agent gets the order, as by the real one
             entrusted=self.held_bytes > 0 and self.own_fd < 0,
             mark="",
+            driver_restored=self.driver_restored,
+            communicators=self._communicators() if self.driver_restored else None,
         )
         for order in connection.stream(about, Order, AgentDismissed, patient=True, take=self._take):
             self.seen.append(order.do)
@@ -182,6 +185,7 @@ class Agent:
 
     def release(self, order: Order) -> dict[str, Any]:
         self.withdraw(order)
+        self.driver_restored = self.driver_restored or order.by_driver
         self.boundary += 1
         return {}
 

@@ -82,12 +82,12 @@ class AgentConnected:
         except Gone:
             pass
 
-    def move(self, *, at: int | None = None) -> tuple[AgentReport, AgentReport]:
+    def move(self, *, at: int | None = None, by_driver: bool = False) -> tuple[AgentReport, AgentReport]:
         """A whole move: park, survey, out, back, release and verify. Returns what was parked and what was offloaded."""
         parked = self.done("park", at=at, limit_s=PATIENCE_S)
         with self.offloaded() as out:
             pass
-        self.done("release", limit_s=PATIENCE_S)
+        self.done("release", limit_s=PATIENCE_S, by_driver=by_driver)
         return parked, out
 
     @contextmanager

@@ -153,11 +153,14 @@ def test_a_parked_job_survives_its_daemon_and_reports_to_the_next(socket_path: P
             agent = first.attended()
             assert agent.attended is not None
             token = agent.attended.token
+            assert not agent.attended.driver_restored
+            agent.move(by_driver=True)
             size_bytes = _out(agent, pool)
         with ScriptedDaemon(socket_path) as second:
             again = second.attended()
             assert again.attended is not None
             assert (again.attended.token, again.attended.parked, again.attended.held_bytes) == (token, True, size_bytes)
+            assert again.attended.driver_restored
             again.done("reload", pool)
             again.done("release", limit_s=PATIENCE_S)
             status, output, errors = training.result()

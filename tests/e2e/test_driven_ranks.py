@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hegmd.errors import HegmError
 from hegmd.protocol.operations import Operation
 from tests.e2e.driven import DrivenNode, DrivenProgram, Watched, at_rest, helper_of
 from tests.looks import pause
@@ -72,6 +73,28 @@ def test_ranks_exchange_their_gpus_are_suspended_and_return(tmp_path: Path) -> N
         steps = [call.removeprefix("cuCheckpointProcess") for call in calls if not call.endswith("State")]
         assert steps[:4] == ["Lock", "Lock", "Checkpoint", "Checkpoint"], steps
         assert [list(node.vram(one.pid)) for one in ranks] == [["gpu0"], ["gpu1"]]
+        for one in ranks:
+            one.is_whole()
+
+
+def test_no_job_comes_to_the_gpus_of_ranks_that_the_driver_has_restored(tmp_path: Path) -> None:
+    """It would end them: the GPU interrupts none of their kernels. The next daemon learns it from their agents."""
+    with DrivenNode(tmp_path, gpus=3) as node, rank(node, 0) as first, rank(node, 1) as second:
+        ranks = [Watched(first), Watched(second)]
+        with node.agented(2) as other:
+            with node.connect() as connection:
+                assert connection.migrate(other.pid, "gpu0", dry_run=True).plan is not None
+                assert connection.migrate(ranks[0].pid, "gpu1,gpu0").operation is not None
+            node.daemon.stop(signal.SIGKILL)
+            node.daemon.start()
+            node.wait_for_agents(*[one.pid for one in ranks], other.pid)
+            for job, to in ((other.pid, "gpu0"), (ranks[0].pid, "gpu2,gpu1")):
+                with (
+                    node.connect() as connection,
+                    pytest.raises(HegmError, match="for itself once the driver") as refused,
+                ):
+                    connection.migrate(job, to)
+                assert "end, suspend or move process" in refused.value.hint
         for one in ranks:
             one.is_whole()
 

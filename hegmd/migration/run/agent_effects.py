@@ -14,7 +14,7 @@ from hegmd.errors import TIMEOUT, HegmError, Refused
 from hegmd.migration.contracts import Progress
 from hegmd.migration.machine import effects, events
 from hegmd.migration.machine.events import Event
-from hegmd.migration.machine.operation import CHECKPOINT, SIMULATED, Operation
+from hegmd.migration.machine.operation import CHECKPOINT, RESTORE, SIMULATED, Operation
 from hegmd.migration.machine.operation import JobProcess as Member
 from hegmd.migration.run.participants import Participants
 from hegmd.protocol.messages import AgentReport
@@ -95,10 +95,12 @@ class AgentEffects:
 
     async def release(self, op: Operation, member: Member, effect: effects.Release, _: Progress) -> Event:
         worker = self._cast.worker(member)
-        by_driver = member.method == BY_DRIVER and member.previous_gpu is not None
+        has_returned = member.previous_gpu is not None or op.kind == RESTORE  # an image of another node names no GPU
+        by_driver = has_returned and member.method == BY_DRIVER
+        restored = has_returned and member.method != SIMULATED and member.carrier == BY_DRIVER
         worker.driver_restored = worker.driver_restored or by_driver
         self._released[_who(member)] = await worker.give(
-            "release", restored=_was_restored(member), by_driver=by_driver, abort=effect.abort
+            "release", restored=restored, by_driver=by_driver, abort=effect.abort
         )
         worker.parked = False
         return events.Released(**effect.ending())
@@ -149,8 +151,3 @@ async def _weighed(worker: AgentConnection) -> int:
 
 def _who(member: Member) -> tuple[int, int]:
     return member.pid, member.start_ticks
-
-
-def _was_restored(member: Member) -> bool:
-    """True if the driver has restored its storages too, and they are at other addresses now."""
-    return member.method != SIMULATED and member.carrier == BY_DRIVER and member.previous_gpu is not None
