@@ -14,6 +14,7 @@ from hegmd.protocol.messages import (
     JobReply,
     Jobs,
     JobsReply,
+    Recovery,
     RecoveryDropped,
     RecoveryReply,
     WaitForJob,
@@ -135,6 +136,8 @@ def recovery(session: Session) -> int:
             USAGE, "recovery takes the jobs to show, or --drop and one job", "hegmctl recovery lists the protected jobs"
         )
     if not arguments.flag("yes"):
+        with session.connect() as connection:
+            connection.call(Recovery(jobs=(name,)), RecoveryReply)
         require_yes(f"Delete the state of job {name}? It can then never continue", name, "run: hegmctl recovery")
     with session.connect() as connection:
         session.sink.answer(connection.call(DropRecovery(job=name), RecoveryDropped), dropped_text)

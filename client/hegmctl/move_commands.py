@@ -23,7 +23,7 @@ from hegmctl.operating_text import (
 )
 from hegmctl.output import ask, require_yes
 from hegmctl.quantities import without_times
-from hegmd.errors import CANCELLED, USAGE, HegmError, code_named
+from hegmd.errors import CANCELLED, NOT_FOUND, USAGE, HegmError, code_named
 from hegmd.protocol.connection import Failure, Progress
 from hegmd.protocol.messages import (
     CancelOperation,
@@ -32,6 +32,7 @@ from hegmd.protocol.messages import (
     DropOrphan,
     OperationReply,
     Orphans,
+    OrphansReply,
     Resume,
     Story,
     StoryReply,
@@ -86,6 +87,10 @@ def adopt(session: Session) -> int:
     request: Request = Orphans()
     if name is not None:
         if not arguments.flag("yes"):
+            with session.connect() as connection:
+                found = connection.call(request, OrphansReply).orphans
+            if all(orphan.name != name for orphan in found):
+                raise HegmError(NOT_FOUND, f"there is no orphan {name[:80]!r}", "run: hegmctl adopt")
             lost = f"Drop {name}? The job of these bytes can then never continue"
             require_yes(lost, name, "run: hegmctl adopt")
         request = DropOrphan(name=name)
@@ -98,6 +103,8 @@ def adopt(session: Session) -> int:
 def cancel(session: Session) -> int:
     op_id, drops = session.arguments.required("ID"), session.arguments.flag("drop")
     if drops and not session.arguments.flag("yes"):
+        with session.connect() as connection:
+            connection.call(Story(id=op_id), StoryReply)
         lost = f"Drop the state of operation {op_id}? Its training can then never continue from there"
         require_yes(lost, f"the state of operation {op_id}", "run: hegmctl ops")
     with session.connect() as connection:

@@ -8,9 +8,11 @@ import pytest
 
 from hegmctl.operating_text import dropped_text, operations_text, orphans_text
 from hegmctl.tables import Style
+from hegmd.errors import NOT_FOUND, HegmError
 from hegmd.protocol import messages as m
-from hegmd.protocol.operations import Orphan
+from hegmd.protocol.operations import Operation, Orphan
 from tests.patience import HANG_S
+from tests.unit.hegmctl.fake_daemon import FakeDaemon, failing, saying
 from tests.unit.hegmctl.running import command, environment
 
 PIPE = Style()
@@ -24,6 +26,7 @@ BYTES = Orphan(
     why="operation 7 is not in the journal",
     next=f"hegmctl adopt --drop {NAME}",
 )
+SUSPENDED = Operation(id="4", kind="suspend", phase="suspended", processes=(), created_utc=0.0, size_bytes=0)
 
 
 def test_the_command_is_on_its_own_line() -> None:
@@ -61,14 +64,32 @@ def test_nothing_from_outside_reaches_the_terminal_raw() -> None:
     [
         (("adopt", "1", "2"), 2, "one JOB"),
         (("adopt", "1", "--drop", "x"), 2, "one JOB"),
-        (("adopt", "--drop", "x"), 2, "--yes"),  # no person is at the terminal to answer
+        (("adopt", "--drop", NAME), 2, "--yes"),  # no person is at the terminal to answer
         (("cancel", "4", "--drop"), 2, "--yes"),
+        (("recovery", "--drop", "j4"), 2, "--yes"),
     ],
 )
-def test_orphans_are_handled_one_at_a_time_and_none_is_dropped_unasked(
-    words: tuple[str, ...], status: int, message: str
+def test_orphans_are_handled_one_at_a_time_and_nothing_is_dropped_unasked(
+    daemon: FakeDaemon, words: tuple[str, ...], status: int, message: str
 ) -> None:
+    daemon.answers[m.Orphans] = saying(m.OrphansReply(orphans=(BYTES,)))
+    daemon.answers[m.Story] = saying(m.StoryReply(operation=SUSPENDED, story=()))
+    daemon.answers[m.Recovery] = saying(m.RecoveryReply(taken_utc=0.0, jobs=()))
+    assert message in failed(daemon, words, status)
+
+
+@pytest.mark.parametrize("words", [("recovery", "--drop", "j4"), ("cancel", "4", "--drop"), ("adopt", "--drop", "x")])
+def test_a_person_had_to_confirm_that_something_unknown_is_dropped(daemon: FakeDaemon, words: tuple[str, ...]) -> None:
+    daemon.answers[m.Orphans] = saying(m.OrphansReply(orphans=(BYTES,)))
+    for request in (m.Story, m.Recovery):
+        daemon.answers[request] = failing(HegmError(NOT_FOUND, "it does not exist", "look again"))
+    assert "--yes" not in failed(daemon, words, NOT_FOUND.exit_status)
+
+
+def failed(daemon: FakeDaemon, words: tuple[str, ...], status: int) -> str:
+    """Return the error of a command that ends with that status."""
     ran = subprocess.run(
-        command(*words), env=environment("/nowhere"), capture_output=True, text=True, check=False, timeout=HANG_S
+        command(*words), env=environment(daemon.path), capture_output=True, text=True, check=False, timeout=HANG_S
     )
-    assert (ran.returncode, message in ran.stderr) == (status, True), ran.stderr
+    assert ran.returncode == status, ran.stderr
+    return ran.stderr
