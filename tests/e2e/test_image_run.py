@@ -41,11 +41,11 @@ def test_jobs_go_through_images_onto_the_other_gpu_and_finished_cases_are_not_re
     }
     figures = [one["figure"] for one in reply if "figure" in one]
     parts = {(figure["action"], figure["carrier"]): set(figure["parts"]) for figure in figures}
-    assert parts["checkpoint", "host"] == {"suspend", "dump", "write", "verify", "end"}
+    assert parts["checkpoint", "host"] == {"suspend", "dump", "write", "read back", "verify", "end"}
     assert parts["restore", "host"] == {"check", "read", "criu", "driver", "reload"}
     assert "write" not in parts["checkpoint", "driver"], "all video memory goes through CRIU"
     (left,) = (one for one in figures if one["action"] == "leave-running")
-    assert {"suspend", "dump", "driver", "reload", "write", "verify"} == set(left["parts"])
+    assert {"suspend", "dump", "driver", "reload", "write", "read back", "verify"} == set(left["parts"])
     assert 0 < left["parked_s"] < left["took_s"], "its bytes are written while it trains"
     assert "the job stood" in first.stdout
 

@@ -2,6 +2,7 @@
 
     PYTHONPATH=.:client python3 -m tests.gpu.image_run [--state FILE] [--budget-s N] [--criu PATH] [--sizes 1,8,32]
                                                        [--disk DIR] [--repeat N] [--only NAME,...] [--list] [--table]
+                                                       [--ready-gib N] [--no-read-back]
 
 Starts a hegmd and trainings under `hegmctl run`; has them written into images on a tmpfs and on a disk, ended, and
 brought back on the other GPU. Every line that a training ever wrote has to be the one of an undisturbed run, bit for
@@ -205,6 +206,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="a folder on the disk to measure")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--only", default="", metavar="NAMES", help="what begins with one of these, with commas")
+    parser.add_argument("--ready-gib", type=int, default=0, help="ready memory of the pool, and a helper with contexts")
+    parser.add_argument("--no-read-back", action="store_true", help='with images.verify = "off"')
     parser.add_argument("--list", action="store_true", help="list the cases")
     parser.add_argument("--table", action="store_true", help="the tables of the state, and nothing else")
     return parser.parse_args()
@@ -217,9 +220,10 @@ def wanted(options: argparse.Namespace, record: Record) -> list[Case]:
     return [case for name, case in cases.items() if not record.is_done(name) and (not words or name.startswith(words))]
 
 
-def criu_settings(criu: Path | None) -> str:
-    """hegmd's settings for this CRIU; none for the one of the node."""
-    return "" if criu is None else f'[images]\ncriu = "{criu.resolve()}"\n'
+def criu_settings(criu: Path | None, *, read_back: bool = True) -> str:
+    """hegmd's settings for images; without a CRIU, it takes the one of the node."""
+    found = "" if criu is None else f'criu = "{criu.resolve()}"\n'
+    return f"[images]\n{found}" + ("" if read_back else 'verify = "off"\n')
 
 
 def main() -> int:
@@ -231,7 +235,8 @@ def main() -> int:
         print(record.markdown() if options.table else "\n".join(case.name for case in cases))
         return 0
     criu = options.criu or (UNPACKED if UNPACKED.exists() else None)
-    settings = criu_settings(criu)
+    images = criu_settings(criu, read_back=not options.no_read_back)
+    ready = f'ready_bytes = {options.ready_gib * GIB}\nready_helper = "contexts"\n' if options.ready_gib else ""
     signal.signal(signal.SIGALRM, _overdue)
     with ExitStack() as held:
         held.enter_context(unwinding())
@@ -239,7 +244,8 @@ def main() -> int:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hegm-image-run-")))
         places = held.enter_context(places_for(options.disk, largest_gib))
         held.enter_context(huge_pages(record, largest_gib))
-        node = held.enter_context(Node(folder, log_level="debug", settings=settings))
+        node = held.enter_context(Node(folder, log_level="debug", settings=ready + images))
+        node.wait_until_ready()
         print(f"driver {node.gpus.driver}, {len(node.gpus)} GPUs, {len(cases)} cases, CRIU {criu or 'of the node'}")
         jobs = Jobs(node, folder / "jobs")
         held.callback(jobs.close)
