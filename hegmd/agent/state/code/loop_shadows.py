@@ -184,6 +184,8 @@ class Shadows:
             is_fitting = rest[len(rest) - len(whole) :] == whole
         else:
             is_fitting = whole[max(0, len(whole) - len(rest)) :] == rest
+            if not is_fitting and whole[: len(rest)] == rest[::-1]:  # it is in a call of reversed()
+                return rest[::-1]
         if not is_fitting:
             self._end([f"a loop that had {rest!r} left goes over {whole!r}"])
         return rest
