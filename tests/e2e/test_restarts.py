@@ -80,6 +80,32 @@ def test_values_of_a_closure_began_again_at_the_second_restart_without_a_loader(
     assert output.splitlines() == restarts.undisturbed(str(script)).splitlines()
 
 
+_SEEDED = """
+import torch
+
+torch.manual_seed(3)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for epoch in reversed(range(3)):
+    for step in range(3):
+        drawn = torch.Generator().manual_seed(step)
+        loss = model(torch.randn(2, 4) + torch.randn(2, 4, generator=drawn)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(epoch, step, loss.item().hex(), flush=True)
+"""
+
+
+def test_a_generator_made_in_each_batch_ended_the_restarted_script(restarts: Restarts, tmp_path: Path) -> None:
+    """Without a loader, the record of the first batch is made after it: the generator seemed to be there before."""
+    script = tmp_path / "seeded.py"
+    script.write_text(_SEEDED)
+    output, ends = restarts.restarted(str(script), at=(2, 3))
+    assert [ended.status for ended in ends] == [LEFT_STATUS, LEFT_STATUS, 0], [ended.errors for ended in ends]
+    assert output.splitlines() == restarts.undisturbed(str(script)).splitlines()
+
+
 def test_a_stream_that_cannot_be_redirected_is_refused_with_the_reason(restarts: Restarts) -> None:
     _output, ends = restarts.restarted(str(SCRIPTS / "iterable.py"), at=(20,))
     assert [ended.status for ended in ends] == [REFUSED_STATUS]

@@ -11,7 +11,7 @@ import sys
 
 from .. import lifecycle
 from ..addresses import empty_copy
-from .code import loop_position, source_check
+from .code import loop_position, reentry, source_check
 from .code.position import Loop, ThreadPosition, Unreadable, look_into, step_text
 from .frameworks import accelerate_hf
 from .loaders import passes, stateful_loader
@@ -212,12 +212,17 @@ class _Capture:
 
     # ---- objects with a state ----------------------------------------------------------------------------------------
 
-    def _chosen(self, objects: ScriptSearch) -> Iterator[FoundObject]:
-        """Yield what to save: what a restarted script will have too; of tensors those that have been written to."""
+    def _chosen(self, objects: ScriptSearch, frames: list[FrameType]) -> Iterator[FoundObject]:
+        """Yield what to save: what a restarted script will have too; of tensors those that have been written to.
+
+        What the loops make anew in each batch, such as a generator with the seed of its batch, is left out.
+        """
         written: set[int] = set()
         if self._baseline is not None:
             written = self._baseline.written_to(objects.list)
         for found in objects.list:
+            if found.kind not in (TENSOR, MODULE) and reentry.only_set_anew(found.names, frames):
+                continue
             if found.kind == TENSOR:
                 if id(found.thing) in written:
                     yield found
@@ -234,7 +239,11 @@ class _Capture:
                 "the script holds more objects than hegmd searches", "keep fewer objects in lists and dictionaries"
             )
         elsewhere = objects.tensors_elsewhere()
-        carried = [found for found in self._chosen(objects) if found.kind != TENSOR or id(found.thing) not in elsewhere]
+        carried = [
+            found
+            for found in self._chosen(objects, place.frames)
+            if found.kind != TENSOR or id(found.thing) not in elsewhere
+        ]
         self._check_structure(carried, place.frames)
         references = kind_table.references_of(dict(enumerate(carried)))
         self.state["holdings"] = [

@@ -90,6 +90,12 @@ class ReentryFrame:
         stored = (found for found in self.changes.found if found.is_stored and found.kind == self.kind)
         return {found.name for found in stored if found.offset in early}
 
+    def set_anew(self) -> set[str]:
+        """Return its variables that its loop sets before it reads them, and that no other function reads."""
+        stored = {found.name for found in self.changes.within(self.loop) if found.is_stored and found.kind == self.kind}
+        read_elsewhere = {name for inner in nested_in(self.code) for name in changes_of(inner).mentions(None)}
+        return stored - self.live() - read_elsewhere
+
     def draws_before_resume(self) -> bool:
         """Return True if random numbers may be drawn between the heads of its loops, on the way to the place."""
         return bool(self.changes.mentions(self.loop - self.late) & _DRAWING)
@@ -164,6 +170,18 @@ def all_set_before_resume(spots: list[ReentryFrame]) -> frozenset[str]:
         for spot in looked_at
         for name in spot.set_before_resume()
     )
+
+
+def only_set_anew(names: list[str], frames: list[FrameType]) -> bool:
+    """Return True if all these names lead through variables that the loops set again before they read them."""
+    functions = {id(frame): name for name, frame in named_frames(frames)}
+    anew = tuple(
+        f"{functions.get(id(spot.frame), spot.module)}.{name}"
+        for spot in spots_of(frames)
+        if spot.is_looked_at
+        for name in spot.set_anew()
+    )
+    return all(any(name == root or name.startswith((f"{root}.", f"{root}[")) for root in anew) for name in names)
 
 
 def known_by(code: CodeType) -> dict[str, Any]:
