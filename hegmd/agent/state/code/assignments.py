@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from functools import cache
 
-from ..values.duck_types import FUNCTION, is_a, members_of
+from ..values.duck_types import FUNCTION, attribute_of, is_a, members_of
 from .liveness import steps_of
 from .loops import loops_of
 from .position import is_users_module
@@ -291,12 +291,11 @@ class Functions:
 
 def _functions_of(value: Any) -> Iterator[Any]:
     """Yield the Python functions of this value: itself, a property's, and the one that a decorator wraps."""
-    parts = [getattr(value, part, None) for part in ("fget", "fset", "func", "__func__")] if value is not None else []
-    left = [value, *parts]
+    left = [value, *(attribute_of(value, part) for part in ("fget", "fset", "func", "__func__"))]
     for _step in range(8):
         left = [found for found in left if found is not None]
         yield from (found for found in left if is_a(found, FUNCTION))
-        left = [getattr(found, "__wrapped__", None) for found in left]
+        left = [attribute_of(found, "__wrapped__") for found in left]
 
 
 def _is_dunder(name: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import MutableMapping, MutableSequence, MutableSet
 
 from ..values.duck_types import BUILTIN, FIRST_ADDRESS, FUNCTION, METHOD, MODULE, class_of, is_a
 from . import named_values
@@ -136,6 +137,20 @@ class ValueEncoder:
         if named_values.is_communication(value):  # without a form: it had not completed
             raise UnderWay(type(value).__qualname__)
         raise NotEncodable(type(value).__qualname__)
+
+
+def is_mutable(value: Any) -> bool:
+    """Return True for what is altered in place, and has a form that can be put into it."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    kinds = [getattr(torch, "Tensor", None), getattr(numpy, "ndarray", None)]
+    return is_a(value, *MUTABLE, *[kind for kind in kinds if kind is not None])
+
+
+def is_replaced(value: Any) -> bool:
+    """Return True for any other container: it has no form, as an array of objects, or is made anew, as a bytearray."""
+    if class_of(value) is _array_kind():
+        return _odd(value)
+    return is_a(value, MutableMapping, MutableSequence, MutableSet) and not is_a(value, *MUTABLE)
 
 
 def _odd(array: Any) -> bool:

@@ -17,6 +17,7 @@ from ..values.duck_types import (
     METHOD,
     MODULE,
     NAMESPACE,
+    attribute_of,
     class_of,
     is_a,
     is_bare,
@@ -113,7 +114,7 @@ class Instances:
             self._note_name(thing, name)
         elif is_a(thing, FUNCTION):
             self.functions.append((thing, name))
-        elif depth <= _NEAR and is_a(getattr(thing, "__dict__", None), dict):
+        elif depth <= _NEAR and is_a(attribute_of(thing, "__dict__"), dict):
             self.others.append((thing, name))
         if is_a(thing, dict, list, tuple, deque) and len(thing) > _LONGEST:
             self._note_long(name, thing)
@@ -206,7 +207,7 @@ def cells_of(function: Any) -> list[tuple[str, Any]]:
 
 def values_of(thing: Any) -> list[tuple[str, Any]]:
     """Return its attributes, slots included; of an optimizer only those outside its own state."""
-    own: Any = getattr(thing, "__dict__", None)
+    own: Any = attribute_of(thing, "__dict__")
     found = list(own.items()) if is_a(own, dict) else []
     if is_a(thing, getattr(getattr(sys.modules.get("torch"), "optim", None), "Optimizer", ())):
         found = [(key, value) for key, value in found if key not in _OF_OPTIMIZERS]
@@ -236,7 +237,7 @@ def held_by_several(frames: Iterable[FrameType], instances: Instances) -> set[in
 
 def set_value(thing: Any, name: str, value: Any) -> None:
     """Set one attribute, bypassing its class."""
-    own: Any = getattr(thing, "__dict__", None)
+    own: Any = attribute_of(thing, "__dict__")
     kind = class_of(thing)
     if is_a(own, dict) and (name in own or not hasattr(kind, name)):
         own[name] = value

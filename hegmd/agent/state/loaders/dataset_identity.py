@@ -12,7 +12,7 @@ import weakref
 from binascii import crc32
 
 from ..code.assignments import ATTRIBUTE, changes_of
-from ..values.duck_types import FUNCTION, METHOD, class_of, is_a
+from ..values.duck_types import FUNCTION, METHOD, attribute_of, class_of, is_a
 from . import sampler_rng
 
 TYPE_CHECKING = False
@@ -93,9 +93,9 @@ def _reference_to(found: Any) -> Any:
 
 
 def _sum(item: Any, so_far: int, depth: int) -> int:
-    if hasattr(item, "untyped_storage"):
+    if attribute_of(item, "untyped_storage") is not None:
         return _sum_of_tensor(item, so_far)
-    if hasattr(item, "tobytes") and hasattr(item, "dtype"):
+    if attribute_of(item, "tobytes") is not None and attribute_of(item, "dtype") is not None:
         if item.dtype.hasobject:
             return so_far
         some = item.reshape(-1)[:: item.nbytes // _MAX_BYTES + 1]

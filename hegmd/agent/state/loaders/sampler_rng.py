@@ -10,7 +10,7 @@ from collections import deque
 
 from ..code.position import is_of_script
 from ..values import rng
-from ..values.duck_types import FUNCTION, METHOD, MODULE, class_of, is_a, members_of
+from ..values.duck_types import FUNCTION, METHOD, MODULE, attribute_of, class_of, is_a, members_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _parts_of(thing: Any, *, is_brief: bool) -> Iterator[Any]:
         yield class_of(thing)
         yield from members_of(thing).values()
         yield from _in_slots(thing)
-        if is_a(getattr(thing, "keywords", None), dict):  # functools.partial
+        if is_a(attribute_of(thing, "keywords"), dict):  # functools.partial
             yield from (thing.func, thing.args, thing.keywords)
 
 

@@ -15,7 +15,17 @@ from ..code.position import is_users_module, named_frames
 from ..frameworks import accelerate_hf, lightning
 from ..loaders import stateful_loader
 from ..values import rng
-from ..values.duck_types import BUILTIN, FUNCTION, METHOD, class_of, is_a, is_bare, members_of, named_items
+from ..values.duck_types import (
+    BUILTIN,
+    FUNCTION,
+    METHOD,
+    attribute_of,
+    class_of,
+    is_a,
+    is_bare,
+    members_of,
+    named_items,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -221,7 +231,7 @@ def _ways_on(name: str, thing: Any, kind: str | None) -> Iterator[tuple[str, Any
     if is_a(thing, getattr(sys.modules.get("functools"), "partial", ())):
         yield from ((f"{name}.{part}", getattr(thing, part)) for part in ("func", "args", "keywords"))
     yield f"{name}.__class__", class_of(thing)
-    own: Any = getattr(thing, "__dict__", None)
+    own: Any = attribute_of(thing, "__dict__")
     if is_a(own, dict):
         passed = _OF_MODULES if kind == MODULE else _OF_OPTIMIZERS if kind == OPTIMIZER else ()
         inner = [(key, value) for key, value in list(own.items()) if key not in passed and not is_bare(value)]

@@ -2,7 +2,8 @@
 
 Saves what the code of the running loops changes and reads again, but not what only configures the script, which may
 differ on another target. Values that have a form in a state file are saved; the others are named. Everything is read
-while the training is parked; nothing of this runs while it trains.
+while the training is parked; nothing of this runs while it trains. Longer than 400 lines because what one way of
+looking has taken, the others leave out.
 """
 
 from __future__ import annotations
@@ -14,12 +15,23 @@ from functools import partial
 from ....protocol.agents import UNSEEN
 from ..code.assignments import ATTRIBUTE, GLOBAL, MAX_CODES, Functions, changes_of, nested_in
 from ..code.drift import OTHERS, OWN
-from ..code.encoding import MUTABLE, SAME, SHARED, NotEncodable, TooLarge, UnderWay, ValueEncoder
+from ..code.encoding import (
+    MUTABLE,
+    SAME,
+    SHARED,
+    NotEncodable,
+    TooLarge,
+    UnderWay,
+    ValueEncoder,
+    is_mutable,
+    is_replaced,
+)
 from ..code.loops import begun_anew_in, is_queue
+from ..code.position import is_users_module
 from ..code.reentry import ReentryFrame, all_set_before_resume, known_by, spots_of
 from ..code.script_objects import Instances, held_by_several, users_modules, values_of
 from ..loaders import passes
-from ..values.duck_types import FUNCTION, class_of, is_a, members_of
+from ..values.duck_types import FUNCTION, attribute_of, class_of, is_a, members_of
 from .references import CapturedReferences
 
 TYPE_CHECKING = False
@@ -147,11 +159,12 @@ class _Capture:
                 continue
             if is_a(value, str) and not is_in_loop:
                 continue  # a setting, made on the way
-            if found.is_stored or _is_mutable(value):
+            is_lost = found.name in live and self._is_lost(value, spot.module)
+            if found.is_stored or is_mutable(value) or is_lost:
                 if found.is_stored:
                     self._made.add(id(value))
                 is_other = is_drawn and is_in_loop and type(value).__name__ not in _OF_LOADERS
-                is_named = found.is_stored and (is_late or is_other)
+                is_named = is_lost or (found.is_stored and (is_late or is_other))
                 if is_named and is_other and self._instances.is_own(value):
                     self._drawn.add(id(value))
                 self._choose(chosen, found, value, spot.where(found.line), is_named=is_named)
@@ -236,9 +249,14 @@ class _Capture:
                     self._note(f"{text}{inside}")
             return None
         stays = class_of(form) is tuple and form[0] == SAME and not is_named
-        if not stays and _is_mutable(value):
+        if not stays and is_mutable(value):
             self._taken_ids.add(id(value))
         return None if stays else (form,)
+
+    def _is_lost(self, value: Any, module: str) -> bool:
+        """Return True if that module of the script has altered it, and it starts over unless it has a form."""
+        is_theirs = not is_users_module(sys.modules.get(module))
+        return is_replaced(value) and not (is_theirs or self._instances.is_own(value))
 
     def _new_forms(self) -> ValueEncoder:
         return ValueEncoder(self._refer, self._forms, self._held)
@@ -263,10 +281,11 @@ class _Capture:
                 self._note(f"{name} ({type(values[name]).__qualname__}) of {module_name}")
             for change in changes_of(code).within(region):
                 value = values.get(change.name)
-                if change.kind != GLOBAL or change.name not in values or not (change.is_stored or _is_mutable(value)):
+                is_named = change.is_stored or self._is_lost(value, module_name)
+                if change.kind != GLOBAL or change.name not in values or not (is_named or is_mutable(value)):
                     continue
                 where = f" of {module_name}, set at {os.path.basename(code.co_filename)}:{change.line}"
-                self._choose(found.setdefault(module_name, {}), change, value, where, is_named=change.is_stored)
+                self._choose(found.setdefault(module_name, {}), change, value, where, is_named=is_named)
         return [(module, name, *form) for module, chosen in found.items() for name, form in chosen.items()]
 
     # ---- attributes
@@ -362,9 +381,11 @@ class _Capture:
                         chosen[attribute] = (form[0], not is_given)
                 elif attribute in self._read_elsewhere and (is_a(value, _GENERATOR) or is_queue(value)):
                     self._note(f"{name}.{attribute} ({type(value).__qualname__})")
-            elif change.is_stored or _is_mutable(value):
+            elif (is_named := change.is_stored or self._is_lost(value, class_of(thing).__module__)) or is_mutable(
+                value
+            ):
                 where = f" of {name}, set at {file}:{change.line}"
-                self._choose(chosen, change, value, where, is_named=change.is_stored)
+                self._choose(chosen, change, value, where, is_named=is_named)
         return chosen
 
 
@@ -380,12 +401,6 @@ def _bounded(notes: dict[str, None]) -> list[str]:
     return text if more <= 0 else [*text[:_MAX_NOTES], f"{more} more"]
 
 
-def _is_mutable(value: Any) -> bool:
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    kinds = [getattr(torch, "Tensor", None), getattr(numpy, "ndarray", None)]
-    return is_a(value, *MUTABLE, *[kind for kind in kinds if kind is not None])
-
-
 def _is_module(thing: Any) -> bool:
     nn: Any = getattr(sys.modules.get("torch"), "nn", None)
     return nn is not None and is_a(thing, nn.Module)
@@ -394,4 +409,4 @@ def _is_module(thing: Any) -> bool:
 def _has_history(value: Any) -> bool:
     if is_a(value, list, tuple):
         return any(_has_history(found) for found in value)
-    return getattr(value, "grad_fn", None) is not None
+    return attribute_of(value, "grad_fn") is not None

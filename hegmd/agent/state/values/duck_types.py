@@ -54,6 +54,14 @@ def class_of(value: Any) -> Any:
     return _CLASS(value)
 
 
+def attribute_of(value: Any, name: str) -> Any:
+    """Return an attribute, or None. A `__getattr__` of the script is not called: it may do or raise anything."""
+    try:
+        return object.__getattribute__(value, name)
+    except Exception:  # noqa: BLE001 - a property of the script
+        return None
+
+
 def members_of(value: Any) -> dict[str, Any]:
     """Return the current attributes of a module or a class."""
     members: Any = getattr(value, "__dict__", {})
