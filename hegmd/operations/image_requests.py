@@ -166,9 +166,13 @@ class Checkpoints:
         self, image: Image, wish: RestoreRequest, rights: Rights, streams: Mapping[str, int], *, dry_run: bool = False
     ) -> MigrationPlan:
         manifest = image.manifest
-        snapshot, op = self._reviving.expected(await self._lookout.snapshot([]), manifest)
-        request = PlanRequest(kind=RESUME, pids=tuple([worker.pid for worker in op.workers]), to=wish.to)
-        found = planned_resume(snapshot, request, op)
+
+        def planned_restore(node: NodeSnapshotForPlan) -> MigrationPlan | tuple[Reason, ...]:
+            expected, op = self._reviving.expected(node, manifest)
+            pids = tuple([worker.pid for worker in op.workers])
+            return planned_resume(expected, PlanRequest(kind=RESUME, pids=pids, to=wish.to), op)
+
+        found, snapshot = await self._operations.plan(lambda: self._lookout.snapshot([]), planned_restore)
         reasons: list[Reason] = [] if isinstance(found, MigrationPlan) else list(found)
         objections = await self._reviving.against(manifest, rights, as_then=wish.as_then)
         reasons += objections.reasons

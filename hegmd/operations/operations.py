@@ -10,7 +10,8 @@ Longer than 400 lines because every request that leads to an operation is here, 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar, cast
 
 import anyio
 import anyio.to_thread
@@ -65,6 +66,8 @@ from hegmd.workers.workers import Workers
 
 # After a start of the daemon, agents reconnect one by one. An earlier resume waits this long for them.
 SETTLES_WITHIN_S = 5.0
+
+Found = TypeVar("Found")
 
 
 class Operations:
@@ -299,26 +302,26 @@ class Operations:
             also = [candidate for candidate in unlisted if candidate.pid not in listed]
             return snapshot.replace(candidates=(*snapshot.candidates, *also))
 
-        return (await self._planned(look, lambda snapshot: planned_resume(snapshot, request, op)))[0]
+        found, _ = await self.plan(look, lambda snapshot: planned_resume(snapshot, request, op))
+        return plan_or_raise(found)
 
-    async def _planned(
+    async def plan(
         self,
         look: Callable[[], Awaitable[NodeSnapshotForPlan]],
-        plan: Callable[[NodeSnapshotForPlan], MigrationPlan | tuple[Reason, ...]],
-    ) -> tuple[MigrationPlan, NodeSnapshotForPlan]:
-        """Return the plan and the state of the node that it was made from. Raises HegmError with every reason.
+        make: Callable[[NodeSnapshotForPlan], Found],
+        node: NodeSnapshotForPlan | None = None,
+    ) -> tuple[Found, NodeSnapshotForPlan]:
+        """Return the plans or reasons that `make` finds, and the state of the node that it found them in.
 
-        A job's snapshot takes free memory of its GPU for seconds. So a plan that is refused for a GPU is made again
-        once the snapshots there have ended.
+        A job's snapshot takes free memory of its GPU for seconds. So what is refused for a GPU is planned again once
+        the snapshots there have ended. `node` is the state at the first attempt, if the caller has it.
         """
-        node = await look()
-        result = plan(node)
-        if not isinstance(result, MigrationPlan):
-            gpus = {reason.gpu for reason in result if reason.gpu is not None}
-            if await self._workers.wait_for_snapshots(gpus):
-                node = await look()
-                result = plan(node)
-        return plan_or_raise(result), node
+        node = node or await look()
+        found = make(node)
+        if await self._workers.wait_for_snapshots(set(_refused_gpus(found))):
+            node = await look()
+            found = make(node)
+        return found, node
 
     async def _resume(self, op_id: str, plan: MigrationPlan, context: RequestContext) -> OperationResult:
         limit_s = limit_of(context)
@@ -367,11 +370,11 @@ class Operations:
             raise HegmError(BAD_REQUEST, f"{request.kind} needs at least one process", "give one or more pids")
         request = request.replace(pids=await self.named(request.pids))
         within_s = limits_of(context.limit_s).park_s if request.allow_restart else None
-        plan, snapshot = await self._planned(
+        found, snapshot = await self.plan(
             lambda: self.look(context, request.pids, weighed_within_s=within_s, respawn=request.respawn),
             lambda snapshot: planned(snapshot, request),
         )
-        return await self.carry_out(plan, snapshot, context, spill=spill)
+        return await self.carry_out(plan_or_raise(found), snapshot, context, spill=spill)
 
     async def carry_out(
         self,
@@ -536,3 +539,11 @@ def _refuse_elsewhere(pid: int, gpu: str | None, to: str | None, *, is_orphan: b
             f"run: {first}hegmctl migrate {pid} --to {to}",
             {"pid": pid},
         )
+
+
+def _refused_gpus(found: object) -> Iterator[str]:
+    """Yield the GPUs of all reasons in what a planner found."""
+    if isinstance(found, Reason) and found.gpu is not None:
+        yield found.gpu
+    for part in cast("tuple[object, ...]", found) if isinstance(found, tuple) else ():
+        yield from _refused_gpus(part)

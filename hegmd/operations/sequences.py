@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import anyio
 
@@ -111,22 +112,29 @@ class MultiStepOperations(BackgroundTasks):
         _require_targets(snapshot, gpu, to)
         outcome = Outcome()
         if context.dry_run:
-            self._plan_drain(snapshot, gpu, to, context, outcome)
+            await self._plan_drain(snapshot, gpu, to, context, outcome)
             return outcome
         for number, pid in enumerate(tuple(occupants(snapshot, gpu))):
             if number:  # the job before has taken memory, and time
                 snapshot = await self._survey.snapshot([pid], may=context.may)
             try:
-                self._operations.check(context, [pid])
-                plan = plan_or_raise(departure(snapshot, pid, gpu, to))
-                answer = await self._operations.carry_out(plan, snapshot, context)
+                answer = await self._move_off(snapshot, pid, gpu, to, context)
             except HegmError as error:
                 outcome.left.append(_reason(error, pid))
             else:
                 outcome.operations += _operation(answer)
         return outcome
 
-    def _plan_drain(
+    async def _move_off(
+        self, node: NodeSnapshotForPlan, pid: int, gpu: str, to: Sequence[str], context: RequestContext
+    ) -> OperationResult:
+        self._operations.check(context, [pid])
+        found, node = await self._operations.plan(
+            lambda: self._survey.snapshot([pid], may=context.may), lambda node: departure(node, pid, gpu, to), node
+        )
+        return await self._operations.carry_out(plan_or_raise(found), node, context)
+
+    async def _plan_drain(
         self, snapshot: NodeSnapshotForPlan, gpu: str, to: Sequence[str], context: RequestContext, outcome: Outcome
     ) -> None:
         denied: set[int] = set()
@@ -136,8 +144,13 @@ class MultiStepOperations(BackgroundTasks):
             except HegmError as error:
                 denied.add(pid)
                 outcome.left.append(_reason(error, pid))
-        allowed = tuple(candidate for candidate in snapshot.candidates if candidate.pid not in denied)
-        plans, stays = planned_drain(snapshot.replace(candidates=allowed), gpu, to)
+
+        def planned(node: NodeSnapshotForPlan) -> tuple[tuple[MigrationPlan, ...], tuple[tuple[Reason, ...], ...]]:
+            allowed = tuple(candidate for candidate in node.candidates if candidate.pid not in denied)
+            return planned_drain(node.replace(candidates=allowed), gpu, to)
+
+        look = partial(self._survey.snapshot_for, gpu, may=context.may)
+        (plans, stays), _ = await self._operations.plan(look, planned, snapshot)
         outcome.plans += [plan_record(plan) for plan in plans]
         outcome.left += [_reason(refusal(reasons), reasons[0].pid) for reasons in stays]
 
@@ -149,8 +162,10 @@ class MultiStepOperations(BackgroundTasks):
         Without `wait` it answers when the first step has begun; the others follow without a request.
         """
         first, second = [await self._operations.named_one(pid) for pid in (first, second)]
-        snapshot = await self._operations.look(context, [first, second])
-        steps = _plans_or_raise(planned_swap(snapshot, first, second))
+        found, snapshot = await self._operations.plan(
+            lambda: self._operations.look(context, [first, second]), lambda node: planned_swap(node, first, second)
+        )
+        steps = _plans_or_raise(found)
         if context.dry_run:
             return Outcome(plans=[plan_record(step) for step in steps])
         tasks = self._open_tasks()

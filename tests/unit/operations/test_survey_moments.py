@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import anyio
@@ -18,7 +19,7 @@ from hegmd.workers.workers import AgentConnection
 from tests.patience import HANG_S
 from tests.unit.migration.operations import operation
 from tests.unit.model_agent import ModelAgent
-from tests.unit.moving_node import MIB, running, start_ticks
+from tests.unit.moving_node import MIB, Node, running, start_ticks
 
 Child = subprocess.Popen[bytes]
 
@@ -161,8 +162,30 @@ async def until_awaited(worker: AgentConnection) -> None:
             await anyio.lowlevel.checkpoint()
 
 
+async def drained(node: Node, _first: int, _second: int) -> None:
+    outcome = await node.sequences.drain("gpu0", (), node.context())
+    assert [operation.phase for operation in outcome.operations] == ["done"]
+
+
+async def drain_planned(node: Node, _first: int, _second: int) -> None:
+    outcome = await node.sequences.drain("gpu0", (), node.context(dry_run=True))
+    assert (len(outcome.plans), outcome.left) == (1, [])
+
+
+async def migrated(node: Node, first: int, _second: int) -> None:
+    moved = (await node.operations.migrate([first], "gpu1", node.context())).operation
+    assert moved is not None
+    assert moved.phase == "done"
+
+
+async def swapped(node: Node, first: int, second: int) -> None:
+    outcome = await node.sequences.swap(first, second, node.context())
+    assert [operation.phase for operation in outcome.operations] == ["done", "done"]
+
+
+@pytest.mark.parametrize("move", [migrated, drained, drain_planned, swapped])
 async def test_a_move_was_refused_for_the_memory_of_another_jobs_snapshot(
-    tmp_path: Path, process: Child, second_process: Child
+    tmp_path: Path, process: Child, second_process: Child, move: Callable[[Node, int, int], Coroutine[None, None, None]]
 ) -> None:
     """A copy of a job's state has up to half of its GPU's free memory for a second or two."""
     async with running(tmp_path, "2x8MiB") as node:
@@ -173,18 +196,11 @@ async def test_a_move_was_refused_for_the_memory_of_another_jobs_snapshot(
         other.slow.add("snapshot")
         await worker.give("snapshot")
         node.simulator.hold("its copy", second_process.pid, "gpu1", 4 * MIB)
-        moved: list[OperationResult] = []
-
-        async def move() -> None:
-            moved.append(await node.operations.migrate([process.pid], "gpu1", node.context()))
-
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(move)
+            tasks.start_soon(move, node, process.pid, second_process.pid)
             await until_awaited(worker)
             node.simulator.release("its copy")
             other.go_on.set()
-        assert moved[0].operation is not None
-        assert moved[0].operation.phase == "done"
 
 
 async def test_a_reservation_was_refused_for_the_memory_of_another_jobs_snapshot(
