@@ -116,7 +116,10 @@ class ByteOrders:
     def _disconnect(self, order: Order, _fd: int | None) -> None:
         """Begin to take its communicator groups down, together with the other ranks."""
         self._state.require_parked("disconnect")
-        self._begin(order, self._state.groups.begin_disconnect(order.limit_s, self._wake, abort=order.abort))
+        found = self._state.found  # of this park: what was alive then still is
+        alive = None if found is None else found.others
+        step = self._state.groups.begin_disconnect(order.limit_s, self._wake, abort=order.abort, alive=alive)
+        self._begin(order, step)
 
     def _reconnect(self, order: Order, _fd: int | None) -> None:
         """Begin to bring them up again, together with the other ranks; also after a disconnect that failed."""

@@ -85,8 +85,15 @@ class ProcessGroups:
 
     # ---- what there is -----------------------------------------------------------------------------------------------
 
-    def inventory(self) -> Communicators | None:
-        """Return what the plan needs to know of the groups; None without any. Fast enough for a boundary."""
+    def kinds(self) -> tuple[type[object], ...]:
+        """Return the classes whose objects `inventory` looks at."""
+        return () if self.is_down or torch_distributed() is None else uncovered_groups.kinds(_torch())
+
+    def inventory(self, alive: list[Any] | None = None) -> Communicators | None:
+        """Return what the plan needs to know of the groups; None without any. Fast enough for a boundary.
+
+        `alive` are the objects of `kinds`, if they were looked for already.
+        """
         if self.is_down:
             return self._reported
         world = torch_distributed()
@@ -95,12 +102,12 @@ class ProcessGroups:
             return Communicators(mechanism=NONE, uncovered=tuple(uncovered)) if uncovered else None
         try:
             library = _library()
-            return self._tell(self._groups(_torch(), world), library)
+            return self._tell(self._groups(_torch(), world), library, alive)
         except Exception as error:  # noqa: BLE001 - another release may have other names; then nothing is disconnected
             note(f"the groups cannot be inspected: {error!r}")
             return Communicators(mechanism=NONE, uncovered=(f"the groups cannot be inspected: {error!r}",))
 
-    def _tell(self, groups: list[GroupBackend], library: Library | None) -> Communicators:
+    def _tell(self, groups: list[GroupBackend], library: Library | None, alive: list[Any] | None) -> Communicators:
         torch = _torch()
         nvls = _may_use_multicast(torch, groups)
         mechanism = SUSPEND if all(group.can_suspend(library) for group in groups) else REPLACE
@@ -111,7 +118,7 @@ class ProcessGroups:
             library=None if library is None else library.text,
             nvls=nvls,
             pending=0,
-            uncovered=tuple(uncovered_groups.reasons(torch, groups, library)),
+            uncovered=tuple(uncovered_groups.reasons(torch, groups, library, alive)),
         )
         return self._reported
 
@@ -160,25 +167,32 @@ class ProcessGroups:
         """Disconnect all groups, and wait until they are. Raises what the step of `begin_disconnect` raises."""
         return self.begin_disconnect(limit_s, no_news).result()
 
-    def begin_disconnect(self, limit_s: float | None, on_end: Callable[[], object], *, abort: bool = False) -> Step:
+    def begin_disconnect(
+        self,
+        limit_s: float | None,
+        on_end: Callable[[], object],
+        *,
+        abort: bool = False,
+        alive: list[Any] | None = None,
+    ) -> Step:
         """Start to disconnect all groups together with the other ranks. Raises HegmError.
 
         `abort` suspends none: CRIU cannot dump the connections of a suspended communicator. The step has ended already
         if the groups are disconnected. After a failure `reconnect` has to follow on all ranks, unless the message says
-        that nothing was changed.
+        that nothing was changed. `alive` is that of `inventory`.
         """
         self._require_idle()
         world = torch_distributed()
         if self._is_down or world is None:
             return Step.ended(self._reported if self._is_down else None)
         step = self._step = Step(limit_s, on_end)
-        return step.start(lambda: self._disconnect(world, step, abort=abort))
+        return step.start(lambda: self._disconnect(world, step, abort=abort, alive=alive))
 
-    def _disconnect(self, world: Any, step: Step, *, abort: bool) -> Communicators:
+    def _disconnect(self, world: Any, step: Step, *, abort: bool, alive: list[Any] | None) -> Communicators:
         self._has_failed = True  # until it has not
         torch, library = _torch(), _library()
         groups = self._groups(torch, world)
-        told = self._tell(groups, library)
+        told = self._tell(groups, library, alive)
         mine = {
             "groups": {
                 group.name: [group.mechanism(None if abort else library), *_position(group)] for group in groups

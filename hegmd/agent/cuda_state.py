@@ -8,7 +8,6 @@ export a segment is asked once for each segment, until the training thread has b
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 
@@ -189,10 +188,13 @@ def _after(places: list[tuple[int, int]], address: int) -> int:
     return low
 
 
-def facts(torch: Any, segments: Segments, sizes: dict[int, list[int]], own_bytes: int, *, shares: bool) -> CudaFacts:
+def facts(
+    torch: Any, segments: Segments, sizes: dict[int, list[int]], own_bytes: int, *, shares: bool, spread: bool
+) -> CudaFacts:
     """Return what the plan needs to know of a process with storages of those sizes on its devices.
 
-    `own_bytes` of them it copies itself. PyTorch reports the UUIDs, and keeps reporting the same after a migration.
+    `own_bytes` of them it copies itself. `spread`: a module is spread over its GPUs. PyTorch reports the UUIDs, and
+    keeps reporting the same after a migration.
     """
     hazards: list[str] = []
     if segments.graphs:
@@ -206,7 +208,7 @@ def facts(torch: Any, segments: Segments, sizes: dict[int, list[int]], own_bytes
     ]
     if len(used) > 1 and (segments.expandable or segments.allocator != "native"):
         hazards.append(HAZARD_MAPPED)
-    if len(used) > 1 and HAZARD_NCCL not in hazards and is_data_parallel(torch):
+    if len(used) > 1 and HAZARD_NCCL not in hazards and spread:
         hazards.append(HAZARD_NCCL)
     return CudaFacts(
         gpus=tuple(_uuid(torch, device) for device in used),
@@ -328,12 +330,12 @@ def _shared() -> tuple[frozenset[int], bool]:
     return frozenset(alive), received
 
 
-def is_data_parallel(torch: Any) -> bool:
-    """Return True if a module is spread over several GPUs here: then NCCL has communicators that are not listed."""
+def is_data_parallel(torch: Any, objects: list[Any]) -> bool:
+    """Return True if one of these is a module spread over several GPUs: then NCCL has communicators that are not
+    listed."""
     if os.environ.get("NCCL_P2P_DISABLE") == "1":
         return False
-    kind = torch.nn.DataParallel
-    modules: list[Any] = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), kind)]
+    modules = [one for one in objects if issubclass(type(one), torch.nn.DataParallel)]
     return any(len(getattr(module, "device_ids", ())) > 1 for module in modules)
 
 

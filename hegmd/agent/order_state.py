@@ -56,8 +56,8 @@ class OrderState:
 
     def find_storages(self) -> torch_state.FoundStorages:
         """Find its current storages and communicator groups."""
-        found = self.carrying.find()
-        self.communicators = self.groups.inventory()
+        found = self.carrying.find(self.groups.kinds())
+        self.communicators = self.groups.inventory(found.others)
         if self.groups.is_down and found.cuda is not None:
             hazards = tuple(hazard for hazard in found.cuda.hazards if hazard != HAZARD_NCCL)
             found.cuda = found.cuda.replace(hazards=hazards)

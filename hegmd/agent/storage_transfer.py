@@ -61,8 +61,8 @@ class StorageTransfer:
         """Return True if that descriptor has the offloaded bytes."""
         return self._offloaded is not None and self._offloaded.fd == fd
 
-    def find(self) -> FoundStorages:
-        return torch_state.find(self._showable)
+    def find(self, also: tuple[type[object], ...] = ()) -> FoundStorages:
+        return torch_state.find(self._showable, also)
 
     def forget(self) -> None:
         """Forget storages that have all their bytes, since the thread continues. Offloaded ones stay."""

@@ -5,11 +5,10 @@ Reads what the process has loaded and its live objects. Imports nothing and chan
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 
-from . import cuda_state
+from . import cuda_state, torch_state
 from .group_backend import MAX_REPLACEMENTS, NCCL, GroupBackend
 
 TYPE_CHECKING = False
@@ -53,12 +52,31 @@ def loaded() -> list[str]:
     return [path for path in copies if path in preloaded or not path.rpartition("/")[0].endswith(_WHEEL_FOLDER)]
 
 
-def reasons(torch: Any, groups: list[GroupBackend], library: Library | None) -> list[str]:
-    """Return every reason against disconnecting these groups. Leaves out NVLS, which the daemon detects itself."""
+def kinds(torch: Any) -> tuple[type[object], ...]:
+    """Return the classes whose objects `reasons` looks at."""
+    loaded_classes = [
+        getattr(sys.modules[module], name, None)
+        for module, names in _FOREIGN_CLASSES.items()
+        for name in names
+        if module in sys.modules
+    ]
+    known = [torch.nn.DataParallel, getattr(torch.cuda, "MemPool", None), *loaded_classes]
+    return tuple([kind for kind in known if isinstance(kind, type)])
+
+
+def reasons(
+    torch: Any, groups: list[GroupBackend], library: Library | None, alive: list[Any] | None = None
+) -> list[str]:
+    """Return every reason against disconnecting these groups. Leaves out NVLS, which the daemon detects itself.
+
+    `alive` are the objects of `kinds`, if they were looked for already.
+    """
     found = [reason for group in groups for reason in _of_group(group, library)]
     found.extend(of_rpc())
     if any(group.kind == NCCL for group in groups):
-        found.extend(_of_process(torch, groups, library))
+        if alive is None:
+            alive = [one for several in torch_state.objects_of(*kinds(torch)) for one in several]
+        found.extend(_of_process(torch, groups, library, alive))
     return found
 
 
@@ -86,12 +104,11 @@ def _of_group(group: GroupBackend, library: Library | None) -> Iterator[str]:
         yield f"group {group.name} has communicators on {len(gpus)} GPUs of one process"
 
 
-def _of_process(torch: Any, groups: list[GroupBackend], library: Library | None) -> Iterator[str]:
+def _of_process(torch: Any, groups: list[GroupBackend], library: Library | None, alive: list[Any]) -> Iterator[str]:
     if os.environ.get("NCCL_COMM_SPLIT_SHARE_RESOURCES") == "1":
         yield "NCCL_COMM_SPLIT_SHARE_RESOURCES=1 lets groups share resources, which cannot be ended one by one"
     if any(os.environ.get(name, "0") == "1" for name in _REGISTERING):
         yield f"{_REGISTERING[0]}=1 registers the allocator's memory with the communicators"
-    alive = frozenset(map(type, gc.get_objects()))
     yield from _registered(torch, alive)
     yield from _foreign(torch, alive)
     graphs = not all(group.can_suspend(library) for group in groups) and cuda_state.Segments(torch).graphs
@@ -100,7 +117,7 @@ def _of_process(torch: Any, groups: list[GroupBackend], library: Library | None)
         yield f"a CUDA graph was captured and may contain collectives, and {version} cannot suspend communicators"
 
 
-def _registered(torch: Any, alive: frozenset[type[object]]) -> Iterator[str]:
+def _registered(torch: Any, alive: list[Any]) -> Iterator[str]:
     """Yield memory outside the communicators that peers have mapped."""
     symmetric = sys.modules.get(_SYMMETRIC)
     if symmetric is not None and any(
@@ -108,13 +125,11 @@ def _registered(torch: Any, alive: frozenset[type[object]]) -> Iterator[str]:
     ):
         yield "symmetric memory is in use, which peers have mapped"
     pool = getattr(torch.cuda, "MemPool", None)
-    if pool in alive and any(
-        getattr(one, "allocator", None) is not None for one in gc.get_objects() if type(one) is pool
-    ):
+    if any(getattr(one, "allocator", None) is not None for one in alive if type(one) is pool):
         yield "a torch.cuda.MemPool with an allocator of its own is alive, which may be registered with a communicator"
 
 
-def _foreign(torch: Any, alive: frozenset[type[object]]) -> Iterator[str]:
+def _foreign(torch: Any, alive: list[Any]) -> Iterator[str]:
     """Yield communicators that torch.distributed does not list."""
     mapped = {path: path.rpartition("/")[2] for path in _mapped(*_FOREIGN_FILES)}
     copies = loaded()
@@ -125,18 +140,17 @@ def _foreign(torch: Any, alive: frozenset[type[object]]) -> Iterator[str]:
             if name.startswith(start):
                 yield f"{owner} is loaded ({path}), which connects GPUs by itself"
     for module, names in _FOREIGN_CLASSES.items():
-        if module in sys.modules and (not names or _is_alive(module, names, alive)):
+        if module in sys.modules and (not names or _is_alive(module, names, frozenset(map(type, alive)))):
             yield f"{module} is in use, which has communicators of its own"
-    spread = torch.nn.DataParallel
-    if any(issubclass(kind, spread) for kind in alive) and cuda_state.is_data_parallel(torch):
+    if cuda_state.is_data_parallel(torch, alive):
         yield "torch.nn.DataParallel is in use, whose communicators PyTorch does not list"
 
 
 def _is_alive(module: str, names: tuple[str, ...], alive: frozenset[type[object]]) -> bool:
     """Return True if an object of one of these classes exists, or may exist."""
     known = [getattr(sys.modules[module], name, None) for name in names]
-    kinds = [kind for kind in known if isinstance(kind, type) and kind.__flags__ & _TRACKED]
-    return len(kinds) < len(names) or any(kind in alive for kind in kinds)
+    tracked = [kind for kind in known if isinstance(kind, type) and kind.__flags__ & _TRACKED]
+    return len(tracked) < len(names) or any(kind in alive for kind in tracked)
 
 
 def _mapped(*names: str) -> list[str]:

@@ -181,6 +181,14 @@ def test_a_storage_whose_address_the_script_kept_was_written_to_where_it_had_bee
     assert {t.data_ptr() for t in tensors} <= _addresses(found)
 
 
+def test_a_survey_finds_objects_of_other_classes_in_the_same_look() -> None:
+    kind: Any = type("Communicator", (), {})
+    one, derived, tensor = kind(), type("Derived", (kind,), {})(), torch.zeros(1000)
+    found = torch_state.find(also=(kind,))
+    assert {id(one), id(derived)} == set(map(id, found.others))
+    assert tensor.data_ptr() in _addresses(found)
+
+
 def test_a_search_for_addresses_keeps_no_local_alive() -> None:
     """Up to Python 3.12 a frame keeps a copy of its variables after they were read."""
     tensor = torch.zeros(1000)

@@ -59,11 +59,13 @@ def torch_of(*pools: tuple[int, int]) -> Any:
     return SimpleNamespace(cuda=cuda, _C=None, distributed=prefixed, nn=SimpleNamespace(DataParallel=ProcessGroupUCC))
 
 
-def reasons(backend: Any, torch: Any | None = None, library: Library | None = None) -> list[str]:
+def reasons(
+    backend: Any, torch: Any | None = None, library: Library | None = None, alive: list[Any] | None = None
+) -> list[str]:
     of: Any = SimpleNamespace(group_name="7", bound_device_id=None, rank=lambda: 0, size=lambda: 2)
     torch = torch or torch_of()
     group = GroupBackend(torch, of, SimpleNamespace(check=lambda _keys: False), backend, [SimpleNamespace(type="cuda")])
-    return [reason for reason in uncovered_groups.reasons(torch, [group], library) if _COPIES not in reason]
+    return [reason for reason in uncovered_groups.reasons(torch, [group], library, alive) if _COPIES not in reason]
 
 
 def test_a_plain_group_of_nccl_is_covered() -> None:
@@ -180,3 +182,12 @@ def test_communicators_of_vllm_are_named_while_there_are_any(pynccl: type[object
     (reason,) = reasons(ProcessGroupNCCL())
     assert PYNCCL in reason
     del one
+
+
+def test_each_survey_of_ranks_looked_at_all_objects_twice(pynccl: type[object]) -> None:
+    """Each look takes 50 ms, and all ranks are parked meanwhile: the survey of the storages finds these objects too."""
+    found, torch = [pynccl()], torch_of()
+    assert pynccl in uncovered_groups.kinds(torch)
+    assert reasons(ProcessGroupNCCL(), torch, alive=[]) == [], "nothing is looked for again"
+    (reason,) = reasons(ProcessGroupNCCL(), torch, alive=found)
+    assert PYNCCL in reason
