@@ -142,8 +142,9 @@ class LimitSettings(Record):
         reloads=False,
     )
     clients_per_uid: int = setting(Amount(1, 65536), 1024, "Connections at a time from one user.", reloads=False)
+    # An agent has one open as long as it lives, and sends its reports without waiting for replies.
     requests_in_flight: int = setting(
-        Amount(1, 1024), 32, "Requests of one connection that may be unanswered at a time.", reloads=False
+        Amount(32, 1024), 32, "Requests of one connection that may be unanswered at a time.", reloads=False
     )
     hello_deadline_s: float = setting(
         Amount(0.05, 600, whole=False), 5.0, "Seconds after connecting within which a caller says hello.", reloads=False

@@ -36,6 +36,8 @@ from hegmd.protocol.record import Record
 from hegmd.protocol.snapshots import Event
 from hegmd.server.auth import Peer
 from hegmd.server.session import Call, Session, SessionLimits
+from hegmd.setting_types import Amount
+from hegmd.settings import ROWS
 from hegmd.system.stream import PeerStream
 from hegmd.telemetry.metrics import Counters
 from tests.unit.server.talker import RawClient
@@ -288,6 +290,19 @@ async def test_a_flood_over_the_limit_is_answered_busy_and_breaks_nothing() -> N
         daemon.go_on.set()
         served = [await talker.next() for _ in range(4)]
         assert all(isinstance(event, Reply) for event in served)
+
+
+async def test_the_least_limit_of_requests_takes_all_reports_of_an_agent() -> None:
+    """With a limit of 1, `agent.attend` was all that an agent could send: its job never counted as training."""
+    least = ROWS["limits.requests_in_flight"].kind
+    assert isinstance(least, Amount)
+    async with talking(PATIENT._replace(requests_in_flight=int(least.minimum))) as (talker, _, daemon, _):
+        await talker.hello()
+        await talker.send(talker.protocol.request(Gpus())[1])
+        await daemon.waiting.wait()
+        await talker.send(b"".join(talker.protocol.request(Ping())[1] for _ in range(100)))
+        for _ in range(100):
+            assert isinstance(await talker.next(), Reply)
 
 
 async def test_at_the_limit_of_requests_one_of_them_can_be_cancelled() -> None:
