@@ -61,7 +61,7 @@ format = "xml"
         ["FILE:10: limits.clients: 0 is out of bounds", f"{numbers} 65536"],
         [
             "FILE:11: limits.requests_in_flight: a whole number is needed, not a number with a fraction",
-            f"{numbers} 1024",
+            "write a whole number from 32 to 1024",
         ],
         ['FILE:14: log.format: "xml" is not one of its values', words],
         [
