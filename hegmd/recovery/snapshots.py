@@ -1,15 +1,16 @@
 """Takes the snapshots of one job: of all its ranks at one boundary, into the slots that hold no newer one.
 
 A round begins with a count of all ranks, names a boundary a little ahead, and orders each to take its snapshot there. A
-rank that was quicker declines; then the round is repeated further ahead. The state of a broken round is never
-started from, because not all ranks have that snapshot, and it is in the slots whose turn it is again.
+rank that was quicker declines; then the round is repeated further ahead. If the ranks take long to get there, the next
+boundary is nearer. The state of a broken round is never started from, because not all ranks have that snapshot, and it
+is in the slots whose turn it is again.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import anyio
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 # How far ahead the boundary of a round is at first, and at most.
 FIRST_AHEAD, MAX_AHEAD = 2, 64
+# Ranks that reach their boundary later than this have long steps: it need not be as far ahead.
+LONG_S = 5.0
 # A state may have grown between the look at its size and its snapshot.
 MAX_ROUNDS = 10
 # A rank that waits for a boundary that never comes gives up on its own.
@@ -68,8 +71,9 @@ class BesideImage(NamedTuple):
 class SnapshotRounds:
     """The rounds of one job."""
 
-    def __init__(self, job: ProtectedJob) -> None:
+    def __init__(self, job: ProtectedJob, clock: Callable[[], float] = anyio.current_time) -> None:
         self._job = job
+        self._clock = clock
         self._slots = job.slots
         self._sizes: dict[int, int] = {}
         self._ahead = FIRST_AHEAD
@@ -141,6 +145,7 @@ class SnapshotRounds:
         if len(ranks) > 1:
             await self._job.count(ranks)
             where = {"at": max(worker.boundary for worker in ranks) + self._ahead, "exact": True}
+        began = self._clock()
         reports: dict[int, AgentReport] = {}
         failed: list[Exception] = []
 
@@ -156,6 +161,8 @@ class SnapshotRounds:
             for rank, worker in enumerate(ranks):
                 tasks.start_soon(one, rank, worker)
         if not failed:
+            taken_s = max((one.parked_s or 0.0) + (one.copied_s or 0.0) for one in reports.values())
+            self._come_nearer(self._clock() - began - taken_s)
             return [reports[rank] for rank in range(len(ranks))]
         first = next((error for error in failed if not _is_short(error)), failed[0])
         if isinstance(first, Unprotected):
@@ -167,8 +174,14 @@ class SnapshotRounds:
         if is_late and self._ahead < MAX_AHEAD:
             self._ahead *= 2
         elif not _is_short(first):
+            self._come_nearer(self._clock() - began)
             raise SnapshotPostponed(str(first))
         return None
+
+    def _come_nearer(self, waited_s: float) -> None:
+        """Have the next boundary nearer if the ranks took so long to reach this one that it was too far ahead."""
+        if waited_s > LONG_S:
+            self._ahead = max(FIRST_AHEAD, self._ahead // 2)
 
     async def _order(
         self, rank: int, worker: AgentConnection, slot: int, generation: int, where: Mapping[str, Any]

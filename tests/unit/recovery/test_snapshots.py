@@ -17,7 +17,7 @@ from hegmd.protocol.slots import RECORD_BYTES, SlotRecord, packed
 from hegmd.recovery.job import ProtectedJob
 from hegmd.recovery.protection import Protection, require_devices
 from hegmd.recovery.slots import JobSlots
-from hegmd.recovery.snapshots import SnapshotPostponed, SnapshotRounds, Unprotected
+from hegmd.recovery.snapshots import FIRST_AHEAD, LIMIT_S, MAX_AHEAD, SnapshotPostponed, SnapshotRounds, Unprotected
 from hegmd.workers.workers import AgentConnection, OrderFailed
 
 STATE_BYTES = 8192
@@ -52,10 +52,10 @@ def _in_no_hand(_pid: int) -> bool:
     return False
 
 
-def write(fd: int, generation: int, step: int) -> None:
+def write(fd: int, generation: int, step: int, rank: int = 0, ranks: int = 1) -> None:
     """Set the record of a slot."""
     record = SlotRecord(
-        generation=generation, step=step, rank=0, ranks=1, size_bytes=STATE_BYTES, taken_utc=1.0, took_s=0.1
+        generation=generation, step=step, rank=rank, ranks=ranks, size_bytes=STATE_BYTES, taken_utc=1.0, took_s=0.1
     )
     os.pwrite(fd, packed(record), os.fstat(fd).st_size - RECORD_BYTES)
 
@@ -73,6 +73,52 @@ async def test_a_snapshot_number_exceeds_every_slot_even_without_a_record(pool: 
     found = await slots.read()
     assert found[0, 0] == taken
     assert [record.generation for record in found.values() if record is not None] == [taken.generation, 9]
+
+
+class Rank:
+    """A rank of several. It makes so many steps until an order arrives, and each takes so long."""
+
+    boundary, identity = 5, Process.identity
+
+    def __init__(self, rank: int, clock: list[float]) -> None:
+        self.about, self.pid = SimpleNamespace(rank=rank), rank + 1
+        self.steps_ahead, self.step_s, self._clock = 0, 0.0, clock
+        self.aheads: list[int] = []
+
+    async def order(self, do: str, *, fds: list[int], generation: int, **more: Any) -> AgentReport:
+        self.aheads.append(more["at"] - self.boundary)
+        self.boundary += self.steps_ahead
+        if self.boundary >= more["at"]:
+            raise OrderFailed(self.pid, do, AgentReport(order=1, result="failed"))
+        self._clock[0] += (more["at"] - self.boundary) * self.step_s
+        self.boundary = more["at"]
+        if not fds:
+            raise OrderFailed(self.pid, do, AgentReport(order=1, result="failed", state_bytes=STATE_BYTES))
+        if self._clock[0] > LIMIT_S:
+            raise OrderFailed(self.pid, do, AgentReport(order=1, result="failed"))
+        write(fds[0], generation, step=self.boundary, rank=self.about.rank, ranks=2)
+        return AgentReport(order=1, result="done", parked_s=0.1)
+
+
+async def test_no_snapshot_was_taken_of_slow_ranks_that_were_quick_once(pool: Pool) -> None:
+    """The boundary stayed 64 steps ahead, which ranks with steps of 10 s do not reach within the limit."""
+    clock = [0.0]
+    ranks = [Rank(0, clock), Rank(1, clock)]
+    job = SimpleNamespace(slots=JobSlots(pool, "j1"), node=SimpleNamespace(is_in_hand=_in_no_hand), count=_counted)
+    rounds = SnapshotRounds(cast("ProtectedJob", job), lambda: clock[0])
+    both = [cast("AgentConnection", rank) for rank in ranks]
+    ranks[0].steps_ahead = 40
+    await rounds.take(both, generation=1)
+    assert max(ranks[0].aheads) == MAX_AHEAD
+    await rounds.take(both, generation=2)
+    assert ranks[0].aheads[-1] == MAX_AHEAD, "steps are short still"
+    ranks[0].steps_ahead, ranks[0].step_s = 0, 10.0
+    with pytest.raises(SnapshotPostponed):
+        await rounds.take(both, generation=3)
+    for generation in range(4, 9):
+        clock[0] = 0.0
+        await rounds.take(both, generation)
+    assert ranks[0].aheads[-1] == FIRST_AHEAD
 
 
 def _rounds_and_process(pool: Pool) -> tuple[SnapshotRounds, Any]:
