@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import select
 import subprocess
 import sys
 import time
@@ -29,26 +30,21 @@ SOURCE = b'extern "C" __global__ void spin(long long n) { long long t = clock64(
 
 
 def multiply() -> None:
-    """The neighbour: print the longest product since the last line of input, for each line."""
-    import threading
-
+    """The neighbour: for each line of input, print the longest product since the last one, this moment's included."""
     import torch
 
     matrix = torch.randn(2048, 2048, device="cuda")
-    longest_s = [0.0]
-
-    def answer() -> None:
-        for _ in sys.stdin:
-            print(longest_s[0], flush=True)
-            longest_s[0] = 0.0
-
     float((matrix @ matrix).sum())
     print("ready", flush=True)
-    threading.Thread(target=answer, daemon=True).start()
+    longest_s = 0.0
     while True:
         began = time.monotonic()
         float((matrix @ matrix).sum())
-        longest_s[0] = max(longest_s[0], time.monotonic() - began)
+        longest_s = max(longest_s, time.monotonic() - began)
+        if select.select([sys.stdin], [], [], 0)[0]:
+            sys.stdin.readline()
+            print(longest_s, flush=True)
+            longest_s = 0.0
 
 
 def spin(seconds: float, *, in_new_context: bool) -> None:
