@@ -381,7 +381,9 @@ class _DaemonConnection:
                     self._orders.obey(message.event, fd)
             elif isinstance(message, Failure):
                 if message.id is None or message.id == self._attend_id or self._protocol.welcome is None:
-                    raise message.error
+                    errors = [message.error]
+                    del message  # a variable with the error would keep this frame, and the connection
+                    raise errors.pop()
                 if not self._lending.take_answer(message.id, message.error):
                     note(f"the daemon did not take a report: {message.error}")
             elif isinstance(message, Reply):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -16,13 +17,18 @@ from hegmd.agent.channel import (
     FIRST_PAUSE_S,
     MAX_PAUSE_S,
     Channel,
+    _DaemonConnection,
     look_within_s,
     next_pause_s,
     periodic_images,
 )
 from hegmd.agent.quiesce import Gate
+from hegmd.agent.trap import NoCollection
+from hegmd.errors import DENIED, HegmError
+from hegmd.protocol.messages import Hello
 from tests.cells import in_one_test
 from tests.patience import HANG_S
+from tests.unit.hegmctl.fake_daemon import FakeDaemon, failing
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = HANG_S
@@ -64,6 +70,22 @@ def test_without_a_daemon_the_progress_of_a_restarted_training_is_noted(tmp_path
         process.communicate("\n", timeout=PATIENCE_S)
         os.close(lock)
         os.close(state)
+
+
+def test_a_connection_that_the_daemon_refused_stayed_until_the_collector_ran(socket_path: Path) -> None:
+    """Its error and the frame that raised it kept one another."""
+    refusing = failing(HegmError(DENIED, "the daemon serves another user", "nothing"))
+    with FakeDaemon(socket_path, {Hello: refusing}), NoCollection():
+        channel = Channel(Gate(), {"HEGM_SOCKET": str(socket_path)})
+        refused = False
+        try:
+            channel._attend()
+        except HegmError as error:
+            refused = error.code is DENIED
+        channel.hang_up()
+        channel.close_in_child()
+        assert refused
+        assert not any(type(found) is _DaemonConnection for found in gc.get_objects())
 
 
 # A process that does not find a loop of its state, whose script is the file of the argument.
