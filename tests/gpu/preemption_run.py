@@ -13,6 +13,8 @@ the kernel ended.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import importlib
 import json
 import select
 import subprocess
@@ -49,10 +51,9 @@ def multiply() -> None:
 
 def spin(seconds: float, *, in_new_context: bool) -> None:
     """The other process: wait for a line of input, spin, and print how that ended."""
-    import ctypes
-
     import torch
-    from cuda.bindings import driver, nvrtc
+
+    driver, nvrtc = (importlib.import_module(f"cuda.bindings.{name}") for name in ("driver", "nvrtc"))
 
     torch.ones(1, device="cuda")
     torch.cuda.synchronize()
