@@ -63,14 +63,21 @@ class PoolOrphans:
             where = (
                 "disk" if memory is None else "nameless memory" if memory.place is None else str(memory.place.folder)
             )
+            drop = f"hegmctl adopt --drop {name}"
+            if worker.isdigit():
+                pid, why = int(worker), self._why(key.operation)
+                next_step = f"run: hegmctl adopt {worker}, if that process is parked; otherwise: {drop}"
+            else:  # named by rank and slot
+                pid, why = None, f"it is a snapshot of job {key.operation}, whose recovery has no record of it"
+                next_step = f"nothing can continue from it; run: {drop}"
             yield Orphan(
                 name=name,
                 kind="bytes",
-                pid=int(worker) if worker.isdigit() else None,
+                pid=pid,
                 size_bytes=piece.size_bytes,
                 where=where,
-                why=self._why(key.operation),
-                next=f"run: hegmctl adopt {worker}, if that process is parked; otherwise: hegmctl adopt --drop {name}",
+                why=why,
+                next=next_step,
                 uid=None if piece.name.source is None else piece.name.source.uid,
             )
 

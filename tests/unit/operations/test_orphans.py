@@ -17,7 +17,7 @@ from hegmd.memory.spill_file import SpillFolder
 from hegmd.memory.video_memory import DEVICE_BYTES, VideoMemory
 from hegmd.migration.machine.adoption import DriverProcess, adopted
 from hegmd.operations.orphaned_memory import OrphanedMemory, VideoOrphans, found_for
-from hegmd.operations.orphans import ParkedOrphans
+from hegmd.operations.orphans import ParkedOrphans, PoolOrphans
 from hegmd.protocol.messages import AgentAttend
 from hegmd.protocol.snapshots import AgentInfo
 from hegmd.workers.workers import AgentConnection, Identity, Workers
@@ -183,6 +183,15 @@ async def test_a_spilled_piece_is_known_by_its_mark(tmp_path: Path) -> None:
     pool = pool_of(*[Piece(name, size_bytes, spilled=True) for name in names])
     pool.keep = MemoryKeeping(spill=folder)
     assert await found_for(pool, standing(mine, size_bytes, mark="02" * 16), "4711") == str(names[1])
+
+
+async def test_a_snapshot_without_a_record_was_to_be_adopted_as_a_process() -> None:
+    """It is left when the disk was full and the daemon was killed. The hint was `hegmctl adopt 0.1`."""
+    name = PieceName(Key("j4", "0.1"), 4096, "ab", Source(1000, 500))
+    (orphan,) = PoolOrphans(pool_of(Piece(name, 4096, spilled=True)), "operation {} is unknown".format).orphans()
+    assert orphan.why == "it is a snapshot of job j4, whose recovery has no record of it"
+    assert orphan.next == f"nothing can continue from it; run: hegmctl adopt --drop {name}"
+    assert orphan.pid is None
 
 
 async def test_a_dry_run_adopts_nothing(tmp_path: Path, process: Child) -> None:
