@@ -454,6 +454,8 @@ class OperationsService:
         self._standing_notes.keep_only(unended)
         findings = await find_pieces(self.pool.keep, self.memory.adopt)
         self.pool.enter(findings.pieces, self._owned)
+        # Snapshots of another job with the same id could be taken for its own.
+        self.jobs.skip_ids([*self.recoveries.job_ids, *(piece.name.key.operation for piece in findings.pieces)])
         begun = self.runner.operations()
         taken = {member.key for op in begun for member in op.workers}
         await self._half_revived.clear({op.id for op in begun if not is_unrevived(op)}, taken, self.pool)

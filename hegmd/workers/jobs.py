@@ -110,6 +110,11 @@ class Jobs(BackgroundTasks):
             self._jobs[job.number] = job
             self._by_run.update({(job.uid, run): job.number for run in job.runs})
 
+    def skip_ids(self, ids: Iterable[str]) -> None:
+        """Give none of these to a new job: an earlier daemon did, and may have been unable to write that to disk."""
+        numbers = [int(each[1:]) for each in ids if each.startswith("j") and each[1:].isdecimal()]
+        self._next = max([self._next, *(number + 1 for number in numbers)])
+
     def _on_start(self) -> None:
         self._take_over()
         open_tasks = self._open_tasks()
