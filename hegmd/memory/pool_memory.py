@@ -123,7 +123,8 @@ class Memory:
         self.size_bytes = size_bytes
 
     def hand_over(self, name: str, to: PieceName, whole_bytes: int, fill: Fill | None) -> None:
-        """Turn ready memory into a segment of that name and size. Raises OSError, with the memory freed."""
+        """Turn ready memory into a segment of that name and size. Raises OSError, with its file removed; then the
+        memory is free once the caller closes it."""
         place, new = self.place, str(to)
         try:
             if place is not None:
@@ -136,7 +137,6 @@ class Memory:
             if place is not None:
                 place.finish(new)
         except BaseException:
-            self.close()
             if place is not None:
                 place.remove(name)
                 place.abandon(new)

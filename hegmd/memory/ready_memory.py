@@ -179,7 +179,11 @@ class ReadyMemory:
                 await anyio.to_thread.run_sync(
                     segment.memory.hand_over, str(segment.name), name, whole_bytes, fill, abandon_on_cancel=False
                 )
-            except OSError as error:
+            except BaseException as error:
+                self.pinning.unpin_later(segment.memory.fd)
+                segment.memory.close()
+                if not isinstance(error, OSError):
+                    raise
                 logger.warning("ready memory cannot be used for %s: %s", name, error)
                 return None
         logger.debug("%s has %d bytes of ready memory", name, ready_bytes, extra=fields(size_bytes=ready_bytes))

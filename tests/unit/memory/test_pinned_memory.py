@@ -16,7 +16,7 @@ from hegmd.memory.pool_places import PoolDirectory
 from hegmd.memory.ready_memory import NodeMemory, ReadyMemory
 from hegmd.memory.sizes import MIB
 from tests.patience import HANG_S
-from tests.unit.pools import KEY, keep_in
+from tests.unit.pools import KEY, files_under, keep_in
 
 STEP_BYTES = 4 * MIB
 
@@ -79,6 +79,22 @@ async def test_memory_is_unpinned_before_it_is_cut_or_removed_and_pinned_only_on
     await pool.release(KEY)
     await pool.take(KEY, MIB)
     assert [what for what, _ in pins.seen[3:]] == ["later", "removed"]
+    pool.close()
+
+
+async def test_ready_memory_that_could_not_be_used_stayed_pinned_while_other_memory_was_made(tmp_path: Path) -> None:
+    """A suspend was refused for want of the pages that the memory still had."""
+    keep = keep_in(tmp_path)
+    node = NodeMemory(1000 * MIB, 900 * MIB)
+    ready = ReadyMemory(2 * STEP_BYTES, node_memory=lambda: node, step_bytes=STEP_BYTES)
+    pool = Pool(64 * MIB, keep=keep, ready=ready)
+    pool.ready.pinning = pins = Pins()
+    while await pool.adjust_ready():
+        pass
+    for path in files_under(tmp_path / "memory"):
+        path.unlink()
+    await pool.take(KEY, 2 * STEP_BYTES)
+    assert pins.seen == [("later", 2 * STEP_BYTES), ("removed", 0)]
     pool.close()
 
 
