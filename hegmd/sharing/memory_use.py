@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from hegmd.migration.machine.next_effects import SUSPENDED
 from hegmd.migration.machine.operation import JobProcess, Operation
@@ -11,7 +11,7 @@ from hegmd.migration.plan.carrier_choice import is_helped
 from hegmd.migration.plan.communicator_rules import NCCL
 from hegmd.node.gpu_sets import gpus_of, shared_out
 from hegmd.node.processes.surroundings import parent_of
-from hegmd.sharing.records import LeaseRecord
+from hegmd.sharing.records import LeaseRecord, QueuedRecord
 from hegmd.workers.workers import AgentConnection
 
 # How far a process is from the one that a lease is for: a shell, its launcher, its ranks.
@@ -41,6 +41,15 @@ def needs_whole_gpus(workers: Iterable[AgentConnection], op: Operation | None) -
     away = {member.pid for member in op.live if not member.keeps_context} if op and op.phase == SUSPENDED else ()
     groups = [one.communicators for one in workers if one.driver_restored or one.pid in away]
     return any(NCCL in backend for found in groups if found is not None for backend in found.backends)
+
+
+def with_stated(needs: Mapping[str, int], queued: QueuedRecord | None, kept: Mapping[str, int]) -> tuple[int, ...]:
+    """Return what a job needs on each GPU, at least what it said without what it has left there: it may not have taken
+    all of it yet.
+    """
+    if queued is None or queued.size_bytes is None or len(needs) != queued.gpu_count:
+        return tuple(needs.values())
+    return tuple([max(size_bytes, queued.size_bytes - kept.get(gpu, 0)) for gpu, size_bytes in needs.items()])
 
 
 def copies_by_gpu(

@@ -86,6 +86,8 @@ class Job:
     hindrance: str = ""
     #: The policy does nothing with it and does not count on it before this instant. None if no action failed lately.
     retry_at_s: float | None = None
+    #: Why the last action failed, until one succeeds.
+    failure: str = ""
     #: On how many GPUs a job is to start whose needs are unknown.
     wanted_gpus: int = 1
     #: The ids of the held leases whose process has started it: what they keep is open to it.
@@ -117,6 +119,7 @@ class Lease(NamedTuple):
     ends_with: str = ""
     #: As for a job.
     retry_at_s: float | None = None
+    failure: str = ""
 
 
 class Rules(NamedTuple):

@@ -121,7 +121,8 @@ class _Decider:
         if isinstance(waiting, Job) and waiting.hindrance:
             self._wait(waiting.id, f"until this has changed: {waiting.hindrance}", "a retry then")
         elif waiting.retry_at_s is not None and waiting.retry_at_s > self._now:
-            self._wait(waiting.id, "until it is tried again, as an attempt has failed", "a retry", waiting.retry_at_s)
+            why = f"until it is tried again: {waiting.failure}"
+            self._wait(waiting.id, why, "a retry", waiting.retry_at_s)
         else:
             return False
         return True

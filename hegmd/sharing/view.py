@@ -37,6 +37,7 @@ from hegmd.sharing.memory_use import (
     needs_whole_gpus,
     stays_by_gpu,
     used_of_lease,
+    with_stated,
 )
 from hegmd.sharing.records import LeaseRecord, QueuedRecord, SuspendedRecord
 from hegmd.sharing.rules import AUTO, KEEP_CONTEXT, WHOLE, SharingRules
@@ -308,7 +309,7 @@ class SharingView:
             held = {gpu: max(0, size - stays.get(gpu, 0)) for gpu, size in held.items()}
             needs = tuple(held.values())
         if action is None or action.kind != MIGRATE:
-            needs = _with_stated(dict(zip(gpus, needs, strict=True)), queued, stays)
+            needs = with_stated(dict(zip(gpus, needs, strict=True)), queued, stays)
         return self._with_facts(
             *(record, state, now, JobView(record, pids, None, leaves)),
             gpus=gpus,
@@ -376,7 +377,7 @@ class SharingView:
             return self._with_facts(
                 *(record, model.SUSPENDED if is_ours else model.USER_SUSPENDED, now, job_view),
                 gpus=tuple(former),
-                needs=_with_stated(dict(zip(former, least, strict=True)), self._memory.queue.get(record.number), kept),
+                needs=with_stated(dict(zip(former, least, strict=True)), self._memory.queue.get(record.number), kept),
                 least=least,
                 allowed=tuple(former) if kept else self._pinned_in_queue(record, former),
                 chip=chip,
@@ -384,7 +385,7 @@ class SharingView:
                 since_utc=suspended.since_utc if suspended is not None and is_ours else op.created_utc,
             )
         if op.phase != HOLDING and op.direction == FORWARD and op.kind == SUSPEND:
-            needs = _with_stated(held, self._memory.queue.get(record.number), {})
+            needs = with_stated(held, self._memory.queue.get(record.number), {})
             return self._with_facts(
                 *(record, model.LEAVING, now, job_view), gpus=tuple(held), needs=needs, held=held, chip=chip
             )
@@ -481,6 +482,7 @@ class SharingView:
             switch_s=past.switch_s or estimate_s or UNKNOWN_SWITCH_S,
             hindrance=hindrance,
             retry_at_s=past.retry_at_s,
+            failure=past.failure,
             within=tuple([lease.id for lease in self._within.get(record.number, ())]),
         )
         return job, job_view
@@ -507,6 +509,7 @@ class SharingView:
             preempts_others=self._rules.suspends_others or lease.is_admin,
             ends_with=lease.ends_with,
             retry_at_s=self._history.of(lease.id).retry_at_s,
+            failure=self._history.of(lease.id).failure,
         )
 
     def _jobs_within_leases(self, candidates: Mapping[int, Sequence[Candidate]]) -> dict[int, list[LeaseRecord]]:
@@ -571,15 +574,6 @@ def _due(
     due = [worker for worker in workers if worker.pid not in asked_at]
     asked_at.update({worker.pid: now for worker in due})
     return due
-
-
-def _with_stated(needs: Mapping[str, int], queued: QueuedRecord | None, kept: Mapping[str, int]) -> tuple[int, ...]:
-    """Return what a job needs on each GPU, at least what it said without what it has left there: it may not have taken
-    all of it yet.
-    """
-    if queued is None or queued.size_bytes is None or len(needs) != queued.gpu_count:
-        return tuple(needs.values())
-    return tuple([max(size_bytes, queued.size_bytes - kept.get(gpu, 0)) for gpu, size_bytes in needs.items()])
 
 
 def _pinned(

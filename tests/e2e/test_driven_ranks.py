@@ -91,7 +91,7 @@ def test_no_job_comes_to_the_gpus_of_ranks_that_the_driver_has_restored(tmp_path
             for job, to in ((other.pid, "gpu0"), (ranks[0].pid, "gpu2,gpu1")):
                 with (
                     node.connect() as connection,
-                    pytest.raises(HegmError, match="for itself once the driver") as refused,
+                    pytest.raises(HegmError, match="for itself after a restore") as refused,
                 ):
                     connection.migrate(job, to)
                 assert "end, suspend or move process" in refused.value.hint

@@ -263,8 +263,8 @@ def judge_company(draft: Draft) -> None:
                 ranks, beside = (worker.pid, pid) if is_restored else (pid, worker.pid)
                 if is_restored or (other is not None and other.driver_restored and _is_of_nccl(other)):
                     message = (
-                        f"process {ranks} uses NCCL and needs {gpu} for itself once the driver has restored it, but "
-                        f"process {beside} would be there too: a wait of 5 s for another rank would end it (XID 109)"
+                        f"process {ranks} uses NCCL and needs {gpu} for itself after a restore by the driver "
+                        f"(XID 109), but process {beside} would be there too"
                     )
                     hint = f"end, suspend or move process {pid} first, or choose another GPU; see hegmctl ps"
                     draft.against(REFUSED, message, hint, pid=worker.pid, gpu=gpu)

@@ -120,6 +120,12 @@ def test_a_job_stays_suspended_for_a_moment_before_it_resumes() -> None:
     assert kinds(decide(snapshot, NOW + 1.5).actions) == [("resume", "j1", ("gpu0",))]
 
 
+def test_a_job_that_could_not_resume_says_why() -> None:
+    job = replace(suspended("j1"), retry_at_s=NOW + 5, failure="process 99 is on gpu0")
+    (waiting,) = decide(node(gpu(), job), NOW).waiting
+    assert waiting.waits == "until it is tried again: process 99 is on gpu0"
+
+
 @in_one_test(
     "change",
     [
