@@ -8,7 +8,7 @@ can take it in turn, and is suspended and resumed. After each, every line that i
 that nobody disturbs. Several run side by side; one of them is four processes on one GPU at once. Prints a table: what
 was carried how, what of it by the process's own copies, how long it stood, and how many of its tensors' addresses were
 the same afterwards. With --state it continues where it was cut. Runs over the stub driver with the environment of a
-CudaNode.
+CudaNode. On a machine with one GPU, `--moves 0` leaves the suspends and resumes.
 """
 
 # ruff: noqa: T201 - printing is what this program is for
@@ -206,7 +206,7 @@ class Trial:
     def _is_known(self, pid: int) -> bool:
         """Return whether its agent has reported its memory; before that the daemon plans nothing."""
         try:
-            self.node.ask(Migrate(pids=(pid,), to="gpu1", dry_run=True))
+            self.node.ask(Suspend(pids=(pid,), dry_run=True))
         except HegmError as error:
             if "has not said yet" in error.message:
                 return False
@@ -229,7 +229,7 @@ class Trial:
     def _rest(self, job: Job, carrier: str) -> None:
         before = job.places()
         self._note(f"{carrier} out", self._asked(Suspend(pids=(job.lines.pid,), carrier=carrier), "suspended"))
-        job.gpu = 1 - job.gpu
+        job.gpu = (job.gpu + 1) % len(self.node.gpus)
         self._note(f"{carrier} in", self._asked(Resume(pid=job.lines.pid, to=f"gpu{job.gpu}"), "done"))
         self._see(job, carrier, before)
 
