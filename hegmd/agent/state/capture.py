@@ -18,7 +18,7 @@ from .loaders import passes, stateful_loader
 from .script import capture_points, kind_table, variables
 from .script.baseline import Baseline, baseline_of, refusal_of, refusal_of_changed
 from .script.discovery import MODULE, OPTIMIZER, TENSOR, FoundObject, ScriptSearch, is_open
-from .script.references import references_to
+from .script.references import memories_of, references_to
 from .values import contents, rng, sharded
 from .values.duck_types import is_a
 from .values.refusals import Refusal
@@ -268,6 +268,7 @@ class _Capture:
             kept=values["kept"],
             changed=[] if baseline is None else baseline.changed(place.frames),
             drift=None if baseline is None else baseline.drift,
+            memories=memories_of([found.thing for found in carried]),
         )
         own["unseen"] += objects.unseen
         for text in own.pop("under_way"):

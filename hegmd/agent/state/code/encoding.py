@@ -35,6 +35,8 @@ SAME = "same"
 NAMED = "named"
 #: A number that is the address of an object with a state, as in `{id(parameter): ...}`.
 ADDRESS = "address"
+#: A tensor in the memory of one with a state, as in `model.state_dict()`: a copy would not see the later steps.
+ALIAS = "alias"
 #: Marks a variable that was set, instead of True, if others hold its value too.
 SHARED = "shared"
 #: Forms of values that can be altered in place, so that all holders have to share one again.
@@ -65,10 +67,13 @@ class ValueEncoder:
         refer: Callable[[Any, ValueEncoder], tuple[Any] | None],
         known: dict[int, tuple[Any, Any]],
         held: dict[int, Any] | None = None,
+        memories: dict[int, tuple[Any, Any]] | None = None,
     ) -> None:
-        """`held` has a reference for the address of each object with a state."""
+        """`held` has a reference for the address of each object with a state, and `memories` one for the memory of each
+        tensor among them, with the tensor."""
         self._refer = refer
         self._held = held or {}
+        self._memories = memories or {}
         self._known = known
         self._parts = 0
 
@@ -129,7 +134,8 @@ class ValueEncoder:
         if reference is not None:
             return (SAME, type(value).__name__, reference[0])
         if torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter):
-            return ("tensor", value.detach(), bool(value.requires_grad and value.is_leaf))
+            alias = None if value.requires_grad else self._alias(value)
+            return alias or ("tensor", value.detach(), bool(value.requires_grad and value.is_leaf))
         if numpy is not None and (is_a(value, numpy.generic) or type(value) is numpy.ndarray) and not _odd(value):
             return ("array", value)
         if is_a(value, *_FIXED) or (torch is not None and is_a(value, torch.device)):
@@ -137,6 +143,16 @@ class ValueEncoder:
         if named_values.is_communication(value):  # without a form: it had not completed
             raise UnderWay(type(value).__qualname__)
         raise NotEncodable(type(value).__qualname__)
+
+    def _alias(self, tensor: Any) -> Any:
+        """Return the reference to the tensor whose memory it is in, and its place there; None for one of its own."""
+        try:
+            reference, whole = self._memories.get(tensor.untyped_storage().data_ptr(), (None, None))
+        except (RuntimeError, NotImplementedError):  # sparse, or without memory
+            return None
+        if whole is None or whole.dtype is not tensor.dtype:
+            return None
+        return (ALIAS, reference, list(tensor.shape), list(tensor.stride()), tensor.storage_offset())
 
 
 def is_mutable(value: Any) -> bool:
@@ -219,6 +235,8 @@ class Decoding:
             return self._named(form, here, name)
         if kind == ADDRESS:
             return self._address(form[1], name)
+        if kind == ALIAS:
+            return self._alias(form, here, name)
         if not _is_shared(form):
             return named_values.value_of(form) if kind in named_values.KINDS else self._row(form, here, name)
         if id(form) not in self._values:
@@ -249,6 +267,15 @@ class Decoding:
         if found is None:
             self.missing.append(f"{name} (an address)")
         return id(found)
+
+    def _alias(self, form: Any, here: Any, name: str) -> Any:
+        _kind, reference, *place = form
+        whole: Any = None if self._find is None else self._find(reference, self)
+        if not _is_tensor(whole):
+            self.missing.append(f"{name} (Tensor)")
+            return here
+        alias = whole.detach().as_strided(*place)
+        return here if _is_tensor(here) and here.is_set_to(alias) else alias
 
     def _settled(self, form: Any, target: Any, here: Any, name: str) -> Any:
         """Return the value of one form; `target`, if it is not None, is filled later."""

@@ -201,6 +201,19 @@ def references_to(addresses: set[int], things: list[Any]) -> dict[int, Any]:
     return found
 
 
+def memories_of(things: list[Any]) -> dict[int, tuple[Any, Any]]:
+    """Return the tensors of these objects that have memory of their own by its address, each with its reference."""
+    torch: Any = sys.modules.get("torch")
+    found: dict[int, tuple[Any, Any]] = {}
+    for index, thing in enumerate(things if torch is not None else ()):
+        for name, part in _parts_of(thing):
+            if type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout is torch.strided and part.numel():
+                storage = part.untyped_storage()
+                if storage.data_ptr() and storage.nbytes() == part.nbytes:
+                    found.setdefault(storage.data_ptr(), ((HELD, index, name), part))
+    return found
+
+
 def _parts_of(thing: Any) -> Iterator[tuple[str, Any]]:
     yield "", thing
     if not hasattr(thing, "named_buffers"):

@@ -59,15 +59,16 @@ def capture(
     kept: Collection[str] = (),
     changed: Collection[tuple[int, str]] = (),
     drift: Drift | None = None,
+    memories: dict[int, tuple[Any, Any]] | None = None,
 ) -> dict[str, Any]:
     """Return the plain values; under "anew" what starts over, under "unseen" what was too large to search, and under
     "under_way" communication between ranks that has not completed.
 
     `held` maps the address of each object with a state of its own to a reference. `kept` are names under which the
     script keeps objects itself. `changed` are variables whose change `baseline` has observed. `drift` has all other
-    former values.
+    former values. `memories` has the tensors among `held`, by the address of their memory, with their references.
     """
-    return _Capture(frames, held, kept, changed, drift).taken
+    return _Capture(frames, held, kept, changed, drift, memories).taken
 
 
 def begin_anew(state: Any) -> list[str]:
@@ -84,8 +85,10 @@ class _Capture:
         kept: Collection[str],
         changed: Collection[tuple[int, str]],
         drift: Drift | None,
+        memories: dict[int, tuple[Any, Any]] | None,
     ) -> None:
         self._held = held
+        self._memories = memories
         self._changed = frozenset(changed)
         self._kept = frozenset(kept)
         self._anew: dict[str, None] = {}
@@ -259,7 +262,7 @@ class _Capture:
         return is_replaced(value) and not (is_theirs or self._instances.is_own(value))
 
     def _new_forms(self) -> ValueEncoder:
-        return ValueEncoder(self._refer, self._forms, self._held)
+        return ValueEncoder(self._refer, self._forms, self._held, self._memories)
 
     def _refer(self, value: Any, forms: ValueEncoder) -> tuple[Any] | None:
         return self._referring.of(value, forms)

@@ -21,6 +21,24 @@ pytestmark = [pytest.mark.xdist_group("halves")]
 ROOT = Path(__file__).parents[4]
 
 SCRIPTS = {
+    "aliased": """
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+base = torch.zeros(4, 2)
+
+def train(begin):
+    best = row = None
+    for step in range(begin, 9):
+        at(step)
+        if step == 3:
+            best, row = model.state_dict(), base[1]
+        with torch.no_grad():
+            model.weight.add_(1)
+        base.add_(1)
+    return [best["weight"].sum().item(), row.sum().item()]
+""",
     "views": """
 import torch
 
@@ -398,6 +416,12 @@ def assert_exact(found: dict[str, Any]) -> None:
     """The second half ended as the undisturbed run did, and nothing was reported to be lost."""
     assert found["halves"] == found["whole"]
     assert (found["refusals"], found["anew"], found["unseen"]) == ([], [], [])
+
+
+@pytest.mark.thorough
+def test_a_state_dict_that_is_no_copy_sees_the_steps_after_a_restart(halves: dict[str, Any]) -> None:
+    """`best = model.state_dict()` has the model's own memory, and had a copy of it after a restart, as had views."""
+    assert_exact(halves["aliased"])
 
 
 @pytest.mark.thorough
