@@ -1,7 +1,8 @@
 """The content of each kind of object that has a state: capture it as plain values, compare it, restore it in place.
 
 Tensors are captured without copying; the caller writes them while the training is parked. They are restored into the
-tensors that the new script has made, so that all references stay valid.
+tensors that the new script has made, so that all references stay valid. Longer than 400 lines because what each kind
+takes, compares and puts back has to agree.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ _CALLED = "_opt_called"  # schedules look at it before they warn of steps in the
 def take_module(module: Any) -> dict[str, Any]:
     """Return parameters and buffers (non-persistent ones included), gradients, flags and the modules' own numbers."""
     tensors = list(_tensors_of(module))
-    return {
+    taken = {
         "class": _class_of(module),
         "tensors": [(name, sharded.taken(tensor), bool(tensor.requires_grad)) for name, tensor in tensors],
         "gradients": {name: found for name, tensor in tensors if (found := _gradient_of(tensor)) is not None},
         "numbers": {name: _numbers_of(inner) for name, inner in module.named_modules()},
         "extra": {name: loose(inner.get_extra_state()) for name, inner in _with_extra(module)},
     }
+    scripted = {name: _attributes_of_script(inner) for name, inner in module.named_modules() if _is_script(inner)}
+    return {**taken, "scripted": scripted} if scripted else taken
 
 
 def unfit_module(module: Any, taken: Any) -> list[str]:
@@ -105,6 +108,8 @@ def put_module(module: Any, taken: Any) -> None:
         for attribute, value in taken["numbers"].get(name, {}).items():
             if inner.__dict__.get(attribute, value) != value:
                 inner.__dict__[attribute] = value
+        for attribute, value in taken.get("scripted", {}).get(name, {}).items():
+            setattr(inner, attribute, owned(value))
     for name, inner in _with_extra(module):
         if name in taken["extra"]:
             inner.set_extra_state(owned(taken["extra"][name]))
@@ -136,6 +141,18 @@ def _numbers_of(module: Any) -> dict[str, Any]:
     return {
         name: value for name, value in module.__dict__.items() if type(value) in _NUMBERS and not name.startswith("_")
     }
+
+
+def _is_script(module: Any) -> bool:
+    """Return True for a module that TorchScript has compiled."""
+    return "_concrete_type" in module.__dict__
+
+
+def _attributes_of_script(module: Any) -> dict[str, Any]:
+    """Return its attributes, which are TorchScript's own, also `training`."""
+    tensors = {name for name, _tensor in _tensors_of(module)}
+    names: dict[str, Any] = module._concrete_type.get_attributes()
+    return {name: loose(getattr(module, name)) for name in names if name[0] != "_" and name not in tensors}
 
 
 def _with_extra(module: Any) -> Iterator[tuple[str, Any]]:

@@ -21,6 +21,43 @@ pytestmark = [pytest.mark.xdist_group("halves")]
 ROOT = Path(__file__).parents[4]
 
 SCRIPTS = {
+    "scripted": """
+import torch
+import warnings
+
+warnings.simplefilter("ignore")
+
+class Inner(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, x):
+        self.scale += 1.0
+        return x * self.scale
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.sums = [0.0]
+        self.register_buffer("last", torch.zeros(2))
+        self.inner = Inner()
+
+    def forward(self, x):
+        self.calls += 1
+        self.last = self.inner(x) * self.calls
+        self.sums.append(float(self.last.sum()))
+        return self.last
+
+model = torch.jit.script(Model())
+
+def train(begin):
+    for step in range(begin, 9):
+        at(step)
+        model(torch.full((2,), float(step)))
+    return [model.calls, model.sums, model.inner.scale, model.last.sum().item()]
+""",
     "aliased": """
 import torch
 
@@ -422,6 +459,12 @@ def assert_exact(found: dict[str, Any]) -> None:
 def test_a_state_dict_that_is_no_copy_sees_the_steps_after_a_restart(halves: dict[str, Any]) -> None:
     """`best = model.state_dict()` has the model's own memory, and had a copy of it after a restart, as had views."""
     assert_exact(halves["aliased"])
+
+
+@pytest.mark.thorough
+def test_attributes_that_a_compiled_script_module_counts_in_are_kept(halves: dict[str, Any]) -> None:
+    """They are TorchScript's own, not in the module's dictionary, and began again without a word."""
+    assert_exact(halves["scripted"])
 
 
 @pytest.mark.thorough
