@@ -203,9 +203,11 @@ def references_to(addresses: set[int], things: list[Any]) -> dict[int, Any]:
 
 def memories_of(things: list[Any]) -> dict[int, tuple[Any, Any]]:
     """Return the tensors of these objects that have memory of their own by its address, each with its reference."""
-    torch: Any = sys.modules.get("torch")
     found: dict[int, tuple[Any, Any]] = {}
-    for index, thing in enumerate(things if torch is not None else ()):
+    if "torch" not in sys.modules:
+        return found
+    torch: Any = sys.modules["torch"]
+    for index, thing in enumerate(things):
         for name, part in _parts_of(thing):
             if type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout is torch.strided and part.numel():
                 storage = part.untyped_storage()
