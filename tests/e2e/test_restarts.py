@@ -172,7 +172,7 @@ def read():
 import queue, threading
 ahead, is_between = queue.Queue(), threading.Event()
 loader = DataLoader(TensorDataset(torch.randn(40, 4)), batch_size=4)
-optimizer.step()
+{first}
 threading.Thread(target=read, daemon=True).start()
 is_between.wait()
 for _ in range(60):
@@ -342,7 +342,14 @@ def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
             "the while loop at line 29 of __main__ depends on variables",
         ),
         ({"body": READ_AHEAD}, "another thread reads the loader at line 30 of __main__ in read() ahead"),
-        ({"body": READ_AHEAD_BETWEEN}, "another thread reads the loader at line 30 of __main__ in read() ahead"),
+        (
+            {"body": READ_AHEAD_BETWEEN.format(first="pass")},
+            "another thread reads the loader at line 30 of __main__ in",
+        ),
+        (
+            {"body": READ_AHEAD_BETWEEN.format(first="optimizer.step()")},
+            "another thread reads the loader at line 30 of __main__ in read() ahead",
+        ),
         ({"body": REMADE}, "the loader at line 33 of __main__ is over newly created data"),
         ({"body": DRAWN}, "a batch of an outer loop is in use, and its dataset draws random numbers"),
         ({"body": PROBED}, "line 31 of __main__ was first asked at line 30 of __main__"),
@@ -368,6 +375,7 @@ def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
         "a-list",
         "a-while-loop",
         "read-ahead",
+        "read-ahead-before-the-first-step",
         "read-ahead-between-two-passes",
         "data-made-anew",
         "a-collator-that-draws",

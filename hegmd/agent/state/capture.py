@@ -120,7 +120,7 @@ class _Capture:
                 needs = self._made_before(needs, position, loop, place.path[: loop.depth + 1])
             self._check_names(needs, loop, place.path[loop.depth])
             loops.append({"depth": loop.depth, "line": loop.line, "needs": needs})
-        self.refusals += capture_points.refusals_of(place, driver)
+        self.refusals += capture_points.refusals_of(place, driver, self._ident)
         number = self._number_of(driver) if driver is not None else None
         path = capture_points.path_of_loop(place) if number is None else passes.path_of_pass(driver)
         self._baseline = baseline_of(path)

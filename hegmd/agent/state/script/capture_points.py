@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dis
 import sys
+from _thread import get_ident
 
+from ... import lifecycle
 from ...addresses import empty_copy
 from ...notes import note
 from ..code.loops import loops_of
@@ -141,12 +143,26 @@ def _progress_of(iterator: object) -> Any:
     return None if found is None else (found.number, found.iterator()._num_yielded)
 
 
-def refusals_of(place: ThreadPosition, driver: Any) -> Iterator[Refusal]:
-    """Yield why a restart could not continue from here. `driver` is the loader's iterator that is driver, if any."""
+def refusals_of(place: ThreadPosition, driver: Any, ident: int | None = None) -> Iterator[Refusal]:
+    """Yield why a restart could not continue from here. `driver` is the loader's iterator that is driver, if any.
+
+    `ident` is the thread that is there, if it is not this one.
+    """
+    if _may_read_ahead(get_ident() if ident is None else ident):
+        yield Refusal(
+            "no optimizer has made a step, so that this thread may only read a loader ahead", _LATER, passes=True
+        )
+        return
     found = list(_of_place(place, driver))
     yield from found
     if not any(refused.passes for refused in found):  # it would stay here
         yield from _of_unnamed(place)
+
+
+def _may_read_ahead(ident: int) -> bool:
+    """Return True for a thread beside the main one as long as none has trained: the batches may be for another."""
+    threading = sys.modules.get("threading")
+    return threading is not None and ident != threading.main_thread().ident and not lifecycle.gate().trainers
 
 
 def _of_unnamed(place: ThreadPosition) -> Iterator[Refusal]:

@@ -6,7 +6,7 @@ import ast
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
+from threading import Thread, main_thread
 from typing import Any
 
 import pytest
@@ -138,7 +138,7 @@ def test_a_training_in_a_while_loop_was_told_to_try_again_shortly(script: str, s
     found: list[Refusal] = []
 
     def look() -> bool:
-        found.extend(refusals_of(ThreadPosition(sys._getframe(1)), None))
+        found.extend(refusals_of(ThreadPosition(sys._getframe(1)), None, main_thread().ident))
         return True
 
     names = {"__name__": "script", "look": look}
