@@ -49,6 +49,9 @@ _INSTEAD = {
 _BY_HAND = "write a for loop over range() or a loader, or keep the condition's variables with hegm.keep(name, get, set)"
 _WAIT = "let the script wait for it before the next batch is requested"
 _STEP = "let its optimizer make its step before the next batch is requested"
+#: A new process restores its state at what these do: it has to import one.
+_HOOKED = frozenset(("torch.optim.optimizer", "torch.utils.data.dataloader"))
+_OTHERWISE = "use hegmctl migrate without a restart, or hegmctl checkpoint and restore"
 _DYNAMIC = "write static_graph=False, or sum the gradients in each batch"
 _GENERATOR = "write its loops in the script in place of the generator, or go over the loader itself"
 
@@ -84,6 +87,10 @@ class _Capture:
         except Unreadable as error:
             self._refuse(str(error), "use CPython 3.9 to 3.14 as it is released")
             return
+        if not sys.modules.keys() & _HOOKED:
+            self._refuse(
+                "the script does not use PyTorch, so nothing would bring a new process to this place", _OTHERWISE
+            )
         self.state["place"] = self._placed(place, frame)
         self.state["passes"] = list(self._passes(place))
         self._hold(place)

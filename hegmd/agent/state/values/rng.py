@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # ---- the global generators -------------------------------------------------------------------------------------------
 
+#: In the state of a generator of NumPy.
+_SPAWNED = "spawned"
 #: States of GPUs that this process lacks, kept for a later process that has them.
 _absent: dict[str, Any] = {}
 
@@ -69,6 +71,7 @@ def is_generator(found: object) -> bool:
     return not _is_shared(found) and (
         (random is not None and is_a(found, random.Random) and not is_a(found, random.SystemRandom))
         or (numpy is not None and is_a(found, numpy.random.Generator, numpy.random.RandomState))
+        or (numpy is not None and is_a(found, numpy.random.SeedSequence))
         or (torch is not None and is_a(found, torch.Generator))
     )
 
@@ -91,7 +94,11 @@ def read(generator: Any) -> Any:
     if random is not None and is_a(generator, random.Random):
         return generator.getstate()
     if numpy is not None and is_a(generator, numpy.random.Generator):
-        return _plain_of_numpy(generator.bit_generator.state)
+        spawned = _spawned(generator.bit_generator)
+        state: dict[str, Any] = _plain_of_numpy(generator.bit_generator.state)
+        return {**state, _SPAWNED: spawned} if spawned else state
+    if numpy is not None and is_a(generator, numpy.random.SeedSequence):
+        return {_SPAWNED: generator.n_children_spawned}
     if numpy is not None and is_a(generator, numpy.random.RandomState):
         return _plain_of_numpy(generator.get_state(legacy=False))
     return _bytes_of(generator.get_state())
@@ -110,11 +117,27 @@ def set_to(generator: Any, state: Any) -> None:
     if random is not None and is_a(generator, random.Random):
         generator.setstate(state)
     elif numpy is not None and is_a(generator, numpy.random.Generator):
-        generator.bit_generator.state = _numpy_of_plain(numpy, state)
+        spawned: int = state.get(_SPAWNED, 0)
+        known = {key: value for key, value in state.items() if key != _SPAWNED}
+        generator.bit_generator.state = _numpy_of_plain(numpy, known)
+        if spawned:
+            _spawn(generator.bit_generator.seed_seq, spawned)
+    elif numpy is not None and is_a(generator, numpy.random.SeedSequence):
+        _spawn(generator, state[_SPAWNED])
     elif numpy is not None and is_a(generator, numpy.random.RandomState):
         generator.set_state(_numpy_of_plain(numpy, state))
     else:
         generator.set_state(_tensor_of(torch, state))
+
+
+def _spawned(bit_generator: Any) -> int:
+    """Return how many children it has, whose number gives the next one its seed; 0 for a NumPy that does not tell."""
+    return int(getattr(getattr(bit_generator, "seed_seq", None), "n_children_spawned", 0))
+
+
+def _spawn(seeds: Any, count: int) -> None:
+    """Have that many children, as NumPy offers no other way to count them."""
+    seeds.spawn(max(0, count - seeds.n_children_spawned))
 
 
 def held_by(owners: list[Any]) -> Iterator[Any]:

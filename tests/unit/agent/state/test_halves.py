@@ -21,6 +21,19 @@ pytestmark = [pytest.mark.xdist_group("halves")]
 ROOT = Path(__file__).parents[4]
 
 SCRIPTS = {
+    "spawning": """
+import numpy
+import torch
+
+rng, seeds = numpy.random.default_rng(3), numpy.random.SeedSequence(4)
+
+def train(begin):
+    for step in range(begin, 9):
+        at(step)
+        own = rng.spawn(1)[0].random()
+        other = numpy.random.default_rng(seeds.spawn(1)[0]).random()
+    return [own, other, rng.random()]
+""",
     "scripted": """
 import torch
 import warnings
@@ -431,16 +444,20 @@ def train(begin):
 """,
 }
 #: These cannot continue: what is under test is that they are refused before they end.
-REFUSED = frozenset(("pruned",))
+REFUSED = frozenset(("plain", "pruned"))
 
 
 @pytest.fixture(scope="module")
 def halves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return for each script its undisturbed output, what restarted, and the notes about it."""
-    folder = tmp_path_factory.mktemp("scripts")
-    for name, text in SCRIPTS.items():
+    return in_one_process(tmp_path_factory.mktemp("scripts"), SCRIPTS)
+
+
+def in_one_process(folder: Path, scripts: dict[str, str]) -> dict[str, Any]:
+    """Return the same of these scripts."""
+    for name, text in scripts.items():
         (folder / f"{name}.py").write_text(text)
-    files = [f"{'-' if name in REFUSED else ''}{folder}/{name}.py" for name in SCRIPTS]
+    files = [f"{'-' if name in REFUSED else ''}{folder}/{name}.py" for name in scripts]
     argv = [sys.executable, "-m", "tests.unit.agent.state.twice", *files]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=HANG_S)
@@ -455,6 +472,22 @@ def assert_exact(found: dict[str, Any]) -> None:
     assert (found["refusals"], found["anew"], found["unseen"]) == ([], [], [])
 
 
+PLAIN = """
+def train(begin):
+    total = 0
+    for step in range(begin, 9):
+        at(step)
+        total += step
+    return total
+"""
+
+
+def test_a_script_without_pytorch_was_ended_and_ran_again_from_its_beginning(tmp_path: Path) -> None:
+    """Four times, each to its end: nothing brought it to its saved place, and nothing stopped it."""
+    found = in_one_process(tmp_path, {"plain": PLAIN})["plain"]
+    assert found["refusals"] == ["the script does not use PyTorch, so nothing would bring a new process to this place"]
+
+
 @pytest.mark.thorough
 def test_a_state_dict_that_is_no_copy_sees_the_steps_after_a_restart(halves: dict[str, Any]) -> None:
     """`best = model.state_dict()` has the model's own memory, and had a copy of it after a restart, as had views."""
@@ -465,6 +498,12 @@ def test_a_state_dict_that_is_no_copy_sees_the_steps_after_a_restart(halves: dic
 def test_attributes_that_a_compiled_script_module_counts_in_are_kept(halves: dict[str, Any]) -> None:
     """They are TorchScript's own, not in the module's dictionary, and began again without a word."""
     assert_exact(halves["scripted"])
+
+
+@pytest.mark.thorough
+def test_generators_that_numpy_spawns_in_each_batch_are_other_ones_after_a_restart(halves: dict[str, Any]) -> None:
+    """The count of children is not in a generator's state: they began again with the first, without a word."""
+    assert_exact(halves["spawning"])
 
 
 @pytest.mark.thorough
