@@ -139,8 +139,9 @@ class JobRequests:
         self.waits_for: Callable[[JobRecord], str | None] = lambda _job: None
         #: Whether a job without a process is started again once its user resumes it.
         self.awaits_resume: Callable[[JobRecord], bool] = lambda _job: False
-        #: The jobs of processes that were asked for, so that operations name their jobs after these have ended.
+        #: The jobs of processes, so that operations name their jobs after these have ended.
         self._numbers_by_member: dict[str, int] = {}
+        workers.listen(self._note_member)
         self._samples: WeakKeyDictionary[AgentConnection, deque[Sample]] = WeakKeyDictionary()
 
     # -- lookups -------------------------------------------------------------------------------------------------------
@@ -288,18 +289,25 @@ class JobRequests:
         return _without_launcher(job, self._operations.of(job)) if job.is_gone else None
 
     def _of_member(self, pid: int, start_ticks: int | None) -> JobRecord | None:
-        """Return the job that has this process, or had it at the last request for it."""
+        """Return the job that has this process, or had it."""
         worker = self._workers.find(pid)
         job = None if worker is None else self._jobs.of_worker(worker)
         if job is None:
             job = next((job for job in self._jobs if job.pid == pid), None)
         name = f"{pid}-{start_ticks}"
         if job is not None and name in {*job.members, f"{job.pid}-{job.start_ticks}"}:
-            self._numbers_by_member[name] = job.number
-            if len(self._numbers_by_member) > MAX_SEEN_MEMBERS:
-                del self._numbers_by_member[next(iter(self._numbers_by_member))]
+            self._remember(name, job)
             return job
         return self._jobs.numbered(self._numbers_by_member.get(name))
+
+    def _note_member(self, _event: str, worker: AgentConnection) -> None:
+        if (job := self._jobs.of_worker(worker)) is not None:
+            self._remember(worker.name, job)
+
+    def _remember(self, name: str, job: JobRecord) -> None:
+        self._numbers_by_member[name] = job.number
+        if len(self._numbers_by_member) > MAX_SEEN_MEMBERS:
+            del self._numbers_by_member[next(iter(self._numbers_by_member))]
 
     async def register(
         self, pid: int, uid: int, context: RegisterJob, priority: int | None = None

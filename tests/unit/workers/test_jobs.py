@@ -251,6 +251,22 @@ async def test_an_operation_names_its_job_after_the_job_has_ended(
         assert node.moving.job_requests.with_job(moved).processes[0].job_name == "bert"
 
 
+async def test_an_operation_named_no_job_if_nobody_had_asked_before_the_process_ended(
+    tmp_path: Path, process: Child, second_process: Child
+) -> None:
+    """`hegmctl checkpoint` of a job with --recover said `checkpoint of 4711`: its process was gone by then."""
+    async with running(tmp_path) as node:
+        job_id = await registered(node, process.pid, "run-1", name="bert")
+        await node.attend(second_process.pid, run="run-1")
+        moved = (await node.operations.migrate([second_process.pid], "gpu1", node.context())).operation
+        assert moved is not None
+        for child in (second_process, process):
+            child.kill()
+            child.wait()
+        await until(node, lambda: has_ended(node, job_id))
+        assert node.moving.job_requests.with_job(moved).job == job_id
+
+
 async def test_a_job_before_its_first_batch_is_not_moved(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         await registered(node, process.pid, "one")
