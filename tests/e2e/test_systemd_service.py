@@ -121,8 +121,12 @@ def test_a_killed_daemon_is_back_and_no_client_is_refused(node: SystemdNode) -> 
     assert node.show(SERVICE, "NRestarts") == "1"
 
 
+def test_a_parked_job_waited_two_seconds_for_the_next_daemon(node: SystemdNode) -> None:
+    """A killed daemon starts in a quarter of a second, and systemd waited for two before it."""
+    assert node.show(SERVICE, "RestartUSec") == "500ms"
+
+
 def test_a_following_client_lives_through_the_death_of_the_daemon(node: SystemdNode) -> None:
-    drop_in(node, "RestartSec=100ms")
     node.run("systemctl", "start", SERVICE)
     with node.start("hegmctl", "--json", "events", "--follow", "--kind", "config") as follower:
         assert follower.stdout is not None
@@ -137,7 +141,7 @@ def test_a_following_client_lives_through_the_death_of_the_daemon(node: SystemdN
 
 
 def test_a_stopped_process_is_caught_by_the_watchdog(node: SystemdNode) -> None:
-    drop_in(node, "WatchdogSec=1s", "TimeoutAbortSec=1s", "RestartSec=100ms")
+    drop_in(node, "WatchdogSec=1s", "TimeoutAbortSec=1s")
     node.run("systemctl", "start", SERVICE)
     first = main_pid(node)
     before = node.journal_cursor()
@@ -158,7 +162,7 @@ __attribute__((constructor)) static void prepare(void) { signal(SIGUSR2, block);
 
 def test_a_blocked_loop_is_caught_by_the_watchdog_and_shows_where_it_hung(node: SystemdNode) -> None:
     node.run("cc", "-shared", "-fPIC", "-x", "c", "-", "-o", "/run/blocking.so", stdin=_BLOCKING)
-    drop_in(node, "WatchdogSec=1s", "RestartSec=100ms", "Environment=LD_PRELOAD=/run/blocking.so")
+    drop_in(node, "WatchdogSec=1s", "Environment=LD_PRELOAD=/run/blocking.so")
     node.run("systemctl", "start", SERVICE)
     first = main_pid(node)
     before = node.journal_cursor()
