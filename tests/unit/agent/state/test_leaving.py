@@ -91,7 +91,7 @@ for is_on in (True, False):
 def test_the_garbage_collector_searched_all_objects_while_a_snapshot_held_the_training() -> None:
     """In every third snapshot of 257 layers that took 0.2 s of a pause of 0.3 s."""
     ran = subprocess.run([sys.executable, "-c", COLLECTIONS], capture_output=True, text=True, check=False)
-    assert (ran.stderr, ran.stdout.split("\n")) == ("", ["[] 1 True", "[] 1 False", ""])
+    assert (ran.stderr, ran.stdout.split("\n")) == ("", ["[] 2 True", "[] 2 False", ""])
 
 
 HELD = """
