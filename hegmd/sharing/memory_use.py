@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from hegmd.migration.machine.next_effects import SUSPENDED
-from hegmd.migration.machine.operation import JobProcess, Operation
+from hegmd.migration.machine.operation import QUIESCE, JobProcess, Operation
 from hegmd.migration.model import Candidate, GpuMemory, MigrationPlan
 from hegmd.migration.plan.carrier_choice import is_helped
 from hegmd.migration.plan.communicator_rules import NCCL
 from hegmd.node.gpu_sets import gpus_of, shared_out
 from hegmd.node.processes.surroundings import parent_of
+from hegmd.protocol.operations import BY_DRIVER
 from hegmd.sharing.records import LeaseRecord, QueuedRecord
 from hegmd.workers.workers import AgentConnection
 
@@ -38,8 +38,8 @@ def needs_by_gpu(members: Sequence[JobProcess], place: Callable[[JobProcess], st
 
 def needs_whole_gpus(workers: Iterable[AgentConnection], op: Operation | None) -> bool:
     """Return True for ranks with NCCL that the driver has restored or will restore: they share no GPU (XID 109)."""
-    away = {member.pid for member in op.live if not member.keeps_context} if op and op.phase == SUSPENDED else ()
-    groups = [one.communicators for one in workers if one.driver_restored or one.pid in away]
+    by_driver = {member.pid for member in op.live if member.method == BY_DRIVER} if op and op.kind != QUIESCE else ()
+    groups = [one.communicators for one in workers if one.driver_restored or one.pid in by_driver]
     return any(NCCL in backend for found in groups if found is not None for backend in found.backends)
 
 

@@ -12,7 +12,7 @@ from itertools import combinations
 from hegmd.errors import REFUSED
 from hegmd.migration.machine.communicators import SUSPEND as SUSPENSION
 from hegmd.migration.machine.next_effects import SUSPENDED
-from hegmd.migration.machine.operation import CHECKPOINT, RESUME, SIMULATED, SUSPEND
+from hegmd.migration.machine.operation import CHECKPOINT, QUIESCE, RESUME, SIMULATED, SUSPEND, JobProcess
 from hegmd.migration.machine.wording import listed
 from hegmd.migration.model import AgentSurvey, Candidate, GpuMemory, NodeSnapshotForPlan
 from hegmd.migration.plan.draft import Draft, candidate_of
@@ -149,15 +149,25 @@ def against_one_gpu(draft: Draft, ranks: Sequence[Candidate]) -> Iterator[tuple[
     """NCCL connects no two ranks of a group on one GPU, except if they seem to be on different hosts. The driver would
     end those when it has restored them, because each waits for the other."""
     by_nccl = {candidate.pid for candidate in ranks if candidate.agent is not None and _is_of_nccl(candidate.agent)}
-    there: dict[str | None, list[int]] = {}
+    kind = draft.request.kind
+    there: dict[str, list[int]] = {}
     for worker in draft.workers:
         if worker.pid in by_nccl and worker.method != KEEP_CONTEXT:
-            there.setdefault(worker.to or worker.gpu, []).append(worker.pid)
+            for gpu in gpus_of(worker.to or worker.gpu):
+                there.setdefault(gpu, []).append(worker.pid)
     for gpu, pids in there.items():
-        if len(pids) > 1:
-            message = f"NCCL cannot connect ranks on one GPU, and {listed(tuple(map(str, pids)))} would be on {gpu}"
-            hint = "name another GPU for each, in rank order, such as --to gpu2,gpu3"
-            yield message, "use --keep-context" if draft.request.kind == SUSPEND else hint, pids[0]
+        if len(pids) < 2:
+            continue
+        message = f"NCCL cannot connect ranks on one GPU, and {listed(tuple(map(str, pids)))} would be on {gpu}"
+        hint = "name another GPU for each, in rank order, such as --to gpu2,gpu3"
+        if kind in (SUSPEND, CHECKPOINT):
+            message = (
+                f"processes {listed(tuple(map(str, pids)))} use NCCL and are on {gpu}: after a restore by the "
+                "driver one would end while it waits for another (XID 109)"
+            )
+            hint = "move them to a GPU each first: hegmctl migrate --to"
+            hint = f"{hint}; or use --keep-context" if kind == SUSPEND else hint
+        yield message, hint, pids[0]
 
 
 def _against_missing(ranks: Sequence[Candidate], members: Sequence[Candidate]) -> Iterator[tuple[str, str, int]]:
@@ -255,39 +265,61 @@ def judge_company(draft: Draft) -> None:
     The GPU interrupts no kernel of a restored process for another process (driver 580.159.04). A kernel of NCCL waits
     for other ranks: until they come, the GPU's other processes wait too, and after 5 s the driver ends the rank.
     """
+    in_operation = {worker.pid for op in draft.snapshot.running if op.phase != SUSPENDED for worker in op.live}
+    is_image = draft.request.kind == CHECKPOINT  # where an image is made, it is restored
     for worker in draft.workers:
         is_restored = worker.method == BY_DRIVER and worker.to != worker.gpu and _may_use_nccl(draft, worker)
-        place = worker.gpu if draft.request.kind == CHECKPOINT else worker.to  # where an image is made, it is restored
-        for gpu in () if worker.to == worker.gpu else gpus_of(place):
-            for pid, other in _others_on(draft, gpu):
+        for gpu in () if worker.to == worker.gpu else gpus_of(worker.gpu if is_image else worker.to):
+            for pid, needs_gpu in _others_on(draft, gpu).items():
                 ranks, beside = (worker.pid, pid) if is_restored else (pid, worker.pid)
-                if is_restored or (other is not None and other.driver_restored and _is_of_nccl(other)):
+                if is_restored or (needs_gpu and not is_image):
                     message = (
                         f"process {ranks} uses NCCL and needs {gpu} for itself after a restore by the driver "
                         f"(XID 109), but process {beside} would be there too"
                     )
-                    hint = f"end, suspend or move process {pid} first, or choose another GPU; see hegmctl ps"
+                    first = f"end, suspend or move process {pid} first"
+                    if pid in in_operation:
+                        first = f"wait until the operation on process {pid} has ended (hegmctl ops)"
+                    hint = f"{first}, or {'migrate this job' if is_image else 'choose another GPU'}; see hegmctl ps"
                     draft.against(REFUSED, message, hint, pid=worker.pid, gpu=gpu)
 
 
-def _others_on(draft: Draft, gpu: str) -> Iterator[tuple[int, AgentSurvey | None]]:
-    """Yield the processes of other jobs on that GPU that may compute, with the reports of their agents."""
+def _others_on(draft: Draft, gpu: str) -> dict[int, bool]:
+    """Return the processes of other jobs that may compute on that GPU now, or after an operation that is under way, and
+    whether each needs it for itself.
+    """
     moving = {worker.pid for worker in draft.workers}
     jobs = {(one.uid, one.job) for one in draft.snapshot.candidates if one.pid in moving and one.job is not None}
+    own = {one.pid for one in draft.snapshot.candidates if (one.uid, one.job) in jobs} | moving
     idle = {worker.pid for op in draft.snapshot.running if op.phase == SUSPENDED for worker in op.live}
+    found: dict[int, bool] = {}
     for one in draft.snapshot.candidates:
-        if gpu in one.gpus and one.pid not in moving | idle and (one.uid, one.job) not in jobs:
-            yield one.pid, one.agent
+        if gpu in one.gpus and one.pid not in idle:
+            found[one.pid] = one.agent is not None and one.agent.driver_restored and _is_of_nccl(one.agent)
     for other in draft.snapshot.unreachable:
         if gpu in other.gpus and not other.ended:
-            yield other.pid, None
+            found[other.pid] = False
+    for op in draft.snapshot.running:
+        for worker in () if op.phase == SUSPENDED else op.live:
+            if gpu in _places_of(worker):
+                will_be_restored = op.kind != QUIESCE and worker.method == BY_DRIVER and _may_use_nccl(draft, worker)
+                found[worker.pid] = found.get(worker.pid, False) or will_be_restored
+    return {pid: needs_gpu for pid, needs_gpu in found.items() if pid not in own}
 
 
-def _may_use_nccl(draft: Draft, worker: PlannedProcess) -> bool:
+def _places_of(worker: JobProcess) -> Iterator[str]:
+    """Yield the GPUs on which an operation that is under way may leave that process; a rollback leads to the origin."""
+    for place in (worker.target_gpu, worker.origin_gpu, worker.kept_gpu):
+        yield from gpus_of(place)
+
+
+def _may_use_nccl(draft: Draft, worker: PlannedProcess | JobProcess) -> bool:
     """Return True unless its agent reports other backends. An image does not say which backends its ranks have."""
     candidate = candidate_of(draft.snapshot, worker.pid)
     if candidate is None or candidate.agent is None or candidate.agent.communicators is None:
-        return bool(worker.communicators)
+        # The driver moves ranks without an agent too, if they were started with NCCL_P2P_DISABLE=1.
+        is_seen = candidate is not None and candidate.agent is None and bool(candidate.around.nccl_shared)
+        return bool(worker.communicators) or is_seen
     return _is_of_nccl(candidate.agent)
 
 
@@ -297,7 +329,7 @@ def _is_of_nccl(agent: AgentSurvey) -> bool:
 
 def _company(draft: Draft) -> Iterator[str]:
     """Name the processes beside ranks that leave their GPUs: the ranks cannot return as long as they are there."""
-    pids = {pid for worker in draft.moving for gpu in gpus_of(worker.gpu) for pid, _ in _others_on(draft, gpu)}
+    pids = {pid for worker in draft.moving for gpu in gpus_of(worker.gpu) for pid in _others_on(draft, gpu)}
     if pids:
         others = [f"process {pid}" for pid in sorted(pids)]
         yield (

@@ -58,8 +58,8 @@ def after(snapshot: NodeSnapshotForPlan, plan: MigrationPlan) -> NodeSnapshotFor
             pool_bytes += whole_size(worker.size_bytes)
         elif worker.to is None:
             pool_bytes -= whole_size(worker.size_bytes)
-    to = {worker.pid: worker.to for worker in carried}
-    candidates = tuple([_moved(candidate, to) for candidate in snapshot.candidates])
+    moved = {worker.pid: worker for worker in carried}
+    candidates = tuple([_moved(candidate, moved.get(candidate.pid)) for candidate in snapshot.candidates])
     return _changed(snapshot, deltas, pool_bytes).replace(candidates=candidates)
 
 
@@ -100,10 +100,13 @@ def _has_memory_to_take(op: Operation, worker: JobProcess) -> bool:
     return leaves and worker.is_carried and worker.pool_bytes < worker.size_bytes
 
 
-def _moved(candidate: Candidate, to: dict[int, str | None]) -> Candidate:
-    if candidate.pid not in to:
+def _moved(candidate: Candidate, worker: PlannedProcess | None) -> Candidate:
+    if worker is None:
         return candidate
-    return candidate.replace(gpus=gpus_of(to[candidate.pid]))
+    agent = candidate.agent
+    if agent is not None and worker.to is not None and worker.method == BY_DRIVER:
+        agent = agent.replace(driver_restored=True)
+    return candidate.replace(gpus=gpus_of(worker.to), agent=agent)
 
 
 def _changed(snapshot: NodeSnapshotForPlan, deltas: dict[str, int], pool_bytes: int) -> NodeSnapshotForPlan:

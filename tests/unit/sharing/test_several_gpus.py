@@ -13,7 +13,10 @@ import pytest
 from hegmd.errors import HegmError
 from hegmd.protocol import sharing as protocol
 from hegmd.protocol.messages import Communicators, RegisterJob
+from hegmd.sharing.memory_use import needs_whole_gpus
 from tests.patience import HANG_S
+from tests.unit.migration.operations import operation
+from tests.unit.migration.operations import worker as a_worker
 from tests.unit.sharing.shared_node import ADMIN, MIB, UID, sharing_on
 
 Child = subprocess.Popen[bytes]
@@ -92,3 +95,28 @@ async def test_no_memory_was_free_beside_ranks_that_the_driver_has_restored(
         worker.communicators = groups
         planned = await shared.make_room(2 * MIB, dry_run=True)
         assert [step.job for step in planned.steps] == leaves
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "is_alone"),
+    [
+        ("resume", "driver", True),
+        ("suspend", "driver", True),
+        ("resume", "keep-context", False),
+        ("migrate", "restart", False),
+        ("quiesce", "driver", False),
+    ],
+)
+async def test_a_job_was_started_beside_ranks_that_the_driver_was_restoring(
+    kind: str, method: str, is_alone: bool, tmp_path: Path, process: Child
+) -> None:
+    """They counted as a job that can share its GPU from the request to resume until they trained again."""
+    groups = Communicators(mechanism="suspend", groups=1, backends=("nccl",), library="2.29.7")
+    async with sharing_on(tmp_path) as shared:
+        await shared.node.attend(process.pid, b"1" * MIB, rank=0, world_size=1)
+        worker = shared.node.workers.find(process.pid)
+        assert worker is not None
+        worker.communicators = groups
+        op = operation(a_worker(pid=process.pid, method=method), kind=kind, phase="arming")
+        assert needs_whole_gpus([worker], op) == is_alone
+        assert not needs_whole_gpus([worker], None)

@@ -1,4 +1,7 @@
-"""Plans of jobs whose ranks have communicators: how they are disconnected, what is refused, and who goes where."""
+"""Plans of jobs whose ranks have communicators: how they are disconnected, what is refused, and who goes where.
+
+Longer than 400 lines because all these rules are tested with the same ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,17 @@ from typing import Any
 import pytest
 
 from hegmd.migration.machine.operation import Limits, Operation
-from hegmd.migration.model import Candidate, MigrationPlan, NodeSnapshotForPlan, PlanRequest, PoolMemory, Unreachable
+from hegmd.migration.model import (
+    Candidate,
+    MigrationPlan,
+    NodeSnapshotForPlan,
+    PlanRequest,
+    PoolMemory,
+    Surroundings,
+    Unreachable,
+)
 from hegmd.migration.plan.planner import planned, planned_resume
+from hegmd.migration.plan.sequence_plan import planned_drain
 from hegmd.protocol.messages import Combination, Communicators, Proof
 from tests.cells import in_one_test
 from tests.unit.migration.nvidia_nodes import (
@@ -78,6 +90,17 @@ def suspended(snapshot: NodeSnapshotForPlan) -> Operation:
     return DrivenOperation(op).until("suspended").op
 
 
+def restored(snapshot: NodeSnapshotForPlan) -> NodeSnapshotForPlan:
+    """Return the node after the driver has restored its ranks."""
+    surveys = [None if one.agent is None else one.agent.replace(driver_restored=True) for one in snapshot.candidates]
+    pairs = zip(snapshot.candidates, surveys, strict=True)
+    return snapshot.replace(candidates=tuple([one.replace(agent=agent) for one, agent in pairs]))
+
+
+def begun(plan: MigrationPlan, snapshot: NodeSnapshotForPlan) -> Operation:
+    return plan.operation("2", snapshot.candidates, {}, limits=Limits(), utc=0.0)
+
+
 def test_ranks_were_lost_on_gpus_that_they_shared_with_another_process() -> None:
     """The GPU interrupts no kernel of a process that the driver has restored, and NCCL's kernels wait for ranks."""
     (reason,) = the_reasons(planned(beside(OTHER), EXCHANGE))
@@ -105,36 +128,94 @@ def test_ranks_that_were_suspended_beside_another_process_resume_when_they_are_a
 
 
 def test_an_image_of_ranks_is_not_made_beside_another_process() -> None:
-    """A job that is left running is restored where it is."""
-    (reason,) = the_reasons(planned(beside(OTHER), SUSPENSION.replace(kind="checkpoint")))
+    """A job that is left running is restored where it is. An image of its neighbour brings no process to the GPU."""
+    image = SUSPENSION.replace(kind="checkpoint")
+    (reason,) = the_reasons(planned(beside(OTHER), image))
     assert "process 4712 uses NCCL and needs gpu1 for itself" in reason.message
+    assert "or migrate this job" in reason.hint
+    the_plan(planned(restored(beside(OTHER)), image.replace(pids=(99,))))
 
 
 def test_no_process_comes_to_the_gpu_of_ranks_that_the_driver_has_restored() -> None:
     comes = a_process(an_agent(), pid=99, gpus=("gpu2",), job="other")
     four = tuple(a_gpu(f"gpu{number}") for number in range(4))
 
-    def node(*, restored: bool, kind: Communicators) -> NodeSnapshotForPlan:
-        ranks = [a_rank(number, kind) for number in range(2)]
-        agents = [rank.agent.replace(driver_restored=restored) for rank in ranks if rank.agent is not None]
-        ranks = [rank.replace(agent=agent) for rank, agent in zip(ranks, agents, strict=True)]
-        return a_snapshot(*ranks, comes, **ROOMY, gpus=four)
+    def node(*, is_restored: bool, kind: Communicators) -> NodeSnapshotForPlan:
+        ranks = a_snapshot(*[a_rank(number, kind) for number in range(2)], **ROOMY, gpus=four)
+        ranks = restored(ranks) if is_restored else ranks
+        return ranks.replace(candidates=(*ranks.candidates, comes))
 
     request = to("gpu1", pids=(99,))
-    (reason,) = the_reasons(planned(node(restored=True, kind=groups()), request))
+    (reason,) = the_reasons(planned(node(is_restored=True, kind=groups()), request))
     assert reason.message.startswith("process 4712 uses NCCL and needs gpu1 for itself")
     assert "process 99 would be there too" in reason.message
-    the_plan(planned(node(restored=True, kind=groups()), request.replace(to="gpu3")))
-    the_plan(planned(node(restored=False, kind=groups()), request))
-    the_plan(planned(node(restored=True, kind=GLOO[0]), request))
+    the_plan(planned(node(is_restored=True, kind=groups()), request.replace(to="gpu3")))
+    the_plan(planned(node(is_restored=False, kind=groups()), request))
+    the_plan(planned(node(is_restored=True, kind=GLOO[0]), request))
+
+
+def test_a_process_that_kept_its_context_does_not_resume_beside_ranks_that_the_driver_has_restored() -> None:
+    """They may be restored beside it while it is suspended, as it computes nothing then."""
+    node = beside(OTHER)
+    kept = the_plan(planned(node, SUSPENSION.replace(pids=(99,), keep_context=True)))
+    idle = DrivenOperation(begun(kept, node)).until("suspended").op
+    there = node.replace(running=(idle,))
+    the_plan(planned(there, EXCHANGE))
+    the_plan(planned_resume(there, BACK.replace(pids=(99,)), idle))
+    (reason,) = the_reasons(planned_resume(restored(there), BACK.replace(pids=(99,)), idle))
+    assert "process 4712 uses NCCL and needs gpu1 for itself" in reason.message
+    assert reason.hint.startswith("end, suspend or move process 4712 first")
+
+
+def test_a_process_that_is_on_its_way_to_a_gpu_was_not_seen_there() -> None:
+    """Its operation had begun, and the driver did not list it on the GPU yet."""
+    three = tuple(a_gpu(f"gpu{number}") for number in range(3))
+    comes = OTHER.replace(gpus=("gpu2",))
+    node = beside(comes, gpus=three).replace(gpus=three)
+    op = begun(the_plan(planned(node, to("gpu1", pids=(99,)))), node)
+    (reason,) = the_reasons(planned(node.replace(running=(op,)), EXCHANGE))
+    assert "needs gpu1 for itself" in reason.message
+    assert "process 99 would be there too" in reason.message
+    assert reason.hint.startswith("wait until the operation on process 99 has ended")
+    op = begun(the_plan(planned(node, EXCHANGE)), node)
+    comes_and_leaves = the_reasons(planned(node.replace(running=(op,)), to("gpu1", pids=(99,))))
+    assert [reason.message.split(" after")[0] for reason in comes_and_leaves] == [
+        f"process {pid} uses NCCL and needs gpu1 for itself" for pid in (4712, 4711)
+    ]
+    the_plan(planned(node.replace(running=(op.replace(kind="quiesce"),)), to("gpu1", pids=(99,))))
+    gloo = beside(comes, *GLOO).replace(gpus=three)
+    op = begun(the_plan(planned(gloo, EXCHANGE)), gloo)
+    the_plan(planned(gloo.replace(running=(op,)), to("gpu1", pids=(99,))))
+
+
+def test_a_drain_moved_another_job_to_the_gpu_of_ranks_that_it_had_moved_there() -> None:
+    """A plan of several steps did not know that the driver restores ranks in the first one."""
+    gpus = tuple(a_gpu(f"gpu{number}", nvlinks=()) for number in range(3))
+    rank = a_rank(0, gpus=("gpu0",))
+    far = a_rank(1, gpus=("gpu2",))
+    other = a_process(an_agent(), pid=99, gpus=("gpu0",), job="other")
+    plans, stays = planned_drain(a_snapshot(rank, far, other, **ROOMY, gpus=gpus), "gpu0", ("gpu1",))
+    assert [plan.workers[0].pid for plan in plans] == [4711]
+    assert "process 4711 uses NCCL and needs gpu1 for itself" in stays[0][0].message
+
+
+def test_ranks_without_an_agent_are_not_moved_beside_another_process() -> None:
+    """The driver can move them if NCCL_P2P_DISABLE=1 is set: then their communicators stay as they are."""
+    around = Surroundings(nccl_shared=True, nccl_p2p_disabled=True)
+    rank = a_process(None, around=around)
+    (reason,) = the_reasons(planned(a_snapshot(rank, OTHER, **ROOMY), to("gpu1")))
+    assert reason.message.startswith("process 4711 uses NCCL and needs gpu1 for itself")
+    the_plan(planned(a_snapshot(rank, **ROOMY), to("gpu1")))
 
 
 def test_ranks_with_nccl_on_one_gpu_can_only_keep_their_contexts() -> None:
     """NCCL connects such ranks if they name different hosts. Each resume of them by the driver ended them."""
     one = [a_rank(number, gpus=("gpu0",)) for number in range(2)]
     (reason,) = the_reasons(planned(a_snapshot(*one, **ROOMY), SUSPENSION))
-    assert reason.message == "NCCL cannot connect ranks on one GPU, and 4711 and 4712 would be on gpu0"
-    assert reason.hint == "use --keep-context"
+    assert reason.message.startswith("processes 4711 and 4712 use NCCL and are on gpu0: after a restore by the driver")
+    assert reason.hint == "move them to a GPU each first: hegmctl migrate --to; or use --keep-context"
+    (reason,) = the_reasons(planned(a_snapshot(*one, **ROOMY), SUSPENSION.replace(kind="checkpoint")))
+    assert reason.hint == "move them to a GPU each first: hegmctl migrate --to"
     kept = a_snapshot(*one, **ROOMY)
     plan = the_plan(planned(kept, SUSPENSION.replace(keep_context=True)))
     op = plan.operation("1", kept.candidates, {}, limits=Limits(), utc=0.0)
