@@ -21,6 +21,7 @@ from hegmd.errors import DENIED, NOT_FOUND, HegmError, Refused
 from hegmd.migration.machine.machine import HOLDING
 from hegmd.migration.machine.next_effects import DONE, SETTLING, SUSPENDED, TERMINAL
 from hegmd.migration.machine.operation import JobProcess, Operation
+from hegmd.migration.methods.progress_probe import is_stopped
 from hegmd.migration.run.runner import Runner
 from hegmd.node.gpu_sets import CPU
 from hegmd.node.inventory import Inventory
@@ -190,6 +191,9 @@ class JobRequests:
         if waits is not None:
             raise Refused(f"job {job} has no process now, and waits for {waits}", "run: hegmctl queue", {"job": job.id})
         is_connected = any(worker.connected for worker in self._jobs.workers_of(job))
+        if job.pid is not None and not is_connected and is_stopped(job.pid):
+            message = f"job {job} has no process that trains, and its command is stopped by a signal or a debugger"
+            raise Refused(message, f"run: kill -CONT {job.pid}", {"job": job.id, "pid": job.pid})
         if job.has_trained or (job.members and not is_connected):
             raise Refused(
                 f"no process of job {job} is known to train now",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import zlib
 from pathlib import Path
 
@@ -11,13 +12,17 @@ import anyio.lowlevel
 import pytest
 
 from hegmd.errors import UNAVAILABLE, HegmError
+from hegmd.memory.pool_memory import make_memory
+from hegmd.memory.pool_names import Key, PieceName, Source
+from hegmd.memory.pool_places import PoolDirectory
 from hegmd.workers.job_file import DAMAGED_NAME, MAGIC, NAME, JobFile, JobRecord, JobSaving
 from hegmd.workers.jobs import Jobs
 from hegmd.workers.supervisors import Supervisors
 from hegmd.workers.workers import Workers
 from tests.patience import HANG_S
 from tests.unit.model_agent import ModelAgent
-from tests.unit.moving_node import start_ticks
+from tests.unit.moving_node import running, start_ticks
+from tests.unit.workers.test_jobs import registered
 
 UID = os.geteuid()
 
@@ -128,3 +133,16 @@ def test_a_file_that_fits_its_checksum_and_holds_something_else_is_damaged(tmp_p
     (tmp_path / NAME).write_bytes(b"%s %08x\n" % (MAGIC, zlib.crc32(body)) + body)
     assert JobFile(tmp_path).load() == (1, [])
     assert (tmp_path / DAMAGED_NAME).exists()
+
+
+async def test_the_id_of_a_job_whose_snapshot_is_left_was_given_to_another_job(
+    tmp_path: Path, process: subprocess.Popen[bytes]
+) -> None:
+    """A full disk had kept the daemon from recording the job, and then it was killed."""
+    snapshot, folder = PieceName(Key("j4", "0.0"), 4096, "ab", Source(UID, 1)), tmp_path / "memory"
+    async with running(tmp_path):
+        pass
+    make_memory(snapshot, 4096, places=[PoolDirectory(folder, huge=False)], huge=False).close()
+    assert (folder / str(snapshot)).exists()
+    async with running(tmp_path) as node:
+        assert await registered(node, process.pid, "one") == "j5"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ import pytest
 from hegmd.errors import NOT_FOUND, HegmError
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import Node, running
+from tests.unit.workers.test_jobs import has_ended, mine, registered, until
 
 Child = subprocess.Popen[bytes]
 RUN = "a-run"
@@ -91,3 +93,34 @@ async def test_a_process_of_another_job_names_none(tmp_path: Path, process: Chil
                 await node.operations.migrate([pid], "gpu1", node.context())
             assert refused.value.code is NOT_FOUND
         assert node.reservations(process.pid) == {"gpu0": 7}
+
+
+async def test_an_operation_named_no_job_if_nobody_had_asked_before_the_process_ended(
+    tmp_path: Path, process: Child, second_process: Child
+) -> None:
+    """`hegmctl checkpoint` of a job with --recover said `checkpoint of 4711`: its process was gone by then."""
+    async with running(tmp_path) as node:
+        job_id = await registered(node, process.pid, "run-1", name="bert")
+        await node.attend(second_process.pid, run="run-1")
+        moved = (await node.operations.migrate([second_process.pid], "gpu1", node.context())).operation
+        assert moved is not None
+        for child in (second_process, process):
+            child.kill()
+            child.wait()
+        await until(node, lambda: has_ended(node, job_id))
+        assert node.moving.job_requests.with_job(moved).job == job_id
+
+
+def stop(child: Child) -> None:
+    child.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+
+
+async def test_a_job_whose_command_is_stopped_was_said_to_be_starting(tmp_path: Path, process: Child) -> None:
+    """A stopped `hegmctl run --recover` starts nothing again, so to wait a few seconds was of no use."""
+    async with running(tmp_path) as node:
+        await registered(node, process.pid, "one")
+        stop(process)
+        with pytest.raises(HegmError, match="its command is stopped by a signal") as refused:
+            await node.moving.job_requests.pids(["j1"], mine)
+        assert refused.value.hint == f"run: kill -CONT {process.pid}"

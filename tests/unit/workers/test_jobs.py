@@ -17,9 +17,6 @@ import anyio
 import pytest
 
 from hegmd.errors import BAD_REQUEST, BUSY, DENIED, NOT_FOUND, REFUSED, HegmError
-from hegmd.memory.pool_memory import make_memory
-from hegmd.memory.pool_names import Key, PieceName, Source
-from hegmd.memory.pool_places import PoolDirectory
 from hegmd.node.processes.procfs import seconds_since_boot
 from hegmd.operations.job_requests import APART_S
 from hegmd.protocol import jobs as protocol
@@ -249,22 +246,6 @@ async def test_an_operation_names_its_job_after_the_job_has_ended(
             child.wait()
         await until(node, lambda: has_ended(node, job_id))
         assert node.moving.job_requests.with_job(moved).processes[0].job_name == "bert"
-
-
-async def test_an_operation_named_no_job_if_nobody_had_asked_before_the_process_ended(
-    tmp_path: Path, process: Child, second_process: Child
-) -> None:
-    """`hegmctl checkpoint` of a job with --recover said `checkpoint of 4711`: its process was gone by then."""
-    async with running(tmp_path) as node:
-        job_id = await registered(node, process.pid, "run-1", name="bert")
-        await node.attend(second_process.pid, run="run-1")
-        moved = (await node.operations.migrate([second_process.pid], "gpu1", node.context())).operation
-        assert moved is not None
-        for child in (second_process, process):
-            child.kill()
-            child.wait()
-        await until(node, lambda: has_ended(node, job_id))
-        assert node.moving.job_requests.with_job(moved).job == job_id
 
 
 async def test_a_job_before_its_first_batch_is_not_moved(tmp_path: Path, process: Child) -> None:
@@ -517,17 +498,6 @@ async def test_a_full_disk_does_not_keep_a_job_from_its_name(tmp_path: Path, pro
         assert not (tmp_path / NAME).exists()
         with suppress(OSError):
             (tmp_path / f".{NAME}.new").rmdir()
-
-
-async def test_the_id_of_a_job_whose_snapshot_is_left_was_given_to_another_job(tmp_path: Path, process: Child) -> None:
-    """A full disk had kept the daemon from recording the job, and then it was killed."""
-    snapshot, folder = PieceName(Key("j4", "0.0"), 4096, "ab", Source(UID, 1)), tmp_path / "memory"
-    async with running(tmp_path):
-        pass
-    make_memory(snapshot, 4096, places=[PoolDirectory(folder, huge=False)], huge=False).close()
-    assert (folder / str(snapshot)).exists()
-    async with running(tmp_path) as node:
-        assert await registered(node, process.pid, "one") == "j5"
 
 
 async def test_a_job_is_found_by_its_last_runs_only(tmp_path: Path, process: Child) -> None:
