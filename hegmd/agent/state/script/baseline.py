@@ -16,7 +16,7 @@ import weakref
 
 from ...addresses import empty_copy
 from ...notes import note
-from ..code.drift import Drift
+from ..code.drift import Drift, print_of
 from ..code.loops import loops_of
 from ..code.script_objects import Instances
 from ..storage import checksums
@@ -224,9 +224,12 @@ def _variables(frames: list[FrameType]) -> Iterator[tuple[tuple[int, str], Any]]
 
 
 def _print_of(value: Any) -> Any:
-    """Return a fingerprint that holds no reference: plain values themselves, collections by their length."""
+    """Return a fingerprint that holds no reference: plain values themselves, collections by their length.
+
+    An array of NumPy has one of its numbers: code does not name what `numpy.add.at(array, ...)` changes.
+    """
     if is_a(value, *_PLAIN):
         return value
     if is_a(value, *_SIZED):
         return (type(value).__name__, len(value))
-    return None
+    return print_of(value) if type(value) is getattr(sys.modules.get("numpy"), "ndarray", None) else None

@@ -199,7 +199,7 @@ class _Capture:
             if name in live and (spot.depth, name) in self._changed:
                 form: Any = self._form(value, text, is_named=True)
                 if form is not None:
-                    chosen[name] = (form[0], True)
+                    chosen[name] = (form[0], type(value).__name__ != "ndarray")
             elif name in mentioned and self._is_given and is_a(value, *MUTABLE):
                 form = self._form(value, text, is_named=False, is_altered=False)
                 if form is not None:
