@@ -155,6 +155,7 @@ def graphed():
         return loss
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which still makes the weights
     with torch.cuda.stream(side):
         for _ in range(3):
             plain()
