@@ -160,9 +160,10 @@ def refusals_of(place: ThreadPosition, driver: Any, ident: int | None = None) ->
 
 
 def _may_read_ahead(ident: int) -> bool:
-    """Return True for a thread beside the main one as long as none has trained: the batches may be for another."""
-    threading = sys.modules.get("threading")
-    return threading is not None and ident != threading.main_thread().ident and not lifecycle.gate().trainers
+    """Return True for a thread beside the main one that passes the batches, as long as no thread has trained."""
+    threading, gate = sys.modules.get("threading"), lifecycle.gate()
+    is_beside = threading is not None and ident != threading.main_thread().ident
+    return is_beside and ident == gate.home and not gate.trainers
 
 
 def _of_unnamed(place: ThreadPosition) -> Iterator[Refusal]:
