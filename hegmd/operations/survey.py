@@ -53,6 +53,8 @@ LOOK_AGE_S = 0.25
 # missing boundary.
 SURVEY_S = 1.0
 AGENT_SHARE = 0.8
+# The same for a process that trains and has not reported its memory to this daemon: else the driver would copy it all.
+FIRST_SURVEY_S = 10.0
 # The job's own thread measures its state, between two batches, within the limit of the request. A process that is
 # stopped at two checks, this long apart, is not waited for.
 _STOPPED_FOR_S = 1.0
@@ -139,22 +141,22 @@ class PlanSurvey:
         weighed_within_s: float | None = None,
         respawn: Respawn | None = None,
         leases_of: Sequence[int] = (),
+        first_s: float = FIRST_SURVEY_S,
     ) -> NodeSnapshotForPlan:
         """Return the node for a plan on those processes, with their current memory if they answer in time.
 
-        Leases of processes in `leases_of` keep nothing from it, nor do those of `pids`.
+        `first_s` is the limit for those that have not answered yet. Leases of `pids` and of `leases_of` keep nothing.
 
         Only processes of users that `may` accepts are asked. It is called at that moment, since a pid that was unknown
         before may connect meanwhile and belong to another user.
 
-        With `weighed_within_s`, they also report what a restart would carry. With another Python in `respawn`, that
-        Python is asked for its version.
+        With `weighed_within_s`, they report what a restart would carry. Another Python in `respawn` tells its version.
         """
         before, max_age_s = _stages(self._running()), LOOK_AGE_S
         counts: Counts = {}
         async with anyio.create_task_group() as tasks:  # the GPUs are read while agents come to a boundary
             tasks.start_soon(self._inventory.refresh)
-            counts = await self._survey(pids, may)
+            counts = await self._survey(pids, may, first_s)
         if weighed_within_s is not None:
             await self._weigh(pids, may, weighed_within_s)
         pythons = {} if respawn is None or respawn.python is None else await self._ask_python(pids, may, respawn)
@@ -250,7 +252,7 @@ class PlanSurvey:
             raise HegmError(NOT_FOUND, *no_such_gpu(gpu, names))
         return await self.snapshot([p.pid for p in node.processes if any(use.gpu == gpu for use in p.gpus)], may=may)
 
-    async def _survey(self, pids: Collection[int], may: May) -> Counts:
+    async def _survey(self, pids: Collection[int], may: May, first_s: float = SURVEY_S) -> Counts:
         """Survey the named processes and the others of their jobs concurrently.
 
         A process that reaches no boundary in time keeps its latest report. One that has never reached one is only asked
@@ -261,14 +263,18 @@ class PlanSurvey:
         context: list[AgentConnection] = []
         jobs = self._jobs(pids)
         missing = set(self._missing_ranks({worker.pid for worker in self._workers if worker.boundary}))
-        with anyio.move_on_after(SURVEY_S):
-            async with anyio.create_task_group() as tasks:
-                for worker in self._workers:
-                    is_one = _job(worker) in jobs and (worker.boundary or worker in missing)
-                    if worker.connected and (worker.pid in pids or is_one) and may(worker.identity.uid):
-                        context.append(worker)
-                        tasks.start_soon(self._count, worker, SURVEY_S * AGENT_SHARE)
+        async with anyio.create_task_group() as tasks:
+            for worker in self._workers:
+                is_one = _job(worker) in jobs and (worker.boundary or worker in missing)
+                if worker.connected and (worker.pid in pids or is_one) and may(worker.identity.uid):
+                    context.append(worker)
+                    tasks.start_soon(self._survey_one, worker, first_s)
         return await _counts_of([worker for worker in context if _may_be_alone(worker)])
+
+    async def _survey_one(self, worker: AgentConnection, first_s: float) -> None:
+        is_known = worker.is_surveyed or worker.parked or not worker.boundary
+        with anyio.move_on_after(within_s := SURVEY_S if is_known else first_s):
+            await self._count(worker, within_s * AGENT_SHARE)
 
     async def _weigh(self, pids: Collection[int], may: May, within_s: float) -> None:
         """Ask the supervised ones, and their jobs' ranks, how much a restart would carry, at their next boundary."""

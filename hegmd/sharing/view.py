@@ -23,7 +23,7 @@ from hegmd.migration.plan.forecast import expected
 from hegmd.migration.plan.planner import planned
 from hegmd.node.gpu_sets import gpus_of
 from hegmd.operations.job_requests import JobOperationsOf
-from hegmd.operations.survey import PlanSurvey
+from hegmd.operations.survey import SURVEY_S, PlanSurvey
 from hegmd.protocol.agents import not_connected
 from hegmd.protocol.snapshots import HEALTHY
 from hegmd.sharing import model
@@ -141,9 +141,9 @@ class SharingView:
     async def take(self, *more: LeaseRecord) -> View:
         """Look at the node. `more` are leases that are only thought of."""
         now = self._clock()
-        node = await self._survey.snapshot(self._uncounted(now), may=lambda _uid: True)
+        node = await self._survey.snapshot(self._uncounted(now), may=lambda _uid: True, first_s=SURVEY_S)
         if await self._learn_who_trains(node.candidates, now):  # which takes a while
-            node = await self._survey.snapshot(self._uncounted(now), may=lambda _uid: True)
+            node = await self._survey.snapshot(self._uncounted(now), may=lambda _uid: True, first_s=SURVEY_S)
         now, self._now_utc, ages_s = self._clock(), self._utc(), self._memory.leases.ages_s()
         free = {gpu.id: gpu.free_bytes for gpu in expected(node).gpus}
         gpus = [

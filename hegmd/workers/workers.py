@@ -101,6 +101,8 @@ class AgentConnection:
         self.cuda: CudaFacts | None = None
         #: Its communicator groups as reported; None if it has none or did not report them.
         self.communicators: Communicators | None = about.communicators
+        #: Whether it has reported its memory to this daemon, at a boundary.
+        self.is_surveyed = False
         #: Whether the driver has ever restored it; `agent_effects` sets it.
         self.driver_restored = about.driver_restored
         #: Why its last scheduled image was not written; `scheduled_images` sets it.
@@ -227,7 +229,7 @@ class AgentConnection:
         if do == "survey":
             if report.size_bytes is not None:  # without a boundary the report has no sizes
                 self.size_bytes, self.left_alone, self.cuda = report.size_bytes, report.left_alone, report.cuda
-                self.communicators = report.communicators
+                self.communicators, self.is_surveyed = report.communicators, True
             self.parked = self.parked if report.parked is None else report.parked
             self.held_bytes = self.held_bytes if report.held_bytes is None else report.held_bytes
         if do == "weigh":

@@ -14,7 +14,7 @@ from hegmd.migration.machine.operation import Operation
 from hegmd.migration.model import PoolMemory
 from hegmd.operations.request_context import OperationResult
 from hegmd.operations.service import OperationsService
-from hegmd.operations.survey import PlanSurvey
+from hegmd.operations.survey import AGENT_SHARE, FIRST_SURVEY_S, SURVEY_S, PlanSurvey
 from hegmd.workers.workers import AgentConnection
 from tests.patience import HANG_S
 from tests.unit.migration.operations import operation
@@ -73,6 +73,32 @@ async def test_the_gpus_are_read_while_agents_are_surveyed(tmp_path: Path, proce
         )
         await survey.snapshot([process.pid], may=lambda _uid: True)
         assert surveyed == [process.pid]
+
+
+async def test_the_first_plan_of_a_job_with_long_steps_had_the_driver_copy_all_its_bytes(
+    tmp_path: Path, process: Child
+) -> None:
+    """Its agent reached no boundary within a second, as a rank of 16 GiB did after its restore: 14 s instead of 2."""
+    limits_s: list[float] = []
+
+    async def count(_worker: AgentConnection, limit_s: float) -> None:
+        await anyio.lowlevel.checkpoint()
+        limits_s.append(limit_s)
+
+    async with running(tmp_path) as node:
+        await node.attend(process.pid, boundary=3)
+        worker = node.workers.find(process.pid)
+        assert worker is not None
+        survey = PlanSurvey(
+            *(node.inventory, node.workers, lambda: PoolMemory(budget_bytes=0, free_bytes=0)),
+            count=count,
+            running=tuple,
+            supervisors=node.moving.supervisors,
+        )
+        for worker.is_surveyed in (False, True):
+            await survey.snapshot([process.pid], may=lambda _uid: True)
+        await survey.snapshot([process.pid], may=lambda _uid: True, first_s=SURVEY_S)
+        assert limits_s == [FIRST_SURVEY_S * AGENT_SHARE, SURVEY_S * AGENT_SHARE, SURVEY_S * AGENT_SHARE]
 
 
 async def test_a_survey_that_found_nothing_new_had_the_gpus_read_twice(tmp_path: Path, process: Child) -> None:

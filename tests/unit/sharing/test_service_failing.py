@@ -62,11 +62,14 @@ async def a_protected_job(
 ) -> AsyncIterator[tuple[SharedNode, list[SupervisorOrder]]]:
     """Job j1 trains and has a snapshot; `other` is its supervisor, which gets the orders."""
     known = {"job": "j1", "uid": UID, "ranks": 1, "gpus": ("gpu0",), "generation": 1, **known}
+    first = RegisterJob(run="first", command=("train",))
+    async with sharing_on(tmp_path, spec) as shared:
+        await shared.node.moving.job_requests.register(second_process.pid, UID, first)
     SnapshotFiles(tmp_path).save({"j1": JobSnapshots(**known)})
     orders: list[SupervisorOrder] = []
     async with sharing_on(tmp_path, spec) as shared:
         moving = shared.node.moving
-        await moving.job_requests.register(second_process.pid, UID, RegisterJob(run="first", command=("train",)))
+        await moving.job_requests.register(second_process.pid, UID, first)
         write((await JobSlots(moving.pool, "j1").take(0, 0, 8192, Source(UID, 1))).fd, generation=1, step=7)
         await shared.node.attend(process.pid, BYTES, run="first", gpu="gpu0")
         offer = Supervise(run="first", python=True, pid=process.pid, recover=RecoveryWish())
