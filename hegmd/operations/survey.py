@@ -272,7 +272,7 @@ class PlanSurvey:
         return await _counts_of([worker for worker in context if _may_be_alone(worker)])
 
     async def _survey_one(self, worker: AgentConnection, first_s: float) -> None:
-        is_known = worker.is_surveyed or worker.parked or not worker.boundary
+        is_known = worker.is_surveyed or worker.parked or not worker.boundary or is_stopped(worker.pid)
         with anyio.move_on_after(within_s := SURVEY_S if is_known else first_s):
             await self._count(worker, within_s * AGENT_SHARE)
 

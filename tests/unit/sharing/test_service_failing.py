@@ -62,20 +62,18 @@ async def a_protected_job(
 ) -> AsyncIterator[tuple[SharedNode, list[SupervisorOrder]]]:
     """Job j1 trains and has a snapshot; `other` is its supervisor, which gets the orders."""
     known = {"job": "j1", "uid": UID, "ranks": 1, "gpus": ("gpu0",), "generation": 1, **known}
-    first = RegisterJob(run="first", command=("train",))
+    to_register = second_process.pid, UID, RegisterJob(run="first", command=("train",))
     async with sharing_on(tmp_path, spec) as shared:
-        await shared.node.moving.job_requests.register(second_process.pid, UID, first)
+        await shared.node.moving.job_requests.register(*to_register)
     SnapshotFiles(tmp_path).save({"j1": JobSnapshots(**known)})
     orders: list[SupervisorOrder] = []
     async with sharing_on(tmp_path, spec) as shared:
-        moving = shared.node.moving
-        await moving.job_requests.register(second_process.pid, UID, first)
+        await (moving := shared.node.moving).job_requests.register(*to_register)
         write((await JobSlots(moving.pool, "j1").take(0, 0, 8192, Source(UID, 1))).fd, generation=1, step=7)
         await shared.node.attend(process.pid, BYTES, run="first", gpu="gpu0")
         offer = Supervise(run="first", python=True, pid=process.pid, recover=RecoveryWish())
-        shared.node.tasks.start_soon(
-            moving.supervisors.attend, "line", second_process.pid, UID, offer, appender(orders)
-        )
+        line = ("line", second_process.pid, UID, offer, appender(orders))
+        shared.node.tasks.start_soon(moving.supervisors.attend, *line)
         await shared.until_states(j1="running")
         await shared.until(lambda: any(order.do == "protect" for order in orders))
         yield shared, orders
