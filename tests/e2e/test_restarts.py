@@ -214,6 +214,15 @@ for epoch in range(4):
 """
 
 
+MADE_FIRST = """
+for epoch in range(4):
+    for (batch,) in batches if epoch else (batches := DataLoader(TensorDataset(rows), batch_size=4)):
+        model(batch).pow(2).mean().backward()
+        optimizer.step()
+        print("step", flush=True)
+"""
+
+
 DRAWN = """
 def mixed(found):
     return torch.stack([row for (row,) in found]) + torch.randn(4)
@@ -351,6 +360,7 @@ def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
             "another thread reads the loader at line 30 of __main__ in read() ahead",
         ),
         ({"body": REMADE}, "the loader at line 33 of __main__ is over newly created data"),
+        ({"body": MADE_FIRST}, "batches was made at line 29 of __main__ in an earlier iteration of the loop"),
         ({"body": DRAWN}, "a batch of an outer loop is in use, and its dataset draws random numbers"),
         ({"body": PROBED}, "line 31 of __main__ was first asked at line 30 of __main__"),
         (
@@ -378,6 +388,7 @@ def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
         "read-ahead-before-the-first-step",
         "read-ahead-between-two-passes",
         "data-made-anew",
+        "a-loader-made-in-the-first-epoch",
         "a-collator-that-draws",
         "a-batch-taken-above-the-loop-that-goes-on",
         "a-batch-taken-above-the-loop-in-each-epoch",

@@ -209,6 +209,8 @@ class _Capture:
                 if found.requests.is_over_above(place):
                     continue
                 self.refusals += loop_position.against_aside(found.path, found.requests, place)
+            if number is not None or found.number == self.state["place"]["driver"]:
+                self.refusals += loop_position.against_made_earlier(found.path)
             self.refusals += found.refusals(number or 0)
             yield {**found.taken(number or 0), "number": found.number, "rests": rests}
         for path in ahead | dict.fromkeys(loop_position.read_by_others(self._ident)):

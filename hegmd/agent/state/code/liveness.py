@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 _FREE = frozenset(("LOAD_CLOSURE", "COPY_FREE_VARS", "MAKE_CELL"))
+#: Instructions between a call and the setting of a variable to its result.
+_PASSING = ("COPY", "DUP_TOP", "SWAP", "ROT_", "STORE_FAST", "STORE_NAME", "UNPACK_", "EXTENDED_ARG", "NOP", "CACHE")
 
 
 class Flow:
@@ -100,6 +102,26 @@ class Flow:
         alive = self._leaving(place, entering)
         return {name for name, bit in names.items() if alive & bit} | set(self.shared)
 
+    def made_for_later(self, place: int) -> dict[str, int]:
+        """Return the variables that the loops around the place read on the way to it, and that a call gives their value
+        in some iterations only; each with the offset where it is set. Nothing sets them before the loops."""
+        heads = self._loops.around(place)
+        if not heads:
+            return {}
+        around, way = self.around(place), self.before(place)
+        names = self.live(heads[0].offset, way) - self.shared
+        instructions = self._loops.instructions()
+        found: dict[str, int] = {}
+        for index, instruction in enumerate(instructions):
+            for verb, name in steps_of(instruction):
+                if verb != "STORE" or name not in names:
+                    continue
+                if instruction.offset not in around or not _is_of_call(instructions, index):
+                    names.discard(name)
+                elif instruction.offset in way:
+                    found.setdefault(name, instruction.offset)
+        return {name: offset for name, offset in found.items() if name in names}
+
     def _leaving(self, offset: int, entering: dict[int, int]) -> int:
         found = 0
         for way in self._on.get(offset, ()):
@@ -126,6 +148,16 @@ def _after_suppressed(instructions: Iterable[Any]) -> Iterator[int]:
         if is_asked and "IF_TRUE" in found.opname:
             yield int(found.argval)
             is_asked = False
+
+
+def _is_of_call(instructions: list[Any], index: int) -> bool:
+    """Return True if the variable that is set there gets the result of a call, or a part of it."""
+    while index > 0:
+        index -= 1
+        name = instructions[index].opname
+        if "LOAD" in name or not name.startswith(_PASSING):
+            return bool(name.startswith("CALL") and "INTRINSIC" not in name)
+    return False
 
 
 def variables_of(argument: Any) -> tuple[str, ...]:

@@ -6,6 +6,8 @@ one. So the first places that ask a pass are recorded; its later batches cost no
 all loops is left to the script, which repeats that.
 
 The place where a pass begins is recorded too. Another thread in a loop around it reads ahead, also between two passes.
+So are the objects on the way there that a loop around it makes in some iterations only, such as the loader: a restarted
+script continues in another iteration.
 """
 
 from __future__ import annotations
@@ -13,14 +15,18 @@ from __future__ import annotations
 import sys
 import weakref
 from _thread import get_ident
+from functools import cache
 
+from ...addresses import empty_copy
 from ...trap import NoCollection, is_ours
 from ..frameworks import accelerate_hf
 from ..values.duck_types import class_of
 from ..values.refusals import Refusal
+from .assignments import GLOBAL, changes_of, nested_in
+from .liveness import flow_of
 from .loops import loops_of
-from .position import path_of, script_frames, step_text
-from .value_stack import caller
+from .position import look_into, path_of, script_frames, step_of, step_text
+from .value_stack import caller, iterators_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,9 +41,12 @@ if TYPE_CHECKING:
 
 #: The calls in which the last pass of each place began.
 _begun: dict[Any, _Calls] = {}
+#: Objects that loops make in some iterations only, as the last pass of each place began.
+_made: dict[Any, _MadeEarlier] = {}
 _NOTED = 2
 _LATER = "try again shortly; nothing has to change"
 _ASIDE = "go over both loaders in the head of the loop, with zip(), or begin the pass above the loop"
+_ABOVE = "make it before the loop, so that a restarted script has it"
 _PROBE = "take such a batch from a separate iterator, as in next(iter(loader))"
 
 
@@ -91,6 +100,66 @@ class FirstBatchRequests:
 def note_begun(path: Any, frames: list[FrameType]) -> None:
     """Record that a pass begins there."""
     _begun[path] = _calls_of(frames)
+    now = _MadeEarlier(frames)
+    if now.objects or path in _made:
+        now.compare(_made.get(path))
+        _made[path] = now
+
+
+def against_made_earlier(path: Any) -> list[Refusal]:
+    """Return why a restarted script would not begin the last pass of that place: it would lack what that needs."""
+    return _made[path].refusals if path in _made else []
+
+
+class _MadeEarlier:
+    """The objects that the way to a place needs, and that the loops around it have not made in each iteration."""
+
+    def __init__(self, frames: list[FrameType]) -> None:
+        self.objects: dict[tuple[int, str], tuple[Any, Any, str]] = {}
+        self.refusals: list[Refusal] = []
+        for depth, frame in enumerate(frames):
+            names = {} if accelerate_hf.is_own(frame) else _made_for_later(frame.f_code, frame.f_lasti)
+            for name, line in names.items():
+                try:
+                    weak = weakref.ref(frame.f_locals[name])
+                except (KeyError, TypeError):  # a number, for example
+                    continue
+                loops = iterators_of(frame)
+                position = look_into(loops[0][1], 1, _of_no_loader) if loops else None
+                self.objects[depth, name] = (weak, position, step_text((*step_of(frame)[:3], line)))
+            if names:
+                empty_copy(frame)
+
+    def compare(self, before: _MadeEarlier | None) -> None:
+        """Refuse those that an earlier iteration of the outermost loop made."""
+        known = {} if before is None else before.objects
+        for key, (weak, position, where) in self.objects.items():
+            former, its_position, _where = known.get(key, (weak, position, where))
+            if former() is not weak():
+                continue
+            if position != its_position:
+                what = f"{key[1]} was made at {where} in an earlier iteration of the loop"
+                self.refusals.append(Refusal(f"{what}, and a restarted script would not have it", _ABOVE))
+            elif before is not None:
+                self.refusals += [found for found in before.refusals if found.what.startswith(f"{key[1]} was ")]
+
+
+def _of_no_loader(_iterator: object) -> None:
+    """The position of a pass is not looked for."""
+
+
+@cache
+def _made_for_later(code: CodeType, place: int) -> dict[str, int]:
+    """Return the names of what a loop makes on the way to the place in some iterations only, each with the line."""
+    found = flow_of(code).made_for_later(place)
+    set_by_others = {
+        change.name
+        for inner in (nested_in(code) if found else ())
+        for change in changes_of(inner).found
+        if change.kind == GLOBAL and change.is_stored
+    }
+    names = set(found) - set_by_others - set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    return {name: loops_of(code).line_of(found[name]) for name in sorted(names)}
 
 
 def read_by_others(ident: int) -> list[Any]:
