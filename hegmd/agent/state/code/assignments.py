@@ -18,7 +18,7 @@ from .position import is_users_module
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
     from types import CodeType
     from typing import Any
 
@@ -42,18 +42,24 @@ _TAKERS = (
     *("POP_", "JUMP", "LIST_", "SET_", "MAP_", "DICT_", "DELETE_", "STORE_", "MAKE_CELL", "COPY_FREE", "SETUP_"),
     *("NOP", "RESUME", "CACHE", "EXTENDED_ARG", "PRECALL", "NOT_TAKEN", "KW_NAMES"),
 )
+#: Methods that fill an object that is like a file.
+_FILLING = frozenset(("write", "writelines", "truncate"))
 _SET_UP = frozenset(("__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__"))
 
 
 class Change:
-    """An instruction that changes something. `of_self` says that an attribute is of a method's own object."""
+    """An instruction that changes something. `of_self` says that an attribute is of a method's own object.
 
-    __slots__ = ("is_stored", "kind", "line", "name", "of_self", "offset")
+    `is_inside` says that it sets an attribute of the value, or fills a value that is like a file.
+    """
+
+    __slots__ = ("is_inside", "is_stored", "kind", "line", "name", "of_self", "offset")
 
     def __init__(self, offset: int, line: int, origin: tuple[str, str], *, is_stored: bool, of_self: bool) -> None:
         self.offset = offset
         self.line = line
         self.kind, self.name = origin
+        self.is_inside = False
         self.is_stored = is_stored
         self.of_self = of_self
 
@@ -63,6 +69,7 @@ class Changes:
 
     def __init__(self, code: CodeType) -> None:
         self.found: list[Change] = []
+        self.inside: list[Change] = []
         self.mentioned: list[tuple[int, str]] = []
         self._own = code.co_varnames[0] if code.co_argcount else None
         self._parameters = frozenset(code.co_varnames[1 if self._own == "self" else 0 : code.co_argcount])
@@ -81,6 +88,10 @@ class Changes:
         """Yield the changes at these offsets; all changes for None."""
         chosen = None if offsets is None else set(offsets)
         return (found for found in self.found if chosen is None or found.offset in chosen)
+
+    def inside_within(self, offsets: Collection[int] | None) -> Iterator[Change]:
+        """Yield the changes inside of values at these offsets; all for None."""
+        return (found for found in self.inside if offsets is None or found.offset in offsets)
 
     def mentions(self, offsets: Iterable[int] | None) -> set[str]:
         """Return all names that are mentioned at these offsets."""
@@ -112,6 +123,15 @@ class Changes:
             self.found.append(
                 Change(found.offset, line, (kind, name.rpartition(".")[2]), is_stored=is_stored, of_self=own)
             )
+
+    def _note_inside(self, found: Any, origin: tuple[str, str] | None) -> None:
+        if origin is not None:
+            kind, name = origin
+            own = kind == ATTRIBUTE and name.startswith("self.")
+            place = found.offset, self._loops.line_of(found.offset)
+            change = Change(*place, (kind, name.rpartition(".")[2]), is_stored=False, of_self=own)
+            change.is_inside = True
+            self.inside.append(change)
 
     def _follow(self, found: Any) -> None:
         name = found.opname
@@ -147,6 +167,8 @@ class Changes:
         in_place = attribute.endswith("_") and not attribute.startswith("_")  # PyTorch's own spelling
         if attribute in _MUTATORS or in_place:
             self._note(found, origin, is_stored=False)
+        if attribute in _FILLING:
+            self._note_inside(found, origin)
         self._note_data(attribute, origin)
         own = "self." if origin is not None and origin == (LOCAL, self._own) else ""
         self._stack.append((ATTRIBUTE, own + attribute))
@@ -168,6 +190,7 @@ class Changes:
     def _follow_setting(self, found: Any) -> None:
         if found.opname == "STORE_ATTR":
             self._note_data(str(found.argval), self._at(0))
+            self._note_inside(found, self._at(0))
             own = self._at(0) == (LOCAL, self._own)
             self._note(found, (ATTRIBUTE, str(found.argval)), is_stored=True, of_self=own)
         else:

@@ -11,7 +11,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import MutableMapping, MutableSequence, MutableSet
 
-from ..values.duck_types import BUILTIN, FIRST_ADDRESS, FUNCTION, METHOD, MODULE, class_of, is_a
+from ..values.duck_types import BUILTIN, FIRST_ADDRESS, FUNCTION, METHOD, MODULE, class_of, is_a, kinds_without_form
 from . import named_values
 
 TYPE_CHECKING = False
@@ -166,7 +166,7 @@ def is_replaced(value: Any) -> bool:
     """Return True for any other container: it has no form, as an array of objects, or is made anew, as a bytearray."""
     if class_of(value) is _array_kind():
         return _odd(value)
-    return is_a(value, MutableMapping, MutableSequence, MutableSet) and not is_a(value, *MUTABLE)
+    return is_a(value, MutableMapping, MutableSequence, MutableSet, *kinds_without_form()) and not is_a(value, *MUTABLE)
 
 
 def _odd(array: Any) -> bool:

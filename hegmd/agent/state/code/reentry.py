@@ -69,12 +69,12 @@ class ReentryFrame:
 
     def local_changes(self) -> Iterator[tuple[Change, bool, bool]]:
         """Yield the changes of its variables, also by inner functions; with whether it is in the loop, and late."""
-        for found in self.changes.within(self.region):
+        for found in (*self.changes.within(self.region), *self.changes.inside_within(self.region)):
             if found.kind == self.kind:
                 yield found, found.offset in self.loop, found.offset in self.late
         for inner in nested_in(self.code):
             shared = set(inner.co_freevars) & self.flow.shared
-            for found in changes_of(inner).found:
+            for found in (*changes_of(inner).found, *changes_of(inner).inside):
                 if found.kind == LOCAL and found.name in shared:
                     yield found, True, False
 

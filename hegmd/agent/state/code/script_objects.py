@@ -21,6 +21,7 @@ from ..values.duck_types import (
     class_of,
     is_a,
     is_bare,
+    kinds_without_form,
     members_of,
     named_items,
 )
@@ -76,6 +77,7 @@ class Instances:
         self._names: dict[int, list[str]] = {}
         self._seen: dict[int, Any] = {}
         self._ours: dict[type, bool] = {}
+        self._formless = kinds_without_form()
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
         self._module: Any = getattr(getattr(torch, "nn", None), "Module", ())
         self._optimizer: Any = getattr(getattr(torch, "optim", None), "Optimizer", None)
@@ -114,7 +116,7 @@ class Instances:
             self._note_name(thing, name)
         elif is_a(thing, FUNCTION):
             self.functions.append((thing, name))
-        elif depth <= _NEAR and is_a(attribute_of(thing, "__dict__"), dict):
+        elif depth <= _NEAR and is_a(attribute_of(thing, "__dict__"), dict) and not is_a(thing, *self._formless):
             self.others.append((thing, name))
         if is_a(thing, dict, list, tuple, deque) and len(thing) > _LONGEST:
             self._note_long(name, thing)
@@ -135,7 +137,8 @@ class Instances:
         known = self._ours.get(kind)
         if known is None:
             named = sys.modules.get(str(getattr(kind, "__module__", "")))
-            is_ours = is_users_module(named) and not issubclass(kind, (*_PASSED, dict, list, tuple, set, str, int))
+            passed = (*_PASSED, dict, list, tuple, set, str, int, *self._formless)
+            is_ours = is_users_module(named) and not issubclass(kind, passed)
             other: Any = getattr(sys.modules.get("argparse"), "Namespace", None)
             is_counting = str(getattr(kind, "__module__", "")).startswith(_COUNTING)
             known = self._ours[kind] = is_ours or is_counting or kind is NAMESPACE or kind is other

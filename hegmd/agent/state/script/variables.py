@@ -31,7 +31,7 @@ from ..code.position import is_users_module
 from ..code.reentry import ReentryFrame, all_set_before_resume, known_by, spots_of
 from ..code.script_objects import Instances, held_by_several, users_modules, values_of
 from ..loaders import passes
-from ..values.duck_types import FUNCTION, attribute_of, class_of, is_a, members_of
+from ..values.duck_types import FUNCTION, attribute_of, class_of, is_a, is_filled, members_of
 from .references import CapturedReferences
 
 TYPE_CHECKING = False
@@ -162,8 +162,8 @@ class _Capture:
                 continue
             if is_a(value, str) and not is_in_loop:
                 continue  # a setting, made on the way
-            is_lost = found.name in live and self._is_lost(value, spot.module)
-            if found.is_stored or is_mutable(value) or is_lost:
+            is_lost = found.name in live and self._is_lost(value, spot.module, found)
+            if found.is_stored or is_lost or (is_mutable(value) and not found.is_inside):
                 if found.is_stored:
                     self._made.add(id(value))
                 is_other = is_drawn and is_in_loop and type(value).__name__ not in _OF_LOADERS
@@ -256,10 +256,11 @@ class _Capture:
             self._taken_ids.add(id(value))
         return None if stays else (form,)
 
-    def _is_lost(self, value: Any, module: str) -> bool:
-        """Return True if that module of the script has altered it, and it starts over unless it has a form."""
+    def _is_lost(self, value: Any, module: str, change: Change) -> bool:
+        """Return True if that module of the script has altered it so, and it starts over unless it has a form."""
         is_theirs = not is_users_module(sys.modules.get(module))
-        return is_replaced(value) and not (is_theirs or self._instances.is_own(value))
+        is_of_kind = is_filled(value) if change.is_inside else is_replaced(value)
+        return is_of_kind and not (is_theirs or self._instances.is_own(value))
 
     def _new_forms(self) -> ValueEncoder:
         return ValueEncoder(self._refer, self._forms, self._held, self._memories)
@@ -282,10 +283,13 @@ class _Capture:
             values: Any = vars(sys.modules[module_name]) if module_name in sys.modules else {}
             for name in begun_anew_in(code, values):
                 self._note(f"{name} ({type(values[name]).__qualname__}) of {module_name}")
-            for change in changes_of(code).within(region):
+            changes = changes_of(code)
+            for change in (*changes.within(region), *changes.inside_within(region)):
                 value = values.get(change.name)
-                is_named = change.is_stored or self._is_lost(value, module_name)
-                if change.kind != GLOBAL or change.name not in values or not (is_named or is_mutable(value)):
+                if change.kind != GLOBAL or change.name not in values:
+                    continue
+                is_named = change.is_stored or self._is_lost(value, module_name, change)
+                if not is_named and (change.is_inside or not is_mutable(value)):
                     continue
                 where = f" of {module_name}, set at {os.path.basename(code.co_filename)}:{change.line}"
                 self._choose(found.setdefault(module_name, {}), change, value, where, is_named=is_named)
@@ -295,7 +299,7 @@ class _Capture:
 
     def _of_classes(self, reached: list[Any]) -> Iterator[tuple[str, str, str, Any]]:
         """Yield attributes of the script's classes that are set, such as counts of all their objects."""
-        names = {change.name for change, _owner, _file in self._attribute_changes(reached)}
+        names = {change.name for change, _owner, _file in self._attribute_changes(reached) if not change.is_inside}
         for module in users_modules():
             for class_name, kind in members_of(module).items():
                 if is_a(kind, type) and kind.__module__ == module.__name__:
@@ -347,7 +351,7 @@ class _Capture:
                 for change, owner, file in changes:
                     if owner is None or issubclass(kind, owner):
                         known = by_class[kind].get(change.name)
-                        if known is None or (change.is_stored and not known[0].is_stored):
+                        if known is None or _rank(change) > _rank(known[0]):
                             by_class[kind][change.name] = (change, file)
             chosen = self._attributes(thing, names[0], by_class[kind])
             if chosen:
@@ -358,11 +362,11 @@ class _Capture:
         for spot in self._spots:
             if spot.is_looked_at:
                 first = spot.frame.f_locals.get(spot.code.co_varnames[0]) if spot.code.co_argcount else None
-                for change in spot.changes.within(spot.region):
+                for change in (*spot.changes.within(spot.region), *spot.changes.inside_within(spot.region)):
                     if change.kind == ATTRIBUTE:
                         yield change, type(first) if change.of_self else None, os.path.basename(spot.code.co_filename)
         for function in reached:
-            for change in changes_of(function.code).found:
+            for change in (*changes_of(function.code).found, *changes_of(function.code).inside):
                 if change.kind == ATTRIBUTE:
                     owner = function.owner if change.of_self else None
                     yield change, owner, os.path.basename(function.code.co_filename)
@@ -372,6 +376,9 @@ class _Capture:
         is_made = id(thing) in self._made  # created by the loop, with everything in it
         for attribute, value in values_of(thing):
             change, file = changes.get(attribute, (None, ""))
+            is_lost = change is not None and self._is_lost(value, class_of(thing).__module__, change)
+            if change is not None and change.is_inside and not is_lost:
+                change = None
             if change is None and id(thing) in self._drawn:
                 form = self._form(value, f"{name}.{attribute}", is_named=True)
                 if form is not None:
@@ -384,12 +391,15 @@ class _Capture:
                         chosen[attribute] = (form[0], not is_given)
                 elif attribute in self._read_elsewhere and (is_a(value, _GENERATOR) or is_queue(value)):
                     self._note(f"{name}.{attribute} ({type(value).__qualname__})")
-            elif (is_named := change.is_stored or self._is_lost(value, class_of(thing).__module__)) or is_mutable(
-                value
-            ):
+            elif change.is_stored or is_lost or is_mutable(value):
                 where = f" of {name}, set at {file}:{change.line}"
-                self._choose(chosen, change, value, where, is_named=is_named)
+                self._choose(chosen, change, value, where, is_named=change.is_stored or is_lost)
         return chosen
+
+
+def _rank(change: Change) -> int:
+    """Return how much a change says about a value: that it is set, altered, or only altered inside."""
+    return 2 if change.is_stored else 0 if change.is_inside else 1
 
 
 def _was_there(made: set[int], thing: Any) -> bool:

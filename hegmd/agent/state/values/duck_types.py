@@ -66,3 +66,21 @@ def members_of(value: Any) -> dict[str, Any]:
     """Return the current attributes of a module or a class."""
     members: Any = getattr(value, "__dict__", {})
     return dict(members)
+
+
+def is_filled(value: Any) -> bool:
+    """Return True for what has no form, and holds values in attributes or as a file does."""
+    return is_a(value, *_named_in(sys.modules.get("io"), "StringIO", "BytesIO"), *kinds_without_form())
+
+
+def kinds_without_form() -> list[Any]:
+    """Return the types of values of C, of those that several processes share, and of those that each thread has."""
+    return [
+        *_named_in(sys.modules.get("_thread"), "_local"),
+        *_named_in(sys.modules.get("_ctypes"), "_SimpleCData", "Structure", "Union", "Array", "_Pointer"),
+        *_named_in(sys.modules.get("multiprocessing.sharedctypes"), "SynchronizedBase"),
+    ]
+
+
+def _named_in(module: Any, *names: str) -> list[Any]:
+    return [getattr(module, name) for name in names if hasattr(module, name)]

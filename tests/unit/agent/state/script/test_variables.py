@@ -436,6 +436,56 @@ def test_containers_without_a_form_started_over_and_were_not_announced(scripts: 
     ]
 
 
+FILLED = """
+import ctypes, io, threading
+from multiprocessing.sharedctypes import synchronized
+
+class Pair(ctypes.Structure):
+    _fields_ = [("steps", ctypes.c_int)]
+
+here = threading.local()
+here.steps = 0
+
+class Trainer:
+    def __init__(self):
+        self.total = synchronized(ctypes.c_int(), threading.RLock())
+
+    def step(self):
+        with self.total.get_lock():
+            self.total.value += 1
+        here.steps += 1
+
+def train():
+    trainer, text, row = Trainer(), io.StringIO(), synchronized((ctypes.c_int * 1)(), threading.RLock())
+    number, pair, numbers = ctypes.c_int(), Pair(), (ctypes.c_int * 1)()
+    unchanged = io.StringIO("header")
+    for step in range(first, 3):
+        ask()
+        line = io.StringIO()
+        line.write(unchanged.getvalue())
+        text.write("x")
+        number.value += 1; pair.steps += 1; numbers[0] += 1; row[0] += 1
+        trainer.step()
+    counts = [number.value, pair.steps, numbers[0], row[0], trainer.total.value, here.steps]
+    return [*counts, len(text.getvalue())]
+"""
+
+
+def test_values_of_c_and_of_threads_started_over_and_were_not_announced(scripts: Scripts) -> None:
+    """They are no containers: the script sets attributes of them, or writes into them as into a file."""
+    result, starts_over = scripts.restarted(FILLED, 3, first=2)
+    assert (scripts.run(FILLED), result) == ([3] * 7, [1] * 7)
+    assert sorted(line.partition(", set at ")[0].partition(" at ")[0] for line in starts_over) == [
+        "here (_local) of a_script_that_is_left",
+        "number (c_int) in train()",
+        "numbers (c_int_Array_1) in train()",
+        "pair (Pair) in train()",
+        "row (SynchronizedArray) in train()",
+        "text (StringIO) in train()",
+        "total (Synchronized) of train().trainer",
+    ]
+
+
 def test_a_module_of_the_user_was_missed_that_got_the_address_of_another() -> None:
     """The script had removed the other, of a package, since the last capture."""
     other, own = "of_a_package", "of_the_user"
