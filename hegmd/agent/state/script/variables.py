@@ -97,6 +97,7 @@ class _Capture:
         self._made: set[int] = set()
         self._drawn: set[int] = set()  # objects of the script's that may be made of random numbers
         self._taken_ids: set[int] = set()
+        self._noted_ids: set[int] = set()  # containers without a form, which have been named
         self._forms: dict[int, tuple[Any, Any]] = {}
         self._instances = Instances(frames)
         self._unseen.update(dict.fromkeys(self._instances.unseen))
@@ -245,6 +246,9 @@ class _Capture:
             return None
         except NotEncodable as error:
             if is_named or (is_altered and is_a(value, *MUTABLE)):
+                if is_replaced(value) and id(value) in self._noted_ids:
+                    return None
+                self._noted_ids.add(id(value))
                 inside = "" if str(error) == type(value).__qualname__ else f", which holds {error}"
                 if is_a(error, UnderWay):
                     self._under_way[f"{text}{inside}"] = None

@@ -436,6 +436,33 @@ def test_containers_without_a_form_started_over_and_were_not_announced(scripts: 
     ]
 
 
+RECORDS = """
+import numpy
+
+table = numpy.zeros(1, dtype=[("n", "i4")])
+
+def train():
+    rows = table[:]
+    for step in range(first, 3):
+        ask()
+        rows["n"][0] += 1
+        rows["n"][0] -= 0
+        count()
+
+def count():
+    table["n"][0] += 1
+"""
+
+
+def test_a_record_array_was_named_twice_by_its_code_and_by_its_content(scripts: Scripts) -> None:
+    """And once for each line that altered it."""
+    _result, starts_over = scripts.restarted(RECORDS, 3, first=2)
+    assert [line.partition(", set at ")[0].partition(" at ")[0] for line in starts_over] == [
+        "rows (ndarray) in train()",
+        "table (ndarray) of a_script_that_is_left",
+    ]
+
+
 FILLED = """
 import ctypes, io, threading
 from multiprocessing.sharedctypes import synchronized
