@@ -95,7 +95,7 @@ async def test_a_process_of_another_job_names_none(tmp_path: Path, process: Chil
         assert node.reservations(process.pid) == {"gpu0": 7}
 
 
-async def test_an_operation_named_no_job_if_nobody_had_asked_before_the_process_ended(
+async def test_an_operation_named_no_job_if_no_request_came_before_the_process_ended(
     tmp_path: Path, process: Child, second_process: Child
 ) -> None:
     """`hegmctl checkpoint` of a job with --recover said `checkpoint of 4711`: its process was gone by then."""
