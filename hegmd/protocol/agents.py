@@ -143,6 +143,10 @@ class Communicators(Record):
         "groups that the agent cannot disconnect, a sentence each, with the reason", default=()
     )
 
+    @property
+    def uses_nccl(self) -> bool:
+        return any("nccl" in backend for backend in self.backends)
+
 
 class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order):
     """An agent offers its process. The daemon's orders come as events until one side closes the connection.

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from hegmd.migration.machine.operation import QUIESCE, JobProcess, Operation
 from hegmd.migration.model import Candidate, GpuMemory, MigrationPlan
 from hegmd.migration.plan.carrier_choice import is_helped
-from hegmd.migration.plan.communicator_rules import NCCL
 from hegmd.node.gpu_sets import gpus_of, shared_out
 from hegmd.node.processes.surroundings import parent_of
 from hegmd.protocol.operations import BY_DRIVER
@@ -40,7 +39,7 @@ def needs_whole_gpus(workers: Iterable[AgentConnection], op: Operation | None) -
     """Return True for ranks with NCCL that the driver has restored or will restore: they share no GPU (XID 109)."""
     by_driver = {member.pid for member in op.live if member.method == BY_DRIVER} if op and op.kind != QUIESCE else ()
     groups = [one.communicators for one in workers if one.driver_restored or one.pid in by_driver]
-    return any(NCCL in backend for found in groups if found is not None for backend in found.backends)
+    return any(found is not None and found.uses_nccl for found in groups)
 
 
 def with_stated(needs: Mapping[str, int], queued: QueuedRecord | None, kept: Mapping[str, int]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from hegmd.migration.machine.communicators import SUSPEND as SUSPENSION
 from hegmd.migration.machine.next_effects import SUSPENDED
 from hegmd.migration.machine.operation import CHECKPOINT, QUIESCE, RESUME, SIMULATED, SUSPEND, JobProcess
 from hegmd.migration.machine.wording import listed
-from hegmd.migration.model import AgentSurvey, Candidate, GpuMemory, NodeSnapshotForPlan
+from hegmd.migration.model import Candidate, GpuMemory, NodeSnapshotForPlan
 from hegmd.migration.plan.draft import Draft, candidate_of
 from hegmd.node.gpu_sets import HINT_UNNUMBERED, UNNUMBERED, gpus_of
 from hegmd.protocol.messages import Communicators
@@ -22,7 +22,6 @@ from hegmd.protocol.operations import BY_DRIVER, KEEP_CONTEXT, PlannedProcess
 from hegmd.protocol.proofs import FAILED, PROVEN, UNPROVEN, Combination, Proof
 
 NONE, REPLACEMENT = "none", "replace"
-NCCL = "nccl"
 # Seconds to disconnect and to connect again, with NCCL on two H200s: of a suspension for each group, and for all.
 SUSPEND_GROUP_S, RESUME_S = 0.42, 0.45
 ABORT_S, REPLACE_S = 1.0, 0.36
@@ -148,7 +147,7 @@ def _against_groups(ranks: Sequence[Candidate]) -> Iterator[tuple[str, str, int]
 def against_one_gpu(draft: Draft, ranks: Sequence[Candidate]) -> Iterator[tuple[str, str, int]]:
     """NCCL connects no two ranks of a group on one GPU, except if they seem to be on different hosts. The driver would
     end those when it has restored them, because each waits for the other."""
-    by_nccl = {candidate.pid for candidate in ranks if candidate.agent is not None and _is_of_nccl(candidate.agent)}
+    by_nccl = {candidate.pid for candidate in ranks if _uses_nccl(candidate)}
     kind = draft.request.kind
     there: dict[str, list[int]] = {}
     for worker in draft.workers:
@@ -219,9 +218,7 @@ def without_memory_of_leavers(
 
 def seconds(members: Sequence[Candidate], kind: str) -> float:
     """Return how much disconnecting and reconnecting adds to the parked time; ranks do it concurrently."""
-    groups = [
-        found for candidate in members if (found := communicators_of(candidate)) is not None and NCCL in found.backends
-    ]
+    groups = [found for candidate in members if (found := communicators_of(candidate)) is not None and found.uses_nccl]
     if not groups:
         return 0.0
     is_suspension = groups[0].mechanism == SUSPENSION
@@ -247,11 +244,11 @@ def costs(draft: Draft, members: Sequence[Candidate], kind: str) -> Iterator[str
             f"{len(groups)} ranks disconnect {many} group{'s' * (many != 1)} each ({backends}{library}): "
             f"{ways.get(groups[0].mechanism, groups[0].mechanism)}{took}"
         )
-        if any(NCCL in found.backends for found in groups):
+        if any(found.uses_nccl for found in groups):
             yield "the job trains without NVLink multicast (NCCL_NVLS_ENABLE=0), which can slow more than two GPUs"
             yield from _company(draft)
     if (proof := proof_of(draft.snapshot, members, [worker.to for worker in draft.workers])) is not None:
-        yield from _verdict(proof, uses_nccl=any(NCCL in found.backends for found in groups))
+        yield from _verdict(proof, uses_nccl=any(found.uses_nccl for found in groups))
     if draft.reserves_late:
         yield (
             "ranks exchange GPUs that have no memory for both: it is reserved when all ranks have left; if another "
@@ -295,7 +292,7 @@ def _others_on(draft: Draft, gpu: str) -> dict[int, bool]:
     found: dict[int, bool] = {}
     for one in draft.snapshot.candidates:
         if gpu in one.gpus and one.pid not in idle:
-            found[one.pid] = one.agent is not None and one.agent.driver_restored and _is_of_nccl(one.agent)
+            found[one.pid] = one.agent is not None and one.agent.driver_restored and _uses_nccl(one)
     for other in draft.snapshot.unreachable:
         if gpu in other.gpus and not other.ended:
             found[other.pid] = False
@@ -320,11 +317,12 @@ def _may_use_nccl(draft: Draft, worker: PlannedProcess | JobProcess) -> bool:
         # The driver moves ranks without an agent too, if they were started with NCCL_P2P_DISABLE=1.
         is_seen = candidate is not None and candidate.agent is None and bool(candidate.around.nccl_shared)
         return bool(worker.communicators) or is_seen
-    return _is_of_nccl(candidate.agent)
+    return candidate.agent.communicators.uses_nccl
 
 
-def _is_of_nccl(agent: AgentSurvey) -> bool:
-    return agent.communicators is not None and any(NCCL in backend for backend in agent.communicators.backends)
+def _uses_nccl(candidate: Candidate) -> bool:
+    groups = None if candidate.agent is None else candidate.agent.communicators
+    return groups is not None and groups.uses_nccl
 
 
 def _company(draft: Draft) -> Iterator[str]:

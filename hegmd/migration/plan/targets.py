@@ -14,7 +14,6 @@ from hegmd.migration.machine.operation import JobProcess
 from hegmd.migration.machine.wording import listed, no_such_gpu
 from hegmd.migration.model import GpuMemory
 from hegmd.migration.plan import driver_rules
-from hegmd.migration.plan.communicator_rules import NCCL
 from hegmd.migration.plan.draft import Draft
 from hegmd.migration.plan.members import NVIDIA
 from hegmd.node.gpu_sets import CPU, gpus_of, is_several, place_of
@@ -166,7 +165,7 @@ def against_one_gpu(draft: Draft, ranks: Sequence[tuple[int, str | None]]) -> bo
 def _have_nccl(draft: Draft, pids: Sequence[int]) -> bool:
     agents = [candidate.agent for candidate in draft.snapshot.candidates if candidate.pid in pids]
     groups = [agent.communicators for agent in agents if agent is not None]
-    return any(found is not None and NCCL in found.backends for found in groups)
+    return any(found is not None and found.uses_nccl for found in groups)
 
 
 def _exchanged(draft: Draft, pid: int, here: tuple[str, ...], target: str) -> str | None:
