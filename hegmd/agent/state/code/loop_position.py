@@ -108,7 +108,7 @@ def note_begun(path: Any, frames: list[FrameType]) -> None:
 
 def against_made_earlier(path: Any) -> list[Refusal]:
     """Return why a restarted script would not begin the last pass of that place: it would lack what that needs."""
-    return _made[path].refusals if path in _made else []
+    return list(_made[path].refusals.values()) if path in _made else []
 
 
 class _MadeEarlier:
@@ -116,7 +116,7 @@ class _MadeEarlier:
 
     def __init__(self, frames: list[FrameType]) -> None:
         self.objects: dict[tuple[int, str], tuple[Any, Any, str]] = {}
-        self.refusals: list[Refusal] = []
+        self.refusals: dict[tuple[int, str], Refusal] = {}
         for depth, frame in enumerate(frames):
             names = {} if accelerate_hf.is_own(frame) else _made_for_later(frame.f_code, frame.f_lasti)
             for name, line in names.items():
@@ -139,9 +139,9 @@ class _MadeEarlier:
                 continue
             if position != its_position:
                 what = f"{key[1]} was made at {where} in an earlier iteration of the loop"
-                self.refusals.append(Refusal(f"{what}, and a restarted script would not have it", _ABOVE))
-            elif before is not None:
-                self.refusals += [found for found in before.refusals if found.what.startswith(f"{key[1]} was ")]
+                self.refusals[key] = Refusal(f"{what}, and a restarted script would not have it", _ABOVE)
+            elif before is not None and key in before.refusals:
+                self.refusals[key] = before.refusals[key]
 
 
 def _of_no_loader(_iterator: object) -> None:
