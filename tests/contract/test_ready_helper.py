@@ -10,8 +10,8 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import anyio
@@ -19,7 +19,7 @@ import pytest
 
 from hegmd.errors import HegmError
 from hegmd.gpu_helper.copy_client import CopyClient
-from hegmd.gpu_helper.link import HelperLost
+from hegmd.gpu_helper.link import HelperLost, Link
 from hegmd.gpu_helper.ready_helper import CONTEXTS, LOOK_S, OFF, PINNED, RETRY_S, STARTED, ReadyHelper
 from tests.contract.helped import SIZE_BYTES, Owner, linked, places
 from tests.patience import HANG_S
@@ -61,6 +61,19 @@ def segments() -> Iterator[Segments]:
     yield made
     for fd in made.fds:
         os.close(fd)
+
+
+@asynccontextmanager
+async def one_pinned(node: CudaNode) -> AsyncIterator[tuple[Link, ReadyHelper, Segments, int]]:
+    """A helper that has pinned a segment for the first GPU, with the segment's descriptor."""
+    with segments() as memory:
+        fd = memory.add(SIZE_BYTES)
+        async with linked(node) as link:
+            ready = ReadyHelper(link, PINNED, lambda: node.uuids[:1], memory.handed)
+            await ready.check()
+            yield link, ready, memory, fd
+        if fd not in memory.fds:
+            os.close(fd)
 
 
 @pytest.mark.thorough
@@ -194,74 +207,55 @@ async def test_a_resume_after_all_jobs_left_their_gpus_makes_no_context(node: Cu
 
 async def test_memory_that_a_session_uses_is_unpinned_after_it(node: CudaNode, owner: Owner) -> None:
     here = node.uuids[0]
-    with segments() as memory:
-        fd = memory.add(SIZE_BYTES)
-        async with linked(node) as link:
-            ready = ReadyHelper(link, PINNED, lambda: [here], memory.handed)
-            await ready.check()
-            route = await CopyClient.open(link, "7", [here], fd, SIZE_BYTES)
-            await ready.unpin(fd)
-            assert pinned(node) == 2
-            await route.copy(here, "out", owner.handles(), PLACES)
-            await route.close()
-            memory.fds.clear()
-            await ready.check()
-            assert pinned(node) == 0
-        os.close(fd)
+    async with one_pinned(node) as (link, ready, memory, fd):
+        route = await CopyClient.open(link, "7", [here], fd, SIZE_BYTES)
+        await ready.unpin(fd)
+        assert pinned(node) == 2
+        await route.copy(here, "out", owner.handles(), PLACES)
+        await route.close()
+        memory.fds.clear()
+        await ready.check()
+        assert pinned(node) == 0
 
 
 async def test_memory_that_the_driver_did_not_unpin_counted_as_free(node: CudaNode) -> None:
     """Its pages stayed until the helper ended, which nothing made it do."""
-    with segments() as memory:
-        fd = memory.add(SIZE_BYTES)
-        async with linked(node) as link:
-            ready = ReadyHelper(link, PINNED, lambda: node.uuids[:1], memory.handed)
+    async with one_pinned(node) as (link, ready, memory, fd):
+        node.order("error cuMemHostUnregister 1")
+        await ready.unpin(fd)
+        assert link.pid is None, "the helper that has it lives"
+        node.mend()
+        await ready.check()
+        memory.fds.clear()
+        node.order("error cuMemHostUnregister 1")
+        with pytest.raises(HegmError, match="cuMemHostUnregister failed with 1"):
             await ready.check()
-            node.order("error cuMemHostUnregister 1")
-            await ready.unpin(fd)
-            assert link.pid is None, "the helper that has it lives"
-            node.mend()
-            await ready.check()
-            memory.fds.clear()
-            node.order("error cuMemHostUnregister 1")
-            with pytest.raises(HegmError, match="cuMemHostUnregister failed with 1"):
-                await ready.check()
-            assert link.pid is None
-            node.mend()
-            await ready.check()
-            assert ready.pinned_bytes == 0
-        os.close(fd)
+        assert link.pid is None
+        node.mend()
+        await ready.check()
+        assert ready.pinned_bytes == 0
 
 
 async def test_a_session_ends_although_the_driver_does_not_unpin_its_memory(node: CudaNode) -> None:
-    with segments() as memory:
-        fd = memory.add(SIZE_BYTES)
-        async with linked(node) as link:
-            ready = ReadyHelper(link, PINNED, lambda: node.uuids[:1], memory.handed)
+    async with one_pinned(node) as (link, ready, memory, fd):
+        route = await CopyClient.open(link, "7", node.uuids[:1], fd, SIZE_BYTES)
+        await ready.unpin(fd)
+        node.order("error cuMemHostUnregister 1")
+        await route.close()
+        memory.fds.clear()
+        memory.add(SIZE_BYTES)
+        with pytest.raises(HegmError, match="cuMemHostUnregister failed with 1"):
             await ready.check()
-            route = await CopyClient.open(link, "7", node.uuids[:1], fd, SIZE_BYTES)
-            await ready.unpin(fd)
-            node.order("error cuMemHostUnregister 1")
-            await route.close()
-            memory.fds.clear()
-            memory.add(SIZE_BYTES)
-            with pytest.raises(HegmError, match="cuMemHostUnregister failed with 1"):
-                await ready.check()
-        os.close(fd)
 
 
 async def test_the_next_helper_pins_memory_again(node: CudaNode) -> None:
-    with segments() as memory:
-        memory.add(SIZE_BYTES)
-        async with linked(node) as link:
-            ready = ReadyHelper(link, PINNED, lambda: node.uuids[:1], memory.handed)
-            await ready.check()
-            before = len(node.calls("cuMemHostRegister_v2"))
-            link.kill("the test says so")
-            await ready.unpin(next(iter(memory.fds)))
-            assert link.pid is None, "an unpin started a helper"
-            await ready.check()
-            assert len(node.calls("cuMemHostRegister_v2")) > before
+    async with one_pinned(node) as (link, ready, _memory, fd):
+        before = len(node.calls("cuMemHostRegister_v2"))
+        link.kill("the test says so")
+        await ready.unpin(fd)
+        assert link.pid is None, "an unpin started a helper"
+        await ready.check()
+        assert len(node.calls("cuMemHostRegister_v2")) > before
 
 
 async def test_nothing_is_pinned_while_an_operation_runs(node: CudaNode) -> None:
