@@ -224,7 +224,7 @@ class Pool:
     ) -> bool:
         """Return the result of `use`, called with descriptors and sizes of ready memory and of these owners' memory.
 
-        None of it is resized meanwhile. While ready memory grows, `use` is not called: False.
+        None of it is resized during the call. While ready memory grows, `use` is not called: False.
         """
         async with self._taking:
             if not self.ready.is_settled:

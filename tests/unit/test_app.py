@@ -53,6 +53,10 @@ def app_of(topology: Topology, tmp_path: Path, load_again: Callable[[], Config])
     return App(config_of(tmp_path), load_again, LogSetup(2, {}, ""), NO_OFFER, topology, vendors, user_mode=True)
 
 
+def _no_reload() -> Config:
+    pytest.fail("the test does not reload the daemon")
+
+
 async def test_a_reload_from_a_disk_that_hangs_can_be_cancelled(
     topology: Topology, tmp_path: Path, hung: threading.Event
 ) -> None:
@@ -74,7 +78,7 @@ async def test_a_caller_that_does_not_listen_to_its_checks_holds_up_no_other(
     topology: Topology, tmp_path: Path
 ) -> None:
     """The next caller's checks waited until the one before had taken each of its own."""
-    app = app_of(topology, tmp_path, lambda: pytest.fail("nobody reloads here"))
+    app = app_of(topology, tmp_path, _no_reload)
     busy = anyio.Event()
 
     async def turn_away(_: Check) -> None:
@@ -92,7 +96,7 @@ async def test_a_caller_that_does_not_listen_to_its_checks_holds_up_no_other(
 
 
 async def test_the_checks_of_a_disconnected_caller_end_with_an_error(topology: Topology, tmp_path: Path) -> None:
-    app = app_of(topology, tmp_path, lambda: pytest.fail("nobody reloads here"))
+    app = app_of(topology, tmp_path, _no_reload)
 
     async def gone(_: Check) -> None:
         raise PeerGone
@@ -122,7 +126,7 @@ def test_a_service_manager_other_than_systemd_was_asked_to_start_units(is_booted
 
 async def test_pythons_collector_is_on_again_once_the_daemon_serves(topology: Topology, tmp_path: Path) -> None:
     """It is off during the imports. Nothing would have noticed if it had stayed off."""
-    app = app_of(topology, tmp_path, lambda: pytest.fail("nobody reloads here"))
+    app = app_of(topology, tmp_path, _no_reload)
     gc.disable()
     try:
         async with anyio.create_task_group() as tasks:

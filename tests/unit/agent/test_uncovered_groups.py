@@ -185,7 +185,7 @@ def test_communicators_of_vllm_are_named_while_there_are_any(pynccl: type[object
 
 
 def test_each_survey_of_ranks_looked_at_all_objects_twice(pynccl: type[object]) -> None:
-    """Each look takes 50 ms, and all ranks are parked meanwhile: the survey of the storages finds these objects too."""
+    """Each look takes 50 ms while all ranks are parked: the survey of the storages finds these objects too."""
     found, torch = [pynccl()], torch_of()
     assert pynccl in uncovered_groups.kinds(torch)
     assert reasons(ProcessGroupNCCL(), torch, alive=[]) == [], "nothing is looked for again"

@@ -1,4 +1,4 @@
-"""What a loop makes in an early iteration only: a restarted script continues in a later one, and lacks it."""
+"""A loop makes an object in an early iteration only: a restarted script continues in a later one without it."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_a_script_that_has_loaded_a_later_checkpoint_of_its_own_was_not_recovere
 
 
 def test_a_loop_over_a_reversed_range_ended_its_restarted_script() -> None:
-    """What was left of it goes downwards, and the script asks for a range that goes upwards."""
+    """The rest of it goes downwards, and the script asks for a range that goes upwards."""
     ends: list[list[str]] = []
     shadows = Shadows(lambda _name, _frame: (3, 1, -1), ends.append)
     module = types.ModuleType("of_the_user")
